@@ -1,0 +1,86 @@
+# `make demo` and `make test` need Linux, Python 3.10 or newer, pip and make; no GPU. Everything lands in .venv.
+
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all test-peers lint format bench build clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP_INPUTS := pyproject.toml constraints.txt
+# Each candidate is started, not just looked up: version managers leave names on PATH that run nothing.
+USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3.10 python3; do \
+	$$p -c '$(USABLE)' >/dev/null 2>&1 && { echo $$p; break; }; done)
+# More arguments for pytest: make test PYTEST_ARGS='-k dispatch -x'
+PYTEST_ARGS ?=
+
+help:
+	@echo 'make demo        installs moereg (not the test tools) and runs one real-size layer: about 2 minutes'
+	@echo 'make test        installs the test extra and runs the tests that are neither slow nor in need of a GPU'
+	@echo 'make test-all    runs the rest: the slow tests'
+	@echo 'make test-peers  installs the peer libraries (2 GB more) and runs the tests that compare with them'
+	@echo 'make lint        ruff, mypy --strict and the import contracts; make format applies what ruff can'
+	@echo 'make bench       pytest-benchmark over the registered backends'
+	@echo 'make build       wheel and sdist into dist/'
+
+demo: $(VENV)/.core-stamp
+	@echo '== which backend a layer of Qwen3-30B-A3B would get on an H100, and why'
+	$(BIN)/moereg explain --model qwen3-30b-a3b --platform cuda:sm90
+	@echo '== the same layer on this machine: 128 experts, 1.2 GB of weights, 64 tokens'
+	$(BIN)/moereg run --model qwen3-30b-a3b --tokens 64
+
+test: $(VENV)/.test-stamp
+	$(BIN)/python -m pytest -m 'not slow and not gpu and not peers' $(PYTEST_ARGS)
+
+# The remainder of `make test`, so that running both runs nothing twice. 5 is pytest's "nothing collected": while no test is
+# marked slow, that is no failure.
+test-all: $(VENV)/.test-stamp
+	$(BIN)/python -m pytest -m 'slow and not gpu and not peers' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+test-peers: $(VENV)/.peers-stamp
+	$(BIN)/python -m pytest -m 'peers and not gpu' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+lint: $(VENV)/.test-stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict moereg
+	$(BIN)/lint-imports
+
+format: $(VENV)/.test-stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.test-stamp
+	$(BIN)/python -m pytest benches --benchmark-only $(PYTEST_ARGS)
+
+# The build tools come with the test extra, so nothing is fetched here.
+build: $(VENV)/.test-stamp
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
+
+# --- the environment: a stamp is older than what it was made from, or nothing is installed ---
+
+$(VENV)/.venv-stamp:
+	@test -n '$(PYTHON)' || { echo 'moereg needs Python 3.10 or newer with the venv module (on Debian: python3-venv)' >&2; exit 1; }
+	@echo "== creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.core-stamp: $(STAMP_INPUTS) | $(VENV)/.venv-stamp
+	@echo '== installing moereg and torch into $(VENV): about a minute, silent until done'
+	@$(BIN)/python -m pip install -q -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.test-stamp: $(STAMP_INPUTS) | $(VENV)/.venv-stamp
+	@echo '== installing moereg with its test extra into $(VENV): about a minute, silent until done'
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	@touch $(VENV)/.core-stamp $@
+
+$(VENV)/.peers-stamp: $(STAMP_INPUTS) | $(VENV)/.venv-stamp
+	@echo '== installing moereg with its test and peers extras into $(VENV): about two minutes, silent until done'
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,peers]'
+	@touch $(VENV)/.core-stamp $(VENV)/.test-stamp $@

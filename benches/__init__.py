@@ -1,0 +1,1 @@
+"""Benches: pytest-benchmark files and tables measured on named hardware."""

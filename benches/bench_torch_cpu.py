@@ -1,0 +1,392 @@
+"""The `torch` backend on this CPU against transformers' own expert implementations, on the same weights.
+
+    python -m benches.bench_torch_cpu [--rounds 15] [--quick] [--json FILE]
+
+Every round times each implementation once, in rotated order, on inputs and routings that rotate too; a row's time is
+the median over rounds. An implementation that misses the fp32 reference gets no number. Ceilings are measured in the
+same process; a row's share is the larger of its share of the matmul rate and of the memory bandwidth, and counts the
+weights of active experts only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import math
+import platform as host
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+
+from moereg.backends.torch_moe import TorchPackedExperts
+from moereg.experts import ExpertInputs
+from moereg.platforms import probe_platform
+from moereg.problem import MoEProblem
+from moereg.reference import reference_experts, relative_error
+from moereg.routing import softmax_topk
+from moereg.weights import ExpertWeights
+
+__all__ = ["Ceilings", "Row", "main", "measure"]
+
+OURS: Final = "moereg"
+PEERS: Final = ("eager", "batched_mm", "grouped_mm")
+NUM_TOKENS: Final = (1, 16, 128, 512)
+DTYPES: Final = ("bfloat16", "float32")
+NUM_INPUTS: Final = 4
+# transformers rounds routing weights and sums to bf16, which the reference does not.
+TOLERANCE: Final = {"bfloat16": 1.2e-2, "float32": 1e-5}
+GATHERED_BYTES_LIMIT: Final = 8e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One model's experts."""
+
+    name: str
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+
+
+SHAPES: Final = (
+    Shape("mixtral", num_experts=8, hidden_size=1024, intermediate_size=3584, top_k=2),
+    Shape("olmoe", num_experts=64, hidden_size=2048, intermediate_size=1024, top_k=8),
+    Shape("qwen3-moe", num_experts=128, hidden_size=2048, intermediate_size=768, top_k=8),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What this machine reached in this process.
+
+    Attributes:
+        gflops: By dtype, one large linear.
+        gbps: One large read.
+    """
+
+    gflops: dict[str, float]
+    gbps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measured cell of the table.
+
+    Attributes:
+        shape, dtype, num_tokens: Which.
+        times_us: Median time by implementation; absent where skipped or wrong.
+        notes: Why an implementation has no time.
+        flop_share, bandwidth_share: Of the ceilings, ours.
+    """
+
+    shape: str
+    dtype: str
+    num_tokens: int
+    times_us: dict[str, float]
+    notes: dict[str, str]
+    flop_share: float
+    bandwidth_share: float
+
+    @property
+    def best_peer(self) -> str:
+        """The fastest peer."""
+        return min((name for name in self.times_us if name != OURS), key=self.times_us.__getitem__)
+
+    @property
+    def ratio(self) -> float:
+        """The best peer's time over ours; NaN where ours is wrong."""
+        return self.times_us[self.best_peer] / self.times_us.get(OURS, math.nan)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**dataclasses.asdict(self), "best_peer": self.best_peer, "ratio": self.ratio}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inputs:
+    """One call's inputs; ids in both widths, since transformers wants int64 and a conversion is no part of either."""
+
+    hidden_states: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_ids_long: torch.Tensor
+
+
+def measure_ceilings() -> Ceilings:
+    """Best of several: a ceiling is what the machine can do, not what it did while others were busy."""
+    gflops = {}
+    for name in DTYPES:
+        size = 2048
+        x, weight = (torch.randn(size, size).to(getattr(torch, name)) for _ in range(2))
+        gflops[name] = 2 * size**3 / min(_times(lambda x=x, weight=weight: F.linear(x, weight), 10)) / 1e9  # type: ignore[misc]
+    big = torch.ones(1 << 27)  # 512 MiB, far beyond any cache
+    return Ceilings(gflops, big.numel() * 4 / min(_times(big.sum, 10)) / 1e9)
+
+
+def _times(call: Callable[[], object], count: int) -> list[float]:
+    call()
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _make_weights(shape: Shape, dtype: str) -> ExpertWeights:
+    generator = torch.Generator().manual_seed(1)
+    torch_dtype = getattr(torch, dtype)
+    w13 = torch.empty(shape.num_experts, 2 * shape.intermediate_size, shape.hidden_size, dtype=torch_dtype)
+    w2 = torch.empty(shape.num_experts, shape.hidden_size, shape.intermediate_size, dtype=torch_dtype)
+    for weight in (w13, w2):
+        for matrix in weight:
+            matrix.normal_(0, 0.02, generator=generator)
+    return ExpertWeights(w13=w13, w2=w2)
+
+
+def _make_inputs(shape: Shape, dtype: str, num_tokens: int) -> list[Inputs]:
+    generator = torch.Generator().manual_seed(2)
+    inputs = []
+    for _ in range(NUM_INPUTS):
+        logits = torch.randn(num_tokens, shape.num_experts, generator=generator)
+        topk_weights, topk_ids = softmax_topk(logits, shape.top_k, renormalize=True)
+        hidden_states = torch.randn(num_tokens, shape.hidden_size, generator=generator).to(getattr(torch, dtype))
+        inputs.append(Inputs(hidden_states, topk_weights, topk_ids, topk_ids.long()))
+    return inputs
+
+
+def _peer_module(shape: Shape, weights: ExpertWeights) -> Any:
+    """Mixtral experts of transformers, the common [E,2I,H] form, on our tensors."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    config = MixtralConfig(
+        num_local_experts=shape.num_experts,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_experts_per_tok=shape.top_k,
+    )
+    with torch.device("meta"):
+        module: Any = MixtralExperts(config)
+    module.gate_up_proj = torch.nn.Parameter(weights.w13, requires_grad=False)
+    module.down_proj = torch.nn.Parameter(weights.w2, requires_grad=False)
+    module.config = config
+    return module
+
+
+def _calls(
+    shape: Shape, problem: MoEProblem, weights: ExpertWeights, experts: TorchPackedExperts, permuted: Any
+) -> dict[str, Callable[[Inputs], torch.Tensor]]:
+    module = _peer_module(shape, weights)
+
+    def peer(name: str) -> Callable[[Inputs], torch.Tensor]:
+        def call(inputs: Inputs) -> torch.Tensor:
+            module.config._experts_implementation = name
+            result: torch.Tensor = module(inputs.hidden_states, inputs.topk_ids_long, inputs.topk_weights)
+            return result
+
+        return call
+
+    workspaces: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def ours(inputs: Inputs) -> torch.Tensor:
+        num_tokens = len(inputs.hidden_states)
+        if num_tokens not in workspaces:
+            shapes = experts.workspace_shapes(problem, num_tokens)
+            workspaces[num_tokens] = tuple(torch.empty(size, dtype=problem.torch_dtype) for size in shapes)
+        out = torch.empty_like(inputs.hidden_states)
+        expert_inputs = ExpertInputs(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+        experts.apply(out, expert_inputs, permuted, *workspaces[num_tokens])
+        return out
+
+    return {OURS: ours, **{name: peer(name) for name in PEERS}}
+
+
+def _gathered_bytes(shape: Shape, dtype: str, num_tokens: int) -> int:
+    itemsize: int = getattr(torch, dtype).itemsize
+    return num_tokens * shape.top_k * 3 * shape.hidden_size * shape.intermediate_size * itemsize
+
+
+def measure(
+    shapes: Sequence[Shape], dtypes: Sequence[str], token_counts: Sequence[int], rounds: int, ceilings: Ceilings
+) -> Iterator[Row]:
+    """Measures every combination, one model's weights at a time."""
+    for dtype in dtypes:
+        for shape in shapes:
+            problem = MoEProblem(
+                num_experts=shape.num_experts,
+                hidden_size=shape.hidden_size,
+                intermediate_size=shape.intermediate_size,
+                top_k=shape.top_k,
+                dtype=dtype,
+            )
+            _progress(f"{shape.name} {dtype}: making and packing weights")
+            weights = _make_weights(shape, dtype)
+            experts = TorchPackedExperts(problem, probe_platform())
+            permuted = experts.permute_weights(weights, problem)
+            calls = _calls(shape, problem, weights, experts, permuted)
+            for num_tokens in token_counts:
+                _progress(f"{shape.name} {dtype} T={num_tokens}")
+                yield _measure_row(shape, problem, weights, calls, num_tokens, rounds, ceilings)
+            del weights, permuted, calls
+            gc.collect()
+
+
+def _measure_row(
+    shape: Shape,
+    problem: MoEProblem,
+    weights: ExpertWeights,
+    calls: dict[str, Callable[[Inputs], torch.Tensor]],
+    num_tokens: int,
+    rounds: int,
+    ceilings: Ceilings,
+) -> Row:
+    inputs = _make_inputs(shape, problem.dtype, num_tokens)
+    notes: dict[str, str] = {}
+    first = inputs[0]
+    reference = reference_experts(problem, weights, first.hidden_states, first.topk_weights, first.topk_ids)
+    for name, call in calls.items():
+        if name == "batched_mm" and _gathered_bytes(shape, problem.dtype, num_tokens) > GATHERED_BYTES_LIMIT:
+            notes[name] = "skipped: gathered weights over 8 GB"
+            continue
+        error = relative_error(call(first), reference)
+        if not error <= TOLERANCE[problem.dtype]:
+            notes[name] = f"wrong: error {error:.1e}"
+    timed = [name for name in calls if name not in notes]
+    # Two or three orders of magnitude slower than the rest: one round says so.
+    slow = {"batched_mm"} if num_tokens > 1 else set()
+    for name in timed:
+        for one in inputs if name not in slow else ():
+            calls[name](one)
+    times: dict[str, list[float]] = {name: [] for name in timed}
+    for round_index in range(rounds):
+        turn = round_index % len(timed)
+        for name in timed[turn:] + timed[:turn]:
+            if name in slow and times[name]:
+                continue
+            one = inputs[round_index % NUM_INPUTS]
+            start = time.perf_counter()
+            calls[name](one)
+            times[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(values) * 1e6 for name, values in times.items()}
+    seconds = medians.get(OURS, math.nan) / 1e6
+    active = statistics.mean(len(one.topk_ids.unique()) for one in inputs)
+    expert_elements = 3 * shape.hidden_size * shape.intermediate_size
+    flops = 2 * expert_elements * num_tokens * shape.top_k
+    return Row(
+        shape=shape.name,
+        dtype=problem.dtype,
+        num_tokens=num_tokens,
+        times_us=medians,
+        notes=notes,
+        flop_share=flops / seconds / 1e9 / ceilings.gflops[problem.dtype],
+        bandwidth_share=active * expert_elements * problem.torch_dtype.itemsize / seconds / 1e9 / ceilings.gbps,
+    )
+
+
+def _progress(text: str) -> None:
+    print(f"[bench] {text}", file=sys.stderr, flush=True)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    header = f"{'model':<10} {'dtype':<9} {'T':>4} " + " ".join(f"{name:>10}" for name in (OURS, *PEERS))
+    lines = [f"{header}  {'best peer':<10} {'ratio':>6} {'flops':>6} {'bytes':>6} {'share':>6}"]
+    for row in rows:
+        times = " ".join(_cell(row, name) for name in (OURS, *PEERS))
+        share = max(row.flop_share, row.bandwidth_share)
+        lines.append(
+            f"{row.shape:<10} {row.dtype:<9} {row.num_tokens:>4} {times}  {row.best_peer:<10} {row.ratio:>6.2f} "
+            f"{row.flop_share:>6.0%} {row.bandwidth_share:>6.0%} {share:>6.0%}"
+        )
+    return "\n".join(lines)
+
+
+def _cell(row: Row, name: str) -> str:
+    if name in row.times_us:
+        return f"{row.times_us[name] / 1e3:>8.2f}ms"
+    return f"{row.notes[name].partition(':')[0]:>10}"
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return host.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), host.processor())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the bench.
+
+    Returns:
+        0, or 1 where our own result was wrong in some row.
+    """
+    parser = argparse.ArgumentParser(description="The torch backend against transformers' experts, on this CPU.")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="Mixtral-like only, T = 1 and 128, five rounds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    options = parser.parse_args(arguments)
+    import transformers
+
+    _progress("measuring ceilings")
+    ceilings = measure_ceilings()
+    rounds = min(options.rounds, 5) if options.quick else options.rounds
+    shapes = SHAPES[:1] if options.quick else SHAPES
+    token_counts = (1, 128) if options.quick else NUM_TOKENS
+    with torch.inference_mode():
+        rows = list(measure(shapes, DTYPES, token_counts, rounds, ceilings))
+    ratios = [row.ratio for row in rows if OURS in row.times_us]
+    geometric_mean = math.exp(statistics.fmean(map(math.log, ratios))) if ratios else math.nan
+    facts = {
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": _commit(),
+        "rounds": rounds,
+        "ceilings": dataclasses.asdict(ceilings),
+    }
+    print(_table(rows))
+    if ratios:
+        worst = min((row for row in rows if OURS in row.times_us), key=lambda row: row.ratio)
+        print(f"worst row: {worst.shape} {worst.dtype} T={worst.num_tokens}, {worst.ratio:.2f}x")
+        print(f"geometric mean: {geometric_mean:.2f}x over {len(ratios)} rows")
+    rates = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in ceilings.gflops.items())
+    print(f"ceilings: {rates}, read {ceilings.gbps:.0f} GB/s")
+    print(
+        f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, transformers {facts['transformers']}, "
+        f"commit {facts['commit']}"
+    )
+    for row in rows:
+        for name, note in row.notes.items():
+            print(f"{row.shape} {row.dtype} T={row.num_tokens} {name}: {note}")
+    if options.json:
+        document = {"schema": 1, **facts, "geometric_mean": geometric_mean, "rows": [row.to_dict() for row in rows]}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if len(ratios) == len(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Numbers at full size on a GPU: every registered backend against the reference, eager against graph replay.
+
+    python -m benches.full_size --models mixtral-8x7b qwen3-30b-a3b gpt-oss-120b --tokens 1 64 4096 --json FILE
+
+Exits with 1 where a number is wrong. Times are CUDA-graph replays over one input: a first impression, not a comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+from moereg.dispatch import explain_backends, select_backend
+from moereg.layer import make_kernel
+from moereg.platforms import probe_platform
+from moereg.problem import MoEProblem
+from moereg.reference import reference_experts, relative_error
+from moereg.shapes import get_shape
+from moereg.testing.tolerances import tolerance
+from moereg.weights import ExpertWeights
+
+ODD_SIZES = ((2880, 704), (2048, 1408), (2688, 1856), (511, 511))
+
+
+def _weights(problem: MoEProblem) -> ExpertWeights:
+    """Random weights on the GPU, gate and up scaled differently, outputs of order one."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    experts, hidden, inter = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
+    halves = problem.activation.num_halves
+
+    def random(*shape: int, std: float) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=problem.torch_dtype, device="cuda")
+        for expert in tensor:
+            expert.normal_(std=std, generator=generator)
+        return tensor
+
+    w13 = random(experts, halves * inter, hidden, std=hidden**-0.5)
+    if problem.activation.gated:
+        w13[:, :inter] *= 2.0
+        w13[:, inter:] *= 1.5
+    biases = {}
+    if problem.has_bias:
+        biases = {"w13_bias": random(experts, halves * inter, std=1.0), "w2_bias": random(experts, hidden, std=1.0)}
+    return ExpertWeights(w13=w13, w2=random(experts, hidden, inter, std=inter**-0.5), **biases)
+
+
+def _inputs(problem: MoEProblem, num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    logits = torch.randn(num_tokens, problem.num_experts, generator=generator, device="cuda")
+    weights, ids = logits.softmax(-1).topk(problem.top_k, dim=-1)
+    tokens = torch.randn(num_tokens, problem.hidden_size, generator=generator, device="cuda").to(problem.torch_dtype)
+    return tokens, (weights / weights.sum(-1, keepdim=True)).contiguous(), ids.int()
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph, repeats: int = 20) -> float:
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def check(name: str, problem: MoEProblem, weights: ExpertWeights, tokens: list[int]) -> list[dict[str, Any]]:
+    """Runs every backend that fits; one row a backend and number of tokens."""
+    rows = []
+    bound = tolerance(problem.quant.name, problem.dtype)
+    names = [decision.backend for decision in explain_backends(problem).decisions if decision.accepted]
+    for backend in dict.fromkeys(names):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kernel = make_kernel(problem, weights, select_backend(problem, require=backend))
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        for num_tokens in tokens:
+            arguments = _inputs(problem, num_tokens, seed=num_tokens)
+            truth = reference_experts(problem, weights, *arguments)
+            out = torch.full_like(arguments[0], float("nan"))
+            eager = kernel(*arguments, out=out).clone()
+            row: dict[str, Any] = {
+                "model": name,
+                "backend": backend,
+                "dtype": problem.dtype,
+                "tokens": num_tokens,
+                "relative_error": relative_error(eager, truth),
+                "bound": bound,
+                "permute_peak_over_weights": peak / max(kernel.weights.num_bytes, 1),
+            }
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                kernel(*arguments, out=out)
+            fresh = _inputs(problem, num_tokens, seed=num_tokens + 1)
+            for static, new in zip(arguments, fresh, strict=True):
+                static.copy_(new)
+            out.fill_(float("nan"))
+            graph.replay()
+            row["replay_equals_eager"] = torch.equal(out, kernel(*fresh))
+            row["replay_us"] = _replay_us(graph)
+            row["passed"] = row["relative_error"] <= bound and row["replay_equals_eager"]
+            rows.append(row)
+            print(
+                f"{name:16} {backend:8} {problem.dtype:9} T {num_tokens:5}  error {row['relative_error']:.2e} "
+                f"(bound {bound:.0e})  replay {'equal' if row['replay_equals_eager'] else 'DIFFERS'}  "
+                f"{row['replay_us']:9.1f} us  permute peak {row['permute_peak_over_weights']:.2f}x",
+                flush=True,
+            )
+        del kernel
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> int:
+    """Checks the models and odd sizes named on the command line; writes the rows with where they were measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", default=["mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-120b"])
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 64, 4096])
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    platform = probe_platform()
+    if platform.kind not in ("cuda", "rocm"):
+        print(f"full_size needs a GPU, got {platform}", file=sys.stderr)
+        return 3
+    problems = [(name, MoEProblem(**get_shape(name).problem_keywords())) for name in arguments.models]
+    for hidden, inter in ODD_SIZES:
+        problems.append(
+            (f"odd-{hidden}x{inter}", MoEProblem(num_experts=64, hidden_size=hidden, intermediate_size=inter, top_k=6))
+        )
+    problems.append(("e512", MoEProblem(num_experts=512, hidden_size=2048, intermediate_size=512, top_k=10)))
+    for dtype in ("float16", "float32"):
+        problems.append((f"olmoe-{dtype}", MoEProblem(**get_shape("olmoe-1b-7b").problem_keywords(), dtype=dtype)))
+    rows = []
+    for name, problem in problems:
+        rows += check(name, problem, _weights(problem), arguments.tokens)
+        torch.cuda.empty_cache()
+    if arguments.json:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+        record = {
+            "schema": 1,
+            "device": platform.device_name,
+            "platform": str(platform),
+            "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
+            "commit": commit,
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "rows": rows,
+        }
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+    failed = [row for row in rows if not row["passed"]]
+    print(f"{len(rows)} rows, {len(failed)} wrong, worst error {max(row['relative_error'] for row in rows):.2e}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""moereg picks, prepares, runs and compares fused Mixture-of-Experts kernels for PyTorch."""
+
+from moereg.activations import Activation
+from moereg.checkpoints import load_experts
+from moereg.dispatch import Selection, select_backend
+from moereg.errors import (
+    CheckpointError,
+    MoeregError,
+    MoeregWarning,
+    PluginError,
+    RegistrationError,
+    RequestError,
+    UnknownBackendError,
+    UnknownNameError,
+    UnsupportedProblemError,
+)
+from moereg.layer import MoEKernel, make_kernel
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.quant import QuantScheme
+from moereg.registry import register_moe_backend
+from moereg.weights import ExpertWeights
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Activation",
+    "CheckpointError",
+    "ExpertWeights",
+    "MoEKernel",
+    "MoEProblem",
+    "MoeregError",
+    "MoeregWarning",
+    "Platform",
+    "PluginError",
+    "QuantScheme",
+    "RegistrationError",
+    "RequestError",
+    "Selection",
+    "UnknownBackendError",
+    "UnknownNameError",
+    "UnsupportedProblemError",
+    "load_experts",
+    "make_kernel",
+    "register_moe_backend",
+    "select_backend",
+]

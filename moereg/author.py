@@ -1,0 +1,20 @@
+"""What the author of a backend imports."""
+
+from moereg.experts import ExpertInputs, Experts, Facts
+from moereg.layouts import deinterleave_gate_up, interleave_gate_up, pad_columns, round_up
+from moereg.registry import API_VERSION, register_moe_backend
+from moereg.weights import ExpertWeights, PermutedWeights
+
+__all__ = [
+    "API_VERSION",
+    "ExpertInputs",
+    "ExpertWeights",
+    "Experts",
+    "Facts",
+    "PermutedWeights",
+    "deinterleave_gate_up",
+    "interleave_gate_up",
+    "pad_columns",
+    "register_moe_backend",
+    "round_up",
+]

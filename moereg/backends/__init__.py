@@ -1,0 +1,1 @@
+"""Built-in backends: each module decorates its experts classes and does nothing else at import."""

@@ -1,0 +1,168 @@
+"""The files of a checkpoint directory: config.json, and safetensors that are opened when a tensor is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from moereg.errors import CheckpointError
+
+__all__ = ["CheckpointFiles", "TensorHeader"]
+
+_INDEX: Final = "model.safetensors.index.json"
+_SINGLE: Final = "model.safetensors"
+# Pickles run code when they are loaded, so they are named in the error and never opened.
+_PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth")
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorHeader:
+    """What a safetensors header says of one tensor.
+
+    Attributes:
+        dtype: As safetensors spells it, e.g. `BF16`.
+        shape: Sizes.
+        file: Name of the file that holds it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+
+class CheckpointFiles(contextlib.ExitStack):
+    """A checkpoint directory. Each shard is opened once, when a tensor of it is first asked for; closes them on exit.
+
+    Attributes:
+        path: The directory.
+
+    Raises:
+        CheckpointError: From every method: a file is missing, corrupt, or not what it should be.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.path = Path(path).expanduser()
+        self._shards: dict[str, Any] = {}
+
+    @functools.cached_property
+    def full_config(self) -> Mapping[str, Any]:
+        """config.json as it is."""
+        config_path = self.path / "config.json"
+        if not config_path.is_file():
+            raise CheckpointError(
+                f"a checkpoint directory must hold config.json, got {str(self.path)!r} without one; nothing is "
+                "downloaded, so give the directory of a checkpoint that is on this machine"
+            )
+        return _read_json_object(config_path)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The part of config.json that describes the language model; multimodal models nest it."""
+        nested = self.full_config.get("text_config")
+        return nested if isinstance(nested, dict) else self.full_config
+
+    @property
+    def quant_method(self) -> str | None:
+        """How the checkpoint says that it is quantised; None where it does not."""
+        for config in (self.full_config, self.config):
+            if quantization := config.get("quantization_config") or config.get("compression_config"):
+                method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+                return str(method or "unnamed")
+        # ModelOpt writes a file of its own, and some of its exports leave config.json as it was.
+        model_opt_path = self.path / "hf_quant_config.json"
+        if not model_opt_path.is_file():
+            return None
+        quantization = _read_json_object(model_opt_path).get("quantization")
+        return str(quantization.get("quant_algo") or "unnamed") if isinstance(quantization, dict) else None
+
+    @functools.cached_property
+    def file_of(self) -> Mapping[str, str]:
+        """The file that holds each tensor, by tensor name."""
+        index_path = self.path / _INDEX
+        if index_path.is_file():
+            weight_map = _read_json_object(index_path).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise CheckpointError(f"{index_path} must hold a weight_map, which is missing; download the file again")
+            return {str(name): str(file) for name, file in weight_map.items()}
+        if (self.path / _SINGLE).is_file():
+            return dict.fromkeys(self._shard(_SINGLE).keys(), _SINGLE)
+        pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
+        if pickles:
+            raise CheckpointError(
+                f"only safetensors checkpoints are read, got {pickles[0]} and no safetensors in {str(self.path)!r}; "
+                "convert it with transformers: from_pretrained, then save_pretrained"
+            )
+        raise CheckpointError(
+            f"a checkpoint must hold {_INDEX} or {_SINGLE}, got neither in {str(self.path)!r}; download the one that "
+            "belongs to it"
+        )
+
+    def header(self, name: str) -> TensorHeader:
+        """Shape and dtype of a tensor, without its data."""
+        file = self._file_of(name)
+        with _named_errors(self.path / file):
+            view = self._shard(file).get_slice(name)
+            return TensorHeader(view.get_dtype(), tuple(view.get_shape()), file)
+
+    def read(self, name: str, row: int | None = None) -> torch.Tensor:
+        """The tensor, or only its row along dim 0, on the CPU. May alias the file: copy what is kept."""
+        file = self._file_of(name)
+        with _named_errors(self.path / file):
+            shard = self._shard(file)
+            tensor: torch.Tensor = shard.get_tensor(name) if row is None else shard.get_slice(name)[row]
+            return tensor
+
+    def _file_of(self, name: str) -> str:
+        if name not in self.file_of:
+            source = _INDEX if (self.path / _INDEX).is_file() else _SINGLE
+            raise CheckpointError(
+                f"tensor {name!r} is missing from {self.path / source}; download the checkpoint again, or check that "
+                "config.json belongs to it"
+            )
+        return self.file_of[name]
+
+    def _shard(self, file: str) -> Any:
+        if file in self._shards:
+            return self._shards[file]
+        shard_path = self.path / file
+        # An index from elsewhere must not name files outside the checkpoint.
+        if Path(file).name != file:
+            raise CheckpointError(f"{_INDEX} must name files of its own directory, got {file!r}; download it again")
+        if not shard_path.is_file():
+            raise CheckpointError(f"{_INDEX} names {shard_path}, which is missing; download that file")
+        with _named_errors(shard_path):
+            self._shards[file] = self.enter_context(safe_open(shard_path, framework="pt"))
+        return self._shards[file]
+
+
+@contextlib.contextmanager
+def _named_errors(shard_path: Path) -> Iterator[None]:
+    """Errors of safetensors do not say which file they are about."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        size = f"{shard_path.stat().st_size} bytes" if shard_path.is_file() else "missing"
+        raise CheckpointError(
+            f"{shard_path} ({size}) must be the whole safetensors file of this checkpoint, got: {error}; download that "
+            "file again"
+        ) from error
+
+
+def _read_json_object(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} must be readable JSON, got: {error}; download that file again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}; download that file again")
+    return content

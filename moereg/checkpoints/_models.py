@@ -1,0 +1,168 @@
+"""One row a model type: what its tensors are called, how they are stored, which layers have experts.
+
+Adding a model is adding a row here and, where it routes in a new way, a reader in `moereg.routing`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+from moereg.activations import ACTIVATIONS, Activation
+from moereg.errors import CheckpointError, unknown_name_message
+
+__all__ = ["MODEL_TYPES", "ModelType", "read_count"]
+
+_HIDDEN_ACTS: Final = {
+    "silu": ACTIVATIONS["silu"],
+    "swish": ACTIVATIONS["silu"],
+    "gelu": ACTIVATIONS["gelu"],
+    "gelu_pytorch_tanh": ACTIVATIONS["gelu_tanh"],
+}
+
+
+def read_count(config: Mapping[str, Any], name: str, default: int | None = None, minimum: int = 1) -> int:
+    """A whole number out of config.json.
+
+    Args:
+        config: The parsed file.
+        name: Entry.
+        default: Meant where the entry is absent or null; None where it has to be there.
+        minimum: Smallest value that makes sense.
+
+    Raises:
+        CheckpointError: The entry is missing, not a whole number, or too small.
+    """
+    value = config.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        found = "none" if value is None else repr(value)
+        raise CheckpointError(
+            f"{name} of model type {config.get('model_type')!r} must be a whole number of at least {minimum}, got "
+            f"{found}; take config.json from the model's publisher"
+        )
+    return value
+
+
+def _read_layers(config: Mapping[str, Any], name: str) -> Sequence[int] | None:
+    """An optional list of layer indices out of config.json."""
+    layers = config.get(name)
+    if layers is not None and not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
+        raise CheckpointError(
+            f"{name} of model type {config.get('model_type')!r} must be a list of layer indices, got {layers!r}; take "
+            "config.json from the model's publisher"
+        )
+    return layers
+
+
+def _read_scalars(config: Mapping[str, Any], **names: str) -> dict[str, float]:
+    """Those numbers that config.json holds, by what they are called here."""
+    scalars = {scalar: config[name] for scalar, name in names.items() if config.get(name) is not None}
+    for scalar, value in scalars.items():
+        if type(value) not in (int, float):
+            raise CheckpointError(
+                f"{names[scalar]} of model type {config.get('model_type')!r} must be a number, got {value!r}; take "
+                "config.json from the model's publisher"
+            )
+    return scalars
+
+
+def _every_layer(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
+    return range(num_layers)
+
+
+def _qwen_layers(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
+    step = read_count(config, "decoder_sparse_step", default=1)
+    dense_layers = _read_layers(config, "mlp_only_layers") or ()
+    return (layer for layer in range(step - 1, num_layers, step) if layer not in dense_layers)
+
+
+def _deepseek_layers(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
+    first = read_count(config, "first_k_dense_replace", minimum=0)
+    # transformers ignores the frequency, the publisher's own code reads it; every published file says 1.
+    frequency = read_count(config, "moe_layer_freq", default=1)
+    return (layer for layer in range(first, num_layers) if layer % frequency == 0)
+
+
+def _llama4_layers(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
+    if (layers := _read_layers(config, "moe_layers")) is not None:
+        return (layer for layer in layers if layer < num_layers)
+    step = read_count(config, "interleave_moe_layer_step", default=1)
+    return range(step - 1, num_layers, step)
+
+
+def _hidden_act(config: Mapping[str, Any]) -> Activation:
+    name = str(config.get("hidden_act") or "silu")
+    if name not in _HIDDEN_ACTS:
+        raise CheckpointError(unknown_name_message("hidden_act", name, _HIDDEN_ACTS))
+    return _HIDDEN_ACTS[name]
+
+
+def _clamped_swiglu(config: Mapping[str, Any]) -> Activation:
+    # hidden_act says silu in these files, although the experts compute the clamped variant.
+    scalars = _read_scalars(config, limit="swiglu_limit", alpha="swiglu_alpha")
+    return dataclasses.replace(ACTIVATIONS["swigluoai"], **scalars)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelType:
+    """How checkpoints of one model type store the experts of a layer.
+
+    Experts are either one tensor each, `experts.5.gate_proj.weight`, or fused, `experts.gate_up_proj`. Both are read.
+
+    Attributes:
+        blocks: Module of a layer that holds router and experts: as released, then as transformers calls it.
+        router: Module of the block that holds the router's weight.
+        projections: Gate, up and down of one expert; None where the model is only released fused.
+        intermediate_size: Config entry of I.
+        moe_layers: From config and number of layers, the layers that have experts.
+        activation: From config, what happens between the matmuls.
+        is_transposed: Fused tensors are [E,in,out] instead of [E,out,in].
+        is_interleaved: Fused gate and up alternate, instead of all of gate first.
+        has_bias: Experts and router have biases.
+    """
+
+    blocks: tuple[str, ...] = ("mlp",)
+    router: str = "gate"
+    projections: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    intermediate_size: str = "moe_intermediate_size"
+    moe_layers: Callable[[Mapping[str, Any], int], Iterable[int]] = _every_layer
+    activation: Callable[[Mapping[str, Any]], Activation] = _hidden_act
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    has_bias: bool = False
+
+
+MODEL_TYPES: Final[Mapping[str, ModelType]] = MappingProxyType(
+    {
+        "mixtral": ModelType(
+            blocks=("block_sparse_moe", "mlp"),
+            projections=("w1", "w3", "w2"),
+            intermediate_size="intermediate_size",
+        ),
+        "qwen2_moe": ModelType(moe_layers=_qwen_layers),
+        "qwen3_moe": ModelType(moe_layers=_qwen_layers),
+        "olmoe": ModelType(intermediate_size="intermediate_size"),
+        "deepseek_v2": ModelType(moe_layers=_deepseek_layers),
+        "deepseek_v3": ModelType(moe_layers=_deepseek_layers),
+        "gpt_oss": ModelType(
+            router="router",
+            projections=None,
+            intermediate_size="intermediate_size",
+            activation=_clamped_swiglu,
+            is_transposed=True,
+            is_interleaved=True,
+            has_bias=True,
+        ),
+        "llama4_text": ModelType(
+            blocks=("feed_forward",),
+            router="router",
+            projections=None,
+            intermediate_size="intermediate_size",
+            moe_layers=_llama4_layers,
+            is_transposed=True,
+        ),
+    }
+)

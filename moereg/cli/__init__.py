@@ -1,0 +1,161 @@
+"""The `moereg` command.
+
+Exit codes: 0 done; 1 wrong numbers; 2 bad input, one line on standard error; 3 nothing fits the problem.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from moereg.cli._info import collect_info, moereg_version
+from moereg.cli._options import JsonFlag, ProblemFlags, VerboseFlag, takes_problem_flags
+from moereg.cli._output import logging_to_stderr, print_error, print_json
+from moereg.discovery import current_platform, load_backends
+from moereg.dispatch import explain_backends
+from moereg.errors import MoeregError
+
+__all__ = ["main"]
+
+OK: Final = 0
+WRONG_NUMBERS: Final = 1
+BAD_INPUT: Final = 2
+NOTHING_FITS: Final = 3
+INTERNAL_ERROR: Final = 70
+"""EX_SOFTWARE of sysexits.h: none of the above, since those say something about the input or the backends."""
+
+# typer keeps its own copy of click or uses the installed one, by version; either way this is the base of usage errors.
+_ClickException: Final[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+app: Final = typer.Typer(
+    name="moereg",
+    help="Picks, prepares, runs and compares Mixture-of-Experts kernels for PyTorch.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # Its boxes cut the names of options at 80 columns.
+    rich_markup_mode=None,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: Arguments after the program's name; the process's where None.
+
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code: int | None = app(args=arguments, prog_name="moereg", standalone_mode=False)
+    except MoeregError as error:
+        print_error(str(error))
+        return BAD_INPUT
+    except _ClickException as error:
+        print_error(f"{error.format_message().rstrip('.')}; see moereg --help")
+        return BAD_INPUT
+    except typer.Abort:
+        print_error("aborted")
+        return INTERNAL_ERROR
+    except Exception as error:
+        # Ours or a backend's, not the user's: -v has what its authors want to see.
+        if {"-v", "--verbose"} & set(arguments):
+            traceback.print_exc()
+        print_error(f"internal error, please report it: {type(error).__name__}: {error} (-v shows the traceback)")
+        return INTERNAL_ERROR
+    return code or OK
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print("moereg", moereg_version())
+        raise typer.Exit
+
+
+@app.callback()
+def _moereg(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Picks, prepares, runs and compares Mixture-of-Experts kernels for PyTorch."""
+
+
+@app.command()
+def info(json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
+    """Show this machine, the backends and the plugins."""
+    with logging_to_stderr(verbose):
+        found = collect_info()
+        if json:
+            print_json(found)
+        else:
+            from moereg.cli._show import show_info
+
+            show_info(found, current_platform())
+    return OK
+
+
+@app.command()
+@takes_problem_flags
+def explain(flags: ProblemFlags, json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
+    """Show which backend a layer gets, and why."""
+    problem = flags.problem()
+    with logging_to_stderr(verbose):
+        load_backends()  # A plugin's kind of platform is known once it is loaded.
+        selection = explain_backends(problem, flags.platform, **flags.request())
+        if json:
+            print_json(selection.to_dict())
+        else:
+            from moereg.cli._show import show_selection
+
+            show_selection(selection, flags.model)
+    return OK if selection.winner else NOTHING_FITS
+
+
+@app.command()
+@takes_problem_flags
+def run(
+    flags: ProblemFlags,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Read a layer of this checkpoint directory instead of making a random one.")
+    ] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="Layer of the checkpoint; the first with experts if left out.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, hidden states and routing.")] = 0,
+    json: JsonFlag = False,
+    verbose: VerboseFlag = False,
+) -> int:
+    """Run one layer, check it against the reference, time it."""
+    from moereg.cli._run import run_layer
+    from moereg.cli._show import show_run
+
+    with logging_to_stderr(verbose):
+        result = run_layer(flags, checkpoint, layer, seed)
+        if json:
+            print_json(result.to_dict())
+        else:
+            show_run(result)
+    if result.passed is None:
+        return NOTHING_FITS
+    return OK if result.passed else WRONG_NUMBERS
+
+
+def _add_later_command(name: str, does: str) -> None:
+    # Any arguments: what they will be is not known yet, and the answer is the same.
+    @app.command(name, help=f"Later: {does}", context_settings={"ignore_unknown_options": True})
+    def later(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> int:
+        print_error(f"{name} comes in a later release; moereg --help lists what is here")
+        return BAD_INPUT
+
+
+_add_later_command("bench", "compare backends by speed.")
+_add_later_command("tune", "measure what selection will use.")
+_add_later_command("verify", "run the conformance kit on one backend.")
+_add_later_command("new-backend", "write the skeleton of a backend's wheel.")

@@ -1,0 +1,173 @@
+"""Options that commands share, and what they mean: a problem, a request, a platform."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Final, get_type_hints
+
+import typer
+
+from moereg.activations import Activation
+from moereg.errors import MoeregError
+from moereg.problem import MoEProblem
+from moereg.shapes import get_shape
+
+__all__ = ["JsonFlag", "ProblemFlags", "UsageError", "VerboseFlag", "takes_problem_flags", "usage_errors"]
+
+
+class UsageError(MoeregError, ValueError):
+    """Options that contradict each other or leave something out."""
+
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+VerboseFlag = Annotated[bool, typer.Option("--verbose", "-v", help="Log to standard error.")]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProblemFlags:
+    """The options that describe a layer and what to choose for it; None where not given."""
+
+    model: Annotated[str | None, typer.Option(help="A known model's layer, e.g. qwen3-30b-a3b.")] = None
+    experts: Annotated[int | None, typer.Option(help="Experts of the layer.")] = None
+    hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None
+    intermediate: Annotated[int | None, typer.Option(help="Intermediate size of one expert.")] = None
+    top_k: Annotated[int | None, typer.Option(help="Experts a token.")] = None
+    quant: Annotated[str | None, typer.Option(help="Scheme of the checkpoint's weights.")] = None
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None
+    activation: Annotated[str | None, typer.Option(help="silu, gelu, gelu_tanh, swigluoai or relu2.")] = None
+    swiglu_limit: Annotated[float | None, typer.Option(help="Clamp of gate and up.")] = None
+    bias: Annotated[bool | None, typer.Option("--bias/--no-bias", help="Both matmuls have a bias.")] = None
+    activation_format: Annotated[str | None, typer.Option(help="standard or batched.")] = None
+    num_local_experts: Annotated[int | None, typer.Option(help="Experts on one rank, fewer than the layer's.")] = None
+    router_weight_on_input: Annotated[
+        bool | None,
+        typer.Option(
+            "--router-weight-on-input/--no-router-weight-on-input",
+            help="The routing weight scales the expert's input.",
+        ),
+    ] = None
+    graph_capture: Annotated[bool, typer.Option("--graph-capture", help="Has to run in a CUDA graph.")] = False
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Has to give the same bits each time.")] = False
+    exact_activations: Annotated[
+        bool, typer.Option("--exact-activations", help="Activations quantised as the scheme says.")
+    ] = False
+    tokens: Annotated[int | None, typer.Option(min=0, help="Tokens of one call.")] = None
+    platform: Annotated[str | None, typer.Option(help="A platform such as cuda:sm90; this machine's if left out.")] = (
+        None
+    )
+    require: Annotated[list[str] | None, typer.Option(help="Use one of these backends or fail: a,b or scheme=a.")] = (
+        None
+    )
+    prefer: Annotated[list[str] | None, typer.Option(help="Use these backends first where they fit.")] = None
+    deny: Annotated[list[str] | None, typer.Option(help="Use none of these backends.")] = None
+
+    def problem(self) -> MoEProblem:
+        """The layer that `--model` or the sizes describe; explicit options override the model's values.
+
+        Raises:
+            UsageError: Sizes are missing or contradict each other.
+            UnknownNameError: A model, scheme, dtype, activation or format is not known.
+        """
+        keywords = get_shape(self.model).problem_keywords() if self.model is not None else {}
+        keywords.update(self._given(_SIZES), **self._given(_FACTS))
+        if missing := [_flag(field) for field, keyword in _SIZES.items() if keyword not in keywords]:
+            raise UsageError(
+                f"say which layer: --model NAME, or all of {', '.join(map(_flag, _SIZES))} "
+                f"(missing: {', '.join(missing)}); moereg run also takes --checkpoint DIR"
+            )
+        with usage_errors():
+            if self.activation is not None or self.swiglu_limit is not None:
+                name = self.activation or keywords.get("activation", "silu")
+                keywords["activation"] = Activation.from_name(name, self.swiglu_limit)
+            return MoEProblem(**keywords, **self.wishes())
+
+    def wishes(self) -> dict[str, Any]:
+        """Keywords of `MoEProblem` that no model or checkpoint decides, where given.
+
+        `--tokens` is the largest call that the layer will see, so that what cannot run a call of that size is rejected
+        instead of failing, and `explain --tokens N` answers for the very problem that `run --tokens N` builds. A call
+        without tokens bounds nothing.
+        """
+        values = self._given(_WISHES)
+        values.update({field: True for field in _DEMANDS if getattr(self, field)})
+        return {**values, "max_num_tokens": self.tokens} if self.tokens else values
+
+    def request(self) -> dict[str, str]:
+        """Keywords of `select_backend`; a repeated option adds to its list."""
+        return {word: ",".join(names) for word in ("require", "prefer", "deny") if (names := getattr(self, word))}
+
+    def check_no_checkpoint_facts(self) -> None:
+        """Checks that nothing is said that a checkpoint says itself.
+
+        Raises:
+            UsageError: An option could contradict the checkpoint.
+        """
+        for field in ("model", *_SIZES, *_FACTS, "activation", "swiglu_limit"):
+            if getattr(self, field) is not None:
+                raise UsageError(
+                    f"{_flag(field)} cannot be combined with --checkpoint, which decides it; leave one out"
+                )
+
+    def _given(self, keywords: Mapping[str, str]) -> dict[str, Any]:
+        values = {keyword: getattr(self, field) for field, keyword in keywords.items()}
+        return {keyword: value for keyword, value in values.items() if value is not None}
+
+
+# Fields of ProblemFlags to keywords of MoEProblem.
+_SIZES: Final = {
+    "experts": "num_experts",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "top_k": "top_k",
+}
+_FACTS: Final = {
+    "quant": "quant",
+    "bias": "has_bias",
+    "router_weight_on_input": "apply_router_weight_on_input",
+}
+_WISHES: Final = {name: name for name in ("dtype", "activation_format", "num_local_experts")}
+_DEMANDS: Final = ("graph_capture", "deterministic", "exact_activations")
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turns a ValueError about a value that the user gave into a UsageError."""
+    try:
+        yield
+    except MoeregError:
+        raise
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def takes_problem_flags(command: Callable[..., int]) -> Callable[..., int]:
+    """Gives a command the options of `ProblemFlags`, which arrive as one value, its first parameter `flags`.
+
+    typer reads options from a signature; this one is the fields followed by the command's own parameters.
+    """
+    hints = get_type_hints(ProblemFlags, include_extras=True)
+    own = inspect.signature(command, eval_str=True).parameters
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    shared = [
+        inspect.Parameter(field.name, keyword_only, default=field.default, annotation=hints[field.name])
+        for field in dataclasses.fields(ProblemFlags)
+    ]
+    others = [parameter.replace(kind=keyword_only) for name, parameter in own.items() if name != "flags"]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> int:
+        flags = ProblemFlags(**{parameter.name: values.pop(parameter.name) for parameter in shared})
+        return command(flags, **values)
+
+    parameters = [*shared, *others]
+    run.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run

@@ -1,0 +1,71 @@
+"""Where the command line writes: results to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, TextIO
+
+from rich.console import Console
+
+__all__ = ["console", "logging_to_stderr", "print_error", "print_json"]
+
+# Without a terminal there is no width to fit; rich would take 80 columns and break names.
+_PIPED_WIDTH: Final = 140
+
+
+def console(stream: TextIO) -> Console:
+    """A console on a stream: brackets are text, and nothing but a terminal gets colours, FORCE_COLOR or not."""
+    is_terminal = stream.isatty()
+    return Console(
+        file=stream,
+        force_terminal=is_terminal,
+        width=None if is_terminal else _PIPED_WIDTH,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
+
+
+def print_json(values: Mapping[str, Any]) -> None:
+    """Writes one JSON object on one line; numbers that JSON does not have become null."""
+    print(json.dumps(_finite(values), allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def print_error(message: str) -> None:
+    """Writes one line to standard error, however many the message has."""
+    lines = (line.strip() for line in message.splitlines())
+    print("moereg:", "; ".join(line for line in lines if line), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def logging_to_stderr(is_verbose: bool) -> Iterator[None]:
+    """Shows moereg's INFO lines while a command runs, where asked for."""
+    if not is_verbose:
+        yield
+        return
+    logger = logging.getLogger("moereg")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -1,0 +1,61 @@
+"""Progress on standard error: a bar on a terminal, elsewhere a line for what takes longer than two seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from moereg.cli._output import console
+
+__all__ = ["Advance", "phase"]
+
+_SILENT_SECONDS: Final = 2.0
+
+Advance = Callable[[int, int], None]
+"""Called with (steps done, steps in all)."""
+
+
+@contextlib.contextmanager
+def phase(description: str) -> Iterator[Advance]:
+    """Shows that a phase of work is under way.
+
+    Args:
+        description: What is being done, e.g. `permuting weights`.
+
+    Yields:
+        To be called as steps are done; a phase without steps shows that it runs.
+    """
+    with _bar(description) if sys.stderr.isatty() else _line(description) as advance:
+        yield advance
+
+
+@contextlib.contextmanager
+def _bar(description: str) -> Iterator[Advance]:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    # Transient, so that an error is the only line left behind.
+    with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
+        task = progress.add_task(description, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def _line(description: str) -> Iterator[Advance]:
+    stream = sys.stderr
+    timer = threading.Timer(_SILENT_SECONDS, lambda: print(f"{description} ...", file=stream, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda done, total: None
+    finally:
+        timer.cancel()

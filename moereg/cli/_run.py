@@ -1,0 +1,201 @@
+"""The work of `moereg run`: select, build, permute, run, time, compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from moereg.cli._layer import Layer, load_layer, random_hidden_states, random_layer
+from moereg.cli._memory import check_run_fits
+from moereg.cli._options import ProblemFlags, UsageError, usage_errors
+from moereg.cli._progress import phase
+from moereg.discovery import current_platform, load_backends
+from moereg.dispatch import SCHEMA, EmulationWarning, Selection, select_backend
+from moereg.errors import UnsupportedProblemError
+from moereg.layer import make_kernel
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.reference import reference_experts, relative_error
+from moereg.testing.tolerances import tolerance
+
+__all__ = ["DEFAULT_TOKENS", "RunResult", "run_layer"]
+
+DEFAULT_TOKENS: Final = 64
+
+_MIN_TIMED_CALLS: Final = 3
+_MAX_TIMED_CALLS: Final = 50
+_TIMED_SECONDS: Final = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """What a run found; the measurements are None where nothing fitted and nothing ran.
+
+    Attributes:
+        subject: The model or checkpoint, for people.
+        selection: How the backend was chosen.
+        num_tokens: T.
+        relative_error: Against the reference; NaN where the output holds one.
+        tolerance: Its bound.
+        time_us: Median of several calls.
+        permute_ms: Once.
+        weights_bytes: Of the canonical weights.
+    """
+
+    subject: str
+    selection: Selection
+    num_tokens: int
+    relative_error: float | None = None
+    tolerance: float | None = None
+    time_us: float | None = None
+    permute_ms: float | None = None
+    weights_bytes: int | None = None
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the error is within the tolerance; None where nothing ran."""
+        if self.relative_error is None or self.tolerance is None:
+            return None
+        return self.relative_error <= self.tolerance  # False for NaN.
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `moereg run --json` prints."""
+        return {
+            "schema": SCHEMA,
+            "backend": self.selection.backend,
+            "platform": str(self.selection.platform),
+            "problem": self.selection.problem.to_dict(),
+            "tokens": self.num_tokens,
+            "relative_error": self.relative_error,
+            "tolerance": self.tolerance,
+            "passed": self.passed,
+            "time_us": self.time_us,
+            "permute_ms": self.permute_ms,
+            "selection": self.selection.to_dict(),
+        }
+
+
+def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, seed: int) -> RunResult:
+    """Builds a layer, runs what is selected for it on this machine and compares with the reference.
+
+    Args:
+        flags: The problem or, with a checkpoint, what the checkpoint leaves open; and the request.
+        checkpoint: Directory to read the layer from; random weights where None.
+        layer: Index in the checkpoint; its first layer with experts where None.
+        seed: Of weights, hidden states and routing.
+
+    Returns:
+        The result; without measurements where nothing fits.
+
+    Raises:
+        MoeregError: Anything that the user can cure.
+    """
+    num_tokens = DEFAULT_TOKENS if flags.tokens is None else flags.tokens
+    flags = dataclasses.replace(flags, tokens=num_tokens)
+    if checkpoint is None:
+        if layer is not None:
+            raise UsageError("--layer needs --checkpoint, whose layer it is")
+        problem = flags.problem()
+        subject = flags.model or "random weights"
+    else:
+        flags.check_no_checkpoint_facts()
+        layer, problem = _checkpoint_problem(checkpoint, layer, flags)
+        subject = f"{checkpoint.resolve().name}, layer {layer}"
+    platform = _platform_at_hand(flags.platform)
+    try:
+        with warnings.catch_warnings():
+            # The result names the tier.
+            warnings.simplefilter("ignore", EmulationWarning)
+            selection = select_backend(problem, platform, **flags.request())
+    except UnsupportedProblemError as error:
+        return RunResult(subject, error.selection, num_tokens)
+    assert selection.winner is not None
+    bound = tolerance(selection.winner.computes, problem.dtype)
+    device = torch.device(platform.device_type)
+    check_run_fits(problem, num_tokens, device)
+    with torch.no_grad():
+        if checkpoint is None or layer is None:
+            with phase("building weights") as advance:
+                built = random_layer(problem, seed, device, advance)
+        else:
+            with phase("loading weights") as advance:
+                built = load_layer(checkpoint, layer, problem, device, advance)
+        hidden_states = random_hidden_states(problem, num_tokens, seed, device)
+        return _measure(RunResult(subject, selection, num_tokens, tolerance=bound), built, hidden_states)
+
+
+def _checkpoint_problem(checkpoint: Path, layer: int | None, flags: ProblemFlags) -> tuple[int, MoEProblem]:
+    from moereg.checkpoints import moe_layers, read_problem
+
+    with usage_errors():
+        if layer is None:
+            with_experts = moe_layers(checkpoint)
+            if not with_experts:
+                raise UsageError(f"no layer of {str(checkpoint)!r} has experts; give a Mixture-of-Experts checkpoint")
+            layer = with_experts[0]
+        return layer, read_problem(checkpoint, layer, **flags.wishes())
+
+
+def _platform_at_hand(name: str | None) -> Platform:
+    """This machine as a platform; a named one has to be it, or its CPU."""
+    load_backends()  # A plugin's kind of platform is known once it is loaded.
+    here = current_platform()
+    if name is None:
+        return here
+    named = Platform.from_name(name)
+    if named.kind == here.kind and named.arch in ("", here.arch):
+        return here
+    if named.kind == "cpu":
+        return dataclasses.replace(named, versions=here.versions, probed=True)
+    raise UsageError(
+        f"run needs the machine itself, and this one is {here}, not {named}; "
+        f"moereg explain --platform {named} answers what would be chosen there"
+    )
+
+
+def _measure(result: RunResult, layer: Layer, hidden_states: torch.Tensor) -> RunResult:
+    selection, weights, device = result.selection, layer.weights, hidden_states.device
+    problem = selection.problem
+    topk_weights, topk_ids = layer.route(hidden_states)
+    with phase("permuting weights"):
+        start = time.perf_counter()
+        kernel = make_kernel(problem, weights, selection=selection)
+        _wait(device)
+        permute_ms = (time.perf_counter() - start) * 1e3
+    with phase("running"):
+        # The first call compiles and warms up; its output is the one that is compared.
+        out = kernel(hidden_states, topk_weights, topk_ids)
+        again = torch.empty_like(out)
+        time_us = _median_us(lambda: kernel(hidden_states, topk_weights, topk_ids, out=again), device)
+    with phase("computing the reference"):
+        reference = reference_experts(problem, weights, hidden_states, topk_weights, topk_ids)
+    return dataclasses.replace(
+        result,
+        relative_error=relative_error(out, reference),
+        time_us=time_us,
+        permute_ms=permute_ms,
+        weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors().values()),
+    )
+
+
+def _median_us(call: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    times: list[float] = []
+    while len(times) < _MIN_TIMED_CALLS or (sum(times) < _TIMED_SECONDS and len(times) < _MAX_TIMED_CALLS):
+        start = time.perf_counter()
+        call()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,175 @@
+"""Tables for people."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from moereg.cli._info import machine_reasons
+from moereg.cli._memory import format_bytes
+from moereg.cli._output import console
+from moereg.cli._run import RunResult
+from moereg.discovery import load_backends
+from moereg.dispatch import Decision, Selection, nearest_by_backend
+from moereg.platforms import Platform
+from moereg.registry import BackendCell
+from moereg.testing.ledger import verifications
+
+__all__ = ["show_info", "show_run", "show_selection"]
+
+_SOURCES: Final = {
+    "required": "required by the request",
+    "preferred": "preferred by the request",
+    "measured": "chosen by measurement",
+    "priority": "chosen by priority",
+}
+
+
+def _verified(cell: BackendCell) -> str:
+    found = [
+        f"{record['device'] or record['platform']} {record['date']}"
+        + (" (code has changed)" if record["stale"] else "")
+        for record in verifications(cell)
+    ]
+    return "; ".join(found) or "not verified"
+
+
+def show_info(info: dict[str, Any], platform: Platform) -> None:
+    """Prints what `collect_info` found."""
+    target = console(sys.stdout)
+    target.print(f"moereg {info['version']} on {_machine(platform)}")
+    cells = _table("backend", "experts", "computes", "platforms", "priority", "tier", "runs here", "verified")
+    for name in load_backends().names:
+        for cell in load_backends().by_name(name):
+            cells.add_row(
+                cell.name,
+                cell.class_name,
+                ", ".join(scheme.name for scheme in cell.schemes),
+                ", ".join(rule.text for rule in cell.rules),
+                str(cell.priority),
+                cell.tier,
+                _yes_no(not machine_reasons(cell, platform)),
+                _verified(cell),
+            )
+    target.print(cells)
+    for backend in info["backends"]:
+        if not backend["available"]:
+            _reasons(target, f"{backend['name']} ({backend['origin']}) cannot run here:", backend["reasons"])
+    if not info["plugins"]:
+        target.print("no plugins installed")
+        return
+    plugins = _table("plugin", "group", "distribution", "status", "error")
+    for plugin in info["plugins"]:
+        plugins.add_row(
+            plugin["name"], plugin["group"], plugin["distribution"], plugin["status"], plugin["error"] or ""
+        )
+    target.print(plugins)
+
+
+def show_selection(selection: Selection, subject: str | None = None) -> None:
+    """Prints the decision table: every accepted candidate, and of each other backend the one nearest to fitting."""
+    target = console(sys.stdout)
+    platform, winner = selection.platform, selection.winner
+    target.print(f"{subject}: {selection.problem}" if subject else str(selection.problem))
+    target.print(f"on {_machine(platform) if platform.probed else f'{platform} (named, not this machine)'}")
+    decisions = nearest_by_backend(selection.decisions)
+    table = _table("", "backend", "experts", "rule", "computes", "priority", "tier")
+    for decision in decisions:
+        table.add_row(
+            _mark(decision, winner),
+            decision.backend,
+            decision.experts,
+            decision.rule,
+            decision.computes,
+            str(decision.priority),
+            decision.tier,
+        )
+    target.print(table)
+    for decision in decisions:
+        if not decision.accepted:
+            _reasons(target, f"{decision.backend} does not fit:", [vars(reason) for reason in decision.reasons])
+    assumed = dict.fromkeys(text for decision in decisions if decision.accepted for text in decision.assumes)
+    if assumed:
+        target.print(f"assumed of {platform}: {', '.join(assumed)}")
+    if winner is None:
+        target.print(Text("nothing fits", style="bold red"))
+    else:
+        target.print(Text(f"{winner.backend}: {_source(selection)}", style="bold green"))
+
+
+def show_run(result: RunResult) -> None:
+    """Prints what a run found; where nothing fitted, why."""
+    selection = result.selection
+    winner = selection.winner
+    if winner is None:
+        show_selection(selection, result.subject)
+        return
+    assert result.relative_error is not None and result.tolerance is not None
+    assert result.time_us is not None and result.permute_ms is not None and result.weights_bytes is not None
+    verdict = Text("right", style="bold green") if result.passed else Text("WRONG", style="bold red")
+    comparison = "within" if result.passed else "not within"
+    tier = "" if winner.tier == "kernel" else f", {winner.tier}: right numbers, not the speed of the scheme"
+    table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
+    rows: tuple[tuple[str, str | Text], ...] = (
+        ("layer", f"{result.subject}: {selection.problem}"),
+        ("platform", _machine(selection.platform)),
+        ("backend", f"{winner.backend} ({winner.experts}), {_source(selection)}{tier}"),
+        ("computes", winner.computes),
+        ("weights", f"{format_bytes(result.weights_bytes)}, permuted in {result.permute_ms:.0f} ms"),
+        ("time", f"{result.time_us:,.0f} us a call of {result.num_tokens} tokens"),
+        ("error", f"{result.relative_error:.2e}, {comparison} the tolerance {result.tolerance:.1e} of the reference"),
+        ("numbers", verdict),
+    )
+    for name, value in rows:
+        table.add_row(name, value)
+    for decision in nearest_by_backend(selection.decisions):
+        if decision is not winner:
+            table.add_row("not chosen", _why_not(decision))
+    console(sys.stdout).print(table)
+
+
+def _why_not(decision: Decision) -> str:
+    why = decision.reasons[0].text if decision.reasons else f"fits, priority {decision.priority}"
+    return f"{decision.backend} ({decision.experts}): {why}"
+
+
+def _source(selection: Selection) -> str:
+    return _SOURCES.get(selection.source or "", str(selection.source))
+
+
+def _machine(platform: Platform) -> str:
+    facts = [platform.device_name] if platform.device_name else []
+    if platform.memory_bytes:
+        facts.append(format_bytes(platform.memory_bytes))
+    return f"{platform} ({', '.join(facts)})" if facts else str(platform)
+
+
+def _mark(decision: Decision, winner: Decision | None) -> Text:
+    if decision is winner:
+        return Text("chosen", style="bold green")
+    return Text("fits", style="green") if decision.accepted else Text("rejected", style="red")
+
+
+def _yes_no(value: bool) -> Text:
+    return Text("yes", style="green") if value else Text("no", style="red")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        # Folded, never cut: a name that lost its end cannot be asked for.
+        table.add_column(column, overflow="fold", justify="right" if column == "priority" else "left")
+    return table
+
+
+def _reasons(target: Console, heading: str, reasons: Sequence[dict[str, Any]]) -> None:
+    target.print(heading)
+    for reason in reasons:
+        target.print(Padding(Text(f"- {reason['text']} [{reason['code']}]"), (0, 0, 0, 2), expand=False))

@@ -1,0 +1,181 @@
+"""MoE experts of any device in plain torch: grouped, dense or batched matmuls on canonical weights.
+
+Nothing here reads a device tensor on the host, so all of it can be captured in a graph.
+
+T tokens, H hidden size, I intermediate size, E local experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["batched_experts", "chunk_num_tokens", "dense_experts", "grouped_experts", "local_expert_ids"]
+
+ActivationFn = Callable[[torch.Tensor], torch.Tensor]
+"""[...,2I] gate first (or [...,I] where not gated) to [...,I], same dtype."""
+
+# Bounds the temporaries of a call; weights are read again for each chunk of tokens.
+CHUNK_BYTES: Final = 256 << 20
+
+
+def local_expert_ids(topk_ids: torch.Tensor, num_local_experts: int, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """Local expert of every route, [T,K] int64; -1 where the id is out of range or not mapped. No synchronisation."""
+    num_experts = num_local_experts if expert_map is None else expert_map.shape[0]
+    known = (topk_ids >= 0) & (topk_ids < num_experts)
+    local = torch.where(known, topk_ids, 0).long()
+    if expert_map is not None:
+        local = expert_map.index_select(0, local.reshape(-1)).view_as(local).long()
+    return torch.where(known & (local >= 0) & (local < num_local_experts), local, -1)
+
+
+def grouped_experts(
+    out: torch.Tensor,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    activation: ActivationFn,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> None:
+    """Runs the experts with torch's grouped matmul on routes sorted on the device; no synchronisation.
+
+    Args:
+        out [T,H]: Overwritten; aliases no input.
+        hidden_states [T,H]: Rows of a multiple of 16 bytes, as the grouped matmul demands.
+        topk_weights [T,K] fp32: Routing weights.
+        topk_ids [T,K] int32: Global experts; out of range or unmapped ones add nothing.
+        w13 [E,2I,H] or [E,I,H], w2 [E,H,I]: Canonical, rows of a multiple of 16 bytes.
+        activation: Between the matmuls; called in fp32.
+        w13_bias [E,2I] or [E,I], w2_bias [E,H]: Optional.
+        expert_map [num_experts] int32 or None: Local expert or -1.
+        apply_router_weight_on_input: Scale an expert's input instead of its output; K is 1 then.
+    """
+    num_tokens, hidden_size = hidden_states.shape
+    top_k = topk_ids.shape[1]
+    num_experts, w13_rows = w13.shape[:2]
+    chunk = chunk_num_tokens(num_tokens, top_k, hidden_size, w13_rows)
+    for first in range(0, num_tokens, chunk):
+        tokens = slice(first, first + chunk)
+        x, weights = hidden_states[tokens], topk_weights[tokens]
+        local = local_expert_ids(topk_ids[tokens], num_experts, expert_map).reshape(-1)
+        # Routes of no expert sort last, past the last offset, where the grouped matmul neither reads nor writes.
+        keys, order = torch.sort(torch.where(local < 0, num_experts, local), stable=True)
+        offsets = torch.searchsorted(keys, torch.arange(num_experts, device=keys.device), right=True, out_int32=True)
+        row_expert = keys.clamp(max=num_experts - 1)
+        x = x.index_select(0, order // top_k)
+        scales = weights.reshape(-1).index_select(0, order).unsqueeze(1)
+        if apply_router_weight_on_input:
+            x = (x * scales).to(hidden_states.dtype)
+        gemm1 = F.grouped_mm(x, w13.transpose(1, 2), offs=offsets).float()
+        if w13_bias is not None:
+            gemm1 += w13_bias.index_select(0, row_expert)
+        result = F.grouped_mm(activation(gemm1).to(x.dtype), w2.transpose(1, 2), offs=offsets).float()
+        if w2_bias is not None:
+            result += w2_bias.index_select(0, row_expert)
+        if not apply_router_weight_on_input:
+            result *= scales
+        # Rows past the last offset were never written: selected away, since 0 * NaN is NaN.
+        result = torch.where((keys < num_experts).unsqueeze(1), result, 0.0)
+        position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        out[tokens].copy_(result.index_select(0, position).view(-1, top_k, hidden_size).sum(1))
+
+
+def dense_experts(
+    out: torch.Tensor,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    activation: ActivationFn,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> None:
+    """Runs every expert on every token and keeps what was routed: E/K times the work, exact, any device and dtype.
+
+    No synchronisation and nothing beyond matmuls and element-wise operations. Arguments as `grouped_experts`, without
+    its alignment.
+    """
+    num_tokens, hidden_size = hidden_states.shape
+    num_experts, w13_rows = w13.shape[:2]
+    chunk = chunk_num_tokens(num_tokens, 1, hidden_size, w13_rows)
+    for first in range(0, num_tokens, chunk):
+        tokens = slice(first, first + chunk)
+        local = local_expert_ids(topk_ids[tokens], num_experts, expert_map)
+        weights = topk_weights[tokens]
+        total = torch.zeros(hidden_states[tokens].shape, dtype=torch.float32, device=out.device)
+        for expert in range(num_experts):
+            routed = local == expert
+            scale = torch.where(routed, weights, 0.0).sum(1, keepdim=True)
+            x = hidden_states[tokens]
+            if apply_router_weight_on_input:
+                x = (x * scale).to(x.dtype)
+            gemm1 = F.linear(x, w13[expert]).float()
+            if w13_bias is not None:
+                gemm1 += w13_bias[expert]
+            result = F.linear(activation(gemm1).to(x.dtype), w2[expert]).float()
+            if w2_bias is not None:
+                result += w2_bias[expert]
+            if not apply_router_weight_on_input:
+                result *= scale
+            total += torch.where(routed.any(1, keepdim=True), result, 0.0)
+        out[tokens].copy_(total)
+
+
+def batched_experts(
+    out: torch.Tensor,
+    hidden_states: torch.Tensor,
+    expert_num_tokens: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    activation: ActivationFn,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+) -> None:
+    """Runs the experts in the batched format with two batched matmuls over all rows; no synchronisation.
+
+    Args:
+        out [E,max_T,H]: Overwritten; rows past an expert's count become 0.
+        hidden_states [E,max_T,H]: Rows past an expert's count may hold anything.
+        expert_num_tokens [E] int32: Valid rows of each expert.
+        w13 [E,2I,H] or [E,I,H], w2 [E,H,I]: Canonical.
+        activation: Between the matmuls; called in fp32.
+        w13_bias [E,2I] or [E,I], w2_bias [E,H]: Optional.
+    """
+    num_experts, max_tokens, hidden_size = hidden_states.shape
+    chunk = chunk_num_tokens(max_tokens, num_experts, hidden_size, w13.shape[1])
+    for first in range(0, max_tokens, chunk):
+        x = hidden_states[:, first : first + chunk]
+        gemm1 = torch.bmm(x, w13.transpose(1, 2)).float()
+        if w13_bias is not None:
+            gemm1 += w13_bias.unsqueeze(1)
+        result = torch.bmm(activation(gemm1).to(x.dtype), w2.transpose(1, 2))
+        if w2_bias is not None:
+            result = result.float() + w2_bias.unsqueeze(1)
+        row = torch.arange(first, first + x.shape[1], device=out.device)
+        valid = (row < expert_num_tokens.unsqueeze(1)).unsqueeze(2)
+        out[:, first : first + chunk].copy_(torch.where(valid, result, 0.0))
+
+
+def chunk_num_tokens(num_tokens: int, rows_per_token: int, hidden_size: int, w13_rows: int) -> int:
+    """Tokens that the device functions take at a time, so that their temporaries stay near `CHUNK_BYTES`.
+
+    Args:
+        num_tokens: T, or max_T in the batched format.
+        rows_per_token: K where sorted, 1 where dense, E where batched.
+        hidden_size: H.
+        w13_rows: 2I, or I where not gated.
+    """
+    # fp32 copies of the first matmul's output (itself, its activation, one spare) and of the second's dominate.
+    row_bytes = 4 * (3 * w13_rows + 3 * hidden_size)
+    return max(1, min(num_tokens, CHUNK_BYTES // (rows_per_token * row_bytes)))

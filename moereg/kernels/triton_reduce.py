@@ -1,0 +1,93 @@
+"""Adds up the rows of a token's routes, in Triton. Sizes: T tokens, K choices per token, H hidden."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceConfig:
+    """Launch configuration of the reduction.
+
+    Attributes:
+        block: columns per program; a power of two.
+        num_warps: warps per program.
+    """
+
+    block: int = 1024
+    num_warps: int = 4
+
+
+DEFAULT_REDUCE_CONFIG = ReduceConfig()
+
+
+@triton.jit
+def _reduce_routes_kernel(
+    out,
+    route_rows,
+    route_expert,
+    hidden_size,
+    stride_rows,
+    stride_out,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        route = token * TOP_K + k
+        # Rows of routes that add nothing were never written and may hold NaN.
+        mask = (columns < hidden_size) & (tl.load(route_expert + route) >= 0)
+        total += tl.load(route_rows + route * stride_rows + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * stride_out + columns, total.to(out.dtype.element_ty), mask=columns < hidden_size)
+
+
+def reduce_routes(
+    out: torch.Tensor,
+    route_rows: torch.Tensor,
+    route_expert: torch.Tensor,
+    config: ReduceConfig = DEFAULT_REDUCE_CONFIG,
+) -> None:
+    """Writes the sum of each token's valid routes, added in fp32 from choice 0 to K - 1.
+
+    Args:
+        out: [T, H] bf16, fp16 or fp32, rows contiguous, T >= 1: overwritten; zeros where no route is valid.
+        route_rows: [T * K, H], any float dtype, rows contiguous: already weighted; read where the route is valid.
+        route_expert: [T * K] int32, negative where a route adds nothing.
+        config: launch configuration.
+    """
+    num_tokens, hidden_size = out.shape
+    assert route_rows.shape[0] == route_expert.numel() and route_expert.numel() % num_tokens == 0
+    assert out.stride(1) == route_rows.stride(1) == 1 and route_rows.shape[1] == hidden_size
+    block = min(config.block, triton.next_power_of_2(hidden_size))
+    _reduce_routes_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
+        out,
+        route_rows,
+        route_expert,
+        hidden_size,
+        route_rows.stride(0),
+        out.stride(0),
+        TOP_K=route_expert.numel() // num_tokens,
+        BLOCK=block,
+        num_warps=config.num_warps,
+    )
+
+
+def reduce_routes_reference(route_rows: torch.Tensor, route_expert: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """What `reduce_routes` writes, in torch.
+
+    Args:
+        route_rows: [T * K, H], any float dtype.
+        route_expert: [T * K] int32.
+        num_tokens: T.
+
+    Returns:
+        [T, H] fp32, not rounded.
+    """
+    rows = torch.where((route_expert >= 0)[:, None], route_rows.float(), 0.0)
+    return rows.view(num_tokens, -1, rows.shape[1]).sum(1)

@@ -1,0 +1,430 @@
+"""Groups routes by expert on the device, in Triton: who computes what, and which tile belongs to which expert.
+
+A route is one (token, choice) pair, numbered `t * K + k`. The plan is compact: the rows of one expert follow those of
+the one before it with nothing between them, and a block map tells a grouped GEMM where each tile starts.
+Sizes: T tokens, K choices per token, N = T * K routes, E local experts, B upper bound on the number of tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """How routes are sorted.
+
+    Attributes:
+        single_launch_routes: up to this many routes, one launch in which every program reads all of them.
+        chunk: routes that are read at a time, and the unit of counting above the limit; a power of two, at least one
+            route a thread, since the histogram would count a route twice that two threads hold.
+        routes_per_program: routes that one program places; a power of two that divides `chunk`.
+        num_warps: warps per program.
+    """
+
+    single_launch_routes: int = 4096
+    chunk: int = 512
+    routes_per_program: int = 16
+    num_warps: int = 4
+
+
+DEFAULT_ROUTING_CONFIG = RoutingConfig()
+
+# Chunks whose counts the scan adds up at a time: 16 x 512 experts are 64 registers a thread at 4 warps.
+_SCAN_CHUNKS = 16
+
+# Every piece of the workspace starts at a multiple of this many int32, so that pointer alignment, and with it the
+# compiled variant of a kernel, does not depend on the number of tokens.
+_ALIGN = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutePlan:
+    """Where each route's row is, and which rows each tile covers; all int32 on the device of the ids.
+
+    Attributes:
+        route_expert: [N], local expert of a route, or -1 where it adds nothing.
+        sorted_routes: [N], routes by ascending expert, by ascending route within one; entries from
+            `expert_offsets[E]` on are not written.
+        expert_offsets: [E + 1], first sorted row of each expert, then the number of valid routes.
+        block_expert: [B], expert of a tile; like the next two written for the first `num_blocks` entries only.
+        block_row: [B], first sorted row of a tile.
+        block_end: [B], end of the sorted rows of the tile's expert (the tile itself covers at most `block_m`).
+        num_blocks: [1], tiles in use.
+        block_m: rows per tile.
+    """
+
+    route_expert: torch.Tensor
+    sorted_routes: torch.Tensor
+    expert_offsets: torch.Tensor
+    block_expert: torch.Tensor
+    block_row: torch.Tensor
+    block_end: torch.Tensor
+    num_blocks: torch.Tensor
+    block_m: int
+
+    @property
+    def max_blocks(self) -> int:
+        """B: tiles to launch, because the number in use is known on the device only."""
+        return self.block_expert.numel()
+
+
+@triton.jit
+def _load_local_expert(
+    topk_ids,
+    expert_map,
+    routes,
+    num_routes,
+    num_experts,
+    num_local_experts,
+):
+    expert = tl.load(topk_ids + routes, mask=routes < num_routes, other=-1)
+    expert = tl.where(expert < num_experts, expert, -1)
+    if expert_map is not None:
+        expert = tl.load(expert_map + expert, mask=expert >= 0, other=-1)
+    return tl.where((expert >= 0) & (expert < num_local_experts), expert, -1)
+
+
+@triton.jit
+def _store_block_map(
+    counts,
+    expert_offsets,
+    block_expert,
+    block_row,
+    block_end,
+    num_blocks,
+    num_local_experts,
+    BLOCK_M: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    experts = tl.arange(0, EXPERTS)
+    ends = tl.cumsum(counts, 0)
+    offsets = ends - counts
+    tl.store(expert_offsets + experts, offsets, mask=experts < num_local_experts)
+    tl.store(expert_offsets + num_local_experts, tl.sum(counts, 0))
+    blocks = (counts + BLOCK_M - 1) // BLOCK_M
+    first_block = tl.cumsum(blocks, 0) - blocks
+    tl.store(num_blocks, tl.sum(blocks, 0))
+    for i in range(tl.max(blocks, 0)):
+        slot = first_block + i
+        tl.store(block_expert + slot, experts, mask=i < blocks)
+        tl.store(block_row + slot, offsets + i * BLOCK_M, mask=i < blocks)
+        tl.store(block_end + slot, ends, mask=i < blocks)
+
+
+@triton.jit
+def _count_less(keys, own_keys):
+    return (keys[None, :] < own_keys[:, None]).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_routes"])
+def _sort_routes_kernel(
+    topk_ids,
+    expert_map,
+    route_expert,
+    sorted_routes,
+    expert_offsets,
+    block_expert,
+    block_row,
+    block_end,
+    num_blocks,
+    num_routes,
+    num_experts,
+    num_local_experts,
+    BLOCK_M: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROUTES: tl.constexpr,
+):
+    # A route's place is the number of routes with a smaller (expert, route) key. Counting them takes O(N^2) compares
+    # in all, yet needs neither atomics, nor barriers, nor a second launch, and the order is stable.
+    pid = tl.program_id(0)
+    lanes = tl.arange(0, CHUNK)
+    if pid == 0:
+        counts = tl.zeros([EXPERTS], dtype=tl.int32)
+        for start in range(0, num_routes, CHUNK):
+            expert = _load_local_expert(topk_ids, expert_map, start + lanes, num_routes, num_experts, num_local_experts)
+            counts += tl.histogram(expert, EXPERTS, mask=expert >= 0)
+        _store_block_map(
+            counts,
+            expert_offsets,
+            block_expert,
+            block_row,
+            block_end,
+            num_blocks,
+            num_local_experts,
+            BLOCK_M,
+            EXPERTS,
+        )
+    else:
+        own = (pid - 1) * ROUTES + tl.arange(0, ROUTES)
+        own_expert = _load_local_expert(topk_ids, expert_map, own, num_routes, num_experts, num_local_experts)
+        own_key = own_expert * num_routes + own
+        smaller = tl.zeros([ROUTES, CHUNK], dtype=tl.int32)
+        for start in range(0, num_routes, CHUNK):
+            routes = start + lanes
+            expert = _load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts)
+            key = tl.where(expert >= 0, expert * num_routes + routes, 0x7FFFFFFF)
+            smaller += _count_less(key, own_key)
+        tl.store(sorted_routes + tl.sum(smaller, 1), own, mask=own_expert >= 0)
+        tl.store(route_expert + own, own_expert, mask=own < num_routes)
+
+
+@triton.jit(do_not_specialize=["num_routes"])
+def _count_chunks_kernel(
+    topk_ids,
+    expert_map,
+    route_expert,
+    chunk_counts,
+    num_routes,
+    num_experts,
+    num_local_experts,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    routes = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = _load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts)
+    tl.store(route_expert + routes, expert, mask=routes < num_routes)
+    experts = tl.arange(0, EXPERTS)
+    counts = tl.histogram(expert, EXPERTS, mask=expert >= 0)
+    tl.store(chunk_counts + chunk * num_local_experts + experts, counts, mask=experts < num_local_experts)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _scan_chunks_kernel(
+    chunk_counts,
+    expert_offsets,
+    block_expert,
+    block_row,
+    block_end,
+    num_blocks,
+    num_chunks,
+    num_local_experts,
+    BLOCK_M: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    experts = tl.arange(0, EXPERTS)
+    totals = tl.zeros([EXPERTS], dtype=tl.int32)
+    for start in range(0, num_chunks, CHUNKS):
+        chunks = start + tl.arange(0, CHUNKS)
+        mask = (chunks < num_chunks)[:, None] & (experts < num_local_experts)[None, :]
+        pointers = chunk_counts + chunks[:, None] * num_local_experts + experts[None, :]
+        counts = tl.load(pointers, mask=mask, other=0)
+        tl.store(pointers, tl.cumsum(counts, 0) - counts + totals[None, :], mask=mask)
+        totals += tl.sum(counts, 0)
+    _store_block_map(
+        totals,
+        expert_offsets,
+        block_expert,
+        block_row,
+        block_end,
+        num_blocks,
+        num_local_experts,
+        BLOCK_M,
+        EXPERTS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_routes"])
+def _place_routes_kernel(
+    route_expert,
+    chunk_counts,
+    expert_offsets,
+    sorted_routes,
+    num_routes,
+    num_local_experts,
+    CHUNK: tl.constexpr,
+    ROUTES: tl.constexpr,
+):
+    own = tl.program_id(0) * ROUTES + tl.arange(0, ROUTES)
+    own_expert = tl.load(route_expert + own, mask=own < num_routes, other=-1)
+    chunk = tl.program_id(0) * ROUTES // CHUNK
+    lanes = tl.arange(0, CHUNK)
+    routes = chunk * CHUNK + lanes
+    expert = tl.load(route_expert + routes, mask=routes < num_routes, other=-1)
+    own_lane = own - chunk * CHUNK
+    same = (expert[None, :] == own_expert[:, None]) & (lanes[None, :] < own_lane[:, None])
+    valid = own_expert >= 0
+    place = tl.load(expert_offsets + own_expert, mask=valid, other=0)
+    place += tl.load(chunk_counts + chunk * num_local_experts + own_expert, mask=valid, other=0)
+    tl.store(sorted_routes + place + tl.sum(same.to(tl.int32), 1), own, mask=valid)
+
+
+def max_num_blocks(num_routes: int, num_local_experts: int, block_m: int) -> int:
+    """Returns the most tiles of `block_m` rows that any distribution of the routes over the experts needs."""
+    active = min(num_routes, num_local_experts)
+    return (num_routes + active * (block_m - 1)) // block_m
+
+
+def route_workspace_numel(
+    num_tokens: int,
+    top_k: int,
+    num_local_experts: int,
+    block_m: int,
+    config: RoutingConfig = DEFAULT_ROUTING_CONFIG,
+) -> int:
+    """Returns how many int32 `sort_routes` needs; grows with tokens and experts, shrinks with `block_m`."""
+    return sum(_aligned(size) for size in _piece_sizes(num_tokens * top_k, num_local_experts, block_m, config))
+
+
+def sort_routes(
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    num_local_experts: int,
+    block_m: int,
+    workspace: torch.Tensor,
+    config: RoutingConfig = DEFAULT_ROUTING_CONFIG,
+) -> RoutePlan:
+    """Sorts routes by local expert and lays tiles over them; no allocation and no host synchronisation.
+
+    The result is deterministic. The layer's output would be so for any order within an expert, since a row of a GEMM
+    does not depend on its place in a tile and the reduction over K reads rows by route.
+
+    Args:
+        topk_ids: [T, K] int32, contiguous, T >= 1: ids outside [0, num_experts) belong to no expert.
+        expert_map: [num_experts] int32 to local experts, where values outside [0, E) mean not here; None: identity.
+        num_experts: number of ids.
+        num_local_experts: E.
+        block_m: rows per tile.
+        workspace: [>= route_workspace_numel(...)] int32, contiguous, 16-byte aligned; overwritten, and aliased by the
+            plan.
+        config: how to sort.
+
+    Returns:
+        The plan, made of views of `workspace`.
+    """
+    num_routes = topk_ids.numel()
+    assert topk_ids.dtype == workspace.dtype == torch.int32 and topk_ids.is_contiguous()
+    assert expert_map is None or (expert_map.dtype == torch.int32 and expert_map.shape == (num_experts,))
+    assert num_routes > 0, "the caller handles T = 0"
+    # Also keeps the keys of the single launch within int32.
+    assert num_local_experts * config.single_launch_routes < 2**31
+    sizes = _piece_sizes(num_routes, num_local_experts, block_m, config)
+    pieces = []
+    start = 0
+    for size in sizes:
+        pieces.append(workspace[start : start + size])
+        start += _aligned(size)
+    assert start <= workspace.numel(), f"workspace holds {workspace.numel()} int32, needs {start}"
+    route_expert, sorted_routes, expert_offsets, block_expert, block_row, block_end, num_blocks, chunk_counts = pieces
+    plan = RoutePlan(
+        route_expert, sorted_routes, expert_offsets, block_expert, block_row, block_end, num_blocks, block_m
+    )
+    block_map = (expert_offsets, block_expert, block_row, block_end, num_blocks)
+    # Triton's histogram wants a power of two, and on NVIDIA a warp's worth of bins at least.
+    experts = max(32, triton.next_power_of_2(num_local_experts))
+    programs = triton.cdiv(num_routes, config.routes_per_program)
+
+    if num_routes <= config.single_launch_routes:
+        _sort_routes_kernel[(1 + programs,)](
+            topk_ids,
+            expert_map,
+            route_expert,
+            sorted_routes,
+            *block_map,
+            num_routes,
+            num_experts,
+            num_local_experts,
+            BLOCK_M=block_m,
+            EXPERTS=experts,
+            CHUNK=config.chunk,
+            ROUTES=config.routes_per_program,
+            num_warps=config.num_warps,
+        )
+        return plan
+
+    num_chunks = triton.cdiv(num_routes, config.chunk)
+    _count_chunks_kernel[(num_chunks,)](
+        topk_ids,
+        expert_map,
+        route_expert,
+        chunk_counts,
+        num_routes,
+        num_experts,
+        num_local_experts,
+        EXPERTS=experts,
+        CHUNK=config.chunk,
+        num_warps=config.num_warps,
+    )
+    _scan_chunks_kernel[(1,)](
+        chunk_counts,
+        *block_map,
+        num_chunks,
+        num_local_experts,
+        BLOCK_M=block_m,
+        EXPERTS=experts,
+        CHUNKS=_SCAN_CHUNKS,
+        num_warps=2 * config.num_warps,
+    )
+    _place_routes_kernel[(programs,)](
+        route_expert,
+        chunk_counts,
+        expert_offsets,
+        sorted_routes,
+        num_routes,
+        num_local_experts,
+        CHUNK=config.chunk,
+        ROUTES=config.routes_per_program,
+        num_warps=config.num_warps,
+    )
+    return plan
+
+
+def sort_routes_reference(
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    num_local_experts: int,
+    block_m: int,
+) -> RoutePlan:
+    """The plan of `sort_routes` by a stable sort in torch, with every tensor cut to the part in use.
+
+    Args:
+        topk_ids: [T, K] int32.
+        expert_map: [num_experts] int32 or None.
+        num_experts: number of ids.
+        num_local_experts: E.
+        block_m: rows per tile.
+
+    Returns:
+        New tensors: `sorted_routes` [valid routes], `block_*` [tiles in use], the others as in `RoutePlan`.
+    """
+    ids = topk_ids.flatten().long()
+    known = (ids >= 0) & (ids < num_experts)
+    local = ids if expert_map is None else expert_map.long()[ids.where(known, ids.new_zeros(()))]
+    local = local.where(known & (local >= 0) & (local < num_local_experts), local.new_tensor(-1))
+    counts = local[local >= 0].bincount(minlength=num_local_experts)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    blocks = (counts + block_m - 1) // block_m
+    block_expert = torch.arange(num_local_experts, device=ids.device).repeat_interleave(blocks)
+    first_block = blocks.cumsum(0) - blocks
+    step = torch.arange(block_expert.numel(), device=ids.device) - first_block[block_expert]
+    return RoutePlan(
+        route_expert=local.int(),
+        sorted_routes=local.argsort(stable=True)[(local < 0).sum() :].int(),
+        expert_offsets=offsets.int(),
+        block_expert=block_expert.int(),
+        block_row=(offsets[block_expert] + step * block_m).int(),
+        block_end=offsets[block_expert + 1].int(),
+        num_blocks=blocks.sum().reshape(1).int(),
+        block_m=block_m,
+    )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _piece_sizes(num_routes: int, num_local_experts: int, block_m: int, config: RoutingConfig) -> tuple[int, ...]:
+    """Sizes of the plan's tensors in the order of its fields, then of the counts per chunk."""
+    blocks = max_num_blocks(num_routes, num_local_experts, block_m)
+    # Also below the limit of the single launch, so that the size grows steadily with tokens.
+    chunks = -(-num_routes // config.chunk)
+    return (num_routes, num_routes, num_local_experts + 1, blocks, blocks, blocks, 1, chunks * num_local_experts)

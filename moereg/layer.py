@@ -1,0 +1,337 @@
+"""MoEKernel: prepare, experts and finalize on permuted weights; make_kernel builds one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from moereg.dispatch import Selection, select_backend
+from moereg.errors import LayoutMismatchError
+from moereg.experts import Experts
+from moereg.platforms import KINDS, Platform
+from moereg.prepare_finalize import PrepareFinalize, local_prepare_finalize
+from moereg.problem import MoEProblem
+from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.workspace import WORKSPACES
+
+__all__ = ["DEBUG_VARIABLE", "MoEKernel", "make_kernel"]
+
+DEBUG_VARIABLE: Final = "MOEREG_DEBUG"
+
+
+class MoEKernel:
+    """One layer, ready to run. Serves one stream at a time.
+
+    Make one with `make_kernel`.
+
+    Attributes:
+        problem: The layer.
+        selection: How the backend was chosen.
+        experts: The launch plan.
+        weights: What it runs on; the canonical weights are not kept.
+        expert_map: [num_experts] int32 on the weights' device, local expert or -1; update it in place. None where all
+            experts are local.
+    """
+
+    def __init__(
+        self,
+        problem: MoEProblem,
+        selection: Selection,
+        experts: Experts,
+        weights: PermutedWeights,
+        prepare_finalize: PrepareFinalize,
+        expert_map: torch.Tensor | None,
+    ) -> None:
+        if weights.layout not in experts.layouts:
+            raise LayoutMismatchError(
+                f"{type(experts).__name__} reads layouts {', '.join(experts.layouts)}, got {weights.layout!r}; "
+                "permute the weights with the same class"
+            )
+        self.problem = problem
+        self.selection = selection
+        self.experts = experts
+        self.weights = weights
+        self.expert_map = expert_map
+        self._prepare_finalize = prepare_finalize
+        self._device = weights.device
+        self._handle = next(_HANDLES)
+        _KERNELS[self._handle] = self
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs the layer. No host synchronisation on a GPU; T = 0 works.
+
+        Args:
+            hidden_states: [T,H] in the problem's dtype, contiguous.
+            topk_weights: [T,K] fp32.
+            topk_ids: [T,K] int32 (int64 is converted), global experts, distinct within a token; ids outside
+                [0, num_experts) or not mapped add nothing.
+            out: [T,H] to overwrite, contiguous, aliasing no input; a new tensor where None.
+
+        Returns:
+            `out`: the sum over this rank's experts.
+
+        Raises:
+            ValueError: A shape, dtype or device is wrong; on CPU, or on a GPU with MOEREG_DEBUG=1, also NaN in
+                topk_weights or an expert named twice by a token.
+        """
+        self._check_inputs(hidden_states, topk_weights, topk_ids, out)
+        if out is None:
+            out = torch.empty_like(hidden_states)
+        if hidden_states.shape[0] == 0:
+            return out
+        if torch.compiler.is_compiling():
+            torch.ops.moereg.moe_layer(hidden_states, topk_weights, topk_ids, out, self._handle)
+        else:
+            self._run(hidden_states, topk_weights, topk_ids, out)
+        return out
+
+    def reload(self, weights: ExpertWeights) -> None:
+        """Permutes other weights of the same problem into the same storage, so that captured graphs see them.
+
+        Where a layout is the canonical one, that storage is the tensors that `make_kernel` was given.
+
+        Raises:
+            ValueError: The weights are not this problem's or on another device.
+        """
+        weights.check_against(self.problem)
+        _check_device(self.experts, self.selection.platform, weights.w13.device)
+        with torch.no_grad():
+            self.weights.copy_from(self.experts.permute_weights(weights, self.problem))
+
+    @torch.no_grad()  # Weights may be parameters, and permuted ones views of them.
+    def _run(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        problem, experts = self.problem, self.experts
+        if topk_ids.dtype != torch.int32:
+            # Clamped first: an id beyond 32 bits must stay out of range, not wrap around into it.
+            topk_ids = topk_ids.clamp(-1, problem.num_experts).to(torch.int32)
+        prepared = self._prepare_finalize.prepare(hidden_states, topk_weights, topk_ids, problem, self.expert_map)
+        shapes = experts.workspace_shapes(problem, prepared.num_tokens)
+        if experts.output_form == "reduced":
+            workspace13, workspace2 = WORKSPACES.take(shapes, problem.torch_dtype, self._device)
+            experts.apply(out, prepared.inputs, self.weights, workspace13, workspace2)
+            return
+        if experts.output_form == "per_expert":
+            rows: tuple[int, ...] = (problem.num_local_experts, prepared.num_tokens, problem.hidden_size)
+        else:
+            rows = (*topk_ids.shape, problem.hidden_size)
+        workspace13, workspace2, expert_out = WORKSPACES.take((*shapes, rows), problem.torch_dtype, self._device)
+        experts.apply(expert_out, prepared.inputs, self.weights, workspace13, workspace2)
+        self._prepare_finalize.finalize(out, expert_out, prepared, problem)
+
+    def _check_inputs(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> None:
+        problem = self.problem
+        num_tokens = hidden_states.shape[0] if hidden_states.dim() else 0
+        routes = (num_tokens, problem.top_k)
+        _check_tensor("hidden_states", hidden_states, (num_tokens, problem.hidden_size), (problem.torch_dtype,))
+        _check_tensor("topk_weights", topk_weights, routes, (torch.float32,))
+        _check_tensor("topk_ids", topk_ids, routes, (torch.int32, torch.int64))
+        tensors = {"hidden_states": hidden_states, "topk_weights": topk_weights, "topk_ids": topk_ids}
+        if out is not None:
+            _check_tensor("out", out, (num_tokens, problem.hidden_size), (problem.torch_dtype,))
+            tensors["out"] = out
+        for name, tensor in tensors.items():
+            if tensor.device != self._device:
+                raise ValueError(f"{name} must be on the weights' device {self._device}, got {tensor.device}; move it")
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or topk_weights.requires_grad):
+            raise ValueError("moereg is for inference: inputs must not require grad; call it under torch.no_grad()")
+        if problem.max_num_tokens is not None and num_tokens > problem.max_num_tokens:
+            raise ValueError(f"the problem says max_num_tokens={problem.max_num_tokens}, got {num_tokens} tokens")
+        if torch.compiler.is_compiling():
+            return
+        if out is not None and num_tokens and _overlaps(out, (hidden_states, topk_weights, topk_ids)):
+            raise ValueError(
+                "out must not alias an input: it is overwritten while inputs are read; pass another tensor"
+            )
+        if self._device.type == "cpu" or os.environ.get(DEBUG_VARIABLE) == "1":
+            _check_values(topk_weights, topk_ids, problem)
+
+    def __repr__(self) -> str:
+        winner = self.selection.winner
+        name = winner.backend if winner else "none"
+        return f"MoEKernel({name}, {self.problem}, {self.weights.num_bytes / 2**20:.0f} MiB on {self._device})"
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} must be {allowed}, got {str(tensor.dtype).removeprefix('torch.')}; convert it")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}; call .contiguous()")
+
+
+def _overlaps(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> bool:
+    start = out.data_ptr()
+    end = start + out.numel() * out.element_size()
+    return any(
+        tensor.data_ptr() < end and start < tensor.data_ptr() + tensor.numel() * tensor.element_size()
+        for tensor in inputs
+    )
+
+
+def _check_values(topk_weights: torch.Tensor, topk_ids: torch.Tensor, problem: MoEProblem) -> None:
+    """Checks that read values, which would synchronise a GPU; there they run with MOEREG_DEBUG=1 only."""
+    if not torch.isfinite(topk_weights).all():
+        token, slot = torch.nonzero(~torch.isfinite(topk_weights))[0].tolist()
+        raise ValueError(
+            f"topk_weights must be finite, got {topk_weights[token, slot].item()} at token {token}, slot {slot}; "
+            f"look at the router (on a GPU this is checked with {DEBUG_VARIABLE}=1 only)"
+        )
+    if problem.top_k == 1:
+        return
+    ordered = topk_ids.sort(dim=1).values
+    known = (ordered[:, 1:] >= 0) & (ordered[:, 1:] < problem.num_experts)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & known
+    if twice.any():
+        token = int(torch.nonzero(twice)[0, 0])
+        raise ValueError(
+            f"topk_ids of one token must be distinct, got {topk_ids[token].tolist()} at token {token}; "
+            f"add the two weights up instead (on a GPU this is checked with {DEBUG_VARIABLE}=1 only)"
+        )
+
+
+_HANDLES: Final = itertools.count()
+_KERNELS: Final[weakref.WeakValueDictionary[int, MoEKernel]] = weakref.WeakValueDictionary()
+
+_LIBRARY: Final = torch.library.Library("moereg", "DEF")
+_LIBRARY.define(
+    "moe_layer(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor(a!) out, int handle) -> ()",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+
+
+def _moe_layer(
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor, handle: int
+) -> None:
+    kernel = _KERNELS.get(handle)
+    if kernel is None:
+        raise RuntimeError(f"the MoEKernel of compiled code (handle {handle}) is gone; keep a reference to it")
+    kernel._run(hidden_states, topk_weights, topk_ids, out)
+
+
+def _moe_layer_fake(
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor, handle: int
+) -> None:
+    return None
+
+
+_LIBRARY.impl("moe_layer", _moe_layer, "CompositeExplicitAutograd")
+torch.library.register_fake("moereg::moe_layer", _moe_layer_fake, lib=_LIBRARY)
+
+
+def make_kernel(
+    problem: MoEProblem,
+    weights: ExpertWeights,
+    selection: Selection | None = None,
+    prepare_finalize: PrepareFinalize | None = None,
+    ep_rank: int = 0,
+    expert_map: torch.Tensor | None = None,
+    group: Any = None,
+) -> MoEKernel:
+    """Permutes weights for the selected backend and returns the layer, ready to run.
+
+    Args:
+        problem: The layer.
+        weights: Canonical weights of this rank's experts; not kept.
+        selection: From `select_backend`; made here where None.
+        prepare_finalize: Token movement; the one without communication for the problem's format where None.
+        ep_rank: Which slice of the experts this rank holds, where placement is `contiguous`.
+        expert_map: [num_experts] int32, local expert or -1, where placement is `map`; kept, update it in place.
+        group: torch.distributed process group whose ranks must all have chosen the same kernel.
+
+    Returns:
+        The kernel. Without communication its output is this rank's partial sum.
+
+    Raises:
+        UnsupportedProblemError: Nothing fits.
+        ValueError: Weights, expert_map or ep_rank do not belong to the problem, the selection was made for another
+            problem, or ranks of `group` chose differently.
+    """
+    weights.check_against(problem)
+    if selection is None:
+        selection = select_backend(problem)
+    if selection.problem != problem:
+        raise ValueError(f"the selection was made for {selection.problem}, got {problem}; select again")
+    winner = selection.winner
+    if winner is None or winner.cell is None:
+        raise ValueError(
+            f"the selection has no backend that is registered here (it names {selection.backend!r}); select again"
+        )
+    experts = winner.cell.experts(problem, selection.platform)
+    _check_device(experts, selection.platform, weights.w13.device)
+    if prepare_finalize is None:
+        prepare_finalize = local_prepare_finalize(problem.activation_format)
+    elif prepare_finalize.activation_format != problem.activation_format:
+        raise ValueError(
+            f"prepare_finalize {prepare_finalize.name!r} makes the {prepare_finalize.activation_format} format but the "
+            f"problem says {problem.activation_format}; choose it first and put its format in the problem"
+        )
+    if group is not None:
+        _check_same_everywhere(selection, group)
+    expert_map = _expert_map(problem, ep_rank, expert_map, weights.w13.device)
+    with torch.no_grad():
+        permuted = experts.permute_weights(weights, problem)
+    return MoEKernel(problem, selection, experts, permuted, prepare_finalize, expert_map)
+
+
+def _check_device(experts: Experts, platform: Platform, device: torch.device) -> None:
+    allowed = experts.device_types(platform)
+    if device.type not in allowed:
+        raise ValueError(
+            f"{type(experts).__name__} for {platform} needs weights on a {' or '.join(allowed)} device, got {device}; "
+            f"move the weights there or select for the platform of {device} (kinds: {', '.join(KINDS)})"
+        )
+
+
+def _expert_map(
+    problem: MoEProblem, ep_rank: int, expert_map: torch.Tensor | None, device: torch.device
+) -> torch.Tensor | None:
+    if problem.placement == "map":
+        if expert_map is None:
+            raise ValueError("placement 'map' needs expert_map, int32 [num_experts] with the local expert or -1")
+        _check_tensor("expert_map", expert_map, (problem.num_experts,), (torch.int32,))
+        if expert_map.device != device:
+            raise ValueError(f"expert_map must be on the weights' device {device}, got {expert_map.device}; move it")
+        return expert_map
+    if expert_map is not None:
+        raise ValueError("expert_map needs placement='map' in the problem, got placement='contiguous'")
+    if not problem.is_expert_parallel:
+        if ep_rank != 0:
+            raise ValueError(f"ep_rank must be 0 where all experts are local, got {ep_rank}")
+        return None
+    first = ep_rank * problem.num_local_experts
+    if ep_rank < 0 or first + problem.num_local_experts > problem.num_experts:
+        raise ValueError(
+            f"ep_rank must be in [0, {problem.num_experts // problem.num_local_experts}) for "
+            f"{problem.num_local_experts} of {problem.num_experts} experts a rank, got {ep_rank}"
+        )
+    local = torch.arange(problem.num_experts, dtype=torch.int32) - first
+    return torch.where((local >= 0) & (local < problem.num_local_experts), local, -1).to(device)
+
+
+def _check_same_everywhere(selection: Selection, group: Any) -> None:
+    gather: Callable[..., None] = torch.distributed.all_gather_object
+    found: list[str | None] = [None] * torch.distributed.get_world_size(group)
+    gather(found, f"{selection.fingerprint} ({selection.backend})", group=group)
+    if len(set(found)) > 1:
+        raise ValueError(f"all ranks must choose the same kernel, got {found}; require one backend on all of them")

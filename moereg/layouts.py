@@ -1,0 +1,45 @@
+"""Pure reorderings of expert weights that two or more backends use."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["deinterleave_gate_up", "interleave_gate_up", "pad_columns", "round_up"]
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `size`."""
+    return -(-size // multiple) * multiple
+
+
+def interleave_gate_up(w13: torch.Tensor) -> torch.Tensor:
+    """Rows [g0..gI-1, u0..uI-1] become [g0, u0, g1, u1, ...].
+
+    Args:
+        w13 [..., 2I, H] weights or, with H absent, [..., 2I] biases given as [..., 2I, 1].
+
+    Returns:
+        Same shape, a new contiguous tensor.
+    """
+    gate, up = w13.chunk(2, dim=-2)
+    return torch.stack((gate, up), dim=-2).flatten(-3, -2)
+
+
+def deinterleave_gate_up(w13: torch.Tensor) -> torch.Tensor:
+    """Inverse of `interleave_gate_up`; checkpoints such as gpt-oss store the interleaved order.
+
+    Args:
+        w13 [..., 2I, H], rows alternate gate and up.
+
+    Returns:
+        Same shape, gate rows first, a new contiguous tensor.
+    """
+    return torch.cat((w13[..., 0::2, :], w13[..., 1::2, :]), dim=-2)
+
+
+def pad_columns(weight: torch.Tensor, columns: int) -> torch.Tensor:
+    """Zero-pads the last dimension to `columns`; a view of the same tensor where nothing is missing."""
+    missing = columns - weight.shape[-1]
+    if missing < 0:
+        raise ValueError(f"columns must be at least the {weight.shape[-1]} that are there, got {columns}")
+    return torch.nn.functional.pad(weight, (0, missing)) if missing else weight

@@ -1,0 +1,71 @@
+"""No communication, tokens gathered by expert: [E,max_T,H] and the number of rows that count."""
+
+from __future__ import annotations
+
+import torch
+
+from moereg.experts import ExpertInputs
+from moereg.prepare_finalize.base import Prepared, PrepareFinalize, local_expert_ids, weighted_sum
+from moereg.problem import MoEProblem
+
+__all__ = ["BatchedPrepareFinalize"]
+
+
+class BatchedPrepareFinalize(PrepareFinalize):
+    """Gives each expert its own rows; max_T is T, since a token takes an expert once at most.
+
+    A token that names one expert twice would need more rows than that; its surplus routes are dropped.
+    """
+
+    name = "batched"
+    activation_format = "batched"
+
+    def prepare(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        problem: MoEProblem,
+        expert_map: torch.Tensor | None,
+    ) -> Prepared:
+        num_tokens, hidden_size = hidden_states.shape
+        num_slots = topk_ids.shape[1]
+        num_local_experts = problem.num_local_experts
+        local = local_expert_ids(topk_ids, problem, expert_map).flatten()
+        # Unmapped routes form a group behind the last expert, so that one stable sort places everything.
+        group = torch.where(local >= 0, local, num_local_experts)
+        sorted_group, order = torch.sort(group, stable=True)
+        first = torch.searchsorted(sorted_group, torch.arange(num_local_experts + 1, device=group.device))
+        place = torch.arange(len(group), device=group.device) - first[sorted_group]
+        kept = (sorted_group < num_local_experts) & (place < num_tokens)
+        surplus = num_local_experts * num_tokens
+        row = torch.where(kept, sorted_group * num_tokens + place, surplus)
+        # One row more than the experts have takes what goes nowhere.
+        rows = hidden_states.new_empty(surplus + 1, hidden_size)
+        rows[row] = hidden_states[order // num_slots]
+        if problem.apply_router_weight_on_input:
+            # The experts do not see routes in this format, so the scaling happens here.
+            rows[row] = (rows[row] * topk_weights.flatten()[order].unsqueeze(1)).to(rows.dtype)
+        row_of_route = torch.empty_like(row)
+        row_of_route[order] = torch.where(kept, row, -1)
+        counts = (first[1:] - first[:-1]).clamp(max=num_tokens).to(torch.int32)
+        inputs = ExpertInputs(
+            hidden_states=rows[:surplus].view(num_local_experts, num_tokens, hidden_size),
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            expert_num_tokens=counts,
+            expert_map=expert_map,
+        )
+        return Prepared(inputs, num_tokens, row_of_route.view(num_tokens, num_slots))
+
+    def finalize(
+        self,
+        out: torch.Tensor,
+        expert_out: torch.Tensor,
+        prepared: Prepared,
+        problem: MoEProblem,
+    ) -> None:
+        row = prepared.row_of_route
+        assert row is not None
+        rows = expert_out.flatten(0, 1)[row.clamp(min=0)]
+        weighted_sum(out, rows, prepared.inputs.topk_weights, row >= 0, problem.apply_router_weight_on_input)

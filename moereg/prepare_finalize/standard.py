@@ -1,0 +1,41 @@
+"""No communication, tokens as they come: [T,H]."""
+
+from __future__ import annotations
+
+import torch
+
+from moereg.experts import ExpertInputs
+from moereg.prepare_finalize.base import Prepared, PrepareFinalize, local_expert_ids, weighted_sum
+from moereg.problem import MoEProblem
+
+__all__ = ["StandardPrepareFinalize"]
+
+
+class StandardPrepareFinalize(PrepareFinalize):
+    """Hands the caller's tensors to the experts as they are."""
+
+    name = "standard"
+    activation_format = "standard"
+
+    def prepare(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        problem: MoEProblem,
+        expert_map: torch.Tensor | None,
+    ) -> Prepared:
+        return Prepared(
+            ExpertInputs(hidden_states, topk_weights, topk_ids, expert_map=expert_map), hidden_states.shape[0]
+        )
+
+    def finalize(
+        self,
+        out: torch.Tensor,
+        expert_out: torch.Tensor,
+        prepared: Prepared,
+        problem: MoEProblem,
+    ) -> None:
+        inputs = prepared.inputs
+        local = local_expert_ids(inputs.topk_ids, problem, inputs.expert_map)
+        weighted_sum(out, expert_out, inputs.topk_weights, local >= 0, problem.apply_router_weight_on_input)

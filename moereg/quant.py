@@ -1,0 +1,189 @@
+"""Quantisation schemes as values: what the weights hold, what the activations are, which tensors that takes.
+
+Who supports a scheme is not said here: cells do. A backend or plugin may construct further values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+import torch
+
+from moereg.errors import UnknownSchemeError, unknown_name_message
+
+__all__ = ["QUANT_SCHEMES", "QuantFormat", "QuantScheme", "TensorRow", "get_scheme"]
+
+WHOLE: Final = -1
+"""Group extent that means the whole dimension."""
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantFormat:
+    """How one operand of a matmul is stored.
+
+    Attributes:
+        dtype: Element type: a torch dtype's name, or `uint4` / `float4_e2m1fn`, stored two to a byte, low nibble first
+            along the reduced dimension.
+        group: (rows, columns) that share one scale; `WHOLE` for all of a dimension. Columns run along the reduced one.
+        scale_dtype: Torch dtype's name of the scales.
+        global_scale: Whether a second fp32 scale multiplies all groups of an expert.
+        symmetric: False where groups have a zero point.
+        static: For activations: scales come with the checkpoint instead of from the data.
+    """
+
+    dtype: str
+    group: tuple[int, int]
+    scale_dtype: str = "float32"
+    global_scale: bool = False
+    symmetric: bool = True
+    static: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Bits of one element."""
+        return 4 if self.dtype in ("uint4", "float4_e2m1fn") else 8
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Torch dtype of the stored tensor."""
+        storage: torch.dtype = torch.uint8 if self.bits == 4 else getattr(torch, self.dtype)
+        return storage
+
+    def packed_columns(self, columns: int) -> int:
+        """Stored columns of a row with that many elements."""
+        return -(-columns * self.bits // 8)
+
+    def scale_shape(self, num_experts: int, rows: int, columns: int) -> tuple[int, ...]:
+        """Shape of the scales of an [E, rows, columns] operand; groups are ceil-divided, one per tensor is [E]."""
+        if self.group == (WHOLE, WHOLE):
+            return (num_experts,)
+        counts = [
+            1 if extent == WHOLE else -(-size // extent)
+            for size, extent in zip((rows, columns), self.group, strict=True)
+        ]
+        return (num_experts, *counts)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorRow:
+    """One tensor that a scheme needs: its dtype and the shapes that are accepted.
+
+    Attributes:
+        name: Field of `ExpertWeights`.
+        dtype: Torch dtype, or None for the problem's.
+        shapes: Accepted shapes, the usual one first.
+        required: False where the tensor may be absent.
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    shapes: tuple[tuple[int, ...], ...]
+    required: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantScheme:
+    """A weight format and an activation format; None means 16 or 32 bits, the problem's dtype.
+
+    Attributes:
+        name: How requests and tables spell it.
+        weight: Format of w13 and w2.
+        activation: Format that the hidden states and the intermediate are rounded to.
+    """
+
+    name: str
+    weight: QuantFormat | None = None
+    activation: QuantFormat | None = None
+
+    def serves(self, checkpoint: QuantScheme) -> bool:
+        """Whether a kernel that computes this scheme can run weights of `checkpoint`.
+
+        The weight format has to be the checkpoint's; activations the same, or left at 16 bits.
+        """
+        return self.weight == checkpoint.weight and self.activation in (None, checkpoint.activation)
+
+    def tensor_rows(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, num_halves: int, has_bias: bool
+    ) -> tuple[TensorRow, ...]:
+        """Tensors that weights of this scheme consist of.
+
+        Args:
+            num_experts: E, experts on this rank.
+            hidden_size: H.
+            intermediate_size: I.
+            num_halves: 2 where the activation is gated, else 1.
+            has_bias: Whether both matmuls have a bias.
+        """
+        sizes = {
+            "w13": (num_halves * intermediate_size, hidden_size),
+            "w2": (hidden_size, intermediate_size),
+        }
+        rows: list[TensorRow] = []
+        for name, (size_n, size_k) in sizes.items():
+            if has_bias:
+                rows.append(TensorRow(f"{name}_bias", None, ((num_experts, size_n),)))
+            if self.weight is None:
+                rows.append(TensorRow(name, None, ((num_experts, size_n, size_k),)))
+                continue
+            fmt = self.weight
+            rows.append(TensorRow(name, fmt.storage_dtype, ((num_experts, size_n, fmt.packed_columns(size_k)),)))
+            scale_shape = fmt.scale_shape(num_experts, size_n, size_k)
+            halves = ((num_experts, num_halves),) if name == "w13" else ()
+            per_half = halves if scale_shape == (num_experts,) else ()
+            rows.append(TensorRow(f"{name}_scale", getattr(torch, fmt.scale_dtype), (scale_shape, *per_half)))
+            if fmt.global_scale:
+                rows.append(TensorRow(f"{name}_scale_2", torch.float32, ((num_experts,), *halves)))
+            if not fmt.symmetric:
+                zero_shape = (num_experts, scale_shape[1], fmt.packed_columns(scale_shape[2]))
+                rows.append(TensorRow(f"{name}_zero_point", torch.uint8, (zero_shape,)))
+            if self.activation is not None and (self.activation.static or self.activation.global_scale):
+                field = f"a{name[1:]}_scale"
+                rows.append(TensorRow(field, torch.float32, ((num_experts,), ()), required=self.activation.static))
+        return tuple(rows)
+
+
+def get_scheme(name: str | QuantScheme) -> QuantScheme:
+    """The scheme of that name; a value is returned as it is.
+
+    Raises:
+        UnknownSchemeError: No scheme has that name.
+    """
+    if isinstance(name, QuantScheme):
+        return name
+    try:
+        return QUANT_SCHEMES[name]
+    except KeyError:
+        raise UnknownSchemeError(unknown_name_message("quant scheme", name, QUANT_SCHEMES)) from None
+
+
+def _known_schemes() -> dict[str, QuantScheme]:
+    fp8_tensor = QuantFormat("float8_e4m3fn", (WHOLE, WHOLE))
+    fp8_channel = QuantFormat("float8_e4m3fn", (1, WHOLE))
+    mxfp8 = QuantFormat("float8_e4m3fn", (1, 32), scale_dtype="float8_e8m0fnu")
+    nvfp4 = QuantFormat("float4_e2m1fn", (1, 16), scale_dtype="float8_e4m3fn", global_scale=True)
+    mxfp4 = QuantFormat("float4_e2m1fn", (1, 32), scale_dtype="float8_e8m0fnu")
+    int8_channel = QuantFormat("int8", (1, WHOLE))
+    schemes = [
+        QuantScheme("unquantized"),
+        QuantScheme("fp8_tensor_static", fp8_tensor, dataclasses.replace(fp8_tensor, static=True)),
+        QuantScheme("fp8_tensor_dynamic", fp8_tensor, fp8_tensor),
+        QuantScheme("fp8_channel_token", fp8_channel, fp8_channel),
+        QuantScheme("fp8_block128", QuantFormat("float8_e4m3fn", (128, 128)), QuantFormat("float8_e4m3fn", (1, 128))),
+        QuantScheme("mxfp8", mxfp8, mxfp8),
+        QuantScheme("nvfp4", nvfp4, nvfp4),
+        QuantScheme("nvfp4_w4a16", nvfp4),
+        QuantScheme("mxfp4_w4a16", mxfp4),
+        QuantScheme("mxfp4_mxfp8", mxfp4, mxfp8),
+        QuantScheme("int8_w8a8", int8_channel, int8_channel),
+        QuantScheme("int8_w8a16", int8_channel),
+    ]
+    for group in (32, 64, 128, WHOLE):
+        suffix = "all" if group == WHOLE else str(group)
+        for symmetric in (True, False):
+            name = f"int4_w4a16_g{suffix}" + ("" if symmetric else "_zp")
+            schemes.append(QuantScheme(name, QuantFormat("uint4", (1, group), symmetric=symmetric)))
+    return {scheme.name: scheme for scheme in schemes}
+
+
+QUANT_SCHEMES: Final[dict[str, QuantScheme]] = _known_schemes()

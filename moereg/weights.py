@@ -1,0 +1,254 @@
+"""ExpertWeights (canonical, as checkpoints mean them) and PermutedWeights (as one kernel wants them)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from moereg.problem import MoEProblem
+from moereg.quant import QuantScheme, TensorRow, get_scheme
+
+__all__ = ["ExpertWeights", "PermutedWeights"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertWeights:
+    """The experts of one layer on one rank, in the one canonical order. E is `num_local_experts`.
+
+    Attributes:
+        w13: [E,2I,H], gate rows first, then up rows; [E,I,H] where the activation is not gated. Quantised schemes store
+            K packed as the scheme's row says.
+        w2: [E,H,I].
+        w13_bias, w2_bias: [E,2I] (or [E,I]) and [E,H], in the problem's dtype or fp32.
+        w13_scale, w2_scale: Group scales, w = q * scale * scale_2.
+        w13_scale_2, w2_scale_2: fp32 [E], w13 also [E,2] where gate and up differ.
+        a13_scale, a2_scale: Static activation scales, fp32 [E] or a scalar; absent means dynamic.
+        w13_zero_point, w2_zero_point: uint8, packed like the weights.
+        quant: Scheme that the tensors are checked against.
+
+    Raises:
+        ValueError: A tensor is missing, superfluous, of another shape or dtype than the scheme's row, or on another
+            device than w13.
+    """
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+    w13_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+    w13_scale_2: torch.Tensor | None = None
+    w2_scale_2: torch.Tensor | None = None
+    a13_scale: torch.Tensor | None = None
+    a2_scale: torch.Tensor | None = None
+    w13_zero_point: torch.Tensor | None = None
+    w2_zero_point: torch.Tensor | None = None
+    quant: QuantScheme | str = "unquantized"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "quant", get_scheme(self.quant))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            is_optional = field.default is None
+            if field.name != "quant" and not (isinstance(value, torch.Tensor) or (value is None and is_optional)):
+                raise ValueError(f"{field.name} must be a tensor{' or None' * is_optional}, got {type(value).__name__}")
+        for name, tensor in self.tensors().items():
+            if tensor.device != self.w13.device:
+                raise ValueError(
+                    f"all expert weights must be on one device, got {name} on {tensor.device} and w13 on "
+                    f"{self.w13.device}; move one of them"
+                )
+        if self.w13.dim() != 3 or self.w2.dim() != 3:
+            raise ValueError(
+                f"w13 must be [E,2I,H] (or [E,I,H] not gated) and w2 [E,H,I], got w13 {list(self.w13.shape)} "
+                f"and w2 {list(self.w2.shape)}; stack the experts along dim 0"
+            )
+        num_experts, w13_rows, w13_columns = self.w13.shape
+        hidden_size, w2_columns = self.w2.shape[1:]
+        if self.w2.shape[0] != num_experts:
+            raise ValueError(f"w13 and w2 must hold the same experts, got {num_experts} and {self.w2.shape[0]}")
+        if w13_columns != self.scheme_columns(hidden_size):
+            raise ValueError(
+                f"w13 columns and w2 rows must both be hidden_size, got w13 {list(self.w13.shape)} and w2 "
+                f"{list(self.w2.shape)}; transposed checkpoints must be transposed by the loader"
+            )
+        for num_halves in (2, 1):
+            intermediate_size, rest = divmod(w13_rows, num_halves)
+            if not rest and w2_columns == self.scheme_columns(intermediate_size):
+                return self._check_rows(num_experts, hidden_size, intermediate_size, num_halves)
+        raise ValueError(
+            f"w13 must have 2*I rows (gated) or I rows (not gated) where w2 has I columns, got w13 "
+            f"{list(self.w13.shape)} and w2 {list(self.w2.shape)}"
+        )
+
+    def scheme_columns(self, columns: int) -> int:
+        """Stored columns of a row of `columns` elements in this scheme."""
+        fmt = self.scheme.weight
+        return columns if fmt is None else fmt.packed_columns(columns)
+
+    def _check_rows(self, num_experts: int, hidden_size: int, intermediate_size: int, num_halves: int) -> None:
+        has_bias = self.w13_bias is not None or self.w2_bias is not None
+        rows = self.scheme.tensor_rows(num_experts, hidden_size, intermediate_size, num_halves, has_bias)
+        for row in rows:
+            _check_row(row, getattr(self, row.name), self.scheme.name)
+        if unknown := set(self.tensors()) - {row.name for row in rows}:
+            raise ValueError(
+                f"scheme {self.scheme.name} has no tensor {sorted(unknown)[0]!r}; pass quant=... if the weights are of "
+                "another scheme, or leave it out"
+            )
+
+    @property
+    def scheme(self) -> QuantScheme:
+        """`quant` as a value."""
+        assert isinstance(self.quant, QuantScheme)
+        return self.quant
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that are there, by field name."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def to(self, device: torch.device | str) -> ExpertWeights:
+        """The same weights on a device (itself where they are there already)."""
+        moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
+
+    def check_against(self, problem: MoEProblem) -> None:
+        """Checks that these are the weights of `problem`.
+
+        Raises:
+            ValueError: Sizes, dtype, biases or scheme disagree.
+        """
+        if self.scheme != problem.quant:
+            raise ValueError(
+                f"the weights are {self.scheme.name} but the problem says {problem.quant.name}; "
+                "make both name the checkpoint's scheme"
+            )
+        hidden_size, intermediate_size = problem.hidden_size, problem.intermediate_size
+        sizes = {
+            "w13": (problem.activation.num_halves * intermediate_size, self.scheme_columns(hidden_size)),
+            "w2": (hidden_size, self.scheme_columns(intermediate_size)),
+        }
+        for name, size in sizes.items():
+            expected, found = [problem.num_local_experts, *size], list(self.tensors()[name].shape)
+            if found != expected:
+                raise ValueError(
+                    f"{name} must be {expected} for {problem}, got {found}; "
+                    "correct the problem's sizes or pass the weights of this rank"
+                )
+        for name, tensor in self.tensors().items():
+            is_bias = name.endswith("_bias")
+            if not is_bias and (self.scheme.weight is not None or name not in sizes):
+                continue
+            allowed = (problem.torch_dtype, torch.float32) if is_bias else (problem.torch_dtype,)
+            if tensor.dtype not in allowed:
+                names = " or ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in allowed))
+                raise ValueError(f"{name} must be {names} for this problem, got {tensor.dtype}; convert one")
+        if problem.has_bias != (self.w13_bias is not None):
+            word = "with" if self.w13_bias is not None else "without"
+            raise ValueError(f"the problem says has_bias={problem.has_bias}, got weights {word} biases")
+
+
+def _check_row(row: TensorRow, tensor: torch.Tensor | None, scheme: str) -> None:
+    if tensor is None:
+        if row.required:
+            raise ValueError(f"scheme {scheme} needs {row.name} of shape {_shapes(row)}, got none")
+        return
+    if tuple(tensor.shape) not in row.shapes:
+        raise ValueError(f"{row.name} must have shape {_shapes(row)} in scheme {scheme}, got {list(tensor.shape)}")
+    if row.dtype is not None and tensor.dtype != row.dtype:
+        raise ValueError(f"{row.name} must be {row.dtype} in scheme {scheme}, got {tensor.dtype}")
+    if row.dtype is None and tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(
+            f"{row.name} must be bfloat16, float16 or float32 in scheme {scheme}, got {tensor.dtype}; "
+            "pass quant=... if the weights are quantised"
+        )
+
+
+def _shapes(row: TensorRow) -> str:
+    return " or ".join(str(list(shape)) for shape in row.shapes)
+
+
+PerExpert = torch.Tensor | list[torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PermutedWeights:
+    """What a backend runs on.
+
+    Attributes:
+        layout: Names order and padding; two backends that read the same layout may share the tensors.
+        per_expert: By name: a tensor whose dim 0 is the local expert, or a list of one tensor an expert where the
+            storage is opaque, so that experts can be moved and reloaded.
+        shared: By name: tensors that belong to no one expert.
+    """
+
+    layout: str
+    per_expert: Mapping[str, PerExpert]
+    shared: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts = {name: len(value) for name, value in self.per_expert.items()}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"per_expert tensors must hold the same number of experts, got {counts}")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The stacked per-expert or shared tensor of that name."""
+        value = self.per_expert[name] if name in self.per_expert else self.shared[name]
+        assert isinstance(value, torch.Tensor), f"{name} is a list, one tensor an expert"
+        return value
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """As `[]`, or None where there is none of that name."""
+        return self[name] if name in self.per_expert or name in self.shared else None
+
+    def experts(self, name: str) -> list[torch.Tensor]:
+        """One tensor an expert, where they are kept as a list."""
+        value = self.per_expert[name]
+        assert isinstance(value, list), f"{name} is one stacked tensor"
+        return value
+
+    def _flat(self) -> Iterator[torch.Tensor]:
+        for value in (*self.per_expert.values(), *self.shared.values()):
+            if isinstance(value, torch.Tensor):
+                yield value
+            else:
+                yield from value
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._flat())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next(self._flat()).device
+
+    def copy_from(self, other: PermutedWeights) -> None:
+        """Writes another set of weights into this one's storage, so that captured graphs see them.
+
+        Opaque per-expert tensors are replaced, since they cannot be written into.
+
+        Raises:
+            ValueError: Layout, names or shapes differ.
+        """
+        mine, theirs = _signature(self), _signature(other)
+        if mine != theirs:
+            raise ValueError(f"reload needs weights of the same layout and shapes, got {theirs} for {mine}")
+        for name, value in (*self.per_expert.items(), *self.shared.items()):
+            source = other.per_expert[name] if name in other.per_expert else other.shared[name]
+            if isinstance(value, list):
+                value[:] = source
+            elif value.data_ptr() != source.data_ptr():  # type: ignore[union-attr]
+                value.copy_(source)  # type: ignore[arg-type]
+
+
+def _signature(weights: PermutedWeights) -> tuple[object, ...]:
+    def of(value: PerExpert) -> object:
+        return (len(value), tuple(value[0].shape)) if isinstance(value, list) else (tuple(value.shape), value.dtype)
+
+    tensors = {**weights.per_expert, **weights.shared}
+    return (weights.layout, tuple(sorted((name, of(value)) for name, value in tensors.items())))

@@ -1,0 +1,212 @@
+"""Compiles the Triton kernels for devices that are not there, exactly as their launchers would launch them.
+
+Run as a script, in a process of its own: a process whose Triton interprets kernels cannot compile them. Prints one JSON
+list with one object a compiled kernel.
+
+    python tests/aot_compile.py sm_90 [case ...]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.jit import JITFunction
+
+from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm, select_config
+from moereg.kernels.triton_reduce import reduce_routes
+from moereg.kernels.triton_routing import RoutingConfig, route_workspace_numel, sort_routes
+
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
+    "sm_90": (GPUTarget("cuda", 90, 32), 227 * 1024),
+    "sm_100": (GPUTarget("cuda", 100, 32), 227 * 1024),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
+}
+
+# What shows that a product runs on matrix units, in assembly; a tile too low for wgmma or tcgen05 uses mma.sync.
+MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "v_mfma")
+
+# tokens, experts, top_k, hidden, intermediate, dtype, activation, bias
+CASES: dict[str, tuple[int, int, int, int, int, torch.dtype, str, bool]] = {
+    "decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "prefill": (4096, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "gpt_oss_prefill": (4096, 32, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
+    "middle": (512, 64, 8, 2048, 1408, torch.bfloat16, "silu", False),
+    "small": (128, 64, 8, 2048, 704, torch.float16, "gelu_tanh", False),
+    "odd": (4096, 8, 2, 511, 129, torch.bfloat16, "gelu", True),
+    "not_gated": (4096, 64, 4, 2688, 1856, torch.bfloat16, "relu2", False),
+    "fp32_decode": (16, 128, 8, 2048, 768, torch.float32, "silu", False),
+    "fp32_prefill": (4096, 128, 8, 2048, 768, torch.float32, "silu", False),
+}
+
+
+class OfflineDriver(DriverBase):
+    """Answers for a target without a device. Triton keeps compiled kernels by device, so each target is another one."""
+
+    def __init__(self, target: GPUTarget, device: int) -> None:
+        self._target = target
+        self._device = device
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+    def get_empty_cache_for_benchmark(self) -> Any:
+        raise NotImplementedError
+
+    def clear_cache(self, cache: Any) -> None:
+        raise NotImplementedError
+
+
+@contextlib.contextmanager
+def compiling_only() -> Iterator[list[tuple[str, Any]]]:
+    """Turns launches into compilations; yields the list of (kernel name, compiled kernel) that they fill."""
+    compiled: list[tuple[str, Any]] = []
+    run = JITFunction.run
+
+    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append((self.__name__, kernel))
+        return kernel
+
+    JITFunction.run = warm_up
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+
+
+def launch_routing(shared_bytes: int) -> None:
+    """Sorting in one launch, sorting in three, and the reduction."""
+    for tokens, experts in ((16, 128), (4096, 512)):
+        ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
+        expert_map = torch.empty(experts, dtype=torch.int32, device="meta")
+        numel = route_workspace_numel(tokens, 8, experts, 16)
+        plan = sort_routes(ids, expert_map, experts, experts, 16, ids.new_empty(numel), RoutingConfig())
+    rows = torch.empty(4096 * 8, 2048, dtype=torch.bfloat16, device="meta")
+    reduce_routes(rows.new_empty(4096, 2048), rows, plan.route_expert)
+
+
+def launch_gemms(case: str, shared_bytes: int) -> None:
+    """A case's sorting, which `main` leaves out, and both of its GEMMs."""
+    tokens, experts, top_k, hidden, intermediate, dtype, activation, has_bias = CASES[case]
+    gated = activation != "relu2"
+    columns = (intermediate + 63) // 64 * 64
+    depth = (hidden + 63) // 64 * 64
+    routes = tokens * top_k
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    gate_up_config, down_config = select_config(routes / experts, dtype.itemsize, shared_bytes)
+    ids = empty(tokens, top_k, of=torch.int32)
+    numel = route_workspace_numel(tokens, top_k, experts, gate_up_config.block_m)
+    plan = sort_routes(ids, None, experts, experts, gate_up_config.block_m, ids.new_empty(numel))
+    intermediate_rows = empty(routes, columns)
+    rows = (2 if gated else 1) * columns
+    gate_up_gemm(
+        intermediate_rows,
+        empty(tokens, hidden),
+        empty(experts, rows, depth),
+        plan,
+        gate_up_config,
+        top_k=top_k,
+        activation=activation,
+        gated=gated,
+        alpha=1.702 if activation == "swigluoai" else 1.0,
+        beta=1.0 if activation == "swigluoai" else 0.0,
+        limit=7.0 if activation == "swigluoai" else None,
+        bias=empty(experts, rows) if has_bias else None,
+    )
+    down_gemm(
+        empty(routes, hidden),
+        intermediate_rows,
+        empty(experts, hidden, columns),
+        plan,
+        down_config,
+        bias=empty(experts, hidden) if has_bias else None,
+        topk_weights=empty(tokens, top_k, of=torch.float32),
+    )
+
+
+def describe(target: str, case: str, name: str, kernel: Any) -> dict[str, Any]:
+    """Registers, spills and matrix instructions of a compiled kernel."""
+    assembly = kernel.asm["amdgcn" if target.startswith("gfx") else "ptx"]
+    row = {
+        "target": target,
+        "case": case,
+        "kernel": name.strip("_").removesuffix("_kernel"),
+        "shared_bytes": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+        "matrix": {word: assembly.count(word) for word in MATRIX_INSTRUCTIONS if word in assembly},
+    }
+    if target.startswith("gfx"):
+        row["registers"] = max(int(n) for n in re.findall(r"\.vgpr_count:\s+(\d+)", assembly))
+        row["spill_bytes"] = 4 * sum(int(n) for n in re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", assembly))
+    else:
+        row["registers"], row["spill_bytes"] = _cubin_usage(kernel.asm["cubin"])
+    return row
+
+
+def _cubin_usage(cubin: bytes) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    registers = [int(n) for n in re.findall(r"REG:(\d+)", text)]
+    stack = [int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", text)]
+    assert registers, text
+    return max(registers), sum(stack)
+
+
+def main() -> None:
+    """Compiles the named cases (all without names) for one target."""
+    target, *cases = sys.argv[1:]
+    gpu, shared_bytes = TARGETS[target]
+    triton.runtime.driver.set_active(OfflineDriver(gpu, 0))
+    rows = []
+    for case in cases or ["routing", *CASES]:
+        with compiling_only() as compiled:
+            launch_routing(shared_bytes) if case == "routing" else launch_gemms(case, shared_bytes)
+        rows += [describe(target, case, *one) for one in (compiled if case == "routing" else compiled[-2:])]
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Conformance cases generated from the registry: every cell's claim, inside and just outside.
+
+Written against public names only, so that it can move into the kit that backend authors run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from moereg.activations import ACTIVATIONS, Activation
+from moereg.discovery import current_platform, load_backends
+from moereg.dispatch import Decision, Request, Selection, evaluate
+from moereg.layer import MoEKernel, make_kernel
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.registry import BackendCell
+from moereg.weights import ExpertWeights
+
+ROUTINGS = ("uniform", "skewed", "one_expert", "unmapped")
+TOKENS = (0, 1, 2, 17, 63)
+GPU_TOKENS = (*TOKENS, 4096)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem that a cell claims, on the platform it is run as."""
+
+    cell: BackendCell
+    platform: Platform
+    problem: MoEProblem
+
+    @property
+    def id(self) -> str:
+        """Readable and unique within a run."""
+        text = f"{self.cell.name}-{self.cell.class_name}-{self.platform}-{self.problem}"
+        return re.sub(r"[^A-Za-z0-9_.=+:-]+", "_", text)
+
+
+def runnable_platform(cell: BackendCell) -> Platform | None:
+    """The platform as which this machine can run a cell: its own, or one that its experts class can interpret."""
+    here = current_platform()
+    request = Request(require=(cell.name,))
+    small = next(iter(claimed_problems(cell)))
+    if evaluate(cell, small, here, request).accepted:
+        return here
+    for rule in cell.rules:
+        platform = Platform.from_name(re.sub(r"[+f]$", "", rule.text)) if ":" in rule.text else None
+        if platform is not None and here.device_type in cell.experts.device_types(platform):
+            return platform
+    return None
+
+
+def unverifiable_cells() -> dict[str, str]:
+    """Cells that this machine cannot run, with the reasons of their own predicate."""
+    found = {}
+    for cell in load_backends().cells:
+        if runnable_platform(cell) is None:
+            decision = evaluate(cell, next(iter(claimed_problems(cell))), current_platform(), Request())
+            found[f"{cell.name} ({cell.class_name})"] = "; ".join(reason.text for reason in decision.reasons)
+    return found
+
+
+def claimed_problems(cell: BackendCell) -> Iterator[MoEProblem]:
+    """Problems that reach each fact the cell claims, odd sizes included."""
+    facts = cell.facts
+    scheme = cell.schemes[0].name
+    dtypes = sorted(facts.dtypes)
+    activations = [ACTIVATIONS[name] for name in sorted(facts.activations)]
+    if facts.swiglu_limit:
+        activations += [
+            dataclasses.replace(activation, limit=1.5)
+            for activation in activations
+            if activation.gated and activation.limit is None
+        ]
+    else:
+        activations = [activation for activation in activations if activation.limit is None]
+    base: dict[str, Any] = {
+        "num_experts": 6,
+        "top_k": 2,
+        "quant": scheme,
+        "activation": activations[0],
+        "activation_format": min(facts.activation_formats),
+        "placement": min(facts.placements),
+    }
+
+    def sized(hidden_size: int, intermediate_size: int, **changes: Any) -> MoEProblem:
+        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        for field, divisor in facts.requires_multiple.items():
+            sizes[field] = -(-sizes[field] // divisor) * divisor
+        return MoEProblem(**{"dtype": dtypes[0], **base, **sizes, **changes})
+
+    for dtype, activation_format in itertools.product(dtypes, sorted(facts.activation_formats)):
+        yield sized(128, 64, dtype=dtype, activation_format=activation_format)
+    for activation in activations:
+        yield sized(64, 96, activation=activation, dtype=dtypes[-1])
+    for hidden_size, intermediate_size in ((72, 40), (130, 88), (255, 129)):
+        yield sized(hidden_size, intermediate_size)
+    yield sized(64, 64, num_experts=8, top_k=8)
+    yield sized(64, 64, num_experts=40 if facts.max_experts is None else min(40, facts.max_experts), top_k=3)
+    yield sized(64, 64, num_experts=1, top_k=1)
+    if facts.bias:
+        for activation in (activations[0], ACTIVATIONS["swigluoai"]):
+            if activation in activations:
+                yield sized(96, 64, has_bias=True, activation=activation)
+    if facts.router_weight_on_input:
+        yield sized(64, 64, top_k=1, apply_router_weight_on_input=True, has_bias=facts.bias)
+    for placement in sorted(facts.placements):
+        yield sized(64, 64, num_experts=8, num_local_experts=3 if placement == "map" else 4, placement=placement)
+
+
+def registered_cases() -> list[Case]:
+    """Every claimed problem of every registered cell that this machine can run."""
+    return [
+        Case(cell, platform, problem)
+        for cell in load_backends().cells
+        if (platform := runnable_platform(cell)) is not None
+        for problem in dict.fromkeys(claimed_problems(cell))
+    ]
+
+
+def rejected_problems(cell: BackendCell) -> Iterator[tuple[str, MoEProblem]]:
+    """Problems just outside the claim, with the code of the one reason that has to come."""
+    facts = cell.facts
+    inside = next(iter(claimed_problems(cell)))
+
+    def changed(**changes: Any) -> MoEProblem:
+        return dataclasses.replace(inside, **changes)
+
+    for activation in ACTIVATIONS.values():
+        if activation.name not in facts.activations and activation.limit is None:
+            yield "activation", changed(activation=activation)
+    if not facts.swiglu_limit and inside.activation.gated:
+        yield "swiglu_limit", changed(activation=dataclasses.replace(inside.activation, limit=1.0))
+    if not facts.bias:
+        yield "bias", changed(has_bias=True)
+    for dtype in {"bfloat16", "float16", "float32"} - facts.dtypes:
+        yield "dtype", changed(dtype=dtype)
+    for activation_format in {"standard", "batched"} - facts.activation_formats:
+        yield "activation_format", changed(activation_format=activation_format)
+    for placement in {"contiguous", "map"} - facts.placements:
+        yield "placement", changed(placement=placement)
+    if not facts.router_weight_on_input:
+        yield "router_weight_on_input", changed(top_k=1, apply_router_weight_on_input=True)
+    for field in facts.requires_multiple:
+        yield "alignment", changed(**{field: getattr(inside, field) + 1})
+    if facts.max_experts is not None:
+        yield "size", changed(num_experts=facts.max_experts + 1, num_local_experts=facts.max_experts + 1)
+    if not facts.graph_capture:
+        yield "graph_capture", changed(graph_capture=True)
+    if not facts.deterministic:
+        yield "deterministic", changed(deterministic=True)
+
+
+def select_cell(case: Case) -> Selection:
+    """A selection of exactly this cell, past any that would win over it."""
+    request = Request(require=(case.cell.name,))
+    decision: Decision = evaluate(case.cell, case.problem, case.platform, request)
+    assert decision.accepted, decision.reasons
+    return Selection(case.problem, case.platform, request, (decision,), "required")
+
+
+@dataclasses.dataclass
+class Inputs:
+    """What one call takes."""
+
+    hidden_states: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
+    def clone(self) -> Inputs:
+        """Independent copies."""
+        return Inputs(self.hidden_states.clone(), self.topk_weights.clone(), self.topk_ids.clone())
+
+
+def make_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> ExpertWeights:
+    """Random weights; gate and up are scaled differently, and every expert too, so that no swap can pass."""
+    generator = torch.Generator(device).manual_seed(seed)
+    experts, hidden, inter = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
+    dtype = problem.torch_dtype
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
+
+    scale = torch.linspace(0.7, 1.4, experts, device=device).view(-1, 1, 1)
+    w13 = random(experts, problem.activation.num_halves * inter, hidden) * scale * (2 / hidden**0.5)
+    if problem.activation.gated:
+        w13[:, :inter] *= 1.3
+        w13[:, inter:] *= 0.6
+    biases = {}
+    if problem.has_bias:
+        biases = {
+            "w13_bias": random(experts, w13.shape[1]).to(dtype),
+            "w2_bias": random(experts, hidden).to(dtype),
+        }
+    w2 = random(experts, hidden, inter) * (1 / inter**0.5)
+    return ExpertWeights(w13=w13.to(dtype), w2=w2.to(dtype), **biases)
+
+
+def make_inputs(problem: MoEProblem, num_tokens: int, routing: str, device: torch.device, seed: int = 0) -> Inputs:
+    """Random tokens and routes. `unmapped` adds ids below 0 and beyond num_experts."""
+    generator = torch.Generator(device).manual_seed(1000 + seed)
+    hidden_states = torch.randn(num_tokens, problem.hidden_size, generator=generator, device=device)
+    scores = torch.rand(num_tokens, problem.num_experts, generator=generator, device=device)
+    if routing == "skewed":
+        scores = scores / torch.arange(1, problem.num_experts + 1, device=device) ** 2
+    elif routing == "one_expert":
+        scores = torch.arange(problem.num_experts, device=device).float().expand_as(scores)
+    topk_weights, topk_ids = scores.topk(problem.top_k, dim=1)
+    topk_weights = torch.rand(topk_ids.shape, generator=generator, device=device) + 0.1
+    topk_ids = topk_ids.to(torch.int32)
+    if routing == "unmapped" and num_tokens:
+        topk_ids[0, 0] = -1
+        topk_ids[-1, -1] = problem.num_experts
+        topk_ids[num_tokens // 2, 0] = 2**31 - 1
+    return Inputs(hidden_states.to(problem.torch_dtype), topk_weights, topk_ids)
+
+
+def make_expert_map(problem: MoEProblem, device: torch.device) -> torch.Tensor | None:
+    """Local experts in reverse order on every second global expert, where placement is `map`."""
+    if problem.placement != "map":
+        return None
+    expert_map = torch.full((problem.num_experts,), -1, dtype=torch.int32)
+    local = torch.arange(problem.num_local_experts, dtype=torch.int32).flip(0)
+    expert_map[: 2 * problem.num_local_experts : 2] = local[: len(expert_map[: 2 * problem.num_local_experts : 2])]
+    return expert_map.to(device)
+
+
+def build(case: Case, device: torch.device, weights: ExpertWeights | None = None) -> MoEKernel:
+    """The cell's kernel on random weights."""
+    return make_kernel(
+        case.problem,
+        make_weights(case.problem, device) if weights is None else weights,
+        selection=select_cell(case),
+        expert_map=make_expert_map(case.problem, device),
+    )
+
+
+def plant_faults(weights: ExpertWeights, activation: Activation) -> Iterator[tuple[str, ExpertWeights]]:
+    """Weights with one fault each, which the comparison has to catch."""
+    if activation.gated:
+        gate, up = weights.w13.chunk(2, dim=1)
+        yield "gate and up swapped", dataclasses.replace(weights, w13=torch.cat((up, gate), dim=1))
+    yield "experts rotated", dataclasses.replace(weights, w2=weights.w2.roll(1, dims=0))
+    if weights.w13_bias is not None and weights.w2_bias is not None:
+        yield "dropped w13_bias", dataclasses.replace(weights, w13_bias=torch.zeros_like(weights.w13_bias))
+        yield "dropped w2_bias", dataclasses.replace(weights, w2_bias=torch.zeros_like(weights.w2_bias))
+
+
+@functools.cache
+def test_device() -> torch.device:
+    """Where cases run."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+test_device.__test__ = False  # type: ignore[attr-defined]

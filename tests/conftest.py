@@ -1,0 +1,98 @@
+"""Fixtures that every test file uses. The environment is set before anything imports triton."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Decides at decoration whether kernels are interpreted, so it has to stand before their import.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from moereg.registry import REGISTRY, BackendRegistry
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.empty` gives NaN, and bytes that read as NaN in any float type, so that memory nothing wrote shows."""
+    real = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+        tensor: torch.Tensor = real(*args, **kwargs)  # type: ignore[call-overload]
+        if tensor.device.type != "meta" and tensor.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.uint8):
+            tensor.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests in the caller's environment must not steer the tests."""
+    for variable in ("MOEREG_REQUIRE", "MOEREG_PREFER", "MOEREG_DENY", "MOEREG_PLUGINS", "MOEREG_DEBUG"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def isolated_registry() -> Iterator[BackendRegistry]:
+    """The global registry with all backends loaded; what a test adds is gone afterwards."""
+    from moereg.discovery import load_backends
+
+    load_backends()
+    before = REGISTRY.snapshot()
+    yield REGISTRY
+    REGISTRY.restore(before)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--ledger FILE`: records in FILE which cells passed all of their conformance tests on this machine."""
+    parser.addoption("--ledger", help="ledger file that conformance results are merged into")
+
+
+_PASSED: dict[object, int] = {}
+_FAILED: set[object] = set()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Counts passes and failures by the cell that a test was generated from."""
+    outcome = yield
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    cell = getattr(parameters.get("case"), "cell", parameters.get("cell"))
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if cell is None or item.config.getoption("--ledger") is None:
+        return
+    key = (cell.name, cell.class_name, cell.rules)
+    if report.failed:
+        _FAILED.add(key)
+    elif report.when == "call" and report.passed:
+        _PASSED[key] = _PASSED.get(key, 0) + 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Writes the ledger for cells that ran natively here and failed nothing."""
+    path = session.config.getoption("--ledger")
+    if path is None:
+        return
+    import datetime
+    import pathlib
+    import subprocess
+
+    from moereg.discovery import current_platform, load_backends
+    from moereg.testing.ledger import Verification, merge_ledger
+
+    platform = current_platform()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    records = [
+        Verification.of(cell, platform, os.environ.get("MOEREG_COMMIT", commit), date, _PASSED[key])
+        for cell in load_backends().cells
+        if (key := (cell.name, cell.class_name, cell.rules)) in _PASSED
+        and key not in _FAILED
+        # An interpreter shows that a kernel is right, not that hardware runs it.
+        and cell.rule_for(platform) is not None
+    ]
+    merge_ledger(pathlib.Path(path), records)

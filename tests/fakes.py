@@ -1,0 +1,130 @@
+"""Backends for tests: right, slow, and easy to vary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moereg.author import ExpertInputs, Experts, ExpertWeights, Facts, PermutedWeights
+from moereg.platforms import Platform
+from moereg.prepare_finalize.base import local_expert_ids
+from moereg.problem import MoEProblem
+from moereg.reference import reference_experts
+
+EVERYTHING = Facts(
+    activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
+    activation_scalars=True,
+    swiglu_limit=True,
+    activation_formats=frozenset({"standard"}),
+    dtypes=frozenset({"bfloat16", "float16", "float32"}),
+    bias=True,
+    placements=frozenset({"contiguous", "map"}),
+    router_weight_on_input=True,
+    graph_capture=True,
+    deterministic=True,
+)
+
+
+class FakeExperts(Experts):
+    """Runs the reference; claims everything in the standard format."""
+
+    facts = EVERYTHING
+    layouts = ("canonical",)
+
+    @classmethod
+    def device_types(cls, platform: Platform) -> tuple[str, ...]:
+        return ("cpu", "cuda")
+
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        return PermutedWeights("canonical", weights.tensors())
+
+    def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (num_tokens, problem.intermediate_size), (num_tokens, problem.hidden_size)
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        canonical = ExpertWeights(**{name: weights[name] for name in weights.per_expert})
+        # reference_experts reads contiguous ids; a map is handed on as it is.
+        out.copy_(
+            reference_experts(
+                self.problem,
+                canonical,
+                inputs.hidden_states,
+                inputs.topk_weights,
+                inputs.topk_ids,
+                inputs.expert_map,
+            )
+        )
+
+
+class PerRouteExperts(FakeExperts):
+    """As FakeExperts, but leaves weighting and summing to finalize."""
+
+    output_form = "per_route"
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        local = local_expert_ids(inputs.topk_ids, self.problem, inputs.expert_map)
+        for token, slot in torch.nonzero(local >= 0).tolist():
+            expert = int(local[token, slot])
+            x = inputs.hidden_states[token].float()
+            if self.problem.apply_router_weight_on_input:
+                x = x * inputs.topk_weights[token, slot]
+            out[token, slot] = _expert(self.problem, weights, expert, x)
+
+
+class BatchedExperts(FakeExperts):
+    """One expert after the other on [E,max_T,H]."""
+
+    facts = Facts(**{**vars(EVERYTHING), "activation_formats": frozenset({"batched"})})
+    output_form = "per_expert"
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        assert inputs.expert_num_tokens is not None
+        for expert, count in enumerate(inputs.expert_num_tokens.tolist()):
+            out[expert, :count] = _expert(self.problem, weights, expert, inputs.hidden_states[expert, :count].float())
+
+
+class WrongExperts(FakeExperts):
+    """Off by a factor, so that whoever compares must notice."""
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        super().apply(out, inputs, weights, workspace13, workspace2)
+        out.mul_(1.5)
+
+
+def _expert(problem: MoEProblem, weights: PermutedWeights, expert: int, x: torch.Tensor) -> Any:
+    gemm1 = x @ weights["w13"][expert].float().T
+    if "w13_bias" in weights.per_expert:
+        gemm1 = gemm1 + weights["w13_bias"][expert].float()
+    gemm2 = problem.activation(gemm1) @ weights["w2"][expert].float().T
+    if "w2_bias" in weights.per_expert:
+        gemm2 = gemm2 + weights["w2_bias"][expert].float()
+    return gemm2

@@ -1,0 +1,644 @@
+"""The command line's contract: exit codes, one-line errors, and JSON with exactly the keys that the design names."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import moereg
+from moereg import cli
+from moereg.author import ExpertInputs, PermutedWeights
+from moereg.checkpoints import _memory as checkpoint_memory
+from moereg.cli import _layer, _progress
+from moereg.cli._options import ProblemFlags
+from moereg.cli._output import console
+from moereg.experts import REASON_CODES
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.shapes import get_shape
+from tests.fakes import FakeExperts, WrongExperts
+
+SIZES = "--experts 8 --hidden 64 --intermediate 32 --top-k 2"
+
+EXPLAIN_KEYS = ["schema", "problem", "platform", "platform_source", "request", "selected", "source", "decisions"]
+DECISION_KEYS = "backend experts rule computes accepted priority tier origin assumes reasons".split()
+INFO_KEYS = ["schema", "version", "platform", "backends", "plugins"]
+BACKEND_KEYS = ["name", "origin", "cells", "available", "reasons"]
+CELL_KEYS = ["experts", "quant_schemes", "platforms", "priority", "tier", "verified"]
+PLUGIN_KEYS = ["group", "name", "value", "distribution", "status", "error"]
+RUN_KEYS = (
+    "schema backend platform problem tokens relative_error tolerance passed time_us permute_ms selection"
+).split()
+MEASUREMENTS = ("relative_error", "tolerance", "time_us", "permute_ms")
+
+Call = Callable[[str], tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs a command line in this process: exit code, standard output, standard error."""
+
+    def run(line: str) -> tuple[int, str, str]:
+        code = cli.main(line.split())
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def call_json(call: Call) -> Callable[[str], tuple[int, dict[str, Any]]]:
+    """As `call` with `--json`; standard output has to be one object and nothing else."""
+
+    def run(line: str) -> tuple[int, dict[str, Any]]:
+        code, out, _ = call(f"{line} --json")
+        return code, _strict(out)
+
+    return run
+
+
+CallJson = Callable[[str], tuple[int, dict[str, Any]]]
+
+
+def _strict(text: str) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    value = json.loads(text, parse_constant=refuse)
+    assert isinstance(value, dict)
+    return value
+
+
+def _module(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "moereg", *line.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, **environment},
+        cwd=Path(__file__).parents[1],
+    )
+
+
+# --- exit 2: one line on standard error, nothing on standard output ---
+
+BAD_LINES = {
+    "no command": ("", "Missing command"),
+    "unknown command": ("inf", "did you mean 'info'"),
+    "unknown option": (f"explain {SIZES} --expert 3", "--expert"),
+    "surplus argument": (f"explain {SIZES} extra", "extra"),
+    "no layer": ("explain", "--model NAME"),
+    "no layer to run": ("run", "--checkpoint DIR"),
+    "missing sizes": ("run --experts 8 --hidden 64", "missing: --intermediate, --top-k"),
+    "unknown model": ("explain --model qwen3-30b-a3c", "did you mean 'qwen3-30b-a3b'"),
+    "unknown scheme": (f"explain {SIZES} --quant fp8_blok128", "did you mean 'fp8_block128'"),
+    "unknown required": (f"explain {SIZES} --require torhc", "did you mean 'torch'"),
+    "unknown preferred": (f"run {SIZES} --prefer torch,trition", "did you mean 'triton'"),
+    "unknown denied": (f"explain {SIZES} --deny torch --deny nonsense", "unknown backend 'nonsense'"),
+    "unknown scheme of a request": (f"explain {SIZES} --require nvfp5=torch", "did you mean 'nvfp4'"),
+    "unknown platform": (f"explain {SIZES} --platform cuad:sm90", "did you mean 'cuda:sm90'"),
+    "unknown arch": (f"explain {SIZES} --platform cuda:90", "sm"),
+    "no arch": (f"explain {SIZES} --platform cuda", "needs an architecture"),
+    "unknown dtype": (f"explain {SIZES} --dtype bfloat17", "did you mean 'bfloat16'"),
+    "unknown activation": (f"explain {SIZES} --activation siluu", "did you mean 'silu'"),
+    "unknown format": (f"explain {SIZES} --activation-format batch", "did you mean 'batched'"),
+    "limit": (f"explain {SIZES} --swiglu-limit -1", "swiglu_limit must be a positive"),
+    "limit without gate": (f"explain {SIZES} --swiglu-limit 7 --activation relu2", "not gated"),
+    "no experts": (f"explain {SIZES} --experts 0", "num_experts must be at least 1, got 0"),
+    "no hidden": (f"run {SIZES} --hidden 0", "hidden_size must be at least 1"),
+    "no intermediate": (f"run {SIZES} --intermediate -4", "intermediate_size must be at least 1"),
+    "no top-k": (f"explain {SIZES} --top-k 0", "top_k must be at least 1"),
+    "no local experts": (f"explain {SIZES} --num-local-experts 0", "num_local_experts must be at least 1"),
+    "negative tokens": (f"explain {SIZES} --tokens -1", "--tokens"),
+    "negative tokens to run": (f"run {SIZES} --tokens -1", "--tokens"),
+    "tokens that are no number": (f"run {SIZES} --tokens many", "--tokens"),
+    "top-k above experts": (f"explain {SIZES} --top-k 9", "top_k must be at most num_experts"),
+    "local above experts": (f"run {SIZES} --num-local-experts 9", "num_local_experts must be at most num_experts"),
+    "weight on input": (f"explain {SIZES} --router-weight-on-input", "requires top_k = 1"),
+    "model with other top-k": ("explain --model llama-4-scout --top-k 2", "requires top_k = 1"),
+    "required and denied": (f"explain {SIZES} --require torch --deny torch", "both required and denied"),
+    "run elsewhere": (f"run {SIZES} --platform cuda:sm100", "moereg explain --platform cuda:sm100"),
+    "layer of nothing": (f"run {SIZES} --layer 3", "--layer needs --checkpoint"),
+    "checkpoint and model": ("run --checkpoint . --model qwen3-30b-a3b", "--model cannot be combined"),
+    "checkpoint and sizes": ("run --checkpoint . --top-k 2", "--top-k cannot be combined"),
+    "no checkpoint": ("run --checkpoint /nonexistent", "/nonexistent"),
+    "negative seed": (f"run {SIZES} --seed -1", "--seed"),
+    "bench": ("bench --model qwen3-30b-a3b", "bench comes in a later release"),
+    "tune": ("tune", "tune comes in a later release"),
+    "verify": ("verify torch", "verify comes in a later release"),
+    "new-backend": ("new-backend mine --in here", "new-backend comes in a later release"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+@pytest.mark.parametrize("suffix", ["", " --json"])
+def test_bad_input_is_one_line_and_exit_2(call: Call, name: str, suffix: str) -> None:
+    line, expected = BAD_LINES[name]
+    code, out, err = call(line + suffix if line else line)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and err.endswith("\n"), err
+    assert expected.lower() in err.lower()
+    assert "Traceback" not in err
+
+
+def test_a_bad_environment_is_bad_input(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEREG_DENY", "torhc")
+    code, out, err = call(f"explain {SIZES}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "'torhc'" in err
+
+
+def test_a_run_that_does_not_fit_names_what_makes_it_smaller(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_memory, "free_memory_bytes", lambda device: 10**6)
+    code, out, err = call("run --model qwen3-30b-a3b --dtype float32 --json")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "4.9 GB" in err or "4.8 GB" in err, err
+    assert "--dtype bfloat16" in err
+
+
+def test_the_local_experts_that_a_refusal_names_fit(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_memory, "free_memory_bytes", lambda device: 300_000)
+    code, _, err = call(f"run {SIZES} --tokens 1")
+    assert code == 2
+    count = err.rsplit("--num-local-experts ", 1)[1].strip()
+    assert 1 <= int(count) < 8
+    assert call(f"run {SIZES} --tokens 1 --num-local-experts {count}")[0] == 0
+    assert call(f"run {SIZES} --tokens 1 --num-local-experts {int(count) + 1}")[0] == 2
+
+
+def test_a_large_call_is_refused_too(call: Call) -> None:
+    code, _, err = call(f"run {SIZES} --tokens 1000000000000")
+    assert code == 2
+    assert "a smaller --tokens" in err
+
+
+# --- explain ---
+
+
+@pytest.mark.parametrize("platform", ["cuda:sm90", "cuda:sm100", "rocm:gfx942", "cpu"])
+def test_what_another_machine_would_choose(call_json: CallJson, platform: str) -> None:
+    code, found = call_json(f"explain --model qwen3-30b-a3b --platform {platform}")
+    assert code == 0
+    assert (found["platform"], found["platform_source"]) == (platform, "named")
+    assert found["selected"] == found["decisions"][0]["backend"] == ("torch" if platform == "cpu" else "triton")
+    assert list(found) == EXPLAIN_KEYS
+    keywords = get_shape("qwen3-30b-a3b").problem_keywords()
+    assert found["problem"] == MoEProblem(**keywords).to_dict()
+    assert all(isinstance(value, (str, int, type(None))) for value in found["problem"].values())
+
+
+def test_explain_json_has_exactly_the_keys(call_json: CallJson) -> None:
+    code, found = call_json(f"explain {SIZES}")
+    assert code == 0
+    assert list(found) == EXPLAIN_KEYS
+    assert (found["schema"], found["source"], found["platform_source"]) == (1, "priority", "probed")
+    assert list(found["request"]) == ["require", "prefer", "deny"]
+    assert all(list(decision) == DECISION_KEYS for decision in found["decisions"])
+    accepted = [decision["accepted"] for decision in found["decisions"]]
+    assert accepted == sorted(accepted, reverse=True)
+    reasons = [reason for decision in found["decisions"] for reason in decision["reasons"]]
+    assert reasons
+    assert all(list(reason) == ["code", "text"] and reason["code"] in REASON_CODES for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("--require triton --platform cpu", "platform"),
+        ("--deny torch,triton --platform cuda:sm90", "denied"),
+        ("--require triton --platform cuda:sm75", "platform"),
+        ("--quant fp8_block128 --platform cuda:sm90", "quant_scheme"),
+    ],
+)
+def test_nothing_fits_is_exit_3_with_every_reason(call: Call, call_json: CallJson, line: str, code: str) -> None:
+    exit_code, found = call_json(f"explain {SIZES} {line}")
+    assert exit_code == 3
+    assert list(found) == EXPLAIN_KEYS
+    assert found["selected"] is None and found["source"] is None
+    assert all(decision["reasons"] for decision in found["decisions"])
+    assert code in {reason["code"] for decision in found["decisions"] for reason in decision["reasons"]}
+    exit_code, out, err = call(f"explain {SIZES} {line}")
+    assert (exit_code, err) == (3, "")
+    assert "nothing fits" in out and f"[{code}]" in out and "torch" in out
+
+
+def test_requests_reach_the_dispatcher(call_json: CallJson) -> None:
+    line = f"explain {SIZES} --platform cuda:sm90"
+    assert call_json(f"{line} --require torch")[1]["source"] == "required"
+    assert call_json(f"{line} --prefer unquantized=torch,nvfp4=triton")[1]["selected"] == "torch"
+    assert call_json(f"{line} --prefer torch")[1]["source"] == "preferred"
+    found = call_json(f"{line} --deny triton --require unquantized=torch")[1]
+    assert found["request"] == {"require": ["torch"], "prefer": [], "deny": ["triton"]}
+
+
+def test_options_override_the_model(call_json: CallJson) -> None:
+    line = (
+        "explain --model gpt-oss-20b --hidden 128 --dtype fp16 --no-bias --swiglu-limit 3.5 --num-local-experts 4 "
+        "--activation-format batched --graph-capture --deterministic --exact-activations --tokens 17 --platform cpu"
+    )
+    problem = call_json(line)[1]["problem"]
+    expected = MoEProblem(
+        num_experts=32,
+        hidden_size=128,
+        intermediate_size=2880,
+        top_k=4,
+        dtype="float16",
+        activation="swigluoai(limit=3.5)",
+        num_local_experts=4,
+        activation_format="batched",
+        graph_capture=True,
+        deterministic=True,
+        exact_activations=True,
+        max_num_tokens=17,
+    )
+    assert problem == expected.to_dict()
+    assert call_json("explain --model gpt-oss-20b --platform cpu")[1]["problem"]["has_bias"] is True
+    scout = call_json("explain --model llama-4-scout --platform cpu --tokens 0")[1]["problem"]
+    assert scout["apply_router_weight_on_input"] is True
+    assert scout["max_num_tokens"] is None
+
+
+def test_explain_for_people(call: Call) -> None:
+    code, out, err = call("explain --model qwen3-30b-a3b --platform cuda:sm90")
+    assert (code, err) == (0, "")
+    for text in ("qwen3-30b-a3b", "E128 H2048 I768 k8", "cuda:sm90 (named", "TritonExperts", "cuda:sm80+"):
+        assert text in out
+    assert "assumed of cuda:sm90: triton>=3.6" in out
+    assert "triton: chosen by priority" in out
+    assert out.index("TritonExperts") < out.index("TorchDenseExperts")
+    code, out, _ = call(f"explain {SIZES} --platform cpu")
+    assert "requires platform in (cuda:sm80+, rocm:gfx942), got cpu [platform]" in out
+
+
+# --- info ---
+
+
+def test_info_json_has_exactly_the_keys(call_json: CallJson) -> None:
+    code, found = call_json("info")
+    assert code == 0
+    assert list(found) == INFO_KEYS
+    assert (found["schema"], found["version"]) == (1, moereg.__version__)
+    assert all(list(plugin) == PLUGIN_KEYS for plugin in found["plugins"])
+    names = [backend["name"] for backend in found["backends"]]
+    assert names == sorted(set(names)) and "torch" in names
+    for backend in found["backends"]:
+        assert list(backend) == BACKEND_KEYS
+        assert backend["cells"] and all(list(cell) == CELL_KEYS for cell in backend["cells"])
+        assert backend["available"] is not bool(backend["reasons"])
+        assert all(reason["code"] in ("platform", "package", "probe") for reason in backend["reasons"])
+
+
+def test_info_says_why_a_backend_cannot_run(
+    call: Call, call_json: CallJson, isolated_registry: BackendRegistry
+) -> None:
+    def no_compiler(platform: Platform) -> str | None:
+        return "requires a compiler, got none"
+
+    register = register_moe_backend
+    register("fake_here", 1, ("unquantized",), ("*",))(type("Here", (FakeExperts,), {}))
+    lacking = type("Lacking", (FakeExperts,), {})
+    register("fake_lacking", 1, ("unquantized",), ("*",), requires=("no-such-package>=2",))(lacking)
+    register("fake_lacking", 1, ("nvfp4",), ("*",), requires=("no-such-package>=2",), probes=(no_compiler,))(lacking)
+    register("fake_far", 2, ("unquantized",), ("tpu:v5e",))(type("Far", (FakeExperts,), {}))
+    backends = {backend["name"]: backend for backend in call_json("info")[1]["backends"]}
+    assert backends["fake_here"]["available"] is True
+    assert backends["fake_here"]["origin"] == "abc"
+    missing = {"code": "package", "text": "requires no-such-package>=2, which is not installed"}
+    assert backends["fake_lacking"]["reasons"] == [missing, {"code": "probe", "text": "requires a compiler, got none"}]
+    assert [reason["code"] for reason in backends["fake_far"]["reasons"]] == ["platform"]
+    code, out, err = call("info")
+    assert (code, err) == (0, "")
+    for text in ("moereg ", "Lacking", "tpu:v5e", "fake_lacking (abc) cannot run here", "[package]"):
+        assert text in out
+
+
+# --- run ---
+
+
+def _check_run(found: dict[str, Any]) -> None:
+    assert list(found) == RUN_KEYS
+    assert found["schema"] == 1
+    assert list(found["selection"]) == EXPLAIN_KEYS
+    assert found["backend"] == found["selection"]["selected"]
+    assert found["problem"] == found["selection"]["problem"]
+    assert found["platform"] == found["selection"]["platform"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        SIZES,
+        f"{SIZES} --tokens 0",
+        f"{SIZES} --tokens 1 --dtype float32",
+        f"{SIZES} --dtype float16 --seed 7",
+        f"{SIZES} --bias --activation swigluoai",
+        f"{SIZES} --activation relu2 --activation-format batched",
+        f"{SIZES} --num-local-experts 3 --swiglu-limit 1.5",
+        f"{SIZES} --top-k 1 --router-weight-on-input --platform cpu",
+    ],
+)
+def test_run_is_right(call_json: CallJson, line: str) -> None:
+    code, found = call_json(f"run {line}")
+    _check_run(found)
+    assert (code, found["passed"]) == (0, True)
+    assert found["tokens"] == int(line.partition("--tokens ")[2].partition(" ")[0] or 64)
+    assert 0 <= found["relative_error"] <= found["tolerance"]
+    assert all(isinstance(found[name], float) for name in MEASUREMENTS)
+    if found["tokens"] == 0:
+        assert found["relative_error"] == 0
+    elif "float32" not in line:
+        assert found["relative_error"] > 0
+
+
+def test_run_for_people(call: Call) -> None:
+    code, out, _ = call(f"run {SIZES}")
+    assert code == 0
+    for text in ("torch (", "chosen by priority", "within the tolerance", "64 tokens", "permuted in", "right"):
+        assert text in out
+    assert "triton (TritonExperts): requires platform in" in out
+
+
+def test_wrong_numbers_are_exit_1(call: Call, call_json: CallJson, isolated_registry: BackendRegistry) -> None:
+    register_moe_backend("fake_wrong", 1, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
+    code, found = call_json(f"run {SIZES} --require fake_wrong")
+    _check_run(found)
+    assert (code, found["backend"], found["passed"]) == (1, "fake_wrong", False)
+    assert found["relative_error"] == pytest.approx(0.5, rel=0.05)
+    code, out, _ = call(f"run {SIZES} --require fake_wrong")
+    assert code == 1
+    assert "WRONG" in out and "not within" in out
+
+
+class NanExperts(FakeExperts):
+    """Leaves one value that is not a number."""
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        super().apply(out, inputs, weights, workspace13, workspace2)
+        out[-1, -1] = float("nan")
+
+
+class RaisingExperts(FakeExperts):
+    """Has a bug."""
+
+    def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        raise RuntimeError("a bug\nof two lines")
+
+
+def test_not_a_number_is_null_and_exit_1(call_json: CallJson, isolated_registry: BackendRegistry) -> None:
+    register_moe_backend("fake_nan", 1, ("unquantized",), ("*",))(NanExperts)
+    code, found = call_json(f"run {SIZES} --require fake_nan")
+    _check_run(found)
+    assert (code, found["relative_error"], found["passed"]) == (1, None, False)
+
+
+def test_a_backends_bug_is_one_line_of_its_own_exit_code(call: Call, isolated_registry: BackendRegistry) -> None:
+    register_moe_backend("fake_raising", 1, ("unquantized",), ("*",))(RaisingExperts)
+    code, out, err = call(f"run {SIZES} --require fake_raising")
+    assert (code, out, err.count("\n")) == (cli.INTERNAL_ERROR, "", 1)
+    assert "RuntimeError: a bug; of two lines" in err
+    code, out, err = call(f"run {SIZES} --require fake_raising -v")
+    assert (code, out) == (cli.INTERNAL_ERROR, "")
+    assert "Traceback" in err
+
+
+@pytest.mark.parametrize("line", ["--require triton", "--quant fp8_block128", "--deny torch"])
+def test_nothing_fits_to_run_is_exit_3(call: Call, call_json: CallJson, line: str) -> None:
+    code, found = call_json(f"run {SIZES} --platform cpu {line}")
+    _check_run(found)
+    assert code == 3
+    assert all(found[name] is None for name in (*MEASUREMENTS, "backend", "passed"))
+    assert found["tokens"] == 64
+    assert found["selection"]["decisions"]
+    code, out, err = call(f"run {SIZES} --platform cpu {line}")
+    assert (code, err) == (3, "")
+    assert "nothing fits" in out
+
+
+def test_an_emulation_says_so_and_nothing_warns(call: Call, isolated_registry: BackendRegistry) -> None:
+    emulation = type("Emulation", (FakeExperts,), {})
+    register_moe_backend("fake_slow", 1, ("unquantized",), ("*",), tier="emulation")(emulation)
+    code, out, err = call(f"run {SIZES} --require fake_slow")
+    assert (code, err) == (0, "")
+    assert "emulation: right numbers" in out
+
+
+def test_verbose_logs_to_standard_error(call: Call) -> None:
+    code, out, err = call(f"run {SIZES} --hidden 80 --json -v")
+    assert code == 0
+    assert _strict(out)["passed"] is True
+    assert "INFO moereg: MoE E8 H80 I32" in err
+    assert not logging.getLogger("moereg").handlers
+
+
+# --- run on a checkpoint ---
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Qwen3-MoE with one dense layer and two of experts."""
+    config = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+        "hidden_act": "silu",
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in (1, 2):
+        block = f"model.layers.{layer}.mlp"
+        shapes[f"{block}.gate.weight"] = (4, 64)
+        for expert in range(4):
+            for name in ("gate_proj", "up_proj"):
+                shapes[f"{block}.experts.{expert}.{name}.weight"] = (32, 64)
+            shapes[f"{block}.experts.{expert}.down_proj.weight"] = (64, 32)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", ["", "--layer 2 --dtype float32", "--num-local-experts 2 --tokens 5 --deterministic"])
+def test_run_on_a_checkpoint(call_json: CallJson, checkpoint: Path, line: str) -> None:
+    code, found = call_json(f"run --checkpoint {checkpoint} {line}")
+    _check_run(found)
+    assert (code, found["passed"]) == (0, True)
+    assert found["problem"]["num_experts"] == 4
+    assert found["problem"]["dtype"] == ("float32" if "float32" in line else "bfloat16")
+    assert found["problem"]["num_local_experts"] == (2 if "local" in line else 4)
+
+
+def test_a_checkpoint_is_named(call: Call, checkpoint: Path) -> None:
+    code, out, _ = call(f"run --checkpoint {checkpoint}")
+    assert code == 0
+    assert f"{checkpoint.name}, layer 1" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--layer 0", "layer 0"),
+        ("--layer 9", "layer 9"),
+        ("--num-local-experts 5", "num_local_experts"),
+        ("--dtype int8", "unknown dtype"),
+        ("--quant mxfp8", "--quant cannot be combined"),
+    ],
+)
+def test_bad_input_with_a_checkpoint(call: Call, checkpoint: Path, line: str, expected: str) -> None:
+    code, out, err = call(f"run --checkpoint {checkpoint} {line}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert expected in err
+
+
+def test_nothing_fits_a_checkpoint_and_nothing_is_read(
+    call_json: CallJson, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moereg.checkpoints.load_experts", None)
+    code, found = call_json(f"run --checkpoint {checkpoint} --platform cpu --require triton")
+    _check_run(found)
+    assert code == 3
+
+
+# --- random layers ---
+
+
+def _random(line: str, seed: int = 0) -> tuple[MoEProblem, _layer.Layer]:
+    values = dict(zip(*[iter(line.replace("--", "").replace("-", "_").split())] * 2, strict=True))
+    sizes = {name: int(value) if value.isdigit() else value for name, value in values.items()}
+    problem = ProblemFlags(**sizes).problem()  # type: ignore[arg-type]
+    return problem, _layer.random_layer(problem, seed, torch.device("cpu"), lambda done, total: None)
+
+
+def test_random_experts_differ_and_are_scaled_like_real_ones() -> None:
+    problem, layer = _random("--experts 6 --hidden 256 --intermediate 128 --top-k 2")
+    w13, w2 = layer.weights.w13.float(), layer.weights.w2.float()
+    assert torch.isfinite(w13).all() and torch.isfinite(w2).all()
+    rows = w13.reshape(-1, 256)
+    normalised = rows / rows.norm(dim=1, keepdim=True)
+    likeness = (normalised @ normalised.T).fill_diagonal_(0)
+    assert likeness.abs().max() < 0.5
+    gate, up = w13.chunk(2, dim=1)
+    assert up.std() / gate.std() == pytest.approx(1.6, rel=0.1)
+    hidden_states = _layer.random_hidden_states(problem, 64, 0, torch.device("cpu"))
+    out = moereg.make_kernel(problem, layer.weights)(hidden_states, *layer.route(hidden_states))
+    assert 0.1 < out.float().std() < 3
+
+
+def test_a_seed_is_a_layer() -> None:
+    line = "--experts 2 --hidden 32 --intermediate 16 --top-k 1"
+    first, second, other = (_random(line, seed)[1].weights.w13 for seed in (0, 0, 1))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+def test_the_pool_goes_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_layer, "_POOL_NUMEL", 7)
+    target = torch.empty(4, 5)
+    _layer._fill(target, torch.arange(7.0), 5, 2.0)
+    assert target.flatten().tolist() == [2.0 * ((5 + place) % 7) for place in range(20)]
+
+
+# --- streams ---
+
+
+def test_long_work_shows_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_progress, "_SILENT_SECONDS", 0.01)
+    import time
+
+    with _progress.phase("permuting weights") as advance:
+        advance(1, 2)
+        time.sleep(0.3)
+    with _progress.phase("quick"):
+        pass
+    assert capsys.readouterr().err == "permuting weights ...\n"
+
+
+def test_no_colours_without_a_terminal(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for line in ("info", f"explain {SIZES}", f"run {SIZES}", "explain --help", "nonsense"):
+        _, out, err = call(line)
+        assert "\x1b" not in out + err
+    assert console(sys.stdout).color_system is None
+
+
+def test_version_and_help(call: Call) -> None:
+    assert call("--version") == (0, f"moereg {moereg.__version__}\n", "")
+    code, out, err = call("--help")
+    assert (code, err) == (0, "")
+    for command in ("info", "explain", "run", "bench", "tune", "verify", "new-backend"):
+        assert f"  {command} " in out
+    assert "--num-local-experts" in call("run --help")[1]
+
+
+# --- the real entry point ---
+
+
+def test_the_module_is_the_command() -> None:
+    done = _module(f"explain {SIZES} --platform cuda:sm90 --json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert _strict(done.stdout)["selected"] == "triton"
+    done = _module(f"explain {SIZES} --require triton", FORCE_COLOR="1", CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stderr) == (3, "")
+    assert "\x1b" not in done.stdout
+    done = _module(f"run {SIZES} --top-k 9")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_run_as_a_command_writes_one_object() -> None:
+    done = _module(f"run {SIZES} --json")
+    assert done.returncode == 0
+    _check_run(_strict(done.stdout))
+    assert "Traceback" not in done.stderr
+
+
+def test_showing_imports_no_kernel_library_and_initialises_no_device() -> None:
+    script = """
+        import sys
+        import torch
+
+        def refuse(*args, **kwargs):
+            raise AssertionError("initialised CUDA")
+
+        torch.cuda._lazy_init = refuse
+        for name in ("triton", "flashinfer", "cutlass"):
+            sys.modules.setdefault(name, None)
+        from moereg.cli import main
+        assert main(["info", "--json"]) == 0
+        assert main(["explain", "--model", "qwen3-30b-a3b", "--json"]) == 0
+        assert main(["explain", "--model", "qwen3-30b-a3b", "--platform", "cuda:sm90"]) == 0
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=Path(__file__).parents[1],
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr

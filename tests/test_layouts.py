@@ -1,0 +1,69 @@
+"""Reorderings, by their properties."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moereg.layouts import deinterleave_gate_up, interleave_gate_up, pad_columns, round_up
+
+SIZES = st.integers(1, 9)
+
+
+def numbered(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape)
+
+
+@settings(deadline=None, max_examples=50)
+@given(experts=SIZES, rows=SIZES, columns=SIZES)
+def test_interleaving_is_invertible(experts: int, rows: int, columns: int) -> None:
+    w13 = numbered(experts, 2 * rows, columns)
+    before = w13.clone()
+    interleaved = interleave_gate_up(w13)
+    assert interleaved.shape == w13.shape
+    assert interleaved.is_contiguous()
+    for row in range(rows):
+        assert torch.equal(interleaved[:, 2 * row], w13[:, row])
+        assert torch.equal(interleaved[:, 2 * row + 1], w13[:, rows + row])
+    assert torch.equal(deinterleave_gate_up(interleaved), w13)
+    assert torch.equal(interleave_gate_up(deinterleave_gate_up(w13)), w13)
+    assert torch.equal(w13, before)
+
+
+def test_deinterleaving_copies() -> None:
+    w13 = numbered(1, 4, 2)
+    deinterleaved = deinterleave_gate_up(w13)
+    assert deinterleaved[0, :, 0].tolist() == [0, 4, 2, 6]
+    assert deinterleaved.is_contiguous()
+    deinterleaved.zero_()
+    assert w13.sum() == 28
+
+
+def test_bias_as_one_column() -> None:
+    bias = numbered(2, 6)
+    assert interleave_gate_up(bias.unsqueeze(-1)).squeeze(-1).tolist() == [[0, 3, 1, 4, 2, 5], [6, 9, 7, 10, 8, 11]]
+
+
+@settings(deadline=None, max_examples=50)
+@given(rows=SIZES, columns=SIZES, missing=st.integers(0, 9))
+def test_padding_adds_zeros_on_the_right(rows: int, columns: int, missing: int) -> None:
+    weight = numbered(rows, columns) + 1
+    padded = pad_columns(weight, columns + missing)
+    assert padded.shape == (rows, columns + missing)
+    assert torch.equal(padded[:, :columns], weight)
+    assert not padded[:, columns:].any()
+    assert (padded.data_ptr() == weight.data_ptr()) == (missing == 0)
+
+
+def test_padding_never_crops() -> None:
+    with pytest.raises(ValueError, match="columns must be at least the 8 that are there, got 5"):
+        pad_columns(numbered(2, 8), 5)
+
+
+@given(size=st.integers(0, 10**6), multiple=st.integers(1, 4096))
+def test_round_up(size: int, multiple: int) -> None:
+    rounded = round_up(size, multiple)
+    assert rounded % multiple == 0
+    assert 0 <= rounded - size < multiple

@@ -1,0 +1,195 @@
+"""MoEProblem: what it refuses, how it reads, and that it survives JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from moereg.activations import Activation
+from moereg.errors import UnknownNameError
+from moereg.problem import MoEProblem
+from moereg.quant import QuantFormat, QuantScheme
+
+SIZES = {"num_experts": 8, "hidden_size": 64, "intermediate_size": 96, "top_k": 2}
+COUNTS = ("num_experts", "hidden_size", "intermediate_size", "top_k", "num_local_experts", "max_num_tokens")
+FLAGS = ("has_bias", "apply_router_weight_on_input", "graph_capture", "deterministic", "exact_activations")
+
+
+def make_problem(**changes: Any) -> MoEProblem:
+    return MoEProblem(**{**SIZES, **changes})
+
+
+def test_fields_are_ratcheted() -> None:
+    # A field enters only if dispatch or two backends read it; whoever adds one changes this list on purpose.
+    assert [field.name for field in dataclasses.fields(MoEProblem)] == [
+        "num_experts",
+        "hidden_size",
+        "intermediate_size",
+        "top_k",
+        "dtype",
+        "quant",
+        "activation",
+        "has_bias",
+        "activation_format",
+        "num_local_experts",
+        "placement",
+        "apply_router_weight_on_input",
+        "graph_capture",
+        "deterministic",
+        "exact_activations",
+        "max_num_tokens",
+    ]
+
+
+def test_defaults() -> None:
+    assert make_problem().to_dict() == {
+        **SIZES,
+        "dtype": "bfloat16",
+        "quant": "unquantized",
+        "activation": "silu",
+        "activation_format": "standard",
+        "num_local_experts": 8,
+        "placement": "contiguous",
+        **dict.fromkeys(FLAGS, False),
+    }
+
+
+@pytest.mark.parametrize("field", COUNTS)
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "must be at least 1, got 0"),
+        (-3, "must be at least 1, got -3"),
+        (2.0, "must be an integer, got 2.0"),
+        (True, "must be an integer, got True"),
+        ("8", "must be an integer, got '8'"),
+    ],
+)
+def test_counts_are_checked(field: str, value: object, text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field} {text}$"):
+        make_problem(**{"num_local_experts": 8, field: value})
+
+
+@pytest.mark.parametrize("field", FLAGS)
+def test_flags_are_checked(field: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field} must be True or False, got 'no'$"):
+        make_problem(**{field: "no"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"top_k": 9},
+            "top_k must be at most num_experts: a token takes each expert once at most, got top_k=9, num_experts=8",
+        ),
+        (
+            {"num_local_experts": 9},
+            "num_local_experts must be at most num_experts, got num_local_experts=9, num_experts=8",
+        ),
+        (
+            {"apply_router_weight_on_input": True},
+            "apply_router_weight_on_input requires top_k = 1: an input has one routing weight, got top_k=2",
+        ),
+        ({"activation": None}, "activation must be a name or an Activation, got None"),
+    ],
+)
+def test_contradictions_are_named(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match="^" + text.replace("(", r"\(")) as raised:
+        make_problem(**changes)
+    assert str(raised.value) == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"dtype": "bfloat61"}, "unknown dtype 'bfloat61', did you mean 'bfloat16'? (known: bfloat16, float16, float32)"),
+        ({"dtype": torch.int8}, "unknown dtype 'int8' (known: bfloat16, float16, float32)"),
+        ({"placement": "round_robin"}, "unknown placement 'round_robin' (known: contiguous, map)"),
+        (
+            {"activation_format": "Batched"},
+            "unknown activation format 'Batched', did you mean 'batched'? (known: batched, standard)",
+        ),
+        (
+            {"activation": "silo"},
+            "unknown activation 'silo', did you mean 'silu'? (known: gelu, gelu_tanh, relu2, silu, swigluoai)",
+        ),
+    ],
+)
+def test_unknown_names_list_the_nearest(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(UnknownNameError) as raised:
+        make_problem(**changes)
+    assert str(raised.value) == text
+
+
+def test_unknown_scheme_lists_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match=r"^unknown quant scheme 'nvfp5', did you mean 'nvfp4'\? \(known: "):
+        make_problem(quant="nvfp5")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16", torch.bfloat16, "torch.bfloat16"])
+def test_dtype_spellings_are_one_value(dtype: Any) -> None:
+    assert make_problem(dtype=dtype) == make_problem()
+    assert hash(make_problem(dtype=dtype)) == hash(make_problem())
+    assert make_problem(dtype=dtype).torch_dtype is torch.bfloat16
+
+
+def test_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_problem().top_k = 3  # type: ignore[misc]
+
+
+CUSTOM_SCHEME = QuantScheme(
+    "int4_w4a8_g128", QuantFormat("uint4", (1, 128), symmetric=False), QuantFormat("float8_e4m3fn", (1, -1))
+)
+PROBLEMS = [
+    make_problem(),
+    make_problem(dtype="fp16", quant="nvfp4", activation="swigluoai", has_bias=True, exact_activations=True),
+    make_problem(activation=Activation("silu", limit=10)),
+    make_problem(activation=Activation("swigluoai", alpha=1e-07, beta=-2, limit=None)),
+    make_problem(quant=CUSTOM_SCHEME),
+    make_problem(quant=QuantScheme("weights_only", QuantFormat("int8", (1, -1)))),
+    make_problem(num_local_experts=4, placement="map", activation_format="batched", max_num_tokens=17),
+    make_problem(top_k=1, apply_router_weight_on_input=True, graph_capture=True, deterministic=True),
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_json_round_trip(problem: MoEProblem) -> None:
+    values = problem.to_dict()
+    assert MoEProblem.from_dict(json.loads(json.dumps(values))) == problem
+    assert MoEProblem(**{**values, "quant": problem.quant}) == problem
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_dict_holds_strings_and_numbers(problem: MoEProblem) -> None:
+    values = problem.to_dict()
+    if problem.quant.name in ("int4_w4a8_g128", "weights_only"):
+        # No name that another process could look up: the one value that is a mapping.
+        assert isinstance(values.pop("quant"), dict)
+    assert {type(value) for value in values.values()} <= {str, int, float, bool}
+
+
+def test_equal_problems_read_the_same() -> None:
+    one, other = (make_problem(activation=Activation("silu", limit=limit)) for limit in (7, 7.0))
+    assert one == other
+    assert json.dumps(one.to_dict()) == json.dumps(other.to_dict())
+
+
+def test_from_dict_leaves_its_argument_alone() -> None:
+    values = make_problem(quant=CUSTOM_SCHEME).to_dict()
+    before = json.dumps(values)
+    MoEProblem.from_dict(values)
+    assert json.dumps(values) == before
+
+
+def test_text_names_what_is_unusual() -> None:
+    assert str(make_problem()) == "E8 H64 I96 k2 bfloat16 unquantized silu"
+    problem = make_problem(has_bias=True, num_local_experts=4, placement="map", activation_format="batched")
+    assert str(problem).endswith("silu, has_bias, batched, 4 local experts, placement map")
+    assert problem.is_expert_parallel
+    assert not make_problem().is_expert_parallel

@@ -1,0 +1,120 @@
+"""The Triton kernels compile for devices that are not there, with matrix instructions and without spilling."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "aot_compile.py"
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+FAST_CASES = ("routing", "decode", "prefill", "fp32_decode")
+SLOW_CASES = ("gpt_oss_prefill", "middle", "small", "odd", "not_gated", "fp32_prefill")
+
+# Most registers a thread on sm_90 with Triton 3.6.0 and 3.8.0, so that a change that costs some is noticed. 255 is all
+# there are.
+MAX_REGISTERS_SM90 = {
+    ("routing", "sort_routes"): 157,
+    ("routing", "count_chunks"): 40,
+    ("routing", "scan_chunks"): 103,
+    ("routing", "place_routes"): 46,
+    ("routing", "reduce_routes"): 32,
+    ("decode", "gate_up"): 63,
+    ("decode", "down"): 64,
+    ("prefill", "gate_up"): 248,
+    ("prefill", "down"): 188,
+    ("gpt_oss_prefill", "gate_up"): 224,
+    ("gpt_oss_prefill", "down"): 254,
+    ("middle", "gate_up"): 128,
+    ("middle", "down"): 118,
+    ("small", "gate_up"): 63,
+    ("small", "down"): 56,
+    ("not_gated", "gate_up"): 181,
+    ("not_gated", "down"): 188,
+    ("odd", "gate_up"): 255,
+    ("odd", "down"): 255,
+    ("fp32_decode", "gate_up"): 80,
+    ("fp32_decode", "down"): 72,
+    ("fp32_prefill", "gate_up"): 100,
+    ("fp32_prefill", "down"): 94,
+}
+
+# Rows of 511 elements are not aligned, which costs an address a row and element. Such sizes are to be right, not fast.
+# In the other, ptxas stops at 80 registers and parks one 8-byte value.
+MAX_SPILL_BYTES_SM90 = {("odd", "down"): 1224, ("fp32_prefill", "down"): 8}
+
+
+def start(target: str, cases: tuple[str, ...]) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parent.parent), environment.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), target, *cases],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def compile_all(cases: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
+    """By target, what the script says; targets compile side by side."""
+    processes = {target: start(target, cases) for target in TARGETS}
+    rows = {}
+    for target, process in processes.items():
+        out, err = process.communicate()
+        assert process.returncode == 0, f"{target}:\n{err}"
+        rows[target] = json.loads(out)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def fast() -> dict[str, list[dict[str, Any]]]:
+    return compile_all(FAST_CASES)
+
+
+@pytest.fixture(scope="module")
+def slow() -> dict[str, list[dict[str, Any]]]:
+    return compile_all(SLOW_CASES)
+
+
+def check(target: str, rows: list[dict[str, Any]], num_expected: int) -> None:
+    assert len(rows) == num_expected
+    for row in rows:
+        key = row["case"], row["kernel"]
+        matrix = set(row["matrix"])
+        if row["case"] == "routing":
+            assert not matrix, row
+        elif row["case"].startswith("fp32") and target != "gfx942":
+            # IEEE products of 32 bits have no matrix instruction on NVIDIA; one here would be TF32.
+            assert not matrix, row
+        else:
+            large_tile = row["case"] not in ("decode", "small", "fp32_decode", "fp32_prefill")
+            assert (
+                matrix
+                == {
+                    "sm_80": {"mma.sync"},
+                    "sm_90": {"wgmma.mma_async" if large_tile else "mma.sync"},
+                    "sm_100": {"tcgen05.mma" if large_tile else "mma.sync"},
+                    "gfx942": {"v_mfma"},
+                }[target]
+            ), row
+        if target == "sm_90":
+            assert row["registers"] <= MAX_REGISTERS_SM90[key], row
+            assert row["spill_bytes"] <= MAX_SPILL_BYTES_SM90.get(key, 0), row
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile(fast: dict[str, list[dict[str, Any]]], target: str) -> None:
+    # Five kernels sort and reduce; every other case is two GEMMs.
+    check(target, fast[target], 5 + 2 * (len(FAST_CASES) - 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_more_shapes_compile(slow: dict[str, list[dict[str, Any]]], target: str) -> None:
+    check(target, slow[target], 2 * len(SLOW_CASES))
