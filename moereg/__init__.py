@@ -1,5 +1,6 @@
 """moereg picks, prepares, runs and compares fused Mixture-of-Experts kernels for PyTorch."""
 
+from moereg._version import __version__
 from moereg.activations import Activation
 from moereg.checkpoints import load_experts
 from moereg.dispatch import Selection, select_backend
@@ -21,8 +22,6 @@ from moereg.quant import QuantScheme
 from moereg.registry import register_moe_backend
 from moereg.weights import ExpertWeights
 
-__version__ = "0.1.0"
-
 __all__ = [
     "Activation",
     "CheckpointError",
@@ -40,6 +39,7 @@ __all__ = [
     "UnknownBackendError",
     "UnknownNameError",
     "UnsupportedProblemError",
+    "__version__",
     "load_experts",
     "make_kernel",
     "register_moe_backend",

@@ -231,8 +231,12 @@ def current_platform() -> Platform:
     return _LOADER.platform()
 
 
-def check_backend_names(names: Sequence[str]) -> None:
+def check_backend_names(names: Sequence[str], may_have_failed: bool = False) -> None:
     """Checks that every name is a registered backend.
+
+    Args:
+        names: As a request spells them.
+        may_have_failed: Whether a plugin that did not load counts as known: denying it asks nothing of it.
 
     Raises:
         PluginError: The backend's plugin failed to load; carries its error.
@@ -244,8 +248,11 @@ def check_backend_names(names: Sequence[str]) -> None:
             continue
         for status in plugin_statuses():
             if status.group == BACKEND_GROUP and status.name == name:
+                if may_have_failed:
+                    break
                 raise _unusable(status)
-        raise UnknownBackendError(unknown_name_message("backend", name, registry.names))
+        else:
+            raise UnknownBackendError(unknown_name_message("backend", name, registry.names))
 
 
 def _unusable(status: PluginStatus) -> MoeregError:

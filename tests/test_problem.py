@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -99,15 +100,14 @@ def test_flags_are_checked(field: str) -> None:
     ],
 )
 def test_contradictions_are_named(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match="^" + text.replace("(", r"\(")) as raised:
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         make_problem(**changes)
-    assert str(raised.value) == text
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"dtype": "bfloat61"}, "unknown dtype 'bfloat61', did you mean 'bfloat16'? (known: bfloat16, float16, float32)"),
+        ({"dtype": "float61"}, "unknown dtype 'float61', did you mean 'float16'? (known: bfloat16, float16, float32)"),
         ({"dtype": torch.int8}, "unknown dtype 'int8' (known: bfloat16, float16, float32)"),
         ({"placement": "round_robin"}, "unknown placement 'round_robin' (known: contiguous, map)"),
         (

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import torch
 
 from moereg.errors import TooLargeError
+from moereg.memory import format_bytes, free_memory_bytes
 
-__all__ = ["check_fits", "free_memory_bytes"]
-
-
-def free_memory_bytes(device: torch.device) -> int | None:
-    """Bytes that an allocation on the device could get; None where this machine does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type != "cpu":
-        return None
-    try:
-        meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+__all__ = ["check_fits"]
 
 
 def check_fits(
@@ -52,14 +36,7 @@ def check_fits(
     if dtype == "float32":
         cures.append("read them in 16 bits (--dtype bfloat16)")
     raise TooLargeError(
-        f"{subject} needs {_size(expert_bytes * (num_experts + 1))} ({num_experts} experts of {_size(expert_bytes)} in "
-        f"{dtype}, and one more while reading), over {max_fraction:.0%} of the {_size(free_bytes)} free on {device}; "
-        f"{' or '.join(cures) or 'free memory on it or use another machine'}"
+        f"{subject} needs {format_bytes(expert_bytes * (num_experts + 1))} ({num_experts} experts of "
+        f"{format_bytes(expert_bytes)} in {dtype}, and one more while reading), over {max_fraction:.0%} of the "
+        f"{format_bytes(free_bytes)} free on {device}; {' or '.join(cures) or 'free memory on it or use another machine'}"
     )
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{num_bytes} bytes"

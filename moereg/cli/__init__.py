@@ -13,7 +13,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from moereg.cli._info import collect_info, moereg_version
+from moereg._version import __version__
+from moereg.cli._info import collect_info
 from moereg.cli._options import JsonFlag, ProblemFlags, VerboseFlag, takes_problem_flags
 from moereg.cli._output import logging_to_stderr, print_error, print_json
 from moereg.discovery import current_platform, load_backends
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        print("moereg", moereg_version())
+        print("moereg", __version__)
         raise typer.Exit
 
 

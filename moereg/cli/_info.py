@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
+from moereg._version import __version__
 from moereg.discovery import current_platform, load_backends, plugin_statuses
-from moereg.dispatch import SCHEMA, Request, evaluate
-from moereg.experts import Reason
+from moereg.dispatch import machine_reasons
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
 from moereg.registry import BackendCell
+from moereg.selection import SCHEMA
 from moereg.testing.ledger import verifications
 
-__all__ = ["collect_info", "machine_reasons", "moereg_version"]
-
-# Reasons that are the machine's, whatever the problem.
-_MACHINE_CODES: Final = ("platform", "package", "probe")
-
-
-def moereg_version() -> str:
-    """The version of the package that is running, installed or not."""
-    # The front door says it; importing it from inside would tie every module to every other.
-    version: str = sys.modules["moereg"].__version__
-    return version
+__all__ = ["collect_info"]
 
 
 def collect_info() -> dict[str, Any]:
@@ -37,7 +26,7 @@ def collect_info() -> dict[str, Any]:
     platform = current_platform()
     return {
         "schema": SCHEMA,
-        "version": moereg_version(),
+        "version": __version__,
         "platform": str(platform),
         "backends": [_backend(name, registry.by_name(name), platform) for name in registry.names],
         "plugins": [status.to_dict() for status in plugin_statuses()],
@@ -67,11 +56,3 @@ def _cell(cell: BackendCell) -> dict[str, Any]:
         "tier": cell.tier,
         "verified": verifications(cell),
     }
-
-
-def machine_reasons(cell: BackendCell, platform: Platform) -> list[Reason]:
-    """Why a cell cannot run on a platform whatever the problem; empty where it can."""
-    # The dispatcher owns these rules. It wants a problem; the reasons that a smallest one adds are dropped.
-    problem = MoEProblem(num_experts=1, hidden_size=1, intermediate_size=1, top_k=1, quant=cell.schemes[0])
-    reasons = evaluate(cell, problem, platform, Request()).reasons
-    return [reason for reason in reasons if reason.code in _MACHINE_CODES]

@@ -8,9 +8,10 @@ from typing import Final
 import torch
 
 from moereg.errors import TooLargeError
+from moereg.memory import format_bytes, free_memory_bytes
 from moereg.problem import MoEProblem
 
-__all__ = ["check_run_fits", "expert_bytes", "format_bytes"]
+__all__ = ["check_run_fits", "expert_bytes"]
 
 _MAX_FRACTION: Final = 0.6
 
@@ -30,8 +31,6 @@ def check_run_fits(problem: MoEProblem, num_tokens: int, device: torch.device) -
     Raises:
         TooLargeError: They take more than 60 % of it; the message has the size and the option that makes it smaller.
     """
-    from moereg.checkpoints._memory import free_memory_bytes
-
     free_bytes = free_memory_bytes(device)
     if free_bytes is None:
         return
@@ -65,11 +64,3 @@ def _tokens_bytes(problem: MoEProblem, num_tokens: int) -> int:
     rows = num_tokens * (problem.num_local_experts if problem.activation_format == "batched" else problem.top_k)
     per_row = 2 * problem.hidden_size + (problem.activation.num_halves + 1) * problem.intermediate_size
     return num_tokens * per_token + rows * per_row * itemsize
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Bytes for people: `1.2 GB`."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{num_bytes:.0f} bytes"

@@ -17,12 +17,13 @@ from moereg.cli._memory import check_run_fits
 from moereg.cli._options import ProblemFlags, UsageError, usage_errors
 from moereg.cli._progress import phase
 from moereg.discovery import current_platform, load_backends
-from moereg.dispatch import SCHEMA, EmulationWarning, Selection, select_backend
+from moereg.dispatch import EmulationWarning, select_backend
 from moereg.errors import UnsupportedProblemError
 from moereg.layer import make_kernel
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
+from moereg.selection import SCHEMA, Selection
 from moereg.testing.tolerances import tolerance
 
 __all__ = ["DEFAULT_TOKENS", "RunResult", "run_layer"]

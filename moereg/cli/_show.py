@@ -12,14 +12,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moereg.cli._info import machine_reasons
-from moereg.cli._memory import format_bytes
 from moereg.cli._output import console
 from moereg.cli._run import RunResult
 from moereg.discovery import load_backends
-from moereg.dispatch import Decision, Selection, nearest_by_backend
+from moereg.dispatch import machine_reasons
+from moereg.memory import format_bytes
 from moereg.platforms import Platform
 from moereg.registry import BackendCell
+from moereg.selection import Decision, Selection, nearest_by_backend
 from moereg.testing.ledger import verifications
 
 __all__ = ["show_info", "show_run", "show_selection"]

@@ -1,0 +1,98 @@
+"""What a caller asks for in require, prefer and deny, in code and environment alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+from moereg.discovery import check_backend_names, load_backends
+from moereg.errors import RequestError, UnknownSchemeError, unknown_name_message
+from moereg.quant import QUANT_SCHEMES
+
+__all__ = ["Names", "Request"]
+
+Names = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
+"""`"triton"`, `("triton", "torch")`, `"nvfp4=flashinfer_cutlass,unquantized=triton"`, or `{"nvfp4": "triton"}`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What was asked for, resolved for one scheme.
+
+    Attributes:
+        require: Backends of which one must be used; empty for any.
+        prefer: Backends that go first, in this order.
+        deny: Backends that must not be used.
+    """
+
+    require: tuple[str, ...] = ()
+    prefer: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+
+    @classmethod
+    def resolve(
+        cls,
+        scheme: str,
+        require: Names = None,
+        prefer: Names = None,
+        deny: Names = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> Request:
+        """Joins arguments and environment: for require and prefer arguments win, denials add up.
+
+        A value for the scheme beats a value for all schemes of the same source.
+
+        Raises:
+            RequestError: A name is both required and denied.
+            UnknownNameError: A backend or scheme is not known.
+        """
+        required, preferred, denied = (
+            (_by_scheme(names), _by_scheme(environ.get(variable)))
+            for names, variable in ((require, "MOEREG_REQUIRE"), (prefer, "MOEREG_PREFER"), (deny, "MOEREG_DENY"))
+        )
+        for sources in (required, preferred, denied):
+            # Also those for other schemes: a misspelt name would go unnoticed until that scheme is loaded.
+            names = [name for source in sources for listed in source.values() for name in listed]
+            check_backend_names(names, may_have_failed=sources is denied)
+        request = cls(
+            require=_first_for(scheme, required),
+            prefer=_first_for(scheme, preferred),
+            deny=tuple(
+                dict.fromkeys(name for source in denied for key in (scheme, "") for name in source.get(key, ()))
+            ),
+        )
+        if both := sorted(set(request.require) & set(request.deny)):
+            raise RequestError(f"backend {both[0]!r} is both required and denied; remove it from one of the two")
+        return request
+
+    def to_dict(self) -> dict[str, list[str]]:
+        """Lists by word."""
+        return {"require": list(self.require), "prefer": list(self.prefer), "deny": list(self.deny)}
+
+
+def _by_scheme(names: Names) -> dict[str, tuple[str, ...]]:
+    """Names by scheme; `""` is every scheme."""
+    if isinstance(names, Mapping):
+        found = {scheme: _split(value) for scheme, value in names.items()}
+    else:
+        found = {}
+        for item in _split(names or ()):
+            scheme, _, name = (part.strip() for part in item.rpartition("="))
+            if name:
+                found[scheme] = (*found.get(scheme, ()), name)
+    known = {*QUANT_SCHEMES, *(scheme.name for cell in load_backends().cells for scheme in cell.schemes)}
+    for scheme in found:
+        if scheme and scheme not in known:
+            raise UnknownSchemeError(unknown_name_message("quant scheme", scheme, known))
+    return found
+
+
+def _split(names: str | Sequence[str]) -> tuple[str, ...]:
+    items = names.split(",") if isinstance(names, str) else names
+    return tuple(item.strip() for item in items if item.strip())
+
+
+def _first_for(scheme: str, sources: Iterable[Mapping[str, tuple[str, ...]]]) -> tuple[str, ...]:
+    """Names of the first source that has any for the scheme."""
+    return next((names for source in sources if (names := source.get(scheme) or source.get("", ()))), ())

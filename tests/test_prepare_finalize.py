@@ -1,0 +1,142 @@
+"""Token movement, against loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moereg.prepare_finalize import BatchedPrepareFinalize, StandardPrepareFinalize, local_prepare_finalize
+from moereg.prepare_finalize.base import local_expert_ids
+from moereg.problem import MoEProblem
+
+
+def problem_of(**changes: object) -> MoEProblem:
+    facts = {"num_experts": 4, "hidden_size": 8, "intermediate_size": 8, "top_k": 2, "dtype": "float32"}
+    return MoEProblem(**{**facts, **changes})
+
+
+IDS = torch.tensor([[0, 3], [3, 1], [-1, 2], [2**31 - 1, 4], [1, 0]], dtype=torch.int32)
+WEIGHTS = torch.tensor([[0.5, 0.25], [1.0, 2.0], [3.0, 0.125], [1.0, 1.0], [0.75, 4.0]])
+
+
+def test_choice_by_format() -> None:
+    assert isinstance(local_prepare_finalize("standard"), StandardPrepareFinalize)
+    assert isinstance(local_prepare_finalize("batched"), BatchedPrepareFinalize)
+    for kind in (StandardPrepareFinalize, BatchedPrepareFinalize):
+        assert local_prepare_finalize(kind.activation_format).name == kind.name
+
+
+@pytest.mark.parametrize(
+    ("num_local_experts", "expert_map", "expected"),
+    [
+        (4, None, [[0, 3], [3, 1], [-1, 2], [-1, -1], [1, 0]]),
+        (2, [-1, -1, 0, 1], [[-1, 1], [1, -1], [-1, 0], [-1, -1], [-1, -1]]),
+        # A map that names more experts than there are, and one below -1: neither may be read.
+        (2, [7, 1, -5, 0], [[-1, 0], [0, 1], [-1, -1], [-1, -1], [1, -1]]),
+    ],
+)
+def test_local_ids(num_local_experts: int, expert_map: list[int] | None, expected: list[list[int]]) -> None:
+    problem = problem_of(num_local_experts=num_local_experts, placement="contiguous" if expert_map is None else "map")
+    mapping = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32)
+    assert local_expert_ids(IDS, problem, mapping).tolist() == expected
+
+
+def test_standard_hands_on_what_it_got() -> None:
+    x = torch.randn(5, 8)
+    prepared = StandardPrepareFinalize().prepare(x, WEIGHTS, IDS, problem_of(), None)
+    assert prepared.inputs.hidden_states is x
+    assert prepared.inputs.topk_ids is IDS
+    assert prepared.num_tokens == 5
+    assert prepared.row_of_route is None
+
+
+@pytest.mark.parametrize("weight_on_input", [False, True])
+def test_standard_sums_what_is_routed(weight_on_input: bool) -> None:
+    top_k = 1 if weight_on_input else 2
+    problem = problem_of(apply_router_weight_on_input=weight_on_input, top_k=top_k)
+    ids, weights = IDS[:, -top_k:].contiguous(), WEIGHTS[:, -top_k:].clone()
+    rows = torch.randn(5, top_k, 8)
+    local = local_expert_ids(ids, problem, None)
+    rows[local < 0] = torch.nan
+    weights[local < 0] = torch.nan  # On a GPU nobody checks; a route that goes nowhere still adds nothing.
+    movement = StandardPrepareFinalize()
+    out = torch.full((5, 8), torch.nan)
+    movement.finalize(out, rows, movement.prepare(torch.randn(5, 8), weights, ids, problem, None), problem)
+    expected = torch.zeros(5, 8)
+    for token, slot in torch.nonzero(local >= 0).tolist():
+        expected[token] += rows[token, slot] * (1.0 if weight_on_input else weights[token, slot])
+    torch.testing.assert_close(out, expected)
+
+
+def test_sums_are_in_fp32() -> None:
+    problem = problem_of(dtype="bfloat16", num_experts=8, top_k=8)
+    rows = torch.full((1, 8, 8), 1.0, dtype=torch.bfloat16)
+    rows[0, 0] = 256.0
+    movement = StandardPrepareFinalize()
+    ids, ones = torch.arange(8, dtype=torch.int32).view(1, 8), torch.ones(1, 8)
+    out = torch.empty(1, 8, dtype=torch.bfloat16)
+    movement.finalize(out, rows, movement.prepare(rows[:, 0].contiguous(), ones, ids, problem, None), problem)
+    # In bf16, 256 + 1 is 256; 263 rounds to 264.
+    assert out.tolist() == [[264.0] * 8]
+
+
+@pytest.mark.parametrize("expert_map", [None, [-1, 0, -1, 1]])
+def test_batched_places_every_route(expert_map: list[int] | None) -> None:
+    num_local = 4 if expert_map is None else 2
+    problem = problem_of(
+        activation_format="batched",
+        num_local_experts=num_local,
+        placement="contiguous" if expert_map is None else "map",
+    )
+    mapping = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32)
+    x = torch.randn(5, 8)
+    movement = BatchedPrepareFinalize()
+    prepared = movement.prepare(x, WEIGHTS, IDS, problem, mapping)
+    inputs = prepared.inputs
+    assert inputs.hidden_states.shape == (num_local, 5, 8)
+    assert inputs.hidden_states.is_contiguous()
+    assert prepared.num_tokens == 5
+    assert inputs.expert_num_tokens is not None
+    assert inputs.expert_num_tokens.dtype == torch.int32
+    local = local_expert_ids(IDS, problem, mapping)
+    assert inputs.expert_num_tokens.tolist() == [int((local == expert).sum()) for expert in range(num_local)]
+    for expert in range(num_local):
+        tokens = [token for token in range(5) if expert in local[token].tolist()]
+        assert torch.equal(inputs.hidden_states[expert, : len(tokens)], x[tokens])
+    # Rows of no route are undefined, so they must not come through.
+    expert_out = torch.full((num_local, 5, 8), torch.nan)
+    for expert, count in enumerate(inputs.expert_num_tokens.tolist()):
+        expert_out[expert, :count] = inputs.hidden_states[expert, :count] * (expert + 1)
+    out = torch.full((5, 8), torch.nan)
+    movement.finalize(out, expert_out, prepared, problem)
+    factor = torch.where(local >= 0, (local + 1) * WEIGHTS, 0.0).sum(1, keepdim=True)
+    torch.testing.assert_close(out, x * factor)
+
+
+def test_batched_scales_inputs() -> None:
+    problem = problem_of(activation_format="batched", top_k=1, apply_router_weight_on_input=True)
+    x, ids, weights = (
+        torch.randn(3, 8),
+        torch.tensor([[2], [0], [2]], dtype=torch.int32),
+        torch.tensor([[2.0], [3.0], [5.0]]),
+    )
+    before = x.clone()
+    movement = BatchedPrepareFinalize()
+    prepared = movement.prepare(x, weights, ids, problem, None)
+    torch.testing.assert_close(prepared.inputs.hidden_states[2, :2], x[[0, 2]] * torch.tensor([[2.0], [5.0]]))
+    torch.testing.assert_close(prepared.inputs.hidden_states[0, :1], x[[1]] * 3.0)
+    assert torch.equal(x, before)
+    out = torch.empty(3, 8)
+    movement.finalize(out, prepared.inputs.hidden_states, prepared, problem)
+    torch.testing.assert_close(out, x * weights)
+
+
+def test_batched_drops_surplus_routes_of_one_expert() -> None:
+    # A token that names an expert twice breaks the caller's promise; nothing is written out of bounds.
+    problem = problem_of(activation_format="batched")
+    ids = torch.zeros(3, 2, dtype=torch.int32)
+    prepared = BatchedPrepareFinalize().prepare(torch.randn(3, 8), torch.ones(3, 2), ids, problem, None)
+    assert prepared.inputs.expert_num_tokens is not None
+    assert prepared.inputs.expert_num_tokens.tolist() == [3, 0, 0, 0]
+    assert prepared.row_of_route is not None
+    assert sorted(prepared.row_of_route.flatten().tolist()) == [-1, -1, -1, 0, 1, 2]

@@ -1,0 +1,274 @@
+"""Canonical weights are checked where they are made; permuted ones own what a backend runs on."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from moereg.errors import UnknownSchemeError
+from moereg.problem import MoEProblem
+from moereg.quant import QUANT_SCHEMES
+from moereg.weights import ExpertWeights, PermutedWeights
+
+E, H, I = 3, 64, 40  # noqa: E741
+
+
+def plain(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> ExpertWeights:
+    tensors = {"w13": torch.zeros(E, 2 * I, H, dtype=dtype), "w2": torch.zeros(E, H, I, dtype=dtype)}
+    return ExpertWeights(**{**tensors, **changes})
+
+
+def of_scheme(name: str, has_bias: bool = False, **changes: Any) -> ExpertWeights:
+    rows = QUANT_SCHEMES[name].tensor_rows(E, H, I, num_halves=2, has_bias=has_bias)
+    tensors = {row.name: torch.zeros(row.shapes[0], dtype=torch.uint8).to(row.dtype or torch.bfloat16) for row in rows}
+    return ExpertWeights(**{**tensors, "quant": name, **changes})
+
+
+def problem_of(**changes: Any) -> MoEProblem:
+    return MoEProblem(**{"num_experts": E, "hidden_size": H, "intermediate_size": I, "top_k": 2, **changes})
+
+
+@pytest.mark.parametrize("name", QUANT_SCHEMES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_every_scheme_can_be_made(name: str, has_bias: bool) -> None:
+    weights = of_scheme(name, has_bias)
+    weights.check_against(problem_of(quant=name, has_bias=has_bias))
+    assert weights.scheme is QUANT_SCHEMES[name]
+    assert ("w13_bias" in weights.tensors()) == has_bias
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+BAD_PLAIN: list[tuple[dict[str, Any], str]] = [
+    ({"w13": None}, "w13 must be a tensor, got NoneType"),
+    ({"w13_scale": 2.0}, "w13_scale must be a tensor or None, got float"),
+    (
+        {"w13": zeros(2 * I, H)},
+        "w13 must be [E,2I,H] (or [E,I,H] not gated) and w2 [E,H,I], got w13 [80, 64] and w2 [3, 64, 40]; "
+        "stack the experts along dim 0",
+    ),
+    ({"w2": zeros(4, H, I)}, "w13 and w2 must hold the same experts, got 3 and 4"),
+    (
+        {"w2": zeros(E, I, H)},
+        "w13 columns and w2 rows must both be hidden_size, got w13 [3, 80, 64] and w2 [3, 40, 64]; "
+        "transposed checkpoints must be transposed by the loader",
+    ),
+    (
+        {"w2": zeros(E, H, 30)},
+        "w13 must have 2*I rows (gated) or I rows (not gated) where w2 has I columns, got w13 [3, 80, 64] "
+        "and w2 [3, 64, 30]",
+    ),
+    (
+        {"w13": zeros(E, 2 * I, H, dtype=torch.int8)},
+        "w13 must be bfloat16, float16 or float32 in scheme unquantized, got torch.int8; pass quant=... if the weights "
+        "are quantised",
+    ),
+    ({"w13_bias": zeros(E, 2 * I)}, "scheme unquantized needs w2_bias of shape [3, 64], got none"),
+    (
+        {"w13_bias": zeros(E, I), "w2_bias": zeros(E, H)},
+        "w13_bias must have shape [3, 80] in scheme unquantized, got [3, 40]",
+    ),
+    (
+        {"w2_scale": zeros(E)},
+        "scheme unquantized has no tensor 'w2_scale'; pass quant=... if the weights are of another scheme, or leave it out",
+    ),
+    (
+        {"w2": zeros(E, H, I, device="meta")},
+        "all expert weights must be on one device, got w2 on meta and w13 on cpu; move one of them",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), BAD_PLAIN, ids=[text[:40] for _, text in BAD_PLAIN])
+def test_bad_construction(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        plain(**changes)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "text"),
+    [
+        ("nvfp4", {"w13_scale": None}, "scheme nvfp4 needs w13_scale of shape [3, 80, 4], got none"),
+        ("nvfp4", {"w2_scale_2": zeros(E)}, "w2_scale_2 must be torch.float32 in scheme nvfp4, got torch.bfloat16"),
+        (
+            "nvfp4",
+            {"w13_scale_2": zeros(E, 3, dtype=torch.float32)},
+            "w13_scale_2 must have shape [3] or [3, 2] in scheme nvfp4, got [3, 3]",
+        ),
+        (
+            "fp8_tensor_static",
+            {"a2_scale": None},
+            "scheme fp8_tensor_static needs a2_scale of shape [3] or [], got none",
+        ),
+        (
+            "fp8_tensor_dynamic",
+            {"a2_scale": zeros(E, dtype=torch.float32)},
+            "scheme fp8_tensor_dynamic has no tensor 'a2_scale'; pass quant=... if the weights are of another scheme, "
+            "or leave it out",
+        ),
+        (
+            "int4_w4a16_g32",
+            {"w2_zero_point": zeros(E, H, 1, dtype=torch.uint8)},
+            "scheme int4_w4a16_g32 has no tensor 'w2_zero_point'; pass quant=... if the weights are of another scheme, "
+            "or leave it out",
+        ),
+    ],
+)
+def test_bad_quantised_construction(scheme: str, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        of_scheme(scheme, **changes)
+
+
+def test_optional_tensors_may_be_there() -> None:
+    of_scheme("nvfp4", a13_scale=None, a2_scale=None)
+    of_scheme("nvfp4", a13_scale=torch.ones(()), w13_scale_2=torch.ones(E, 2))
+    of_scheme("fp8_tensor_dynamic", w13_scale=torch.ones(E, 2))
+
+
+def test_unknown_scheme() -> None:
+    with pytest.raises(UnknownSchemeError, match=r"did you mean 'nvfp4'"):
+        plain(quant="nvfp40")
+
+
+def test_not_gated() -> None:
+    weights = plain(w13=zeros(E, I, H))
+    weights.check_against(problem_of(activation="relu2"))
+
+
+PROBLEM_TEXT = "E3 H64 I40 k2 bfloat16 unquantized silu"
+MISMATCHES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {},
+        {"num_experts": 4},
+        "w13 must be [4, 80, 64] for E4 H64 I40 k2 bfloat16 unquantized silu, got [3, 80, 64]; "
+        "correct the problem's sizes or pass the weights of this rank",
+    ),
+    (
+        {},
+        {"hidden_size": 32},
+        "w13 must be [3, 80, 32] for E3 H32 I40 k2 bfloat16 unquantized silu, got [3, 80, 64]; "
+        "correct the problem's sizes or pass the weights of this rank",
+    ),
+    (
+        # 2I rows of a gated layer are as many as 2I rows of one that is not; w2 tells them apart.
+        {},
+        {"activation": "relu2", "intermediate_size": 2 * I},
+        "w2 must be [3, 64, 80] for E3 H64 I80 k2 bfloat16 unquantized relu2, got [3, 64, 40]; "
+        "correct the problem's sizes or pass the weights of this rank",
+    ),
+    (
+        {},
+        {"quant": "nvfp4"},
+        "the weights are unquantized but the problem says nvfp4; make both name the checkpoint's scheme",
+    ),
+    ({}, {"dtype": "float16"}, "w13 must be float16 for this problem, got torch.bfloat16; convert one"),
+    (
+        {"w2": zeros(E, H, I, dtype=torch.float16)},
+        {},
+        "w2 must be bfloat16 for this problem, got torch.float16; convert one",
+    ),
+    (
+        {"w13_bias": zeros(E, 2 * I), "w2_bias": zeros(E, H, dtype=torch.float16)},
+        {"has_bias": True},
+        "w2_bias must be bfloat16 or float32 for this problem, got torch.float16; convert one",
+    ),
+    ({}, {"has_bias": True}, "the problem says has_bias=True, got weights without biases"),
+    (
+        {"w13_bias": zeros(E, 2 * I), "w2_bias": zeros(E, H)},
+        {},
+        "the problem says has_bias=False, got weights with biases",
+    ),
+]
+
+
+@pytest.mark.parametrize(("weights", "problem", "text"), MISMATCHES, ids=[text[:40] for *_, text in MISMATCHES])
+def test_check_against(weights: dict[str, Any], problem: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        plain(**weights).check_against(problem_of(**problem))
+
+
+def test_fp32_biases_are_fine() -> None:
+    biases = {"w13_bias": zeros(E, 2 * I, dtype=torch.float32), "w2_bias": zeros(E, H, dtype=torch.float32)}
+    plain(**biases).check_against(problem_of(has_bias=True))
+
+
+def test_to_keeps_what_is_there_already() -> None:
+    weights = of_scheme("nvfp4")
+    assert weights.to("cpu").w13 is weights.w13
+    moved = weights.to("meta")
+    assert {tensor.device.type for tensor in moved.tensors().values()} == {"meta"}
+    assert moved.scheme is weights.scheme
+
+
+def numbered(*shape: int, start: int = 0) -> torch.Tensor:
+    return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+def permuted(start: int = 0, **changes: Any) -> PermutedWeights:
+    values: dict[str, Any] = {
+        "layout": "some_layout",
+        "per_expert": {
+            "w13": numbered(2, 4, start=start),
+            "opaque": [numbered(3, start=start), numbered(3, start=start)],
+        },
+        "shared": {"scale": numbered(5, start=start)},
+    }
+    return PermutedWeights(**{**values, **changes})
+
+
+def test_permuted_lookup() -> None:
+    weights = permuted()
+    assert torch.equal(weights["w13"], numbered(2, 4))
+    assert torch.equal(weights["scale"], numbered(5))
+    assert len(weights.experts("opaque")) == 2
+    assert weights.get("w2") is None
+    assert weights.get("scale") is weights["scale"]
+    assert weights.num_bytes == 4 * (8 + 6 + 5)
+    assert weights.device == torch.device("cpu")
+    with pytest.raises(KeyError):
+        weights["w2"]
+
+
+def test_permuted_experts_are_counted() -> None:
+    text = "per_expert tensors must hold the same number of experts, got {'w13': 2, 'w2': 3}"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        PermutedWeights("layout", {"w13": numbered(2, 4), "w2": [numbered(1)] * 3})
+
+
+def test_copy_from_keeps_storage() -> None:
+    weights, other = permuted(), permuted(start=100)
+    pointers = {name: weights[name].data_ptr() for name in ("w13", "scale")}
+    opaque = weights.experts("opaque")
+    weights.copy_from(other)
+    assert {name: weights[name].data_ptr() for name in pointers} == pointers
+    assert torch.equal(weights["w13"], numbered(2, 4, start=100))
+    assert torch.equal(weights["scale"], numbered(5, start=100))
+    # Opaque tensors cannot be written into; the list that holds them is the same.
+    assert weights.experts("opaque") is opaque
+    assert torch.equal(opaque[0], numbered(3, start=100))
+    other["w13"].zero_()
+    assert weights["w13"].any()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout": "other_layout"},
+        {"per_expert": {"w13": numbered(2, 5), "opaque": [numbered(3), numbered(3)]}},
+        {"per_expert": {"w13": numbered(2, 4).half(), "opaque": [numbered(3), numbered(3)]}},
+        {"per_expert": {"w13": numbered(2, 4)}},
+        {"shared": {}},
+        {"shared": {"scale": numbered(6)}},
+    ],
+)
+def test_copy_from_refuses_and_writes_nothing(changes: dict[str, Any]) -> None:
+    weights = permuted()
+    with pytest.raises(ValueError, match=r"^reload needs weights of the same layout and shapes, got .* for "):
+        weights.copy_from(permuted(start=100, **changes))
+    assert torch.equal(weights["w13"], numbered(2, 4))
+    assert torch.equal(weights["scale"], numbered(5))
