@@ -188,60 +188,40 @@ def fact_reasons(facts: Facts, problem: MoEProblem) -> list[Reason]:
     """Every fact in the problem that the class does not declare."""
     activation = problem.activation
     standard = ACTIVATIONS[activation.name]
+    # Texts are worded only where they are needed: this runs for every cell of every selection.
     reasons: list[Reason] = []
-
-    def need(met: bool, code: str, text: str) -> None:
-        if not met:
-            reasons.append(Reason(code, text))
-
-    need(activation.name in facts.activations, "activation", _member("activation", activation.name, facts.activations))
-    need(
-        facts.activation_scalars or (activation.alpha, activation.beta) == (standard.alpha, standard.beta),
-        "activation",
-        f"requires alpha={standard.alpha:g} and beta={standard.beta:g}, got {activation}",
-    )
-    need(
-        facts.swiglu_limit or activation.limit is None,
-        "swiglu_limit",
-        f"does not apply the swiglu clamp, got limit {activation.limit}",
-    )
-    need(facts.bias or not problem.has_bias, "bias", "does not apply biases, got has_bias=True")
-    need(problem.dtype in facts.dtypes, "dtype", _member("dtype", problem.dtype, facts.dtypes))
-    need(
-        problem.activation_format in facts.activation_formats,
-        "activation_format",
-        _member("activation format", problem.activation_format, facts.activation_formats),
-    )
-    need(problem.placement in facts.placements, "placement", _member("placement", problem.placement, facts.placements))
-    need(
-        facts.router_weight_on_input or not problem.apply_router_weight_on_input,
-        "router_weight_on_input",
-        "does not scale inputs by the routing weight, got apply_router_weight_on_input=True",
-    )
+    if activation.name not in facts.activations:
+        reasons.append(Reason("activation", _member("activation", activation.name, facts.activations)))
+    if not facts.activation_scalars and (activation.alpha, activation.beta) != (standard.alpha, standard.beta):
+        text = f"requires alpha={standard.alpha:g} and beta={standard.beta:g}, got {activation}"
+        reasons.append(Reason("activation", text))
+    if not facts.swiglu_limit and activation.limit is not None:
+        reasons.append(Reason("swiglu_limit", f"does not apply the swiglu clamp, got limit {activation.limit}"))
+    if not facts.bias and problem.has_bias:
+        reasons.append(Reason("bias", "does not apply biases, got has_bias=True"))
+    if problem.dtype not in facts.dtypes:
+        reasons.append(Reason("dtype", _member("dtype", problem.dtype, facts.dtypes)))
+    if problem.activation_format not in facts.activation_formats:
+        text = _member("activation format", problem.activation_format, facts.activation_formats)
+        reasons.append(Reason("activation_format", text))
+    if problem.placement not in facts.placements:
+        reasons.append(Reason("placement", _member("placement", problem.placement, facts.placements)))
+    if not facts.router_weight_on_input and problem.apply_router_weight_on_input:
+        text = "does not scale inputs by the routing weight, got apply_router_weight_on_input=True"
+        reasons.append(Reason("router_weight_on_input", text))
     for field, divisor in sorted(facts.requires_multiple.items()):
         size = getattr(problem, field)
-        need(size % divisor == 0, "alignment", f"requires {field} % {divisor} == 0, got {size}")
-    need(
-        facts.max_experts is None or problem.num_local_experts <= facts.max_experts,
-        "size",
-        f"requires num_local_experts <= {facts.max_experts}, got {problem.num_local_experts}",
-    )
-    need(
-        facts.max_num_tokens is None
-        or (problem.max_num_tokens is not None and problem.max_num_tokens <= facts.max_num_tokens),
-        "size",
-        f"requires max_num_tokens <= {facts.max_num_tokens}, got {problem.max_num_tokens}",
-    )
-    need(
-        facts.graph_capture or not problem.graph_capture,
-        "graph_capture",
-        "cannot be captured in a CUDA graph, got graph_capture=True",
-    )
-    need(
-        facts.deterministic or not problem.deterministic,
-        "deterministic",
-        "does not give the same bits each time, got deterministic=True",
-    )
+        if size % divisor:
+            reasons.append(Reason("alignment", f"requires {field} % {divisor} == 0, got {size}"))
+    for field, most in (("num_local_experts", facts.max_experts), ("max_num_tokens", facts.max_num_tokens)):
+        count = getattr(problem, field)
+        # A problem that does not say how many tokens may come can have too many.
+        if most is not None and (count is None or count > most):
+            reasons.append(Reason("size", f"requires {field} <= {most}, got {count}"))
+    if not facts.graph_capture and problem.graph_capture:
+        reasons.append(Reason("graph_capture", "cannot be captured in a CUDA graph, got graph_capture=True"))
+    if not facts.deterministic and problem.deterministic:
+        reasons.append(Reason("deterministic", "does not give the same bits each time, got deterministic=True"))
     return reasons
 
 

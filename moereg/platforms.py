@@ -49,6 +49,7 @@ class PlatformKind:
     family_size: int = 0
 
 
+@functools.cache
 def _digits(arch: str) -> int:
     return int("".join(character for character in arch if character.isdigit()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -78,13 +79,18 @@ class BackendCell:
 
     def rule_for(self, platform: Platform) -> PlatformRule | None:
         """The most specific of the cell's rules that match, or None."""
-        matching = [rule for rule in self.rules if rule.matches(platform)]
-        return max(matching, key=lambda rule: rule.specificity, default=None)
+        return _most_specific(self.rules, platform)
 
     def scheme_for(self, checkpoint: QuantScheme) -> QuantScheme | None:
         """What it computes for a checkpoint's scheme: the same, or the 16-bit form; None where it cannot."""
         serving = [scheme for scheme in self.schemes if scheme.serves(checkpoint)]
         return checkpoint if checkpoint in serving else next(iter(serving), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _most_specific(rules: tuple[PlatformRule, ...], platform: Platform) -> PlatformRule | None:
+    matching = [rule for rule in rules if rule.matches(platform)]
+    return max(matching, key=lambda rule: rule.specificity, default=None)
 
 
 class BackendRegistry:

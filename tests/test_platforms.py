@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -187,15 +187,18 @@ def test_a_plugin_orders_its_own_archs() -> None:
     assert PlatformRule("quux:q7f").matches(Platform("quux", "q7f"))
     assert Platform("quux", "q12").device_type == "privateuseone"
     assert Platform("quux", "q12").device_type != Platform("cuda", "sm90").device_type
-    with pytest.raises(ValueError, match="platform kind 'quux' is already registered as .*; choose another name"):
+    with pytest.raises(ValueError, match=r"platform kind 'quux' is already registered as .*; choose another name"):
         register_platform_kind(PlatformKind("quux", "cpu", ".*"))
 
 
 class Nvml:
     """What of NVML's C library the probe calls."""
 
-    devices = {0: (9, 0, "NVIDIA H200", 150_754_820_096), 1: (10, 3, "NVIDIA B300", 288 * 2**30)}
-    uuids = {"GPU-aaaa": 0, "GPU-bbbb": 1}
+    devices: ClassVar[dict[int, tuple[int, int, str, int]]] = {
+        0: (9, 0, "NVIDIA H200", 150_754_820_096),
+        1: (10, 3, "NVIDIA B300", 288 * 2**30),
+    }
+    uuids: ClassVar[dict[str, int]] = {"GPU-aaaa": 0, "GPU-bbbb": 1}
 
     def __init__(self, init_code: int = 0, compute_code: int = 0) -> None:
         self.init_code, self.compute_code, self.shut_down = init_code, compute_code, 0

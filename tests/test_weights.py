@@ -75,7 +75,8 @@ BAD_PLAIN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"w2_scale": zeros(E)},
-        "scheme unquantized has no tensor 'w2_scale'; pass quant=... if the weights are of another scheme, or leave it out",
+        "scheme unquantized has no tensor 'w2_scale'; pass quant=... if the weights are of another scheme, "
+        "or leave it out",
     ),
     (
         {"w2": zeros(E, H, I, device="meta")},
