@@ -15,9 +15,7 @@ import dataclasses
 import gc
 import json
 import math
-import platform as host
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +25,13 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from moereg.backends.torch_moe import TorchPackedExperts
-from moereg.experts import ExpertInputs
+from moereg.dispatch import select_backend
+from moereg.layer import MoEKernel, make_kernel
 from moereg.platforms import probe_platform
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
 from moereg.routing import softmax_topk
+from moereg.testing.provenance import provenance
 from moereg.weights import ExpertWeights
 
 __all__ = ["Ceilings", "Row", "main", "measure"]
@@ -184,9 +183,7 @@ def _peer_module(shape: Shape, weights: ExpertWeights) -> Any:
     return module
 
 
-def _calls(
-    shape: Shape, problem: MoEProblem, weights: ExpertWeights, experts: TorchPackedExperts, permuted: Any
-) -> dict[str, Callable[[Inputs], torch.Tensor]]:
+def _calls(shape: Shape, weights: ExpertWeights, kernel: MoEKernel) -> dict[str, Callable[[Inputs], torch.Tensor]]:
     module = _peer_module(shape, weights)
 
     def peer(name: str) -> Callable[[Inputs], torch.Tensor]:
@@ -197,17 +194,8 @@ def _calls(
 
         return call
 
-    workspaces: dict[int, tuple[torch.Tensor, ...]] = {}
-
     def ours(inputs: Inputs) -> torch.Tensor:
-        num_tokens = len(inputs.hidden_states)
-        if num_tokens not in workspaces:
-            shapes = experts.workspace_shapes(problem, num_tokens)
-            workspaces[num_tokens] = tuple(torch.empty(size, dtype=problem.torch_dtype) for size in shapes)
-        out = torch.empty_like(inputs.hidden_states)
-        expert_inputs = ExpertInputs(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-        experts.apply(out, expert_inputs, permuted, *workspaces[num_tokens])
-        return out
+        return kernel(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
 
     return {OURS: ours, **{name: peer(name) for name in PEERS}}
 
@@ -232,13 +220,12 @@ def measure(
             )
             _progress(f"{shape.name} {dtype}: making and packing weights")
             weights = _make_weights(shape, dtype)
-            experts = TorchPackedExperts(problem, probe_platform())
-            permuted = experts.permute_weights(weights, problem)
-            calls = _calls(shape, problem, weights, experts, permuted)
+            kernel = make_kernel(problem, weights, select_backend(problem, require="torch"))
+            calls = _calls(shape, weights, kernel)
             for num_tokens in token_counts:
                 _progress(f"{shape.name} {dtype} T={num_tokens}")
                 yield _measure_row(shape, problem, weights, calls, num_tokens, rounds, ceilings)
-            del weights, permuted, calls
+            del weights, kernel, calls
             gc.collect()
 
 
@@ -317,25 +304,6 @@ def _cell(row: Row, name: str) -> str:
     return f"{row.notes[name].partition(':')[0]:>10}"
 
 
-def _commit() -> str:
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return found.stdout.strip() or "unknown"
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return host.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), host.processor())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the bench.
 
@@ -347,8 +315,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="Mixtral-like only, T = 1 and 128, five rounds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
     options = parser.parse_args(arguments)
-    import transformers
-
     _progress("measuring ceilings")
     ceilings = measure_ceilings()
     rounds = min(options.rounds, 5) if options.quick else options.rounds
@@ -359,11 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ratios = [row.ratio for row in rows if OURS in row.times_us]
     geometric_mean = math.exp(statistics.fmean(map(math.log, ratios))) if ratios else math.nan
     facts = {
-        "cpu": _cpu_name(),
+        **provenance(probe_platform(), ("torch", "transformers")),
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": _commit(),
         "rounds": rounds,
         "ceilings": dataclasses.asdict(ceilings),
     }
@@ -375,8 +338,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rates = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in ceilings.gflops.items())
     print(f"ceilings: {rates}, read {ceilings.gbps:.0f} GB/s")
     print(
-        f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, transformers {facts['transformers']}, "
-        f"commit {facts['commit']}"
+        f"{facts['device']}, {facts['threads']} threads, "
+        + ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+        + f", commit {facts['commit']}"
     )
     for row in rows:
         for name, note in row.notes.items():

@@ -8,11 +8,8 @@ Exits with 1 where a number is wrong. Times are CUDA-graph replays over one inpu
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import statistics
-import subprocess
 import sys
 from typing import Any
 
@@ -24,6 +21,7 @@ from moereg.platforms import probe_platform
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
 from moereg.shapes import get_shape
+from moereg.testing.provenance import provenance
 from moereg.testing.tolerances import tolerance
 from moereg.weights import ExpertWeights
 
@@ -144,16 +142,9 @@ def main() -> int:
         rows += check(name, problem, _weights(problem), arguments.tokens)
         torch.cuda.empty_cache()
     if arguments.json:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
         record = {
             "schema": 1,
-            "device": platform.device_name,
-            "platform": str(platform),
-            "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
-            "commit": commit,
-            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            **provenance(platform, ("torch", "triton")),
             "rows": rows,
         }
         with open(arguments.json, "w", encoding="utf-8") as file:

@@ -11,13 +11,10 @@ process. Exits with 1 where a number is wrong.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import math
 import pathlib
 import statistics
-import subprocess
 import sys
 from typing import Any
 
@@ -29,6 +26,7 @@ from moereg.platforms import probe_platform
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
 from moereg.shapes import get_shape
+from moereg.testing.provenance import provenance
 from moereg.testing.tolerances import tolerance
 from moereg.weights import ExpertWeights
 
@@ -198,15 +196,9 @@ def main() -> int:
         summary[f"share T {name}"] = geomean([row["share"] for row in right if low <= row["tokens"] <= high])
     print("  ".join(f"{name} {value:.3f}" for name, value in summary.items()))
     if arguments.json:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
         record = {
             "schema": 1,
-            "device": platform.device_name,
-            "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
-            "commit": commit,
-            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            **provenance(platform, ("torch", "triton")),
             "routing": arguments.routing,
             "ceilings": ceilings,
             "summary": summary,

@@ -77,18 +77,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--ledger")
     if path is None:
         return
-    import datetime
     import pathlib
-    import subprocess
 
     from moereg.discovery import current_platform, load_backends
     from moereg.testing.ledger import Verification, merge_ledger
 
     platform = current_platform()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     records = [
-        Verification.of(cell, platform, os.environ.get("MOEREG_COMMIT", commit), date, _PASSED[key])
+        Verification.of(cell, platform, _PASSED[key])
         for cell in load_backends().cells
         if (key := (cell.name, cell.class_name, cell.rules)) in _PASSED
         and key not in _FAILED

@@ -43,7 +43,7 @@ def test_digest_ignores_kernels_of_other_backends(monkeypatch: pytest.MonkeyPatc
 
 def test_records_are_merged_by_cell_and_device(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "ledger.json"
-    record = Verification.of(_cell("triton"), H200, "abc", "2026-01-01", 10)
+    record = Verification.of(_cell("triton"), H200, 10)
     merge_ledger(path, [record])
     merge_ledger(path, [dataclasses.replace(record, cases=20), dataclasses.replace(record, device="NVIDIA B200")])
     records = json.loads(path.read_text())["records"]
@@ -54,7 +54,7 @@ def test_records_are_merged_by_cell_and_device(tmp_path: pathlib.Path) -> None:
 def test_changed_code_shows_as_stale(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ledger.json"
     cell = _cell("triton")
-    record = Verification.of(cell, H200, "abc", "2026-01-01", 10)
+    record = Verification.of(cell, H200, 10)
     merge_ledger(path, [record])
     monkeypatch.setattr(ledger, "_read", lambda cell: json.loads(path.read_text())["records"])
     assert [found["stale"] for found in verifications(cell)] == [False]

@@ -152,7 +152,8 @@ def assert_plans_equal(plan: RoutePlan, reference: RoutePlan) -> None:
 
 @triton.jit
 def _square_kernel(a, product, rounded):
-    offsets = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    # 32: what a tensor core's 8-bit product takes at least.
+    offsets = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     x = tl.load(a + offsets)
     tl.store(product + offsets, tl.dot(x, x))
     tl.store(rounded + offsets, tl.load(product + offsets).to(tl.float32).to(tl.bfloat16))
@@ -163,9 +164,9 @@ def test_products_and_rounding_are_those_of_a_device(dtype: torch.dtype) -> None
     """What everything below rests on where kernels are interpreted: see `patch_interpreter`."""
     patch_interpreter()
     patch_interpreter()
-    x = (random(16, 16, dtype=FP32) * 30).to(dtype)
-    product = torch.empty(16, 16, dtype=torch.int32 if dtype == torch.int8 else FP32, device=DEVICE)
-    rounded = torch.empty(16, 16, dtype=BF16, device=DEVICE)
+    x = (random(32, 32, dtype=FP32) * 30).to(dtype)
+    product = torch.empty(32, 32, dtype=torch.int32 if dtype == torch.int8 else FP32, device=DEVICE)
+    rounded = torch.empty(32, 32, dtype=BF16, device=DEVICE)
     _square_kernel[(1,)](x, product, rounded)
     assert relative_error(product, x.double() @ x.double()) < 1e-6
     assert torch.equal(rounded, product.to(BF16))

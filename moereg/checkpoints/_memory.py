@@ -38,5 +38,6 @@ def check_fits(
     raise TooLargeError(
         f"{subject} needs {format_bytes(expert_bytes * (num_experts + 1))} ({num_experts} experts of "
         f"{format_bytes(expert_bytes)} in {dtype}, and one more while reading), over {max_fraction:.0%} of the "
-        f"{format_bytes(free_bytes)} free on {device}; {' or '.join(cures) or 'free memory on it or use another machine'}"
+        f"{format_bytes(free_bytes)} free on {device}; "
+        f"{' or '.join(cures) or 'free memory on it or use another machine'}"
     )

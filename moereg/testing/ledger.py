@@ -13,8 +13,11 @@ import json
 import pathlib
 from typing import Any, Final
 
+from packaging.requirements import Requirement
+
 from moereg.platforms import Platform
 from moereg.registry import BackendCell
+from moereg.testing.provenance import provenance
 
 __all__ = ["FILE_NAME", "SCHEMA", "Verification", "code_digest", "merge_ledger", "verifications"]
 
@@ -50,20 +53,15 @@ class Verification:
     digest: str
 
     @classmethod
-    def of(cls, cell: BackendCell, platform: Platform, commit: str, date: str, cases: int) -> Verification:
+    def of(cls, cell: BackendCell, platform: Platform, cases: int) -> Verification:
         """A record for a cell that has just passed on the machine at hand."""
-        wanted = {"torch", *(requirement.split(">")[0].split("=")[0].strip() for requirement in cell.requires)}
         return cls(
             backend=cell.name,
             experts=cell.class_name,
             schemes=tuple(scheme.name for scheme in cell.schemes),
-            platform=str(platform),
-            device=platform.device_name,
-            versions={name: platform.versions[name] for name in sorted(wanted) if name in platform.versions},
-            commit=commit,
-            date=date,
             cases=cases,
             digest=code_digest(cell),
+            **provenance(platform, {"torch", *(Requirement(text).name for text in cell.requires)}),
         )
 
     @property
