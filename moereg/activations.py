@@ -119,7 +119,7 @@ class Activation:
         return _GATE_FUNCTIONS[self.name](gate, self.alpha) * up
 
 
-_SCALAR: Final = re.compile(r"(alpha|beta|limit)=(None|[-+0-9.e]+)")
+_SCALAR: Final = re.compile(r"(alpha|beta|limit)=((?<=limit=)None|[-+0-9.e]+)")
 
 
 def _sigmoid_gate(gate: torch.Tensor, alpha: float) -> torch.Tensor:

@@ -209,6 +209,8 @@ def explain_backends(
         platform = current_platform()
     elif isinstance(platform, str):
         platform = Platform.from_name(platform)
+    elif not isinstance(platform, Platform):
+        raise TypeError(f"platform must be a Platform or a name such as 'cuda:sm90', got {platform!r}")
     request = Request.resolve(problem.quant.name, require, prefer, deny)
     cells = _candidates(load_backends().cells, problem, platform)
     decisions = rank((evaluate(cell, problem, platform, request) for cell in cells), request)

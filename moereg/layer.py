@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -59,8 +60,10 @@ class MoEKernel:
         self.expert_map = expert_map
         self._prepare_finalize = prepare_finalize
         self._device = weights.device
-        self._handle = next(_HANDLES)
-        _KERNELS[self._handle] = self
+        self._workspace_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        # A tensor, since compiled code treats a number as a constant: each layer would compile its caller again.
+        self._handle = torch.tensor(next(_HANDLES))
+        _KERNELS[int(self._handle)] = self
 
     def __call__(
         self,
@@ -96,10 +99,22 @@ class MoEKernel:
             self._run(hidden_states, topk_weights, topk_ids, out)
         return out
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoEKernel:
+        # Compiled code finds a kernel by its handle, so a copy needs one of its own.
+        weights, expert_map = copy.deepcopy((self.weights, self.expert_map), memo)
+        return MoEKernel(self.problem, self.selection, self.experts, weights, self._prepare_finalize, expert_map)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a MoEKernel holds weights in one machine's layout and is not pickled; "
+            "send the problem and Selection.to_dict(), and make it there"
+        )
+
     def reload(self, weights: ExpertWeights) -> None:
         """Permutes other weights of the same problem into the same storage, so that captured graphs see them.
 
-        Where a layout is the canonical one, that storage is the tensors that `make_kernel` was given.
+        A tensor that the layout leaves as it is in the checkpoint is still the one that `make_kernel` was given, and is
+        written into.
 
         Raises:
             ValueError: The weights are not this problem's or on another device.
@@ -118,7 +133,10 @@ class MoEKernel:
             # Clamped first: an id beyond 32 bits must stay out of range, not wrap around into it.
             topk_ids = topk_ids.clamp(-1, problem.num_experts).to(torch.int32)
         prepared = self._prepare_finalize.prepare(hidden_states, topk_weights, topk_ids, problem, self.expert_map)
-        shapes = experts.workspace_shapes(problem, prepared.num_tokens)
+        shapes = self._workspace_shapes.get(prepared.num_tokens)
+        if shapes is None:
+            shapes = experts.workspace_shapes(problem, prepared.num_tokens)
+            self._workspace_shapes[prepared.num_tokens] = shapes
         if experts.output_form == "reduced":
             workspace13, workspace2 = WORKSPACES.take(shapes, problem.torch_dtype, self._device)
             experts.apply(out, prepared.inputs, self.weights, workspace13, workspace2)
@@ -138,19 +156,16 @@ class MoEKernel:
         topk_ids: torch.Tensor,
         out: torch.Tensor | None,
     ) -> None:
-        problem = self.problem
+        problem, device = self.problem, self._device
         num_tokens = hidden_states.shape[0] if hidden_states.dim() else 0
+        rows = (num_tokens, problem.hidden_size)
         routes = (num_tokens, problem.top_k)
-        _check_tensor("hidden_states", hidden_states, (num_tokens, problem.hidden_size), (problem.torch_dtype,))
-        _check_tensor("topk_weights", topk_weights, routes, (torch.float32,))
-        _check_tensor("topk_ids", topk_ids, routes, (torch.int32, torch.int64))
-        tensors = {"hidden_states": hidden_states, "topk_weights": topk_weights, "topk_ids": topk_ids}
+        dtype = problem.torch_dtype
+        _check_tensor("hidden_states", hidden_states, rows, dtype, dtype, device)
+        _check_tensor("topk_weights", topk_weights, routes, torch.float32, torch.float32, device)
+        _check_tensor("topk_ids", topk_ids, routes, torch.int32, torch.int64, device)
         if out is not None:
-            _check_tensor("out", out, (num_tokens, problem.hidden_size), (problem.torch_dtype,))
-            tensors["out"] = out
-        for name, tensor in tensors.items():
-            if tensor.device != self._device:
-                raise ValueError(f"{name} must be on the weights' device {self._device}, got {tensor.device}; move it")
+            _check_tensor("out", out, rows, dtype, dtype, device)
         if torch.is_grad_enabled() and (hidden_states.requires_grad or topk_weights.requires_grad):
             raise ValueError("moereg is for inference: inputs must not require grad; call it under torch.no_grad()")
         if problem.max_num_tokens is not None and num_tokens > problem.max_num_tokens:
@@ -170,23 +185,36 @@ class MoEKernel:
         return f"MoEKernel({name}, {self.problem}, {self.weights.num_bytes / 2**20:.0f} MiB on {self._device})"
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    if tuple(tensor.shape) != shape:
+def _check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    other_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    # Every call of a layer comes through here up to four times, so what is right passes on plain comparisons.
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it")
+    if tensor.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-    if tensor.dtype not in dtypes:
-        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if tensor.dtype is not dtype and tensor.dtype is not other_dtype:
+        allowed = " or ".join(str(allowed).removeprefix("torch.") for allowed in dict.fromkeys((dtype, other_dtype)))
         raise ValueError(f"{name} must be {allowed}, got {str(tensor.dtype).removeprefix('torch.')}; convert it")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}; call .contiguous()")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on the weights' device {device}, got {tensor.device}; move it")
 
 
 def _overlaps(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> bool:
     start = out.data_ptr()
-    end = start + out.numel() * out.element_size()
-    return any(
-        tensor.data_ptr() < end and start < tensor.data_ptr() + tensor.numel() * tensor.element_size()
-        for tensor in inputs
-    )
+    end = start + out.nbytes
+    for tensor in inputs:
+        address = tensor.data_ptr()
+        if address < end and start < address + tensor.nbytes:
+            return True
+    return False
 
 
 def _check_values(topk_weights: torch.Tensor, topk_ids: torch.Tensor, problem: MoEProblem) -> None:
@@ -215,22 +243,30 @@ _KERNELS: Final[weakref.WeakValueDictionary[int, MoEKernel]] = weakref.WeakValue
 
 _LIBRARY: Final = torch.library.Library("moereg", "DEF")
 _LIBRARY.define(
-    "moe_layer(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor(a!) out, int handle) -> ()",
+    "moe_layer(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor(a!) out, Tensor handle) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 
 
 def _moe_layer(
-    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor, handle: int
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor,
+    handle: torch.Tensor,
 ) -> None:
-    kernel = _KERNELS.get(handle)
+    kernel = _KERNELS.get(int(handle))  # On the CPU, so nothing waits for a device.
     if kernel is None:
-        raise RuntimeError(f"the MoEKernel of compiled code (handle {handle}) is gone; keep a reference to it")
+        raise RuntimeError(f"the MoEKernel of compiled code (handle {int(handle)}) is gone; keep a reference to it")
     kernel._run(hidden_states, topk_weights, topk_ids, out)
 
 
 def _moe_layer_fake(
-    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor, handle: int
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor,
+    handle: torch.Tensor,
 ) -> None:
     return None
 
@@ -252,7 +288,8 @@ def make_kernel(
 
     Args:
         problem: The layer.
-        weights: Canonical weights of this rank's experts; not kept.
+        weights: Canonical weights of this rank's experts. Not kept, but a tensor that the backend's layout leaves as it
+            is in the checkpoint is shared, and `reload` writes into it.
         selection: From `select_backend`; made here where None.
         prepare_finalize: Token movement; the one without communication for the problem's format where None.
         ep_rank: Which slice of the experts this rank holds, where placement is `contiguous`.
@@ -309,9 +346,7 @@ def _expert_map(
     if problem.placement == "map":
         if expert_map is None:
             raise ValueError("placement 'map' needs expert_map, int32 [num_experts] with the local expert or -1")
-        _check_tensor("expert_map", expert_map, (problem.num_experts,), (torch.int32,))
-        if expert_map.device != device:
-            raise ValueError(f"expert_map must be on the weights' device {device}, got {expert_map.device}; move it")
+        _check_tensor("expert_map", expert_map, (problem.num_experts,), torch.int32, torch.int32, device)
         return expert_map
     if expert_map is not None:
         raise ValueError("expert_map needs placement='map' in the problem, got placement='contiguous'")
@@ -319,6 +354,11 @@ def _expert_map(
         if ep_rank != 0:
             raise ValueError(f"ep_rank must be 0 where all experts are local, got {ep_rank}")
         return None
+    if ep_rank and problem.num_experts % problem.num_local_experts:
+        raise ValueError(
+            f"contiguous placement needs num_experts % num_local_experts == 0, got {problem.num_experts} and "
+            f"{problem.num_local_experts}; give uneven ranks placement='map' and an expert_map"
+        )
     first = ep_rank * problem.num_local_experts
     if ep_rank < 0 or first + problem.num_local_experts > problem.num_experts:
         raise ValueError(

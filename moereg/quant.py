@@ -151,6 +151,8 @@ def get_scheme(name: str | QuantScheme) -> QuantScheme:
     """
     if isinstance(name, QuantScheme):
         return name
+    if not isinstance(name, str):
+        raise TypeError(f"quant must be a scheme's name or a QuantScheme, got {name!r}")
     try:
         return QUANT_SCHEMES[name]
     except KeyError:

@@ -79,8 +79,11 @@ def _by_scheme(names: Names) -> dict[str, tuple[str, ...]]:
         found = {}
         for item in _split(names or ()):
             scheme, _, name = (part.strip() for part in item.rpartition("="))
-            if name:
-                found[scheme] = (*found.get(scheme, ()), name)
+            found[scheme] = (*found.get(scheme, ()), *_split(name))
+        if isinstance(names, str) and names.strip() and not found:
+            raise RequestError(f"a request names backends, such as 'triton,torch', got {names!r}; leave it out for any")
+    if empty := sorted(scheme for scheme, listed in found.items() if not listed):
+        raise RequestError(f"a request for scheme {empty[0]!r} must name a backend, got none; leave it out for any")
     known = {*QUANT_SCHEMES, *(scheme.name for cell in load_backends().cells for scheme in cell.schemes)}
     for scheme in found:
         if scheme and scheme not in known:

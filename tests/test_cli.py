@@ -655,3 +655,24 @@ def test_showing_imports_no_kernel_library_and_initialises_no_device() -> None:
         cwd=Path(__file__).parents[1],
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+def test_a_reader_that_leaves_is_no_wrong_number() -> None:
+    process = subprocess.run(
+        f"set -o pipefail; {sys.executable} -m moereg info --json | true",
+        shell=True,
+        executable="/bin/bash",
+        check=False,
+    )
+    assert process.returncode in (0, 141)
+
+
+@pytest.mark.parametrize("text", [",", "unquantized=", " , ,"])
+def test_a_request_that_names_nothing(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", *SIZES.split(), "--require", text]) == 2
+    assert "must name a backend" in (error := capsys.readouterr().err) or "names backends" in error
+
+
+def test_only_the_limit_can_be_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", *SIZES.split(), "--activation", "silu(alpha=None)"]) == 2
+    assert "is not a name with scalars" in capsys.readouterr().err

@@ -316,7 +316,7 @@ REQUESTS: list[tuple[dict[str, Any], dict[str, str], str | None, str | None]] = 
     ({"require": "middle"}, {"REQUIRE": "unquantized=slow"}, "middle", "required"),
     ({"deny": "unquantized=fast"}, {"DENY": "nvfp4=middle"}, "middle", "priority"),
     ({"deny": "fast,unquantized=middle"}, {}, "slow", "priority"),
-    ({"require": ""}, {"REQUIRE": " , "}, "fast", "priority"),
+    ({"require": ""}, {"REQUIRE": "  "}, "fast", "priority"),
 ]
 
 

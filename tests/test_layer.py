@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
+import pickle
 import re
 import subprocess
 import sys
@@ -351,7 +353,7 @@ def test_weights_have_to_be_where_the_platform_is() -> None:
         (
             {"num_local_experts": 3},
             {"ep_rank": 2},
-            "ep_rank must be in [0, 2) for 3 of 8 experts a rank, got 2",
+            "contiguous placement needs num_experts % num_local_experts == 0, got 8 and 3; give uneven ranks ",
         ),
         (
             {},
@@ -625,3 +627,49 @@ def test_fakes_declare_what_they_run() -> None:
     assert EVERYTHING.placements == {"contiguous", "map"}
     assert BatchedExperts.facts.activation_formats == {"batched"}
     assert Platform.from_name("cpu").device_type == "cpu"
+
+
+def test_many_layers_compile_once() -> None:
+    problem = problem_of()
+    kernels = [make_kernel(problem, make_weights(problem, CPU, seed), selection_of(problem)) for seed in range(12)]
+    inputs = make_inputs(problem, 5, "uniform", CPU)
+    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    torch._dynamo.reset()
+
+    class Layer(torch.nn.Module):
+        def __init__(self, kernel: MoEKernel) -> None:
+            super().__init__()
+            self.kernel = kernel
+
+        def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
+            return self.kernel(*arguments) + 1
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(kernel: MoEKernel, *arguments: torch.Tensor) -> torch.Tensor:
+        return kernel(*arguments) + 1
+
+    for kernel in kernels:
+        layer = torch.compile(Layer(kernel), fullgraph=True, backend="eager")
+        for call in (layer(*arguments), compiled(kernel, *arguments)):
+            assert torch.equal(call, kernel(*arguments) + 1)
+
+
+def test_a_deep_copy_is_a_kernel_of_its_own() -> None:
+    problem = problem_of()
+    kernel = make_kernel(problem, make_weights(problem, CPU), selection_of(problem))
+    inputs = make_inputs(problem, 5, "uniform", CPU)
+    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    before = kernel(*arguments)
+    twin = copy.deepcopy(kernel)
+    twin.reload(make_weights(problem, CPU, seed=3))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *arguments: twin(*arguments), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*arguments), twin(*arguments))
+    assert not torch.equal(twin(*arguments), before)
+    assert torch.equal(kernel(*arguments), before)
+
+
+def test_kernels_are_not_pickled() -> None:
+    problem = problem_of()
+    with pytest.raises(TypeError, match=r"send the problem and Selection\.to_dict"):
+        pickle.dumps(make_kernel(problem, make_weights(problem, CPU), selection_of(problem)))

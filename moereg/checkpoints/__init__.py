@@ -18,8 +18,10 @@ from moereg.checkpoints._files import CheckpointFiles
 from moereg.checkpoints._memory import check_fits
 from moereg.checkpoints._plan import LayerPlan, moe_layer_indices, plan_layer
 from moereg.errors import RequestError
+from moereg.layer import MoEKernel, make_kernel
 from moereg.problem import MoEProblem
 from moereg.routing import RouterSpec
+from moereg.selection import Selection
 from moereg.weights import ExpertWeights
 
 __all__ = ["CheckpointLayer", "load_experts", "moe_layers", "read_problem"]
@@ -95,6 +97,15 @@ class CheckpointLayer:
         logits = torch.nn.functional.linear(hidden_states.to(dtype), self.router_weight.to(dtype), bias)
         return self.router.route(logits, self.correction_bias)
 
+    def make_kernel(self, selection: Selection | None = None, **keywords: Any) -> MoEKernel:
+        """`moereg.make_kernel` for this layer and the rank whose experts it holds.
+
+        Args:
+            selection: From `select_backend(layer.problem)`; made here where None.
+            **keywords: As `make_kernel` takes them, but for `ep_rank`.
+        """
+        return make_kernel(self.problem, self.weights, selection, ep_rank=self.ep_rank, **keywords)
+
 
 def moe_layers(path: str | os.PathLike[str]) -> tuple[int, ...]:
     """Indices of the layers that have experts, ascending. Reads config.json only.
@@ -164,6 +175,10 @@ def load_experts(
     if not 0 < max_memory_fraction <= 1:
         raise ValueError(f"max_memory_fraction must be above 0 and at most 1, got {max_memory_fraction}")
     device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(device)!r} needs a GPU that this torch build can use; leave it out for the CPU")
+    if isinstance(layer, bool) or not isinstance(layer, int):
+        raise ValueError(f"layer must be an integer, got {layer!r}")
     with CheckpointFiles(path) as files:
         plan = plan_layer(files, layer, num_local_experts, ep_rank)
         overrides: dict[str, Any] = {} if dtype is None else {"dtype": dtype}

@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 wrong numbers; 2 bad input, one line on standard error; 3 
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ OK: Final = 0
 WRONG_NUMBERS: Final = 1
 BAD_INPUT: Final = 2
 NOTHING_FITS: Final = 3
+BROKEN_PIPE: Final = 141
+"""As shells count a process that SIGPIPE ended: whoever read the output left."""
 INTERNAL_ERROR: Final = 70
 """EX_SOFTWARE of sysexits.h: none of the above, since those say something about the input or the backends."""
 
@@ -55,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code: int | None = app(args=arguments, prog_name="moereg", standalone_mode=False)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # rich turns the one into the other.
+        # Nobody reads on: what is buffered must not fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except MoeregError as error:
         print_error(str(error))
         return BAD_INPUT
@@ -129,7 +137,7 @@ def run(
     layer: Annotated[
         int | None, typer.Option(help="Layer of the checkpoint; the first with experts if left out.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, hidden states and routing.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 2, help="Of weights, hidden states and routing.")] = 0,
     json: JsonFlag = False,
     verbose: VerboseFlag = False,
 ) -> int:

@@ -118,7 +118,7 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
     except UnsupportedProblemError as error:
         return RunResult(subject, error.selection, num_tokens)
     assert selection.winner is not None
-    bound = tolerance(selection.winner.computes, problem.dtype)
+    bound = tolerance(selection.winner.computes, problem.dtype, num_tokens * problem.hidden_size)
     device = torch.device(platform.device_type)
     check_run_fits(problem, num_tokens, device)
     with torch.no_grad():
