@@ -156,6 +156,7 @@ def main() -> int:
     if platform.kind != "cuda":
         print(f"h200_table needs an NVIDIA GPU, got {platform}", file=sys.stderr)
         return 3
+    torch.manual_seed(0)
     ceilings = measure_ceilings()
     print(
         f"{platform.device_name}: matmul {ceilings['matmul_tflops']:.0f} TFLOP/s, read {ceilings['read_tbps']:.2f} TB/s"

@@ -27,9 +27,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm, select_config
+from moereg.kernels.triton_gemm_config import GemvPair, select_config
+from moereg.kernels.triton_gemv import down_gemv, gate_up_gemv
+from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
+from moereg.kernels.triton_overlap import can_overlap
 from moereg.kernels.triton_reduce import reduce_routes
-from moereg.kernels.triton_routing import RoutingConfig, route_workspace_numel, sort_routes
+from moereg.kernels.triton_routing import RoutePlan, RoutingConfig, route_workspace_numel, sort_routes
+from moereg.kernels.triton_tiles import DirectRoutes
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
@@ -43,6 +47,7 @@ MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "v_mfma")
 
 # tokens, experts, top_k, hidden, intermediate, dtype, activation, bias
 CASES: dict[str, tuple[int, int, int, int, int, torch.dtype, str, bool]] = {
+    "one_token": (1, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
     "decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
     "prefill": (4096, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
     "gpt_oss_prefill": (4096, 32, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
@@ -131,35 +136,39 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
 
-    gate_up_config, down_config = select_config(routes / experts, dtype.itemsize, shared_bytes)
+    configs = select_config(tokens, routes / experts, dtype.itemsize, shared_bytes)
     ids = empty(tokens, top_k, of=torch.int32)
-    numel = route_workspace_numel(tokens, top_k, experts, gate_up_config.block_m)
-    plan = sort_routes(ids, None, experts, experts, gate_up_config.block_m, ids.new_empty(numel))
     intermediate_rows = empty(routes, columns)
     rows = (2 if gated else 1) * columns
-    gate_up_gemm(
-        intermediate_rows,
-        empty(tokens, hidden),
-        empty(experts, rows, depth),
-        plan,
-        gate_up_config,
-        top_k=top_k,
-        activation=activation,
-        gated=gated,
-        alpha=1.702 if activation == "swigluoai" else 1.0,
-        beta=1.0 if activation == "swigluoai" else 0.0,
-        limit=7.0 if activation == "swigluoai" else None,
-        bias=empty(experts, rows) if has_bias else None,
-    )
-    down_gemm(
-        empty(routes, hidden),
-        intermediate_rows,
-        empty(experts, hidden, columns),
-        plan,
-        down_config,
-        bias=empty(experts, hidden) if has_bias else None,
-        topk_weights=empty(tokens, top_k, of=torch.float32),
-    )
+    w13, w2 = empty(experts, rows, depth), empty(experts, hidden, columns)
+    overlap = can_overlap(ids.device)
+    first: dict[str, Any] = {
+        "activation": activation,
+        "gated": gated,
+        "alpha": 1.702 if activation == "swigluoai" else 1.0,
+        "beta": 1.0 if activation == "swigluoai" else 0.0,
+        "limit": 7.0 if activation == "swigluoai" else None,
+        "bias": empty(experts, rows) if has_bias else None,
+        "overlap": overlap,
+    }
+    second: dict[str, Any] = {
+        "bias": empty(experts, hidden) if has_bias else None,
+        "topk_weights": empty(tokens, top_k, of=torch.float32),
+        "overlap": overlap,
+    }
+    hidden_states = empty(tokens, hidden)
+    if isinstance(configs, GemvPair):
+        gate_up_gemv(intermediate_rows, hidden_states, w13, ids, None, experts, configs.gate_up, **first)
+        down_gemv(hidden_states, intermediate_rows, w2, ids, None, experts, configs.down, **second)
+        return
+    plan: RoutePlan | DirectRoutes
+    if configs.sort_routes:
+        numel = route_workspace_numel(tokens, top_k, experts, configs.gate_up.block_m)
+        plan = sort_routes(ids, None, experts, experts, configs.gate_up.block_m, ids.new_empty(numel))
+    else:
+        plan = DirectRoutes(ids, None, experts, configs.gate_up.block_m)
+    gate_up_gemm(intermediate_rows, hidden_states, w13, plan, configs.gate_up, top_k=top_k, **first)
+    down_gemm(empty(routes, hidden), intermediate_rows, w2, plan, configs.down, **second)
 
 
 def describe(target: str, case: str, name: str, kernel: Any) -> dict[str, Any]:

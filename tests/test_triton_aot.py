@@ -13,7 +13,7 @@ import pytest
 
 SCRIPT = Path(__file__).parent / "aot_compile.py"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-FAST_CASES = ("routing", "decode", "prefill", "fp32_decode")
+FAST_CASES = ("routing", "one_token", "decode", "prefill", "fp32_decode")
 SLOW_CASES = ("gpt_oss_prefill", "middle", "small", "odd", "not_gated", "fp32_prefill")
 
 # Most registers a thread on sm_90 with Triton 3.6.0 and 3.8.0, so that a change that costs some is noticed. 255 is all
@@ -22,20 +22,22 @@ MAX_REGISTERS_SM90 = {
     ("routing", "sort_routes"): 157,
     ("routing", "count_chunks"): 40,
     ("routing", "scan_chunks"): 103,
-    ("routing", "place_routes"): 46,
+    ("routing", "place_routes"): 47,
     ("routing", "reduce_routes"): 32,
-    ("decode", "gate_up"): 63,
-    ("decode", "down"): 64,
+    ("one_token", "gemv_gate_up"): 128,
+    ("one_token", "gemv_down"): 118,
+    ("decode", "gate_up"): 64,
+    ("decode", "down"): 96,
     ("prefill", "gate_up"): 248,
-    ("prefill", "down"): 188,
+    ("prefill", "down"): 214,
     ("gpt_oss_prefill", "gate_up"): 224,
-    ("gpt_oss_prefill", "down"): 254,
-    ("middle", "gate_up"): 128,
-    ("middle", "down"): 118,
-    ("small", "gate_up"): 63,
-    ("small", "down"): 56,
-    ("not_gated", "gate_up"): 181,
-    ("not_gated", "down"): 188,
+    ("gpt_oss_prefill", "down"): 255,
+    ("middle", "gate_up"): 248,
+    ("middle", "down"): 212,
+    ("small", "gate_up"): 128,
+    ("small", "down"): 128,
+    ("not_gated", "gate_up"): 182,
+    ("not_gated", "down"): 214,
     ("odd", "gate_up"): 255,
     ("odd", "down"): 255,
     ("fp32_decode", "gate_up"): 80,
@@ -87,7 +89,7 @@ def check(target: str, rows: list[dict[str, Any]], num_expected: int) -> None:
     for row in rows:
         key = row["case"], row["kernel"]
         matrix = set(row["matrix"])
-        if row["case"] == "routing":
+        if row["case"] in ("routing", "one_token"):  # One row is left to plain multiply-adds.
             assert not matrix, row
         elif row["case"].startswith("fp32") and target != "gfx942":
             # IEEE products of 32 bits have no matrix instruction on NVIDIA; one here would be TF32.

@@ -22,14 +22,20 @@ from hypothesis import strategies as st
 
 from moereg.backends.triton_moe import TritonExperts
 from moereg.experts import ExpertInputs, fact_reasons
-from moereg.kernels.triton_grouped_gemm import (
+from moereg.kernels.triton_gemm_config import (
     CONFIG_RULES,
+    GemmPair,
+    GemvConfig,
+    GemvPair,
     GroupedGemmConfig,
+    select_config,
+)
+from moereg.kernels.triton_gemv import down_gemv, gate_up_gemv
+from moereg.kernels.triton_grouped_gemm import (
     down_gemm,
     down_reference,
     gate_up_gemm,
     gate_up_reference,
-    select_config,
 )
 from moereg.kernels.triton_reduce import ReduceConfig, reduce_routes, reduce_routes_reference
 from moereg.kernels.triton_routing import (
@@ -40,6 +46,7 @@ from moereg.kernels.triton_routing import (
     sort_routes,
     sort_routes_reference,
 )
+from moereg.kernels.triton_tiles import DirectRoutes
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.testing.interpreter import patch_interpreter
@@ -398,18 +405,85 @@ def test_order_within_an_expert_does_not_change_bits() -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("case", STAGE_CASES, ids=str)
+@pytest.mark.parametrize("way", ["gemv", "direct"])
+def test_unsorted_stages_agree_with_sorted_ones(case: StageCase, way: str) -> None:
+    """A vector a route, and tiles whose rows are tokens, against the references of the sorted stages."""
+    gated = case.activation != "relu2"
+    columns, depth = -(-case.intermediate_size // 64) * 64, -(-case.hidden_size // 64) * 64
+    rows, tokens, top_k, experts = (2 if gated else 1) * columns, case.num_tokens, case.top_k, case.num_experts
+    hidden_states = rows_with_gaps(tokens, case.hidden_size, case.dtype)
+    w13 = torch.zeros(experts, rows, depth, dtype=case.dtype, device=DEVICE)
+    w13[:, :, : case.hidden_size] = random(
+        experts, rows, case.hidden_size, dtype=case.dtype, scale=case.hidden_size**-0.5
+    )
+    w2 = random(experts, case.hidden_size, columns, dtype=case.dtype, scale=0.1)
+    w13_bias = random(experts, rows, dtype=case.bias) if case.bias is not None else None
+    w2_bias = random(experts, case.hidden_size, dtype=case.bias) if case.bias is not None else None
+    topk_weights = random(tokens, top_k, dtype=FP32).abs()
+    ids = route(case.kind, tokens, top_k, experts)
+    plan = make_plan(ids, None, experts, experts, 16)
+    first: dict[str, Any] = {
+        "activation": case.activation,
+        "gated": gated,
+        "bias": w13_bias,
+        "topk_weights": topk_weights if case.weights else None,
+        **case.scalars,
+    }
+    second: dict[str, Any] = {"bias": w2_bias, "topk_weights": None if case.weights else topk_weights}
+    intermediate = Guarded(ids.numel(), columns, dtype=case.dtype)
+    valid = plan.route_expert >= 0
+    order = plan.sorted_routes[: int(valid.sum())].long()
+    if way == "gemv":
+        gate_up_gemv(intermediate.tensor, hidden_states, w13, ids, None, experts, GemvConfig(16, 128, 4, 2), **first)
+    else:
+        direct = DirectRoutes(ids, None, experts, max(16, 1 << (tokens - 1).bit_length()))
+        config = GroupedGemmConfig(direct.block_m, 32, 128, 1, 4, 2, True)
+        gate_up_gemm(intermediate.tensor, hidden_states, w13, direct, config, top_k=top_k, **first)
+    intermediate.check()
+    assert intermediate.tensor[~valid].isnan().all()
+    reference = gate_up_reference(hidden_states, w13, plan, top_k=top_k, **first)
+    if len(order):
+        assert relative_error(intermediate.tensor[order], reference) < bound(case.dtype, 1)
+
+    by_route = down_reference(intermediate.tensor[order], w2, plan, **second)
+    if way == "gemv":
+        out = Guarded(tokens, case.hidden_size, dtype=case.dtype)
+        down_gemv(out.tensor, intermediate.tensor, w2, ids, None, experts, GemvConfig(8, 64, 4, 2), **second)
+        out.check()
+        expected = reduce_routes_reference(by_route, plan.route_expert, tokens)
+        if not len(order):
+            assert (out.tensor == 0).all()
+            return
+        assert relative_error(out.tensor, expected) < bound(case.dtype, 1)
+    else:
+        out = Guarded(ids.numel(), case.hidden_size, dtype=case.dtype)
+        down_gemm(out.tensor, intermediate.tensor, w2, direct, config, **second)
+        out.check()
+        assert out.tensor[~valid].isnan().all()
+        if len(order):
+            assert relative_error(out.tensor[valid], by_route[valid]) < bound(case.dtype, 1)
+
+
 @pytest.mark.parametrize("element_bytes", [2, 4])
 def test_config_rules_cover_every_number_of_rows(element_bytes: int) -> None:
-    assert all(rule.gate_up.block_m == rule.down.block_m for rule in CONFIG_RULES)
-    for rows in (0.01, 16, 17, 1e9):
-        gate_up, down = select_config(rows, element_bytes)
-        assert gate_up.block_m == down.block_m
+    for tokens, rows in ((1, 0.01), (1, 2.0), (2, 0.01), (16, 16), (17, 17), (100, 64), (10**6, 1e9)):
+        configs = select_config(tokens, rows, element_bytes)
+        if isinstance(configs, GemvPair):
+            assert tokens == 1
+            continue
+        assert configs.gate_up.block_m == configs.down.block_m
+        assert configs.sort_routes or tokens <= configs.gate_up.block_m
 
 
 @pytest.mark.parametrize("shared_bytes", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
 def test_config_pipelines_fit_shared_memory(shared_bytes: int) -> None:
     for rule in CONFIG_RULES:
-        for config in select_config(rule.max_rows_per_expert, rule.element_bytes, shared_bytes):
+        tokens = int(min(rule.max_tokens, 10**6))
+        configs = select_config(tokens, rule.max_rows_per_expert, rule.element_bytes, shared_bytes)
+        if not isinstance(configs, GemmPair):
+            continue
+        for config in (configs.gate_up, configs.down):
             stage = (config.block_m + config.block_n) * config.block_k * rule.element_bytes
             assert config.num_stages * stage <= shared_bytes
 

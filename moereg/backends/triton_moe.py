@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moereg.experts import ExpertInputs, Experts, Facts
 from moereg.layouts import pad_columns, round_up
-from moereg.platforms import Platform
+from moereg.platforms import Platform, PlatformRule
 from moereg.problem import MoEProblem
 from moereg.registry import register_moe_backend
 from moereg.weights import ExpertWeights, PermutedWeights
 
+if TYPE_CHECKING:
+    from moereg.kernels.triton_launch import LaunchRecording
+
 # As the kernels have it; repeated because this module must import without triton.
 _WEIGHT_PAD = 64
+
+# Rows in front of both buffers of rows, into which a store of the Gluon kernels is anchored; as those kernels have it.
+_GUARD_ROWS = 288
+
+# Up to this many rows an expert the Gluon kernels' tiles would be mostly padding.
+_MIN_GLUON_ROWS = 24
+
+_WEIGHTS = ("w13", "w2", "w13_bias", "w2_bias")
+
+# Triton compiles pointers that are multiples of this into wider loads, so recordings hold for such pointers only.
+_POINTER_ALIGNMENT = 16
+
+# A few kilobytes each; a server that sees more numbers of tokens than this starts again.
+_MAX_RECORDINGS = 1024
 
 
 @register_moe_backend(
@@ -25,7 +43,9 @@ _WEIGHT_PAD = 64
     requires=("triton>=3.6",),
 )
 class TritonExperts(Experts):
-    """Grouped GEMMs over routes sorted by expert: sort, gate/up with the activation fused, down, reduce.
+    """Two matmuls with the activation between them: by grouped GEMMs over sorted routes, then a reduction.
+
+    Up to 16 tokens need no sort, and one token runs as products of vectors that add up its routes themselves.
 
     Equal inputs give equal bits: a row of a product does not depend on its place in a tile, no kernel adds
     atomically, and a token's rows are added in the order of its choices.
@@ -48,6 +68,13 @@ class TritonExperts(Experts):
     )
     output_form = "reduced"
     layouts = ("gate_up_interleaved_pad64",)
+
+    def __init__(self, problem: MoEProblem, platform: Platform) -> None:
+        super().__init__(problem, platform)
+        # Compiled for one architecture's own instructions.
+        self._has_gluon = PlatformRule("cuda:sm90").matches(platform)
+        # By tokens, strides and device; the problem fixes everything else that a launch depends on but pointers.
+        self._recordings: dict[tuple[int, int, int, int | None], LaunchRecording] = {}
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
@@ -87,8 +114,8 @@ class TritonExperts(Experts):
         routes = num_tokens * problem.top_k
         plan = _plan_numel(problem, num_tokens)
         return (
-            (routes, round_up(problem.intermediate_size, _WEIGHT_PAD)),
-            (plan + routes * problem.hidden_size,),
+            (_GUARD_ROWS + routes, round_up(problem.intermediate_size, _WEIGHT_PAD)),
+            (plan + (_GUARD_ROWS + routes) * problem.hidden_size,),
         )
 
     def apply(
@@ -99,64 +126,194 @@ class TritonExperts(Experts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        """Six launches at most, four for few tokens; no allocation, no host synchronisation."""
-        from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm, max_shared_bytes, select_config
+        """Two launches for one token, three for a few, four to six above; no allocation, no host synchronisation."""
+        if self._warp_specialised(inputs.hidden_states, inputs.topk_ids.numel()):
+            self._apply_gluon(out, inputs, weights, workspace13, workspace2)
+            return
+        tensors = (
+            out,
+            inputs.hidden_states,
+            inputs.topk_ids,
+            inputs.topk_weights,
+            inputs.expert_map,
+            workspace13,
+            workspace2,
+            *(weights.get(name) for name in _WEIGHTS),
+        )
+        device = out.device
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        all_bits = 0
+        for pointer in pointers:
+            all_bits |= pointer
+        if device.type != "cuda" or all_bits % _POINTER_ALIGNMENT:
+            self._launch(out, inputs, weights, workspace13, workspace2)
+            return
+        key = (inputs.hidden_states.shape[0], inputs.hidden_states.stride(0), out.stride(0), device.index)
+        recorded = self._recordings.get(key)
+        if recorded is not None:
+            recorded.replay(pointers)
+            return
+        from moereg.kernels.triton_launch import recording
+
+        with recording(tensors) as record:
+            self._launch(out, inputs, weights, workspace13, workspace2)
+        if len(self._recordings) >= _MAX_RECORDINGS:
+            self._recordings.clear()
+        self._recordings[key] = record
+
+    def _launch(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        from moereg.kernels.triton_gemm_config import GemvPair, max_shared_bytes, select_config
+        from moereg.kernels.triton_gemv import down_gemv, gate_up_gemv
+        from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
+        from moereg.kernels.triton_overlap import can_overlap
         from moereg.kernels.triton_reduce import reduce_routes
+        from moereg.kernels.triton_routing import RoutePlan, sort_routes
+        from moereg.kernels.triton_tiles import DirectRoutes
+
+        problem = self.problem
+        activation = problem.activation
+        hidden_states, topk_ids, expert_map = inputs.hidden_states, inputs.topk_ids, inputs.expert_map
+        num_tokens, hidden_size = hidden_states.shape
+        num_routes = num_tokens * problem.top_k
+        configs = select_config(
+            num_tokens,
+            num_routes / problem.num_experts,
+            hidden_states.element_size(),
+            max_shared_bytes(hidden_states.device),
+        )
+        overlap = can_overlap(hidden_states.device)
+        intermediate = workspace13[:num_routes]
+        weight_on_input = problem.apply_router_weight_on_input
+        gate_up_keywords: dict[str, Any] = {
+            "activation": activation.name,
+            "gated": activation.gated,
+            "alpha": activation.alpha,
+            "beta": activation.beta,
+            "limit": activation.limit,
+            "bias": weights.get("w13_bias"),
+            "topk_weights": inputs.topk_weights if weight_on_input else None,
+            "overlap": overlap,
+        }
+        down_keywords: dict[str, Any] = {
+            "bias": weights.get("w2_bias"),
+            "topk_weights": None if weight_on_input else inputs.topk_weights,
+            "overlap": overlap,
+        }
+        w13, w2 = weights["w13"], weights["w2"]
+        if isinstance(configs, GemvPair):
+            ids = (topk_ids, expert_map, problem.num_experts)
+            gate_up_gemv(intermediate, hidden_states, w13, *ids, configs.gate_up, **gate_up_keywords)
+            down_gemv(out, intermediate, w2, *ids, configs.down, **down_keywords)
+            return
+        plan_numel = _plan_numel(problem, num_tokens)
+        route_rows = workspace2[plan_numel : plan_numel + num_routes * hidden_size].view(num_routes, hidden_size)
+        plan: RoutePlan | DirectRoutes
+        if configs.sort_routes:
+            plan = sort_routes(
+                topk_ids,
+                expert_map,
+                problem.num_experts,
+                problem.num_local_experts,
+                configs.gate_up.block_m,
+                workspace2[:plan_numel].view(torch.int32),
+                overlap=overlap,
+            )
+        else:
+            plan = DirectRoutes(topk_ids, expert_map, problem.num_experts, configs.gate_up.block_m)
+        gate_up_gemm(intermediate, hidden_states, w13, plan, configs.gate_up, top_k=problem.top_k, **gate_up_keywords)
+        # Rows in the dtype of the activations: fp32 would double the layer's largest buffer and its traffic to save a
+        # rounding that the output makes anyway.
+        down_gemm(route_rows, intermediate, w2, plan, configs.down, **down_keywords)
+        reduce_routes(
+            out,
+            route_rows,
+            topk_ids,
+            expert_map=expert_map,
+            num_experts=problem.num_experts,
+            num_local_experts=problem.num_local_experts,
+            overlap=overlap,
+        )
+
+    def _warp_specialised(self, hidden_states: torch.Tensor, num_routes: int) -> bool:
+        """Whether a call runs on the Gluon kernels, which pay from a few rows an expert on."""
+        problem = self.problem
+        return (
+            self._has_gluon
+            and hidden_states.device.type != "cpu"
+            and hidden_states.element_size() == 2
+            and not problem.apply_router_weight_on_input
+            and num_routes > _MIN_GLUON_ROWS * problem.num_experts
+            # Rows are copied by 16 bytes, at 32-bit offsets.
+            and hidden_states.shape[1] % 8 == hidden_states.stride(0) % 8 == hidden_states.data_ptr() % 16 == 0
+            and hidden_states.shape[0] * hidden_states.stride(0) < 2**31
+        )
+
+    def _apply_gluon(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        from moereg.kernels.gluon_consumer import GUARD_ROWS
+        from moereg.kernels.gluon_grouped_gemm import down_gemm, gate_up_gemm, select_config
+        from moereg.kernels.triton_copy import copy_rows
+        from moereg.kernels.triton_reduce import reduce_sorted_rows
         from moereg.kernels.triton_routing import sort_routes
 
         problem = self.problem
         activation = problem.activation
-        hidden_states = inputs.hidden_states
-        num_tokens, hidden_size = hidden_states.shape
+        num_tokens, hidden_size = inputs.hidden_states.shape
         num_routes = num_tokens * problem.top_k
+        config = select_config(num_routes / problem.num_experts, weights["w13"].shape[1])
         plan_numel = _plan_numel(problem, num_tokens)
-        intermediate = workspace13[:num_routes]
-        route_rows = workspace2[plan_numel : plan_numel + num_routes * hidden_size].view(num_routes, hidden_size)
-        weight_on_input = problem.apply_router_weight_on_input
-
-        gate_up_config, down_config = select_config(
-            num_routes / problem.num_experts, hidden_states.element_size(), max_shared_bytes(hidden_states.device)
+        intermediate = workspace13[: GUARD_ROWS + num_routes]
+        sorted_rows = workspace2[plan_numel : plan_numel + (GUARD_ROWS + num_routes) * hidden_size].view(
+            -1, hidden_size
         )
         plan = sort_routes(
             inputs.topk_ids,
             inputs.expert_map,
             problem.num_experts,
             problem.num_local_experts,
-            gate_up_config.block_m,
+            config.gate_up.plan_rows,
             workspace2[:plan_numel].view(torch.int32),
+            slack=config.gate_up.slack,
         )
+        rows: torch.Tensor = inputs.hidden_states
+        if config.copies_rows:
+            # The second GEMM's output is not there yet.
+            rows = sorted_rows[GUARD_ROWS:]
+            copy_rows(rows, inputs.hidden_states, plan.route_row)
         gate_up_gemm(
             intermediate,
-            hidden_states,
+            rows,
             weights["w13"],
             plan,
-            gate_up_config,
-            top_k=problem.top_k,
+            config.gate_up,
+            top_k=None if config.copies_rows else problem.top_k,
             activation=activation.name,
             gated=activation.gated,
             alpha=activation.alpha,
             beta=activation.beta,
             limit=activation.limit,
             bias=weights.get("w13_bias"),
-            topk_weights=inputs.topk_weights if weight_on_input else None,
         )
-        # Rows in the dtype of the activations: fp32 would double the layer's largest buffer and its traffic to save a
-        # rounding that the output makes anyway.
-        down_gemm(
-            route_rows,
-            intermediate,
-            weights["w2"],
-            plan,
-            down_config,
-            bias=weights.get("w2_bias"),
-            topk_weights=None if weight_on_input else inputs.topk_weights,
-        )
-        reduce_routes(out, route_rows, plan.route_expert)
+        down_gemm(sorted_rows, intermediate, weights["w2"], plan, config.down, bias=weights.get("w2_bias"))
+        reduce_sorted_rows(out, sorted_rows[GUARD_ROWS:], plan.route_row, inputs.topk_weights)
 
 
 def _plan_numel(problem: MoEProblem, num_tokens: int) -> int:
     """Elements of the problem's dtype that hold the plan of any shipped configuration, at 256-byte granularity."""
-    from moereg.kernels.triton_grouped_gemm import MIN_BLOCK_M
+    from moereg.kernels.triton_gemm_config import MIN_BLOCK_M
     from moereg.kernels.triton_routing import route_workspace_numel
 
     ints = route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, MIN_BLOCK_M)

@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from moereg.kernels.triton_launch import launch
+from moereg.kernels.triton_overlap import release_next
+
 
 @dataclass(frozen=True, slots=True)
 class RoutingConfig:
@@ -34,7 +37,8 @@ class RoutingConfig:
 
 DEFAULT_ROUTING_CONFIG = RoutingConfig()
 
-# Chunks whose counts the scan adds up at a time: 16 x 512 experts are 64 registers a thread at 4 warps.
+# Chunks whose counts the scan adds up at a time: 16 x 512 experts are 64 registers a thread at 4 warps. More gained
+# nothing on an H200.
 _SCAN_CHUNKS = 16
 
 # Every piece of the workspace starts at a multiple of this many int32, so that pointer alignment, and with it the
@@ -48,6 +52,7 @@ class RoutePlan:
 
     Attributes:
         route_expert: [N], local expert of a route, or -1 where it adds nothing.
+        route_row: [N], sorted row of a route, or -1 where it adds nothing.
         sorted_routes: [N], routes by ascending expert, by ascending route within one; entries from
             `expert_offsets[E]` on are not written.
         expert_offsets: [E + 1], first sorted row of each expert, then the number of valid routes.
@@ -56,9 +61,12 @@ class RoutePlan:
         block_end: [B], end of the sorted rows of the tile's expert (the tile itself covers at most `block_m`).
         num_blocks: [1], tiles in use.
         block_m: rows per tile.
+        slack: rows by which the last tile of an expert may be longer, so that a few rows more than a multiple of
+            `block_m` make no tile of their own.
     """
 
     route_expert: torch.Tensor
+    route_row: torch.Tensor
     sorted_routes: torch.Tensor
     expert_offsets: torch.Tensor
     block_expert: torch.Tensor
@@ -66,6 +74,7 @@ class RoutePlan:
     block_end: torch.Tensor
     num_blocks: torch.Tensor
     block_m: int
+    slack: int = 0
 
     @property
     def max_blocks(self) -> int:
@@ -74,7 +83,7 @@ class RoutePlan:
 
 
 @triton.jit
-def _load_local_expert(
+def load_local_expert(
     topk_ids,
     expert_map,
     routes,
@@ -82,6 +91,7 @@ def _load_local_expert(
     num_experts,
     num_local_experts,
 ):
+    """Local experts of routes of any shape, a single one included; -1 where a route adds nothing."""
     expert = tl.load(topk_ids + routes, mask=routes < num_routes, other=-1)
     expert = tl.where(expert < num_experts, expert, -1)
     if expert_map is not None:
@@ -99,6 +109,7 @@ def _store_block_map(
     num_blocks,
     num_local_experts,
     BLOCK_M: tl.constexpr,
+    SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
     experts = tl.arange(0, EXPERTS)
@@ -106,7 +117,7 @@ def _store_block_map(
     offsets = ends - counts
     tl.store(expert_offsets + experts, offsets, mask=experts < num_local_experts)
     tl.store(expert_offsets + num_local_experts, tl.sum(counts, 0))
-    blocks = (counts + BLOCK_M - 1) // BLOCK_M
+    blocks = tl.maximum((counts - SLACK + BLOCK_M - 1) // BLOCK_M, (counts > 0).to(tl.int32))
     first_block = tl.cumsum(blocks, 0) - blocks
     tl.store(num_blocks, tl.sum(blocks, 0))
     for i in range(tl.max(blocks, 0)):
@@ -126,6 +137,7 @@ def _sort_routes_kernel(
     topk_ids,
     expert_map,
     route_expert,
+    route_row,
     sorted_routes,
     expert_offsets,
     block_expert,
@@ -136,10 +148,13 @@ def _sort_routes_kernel(
     num_experts,
     num_local_experts,
     BLOCK_M: tl.constexpr,
+    SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
     ROUTES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    release_next(OVERLAP)
     # A route's place is the number of routes with a smaller (expert, route) key. Counting them takes O(N^2) compares
     # in all, yet needs neither atomics, nor barriers, nor a second launch, and the order is stable.
     pid = tl.program_id(0)
@@ -147,7 +162,7 @@ def _sort_routes_kernel(
     if pid == 0:
         counts = tl.zeros([EXPERTS], dtype=tl.int32)
         for start in range(0, num_routes, CHUNK):
-            expert = _load_local_expert(topk_ids, expert_map, start + lanes, num_routes, num_experts, num_local_experts)
+            expert = load_local_expert(topk_ids, expert_map, start + lanes, num_routes, num_experts, num_local_experts)
             counts += tl.histogram(expert, EXPERTS, mask=expert >= 0)
         _store_block_map(
             counts,
@@ -158,19 +173,22 @@ def _sort_routes_kernel(
             num_blocks,
             num_local_experts,
             BLOCK_M,
+            SLACK,
             EXPERTS,
         )
     else:
         own = (pid - 1) * ROUTES + tl.arange(0, ROUTES)
-        own_expert = _load_local_expert(topk_ids, expert_map, own, num_routes, num_experts, num_local_experts)
+        own_expert = load_local_expert(topk_ids, expert_map, own, num_routes, num_experts, num_local_experts)
         own_key = own_expert * num_routes + own
         smaller = tl.zeros([ROUTES, CHUNK], dtype=tl.int32)
         for start in range(0, num_routes, CHUNK):
             routes = start + lanes
-            expert = _load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts)
+            expert = load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts)
             key = tl.where(expert >= 0, expert * num_routes + routes, 0x7FFFFFFF)
             smaller += _count_less(key, own_key)
-        tl.store(sorted_routes + tl.sum(smaller, 1), own, mask=own_expert >= 0)
+        place = tl.sum(smaller, 1)
+        tl.store(sorted_routes + place, own, mask=own_expert >= 0)
+        tl.store(route_row + own, tl.where(own_expert >= 0, place, -1), mask=own < num_routes)
         tl.store(route_expert + own, own_expert, mask=own < num_routes)
 
 
@@ -188,7 +206,7 @@ def _count_chunks_kernel(
 ):
     chunk = tl.program_id(0)
     routes = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = _load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts)
+    expert = load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts)
     tl.store(route_expert + routes, expert, mask=routes < num_routes)
     experts = tl.arange(0, EXPERTS)
     counts = tl.histogram(expert, EXPERTS, mask=expert >= 0)
@@ -206,6 +224,7 @@ def _scan_chunks_kernel(
     num_chunks,
     num_local_experts,
     BLOCK_M: tl.constexpr,
+    SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
@@ -227,6 +246,7 @@ def _scan_chunks_kernel(
         num_blocks,
         num_local_experts,
         BLOCK_M,
+        SLACK,
         EXPERTS,
     )
 
@@ -236,6 +256,7 @@ def _place_routes_kernel(
     route_expert,
     chunk_counts,
     expert_offsets,
+    route_row,
     sorted_routes,
     num_routes,
     num_local_experts,
@@ -253,7 +274,9 @@ def _place_routes_kernel(
     valid = own_expert >= 0
     place = tl.load(expert_offsets + own_expert, mask=valid, other=0)
     place += tl.load(chunk_counts + chunk * num_local_experts + own_expert, mask=valid, other=0)
-    tl.store(sorted_routes + place + tl.sum(same.to(tl.int32), 1), own, mask=valid)
+    place += tl.sum(same.to(tl.int32), 1)
+    tl.store(sorted_routes + place, own, mask=valid)
+    tl.store(route_row + own, tl.where(valid, place, -1), mask=own < num_routes)
 
 
 def max_num_blocks(num_routes: int, num_local_experts: int, block_m: int) -> int:
@@ -281,6 +304,8 @@ def sort_routes(
     block_m: int,
     workspace: torch.Tensor,
     config: RoutingConfig = DEFAULT_ROUTING_CONFIG,
+    slack: int = 0,
+    overlap: bool = False,
 ) -> RoutePlan:
     """Sorts routes by local expert and lays tiles over them; no allocation and no host synchronisation.
 
@@ -296,13 +321,14 @@ def sort_routes(
         workspace: [>= route_workspace_numel(...)] int32, contiguous, 16-byte aligned; overwritten, and aliased by the
             plan.
         config: how to sort.
+        slack: rows by which the last tile of an expert may be longer.
+        overlap: whether the next kernel is launched to start early.
 
     Returns:
         The plan, made of views of `workspace`.
     """
     num_routes = topk_ids.numel()
     assert topk_ids.dtype == workspace.dtype == torch.int32 and topk_ids.is_contiguous()
-    assert expert_map is None or (expert_map.dtype == torch.int32 and expert_map.shape == (num_experts,))
     assert num_routes > 0, "the caller handles T = 0"
     # Also keeps the keys of the single launch within int32.
     assert num_local_experts * config.single_launch_routes < 2**31
@@ -313,38 +339,55 @@ def sort_routes(
         pieces.append(workspace[start : start + size])
         start += _aligned(size)
     assert start <= workspace.numel(), f"workspace holds {workspace.numel()} int32, needs {start}"
-    route_expert, sorted_routes, expert_offsets, block_expert, block_row, block_end, num_blocks, chunk_counts = pieces
+    route_expert, route_row, sorted_routes, expert_offsets, *block_pieces, num_blocks, chunk_counts = pieces
+    block_expert, block_row, block_end = block_pieces
     plan = RoutePlan(
-        route_expert, sorted_routes, expert_offsets, block_expert, block_row, block_end, num_blocks, block_m
+        route_expert=route_expert,
+        route_row=route_row,
+        sorted_routes=sorted_routes,
+        expert_offsets=expert_offsets,
+        block_expert=block_expert,
+        block_row=block_row,
+        block_end=block_end,
+        num_blocks=num_blocks,
+        block_m=block_m,
+        slack=slack,
     )
-    block_map = (expert_offsets, block_expert, block_row, block_end, num_blocks)
+    block_map = (plan.expert_offsets, plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks)
     # Triton's histogram wants a power of two, and on NVIDIA a warp's worth of bins at least.
     experts = max(32, triton.next_power_of_2(num_local_experts))
     programs = triton.cdiv(num_routes, config.routes_per_program)
 
     if num_routes <= config.single_launch_routes:
-        _sort_routes_kernel[(1 + programs,)](
+        launch(
+            _sort_routes_kernel,
+            (1 + programs,),
             topk_ids,
             expert_map,
-            route_expert,
-            sorted_routes,
+            plan.route_expert,
+            plan.route_row,
+            plan.sorted_routes,
             *block_map,
             num_routes,
             num_experts,
             num_local_experts,
             BLOCK_M=block_m,
+            SLACK=slack,
             EXPERTS=experts,
             CHUNK=config.chunk,
             ROUTES=config.routes_per_program,
+            OVERLAP=overlap,
             num_warps=config.num_warps,
         )
         return plan
 
     num_chunks = triton.cdiv(num_routes, config.chunk)
-    _count_chunks_kernel[(num_chunks,)](
+    launch(
+        _count_chunks_kernel,
+        (num_chunks,),
         topk_ids,
         expert_map,
-        route_expert,
+        plan.route_expert,
         chunk_counts,
         num_routes,
         num_experts,
@@ -353,21 +396,27 @@ def sort_routes(
         CHUNK=config.chunk,
         num_warps=config.num_warps,
     )
-    _scan_chunks_kernel[(1,)](
+    launch(
+        _scan_chunks_kernel,
+        (1,),
         chunk_counts,
         *block_map,
         num_chunks,
         num_local_experts,
         BLOCK_M=block_m,
+        SLACK=slack,
         EXPERTS=experts,
         CHUNKS=_SCAN_CHUNKS,
         num_warps=2 * config.num_warps,
     )
-    _place_routes_kernel[(programs,)](
-        route_expert,
+    launch(
+        _place_routes_kernel,
+        (programs,),
+        plan.route_expert,
         chunk_counts,
-        expert_offsets,
-        sorted_routes,
+        plan.expert_offsets,
+        plan.route_row,
+        plan.sorted_routes,
         num_routes,
         num_local_experts,
         CHUNK=config.chunk,
@@ -383,6 +432,7 @@ def sort_routes_reference(
     num_experts: int,
     num_local_experts: int,
     block_m: int,
+    slack: int = 0,
 ) -> RoutePlan:
     """The plan of `sort_routes` by a stable sort in torch, with every tensor cut to the part in use.
 
@@ -392,6 +442,7 @@ def sort_routes_reference(
         num_experts: number of ids.
         num_local_experts: E.
         block_m: rows per tile.
+        slack: rows by which the last tile of an expert may be longer.
 
     Returns:
         New tensors: `sorted_routes` [valid routes], `block_*` [tiles in use], the others as in `RoutePlan`.
@@ -402,19 +453,24 @@ def sort_routes_reference(
     local = local.where(known & (local >= 0) & (local < num_local_experts), local.new_tensor(-1))
     counts = local[local >= 0].bincount(minlength=num_local_experts)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    blocks = (counts + block_m - 1) // block_m
+    blocks = ((counts - slack + block_m - 1) // block_m).maximum((counts > 0).long())
     block_expert = torch.arange(num_local_experts, device=ids.device).repeat_interleave(blocks)
     first_block = blocks.cumsum(0) - blocks
     step = torch.arange(block_expert.numel(), device=ids.device) - first_block[block_expert]
+    sorted_routes = local.argsort(stable=True)[(local < 0).sum() :]
+    route_row = torch.full_like(local, -1)
+    route_row[sorted_routes] = torch.arange(sorted_routes.numel(), device=ids.device)
     return RoutePlan(
         route_expert=local.int(),
-        sorted_routes=local.argsort(stable=True)[(local < 0).sum() :].int(),
+        route_row=route_row.int(),
+        sorted_routes=sorted_routes.int(),
         expert_offsets=offsets.int(),
         block_expert=block_expert.int(),
         block_row=(offsets[block_expert] + step * block_m).int(),
         block_end=offsets[block_expert + 1].int(),
         num_blocks=blocks.sum().reshape(1).int(),
         block_m=block_m,
+        slack=slack,
     )
 
 
@@ -427,4 +483,14 @@ def _piece_sizes(num_routes: int, num_local_experts: int, block_m: int, config: 
     blocks = max_num_blocks(num_routes, num_local_experts, block_m)
     # Also below the limit of the single launch, so that the size grows steadily with tokens.
     chunks = -(-num_routes // config.chunk)
-    return (num_routes, num_routes, num_local_experts + 1, blocks, blocks, blocks, 1, chunks * num_local_experts)
+    return (
+        num_routes,
+        num_routes,
+        num_routes,
+        num_local_experts + 1,
+        blocks,
+        blocks,
+        blocks,
+        1,
+        chunks * num_local_experts,
+    )

@@ -1,0 +1,334 @@
+"""The two grouped matmuls of a Mixture-of-Experts layer for many rows an expert, on Hopper, in Triton's Gluon.
+
+One persistent program an SM. Its producer warps fill a ring of shared memory, and two warpgroups multiply and store.
+The product is transposed: rows of a weight are wgmma's M side, tokens its N side, which may be short. So an expert with
+a few rows more than a multiple of a block gets one longer tile, with a short second accumulator for which the weights
+are in shared memory already, and not two tiles.
+
+Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
+the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`. References in plain torch:
+`gate_up_reference` and `down_reference` of `triton_grouped_gemm`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moereg.kernels.gluon_consumer import GUARD_ROWS, consume
+from moereg.kernels.gluon_ring import BLOCK_K, produce, produce_by_token
+from moereg.kernels.triton_routing import RoutePlan
+
+# Elements of one staged store: 4 KiB, two of them a warpgroup, is what four stages of the ring leave.
+_STAGED_ELEMENTS = 2048
+
+# All registers of 384 threads: both consumers', then the producer's.
+_CONSUMER_REGISTERS = gl.constexpr(224)
+_PRODUCER_REGISTERS = gl.constexpr(56)
+
+
+@dataclass(frozen=True, slots=True)
+class GluonGemmConfig:
+    """Launch configuration of one grouped GEMM.
+
+    Attributes:
+        block_m: rows of a tile: wgmma's N side.
+        block_n: columns of the weight product per tile (gate and up count as two); each warpgroup takes one half.
+        split: tiles that share a block of the plan: 1 or 2.
+        slack: rows by which a tile may be longer; equal to the plan's.
+        stages: depth of the ring.
+    """
+
+    block_m: int
+    block_n: int
+    split: int = 1
+    slack: int = 32
+    stages: int = 4
+
+    @property
+    def plan_rows(self) -> int:
+        """`block_m` of the plan."""
+        return self.split * self.block_m
+
+
+@dataclass(frozen=True, slots=True)
+class GluonConfigRule:
+    """One row of the table of shipped configurations.
+
+    Attributes:
+        max_rows_per_expert: applies up to this average of rows per expert,
+        min_columns: and from this many rows of an expert's w13 on.
+        copies_rows: whether the tokens are first copied to the sorted rows of their routes.
+        gate_up: configuration of the first GEMM.
+        down: configuration of the second, with the same `plan_rows` and `slack`.
+    """
+
+    max_rows_per_expert: float
+    min_columns: int
+    copies_rows: bool
+    gate_up: GluonGemmConfig
+    down: GluonGemmConfig
+
+
+# First match counts. Measured on an H200 with 32 to 8192 rows an expert, 2026-11-20.
+#
+# Tiles of 256 x 128 and 128 x 256 read as many bytes a product. The former are faster by 1 to 12 % where rows come as
+# boxes, but where they are copied token by token, by 16 bytes, that costs 10 to 19 % of the former and 4 % of the
+# latter, which copy half as many; yet at 256 rows an expert the latter lose more by a short second tile.
+#
+# To copy the tokens into sorted order first takes time with rows x H and saves with rows x H x columns: 166 us for 133
+# at 2,048 columns (olmoe-1b-7b), about 120 for 550 at 5,760 (gpt-oss-120b).
+CONFIG_RULES = (
+    GluonConfigRule(80, 0, False, GluonGemmConfig(64, 256), GluonGemmConfig(64, 256)),
+    GluonConfigRule(176, 0, False, GluonGemmConfig(128, 256), GluonGemmConfig(128, 256)),
+    GluonConfigRule(math.inf, 4096, True, GluonGemmConfig(256, 128), GluonGemmConfig(256, 128)),
+    GluonConfigRule(400, 0, False, GluonGemmConfig(256, 128), GluonGemmConfig(256, 128)),
+    GluonConfigRule(math.inf, 0, False, GluonGemmConfig(128, 256, split=2), GluonGemmConfig(256, 128)),
+)
+
+# An expert's matrix that is larger is not kept by the L2 until the next block of the same expert.
+_L2_SHARE_BYTES = 48 * 2**20
+
+# Blocks that share its columns then. For smaller ones 1 is as good as any, or better by up to 11 % (gpt-oss-120b).
+_GROUP = 4
+
+
+def select_config(rows_per_expert: float, num_columns: int) -> GluonConfigRule:
+    """Returns the rule for an average number of rows per expert and the rows of an expert's w13."""
+    return next(
+        rule for rule in CONFIG_RULES if rows_per_expert <= rule.max_rows_per_expert and num_columns >= rule.min_columns
+    )
+
+
+# Tile and step counts are not specialised: their divisibility says nothing, and each would be compiled anew.
+@gluon.jit(do_not_specialize=["num_tiles_n", "group", "num_k"])
+def _grouped_kernel(
+    out,
+    weights,
+    rows,
+    tail_rows,
+    bias,
+    sorted_routes,
+    block_expert,
+    block_row,
+    block_end,
+    num_blocks,
+    num_tiles_n,
+    group,
+    num_k,
+    num_columns,
+    hidden_chunks,
+    stride_chunks,
+    BY_TOKEN: gl.constexpr,
+    TOP_K: gl.constexpr,
+    MASK_K: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    MAIN: gl.constexpr,
+    TAIL: gl.constexpr,
+    SPLIT: gl.constexpr,
+    STAGES: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    GATED: gl.constexpr,
+    ALPHA: gl.constexpr,
+    BETA: gl.constexpr,
+    LIMIT: gl.constexpr,
+):
+    dtype: gl.constexpr = weights.dtype
+    operand: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    CHUNK: gl.constexpr = [out.block_shape[1], out.block_shape[2]]
+    weights_shared = gl.allocate_shared_memory(dtype, [STAGES] + weights.block_shape, weights.layout)
+    rows_shared = gl.allocate_shared_memory(dtype, [2 * STAGES, MAIN // 2, BLOCK_K], operand)
+    tail_shared = gl.allocate_shared_memory(dtype, [STAGES, TAIL, BLOCK_K], operand)
+    staging = gl.allocate_shared_memory(dtype, [4] + CHUNK, gl.NVMMASharedLayout.get_default_for(CHUNK, dtype))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        # One arrival announces the boxes' bytes; copies by token add one for each producer thread.
+        mbarrier.init(full.index(slot), count=129 if BY_TOKEN else 1)
+        mbarrier.init(empty.index(slot), count=2)
+    fence_async_shared()
+    ring = (weights_shared, rows_shared, tail_shared, full, empty)
+    plan = (block_expert, block_row, block_end, gl.load(num_blocks))
+    # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
+    # fmt: off
+    if BY_TOKEN:
+        gl.warp_specialize(
+            [(consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 0, True, BLOCK_N, MAIN,
+                         TAIL, SPLIT, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+             (consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 1, True, BLOCK_N, MAIN,
+                         TAIL, SPLIT, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+             (produce_by_token, (weights, rows, sorted_routes, ring, plan, num_tiles_n, group, num_k, num_columns,
+                                 hidden_chunks, stride_chunks, TOP_K, MASK_K, BLOCK_N, MAIN, TAIL, SPLIT, STAGES))],
+            [4, 4], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
+    else:
+        gl.warp_specialize(
+            [(consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 0, False, BLOCK_N,
+                         MAIN, TAIL, SPLIT, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+             (consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 1, False, BLOCK_N,
+                         MAIN, TAIL, SPLIT, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+             (produce, (weights, rows, tail_rows, ring, plan, num_tiles_n, group, num_k, num_columns, BLOCK_N, MAIN,
+                        TAIL, SPLIT, STAGES))],
+            [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
+    # fmt: on
+
+
+def gate_up_gemm(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    w13: torch.Tensor,
+    plan: RoutePlan,
+    config: GluonGemmConfig,
+    *,
+    top_k: int | None,
+    activation: str,
+    gated: bool,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Writes `act(row @ w13[expert].T + bias)` for every sorted row; see `triton_grouped_gemm.gate_up_gemm`.
+
+    Args:
+        out: [GUARD_ROWS + N, I_pad] bf16 or fp16, contiguous, 16-byte aligned: overwritten behind the guard up to the
+            last valid row.
+        rows: with `top_k` the tokens [T, H], without it their copies [N, H] in sorted order; 16-byte aligned, H and the
+            stride multiples of 8, fewer than 2**31 elements.
+        w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; contiguous, zero padded, I_pad and
+            H_pad multiples of 64.
+        plan: from `sort_routes` with `config.plan_rows` and `config.slack`.
+        config: launch configuration.
+        top_k: K, or None.
+        activation: `silu`, `swigluoai`, `gelu`, `gelu_tanh` or `relu2`.
+        gated: whether w13 holds gates.
+        alpha: slope inside the sigmoid.
+        beta: added to the clamped up half; only where gated.
+        limit: the clamp, or None; only where gated.
+        bias: [E, 2 * I_pad] or [E, I_pad] in w13's row order, contiguous, any float dtype, or None.
+    """
+    num_experts, num_columns, depth = w13.shape
+    assert rows.shape[1] % 8 == rows.stride(0) % 8 == 0 and out.shape[1] == num_columns // (2 if gated else 1)
+    # Of 16 rows, a box takes 8 gates and then 8 ups, or, where not gated, all in order.
+    half_stride, row_stride = (depth, 2 * depth) if gated else (8 * depth, depth)
+    weights = _tensor_map(
+        w13,
+        (num_experts * num_columns // 16, 2, 8, depth),
+        (16 * depth, half_stride, row_stride, 1),
+        (config.block_n // 16, 2, 8, BLOCK_K.value),
+    )
+    out_columns = config.block_n // (4 if gated else 2)
+    _launch(out, out_columns, weights, rows, w13, plan, config, top_k, bias, activation, gated, alpha, beta, limit)
+
+
+def down_gemm(
+    out: torch.Tensor,
+    intermediate: torch.Tensor,
+    w2: torch.Tensor,
+    plan: RoutePlan,
+    config: GluonGemmConfig,
+    *,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Writes `intermediate[row] @ w2[expert].T + bias` for every sorted row, unweighted.
+
+    Args:
+        out: [GUARD_ROWS + N, H] bf16 or fp16, contiguous, 16-byte aligned, H a multiple of 8: overwritten behind the
+            guard up to the last valid row, in sorted order.
+        intermediate: [GUARD_ROWS + N, I_pad], contiguous, as `gate_up_gemm` wrote it.
+        w2: [E, H, I_pad], contiguous, same dtype.
+        plan: as for `gate_up_gemm`.
+        config: launch configuration.
+        bias: [E, H] contiguous, any float dtype, or None.
+    """
+    depth = w2.shape[2]
+    assert intermediate.shape[1] == depth and out.shape[1] == w2.shape[1] and out.shape[1] % 8 == 0
+    weights = _tensor_map(w2, w2.shape, w2.stride(), (1, config.block_n, BLOCK_K.value))
+    rows = intermediate[GUARD_ROWS:]
+    _launch(out, config.block_n // 2, weights, rows, w2, plan, config, None, bias, None, False, 1.0, 0.0, None)
+
+
+def _launch(
+    out: torch.Tensor,
+    out_columns: int,
+    weights: TensorDescriptor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    plan: RoutePlan,
+    config: GluonGemmConfig,
+    top_k: int | None,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    gated: bool,
+    alpha: float,
+    beta: float,
+    limit: float | None,
+) -> None:
+    _, num_columns, depth = weight.shape
+    assert plan.block_m == config.plan_rows and plan.slack == config.slack and depth % BLOCK_K.value == 0
+    assert out.is_contiguous() and weight.is_contiguous() and config.block_m + config.slack <= GUARD_ROWS
+    width = out.shape[1]
+    num_rows = out.shape[0] - GUARD_ROWS
+    # Anchored at an expert's end: [end, GUARD_ROWS - rows + i] is row i of the tile of `rows` rows that ends there.
+    clipped_out = _tensor_map(
+        out,
+        (num_rows + 1, GUARD_ROWS, width),
+        (width, width, 1),
+        (1, _STAGED_ELEMENTS // out_columns, out_columns),
+    )
+    half = tail = None
+    if top_k is None:
+        half = _tensor_map(rows, rows.shape, rows.stride(), (config.block_m // 2, BLOCK_K.value))
+        tail = _tensor_map(rows, rows.shape, rows.stride(), (config.slack, BLOCK_K.value))
+    _grouped_kernel[(_num_multiprocessors(out.device),)](
+        clipped_out,
+        weights,
+        rows if half is None else half,
+        tail,
+        bias,
+        plan.sorted_routes,
+        plan.block_expert,
+        plan.block_row,
+        plan.block_end,
+        plan.num_blocks,
+        triton.cdiv(num_columns, config.block_n),
+        1 if num_columns * depth * weight.element_size() <= _L2_SHARE_BYTES else _GROUP,
+        depth // BLOCK_K.value,
+        num_columns,
+        rows.shape[1] // 8,
+        rows.stride(0) // 8,
+        BY_TOKEN=top_k is not None,
+        TOP_K=top_k,
+        MASK_K=rows.shape[1] != depth,
+        BLOCK_N=config.block_n,
+        MAIN=config.block_m,
+        TAIL=config.slack,
+        SPLIT=config.split,
+        STAGES=config.stages,
+        ACTIVATION=activation,
+        GATED=gated,
+        ALPHA=alpha,
+        BETA=beta,
+        LIMIT=limit,
+        num_warps=4,
+    )
+
+
+def _tensor_map(
+    base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> TensorDescriptor:
+    swizzle_bytes = min(128, box[-1] * base.element_size())
+    layout = gl.NVMMASharedLayout(swizzle_bytes, 8 * base.element_size(), len(box))
+    return TensorDescriptor(base, list(shape), list(strides), list(box), layout)
+
+
+@functools.lru_cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,44 @@
+"""Lets a kernel start before the one in front of it has ended: programmatic dependent launch, on Hopper and later.
+
+The second kernel's programs take the places that the first's leave free, find out what they will work on, and only
+then wait. On an H200 this takes 0.5 to 3 us off a layer: a launch behind another one costs 0.85 us instead of 2.0.
+Asking the L2 for the weights before the wait was tried and lost 1 to 6 us.
+
+The rules that keep it correct: a kernel launched with `overlap_options(True)` calls `wait_for_previous` in every
+program before it writes anything or reads what the kernel in front wrote; and before that it reads what still older
+kernels wrote only where the kernel in front released it after a wait of its own. The first kernel of a layer is
+launched without, so it starts after everything before it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """Blocks until the kernels in front of this one have ended and what they wrote can be read."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def release_next(OVERLAP: tl.constexpr):
+    """Says that the next kernel may start as soon as every program of this one has said so or has ended."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether kernels for the tensors of this device may overlap: an NVIDIA GPU from compute capability 9.0 on."""
+    if device.type == "cpu":
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= 90)
+
+
+def overlap_options(overlap: bool) -> dict[str, bool]:
+    """Options of a launch that may start before the kernel in front of it has ended."""
+    return {"launch_pdl": True} if overlap else {}

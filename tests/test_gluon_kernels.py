@@ -1,0 +1,165 @@
+"""The Gluon kernels against torch, on a Hopper GPU only: Gluon has no interpreter.
+
+Tolerances as in `test_triton_kernels`: each kernel rounds once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moereg.kernels.triton_copy import copy_rows, copy_rows_reference
+from moereg.kernels.triton_grouped_gemm import down_reference, gate_up_reference
+from moereg.kernels.triton_reduce import reduce_routes_reference, reduce_sorted_rows
+from moereg.kernels.triton_routing import RoutePlan, route_workspace_numel, sort_routes, sort_routes_reference
+from moereg.reference import relative_error
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+if HOPPER:
+    from moereg.kernels.gluon_consumer import GUARD_ROWS
+    from moereg.kernels.gluon_grouped_gemm import CONFIG_RULES, down_gemm, gate_up_gemm
+
+TOLERANCE = {torch.bfloat16: 2.0**-8 / math.sqrt(3) * 1.2, torch.float16: 2.0**-11 / math.sqrt(3) * 1.2}
+
+
+def nans(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, math.nan, dtype=dtype, device="cuda")
+
+
+def padded(experts: int, rows: int, columns: int, std: float, dtype: torch.dtype) -> torch.Tensor:
+    """[experts, rows, columns] in zeros up to multiples of 64 columns."""
+    weight = torch.zeros(experts, rows, -(-columns // 64) * 64, dtype=dtype, device="cuda")
+    weight[..., :columns].normal_(std=std)
+    return weight
+
+
+def route(tokens: int, experts: int, top_k: int, skew: float) -> torch.Tensor:
+    popularity = -skew * torch.log(torch.randperm(experts, device="cuda") + 1.0)
+    noise = -torch.log(-torch.log(torch.rand(tokens, experts, device="cuda")))
+    return (noise + popularity).topk(top_k, dim=1).indices.int()
+
+
+# rule, copied, tokens, global and local experts, top_k, hidden, intermediate (a multiple of 64), dtype, activation,
+# gated, skew, bias. Few, because each takes seconds to compile.
+CASES = [
+    (0, False, 500, 8, 8, 2, 512, 320, torch.bfloat16, "silu", True, 0.0, False),
+    (1, False, 1000, 16, 16, 4, 448, 192, torch.bfloat16, "swigluoai", True, 1.0, True),
+    (2, True, 3000, 32, 16, 4, 520, 320, torch.bfloat16, "gelu_tanh", True, 0.0, True),
+    (3, False, 4000, 16, 16, 4, 520, 192, torch.float16, "silu", True, 0.3, False),
+    (4, False, 3000, 16, 16, 4, 1024, 1856, torch.bfloat16, "relu2", False, 0.0, False),
+    (4, False, 4000, 16, 16, 4, 512, 320, torch.bfloat16, "silu", True, 1.0, True),
+    (3, False, 1, 8, 8, 2, 256, 128, torch.bfloat16, "gelu", True, 0.0, False),
+]
+
+
+@pytest.mark.parametrize(
+    (
+        "rule",
+        "copied",
+        "tokens",
+        "experts",
+        "local",
+        "top_k",
+        "hidden",
+        "inter",
+        "dtype",
+        "activation",
+        "gated",
+        "skew",
+        "has_bias",
+    ),
+    CASES,
+)
+def test_layer_of_kernels(
+    rule: int,
+    copied: bool,
+    tokens: int,
+    experts: int,
+    local: int,
+    top_k: int,
+    hidden: int,
+    inter: int,
+    dtype: torch.dtype,
+    activation: str,
+    gated: bool,
+    skew: float,
+    has_bias: bool,
+) -> None:
+    torch.manual_seed(tokens + rule)
+    gate_up, down = CONFIG_RULES[rule].gate_up, CONFIG_RULES[rule].down
+    ids = route(tokens, experts, top_k, skew)
+    expert_map = None
+    if local < experts:
+        expert_map = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
+        expert_map[5 : 5 + local] = torch.arange(local, dtype=torch.int32, device="cuda")
+    workspace = torch.empty(route_workspace_numel(tokens, top_k, local, 16), dtype=torch.int32, device="cuda")
+    plan = sort_routes(ids, expert_map, experts, local, gate_up.plan_rows, workspace, slack=gate_up.slack)
+    valid = assert_equal_plans(
+        plan, sort_routes_reference(ids, expert_map, experts, local, gate_up.plan_rows, gate_up.slack)
+    )
+
+    routes, halves = tokens * top_k, 2 if gated else 1
+    tokens_in = torch.randn(tokens, hidden, device="cuda").to(dtype)
+    w13 = padded(local, halves * inter, hidden, 2 * hidden**-0.5, dtype)
+    w2 = padded(local, hidden, inter, inter**-0.5, dtype)
+    b13 = torch.randn(local, halves * inter, device="cuda").to(dtype) if has_bias else None
+    b2 = torch.randn(local, hidden, device="cuda").to(dtype) if has_bias else None
+    weights = torch.rand(tokens, top_k, device="cuda")
+    clamps = {"alpha": 1.702, "beta": 1.0, "limit": 7.0} if activation == "swigluoai" else {}
+    rows = tokens_in
+    if copied:
+        rows = nans(routes, hidden, dtype=dtype)
+        copy_rows(rows, tokens_in, plan.route_row)
+        assert torch.equal(rows[:valid], copy_rows_reference(tokens_in, plan.route_row))
+
+    runs = []
+    for _ in range(3):
+        mid, sorted_rows = nans(GUARD_ROWS + routes, inter, dtype=dtype), nans(GUARD_ROWS + routes, hidden, dtype=dtype)
+        gate_up_gemm(
+            mid,
+            rows,
+            w13,
+            plan,
+            gate_up,
+            top_k=None if copied else top_k,
+            activation=activation,
+            gated=gated,
+            bias=b13,
+            **clamps,
+        )
+        down_gemm(sorted_rows, mid, w2, plan, down, bias=b2)
+        out = nans(tokens, hidden, dtype=dtype)
+        reduce_sorted_rows(out, sorted_rows[GUARD_ROWS:], plan.route_row, weights)
+        runs.append((mid, sorted_rows, out))
+    for buffers in zip(*runs, strict=True):
+        assert all(torch.equal(buffers[0].view(torch.int16), other.view(torch.int16)) for other in buffers[1:])
+    mid, sorted_rows, out = runs[0]
+    for buffer in (mid, sorted_rows):
+        assert buffer[:GUARD_ROWS].isnan().all()
+        assert buffer[GUARD_ROWS + valid :].isnan().all()
+    expected = gate_up_reference(
+        tokens_in, w13, plan, top_k=top_k, activation=activation, gated=gated, bias=b13, **clamps
+    )
+    assert relative_error(mid[GUARD_ROWS:][:valid], expected) <= TOLERANCE[dtype]
+    by_route = down_reference(mid[GUARD_ROWS:], w2, plan, bias=b2)
+    expected = by_route[plan.sorted_routes[:valid].long()]
+    assert relative_error(sorted_rows[GUARD_ROWS:][:valid], expected) <= TOLERANCE[dtype]
+    expected = reduce_routes_reference(by_route * weights.flatten()[:, None], plan.route_expert, tokens)
+    assert relative_error(out, expected) <= 2 * TOLERANCE[dtype]
+
+
+def assert_equal_plans(plan: RoutePlan, reference: RoutePlan) -> int:
+    """Returns the number of valid routes."""
+    blocks = int(reference.num_blocks)
+    assert int(plan.num_blocks) == blocks
+    for name in ("block_expert", "block_row", "block_end"):
+        assert torch.equal(getattr(plan, name)[:blocks], getattr(reference, name))
+    assert torch.equal(plan.route_row, reference.route_row)
+    return reference.sorted_routes.numel()
