@@ -1,0 +1,97 @@
+"""Compiles the Gluon kernels of every shipped rule for sm_90a, without a device; prints one JSON row each.
+
+Runs as a program of its own, since a process that interprets Triton cannot compile it.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from moereg.kernels.gluon_grouped_gemm import CONFIG_RULES, GluonGemmConfig, _grouped_kernel
+
+CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+HIDDEN = 2048
+
+
+def _box(block: list[int]) -> str:
+    layout = gl.NVMMASharedLayout(min(128, 2 * block[-1]), 16, len(block))
+    return f"tensordesc<bf16{block},{layout!r}>"
+
+
+def compile_one(name: str, config: GluonGemmConfig, is_gate_up: bool, by_token: bool) -> dict[str, Any]:
+    """The resources and instructions of one kernel; gated silu in the first GEMM, no bias."""
+    columns = config.block_n // (4 if is_gate_up else 2)
+    weights = [config.block_n // 16, 2, 8, 64] if is_gate_up else [1, config.block_n, 64]
+    signature = {
+        "out": _box([1, HIDDEN // columns, columns]),
+        "weights": _box(weights),
+        "rows": "*bf16" if by_token else _box([config.block_m // 2, 64]),
+        "tail_rows": "constexpr" if by_token else _box([config.slack, 64]),
+        "bias": "constexpr",
+        **dict.fromkeys(("sorted_routes", "block_expert", "block_row", "block_end", "num_blocks"), "*i32"),
+        **dict.fromkeys(("num_tiles_n", "group", "num_k", "num_columns", "hidden_chunks", "stride_chunks"), "i32"),
+    }
+    constants: dict[str, Any] = {
+        "BY_TOKEN": by_token,
+        "TOP_K": 8 if by_token else None,
+        "MASK_K": False,
+        "BLOCK_N": config.block_n,
+        "MAIN": config.block_m,
+        "TAIL": config.slack,
+        "SPLIT": config.split,
+        "STAGES": config.stages,
+        "ACTIVATION": "silu" if is_gate_up else None,
+        "GATED": is_gate_up,
+        "ALPHA": 1.0,
+        "BETA": 0.0,
+        "LIMIT": None,
+        "bias": None,
+        **({"tail_rows": None} if by_token else {}),
+    }
+    names = _grouped_kernel.arg_names
+    kinds = {**signature, **dict.fromkeys(constants, "constexpr")}
+    aligned = [place for place, argument in enumerate(names) if kinds[argument].startswith("*")]
+    source = GluonASTSource(
+        fn=_grouped_kernel,
+        signature={argument: kinds[argument] for argument in names},
+        constexprs={(names.index(argument),): value for argument, value in constants.items()},
+        attrs={(place,): [["tt.divisibility", 16]] for place in (*aligned, names.index("num_columns"))},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage, sass = (
+            subprocess.run([CUOBJDUMP, option, cubin.name], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "-sass")
+        )
+    return {
+        "name": name,
+        "registers": int(re.findall(r"REG:(\d+)", usage)[-1]),
+        "stack_bytes": int(re.findall(r"STACK:(\d+)", usage)[-1]),
+        "shared_bytes": compiled.metadata.shared,
+        "wgmma": len(re.findall("wgmma.mma_async", compiled.asm["ptx"])),
+        "bulk_tensor": len(re.findall(r"cp\.async\.bulk\.tensor", compiled.asm["ptx"])),
+        "spills": len(re.findall(r"\bSTL\b", sass)),
+    }
+
+
+if __name__ == "__main__":
+    done = set()
+    for rule in CONFIG_RULES:
+        for name, config, is_gate_up in (("gate_up", rule.gate_up, True), ("down", rule.down, False)):
+            by_token = is_gate_up and not rule.copies_rows
+            if (config, is_gate_up, by_token) not in done:
+                done.add((config, is_gate_up, by_token))
+                label = f"{name} {config.block_m}x{config.block_n}/{config.split}{' by token' if by_token else ''}"
+                print(json.dumps(compile_one(label, config, is_gate_up, by_token)), flush=True)
