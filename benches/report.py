@@ -42,7 +42,7 @@ def cpu_table() -> str:
         times = row["times_us"]
         peers = {name: time for name, time in times.items() if name != "moereg"}
         best = min(peers, key=lambda name: peers[name])
-        share = max(row["flop_share"], row["byte_share"])
+        share = max(row["flop_share"], row["bandwidth_share"])
         rows.append(
             [
                 f"{row['shape']} {row['dtype']}",
@@ -76,7 +76,31 @@ def full_size_table() -> str:
     return f"{_table(['layer', 'dtype', 'backend', 'T', 'error', 'bound', 'replay'], rows)}\n\n{_where(document)}"
 
 
-TABLES: dict[str, Callable[[], str]] = {"cpu": cpu_table, "full_size": full_size_table}
+def h200_table() -> str:
+    """The triton backend beside the best peers on an H200."""
+    document = _load("h200_table_bf16.json")
+    rows = [
+        [
+            row["model"],
+            str(row["tokens"]),
+            f"{row['ours_us']:.1f}",
+            f"{row['best_peer_us']:.1f}",
+            f"{row['best_peer_over_ours']:.3f}",
+            f"{row['roof_us']:.1f}",
+        ]
+        for row in document["rows"]
+    ]
+    mean = document["summary"]["geomean_best_peer_over_ours"]
+    ceilings = document["ceilings"]
+    summary = (
+        f"Geometric mean {mean:.3f}. Ceilings in the same process: {ceilings['matmul_tflops']:.0f} TFLOP/s, "
+        f"{ceilings['read_tbps']:.2f} TB/s. {_where(document)} {document['note'].capitalize()}."
+    )
+    header = ["layer", "T", "ours us", "best peer us", "ratio", "roofline us"]
+    return f"{_table(header, rows)}\n\n{summary}"
+
+
+TABLES: dict[str, Callable[[], str]] = {"cpu": cpu_table, "full_size": full_size_table, "h200": h200_table}
 
 
 def render(page: str) -> str:
