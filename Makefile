@@ -45,7 +45,7 @@ lint: $(VENV)/.test-stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict moereg
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 format: $(VENV)/.test-stamp
 	$(BIN)/ruff check --fix .
