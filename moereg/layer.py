@@ -62,8 +62,10 @@ class MoEKernel:
         self._device = weights.device
         self._workspace_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         # A tensor, since compiled code treats a number as a constant: each layer would compile its caller again.
-        self._handle = torch.tensor(next(_HANDLES))
-        _KERNELS[int(self._handle)] = self
+        # On the CPU whatever the default device is, since it is read at each call of compiled code.
+        number = next(_HANDLES)
+        self._handle = torch.tensor(number, device="cpu")
+        _KERNELS[number] = self
 
     def __call__(
         self,
@@ -365,8 +367,8 @@ def _expert_map(
             f"ep_rank must be in [0, {problem.num_experts // problem.num_local_experts}) for "
             f"{problem.num_local_experts} of {problem.num_experts} experts a rank, got {ep_rank}"
         )
-    local = torch.arange(problem.num_experts, dtype=torch.int32) - first
-    return torch.where((local >= 0) & (local < problem.num_local_experts), local, -1).to(device)
+    local = torch.arange(problem.num_experts, dtype=torch.int32, device=device) - first
+    return torch.where((local >= 0) & (local < problem.num_local_experts), local, -1)
 
 
 def _check_same_everywhere(selection: Selection, group: Any) -> None:

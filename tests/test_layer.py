@@ -673,3 +673,18 @@ def test_kernels_are_not_pickled() -> None:
     problem = problem_of()
     with pytest.raises(TypeError, match=r"send the problem and Selection\.to_dict"):
         pickle.dumps(make_kernel(problem, make_weights(problem, CPU), selection_of(problem)))
+
+
+def test_a_default_device_changes_nothing() -> None:
+    """Engines build models under another default device; what a kernel keeps for itself must not follow it."""
+    problem = problem_of(num_local_experts=4)
+    weights = make_weights(problem, CPU)
+    inputs = make_inputs(problem, 5, "uniform", CPU)
+    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    selection = selection_of(problem)
+    with torch.device("meta"):
+        kernel = make_kernel(problem, weights, selection, ep_rank=1)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *arguments: kernel(*arguments), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*arguments), kernel(*arguments))
+    assert torch.equal(kernel(*arguments), make_kernel(problem, weights, selection, ep_rank=1)(*arguments))

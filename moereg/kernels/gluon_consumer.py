@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from moereg.kernels.gluon_ring import locate, multiply
+from moereg.kernels.gluon_ring import locate, multiply, reinterpret
 
 # Unused rows in front of the rows that these kernels write. A tensor map that ends where an expert's rows end lets the
 # hardware drop what a box holds of the next expert's; it begins this many rows, the longest tile, before that end.
@@ -123,7 +123,7 @@ def _store(
             buffer.slice(0, ROWS, dim=0).store(y)
         fence_async_shared()
         _barrier()
-        box = buffer._reinterpret(out.dtype, out.block_shape, out.layout)
+        box = reinterpret(buffer, out.dtype, out.block_shape, out.layout)
         _store_box(out, [end, first_row + FIRST, out_column], box)
 
 

@@ -21,9 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 # Elements of the reduced dimension per step: 128 bytes, the widest swizzle.
 BLOCK_K = gl.constexpr(64)
 
-# Triton 3.8 renamed these two; 3.9 removed the old names.
+# Triton 3.8 renamed the first two and 3.9 the third; 3.9 removed the old names.
 _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _load_chunks = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_descriptor = gl.shared_memory_descriptor
+reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
 
 
 @gluon.jit
@@ -213,8 +215,8 @@ def multiply(
     PARTS: gl.constexpr = 2 * rows_shared.shape[1] // ROWS
     dtype: gl.constexpr = rows_shared.dtype
     operand: gl.constexpr = rows_shared.layout
-    columns = weights_shared._reinterpret(dtype, [2 * STAGES, COLUMNS, BLOCK_K], operand)
-    rows = rows_shared._reinterpret(dtype, [PARTS * STAGES, ROWS, BLOCK_K], operand)
+    columns = reinterpret(weights_shared, dtype, [2 * STAGES, COLUMNS, BLOCK_K], operand)
+    rows = reinterpret(rows_shared, dtype, [PARTS * STAGES, ROWS, BLOCK_K], operand)
     main = gl.zeros([COLUMNS, ROWS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
     if TAIL > 0:
         tail = gl.zeros([COLUMNS, TAIL], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16]))
