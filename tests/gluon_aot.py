@@ -48,13 +48,13 @@ def compile_one(name: str, config: GluonGemmConfig, is_gate_up: bool, by_token: 
         "BLOCK_N": config.block_n,
         "MAIN": config.block_m,
         "TAIL": config.slack,
-        "SPLIT": config.split,
         "STAGES": config.stages,
         "ACTIVATION": "silu" if is_gate_up else None,
         "GATED": is_gate_up,
         "ALPHA": 1.0,
         "BETA": 0.0,
         "LIMIT": None,
+        "OVERLAP": True,
         "bias": None,
         **({"tail_rows": None} if by_token else {}),
     }
@@ -67,7 +67,7 @@ def compile_one(name: str, config: GluonGemmConfig, is_gate_up: bool, by_token: 
         constexprs={(names.index(argument),): value for argument, value in constants.items()},
         attrs={(place,): [["tt.divisibility", 16]] for place in (*aligned, names.index("num_columns"))},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -93,5 +93,5 @@ if __name__ == "__main__":
             by_token = is_gate_up and not rule.copies_rows
             if (config, is_gate_up, by_token) not in done:
                 done.add((config, is_gate_up, by_token))
-                label = f"{name} {config.block_m}x{config.block_n}/{config.split}{' by token' if by_token else ''}"
+                label = f"{name} {config.block_m}x{config.block_n}{' by token' if by_token else ''}"
                 print(json.dumps(compile_one(label, config, is_gate_up, by_token)), flush=True)

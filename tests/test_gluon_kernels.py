@@ -100,9 +100,9 @@ def test_layer_of_kernels(
         expert_map = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
         expert_map[5 : 5 + local] = torch.arange(local, dtype=torch.int32, device="cuda")
     workspace = torch.empty(route_workspace_numel(tokens, top_k, local, 16), dtype=torch.int32, device="cuda")
-    plan = sort_routes(ids, expert_map, experts, local, gate_up.plan_rows, workspace, slack=gate_up.slack)
+    plan = sort_routes(ids, expert_map, experts, local, gate_up.block_m, workspace, slack=gate_up.slack)
     valid = assert_equal_plans(
-        plan, sort_routes_reference(ids, expert_map, experts, local, gate_up.plan_rows, gate_up.slack)
+        plan, sort_routes_reference(ids, expert_map, experts, local, gate_up.block_m, gate_up.slack)
     )
 
     routes, halves = tokens * top_k, 2 if gated else 1

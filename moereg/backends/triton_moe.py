@@ -23,9 +23,9 @@ _WEIGHT_PAD = 64
 # Rows in front of both buffers of rows, into which a store of the Gluon kernels is anchored; as those kernels have it.
 _GUARD_ROWS = 288
 
-# Up to this many rows an expert the Gluon kernels' tiles would be mostly padding: on an H200 they lose 4 % at 8 rows
-# (gpt-oss-120b, 256 tokens) and win 6 % at 64 (qwen3-30b-a3b, 1,024 tokens).
-_MIN_GLUON_ROWS = 24
+# Up to this many rows an expert the Gluon kernels' tiles would be mostly padding: on an H200 they lose 3 % at 32 rows
+# (gpt-oss-120b, 1,024 tokens) and win 6 % at 64 (qwen3-30b-a3b, 1,024 tokens).
+_MIN_GLUON_ROWS = 40
 
 _WEIGHTS = ("w13", "w2", "w13_bias", "w2_bias")
 
@@ -267,6 +267,7 @@ class TritonExperts(Experts):
         from moereg.kernels.gluon_consumer import GUARD_ROWS
         from moereg.kernels.gluon_grouped_gemm import down_gemm, gate_up_gemm, select_config
         from moereg.kernels.triton_copy import copy_rows
+        from moereg.kernels.triton_overlap import can_overlap
         from moereg.kernels.triton_reduce import reduce_sorted_rows
         from moereg.kernels.triton_routing import sort_routes
 
@@ -276,6 +277,7 @@ class TritonExperts(Experts):
         num_tokens, hidden_size = inputs.hidden_states.shape
         num_routes = num_tokens * problem.top_k
         config = select_config(num_routes / problem.num_experts, weights["w13"].shape[1])
+        overlap = can_overlap(out.device)
         plan_numel = _plan_numel(problem, num_tokens)
         intermediate = workspace13[: GUARD_ROWS + num_routes]
         sorted_rows = workspace2[plan_numel : plan_numel + (GUARD_ROWS + num_routes) * hidden_size].view(
@@ -286,15 +288,16 @@ class TritonExperts(Experts):
             inputs.expert_map,
             problem.num_experts,
             problem.num_local_experts,
-            config.gate_up.plan_rows,
+            config.gate_up.block_m,
             workspace2[:plan_numel].view(torch.int32),
             slack=config.gate_up.slack,
+            overlap=overlap,
         )
         rows: torch.Tensor = inputs.hidden_states
         if config.copies_rows:
             # The second GEMM's output is not there yet.
             rows = sorted_rows[GUARD_ROWS:]
-            copy_rows(rows, inputs.hidden_states, plan.route_row)
+            copy_rows(rows, inputs.hidden_states, plan.route_row, overlap=overlap)
         gate_up_gemm(
             intermediate,
             rows,
@@ -308,9 +311,11 @@ class TritonExperts(Experts):
             beta=activation.beta,
             limit=activation.limit,
             bias=weights.get("w13_bias"),
+            overlap=overlap,
         )
-        down_gemm(sorted_rows, intermediate, weights["w2"], plan, config.down, bias=weights.get("w2_bias"))
-        reduce_sorted_rows(out, sorted_rows[GUARD_ROWS:], plan.route_row, inputs.topk_weights)
+        w2, w2_bias = weights["w2"], weights.get("w2_bias")
+        down_gemm(sorted_rows, intermediate, w2, plan, config.down, bias=w2_bias, overlap=overlap)
+        reduce_sorted_rows(out, sorted_rows[GUARD_ROWS:], plan.route_row, inputs.topk_weights, overlap=overlap)
 
 
 def _plan_numel(problem: MoEProblem, num_tokens: int) -> int:

@@ -183,7 +183,6 @@ def consume(
     BLOCK_N: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
-    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
@@ -195,8 +194,8 @@ def consume(
     OUT_COLUMNS: gl.constexpr = out.block_shape[2]
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for tile in range(gl.program_id(0), plan[3] * SPLIT * num_tiles_n, gl.num_programs(0)):
-        expert, tile_n, row, rows = locate(tile, plan, num_tiles_n, group, MAIN, TAIL, SPLIT)
+    for tile in range(gl.program_id(0), plan[3] * num_tiles_n, gl.num_programs(0)):
+        expert, tile_n, row, rows = locate(tile, plan, num_tiles_n, group, MAIN, TAIL)
         # fmt: off
         if rows > MAIN:
             slot, phase = _consume_tile(
@@ -206,7 +205,7 @@ def consume(
             slot, phase = _consume_tile(
                 out, bias, ring, staging, slot, phase, num_k, num_columns, expert, tile_n, row, rows, WARPGROUP, MAIN,
                 0, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT, OUT_COLUMNS)
-        elif rows > 0:
+        else:
             slot, phase = _consume_tile(
                 out, bias, ring, staging, slot, phase, num_k, num_columns, expert, tile_n, row, rows, WARPGROUP,
                 MAIN // 2, 0, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT, OUT_COLUMNS)

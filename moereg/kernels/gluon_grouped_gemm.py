@@ -25,14 +25,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.gluon_consumer import GUARD_ROWS, consume
 from moereg.kernels.gluon_ring import BLOCK_K, produce, produce_by_token
+from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.triton_routing import RoutePlan
 
 # Elements of one staged store: 4 KiB, two of them a warpgroup, is what four stages of the ring leave.
 _STAGED_ELEMENTS = 2048
 
-# All registers of 384 threads: both consumers', then the producer's.
-_CONSUMER_REGISTERS = gl.constexpr(224)
-_PRODUCER_REGISTERS = gl.constexpr(56)
+# All registers of 384 threads: both consumers', then the producer's. With 56 the producer computes each token's address
+# in the same register and waits for it to be read: the first GEMM took 5 to 8 % longer.
+_CONSUMER_REGISTERS = gl.constexpr(208)
+_PRODUCER_REGISTERS = gl.constexpr(88)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +42,16 @@ class GluonGemmConfig:
     """Launch configuration of one grouped GEMM.
 
     Attributes:
-        block_m: rows of a tile: wgmma's N side.
+        block_m: rows of a tile: wgmma's N side; equal to the plan's.
         block_n: columns of the weight product per tile (gate and up count as two); each warpgroup takes one half.
-        split: tiles that share a block of the plan: 1 or 2.
         slack: rows by which a tile may be longer; equal to the plan's.
         stages: depth of the ring.
     """
 
     block_m: int
     block_n: int
-    split: int = 1
     slack: int = 32
     stages: int = 4
-
-    @property
-    def plan_rows(self) -> int:
-        """`block_m` of the plan."""
-        return self.split * self.block_m
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +63,7 @@ class GluonConfigRule:
         min_columns: and from this many rows of an expert's w13 on.
         copies_rows: whether the tokens are first copied to the sorted rows of their routes.
         gate_up: configuration of the first GEMM.
-        down: configuration of the second, with the same `plan_rows` and `slack`.
+        down: configuration of the second, with the same `block_m` and `slack`.
     """
 
     max_rows_per_expert: float
@@ -78,20 +73,20 @@ class GluonConfigRule:
     down: GluonGemmConfig
 
 
-# First match counts. Measured on an H200 with 32 to 8192 rows an expert, 2026-11-20.
+# First match counts. Measured on an H200 with 32 to 8192 rows an expert, 2026-11-20 and 21.
 #
 # Tiles of 256 x 128 and 128 x 256 read as many bytes a product. The former are faster by 1 to 12 % where rows come as
-# boxes, but where they are copied token by token, by 16 bytes, that costs 10 to 19 % of the former and 4 % of the
+# boxes, but where they are copied token by token, by 16 bytes, that costs 8 to 14 % of the former and 3 to 6 % of the
 # latter, which copy half as many; yet at 256 rows an expert the latter lose more by a short second tile.
 #
-# To copy the tokens into sorted order first takes time with rows x H and saves with rows x H x columns: 166 us for 133
-# at 2,048 columns (olmoe-1b-7b), about 120 for 550 at 5,760 (gpt-oss-120b).
+# To copy the tokens into sorted order first takes time with rows x H and saves with rows x H x columns: 162 us for 150
+# at 2,048 columns (olmoe-1b-7b), 145 for 460 at 5,760 (gpt-oss-120b).
 CONFIG_RULES = (
     GluonConfigRule(80, 0, False, GluonGemmConfig(64, 256), GluonGemmConfig(64, 256)),
     GluonConfigRule(176, 0, False, GluonGemmConfig(128, 256), GluonGemmConfig(128, 256)),
     GluonConfigRule(math.inf, 4096, True, GluonGemmConfig(256, 128), GluonGemmConfig(256, 128)),
     GluonConfigRule(400, 0, False, GluonGemmConfig(256, 128), GluonGemmConfig(256, 128)),
-    GluonConfigRule(math.inf, 0, False, GluonGemmConfig(128, 256, split=2), GluonGemmConfig(256, 128)),
+    GluonConfigRule(math.inf, 0, False, GluonGemmConfig(128, 256), GluonGemmConfig(128, 256)),
 )
 
 # An expert's matrix that is larger is not kept by the L2 until the next block of the same expert.
@@ -133,13 +128,13 @@ def _grouped_kernel(
     BLOCK_N: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
-    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
     ALPHA: gl.constexpr,
     BETA: gl.constexpr,
     LIMIT: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     dtype: gl.constexpr = weights.dtype
     operand: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -155,6 +150,8 @@ def _grouped_kernel(
         mbarrier.init(full.index(slot), count=129 if BY_TOKEN else 1)
         mbarrier.init(empty.index(slot), count=2)
     fence_async_shared()
+    wait_for_previous(OVERLAP)
+    release_next(OVERLAP)
     ring = (weights_shared, rows_shared, tail_shared, full, empty)
     plan = (block_expert, block_row, block_end, gl.load(num_blocks))
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
@@ -162,20 +159,20 @@ def _grouped_kernel(
     if BY_TOKEN:
         gl.warp_specialize(
             [(consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 0, True, BLOCK_N, MAIN,
-                         TAIL, SPLIT, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+                         TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
              (consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 1, True, BLOCK_N, MAIN,
-                         TAIL, SPLIT, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+                         TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
              (produce_by_token, (weights, rows, sorted_routes, ring, plan, num_tiles_n, group, num_k, num_columns,
-                                 hidden_chunks, stride_chunks, TOP_K, MASK_K, BLOCK_N, MAIN, TAIL, SPLIT, STAGES))],
+                                 hidden_chunks, stride_chunks, TOP_K, MASK_K, BLOCK_N, MAIN, TAIL, STAGES))],
             [4, 4], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
     else:
         gl.warp_specialize(
             [(consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 0, False, BLOCK_N,
-                         MAIN, TAIL, SPLIT, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+                         MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
              (consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 1, False, BLOCK_N,
-                         MAIN, TAIL, SPLIT, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+                         MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
              (produce, (weights, rows, tail_rows, ring, plan, num_tiles_n, group, num_k, num_columns, BLOCK_N, MAIN,
-                        TAIL, SPLIT, STAGES))],
+                        TAIL, STAGES))],
             [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
     # fmt: on
 
@@ -194,6 +191,7 @@ def gate_up_gemm(
     beta: float = 0.0,
     limit: float | None = None,
     bias: torch.Tensor | None = None,
+    overlap: bool = False,
 ) -> None:
     """Writes `act(row @ w13[expert].T + bias)` for every sorted row; see `triton_grouped_gemm.gate_up_gemm`.
 
@@ -204,7 +202,7 @@ def gate_up_gemm(
             stride multiples of 8, fewer than 2**31 elements.
         w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; contiguous, zero padded, I_pad and
             H_pad multiples of 64.
-        plan: from `sort_routes` with `config.plan_rows` and `config.slack`.
+        plan: from `sort_routes` with `config.block_m` and `config.slack`.
         config: launch configuration.
         top_k: K, or None.
         activation: `silu`, `swigluoai`, `gelu`, `gelu_tanh` or `relu2`.
@@ -213,6 +211,7 @@ def gate_up_gemm(
         beta: added to the clamped up half; only where gated.
         limit: the clamp, or None; only where gated.
         bias: [E, 2 * I_pad] or [E, I_pad] in w13's row order, contiguous, any float dtype, or None.
+        overlap: whether to start while the kernel in front still runs, and to let the next one start early.
     """
     num_experts, num_columns, depth = w13.shape
     assert rows.shape[1] % 8 == rows.stride(0) % 8 == 0 and out.shape[1] == num_columns // (2 if gated else 1)
@@ -225,7 +224,10 @@ def gate_up_gemm(
         (config.block_n // 16, 2, 8, BLOCK_K.value),
     )
     out_columns = config.block_n // (4 if gated else 2)
-    _launch(out, out_columns, weights, rows, w13, plan, config, top_k, bias, activation, gated, alpha, beta, limit)
+    # fmt: off
+    _launch(out, out_columns, weights, rows, w13, plan, config, top_k, bias, activation, gated, alpha, beta, limit,
+            overlap)
+    # fmt: on
 
 
 def down_gemm(
@@ -236,6 +238,7 @@ def down_gemm(
     config: GluonGemmConfig,
     *,
     bias: torch.Tensor | None = None,
+    overlap: bool = False,
 ) -> None:
     """Writes `intermediate[row] @ w2[expert].T + bias` for every sorted row, unweighted.
 
@@ -247,12 +250,16 @@ def down_gemm(
         plan: as for `gate_up_gemm`.
         config: launch configuration.
         bias: [E, H] contiguous, any float dtype, or None.
+        overlap: as for `gate_up_gemm`.
     """
     depth = w2.shape[2]
     assert intermediate.shape[1] == depth and out.shape[1] == w2.shape[1] and out.shape[1] % 8 == 0
     weights = _tensor_map(w2, w2.shape, w2.stride(), (1, config.block_n, BLOCK_K.value))
     rows = intermediate[GUARD_ROWS:]
-    _launch(out, config.block_n // 2, weights, rows, w2, plan, config, None, bias, None, False, 1.0, 0.0, None)
+    # fmt: off
+    _launch(out, config.block_n // 2, weights, rows, w2, plan, config, None, bias, None, False, 1.0, 0.0, None,
+            overlap)
+    # fmt: on
 
 
 def _launch(
@@ -270,9 +277,10 @@ def _launch(
     alpha: float,
     beta: float,
     limit: float | None,
+    overlap: bool,
 ) -> None:
     _, num_columns, depth = weight.shape
-    assert plan.block_m == config.plan_rows and plan.slack == config.slack and depth % BLOCK_K.value == 0
+    assert plan.block_m == config.block_m and plan.slack == config.slack and depth % BLOCK_K.value == 0
     assert out.is_contiguous() and weight.is_contiguous() and config.block_m + config.slack <= GUARD_ROWS
     width = out.shape[1]
     num_rows = out.shape[0] - GUARD_ROWS
@@ -310,14 +318,15 @@ def _launch(
         BLOCK_N=config.block_n,
         MAIN=config.block_m,
         TAIL=config.slack,
-        SPLIT=config.split,
         STAGES=config.stages,
         ACTIVATION=activation,
         GATED=gated,
         ALPHA=alpha,
         BETA=beta,
         LIMIT=limit,
+        OVERLAP=overlap,
         num_warps=4,
+        **overlap_options(overlap),
     )
 
 

@@ -125,7 +125,7 @@ CONFIG_RULES = (
         2,
         math.inf,
         48,
-        GemmPair(GroupedGemmConfig(64, 128, 64, 1, 4, 3, True), GroupedGemmConfig(64, 128, 64, 1, 4, 3, True)),
+        GemmPair(GroupedGemmConfig(64, 128, 64, 1, 4, 4, True), GroupedGemmConfig(64, 128, 64, 1, 4, 4, True)),
     ),
     ConfigRule(
         2,
