@@ -6,8 +6,9 @@ a few rows more than a multiple of a block gets one longer tile, with a short se
 are in shared memory already, and not two tiles.
 
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
-the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`. References in plain torch:
-`gate_up_reference` and `down_reference` of `triton_grouped_gemm`.
+the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`, or lie where a plain `BlockMap`
+of the batched format says. References in plain torch: `gate_up_reference` and `down_reference` of
+`triton_grouped_gemm`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.gluon_consumer import GUARD_ROWS, consume
 from moereg.kernels.gluon_ring import BLOCK_K, produce, produce_by_token
+from moereg.kernels.triton_block_map import BlockMap
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.triton_routing import RoutePlan
 
@@ -96,15 +98,18 @@ _L2_SHARE_BYTES = 48 * 2**20
 _GROUP = 4
 
 
-def select_config(rows_per_expert: float, num_columns: int) -> GluonConfigRule:
-    """Returns the rule for an average number of rows per expert and the rows of an expert's w13."""
+def select_config(rows_per_expert: float, num_columns: float) -> GluonConfigRule:
+    """Returns the rule for an average number of rows per expert and the rows of an expert's w13.
+
+    Infinitely many of these give the rule for rows that lie in order already, as in the batched format.
+    """
     return next(
         rule for rule in CONFIG_RULES if rows_per_expert <= rule.max_rows_per_expert and num_columns >= rule.min_columns
     )
 
 
 # Tile and step counts are not specialised: their divisibility says nothing, and each would be compiled anew.
-@gluon.jit(do_not_specialize=["num_tiles_n", "group", "num_k"])
+@gluon.jit(do_not_specialize=["num_tiles_n", "group", "num_k", "max_tokens"])
 def _grouped_kernel(
     out,
     weights,
@@ -122,6 +127,7 @@ def _grouped_kernel(
     num_columns,
     hidden_chunks,
     stride_chunks,
+    max_tokens,
     BY_TOKEN: gl.constexpr,
     TOP_K: gl.constexpr,
     MASK_K: gl.constexpr,
@@ -158,19 +164,19 @@ def _grouped_kernel(
     # fmt: off
     if BY_TOKEN:
         gl.warp_specialize(
-            [(consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 0, True, BLOCK_N, MAIN,
-                         TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 1, True, BLOCK_N, MAIN,
-                         TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+            [(consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 0, True,
+                         BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+             (consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 1, True,
+                         BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
              (produce_by_token, (weights, rows, sorted_routes, ring, plan, num_tiles_n, group, num_k, num_columns,
                                  hidden_chunks, stride_chunks, TOP_K, MASK_K, BLOCK_N, MAIN, TAIL, STAGES))],
             [4, 4], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
     else:
         gl.warp_specialize(
-            [(consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 0, False, BLOCK_N,
-                         MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 1, False, BLOCK_N,
-                         MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+            [(consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 0, False,
+                         BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+             (consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 1, False,
+                         BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
              (produce, (weights, rows, tail_rows, ring, plan, num_tiles_n, group, num_k, num_columns, BLOCK_N, MAIN,
                         TAIL, STAGES))],
             [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
@@ -181,7 +187,7 @@ def gate_up_gemm(
     out: torch.Tensor,
     rows: torch.Tensor,
     w13: torch.Tensor,
-    plan: RoutePlan,
+    plan: BlockMap,
     config: GluonGemmConfig,
     *,
     top_k: int | None,
@@ -197,12 +203,14 @@ def gate_up_gemm(
 
     Args:
         out: [GUARD_ROWS + N, I_pad] bf16 or fp16, contiguous, 16-byte aligned: overwritten behind the guard up to the
-            last valid row.
-        rows: with `top_k` the tokens [T, H], without it their copies [N, H] in sorted order; 16-byte aligned, H and the
-            stride multiples of 8, fewer than 2**31 elements.
+            last valid row. In the batched format [E, max_T, I_pad], where rows that are not valid are overwritten with
+            anything.
+        rows: with `top_k` the tokens [T, H], fewer than 2**31 elements; without it their copies [N, H] in sorted order,
+            or [E * max_T, H] in the batched format. 16-byte aligned, H and the stride multiples of 8.
         w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; contiguous, zero padded, I_pad and
             H_pad multiples of 64.
-        plan: from `sort_routes` with `config.block_m` and `config.slack`.
+        plan: from `sort_routes`, or in the batched format from `plan_batches`, with `config.block_m` and
+            `config.slack`.
         config: launch configuration.
         top_k: K, or None.
         activation: `silu`, `swigluoai`, `gelu`, `gelu_tanh` or `relu2`.
@@ -214,7 +222,7 @@ def gate_up_gemm(
         overlap: whether to start while the kernel in front still runs, and to let the next one start early.
     """
     num_experts, num_columns, depth = w13.shape
-    assert rows.shape[1] % 8 == rows.stride(0) % 8 == 0 and out.shape[1] == num_columns // (2 if gated else 1)
+    assert rows.shape[1] % 8 == rows.stride(0) % 8 == 0 and out.shape[-1] == num_columns // (2 if gated else 1)
     # Of 16 rows, a box takes 8 gates and then 8 ups, or, where not gated, all in order.
     half_stride, row_stride = (depth, 2 * depth) if gated else (8 * depth, depth)
     weights = _tensor_map(
@@ -234,7 +242,7 @@ def down_gemm(
     out: torch.Tensor,
     intermediate: torch.Tensor,
     w2: torch.Tensor,
-    plan: RoutePlan,
+    plan: BlockMap,
     config: GluonGemmConfig,
     *,
     bias: torch.Tensor | None = None,
@@ -244,8 +252,9 @@ def down_gemm(
 
     Args:
         out: [GUARD_ROWS + N, H] bf16 or fp16, contiguous, 16-byte aligned, H a multiple of 8: overwritten behind the
-            guard up to the last valid row, in sorted order.
-        intermediate: [GUARD_ROWS + N, I_pad], contiguous, as `gate_up_gemm` wrote it.
+            guard up to the last valid row, in sorted order. In the batched format [E, max_T, H], where rows that are
+            not valid are overwritten with anything.
+        intermediate: [GUARD_ROWS + N, I_pad] or [E, max_T, I_pad], contiguous, as `gate_up_gemm` wrote it.
         w2: [E, H, I_pad], contiguous, same dtype.
         plan: as for `gate_up_gemm`.
         config: launch configuration.
@@ -253,9 +262,9 @@ def down_gemm(
         overlap: as for `gate_up_gemm`.
     """
     depth = w2.shape[2]
-    assert intermediate.shape[1] == depth and out.shape[1] == w2.shape[1] and out.shape[1] % 8 == 0
+    assert intermediate.shape[-1] == depth and out.shape[-1] == w2.shape[1] and out.shape[-1] % 8 == 0
     weights = _tensor_map(w2, w2.shape, w2.stride(), (1, config.block_n, BLOCK_K.value))
-    rows = intermediate[GUARD_ROWS:]
+    rows = intermediate[GUARD_ROWS:] if intermediate.dim() == 2 else intermediate.view(-1, depth)
     # fmt: off
     _launch(out, config.block_n // 2, weights, rows, w2, plan, config, None, bias, None, False, 1.0, 0.0, None,
             overlap)
@@ -268,7 +277,7 @@ def _launch(
     weights: TensorDescriptor,
     rows: torch.Tensor,
     weight: torch.Tensor,
-    plan: RoutePlan,
+    plan: BlockMap,
     config: GluonGemmConfig,
     top_k: int | None,
     bias: torch.Tensor | None,
@@ -282,15 +291,12 @@ def _launch(
     _, num_columns, depth = weight.shape
     assert plan.block_m == config.block_m and plan.slack == config.slack and depth % BLOCK_K.value == 0
     assert out.is_contiguous() and weight.is_contiguous() and config.block_m + config.slack <= GUARD_ROWS
-    width = out.shape[1]
-    num_rows = out.shape[0] - GUARD_ROWS
+    width = out.shape[-1]
+    max_tokens = out.shape[1] if out.dim() == 3 else None
     # Anchored at an expert's end: [end, GUARD_ROWS - rows + i] is row i of the tile of `rows` rows that ends there.
-    clipped_out = _tensor_map(
-        out,
-        (num_rows + 1, GUARD_ROWS, width),
-        (width, width, 1),
-        (1, _STAGED_ELEMENTS // out_columns, out_columns),
-    )
+    compact = (out.shape[0] - GUARD_ROWS + 1, GUARD_ROWS, width), (width, width, 1)
+    shape, strides = compact if max_tokens is None else (out.shape, out.stride())
+    clipped_out = _tensor_map(out, shape, strides, (1, _STAGED_ELEMENTS // out_columns, out_columns))
     half = tail = None
     if top_k is None:
         half = _tensor_map(rows, rows.shape, rows.stride(), (config.block_m // 2, BLOCK_K.value))
@@ -301,7 +307,7 @@ def _launch(
         rows if half is None else half,
         tail,
         bias,
-        plan.sorted_routes,
+        plan.sorted_routes if isinstance(plan, RoutePlan) else None,
         plan.block_expert,
         plan.block_row,
         plan.block_end,
@@ -312,6 +318,7 @@ def _launch(
         num_columns,
         rows.shape[1] // 8,
         rows.stride(0) // 8,
+        max_tokens,
         BY_TOKEN=top_k is not None,
         TOP_K=top_k,
         MASK_K=rows.shape[1] != depth,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moereg.kernels.triton_block_map import BlockMap, aligned, block_map_reference, cut_workspace, store_block_map
 from moereg.kernels.triton_launch import launch
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 
@@ -43,14 +44,10 @@ DEFAULT_ROUTING_CONFIG = RoutingConfig()
 _SCAN_CHUNKS = 128
 _SCAN_EXPERTS = 32
 
-# Every piece of the workspace starts at a multiple of this many int32, so that pointer alignment, and with it the
-# compiled variant of a kernel, does not depend on the number of tokens.
-_ALIGN = 32
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RoutePlan:
-    """Where each route's row is, and which rows each tile covers; all int32 on the device of the ids.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RoutePlan(BlockMap):
+    """Where each route's row is, and which sorted rows each tile covers; all int32 on the device of the ids.
 
     Attributes:
         route_expert: [N], local expert of a route, or -1 where it adds nothing.
@@ -58,30 +55,12 @@ class RoutePlan:
         sorted_routes: [N], routes by ascending expert, by ascending route within one; entries from
             `expert_offsets[E]` on are not written.
         expert_offsets: [E + 1], first sorted row of each expert, then the number of valid routes.
-        block_expert: [B], expert of a tile; like the next two written for the first `num_blocks` entries only.
-        block_row: [B], first sorted row of a tile.
-        block_end: [B], end of the sorted rows of the tile's expert (the tile itself covers at most `block_m`).
-        num_blocks: [1], tiles in use.
-        block_m: rows per tile.
-        slack: rows by which the last tile of an expert may be longer, so that a few rows more than a multiple of
-            `block_m` make no tile of their own.
     """
 
     route_expert: torch.Tensor
     route_row: torch.Tensor
     sorted_routes: torch.Tensor
     expert_offsets: torch.Tensor
-    block_expert: torch.Tensor
-    block_row: torch.Tensor
-    block_end: torch.Tensor
-    num_blocks: torch.Tensor
-    block_m: int
-    slack: int = 0
-
-    @property
-    def max_blocks(self) -> int:
-        """B: tiles to launch, because the number in use is known on the device only."""
-        return self.block_expert.numel()
 
 
 @triton.jit
@@ -102,7 +81,7 @@ def load_local_expert(
 
 
 @triton.jit
-def _store_block_map(
+def _store_offsets_and_blocks(
     counts,
     expert_offsets,
     block_expert,
@@ -115,18 +94,10 @@ def _store_block_map(
     EXPERTS: tl.constexpr,
 ):
     experts = tl.arange(0, EXPERTS)
-    ends = tl.cumsum(counts, 0)
-    offsets = ends - counts
+    offsets = tl.cumsum(counts, 0) - counts
     tl.store(expert_offsets + experts, offsets, mask=experts < num_local_experts)
     tl.store(expert_offsets + num_local_experts, tl.sum(counts, 0))
-    blocks = tl.maximum((counts - SLACK + BLOCK_M - 1) // BLOCK_M, (counts > 0).to(tl.int32))
-    first_block = tl.cumsum(blocks, 0) - blocks
-    tl.store(num_blocks, tl.sum(blocks, 0))
-    for i in range(tl.max(blocks, 0)):
-        slot = first_block + i
-        tl.store(block_expert + slot, experts, mask=i < blocks)
-        tl.store(block_row + slot, offsets + i * BLOCK_M, mask=i < blocks)
-        tl.store(block_end + slot, ends, mask=i < blocks)
+    store_block_map(counts, offsets, block_expert, block_row, block_end, num_blocks, BLOCK_M, SLACK, EXPERTS)
 
 
 @triton.jit
@@ -166,7 +137,7 @@ def _sort_routes_kernel(
         for start in range(0, num_routes, CHUNK):
             expert = load_local_expert(topk_ids, expert_map, start + lanes, num_routes, num_experts, num_local_experts)
             counts += tl.histogram(expert, EXPERTS, mask=expert >= 0)
-        _store_block_map(
+        _store_offsets_and_blocks(
             counts,
             expert_offsets,
             block_expert,
@@ -268,7 +239,7 @@ def _place_routes_kernel(
     counts = tl.load(expert_counts + experts, mask=experts < num_local_experts, other=0)
     pid = tl.program_id(0)
     if pid == 0:
-        _store_block_map(
+        _store_offsets_and_blocks(
             counts,
             expert_offsets,
             block_expert,
@@ -312,7 +283,7 @@ def route_workspace_numel(
     config: RoutingConfig = DEFAULT_ROUTING_CONFIG,
 ) -> int:
     """Returns how many int32 `sort_routes` needs; grows with tokens and experts, shrinks with `block_m`."""
-    return sum(_aligned(size) for size in _piece_sizes(num_tokens * top_k, num_local_experts, block_m, config))
+    return sum(aligned(size) for size in _piece_sizes(num_tokens * top_k, num_local_experts, block_m, config))
 
 
 def sort_routes(
@@ -351,13 +322,7 @@ def sort_routes(
     assert num_routes > 0, "the caller handles T = 0"
     # Also keeps the keys of the single launch within int32.
     assert num_local_experts * config.single_launch_routes < 2**31
-    sizes = _piece_sizes(num_routes, num_local_experts, block_m, config)
-    pieces = []
-    start = 0
-    for size in sizes:
-        pieces.append(workspace[start : start + size])
-        start += _aligned(size)
-    assert start <= workspace.numel(), f"workspace holds {workspace.numel()} int32, needs {start}"
+    pieces = cut_workspace(workspace, _piece_sizes(num_routes, num_local_experts, block_m, config))
     route_expert, route_row, sorted_routes, expert_offsets, *block_pieces = pieces
     block_expert, block_row, block_end, num_blocks, expert_counts, chunk_counts = block_pieces
     plan = RoutePlan(
@@ -478,10 +443,7 @@ def sort_routes_reference(
     local = local.where(known & (local >= 0) & (local < num_local_experts), local.new_tensor(-1))
     counts = local[local >= 0].bincount(minlength=num_local_experts)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    blocks = ((counts - slack + block_m - 1) // block_m).maximum((counts > 0).long())
-    block_expert = torch.arange(num_local_experts, device=ids.device).repeat_interleave(blocks)
-    first_block = blocks.cumsum(0) - blocks
-    step = torch.arange(block_expert.numel(), device=ids.device) - first_block[block_expert]
+    blocks = block_map_reference(counts, offsets[:-1], block_m, slack)
     sorted_routes = local.argsort(stable=True)[(local < 0).sum() :]
     route_row = torch.full_like(local, -1)
     route_row[sorted_routes] = torch.arange(sorted_routes.numel(), device=ids.device)
@@ -490,17 +452,13 @@ def sort_routes_reference(
         route_row=route_row.int(),
         sorted_routes=sorted_routes.int(),
         expert_offsets=offsets.int(),
-        block_expert=block_expert.int(),
-        block_row=(offsets[block_expert] + step * block_m).int(),
-        block_end=offsets[block_expert + 1].int(),
-        num_blocks=blocks.sum().reshape(1).int(),
+        block_expert=blocks.block_expert,
+        block_row=blocks.block_row,
+        block_end=blocks.block_end,
+        num_blocks=blocks.num_blocks,
         block_m=block_m,
         slack=slack,
     )
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
 
 
 def _piece_sizes(num_routes: int, num_local_experts: int, block_m: int, config: RoutingConfig) -> tuple[int, ...]:
