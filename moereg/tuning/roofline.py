@@ -42,7 +42,7 @@ class Ceilings:
     """The most that a device reached.
 
     Attributes:
-        matmul_tflops: Of one large product in the dtype, sustained.
+        matmul_tflops: Of one large product, sustained.
         read_gbps: Of reading a large buffer once.
         read_by: What read it so fast.
     """
@@ -95,7 +95,7 @@ def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:
     """Measures both ceilings: a second or two, on a CPU with torch's current number of threads.
 
     Args:
-        dtype: Of the product.
+        dtype: Of the product; on a CPU one in fp32 counts too.
         device: Whose ceilings.
     """
     read_gbps, read_by = _measure_read(device)
@@ -111,9 +111,15 @@ def _measure_matmul(dtype: torch.dtype, device: torch.device) -> float:
             times_us += time_runs({"": [run]}, device, _MATMULS_AT_A_TIME)[""].samples_us
         settled_us = statistics.median(times_us[-max(1, int(len(times_us) * _SETTLED_FRACTION)) :])
         return _matmul_tflops(_GPU_MATMUL_SIZE, settled_us)
+    # Where a CPU lacks instructions for 16 bits, kernels that widen are the faster ones.
+    return max(_cpu_matmul_tflops(candidate) for candidate in {dtype, torch.float32})
+
+
+def _cpu_matmul_tflops(dtype: torch.dtype) -> float:
     best = 0.0
     for size in _CPU_MATMUL_SIZES:
         # Others may have been in the way; the best is nearest to what the machine can do.
+        device = torch.device("cpu")
         time_us = time_runs({"": [_matmul(size, dtype, device)]}, device, _MATMULS_AT_A_TIME)[""].min_us
         best = max(best, _matmul_tflops(size, time_us))
         if time_us > _LONG_MATMUL_US:
