@@ -150,10 +150,10 @@ def show_bench(result: BenchResult) -> None:
     target = console(sys.stdout)
     target.print(f"{result.subject}: {selection.problem}")
     versions = ", ".join(f"{name} {version}" for name, version in result.measured_on["versions"].items())
-    threads = f", {torch.get_num_threads()} threads" if selection.platform.kind == "cpu" else ""
+    threads = f", threads: {torch.get_num_threads()}" if selection.platform.kind == "cpu" else ""
     target.print(f"on {_machine(selection.platform)}{threads}, {versions}, {result.measured_on['date']}")
     target.print(
-        f"ceilings: {ceilings.matmul_tflops:.3g} TFLOP/s ({selection.problem.dtype} product), "
+        f"ceilings: {ceilings.matmul_tflops:.3g} TFLOP/s, "
         f"{ceilings.read_gbps:,.0f} GB/s ({ceilings.read_by}); {result.routing} routing"
     )
     table = _table("T", "", "backend", "time us", "p10 to p90", "TFLOP/s", "GB/s", "% of roofline", "error")
