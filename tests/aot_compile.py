@@ -33,6 +33,7 @@ from moereg.kernels.triton_gemm_config import GemvPair, select_config
 from moereg.kernels.triton_gemv import down_gemv, gate_up_gemv
 from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
 from moereg.kernels.triton_overlap import can_overlap
+from moereg.kernels.triton_read import READ_CONFIGS, num_read_programs, read_words
 from moereg.kernels.triton_reduce import reduce_routes
 from moereg.kernels.triton_routing import RoutingConfig, route_workspace_numel, sort_routes
 from moereg.kernels.triton_tiles import DirectRoutes
@@ -131,6 +132,13 @@ def launch_routing(shared_bytes: int) -> None:
     plan_batches(counts, 4096, 64, counts.new_empty(batch_workspace_numel(1024, 4096, 64)))
 
 
+def launch_reads(shared_bytes: int) -> None:
+    """Every way to measure the read bandwidth, on 4 GB."""
+    words = torch.empty(2**30, dtype=torch.int32, device="meta")
+    for config in READ_CONFIGS:
+        read_words(words.new_empty(num_read_programs(words.numel(), config, 132)), words, config)
+
+
 def launch_gemms(case: str, shared_bytes: int) -> None:
     """A case's plan, which `main` leaves out, and both of its GEMMs."""
     batched = case.startswith("batched")
@@ -183,6 +191,10 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
     down_gemm(empty(rows_of_out, hidden), intermediate_rows, w2, plan, configs.down, **second)
 
 
+# Without products.
+PLAIN_CASES = {"routing": launch_routing, "read": launch_reads}
+
+
 def describe(target: str, case: str, name: str, kernel: Any) -> dict[str, Any]:
     """Registers, spills and matrix instructions of a compiled kernel."""
     assembly = kernel.asm["amdgcn" if target.startswith("gfx") else "ptx"]
@@ -222,10 +234,10 @@ def main() -> None:
     gpu, shared_bytes = TARGETS[target]
     triton.runtime.driver.set_active(OfflineDriver(gpu, 0))
     rows = []
-    for case in cases or ["routing", *CASES]:
+    for case in cases or [*PLAIN_CASES, *CASES]:
         with compiling_only() as compiled:
-            launch_routing(shared_bytes) if case == "routing" else launch_gemms(case, shared_bytes)
-        rows += [describe(target, case, *one) for one in (compiled if case == "routing" else compiled[-2:])]
+            PLAIN_CASES[case](shared_bytes) if case in PLAIN_CASES else launch_gemms(case, shared_bytes)
+        rows += [describe(target, case, *one) for one in (compiled if case in PLAIN_CASES else compiled[-2:])]
     print(json.dumps(rows))
 
 
