@@ -21,7 +21,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from benches.torch_grouped import torch_grouped
 from moereg.dispatch import select_backend
 from moereg.layer import MoEKernel, make_kernel
 from moereg.platforms import probe_platform
@@ -33,16 +35,38 @@ from moereg.testing.tolerances import tolerance
 from moereg.tuning import roofline
 from moereg.tuning.compare import output_error
 from moereg.tuning.inputs import ROUTINGS, Call, num_calls, random_call, random_weights
-from moereg.tuning.timing import time_kernels
+from moereg.tuning.timing import capture, time_kernels, time_runs
 from moereg.weights import ExpertWeights
+
+# Of replays a row. Under full load the clock falls after about 0.1 s, and further by the second, each GPU by its own
+# measure: 8192^3 went from 798 TFLOP/s to 687 to 636 in two seconds, and was 673 to 703 where the peers were measured.
+WINDOW_SECONDS = 0.15
 
 PEERS = pathlib.Path(__file__).parent / "results" / "h200_peers_bf16.json"
 
 
 def measure_ceilings() -> dict[str, float]:
-    """bf16 matmul rate [TFLOP/s] and read bandwidth [TB/s] of this GPU."""
-    found = roofline.measure_ceilings(torch.bfloat16, torch.device("cuda"))
-    return {"matmul_tflops": found.matmul_tflops, "read_tbps": found.read_gbps / 1e3}
+    """What the peers' table divides by, and two that it did not have.
+
+    Returns:
+        `matmul_tflops` of a bf16 product of 8192^3, sustained; `matmul_cold_tflops`, of the same over the first
+        `WINDOW_SECONDS`; `read_tbps` of torch's sum of 4 GB in fp32; `read_stream_tbps` of the fastest known reader.
+    """
+    device = torch.device("cuda")
+    x, weight = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    words = torch.randn(1 << 30, device=device)
+    runs = {"matmul": [functools.partial(F.linear, x, weight)], "read": [words.sum]}
+    cold_us, read_us = (
+        time_runs({name: run}, device, rounds=1000, seconds=WINDOW_SECONDS)[name].median_us
+        for name, run in runs.items()
+    )
+    found = roofline.measure_ceilings(torch.bfloat16, device)
+    return {
+        "matmul_tflops": found.matmul_tflops,
+        "matmul_cold_tflops": 2 * 8192**3 / cold_us / 1e6,
+        "read_tbps": words.nbytes / read_us / 1e6,
+        "read_stream_tbps": found.read_gbps / 1e3,
+    }
 
 
 def make_weights(problem: MoEProblem) -> ExpertWeights:
@@ -68,12 +92,30 @@ def roofline_us(problem: MoEProblem, calls: Sequence[Call], ceilings: dict[str, 
 
 def time_us(kernel: MoEKernel, calls: Sequence[Call]) -> float:
     """Median over replays of one graph for each call, rotated."""
-    return time_kernels({"": kernel}, [Call(*call) for call in calls])[""].median_us
+    return time_kernels({"": kernel}, [Call(*call) for call in calls], seconds=WINDOW_SECONDS)[""].median_us
 
 
 def check(kernel: MoEKernel, problem: MoEProblem, weights: ExpertWeights, call: Call) -> float:
     """Relative error of a poisoned output against fp32."""
     return output_error(kernel, Call(*call), reference_experts(problem, weights, *call))
+
+
+def time_again(
+    weights: ExpertWeights, calls: Sequence[Call], ours_us: float, peers_us: dict[str, float]
+) -> dict[str, float]:
+    """Times the peer that only needs torch on this GPU, right after ours, to tell the GPU's part from the kernels'.
+
+    Returns:
+        `torch_grouped_us` here; `here_over_there`, that over the peers' table; `ratio_here`, the best peer over ours if
+        this GPU changed the best peer's time by as much.
+    """
+    eager = [functools.partial(torch_grouped, weights, Call(*call)) for call in calls]
+    device = weights.w13.device
+    eager[0]()
+    here_us = time_runs({"": capture(eager)}, device, seconds=WINDOW_SECONDS)[""].median_us
+    factor = here_us / peers_us["torch_grouped"]
+    ratio_here = min(peers_us.values()) * factor / ours_us
+    return {"torch_grouped_us": here_us, "here_over_there": factor, "ratio_here": ratio_here}
 
 
 def geomean(values: list[float]) -> float:
@@ -88,6 +130,9 @@ def main() -> int:
     parser.add_argument("--tokens", nargs="*", type=int)
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--routing", default="uniform", choices=ROUTINGS)
+    parser.add_argument(
+        "--again", nargs="*", type=int, default=[4096, 16384], help="numbers of tokens at which to time a peer here too"
+    )
     parser.add_argument("--json")
     arguments = parser.parse_args()
     platform = probe_platform()
@@ -96,7 +141,8 @@ def main() -> int:
         return 3
     ceilings = measure_ceilings()
     print(
-        f"{platform.device_name}: matmul {ceilings['matmul_tflops']:.0f} TFLOP/s, read {ceilings['read_tbps']:.2f} TB/s"
+        f"{platform.device_name}: matmul {ceilings['matmul_tflops']:.0f} TFLOP/s ({ceilings['matmul_cold_tflops']:.0f} "
+        f"cold), read {ceilings['read_tbps']:.2f} TB/s (fastest reader {ceilings['read_stream_tbps']:.2f})"
     )
     peers = json.loads(PEERS.read_text())["rows"]
     rows: list[dict[str, Any]] = []
@@ -118,9 +164,13 @@ def main() -> int:
             if not wrong:
                 ours, roof = time_us(kernel, calls), roofline_us(problem, calls, ceilings)
                 row |= {"ours_us": ours, "roof_us": roof, "best_peer_over_ours": best / ours, "share": roof / ours}
+                note = ""
+                if num_tokens in arguments.again:
+                    row |= time_again(weights, calls, ours, peer["peers_us"])
+                    note = f"  here/there {row['here_over_there']:.3f}  ratio here {row['ratio_here']:.3f}"
                 print(
                     f"{model:14} T {num_tokens:5}  ours {ours:8.1f}  peer {best:8.1f}  ratio {best / ours:5.3f}  "
-                    f"roof {roof:8.1f}  share {roof / ours:5.1%}  error {error:.1e}",
+                    f"roof {roof:8.1f}  share {roof / ours:5.1%}  error {error:.1e}{note}",
                     flush=True,
                 )
             else:

@@ -21,7 +21,6 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from moereg.kernels.gluon_grouped_gemm import CONFIG_RULES, GluonGemmConfig, _grouped_kernel, select_config
 
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-HIDDEN = 2048
 
 
 def _box(block: list[int]) -> str:
@@ -36,7 +35,7 @@ def compile_one(
     columns = config.block_n // (4 if is_gate_up else 2)
     weights = [config.block_n // 16, 2, 8, 64] if is_gate_up else [1, config.block_n, 64]
     signature = {
-        "out": _box([1, HIDDEN // columns, columns]),
+        "out": _box([1, config.staged // columns, columns]),
         "weights": _box(weights),
         "rows": "*bf16" if by_token else _box([config.block_m // 2, 64]),
         "tail_rows": "constexpr" if by_token else _box([config.slack, 64]),

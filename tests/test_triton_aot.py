@@ -21,8 +21,8 @@ SLOW_CASES = ("gpt_oss_prefill", "middle", "small", "odd", "not_gated", "fp32_pr
 MAX_REGISTERS_SM90 = {
     ("routing", "sort_routes"): 157,
     ("routing", "count_chunks"): 40,
-    ("routing", "scan_chunks"): 103,
-    ("routing", "place_routes"): 47,
+    ("routing", "scan_chunks"): 72,
+    ("routing", "place_routes"): 56,
     ("routing", "reduce_routes"): 32,
     ("routing", "plan_batches"): 80,
     ("read", "xor_words"): 64,

@@ -30,9 +30,6 @@ from moereg.kernels.triton_block_map import BlockMap
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.triton_routing import RoutePlan
 
-# Elements of one staged store: 4 KiB, two of them a warpgroup, is what four stages of the ring leave.
-_STAGED_ELEMENTS = 2048
-
 # All registers of 384 threads: both consumers', then the producer's. With 56 the producer computes each token's address
 # in the same register and waits for it to be read: the first GEMM took 5 to 8 % longer.
 _CONSUMER_REGISTERS = gl.constexpr(208)
@@ -48,12 +45,14 @@ class GluonGemmConfig:
         block_n: columns of the weight product per tile (gate and up count as two); each warpgroup takes one half.
         slack: rows by which a tile may be longer; equal to the plan's.
         stages: depth of the ring.
+        staged: elements of one staged store, of which each warpgroup has two; 4 KiB each is what four stages leave.
     """
 
     block_m: int
     block_n: int
     slack: int = 32
     stages: int = 4
+    staged: int = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +295,7 @@ def _launch(
     # Anchored at an expert's end: [end, GUARD_ROWS - rows + i] is row i of the tile of `rows` rows that ends there.
     compact = (out.shape[0] - GUARD_ROWS + 1, GUARD_ROWS, width), (width, width, 1)
     shape, strides = compact if max_tokens is None else (out.shape, out.stride())
-    clipped_out = _tensor_map(out, shape, strides, (1, _STAGED_ELEMENTS // out_columns, out_columns))
+    clipped_out = _tensor_map(out, shape, strides, (1, config.staged // out_columns, out_columns))
     half = tail = None
     if top_k is None:
         half = _tensor_map(rows, rows.shape, rows.stride(), (config.block_m // 2, BLOCK_K.value))

@@ -34,14 +34,14 @@ class RoutingConfig:
     single_launch_routes: int = 4096
     chunk: int = 512
     routes_per_program: int = 16
-    routes_per_placing: int = 64
+    routes_per_placing: int = 32
     num_warps: int = 4
 
 
 DEFAULT_ROUTING_CONFIG = RoutingConfig()
 
-# Chunks and experts whose counts one program of the scan adds up at a time: 32 registers a thread at 4 warps.
-_SCAN_CHUNKS = 128
+# Chunks and experts whose counts one program of the scan adds up at a time: 16 registers a thread at 4 warps.
+_SCAN_CHUNKS = 64
 _SCAN_EXPERTS = 32
 
 
@@ -258,7 +258,7 @@ def _place_routes_kernel(
         valid = own_expert >= 0
         chunk = first // CHUNK
         place = tl.load(chunk_counts + chunk * num_local_experts + own_expert, mask=valid, other=0)
-        place += tl.sum(tl.where(experts[None, :] < own_expert[:, None], counts[None, :], 0), 1)
+        place += tl.gather(tl.cumsum(counts, 0) - counts, tl.maximum(own_expert, 0), 0)
         # The chunk's routes up to the program's last, ROUTES at a time.
         for start in range(chunk * CHUNK, first + ROUTES, ROUTES):
             routes = start + tl.arange(0, ROUTES)

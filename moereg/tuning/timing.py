@@ -18,7 +18,7 @@ import torch
 from moereg.layer import MoEKernel
 from moereg.tuning.inputs import Call
 
-__all__ = ["ROUNDS", "SECONDS", "Run", "Timing", "kernel_runs", "time_kernels", "time_runs", "wait_for"]
+__all__ = ["ROUNDS", "SECONDS", "Run", "Timing", "capture", "kernel_runs", "time_kernels", "time_runs", "wait_for"]
 
 ROUNDS: Final = 48
 """Samples of each kernel, where they take no longer than `SECONDS`."""
@@ -100,7 +100,7 @@ def kernel_runs(kernel: MoEKernel, calls: Sequence[Call], outs: Sequence[torch.T
     wait_for(device)
     if device.type != "cuda" or not _can_be_captured(kernel) or not outs[0].numel():
         return list(eager)
-    return _capture(eager)
+    return capture(eager)
 
 
 def _can_be_captured(kernel: MoEKernel) -> bool:
@@ -108,7 +108,8 @@ def _can_be_captured(kernel: MoEKernel) -> bool:
     return winner is not None and winner.cell is not None and winner.cell.facts.graph_capture
 
 
-def _capture(eager: Sequence[Run]) -> list[Run]:
+def capture(eager: Sequence[Run]) -> list[Run]:
+    """A CUDA graph of each run, to be replayed one after the other; the first run was called before."""
     replays: list[Run] = []
     pool = None
     for run in eager:
