@@ -128,9 +128,6 @@ class TritonExperts(Experts):
         workspace2: torch.Tensor,
     ) -> None:
         """Two launches for one token, three for a few, four to seven above; no allocation, no host synchronisation."""
-        if self._warp_specialised(inputs.hidden_states, inputs.topk_ids.numel()):
-            self._apply_gluon(out, inputs, weights, workspace13, workspace2)
-            return
         tensors = (
             out,
             inputs.hidden_states,
@@ -151,18 +148,33 @@ class TritonExperts(Experts):
             return
         key = (inputs.hidden_states.shape[0], inputs.hidden_states.stride(0), out.stride(0), device.index)
         recorded = self._recordings.get(key)
-        if recorded is not None:
-            recorded.replay(pointers)
-            return
-        from moereg.kernels.triton_launch import recording
+        if recorded is None:
+            from moereg.kernels.triton_launch import recording
 
-        with recording(tensors) as record:
+            with recording(tensors) as recorded:
+                self._launch(out, inputs, weights, workspace13, workspace2)
+            if len(self._recordings) >= _MAX_RECORDINGS:
+                self._recordings.clear()
+            self._recordings[key] = recorded
+        elif recorded.complete:
+            recorded.replay(pointers)
+        else:
             self._launch(out, inputs, weights, workspace13, workspace2)
-        if len(self._recordings) >= _MAX_RECORDINGS:
-            self._recordings.clear()
-        self._recordings[key] = record
 
     def _launch(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        if self._warp_specialised(inputs.hidden_states, inputs.topk_ids.numel()):
+            self._launch_gluon(out, inputs, weights, workspace13, workspace2)
+        else:
+            self._launch_triton(out, inputs, weights, workspace13, workspace2)
+
+    def _launch_triton(
         self,
         out: torch.Tensor,
         inputs: ExpertInputs,
@@ -256,7 +268,7 @@ class TritonExperts(Experts):
             and hidden_states.shape[0] * hidden_states.stride(0) < 2**31
         )
 
-    def _apply_gluon(
+    def _launch_gluon(
         self,
         out: torch.Tensor,
         inputs: ExpertInputs,
