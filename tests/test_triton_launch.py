@@ -68,6 +68,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     return fake
 
 
+class Compiled(SimpleNamespace):
+    """A compiled kernel; unlike its base it can be referred to weakly."""
+
+
 class FakeKernel:
     """A kernel with a compiled variant, launched as `JITFunction.run` does."""
 
@@ -92,7 +96,7 @@ class FakeKernel:
         }
         for name, value in attributes.items():
             setattr(launcher, name, value)
-        self.compiled = SimpleNamespace(
+        self.compiled = Compiled(
             run=launcher,
             function=object(),
             packed_metadata=(4, 1, 1024),
@@ -200,6 +204,20 @@ def test_a_recording_keeps_no_tensor(driver: FakeDriver) -> None:
     del tensors
     gc.collect()
     assert [reference() for reference in references] == [None, None, None]
+
+
+def test_a_recording_keeps_its_kernels_loaded(driver: FakeDriver) -> None:
+    kernel = FakeKernel(driver, PLAIN)
+    out, x = tensor(), tensor()
+    with recording([out, x]) as record:
+        launch_plain(kernel, out, x)
+    reference = weakref.ref(kernel.compiled)
+    del kernel
+    gc.collect()
+    assert reference() is not None
+    del record
+    gc.collect()
+    assert reference() is None
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,8 @@ class LaunchRecording:
         self._uses: list[list[_Pointer | _TensorMap]] = [[] for _ in tensors]
         # A C function, its arguments, and which of them is the stream.
         self._launches: list[tuple[Callable[..., Any], list[Any], int]] = []
+        # Triton unloads a kernel from the device when nothing refers to it.
+        self._compiled: list[Any] = []
         # Arguments are changed in place, and copies of a layer share its recordings.
         self._lock = threading.Lock()
 
@@ -136,6 +138,7 @@ class LaunchRecording:
             for use in uses:
                 use.bind(start)
         self._launches.append((layout.function, arguments, stream_place))
+        self._compiled.append(compiled)
 
     def _locate(self, address: int) -> tuple[int, int]:
         for which, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
