@@ -32,10 +32,12 @@ from moereg.dispatch import select_backend
 from moereg.layer import MoEKernel, make_kernel
 from moereg.platforms import Platform, probe_platform
 from moereg.problem import MoEProblem
-from moereg.reference import reference_experts, relative_error
+from moereg.reference import reference_experts
 from moereg.shapes import get_shape
 from moereg.testing.provenance import provenance
 from moereg.testing.tolerances import tolerance
+from moereg.tuning.compare import output_error
+from moereg.tuning.inputs import random_call, random_weights
 from moereg.weights import ExpertWeights
 
 MODELS: Final = ("qwen3-30b-a3b", "gpt-oss-120b", "mixtral-8x7b")
@@ -46,8 +48,6 @@ NUM_INPUTS: Final = 4
 # For a first look on a machine without a GPU.
 TINY: Final = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=64, top_k=2)
 
-Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
 
 def make_problem(model: str) -> MoEProblem:
     """bf16, SwiGLU, no bias, like the peers' table; `tiny` is a layer for a CPU."""
@@ -57,26 +57,9 @@ def make_problem(model: str) -> MoEProblem:
 
 
 def make_layer(problem: MoEProblem, backend: str, device: str) -> tuple[MoEKernel, ExpertWeights]:
-    """A layer of random weights whose outputs are of order one, and its canonical weights."""
-    experts, hidden, inter = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
-
-    def random(*shape: int, std: float) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=problem.torch_dtype, device=device)
-        for expert in tensor:
-            expert.normal_(std=std)
-        return tensor
-
-    w13 = random(experts, problem.activation.num_halves * inter, hidden, std=2 * hidden**-0.5)
-    weights = ExpertWeights(w13=w13, w2=random(experts, hidden, inter, std=inter**-0.5))
+    """A layer of random weights, and these as they are in a checkpoint."""
+    weights = random_weights(problem, torch.Generator().manual_seed(0), torch.device(device))
     return make_kernel(problem, weights, select_backend(problem, require=backend)), weights
-
-
-def make_call(problem: MoEProblem, num_tokens: int, device: str) -> Call:
-    """Random tokens, uniform routes and their weights."""
-    ids = torch.rand(num_tokens, problem.num_experts, device=device).topk(problem.top_k, dim=1).indices.int()
-    weights = torch.rand(num_tokens, problem.top_k, device=device)
-    tokens = torch.randn(num_tokens, problem.hidden_size, device=device).to(problem.torch_dtype)
-    return tokens, weights / weights.sum(1, keepdim=True), ids
 
 
 def time_batches(
@@ -121,11 +104,12 @@ def time_batches(
 def measure(kernel: MoEKernel, weights: ExpertWeights, num_tokens: int, device: str, seconds: float) -> dict[str, Any]:
     """One row; without times where the numbers are wrong."""
     problem = kernel.problem
-    calls = [make_call(problem, num_tokens, device) for _ in range(NUM_INPUTS)]
+    generator = torch.Generator(device).manual_seed(num_tokens)
+    calls = [random_call(problem, num_tokens, "uniform", generator) for _ in range(NUM_INPUTS)]
     # Twice, because the first call with so many tokens is another path than those that repeat it.
     for call in calls:
         kernel(*call)
-    error = relative_error(kernel(*calls[0]), reference_experts(problem, weights, *calls[0]))
+    error = output_error(kernel, calls[0], reference_experts(problem, weights, *calls[0]))
     row: dict[str, Any] = {
         "tokens": num_tokens,
         "relative_error": error if math.isfinite(error) else None,
@@ -169,7 +153,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args(arguments)
     start = time.monotonic()
-    torch.manual_seed(0)
     device = "cuda" if on_gpu else "cpu"
     problems = {model: make_problem(model) for model in options.models}
     if on_gpu and options.backend == "triton":

@@ -12,30 +12,32 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 
 from moereg.dispatch import select_backend
 from moereg.layer import MoEKernel, make_kernel
 from moereg.platforms import probe_platform
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
-from moereg.routing import softmax_topk
 from moereg.testing.provenance import provenance
+from moereg.tuning import roofline
+from moereg.tuning.inputs import Call, random_call, random_weights
+from moereg.tuning.timing import time_runs
 from moereg.weights import ExpertWeights
 
 __all__ = ["Ceilings", "Row", "main", "measure"]
 
+CPU: Final = torch.device("cpu")
 OURS: Final = "moereg"
 PEERS: Final = ("eager", "batched_mm", "grouped_mm")
 NUM_TOKENS: Final = (1, 16, 128, 512)
@@ -69,7 +71,7 @@ class Ceilings:
     """What this machine reached in this process.
 
     Attributes:
-        gflops: By dtype, one large linear.
+        gflops: By dtype, one large product.
         gbps: One large read.
     """
 
@@ -115,53 +117,23 @@ class Row:
 class Inputs:
     """One call's inputs; ids in both widths, since transformers wants int64 and a conversion is no part of either."""
 
-    hidden_states: torch.Tensor
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
+    call: Call
     topk_ids_long: torch.Tensor
 
 
 def measure_ceilings() -> Ceilings:
-    """Best of several: a ceiling is what the machine can do, not what it did while others were busy."""
-    gflops = {}
-    for name in DTYPES:
-        size = 2048
-        x, weight = (torch.randn(size, size).to(getattr(torch, name)) for _ in range(2))
-        gflops[name] = 2 * size**3 / min(_times(lambda x=x, weight=weight: F.linear(x, weight), 10)) / 1e9  # type: ignore[misc]
-    big = torch.ones(1 << 27)  # 512 MiB, far beyond any cache
-    return Ceilings(gflops, big.numel() * 4 / min(_times(big.sum, 10)) / 1e9)
+    """Of every dtype of the table."""
+    found = {name: roofline.measure_ceilings(getattr(torch, name), CPU) for name in DTYPES}
+    return Ceilings(
+        gflops={name: ceilings.matmul_tflops * 1e3 for name, ceilings in found.items()},
+        gbps=max(ceilings.read_gbps for ceilings in found.values()),
+    )
 
 
-def _times(call: Callable[[], object], count: int) -> list[float]:
-    call()
-    times = []
-    for _ in range(count):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return times
-
-
-def _make_weights(shape: Shape, dtype: str) -> ExpertWeights:
-    generator = torch.Generator().manual_seed(1)
-    torch_dtype = getattr(torch, dtype)
-    w13 = torch.empty(shape.num_experts, 2 * shape.intermediate_size, shape.hidden_size, dtype=torch_dtype)
-    w2 = torch.empty(shape.num_experts, shape.hidden_size, shape.intermediate_size, dtype=torch_dtype)
-    for weight in (w13, w2):
-        for matrix in weight:
-            matrix.normal_(0, 0.02, generator=generator)
-    return ExpertWeights(w13=w13, w2=w2)
-
-
-def _make_inputs(shape: Shape, dtype: str, num_tokens: int) -> list[Inputs]:
+def _make_inputs(problem: MoEProblem, num_tokens: int) -> list[Inputs]:
     generator = torch.Generator().manual_seed(2)
-    inputs = []
-    for _ in range(NUM_INPUTS):
-        logits = torch.randn(num_tokens, shape.num_experts, generator=generator)
-        topk_weights, topk_ids = softmax_topk(logits, shape.top_k, renormalize=True)
-        hidden_states = torch.randn(num_tokens, shape.hidden_size, generator=generator).to(getattr(torch, dtype))
-        inputs.append(Inputs(hidden_states, topk_weights, topk_ids, topk_ids.long()))
-    return inputs
+    calls = [random_call(problem, num_tokens, "uniform", generator) for _ in range(NUM_INPUTS)]
+    return [Inputs(call, call.topk_ids.long()) for call in calls]
 
 
 def _peer_module(shape: Shape, weights: ExpertWeights) -> Any:
@@ -189,13 +161,13 @@ def _calls(shape: Shape, weights: ExpertWeights, kernel: MoEKernel) -> dict[str,
     def peer(name: str) -> Callable[[Inputs], torch.Tensor]:
         def call(inputs: Inputs) -> torch.Tensor:
             module.config._experts_implementation = name
-            result: torch.Tensor = module(inputs.hidden_states, inputs.topk_ids_long, inputs.topk_weights)
+            result: torch.Tensor = module(inputs.call.hidden_states, inputs.topk_ids_long, inputs.call.topk_weights)
             return result
 
         return call
 
     def ours(inputs: Inputs) -> torch.Tensor:
-        return kernel(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+        return kernel(*inputs.call)
 
     return {OURS: ours, **{name: peer(name) for name in PEERS}}
 
@@ -219,7 +191,7 @@ def measure(
                 dtype=dtype,
             )
             _progress(f"{shape.name} {dtype}: making and packing weights")
-            weights = _make_weights(shape, dtype)
+            weights = random_weights(problem, torch.Generator().manual_seed(1), CPU)
             kernel = make_kernel(problem, weights, select_backend(problem, require="torch"))
             calls = _calls(shape, weights, kernel)
             for num_tokens in token_counts:
@@ -238,36 +210,23 @@ def _measure_row(
     rounds: int,
     ceilings: Ceilings,
 ) -> Row:
-    inputs = _make_inputs(shape, problem.dtype, num_tokens)
+    inputs = _make_inputs(problem, num_tokens)
     notes: dict[str, str] = {}
-    first = inputs[0]
-    reference = reference_experts(problem, weights, first.hidden_states, first.topk_weights, first.topk_ids)
+    reference = reference_experts(problem, weights, *inputs[0].call)
     for name, call in calls.items():
         if name == "batched_mm" and _gathered_bytes(shape, problem.dtype, num_tokens) > GATHERED_BYTES_LIMIT:
             notes[name] = "skipped: gathered weights over 8 GB"
             continue
-        error = relative_error(call(first), reference)
+        error = relative_error(call(inputs[0]), reference)
         if not error <= TOLERANCE[problem.dtype]:
             notes[name] = f"wrong: error {error:.1e}"
-    timed = [name for name in calls if name not in notes]
+    runs = {name: [functools.partial(call, one) for one in inputs] for name, call in calls.items() if name not in notes}
     # Two or three orders of magnitude slower than the rest: one round says so.
-    slow = {"batched_mm"} if num_tokens > 1 else set()
-    for name in timed:
-        for one in inputs if name not in slow else ():
-            calls[name](one)
-    times: dict[str, list[float]] = {name: [] for name in timed}
-    for round_index in range(rounds):
-        turn = round_index % len(timed)
-        for name in timed[turn:] + timed[:turn]:
-            if name in slow and times[name]:
-                continue
-            one = inputs[round_index % NUM_INPUTS]
-            start = time.perf_counter()
-            calls[name](one)
-            times[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(values) * 1e6 for name, values in times.items()}
+    slow = {name: runs.pop(name) for name in ("batched_mm",) if num_tokens > 1 and name in runs}
+    timings = time_runs(runs, CPU, rounds, seconds=math.inf) | time_runs(slow, CPU, rounds=1, seconds=0.0)
+    medians = {name: timing.median_us for name, timing in timings.items()}
     seconds = medians.get(OURS, math.nan) / 1e6
-    active = statistics.mean(len(one.topk_ids.unique()) for one in inputs)
+    active = statistics.mean(len(one.call.topk_ids.unique()) for one in inputs)
     expert_elements = 3 * shape.hidden_size * shape.intermediate_size
     flops = 2 * expert_elements * num_tokens * shape.top_k
     return Row(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from typing import Any
 
@@ -23,51 +22,20 @@ from moereg.reference import reference_experts, relative_error
 from moereg.shapes import get_shape
 from moereg.testing.provenance import provenance
 from moereg.testing.tolerances import tolerance
+from moereg.tuning.inputs import Call, random_call, random_weights
+from moereg.tuning.timing import time_runs
 from moereg.weights import ExpertWeights
 
+REPLAYS = 20
 ODD_SIZES = ((2880, 704), (2048, 1408), (2688, 1856), (511, 511))
 
 
 def _weights(problem: MoEProblem) -> ExpertWeights:
-    """Random weights on the GPU, gate and up scaled differently, outputs of order one."""
-    generator = torch.Generator("cuda").manual_seed(1)
-    experts, hidden, inter = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
-    halves = problem.activation.num_halves
-
-    def random(*shape: int, std: float) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=problem.torch_dtype, device="cuda")
-        for expert in tensor:
-            expert.normal_(std=std, generator=generator)
-        return tensor
-
-    w13 = random(experts, halves * inter, hidden, std=hidden**-0.5)
-    if problem.activation.gated:
-        w13[:, :inter] *= 2.0
-        w13[:, inter:] *= 1.5
-    biases = {}
-    if problem.has_bias:
-        biases = {"w13_bias": random(experts, halves * inter, std=1.0), "w2_bias": random(experts, hidden, std=1.0)}
-    return ExpertWeights(w13=w13, w2=random(experts, hidden, inter, std=inter**-0.5), **biases)
+    return random_weights(problem, torch.Generator().manual_seed(1), torch.device("cuda"))
 
 
-def _inputs(problem: MoEProblem, num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    logits = torch.randn(num_tokens, problem.num_experts, generator=generator, device="cuda")
-    weights, ids = logits.softmax(-1).topk(problem.top_k, dim=-1)
-    tokens = torch.randn(num_tokens, problem.hidden_size, generator=generator, device="cuda").to(problem.torch_dtype)
-    return tokens, (weights / weights.sum(-1, keepdim=True)).contiguous(), ids.int()
-
-
-def _replay_us(graph: torch.cuda.CUDAGraph, repeats: int = 20) -> float:
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+def _inputs(problem: MoEProblem, num_tokens: int, seed: int) -> Call:
+    return random_call(problem, num_tokens, "uniform", torch.Generator("cuda").manual_seed(seed))
 
 
 def check(name: str, problem: MoEProblem, weights: ExpertWeights, tokens: list[int]) -> list[dict[str, Any]]:
@@ -104,7 +72,7 @@ def check(name: str, problem: MoEProblem, weights: ExpertWeights, tokens: list[i
             out.fill_(float("nan"))
             graph.replay()
             row["replay_equals_eager"] = torch.equal(out, kernel(*fresh))
-            row["replay_us"] = _replay_us(graph)
+            row["replay_us"] = time_runs({"": [graph.replay]}, out.device, REPLAYS)[""].median_us
             row["passed"] = row["relative_error"] <= bound and row["replay_equals_eager"]
             rows.append(row)
             print(

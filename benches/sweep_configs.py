@@ -23,7 +23,6 @@ import itertools
 import json
 import math
 import pathlib
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -45,19 +44,22 @@ from moereg.reference import relative_error
 from moereg.shapes import get_shape
 from moereg.testing.provenance import provenance
 from moereg.testing.tolerances import tolerance
+from moereg.tuning.inputs import Call
+from moereg.tuning.timing import Run, kernel_runs, time_runs
 from moereg.workspace import WORKSPACES
 
 MODELS: Final = ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-120b", "sonic-30b", "glm-4.5-air")
 NUM_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096)
 BOUND: Final = 1.15
 NUM_INPUTS: Final = 4
+ROUNDS: Final = 24
+SECONDS: Final = 0.1
 
-# Above these the last class begins. The Gluon kernels take over within them, where `uses_gluon` says so.
-CLASS_ROWS: Final = (11, 24, 80, 176)
-GLUON_ROWS: Final = 24
+# The most rows per expert of the classes but the last; above `GLUON_ROWS` the Gluon kernels run.
+CLASS_ROWS: Final = (11, 22, 40, 80, 176)
+GLUON_ROWS: Final = 40
 
 Configs = Any  # GemvPair, GemmPair or GluonConfigRule: the last one imports Gluon, which not every machine has.
-Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +103,7 @@ def describe(configs: Configs) -> str:
             for c in (configs.gate_up, configs.down)
         ]
     else:
-        parts = [
-            f"{c.block_m}x{c.block_n}{f'/{c.split}' if c.split > 1 else ''}+{c.slack} {c.stages}s"
-            for c in (configs.gate_up, configs.down)
-        ]
+        parts = [f"{c.block_m}x{c.block_n}+{c.slack} {c.stages}s" for c in (configs.gate_up, configs.down)]
         if configs.copies_rows:
             parts[0] += " copied"
     return " | ".join(parts)
@@ -118,25 +117,26 @@ def _gemv_pairs() -> Iterator[GemvPair]:
 
 
 def _gemm_pairs(name: str) -> Iterator[GemmPair]:
-    def gemm(block_m: int, block_n: int, block_k: int, num_stages: int) -> GroupedGemmConfig:
-        return GroupedGemmConfig(block_m, block_n, block_k, 1, 4, num_stages, mask_rows=True)
+    def gemm(block_m: int, block_n: int, block_k: int, num_stages: int, num_warps: int = 4) -> GroupedGemmConfig:
+        return GroupedGemmConfig(block_m, block_n, block_k, 1, num_warps, num_stages, mask_rows=True)
 
-    low = (gemm(16, 64, 128, 5), gemm(16, 128, 128, 4))
+    def square(*configs: GroupedGemmConfig) -> list[tuple[GroupedGemmConfig, GroupedGemmConfig]]:
+        return list(itertools.product(configs, configs))
+
+    of_16 = (gemm(16, 64, 128, 5), gemm(16, 128, 128, 4))
+    of_32 = (gemm(32, 64, 128, 4), gemm(32, 128, 128, 3))
+    of_64 = (gemm(64, 128, 64, 4), gemm(64, 64, 128, 3))
+    of_128 = (gemm(128, 128, 64, 3, 8), gemm(128, 256, 64, 4, 8))
     if name == "2-16 tokens":
-        for gate_up, down in itertools.product((*low, gemm(16, 64, 64, 6)), (*low, gemm(16, 64, 128, 4))):
-            yield GemmPair(gate_up, down, sort_routes=False)
-        return
-    middle = (gemm(32, 64, 128, 4), gemm(32, 128, 128, 3))
-    if name == "to 11 rows":
-        for gate_up, down in (
-            *itertools.product(low, (gemm(16, 64, 128, 4), low[1])),
-            *itertools.product(middle, middle),
-        ):
-            yield GemmPair(gate_up, down)
+        pairs = [*itertools.product((*of_16, gemm(16, 64, 64, 6)), (*of_16, gemm(16, 64, 128, 4)))]
+    elif name == "to 11 rows":
+        pairs = [*itertools.product(of_16, (gemm(16, 64, 128, 4), of_16[1])), *square(*of_32)]
+    elif name == "to 22 rows":
+        pairs = [*square(of_16[1]), *square(*of_32), *square(*of_64)]
     else:
-        high = (gemm(64, 128, 64, 3), gemm(64, 64, 128, 3))
-        for gate_up, down in ((low[1], low[1]), *itertools.product(middle, middle), *itertools.product(high, high)):
-            yield GemmPair(gate_up, down)
+        pairs = [*square(of_32[1]), *square(*of_64), *square(*of_128)]
+    for gate_up, down in pairs:
+        yield GemmPair(gate_up, down, sort_routes=name != "2-16 tokens")
 
 
 def _gluon_rules() -> Iterator[Configs]:
@@ -145,15 +145,12 @@ def _gluon_rules() -> Iterator[Configs]:
 
     first = dict.fromkeys(rule.gate_up for rule in CONFIG_RULES)
     second = dict.fromkeys(rule.down for rule in CONFIG_RULES)
-    for gate_up, down in itertools.product(first, second):
-        if (gate_up.plan_rows, gate_up.slack) != (down.plan_rows, down.slack):
-            continue
-        yield GluonConfigRule(math.inf, 0, False, gate_up, down)
-        shorter = [dataclasses.replace(config, stages=config.stages - 1) for config in (gate_up, down)]
-        yield GluonConfigRule(math.inf, 0, False, *shorter)
-        # Halved blocks are for short copies by token.
-        if gate_up.split == 1:
-            yield GluonConfigRule(math.inf, 0, True, gate_up, down)
+    for pair in itertools.product(first, second):
+        if (pair[0].block_m, pair[0].slack) == (pair[1].block_m, pair[1].slack):
+            shorter = [dataclasses.replace(config, stages=config.stages - 1) for config in pair]
+            yield GluonConfigRule(math.inf, 0, False, *pair)
+            yield GluonConfigRule(math.inf, 0, False, *shorter)
+            yield GluonConfigRule(math.inf, 0, True, *pair)
 
 
 def candidates_of(num_tokens: int, rows_per_expert: float) -> list[Candidate]:
@@ -214,20 +211,8 @@ def make_problem(model: str) -> MoEProblem:
     return MoEProblem(**{**get_shape(model).problem_keywords(), "activation": "silu", "has_bias": False})
 
 
-def interleave(num_candidates: int, rounds: int) -> Iterator[tuple[int, int]]:
-    """(candidate, input) in the order of timing: candidates in turn, no input twice in a row, each `rounds` times.
-
-    Two replays of one input in a row would find weights in the L2.
-    """
-    # Whichever of both steps does not start a turn with the input that ended the one before.
-    step = 1 if (num_candidates - 2) % NUM_INPUTS else NUM_INPUTS - 1
-    for turn in range(rounds * NUM_INPUTS):
-        for candidate in range(num_candidates):
-            yield candidate, (turn * step + candidate) % NUM_INPUTS
-
-
 def time_candidates(
-    kernel: MoEKernel, calls: Sequence[Call], candidates: Sequence[Candidate], rounds: int
+    kernel: MoEKernel, calls: Sequence[Call], candidates: Sequence[Candidate]
 ) -> tuple[dict[str, float], list[str], list[str]]:
     """Median time of each candidate in us.
 
@@ -237,14 +222,12 @@ def time_candidates(
     from triton.runtime.errors import OutOfResources
 
     bound = tolerance(kernel.problem.quant.name, kernel.problem.dtype)
-    outs = [torch.full_like(tokens, math.nan) for tokens, _, _ in calls]
-    pool = torch.cuda.graph_pool_handle()
+    outs = [torch.empty_like(call.hidden_states) for call in calls]
     first: torch.Tensor | None = None
-    names: list[str] = []
-    graphs: list[list[torch.cuda.CUDAGraph]] = []
+    runs: dict[str, list[Run]] = {}
     skipped: list[str] = []
     wrong: list[str] = []
-    for candidate in candidates:
+    for number, candidate in enumerate(candidates):
         # What was recorded belongs to the candidate before.
         kernel.experts._recordings.clear()  # type: ignore[attr-defined]
         outs[0].fill_(math.nan)
@@ -259,29 +242,17 @@ def time_candidates(
             if not relative_error(outs[0], first) <= 2 * bound:
                 wrong.append(candidate.name)
                 continue
-            own = []
-            for call, out in zip(calls, outs, strict=True):
-                own.append(torch.cuda.CUDAGraph())
-                with torch.cuda.graph(own[-1], pool=pool):
-                    kernel(*call, out=out)
-        names.append(candidate.name)
-        graphs.append(own)
+            own = kernel_runs(kernel, calls, outs)
+        # Candidates run in turns, each on the input behind that of the one before: weights in the L2 would be its gift.
+        runs[candidate.name] = rotated(own, number)
     kernel.experts._recordings.clear()  # type: ignore[attr-defined]
-    for own in graphs:
-        own[0].replay()
-    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in names]
-    for number, which in interleave(len(names), rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graphs[number][which].replay()
-        end.record()
-        events[number].append((start, end))
-    torch.cuda.synchronize()
-    times = {
-        name: statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs)
-        for name, pairs in zip(names, events, strict=True)
-    }
-    return times, skipped, wrong
+    timings = time_runs(runs, outs[0].device, ROUNDS, SECONDS)
+    return {name: timing.median_us for name, timing in timings.items()}, skipped, wrong
+
+
+def rotated(runs: Sequence[Run], by: int) -> list[Run]:
+    """The runs in order, beginning elsewhere."""
+    return [runs[(place + by) % len(runs)] for place in range(len(runs))]
 
 
 def precompile(problem: MoEProblem, tokens: Sequence[int], shared_bytes: int | None) -> None:
@@ -307,7 +278,6 @@ def main() -> int:
     if str(platform) != "cuda:sm90":
         print(f"sweep_configs needs a Hopper GPU, got {platform}", file=sys.stderr)
         return 3
-    torch.manual_seed(0)
     record: dict[str, Any] = {"schema": 1, **provenance(platform, ("torch", "triton")), "bound": BOUND}
     shared_bytes = max_shared_bytes(torch.device("cuda", torch.cuda.current_device()))
     rows: list[dict[str, Any]] = []
@@ -326,7 +296,7 @@ def main() -> int:
                 kernel = make_kernel(problem, make_weights(problem), select_backend(problem, require="triton"))
             calls = [make_call(problem, num_tokens) for _ in range(NUM_INPUTS)]
             candidates = row_candidates(problem, num_tokens, shared_bytes)
-            times, skipped, wrong = time_candidates(kernel, calls, candidates, 6 if num_tokens <= 256 else 3)
+            times, skipped, wrong = time_candidates(kernel, calls, candidates)
             row = {
                 "model": model,
                 "tokens": num_tokens,

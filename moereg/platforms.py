@@ -5,13 +5,15 @@ Everything else takes a `Platform`, so a laptop can ask what another machine wou
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import functools
 import os
 import platform as host
 import re
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
 
 import importlib_metadata
 from packaging.utils import canonicalize_name
@@ -24,6 +26,7 @@ __all__ = [
     "PlatformKind",
     "PlatformRule",
     "Specificity",
+    "gpu_clocks",
     "installed_versions",
     "probe_platform",
     "register_platform_kind",
@@ -282,18 +285,10 @@ def _probe_rocm(versions: dict[str, str]) -> Platform:
 
 def _nvml_facts() -> tuple[int, int, str, int] | None:
     """(major, minor, name, bytes) of the first visible device through NVML's C library, or None."""
-    import ctypes
-
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    if nvml.nvmlInit_v2() != 0:
-        return None
-    try:
-        handle = _nvml_handle(nvml)
-        if handle is None:
+    with _nvml_device() as found:
+        if found is None:
             return None
+        nvml, handle = found
         major, minor = ctypes.c_int(), ctypes.c_int()
         name = ctypes.create_string_buffer(96)
         memory = (ctypes.c_ulonglong * 3)()
@@ -305,13 +300,53 @@ def _nvml_facts() -> tuple[int, int, str, int] | None:
         if any(results):
             return None
         return major.value, minor.value, name.value.decode(), int(memory[0])
+
+
+# NVML's numbers of clock domains.
+_CLOCK_DOMAINS: Final = {"sm": 1, "memory": 2}
+
+
+def gpu_clocks() -> dict[str, int]:
+    """What the first visible GPU runs at now, through NVML; what it does not say is left out, without NVML everything.
+
+    Returns:
+        `sm_mhz`, `max_sm_mhz`, `memory_mhz`, `max_memory_mhz` and `power_limit_w`.
+    """
+    clocks: dict[str, int] = {}
+    with _nvml_device() as found:
+        if found is None:
+            return clocks
+        nvml, handle = found
+        value = ctypes.c_uint()
+        for name, domain in _CLOCK_DOMAINS.items():
+            if nvml.nvmlDeviceGetClockInfo(handle, domain, ctypes.byref(value)) == 0:
+                clocks[f"{name}_mhz"] = value.value
+            if nvml.nvmlDeviceGetMaxClockInfo(handle, domain, ctypes.byref(value)) == 0:
+                clocks[f"max_{name}_mhz"] = value.value
+        if nvml.nvmlDeviceGetEnforcedPowerLimit(handle, ctypes.byref(value)) == 0:
+            clocks["power_limit_w"] = value.value // 1000
+    return clocks
+
+
+@contextlib.contextmanager
+def _nvml_device() -> Iterator[tuple[Any, Any] | None]:
+    """NVML and its handle of the first visible device, or None where either is missing."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        yield None
+        return
+    if nvml.nvmlInit_v2() != 0:
+        yield None
+        return
+    try:
+        handle = _nvml_handle(nvml)
+        yield None if handle is None else (nvml, handle)
     finally:
         nvml.nvmlShutdown()
 
 
 def _nvml_handle(nvml: object) -> object | None:
-    import ctypes
-
     handle = ctypes.c_void_p()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
     if visible.isdigit():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -27,12 +28,14 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
+from moereg.kernels.triton_block_map import BlockMap, batch_workspace_numel, plan_batches
 from moereg.kernels.triton_gemm_config import GemvPair, select_config
 from moereg.kernels.triton_gemv import down_gemv, gate_up_gemv
 from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
 from moereg.kernels.triton_overlap import can_overlap
+from moereg.kernels.triton_read import READ_CONFIGS, num_read_programs, read_words
 from moereg.kernels.triton_reduce import reduce_routes
-from moereg.kernels.triton_routing import RoutePlan, RoutingConfig, route_workspace_numel, sort_routes
+from moereg.kernels.triton_routing import RoutingConfig, route_workspace_numel, sort_routes
 from moereg.kernels.triton_tiles import DirectRoutes
 
 TARGETS = {
@@ -45,7 +48,7 @@ TARGETS = {
 # What shows that a product runs on matrix units, in assembly; a tile too low for wgmma or tcgen05 uses mma.sync.
 MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "v_mfma")
 
-# tokens, experts, top_k, hidden, intermediate, dtype, activation, bias
+# tokens, experts, top_k, hidden, intermediate, dtype, activation, bias; in the batched format tokens are max_T
 CASES: dict[str, tuple[int, int, int, int, int, torch.dtype, str, bool]] = {
     "one_token": (1, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
     "decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
@@ -57,6 +60,8 @@ CASES: dict[str, tuple[int, int, int, int, int, torch.dtype, str, bool]] = {
     "not_gated": (4096, 64, 4, 2688, 1856, torch.bfloat16, "relu2", False),
     "fp32_decode": (16, 128, 8, 2048, 768, torch.float32, "silu", False),
     "fp32_prefill": (4096, 128, 8, 2048, 768, torch.float32, "silu", False),
+    "batched_decode": (64, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "batched_prefill": (4096, 32, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
 }
 
 
@@ -115,7 +120,7 @@ def compiling_only() -> Iterator[list[tuple[str, Any]]]:
 
 
 def launch_routing(shared_bytes: int) -> None:
-    """Sorting in one launch, sorting in three, and the reduction."""
+    """Sorting in one launch, sorting in three, the reduction, and the plan of the batched format."""
     for tokens, experts in ((16, 128), (4096, 512)):
         ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
         expert_map = torch.empty(experts, dtype=torch.int32, device="meta")
@@ -123,22 +128,33 @@ def launch_routing(shared_bytes: int) -> None:
         plan = sort_routes(ids, expert_map, experts, experts, 16, ids.new_empty(numel), RoutingConfig())
     rows = torch.empty(4096 * 8, 2048, dtype=torch.bfloat16, device="meta")
     reduce_routes(rows.new_empty(4096, 2048), rows, plan.route_expert)
+    counts = torch.empty(1024, dtype=torch.int32, device="meta")
+    plan_batches(counts, 4096, 64, counts.new_empty(batch_workspace_numel(1024, 4096, 64)))
+
+
+def launch_reads(shared_bytes: int) -> None:
+    """Every way to measure the read bandwidth, on 4 GB."""
+    words = torch.empty(2**30, dtype=torch.int32, device="meta")
+    for config in READ_CONFIGS:
+        read_words(words.new_empty(num_read_programs(words.numel(), config, 132)), words, config)
 
 
 def launch_gemms(case: str, shared_bytes: int) -> None:
-    """A case's sorting, which `main` leaves out, and both of its GEMMs."""
+    """A case's plan, which `main` leaves out, and both of its GEMMs."""
+    batched = case.startswith("batched")
     tokens, experts, top_k, hidden, intermediate, dtype, activation, has_bias = CASES[case]
     gated = activation != "relu2"
     columns = (intermediate + 63) // 64 * 64
     depth = (hidden + 63) // 64 * 64
     routes = tokens * top_k
+    rows_of_out = experts * tokens if batched else routes
 
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
 
-    configs = select_config(tokens, routes / experts, dtype.itemsize, shared_bytes)
+    configs = select_config(math.inf if batched else tokens, routes / experts, dtype.itemsize, shared_bytes)
     ids = empty(tokens, top_k, of=torch.int32)
-    intermediate_rows = empty(routes, columns)
+    intermediate_rows = empty(rows_of_out, columns)
     rows = (2 if gated else 1) * columns
     w13, w2 = empty(experts, rows, depth), empty(experts, hidden, columns)
     overlap = can_overlap(ids.device)
@@ -153,22 +169,30 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
     }
     second: dict[str, Any] = {
         "bias": empty(experts, hidden) if has_bias else None,
-        "topk_weights": empty(tokens, top_k, of=torch.float32),
+        "topk_weights": None if batched else empty(tokens, top_k, of=torch.float32),
         "overlap": overlap,
     }
-    hidden_states = empty(tokens, hidden)
+    hidden_states = empty(experts * tokens if batched else tokens, hidden)
     if isinstance(configs, GemvPair):
         gate_up_gemv(intermediate_rows, hidden_states, w13, ids, None, experts, configs.gate_up, **first)
         down_gemv(hidden_states, intermediate_rows, w2, ids, None, experts, configs.down, **second)
         return
-    plan: RoutePlan | DirectRoutes
-    if configs.sort_routes:
+    plan: BlockMap | DirectRoutes
+    if batched:
+        numel = batch_workspace_numel(experts, tokens, configs.gate_up.block_m)
+        plan = plan_batches(empty(experts, of=torch.int32), tokens, configs.gate_up.block_m, ids.new_empty(numel))
+    elif configs.sort_routes:
         numel = route_workspace_numel(tokens, top_k, experts, configs.gate_up.block_m)
         plan = sort_routes(ids, None, experts, experts, configs.gate_up.block_m, ids.new_empty(numel))
     else:
         plan = DirectRoutes(ids, None, experts, configs.gate_up.block_m)
-    gate_up_gemm(intermediate_rows, hidden_states, w13, plan, configs.gate_up, top_k=top_k, **first)
-    down_gemm(empty(routes, hidden), intermediate_rows, w2, plan, configs.down, **second)
+    choices = 1 if batched else top_k
+    gate_up_gemm(intermediate_rows, hidden_states, w13, plan, configs.gate_up, top_k=choices, **first)
+    down_gemm(empty(rows_of_out, hidden), intermediate_rows, w2, plan, configs.down, **second)
+
+
+# Without products.
+PLAIN_CASES = {"routing": launch_routing, "read": launch_reads}
 
 
 def describe(target: str, case: str, name: str, kernel: Any) -> dict[str, Any]:
@@ -210,10 +234,10 @@ def main() -> None:
     gpu, shared_bytes = TARGETS[target]
     triton.runtime.driver.set_active(OfflineDriver(gpu, 0))
     rows = []
-    for case in cases or ["routing", *CASES]:
+    for case in cases or [*PLAIN_CASES, *CASES]:
         with compiling_only() as compiled:
-            launch_routing(shared_bytes) if case == "routing" else launch_gemms(case, shared_bytes)
-        rows += [describe(target, case, *one) for one in (compiled if case == "routing" else compiled[-2:])]
+            PLAIN_CASES[case](shared_bytes) if case in PLAIN_CASES else launch_gemms(case, shared_bytes)
+        rows += [describe(target, case, *one) for one in (compiled if case in PLAIN_CASES else compiled[-2:])]
     print(json.dumps(rows))
 
 

@@ -6,6 +6,7 @@ Runs as a program of its own, since a process that interprets Triton cannot comp
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import re
 import subprocess
@@ -17,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from moereg.kernels.gluon_grouped_gemm import CONFIG_RULES, GluonGemmConfig, _grouped_kernel
+from moereg.kernels.gluon_grouped_gemm import CONFIG_RULES, GluonGemmConfig, _grouped_kernel, select_config
 
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 HIDDEN = 2048
@@ -28,7 +29,9 @@ def _box(block: list[int]) -> str:
     return f"tensordesc<bf16{block},{layout!r}>"
 
 
-def compile_one(name: str, config: GluonGemmConfig, is_gate_up: bool, by_token: bool) -> dict[str, Any]:
+def compile_one(
+    name: str, config: GluonGemmConfig, is_gate_up: bool, by_token: bool, batched: bool = False
+) -> dict[str, Any]:
     """The resources and instructions of one kernel; gated silu in the first GEMM, no bias."""
     columns = config.block_n // (4 if is_gate_up else 2)
     weights = [config.block_n // 16, 2, 8, 64] if is_gate_up else [1, config.block_n, 64]
@@ -40,6 +43,7 @@ def compile_one(name: str, config: GluonGemmConfig, is_gate_up: bool, by_token: 
         "bias": "constexpr",
         **dict.fromkeys(("sorted_routes", "block_expert", "block_row", "block_end", "num_blocks"), "*i32"),
         **dict.fromkeys(("num_tiles_n", "group", "num_k", "num_columns", "hidden_chunks", "stride_chunks"), "i32"),
+        "max_tokens": "i32",
     }
     constants: dict[str, Any] = {
         "BY_TOKEN": by_token,
@@ -48,15 +52,16 @@ def compile_one(name: str, config: GluonGemmConfig, is_gate_up: bool, by_token: 
         "BLOCK_N": config.block_n,
         "MAIN": config.block_m,
         "TAIL": config.slack,
-        "SPLIT": config.split,
         "STAGES": config.stages,
         "ACTIVATION": "silu" if is_gate_up else None,
         "GATED": is_gate_up,
         "ALPHA": 1.0,
         "BETA": 0.0,
         "LIMIT": None,
+        "OVERLAP": True,
         "bias": None,
         **({"tail_rows": None} if by_token else {}),
+        **({"sorted_routes": None} if batched else {"max_tokens": None}),
     }
     names = _grouped_kernel.arg_names
     kinds = {**signature, **dict.fromkeys(constants, "constexpr")}
@@ -67,7 +72,7 @@ def compile_one(name: str, config: GluonGemmConfig, is_gate_up: bool, by_token: 
         constexprs={(names.index(argument),): value for argument, value in constants.items()},
         attrs={(place,): [["tt.divisibility", 16]] for place in (*aligned, names.index("num_columns"))},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -88,10 +93,13 @@ def compile_one(name: str, config: GluonGemmConfig, is_gate_up: bool, by_token: 
 
 if __name__ == "__main__":
     done = set()
-    for rule in CONFIG_RULES:
+    # In the batched format rows lie in order, so the rules are those of infinitely many columns.
+    batched_rules = [select_config(rule.max_rows_per_expert, math.inf) for rule in CONFIG_RULES]
+    for rule, batched in [*((rule, False) for rule in CONFIG_RULES), *((rule, True) for rule in batched_rules)]:
         for name, config, is_gate_up in (("gate_up", rule.gate_up, True), ("down", rule.down, False)):
-            by_token = is_gate_up and not rule.copies_rows
-            if (config, is_gate_up, by_token) not in done:
-                done.add((config, is_gate_up, by_token))
-                label = f"{name} {config.block_m}x{config.block_n}/{config.split}{' by token' if by_token else ''}"
-                print(json.dumps(compile_one(label, config, is_gate_up, by_token)), flush=True)
+            by_token = is_gate_up and not rule.copies_rows and not batched
+            if (config, is_gate_up, by_token, batched) not in done:
+                done.add((config, is_gate_up, by_token, batched))
+                source = " by token" if by_token else " batched" if batched else ""
+                label = f"{name} {config.block_m}x{config.block_n}{source}"
+                print(json.dumps(compile_one(label, config, is_gate_up, by_token, batched)), flush=True)

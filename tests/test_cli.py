@@ -29,6 +29,7 @@ from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.shapes import get_shape
+from moereg.tuning.roofline import Ceilings
 from tests.fakes import FakeExperts, WrongExperts
 
 SIZES = "--experts 8 --hidden 64 --intermediate 32 --top-k 2"
@@ -137,7 +138,17 @@ BAD_LINES = {
     "checkpoint and sizes": ("run --checkpoint . --top-k 2", "--top-k cannot be combined"),
     "no checkpoint": ("run --checkpoint /nonexistent", "/nonexistent"),
     "negative seed": (f"run {SIZES} --seed -1", "--seed"),
-    "bench": ("bench --model qwen3-30b-a3b", "bench comes in a later release"),
+    "bench without a layer": ("bench", "--model NAME"),
+    "bench elsewhere": (f"bench {SIZES} --platform cuda:sm100", "bench needs the machine itself"),
+    "bench with no tokens": (f"bench {SIZES} --tokens 0", "at least 1 such as 1,16,64, got '0'"),
+    "bench with negative tokens": (f"bench {SIZES} --tokens=-1", "at least 1"),
+    "bench with tokens that are no numbers": (f"bench {SIZES} --tokens 1,many", "got '1,many'"),
+    "bench with an empty list": (f"bench {SIZES} --tokens ,", "at least 1"),
+    "unknown routing": (f"bench {SIZES} --routing zipff", "did you mean 'zipf'"),
+    "no rounds": (f"bench {SIZES} --rounds 0", "--rounds"),
+    "no such folder": (f"bench {SIZES} --plot /nonexistent/bench.png", "make /nonexistent first"),
+    "unknown kind of plot": (f"bench {SIZES} --plot bench.docx", "a file such as bench.png"),
+    "bench of a denied backend": (f"bench {SIZES} --require torch --deny torch", "both required and denied"),
     "tune": ("tune", "tune comes in a later release"),
     "verify": ("verify torch", "verify comes in a later release"),
     "new-backend": ("new-backend mine --in here", "new-backend comes in a later release"),
@@ -411,6 +422,20 @@ class NanExperts(FakeExperts):
         out[-1, -1] = float("nan")
 
 
+class LeavingExperts(FakeExperts):
+    """Leaves its output as it was."""
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        return None
+
+
 class RaisingExperts(FakeExperts):
     """Has a bug."""
 
@@ -537,44 +562,203 @@ def test_nothing_fits_a_checkpoint_and_nothing_is_read(
     assert code == 3
 
 
+# --- bench ---
+
+BENCH_KEYS = ["schema", "problem", "platform", "device", "versions", "date", "routing", "ceilings", "rows", "skipped"]
+ROW_KEYS = ["backend", "experts", "tokens", "relative_error", "tolerance", "passed"]
+ROW_KEYS += ["time_us", "tflops", "gbps", "roofline_us", "share"]
+RATES = ["time_us", "tflops", "gbps", "share"]
+BENCH = f"bench {SIZES} --rounds 2 --tokens 16,1"
+
+
+@pytest.fixture
+def ceilings(monkeypatch: pytest.MonkeyPatch) -> Ceilings:
+    """Known ones, at once."""
+    known = Ceilings(matmul_tflops=0.1, read_gbps=20.0, read_by="nothing")
+    monkeypatch.setattr("moereg.cli._bench.measure_ceilings", lambda dtype, device: known)
+    return known
+
+
+def _check_bench(found: dict[str, Any]) -> None:
+    assert list(found) == BENCH_KEYS
+    assert found["schema"] == 1
+    assert list(found["ceilings"]) == ["matmul_tflops", "read_gbps", "read_by"]
+    for row in found["rows"]:
+        assert list(row) == ROW_KEYS
+        assert all((row[name] is not None) is row["passed"] for name in RATES)
+    for skipped in found["skipped"]:
+        assert list(skipped) == ["backend", "reasons"]
+        assert skipped["reasons"]
+        assert all(list(reason) == ["code", "text"] for reason in skipped["reasons"])
+
+
+def test_bench_compares_all_that_fit(call_json: CallJson, ceilings: Ceilings) -> None:
+    code, found = call_json(BENCH)
+    _check_bench(found)
+    assert code == 0
+    accepted = [decision for decision in call_json(f"explain {SIZES}")[1]["decisions"] if decision["accepted"]]
+    expected = [(decision["backend"], decision["experts"]) for decision in accepted]
+    for num_tokens in (1, 16):
+        rows = [row for row in found["rows"] if row["tokens"] == num_tokens]
+        assert [(row["backend"], row["experts"]) for row in rows] == expected
+    assert [row["tokens"] for row in found["rows"]] == sorted(row["tokens"] for row in found["rows"])
+    assert found["problem"]["max_num_tokens"] == 16
+    assert (found["platform"], found["routing"]) == ("cpu", "uniform")
+    assert found["ceilings"] == vars(ceilings)
+    assert found["versions"]["torch"] == torch.__version__
+    assert "triton" in {skipped["backend"] for skipped in found["skipped"]}
+    for row in found["rows"]:
+        assert row["passed"] is True
+        assert 0 < row["relative_error"] <= row["tolerance"]
+        assert row["share"] == pytest.approx(row["roofline_us"] / row["time_us"])
+        flops = 2 * row["tokens"] * 2 * 3 * 64 * 32
+        assert row["tflops"] * row["time_us"] * 1e6 == pytest.approx(flops)
+
+
+def test_bench_for_people(call: Call, ceilings: Ceilings) -> None:
+    code, out, err = call(f"{BENCH} --routing zipf")
+    assert code == 0
+    assert not err or "..." in err, err
+    assert out.count("fastest") == 2
+    for text in ("E8 H64 I32 k2", "% of roofline", "TorchPackedExperts", "0.1 TFLOP/s", "20 GB/s", "zipf routing"):
+        assert text in out
+    assert "a layer gets torch (TorchPackedExperts): chosen by priority" in out
+    assert "not compared: triton (TritonExperts): requires platform in" in out
+
+
+def test_bench_measures_the_ceilings_of_this_machine(call_json: CallJson, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moereg.tuning.roofline._CPU_READ_BYTES", 1 << 24)
+    monkeypatch.setattr("moereg.tuning.roofline._CPU_MATMUL_SIZES", (128,))
+    code, found = call_json(f"bench {SIZES} --dtype float32 --rounds 1 --tokens 2 --require torch")
+    _check_bench(found)
+    assert code == 0
+    assert found["ceilings"]["matmul_tflops"] > 0
+    assert found["ceilings"]["read_gbps"] > 0
+    assert found["ceilings"]["read_by"].startswith("torch sum")
+    assert all(row["roofline_us"] > 0 for row in found["rows"])
+    skipped = {skipped["backend"]: skipped["reasons"] for skipped in found["skipped"]}
+    assert {"platform", "not_required"} <= {reason["code"] for reason in skipped["triton"]}
+
+
+@pytest.mark.usefixtures("ceilings")
+def test_bench_gives_a_wrong_backend_no_time(
+    call: Call, call_json: CallJson, isolated_registry: BackendRegistry
+) -> None:
+    register_moe_backend("fake_wrong", 99, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
+    code, found = call_json(BENCH)
+    _check_bench(found)
+    assert code == 1
+    wrong = [row for row in found["rows"] if row["backend"] == "fake_wrong"]
+    assert len(wrong) == 2
+    for row in wrong:
+        assert row["passed"] is False
+        assert row["relative_error"] == pytest.approx(0.5, rel=0.05)
+    assert all(row["passed"] for row in found["rows"] if row["backend"] != "fake_wrong")
+    code, out, _ = call(BENCH)
+    assert code == 1
+    assert out.count("WRONG") == 2
+    assert "5.0e-01 > " in out
+    assert out.count("fastest") == 2
+
+
+@pytest.mark.usefixtures("ceilings")
+@pytest.mark.parametrize("kind", [NanExperts, LeavingExperts])
+def test_bench_sees_what_was_not_written(
+    call_json: CallJson, isolated_registry: BackendRegistry, kind: type[FakeExperts]
+) -> None:
+    register_moe_backend("fake_nan", 1, ("unquantized",), ("*",))(type("Nan", (kind,), {}))
+    code, found = call_json(f"{BENCH} --require fake_nan")
+    _check_bench(found)
+    assert code == 1
+    assert [(row["relative_error"], row["passed"]) for row in found["rows"]] == [(None, False)] * 2
+
+
+@pytest.mark.usefixtures("ceilings")
+def test_a_backend_that_fails_takes_no_other_down(
+    call: Call, call_json: CallJson, isolated_registry: BackendRegistry
+) -> None:
+    register_moe_backend("fake_raising", 1, ("unquantized",), ("*",))(type("Raising", (RaisingExperts,), {}))
+    code, found = call_json(BENCH)
+    _check_bench(found)
+    assert code == 1
+    assert {row["backend"]: row["passed"] for row in found["rows"]} == {"torch": True, "fake_raising": False}
+    code, out, _ = call(BENCH)
+    assert code == 1
+    assert "fake_raising failed at 16 tokens: RuntimeError: a bug" in out
+
+
+@pytest.mark.parametrize("line", ["--require triton", "--quant fp8_block128", "--deny torch"])
+def test_nothing_fits_to_bench_is_exit_3(call: Call, call_json: CallJson, line: str) -> None:
+    code, found = call_json(f"{BENCH} --platform cpu {line}")
+    _check_bench(found)
+    assert (code, found["rows"]) == (3, [])
+    assert set(found["ceilings"].values()) == {None}
+    assert {skipped["backend"] for skipped in found["skipped"]} >= {"torch", "triton"}
+    code, out, err = call(f"{BENCH} --platform cpu {line} --plot nothing.png")
+    assert (code, err) == (3, "")
+    assert "nothing fits" in out
+    assert not Path("nothing.png").exists()
+
+
+def test_a_bench_that_does_not_fit_names_what_makes_it_smaller(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_memory, "free_memory_bytes", lambda device: 10**6)
+    code, out, err = call("bench --model qwen3-30b-a3b --dtype float32 --json")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "permuted for 2 kernels" in err
+    for cure in ("--dtype bfloat16", "--require with fewer backends"):
+        assert cure in err
+
+
+@pytest.mark.usefixtures("ceilings")
+@pytest.mark.parametrize("name", ["bench.png", "bench.svg"])
+def test_bench_draws_a_plot(call: Call, isolated_registry: BackendRegistry, tmp_path: Path, name: str) -> None:
+    register_moe_backend("fake_wrong", 99, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
+    code, out, _ = call(f"{BENCH} --plot {tmp_path / name} --json")
+    assert code == 1
+    assert _strict(out)["rows"]
+    written = (tmp_path / name).read_bytes()
+    if name.endswith(".png"):
+        assert written.startswith(b"\x89PNG")
+        width, height = (int.from_bytes(written[start : start + 4], "big") for start in (16, 20))
+        assert width > 1000
+        assert height > 500
+    else:
+        for text in (b"TorchPackedExperts", b"roofline", b"fake_wrong, wrong at 1, 16", b"E8 H64 I32 k2", b"tokens"):
+            assert text in written
+
+
+@pytest.mark.usefixtures("ceilings")
+def test_a_plot_of_nothing_right(call: Call, isolated_registry: BackendRegistry, tmp_path: Path) -> None:
+    register_moe_backend("fake_wrong", 99, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
+    code, _, err = call(f"{BENCH} --require fake_wrong --plot {tmp_path / 'bench.png'}")
+    assert code == 1
+    assert "Warning" not in err
+    assert (tmp_path / "bench.png").exists()
+
+
+def test_a_plot_needs_matplotlib_before_anything_runs(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("matplotlib", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("moereg.cli._bench.measure_ceilings", None)
+    code, out, err = call(f"{BENCH} --plot bench.png")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "pip install 'moereg[plot]'" in err
+
+
 # --- random layers ---
 
 
-def _random(line: str, seed: int = 0) -> tuple[MoEProblem, _layer.Layer]:
-    values = dict(zip(*[iter(line.replace("--", "").replace("-", "_").split())] * 2, strict=True))
-    sizes = {name: int(value) if value.isdigit() else value for name, value in values.items()}
-    problem = ProblemFlags(**sizes).problem()  # type: ignore[arg-type]
-    return problem, _layer.random_layer(problem, seed, torch.device("cpu"), lambda done, total: None)
-
-
-def test_random_experts_differ_and_are_scaled_like_real_ones() -> None:
-    problem, layer = _random("--experts 6 --hidden 256 --intermediate 128 --top-k 2")
-    w13, w2 = layer.weights.w13.float(), layer.weights.w2.float()
-    assert torch.isfinite(w13).all()
-    assert torch.isfinite(w2).all()
-    rows = w13.reshape(-1, 256)
-    normalised = rows / rows.norm(dim=1, keepdim=True)
-    likeness = (normalised @ normalised.T).fill_diagonal_(0)
-    assert likeness.abs().max() < 0.5
-    gate, up = w13.chunk(2, dim=1)
-    assert up.std() / gate.std() == pytest.approx(1.6, rel=0.1)
-    hidden_states = _layer.random_hidden_states(problem, 64, 0, torch.device("cpu"))
-    out = moereg.make_kernel(problem, layer.weights)(hidden_states, *layer.route(hidden_states))
-    assert 0.1 < out.float().std() < 3
-
-
 def test_a_seed_is_a_layer() -> None:
-    line = "--experts 2 --hidden 32 --intermediate 16 --top-k 1"
-    first, second, other = (_random(line, seed)[1].weights.w13 for seed in (0, 0, 1))
+    problem = ProblemFlags(experts=2, hidden=32, intermediate=16, top_k=1).problem()
+    device = torch.device("cpu")
+    layers = [_layer.random_layer(problem, seed, device, lambda done, total: None) for seed in (0, 0, 1)]
+    first, second, other = (layer.weights.w13 for layer in layers)
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
-
-
-def test_the_pool_goes_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_layer, "_POOL_NUMEL", 7)
-    target = torch.empty(4, 5)
-    _layer._fill(target, torch.arange(7.0), 5, 2.0)
-    assert target.flatten().tolist() == [2.0 * ((5 + place) % 7) for place in range(20)]
+    tokens = [_layer.random_hidden_states(problem, 4, seed, device) for seed in (0, 0, 1)]
+    assert torch.equal(tokens[0], tokens[1])
+    assert not torch.equal(tokens[0], tokens[2])
+    assert all(map(torch.equal, layers[0].route(tokens[0]), layers[1].route(tokens[1])))
 
 
 # --- streams ---
@@ -607,6 +791,10 @@ def test_version_and_help(call: Call) -> None:
     for command in ("info", "explain", "run", "bench", "tune", "verify", "new-backend"):
         assert f"  {command} " in out
     assert "--num-local-experts" in call("run --help")[1]
+    bench = call("bench --help")[1]
+    for option in ("--tokens", "--routing", "--rounds", "--plot", "--require", "--json"):
+        assert f"  {option} " in bench
+    assert "Later" not in bench
 
 
 # --- the real entry point ---

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from moereg.dispatch import select_backend
+from moereg.kernels.triton_block_map import batch_workspace_numel, plan_batches
 from moereg.kernels.triton_copy import copy_rows, copy_rows_reference
 from moereg.kernels.triton_grouped_gemm import down_reference, gate_up_reference
 from moereg.kernels.triton_reduce import reduce_routes_reference, reduce_sorted_rows
@@ -105,9 +106,9 @@ def test_layer_of_kernels(
         expert_map = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
         expert_map[5 : 5 + local] = torch.arange(local, dtype=torch.int32, device="cuda")
     workspace = torch.empty(route_workspace_numel(tokens, top_k, local, 16), dtype=torch.int32, device="cuda")
-    plan = sort_routes(ids, expert_map, experts, local, gate_up.plan_rows, workspace, slack=gate_up.slack)
+    plan = sort_routes(ids, expert_map, experts, local, gate_up.block_m, workspace, slack=gate_up.slack)
     valid = assert_equal_plans(
-        plan, sort_routes_reference(ids, expert_map, experts, local, gate_up.plan_rows, gate_up.slack)
+        plan, sort_routes_reference(ids, expert_map, experts, local, gate_up.block_m, gate_up.slack)
     )
 
     routes, halves = tokens * top_k, 2 if gated else 1
@@ -158,6 +159,69 @@ def test_layer_of_kernels(
     assert relative_error(sorted_rows[GUARD_ROWS:][:valid], expected) <= TOLERANCE[dtype]
     expected = reduce_routes_reference(by_route * weights.flatten()[:, None], plan.route_expert, tokens)
     assert relative_error(out, expected) <= 2 * TOLERANCE[dtype]
+
+
+# rule, experts, max_T, hidden, intermediate (a multiple of 64), dtype, activation, gated, bias.
+BATCHED_CASES = [
+    (0, 8, 100, 520, 320, torch.bfloat16, "silu", True, False),
+    (0, 6, 30, 256, 128, torch.bfloat16, "gelu", True, False),
+    (1, 8, 300, 448, 192, torch.bfloat16, "swigluoai", True, True),
+    (2, 6, 545, 520, 320, torch.float16, "gelu_tanh", True, True),
+    (2, 6, 1000, 1024, 448, torch.bfloat16, "relu2", False, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "experts", "max_tokens", "hidden", "inter", "dtype", "activation", "gated", "has_bias"), BATCHED_CASES
+)
+def test_batched_kernels(
+    rule: int,
+    experts: int,
+    max_tokens: int,
+    hidden: int,
+    inter: int,
+    dtype: torch.dtype,
+    activation: str,
+    gated: bool,
+    has_bias: bool,
+) -> None:
+    torch.manual_seed(max_tokens + rule)
+    gate_up, down = CONFIG_RULES[rule].gate_up, CONFIG_RULES[rule].down
+    counts = torch.randint(0, max_tokens + 1, (experts,), dtype=torch.int32, device="cuda")
+    # Whole experts next to empty ones: the box of the last rows must not reach into the neighbour.
+    counts[:4] = torch.tensor([max_tokens, 0, max_tokens - 1, 0])
+    valid = torch.arange(max_tokens, device="cuda") < counts[:, None]
+    workspace = torch.empty(batch_workspace_numel(experts, max_tokens, 16), dtype=torch.int32, device="cuda")
+    plan = plan_batches(counts, max_tokens, gate_up.block_m, workspace, slack=gate_up.slack)
+
+    halves = 2 if gated else 1
+    rows = torch.randn(experts, max_tokens, hidden, device="cuda").to(dtype)
+    rows[~valid] = math.nan
+    w13 = padded(experts, halves * inter, hidden, 2 * hidden**-0.5, dtype)
+    w2 = padded(experts, hidden, inter, inter**-0.5, dtype)
+    b13 = torch.randn(experts, halves * inter, device="cuda").to(dtype) if has_bias else None
+    b2 = torch.randn(experts, hidden, device="cuda").to(dtype) if has_bias else None
+    clamps = {"alpha": 1.702, "beta": 1.0, "limit": 7.0} if activation == "swigluoai" else {}
+    keywords = {"activation": activation, "gated": gated, "bias": b13, **clamps}
+
+    runs = []
+    for _ in range(3):
+        mid, out = nans(experts, max_tokens, inter, dtype=dtype), nans(experts + 1, max_tokens, hidden, dtype=dtype)
+        gate_up_gemm(mid, rows.view(-1, hidden), w13, plan, gate_up, top_k=None, **keywords)
+        down_gemm(out[:experts], mid, w2, plan, down, bias=b2)
+        for buffer in (mid[counts == 0], out[:experts][counts == 0], out[experts]):
+            assert buffer.isnan().all(), "a kernel wrote to the rows of another expert"
+        runs.append((mid[valid], out[:experts][valid]))
+    for buffers in zip(*runs, strict=True):
+        assert all(torch.equal(buffers[0].view(torch.int16), other.view(torch.int16)) for other in buffers[1:])
+    # As routes, one a row, of which those of the rows that do not count lead nowhere.
+    ids = torch.where(valid, torch.arange(experts, device="cuda")[:, None], -1).int().view(-1, 1)
+    routes = sort_routes_reference(ids, None, experts, experts, gate_up.block_m, gate_up.slack)
+    mid, found = runs[0]
+    expected = gate_up_reference(rows.view(-1, hidden), w13, routes, top_k=1, **keywords)
+    assert relative_error(mid, expected) <= TOLERANCE[dtype]
+    expected = down_reference(mid, w2, routes, bias=b2)[valid.flatten()]
+    assert relative_error(found, expected) <= TOLERANCE[dtype]
 
 
 def assert_equal_plans(plan: RoutePlan, reference: RoutePlan) -> int:

@@ -18,13 +18,16 @@ def _cell(name: str) -> ledger.BackendCell:
     return load_backends().by_name(name)[0]
 
 
-def test_digest_follows_kernels_that_a_backend_imports_in_its_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changed_module", ["moereg.kernels.triton_reduce", "moereg.backends._triton.interleaved"])
+def test_digest_follows_kernels_and_private_packages_that_a_backend_imports(
+    changed_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cell = _cell("triton")
     before = code_digest(cell)
     real = ledger._source
 
     def changed(module: str) -> str:
-        return real(module) + ("\n# changed" if module == "moereg.kernels.triton_reduce" else "")
+        return real(module) + ("\n# changed" if module == changed_module else "")
 
     monkeypatch.setattr(ledger, "_source", changed)
     assert code_digest(cell) != before

@@ -20,6 +20,7 @@ from moereg.platforms import (
     PlatformKind,
     PlatformRule,
     Specificity,
+    gpu_clocks,
     installed_versions,
     probe_platform,
     register_platform_kind,
@@ -230,6 +231,18 @@ class Nvml:
         memory._obj[0] = self.devices[handle.value - 1][3]
         return 0
 
+    def nvmlDeviceGetClockInfo(self, handle: Any, domain: int, clock: Any) -> int:
+        clock._obj.value = {1: 1500, 2: 3200}[domain] + handle.value
+        return 0
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: Any, domain: int, clock: Any) -> int:
+        clock._obj.value = {1: 1980, 2: 3201}[domain]
+        return 3 if domain == 2 else 0
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any, milliwatts: Any) -> int:
+        milliwatts._obj.value = 700_000
+        return 0
+
 
 @pytest.fixture
 def cuda_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
@@ -296,6 +309,22 @@ def test_probe_without_nvml_asks_the_runtime(cuda_machine: pytest.MonkeyPatch, b
     properties = SimpleNamespace(major=8, minor=9, name="NVIDIA L40S", total_memory=48 * 2**30)
     cuda_machine.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     assert probe_platform() == Platform("cuda", "sm89", "NVIDIA L40S", 48 * 2**30, probed=True)
+
+
+def test_clocks_are_the_first_visible_gpus_and_may_be_missing(cuda_machine: pytest.MonkeyPatch) -> None:
+    nvml = Nvml()
+    cuda_machine.setattr(ctypes, "CDLL", lambda name: nvml)
+    cuda_machine.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert gpu_clocks() == {"sm_mhz": 1502, "max_sm_mhz": 1980, "memory_mhz": 3202, "power_limit_w": 700}
+    assert nvml.shut_down == 1
+    cuda_machine.setenv("CUDA_VISIBLE_DEVICES", "GPU-cccc")
+    assert gpu_clocks() == {}
+
+    def no_library(name: str) -> Nvml:
+        raise OSError(name)
+
+    cuda_machine.setattr(ctypes, "CDLL", no_library)
+    assert gpu_clocks() == {}
 
 
 def test_hidden_gpus_are_not_there(cuda_machine: pytest.MonkeyPatch) -> None:

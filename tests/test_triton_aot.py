@@ -13,8 +13,8 @@ import pytest
 
 SCRIPT = Path(__file__).parent / "aot_compile.py"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-FAST_CASES = ("routing", "one_token", "decode", "prefill", "fp32_decode")
-SLOW_CASES = ("gpt_oss_prefill", "middle", "small", "odd", "not_gated", "fp32_prefill")
+FAST_CASES = ("routing", "read", "one_token", "decode", "prefill", "fp32_decode", "batched_decode")
+SLOW_CASES = ("gpt_oss_prefill", "middle", "small", "odd", "not_gated", "fp32_prefill", "batched_prefill")
 
 # Most registers a thread on sm_90 with Triton 3.6.0 and 3.8.0, so that a change that costs some is noticed. 255 is all
 # there are.
@@ -24,6 +24,8 @@ MAX_REGISTERS_SM90 = {
     ("routing", "scan_chunks"): 103,
     ("routing", "place_routes"): 47,
     ("routing", "reduce_routes"): 32,
+    ("routing", "plan_batches"): 80,
+    ("read", "xor_words"): 64,
     ("one_token", "gemv_gate_up"): 128,
     ("one_token", "gemv_down"): 118,
     ("decode", "gate_up"): 64,
@@ -44,6 +46,10 @@ MAX_REGISTERS_SM90 = {
     ("fp32_decode", "down"): 72,
     ("fp32_prefill", "gate_up"): 100,
     ("fp32_prefill", "down"): 94,
+    ("batched_decode", "gate_up"): 64,
+    ("batched_decode", "down"): 64,
+    ("batched_prefill", "gate_up"): 224,
+    ("batched_prefill", "down"): 206,
 }
 
 # Rows of 511 elements are not aligned, which costs an address a row and element. Such sizes are to be right, not fast.
@@ -89,13 +95,13 @@ def check(target: str, rows: list[dict[str, Any]], num_expected: int) -> None:
     for row in rows:
         key = row["case"], row["kernel"]
         matrix = set(row["matrix"])
-        if row["case"] in ("routing", "one_token"):  # One row is left to plain multiply-adds.
+        if row["case"] in ("routing", "read", "one_token"):  # One row is left to plain multiply-adds.
             assert not matrix, row
         elif row["case"].startswith("fp32") and target != "gfx942":
             # IEEE products of 32 bits have no matrix instruction on NVIDIA; one here would be TF32.
             assert not matrix, row
         else:
-            large_tile = row["case"] not in ("decode", "small", "fp32_decode", "fp32_prefill")
+            large_tile = row["case"] not in ("decode", "batched_decode", "small", "fp32_decode", "fp32_prefill")
             assert (
                 matrix
                 == {
@@ -112,8 +118,8 @@ def check(target: str, rows: list[dict[str, Any]], num_expected: int) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile(fast: dict[str, list[dict[str, Any]]], target: str) -> None:
-    # Five kernels sort and reduce; every other case is two GEMMs.
-    check(target, fast[target], 5 + 2 * (len(FAST_CASES) - 1))
+    # Six kernels plan and reduce, eight read; every other case is two GEMMs.
+    check(target, fast[target], 6 + 8 + 2 * (len(FAST_CASES) - 2))
 
 
 @pytest.mark.slow

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Any
+import dataclasses
+import math
+from typing import Any
 
 import torch
 
-from moereg.experts import ExpertInputs, Experts, Facts
-from moereg.layouts import pad_columns, round_up
-from moereg.platforms import Platform, PlatformRule
+from moereg.backends._triton.interleaved import WEIGHT_PAD, InterleavedExperts, elements_of_plan
+from moereg.experts import ExpertInputs
+from moereg.layouts import round_up
 from moereg.problem import MoEProblem
 from moereg.registry import register_moe_backend
-from moereg.weights import ExpertWeights, PermutedWeights
-
-if TYPE_CHECKING:
-    from moereg.kernels.triton_launch import LaunchRecording
-
-# As the kernels have it; repeated because this module must import without triton.
-_WEIGHT_PAD = 64
+from moereg.weights import PermutedWeights
 
 # Rows in front of both buffers of rows, into which a store of the Gluon kernels is anchored; as those kernels have it.
 _GUARD_ROWS = 288
-
-# Up to this many rows an expert the Gluon kernels' tiles would be mostly padding: on an H200 they lose 4 % at 8 rows
-# (gpt-oss-120b, 256 tokens) and win 6 % at 64 (qwen3-30b-a3b, 1,024 tokens).
-_MIN_GLUON_ROWS = 24
-
-_WEIGHTS = ("w13", "w2", "w13_bias", "w2_bias")
-
-# Triton compiles pointers that are multiples of this into wider loads, so recordings hold for such pointers only.
-_POINTER_ALIGNMENT = 16
-
-# A few kilobytes each; a server that sees more numbers of tokens than this starts again.
-_MAX_RECORDINGS = 1024
 
 
 @register_moe_backend(
@@ -43,8 +26,8 @@ _MAX_RECORDINGS = 1024
     platforms=("cuda:sm80+", "rocm:gfx942"),
     requires=("triton>=3.6",),
 )
-class TritonExperts(Experts):
-    """Two matmuls with the activation between them: by grouped GEMMs over sorted routes, then a reduction.
+class TritonExperts(InterleavedExperts):
+    """Standard format: two grouped GEMMs over sorted routes with the activation between them, then a reduction.
 
     Up to 16 tokens need no sort, and one token runs as products of vectors that add up its routes themselves.
 
@@ -52,127 +35,17 @@ class TritonExperts(Experts):
     atomically, and a token's rows are added in the order of its choices.
     """
 
-    facts = Facts(
-        activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
-        activation_scalars=True,
-        swiglu_limit=True,
-        activation_formats=frozenset({"standard"}),
-        dtypes=frozenset({"bfloat16", "float16", "float32"}),
-        bias=True,
-        placements=frozenset({"contiguous", "map"}),
-        router_weight_on_input=True,
-        graph_capture=True,
-        deterministic=True,
-        pads_to={"hidden_size": _WEIGHT_PAD, "intermediate_size": _WEIGHT_PAD},
-        # The scan over experts keeps one value an expert and thread in registers.
-        max_experts=1024,
-    )
+    facts = dataclasses.replace(InterleavedExperts.facts, activation_formats=frozenset({"standard"}))
     output_form = "reduced"
-    layouts = ("gate_up_interleaved_pad64",)
-
-    def __init__(self, problem: MoEProblem, platform: Platform) -> None:
-        super().__init__(problem, platform)
-        # Compiled for one architecture's own instructions.
-        self._has_gluon = PlatformRule("cuda:sm90").matches(platform)
-        # By tokens, strides and device; the problem fixes everything else that a launch depends on but pointers.
-        self._recordings: dict[tuple[int, int, int, int | None], LaunchRecording] = {}
-
-    @classmethod
-    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        """Sizes beyond the kernels' 32-bit offsets within one expert."""
-        rows = problem.activation.num_halves * round_up(problem.intermediate_size, _WEIGHT_PAD)
-        elements = rows * round_up(problem.hidden_size, _WEIGHT_PAD)
-        if elements >= 2**31:
-            return [f"requires fewer than 2**31 elements in one expert's w13, got {elements}"]
-        return []
-
-    @classmethod
-    def device_types(cls, platform: Platform) -> tuple[str, ...]:
-        """The platform's, and the CPU where Triton's interpreter was asked for."""
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        return (platform.device_type, "cpu") if interpreted else (platform.device_type,)
-
-    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
-        """Interleaves gate and up row by row and zero-pads H of w13 and I of both to multiples of 64.
-
-        Returns:
-            `w13` [E, 2 * I_pad, H_pad] (row 2j gate j, row 2j + 1 up j; [E, I_pad, H_pad] where not gated), `w2`
-            [E, H, I_pad], and where there are biases `w13_bias` [E, 2 * I_pad] and `w2_bias` [E, H].
-        """
-        halves = problem.activation.num_halves
-        per_expert = {
-            "w13": _interleave_and_pad(weights.w13, halves),
-            "w2": _pad_experts(weights.w2),
-        }
-        if weights.w13_bias is not None and weights.w2_bias is not None:
-            # A bias is a weight with one column, which is not padded.
-            per_expert["w13_bias"] = _interleave_and_pad(weights.w13_bias.unsqueeze(2), halves, columns=1).squeeze(2)
-            per_expert["w2_bias"] = weights.w2_bias.contiguous()
-        return PermutedWeights(self.layouts[0], per_expert)
 
     def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The intermediate [N, I_pad]; then, flat, the plan of the routes and the rows [N, H] to be reduced."""
         routes = num_tokens * problem.top_k
         plan = _plan_numel(problem, num_tokens)
         return (
-            (_GUARD_ROWS + routes, round_up(problem.intermediate_size, _WEIGHT_PAD)),
+            (_GUARD_ROWS + routes, round_up(problem.intermediate_size, WEIGHT_PAD)),
             (plan + (_GUARD_ROWS + routes) * problem.hidden_size,),
         )
-
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        """Two launches for one token, three for a few, four to seven above; no allocation, no host synchronisation."""
-        tensors = (
-            out,
-            inputs.hidden_states,
-            inputs.topk_ids,
-            inputs.topk_weights,
-            inputs.expert_map,
-            workspace13,
-            workspace2,
-            *(weights.get(name) for name in _WEIGHTS),
-        )
-        device = out.device
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        all_bits = 0
-        for pointer in pointers:
-            all_bits |= pointer
-        if device.type != "cuda" or all_bits % _POINTER_ALIGNMENT:
-            self._launch(out, inputs, weights, workspace13, workspace2)
-            return
-        key = (inputs.hidden_states.shape[0], inputs.hidden_states.stride(0), out.stride(0), device.index)
-        recorded = self._recordings.get(key)
-        if recorded is None:
-            from moereg.kernels.triton_launch import recording
-
-            with recording(tensors) as recorded:
-                self._launch(out, inputs, weights, workspace13, workspace2)
-            if len(self._recordings) >= _MAX_RECORDINGS:
-                self._recordings.clear()
-            self._recordings[key] = recorded
-        elif recorded.complete:
-            recorded.replay(pointers)
-        else:
-            self._launch(out, inputs, weights, workspace13, workspace2)
-
-    def _launch(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        if self._warp_specialised(inputs.hidden_states, inputs.topk_ids.numel()):
-            self._launch_gluon(out, inputs, weights, workspace13, workspace2)
-        else:
-            self._launch_triton(out, inputs, weights, workspace13, workspace2)
 
     def _launch_triton(
         self,
@@ -191,7 +64,6 @@ class TritonExperts(Experts):
         from moereg.kernels.triton_tiles import DirectRoutes
 
         problem = self.problem
-        activation = problem.activation
         hidden_states, topk_ids, expert_map = inputs.hidden_states, inputs.topk_ids, inputs.expert_map
         num_tokens, hidden_size = hidden_states.shape
         num_routes = num_tokens * problem.top_k
@@ -205,12 +77,7 @@ class TritonExperts(Experts):
         intermediate = workspace13[:num_routes]
         weight_on_input = problem.apply_router_weight_on_input
         gate_up_keywords: dict[str, Any] = {
-            "activation": activation.name,
-            "gated": activation.gated,
-            "alpha": activation.alpha,
-            "beta": activation.beta,
-            "limit": activation.limit,
-            "bias": weights.get("w13_bias"),
+            **self._gate_up_keywords(weights),
             "topk_weights": inputs.topk_weights if weight_on_input else None,
             "overlap": overlap,
         }
@@ -254,17 +121,12 @@ class TritonExperts(Experts):
             overlap=overlap,
         )
 
-    def _warp_specialised(self, hidden_states: torch.Tensor, num_routes: int) -> bool:
-        """Whether a call runs on the Gluon kernels, which pay from a few rows an expert on."""
-        problem = self.problem
+    def _warp_specialised(self, inputs: ExpertInputs) -> bool:
+        problem, hidden_states = self.problem, inputs.hidden_states
         return (
-            self._has_gluon
-            and hidden_states.device.type != "cpu"
-            and hidden_states.element_size() == 2
+            self._fits_gluon(hidden_states, inputs.topk_ids.numel() / problem.num_experts)
             and not problem.apply_router_weight_on_input
-            and num_routes > _MIN_GLUON_ROWS * problem.num_experts
-            # Rows are copied by 16 bytes, at 32-bit offsets.
-            and hidden_states.shape[1] % 8 == hidden_states.stride(0) % 8 == hidden_states.data_ptr() % 16 == 0
+            # Tokens are copied at 32-bit offsets.
             and hidden_states.shape[0] * hidden_states.stride(0) < 2**31
         )
 
@@ -279,15 +141,16 @@ class TritonExperts(Experts):
         from moereg.kernels.gluon_consumer import GUARD_ROWS
         from moereg.kernels.gluon_grouped_gemm import down_gemm, gate_up_gemm, select_config
         from moereg.kernels.triton_copy import copy_rows
+        from moereg.kernels.triton_overlap import can_overlap
         from moereg.kernels.triton_reduce import reduce_sorted_rows
         from moereg.kernels.triton_routing import sort_routes
 
         assert GUARD_ROWS == _GUARD_ROWS, "the workspaces were sized for another guard"
         problem = self.problem
-        activation = problem.activation
         num_tokens, hidden_size = inputs.hidden_states.shape
         num_routes = num_tokens * problem.top_k
         config = select_config(num_routes / problem.num_experts, weights["w13"].shape[1])
+        overlap = can_overlap(out.device)
         plan_numel = _plan_numel(problem, num_tokens)
         intermediate = workspace13[: GUARD_ROWS + num_routes]
         sorted_rows = workspace2[plan_numel : plan_numel + (GUARD_ROWS + num_routes) * hidden_size].view(
@@ -298,15 +161,16 @@ class TritonExperts(Experts):
             inputs.expert_map,
             problem.num_experts,
             problem.num_local_experts,
-            config.gate_up.plan_rows,
+            config.gate_up.block_m,
             workspace2[:plan_numel].view(torch.int32),
             slack=config.gate_up.slack,
+            overlap=overlap,
         )
         rows: torch.Tensor = inputs.hidden_states
         if config.copies_rows:
             # The second GEMM's output is not there yet.
             rows = sorted_rows[GUARD_ROWS:]
-            copy_rows(rows, inputs.hidden_states, plan.route_row)
+            copy_rows(rows, inputs.hidden_states, plan.route_row, overlap=overlap)
         gate_up_gemm(
             intermediate,
             rows,
@@ -314,39 +178,148 @@ class TritonExperts(Experts):
             plan,
             config.gate_up,
             top_k=None if config.copies_rows else problem.top_k,
-            activation=activation.name,
-            gated=activation.gated,
-            alpha=activation.alpha,
-            beta=activation.beta,
-            limit=activation.limit,
-            bias=weights.get("w13_bias"),
+            **self._gate_up_keywords(weights),
+            overlap=overlap,
         )
-        down_gemm(sorted_rows, intermediate, weights["w2"], plan, config.down, bias=weights.get("w2_bias"))
-        reduce_sorted_rows(out, sorted_rows[GUARD_ROWS:], plan.route_row, inputs.topk_weights)
+        w2, w2_bias = weights["w2"], weights.get("w2_bias")
+        down_gemm(sorted_rows, intermediate, w2, plan, config.down, bias=w2_bias, overlap=overlap)
+        reduce_sorted_rows(out, sorted_rows[GUARD_ROWS:], plan.route_row, inputs.topk_weights, overlap=overlap)
+
+
+# On the rows that count, where torch's batched matmuls (priority 11) run on all of E * max_T: with an even routing
+# num_experts / top_k times as many.
+@register_moe_backend(
+    name="triton",
+    priority=100,
+    quant_schemes=("unquantized",),
+    platforms=("cuda:sm80+", "rocm:gfx942"),
+    requires=("triton>=3.6",),
+)
+class TritonBatchedExperts(InterleavedExperts):
+    """Batched format: the grouped GEMMs of `TritonExperts` over each expert's own rows, which stay where they are.
+
+    Rows of `out` past an expert's count hold anything. Equal inputs give equal bits in the others.
+    """
+
+    facts = dataclasses.replace(InterleavedExperts.facts, activation_formats=frozenset({"batched"}))
+    output_form = "per_expert"
+
+    def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The intermediate [E, max_T, I_pad]; then the plan of the tiles."""
+        from moereg.kernels.triton_block_map import batch_workspace_numel
+        from moereg.kernels.triton_gemm_config import MIN_BLOCK_M
+
+        num_experts = problem.num_local_experts
+        ints = batch_workspace_numel(num_experts, num_tokens, MIN_BLOCK_M)
+        intermediate = (num_experts, num_tokens, round_up(problem.intermediate_size, WEIGHT_PAD))
+        return intermediate, (elements_of_plan(problem, ints),)
+
+    def _launch_triton(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        from moereg.kernels.triton_block_map import plan_batches
+        from moereg.kernels.triton_gemm_config import GemmPair, max_shared_bytes, select_config
+        from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
+        from moereg.kernels.triton_overlap import can_overlap
+
+        assert inputs.expert_num_tokens is not None
+        w13, w2 = weights["w13"], weights["w2"]
+        num_experts, max_tokens, hidden_size = inputs.hidden_states.shape
+        num_rows = num_experts * max_tokens
+        configs = select_config(
+            math.inf,
+            self._rows_per_expert(max_tokens),
+            inputs.hidden_states.element_size(),
+            max_shared_bytes(out.device),
+        )
+        assert isinstance(configs, GemmPair)
+        overlap = can_overlap(out.device)
+        plan = plan_batches(
+            inputs.expert_num_tokens,
+            max_tokens,
+            configs.gate_up.block_m,
+            workspace2.view(torch.int32),
+            overlap=overlap,
+        )
+        hidden_rows = inputs.hidden_states.view(num_rows, hidden_size)
+        intermediate = workspace13.view(num_rows, -1)
+        gate_up_gemm(
+            intermediate,
+            hidden_rows,
+            w13,
+            plan,
+            configs.gate_up,
+            top_k=1,
+            **self._gate_up_keywords(weights),
+            overlap=overlap,
+        )
+        down_gemm(
+            out.view(num_rows, hidden_size),
+            intermediate,
+            w2,
+            plan,
+            configs.down,
+            bias=weights.get("w2_bias"),
+            overlap=overlap,
+        )
+
+    def _warp_specialised(self, inputs: ExpertInputs) -> bool:
+        hidden_states = inputs.hidden_states
+        return self._fits_gluon(hidden_states, self._rows_per_expert(hidden_states.shape[1]))
+
+    def _launch_gluon(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        from moereg.kernels.gluon_grouped_gemm import down_gemm, gate_up_gemm, select_config
+        from moereg.kernels.triton_block_map import plan_batches
+        from moereg.kernels.triton_overlap import can_overlap
+
+        assert inputs.expert_num_tokens is not None
+        overlap = can_overlap(out.device)
+        num_experts, max_tokens, hidden_size = inputs.hidden_states.shape
+        config = select_config(self._rows_per_expert(max_tokens), math.inf)
+        plan = plan_batches(
+            inputs.expert_num_tokens,
+            max_tokens,
+            config.gate_up.block_m,
+            workspace2.view(torch.int32),
+            slack=config.gate_up.slack,
+            overlap=overlap,
+        )
+        hidden_rows = inputs.hidden_states.view(num_experts * max_tokens, hidden_size)
+        gate_up_gemm(
+            workspace13,
+            hidden_rows,
+            weights["w13"],
+            plan,
+            config.gate_up,
+            top_k=None,
+            **self._gate_up_keywords(weights),
+            overlap=overlap,
+        )
+        w2, w2_bias = weights["w2"], weights.get("w2_bias")
+        down_gemm(out, workspace13, w2, plan, config.down, bias=w2_bias, overlap=overlap)
+
+    def _rows_per_expert(self, max_tokens: int) -> float:
+        # Only the device knows the counts. Sizes say as much as max_T does: moereg's own prepare makes it the number of
+        # tokens, as does a dispatch that has to have room for every token at one expert, and then this is the average.
+        return max_tokens * self.problem.top_k / self.problem.num_experts
 
 
 def _plan_numel(problem: MoEProblem, num_tokens: int) -> int:
-    """Elements of the problem's dtype that hold the plan of any shipped configuration, at 256-byte granularity."""
+    """Elements of the problem's dtype that hold the plan of any shipped configuration."""
     from moereg.kernels.triton_gemm_config import MIN_BLOCK_M
     from moereg.kernels.triton_routing import route_workspace_numel
 
     ints = route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, MIN_BLOCK_M)
-    return round_up(4 * ints, 256) // problem.torch_dtype.itemsize
-
-
-def _interleave_and_pad(w13: torch.Tensor, halves: int, columns: int | None = None) -> torch.Tensor:
-    """[E, halves * I, C], gate first, to [E, halves * I_pad, C_pad] interleaved; a view where that changes nothing."""
-    num_experts, rows, width = w13.shape
-    padded_rows = halves * round_up(rows // halves, _WEIGHT_PAD)
-    padded_columns = round_up(width, _WEIGHT_PAD) if columns is None else columns
-    if halves == 1 and (rows, width) == (padded_rows, padded_columns):
-        return w13.contiguous()
-    permuted = w13.new_zeros(num_experts, padded_rows, padded_columns)
-    for target, source in zip(permuted, w13, strict=True):
-        for half, part in enumerate(source.chunk(halves)):
-            target[half:rows:halves, :width] = part
-    return permuted
-
-
-def _pad_experts(weight: torch.Tensor) -> torch.Tensor:
-    return pad_columns(weight, round_up(weight.shape[2], _WEIGHT_PAD)).contiguous()
+    return elements_of_plan(problem, ints)

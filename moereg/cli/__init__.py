@@ -21,6 +21,7 @@ from moereg.cli._output import logging_to_stderr, print_error, print_json
 from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import explain_backends
 from moereg.errors import MoeregError
+from moereg.tuning.timing import ROUNDS
 
 __all__ = ["main"]
 
@@ -156,6 +157,49 @@ def run(
     return OK if result.passed else WRONG_NUMBERS
 
 
+@app.command()
+@takes_problem_flags
+def bench(
+    flags: ProblemFlags,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Numbers of tokens, e.g. 1,16,64; 1 to 4096 on a GPU and 1 to 256 on a CPU if left out."),
+    ] = None,
+    routing: Annotated[
+        str, typer.Option(help="uniform, zipf (popularity 1 / rank) or one_set (all to one set).")
+    ] = "uniform",
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Timed calls of each backend; fewer where they take longer than a second.")
+    ] = ROUNDS,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 2, help="Of weights, hidden states and routing.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw time and share of the roofline into this file, e.g. bench.png.")
+    ] = None,
+    json: JsonFlag = False,
+    verbose: VerboseFlag = False,
+) -> int:
+    """Compare all backends that fit: numbers first, then speed."""
+    from moereg.cli._bench import bench_layer, check_routing, parse_tokens
+    from moereg.cli._plot import check_can_plot, plot_bench
+    from moereg.cli._show import show_bench
+
+    token_counts = None if tokens is None else parse_tokens(tokens)
+    check_routing(routing)
+    if plot is not None:
+        check_can_plot(plot)
+    with logging_to_stderr(verbose):
+        result = bench_layer(flags, token_counts, routing, rounds, seed)
+        if json:
+            print_json(result.to_dict())
+        else:
+            show_bench(result)
+        if plot is not None and result.rows:
+            plot_bench(result, plot)
+    if result.passed is None:
+        return NOTHING_FITS
+    return OK if result.passed else WRONG_NUMBERS
+
+
 def _add_later_command(name: str, does: str) -> None:
     # Any arguments: what they will be is not known yet, and the answer is the same.
     @app.command(name, help=f"Later: {does}", context_settings={"ignore_unknown_options": True})
@@ -164,7 +208,6 @@ def _add_later_command(name: str, does: str) -> None:
         return BAD_INPUT
 
 
-_add_later_command("bench", "compare backends by speed.")
 _add_later_command("tune", "measure what selection will use.")
 _add_later_command("verify", "run the conformance kit on one backend.")
 _add_later_command("new-backend", "write the skeleton of a backend's wheel.")

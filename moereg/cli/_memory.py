@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import torch
@@ -10,23 +9,24 @@ import torch
 from moereg.errors import TooLargeError
 from moereg.memory import format_bytes, free_memory_bytes
 from moereg.problem import MoEProblem
+from moereg.tuning.roofline import expert_bytes
 
-__all__ = ["check_run_fits", "expert_bytes"]
+__all__ = ["check_run_fits"]
 
 _MAX_FRACTION: Final = 0.6
 
 
-def expert_bytes(problem: MoEProblem) -> int:
-    """Bytes of the canonical weights of one expert."""
-    activation = problem.activation
-    rows = problem.quant.tensor_rows(
-        1, problem.hidden_size, problem.intermediate_size, activation.num_halves, problem.has_bias
-    )
-    return sum(math.prod(row.shapes[0]) * (row.dtype or problem.torch_dtype).itemsize for row in rows)
+def check_run_fits(
+    problem: MoEProblem, num_tokens: int, device: torch.device, num_kernels: int = 1, num_calls: int = 1
+) -> None:
+    """Checks that the layer's weights, one expert in fp32 and the tokens fit into free memory.
 
-
-def check_run_fits(problem: MoEProblem, num_tokens: int, device: torch.device) -> None:
-    """Checks that the layer twice, canonical and permuted, one expert in fp32 and the tokens fit into free memory.
+    Args:
+        problem: The layer, whose weights are there once as they are and once permuted for each kernel.
+        num_tokens: Of one call.
+        device: To run on.
+        num_kernels: How many are there at the same time.
+        num_calls: How many inputs and outputs are.
 
     Raises:
         TooLargeError: They take more than 60 % of it; the message has the size and the option that makes it smaller.
@@ -36,31 +36,36 @@ def check_run_fits(problem: MoEProblem, num_tokens: int, device: torch.device) -
         return
     one_bytes = expert_bytes(problem)
     fp32_bytes = one_bytes * torch.float32.itemsize // problem.torch_dtype.itemsize
-    tokens_bytes = _tokens_bytes(problem, num_tokens)
-    layer_bytes = 2 * problem.num_local_experts * one_bytes + fp32_bytes
+    tokens_bytes = _tokens_bytes(problem, num_tokens, num_calls)
     limit_bytes = _MAX_FRACTION * free_bytes
+    copies = 1 + num_kernels
+    layer_bytes = copies * problem.num_local_experts * one_bytes + fp32_bytes
     if layer_bytes + tokens_bytes <= limit_bytes:
         return
     cures = []
-    num_fitting = int((limit_bytes - fp32_bytes - tokens_bytes) // (2 * one_bytes))
+    num_fitting = int((limit_bytes - fp32_bytes - tokens_bytes) // (copies * one_bytes))
     if 1 <= num_fitting < problem.num_local_experts:
         cures.append(f"--num-local-experts {num_fitting}")
     if problem.dtype == "float32":
         cures.append("--dtype bfloat16")
+    if num_kernels > 1:
+        cures.append("--require with fewer backends")
     if tokens_bytes > layer_bytes:
         cures.append("a smaller --tokens")
+    permuted = f"permuted for {num_kernels} kernels" if num_kernels > 1 else "permuted"
     raise TooLargeError(
         f"a run of this layer needs {format_bytes(layer_bytes + tokens_bytes)} ({problem.num_local_experts} experts of "
-        f"{format_bytes(one_bytes)} in {problem.dtype}, canonical and permuted, and {num_tokens} tokens), over "
+        f"{format_bytes(one_bytes)} in {problem.dtype}, canonical and {permuted}, and {num_tokens} tokens), over "
         f"{_MAX_FRACTION:.0%} of the {format_bytes(free_bytes)} free on {device}; "
         f"{'pass ' + ' or '.join(cures) if cures else 'free memory or use a larger machine'}"
     )
 
 
-def _tokens_bytes(problem: MoEProblem, num_tokens: int) -> int:
+def _tokens_bytes(problem: MoEProblem, num_tokens: int, num_calls: int) -> int:
     """Inputs, outputs and intermediate rows of a call, the reference's fp32 and the comparison's fp64 copies."""
     itemsize = problem.torch_dtype.itemsize
-    per_token = problem.hidden_size * (2 * itemsize + 2 * torch.float32.itemsize + 2 * torch.float64.itemsize)
+    per_call = 2 * problem.hidden_size * itemsize
+    once = problem.hidden_size * (2 * torch.float32.itemsize + 2 * torch.float64.itemsize)
     rows = num_tokens * (problem.num_local_experts if problem.activation_format == "batched" else problem.top_k)
     per_row = 2 * problem.hidden_size + (problem.activation.num_halves + 1) * problem.intermediate_size
-    return num_tokens * per_token + rows * per_row * itemsize
+    return num_tokens * (num_calls * per_call + once) + rows * per_row * itemsize

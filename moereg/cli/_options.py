@@ -151,7 +151,8 @@ def usage_errors() -> Iterator[None]:
 def takes_problem_flags(command: Callable[..., int]) -> Callable[..., int]:
     """Gives a command the options of `ProblemFlags`, which arrive as one value, its first parameter `flags`.
 
-    typer reads options from a signature; this one is the fields followed by the command's own parameters.
+    typer reads options from a signature; this one is the fields followed by the command's own parameters. An option of
+    the command's own takes the place of a shared one of that name.
     """
     hints = get_type_hints(ProblemFlags, include_extras=True)
     own = inspect.signature(command, eval_str=True).parameters
@@ -159,6 +160,7 @@ def takes_problem_flags(command: Callable[..., int]) -> Callable[..., int]:
     shared = [
         inspect.Parameter(field.name, keyword_only, default=field.default, annotation=hints[field.name])
         for field in dataclasses.fields(ProblemFlags)
+        if field.name not in own
     ]
     others = [parameter.replace(kind=keyword_only) for name, parameter in own.items() if name != "flags"]
 

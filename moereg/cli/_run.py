@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from moereg.cli._layer import Layer, load_layer, random_hidden_states, random_layer
+from moereg.cli._machine import platform_at_hand
 from moereg.cli._memory import check_run_fits
 from moereg.cli._options import ProblemFlags, UsageError, usage_errors
 from moereg.cli._progress import phase
-from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import EmulationWarning, select_backend
 from moereg.errors import UnsupportedProblemError
 from moereg.layer import make_kernel
-from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
 from moereg.selection import SCHEMA, Selection
 from moereg.testing.tolerances import tolerance
+from moereg.tuning.inputs import Call
+from moereg.tuning.timing import time_kernels, wait_for
 
 __all__ = ["DEFAULT_TOKENS", "RunResult", "run_layer"]
 
 DEFAULT_TOKENS: Final = 64
-
-_MIN_TIMED_CALLS: Final = 3
-_MAX_TIMED_CALLS: Final = 50
-_TIMED_SECONDS: Final = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +104,7 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
         flags.check_no_checkpoint_facts()
         layer, problem = _checkpoint_problem(checkpoint, layer, flags)
         subject = f"{checkpoint.resolve().name}, layer {layer}"
-    platform = _platform_at_hand(flags.platform)
+    platform = platform_at_hand("run", flags.platform)
     try:
         with warnings.catch_warnings():
             # The result names the tier.
@@ -144,23 +139,6 @@ def _checkpoint_problem(checkpoint: Path, layer: int | None, flags: ProblemFlags
         return layer, read_problem(checkpoint, layer, **flags.wishes())
 
 
-def _platform_at_hand(name: str | None) -> Platform:
-    """This machine as a platform; a named one has to be it, or its CPU."""
-    load_backends()  # A plugin's kind of platform is known once it is loaded.
-    here = current_platform()
-    if name is None:
-        return here
-    named = Platform.from_name(name)
-    if named.kind == here.kind and named.arch in ("", here.arch):
-        return here
-    if named.kind == "cpu":
-        return dataclasses.replace(named, versions=here.versions, probed=True)
-    raise UsageError(
-        f"run needs the machine itself, and this one is {here}, not {named}; "
-        f"moereg explain --platform {named} answers what would be chosen there"
-    )
-
-
 def _measure(result: RunResult, layer: Layer, hidden_states: torch.Tensor) -> RunResult:
     selection, weights, device = result.selection, layer.weights, hidden_states.device
     problem = selection.problem
@@ -168,35 +146,17 @@ def _measure(result: RunResult, layer: Layer, hidden_states: torch.Tensor) -> Ru
     with phase("permuting weights"):
         start = time.perf_counter()
         kernel = make_kernel(problem, weights, selection=selection)
-        _wait(device)
+        wait_for(device)
         permute_ms = (time.perf_counter() - start) * 1e3
     with phase("running"):
-        # The first call compiles and warms up; its output is the one that is compared.
         out = kernel(hidden_states, topk_weights, topk_ids)
-        again = torch.empty_like(out)
-        time_us = _median_us(lambda: kernel(hidden_states, topk_weights, topk_ids, out=again), device)
+        timing = time_kernels({"": kernel}, [Call(hidden_states, topk_weights, topk_ids)])[""]
     with phase("computing the reference"):
         reference = reference_experts(problem, weights, hidden_states, topk_weights, topk_ids)
     return dataclasses.replace(
         result,
         relative_error=relative_error(out, reference),
-        time_us=time_us,
+        time_us=timing.median_us,
         permute_ms=permute_ms,
         weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors().values()),
     )
-
-
-def _median_us(call: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
-    times: list[float] = []
-    while len(times) < _MIN_TIMED_CALLS or (sum(times) < _TIMED_SECONDS and len(times) < _MAX_TIMED_CALLS):
-        start = time.perf_counter()
-        call()
-        _wait(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -6,12 +6,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from moereg.cli._bench import BenchResult
 from moereg.cli._output import console
 from moereg.cli._run import RunResult
 from moereg.discovery import load_backends
@@ -21,8 +23,9 @@ from moereg.platforms import Platform
 from moereg.registry import BackendCell
 from moereg.selection import Decision, Selection, nearest_by_backend
 from moereg.testing.ledger import verifications
+from moereg.tuning.compare import Measurement
 
-__all__ = ["show_info", "show_run", "show_selection"]
+__all__ = ["show_bench", "show_info", "show_run", "show_selection"]
 
 _SOURCES: Final = {
     "required": "required by the request",
@@ -30,6 +33,9 @@ _SOURCES: Final = {
     "measured": "chosen by measurement",
     "priority": "chosen by priority",
 }
+
+_NUMBERS: Final = ("priority", "T", "time us", "p10 to p90", "TFLOP/s", "GB/s", "% of roofline", "error")
+"""Columns that are aligned at their right end."""
 
 
 def _verified(cell: BackendCell) -> str:
@@ -135,6 +141,73 @@ def show_run(result: RunResult) -> None:
     console(sys.stdout).print(table)
 
 
+def show_bench(result: BenchResult) -> None:
+    """Prints what a bench found, fastest first at each number of tokens; where nothing fitted, why."""
+    selection, winner, ceilings = result.selection, result.selection.winner, result.ceilings
+    if winner is None or ceilings is None:
+        show_selection(selection, result.subject)
+        return
+    target = console(sys.stdout)
+    target.print(f"{result.subject}: {selection.problem}")
+    versions = ", ".join(f"{name} {version}" for name, version in result.measured_on["versions"].items())
+    threads = f", threads: {torch.get_num_threads()}" if selection.platform.kind == "cpu" else ""
+    target.print(f"on {_machine(selection.platform)}{threads}, {versions}, {result.measured_on['date']}")
+    target.print(
+        f"ceilings: {ceilings.matmul_tflops:.3g} TFLOP/s, "
+        f"{ceilings.read_gbps:,.0f} GB/s ({ceilings.read_by}); {result.routing} routing"
+    )
+    table = _table("T", "", "backend", "time us", "p10 to p90", "TFLOP/s", "GB/s", "% of roofline", "error")
+    labels = result.labels()
+    for num_tokens in result.token_counts:
+        rows = result.fastest_first(num_tokens)
+        for place, row in enumerate(rows):
+            mark = Text("fastest" if row is rows[0] else "", style="bold green")
+            cells = _measured(row) if row.timing else (Text("WRONG", style="bold red"), "", "", "", "")
+            first = f"{num_tokens:,}" if place == 0 else ""
+            table.add_row(
+                first,
+                mark if row.timing else "",
+                labels[row.decision],
+                *cells,
+                _error(row),
+                end_section=row is rows[-1],
+            )
+    target.print(table)
+    for row in result.rows:
+        if row.failure:
+            target.print(f"{labels[row.decision]} failed at {row.num_tokens} tokens: {row.failure}")
+    target.print(f"a layer gets {labels[winner]}: {_source(selection)}")
+    for decision in result.skipped:
+        target.print(f"not compared: {_why_not(decision)}")
+
+
+def _measured(row: Measurement) -> tuple[str, str, str, str, str]:
+    assert row.timing is not None
+    return (
+        _number(row.time_us),
+        f"{_number(row.timing.p10_us)} to {_number(row.timing.p90_us)}",
+        _rate(row.tflops),
+        _rate(row.gbps),
+        f"{row.share:.1%}",
+    )
+
+
+def _error(row: Measurement) -> str | Text:
+    if row.failure:
+        return Text("failed", style="bold red")
+    if row.passed:
+        return f"{row.relative_error:.1e}"
+    return Text(f"{row.relative_error:.1e} > {row.tolerance:.1e}", style="bold red")
+
+
+def _rate(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
 def _why_not(decision: Decision) -> str:
     why = decision.reasons[0].text if decision.reasons else f"fits, priority {decision.priority}"
     return f"{decision.backend} ({decision.experts}): {why}"
@@ -165,7 +238,7 @@ def _table(*columns: str) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         # Folded, never cut: a name that lost its end cannot be asked for.
-        table.add_column(column, overflow="fold", justify="right" if column == "priority" else "left")
+        table.add_column(column, overflow="fold", justify="right" if column in _NUMBERS else "left")
     return table
 
 

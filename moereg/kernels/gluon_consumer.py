@@ -86,7 +86,7 @@ def _store(
     column,
     out_column,
     num_columns,
-    end,
+    anchor,
     first_row,
     WARPGROUP: gl.constexpr,
     FIRST: gl.constexpr,
@@ -98,7 +98,7 @@ def _store(
 ):
     """Stores a warpgroup's columns x rows of the product, chunk by chunk through its two buffers of `staging`.
 
-    Row i of the tile goes to [end, first_row + i] of the tensor map `out`, which drops it from the expert's end on.
+    Row i of the tile goes to [anchor, first_row + i] of the tensor map `out`, which drops it where the expert ends.
     """
     COLUMNS: gl.constexpr = x.shape[0]
     ROWS: gl.constexpr = x.shape[1]
@@ -106,9 +106,9 @@ def _store(
     if ROWS > CHUNK:
         low, high = gl.split(gl.permute(gl.reshape(x, (COLUMNS, 2, ROWS // 2)), (0, 2, 1)))
         # fmt: off
-        _store(low, out, staging, bias, expert, column, out_column, num_columns, end, first_row, WARPGROUP,
+        _store(low, out, staging, bias, expert, column, out_column, num_columns, anchor, first_row, WARPGROUP,
                FIRST, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
-        _store(high, out, staging, bias, expert, column, out_column, num_columns, end, first_row, WARPGROUP,
+        _store(high, out, staging, bias, expert, column, out_column, num_columns, anchor, first_row, WARPGROUP,
                FIRST + ROWS // 2, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
         # fmt: on
     else:
@@ -124,7 +124,7 @@ def _store(
         fence_async_shared()
         _barrier()
         box = reinterpret(buffer, out.dtype, out.block_shape, out.layout)
-        _store_box(out, [end, first_row + FIRST, out_column], box)
+        _store_box(out, [anchor, first_row + FIRST, out_column], box)
 
 
 @gluon.jit
@@ -141,6 +141,7 @@ def _consume_tile(
     tile_n,
     row,
     rows,
+    max_tokens,
     WARPGROUP: gl.constexpr,
     ROWS: gl.constexpr,
     TAIL: gl.constexpr,
@@ -157,11 +158,17 @@ def _consume_tile(
     main, tail, slot, phase = multiply(ring, slot, phase, num_k, WARPGROUP, ROWS, TAIL, BLOCK_N, STAGES, FENCE)
     column = tile_n * BLOCK_N + WARPGROUP * (BLOCK_N // 2)
     out_column = (2 * tile_n + WARPGROUP) * OUT_COLUMNS
+    if max_tokens is None:
+        anchor = row + rows
+        first_row = _GUARD - rows
+    else:
+        anchor = expert
+        first_row = row - expert * max_tokens
     # fmt: off
-    _store(main, out, staging, bias, expert, column, out_column, num_columns, row + rows, _GUARD - rows,
+    _store(main, out, staging, bias, expert, column, out_column, num_columns, anchor, first_row,
            WARPGROUP, 0, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
     if TAIL > 0:
-        _store(tail, out, staging, bias, expert, column, out_column, num_columns, row + rows, _GUARD - rows,
+        _store(tail, out, staging, bias, expert, column, out_column, num_columns, anchor, first_row,
                WARPGROUP, ROWS, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
     # fmt: on
     return slot, phase
@@ -178,12 +185,12 @@ def consume(
     group,
     num_k,
     num_columns,
+    max_tokens,
     WARPGROUP: gl.constexpr,
     FENCE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
-    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
@@ -191,24 +198,28 @@ def consume(
     BETA: gl.constexpr,
     LIMIT: gl.constexpr,
 ):
-    """Multiplies and stores one warpgroup's half of every tile of the program."""
+    """Multiplies and stores one warpgroup's half of every tile of the program.
+
+    `max_tokens` is the batched format's, whose `out` is the map of [E, max_T, columns]: the rows of a box behind an
+    expert's count are written, those behind its max_T dropped. None where rows are compact.
+    """
     OUT_COLUMNS: gl.constexpr = out.block_shape[2]
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for tile in range(gl.program_id(0), plan[3] * SPLIT * num_tiles_n, gl.num_programs(0)):
-        expert, tile_n, row, rows = locate(tile, plan, num_tiles_n, group, MAIN, TAIL, SPLIT)
+    for tile in range(gl.program_id(0), plan[3] * num_tiles_n, gl.num_programs(0)):
+        expert, tile_n, row, rows = locate(tile, plan, num_tiles_n, group, MAIN, TAIL)
         # fmt: off
         if rows > MAIN:
             slot, phase = _consume_tile(
-                out, bias, ring, staging, slot, phase, num_k, num_columns, expert, tile_n, row, rows, WARPGROUP, MAIN,
-                TAIL, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT, OUT_COLUMNS)
+                out, bias, ring, staging, slot, phase, num_k, num_columns, expert, tile_n, row, rows, max_tokens,
+                WARPGROUP, MAIN, TAIL, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT, OUT_COLUMNS)
         elif rows > MAIN // 2:
             slot, phase = _consume_tile(
-                out, bias, ring, staging, slot, phase, num_k, num_columns, expert, tile_n, row, rows, WARPGROUP, MAIN,
-                0, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT, OUT_COLUMNS)
-        elif rows > 0:
+                out, bias, ring, staging, slot, phase, num_k, num_columns, expert, tile_n, row, rows, max_tokens,
+                WARPGROUP, MAIN, 0, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT, OUT_COLUMNS)
+        else:
             slot, phase = _consume_tile(
-                out, bias, ring, staging, slot, phase, num_k, num_columns, expert, tile_n, row, rows, WARPGROUP,
-                MAIN // 2, 0, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT, OUT_COLUMNS)
+                out, bias, ring, staging, slot, phase, num_k, num_columns, expert, tile_n, row, rows, max_tokens,
+                WARPGROUP, MAIN // 2, 0, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT, OUT_COLUMNS)
         # fmt: on
     tma.store_wait(0)

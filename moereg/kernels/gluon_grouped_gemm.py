@@ -6,8 +6,9 @@ a few rows more than a multiple of a block gets one longer tile, with a short se
 are in shared memory already, and not two tiles.
 
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
-the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`. References in plain torch:
-`gate_up_reference` and `down_reference` of `triton_grouped_gemm`.
+the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`, or lie where a plain `BlockMap`
+of the batched format says. References in plain torch: `gate_up_reference` and `down_reference` of
+`triton_grouped_gemm`.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.gluon_consumer import GUARD_ROWS, consume
 from moereg.kernels.gluon_ring import BLOCK_K, produce, produce_by_token
+from moereg.kernels.triton_block_map import BlockMap
 from moereg.kernels.triton_launch import launch
+from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.triton_routing import RoutePlan
 
 # Elements of one staged store: 4 KiB, two of them a warpgroup, is what four stages of the ring leave.
 _STAGED_ELEMENTS = 2048
 
-# All registers of 384 threads: both consumers', then the producer's.
-_CONSUMER_REGISTERS = gl.constexpr(224)
-_PRODUCER_REGISTERS = gl.constexpr(56)
+# All registers of 384 threads: both consumers', then the producer's. With 56 the producer computes each token's address
+# in the same register and waits for it to be read: the first GEMM took 5 to 8 % longer.
+_CONSUMER_REGISTERS = gl.constexpr(208)
+_PRODUCER_REGISTERS = gl.constexpr(88)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +45,16 @@ class GluonGemmConfig:
     """Launch configuration of one grouped GEMM.
 
     Attributes:
-        block_m: rows of a tile: wgmma's N side.
+        block_m: rows of a tile: wgmma's N side; equal to the plan's.
         block_n: columns of the weight product per tile (gate and up count as two); each warpgroup takes one half.
-        split: tiles that share a block of the plan: 1 or 2.
         slack: rows by which a tile may be longer; equal to the plan's.
         stages: depth of the ring.
     """
 
     block_m: int
     block_n: int
-    split: int = 1
     slack: int = 32
     stages: int = 4
-
-    @property
-    def plan_rows(self) -> int:
-        """`block_m` of the plan."""
-        return self.split * self.block_m
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class GluonConfigRule:
         min_columns: and from this many rows of an expert's w13 on.
         copies_rows: whether the tokens are first copied to the sorted rows of their routes.
         gate_up: configuration of the first GEMM.
-        down: configuration of the second, with the same `plan_rows` and `slack`.
+        down: configuration of the second, with the same `block_m` and `slack`.
     """
 
     max_rows_per_expert: float
@@ -79,20 +76,20 @@ class GluonConfigRule:
     down: GluonGemmConfig
 
 
-# First match counts. Measured on an H200 with 32 to 8192 rows an expert, 2026-11-20.
+# First match counts. Measured on an H200 with 32 to 8192 rows an expert, 2026-11-20 and 21.
 #
 # Tiles of 256 x 128 and 128 x 256 read as many bytes a product. The former are faster by 1 to 12 % where rows come as
-# boxes, but where they are copied token by token, by 16 bytes, that costs 10 to 19 % of the former and 4 % of the
+# boxes, but where they are copied token by token, by 16 bytes, that costs 8 to 14 % of the former and 3 to 6 % of the
 # latter, which copy half as many; yet at 256 rows an expert the latter lose more by a short second tile.
 #
-# To copy the tokens into sorted order first takes time with rows x H and saves with rows x H x columns: 166 us for 133
-# at 2,048 columns (olmoe-1b-7b), about 120 for 550 at 5,760 (gpt-oss-120b).
+# To copy the tokens into sorted order first takes time with rows x H and saves with rows x H x columns: 162 us for 150
+# at 2,048 columns (olmoe-1b-7b), 145 for 460 at 5,760 (gpt-oss-120b).
 CONFIG_RULES = (
     GluonConfigRule(80, 0, False, GluonGemmConfig(64, 256), GluonGemmConfig(64, 256)),
     GluonConfigRule(176, 0, False, GluonGemmConfig(128, 256), GluonGemmConfig(128, 256)),
     GluonConfigRule(math.inf, 4096, True, GluonGemmConfig(256, 128), GluonGemmConfig(256, 128)),
     GluonConfigRule(400, 0, False, GluonGemmConfig(256, 128), GluonGemmConfig(256, 128)),
-    GluonConfigRule(math.inf, 0, False, GluonGemmConfig(128, 256, split=2), GluonGemmConfig(256, 128)),
+    GluonConfigRule(math.inf, 0, False, GluonGemmConfig(128, 256), GluonGemmConfig(128, 256)),
 )
 
 # An expert's matrix that is larger is not kept by the L2 until the next block of the same expert.
@@ -102,15 +99,18 @@ _L2_SHARE_BYTES = 48 * 2**20
 _GROUP = 4
 
 
-def select_config(rows_per_expert: float, num_columns: int) -> GluonConfigRule:
-    """Returns the rule for an average number of rows per expert and the rows of an expert's w13."""
+def select_config(rows_per_expert: float, num_columns: float) -> GluonConfigRule:
+    """Returns the rule for an average number of rows per expert and the rows of an expert's w13.
+
+    Infinitely many of these give the rule for rows that lie in order already, as in the batched format.
+    """
     return next(
         rule for rule in CONFIG_RULES if rows_per_expert <= rule.max_rows_per_expert and num_columns >= rule.min_columns
     )
 
 
 # Tile and step counts are not specialised: their divisibility says nothing, and each would be compiled anew.
-@gluon.jit(do_not_specialize=["num_tiles_n", "group", "num_k"])
+@gluon.jit(do_not_specialize=["num_tiles_n", "group", "num_k", "max_tokens"])
 def _grouped_kernel(
     out,
     weights,
@@ -128,19 +128,20 @@ def _grouped_kernel(
     num_columns,
     hidden_chunks,
     stride_chunks,
+    max_tokens,
     BY_TOKEN: gl.constexpr,
     TOP_K: gl.constexpr,
     MASK_K: gl.constexpr,
     BLOCK_N: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
-    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
     ALPHA: gl.constexpr,
     BETA: gl.constexpr,
     LIMIT: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     dtype: gl.constexpr = weights.dtype
     operand: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -156,27 +157,29 @@ def _grouped_kernel(
         mbarrier.init(full.index(slot), count=129 if BY_TOKEN else 1)
         mbarrier.init(empty.index(slot), count=2)
     fence_async_shared()
+    wait_for_previous(OVERLAP)
+    release_next(OVERLAP)
     ring = (weights_shared, rows_shared, tail_shared, full, empty)
     plan = (block_expert, block_row, block_end, gl.load(num_blocks))
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
     # fmt: off
     if BY_TOKEN:
         gl.warp_specialize(
-            [(consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 0, True, BLOCK_N, MAIN,
-                         TAIL, SPLIT, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 1, True, BLOCK_N, MAIN,
-                         TAIL, SPLIT, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+            [(consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 0, True,
+                         BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+             (consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 1, True,
+                         BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
              (produce_by_token, (weights, rows, sorted_routes, ring, plan, num_tiles_n, group, num_k, num_columns,
-                                 hidden_chunks, stride_chunks, TOP_K, MASK_K, BLOCK_N, MAIN, TAIL, SPLIT, STAGES))],
+                                 hidden_chunks, stride_chunks, TOP_K, MASK_K, BLOCK_N, MAIN, TAIL, STAGES))],
             [4, 4], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
     else:
         gl.warp_specialize(
-            [(consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 0, False, BLOCK_N,
-                         MAIN, TAIL, SPLIT, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, 1, False, BLOCK_N,
-                         MAIN, TAIL, SPLIT, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+            [(consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 0, False,
+                         BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+             (consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 1, False,
+                         BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
              (produce, (weights, rows, tail_rows, ring, plan, num_tiles_n, group, num_k, num_columns, BLOCK_N, MAIN,
-                        TAIL, SPLIT, STAGES))],
+                        TAIL, STAGES))],
             [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
     # fmt: on
 
@@ -185,7 +188,7 @@ def gate_up_gemm(
     out: torch.Tensor,
     rows: torch.Tensor,
     w13: torch.Tensor,
-    plan: RoutePlan,
+    plan: BlockMap,
     config: GluonGemmConfig,
     *,
     top_k: int | None,
@@ -195,17 +198,20 @@ def gate_up_gemm(
     beta: float = 0.0,
     limit: float | None = None,
     bias: torch.Tensor | None = None,
+    overlap: bool = False,
 ) -> None:
     """Writes `act(row @ w13[expert].T + bias)` for every sorted row; see `triton_grouped_gemm.gate_up_gemm`.
 
     Args:
         out: [GUARD_ROWS + N, I_pad] bf16 or fp16, contiguous, 16-byte aligned: overwritten behind the guard up to the
-            last valid row.
-        rows: with `top_k` the tokens [T, H], without it their copies [N, H] in sorted order; 16-byte aligned, H and the
-            stride multiples of 8, fewer than 2**31 elements.
+            last valid row. In the batched format [E, max_T, I_pad], where rows that are not valid are overwritten with
+            anything.
+        rows: with `top_k` the tokens [T, H], fewer than 2**31 elements; without it their copies [N, H] in sorted order,
+            or [E * max_T, H] in the batched format. 16-byte aligned, H and the stride multiples of 8.
         w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; contiguous, zero padded, I_pad and
             H_pad multiples of 64.
-        plan: from `sort_routes` with `config.plan_rows` and `config.slack`.
+        plan: from `sort_routes`, or in the batched format from `plan_batches`, with `config.block_m` and
+            `config.slack`.
         config: launch configuration.
         top_k: K, or None.
         activation: `silu`, `swigluoai`, `gelu`, `gelu_tanh` or `relu2`.
@@ -214,9 +220,10 @@ def gate_up_gemm(
         beta: added to the clamped up half; only where gated.
         limit: the clamp, or None; only where gated.
         bias: [E, 2 * I_pad] or [E, I_pad] in w13's row order, contiguous, any float dtype, or None.
+        overlap: whether to start while the kernel in front still runs, and to let the next one start early.
     """
     num_experts, num_columns, depth = w13.shape
-    assert rows.shape[1] % 8 == rows.stride(0) % 8 == 0 and out.shape[1] == num_columns // (2 if gated else 1)
+    assert rows.shape[1] % 8 == rows.stride(0) % 8 == 0 and out.shape[-1] == num_columns // (2 if gated else 1)
     # Of 16 rows, a box takes 8 gates and then 8 ups, or, where not gated, all in order.
     half_stride, row_stride = (depth, 2 * depth) if gated else (8 * depth, depth)
     weights = _tensor_map(
@@ -226,34 +233,43 @@ def gate_up_gemm(
         (config.block_n // 16, 2, 8, BLOCK_K.value),
     )
     out_columns = config.block_n // (4 if gated else 2)
-    _launch(out, out_columns, weights, rows, w13, plan, config, top_k, bias, activation, gated, alpha, beta, limit)
+    # fmt: off
+    _launch(out, out_columns, weights, rows, w13, plan, config, top_k, bias, activation, gated, alpha, beta, limit,
+            overlap)
+    # fmt: on
 
 
 def down_gemm(
     out: torch.Tensor,
     intermediate: torch.Tensor,
     w2: torch.Tensor,
-    plan: RoutePlan,
+    plan: BlockMap,
     config: GluonGemmConfig,
     *,
     bias: torch.Tensor | None = None,
+    overlap: bool = False,
 ) -> None:
     """Writes `intermediate[row] @ w2[expert].T + bias` for every sorted row, unweighted.
 
     Args:
         out: [GUARD_ROWS + N, H] bf16 or fp16, contiguous, 16-byte aligned, H a multiple of 8: overwritten behind the
-            guard up to the last valid row, in sorted order.
-        intermediate: [GUARD_ROWS + N, I_pad], contiguous, as `gate_up_gemm` wrote it.
+            guard up to the last valid row, in sorted order. In the batched format [E, max_T, H], where rows that are
+            not valid are overwritten with anything.
+        intermediate: [GUARD_ROWS + N, I_pad] or [E, max_T, I_pad], contiguous, as `gate_up_gemm` wrote it.
         w2: [E, H, I_pad], contiguous, same dtype.
         plan: as for `gate_up_gemm`.
         config: launch configuration.
         bias: [E, H] contiguous, any float dtype, or None.
+        overlap: as for `gate_up_gemm`.
     """
     depth = w2.shape[2]
-    assert intermediate.shape[1] == depth and out.shape[1] == w2.shape[1] and out.shape[1] % 8 == 0
+    assert intermediate.shape[-1] == depth and out.shape[-1] == w2.shape[1] and out.shape[-1] % 8 == 0
     weights = _tensor_map(w2, w2.shape, w2.stride(), (1, config.block_n, BLOCK_K.value))
-    rows = intermediate[GUARD_ROWS:]
-    _launch(out, config.block_n // 2, weights, rows, w2, plan, config, None, bias, None, False, 1.0, 0.0, None)
+    rows = intermediate[GUARD_ROWS:] if intermediate.dim() == 2 else intermediate.view(-1, depth)
+    # fmt: off
+    _launch(out, config.block_n // 2, weights, rows, w2, plan, config, None, bias, None, False, 1.0, 0.0, None,
+            overlap)
+    # fmt: on
 
 
 def _launch(
@@ -262,7 +278,7 @@ def _launch(
     weights: TensorDescriptor,
     rows: torch.Tensor,
     weight: torch.Tensor,
-    plan: RoutePlan,
+    plan: BlockMap,
     config: GluonGemmConfig,
     top_k: int | None,
     bias: torch.Tensor | None,
@@ -271,19 +287,17 @@ def _launch(
     alpha: float,
     beta: float,
     limit: float | None,
+    overlap: bool,
 ) -> None:
     _, num_columns, depth = weight.shape
-    assert plan.block_m == config.plan_rows and plan.slack == config.slack and depth % BLOCK_K.value == 0
+    assert plan.block_m == config.block_m and plan.slack == config.slack and depth % BLOCK_K.value == 0
     assert out.is_contiguous() and weight.is_contiguous() and config.block_m + config.slack <= GUARD_ROWS
-    width = out.shape[1]
-    num_rows = out.shape[0] - GUARD_ROWS
+    width = out.shape[-1]
+    max_tokens = out.shape[1] if out.dim() == 3 else None
     # Anchored at an expert's end: [end, GUARD_ROWS - rows + i] is row i of the tile of `rows` rows that ends there.
-    clipped_out = _tensor_map(
-        out,
-        (num_rows + 1, GUARD_ROWS, width),
-        (width, width, 1),
-        (1, _STAGED_ELEMENTS // out_columns, out_columns),
-    )
+    compact = (out.shape[0] - GUARD_ROWS + 1, GUARD_ROWS, width), (width, width, 1)
+    shape, strides = compact if max_tokens is None else (out.shape, out.stride())
+    clipped_out = _tensor_map(out, shape, strides, (1, _STAGED_ELEMENTS // out_columns, out_columns))
     half = tail = None
     if top_k is None:
         half = _tensor_map(rows, rows.shape, rows.stride(), (config.block_m // 2, BLOCK_K.value))
@@ -296,7 +310,7 @@ def _launch(
         rows if half is None else half,
         tail,
         bias,
-        plan.sorted_routes,
+        plan.sorted_routes if isinstance(plan, RoutePlan) else None,
         plan.block_expert,
         plan.block_row,
         plan.block_end,
@@ -307,20 +321,22 @@ def _launch(
         num_columns,
         rows.shape[1] // 8,
         rows.stride(0) // 8,
+        max_tokens,
         BY_TOKEN=top_k is not None,
         TOP_K=top_k,
         MASK_K=rows.shape[1] != depth,
         BLOCK_N=config.block_n,
         MAIN=config.block_m,
         TAIL=config.slack,
-        SPLIT=config.split,
         STAGES=config.stages,
         ACTIVATION=activation,
         GATED=gated,
         ALPHA=alpha,
         BETA=beta,
         LIMIT=limit,
+        OVERLAP=overlap,
         num_warps=4,
+        **overlap_options(overlap),
     )
 
 

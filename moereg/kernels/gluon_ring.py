@@ -29,25 +29,18 @@ reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterp
 
 
 @gluon.jit
-def locate(tile, plan, num_tiles_n, group, MAIN: gl.constexpr, TAIL: gl.constexpr, SPLIT: gl.constexpr):
-    """Returns expert, tile along the columns, first row and number of rows of a tile; the rows may be none."""
+def locate(tile, plan, num_tiles_n, group, MAIN: gl.constexpr, TAIL: gl.constexpr):
+    """Returns expert, tile along the columns, first row and number of rows of a tile."""
     # The blocks of a group share the columns of a weight before the next columns are taken, for the L2.
     block_expert, block_row, block_end, used_blocks = plan
-    group = group * SPLIT
     first = tile // (group * num_tiles_n) * group
     within = tile - first * num_tiles_n
-    parts = gl.minimum(used_blocks * SPLIT - first, group)
-    part = first + within % parts
-    row = gl.load(block_row + part // SPLIT)
-    rows = gl.load(block_end + part // SPLIT) - row
-    rows = gl.where(rows > SPLIT * MAIN + TAIL, SPLIT * MAIN, rows)
-    if SPLIT == 2:
-        # The second tile is empty where the first can take all.
-        second = part % 2
-        whole = rows <= MAIN + TAIL
-        row += gl.where(whole, 0, second * MAIN)
-        rows = gl.where(whole, rows * (1 - second), gl.where(second == 0, MAIN, rows - MAIN))
-    return gl.load(block_expert + part // SPLIT), within // parts, row, rows
+    blocks = gl.minimum(used_blocks - first, group)
+    block = first + within % blocks
+    row = gl.load(block_row + block)
+    rows = gl.load(block_end + block) - row
+    rows = gl.where(rows > MAIN + TAIL, MAIN, rows)
+    return gl.load(block_expert + block), within // blocks, row, rows
 
 
 @gluon.jit
@@ -84,7 +77,6 @@ def produce(
     BLOCK_N: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
-    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Fills the ring with boxes of the weights and of rows in sorted order; one warp."""
@@ -93,9 +85,9 @@ def produce(
     ROW_BYTES: gl.constexpr = 2 * BLOCK_K
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    for tile in range(gl.program_id(0), plan[3] * SPLIT * num_tiles_n, gl.num_programs(0)):
-        expert, tile_n, row, rows = locate(tile, plan, num_tiles_n, group, MAIN, TAIL, SPLIT)
-        for k in range(gl.where(rows > 0, num_k, 0)):
+    for tile in range(gl.program_id(0), plan[3] * num_tiles_n, gl.num_programs(0)):
+        expert, tile_n, row, rows = locate(tile, plan, num_tiles_n, group, MAIN, TAIL)
+        for k in range(num_k):
             ready = full.index(slot)
             at = k * BLOCK_K
             mbarrier.wait(empty.index(slot), phase)
@@ -152,7 +144,6 @@ def produce_by_token(
     BLOCK_N: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
-    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Fills the ring with boxes of the weights and, 16 bytes at a time, with the tokens of the routes; four warps."""
@@ -161,9 +152,9 @@ def produce_by_token(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    total = plan[3] * SPLIT * num_tiles_n
+    total = plan[3] * num_tiles_n
     if gl.program_id(0) < total:
-        expert, tile_n, row, rows = locate(gl.program_id(0), plan, num_tiles_n, group, MAIN, TAIL, SPLIT)
+        expert, tile_n, row, rows = locate(gl.program_id(0), plan, num_tiles_n, group, MAIN, TAIL)
         low = _load_routes(sorted_routes, row, rows, 0, HALF, LAYOUT)
         high = _load_routes(sorted_routes, row, rows, HALF, HALF, LAYOUT)
         tail = _load_routes(sorted_routes, row, rows, MAIN, TAIL, LAYOUT)
@@ -173,12 +164,12 @@ def produce_by_token(
             tail_offsets = _token_offsets(tail, stride_chunks, TOP_K, LAYOUT)
             # The next tile's routes are on their way during this one.
             next_tile = gl.minimum(tile + gl.num_programs(0), total - 1)
-            next_expert, next_n, row, next_rows = locate(next_tile, plan, num_tiles_n, group, MAIN, TAIL, SPLIT)
+            next_expert, next_n, row, next_rows = locate(next_tile, plan, num_tiles_n, group, MAIN, TAIL)
             low = _load_routes(sorted_routes, row, next_rows, 0, HALF, LAYOUT)
             high = _load_routes(sorted_routes, row, next_rows, HALF, HALF, LAYOUT)
             tail = _load_routes(sorted_routes, row, next_rows, MAIN, TAIL, LAYOUT)
             tokens = hidden_states
-            for k in range(gl.where(rows > 0, num_k, 0)):
+            for k in range(num_k):
                 ready = full.index(slot)
                 mbarrier.wait(empty.index(slot), phase)
                 mbarrier.expect(ready, 2 * BLOCK_N * BLOCK_K)

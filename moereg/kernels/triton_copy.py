@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.triton_launch import launch
+from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,10 @@ def _copy_rows_kernel(
     stride_hidden,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
+    release_next(OVERLAP)
     # By token and not by row, so that a token is read once.
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -53,6 +57,7 @@ def copy_rows(
     hidden_states: torch.Tensor,
     route_row: torch.Tensor,
     config: CopyConfig = DEFAULT_COPY_CONFIG,
+    overlap: bool = False,
 ) -> None:
     """Writes each token to the sorted rows of its routes.
 
@@ -61,6 +66,7 @@ def copy_rows(
         hidden_states: [T, H], rows contiguous.
         route_row: [T * K] int32, the row of a route, negative where it adds nothing.
         config: launch configuration.
+        overlap: whether to start while the kernel that writes `route_row` still runs, and to let the next start early.
     """
     num_tokens, hidden_size = hidden_states.shape
     assert out.shape == (route_row.numel(), hidden_size) and route_row.numel() % num_tokens == 0
@@ -77,7 +83,9 @@ def copy_rows(
         hidden_states.stride(0),
         TOP_K=route_row.numel() // num_tokens,
         BLOCK=block,
+        OVERLAP=overlap,
         num_warps=config.num_warps,
+        **overlap_options(overlap),
     )
 
 

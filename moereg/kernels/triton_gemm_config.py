@@ -125,7 +125,7 @@ CONFIG_RULES = (
         2,
         math.inf,
         48,
-        GemmPair(GroupedGemmConfig(64, 128, 64, 1, 4, 3, True), GroupedGemmConfig(64, 128, 64, 1, 4, 3, True)),
+        GemmPair(GroupedGemmConfig(64, 128, 64, 1, 4, 4, True), GroupedGemmConfig(64, 128, 64, 1, 4, 4, True)),
     ),
     ConfigRule(
         2,
@@ -153,12 +153,12 @@ MIN_BLOCK_M = min(rule.configs.gate_up.block_m for rule in CONFIG_RULES if isins
 
 
 def select_config(
-    num_tokens: int, rows_per_expert: float, element_bytes: int, shared_bytes: int | None = None
+    num_tokens: float, rows_per_expert: float, element_bytes: int, shared_bytes: int | None = None
 ) -> GemvPair | GemmPair:
     """Returns the configurations of both products.
 
     Args:
-        num_tokens: T.
+        num_tokens: T; infinity for the batched format, whose rows come with a plan however few they are.
         rows_per_expert: average number of rows per expert.
         element_bytes: 2 or 4.
         shared_bytes: shared memory that one program may use on the device; shortens pipelines that would not fit.

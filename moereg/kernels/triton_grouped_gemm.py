@@ -1,8 +1,8 @@
 """The two grouped matmuls of a Mixture-of-Experts layer with 16- or 32-bit weights, in Triton.
 
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
-the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`, or, of a few tokens, unsorted
-from `DirectRoutes`.
+the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`; where a plain `BlockMap` says,
+which is the batched format; or, of a few tokens, unsorted from `DirectRoutes`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.triton_activation import activate_pairs, activate_reference
+from moereg.kernels.triton_block_map import BlockMap
 from moereg.kernels.triton_gemm_config import GroupedGemmConfig
 from moereg.kernels.triton_launch import launch
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
@@ -85,7 +86,9 @@ def _gate_up_kernel(
         rows = tl.load(block_row + block) + tl.arange(0, BLOCK_M)
         row_mask = rows < end
         # Rows past the end repeat the last one where they are not masked; they are dropped when stored.
-        routes = tl.load(sorted_routes + tl.minimum(rows, end - 1))
+        routes = tl.minimum(rows, end - 1)
+        if sorted_routes is not None:
+            routes = tl.load(sorted_routes + routes)
     else:
         own_route = tl.program_id(0) // num_tiles_n
         tile_n = tl.program_id(0) % num_tiles_n
@@ -173,7 +176,9 @@ def _down_kernel(
         rows = tl.load(block_row + block) + tl.arange(0, BLOCK_M)
         row_mask = rows < end
         rows = tl.minimum(rows, end - 1)
-        routes = tl.load(sorted_routes + rows)
+        routes = rows
+        if sorted_routes is not None:
+            routes = tl.load(sorted_routes + rows)
     else:
         own_route = tl.program_id(0) // num_tiles_n
         tile_n = tl.program_id(0) % num_tiles_n
@@ -211,7 +216,7 @@ def gate_up_gemm(
     out: torch.Tensor,
     hidden_states: torch.Tensor,
     w13: torch.Tensor,
-    plan: RoutePlan | DirectRoutes,
+    plan: BlockMap | DirectRoutes,
     config: GroupedGemmConfig,
     *,
     top_k: int,
@@ -231,13 +236,15 @@ def gate_up_gemm(
 
     Args:
         out: [N, I_pad], dtype of the activations, rows contiguous: overwritten up to the last valid row. Columns
-            from I on become zeros, since their weights and biases are. [N, I_pad] by route for `DirectRoutes`.
-        hidden_states: [T, H] bf16, fp16 or fp32, rows contiguous; read only in its H columns.
+            from I on become zeros, since their weights and biases are. [N, I_pad] by route for `DirectRoutes`;
+            [E * max_T, I_pad] in the batched format, valid rows overwritten.
+        hidden_states: [T, H] bf16, fp16 or fp32, rows contiguous; read only in its H columns. [E * max_T, H] in the
+            batched format, where rows that are not valid may be NaN.
         w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; same dtype, zero padded, H_pad a
             multiple of 64, fewer than 2**31 elements per expert.
-        plan: from `sort_routes` with `config.block_m`.
+        plan: from `sort_routes` or `plan_batches` with `config.block_m`.
         config: launch configuration.
-        top_k: K.
+        top_k: K; 1 in the batched format.
         activation: `silu` and `swigluoai` (`x * sigmoid(alpha * x)`), `gelu`, `gelu_tanh` or `relu2`.
         gated: whether w13 holds gates.
         alpha: slope inside the sigmoid.
@@ -245,7 +252,7 @@ def gate_up_gemm(
         limit: the clamp, or None; only where gated.
         bias: [E, 2 * I_pad] or [E, I_pad] in w13's row order, any float dtype, or None.
         topk_weights: [T, K] fp32 contiguous: multiplies the product before the bias; None: no weight.
-        overlap: whether to start while `sort_routes`, if any, still runs, and to let `down_gemm` start early.
+        overlap: whether to start while the planning kernel, if any, still runs, and to let `down_gemm` start early.
     """
     num_columns = w13.shape[1]
     hidden_size = hidden_states.shape[1]
@@ -272,7 +279,7 @@ def gate_up_gemm(
         w13.stride(1),
         0 if bias is None else bias.stride(0),
         out.stride(0),
-        SORTED=isinstance(plan, RoutePlan),
+        SORTED=isinstance(plan, BlockMap),
         TOP_K=top_k,
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
         ACTIVATION=activation,
@@ -291,7 +298,7 @@ def gate_up_gemm(
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **overlap_options(overlap and isinstance(plan, RoutePlan)),
+        **overlap_options(overlap and isinstance(plan, BlockMap)),
     )
 
 
@@ -299,7 +306,7 @@ def down_gemm(
     out: torch.Tensor,
     intermediate: torch.Tensor,
     w2: torch.Tensor,
-    plan: RoutePlan | DirectRoutes,
+    plan: BlockMap | DirectRoutes,
     config: GroupedGemmConfig,
     *,
     bias: torch.Tensor | None = None,
@@ -311,10 +318,11 @@ def down_gemm(
     Args:
         out: [N, H], rows contiguous: the rows of valid routes are overwritten, the others stay as they are. Its dtype
             is the caller's choice: that of the activations halves the traffic of this buffer, the largest of the
-            layer, at the price of one more rounding per route, of the size of the output's own.
+            layer, at the price of one more rounding per route, of the size of the output's own. [E * max_T, H] in the
+            batched format: every valid row to its own place.
         intermediate: [N, I_pad] bf16, fp16 or fp32, rows contiguous, from `gate_up_gemm`.
         w2: [E, H, I_pad], same dtype, zero padded, I_pad a multiple of 64, fewer than 2**31 elements per expert.
-        plan: from `sort_routes` with `config.block_m`.
+        plan: from `sort_routes` or `plan_batches` with `config.block_m`.
         config: launch configuration.
         bias: [E, H], any float dtype, or None.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
@@ -344,7 +352,7 @@ def down_gemm(
         w2.stride(1),
         0 if bias is None else bias.stride(0),
         out.stride(0),
-        SORTED=isinstance(plan, RoutePlan),
+        SORTED=isinstance(plan, BlockMap),
         TOP_K=top_k,
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
         MASK_ROWS=config.mask_rows,

@@ -64,17 +64,20 @@ class _TensorMap:
         arguments: of the C function, or a list among them.
         place: there.
         offset: bytes.
-        encode: makes the map for an address.
+        descriptor: what the map is encoded from; its base changes.
+        encode: makes a map of it.
     """
 
     arguments: list[Any]
     place: int
     offset: int
-    encode: Callable[[int], Any]
+    descriptor: Any
+    encode: Callable[[Any], Any]
 
     def bind(self, start: int) -> None:
         """Encodes the map for where the tensor is now."""
-        self.arguments[self.place] = self.encode(start + self.offset)
+        self.descriptor.base = _Address(start + self.offset)
+        self.arguments[self.place] = self.encode(self.descriptor)
 
 
 class LaunchRecording:
@@ -113,14 +116,15 @@ class LaunchRecording:
         layout = _Layout(compiled, grid)
         stream = _StandIn()
         pointers: list[tuple[_StandIn, int]] = []
-        # Neither of these may hold a tensor.
-        bare, marked = list(values), list(values)
+        # Holds no tensor.
+        marked = list(values)
         for place, value in enumerate(values):
             if isinstance(value, torch.Tensor):
-                pointers.append((_StandIn(), value.data_ptr()))
-                bare[place], marked[place] = 0, pointers[-1][0]
+                marked[place] = _StandIn()
+                pointers.append((marked[place], value.data_ptr()))
             elif place in layout.descriptors:
-                bare[place] = marked[place] = _moved(value, value.base.data_ptr())
+                marked[place] = copy.copy(value)
+                marked[place].base = _Address(value.base.data_ptr())
         arguments = layout(marked, stream)
         holder, stream_place = _find(arguments, stream)
         if holder is not arguments:
@@ -128,12 +132,12 @@ class LaunchRecording:
         for stand_in, address in pointers:
             which, offset = self._locate(address)
             self._uses[which].append(_Pointer(*_find(arguments, stand_in), offset))
-        maps = layout.maps(arguments)
+        maps = _places(arguments, lambda value: isinstance(value, layout.map_types))
         if len(maps) != len(layout.descriptors):
             raise _NotUnderstoodError
-        for number, place in enumerate(layout.descriptors):
-            which, offset = self._locate(bare[place].base.data_ptr())
-            self._uses[which].append(_TensorMap(*maps[number], offset, layout.encoder(bare, place, number)))
+        for found, place, encode in zip(maps, layout.descriptors, layout.encoders, strict=True):
+            which, offset = self._locate(marked[place].base.data_ptr())
+            self._uses[which].append(_TensorMap(*found, offset, marked[place], encode))
         for start, uses in zip(self._starts, self._uses, strict=True):
             for use in uses:
                 use.bind(start)
@@ -156,9 +160,9 @@ class LaunchRecording:
         stream = driver.get_current_stream(driver.get_current_device())
         with self._lock:
             if pointers != self._starts:
-                for which, start in enumerate(pointers):
-                    if start != self._starts[which]:
-                        for use in self._uses[which]:
+                for start, bound, uses in zip(pointers, self._starts, self._uses, strict=True):
+                    if start != bound:
+                        for use in uses:
                             use.bind(start)
                 self._starts = pointers
             for function, arguments, stream_place in self._launches:
@@ -175,6 +179,8 @@ class _Layout:
     Attributes:
         function: the C function.
         descriptors: places of the tensor descriptors among the kernel's arguments.
+        encoders: for each, what makes its tensor map.
+        map_types: of these.
     """
 
     def __init__(self, compiled: Any, grid: tuple[int, ...]) -> None:
@@ -192,8 +198,9 @@ class _Layout:
         self._compiled = compiled
         signature = compiled.src.signature
         self.descriptors = [n for n, kind in enumerate(signature.values()) if str(kind).startswith("tensordesc")]
+        self.encoders: list[Callable[[Any], Any]] = []
+        self.map_types: tuple[type, ...] = ()
         self.function: Callable[..., Any] = launcher.launch
-        self._map_types: tuple[type, ...] = ()
         self._caught: tuple[Any, ...] = ()
         self._launcher = copy.copy(launcher)
         self._launcher.launch = self._catch
@@ -201,9 +208,10 @@ class _Layout:
             driver = sys.modules[type(launcher).__module__]
             try:
                 self.function = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
-                self._map_types = (driver.PyCUtensorMap,)
-                meta = compiled.metadata.tensordesc_meta
-                self._launcher.launch = driver.wrap_handle_tensordesc(self._catch, signature, meta)
+                self.map_types = (driver.PyCUtensorMap,)
+                metas = compiled.metadata.tensordesc_meta
+                self.encoders = [_encoder(driver.make_tensordesc_arg, meta) for meta in metas]
+                self._launcher.launch = driver.wrap_handle_tensordesc(self._catch, signature, metas)
             except (AttributeError, KeyError, TypeError):
                 raise _NotUnderstoodError from None
 
@@ -215,7 +223,7 @@ class _Layout:
         compiled = self._compiled
         # As `JITFunction.run` ends; the three Nones are a profiler's metadata and hooks.
         self._launcher(*self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
-        changing = (_StandIn, *self._map_types)
+        changing = (_StandIn, *self.map_types)
         return [
             list(argument)
             if isinstance(argument, (list, tuple)) and any(isinstance(value, changing) for value in argument)
@@ -223,25 +231,12 @@ class _Layout:
             for argument in self._caught
         ]
 
-    def maps(self, arguments: list[Any]) -> list[tuple[list[Any], int]]:
-        """The list and the place of each tensor map, in the order of the descriptors."""
-        return _places(arguments, lambda value: isinstance(value, self._map_types))
 
-    def encoder(self, values: list[Any], place: int, number: int) -> Callable[[int], Any]:
-        """Makes the tensor map of the descriptor at a place, the `number`th, with another base."""
-
-        def encode(address: int) -> Any:
-            moved = [*values[:place], _moved(values[place], address), *values[place + 1 :]]
-            holder, where = self.maps(self(moved, 0))[number]
-            return holder[where]
-
-        return encode
-
-
-def _moved(descriptor: Any, address: int) -> Any:
-    copied = copy.copy(descriptor)
-    copied.base = _Address(address)
-    return copied
+def _encoder(make: Callable[..., list[Any]], meta: Any) -> Callable[[Any], Any]:
+    """A function of a descriptor that returns its tensor map, out of the one that expands a descriptor's argument."""
+    # The third one, where it is, is another vendor's.
+    more = (None,) * (len(inspect.signature(make).parameters) - 2)
+    return lambda descriptor: make(descriptor, meta, *more)[0]
 
 
 def _places(arguments: list[Any], wanted: Callable[[Any], bool]) -> list[tuple[list[Any], int]]:

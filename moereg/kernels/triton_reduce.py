@@ -118,7 +118,9 @@ def _reduce_sorted_rows_kernel(
     stride_out,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -140,6 +142,7 @@ def reduce_sorted_rows(
     route_row: torch.Tensor,
     topk_weights: torch.Tensor | None,
     config: ReduceConfig = DEFAULT_REDUCE_CONFIG,
+    overlap: bool = False,
 ) -> None:
     """Writes the weighted sum of each token's valid routes, added in fp32 from choice 0 to K - 1.
 
@@ -149,6 +152,7 @@ def reduce_sorted_rows(
         route_row: [T * K] int32, the row of a route, negative where it adds nothing.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
         config: launch configuration.
+        overlap: whether to start while the kernel that writes `sorted_rows` still runs.
     """
     num_tokens, hidden_size = out.shape
     assert sorted_rows.shape[0] == route_row.numel() and route_row.numel() % num_tokens == 0
@@ -166,7 +170,9 @@ def reduce_sorted_rows(
         out.stride(0),
         TOP_K=route_row.numel() // num_tokens,
         BLOCK=block,
+        OVERLAP=overlap,
         num_warps=config.num_warps,
+        **overlap_options(overlap),
     )
 
 

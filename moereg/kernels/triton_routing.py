@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from moereg.kernels.triton_block_map import BlockMap, aligned, block_map_reference, cut_workspace, store_block_map
 from moereg.kernels.triton_launch import launch
-from moereg.kernels.triton_overlap import release_next
+from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,30 +26,28 @@ class RoutingConfig:
         single_launch_routes: up to this many routes, one launch in which every program reads all of them.
         chunk: routes that are read at a time, and the unit of counting above the limit; a power of two, at least one
             route a thread, since the histogram would count a route twice that two threads hold.
-        routes_per_program: routes that one program places; a power of two that divides `chunk`.
+        routes_per_program: routes that one program of the single launch places; a power of two.
+        routes_per_placing: routes that one program places above the limit; a power of two that divides `chunk`.
         num_warps: warps per program.
     """
 
     single_launch_routes: int = 4096
     chunk: int = 512
     routes_per_program: int = 16
+    routes_per_placing: int = 64
     num_warps: int = 4
 
 
 DEFAULT_ROUTING_CONFIG = RoutingConfig()
 
-# Chunks whose counts the scan adds up at a time: 16 x 512 experts are 64 registers a thread at 4 warps. More gained
-# nothing on an H200.
-_SCAN_CHUNKS = 16
-
-# Every piece of the workspace starts at a multiple of this many int32, so that pointer alignment, and with it the
-# compiled variant of a kernel, does not depend on the number of tokens.
-_ALIGN = 32
+# Chunks and experts whose counts one program of the scan adds up at a time: 32 registers a thread at 4 warps.
+_SCAN_CHUNKS = 128
+_SCAN_EXPERTS = 32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RoutePlan:
-    """Where each route's row is, and which rows each tile covers; all int32 on the device of the ids.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RoutePlan(BlockMap):
+    """Where each route's row is, and which sorted rows each tile covers; all int32 on the device of the ids.
 
     Attributes:
         route_expert: [N], local expert of a route, or -1 where it adds nothing.
@@ -56,30 +55,12 @@ class RoutePlan:
         sorted_routes: [N], routes by ascending expert, by ascending route within one; entries from
             `expert_offsets[E]` on are not written.
         expert_offsets: [E + 1], first sorted row of each expert, then the number of valid routes.
-        block_expert: [B], expert of a tile; like the next two written for the first `num_blocks` entries only.
-        block_row: [B], first sorted row of a tile.
-        block_end: [B], end of the sorted rows of the tile's expert (the tile itself covers at most `block_m`).
-        num_blocks: [1], tiles in use.
-        block_m: rows per tile.
-        slack: rows by which the last tile of an expert may be longer, so that a few rows more than a multiple of
-            `block_m` make no tile of their own.
     """
 
     route_expert: torch.Tensor
     route_row: torch.Tensor
     sorted_routes: torch.Tensor
     expert_offsets: torch.Tensor
-    block_expert: torch.Tensor
-    block_row: torch.Tensor
-    block_end: torch.Tensor
-    num_blocks: torch.Tensor
-    block_m: int
-    slack: int = 0
-
-    @property
-    def max_blocks(self) -> int:
-        """B: tiles to launch, because the number in use is known on the device only."""
-        return self.block_expert.numel()
 
 
 @triton.jit
@@ -100,7 +81,7 @@ def load_local_expert(
 
 
 @triton.jit
-def _store_block_map(
+def _store_offsets_and_blocks(
     counts,
     expert_offsets,
     block_expert,
@@ -113,18 +94,10 @@ def _store_block_map(
     EXPERTS: tl.constexpr,
 ):
     experts = tl.arange(0, EXPERTS)
-    ends = tl.cumsum(counts, 0)
-    offsets = ends - counts
+    offsets = tl.cumsum(counts, 0) - counts
     tl.store(expert_offsets + experts, offsets, mask=experts < num_local_experts)
     tl.store(expert_offsets + num_local_experts, tl.sum(counts, 0))
-    blocks = tl.maximum((counts - SLACK + BLOCK_M - 1) // BLOCK_M, (counts > 0).to(tl.int32))
-    first_block = tl.cumsum(blocks, 0) - blocks
-    tl.store(num_blocks, tl.sum(blocks, 0))
-    for i in range(tl.max(blocks, 0)):
-        slot = first_block + i
-        tl.store(block_expert + slot, experts, mask=i < blocks)
-        tl.store(block_row + slot, offsets + i * BLOCK_M, mask=i < blocks)
-        tl.store(block_end + slot, ends, mask=i < blocks)
+    store_block_map(counts, offsets, block_expert, block_row, block_end, num_blocks, BLOCK_M, SLACK, EXPERTS)
 
 
 @triton.jit
@@ -164,7 +137,7 @@ def _sort_routes_kernel(
         for start in range(0, num_routes, CHUNK):
             expert = load_local_expert(topk_ids, expert_map, start + lanes, num_routes, num_experts, num_local_experts)
             counts += tl.histogram(expert, EXPERTS, mask=expert >= 0)
-        _store_block_map(
+        _store_offsets_and_blocks(
             counts,
             expert_offsets,
             block_expert,
@@ -203,7 +176,9 @@ def _count_chunks_kernel(
     num_local_experts,
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    release_next(OVERLAP)
     chunk = tl.program_id(0)
     routes = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts)
@@ -216,19 +191,16 @@ def _count_chunks_kernel(
 @triton.jit(do_not_specialize=["num_chunks"])
 def _scan_chunks_kernel(
     chunk_counts,
-    expert_offsets,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
+    expert_counts,
     num_chunks,
     num_local_experts,
-    BLOCK_M: tl.constexpr,
-    SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    experts = tl.arange(0, EXPERTS)
+    wait_for_previous(OVERLAP)
+    release_next(OVERLAP)
+    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     totals = tl.zeros([EXPERTS], dtype=tl.int32)
     for start in range(0, num_chunks, CHUNKS):
         chunks = start + tl.arange(0, CHUNKS)
@@ -237,46 +209,64 @@ def _scan_chunks_kernel(
         counts = tl.load(pointers, mask=mask, other=0)
         tl.store(pointers, tl.cumsum(counts, 0) - counts + totals[None, :], mask=mask)
         totals += tl.sum(counts, 0)
-    _store_block_map(
-        totals,
-        expert_offsets,
-        block_expert,
-        block_row,
-        block_end,
-        num_blocks,
-        num_local_experts,
-        BLOCK_M,
-        SLACK,
-        EXPERTS,
-    )
+    tl.store(expert_counts + experts, totals, mask=experts < num_local_experts)
 
 
 @triton.jit(do_not_specialize=["num_routes"])
 def _place_routes_kernel(
     route_expert,
     chunk_counts,
-    expert_offsets,
+    expert_counts,
     route_row,
     sorted_routes,
+    expert_offsets,
+    block_expert,
+    block_row,
+    block_end,
+    num_blocks,
     num_routes,
     num_local_experts,
+    BLOCK_M: tl.constexpr,
+    SLACK: tl.constexpr,
+    EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
     ROUTES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    own = tl.program_id(0) * ROUTES + tl.arange(0, ROUTES)
-    own_expert = tl.load(route_expert + own, mask=own < num_routes, other=-1)
-    chunk = tl.program_id(0) * ROUTES // CHUNK
-    lanes = tl.arange(0, CHUNK)
-    routes = chunk * CHUNK + lanes
-    expert = tl.load(route_expert + routes, mask=routes < num_routes, other=-1)
-    own_lane = own - chunk * CHUNK
-    same = (expert[None, :] == own_expert[:, None]) & (lanes[None, :] < own_lane[:, None])
-    valid = own_expert >= 0
-    place = tl.load(expert_offsets + own_expert, mask=valid, other=0)
-    place += tl.load(chunk_counts + chunk * num_local_experts + own_expert, mask=valid, other=0)
-    place += tl.sum(same.to(tl.int32), 1)
-    tl.store(sorted_routes + place, own, mask=valid)
-    tl.store(route_row + own, tl.where(valid, place, -1), mask=own < num_routes)
+    wait_for_previous(OVERLAP)
+    release_next(OVERLAP)
+    experts = tl.arange(0, EXPERTS)
+    counts = tl.load(expert_counts + experts, mask=experts < num_local_experts, other=0)
+    pid = tl.program_id(0)
+    if pid == 0:
+        _store_offsets_and_blocks(
+            counts,
+            expert_offsets,
+            block_expert,
+            block_row,
+            block_end,
+            num_blocks,
+            num_local_experts,
+            BLOCK_M,
+            SLACK,
+            EXPERTS,
+        )
+    else:
+        first = (pid - 1) * ROUTES
+        own = first + tl.arange(0, ROUTES)
+        own_expert = tl.load(route_expert + own, mask=own < num_routes, other=-1)
+        valid = own_expert >= 0
+        chunk = first // CHUNK
+        place = tl.load(chunk_counts + chunk * num_local_experts + own_expert, mask=valid, other=0)
+        place += tl.sum(tl.where(experts[None, :] < own_expert[:, None], counts[None, :], 0), 1)
+        # The chunk's routes up to the program's last, ROUTES at a time.
+        for start in range(chunk * CHUNK, first + ROUTES, ROUTES):
+            routes = start + tl.arange(0, ROUTES)
+            expert = tl.load(route_expert + routes, mask=routes < num_routes, other=-1)
+            earlier = (expert[None, :] == own_expert[:, None]) & (routes[None, :] < own[:, None])
+            place += tl.sum(earlier.to(tl.int32), 1)
+        tl.store(sorted_routes + place, own, mask=valid)
+        tl.store(route_row + own, tl.where(valid, place, -1), mask=own < num_routes)
 
 
 def max_num_blocks(num_routes: int, num_local_experts: int, block_m: int) -> int:
@@ -293,7 +283,7 @@ def route_workspace_numel(
     config: RoutingConfig = DEFAULT_ROUTING_CONFIG,
 ) -> int:
     """Returns how many int32 `sort_routes` needs; grows with tokens and experts, shrinks with `block_m`."""
-    return sum(_aligned(size) for size in _piece_sizes(num_tokens * top_k, num_local_experts, block_m, config))
+    return sum(aligned(size) for size in _piece_sizes(num_tokens * top_k, num_local_experts, block_m, config))
 
 
 def sort_routes(
@@ -332,15 +322,9 @@ def sort_routes(
     assert num_routes > 0, "the caller handles T = 0"
     # Also keeps the keys of the single launch within int32.
     assert num_local_experts * config.single_launch_routes < 2**31
-    sizes = _piece_sizes(num_routes, num_local_experts, block_m, config)
-    pieces = []
-    start = 0
-    for size in sizes:
-        pieces.append(workspace[start : start + size])
-        start += _aligned(size)
-    assert start <= workspace.numel(), f"workspace holds {workspace.numel()} int32, needs {start}"
-    route_expert, route_row, sorted_routes, expert_offsets, *block_pieces, num_blocks, chunk_counts = pieces
-    block_expert, block_row, block_end = block_pieces
+    pieces = cut_workspace(workspace, _piece_sizes(num_routes, num_local_experts, block_m, config))
+    route_expert, route_row, sorted_routes, expert_offsets, *block_pieces = pieces
+    block_expert, block_row, block_end, num_blocks, expert_counts, chunk_counts = block_pieces
     plan = RoutePlan(
         route_expert=route_expert,
         route_row=route_row,
@@ -356,12 +340,11 @@ def sort_routes(
     block_map = (plan.expert_offsets, plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks)
     # Triton's histogram wants a power of two, and on NVIDIA a warp's worth of bins at least.
     experts = max(32, triton.next_power_of_2(num_local_experts))
-    programs = triton.cdiv(num_routes, config.routes_per_program)
 
     if num_routes <= config.single_launch_routes:
         launch(
             _sort_routes_kernel,
-            (1 + programs,),
+            (1 + triton.cdiv(num_routes, config.routes_per_program),),
             topk_ids,
             expert_map,
             plan.route_expert,
@@ -394,34 +377,41 @@ def sort_routes(
         num_local_experts,
         EXPERTS=experts,
         CHUNK=config.chunk,
+        OVERLAP=overlap,
         num_warps=config.num_warps,
     )
     launch(
         _scan_chunks_kernel,
-        (1,),
+        (triton.cdiv(num_local_experts, _SCAN_EXPERTS),),
         chunk_counts,
-        *block_map,
+        expert_counts,
         num_chunks,
+        num_local_experts,
+        EXPERTS=_SCAN_EXPERTS,
+        CHUNKS=_SCAN_CHUNKS,
+        OVERLAP=overlap,
+        num_warps=config.num_warps,
+        **overlap_options(overlap),
+    )
+    launch(
+        _place_routes_kernel,
+        (1 + triton.cdiv(num_routes, config.routes_per_placing),),
+        plan.route_expert,
+        chunk_counts,
+        expert_counts,
+        plan.route_row,
+        plan.sorted_routes,
+        *block_map,
+        num_routes,
         num_local_experts,
         BLOCK_M=block_m,
         SLACK=slack,
         EXPERTS=experts,
-        CHUNKS=_SCAN_CHUNKS,
-        num_warps=2 * config.num_warps,
-    )
-    launch(
-        _place_routes_kernel,
-        (programs,),
-        plan.route_expert,
-        chunk_counts,
-        plan.expert_offsets,
-        plan.route_row,
-        plan.sorted_routes,
-        num_routes,
-        num_local_experts,
         CHUNK=config.chunk,
-        ROUTES=config.routes_per_program,
+        ROUTES=config.routes_per_placing,
+        OVERLAP=overlap,
         num_warps=config.num_warps,
+        **overlap_options(overlap),
     )
     return plan
 
@@ -453,10 +443,7 @@ def sort_routes_reference(
     local = local.where(known & (local >= 0) & (local < num_local_experts), local.new_tensor(-1))
     counts = local[local >= 0].bincount(minlength=num_local_experts)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    blocks = ((counts - slack + block_m - 1) // block_m).maximum((counts > 0).long())
-    block_expert = torch.arange(num_local_experts, device=ids.device).repeat_interleave(blocks)
-    first_block = blocks.cumsum(0) - blocks
-    step = torch.arange(block_expert.numel(), device=ids.device) - first_block[block_expert]
+    blocks = block_map_reference(counts, offsets[:-1], block_m, slack)
     sorted_routes = local.argsort(stable=True)[(local < 0).sum() :]
     route_row = torch.full_like(local, -1)
     route_row[sorted_routes] = torch.arange(sorted_routes.numel(), device=ids.device)
@@ -465,21 +452,17 @@ def sort_routes_reference(
         route_row=route_row.int(),
         sorted_routes=sorted_routes.int(),
         expert_offsets=offsets.int(),
-        block_expert=block_expert.int(),
-        block_row=(offsets[block_expert] + step * block_m).int(),
-        block_end=offsets[block_expert + 1].int(),
-        num_blocks=blocks.sum().reshape(1).int(),
+        block_expert=blocks.block_expert,
+        block_row=blocks.block_row,
+        block_end=blocks.block_end,
+        num_blocks=blocks.num_blocks,
         block_m=block_m,
         slack=slack,
     )
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
-
-
 def _piece_sizes(num_routes: int, num_local_experts: int, block_m: int, config: RoutingConfig) -> tuple[int, ...]:
-    """Sizes of the plan's tensors in the order of its fields, then of the counts per chunk."""
+    """Sizes of the plan's tensors in the order of its fields, then of the counts per expert and chunk."""
     blocks = max_num_blocks(num_routes, num_local_experts, block_m)
     # Also below the limit of the single launch, so that the size grows steadily with tokens.
     chunks = -(-num_routes // config.chunk)
@@ -492,5 +475,6 @@ def _piece_sizes(num_routes: int, num_local_experts: int, block_m: int, config: 
         blocks,
         blocks,
         1,
+        num_local_experts,
         chunks * num_local_experts,
     )

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moereg.kernels.triton_block_map import BlockMap
 from moereg.kernels.triton_routing import RoutePlan, load_local_expert
 
 # The reduced dimension of permuted weights is a multiple of this.
@@ -140,12 +141,14 @@ def accumulate(
     return accumulator
 
 
-def plan_arguments(plan: RoutePlan | DirectRoutes, num_local_experts: int) -> tuple[torch.Tensor | int | None, ...]:
-    """What the kernels want to know of the routes: of sorted ones the plan, of direct ones the ids."""
+def plan_arguments(plan: BlockMap | DirectRoutes, num_local_experts: int) -> tuple[torch.Tensor | int | None, ...]:
+    """What the kernels want to know of the rows: of sorted ones the plan, of direct ones the ids."""
     if isinstance(plan, DirectRoutes):
         num_tokens = plan.topk_ids.shape[0]
         assert num_tokens <= plan.block_m, f"{num_tokens} tokens do not fit a tile of {plan.block_m} rows"
         ids = (plan.topk_ids, plan.expert_map, num_tokens, plan.num_experts, num_local_experts)
         return (*ids, None, None, None, None, None)
     blocks = (plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks)
-    return (None, None, 0, 0, num_local_experts, plan.sorted_routes, *blocks)
+    # Rows that no route was sorted into are where their tokens are.
+    sorted_routes = plan.sorted_routes if isinstance(plan, RoutePlan) else None
+    return (None, None, 0, 0, num_local_experts, sorted_routes, *blocks)

@@ -71,16 +71,20 @@ class Verification:
 
 
 def code_digest(cell: BackendCell) -> str:
-    """A digest of the cell's backend module and of the kernel modules that it imports, anywhere in its functions."""
+    """A digest of the cell's backend module, private packages beside it and kernels, as far as they are imported.
+
+    Imports anywhere in functions count.
+    """
     top = cell.experts.__module__
     kernels = f"{top.partition('.')[0]}.kernels."
+    private = f"{top.rpartition('.')[0]}._"
     pending, sources = [top], {}
     while pending:
         name = pending.pop()
         if name in sources:
             continue
         sources[name] = source = _source(name)
-        pending += [found for found in _imported_names(source) if found.startswith((kernels, f"{top}."))]
+        pending += [found for found in _imported_names(source) if found.startswith((kernels, private, f"{top}."))]
     text = "\0".join(sources[name] for name in sorted(sources))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -8,9 +8,9 @@ import subprocess
 from collections.abc import Iterable
 from typing import Any
 
-from moereg.platforms import Platform
+from moereg.platforms import Platform, gpu_clocks
 
-__all__ = ["provenance"]
+__all__ = ["clocks", "provenance"]
 
 
 def provenance(platform: Platform, distributions: Iterable[str]) -> dict[str, Any]:
@@ -31,6 +31,19 @@ def provenance(platform: Platform, distributions: Iterable[str]) -> dict[str, An
         "commit": os.environ.get("MOEREG_COMMIT") or _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
+
+
+def clocks(platform: Platform) -> dict[str, dict[str, int]]:
+    """What the GPU ran at, for results that are times; to be asked right after measuring.
+
+    Args:
+        platform: The machine, probed.
+
+    Returns:
+        `clocks` with what `gpu_clocks` says; empty where that is nothing.
+    """
+    found = gpu_clocks() if platform.kind == "cuda" else {}
+    return {"clocks": found} if found else {}
 
 
 def _commit() -> str:

@@ -1,0 +1,46 @@
+"""What permuting weights costs, once for each registered backend that runs here.
+
+    python -m pytest benches/bench_permute.py --benchmark-only
+
+Small layers: permuting grows with the bytes of the weights, which are beside each time.
+"""
+
+from __future__ import annotations
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from moereg.discovery import current_platform, load_backends
+from moereg.tuning.timing import wait_for
+from tests import conformance
+from tests.conformance import Case
+
+SIZES = {"num_experts": 32, "hidden_size": 512, "intermediate_size": 256, "top_k": 4}
+DEVICE = conformance.test_device()
+
+
+def _cases() -> list[Case]:
+    """One problem a cell that runs natively here, in its preferred 16-bit dtype."""
+    here = current_platform()
+    found = []
+    for cell in load_backends().cells:
+        if conformance.runnable_platform(cell) != here:
+            continue
+        claimed = next(iter(conformance.claimed_problems(cell)))
+        problem = type(claimed)(**{**claimed.to_dict(), **SIZES, "num_local_experts": None})
+        found.append(Case(cell, here, problem))
+    return found
+
+
+@pytest.mark.parametrize("case", _cases(), ids=lambda case: f"{case.cell.name}-{case.cell.class_name}")
+def bench_permute_weights(benchmark: BenchmarkFixture, case: Case) -> None:
+    weights = conformance.make_weights(case.problem, DEVICE)
+    experts = case.cell.experts(case.problem, case.platform)
+    benchmark.group = f"permute {case.problem}"
+    benchmark.extra_info["weight_bytes"] = experts.permute_weights(weights, case.problem).num_bytes
+
+    def permute() -> None:
+        experts.permute_weights(weights, case.problem)
+        wait_for(DEVICE)
+
+    benchmark(permute)

@@ -1,0 +1,1 @@
+"""What the experts classes of the backend `triton` share."""

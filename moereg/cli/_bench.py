@@ -1,0 +1,179 @@
+"""The work of `moereg bench`: every backend that fits, on the same random layer and inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from packaging.requirements import Requirement
+
+from moereg.cli._layer import random_layer
+from moereg.cli._machine import platform_at_hand
+from moereg.cli._memory import check_run_fits
+from moereg.cli._options import ProblemFlags, UsageError
+from moereg.cli._progress import phase
+from moereg.dispatch import explain_backends
+from moereg.errors import UnknownNameError, unknown_name_message
+from moereg.selection import SCHEMA, Decision, Selection, nearest_by_backend
+from moereg.testing.provenance import provenance
+from moereg.testing.tolerances import tolerance
+from moereg.tuning.compare import Comparison, Measurement
+from moereg.tuning.inputs import ROUTINGS, num_calls
+from moereg.tuning.roofline import Ceilings, measure_ceilings
+
+__all__ = ["BenchResult", "bench_layer", "check_routing", "parse_tokens"]
+
+_GPU_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096)
+_CPU_TOKENS: Final = (1, 4, 16, 64, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchResult:
+    """What a bench found; without rows where nothing fitted and nothing ran.
+
+    Attributes:
+        subject: The model, for people.
+        selection: Every candidate, and what a layer would get.
+        routing: One of `ROUTINGS`.
+        measured_on: `device`, `versions` and `date`, among others.
+        ceilings: Of the device; None where nothing ran.
+        rows: By number of tokens, candidates in the selection's order.
+    """
+
+    subject: str
+    selection: Selection
+    routing: str
+    measured_on: dict[str, Any]
+    ceilings: Ceilings | None = None
+    rows: tuple[Measurement, ...] = ()
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether all that was measured is right; None where nothing ran."""
+        return all(row.passed for row in self.rows) if self.rows else None
+
+    @property
+    def skipped(self) -> tuple[Decision, ...]:
+        """Of each backend that does not fit, the candidate that is nearest to fitting."""
+        return tuple(decision for decision in nearest_by_backend(self.selection.decisions) if not decision.accepted)
+
+    @property
+    def token_counts(self) -> tuple[int, ...]:
+        """Numbers of tokens, ascending."""
+        return tuple(dict.fromkeys(row.num_tokens for row in self.rows))
+
+    def fastest_first(self, num_tokens: int) -> list[Measurement]:
+        """The rows of a number of tokens; the wrong ones last."""
+        rows = [row for row in self.rows if row.num_tokens == num_tokens]
+        return sorted(rows, key=lambda row: (row.timing is None, row.time_us if row.timing else 0.0))
+
+    def labels(self) -> dict[Decision, str]:
+        """What to call each candidate that was measured: its backend, and the class where a backend has several."""
+        candidates = list(dict.fromkeys(row.decision for row in self.rows))
+        names = [decision.backend for decision in candidates]
+        return {
+            decision: f"{decision.backend} ({decision.experts})"
+            if names.count(decision.backend) > 1
+            else decision.backend
+            for decision in candidates
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `moereg bench --json` prints."""
+        ceilings = dict.fromkeys(field.name for field in dataclasses.fields(Ceilings))
+        return {
+            "schema": SCHEMA,
+            "problem": self.selection.problem.to_dict(),
+            "platform": str(self.selection.platform),
+            **{name: self.measured_on[name] for name in ("device", "versions", "date")},
+            "routing": self.routing,
+            "ceilings": dataclasses.asdict(self.ceilings) if self.ceilings else ceilings,
+            "rows": [_row(row) for row in self.rows],
+            "skipped": [
+                {"backend": decision.backend, "reasons": decision.to_dict()["reasons"]} for decision in self.skipped
+            ],
+        }
+
+
+def _row(row: Measurement) -> dict[str, Any]:
+    return {
+        "backend": row.decision.backend,
+        "experts": row.decision.experts,
+        "tokens": row.num_tokens,
+        "relative_error": row.relative_error,
+        "tolerance": row.tolerance,
+        "passed": row.passed,
+        "time_us": row.time_us,
+        "tflops": row.tflops,
+        "gbps": row.gbps,
+        "roofline_us": row.roofline_us,
+        "share": row.share,
+    }
+
+
+def parse_tokens(text: str) -> tuple[int, ...]:
+    """The numbers of `--tokens 1,16,64`, ascending.
+
+    Raises:
+        UsageError: Something else is there.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) for word in words):
+        raise UsageError(f"--tokens takes numbers of at least 1 such as 1,16,64, got {text!r}")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def check_routing(routing: str) -> None:
+    """Checks the name that `--routing` says.
+
+    Raises:
+        UnknownNameError: It is not known.
+    """
+    if routing not in ROUTINGS:
+        raise UnknownNameError(unknown_name_message("routing", routing, ROUTINGS))
+
+
+def bench_layer(
+    flags: ProblemFlags, token_counts: Sequence[int] | None, routing: str, rounds: int, seed: int
+) -> BenchResult:
+    """Builds a random layer for every backend that fits, checks each against the reference and times it.
+
+    Args:
+        flags: The problem and the request.
+        token_counts: Ascending; what suits the device where None.
+        routing: One of `ROUTINGS`.
+        rounds: Timed calls of each backend at each number of tokens, at most.
+        seed: Of everything random.
+
+    Returns:
+        The result; without rows where nothing fits.
+
+    Raises:
+        MoeregError: Anything that the user can cure.
+    """
+    platform = platform_at_hand("bench", flags.platform)
+    device = torch.device(platform.device_type)
+    if token_counts is None:
+        token_counts = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
+    problem = dataclasses.replace(flags, tokens=max(token_counts)).problem()
+    selection = explain_backends(problem, platform, **flags.request())
+    cells = [decision.cell for decision in selection.decisions if decision.accepted and decision.cell is not None]
+    distributions = {"torch", *(Requirement(text).name for cell in cells for text in cell.requires)}
+    result = BenchResult(flags.model or "random weights", selection, routing, provenance(platform, distributions))
+    if selection.winner is None:
+        return result
+    for num_tokens in token_counts:
+        check_run_fits(problem, num_tokens, device, len(cells), num_calls(num_tokens))
+    with phase("measuring ceilings"):
+        ceilings = measure_ceilings(problem.torch_dtype, device)
+    with phase("building weights") as advance:
+        weights = random_layer(problem, seed, device, advance).weights
+    with phase("permuting weights") as advance:
+        comparison = Comparison(selection, weights, tolerance, advance)
+    rows: list[Measurement] = []
+    for num_tokens in token_counts:
+        with phase(f"comparing {len(cells)} at {num_tokens} tokens"):
+            rows += comparison.measure(num_tokens, ceilings, routing, rounds, seed)
+    return dataclasses.replace(result, ceilings=ceilings, rows=tuple(rows))

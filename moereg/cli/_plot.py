@@ -1,0 +1,179 @@
+"""The plot of `moereg bench`: time over tokens and percent of the roofline, a line a backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from moereg.cli._bench import BenchResult
+from moereg.cli._options import UsageError
+from moereg.tuning.compare import Measurement
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["check_can_plot", "plot_bench"]
+
+# Okabe and Ito's colours, which everyone can tell apart, the strong ones first.
+_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_MARKERS: Final = "osD^vPX"
+_INK: Final = "#222222"
+_FAINT: Final = "#777777"
+_GRID: Final = "#e4e4e4"
+_STYLE: Final[dict[Any, Any]] = {
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "axes.edgecolor": "#999999",
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 12,
+    "axes.titlecolor": _INK,
+    "axes.titlepad": 10,
+    "legend.labelcolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "lines.linewidth": 2.0,
+    "lines.markersize": 6,
+    "svg.fonttype": "none",
+}
+
+_ROOFLINE: Final = "roofline"
+# Inches, but for the left margin; the legend takes as many rows as it needs.
+_WIDTH: Final = 11.5
+_PANEL_HEIGHT: Final = 3.7
+_LEGEND_TOP: Final = 0.95
+_LEGEND_ROW: Final = 0.26
+_LEFT: Final = 0.07
+_LINE_LETTERS: Final = 120
+_FEW_DECADES: Final = 1e3
+
+
+def check_can_plot(path: Path) -> None:
+    """Checks, before anything is measured, that a plot can be made and written.
+
+    Raises:
+        UsageError: matplotlib is missing, does not write such files, or there is no such folder.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError:
+        raise UsageError("--plot needs matplotlib, which is not installed; pip install 'moereg[plot]'") from None
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise UsageError(
+            f"--plot takes a file such as bench.png, got {str(path)!r} (known: {', '.join(sorted(known))})"
+        )
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot writes into a folder that is there, got {str(path)!r}; make {path.parent} first")
+
+
+def plot_bench(result: BenchResult, path: Path) -> None:
+    """Writes the plot; the file's ending says its format.
+
+    Args:
+        result: With rows.
+        path: As `check_can_plot` wants it; overwritten.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # A figure of its own instead of pyplot, so that neither a display nor the caller's settings are touched.
+    with matplotlib.rc_context(_STYLE):
+        names = [*(label for label in result.labels().values()), _ROOFLINE]
+        columns = max(1, min(len(names), _LINE_LETTERS // (max(map(len, names)) + 8)))
+        legend_rows = -(-len(names) // columns)
+        above = _LEGEND_TOP + _LEGEND_ROW * legend_rows + 0.45
+        height = above + _PANEL_HEIGHT + 0.65
+        figure = Figure(figsize=(_WIDTH, height), dpi=150, facecolor="white")
+        times, shares = figure.subplots(1, 2, width_ratios=(1.25, 1))
+        figure.subplots_adjust(left=_LEFT, right=0.985, top=1 - above / height, bottom=0.65 / height, wspace=0.17)
+        _draw_lines(result, times, shares)
+        _finish_axes(result, times, shares)
+        figure.text(_LEFT, 1 - 0.38 / height, _title(result), fontsize=15, fontweight="bold", color=_INK)
+        for line, text in enumerate(_subtitles(result)):
+            figure.text(_LEFT, 1 - (0.62 + 0.2 * line) / height, text, fontsize=10, color=_FAINT)
+        figure.legend(
+            *times.get_legend_handles_labels(),
+            loc="upper left",
+            bbox_to_anchor=(_LEFT - 0.007, 1 - _LEGEND_TOP / height),
+            ncols=columns,
+            frameon=False,
+            borderaxespad=0.0,
+        )
+        figure.savefig(path)
+
+
+def _draw_lines(result: BenchResult, times: Axes, shares: Axes) -> None:
+    for number, (decision, label) in enumerate(result.labels().items()):
+        rows = [row for row in result.rows if row.decision == decision]
+        tokens = [row.num_tokens for row in rows]
+        colour = _COLOURS[number % len(_COLOURS)]
+        look: dict[str, Any] = {"color": colour, "marker": _MARKERS[number % len(_MARKERS)], "clip_on": False}
+        look |= {"markeredgecolor": "white", "markeredgewidth": 1.0, "zorder": 3}
+        times.plot(tokens, [row.time_us for row in rows], label=label + _wrong_at(rows), **look)
+        shares.plot(tokens, [100 * row.share for row in rows], **look)
+        timed = [row for row in rows if row.timing is not None]
+        times.fill_between(
+            [row.num_tokens for row in timed],
+            [row.timing.p10_us for row in timed if row.timing],
+            [row.timing.p90_us for row in timed if row.timing],
+            color=colour,
+            alpha=0.15,
+            linewidth=0,
+        )
+    roofline = {row.num_tokens: row.roofline_us for row in result.rows}
+    look = {"color": _FAINT, "linestyle": (0, (4, 3)), "linewidth": 1.6}
+    times.plot(list(roofline), list(roofline.values()), label=_ROOFLINE, **look)
+    shares.axhline(100, **look)
+
+
+def _wrong_at(rows: list[Measurement]) -> str:
+    wrong = [str(row.num_tokens) for row in rows if not row.passed]
+    return f", wrong at {', '.join(wrong)}" if wrong else ""
+
+
+def _finish_axes(result: BenchResult, times: Axes, shares: Axes) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+    for axes in (times, shares):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(list(result.token_counts)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("tokens")
+        axes.grid(color=_GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(which="both", length=0)
+    times.set_yscale("log")
+    low, high = times.dataLim.intervaly
+    times.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < _FEW_DECADES * low else (1.0,)))
+    times.yaxis.set_major_formatter(FuncFormatter(_format_us))
+    times.yaxis.set_minor_locator(NullLocator())
+    times.set_title("time of a call")
+    shares.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} %"))
+    shares.set_ylim(0, max(105.0, 1.05 * shares.dataLim.y1))
+    shares.set_title("share of the roofline")
+
+
+def _format_us(value: float, _: object = None) -> str:
+    for unit, scale in (("s", 1e6), ("ms", 1e3)):
+        if value >= scale:
+            return f"{value / scale:g} {unit}"
+    return f"{value:g} µs"
+
+
+def _title(result: BenchResult) -> str:
+    problem = result.selection.problem
+    return f"{result.subject}, {problem.quant.name} {problem.dtype}, on {result.measured_on['device']}"
+
+
+def _subtitles(result: BenchResult) -> tuple[str, str]:
+    assert result.ceilings is not None
+    versions = ", ".join(f"{name} {version}" for name, version in result.measured_on["versions"].items())
+    ceilings = f"{result.ceilings.matmul_tflops:.3g} TFLOP/s, {result.ceilings.read_gbps:,.0f} GB/s"
+    return (
+        f"{result.selection.problem} · {result.routing} routing · median of a call, shaded from p10 to p90",
+        f"ceilings {ceilings} · {versions} · {result.measured_on['date']}",
+    )

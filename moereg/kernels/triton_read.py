@@ -1,0 +1,97 @@
+"""Reads memory and keeps next to nothing of it, in Triton: what the read bandwidth of a device is measured with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import OutOfResources
+
+__all__ = ["READ_CONFIGS", "ReadConfig", "num_read_programs", "read_words", "word_readers"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadConfig:
+    """Launch configuration of the read.
+
+    Attributes:
+        block: words that a program reads at a time; a power of two.
+        num_warps: warps per program.
+        num_stages: blocks in flight through shared memory; 1 loads straight to registers.
+        programs: per multiprocessor, each of which reads block after block; 0 for a program a block.
+    """
+
+    block: int
+    num_warps: int
+    num_stages: int = 1
+    programs: int = 0
+
+
+# Which is fastest differs between devices, so all are tried. The last three go through shared memory, 192 KB of it on a
+# multiprocessor that has as much.
+READ_CONFIGS = (
+    ReadConfig(block=2048, num_warps=4),
+    ReadConfig(block=4096, num_warps=8),
+    ReadConfig(block=8192, num_warps=8),
+    ReadConfig(block=4096, num_warps=4, programs=8),
+    ReadConfig(block=8192, num_warps=8, programs=4),
+    ReadConfig(block=2048, num_warps=4, num_stages=4, programs=8),
+    ReadConfig(block=4096, num_warps=8, num_stages=5, programs=3),
+    ReadConfig(block=8192, num_warps=8, num_stages=4, programs=2),
+)
+
+
+@triton.jit
+def _xor_words_kernel(out, words, num_words, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr):
+    program = tl.program_id(0)
+    first = program.to(tl.int64) * BLOCK
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    offsets = tl.arange(0, BLOCK)
+    # Exclusive or is exact, one instruction a word, and no load can be left out of it.
+    folded = tl.zeros([BLOCK], dtype=tl.int32)
+    for start in tl.range(first, num_words, step, num_stages=NUM_STAGES):
+        folded ^= tl.load(words + start + offsets)
+    tl.store(out + program, tl.xor_sum(folded, 0))
+
+
+def num_read_programs(num_words: int, config: ReadConfig, num_multiprocessors: int) -> int:
+    """How many programs `read_words` takes."""
+    num_blocks = num_words // config.block
+    return min(num_blocks, config.programs * num_multiprocessors) if config.programs else num_blocks
+
+
+def read_words(out: torch.Tensor, words: torch.Tensor, config: ReadConfig) -> None:
+    """Reads every word once and writes the exclusive or of those that each program read.
+
+    Args:
+        out: [programs] int32, overwritten; as many programs as `num_read_programs` says.
+        words: [n] int32, contiguous; n is a multiple of the block.
+        config: launch configuration.
+    """
+    assert words.dtype == out.dtype == torch.int32 and words.is_contiguous()
+    assert words.numel() % config.block == 0
+    _xor_words_kernel[(out.numel(),)](
+        out, words, words.numel(), BLOCK=config.block, NUM_STAGES=config.num_stages, num_warps=config.num_warps
+    )
+
+
+def word_readers(words: torch.Tensor, num_multiprocessors: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The ways to read that this device has room for, compiled, each with its name.
+
+    Args:
+        words: [n] int32, contiguous; n is a multiple of every block.
+        num_multiprocessors: of the device.
+    """
+    for config in READ_CONFIGS:
+        num_programs = num_read_programs(words.numel(), config, num_multiprocessors)
+        read = functools.partial(read_words, words.new_empty(num_programs), words, config)
+        try:
+            read()
+        except OutOfResources:  # Less shared memory than the stages take.
+            continue
+        shape = f"{config.programs} programs a multiprocessor" if config.programs else "a program a block"
+        yield f"triton, blocks of {config.block}, {config.num_warps} warps, {config.num_stages} stages, {shape}", read
