@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from benches import leave_one_out
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches" / "results"
 PAGE = ROOT / "docs" / "results.md"
@@ -94,20 +96,128 @@ def h200_table() -> str:
     ceilings = document["ceilings"]
     summary = (
         f"Geometric mean {mean:.3f}. Ceilings in the same process: {ceilings['matmul_tflops']:.0f} TFLOP/s, "
-        f"{ceilings['read_tbps']:.2f} TB/s. {_where(document)} {document['note'].capitalize()}."
+        f"{ceilings['read_tbps']:.2f} TB/s. {_where(document)}"
     )
+    if note := document.get("note"):
+        summary += f" {note[0].upper()}{note[1:]}."
     header = ["layer", "T", "ours us", "best peer us", "ratio", "roofline us"]
     return f"{_table(header, rows)}\n\n{summary}"
 
 
-TABLES: dict[str, Callable[[], str]] = {"cpu": cpu_table, "full_size": full_size_table, "h200": h200_table}
+def shapes_table() -> str:
+    """The triton backend on layers that no peer was measured on."""
+    document = _load("h200_shapes.json")
+    skewed = _skewed_layers(document)
+    rows = [row for row in document["rows"] if row["layer"] not in skewed]
+    lines = [[row["layer"], str(row["tokens"]), *_times(row)] for row in rows]
+    return _with_notes(_table(["layer", "T", "ours us", "roofline us", "share", "error"], lines), document)
+
+
+def skewed_table() -> str:
+    """The triton backend under skewed routing, beside uniform routing in the same process."""
+    document = _load("h200_shapes.json")
+    skewed = _skewed_layers(document)
+    uniform = {
+        (row["layer"], row["tokens"]): row
+        for row in document["rows"]
+        if row["layer"] in skewed and row["routing"] == "uniform" and not row["wrong"]
+    }
+    lines = []
+    for row in document["rows"]:
+        if row["routing"] != "uniform":
+            beside = uniform.get((row["layer"], row["tokens"]))
+            ours, *others = _times(row)
+            even = f"{beside['ours_us']:.1f}" if beside else "-"
+            lines.append([row["layer"], str(row["tokens"]), row["routing"], ours, even, *others])
+    header = ["layer", "T", "routing", "ours us", "uniform us", "roofline us", "share", "error"]
+    return _with_notes(_table(header, lines), document)
+
+
+def _skewed_layers(document: dict[str, Any]) -> set[str]:
+    return {row["layer"] for row in document["rows"] if row["routing"] != "uniform"}
+
+
+def _times(row: dict[str, Any]) -> list[str]:
+    """Our time, the roofline, the share and the error."""
+    if row["wrong"]:
+        return ["wrong", "-", "-", "NaN" if row["relative_error"] is None else f"{row['relative_error']:.1e}"]
+    return [f"{row['ours_us']:.1f}", f"{row['roof_us']:.1f}", f"{row['share']:.0%}", f"{row['relative_error']:.1e}"]
+
+
+def _with_notes(table: str, document: dict[str, Any]) -> str:
+    """The table, where it was measured, the ceilings there and what is missing."""
+    notes = []
+    if "ceilings" in document:
+        ceilings = document["ceilings"]
+        notes.append(
+            f"Ceilings in the same process: {ceilings['matmul_tflops']:.0f} TFLOP/s, {ceilings['read_tbps']:.2f} TB/s."
+        )
+    notes.append(_where(document))
+    if document["left_out"]:
+        rows = (f"{row.get('layer') or row['model']} T {row['tokens']}" for row in document["left_out"])
+        notes.append(f"Left out: {', '.join(dict.fromkeys(rows))}.")
+    return f"{table}\n\n{' '.join(notes)}"
+
+
+def host_time_table() -> str:
+    """Host time of eager calls of the triton backend."""
+    document = _load("h200_host_time.json")
+    lines = []
+    for row in document["rows"]:
+        names = ("host_us", "inference_host_us", "eager_us")
+        times = ["wrong"] * 3 if row["wrong"] else [f"{row[name]:.1f}" for name in names]
+        lines.append([row["model"], str(row["tokens"]), *times])
+    table = _table(["layer", "T", "host us", "in inference mode us", "end to end us"], lines)
+    summary = f"Longest host time {document['worst_us']:.1f} us, bound {document['bound_us']:.0f} us."
+    return f"{_with_notes(table, document)} {summary}"
+
+
+def sweep_table() -> str:
+    """How far a shape that was left out of the tuning is from its own tuned result."""
+    document = _load("h200_sweep.json")
+    found = leave_one_out.leave_one_out(document["rows"])
+    names = ("ratio_worst", "ratio_mean", "shipped_ratio_worst", "shipped_ratio_mean")
+    lines = [
+        [
+            str(line["tokens"]),
+            str(line["shapes"]),
+            *("-" if line[name] is None else f"{line[name]:.3f}" for name in names),
+        ]
+        for line in leave_one_out.by_tokens(found)
+    ]
+    table = _table(["T", "shapes", "left out: worst", "mean", "shipped: worst", "mean"], lines)
+    timed = sum(len(row["times_us"]) for row in document["rows"])
+    skipped = sum(len(row["skipped"]) for row in document["rows"])
+    alone = [f"{row['model']} T {row['tokens']}" for row in found if row["ratio"] is None]
+    summary = (
+        f"{timed} candidates timed, {skipped} skipped for want of shared memory; "
+        f"worst {leave_one_out.worst(found):.3f}, bound {document['bound']}."
+    )
+    if alone:
+        summary += f" Alone in their class: {', '.join(alone)}."
+    return f"{_with_notes(table, document)} {summary}"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "cpu": cpu_table,
+    "full_size": full_size_table,
+    "h200": h200_table,
+    "shapes": shapes_table,
+    "skewed": skewed_table,
+    "host_time": host_time_table,
+    "sweep": sweep_table,
+}
 
 
 def render(page: str) -> str:
-    """The page with each `<!-- table NAME -->` ... `<!-- end -->` filled from the stored results."""
+    """The page with each `<!-- table NAME -->` ... `<!-- end -->` filled from the stored results that there are."""
 
     def fill(match: re.Match[str]) -> str:
-        return f"<!-- table {match[1]} -->\n\n{TABLES[match[1]]()}\n\n<!-- end -->"
+        try:
+            table = TABLES[match[1]]()
+        except FileNotFoundError:
+            table = "Not measured yet."
+        return f"<!-- table {match[1]} -->\n\n{table}\n\n<!-- end -->"
 
     return re.sub(r"<!-- table (\w+) -->.*?<!-- end -->", fill, page, flags=re.DOTALL)
 

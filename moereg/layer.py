@@ -126,10 +126,14 @@ class MoEKernel:
         with torch.no_grad():
             self.weights.copy_from(self.experts.permute_weights(weights, self.problem))
 
-    @torch.no_grad()  # Weights may be parameters, and permuted ones views of them.
     def _run(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
+        if torch.is_grad_enabled():
+            # Weights may be parameters, and permuted ones views of them. Not a decorator: 2 us also in inference mode.
+            with torch.no_grad():
+                self._run(hidden_states, topk_weights, topk_ids, out)
+            return
         problem, experts = self.problem, self.experts
         if topk_ids.dtype != torch.int32:
             # Clamped first: an id beyond 32 bits must stay out of range, not wrap around into it.

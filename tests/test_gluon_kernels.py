@@ -12,12 +12,17 @@ import torch
 
 pytest.importorskip("triton")
 
+from moereg.dispatch import select_backend
 from moereg.kernels.triton_block_map import batch_workspace_numel, plan_batches
 from moereg.kernels.triton_copy import copy_rows, copy_rows_reference
 from moereg.kernels.triton_grouped_gemm import down_reference, gate_up_reference
 from moereg.kernels.triton_reduce import reduce_routes_reference, reduce_sorted_rows
 from moereg.kernels.triton_routing import RoutePlan, route_workspace_numel, sort_routes, sort_routes_reference
+from moereg.layer import make_kernel
+from moereg.problem import MoEProblem
 from moereg.reference import relative_error
+from moereg.weights import ExpertWeights
+from moereg.workspace import WORKSPACES
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -227,3 +232,29 @@ def assert_equal_plans(plan: RoutePlan, reference: RoutePlan) -> int:
         assert torch.equal(getattr(plan, name)[:blocks], getattr(reference, name))
     assert torch.equal(plan.route_row, reference.route_row)
     return reference.sorted_routes.numel()
+
+
+def test_a_repeated_call_equals_a_first_one_on_other_tensors() -> None:
+    problem = MoEProblem(num_experts=16, hidden_size=512, intermediate_size=320, top_k=4)
+    weights = ExpertWeights(w13=padded(16, 640, 512, 0.1, torch.bfloat16), w2=padded(16, 512, 320, 0.1, torch.bfloat16))
+    selection = select_backend(problem, require="triton")
+    kernel = make_kernel(problem, weights, selection)
+    # One launch sorts up to 4,096 routes.
+    for tokens in (1, 16, 64, 500, 3000):
+        calls = [
+            (
+                torch.randn(tokens, 512, device="cuda").to(torch.bfloat16),
+                torch.rand(tokens, 4, device="cuda"),
+                route(tokens, 16, 4, 0.5),
+            )
+            for _ in range(2)
+        ]
+        kernel(*calls[0])
+        repeated = kernel(*calls[1])
+        # So that the repeated launches also see workspaces that moved.
+        WORKSPACES.release()
+        moved = kernel(*calls[1])
+        first = make_kernel(problem, weights, selection)(*calls[1])
+        assert torch.equal(repeated, first)
+        assert torch.equal(moved, first)
+        assert not torch.equal(first, kernel(*calls[0]))

@@ -47,7 +47,7 @@ class TritonExperts(InterleavedExperts):
             (plan + (_GUARD_ROWS + routes) * problem.hidden_size,),
         )
 
-    def _launch(
+    def _launch_triton(
         self,
         out: torch.Tensor,
         inputs: ExpertInputs,
@@ -130,7 +130,7 @@ class TritonExperts(InterleavedExperts):
             and hidden_states.shape[0] * hidden_states.stride(0) < 2**31
         )
 
-    def _apply_gluon(
+    def _launch_gluon(
         self,
         out: torch.Tensor,
         inputs: ExpertInputs,
@@ -214,7 +214,7 @@ class TritonBatchedExperts(InterleavedExperts):
         intermediate = (num_experts, num_tokens, round_up(problem.intermediate_size, WEIGHT_PAD))
         return intermediate, (elements_of_plan(problem, ints),)
 
-    def _launch(
+    def _launch_triton(
         self,
         out: torch.Tensor,
         inputs: ExpertInputs,
@@ -272,7 +272,7 @@ class TritonBatchedExperts(InterleavedExperts):
         hidden_states = inputs.hidden_states
         return self._fits_gluon(hidden_states, self._rows_per_expert(hidden_states.shape[1]))
 
-    def _apply_gluon(
+    def _launch_gluon(
         self,
         out: torch.Tensor,
         inputs: ExpertInputs,

@@ -27,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moereg.kernels.gluon_consumer import GUARD_ROWS, consume
 from moereg.kernels.gluon_ring import BLOCK_K, produce, produce_by_token
 from moereg.kernels.triton_block_map import BlockMap
+from moereg.kernels.triton_launch import launch
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.triton_routing import RoutePlan
 
@@ -300,7 +301,9 @@ def _launch(
     if top_k is None:
         half = _tensor_map(rows, rows.shape, rows.stride(), (config.block_m // 2, BLOCK_K.value))
         tail = _tensor_map(rows, rows.shape, rows.stride(), (config.slack, BLOCK_K.value))
-    _grouped_kernel[(_num_multiprocessors(out.device),)](
+    launch(
+        _grouped_kernel,
+        (_num_multiprocessors(out.device),),
         clipped_out,
         weights,
         rows if half is None else half,

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moereg.kernels.triton_launch import launch
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 
 
@@ -71,7 +72,9 @@ def copy_rows(
     assert out.shape == (route_row.numel(), hidden_size) and route_row.numel() % num_tokens == 0
     assert out.stride(1) == hidden_states.stride(1) == 1
     block = min(config.block, triton.next_power_of_2(hidden_size))
-    _copy_rows_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
+    launch(
+        _copy_rows_kernel,
+        (num_tokens, triton.cdiv(hidden_size, block)),
         out,
         hidden_states,
         route_row,

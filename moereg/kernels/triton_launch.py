@@ -1,61 +1,156 @@
 """Launches Triton kernels, and launches the same ones again at a fraction of the host time.
 
-Triton works out from its arguments, at every launch, which compiled variant of a kernel fits: 45 us on the machine of
-an H200, 225 us a layer. A layer that runs again with as many tokens needs the same variants with other pointers, so the
-first call's launches are recorded and later ones only put the new pointers in: 32 us a layer with two launches, 48 us
-with four, the layer's checks included.
+At every launch Triton works out from the arguments which compiled variant of a kernel fits, and encodes tensor maps: on
+the machine of an H200 45 us for a plain kernel, more with maps. A layer that runs again with as many tokens needs the
+same variants with other pointers. So the first call's launches are recorded, down to the arguments of the C function in
+which Triton's launcher ends, and later calls put in the pointers that have changed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
+# Whose launchers do nothing at a launch that a replay would miss.
+_KNOWN_TRITON = ("3.6.", "3.7.", "3.8.", "3.9.")
+
+
+class _NotUnderstoodError(Exception):
+    """A launcher does not hand its arguments on as expected."""
+
+
+class _StandIn:
+    """In place of a value that later changes; can be found again where equal numbers could not."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
-    """A compiled kernel, its grid, its arguments, and where pointers go: (argument, which tensor, bytes into it)."""
+class _Address:
+    """In place of a descriptor's tensor: all that encoding a tensor map asks for."""
 
-    compiled: Any
-    grid: tuple[int, int, int]
+    value: int
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pointer:
+    """An argument, `arguments[place]`, that is an address so many bytes into a tensor of the recording."""
+
     arguments: list[Any]
-    pointers: tuple[tuple[int, int, int], ...]
+    place: int
+    offset: int
+
+    def bind(self, start: int) -> None:
+        """Puts in where the tensor is now."""
+        self.arguments[self.place] = start + self.offset
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TensorMap:
+    """An argument, `arguments[place]`, that is a tensor map with its base so many bytes into a tensor.
+
+    Attributes:
+        arguments: of the C function, or a list among them.
+        place: there.
+        offset: bytes.
+        descriptor: what the map is encoded from; its base changes.
+        encode: makes a map of it.
+    """
+
+    arguments: list[Any]
+    place: int
+    offset: int
+    descriptor: Any
+    encode: Callable[[Any], Any]
+
+    def bind(self, start: int) -> None:
+        """Encodes the map for where the tensor is now."""
+        self.descriptor.base = _Address(start + self.offset)
+        self.arguments[self.place] = self.encode(self.descriptor)
 
 
 class LaunchRecording:
-    """Kernel launches that can be repeated with other tensors of the same sizes, strides, dtypes and device."""
+    """Kernel launches that can be repeated with other tensors of the same sizes, strides, dtypes and device.
+
+    Keeps none of the tensors alive.
+
+    Attributes:
+        complete: whether every launch could be recorded; if not, there is nothing to replay.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Expects launches whose tensors all lie within these."""
-        self._ranges = [(0, 0) if t is None else (t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors]
-        self._launches: list[_Launch] = []
+        self.complete = True
+        self._starts = [0 if t is None else t.data_ptr() for t in tensors]
+        self._ends = [0 if t is None else t.data_ptr() + t.nbytes for t in tensors]
+        self._uses: list[list[_Pointer | _TensorMap]] = [[] for _ in tensors]
+        # A C function, its arguments, and which of them is the stream.
+        self._launches: list[tuple[Callable[..., Any], list[Any], int]] = []
+        # Triton unloads a kernel from the device when nothing refers to it.
+        self._compiled: list[Any] = []
+        # Arguments are changed in place, and copies of a layer share its recordings.
+        self._lock = threading.Lock()
 
     def add(
         self, kernel: Any, compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         """Adds what `launch` just launched."""
         named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-        values = [named[name] for name in kernel.arg_names]
-        pointers = tuple(
-            (place, *self._locate(value)) for place, value in enumerate(values) if isinstance(value, torch.Tensor)
-        )
-        x, y, z = (*grid, 1, 1)[:3]
-        self._launches.append(_Launch(compiled, (x, y, z), values, pointers))
+        try:
+            self._add(compiled, grid, [named[name] for name in kernel.arg_names])
+        except _NotUnderstoodError:
+            self.complete = False
 
-    def _locate(self, tensor: torch.Tensor) -> tuple[int, int]:
-        pointer = tensor.data_ptr()
-        for which, (start, end) in enumerate(self._ranges):
-            if start <= pointer < end:
-                return which, pointer - start
+    def _add(self, compiled: Any, grid: tuple[int, ...], values: list[Any]) -> None:
+        layout = _Layout(compiled, grid)
+        stream = _StandIn()
+        pointers: list[tuple[_StandIn, int]] = []
+        # Holds no tensor.
+        marked = list(values)
+        for place, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                marked[place] = _StandIn()
+                pointers.append((marked[place], value.data_ptr()))
+            elif place in layout.descriptors:
+                marked[place] = copy.copy(value)
+                marked[place].base = _Address(value.base.data_ptr())
+        arguments = layout(marked, stream)
+        holder, stream_place = _find(arguments, stream)
+        if holder is not arguments:
+            raise _NotUnderstoodError
+        for stand_in, address in pointers:
+            which, offset = self._locate(address)
+            self._uses[which].append(_Pointer(*_find(arguments, stand_in), offset))
+        maps = _places(arguments, lambda value: isinstance(value, layout.map_types))
+        if len(maps) != len(layout.descriptors):
+            raise _NotUnderstoodError
+        for found, place, encode in zip(maps, layout.descriptors, layout.encoders, strict=True):
+            which, offset = self._locate(marked[place].base.data_ptr())
+            self._uses[which].append(_TensorMap(*found, offset, marked[place], encode))
+        for start, uses in zip(self._starts, self._uses, strict=True):
+            for use in uses:
+                use.bind(start)
+        self._launches.append((layout.function, arguments, stream_place))
+        self._compiled.append(compiled)
+
+    def _locate(self, address: int) -> tuple[int, int]:
+        for which, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+            if start <= address < end:
+                return which, address - start
         raise AssertionError("a kernel was given a tensor that the recording does not know")
 
-    def replay(self, pointers: Sequence[int]) -> None:
+    def replay(self, pointers: list[int]) -> None:
         """Launches everything again on the current stream.
 
         Args:
@@ -63,15 +158,98 @@ class LaunchRecording:
         """
         driver = triton.runtime.driver.active
         stream = driver.get_current_stream(driver.get_current_device())
-        for launch in self._launches:
-            arguments = launch.arguments.copy()
-            for place, which, offset in launch.pointers:
-                arguments[place] = pointers[which] + offset
-            compiled = launch.compiled
-            # As `JITFunction.run` ends; the three Nones are a profiler's metadata and hooks.
-            compiled.run(
-                *launch.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
-            )
+        with self._lock:
+            if pointers != self._starts:
+                for start, bound, uses in zip(pointers, self._starts, self._uses, strict=True):
+                    if start != bound:
+                        for use in uses:
+                            use.bind(start)
+                self._starts = pointers
+            for function, arguments, stream_place in self._launches:
+                arguments[stream_place] = stream
+                function(*arguments)
+
+
+class _Layout:
+    """Lays out a kernel's arguments for the C function that launches it, without launching.
+
+    Their order differs from one version of Triton to the next. So the launcher itself lays them out, with another
+    function at its end.
+
+    Attributes:
+        function: the C function.
+        descriptors: places of the tensor descriptors among the kernel's arguments.
+        encoders: for each, what makes its tensor map.
+        map_types: of these.
+    """
+
+    def __init__(self, compiled: Any, grid: tuple[int, ...]) -> None:
+        launcher = compiled.run
+        if (
+            not triton.__version__.startswith(_KNOWN_TRITON)
+            or getattr(launcher, "gsan_enabled", False)
+            # Scratch memory is allocated for each launch.
+            or getattr(launcher, "global_scratch_size", 0)
+            or getattr(launcher, "profile_scratch_size", 0)
+        ):
+            raise _NotUnderstoodError
+        x, y, z = (*grid, 1, 1)[:3]
+        self._grid = (x, y, z)
+        self._compiled = compiled
+        signature = compiled.src.signature
+        self.descriptors = [n for n, kind in enumerate(signature.values()) if str(kind).startswith("tensordesc")]
+        self.encoders: list[Callable[[Any], Any]] = []
+        self.map_types: tuple[type, ...] = ()
+        self.function: Callable[..., Any] = launcher.launch
+        self._caught: tuple[Any, ...] = ()
+        self._launcher = copy.copy(launcher)
+        self._launcher.launch = self._catch
+        if self.descriptors:
+            driver = sys.modules[type(launcher).__module__]
+            try:
+                self.function = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
+                self.map_types = (driver.PyCUtensorMap,)
+                metas = compiled.metadata.tensordesc_meta
+                self.encoders = [_encoder(driver.make_tensordesc_arg, meta) for meta in metas]
+                self._launcher.launch = driver.wrap_handle_tensordesc(self._catch, signature, metas)
+            except (AttributeError, KeyError, TypeError):
+                raise _NotUnderstoodError from None
+
+    def _catch(self, *arguments: Any) -> None:
+        self._caught = arguments
+
+    def __call__(self, values: list[Any], stream: Any) -> list[Any]:
+        """Returns the C function's arguments; a tuple among them that holds pointers or tensor maps becomes a list."""
+        compiled = self._compiled
+        # As `JITFunction.run` ends; the three Nones are a profiler's metadata and hooks.
+        self._launcher(*self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+        changing = (_StandIn, *self.map_types)
+        return [
+            list(argument)
+            if isinstance(argument, (list, tuple)) and any(isinstance(value, changing) for value in argument)
+            else argument
+            for argument in self._caught
+        ]
+
+
+def _encoder(make: Callable[..., list[Any]], meta: Any) -> Callable[[Any], Any]:
+    """A function of a descriptor that returns its tensor map, out of the one that expands a descriptor's argument."""
+    # The third one, where it is, is another vendor's.
+    more = (None,) * (len(inspect.signature(make).parameters) - 2)
+    return lambda descriptor: make(descriptor, meta, *more)[0]
+
+
+def _places(arguments: list[Any], wanted: Callable[[Any], bool]) -> list[tuple[list[Any], int]]:
+    """Where in the list, and in lists in it, there is something wanted."""
+    holders = [arguments, *(argument for argument in arguments if isinstance(argument, list))]
+    return [(holder, place) for holder in holders for place, value in enumerate(holder) if wanted(value)]
+
+
+def _find(arguments: list[Any], stand_in: _StandIn) -> tuple[list[Any], int]:
+    found = _places(arguments, lambda value: value is stand_in)
+    if len(found) != 1:
+        raise _NotUnderstoodError
+    return found[0]
 
 
 class _Active(threading.local):
@@ -96,7 +274,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     """`kernel[grid](*arguments, **options)`, recorded where a recording is under way.
 
     Args:
-        kernel: a `triton.jit` function.
+        kernel: a `triton.jit` or `gluon.jit` function.
         grid: programs along up to three axes.
         arguments: of the kernel, the first by position.
         options: the others by name, and launch options.

@@ -158,7 +158,9 @@ def reduce_sorted_rows(
     assert sorted_rows.shape[0] == route_row.numel() and route_row.numel() % num_tokens == 0
     assert out.stride(1) == sorted_rows.stride(1) == 1 and sorted_rows.shape[1] == hidden_size
     block = min(config.block, triton.next_power_of_2(hidden_size))
-    _reduce_sorted_rows_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
+    launch(
+        _reduce_sorted_rows_kernel,
+        (num_tokens, triton.cdiv(hidden_size, block)),
         out,
         sorted_rows,
         route_row,

@@ -101,9 +101,6 @@ class InterleavedExperts(Experts):
         workspace2: torch.Tensor,
     ) -> None:
         """Two to seven launches; no allocation, no host synchronisation."""
-        if self._warp_specialised(inputs):
-            self._apply_gluon(out, inputs, weights, workspace13, workspace2)
-            return
         tensors = (
             out,
             inputs.hidden_states,
@@ -126,23 +123,36 @@ class InterleavedExperts(Experts):
         # The last two dimensions are tokens and H in either format.
         key = (inputs.hidden_states.shape[-2], inputs.hidden_states.stride(-2), out.stride(-2), device.index)
         recorded = self._recordings.get(key)
-        if recorded is not None:
-            recorded.replay(pointers)
-            return
-        from moereg.kernels.triton_launch import recording
+        if recorded is None:
+            from moereg.kernels.triton_launch import recording
 
-        with recording(tensors) as record:
+            with recording(tensors) as recorded:
+                self._launch(out, inputs, weights, workspace13, workspace2)
+            if len(self._recordings) >= _MAX_RECORDINGS:
+                self._recordings.clear()
+            self._recordings[key] = recorded
+        elif recorded.complete:
+            recorded.replay(pointers)
+        else:
             self._launch(out, inputs, weights, workspace13, workspace2)
-        if len(self._recordings) >= _MAX_RECORDINGS:
-            self._recordings.clear()
-        self._recordings[key] = record
+
+    def _launch(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        launch = self._launch_gluon if self._warp_specialised(inputs) else self._launch_triton
+        launch(out, inputs, weights, workspace13, workspace2)
 
     @abc.abstractmethod
     def _warp_specialised(self, inputs: ExpertInputs) -> bool:
         """Whether a call runs on the Gluon kernels."""
 
     @abc.abstractmethod
-    def _launch(
+    def _launch_triton(
         self,
         out: torch.Tensor,
         inputs: ExpertInputs,
@@ -153,7 +163,7 @@ class InterleavedExperts(Experts):
         """`apply` on the Triton kernels."""
 
     @abc.abstractmethod
-    def _apply_gluon(
+    def _launch_gluon(
         self,
         out: torch.Tensor,
         inputs: ExpertInputs,

@@ -1,0 +1,95 @@
+"""Compiles the kernels of the `triton` backend on all cores at once, since a compiler on one core outlasts a bench."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from moereg.backends.triton_moe import TritonExperts
+from moereg.dispatch import select_backend
+from moereg.experts import ExpertInputs
+from moereg.problem import MoEProblem
+from moereg.weights import ExpertWeights, PermutedWeights
+
+
+@contextlib.contextmanager
+def compiling_only() -> Iterator[None]:
+    """Triton's launches inside compile in the background and launch nothing; the end waits for all of them.
+
+    What does not compile is left for its first launch to report.
+    """
+    from triton.runtime import driver
+    from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+    futures: list[Any] = []
+
+    def warm_up(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        if isinstance(kernel, FutureKernel):
+            futures.append(kernel)
+        return kernel
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        JITFunction.run = warm_up
+        try:
+            with AsyncCompileMode(pool, ignore_errors=True):
+                yield
+        finally:
+            JITFunction.run = run
+        # Triton 3.6 has a C compiler build a launcher for each signature, and keeps it on disk.
+        kernels = [future.kernel for future in dict.fromkeys(futures) if future.kernel is not None]
+        list(pool.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), kernels))
+
+
+class EmptyLayer:
+    """A layer whose weights take memory and hold nothing: enough to compile for. Needs a GPU."""
+
+    def __init__(self, problem: MoEProblem, device: str = "cuda") -> None:
+        assert not problem.has_bias
+        self.problem = problem
+        self.device = device
+        self.experts = experts = TritonExperts(problem, select_backend(problem, require="triton").platform)
+        local, hidden, inter = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
+        halves = problem.activation.num_halves
+        canonical = ExpertWeights(
+            w13=torch.empty(local, halves * inter, hidden, dtype=problem.torch_dtype, device="meta"),
+            w2=torch.empty(local, hidden, inter, dtype=problem.torch_dtype, device="meta"),
+        )
+        permuted = experts.permute_weights(canonical, problem)
+        tensors = {name: torch.empty_like(permuted[name], device=device) for name in permuted.per_expert}
+        self.weights = PermutedWeights(permuted.layout, tensors)
+
+    def launch(self, num_tokens: int) -> None:
+        """Launches, without recording, what a call of so many tokens launches."""
+        problem = self.problem
+
+        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+        dtype = problem.torch_dtype
+        tokens = empty(num_tokens, problem.hidden_size, dtype=dtype)
+        inputs = ExpertInputs(
+            tokens,
+            empty(num_tokens, problem.top_k, dtype=torch.float32),
+            empty(num_tokens, problem.top_k, dtype=torch.int32),
+        )
+        scratch = [empty(*shape, dtype=dtype) for shape in self.experts.workspace_shapes(problem, num_tokens)]
+        self.experts._launch(torch.empty_like(tokens), inputs, self.weights, *scratch)
+
+
+def precompile(rows: Iterable[tuple[MoEProblem, int]]) -> None:
+    """Compiles everything that calls of these layers with so many tokens launch; rows of a layer stand together."""
+    layer: EmptyLayer | None = None
+    with compiling_only():
+        for problem, num_tokens in rows:
+            if layer is None or layer.problem != problem:
+                layer = None  # The old weights go first.
+                layer = EmptyLayer(problem)
+            layer.launch(num_tokens)
