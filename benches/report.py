@@ -19,6 +19,10 @@ from benches import leave_one_out
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches" / "results"
 PAGE = ROOT / "docs" / "results.md"
+PICTURE = ROOT / "docs" / "h200.svg"
+
+# Okabe and Ito's, which everyone can tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -89,19 +93,50 @@ def h200_table() -> str:
             f"{row['best_peer_us']:.1f}",
             f"{row['best_peer_over_ours']:.3f}",
             f"{row['roof_us']:.1f}",
+            f"{row['share']:.0%}",
+            f"{row['here_over_there']:.2f}" if "here_over_there" in row else "",
         ]
         for row in document["rows"]
     ]
-    mean = document["summary"]["geomean_best_peer_over_ours"]
+    summary = dict(document["summary"])
     ceilings = document["ceilings"]
-    summary = (
-        f"Geometric mean {mean:.3f}. Ceilings in the same process: {ceilings['matmul_tflops']:.0f} TFLOP/s, "
-        f"{ceilings['read_tbps']:.2f} TB/s. {_where(document)}"
+    lines = [f"Geometric mean of the ratios {summary.pop('geomean_best_peer_over_ours'):.3f}."]
+    if summary:
+        shares = ", ".join(f"{name.removeprefix('share ')} {value:.1%}" for name, value in summary.items())
+        lines.append(f"Shares, geometric means: {shares}.")
+    lines.append(
+        f"Ceilings in the same process: {ceilings['matmul_tflops']:.0f} TFLOP/s, {ceilings['read_tbps']:.2f} TB/s."
     )
+    if "read_stream_tbps" in ceilings:
+        lines.append(
+            f"Not divided by: {ceilings['matmul_cold_tflops']:.0f} TFLOP/s over the first 0.15 s and "
+            f"{ceilings['read_stream_tbps']:.2f} TB/s by the fastest known reader."
+        )
+    lines.append(_where(document))
     if note := document.get("note"):
-        summary += f" {note[0].upper()}{note[1:]}."
-    header = ["layer", "T", "ours us", "best peer us", "ratio", "roofline us"]
-    return f"{_table(header, rows)}\n\n{summary}"
+        lines.append(f"{note[0].upper()}{note[1:]}.")
+    header = ["layer", "T", "ours us", "best peer us", "ratio", "roofline us", "share", "same peer here / there"]
+    return f"{_table(header, rows)}\n\n{' '.join(lines)}"
+
+
+def experts_table() -> str:
+    """All registered backends side by side, by pytest-benchmark."""
+    document = _load("h200_experts.json")
+    times: dict[tuple[str, str], dict[str, str]] = {}
+    for bench in document["benchmarks"]:
+        layer, tokens, backend, experts = bench["param"].rsplit("-", 3)
+        share = bench["extra_info"]["share_of_roofline"]
+        cell = f"{bench['stats']['median'] * 1e6:,.1f} ({share:.0%})"
+        times.setdefault((layer, tokens.removeprefix("T")), {})[f"{backend} {experts}"] = cell
+    names = sorted({name for row in times.values() for name in row}, key=lambda name: not name.startswith("triton"))
+    rows = [[layer, tokens, *(row.get(name, "-") for name in names)] for (layer, tokens), row in times.items()]
+    clocks = document["clocks"]
+    where = (
+        f"us, and share of {document['ceilings']['matmul_tflops']:.0f} TFLOP/s or "
+        f"{document['ceilings']['read_gbps'] / 1e3:.2f} TB/s, by the fastest known reader. {_where(document)} "
+        f"SM clock {clocks['sm_mhz']} of {clocks['max_sm_mhz']} MHz before, {clocks['power_limit_w']} W."
+    )
+    return f"{_table(['layer', 'T', *names], rows)}\n\n{where}"
 
 
 def shapes_table() -> str:
@@ -202,6 +237,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu": cpu_table,
     "full_size": full_size_table,
     "h200": h200_table,
+    "experts": experts_table,
     "shapes": shapes_table,
     "skewed": skewed_table,
     "host_time": host_time_table,
@@ -222,8 +258,38 @@ def render(page: str) -> str:
     return re.sub(r"<!-- table (\w+) -->.*?<!-- end -->", fill, page, flags=re.DOTALL)
 
 
+def draw_h200(path: pathlib.Path) -> None:
+    """The ratios of the H200 table over tokens, a line a layer: above 1 the triton backend is the faster."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    rows = _load("h200_table_bf16.json")["rows"]
+    style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": path.name}
+    with matplotlib.rc_context(style):
+        figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
+        for model, colour in zip(dict.fromkeys(row["model"] for row in rows), COLOURS, strict=False):
+            own = [row for row in rows if row["model"] == model and not row["wrong"]]
+            ratios = [row["best_peer_over_ours"] for row in own]
+            axes.plot([row["tokens"] for row in own], ratios, "o-", color=colour, label=model)
+        axes.axhline(1.0, color="#777777", linewidth=1, linestyle="--")
+        axes.set_xscale("log", base=2)
+        tokens = sorted({row["tokens"] for row in rows})
+        axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
+        axes.minorticks_off()
+        axes.set_xlabel("tokens")
+        axes.set_ylabel("best peer's time / ours")
+        axes.set_title(
+            "bf16 on one H200, against the best of FlashInfer, SonicMoE, torch and vLLM", loc="left", size=12
+        )
+        axes.legend(frameon=False, ncols=2)
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
 def main() -> int:
-    """Rewrites or checks the page."""
+    """Rewrites or checks the page; rewriting also draws the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
@@ -232,6 +298,7 @@ def main() -> int:
     if arguments.check:
         return int(rendered != page)
     PAGE.write_text(rendered, encoding="utf-8")
+    draw_h200(PICTURE)
     return 0
 
 
