@@ -63,6 +63,9 @@ class Case:
 
 def _cases() -> list[Case]:
     real = {name: shape.problem_keywords() for name, shape in MODEL_SHAPES.items()}
+    olmoe = real["olmoe-1b-7b"]
+    real |= {"olmoe-1b-7b-fp16": {**olmoe, "dtype": "float16"}}
+    real |= {"olmoe-1b-7b-batched": {**olmoe, "activation_format": "batched"}}
     layers = SMALL_LAYERS if DEVICE.type == "cpu" else real
     cases = []
     for layer, keywords in layers.items():

@@ -34,7 +34,7 @@ from moereg.platforms import Platform, probe_platform
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts
 from moereg.shapes import get_shape
-from moereg.testing.provenance import provenance
+from moereg.testing.provenance import clocks, provenance
 from moereg.testing.tolerances import tolerance
 from moereg.tuning.compare import output_error
 from moereg.tuning.inputs import random_call, random_weights
@@ -186,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record = {
             "schema": 1,
             **provenance(platform, ("torch", "triton")),
+            **clocks(platform),
             "backend": options.backend,
             "calls_per_batch": CALLS_PER_BATCH,
             "bound_us": options.bound_us if math.isfinite(options.bound_us) else None,

@@ -20,7 +20,7 @@ from moereg.platforms import probe_platform
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
 from moereg.shapes import get_shape
-from moereg.testing.provenance import provenance
+from moereg.testing.provenance import clocks, provenance
 from moereg.testing.tolerances import tolerance
 from moereg.tuning.inputs import Call, random_call, random_weights
 from moereg.tuning.timing import time_runs
@@ -113,6 +113,7 @@ def main() -> int:
         record = {
             "schema": 1,
             **provenance(platform, ("torch", "triton")),
+            **clocks(platform),
             "rows": rows,
         }
         with open(arguments.json, "w", encoding="utf-8") as file:

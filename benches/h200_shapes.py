@@ -38,7 +38,7 @@ from moereg.layouts import round_up
 from moereg.platforms import probe_platform
 from moereg.problem import MoEProblem
 from moereg.shapes import get_shape
-from moereg.testing.provenance import provenance
+from moereg.testing.provenance import clocks, provenance
 from moereg.testing.tolerances import tolerance
 from moereg.tuning.inputs import ROUTINGS
 from moereg.workspace import WORKSPACES
@@ -180,7 +180,7 @@ def main() -> int:
             rows += [row for row in found if "left_out" not in row]
             left_out += [row for row in found if "left_out" in row]
             if arguments.json:
-                record |= {"seconds": time.monotonic() - start, "left_out": left_out, "rows": rows}
+                record |= {**clocks(platform), "seconds": time.monotonic() - start, "left_out": left_out, "rows": rows}
                 arguments.json.write_text(json.dumps(record, indent=1))
     print(*summary(rows), sep="\n")
     for row in left_out:

@@ -30,7 +30,7 @@ from moereg.platforms import probe_platform
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts
 from moereg.shapes import get_shape
-from moereg.testing.provenance import provenance
+from moereg.testing.provenance import clocks, provenance
 from moereg.testing.tolerances import tolerance
 from moereg.tuning import roofline
 from moereg.tuning.compare import output_error
@@ -187,6 +187,7 @@ def main() -> int:
         record = {
             "schema": 1,
             **provenance(platform, ("torch", "triton")),
+            **clocks(platform),
             "routing": arguments.routing,
             "ceilings": ceilings,
             "summary": summary,

@@ -42,7 +42,7 @@ from moereg.platforms import probe_platform
 from moereg.problem import MoEProblem
 from moereg.reference import relative_error
 from moereg.shapes import get_shape
-from moereg.testing.provenance import provenance
+from moereg.testing.provenance import clocks, provenance
 from moereg.testing.tolerances import tolerance
 from moereg.tuning.inputs import Call
 from moereg.tuning.timing import Run, kernel_runs, time_runs
@@ -318,7 +318,7 @@ def main() -> int:
         WORKSPACES.release()
         torch.cuda.empty_cache()
         if arguments.json:
-            record |= {"seconds": time.monotonic() - start, "left_out": left_out, "rows": rows}
+            record |= {**clocks(platform), "seconds": time.monotonic() - start, "left_out": left_out, "rows": rows}
             arguments.json.write_text(json.dumps(record, indent=1))
     return report(rows, left_out, time.monotonic() - start)
 

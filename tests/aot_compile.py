@@ -29,12 +29,13 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 from moereg.kernels.triton_block_map import BlockMap, batch_workspace_numel, plan_batches
+from moereg.kernels.triton_copy import copy_rows
 from moereg.kernels.triton_gemm_config import GemvPair, select_config
 from moereg.kernels.triton_gemv import down_gemv, gate_up_gemv
 from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
 from moereg.kernels.triton_overlap import can_overlap
 from moereg.kernels.triton_read import READ_CONFIGS, num_read_programs, read_words
-from moereg.kernels.triton_reduce import reduce_routes
+from moereg.kernels.triton_reduce import reduce_routes, reduce_sorted_rows
 from moereg.kernels.triton_routing import RoutingConfig, route_workspace_numel, sort_routes
 from moereg.kernels.triton_tiles import DirectRoutes
 
@@ -120,16 +121,21 @@ def compiling_only() -> Iterator[list[tuple[str, Any]]]:
 
 
 def launch_routing(shared_bytes: int) -> None:
-    """Sorting in one launch, sorting in three, the reduction, and the plan of the batched format."""
+    """Sorting in one launch, sorting in three, both reductions, the copy, and the plan of the batched format."""
+    overlap = can_overlap(torch.device("meta"))
     for tokens, experts in ((16, 128), (4096, 512)):
         ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
         expert_map = torch.empty(experts, dtype=torch.int32, device="meta")
         numel = route_workspace_numel(tokens, 8, experts, 16)
-        plan = sort_routes(ids, expert_map, experts, experts, 16, ids.new_empty(numel), RoutingConfig())
+        workspace = ids.new_empty(numel)
+        plan = sort_routes(ids, expert_map, experts, experts, 16, workspace, RoutingConfig(), overlap=overlap)
     rows = torch.empty(4096 * 8, 2048, dtype=torch.bfloat16, device="meta")
-    reduce_routes(rows.new_empty(4096, 2048), rows, plan.route_expert)
+    tokens_out = rows.new_empty(4096, 2048)
+    reduce_routes(tokens_out, rows, plan.route_expert, overlap=overlap)
+    reduce_sorted_rows(tokens_out, rows, plan.route_row, rows.new_empty(4096, 8, dtype=torch.float32), overlap=overlap)
+    copy_rows(rows, tokens_out, plan.route_row, overlap=overlap)
     counts = torch.empty(1024, dtype=torch.int32, device="meta")
-    plan_batches(counts, 4096, 64, counts.new_empty(batch_workspace_numel(1024, 4096, 64)))
+    plan_batches(counts, 4096, 64, counts.new_empty(batch_workspace_numel(1024, 4096, 64)), overlap=overlap)
 
 
 def launch_reads(shared_bytes: int) -> None:

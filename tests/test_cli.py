@@ -566,8 +566,8 @@ def test_nothing_fits_a_checkpoint_and_nothing_is_read(
 
 BENCH_KEYS = ["schema", "problem", "platform", "device", "versions", "date", "routing", "ceilings", "rows", "skipped"]
 ROW_KEYS = ["backend", "experts", "tokens", "relative_error", "tolerance", "passed"]
-ROW_KEYS += ["time_us", "tflops", "gbps", "roofline_us", "share"]
-RATES = ["time_us", "tflops", "gbps", "share"]
+ROW_KEYS += ["failure", "time_us", "p10_us", "p90_us", "tflops", "gbps", "roofline_us", "share"]
+RATES = ["time_us", "p10_us", "p90_us", "tflops", "gbps", "share"]
 BENCH = f"bench {SIZES} --rounds 2 --tokens 16,1"
 
 
@@ -682,6 +682,8 @@ def test_a_backend_that_fails_takes_no_other_down(
     _check_bench(found)
     assert code == 1
     assert {row["backend"]: row["passed"] for row in found["rows"]} == {"torch": True, "fake_raising": False}
+    failures = {row["backend"]: row["failure"] for row in found["rows"]}
+    assert failures == {"torch": None, "fake_raising": "RuntimeError: a bug"}
     code, out, _ = call(BENCH)
     assert code == 1
     assert "fake_raising failed at 16 tokens: RuntimeError: a bug" in out
@@ -734,6 +736,15 @@ def test_a_plot_of_nothing_right(call: Call, isolated_registry: BackendRegistry,
     assert code == 1
     assert "Warning" not in err
     assert (tmp_path / "bench.png").exists()
+
+
+@pytest.mark.parametrize("json", ["", " --json"])
+def test_a_plot_that_cannot_be_written_is_said_before_anything_runs(call: Call, tmp_path: Path, json: str) -> None:
+    (tmp_path / "folder.png").mkdir()
+    code, out, err = call(f"{BENCH} --plot {tmp_path / 'folder.png'}{json}")
+    assert (code, out) == (2, "")
+    assert "needs a file that can be written" in err
+    assert "comparing" not in err
 
 
 def test_a_plot_needs_matplotlib_before_anything_runs(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,8 +234,10 @@ def assert_equal_plans(plan: RoutePlan, reference: RoutePlan) -> int:
     return reference.sorted_routes.numel()
 
 
-def test_a_repeated_call_equals_a_first_one_on_other_tensors() -> None:
-    problem = MoEProblem(num_experts=16, hidden_size=512, intermediate_size=320, top_k=4)
+@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+def test_a_repeated_call_equals_a_first_one_on_other_tensors(activation_format: str) -> None:
+    sizes = {"num_experts": 16, "hidden_size": 512, "intermediate_size": 320, "top_k": 4}
+    problem = MoEProblem(**sizes, activation_format=activation_format)
     weights = ExpertWeights(w13=padded(16, 640, 512, 0.1, torch.bfloat16), w2=padded(16, 512, 320, 0.1, torch.bfloat16))
     selection = select_backend(problem, require="triton")
     kernel = make_kernel(problem, weights, selection)

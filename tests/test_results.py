@@ -31,6 +31,10 @@ def test_stored_results_say_where_they_are_from() -> None:
         assert document["device"], path
         assert document["versions"], path
         assert document["date"], path
+        if document["device"].startswith("NVIDIA") and "peers" not in path.name:
+            benches = document.get("benchmarks", [])
+            assert document["commit"], path
+            assert all("clocks" in bench["extra_info"] for bench in benches) if benches else document["clocks"], path
 
 
 def table(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, name: str, file: str, **document: Any) -> list[str]:

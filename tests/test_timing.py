@@ -149,7 +149,7 @@ def test_on_a_gpu_each_call_is_a_graph_whose_replays_are_timed(
     kernel, calls = kernel_and_calls()
     monkeypatch.setattr(timing, "_can_be_captured", lambda kernel: True)
     eager = [functools.partial(kernel, *call) for call in calls]
-    replays = timing._capture(eager)
+    replays = timing.capture(eager)
     assert Graph.captured == [None, "the pool", "the pool"]
     found = time_runs({"": replays}, torch.device("cuda"), rounds=4)[""]
     assert found.samples_us == (1000.0,) * 4  # One replay between a sample's events, in milliseconds.

@@ -16,7 +16,7 @@ import typer
 
 from moereg._version import __version__
 from moereg.cli._info import collect_info
-from moereg.cli._options import JsonFlag, ProblemFlags, VerboseFlag, takes_problem_flags
+from moereg.cli._options import JsonFlag, ProblemFlags, UsageError, VerboseFlag, takes_problem_flags
 from moereg.cli._output import logging_to_stderr, print_error, print_json
 from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import explain_backends
@@ -189,12 +189,16 @@ def bench(
         check_can_plot(plot)
     with logging_to_stderr(verbose):
         result = bench_layer(flags, token_counts, routing, rounds, seed)
+        # First, so that a disk that is full by now leaves nothing on standard output.
+        if plot is not None and result.rows:
+            try:
+                plot_bench(result, plot)
+            except OSError as error:
+                raise UsageError(f"--plot could not write {str(plot)!r}: {error.strerror}") from None
         if json:
             print_json(result.to_dict())
         else:
             show_bench(result)
-        if plot is not None and result.rows:
-            plot_bench(result, plot)
     if result.passed is None:
         return NOTHING_FITS
     return OK if result.passed else WRONG_NUMBERS

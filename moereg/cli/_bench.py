@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -105,7 +106,10 @@ def _row(row: Measurement) -> dict[str, Any]:
         "relative_error": row.relative_error,
         "tolerance": row.tolerance,
         "passed": row.passed,
+        "failure": row.failure or None,
         "time_us": row.time_us,
+        "p10_us": row.timing.p10_us if row.timing else math.nan,
+        "p90_us": row.timing.p90_us if row.timing else math.nan,
         "tflops": row.tflops,
         "gbps": row.gbps,
         "roofline_us": row.roofline_us,

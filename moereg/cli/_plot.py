@@ -54,7 +54,7 @@ def check_can_plot(path: Path) -> None:
     """Checks, before anything is measured, that a plot can be made and written.
 
     Raises:
-        UsageError: matplotlib is missing, does not write such files, or there is no such folder.
+        UsageError: matplotlib is missing, does not write such files, or the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -67,6 +67,13 @@ def check_can_plot(path: Path) -> None:
         )
     if not path.parent.is_dir():
         raise UsageError(f"--plot writes into a folder that is there, got {str(path)!r}; make {path.parent} first")
+    was_there = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise UsageError(f"--plot needs a file that can be written, got {str(path)!r}: {error.strerror}") from None
+    if not was_there:
+        path.unlink()
 
 
 def plot_bench(result: BenchResult, path: Path) -> None:

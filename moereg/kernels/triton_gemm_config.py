@@ -1,9 +1,9 @@
 """Launch configurations of the expert matmuls, and the rule that picks one: data, without device code.
 
-Measured on one NVIDIA H200 (torch 2.11, Triton 3.6, bf16) on 2026-11-20 over mixtral-8x7b, qwen3-30b-a3b, olmoe-1b-7b,
-gpt-oss-120b and sonic-30b at T 1, 4, 16, 64 and 256, each half of a pair swept over 10 to 50 candidates. A row is the
-candidate with the best geometric mean. Chosen from four of the five shapes, it costs the fifth at most 4.2 % over that
-shape's own best at T 1, 3.3 % at T 4 and 0.5 % at T 16, so the rows look at no size but the rows per expert.
+Measured on one NVIDIA H200 (torch 2.11, Triton 3.6, bf16) on 2026-11-20 and 21 over mixtral-8x7b, qwen3-30b-a3b,
+olmoe-1b-7b, gpt-oss-120b and sonic-30b at T 1, 4, 16, 64 and 256, each half of a pair swept over 10 to 50 candidates. A
+row is the candidate with the best geometric mean. What a choice from the other shapes costs a shape is in
+`benches/results/h200_sweep.json`: so little that the rows look at no size but the rows per expert.
 """
 
 from __future__ import annotations

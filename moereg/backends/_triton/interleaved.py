@@ -29,8 +29,8 @@ _WEIGHTS = ("w13", "w2", "w13_bias", "w2_bias")
 # Triton compiles pointers that are multiples of this into wider loads, so recordings hold for such pointers only.
 _POINTER_ALIGNMENT = 16
 
-# A few kilobytes each; a server that sees more numbers of tokens than this starts again.
-_MAX_RECORDINGS = 1024
+# About 24 KB each on the host, and every layer has its own; the one that was not used for longest goes.
+_MAX_RECORDINGS = 128
 
 
 class InterleavedExperts(Experts):
@@ -56,8 +56,9 @@ class InterleavedExperts(Experts):
         super().__init__(problem, platform)
         # Compiled for one architecture's own instructions.
         self._has_gluon = PlatformRule("cuda:sm90").matches(platform)
-        # By tokens, strides and device; the problem fixes everything else that a launch depends on but pointers.
-        self._recordings: dict[tuple[int, int, int, int | None], LaunchRecording] = {}
+        # By strides, tokens, device and which tensors there are; the problem fixes everything else that a launch
+        # depends on but pointers. The latest used is last.
+        self._recordings: dict[tuple[tuple[int, ...], int, int, int | None, int], LaunchRecording] = {}
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
@@ -114,27 +115,30 @@ class InterleavedExperts(Experts):
         )
         device = out.device
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        all_bits = 0
-        for pointer in pointers:
+        all_bits = missing = 0
+        for number, pointer in enumerate(pointers):
             all_bits |= pointer
+            if not pointer:
+                missing |= 1 << number
         if device.type != "cuda" or all_bits % _POINTER_ALIGNMENT:
             self._launch(out, inputs, weights, workspace13, workspace2)
             return
-        # The last two dimensions are tokens and H in either format.
-        key = (inputs.hidden_states.shape[-2], inputs.hidden_states.stride(-2), out.stride(-2), device.index)
-        recorded = self._recordings.get(key)
+        hidden_states = inputs.hidden_states
+        # The last dimension but one is tokens in either format.
+        key = (hidden_states.stride(), hidden_states.shape[-2], out.stride(-2), device.index, missing)
+        recorded = self._recordings.pop(key, None)
         if recorded is None:
             from moereg.kernels.triton_launch import recording
 
             with recording(tensors) as recorded:
                 self._launch(out, inputs, weights, workspace13, workspace2)
             if len(self._recordings) >= _MAX_RECORDINGS:
-                self._recordings.clear()
-            self._recordings[key] = recorded
+                self._recordings.pop(next(iter(self._recordings)), None)
         elif recorded.complete:
             recorded.replay(pointers)
         else:
             self._launch(out, inputs, weights, workspace13, workspace2)
+        self._recordings[key] = recorded
 
     def _launch(
         self,
