@@ -98,6 +98,25 @@ def h200_table() -> str:
         ]
         for row in document["rows"]
     ]
+    header = ["layer", "T", "ours us", "best peer us", "ratio", "roofline us", "share", "same peer here / there"]
+    return f"{_table(header, rows)}\n\n{_h200_summary(document)}"
+
+
+def second_gpu_table() -> str:
+    """Rows of the H200 table from another H200, as far as they tell the GPUs apart."""
+    document = _load("h200_table_bf16_second_gpu.json")
+    first = {(row["model"], row["tokens"]): row for row in _load("h200_table_bf16.json")["rows"]}
+    rows = []
+    for row in document["rows"]:
+        other = first[row["model"], row["tokens"]]
+        slower = other["ours_us"] / row["ours_us"]
+        ratios = (f"{found['best_peer_over_ours']:.3f}" for found in (row, other))
+        rows.append([row["model"], str(row["tokens"]), f"{row['ours_us']:.1f}", *ratios, f"{slower:.3f}"])
+    header = ["layer", "T", "ours us", "ratio", "ratio above", "time above / here"]
+    return f"{_table(header, rows)}\n\n{_h200_summary(document)}"
+
+
+def _h200_summary(document: dict[str, Any]) -> str:
     summary = dict(document["summary"])
     ceilings = document["ceilings"]
     lines = [f"Geometric mean of the ratios {summary.pop('geomean_best_peer_over_ours'):.3f}."]
@@ -115,8 +134,7 @@ def h200_table() -> str:
     lines.append(_where(document))
     if note := document.get("note"):
         lines.append(f"{note[0].upper()}{note[1:]}.")
-    header = ["layer", "T", "ours us", "best peer us", "ratio", "roofline us", "share", "same peer here / there"]
-    return f"{_table(header, rows)}\n\n{' '.join(lines)}"
+    return " ".join(lines)
 
 
 def experts_table() -> str:
@@ -242,6 +260,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu": cpu_table,
     "full_size": full_size_table,
     "h200": h200_table,
+    "second_gpu": second_gpu_table,
     "experts": experts_table,
     "shapes": shapes_table,
     "skewed": skewed_table,

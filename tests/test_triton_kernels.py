@@ -162,8 +162,10 @@ def _square_kernel(a, product, rounded):
     # 32: what a tensor core's 8-bit product takes at least.
     offsets = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     x = tl.load(a + offsets)
-    tl.store(product + offsets, tl.dot(x, x))
-    tl.store(rounded + offsets, tl.load(product + offsets).to(tl.float32).to(tl.bfloat16))
+    # Not loaded back: another thread than the one that stored an element may load it.
+    squared = tl.dot(x, x)
+    tl.store(product + offsets, squared)
+    tl.store(rounded + offsets, squared.to(tl.float32).to(tl.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, torch.int8], ids=str)
