@@ -683,7 +683,7 @@ def test_a_backend_that_fails_takes_no_other_down(
     assert code == 1
     assert {row["backend"]: row["passed"] for row in found["rows"]} == {"torch": True, "fake_raising": False}
     failures = {row["backend"]: row["failure"] for row in found["rows"]}
-    assert failures == {"torch": None, "fake_raising": "RuntimeError: a bug"}
+    assert failures == {"torch": None, "fake_raising": "RuntimeError: a bug\nof two lines"}
     code, out, _ = call(BENCH)
     assert code == 1
     assert "fake_raising failed at 16 tokens: RuntimeError: a bug" in out
