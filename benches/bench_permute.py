@@ -35,7 +35,7 @@ def _cases() -> list[Case]:
 @pytest.mark.parametrize("case", _cases(), ids=lambda case: f"{case.cell.name}-{case.cell.class_name}")
 def bench_permute_weights(benchmark: BenchmarkFixture, case: Case) -> None:
     weights = conformance.make_weights(case.problem, DEVICE)
-    experts = case.cell.experts(case.problem, case.platform)
+    experts = case.cell.experts(case.problem, case.platform, case.computes)
     benchmark.group = f"permute {case.problem}"
     benchmark.extra_info["weight_bytes"] = experts.permute_weights(weights, case.problem).num_bytes
 

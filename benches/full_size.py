@@ -41,7 +41,7 @@ def _inputs(problem: MoEProblem, num_tokens: int, seed: int) -> Call:
 def check(name: str, problem: MoEProblem, weights: ExpertWeights, tokens: list[int]) -> list[dict[str, Any]]:
     """Runs every backend that fits; one row a backend and number of tokens."""
     rows = []
-    bound = tolerance(problem.quant.name, problem.dtype)
+    bound = tolerance(problem.quant, problem.dtype)
     names = [decision.backend for decision in explain_backends(problem).decisions if decision.accepted]
     for backend in dict.fromkeys(names):
         torch.cuda.reset_peak_memory_stats()

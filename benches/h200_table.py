@@ -158,7 +158,7 @@ def main() -> int:
                 continue
             calls = [make_call(problem, num_tokens, arguments.routing) for _ in range(num_calls(num_tokens))]
             error = check(kernel, problem, weights, calls[0])
-            wrong = not error <= tolerance(problem.quant.name, problem.dtype)
+            wrong = not error <= tolerance(problem.quant, problem.dtype)
             best = min(peer["peers_us"].values())
             row = {"model": model, "tokens": num_tokens, "relative_error": error, "best_peer_us": best, "wrong": wrong}
             if not wrong:

@@ -2,6 +2,7 @@
 
 from moereg.experts import ExpertInputs, Experts, Facts
 from moereg.layouts import deinterleave_gate_up, interleave_gate_up, pad_columns, round_up
+from moereg.quant import QuantFormat, QuantScheme
 from moereg.registry import API_VERSION, register_moe_backend
 from moereg.weights import ExpertWeights, PermutedWeights
 
@@ -12,6 +13,8 @@ __all__ = [
     "Experts",
     "Facts",
     "PermutedWeights",
+    "QuantFormat",
+    "QuantScheme",
     "deinterleave_gate_up",
     "interleave_gate_up",
     "pad_columns",

@@ -12,6 +12,7 @@ import torch
 from moereg.activations import ACTIVATIONS
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
+from moereg.quant import QuantScheme
 from moereg.weights import ExpertWeights, PermutedWeights
 
 __all__ = ["REASON_CODES", "ExpertInputs", "Experts", "Facts", "Reason", "fact_reasons"]
@@ -119,6 +120,11 @@ class Experts(abc.ABC):
     A subclass is bounded by the weight layout and calling convention, not by the scheme. It declares `facts`, may add
     reasons that a table cannot say, permutes weights once and applies them many times. Instances may be shared between
     layers of equal problems.
+
+    Attributes:
+        problem: The layer.
+        platform: What it runs on.
+        computes: The scheme that it computes for the problem's weights.
     """
 
     facts: ClassVar[Facts] = Facts()
@@ -129,9 +135,18 @@ class Experts(abc.ABC):
     layouts: ClassVar[tuple[str, ...]] = ()
     """Layouts of permuted weights that `apply` reads, preferred first."""
 
-    def __init__(self, problem: MoEProblem, platform: Platform) -> None:
+    def __init__(self, problem: MoEProblem, platform: Platform, computes: QuantScheme | None = None) -> None:
+        """Makes a plan.
+
+        Args:
+            problem: The layer, whose `quant` says what the weights hold.
+            platform: To run on.
+            computes: Which of the cell's schemes is computed: the problem's (where None), or one of the same weights
+                that leaves activations at 16 bits. `make_kernel` says which; an override hands it on to this.
+        """
         self.problem = problem
         self.platform = platform
+        self.computes = problem.quant if computes is None else computes
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
@@ -17,12 +16,10 @@ from moereg.experts import Experts
 from moereg.platforms import KINDS, Platform
 from moereg.prepare_finalize import PrepareFinalize, local_prepare_finalize
 from moereg.problem import MoEProblem
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights import DEBUG_VARIABLE, ExpertWeights, PermutedWeights, checks_values
 from moereg.workspace import WORKSPACES
 
-__all__ = ["DEBUG_VARIABLE", "MoEKernel", "make_kernel"]
-
-DEBUG_VARIABLE: Final = "MOEREG_DEBUG"
+__all__ = ["MoEKernel", "make_kernel"]
 
 
 class MoEKernel:
@@ -182,7 +179,7 @@ class MoEKernel:
             raise ValueError(
                 "out must not alias an input: it is overwritten while inputs are read; pass another tensor"
             )
-        if self._device.type == "cpu" or os.environ.get(DEBUG_VARIABLE) == "1":
+        if checks_values(self._device):
             _check_values(topk_weights, topk_ids, problem)
 
     def __repr__(self) -> str:
@@ -320,7 +317,7 @@ def make_kernel(
         raise ValueError(
             f"the selection has no backend that is registered here (it names {selection.backend!r}); select again"
         )
-    experts = winner.cell.experts(problem, selection.platform)
+    experts = winner.cell.experts(problem, selection.platform, winner.cell.scheme_for(problem.quant))
     _check_device(experts, selection.platform, weights.w13.device)
     if prepare_finalize is None:
         prepare_finalize = local_prepare_finalize(problem.activation_format)

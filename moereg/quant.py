@@ -12,7 +12,7 @@ import torch
 
 from moereg.errors import UnknownSchemeError, unknown_name_message
 
-__all__ = ["QUANT_SCHEMES", "QuantFormat", "QuantScheme", "TensorRow", "get_scheme"]
+__all__ = ["QUANT_SCHEMES", "WHOLE", "QuantFormat", "QuantScheme", "TensorRow", "get_scheme"]
 
 WHOLE: Final = -1
 """Group extent that means the whole dimension."""

@@ -1,13 +1,50 @@
-"""The truth that kernels are compared with: experts one by one, in fp32 (fp64 where asked), nothing fused."""
+"""The truth that kernels are compared with: experts one by one, in fp32 (fp64 where asked), nothing fused.
+
+Nothing is rounded but at these points:
+
+- weights: as the checkpoint holds them, restored exactly (fp32 rounds each product with a scale once);
+- input: where the scheme quantises activations, hidden states (times the routing weight, rounded to the problem's
+  dtype, where that scales the input) are rounded to the scheme's activation format;
+- intermediate: where the scheme quantises activations, the activation function's output is rounded to the problem's
+  dtype (`ROUNDS_INTERMEDIATE`) and then to the scheme's activation format.
+
+Both matmuls, biases, the activation function and the weighted sum stay in fp32 or fp64.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Final
 
 import torch
 
 from moereg.problem import MoEProblem
+from moereg.quant import QuantScheme, get_scheme
+from moereg.quantize import (
+    activation_scale,
+    dequantize_rows,
+    expert_matrix,
+    quantize_dequantize_activations,
+    spans_tokens,
+)
 from moereg.weights import ExpertWeights
 
-__all__ = ["reference_experts", "relative_error"]
+__all__ = [
+    "ROUNDS_INTERMEDIATE",
+    "calibrate_activation_scales",
+    "reference_experts",
+    "relative_error",
+    "scheme_loss",
+]
+
+ROUNDS_INTERMEDIATE: Final = True
+"""Whether the intermediate is rounded to the problem's dtype before it is quantised.
+
+A kernel that writes the intermediate and quantises it in another launch cannot avoid this rounding, and one that
+quantises in registers can add it for one instruction, so all kernels can agree on it. Without it the two would differ
+by as much as the quantiser makes of a 16-bit rounding: about 1 % of the output for e4m3, see
+`moereg.testing.tolerances`.
+"""
 
 
 def reference_experts(
@@ -18,11 +55,10 @@ def reference_experts(
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    computes: QuantScheme | str | None = None,
+    rounds_intermediate: bool = ROUNDS_INTERMEDIATE,
 ) -> torch.Tensor:
-    """Runs the layer without rounding anything but the inputs it is given.
-
-    Rounding points of the scheme `unquantized`: none; hidden states and weights are upcast, the intermediate and the
-    weighted sum stay in `dtype`.
+    """Runs the layer, rounding only where this module says.
 
     Args:
         problem: The layer.
@@ -32,34 +68,186 @@ def reference_experts(
         topk_ids: [T,K] int, global experts; ids outside [0, num_experts) or not mapped add nothing.
         expert_map: [num_experts] int32, local expert or -1; None where local experts are the first ones.
         dtype: torch.float32 or torch.float64.
+        computes: What the kernel to be compared computes: the problem's scheme where None, or one of the same weights
+            that leaves activations at 16 bits, such as `nvfp4_w4a16` for an `nvfp4` checkpoint.
+        rounds_intermediate: See `ROUNDS_INTERMEDIATE`.
 
     Returns:
         [T,H] in `dtype`, on the inputs' device. Synchronises the device.
 
     Raises:
-        NotImplementedError: The scheme is quantised; its reference comes with the scheme.
+        ValueError: `computes` cannot serve the problem's scheme, or the weights are of another one.
     """
-    if weights.scheme.weight is not None:
-        raise NotImplementedError(f"no reference for scheme {weights.scheme.name} in this version")
-    tokens = hidden_states.to(dtype)
-    out = torch.zeros(len(tokens), problem.hidden_size, dtype=dtype, device=tokens.device)
-    local_ids = _local_ids(problem, topk_ids, expert_map)
+    layer = _Layer.of(problem, weights, hidden_states, topk_weights, topk_ids, expert_map, dtype, computes)
+    layer = dataclasses.replace(layer, rounds_intermediate=rounds_intermediate).with_tensor_scales()
+    out = torch.zeros(len(hidden_states), problem.hidden_size, dtype=dtype, device=hidden_states.device)
     for expert in range(problem.num_local_experts):
-        token, slot = torch.nonzero(local_ids == expert, as_tuple=True)
+        token, slot = layer.routes(expert)
         if not len(token):
             continue
-        route_weight = topk_weights[token, slot].to(dtype).unsqueeze(1)
-        x = tokens[token]
-        if problem.apply_router_weight_on_input:
-            x = x * route_weight
-        gemm1 = x @ weights.w13[expert].to(dtype).T
-        if weights.w13_bias is not None:
-            gemm1 += weights.w13_bias[expert].to(dtype)
-        gemm2 = problem.activation(gemm1) @ weights.w2[expert].to(dtype).T
+        gemm2 = layer.rounded(layer.intermediate(expert), expert, "a2") @ layer.matrix("w2", expert).T
         if weights.w2_bias is not None:
             gemm2 += weights.w2_bias[expert].to(dtype)
-        out.index_add_(0, token, gemm2 if problem.apply_router_weight_on_input else gemm2 * route_weight)
+        if not problem.apply_router_weight_on_input:
+            gemm2 *= topk_weights[token, slot].to(dtype).unsqueeze(1)
+        out.index_add_(0, token, gemm2)
     return out
+
+
+def scheme_loss(
+    problem: MoEProblem,
+    weights: ExpertWeights,
+    unquantized: ExpertWeights,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    computes: QuantScheme | str | None = None,
+) -> float:
+    """What a scheme itself costs: the relative error of its reference against the unquantised fp32 reference.
+
+    Args:
+        problem: The layer, with the quantised scheme.
+        weights: Its weights.
+        unquantized: The weights that they were made from.
+        hidden_states, topk_weights, topk_ids, expert_map, computes: As in `reference_experts`.
+    """
+    call = (hidden_states, topk_weights, topk_ids, expert_map)
+    found = reference_experts(problem, weights, *call, computes=computes)
+    plain = dataclasses.replace(problem, quant=get_scheme("unquantized"))
+    return relative_error(found, reference_experts(plain, unquantized, *call))
+
+
+def calibrate_activation_scales(
+    problem: MoEProblem,
+    weights: ExpertWeights,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    scheme: QuantScheme | str,
+    expert_map: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Static activation scales from the largest magnitudes of a sample.
+
+    Args:
+        problem: The layer, unquantized.
+        weights: Its weights.
+        hidden_states, topk_weights, topk_ids, expert_map: The sample.
+        scheme: That the scales are for.
+
+    Returns:
+        a13_scale and a2_scale, fp32 [E]. An expert that no token went to gets the largest of the others.
+    """
+    layer = _Layer.of(problem, weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float32, None)
+    experts = range(problem.num_local_experts)
+    found = []
+    for rows in (layer.input, layer.intermediate):
+        amax = torch.stack([_amax(rows(expert)) for expert in experts])
+        found.append(activation_scale(torch.where(amax > 0, amax, amax.amax()), scheme))
+    return found[0], found[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """One call of a layer, expert by expert.
+
+    Attributes:
+        tokens: [T,H] in `dtype`.
+        local_ids: [T,K] int64, local expert or -1.
+        scheme: What is computed.
+        scales: fp32, a whole call's dynamic scales of both matmuls' inputs, by name.
+    """
+
+    problem: MoEProblem
+    weights: ExpertWeights
+    tokens: torch.Tensor
+    topk_weights: torch.Tensor
+    local_ids: torch.Tensor
+    scheme: QuantScheme
+    dtype: torch.dtype
+    rounds_intermediate: bool = ROUNDS_INTERMEDIATE
+    scales: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        problem: MoEProblem,
+        weights: ExpertWeights,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        dtype: torch.dtype,
+        computes: QuantScheme | str | None,
+    ) -> _Layer:
+        scheme = problem.quant if computes is None else get_scheme(computes)
+        if not scheme.serves(problem.quant):
+            raise ValueError(
+                f"computes must have the weights of {problem.quant.name} and its activations or 16-bit ones, "
+                f"got {scheme.name}"
+            )
+        if weights.scheme.weight != scheme.weight:
+            raise ValueError(f"the weights are {weights.scheme.name} but the problem says {problem.quant.name}")
+        local_ids = _local_ids(problem, topk_ids, expert_map)
+        return cls(problem, weights, hidden_states.to(dtype), topk_weights, local_ids, scheme, dtype)
+
+    def with_tensor_scales(self) -> _Layer:
+        """The same with the dynamic scales that span all routed rows of a call, where the scheme has such."""
+        layer = self
+        if spans_tokens(self.scheme):
+            for name in ("a13", "a2"):
+                # The second scale depends on the first.
+                rows = layer.input if name == "a13" else layer.intermediate
+                amax = torch.stack([_amax(rows(expert)) for expert in range(self.problem.num_local_experts)]).amax()
+                layer = dataclasses.replace(layer, scales={**layer.scales, name: activation_scale(amax, self.scheme)})
+        return layer
+
+    def routes(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token and slot of each of an expert's rows."""
+        token, slot = torch.nonzero(self.local_ids == expert, as_tuple=True)
+        return token, slot
+
+    def matrix(self, name: str, expert: int) -> torch.Tensor:
+        """One expert's w13 or w2 as numbers."""
+        fmt = self.scheme.weight
+        if fmt is None:
+            matrix: torch.Tensor = self.weights.tensors()[name][expert].to(self.dtype)
+            return matrix
+        columns = self.weights.hidden_size if name == "w13" else self.weights.intermediate_size
+        stored = expert_matrix(self.weights.tensors(), name, expert)
+        return dequantize_rows(stored, fmt, columns, slice(None), self.dtype)
+
+    def input(self, expert: int) -> torch.Tensor:
+        """An expert's rows [rows, H] as they are before quantising."""
+        token, slot = self.routes(expert)
+        x = self.tokens[token]
+        if self.problem.apply_router_weight_on_input:
+            x = x * self.topk_weights[token, slot].to(self.dtype).unsqueeze(1)
+            if self.scheme.activation is not None:
+                x = x.to(self.problem.torch_dtype).to(self.dtype)
+        return x
+
+    def intermediate(self, expert: int) -> torch.Tensor:
+        """What the activation function makes of an expert's rows, [rows, I], before quantising."""
+        gemm1 = self.rounded(self.input(expert), expert, "a13") @ self.matrix("w13", expert).T
+        if self.weights.w13_bias is not None:
+            gemm1 += self.weights.w13_bias[expert].to(self.dtype)
+        hidden = self.problem.activation(gemm1)
+        if self.scheme.activation is not None and self.rounds_intermediate:
+            hidden = hidden.to(self.problem.torch_dtype).to(self.dtype)
+        return hidden
+
+    def rounded(self, x: torch.Tensor, expert: int, name: str) -> torch.Tensor:
+        """Rows as the scheme's activation format has them; as they are where it has none."""
+        if self.scheme.activation is None:
+            return x
+        static = self.weights.tensors().get(f"{name}_scale")
+        scale = self.scales.get(name) if static is None else static.expand(self.problem.num_local_experts)[expert]
+        return quantize_dequantize_activations(x, self.scheme, scale, self.dtype)
+
+
+def _amax(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().amax() if x.numel() else x.new_zeros(())
 
 
 def _local_ids(problem: MoEProblem, topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 import torch
 
 from moereg.problem import MoEProblem
-from moereg.quant import QuantScheme, TensorRow, get_scheme
+from moereg.quant import WHOLE, QuantFormat, QuantScheme, TensorRow, get_scheme
 
-__all__ = ["ExpertWeights", "PermutedWeights"]
+__all__ = ["DEBUG_VARIABLE", "ExpertWeights", "PermutedWeights", "checks_values"]
+
+DEBUG_VARIABLE: Final = "MOEREG_DEBUG"
+
+
+def checks_values(device: torch.device) -> bool:
+    """Whether values of tensors there are checked: it waits for a GPU, so there with MOEREG_DEBUG=1 only."""
+    return device.type == "cpu" or (device.type != "meta" and os.environ.get(DEBUG_VARIABLE) == "1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,7 +31,7 @@ class ExpertWeights:
             K packed as the scheme's row says.
         w2: [E,H,I].
         w13_bias, w2_bias: [E,2I] (or [E,I]) and [E,H], in the problem's dtype or fp32.
-        w13_scale, w2_scale: Group scales, w = q * scale * scale_2.
+        w13_scale, w2_scale: Group scales, w = (q - zero_point) * scale * scale_2; docs/quantisation.md has the shapes.
         w13_scale_2, w2_scale_2: fp32 [E], w13 also [E,2] where gate and up differ.
         a13_scale, a2_scale: Static activation scales, fp32 [E] or a scalar; absent means dynamic.
         w13_zero_point, w2_zero_point: uint8, packed like the weights.
@@ -30,7 +39,8 @@ class ExpertWeights:
 
     Raises:
         ValueError: A tensor is missing, superfluous, of another shape or dtype than the scheme's row, or on another
-            device than w13.
+            device than w13; on a CPU, or with MOEREG_DEBUG=1, also a scale that is negative or not finite, a static
+            activation scale that is not positive, or zero points that are packed otherwise.
     """
 
     w13: torch.Tensor
@@ -65,39 +75,77 @@ class ExpertWeights:
                 f"w13 must be [E,2I,H] (or [E,I,H] not gated) and w2 [E,H,I], got w13 {list(self.w13.shape)} "
                 f"and w2 {list(self.w2.shape)}; stack the experts along dim 0"
             )
-        num_experts, w13_rows, w13_columns = self.w13.shape
-        hidden_size, w2_columns = self.w2.shape[1:]
-        if self.w2.shape[0] != num_experts:
-            raise ValueError(f"w13 and w2 must hold the same experts, got {num_experts} and {self.w2.shape[0]}")
-        if w13_columns != self.scheme_columns(hidden_size):
+        if self.w2.shape[0] != self.num_experts:
+            raise ValueError(f"w13 and w2 must hold the same experts, got {self.num_experts} and {self.w2.shape[0]}")
+        fmt = self.scheme.weight
+        if self.w13.shape[2] != self.scheme_columns(self.hidden_size) and fmt is not None and fmt.bits == 4:
+            raise ValueError(
+                f"w13 must have hidden_size / 2 columns in scheme {self.scheme.name}, two 4-bit codes to a byte, where "
+                f"w2 has hidden_size rows, got w13 {list(self.w13.shape)} and w2 {list(self.w2.shape)}; "
+                "pack codes with moereg.quantize.pack_nibbles, and let the loader transpose and trim checkpoints"
+            )
+        if self.w13.shape[2] != self.scheme_columns(self.hidden_size):
             raise ValueError(
                 f"w13 columns and w2 rows must both be hidden_size, got w13 {list(self.w13.shape)} and w2 "
                 f"{list(self.w2.shape)}; transposed checkpoints must be transposed by the loader"
             )
-        for num_halves in (2, 1):
-            intermediate_size, rest = divmod(w13_rows, num_halves)
-            if not rest and w2_columns == self.scheme_columns(intermediate_size):
-                return self._check_rows(num_experts, hidden_size, intermediate_size, num_halves)
-        raise ValueError(
-            f"w13 must have 2*I rows (gated) or I rows (not gated) where w2 has I columns, got w13 "
-            f"{list(self.w13.shape)} and w2 {list(self.w2.shape)}"
-        )
+        if self.w2.shape[2] != self.scheme_columns(self.intermediate_size):
+            raise ValueError(
+                f"w13 must have 2*I rows (gated) or I rows (not gated) where w2 has I columns, got w13 "
+                f"{list(self.w13.shape)} and w2 {list(self.w2.shape)}"
+            )
+        self._check_rows()
+        self._check_values()
+
+    @property
+    def num_experts(self) -> int:
+        """E, experts on this rank."""
+        return self.w13.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.w2.shape[1]
+
+    @property
+    def num_halves(self) -> int:
+        """2 where w13 holds gate and up rows, else 1."""
+        rows, columns = self.w13.shape[1], self.w2.shape[2]
+        return 2 if rows % 2 == 0 and self.scheme_columns(rows // 2) == columns else 1
+
+    @property
+    def intermediate_size(self) -> int:
+        """I."""
+        return self.w13.shape[1] // self.num_halves
 
     def scheme_columns(self, columns: int) -> int:
         """Stored columns of a row of `columns` elements in this scheme."""
         fmt = self.scheme.weight
         return columns if fmt is None else fmt.packed_columns(columns)
 
-    def _check_rows(self, num_experts: int, hidden_size: int, intermediate_size: int, num_halves: int) -> None:
+    def _check_rows(self) -> None:
         has_bias = self.w13_bias is not None or self.w2_bias is not None
-        rows = self.scheme.tensor_rows(num_experts, hidden_size, intermediate_size, num_halves, has_bias)
+        rows = self.scheme.tensor_rows(
+            self.num_experts, self.hidden_size, self.intermediate_size, self.num_halves, has_bias
+        )
         for row in rows:
-            _check_row(row, getattr(self, row.name), self.scheme.name)
+            _check_row(row, getattr(self, row.name), self.scheme)
         if unknown := set(self.tensors()) - {row.name for row in rows}:
             raise ValueError(
                 f"scheme {self.scheme.name} has no tensor {sorted(unknown)[0]!r}; pass quant=... if the weights are of "
                 "another scheme, or leave it out"
             )
+
+    def _check_values(self) -> None:
+        """What shapes and dtypes cannot say."""
+        # A fake tensor says that it is on a CPU and has no values.
+        if type(self.w13) not in (torch.Tensor, torch.nn.Parameter) or not checks_values(self.w13.device):
+            return
+        for name, tensor in self.tensors().items():
+            if name.endswith(("_scale", "_scale_2")):
+                _check_scale(name, tensor)
+            elif name.endswith("_zero_point") and self.scheme.weight is not None and self.scheme.weight.bits == 4:
+                _check_zero_points(name, tensor, self.tensors()[name.replace("zero_point", "scale")].shape[-1])
 
     @property
     def scheme(self) -> QuantScheme:
@@ -151,19 +199,82 @@ class ExpertWeights:
             raise ValueError(f"the problem says has_bias={problem.has_bias}, got weights {word} biases")
 
 
-def _check_row(row: TensorRow, tensor: torch.Tensor | None, scheme: str) -> None:
+def _check_row(row: TensorRow, tensor: torch.Tensor | None, scheme: QuantScheme) -> None:
     if tensor is None:
         if row.required:
-            raise ValueError(f"scheme {scheme} needs {row.name} of shape {_shapes(row)}, got none")
+            raise ValueError(f"scheme {scheme.name} needs {row.name} of shape {_shapes(row)}, got none")
         return
     if tuple(tensor.shape) not in row.shapes:
-        raise ValueError(f"{row.name} must have shape {_shapes(row)} in scheme {scheme}, got {list(tensor.shape)}")
+        raise ValueError(
+            f"{row.name} must have shape {_shapes(row)} in scheme {scheme.name}, got {list(tensor.shape)}"
+            f"{_shape_cure(row.name, scheme.weight)}"
+        )
     if row.dtype is not None and tensor.dtype != row.dtype:
-        raise ValueError(f"{row.name} must be {row.dtype} in scheme {scheme}, got {tensor.dtype}")
+        raise ValueError(
+            f"{row.name} must be {row.dtype} in scheme {scheme.name}, got {tensor.dtype}; {_dtype_cure(row, tensor)}"
+        )
     if row.dtype is None and tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(
-            f"{row.name} must be bfloat16, float16 or float32 in scheme {scheme}, got {tensor.dtype}; "
+            f"{row.name} must be bfloat16, float16 or float32 in scheme {scheme.name}, got {tensor.dtype}; "
             "pass quant=... if the weights are quantised"
+        )
+
+
+def _shape_cure(name: str, fmt: QuantFormat | None) -> str:
+    """What a tensor of a quantised scheme holds, as the end of an error."""
+    if fmt is None:
+        return ""
+    if name.endswith("_zero_point"):
+        return "; pass one for each group, two 4-bit ones to a byte along a row's groups"
+    if not name.endswith("_scale") or name.startswith("a"):
+        return ""
+    if fmt.group == (WHOLE, WHOLE):
+        return "; pass one for each expert, or of w13 one for gate and one for up"
+    rows, columns = ("all" if extent == WHOLE else str(extent) for extent in fmt.group)
+    return f"; pass one for each group of {rows} rows x {columns} columns, in order, not swizzled and not padded"
+
+
+def _dtype_cure(row: TensorRow, tensor: torch.Tensor) -> str:
+    assert row.dtype is not None
+    if row.name in ("w13", "w2") and tensor.dtype.itemsize > 1:
+        return "quantise with moereg.quantize.quantize_weights, or leave quant out"
+    if tensor.dtype in (torch.uint8, torch.int8) and row.dtype.itemsize == 1:
+        return f"view its bytes as {row.dtype} if they are that"
+    return "convert it"
+
+
+_LARGEST_FINITE_CODE: Final = {torch.float8_e4m3fn: 0x7E, torch.float8_e8m0fnu: 0xFE}
+"""Of 8-bit floats whose codes up to that are all finite and not negative."""
+
+
+def _check_scale(name: str, scale: torch.Tensor) -> None:
+    # A bound of the codes says of all of them that they are fine, without a copy of what may be many millions.
+    largest = _LARGEST_FINITE_CODE.get(scale.dtype)
+    if largest is not None and int(scale.view(torch.uint8).max()) <= largest:
+        return
+    values = scale.detach().float()
+    is_activation = name.startswith("a")
+    bad = ~(values.isfinite() & (values > 0 if is_activation else values >= 0))
+    if not bad.any():
+        return
+    place = torch.nonzero(bad)[0].tolist()
+    rule, cure = "finite and not negative", "look at the checkpoint and at how its bytes were read"
+    if is_activation:
+        rule, cure = "finite and positive", "calibrate again, or leave it out where the scheme can do without"
+    found = f"{float(values[tuple(place)])}{f' at {place}' if place else ''}"
+    raise ValueError(f"{name} must be {rule}, got {found}; {cure}")
+
+
+def _check_zero_points(name: str, packed: torch.Tensor, num_groups: int) -> None:
+    """Any nibble is in range, so what can be seen is one where no group is."""
+    if num_groups % 2 == 0:
+        return
+    spare = packed[..., -1] >> 4
+    if spare.any():
+        place = torch.nonzero(spare)[0].tolist()
+        raise ValueError(
+            f"{name} must have 0 in the last nibble of a row of {num_groups} groups, got {int(spare[tuple(place)])} "
+            f"at {place}; pack them along the groups with moereg.quantize.pack_nibbles"
         )
 
 

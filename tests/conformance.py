@@ -9,17 +9,20 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from moereg.activations import ACTIVATIONS, Activation
+from moereg.activations import ACTIVATIONS
 from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import Decision, Request, Selection, evaluate
 from moereg.layer import MoEKernel, make_kernel
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
+from moereg.quant import QUANT_SCHEMES, QuantScheme
+from moereg.quantize import quantize_weights
+from moereg.reference import calibrate_activation_scales
 from moereg.registry import BackendCell
 from moereg.weights import ExpertWeights
 
@@ -37,9 +40,18 @@ class Case:
     problem: MoEProblem
 
     @property
+    def computes(self) -> QuantScheme:
+        """What the cell computes for the problem's scheme."""
+        scheme = self.cell.scheme_for(self.problem.quant)
+        assert scheme is not None
+        return scheme
+
+    @property
     def id(self) -> str:
         """Readable and unique within a run."""
         text = f"{self.cell.name}-{self.cell.class_name}-{self.platform}-{self.problem}"
+        if self.computes != self.problem.quant:
+            text += f"-computes {self.computes.name}"
         return re.sub(r"[^A-Za-z0-9_.=+:-]+", "_", text)
 
 
@@ -68,9 +80,9 @@ def unverifiable_cells() -> dict[str, str]:
 
 
 def claimed_problems(cell: BackendCell) -> Iterator[MoEProblem]:
-    """Problems that reach each fact the cell claims, odd sizes included."""
+    """Problems that reach each fact the cell claims, odd sizes included, and each scheme that it can serve."""
     facts = cell.facts
-    scheme = cell.schemes[0].name
+    first, *others = served_schemes(cell)
     dtypes = sorted(facts.dtypes)
     activations = [ACTIVATIONS[name] for name in sorted(facts.activations)]
     if facts.swiglu_limit:
@@ -84,7 +96,7 @@ def claimed_problems(cell: BackendCell) -> Iterator[MoEProblem]:
     base: dict[str, Any] = {
         "num_experts": 6,
         "top_k": 2,
-        "quant": scheme,
+        "quant": first,
         "activation": activations[0],
         "activation_format": min(facts.activation_formats),
         "placement": min(facts.placements),
@@ -113,6 +125,20 @@ def claimed_problems(cell: BackendCell) -> Iterator[MoEProblem]:
         yield sized(64, 64, top_k=1, apply_router_weight_on_input=True, has_bias=facts.bias)
     for placement in sorted(facts.placements):
         yield sized(64, 64, num_experts=8, num_local_experts=3 if placement == "map" else 4, placement=placement)
+    for scheme in others:
+        # More than one block of 128 x 128 and a last one that is short; then odd sizes, which 4-bit codes pad.
+        yield sized(136, 264, quant=scheme, has_bias=facts.bias)
+        yield sized(33, 65, quant=scheme)
+
+
+def served_schemes(cell: BackendCell) -> list[QuantScheme]:
+    """What a cell computes, and then checkpoints' schemes that it serves with 16-bit activations."""
+    substituted = [
+        scheme
+        for scheme in QUANT_SCHEMES.values()
+        if scheme not in cell.schemes and cell.scheme_for(scheme) is not None
+    ]
+    return [*cell.schemes, *substituted]
 
 
 def registered_cases() -> list[Case]:
@@ -180,7 +206,33 @@ class Inputs:
 
 
 def make_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> ExpertWeights:
-    """Random weights; gate and up are scaled differently, and every expert too, so that no swap can pass."""
+    """Random weights; gate and up are scaled differently, and every expert too, so that no swap can pass.
+
+    Weights of a quantised scheme are quantised by moereg itself, from ones whose rows and groups differ in magnitude,
+    so that a scale of another group cannot pass. Static activation scales come from other random tokens.
+    """
+    plain = make_plain_weights(problem, device, seed)
+    if problem.quant.weight is None:
+        return plain
+    scales: dict[str, torch.Tensor] = {}
+    if problem.quant.activation is not None and (
+        problem.quant.activation.static or problem.quant.activation.global_scale
+    ):
+        sample = make_inputs(problem, 64, "uniform", device, seed=seed + 77)
+        scales["a13_scale"], scales["a2_scale"] = calibrate_activation_scales(
+            dataclasses.replace(problem, quant=plain.scheme),
+            plain,
+            sample.hidden_states,
+            sample.topk_weights,
+            sample.topk_ids,
+            problem.quant,
+            make_expert_map(problem, device),
+        )
+    return quantize_weights(plain, problem.quant, **scales)
+
+
+def make_plain_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> ExpertWeights:
+    """What `make_weights` quantises, unquantized."""
     generator = torch.Generator(device).manual_seed(seed)
     experts, hidden, inter = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
     dtype = problem.torch_dtype
@@ -200,7 +252,17 @@ def make_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> Ex
             "w2_bias": random(experts, hidden).to(dtype),
         }
     w2 = random(experts, hidden, inter) * (1 / inter**0.5)
+    if problem.quant.weight is not None:
+        w13, w2 = (_vary(matrix, random) for matrix in (w13, w2))
     return ExpertWeights(w13=w13.to(dtype), w2=w2.to(dtype), **biases)
+
+
+def _vary(matrix: torch.Tensor, random: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Multiplies rows and runs of 16 columns by random factors whose mean square is 1."""
+    experts, rows, columns = matrix.shape
+    by_row = torch.exp(0.5 * random(experts, rows, 1) - 0.25)
+    by_group = torch.exp(0.5 * random(experts, 1, -(-columns // 16)) - 0.25)
+    return matrix * by_row * by_group.repeat_interleave(16, 2)[..., :columns]
 
 
 def make_inputs(problem: MoEProblem, num_tokens: int, routing: str, device: torch.device, seed: int = 0) -> Inputs:
@@ -240,17 +302,6 @@ def build(case: Case, device: torch.device, weights: ExpertWeights | None = None
         selection=select_cell(case),
         expert_map=make_expert_map(case.problem, device),
     )
-
-
-def plant_faults(weights: ExpertWeights, activation: Activation) -> Iterator[tuple[str, ExpertWeights]]:
-    """Weights with one fault each, which the comparison has to catch."""
-    if activation.gated:
-        gate, up = weights.w13.chunk(2, dim=1)
-        yield "gate and up swapped", dataclasses.replace(weights, w13=torch.cat((up, gate), dim=1))
-    yield "experts rotated", dataclasses.replace(weights, w2=weights.w2.roll(1, dims=0))
-    if weights.w13_bias is not None and weights.w2_bias is not None:
-        yield "dropped w13_bias", dataclasses.replace(weights, w13_bias=torch.zeros_like(weights.w13_bias))
-        yield "dropped w2_bias", dataclasses.replace(weights, w2_bias=torch.zeros_like(weights.w2_bias))
 
 
 @functools.cache

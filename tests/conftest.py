@@ -65,7 +65,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = outcome.get_result()  # type: ignore[attr-defined]
     if cell is None or item.config.getoption("--ledger") is None:
         return
-    key = (cell.name, cell.class_name, cell.rules)
+    key = (cell.name, cell.class_name, cell.schemes, cell.rules)
     if report.failed:
         _FAILED.add(key)
     elif report.when == "call" and report.passed:
@@ -86,7 +86,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     records = [
         Verification.of(cell, platform, _PASSED[key])
         for cell in load_backends().cells
-        if (key := (cell.name, cell.class_name, cell.rules)) in _PASSED
+        if (key := (cell.name, cell.class_name, cell.schemes, cell.rules)) in _PASSED
         and key not in _FAILED
         # An interpreter shows that a kernel is right, not that hardware runs it.
         and cell.rule_for(platform) is not None

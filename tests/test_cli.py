@@ -29,6 +29,7 @@ from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.shapes import get_shape
+from moereg.testing.tolerances import tolerance
 from moereg.tuning.roofline import Ceilings
 from tests.fakes import FakeExperts, WrongExperts
 
@@ -460,7 +461,7 @@ def test_a_backends_bug_is_one_line_of_its_own_exit_code(call: Call, isolated_re
     assert "Traceback" in err
 
 
-@pytest.mark.parametrize("line", ["--require triton", "--quant fp8_block128", "--deny torch"])
+@pytest.mark.parametrize("line", ["--require triton", "--quant fp8_block128 --graph-capture", "--deny torch"])
 def test_nothing_fits_to_run_is_exit_3(call: Call, call_json: CallJson, line: str) -> None:
     code, found = call_json(f"run {SIZES} --platform cpu {line}")
     _check_run(found)
@@ -479,6 +480,28 @@ def test_an_emulation_says_so_and_nothing_warns(call: Call, isolated_registry: B
     code, out, err = call(f"run {SIZES} --require fake_slow")
     assert (code, err) == (0, "")
     assert "emulation: right numbers" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "computes", "tier"),
+    [
+        ("--quant nvfp4", "nvfp4_w4a16", "kernel"),
+        ("--quant nvfp4 --exact-activations --bias", "nvfp4", "emulation"),
+        ("--quant fp8_tensor_static --dtype float16", "fp8_tensor_static", "emulation"),
+        ("--quant int4_w4a16_g128_zp --activation relu2 --num-local-experts 3", "int4_w4a16_g128_zp", "kernel"),
+    ],
+)
+def test_run_of_quantised_weights(call_json: CallJson, line: str, computes: str, tier: str) -> None:
+    code, found = call_json(f"run {SIZES} --platform cpu {line}")
+    assert (code, found["passed"]) == (0, True)
+    winner = found["selection"]["decisions"][0]
+    assert (winner["computes"], winner["tier"]) == (computes, tier)
+    assert (
+        0
+        < found["relative_error"]
+        < found["tolerance"]
+        == pytest.approx(tolerance(computes, found["problem"]["dtype"], 64 * 64))
+    )
 
 
 def test_verbose_logs_to_standard_error(call: Call) -> None:
@@ -689,7 +712,7 @@ def test_a_backend_that_fails_takes_no_other_down(
     assert "fake_raising failed at 16 tokens: RuntimeError: a bug" in out
 
 
-@pytest.mark.parametrize("line", ["--require triton", "--quant fp8_block128", "--deny torch"])
+@pytest.mark.parametrize("line", ["--require triton", "--quant fp8_block128 --require triton", "--deny torch"])
 def test_nothing_fits_to_bench_is_exit_3(call: Call, call_json: CallJson, line: str) -> None:
     code, found = call_json(f"{BENCH} --platform cpu {line}")
     _check_bench(found)

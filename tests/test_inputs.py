@@ -7,6 +7,8 @@ import torch
 
 from moereg.layer import make_kernel
 from moereg.problem import MoEProblem
+from moereg.quantize import dequantize_weights
+from moereg.reference import relative_error
 from moereg.tuning import inputs
 from moereg.tuning.inputs import ROUTINGS, num_calls, random_call, random_weights
 
@@ -54,11 +56,15 @@ def test_weights_are_of_the_problem(activation: str) -> None:
     assert not torch.equal(weights.w13, random_weights(problem, generator(1), CPU).w13)
 
 
-def test_a_quantised_scheme_is_refused() -> None:
-    problem = MoEProblem(num_experts=2, hidden_size=128, intermediate_size=128, top_k=1, quant="fp8_block128")
-    with pytest.raises(ValueError, match="scheme fp8_block128 cannot be made"):
-        random_weights(problem, generator(), CPU)
-
+@pytest.mark.parametrize("scheme", ["fp8_block128", "int4_w4a16_g32_zp", "nvfp4", "fp8_tensor_static"])
+def test_quantised_weights_are_those_of_the_same_layer(scheme: str) -> None:
+    sizes = {"num_experts": 2, "hidden_size": 256, "intermediate_size": 128, "top_k": 1}
+    device = torch.device("cpu")
+    plain = random_weights(MoEProblem(**sizes), torch.Generator().manual_seed(0), device)
+    quantised = random_weights(MoEProblem(**sizes, quant=scheme), torch.Generator().manual_seed(0), device)
+    w13, w2 = dequantize_weights(quantised, torch.float32)
+    for found, expected in ((w13, plain.w13), (w2, plain.w2)):
+        assert 1e-3 < relative_error(found, expected.float()) < 0.15
 
 def test_the_pool_goes_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "_POOL_NUMEL", 7)

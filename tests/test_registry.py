@@ -147,7 +147,7 @@ class NoApply(Experts):
         ),
         (
             subclass(__init__=lambda self, problem: None),
-            "__init__ must take (self, problem, platform), got (self, problem)",
+            "__init__ must take (self, problem, platform, computes), got (self, problem)",
         ),
         (subclass(facts={}), "facts must be a moereg.author.Facts, got dict"),
         (subclass(input_form="fp8"), "input_form must be one of ('unquantized', 'quantized'), got 'fp8'"),

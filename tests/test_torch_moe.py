@@ -30,12 +30,12 @@ from moereg.platforms import Platform
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
-from moereg.testing.tolerances import TOLERANCES
+from moereg.testing.tolerances import ROUNDING_BOUNDS
 from moereg.weights import ExpertWeights, PermutedWeights
 
 STANDARD = (TorchPackedExperts, TorchGroupedExperts, TorchDenseExperts)
 BATCHED = (TorchPackedBatchedExperts, TorchBatchedExperts)
-TOLERANCE = TOLERANCES["unquantized"]
+TOLERANCE = ROUNDING_BOUNDS
 ACTIVATIONS = (
     Activation.from_name("silu"),
     Activation.from_name("gelu"),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moereg.errors import UnknownSchemeError
 from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights import ExpertWeights, PermutedWeights, checks_values
 
 E, H, I = 3, 64, 40  # noqa: E741
 
@@ -23,7 +25,9 @@ def plain(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> ExpertWeights:
 
 def of_scheme(name: str, has_bias: bool = False, **changes: Any) -> ExpertWeights:
     rows = QUANT_SCHEMES[name].tensor_rows(E, H, I, num_halves=2, has_bias=has_bias)
-    tensors = {row.name: torch.zeros(row.shapes[0], dtype=torch.uint8).to(row.dtype or torch.bfloat16) for row in rows}
+    tensors = {
+        row.name: torch.full(row.shapes[0], float("_scale" in row.name)).to(row.dtype or torch.bfloat16) for row in rows
+    }
     return ExpertWeights(**{**tensors, "quant": name, **changes})
 
 
@@ -42,6 +46,10 @@ def test_every_scheme_can_be_made(name: str, has_bias: bool) -> None:
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def ones(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.ones(shape).to(dtype)
 
 
 BAD_PLAIN: list[tuple[dict[str, Any], str]] = [
@@ -95,7 +103,60 @@ def test_bad_construction(changes: dict[str, Any], text: str) -> None:
     ("scheme", "changes", "text"),
     [
         ("nvfp4", {"w13_scale": None}, "scheme nvfp4 needs w13_scale of shape [3, 80, 4], got none"),
-        ("nvfp4", {"w2_scale_2": zeros(E)}, "w2_scale_2 must be torch.float32 in scheme nvfp4, got torch.bfloat16"),
+        (
+            "nvfp4",
+            {"w2_scale_2": zeros(E)},
+            "w2_scale_2 must be torch.float32 in scheme nvfp4, got torch.bfloat16; convert it",
+        ),
+        (
+            "mxfp4_w4a16",
+            {"w2_scale": zeros(E, H, 2, dtype=torch.uint8)},
+            "w2_scale must be torch.float8_e8m0fnu in scheme mxfp4_w4a16, got torch.uint8; view its bytes as "
+            "torch.float8_e8m0fnu if they are that",
+        ),
+        (
+            "fp8_block128",
+            {"w13": zeros(E, 2 * I, H)},
+            "w13 must be torch.float8_e4m3fn in scheme fp8_block128, got torch.bfloat16; quantise with "
+            "moereg.quantize.quantize_weights, or leave quant out",
+        ),
+        (
+            "nvfp4",
+            {"w13_scale": ones(E, 2 * I, 2, dtype=torch.float8_e4m3fn)},
+            "w13_scale must have shape [3, 80, 4] in scheme nvfp4, got [3, 80, 2]; pass one for each group of 1 rows x "
+            "16 columns, in order, not swizzled and not padded",
+        ),
+        (
+            "fp8_block128",
+            {"w13_scale": ones(E, 2, 1, dtype=torch.float32)},
+            "w13_scale must have shape [3, 1, 1] in scheme fp8_block128, got [3, 2, 1]; pass one for each group of 128 "
+            "rows x 128 columns, in order, not swizzled and not padded",
+        ),
+        (
+            "int8_w8a16",
+            {"w2_scale": ones(E, H, dtype=torch.float32)},
+            "w2_scale must have shape [3, 64, 1] in scheme int8_w8a16, got [3, 64]; pass one for each group of 1 rows "
+            "x all columns, in order, not swizzled and not padded",
+        ),
+        (
+            "fp8_tensor_dynamic",
+            {"w2_scale": ones(E, 1, dtype=torch.float32)},
+            "w2_scale must have shape [3] in scheme fp8_tensor_dynamic, got [3, 1]; pass one for each expert, or of "
+            "w13 one for gate and one for up",
+        ),
+        (
+            "int4_w4a16_g32_zp",
+            {"w13_zero_point": zeros(E, 2 * I, 2, dtype=torch.uint8)},
+            "w13_zero_point must have shape [3, 80, 1] in scheme int4_w4a16_g32_zp, got [3, 80, 2]; pass one for each "
+            "group, two 4-bit ones to a byte along a row's groups",
+        ),
+        (
+            "int4_w4a16_gall",
+            {"w13": zeros(E, 2 * I, H, dtype=torch.uint8)},
+            "w13 must have hidden_size / 2 columns in scheme int4_w4a16_gall, two 4-bit codes to a byte, where w2 has "
+            "hidden_size rows, got w13 [3, 80, 64] and w2 [3, 64, 20]; pack codes with moereg.quantize.pack_nibbles, "
+            "and let the loader transpose and trim checkpoints",
+        ),
         (
             "nvfp4",
             {"w13_scale_2": zeros(E, 3, dtype=torch.float32)},
@@ -123,6 +184,93 @@ def test_bad_construction(changes: dict[str, Any], text: str) -> None:
 def test_bad_quantised_construction(scheme: str, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         of_scheme(scheme, **changes)
+
+
+def spoiled(scheme: str, name: str, value: float, *place: int) -> dict[str, torch.Tensor]:
+    tensor = of_scheme(scheme).tensors()[name].clone()
+    tensor[place] = value
+    return {name: tensor}
+
+
+INF, NAN = math.inf, math.nan
+BAD_VALUES: list[tuple[str, dict[str, torch.Tensor], str]] = [
+    *(
+        (
+            scheme,
+            spoiled(scheme, "w13_scale", value, *place),
+            f"w13_scale must be finite and not negative, got {value} at {list(place)}; look at the checkpoint and at "
+            "how its bytes were read",
+        )
+        for scheme, value, place in (
+            ("fp8_tensor_dynamic", -1.0, (2,)),
+            ("fp8_channel_token", INF, (1, 7, 0)),
+            ("fp8_block128", NAN, (0, 0, 0)),
+            ("nvfp4", -0.5, (1, 2, 3)),
+            ("nvfp4", NAN, (1, 2, 3)),
+            ("mxfp8", NAN, (2, 79, 1)),
+        )
+    ),
+    (
+        "nvfp4",
+        {"w2_scale_2": torch.tensor([1.0, -INF, 1.0])},
+        "w2_scale_2 must be finite and not negative, got -inf at [1]; look at the checkpoint and at how its bytes were "
+        "read",
+    ),
+    (
+        "nvfp4",
+        {"a13_scale": torch.tensor([1.0, 1.0, 0.0])},
+        "a13_scale must be finite and positive, got 0.0 at [2]; calibrate again, or leave it out where the scheme can "
+        "do without",
+    ),
+    (
+        "fp8_tensor_static",
+        {"a2_scale": torch.tensor(NAN)},
+        "a2_scale must be finite and positive, got nan; calibrate again, or leave it out where the scheme can do "
+        "without",
+    ),
+    (
+        # 40 columns are two groups of w2, 64 columns two of w13 in groups of 32, so only one of 64 leaves one over.
+        "int4_w4a16_g64_zp",
+        {"w2_zero_point": torch.full((E, H, 1), 0x88, dtype=torch.uint8)},
+        "w2_zero_point must have 0 in the last nibble of a row of 1 groups, got 8 at [0, 0]; pack them along the "
+        "groups with moereg.quantize.pack_nibbles",
+    ),
+]
+
+
+@pytest.mark.parametrize(("scheme", "changes", "text"), BAD_VALUES)
+def test_bad_values(scheme: str, changes: dict[str, torch.Tensor], text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        of_scheme(scheme, **changes)
+
+
+def test_values_that_are_fine() -> None:
+    """Groups of zeros may have any scale that is not negative, also -0, and every nibble is a zero point."""
+    of_scheme("fp8_channel_token", w13_scale=torch.zeros(E, 2 * I, 1))
+    of_scheme("nvfp4", **spoiled("nvfp4", "w13_scale", -0.0, 0, 0, 0))
+    of_scheme("int4_w4a16_g32_zp", w13_zero_point=torch.full((E, 2 * I, 1), 0xFF, dtype=torch.uint8))
+    of_scheme("mxfp8", **spoiled("mxfp8", "w13_scale", 2.0**127, 0, 0, 0))
+
+
+def test_values_on_a_gpu_are_checked_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks_values(torch.device("cpu"))
+    assert not checks_values(torch.device("cuda"))
+    monkeypatch.setenv("MOEREG_DEBUG", "1")
+    assert checks_values(torch.device("cuda"))
+    assert not checks_values(torch.device("meta"))
+
+
+def test_fake_weights_have_no_values_to_check() -> None:
+    with FakeTensorMode():
+        of_scheme("nvfp4")
+
+
+def test_sizes() -> None:
+    assert (of_scheme("nvfp4").num_experts, of_scheme("nvfp4").hidden_size) == (E, H)
+    for name in QUANT_SCHEMES:
+        weights = of_scheme(name)
+        assert (weights.num_halves, weights.intermediate_size) == (2, I)
+    assert plain(w13=zeros(E, I, H)).num_halves == 1
 
 
 def test_optional_tensors_may_be_there() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from moereg.cli._options import usage_errors
 from moereg.cli._progress import Advance
 from moereg.problem import MoEProblem
 from moereg.routing import softmax_topk
@@ -37,19 +36,16 @@ class Layer:
 def random_layer(problem: MoEProblem, seed: int, device: torch.device, advance: Advance) -> Layer:
     """Random weights as `random_weights` makes them, and random routing; the same on every device.
 
+    Weights of a quantised scheme are quantised expert by expert; static activation scales are those of random tokens.
+
     Args:
-        problem: The layer; unquantized.
+        problem: The layer.
         seed: Of everything random.
         device: To build on.
         advance: Told of each expert.
-
-    Raises:
-        UsageError: The scheme is quantised.
     """
     generator = torch.Generator().manual_seed(seed)
-    with usage_errors():
-        weights = random_weights(problem, generator, device, advance)
-    return Layer(weights, _random_router(problem, generator))
+    return Layer(random_weights(problem, generator, device, advance), _random_router(problem, generator))
 
 
 def _random_router(problem: MoEProblem, generator: torch.Generator) -> Router:

@@ -35,7 +35,8 @@ def check_run_fits(
     if free_bytes is None:
         return
     one_bytes = expert_bytes(problem)
-    fp32_bytes = one_bytes * torch.float32.itemsize // problem.torch_dtype.itemsize
+    numbers = problem.activation.num_halves * problem.intermediate_size * problem.hidden_size
+    fp32_bytes = (numbers + problem.hidden_size * problem.intermediate_size) * torch.float32.itemsize
     tokens_bytes = _tokens_bytes(problem, num_tokens, num_calls)
     limit_bytes = _MAX_FRACTION * free_bytes
     copies = 1 + num_kernels
@@ -46,16 +47,18 @@ def check_run_fits(
     num_fitting = int((limit_bytes - fp32_bytes - tokens_bytes) // (copies * one_bytes))
     if 1 <= num_fitting < problem.num_local_experts:
         cures.append(f"--num-local-experts {num_fitting}")
-    if problem.dtype == "float32":
+    is_quantised = problem.quant.weight is not None
+    if problem.dtype == "float32" and not is_quantised:
         cures.append("--dtype bfloat16")
     if num_kernels > 1:
         cures.append("--require with fewer backends")
     if tokens_bytes > layer_bytes:
         cures.append("a smaller --tokens")
+    stored = problem.quant.name if is_quantised else problem.dtype
     permuted = f"permuted for {num_kernels} kernels" if num_kernels > 1 else "permuted"
     raise TooLargeError(
         f"a run of this layer needs {format_bytes(layer_bytes + tokens_bytes)} ({problem.num_local_experts} experts of "
-        f"{format_bytes(one_bytes)} in {problem.dtype}, canonical and {permuted}, and {num_tokens} tokens), over "
+        f"{format_bytes(one_bytes)} in {stored}, canonical and {permuted}, and {num_tokens} tokens), over "
         f"{_MAX_FRACTION:.0%} of the {format_bytes(free_bytes)} free on {device}; "
         f"{'pass ' + ' or '.join(cures) if cures else 'free memory or use a larger machine'}"
     )

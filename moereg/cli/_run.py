@@ -112,8 +112,6 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
             selection = select_backend(problem, platform, **flags.request())
     except UnsupportedProblemError as error:
         return RunResult(subject, error.selection, num_tokens)
-    assert selection.winner is not None
-    bound = tolerance(selection.winner.computes, problem.dtype, num_tokens * problem.hidden_size)
     device = torch.device(platform.device_type)
     check_run_fits(problem, num_tokens, device)
     with torch.no_grad():
@@ -124,7 +122,7 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
             with phase("loading weights") as advance:
                 built = load_layer(checkpoint, layer, problem, device, advance)
         hidden_states = random_hidden_states(problem, num_tokens, seed, device)
-        return _measure(RunResult(subject, selection, num_tokens, tolerance=bound), built, hidden_states)
+        return _measure(RunResult(subject, selection, num_tokens), built, hidden_states)
 
 
 def _checkpoint_problem(checkpoint: Path, layer: int | None, flags: ProblemFlags) -> tuple[int, MoEProblem]:
@@ -152,9 +150,11 @@ def _measure(result: RunResult, layer: Layer, hidden_states: torch.Tensor) -> Ru
         out = kernel(hidden_states, topk_weights, topk_ids)
         timing = time_kernels({"": kernel}, [Call(hidden_states, topk_weights, topk_ids)])[""]
     with phase("computing the reference"):
-        reference = reference_experts(problem, weights, hidden_states, topk_weights, topk_ids)
+        computes = kernel.experts.computes
+        reference = reference_experts(problem, weights, hidden_states, topk_weights, topk_ids, computes=computes)
     return dataclasses.replace(
         result,
+        tolerance=tolerance(computes, problem.dtype, reference.numel()),
         relative_error=relative_error(out, reference),
         time_us=timing.median_us,
         permute_ms=permute_ms,

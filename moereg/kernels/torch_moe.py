@@ -8,6 +8,7 @@ T tokens, H hidden size, I intermediate size, E local experts, K top-k, N = T*K 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -17,10 +18,12 @@ import torch.nn.functional as F
 from moereg.kernels.torch_mlp import ExpertMlp
 
 __all__ = [
+    "batched_rows",
     "bucket_rows",
     "chunk_num_tokens",
     "host_batched_experts",
     "host_experts",
+    "routed_inputs",
     "routed_rows",
     "row_block",
     "sort_routes",
@@ -160,6 +163,54 @@ def host_experts(
         _run_segments(rows, hidden_states[tokens], routes, top_k, mlp, block, input_weights)
         weights = torch.ones_like(topk_weights[tokens]) if apply_router_weight_on_input else topk_weights[tokens]
         _weighted_sum(out[tokens], rows, routes, weights)
+
+
+def routed_inputs(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    num_local_experts: int,
+    block: int,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The inputs that `host_experts` gives to each active expert, without the neighbours that fill a bucket.
+
+    Args:
+        hidden_states, topk_weights, topk_ids, num_local_experts, expert_map, apply_router_weight_on_input: As there.
+        block: Most rows at a time.
+
+    Yields:
+        The expert and [rows, H] in hidden_states' dtype.
+    """
+    top_k = topk_ids.shape[1]
+    routes = sort_routes(topk_ids, num_local_experts, expert_map)
+    input_weights = topk_weights.reshape(-1)
+    for expert, first, count in routes.segments:
+        for order in routes.order[first : first + count].split(block):
+            x = hidden_states.index_select(0, order // top_k)
+            if apply_router_weight_on_input:
+                x = (x * input_weights.index_select(0, order).unsqueeze(1)).to(hidden_states.dtype)
+            yield expert, x
+
+
+def batched_rows(
+    hidden_states: torch.Tensor, expert_num_tokens: torch.Tensor, block: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The valid rows of each active expert, as `routed_inputs` for the batched format.
+
+    Args:
+        hidden_states [E,max_T,H]: Rows past an expert's count may hold anything.
+        expert_num_tokens [E] int32: Valid rows of each expert.
+        block: Most rows at a time.
+
+    Yields:
+        The expert and views [rows, H].
+    """
+    for expert, count in enumerate(expert_num_tokens.tolist()):
+        for x in hidden_states[expert, :count].split(block):
+            if len(x):
+                yield expert, x
 
 
 def _run_segments(

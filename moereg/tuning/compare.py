@@ -165,11 +165,15 @@ class Comparison:
         return sum(math.prod(shape) for shape in shapes) * self.problem.torch_dtype.itemsize
 
     def _errors(self, call: Call, failures: dict[Decision, str]) -> dict[Decision, float]:
-        reference = reference_experts(self.problem, self._weights, *call)
+        # One of each scheme that is computed: a cell may compute on the same weights with 16-bit activations.
+        references = {
+            scheme: reference_experts(self.problem, self._weights, *call, computes=scheme)
+            for scheme in dict.fromkeys(decision.computes for decision in self._kernels)
+        }
         errors = {}
         for decision, kernel in self._kernels.items():
             try:
-                errors[decision] = output_error(kernel, call, reference)
+                errors[decision] = output_error(kernel, call, references[decision.computes])
             except Exception as error:
                 failures[decision] = _failure(error)
         return errors

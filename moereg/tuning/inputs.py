@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from moereg.problem import MoEProblem
+from moereg.quantize import quantize_weights
+from moereg.reference import calibrate_activation_scales
 from moereg.weights import ExpertWeights
 
 __all__ = ["ROUTINGS", "Call", "num_calls", "random_call", "random_weights"]
@@ -22,6 +24,7 @@ _POOL_NUMEL: Final = 4_194_301
 _GATE_STD: Final = 1.0
 _UP_STD: Final = 1.6
 _BIAS_STD: Final = 0.5
+_SAMPLE_TOKENS: Final = 64
 # A weight near 0 would hide that its route is wrong.
 _MIN_ROUTE_WEIGHT: Final = 0.1
 
@@ -49,44 +52,95 @@ def random_weights(
     """Random weights at which outputs are of the order of 1; the same on every device.
 
     Drawing a normal number takes far longer than copying one, so experts are cut at different places from one pool of
-    them and scaled differently: no two experts and no two rows of one are equal.
+    them and scaled differently: no two experts and no two rows of one are equal. Weights of a quantised scheme are
+    quantised expert by expert; static activation scales are those of random tokens.
 
     Args:
-        problem: The layer; unquantized.
+        problem: The layer.
         generator: Of the CPU.
         device: To build on.
         advance: Told of each expert as (done, in all).
-
-    Raises:
-        ValueError: The scheme is quantised.
     """
-    if problem.quant.weight is not None:
-        raise ValueError(
-            f"random weights of scheme {problem.quant.name} cannot be made in this version; "
-            "leave --quant out or use moereg explain"
-        )
     pool = torch.randn(_POOL_NUMEL, generator=generator).to(device, problem.torch_dtype)
-    num_experts, hidden, intermediate = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
-    halves = problem.activation.num_halves
-    w13 = torch.empty(num_experts, halves * intermediate, hidden, dtype=problem.torch_dtype, device=device)
-    w2 = torch.empty(num_experts, hidden, intermediate, dtype=problem.torch_dtype, device=device)
-    for expert in range(num_experts):
-        starts = torch.randint(_POOL_NUMEL, (3,), generator=generator).tolist()
-        # Experts of one model differ in scale too.
-        scale = 0.8 + 0.4 * float(torch.rand((), generator=generator))
-        up = w13[expert, -intermediate:]
-        _fill(up, pool, starts[0], scale * _UP_STD / math.sqrt(hidden))
-        if halves == 2:
-            _fill(w13[expert, :intermediate], pool, starts[1], scale * _GATE_STD / math.sqrt(hidden))
-        _fill(w2[expert], pool, starts[2], scale / math.sqrt(intermediate))
-        if advance is not None:
-            advance(expert + 1, num_experts)
-    biases: dict[str, Any] = {}
+    build = _unquantized_experts if problem.quant.weight is None else _quantised_experts
+    tensors = build(problem, pool, generator, advance)
     if problem.has_bias:
-        for name, columns in (("w13_bias", halves * intermediate), ("w2_bias", hidden)):
-            bias = torch.randn(num_experts, columns, generator=generator) * _BIAS_STD
-            biases[name] = bias.to(device, problem.torch_dtype)
-    return ExpertWeights(w13=w13, w2=w2, **biases)
+        rows = problem.activation.num_halves * problem.intermediate_size
+        for name, columns in (("w13_bias", rows), ("w2_bias", problem.hidden_size)):
+            bias = torch.randn(problem.num_local_experts, columns, generator=generator) * _BIAS_STD
+            tensors[name] = bias.to(device, problem.torch_dtype)
+    return ExpertWeights(**tensors, quant=problem.quant)
+
+
+def _empty_experts(problem: MoEProblem, num_experts: int, device: torch.device) -> dict[str, torch.Tensor]:
+    hidden, intermediate = problem.hidden_size, problem.intermediate_size
+    shapes = {
+        "w13": (num_experts, problem.activation.num_halves * intermediate, hidden),
+        "w2": (num_experts, hidden, intermediate),
+    }
+    return {name: torch.empty(shape, dtype=problem.torch_dtype, device=device) for name, shape in shapes.items()}
+
+
+def _fill_expert(
+    problem: MoEProblem, w13: torch.Tensor, w2: torch.Tensor, pool: torch.Tensor, generator: torch.Generator
+) -> None:
+    """Overwrites one expert's matrices."""
+    hidden, intermediate = problem.hidden_size, problem.intermediate_size
+    starts = torch.randint(_POOL_NUMEL, (3,), generator=generator).tolist()
+    # Experts of one model differ in scale too.
+    scale = 0.8 + 0.4 * float(torch.rand((), generator=generator))
+    _fill(w13[-intermediate:], pool, starts[0], scale * _UP_STD / math.sqrt(hidden))
+    if problem.activation.num_halves == 2:
+        _fill(w13[:intermediate], pool, starts[1], scale * _GATE_STD / math.sqrt(hidden))
+    _fill(w2, pool, starts[2], scale / math.sqrt(intermediate))
+
+
+def _unquantized_experts(
+    problem: MoEProblem, pool: torch.Tensor, generator: torch.Generator, advance: Callable[[int, int], object] | None
+) -> dict[str, torch.Tensor]:
+    tensors = _empty_experts(problem, problem.num_local_experts, pool.device)
+    for expert in range(problem.num_local_experts):
+        _fill_expert(problem, tensors["w13"][expert], tensors["w2"][expert], pool, generator)
+        if advance is not None:
+            advance(expert + 1, problem.num_local_experts)
+    return tensors
+
+
+def _quantised_experts(
+    problem: MoEProblem, pool: torch.Tensor, generator: torch.Generator, advance: Callable[[int, int], object] | None
+) -> dict[str, torch.Tensor]:
+    buffer = _empty_experts(problem, 1, pool.device)
+    # By a generator of its own, so that the weights are those of the unquantised layer, rounded.
+    own = torch.Generator().manual_seed(generator.initial_seed() + 1)
+    sample = torch.randn(_SAMPLE_TOKENS, problem.hidden_size, generator=own).to(pool)
+    experts: list[dict[str, torch.Tensor]] = []
+    for expert in range(problem.num_local_experts):
+        _fill_expert(problem, buffer["w13"][0], buffer["w2"][0], pool, generator)
+        plain = ExpertWeights(w13=buffer["w13"], w2=buffer["w2"])
+        a13, a2 = _static_scales(problem, plain, sample)
+        experts.append(quantize_weights(plain, problem.quant, a13_scale=a13, a2_scale=a2).tensors())
+        if advance is not None:
+            advance(expert + 1, problem.num_local_experts)
+    return {name: torch.cat([tensors.pop(name) for tensors in experts]) for name in list(experts[0])}
+
+
+def _static_scales(
+    problem: MoEProblem, expert: ExpertWeights, sample: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The activation scales of one expert that a checkpoint of the problem's scheme would bring."""
+    fmt = problem.quant.activation
+    if fmt is None or not (fmt.static or fmt.global_scale):
+        return None, None
+    alone = MoEProblem(
+        num_experts=1,
+        hidden_size=problem.hidden_size,
+        intermediate_size=problem.intermediate_size,
+        top_k=1,
+        dtype=problem.dtype,
+        activation=problem.activation,
+    )
+    ids = torch.zeros(len(sample), 1, dtype=torch.int32, device=sample.device)
+    return calibrate_activation_scales(alone, expert, sample, ids.float(), ids, problem.quant)
 
 
 def _fill(target: torch.Tensor, pool: torch.Tensor, start: int, scale: float) -> None:

@@ -12,6 +12,7 @@ from moereg.experts import ExpertInputs, Experts, Facts
 from moereg.layouts import pad_columns, round_up
 from moereg.platforms import Platform, PlatformRule
 from moereg.problem import MoEProblem
+from moereg.quant import QuantScheme
 from moereg.weights import ExpertWeights, PermutedWeights
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ class InterleavedExperts(Experts):
     )
     layouts = ("gate_up_interleaved_pad64",)
 
-    def __init__(self, problem: MoEProblem, platform: Platform) -> None:
-        super().__init__(problem, platform)
+    def __init__(self, problem: MoEProblem, platform: Platform, computes: QuantScheme | None = None) -> None:
+        super().__init__(problem, platform, computes)
         # Compiled for one architecture's own instructions.
         self._has_gluon = PlatformRule("cuda:sm90").matches(platform)
         # By strides, tokens, device and which tensors there are; the problem fixes everything else that a launch

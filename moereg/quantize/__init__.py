@@ -1,0 +1,34 @@
+"""Quantise, restore and pack weights and activations as a `QuantScheme` says; docs/quantisation.md has every rule.
+
+Everything reads the fields of `QuantFormat`, so values that backends and plugins construct work as moereg's own do.
+"""
+
+from moereg.quantize.activations import (
+    activation_scale,
+    dequantize_activations,
+    quantize_activations,
+    quantize_dequantize_activations,
+    spans_tokens,
+)
+from moereg.quantize.element import Element
+from moereg.quantize.formats import Quantized, element_of
+from moereg.quantize.nibbles import pack_nibbles, unpack_nibbles
+from moereg.quantize.weights import dequantize_rows, dequantize_weights, expert_matrix, quantize_weights, row_blocks
+
+__all__ = [
+    "Element",
+    "Quantized",
+    "activation_scale",
+    "dequantize_activations",
+    "dequantize_rows",
+    "dequantize_weights",
+    "element_of",
+    "expert_matrix",
+    "pack_nibbles",
+    "quantize_activations",
+    "quantize_dequantize_activations",
+    "quantize_weights",
+    "row_blocks",
+    "spans_tokens",
+    "unpack_nibbles",
+]

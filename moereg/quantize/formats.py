@@ -1,0 +1,118 @@
+"""Reads a `QuantFormat`: which element type it names, and the one way to scale, round and restore a matrix in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from moereg.quant import QuantFormat
+from moereg.quantize.element import Element
+from moereg.quantize.float4 import E2M1
+from moereg.quantize.float8 import float8_element
+from moereg.quantize.groups import expand_groups
+from moereg.quantize.integers import INTEGERS
+
+__all__ = ["Quantized", "element_of", "restore", "spread_zero_points", "total_scale"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A quantised matrix: codes and all that turns them back into numbers, x = (q - zero_point) * scale * scale_2.
+
+    R rows, K columns (the reduced dimension), leading dimensions as the input had them.
+
+    Attributes:
+        q: Codes [..., R, K] in the format's storage dtype; 4-bit ones packed [..., R, ceil(K/2)].
+        scale: In the format's scale dtype, one a group [..., ceil(R/group rows), ceil(K/group columns)]; [] where one
+            is for everything, or [halves] where each half of the rows of weights has one.
+        scale_2: Global scale, fp32: [] or [halves] (weights); [] or one a row [..., R, 1] (activations); None where the
+            format has none.
+        zero_point: One a group, packed like q along the groups of a row; None where symmetric.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    scale_2: torch.Tensor | None = None
+    zero_point: torch.Tensor | None = None
+
+
+@functools.lru_cache(maxsize=64)
+def element_of(fmt: QuantFormat) -> Element:
+    """The element type of a format.
+
+    Raises:
+        ValueError: The dtype is none that moereg can encode, or has zero points and a signed type.
+    """
+    if fmt.dtype == "float4_e2m1fn":
+        element = E2M1
+    elif fmt.dtype in INTEGERS:
+        element = INTEGERS[fmt.dtype]
+    else:
+        dtype = getattr(torch, fmt.dtype, None)
+        # Only positive numbers are in float8_e8m0fnu, which is for scales.
+        if not (isinstance(dtype, torch.dtype) and _is_float8(dtype) and torch.finfo(dtype).min < 0):
+            known = ", ".join(["float4_e2m1fn", *INTEGERS, "the 8-bit floats of torch"])
+            raise ValueError(f"no element type {fmt.dtype!r} to quantise to or from (known: {known})")
+        element = float8_element(dtype)
+    if not fmt.symmetric and not fmt.dtype.startswith("uint"):
+        raise ValueError(f"zero points need an unsigned element type such as uint4, got {fmt.dtype}")
+    return element
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def total_scale(
+    scale: torch.Tensor, scale_2: torch.Tensor | None, fmt: QuantFormat, rows: int, columns: int
+) -> torch.Tensor:
+    """What numbers are divided by to become codes: the product of their scales, rounded to fp32.
+
+    Args:
+        scale, scale_2: As in `Quantized`, for these rows.
+        fmt: The format.
+        rows, columns: R and K.
+
+    Returns:
+        fp32, broadcastable to [..., rows, columns].
+    """
+    product = scale.float() if scale_2 is None else scale.float() * scale_2
+    return expand_groups(product, fmt.group, rows, columns)
+
+
+def spread_zero_points(
+    zero_point: torch.Tensor, fmt: QuantFormat, num_groups: int, rows: int, columns: int
+) -> torch.Tensor:
+    """Zero points as signed integers in fp32, broadcastable to [..., rows, columns].
+
+    Args:
+        zero_point: As in `Quantized`, for these rows.
+        fmt: The format.
+        num_groups: Of a row.
+        rows, columns: R and K.
+    """
+    return expand_groups(element_of(fmt).decode(zero_point, num_groups), fmt.group, rows, columns)
+
+
+def restore(
+    stored: Quantized, fmt: QuantFormat, rows: int, columns: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The numbers that a quantised matrix stands for.
+
+    Args:
+        stored: The matrix; scales for halves of the rows already one a row, [rows, 1].
+        fmt: Its format.
+        rows, columns: R and K.
+        dtype: To compute in: fp32, which rounds each product, or fp64.
+
+    Returns:
+        [..., rows, columns] in `dtype`.
+    """
+    values = element_of(fmt).decode(stored.q, columns).to(dtype)
+    if stored.zero_point is not None:
+        values = values - spread_zero_points(stored.zero_point, fmt, stored.scale.shape[-1], rows, columns)
+    # The group scale first: a 4-bit or 8-bit float times an 8-bit one is exact, so that only scale_2 rounds.
+    values = values * expand_groups(stored.scale.to(dtype), fmt.group, rows, columns)
+    return values if stored.scale_2 is None else values * stored.scale_2.to(dtype)

@@ -1,0 +1,239 @@
+"""Quantises and restores the weights of a layer, expert by expert and some rows at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import torch
+
+from moereg.quant import WHOLE, QuantFormat, QuantScheme, get_scheme
+from moereg.quantize.formats import Quantized, element_of, restore, spread_zero_points, total_scale
+from moereg.quantize.groups import group_extrema, group_rows
+from moereg.quantize.scales import choose_scale, global_scale
+from moereg.weights import ExpertWeights
+
+__all__ = ["dequantize_rows", "dequantize_weights", "expert_matrix", "quantize_weights"]
+
+# In fp32; ten temporaries of this size are all that is needed beside input and output, and they stay in cache.
+BLOCK_BYTES: Final = 4 << 20
+_MATRICES: Final = ("w13", "w2")
+
+
+@torch.no_grad()
+def quantize_weights(
+    weights: ExpertWeights,
+    scheme: QuantScheme | str,
+    *,
+    a13_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
+    separate_halves: bool = False,
+) -> ExpertWeights:
+    """Rounds unquantized weights to a scheme's format; see docs/quantisation.md for every rule.
+
+    Args:
+        weights: Unquantized, in bf16, fp16 or fp32, on any device.
+        scheme: A name or a value.
+        a13_scale: fp32 [E] or []: static scale of the first matmul's input, where the scheme has one.
+        a2_scale: As a13_scale, of the second matmul's input.
+        separate_halves: Gate and up rows of w13 get scales of their own, [E,2], where a scale spans all rows.
+
+    Returns:
+        New weights on the same device; biases are the same tensors. Beside input and output it takes the codes of one
+        expert and a few times 4 MiB.
+
+    Raises:
+        ValueError: The weights are quantised already or not finite, the scheme is unquantized or not encodable, or a
+            static activation scale is missing or superfluous.
+    """
+    scheme = get_scheme(scheme)
+    if weights.scheme.weight is not None:
+        raise ValueError(
+            f"quantize_weights needs unquantized weights, got {weights.scheme.name}; dequantise them first"
+        )
+    if scheme.weight is None:
+        raise ValueError(f"quantize_weights needs a scheme with quantised weights, got {scheme.name}")
+    rows = scheme.tensor_rows(
+        weights.num_experts, weights.hidden_size, weights.intermediate_size, weights.num_halves, has_bias=False
+    )
+    given = {"w13_bias": weights.w13_bias, "w2_bias": weights.w2_bias, "a13_scale": a13_scale, "a2_scale": a2_scale}
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    for row in rows:
+        if row.name not in ("a13_scale", "a2_scale"):
+            shape = row.shapes[-1] if separate_halves else row.shapes[0]
+            tensors[row.name] = torch.empty(shape, dtype=row.dtype, device=weights.w13.device)
+        elif row.required and row.name not in tensors:
+            raise ValueError(
+                f"scheme {scheme.name} has static activation scales; pass {row.name}=..., "
+                "for example from moereg.reference.calibrate_activation_scales"
+            )
+    for name in _MATRICES:
+        halves = weights.num_halves if separate_halves and name == "w13" else 1
+        for expert, matrix in enumerate(getattr(weights, name)):
+            try:
+                quantized = _quantize_matrix(matrix, scheme.weight, halves)
+            except _NotFiniteError:
+                raise ValueError(
+                    f"weights must be finite to be quantised, got infinity or NaN in {name} of expert {expert}; "
+                    "look at the checkpoint"
+                ) from None
+            for suffix, value in _named(quantized):
+                target = tensors[f"{name}{suffix}"][expert]
+                target.copy_(value.view(target.shape))
+    return ExpertWeights(**tensors, quant=scheme)
+
+
+@torch.no_grad()
+def dequantize_weights(
+    weights: ExpertWeights, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers that quantised weights stand for, w = (q - zero_point) * scale * scale_2.
+
+    Args:
+        weights: Of any scheme, on any device.
+        dtype: Of the result. Products are taken in fp32 and rounded once to it; in fp64 where dtype is fp64.
+
+    Returns:
+        w13 [E,2I,H] (or [E,I,H]) and w2 [E,H,I], new tensors. Beside them it takes a few times 4 MiB.
+    """
+    sizes = {
+        "w13": (weights.num_halves * weights.intermediate_size, weights.hidden_size),
+        "w2": (weights.hidden_size, weights.intermediate_size),
+    }
+    found: list[torch.Tensor] = []
+    fmt = weights.scheme.weight
+    for name, (rows, columns) in sizes.items():
+        if fmt is None:
+            found.append(getattr(weights, name).to(dtype, copy=True))
+            continue
+        result = torch.empty(weights.num_experts, rows, columns, dtype=dtype, device=weights.w13.device)
+        for expert in range(weights.num_experts):
+            matrix = expert_matrix(weights.tensors(), name, expert)
+            for block in row_blocks(rows, columns, fmt):
+                result[expert, block] = dequantize_rows(matrix, fmt, columns, block, dtype)
+        found.append(result)
+    return found[0], found[1]
+
+
+def expert_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int) -> Quantized:
+    """One expert's matrix out of a layer's tensors, as views.
+
+    Args:
+        tensors: By field name of `ExpertWeights`.
+        name: `w13` or `w2`.
+        expert: Local expert.
+    """
+    values = (tensors.get(f"{name}{suffix}") for suffix in ("", "_scale", "_scale_2", "_zero_point"))
+    q, scale, scale_2, zero_point = (None if value is None else value[expert] for value in values)
+    assert q is not None
+    assert scale is not None
+    return Quantized(q, scale, scale_2, zero_point)
+
+
+def dequantize_rows(matrix: Quantized, fmt: QuantFormat, columns: int, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+    """Some rows of one expert's matrix.
+
+    Args:
+        matrix: As `expert_matrix` gives it.
+        fmt: Its format.
+        columns: K.
+        rows: Starts at a multiple of the format's group rows.
+        dtype: Of the result; see `dequantize_weights`.
+
+    Returns:
+        [rows, K], a new tensor.
+    """
+    start, stop, _ = rows.indices(matrix.q.shape[0])
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return restore(_take_rows(matrix, fmt, slice(start, stop)), fmt, stop - start, columns, wide).to(dtype)
+
+
+def row_blocks(rows: int, columns: int, fmt: QuantFormat) -> Iterator[slice]:
+    """Slices of a matrix's rows of at most `BLOCK_BYTES` in fp32, or of one row of groups; starts are whole groups."""
+    group = group_rows(fmt.group, rows) if fmt.group != (WHOLE, WHOLE) else 1
+    step = max(1, BLOCK_BYTES // (4 * columns * group)) * group
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+class _NotFiniteError(ValueError):
+    pass
+
+
+def _named(quantized: Quantized) -> Iterator[tuple[str, torch.Tensor]]:
+    for field in dataclasses.fields(quantized):
+        value = getattr(quantized, field.name)
+        if value is not None:
+            yield "" if field.name == "q" else f"_{field.name}", value
+
+
+def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int) -> Quantized:
+    """Quantises [R, K]; `halves` parts of the rows have a scale of their own where one spans them all."""
+    element = element_of(fmt)
+    scale_dtype: torch.dtype = getattr(torch, fmt.scale_dtype)
+    rows, columns = weight.shape
+    scale = scale_2 = None
+    if fmt.global_scale or fmt.group == (WHOLE, WHOLE):
+        low, high = torch.aminmax(weight.reshape(halves, -1), dim=1)
+        amax = torch.maximum(-low, high).float()
+        if fmt.global_scale:
+            scale_2 = global_scale(amax, element.half_range, scale_dtype)
+        if fmt.group == (WHOLE, WHOLE):
+            scale = choose_scale(amax, element.half_range, scale_dtype, scale_2)
+    blocks = [
+        _quantize_rows(weight[block].float(), fmt, _of_rows(scale, rows, block), _of_rows(scale_2, rows, block))
+        for block in row_blocks(rows, columns, fmt)
+    ]
+    if scale is None:
+        scale = torch.cat([block.scale for block in blocks])
+    if not scale.float().isfinite().all():
+        raise _NotFiniteError
+    zero_points = [block.zero_point for block in blocks if block.zero_point is not None]
+    q = torch.cat([block.q for block in blocks])
+    return Quantized(q, scale, scale_2, torch.cat(zero_points) if zero_points else None)
+
+
+def _quantize_rows(
+    x: torch.Tensor, fmt: QuantFormat, scale: torch.Tensor | None, scale_2: torch.Tensor | None
+) -> Quantized:
+    """Quantises some rows in fp32; scales that span more than these rows are given, one a row."""
+    element = element_of(fmt)
+    rows, columns = x.shape
+    zero_point = None
+    if scale is None:
+        low, high = group_extrema(x, fmt.group)
+        scale_dtype: torch.dtype = getattr(torch, fmt.scale_dtype)
+        if fmt.symmetric:
+            scale = choose_scale(torch.maximum(-low, high), element.half_range, scale_dtype, scale_2)
+        else:
+            scale = choose_scale(high - low, element.max_value - element.min_value, scale_dtype, scale_2)
+            zero_point = element.encode(element.min_value - low / scale.float())
+    scaled = x / total_scale(scale, scale_2, fmt, rows, columns)
+    if zero_point is not None:
+        scaled += spread_zero_points(zero_point, fmt, scale.shape[-1], rows, columns)
+    return Quantized(element.encode(scaled), scale, None, zero_point)
+
+
+def _take_rows(matrix: Quantized, fmt: QuantFormat, rows: slice) -> Quantized:
+    num_rows = matrix.q.shape[0]
+    spans_rows = fmt.group[0] == WHOLE
+    group = group_rows(fmt.group, num_rows)
+    groups = slice(rows.start // group, -(-rows.stop // group))
+    if fmt.group == (WHOLE, WHOLE):
+        scale = _of_rows(matrix.scale, num_rows, rows)
+        assert scale is not None
+    else:
+        scale = matrix.scale if spans_rows else matrix.scale[groups]
+    zero_point = matrix.zero_point
+    if zero_point is not None and not spans_rows:
+        zero_point = zero_point[groups]
+    return Quantized(matrix.q[rows], scale, _of_rows(matrix.scale_2, num_rows, rows), zero_point)
+
+
+def _of_rows(value: torch.Tensor | None, num_rows: int, rows: slice) -> torch.Tensor | None:
+    """A value for all rows [] or for each half of them [halves], as one a row [rows, 1]."""
+    if value is None:
+        return None
+    value = value.reshape(-1)
+    return value.repeat_interleave(num_rows // len(value))[rows].unsqueeze(1)

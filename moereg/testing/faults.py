@@ -1,0 +1,131 @@
+"""Faults that a comparison has to catch: each takes right weights and returns wrong ones, as a kernel might read them.
+
+A fault of the weights does what the same fault in a kernel's addressing would do, so whoever compares a kernel on
+spoiled weights with the reference on right ones sees what a wrong kernel would give.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import torch
+
+from moereg.quantize import pack_nibbles
+from moereg.weights import ExpertWeights
+
+__all__ = [
+    "FAULTS",
+    "MATRICES",
+    "bias_dropped",
+    "experts_rotated",
+    "gate_up_swapped",
+    "global_scale_dropped",
+    "nibbles_swapped",
+    "plant_faults",
+    "scale_off_by_one_group",
+    "zero_point_dropped",
+]
+
+MATRICES: Final = ("w13", "w2")
+
+Fault = Callable[[ExpertWeights, str], ExpertWeights | None]
+"""Spoils one matrix of `MATRICES`; None where the weights have nothing that it could spoil."""
+
+
+def gate_up_swapped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
+    """Up rows stand where gate rows belong, with their scales, zero points and biases."""
+    if matrix != "w13" or weights.num_halves != 2:
+        return None
+    swapped = {}
+    for name in ("w13", "w13_scale", "w13_scale_2", "w13_zero_point", "w13_bias"):
+        tensor = weights.tensors().get(name)
+        # One scale an expert has no halves, and blocks of rows none where a block spans the border of the two.
+        if tensor is not None and tensor.dim() > 1 and tensor.shape[1] % 2 == 0:
+            swapped[name] = torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
+    return _with(weights, swapped)
+
+
+def experts_rotated(weights: ExpertWeights, matrix: str = "w2") -> ExpertWeights | None:
+    """Each expert has the codes of the one before it, and its own scales."""
+    if weights.num_experts == 1:
+        return None
+    return _with(weights, {matrix: _get(weights, matrix).roll(1, dims=0)})
+
+
+def bias_dropped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
+    """The bias is zero."""
+    bias = weights.tensors().get(f"{matrix}_bias")
+    return None if bias is None else _with(weights, {f"{matrix}_bias": torch.zeros_like(bias)})
+
+
+def scale_off_by_one_group(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
+    """Each group has the scale of the one before it in its row.
+
+    Where a row is one group, of the row before; where a matrix is, of the half or expert before.
+    """
+    scale = weights.tensors().get(f"{matrix}_scale")
+    if scale is None or scale.numel() == 1:
+        return None
+    dims = [dim for dim in range(scale.dim()) if scale.shape[dim] > 1]
+    return _with(weights, {f"{matrix}_scale": scale.roll(1, dims=dims[-1])})
+
+
+def global_scale_dropped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
+    """The second scale is not applied."""
+    scale_2 = weights.tensors().get(f"{matrix}_scale_2")
+    return None if scale_2 is None else _with(weights, {f"{matrix}_scale_2": torch.ones_like(scale_2)})
+
+
+def zero_point_dropped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
+    """All zero points are the symmetric one, half the range."""
+    zero_point = weights.tensors().get(f"{matrix}_zero_point")
+    fmt = weights.scheme.weight
+    if zero_point is None or fmt is None:
+        return None
+    half = 1 << (fmt.bits - 1)
+    groups = _get(weights, f"{matrix}_scale").shape[-1]
+    codes = torch.full((*zero_point.shape[:-1], groups), half, dtype=torch.uint8, device=zero_point.device)
+    return _with(weights, {f"{matrix}_zero_point": pack_nibbles(codes) if fmt.bits == 4 else codes})
+
+
+def nibbles_swapped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
+    """The high nibble is read first."""
+    fmt = weights.scheme.weight
+    if fmt is None or fmt.bits != 4:
+        return None
+    packed = _get(weights, matrix)
+    return _with(weights, {matrix: packed >> 4 | packed << 4})
+
+
+FAULTS: Final[dict[str, Fault]] = {
+    "gate and up swapped": gate_up_swapped,
+    "experts rotated": experts_rotated,
+    "bias dropped": bias_dropped,
+    "scale off by one group": scale_off_by_one_group,
+    "global scale dropped": global_scale_dropped,
+    "zero point dropped": zero_point_dropped,
+    "nibbles swapped": nibbles_swapped,
+}
+
+
+def plant_faults(weights: ExpertWeights) -> Iterator[tuple[str, ExpertWeights]]:
+    """Every fault that the weights can have, one at a time, with its name and the matrix that it is in.
+
+    The comparison sees a wrong scale only where scales differ by more than its tolerance, so weights need groups, rows
+    and experts of different magnitude.
+    """
+    for name, fault in FAULTS.items():
+        for matrix in MATRICES:
+            spoiled = fault(weights, matrix)
+            if spoiled is not None:
+                yield f"{name} in {matrix}", spoiled
+
+
+def _get(weights: ExpertWeights, name: str) -> torch.Tensor:
+    return weights.tensors()[name]
+
+
+def _with(weights: ExpertWeights, tensors: dict[str, torch.Tensor]) -> ExpertWeights:
+    return dataclasses.replace(weights, **tensors)  # type: ignore[arg-type]

@@ -1,0 +1,153 @@
+"""Bounds against simulated kernels, which round in 16 bits and sum in another order than the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moereg.errors import UnknownSchemeError
+from moereg.problem import MoEProblem
+from moereg.quant import QUANT_SCHEMES, QuantFormat, QuantScheme
+from moereg.quantize import activation_scale, dequantize_weights, quantize_dequantize_activations, spans_tokens
+from moereg.reference import reference_experts, relative_error
+from moereg.testing.tolerances import tolerance
+from moereg.weights import ExpertWeights
+from tests import conformance
+
+CPU = torch.device("cpu")
+ROUNDING = [name for name, scheme in QUANT_SCHEMES.items() if scheme.activation is not None]
+WEIGHT_ONLY = [name for name, scheme in QUANT_SCHEMES.items() if scheme.weight is not None and name not in ROUNDING]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T as four partial sums over every fourth column, backwards."""
+    parts = [x[:, start::4].flip(1) @ weight[:, start::4].flip(1).T for start in (3, 1, 2, 0)]
+    return torch.stack(parts).sum(0)
+
+
+def simulated(
+    problem: MoEProblem, weights: ExpertWeights, inputs: conformance.Inputs, stores_gate_up: bool
+) -> torch.Tensor:
+    """A kernel that stores intermediate and each route's output in the problem's dtype, gate and up too where asked.
+
+    One whose activations are not quantised also rounds restored weights.
+    """
+    scheme, num_experts = problem.quant, problem.num_experts
+
+    def stored(x: torch.Tensor) -> torch.Tensor:
+        return x.to(problem.torch_dtype).float()
+
+    w13, w2 = dequantize_weights(weights, torch.float32)
+    if scheme.activation is None:
+        w13, w2 = stored(w13), stored(w2)
+
+    def quantised(x: torch.Tensor, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        static = weights.tensors().get(f"{name}_scale")
+        scale = None if static is None else static.expand(num_experts)[expert]
+        if spans_tokens(scheme):
+            scale = activation_scale(rows.abs().amax(), scheme)
+        return quantize_dequantize_activations(x, scheme, scale)
+
+    x = inputs.hidden_states.float()
+    routes = [torch.nonzero(inputs.topk_ids == expert, as_tuple=True) for expert in range(num_experts)]
+    middles = []
+    for expert, (token, _) in enumerate(routes):
+        gemm1 = product(quantised(x[token], "a13", expert, x), w13[expert])
+        middles.append(stored(problem.activation(stored(gemm1) if stores_gate_up else gemm1)))
+    out = torch.zeros_like(x)
+    for expert, (token, slot) in enumerate(routes):
+        gemm2 = stored(product(quantised(middles[expert], "a2", expert, torch.cat(middles)), w2[expert]))
+        out.index_add_(0, token, gemm2 * inputs.topk_weights[token, slot].unsqueeze(1))
+    return stored(out)
+
+
+def errors(name: str, dtype: str, stores_gate_up: bool) -> list[tuple[float, int]]:
+    """Errors against the reference, with the number of elements of each output."""
+    found = []
+    for hidden_size, intermediate_size in ((64, 96), (255, 129), (256, 384)):
+        problem = MoEProblem(
+            num_experts=6,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            top_k=2,
+            dtype=dtype,
+            quant=name,
+        )
+        weights = conformance.make_weights(problem, CPU)
+        for num_tokens, seed in ((1, 1), (1, 2), (2, 3), (17, 4), (63, 5)):
+            inputs = conformance.make_inputs(problem, num_tokens, "uniform", CPU, seed)
+            truth = reference_experts(problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+            out = simulated(problem, weights, inputs, stores_gate_up)
+            found.append((relative_error(out, truth), truth.numel()))
+    return found
+
+
+def root_mean_square(found: list[tuple[float, int]]) -> float:
+    return math.sqrt(sum(error**2 for error, _ in found) / len(found))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", QUANT_SCHEMES)
+def test_kernels_that_store_gate_and_up_in_16_bits_pass(name: str, dtype: str) -> None:
+    found = errors(name, dtype, stores_gate_up=True)
+    for error, num_elements in found:
+        assert error < tolerance(name, dtype, num_elements)
+    if dtype != "float32":
+        # A bound that nothing comes near would catch nothing.
+        assert root_mean_square(found) > tolerance(name, dtype) / 10
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ROUNDING)
+def test_kernels_that_round_as_the_reference_pass_a_closer_bound(name: str, dtype: str) -> None:
+    for error, num_elements in errors(name, dtype, stores_gate_up=False):
+        assert error < tolerance(name, dtype, num_elements, rounds_as_reference=True)
+    assert tolerance(name, dtype, rounds_as_reference=True) < tolerance(name, dtype) / 2
+
+
+def test_the_bounds_as_numbers() -> None:
+    """Changing one is a decision that this table shows."""
+    rounding = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}
+    weight_only = {"bfloat16": 9.5e-3, "float16": 1.2e-3, "float32": 1.2e-5}
+    table = {"unquantized": rounding, **dict.fromkeys(WEIGHT_ONLY, weight_only)}
+    for name in ROUNDING:
+        table[name] = {"bfloat16": 3.4e-2, "float16": 9.9e-3, "float32": 5.2e-4}
+    table["nvfp4"] = {"bfloat16": 7.7e-2, "float16": 2.5e-2, "float32": 1.4e-3}
+    table["int8_w8a8"] = {"bfloat16": 2.3e-2, "float16": 6.3e-3, "float32": 3.1e-4}
+    found = {name: {dtype: tolerance(name, dtype) for dtype in rounding} for name in QUANT_SCHEMES}
+    assert set(table) == set(QUANT_SCHEMES)
+    for name, row in table.items():
+        assert found[name] == pytest.approx(row, rel=0.03), name
+
+
+def test_small_outputs_have_larger_bounds() -> None:
+    assert tolerance("unquantized", "bfloat16", 64) == tolerance("unquantized", "bfloat16")
+    assert tolerance("unquantized", "bfloat16", 16) == 2 * tolerance("unquantized", "bfloat16")
+    assert tolerance("unquantized", "bfloat16", 0) == 8 * tolerance("unquantized", "bfloat16")
+    bounds = [tolerance("nvfp4", "bfloat16", 2**power) for power in range(30)]
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[-1] == pytest.approx(tolerance("nvfp4", "bfloat16"), rel=2e-3)
+
+
+def test_schemes_that_a_plugin_makes_up_have_bounds() -> None:
+    weight = QuantFormat("uint4", (1, 128))
+    for activation, like in (
+        (QuantFormat("float8_e4m3fn", (1, -1)), "fp8_channel_token"),
+        (QuantFormat("int8", (1, -1)), "int8_w8a8"),
+        (None, "int4_w4a16_g128"),
+    ):
+        made_up = QuantScheme("made_up", weight, activation)
+        assert tolerance(made_up, "bfloat16", 100) == tolerance(like, "bfloat16", 100)
+    with pytest.raises(UnknownSchemeError, match=r"^unknown quant scheme 'mxfp'"):
+        tolerance("mxfp", "bfloat16")
