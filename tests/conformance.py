@@ -29,6 +29,7 @@ from moereg.weights import ExpertWeights
 ROUTINGS = ("uniform", "skewed", "one_expert", "unmapped")
 TOKENS = (0, 1, 2, 17, 63)
 GPU_TOKENS = (*TOKENS, 4096)
+_SPREAD = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,9 +248,11 @@ def make_plain_weights(problem: MoEProblem, device: torch.device, seed: int = 0)
         w13[:, inter:] *= 0.6
     biases = {}
     if problem.has_bias:
+        # Larger where the bound is, so that a dropped one is seen.
+        size = 1 if problem.quant.activation is None else 2
         biases = {
-            "w13_bias": random(experts, w13.shape[1]).to(dtype),
-            "w2_bias": random(experts, hidden).to(dtype),
+            "w13_bias": (size * random(experts, w13.shape[1])).to(dtype),
+            "w2_bias": (size * random(experts, hidden)).to(dtype),
         }
     w2 = random(experts, hidden, inter) * (1 / inter**0.5)
     if problem.quant.weight is not None:
@@ -260,8 +263,9 @@ def make_plain_weights(problem: MoEProblem, device: torch.device, seed: int = 0)
 def _vary(matrix: torch.Tensor, random: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Multiplies rows and runs of 16 columns by random factors whose mean square is 1."""
     experts, rows, columns = matrix.shape
-    by_row = torch.exp(0.5 * random(experts, rows, 1) - 0.25)
-    by_group = torch.exp(0.5 * random(experts, 1, -(-columns // 16)) - 0.25)
+    # Little enough that no single element of the intermediate is most of it.
+    shapes = ((experts, rows, 1), (experts, 1, -(-columns // 16)))
+    by_row, by_group = (torch.exp(_SPREAD * random(*shape) - _SPREAD**2) for shape in shapes)
     return matrix * by_row * by_group.repeat_interleave(16, 2)[..., :columns]
 
 

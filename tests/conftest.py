@@ -37,6 +37,15 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tiny sizes: on a busy machine torch's threads wait for each other for milliseconds."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
 def isolated_registry() -> Iterator[BackendRegistry]:
     """The global registry with all backends loaded; what a test adds is gone afterwards."""
     from moereg.discovery import load_backends

@@ -20,6 +20,7 @@ from tests import conformance
 from tests.conformance import Case, Inputs
 
 DEVICE = conformance.test_device()
+pytestmark = pytest.mark.usefixtures("one_thread")
 CASES = conformance.registered_cases()
 CELLS = [cell for cell in load_backends().cells if conformance.runnable_platform(cell) is not None]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

@@ -17,6 +17,7 @@ from moereg.testing.tolerances import tolerance
 from tests import conformance
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def expected_faults(scheme: QuantScheme) -> set[str]:

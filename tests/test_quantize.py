@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
@@ -46,13 +45,7 @@ TINY = 2.0**-126
 few = settings(max_examples=40, deadline=None)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Sizes here are tiny, and on a busy machine threads wait for each other for milliseconds."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

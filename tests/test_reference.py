@@ -31,6 +31,7 @@ from tests import conformance
 from tests.conformance import make_weights
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
 QUANTISED = [name for name, scheme in QUANT_SCHEMES.items() if scheme.weight is not None]
 ROUNDING = [name for name, scheme in QUANT_SCHEMES.items() if scheme.activation is not None]
 

@@ -6,7 +6,6 @@ import dataclasses
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -46,13 +45,7 @@ ACTIVATIONS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Sizes here are tiny, and on a busy machine threads wait for each other for milliseconds."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_problem(**changes: object) -> MoEProblem:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,12 +32,7 @@ PLATFORM = "cpu"
 ROUNDING = [name for name, scheme in QUANT_SCHEMES.items() if scheme.activation is not None]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
