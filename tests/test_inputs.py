@@ -66,6 +66,7 @@ def test_quantised_weights_are_those_of_the_same_layer(scheme: str) -> None:
     for found, expected in ((w13, plain.w13), (w2, plain.w2)):
         assert 1e-3 < relative_error(found, expected.float()) < 0.15
 
+
 def test_the_pool_goes_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "_POOL_NUMEL", 7)
     target = torch.empty(4, 5)
