@@ -648,25 +648,31 @@ BROKEN: dict[str, tuple[Break, tuple[str, ...]]] = {
         _config(model_type="deepseek_v2", first_k_dense_replace=...),
         ("{path}/config.json", "first_k_dense_replace", "got none"),
     ),
-    "quant_method": (
-        _config(quantization_config={"quant_method": "mxfp4"}),
-        ("reads 16-bit and 32-bit checkpoints in this version", "'mxfp4'", "{path}"),
-    ),
-    "quant_method_nested": (
+    "no_quant_method": (
         lambda path: _write(path, {"text_config": CONFIG, "quantization_config": {"bits": 4}}),
-        ("16-bit and 32-bit", "'unnamed'", "{path}"),
+        ("{path}/config.json", "must name its quant_method, got None", "known: fp8"),
     ),
-    "model_opt": (
-        _text("hf_quant_config.json", '{"quantization": {"quant_algo": "NVFP4"}}'),
-        ("16-bit and 32-bit", "'NVFP4'", "{path}"),
+    "unknown_quant_method": (
+        _config(quantization_config={"quant_method": "fp9"}),
+        ("{path}/config.json", "unknown quant method 'fp9', did you mean 'fp8'?", "bfloat16 release"),
     ),
-    "fp8_tensors": (
+    "quant_config_not_object": (
+        _config(quantization_config="fp8"),
+        ("{path}/config.json", "quantization_config must be a JSON object, got 'fp8'"),
+    ),
+    "quantised_tensors_unsaid": (
         _with_tensors({DOWN_3: torch.zeros(8, 6, dtype=torch.float8_e4m3fn)}),
-        ("16-bit and 32-bit", "F8_E4M3", DOWN_3, "experts1.safetensors", "{path}"),
+        (
+            f"{DOWN_3} must be BF16 or F16 or F32",
+            "unquantised",
+            "F8_E4M3",
+            "{path}/experts1.safetensors",
+            "config.json",
+        ),
     ),
-    "scale_tensors": (
+    "scale_tensors_unsaid": (
         _with_tensors({f"{GATE_0}_scale_inv": torch.ones(1, 1)}),
-        ("16-bit and 32-bit", f"{GATE_0}_scale_inv", "experts0.safetensors", "{path}"),
+        ("unquantised experts have no tensor such as", f"{GATE_0}_scale_inv", "{path}/experts0.safetensors"),
     ),
     "missing_shard": (
         _remove("experts1.safetensors"),

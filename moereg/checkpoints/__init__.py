@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from moereg.checkpoints._files import CheckpointFiles
 from moereg.checkpoints._memory import check_fits
 from moereg.checkpoints._plan import LayerPlan, moe_layer_indices, plan_layer
-from moereg.errors import RequestError
+from moereg.errors import CheckpointError, RequestError
 from moereg.layer import MoEKernel, make_kernel
 from moereg.problem import MoEProblem
 from moereg.routing import RouterSpec
@@ -45,7 +45,7 @@ class CheckpointLayer:
 
     Attributes:
         problem: The layer, in the dtype that it was loaded in.
-        weights: Canonical, local experts only.
+        weights: Canonical, local experts only; quantised where the checkpoint is.
         model_type: As config.json says it; for multimodal models that of the language model.
         layer: Index in the whole model.
         router: How the model routes.
@@ -157,7 +157,7 @@ def load_experts(
     Args:
         path: Checkpoint directory.
         layer: Index in the whole model.
-        dtype: To load in; the stored tensors' where None.
+        dtype: To load in, or of quantised experts to run in; the checkpoint's where None.
         device: To load to.
         max_memory_fraction: Of the device's free memory that the layer may take.
         num_local_experts: Experts of this rank; all where None.
@@ -183,19 +183,25 @@ def load_experts(
         plan = plan_layer(files, layer, num_local_experts, ep_rank)
         overrides: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
         problem = dataclasses.replace(plan.problem, **overrides)
-        shapes = _canonical_shapes(problem)
-        expert_bytes = sum(math.prod(shape[1:]) for shape in shapes.values()) * problem.torch_dtype.itemsize
+        rows = _canonical_rows(problem, {part.field for parts in plan.parts for part in parts})
+        expert_bytes = sum(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in rows.values())
         subject = f"layer {layer} of {str(files.path)!r}"
-        check_fits(subject, expert_bytes, problem.num_local_experts, problem.dtype, device, max_memory_fraction)
-        tensors: dict[str, Any] = {
-            field: torch.empty(shape, dtype=problem.torch_dtype, device=device) for field, shape in shapes.items()
-        }
+        stored_as = problem.dtype if problem.quant.weight is None else problem.quant.name
+        check_fits(subject, expert_bytes, problem.num_local_experts, stored_as, device, max_memory_fraction)
+        tensors = {field: torch.empty(shape, dtype=dtype, device=device) for field, (shape, dtype) in rows.items()}
         for local_expert, parts in enumerate(plan.parts):
             for part in parts:
-                part.copy_to(tensors[part.field][local_expert], files.read(part.name, part.row))
+                try:
+                    part.copy_to(tensors, local_expert, files.read(part.name, part.row))
+                except CheckpointError as error:
+                    raise CheckpointError(f"{part.name} of {str(files.path)!r}: {error}") from error
             if progress is not None:
                 progress(local_expert + 1, len(plan.parts))
-        return _with_router(files, plan, problem, layer, ExpertWeights(**tensors), ep_rank)
+        try:
+            weights = ExpertWeights(**tensors, quant=problem.quant)
+        except ValueError as error:
+            raise CheckpointError(f"{subject}: {error}") from error
+        return _with_router(files, plan, problem, layer, weights, ep_rank)
 
 
 def _with_router(
@@ -220,8 +226,10 @@ def _with_router(
     )
 
 
-def _canonical_shapes(problem: MoEProblem) -> dict[str, tuple[int, ...]]:
-    """Shapes of the fields of `ExpertWeights` that the layer has."""
+def _canonical_rows(
+    problem: MoEProblem, fields: Container[str | None]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the fields of `ExpertWeights` that the layer has; of scales of halves, one for each."""
     rows = problem.quant.tensor_rows(
         problem.num_local_experts,
         problem.hidden_size,
@@ -229,4 +237,11 @@ def _canonical_shapes(problem: MoEProblem) -> dict[str, tuple[int, ...]]:
         problem.activation.num_halves,
         problem.has_bias,
     )
-    return {row.name: row.shapes[0] for row in rows}
+    return {
+        row.name: (
+            row.shapes[-1] if row.name.startswith("w") else row.shapes[0],
+            problem.torch_dtype if row.dtype is None else row.dtype,
+        )
+        for row in rows
+        if row.name in fields
+    }

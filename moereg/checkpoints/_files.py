@@ -20,6 +20,7 @@ __all__ = ["CheckpointFiles", "TensorHeader"]
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
+_MODEL_OPT: Final = "hf_quant_config.json"
 # Pickles run code when they are loaded, so they are named in the error and never opened.
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth")
 
@@ -71,19 +72,29 @@ class CheckpointFiles(contextlib.ExitStack):
         nested = self.full_config.get("text_config")
         return nested if isinstance(nested, dict) else self.full_config
 
-    @property
-    def quant_method(self) -> str | None:
-        """How the checkpoint says that it is quantised; None where it does not."""
+    @functools.cached_property
+    def quantization(self) -> tuple[Mapping[str, Any], str] | None:
+        """How the checkpoint says that it is quantised, and the file that says so; None where none does."""
         for config in (self.full_config, self.config):
-            if quantization := config.get("quantization_config") or config.get("compression_config"):
-                method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-                return str(method or "unnamed")
+            for key in ("quantization_config", "compression_config"):
+                if not (quantization := config.get(key)):
+                    continue
+                if not isinstance(quantization, dict):
+                    raise CheckpointError(
+                        f"{self.path / 'config.json'}: {key} must be a JSON object, got {quantization!r}; take "
+                        "config.json from the model's publisher"
+                    )
+                return quantization, "config.json"
         # ModelOpt writes a file of its own, and some of its exports leave config.json as it was.
-        model_opt_path = self.path / "hf_quant_config.json"
+        model_opt_path = self.path / _MODEL_OPT
         if not model_opt_path.is_file():
             return None
         quantization = _read_json_object(model_opt_path).get("quantization")
-        return str(quantization.get("quant_algo") or "unnamed") if isinstance(quantization, dict) else None
+        if not isinstance(quantization, dict):
+            raise CheckpointError(
+                f"{model_opt_path} must hold an object named quantization, got {quantization!r}; download it again"
+            )
+        return {"quant_method": "modelopt", **quantization}, _MODEL_OPT
 
     @functools.cached_property
     def file_of(self) -> Mapping[str, str]:

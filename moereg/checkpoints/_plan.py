@@ -4,57 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Final
 
-import torch
-
 from moereg.checkpoints._files import CheckpointFiles, TensorHeader
+from moereg.checkpoints._formats import FLOATS, StorageFormat, unquantized_format
 from moereg.checkpoints._models import MODEL_TYPES, ModelType, read_count
+from moereg.checkpoints._parts import ExpertPart, list_modules, list_parts
+from moereg.checkpoints._quantisation import quantized_format
 from moereg.errors import CheckpointError, unknown_name_message
 from moereg.problem import MoEProblem
 from moereg.routing import RouterSpec
 
-__all__ = ["ExpertPart", "LayerPlan", "moe_layer_indices", "plan_layer"]
+__all__ = ["LayerPlan", "moe_layer_indices", "plan_layer"]
 
 # In front of `layers.`: language models, multimodal ones old and new, and models saved without their head.
 _PREFIXES: Final = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
 _DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-_QUANTISED_SUFFIXES: Final = ("_scale_inv", "_scale", "_scales", "_blocks", "_packed", "qweight", "qzeros", "absmax")
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertPart:
-    """One piece of one expert: a tensor, or a row of a fused one, and where it goes.
-
-    Attributes:
-        name: Tensor's name in the checkpoint.
-        shape: That its header must have.
-        field: Of `ExpertWeights`.
-        half: Of the expert's w13 that it is: 0 gate, 1 up; None where it is all of the field.
-        row: Of the fused tensor; None where the tensor is this expert's alone.
-        is_transposed: Stored [in,out].
-        is_interleaved: Gate and up rows alternate.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    field: str
-    half: int | None = None
-    row: int | None = None
-    is_transposed: bool = False
-    is_interleaved: bool = False
-
-    def copy_to(self, out: torch.Tensor, stored: torch.Tensor) -> None:
-        """Writes the piece as stored into its expert's slice of the field, in the canonical order and out's dtype."""
-        source = stored.mT if self.is_transposed else stored
-        target = out if self.half is None else out.chunk(2)[self.half]
-        if self.is_interleaved:
-            gate_rows, up_rows = target.chunk(2)
-            gate_rows.copy_(source[0::2])
-            up_rows.copy_(source[1::2])
-        else:
-            target.copy_(source)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +29,7 @@ class LayerPlan:
 
     Attributes:
         model_type: As config.json says it.
-        problem: With the dtype of the stored tensors.
+        problem: With the scheme and dtype of the stored tensors.
         router: How it routes.
         parts: By local expert, what to read.
         router_weight, router_bias, correction_bias: Tensor names, None where the model has none.
@@ -99,8 +65,6 @@ def plan_layer(files: CheckpointFiles, layer: int, num_local_experts: int | None
         ValueError: The rank's experts are not experts of the layer.
     """
     model_type, model = _model(files)
-    if files.quant_method is not None:
-        raise _quantised(files, f"quant method {files.quant_method!r}")
     _check_has_experts(files, layer)
     with _config_errors(files):
         router = RouterSpec.from_config(files.config)
@@ -115,31 +79,35 @@ def plan_layer(files: CheckpointFiles, layer: int, num_local_experts: int | None
         )
     experts = _local_experts(problem.num_experts, num_local_experts, ep_rank)
     root = _find_block(files, model, layer)
-    _check_not_quantised(files, f"{root}experts.")
-    is_fused = model.projections is None or f"{root}experts.gate_up_proj" in files.file_of
-    list_parts = _fused_parts if is_fused else _separate_parts
-    parts = [tuple(list_parts(model, problem, root, expert)) for expert in experts]
+    experts_root = f"{root}experts."
+    stored = _storage_format(files, model, experts_root, experts)
+    problem = dataclasses.replace(problem, quant=stored.scheme)
+    with _config_errors(files):
+        parts = [tuple(list_parts(model, problem, stored, experts_root, expert)) for expert in experts]
     headers: dict[str, TensorHeader] = {}
+    parts = [tuple(part for part in some if part.required or part.name in files.file_of) for some in parts]
     for part in (part for expert_parts in parts for part in expert_parts):
         if part.name not in headers:
-            headers[part.name] = _check_header(files, problem, part.name, part.shape)
-    dtype = _one_dtype(files, headers)
+            headers[part.name] = _check_header(files, problem, stored.name, part)
+    _check_nothing_else(files, stored, experts_root, experts, headers)
 
     router_root = f"{root}{model.router}."
     plan = LayerPlan(
         model_type,
-        dataclasses.replace(problem, dtype=dtype, num_local_experts=len(experts)),
+        problem,
         router,
         parts,
         router_weight=f"{router_root}weight",
         router_bias=f"{router_root}bias" if model.has_bias else None,
         correction_bias=f"{router_root}e_score_correction_bias" if router.has_correction_bias else None,
     )
-    _check_header(files, problem, plan.router_weight, (problem.num_experts, problem.hidden_size))
-    for name in (plan.router_bias, plan.correction_bias):
-        if name is not None:
-            _check_header(files, problem, name, (problem.num_experts,))
-    return plan
+    bias_shape = (problem.num_experts,)
+    router_shapes: dict[str, tuple[int, ...]] = {plan.router_weight: (*bias_shape, problem.hidden_size)}
+    router_shapes.update({name: bias_shape for name in (plan.router_bias, plan.correction_bias) if name is not None})
+    for name, shape in router_shapes.items():
+        _check_header(files, problem, stored.name, ExpertPart(name, (shape,), FLOATS, None))
+    dtype = _dtype(files, stored, headers, plan.router_weight)
+    return dataclasses.replace(plan, problem=dataclasses.replace(problem, dtype=dtype, num_local_experts=len(experts)))
 
 
 @contextlib.contextmanager
@@ -213,51 +181,62 @@ def _find_block(files: CheckpointFiles, model: ModelType, layer: int) -> str:
     )
 
 
-def _fused_parts(model: ModelType, problem: MoEProblem, root: str, expert: int) -> Iterator[ExpertPart]:
-    num_experts, gate_up_size = problem.num_experts, 2 * problem.intermediate_size
-    sizes = {
-        ("w13", "gate_up_proj"): (gate_up_size, problem.hidden_size),
-        ("w2", "down_proj"): (problem.hidden_size, problem.intermediate_size),
-    }
-    for (field, projection), (size_out, size_in) in sizes.items():
-        is_interleaved = model.is_interleaved and field == "w13"
-        name = f"{root}experts.{projection}"
-        yield ExpertPart(
-            name,
-            (num_experts, size_in, size_out) if model.is_transposed else (num_experts, size_out, size_in),
-            field,
-            row=expert,
-            is_transposed=model.is_transposed,
-            is_interleaved=is_interleaved,
-        )
-        if model.has_bias:
-            shape = (num_experts, size_out)
-            yield ExpertPart(f"{name}_bias", shape, f"{field}_bias", row=expert, is_interleaved=is_interleaved)
-
-
-def _separate_parts(model: ModelType, problem: MoEProblem, root: str, expert: int) -> Iterator[ExpertPart]:
-    assert model.projections is not None and not model.has_bias, "no known model has separate experts with biases"
-    hidden_size, intermediate_size = problem.hidden_size, problem.intermediate_size
-    gate, up, down = (f"{root}experts.{expert}.{projection}.weight" for projection in model.projections)
-    yield ExpertPart(gate, (intermediate_size, hidden_size), "w13", half=0)
-    yield ExpertPart(up, (intermediate_size, hidden_size), "w13", half=1)
-    yield ExpertPart(down, (hidden_size, intermediate_size), "w2")
-
-
-def _check_header(files: CheckpointFiles, problem: MoEProblem, name: str, shape: tuple[int, ...]) -> TensorHeader:
-    header = files.header(name)
-    if header.dtype not in _DTYPES:
-        raise _quantised(files, f"{header.dtype} in tensor {name!r} of {header.file}")
-    if header.shape != shape:
+def _storage_format(files: CheckpointFiles, model: ModelType, experts_root: str, experts: range) -> StorageFormat:
+    """How the experts are stored, as the configs say."""
+    is_fused = model.projections is None or f"{experts_root}gate_up_proj" in files.file_of
+    found = quantized_format(files, list_modules(model, experts_root, experts, is_fused))
+    if found is None:
+        return unquantized_format(is_fused, model.is_transposed)
+    if model.projections is None and not found.is_fused:
         raise CheckpointError(
-            f"{name} must be {list(shape)} where config.json says E={problem.num_experts}, H={problem.hidden_size}, "
-            f"I={problem.intermediate_size}, got {list(header.shape)} in {files.path / header.file}; use the "
-            "config.json that belongs to these tensors"
+            f"{files.path / 'config.json'}: experts of model type {files.config.get('model_type')!r} are read fused, "
+            f"which {found.name} is not; use a release in mxfp4 or bfloat16"
+        )
+    return found
+
+
+def _check_header(files: CheckpointFiles, problem: MoEProblem, stored: str, part: ExpertPart) -> TensorHeader:
+    header = files.header(part.name)
+    shapes = " or ".join(str(list(shape)) for shape in part.shapes)
+    if header.shape not in part.shapes:
+        raise CheckpointError(
+            f"{part.name} must be {shapes} where config.json says E={problem.num_experts}, H={problem.hidden_size}, "
+            f"I={problem.intermediate_size} and {stored} experts, got {list(header.shape)} in "
+            f"{files.path / header.file}; use the config.json that belongs to these tensors"
+        )
+    if header.dtype not in part.dtypes:
+        raise CheckpointError(
+            f"{part.name} must be {' or '.join(part.dtypes)} where the checkpoint's config says {stored} experts, got "
+            f"{header.dtype} in {files.path / header.file}; use the config.json that belongs to these tensors"
         )
     return header
 
 
-def _one_dtype(files: CheckpointFiles, headers: dict[str, TensorHeader]) -> str:
+def _check_nothing_else(
+    files: CheckpointFiles, stored: StorageFormat, experts_root: str, experts: range, read: Container[str]
+) -> None:
+    """A tensor of an expert that would not be read means that the weights are not what they seem."""
+    for name, file in files.file_of.items():
+        if not name.startswith(experts_root) or name in read:
+            continue
+        expert = name.removeprefix(experts_root).partition(".")[0]
+        if not expert.isdecimal() or int(expert) in experts:
+            raise CheckpointError(
+                f"{stored.name} experts have no tensor such as {name!r}, got one in {files.path / file}; use the "
+                "config.json that belongs to these tensors, or the model's bfloat16 release"
+            )
+
+
+def _dtype(files: CheckpointFiles, stored: StorageFormat, headers: Mapping[str, TensorHeader], router: str) -> str:
+    """Of the weights where they are not quantised, else what the model is said to run in."""
+    if stored.scheme.weight is None:
+        return _one_dtype(files, headers)
+    # transformers writes dtype since version 5, torch_dtype before.
+    named = files.config.get("dtype") or files.config.get("torch_dtype")
+    return str(named) if named in _DTYPES.values() else _DTYPES[files.header(router).dtype]
+
+
+def _one_dtype(files: CheckpointFiles, headers: Mapping[str, TensorHeader]) -> str:
     (first_name, first), *others = headers.items()
     for name, header in others:
         if header.dtype != first.dtype:
@@ -266,17 +245,3 @@ def _one_dtype(files: CheckpointFiles, headers: dict[str, TensorHeader]) -> str:
                 f"{header.dtype} for {name} in {header.file} of {str(files.path)!r}; save the checkpoint in one dtype"
             )
     return _DTYPES[first.dtype]
-
-
-def _check_not_quantised(files: CheckpointFiles, experts_root: str) -> None:
-    """Scales beside the weights mean that the weights are not what they seem, whatever config.json says."""
-    for name, file in files.file_of.items():
-        if name.startswith(experts_root) and name.endswith(_QUANTISED_SUFFIXES):
-            raise _quantised(files, f"tensor {name!r} in {file}")
-
-
-def _quantised(files: CheckpointFiles, found: str) -> CheckpointError:
-    return CheckpointError(
-        f"moereg reads 16-bit and 32-bit checkpoints in this version, got {found} in {str(files.path)!r}; use the "
-        "model's bfloat16 release, or dequantise it with transformers and save_pretrained"
-    )

@@ -1,0 +1,97 @@
+"""`quant_method: awq`, what AutoAWQ writes: 4-bit integers packed along the rows in an order of their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from moereg.checkpoints._formats import (
+    FLOATS,
+    FormatOf,
+    Matrix,
+    StorageFormat,
+    StoredTensor,
+    check_divides,
+    match_modules,
+    read_names,
+)
+from moereg.checkpoints._words import int4_scheme, word_bytes
+from moereg.errors import CheckpointError
+from moereg.quant import WHOLE, QuantScheme
+from moereg.quantize import pack_nibbles
+
+__all__ = ["awq_formats"]
+
+# Of eight neighbouring rows, in the order of a word's nibbles from the lowest.
+_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def awq_formats(config: Mapping[str, Any]) -> FormatOf:
+    """The formats of a checkpoint of this method.
+
+    `qweight` [K, N/8] int32: eight neighbouring rows of a column to a word, unsigned, nibble i the row `_ORDER[i]`.
+    `qzeros` [G, N/8] int32: zero points in the same order, as they are. `scales` [G, N]. A weight is
+    (q - zero point) * scale.
+    Source: modules/linear/gemm.py and utils/packing_utils.py of AutoAWQ 0.2.9.
+
+    Args:
+        config: `quantization_config`.
+
+    Raises:
+        CheckpointError: A setting is not known.
+    """
+    for key, expected in (("version", "gemm"), ("zero_point", True)):
+        found = config.get(key, expected)
+        if (found.lower() if isinstance(found, str) else found) != expected:
+            raise CheckpointError(
+                f"{key} of quant method awq must be {expected!r}, got {found!r}; save it so with AutoAWQ, or use "
+                "another release"
+            )
+    key = "modules_to_not_convert"
+    is_ignored = match_modules(read_names(config, key), key)
+    scheme = int4_scheme("awq", config, is_symmetric=False)
+    packed = StorageFormat(f"awq {scheme.name}", scheme, functools.partial(_tensors, scheme))
+    return lambda module: None if is_ignored(module) else packed
+
+
+def _tensors(scheme: QuantScheme, matrix: Matrix) -> Sequence[StoredTensor]:
+    assert scheme.weight is not None
+    size = matrix.columns if scheme.weight.group[1] == WHOLE else scheme.weight.group[1]
+    check_divides(matrix, size)
+    if matrix.rows % 8 or matrix.columns % 2:
+        raise CheckpointError(
+            f"the rows of {matrix.module} must be a multiple of 8 and its columns of 2 in quant method awq, got "
+            f"{matrix.rows} and {matrix.columns}; use the config.json that belongs to these tensors"
+        )
+    num_groups = matrix.columns // size
+    return (
+        StoredTensor(".qweight", ((matrix.columns, matrix.rows // 8),), ("I32",), "w{}", _rows),
+        StoredTensor(".scales", ((num_groups, matrix.rows),), FLOATS, "w{}_scale", _transposed),
+        StoredTensor(".qzeros", ((num_groups, matrix.rows // 8),), ("I32",), "w{}_zero_point", _zero_points),
+    )
+
+
+def _rows(stored: torch.Tensor) -> torch.Tensor:
+    # Two columns at a time, nibbles of both to one byte: [K/2, N/8, 4] twice, for a word's even and odd nibbles.
+    columns = word_bytes(stored).unflatten(1, (-1, 4))
+    even, odd = columns[0::2], columns[1::2]
+    low, high = even & 15 | odd << 4, even >> 4 | odd & 240
+    return _in_order(low, high).mT
+
+
+def _zero_points(stored: torch.Tensor) -> torch.Tensor:
+    codes = word_bytes(stored).unflatten(1, (-1, 4))
+    return pack_nibbles(_in_order(codes & 15, codes >> 4).mT)
+
+
+def _in_order(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
+    """Values of words' even and odd nibbles [..., N/8, 4], as rows in their order [..., N]."""
+    values = torch.stack((even, odd), dim=-1).flatten(-2)
+    return values[..., torch.tensor(_ORDER).argsort()].flatten(-2)
+
+
+def _transposed(stored: torch.Tensor) -> torch.Tensor:
+    return stored.mT

@@ -1,0 +1,141 @@
+"""`quant_method: gptq`, what AutoGPTQ and GPTQModel write: 4-bit integers packed along the reduced dimension."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from moereg.checkpoints._formats import FLOATS, FormatOf, Matrix, StorageFormat, StoredTensor, check_divides
+from moereg.checkpoints._words import canonical_zero_points, int4_scheme, word_bytes
+from moereg.errors import CheckpointError
+from moereg.quant import WHOLE, QuantScheme
+from moereg.quantize import unpack_nibbles
+
+__all__ = ["gptq_formats"]
+
+_VERSIONS: Final = ("gptq", "gptq_v2")
+_ONE_IN_EACH_NIBBLE: Final = 0x11111111
+_NO_ZERO_POINT: Final = 8
+
+
+def gptq_formats(config: Mapping[str, Any]) -> FormatOf:
+    """The formats of a checkpoint of this method.
+
+    `qweight` [K/8, N] int32: eight neighbouring columns of a row to a word, the first in the lowest bits, unsigned.
+    `qzeros` [G, ceil(N/8)] int32: zero points, packed along N; version 1 (`gptq`, also where none is named) stores them
+    minus one, subtracted from whole words, version 2 (`gptq_v2`) as they are. `scales` [G, N]. `g_idx` [K] has the
+    group of each column. A weight is (q - zero point) * scale. `dynamic` has settings for modules that match an
+    expression from the start; those that match one after `-:` are left unquantised.
+    Source: nn_modules/qlinear/__init__.py (`pack_original`), utils/model.py (`convert_gptq_v1_to_v2_format_module`) and
+    quantization/config.py of GPTQModel 7.6.0; qlinear_cuda_old.py of AutoGPTQ.
+
+    Args:
+        config: `quantization_config`.
+
+    Raises:
+        CheckpointError: A setting is not known, from the function that is returned too.
+    """
+    rules = config.get("dynamic") or {}
+    if not (isinstance(rules, dict) and all(isinstance(rule, dict) for rule in rules.values())):
+        raise CheckpointError(
+            f"dynamic must be an object of objects, got {rules!r}; take the file from the model's publisher"
+        )
+
+    def format_of(module: str) -> StorageFormat | None:
+        for pattern, changes in rules.items():
+            sign, expression = (pattern[0], pattern[2:]) if pattern[:2] in ("-:", "+:") else ("+", pattern)
+            try:
+                is_meant = re.match(expression, module) is not None
+            except re.error as error:
+                raise CheckpointError(
+                    f"dynamic must hold regular expressions, got {pattern!r} ({error}); correct it"
+                ) from error
+            if is_meant:
+                return None if sign == "-" else _format({**config, **changes})
+        return _format(config)
+
+    return format_of
+
+
+def _format(config: Mapping[str, Any]) -> StorageFormat:
+    version = config.get("checkpoint_format") or config.get("format") or _VERSIONS[0]
+    if version not in _VERSIONS:
+        raise CheckpointError(
+            f"checkpoint_format of quant method gptq must be {' or '.join(_VERSIONS)}, got {version!r}; save it in one "
+            "of these with GPTQModel"
+        )
+    scheme = int4_scheme("gptq", config, is_symmetric=config.get("sym", True))
+    is_ordered = bool(config.get("desc_act"))
+    tensors = functools.partial(_tensors, scheme, version, is_ordered)
+    return StorageFormat(f"{version} {scheme.name}{' desc_act' * is_ordered}", scheme, tensors)
+
+
+def _tensors(scheme: QuantScheme, version: str, is_ordered: bool, matrix: Matrix) -> Sequence[StoredTensor]:
+    assert scheme.weight is not None
+    size = matrix.columns if scheme.weight.group[1] == WHOLE else scheme.weight.group[1]
+    check_divides(matrix, size)
+    check_divides(matrix, 8)
+    num_groups = matrix.columns // size
+    zeros = functools.partial(
+        _zero_points if not scheme.weight.symmetric else _check_zero_points, rows=matrix.rows, version=version
+    )
+    field = None if scheme.weight.symmetric else "w{}_zero_point"
+    order = functools.partial(_check_order, group_size=size)
+    return (
+        StoredTensor(".qweight", ((matrix.columns // 8, matrix.rows),), ("I32",), "w{}", _rows),
+        StoredTensor(".scales", ((num_groups, matrix.rows),), FLOATS, "w{}_scale", _transposed),
+        StoredTensor(".qzeros", ((num_groups, -(-matrix.rows // 8)),), ("I32",), field, zeros),
+        StoredTensor(".g_idx", ((matrix.columns,),), ("I32", "I64"), None, order, required=is_ordered),
+        # AutoGPTQ wrote zeros for modules without a bias.
+        StoredTensor(".bias", ((matrix.rows,),), FLOATS, None, _check_no_bias, required=False),
+    )
+
+
+def _rows(stored: torch.Tensor) -> torch.Tensor:
+    # [K/8, N] words to [K/8, N, 4] bytes, each two neighbouring columns, to [N, K/2].
+    columns: torch.Tensor = word_bytes(stored).unflatten(1, (-1, 4))
+    return columns.movedim(1, 0).flatten(1)
+
+
+def _transposed(stored: torch.Tensor) -> torch.Tensor:
+    return stored.mT
+
+
+def _zero_points(stored: torch.Tensor, rows: int, version: str) -> torch.Tensor:
+    return canonical_zero_points(stored + _ONE_IN_EACH_NIBBLE if version == _VERSIONS[0] else stored, rows)
+
+
+def _check_zero_points(stored: torch.Tensor, rows: int, version: str) -> torch.Tensor:
+    words = stored + _ONE_IN_EACH_NIBBLE if version == _VERSIONS[0] else stored
+    codes = unpack_nibbles(word_bytes(words), rows)
+    if (codes != _NO_ZERO_POINT).any():
+        found = int(codes[codes != _NO_ZERO_POINT][0])
+        raise CheckpointError(
+            f"zero points must be {_NO_ZERO_POINT} where the config says sym and {version}, got {found}; correct "
+            "sym or checkpoint_format in the config"
+        )
+    return stored
+
+
+def _check_order(stored: torch.Tensor, group_size: int) -> torch.Tensor:
+    expected = torch.arange(len(stored), dtype=stored.dtype) // group_size
+    if not torch.equal(stored, expected):
+        column = int(torch.nonzero(stored != expected)[0])
+        raise CheckpointError(
+            f"groups must be of {group_size} neighbouring columns, got column {column} in group {int(stored[column])}; "
+            "columns that are ordered by activation are not read: quantise with desc_act false"
+        )
+    return stored
+
+
+def _check_no_bias(stored: torch.Tensor) -> torch.Tensor:
+    if stored.any():
+        raise CheckpointError(
+            f"experts of this model have no bias, got one of up to {float(stored.abs().max()):.3g}; use the "
+            "config.json that belongs to these tensors"
+        )
+    return stored

@@ -1,0 +1,1 @@
+"""Small quantised checkpoints, each with the script that wrote it."""
