@@ -650,7 +650,7 @@ BROKEN: dict[str, tuple[Break, tuple[str, ...]]] = {
     ),
     "no_quant_method": (
         lambda path: _write(path, {"text_config": CONFIG, "quantization_config": {"bits": 4}}),
-        ("{path}/config.json", "must name its quant_method, got None", "known: fp8"),
+        ("{path}/config.json", "must name its quant_method, got None", "known: awq", "fp8"),
     ),
     "unknown_quant_method": (
         _config(quantization_config={"quant_method": "fp9"}),

@@ -37,7 +37,6 @@ _SCHEMES: Final = {
     ("asymmetric int4 channel", _NO_ACTIVATIONS): "int4_w4a16_gall_zp",
     ("float4 tensor_group 16", "float4 local tensor_group 16"): "nvfp4",
     ("float4 tensor_group 16", _NO_ACTIVATIONS): "nvfp4_w4a16",
-    ("float4 group 32", "float8 dynamic group 32"): "mxfp4_mxfp8",
     ("float4 group 32", _NO_ACTIVATIONS): "mxfp4_w4a16",
 }
 

@@ -12,6 +12,7 @@ from moereg.checkpoints._files import CheckpointFiles
 from moereg.checkpoints._formats import FormatOf, StorageFormat
 from moereg.checkpoints._fp8 import fp8_formats
 from moereg.checkpoints._gptq import gptq_formats
+from moereg.checkpoints._modelopt import modelopt_formats
 from moereg.checkpoints._mxfp4 import mxfp4_formats
 from moereg.errors import CheckpointError, unknown_name_message
 
@@ -23,6 +24,7 @@ METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], FormatOf]]] = MappingP
         "compressed-tensors": compressed_tensors_formats,
         "fp8": fp8_formats,
         "gptq": gptq_formats,
+        "modelopt": modelopt_formats,
         "mxfp4": mxfp4_formats,
     }
 )

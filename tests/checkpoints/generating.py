@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -60,6 +62,7 @@ def save(
     dequantised: dict[str, torch.Tensor],
     library: str,
     row_step: int = 1,
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Writes config.json, model.safetensors and expected.safetensors.
 
@@ -70,10 +73,13 @@ def save(
         dequantised: What the library makes of each module, [N,K] in its dtype.
         library: Name and version, kept as metadata.
         row_step: Of the dequantised rows only every so many are kept.
+        files: More text files, by name.
     """
     path = ROOT / directory
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    for name, text in files.items():
+        (path / name).write_text(text)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
     kept = {name: matrix[..., ::row_step, :].contiguous() for name, matrix in dequantised.items()}
     save_file(kept, path / "expected.safetensors", {"library": library, "row_step": str(row_step)})

@@ -1,0 +1,96 @@
+"""`quant_method: modelopt`, what NVIDIA's ModelOpt exports: nvfp4 and fp8 with one scale a matrix."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+from moereg.checkpoints._formats import (
+    FormatOf,
+    Matrix,
+    StorageFormat,
+    StoredTensor,
+    as_is,
+    check_divides,
+    one_number,
+    read_names,
+)
+from moereg.errors import CheckpointError, unknown_name_message
+from moereg.quant import get_scheme
+
+__all__ = ["modelopt_formats"]
+
+_GROUP: Final = 16
+_NUMBER: Final = ((), (1,))
+
+
+def modelopt_formats(config: Mapping[str, Any]) -> FormatOf:
+    """The formats of a checkpoint of this method.
+
+    `quant_algo` names one format for all modules but those in `exclude_modules` (hf_quant_config.json) or `ignore`
+    (config.json): names, or beginnings of names with a star.
+    Source: export/quant_utils.py and export/convert_hf_config.py of nvidia-modelopt 0.47.0.
+
+    Args:
+        config: `quantization_config`, or `quantization` of hf_quant_config.json.
+
+    Raises:
+        CheckpointError: A setting is not known.
+    """
+    algorithm = str(config.get("quant_algo"))
+    if algorithm not in _ALGORITHMS:
+        raise CheckpointError(
+            f"{unknown_name_message('quant_algo', algorithm, _ALGORITHMS)}; use another release of the model"
+        )
+    scheme, tensors = _ALGORITHMS[algorithm]
+    if "NVFP4" in algorithm and config.get("group_size", _GROUP) != _GROUP:
+        raise CheckpointError(
+            f"group_size of quant_algo {algorithm} must be {_GROUP}, got {config['group_size']!r}; use another release "
+            "of the model"
+        )
+    patterns = [name for key in ("exclude_modules", "ignore") for name in read_names(config, key)]
+    # A name that is left out is so with all that is in it.
+    excluded = [re.compile(fnmatch.translate(pattern)) for name in patterns for pattern in (name, f"{name}.*")]
+    stored = StorageFormat(f"modelopt {algorithm}", get_scheme(scheme), tensors)
+    return lambda module: None if any(pattern.match(module) for pattern in excluded) else stored
+
+
+def _nvfp4(matrix: Matrix) -> Sequence[StoredTensor]:
+    """`weight` [N,K/2] uint8, low nibble the even column, `weight_scale` [N,K/16] e4m3, `weight_scale_2` [] fp32.
+
+    A weight is code * weight_scale * weight_scale_2.
+    Source: quantization/qtensor/nvfp4_tensor.py of nvidia-modelopt 0.47.0.
+    """
+    check_divides(matrix, _GROUP)
+    return (
+        StoredTensor(".weight", ((matrix.rows, matrix.columns // 2),), ("U8",), "w{}", as_is),
+        StoredTensor(".weight_scale", ((matrix.rows, matrix.columns // _GROUP),), ("F8_E4M3",), "w{}_scale", as_is),
+        StoredTensor(".weight_scale_2", _NUMBER, ("F32",), "w{}_scale_2", one_number),
+    )
+
+
+def _nvfp4_with_activations(matrix: Matrix) -> Sequence[StoredTensor]:
+    """The same and `input_scale` [] fp32, the global scale of activations: amax / (6 * 448)."""
+    return (*_nvfp4(matrix), _INPUT_SCALE)
+
+
+def _fp8(matrix: Matrix) -> Sequence[StoredTensor]:
+    """`weight` [N,K] e4m3, `weight_scale` and `input_scale` [] fp32, both multiply."""
+    return (
+        StoredTensor(".weight", ((matrix.rows, matrix.columns),), ("F8_E4M3",), "w{}", as_is),
+        StoredTensor(".weight_scale", _NUMBER, ("F32",), "w{}_scale", one_number),
+        _INPUT_SCALE,
+    )
+
+
+_INPUT_SCALE: Final = StoredTensor(".input_scale", _NUMBER, ("F32",), "a{}_scale", one_number)
+_ALGORITHMS: Final[Mapping[str, tuple[str, Callable[[Matrix], Sequence[StoredTensor]]]]] = MappingProxyType(
+    {
+        "FP8": ("fp8_tensor_static", _fp8),
+        "NVFP4": ("nvfp4", _nvfp4_with_activations),
+        "W4A16_NVFP4": ("nvfp4_w4a16", _nvfp4),
+    }
+)
