@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from moereg.backends.triton_moe import TritonExperts
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs
+from moereg.platforms import probe_platform
 from moereg.problem import MoEProblem
 from moereg.weights import ExpertWeights, PermutedWeights
 
@@ -52,19 +52,24 @@ class EmptyLayer:
     """A layer whose weights take memory and hold nothing: enough to compile for. Needs a GPU."""
 
     def __init__(self, problem: MoEProblem, device: str = "cuda") -> None:
-        assert not problem.has_bias
+        winner = select_backend(problem, require="triton").winner
+        assert winner is not None
+        assert winner.cell is not None
         self.problem = problem
         self.device = device
-        self.experts = experts = TritonExperts(problem, select_backend(problem, require="triton").platform)
+        self.experts: Any = winner.cell.experts(problem, probe_platform(), winner.cell.scheme_for(problem.quant))
         local, hidden, inter = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
-        halves = problem.activation.num_halves
-        canonical = ExpertWeights(
-            w13=torch.empty(local, halves * inter, hidden, dtype=problem.torch_dtype, device="meta"),
-            w2=torch.empty(local, hidden, inter, dtype=problem.torch_dtype, device="meta"),
-        )
-        permuted = experts.permute_weights(canonical, problem)
-        tensors = {name: torch.empty_like(permuted[name], device=device) for name in permuted.per_expert}
-        self.weights = PermutedWeights(permuted.layout, tensors)
+        halves, dtype = problem.activation.num_halves, problem.torch_dtype
+        rows = problem.quant.tensor_rows(local, hidden, inter, halves, problem.has_bias)
+        canonical: dict[str, Any] = {
+            row.name: torch.empty(row.shapes[0], dtype=row.dtype or dtype, device="meta") for row in rows
+        }
+        permuted = self.experts.permute_weights(ExpertWeights(**canonical, quant=problem.quant), problem)
+        parts = [
+            {name: torch.empty_like(permuted[name], device=device) for name in names}
+            for names in (permuted.per_expert, permuted.shared)
+        ]
+        self.weights = PermutedWeights(permuted.layout, *parts)
 
     def launch(self, num_tokens: int) -> None:
         """Launches, without recording, what a call of so many tokens launches."""

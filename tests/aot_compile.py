@@ -34,13 +34,16 @@ from moereg.kernels.triton_gemm_config import GemvPair, select_config
 from moereg.kernels.triton_gemv import down_gemv, gate_up_gemv
 from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
 from moereg.kernels.triton_overlap import can_overlap
+from moereg.kernels.triton_packed_weights import PackedMatrix
 from moereg.kernels.triton_read import READ_CONFIGS, num_read_programs, read_words
 from moereg.kernels.triton_reduce import reduce_routes, reduce_sorted_rows
 from moereg.kernels.triton_routing import RoutingConfig, route_workspace_numel, sort_routes
 from moereg.kernels.triton_tiles import DirectRoutes
+from moereg.quant import WHOLE, QuantFormat, get_scheme
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
+    "sm_89": (GPUTarget("cuda", 89, 32), 99 * 1024),
     "sm_90": (GPUTarget("cuda", 90, 32), 227 * 1024),
     "sm_100": (GPUTarget("cuda", 100, 32), 227 * 1024),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
@@ -63,6 +66,31 @@ CASES: dict[str, tuple[int, int, int, int, int, torch.dtype, str, bool]] = {
     "fp32_prefill": (4096, 128, 8, 2048, 768, torch.float32, "silu", False),
     "batched_decode": (64, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
     "batched_prefill": (4096, 32, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
+    "int4_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "int4_g32_zp_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "mxfp4_decode": (16, 128, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
+    "nvfp4_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "int8_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "nvfp4_fp16_middle": (512, 64, 8, 2048, 1408, torch.float16, "silu", False),
+    "int4_prefill": (4096, 8, 2, 4096, 14336, torch.bfloat16, "silu", False),
+    "int4_gall_zp_prefill": (4096, 8, 2, 4096, 14336, torch.bfloat16, "silu", False),
+    "mxfp4_prefill": (4096, 128, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
+    "nvfp4_prefill": (4096, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "int8_prefill": (4096, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+}
+# Cases with packed weights: scheme.
+PACKED = {
+    "int4_decode": "int4_w4a16_g128",
+    "int4_g32_zp_decode": "int4_w4a16_g32_zp",
+    "mxfp4_decode": "mxfp4_w4a16",
+    "nvfp4_decode": "nvfp4_w4a16",
+    "int8_decode": "int8_w8a16",
+    "nvfp4_fp16_middle": "nvfp4_w4a16",
+    "int4_prefill": "int4_w4a16_g128",
+    "int4_gall_zp_prefill": "int4_w4a16_gall_zp",
+    "mxfp4_prefill": "mxfp4_w4a16",
+    "nvfp4_prefill": "nvfp4_w4a16",
+    "int8_prefill": "int8_w8a16",
 }
 
 
@@ -145,6 +173,28 @@ def launch_reads(shared_bytes: int) -> None:
         read_words(words.new_empty(num_read_programs(words.numel(), config, 132)), words, config)
 
 
+def empty_packed(fmt: QuantFormat, experts: int, rows: int, depth: int) -> PackedMatrix:
+    """Packed weights as `TritonPackedExperts` makes them."""
+
+    def empty(*shape: int, of: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(experts, *shape, dtype=of, device="meta")
+
+    by_row = fmt.group[1] == WHOLE
+    groups = 1 if by_row else math.ceil(depth / fmt.group[1])
+    words = math.ceil(groups / min(4, max(1, 128 // fmt.group[1]))) if groups > 1 else 1
+    folded = fmt.scale_dtype != "float32"
+    group_scale = empty(words, rows) if folded else empty(groups, rows, of=torch.float32)
+    return PackedMatrix(
+        empty(depth // 64, rows, 2 * fmt.bits),
+        fmt.dtype,
+        0 if by_row else fmt.group[1],
+        fmt.scale_dtype,
+        None if by_row else group_scale,
+        None if fmt.symmetric else empty(words, rows),
+        empty(rows, of=torch.float32) if by_row or folded else None,
+    )
+
+
 def launch_gemms(case: str, shared_bytes: int) -> None:
     """A case's plan, which `main` leaves out, and both of its GEMMs."""
     batched = case.startswith("batched")
@@ -158,11 +208,18 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
 
-    configs = select_config(math.inf if batched else tokens, routes / experts, dtype.itemsize, shared_bytes)
+    scheme = get_scheme(PACKED[case]) if case in PACKED else None
+    bits = None if scheme is None or scheme.weight is None else scheme.weight.bits
+    configs = select_config(math.inf if batched else tokens, routes / experts, dtype.itemsize, shared_bytes, bits)
     ids = empty(tokens, top_k, of=torch.int32)
     intermediate_rows = empty(rows_of_out, columns)
     rows = (2 if gated else 1) * columns
-    w13, w2 = empty(experts, rows, depth), empty(experts, hidden, columns)
+    if scheme is None:
+        w13, w2 = empty(experts, rows, depth), empty(experts, hidden, columns)
+    else:
+        assert scheme.weight is not None
+        w13 = empty_packed(scheme.weight, experts, rows, depth)
+        w2 = empty_packed(scheme.weight, experts, hidden, columns)
     overlap = can_overlap(ids.device)
     first: dict[str, Any] = {
         "activation": activation,
@@ -180,6 +237,8 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
     }
     hidden_states = empty(experts * tokens if batched else tokens, hidden)
     if isinstance(configs, GemvPair):
+        assert isinstance(w13, torch.Tensor)
+        assert isinstance(w2, torch.Tensor)
         gate_up_gemv(intermediate_rows, hidden_states, w13, ids, None, experts, configs.gate_up, **first)
         down_gemv(hidden_states, intermediate_rows, w2, ids, None, experts, configs.down, **second)
         return

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from moereg.dispatch import select_backend
 from moereg.kernels.triton_block_map import batch_workspace_numel, plan_batches
 from moereg.kernels.triton_copy import copy_rows, copy_rows_reference
-from moereg.kernels.triton_grouped_gemm import down_reference, gate_up_reference
+from moereg.kernels.triton_gemm_reference import down_reference, gate_up_reference
 from moereg.kernels.triton_reduce import reduce_routes_reference, reduce_sorted_rows
 from moereg.kernels.triton_routing import RoutePlan, route_workspace_numel, sort_routes, sort_routes_reference
 from moereg.layer import make_kernel

@@ -30,13 +30,9 @@ from moereg.kernels.triton_gemm_config import (
     GroupedGemmConfig,
     select_config,
 )
+from moereg.kernels.triton_gemm_reference import down_reference, gate_up_reference
 from moereg.kernels.triton_gemv import down_gemv, gate_up_gemv
-from moereg.kernels.triton_grouped_gemm import (
-    down_gemm,
-    down_reference,
-    gate_up_gemm,
-    gate_up_reference,
-)
+from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
 from moereg.kernels.triton_reduce import ReduceConfig, reduce_routes, reduce_routes_reference
 from moereg.kernels.triton_routing import (
     RoutePlan,

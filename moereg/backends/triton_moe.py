@@ -72,6 +72,7 @@ class TritonExperts(InterleavedExperts):
             num_routes / problem.num_experts,
             hidden_states.element_size(),
             max_shared_bytes(hidden_states.device),
+            self._packed_bits,
         )
         overlap = can_overlap(hidden_states.device)
         intermediate = workspace13[:num_routes]
@@ -86,8 +87,10 @@ class TritonExperts(InterleavedExperts):
             "topk_weights": None if weight_on_input else inputs.topk_weights,
             "overlap": overlap,
         }
-        w13, w2 = weights["w13"], weights["w2"]
+        w13, w2 = self._matrices(weights)
         if isinstance(configs, GemvPair):
+            assert isinstance(w13, torch.Tensor)
+            assert isinstance(w2, torch.Tensor)
             ids = (topk_ids, expert_map, problem.num_experts)
             gate_up_gemv(intermediate, hidden_states, w13, *ids, configs.gate_up, **gate_up_keywords)
             down_gemv(out, intermediate, w2, *ids, configs.down, **down_keywords)
@@ -228,7 +231,7 @@ class TritonBatchedExperts(InterleavedExperts):
         from moereg.kernels.triton_overlap import can_overlap
 
         assert inputs.expert_num_tokens is not None
-        w13, w2 = weights["w13"], weights["w2"]
+        w13, w2 = self._matrices(weights)
         num_experts, max_tokens, hidden_size = inputs.hidden_states.shape
         num_rows = num_experts * max_tokens
         configs = select_config(
@@ -236,6 +239,7 @@ class TritonBatchedExperts(InterleavedExperts):
             self._rows_per_expert(max_tokens),
             inputs.hidden_states.element_size(),
             max_shared_bytes(out.device),
+            self._packed_bits,
         )
         assert isinstance(configs, GemmPair)
         overlap = can_overlap(out.device)

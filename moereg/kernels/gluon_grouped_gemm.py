@@ -8,7 +8,7 @@ are in shared memory already, and not two tiles.
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
 the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`, or lie where a plain `BlockMap`
 of the batched format says. References in plain torch: `gate_up_reference` and `down_reference` of
-`triton_grouped_gemm`.
+`triton_gemm_reference`.
 """
 
 from __future__ import annotations

@@ -26,17 +26,31 @@ def activate_pairs(
     """
     if GATED:
         gate, up = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-        if LIMIT is not None:
-            # Comparisons keep NaN, which a minimum would replace by the limit.
-            gate = tl.where(gate > LIMIT, LIMIT, gate)
-            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        return _activate(gate, ACTIVATION, ALPHA) * (up + BETA)
+        return activate_halves(gate, up, ACTIVATION, ALPHA, BETA, LIMIT)
     else:
-        return _activate(x, ACTIVATION, ALPHA)
+        return activate(x, ACTIVATION, ALPHA)
 
 
 @triton.jit
-def _activate(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+def activate_halves(
+    gate,
+    up,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """`f(min(gate, limit)) * (clamp(up, -limit, limit) + beta)`, fp32 of equal shapes."""
+    if LIMIT is not None:
+        # Comparisons keep NaN, which a minimum would replace by the limit.
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return activate(gate, ACTIVATION, ALPHA) * (up + BETA)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+    """The function of a gate, or of fp32 x where there is none."""
     if ACTIVATION == "silu" or ACTIVATION == "swigluoai":
         return x / (1.0 + tl.exp(-ALPHA * x))
     elif ACTIVATION == "gelu":

@@ -148,22 +148,64 @@ CONFIG_RULES = (
     ),
 )
 
+# Packed weights, any format, by the activations' 2 bytes. Not measured: chosen by what sm_90 code they compile to.
+PACKED_RULES = (
+    ConfigRule(
+        2,
+        16,
+        math.inf,
+        GemmPair(GroupedGemmConfig(16, 64, 128, 1, 4, 4, True), GroupedGemmConfig(16, 64, 128, 1, 4, 4, True), False),
+    ),
+    ConfigRule(
+        2,
+        math.inf,
+        11,
+        GemmPair(GroupedGemmConfig(16, 64, 128, 1, 4, 4, True), GroupedGemmConfig(16, 64, 128, 1, 4, 4, True)),
+    ),
+    ConfigRule(
+        2,
+        math.inf,
+        22,
+        GemmPair(GroupedGemmConfig(32, 128, 128, 1, 4, 3, True), GroupedGemmConfig(32, 128, 128, 1, 4, 3, True)),
+    ),
+    ConfigRule(
+        2,
+        math.inf,
+        48,
+        GemmPair(GroupedGemmConfig(64, 128, 128, 1, 4, 3, True), GroupedGemmConfig(64, 128, 128, 1, 4, 3, True)),
+    ),
+    ConfigRule(
+        2,
+        math.inf,
+        math.inf,
+        GemmPair(GroupedGemmConfig(128, 128, 128, 8, 8, 3), GroupedGemmConfig(128, 128, 128, 8, 8, 3)),
+    ),
+)
+
 # What a plan's block map is sized for when the configuration is not known yet.
-MIN_BLOCK_M = min(rule.configs.gate_up.block_m for rule in CONFIG_RULES if isinstance(rule.configs, GemmPair))
+MIN_BLOCK_M = min(
+    rule.configs.gate_up.block_m for rule in (*CONFIG_RULES, *PACKED_RULES) if isinstance(rule.configs, GemmPair)
+)
 
 
 def select_config(
-    num_tokens: float, rows_per_expert: float, element_bytes: int, shared_bytes: int | None = None
+    num_tokens: float,
+    rows_per_expert: float,
+    element_bytes: int,
+    shared_bytes: int | None = None,
+    packed_bits: int | None = None,
 ) -> GemvPair | GemmPair:
     """Returns the configurations of both products.
 
     Args:
         num_tokens: T; infinity for the batched format, whose rows come with a plan however few they are.
         rows_per_expert: average number of rows per expert.
-        element_bytes: 2 or 4.
+        element_bytes: 2 or 4, of an activation.
         shared_bytes: shared memory that one program may use on the device; shortens pipelines that would not fit.
+        packed_bits: of a weight, where it is packed; else weights have the dtype of the activations.
     """
-    for rule in CONFIG_RULES:
+    weight_bits = packed_bits or 8 * element_bytes
+    for rule in CONFIG_RULES if packed_bits is None else PACKED_RULES:
         if (
             element_bytes == rule.element_bytes
             and num_tokens <= rule.max_tokens
@@ -172,8 +214,8 @@ def select_config(
             configs = rule.configs
             if isinstance(configs, GemvPair):
                 return configs
-            gate_up = _fit_pipeline(configs.gate_up, element_bytes, shared_bytes)
-            down = _fit_pipeline(configs.down, element_bytes, shared_bytes)
+            gate_up = _fit_pipeline(configs.gate_up, element_bytes, weight_bits, shared_bytes)
+            down = _fit_pipeline(configs.down, element_bytes, weight_bits, shared_bytes)
             return dataclasses.replace(configs, gate_up=gate_up, down=down)
     raise AssertionError(f"no launch configuration for {element_bytes}-byte elements")
 
@@ -187,10 +229,12 @@ def max_shared_bytes(device: torch.device) -> int | None:
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
-def _fit_pipeline(config: GroupedGemmConfig, element_bytes: int, shared_bytes: int | None) -> GroupedGemmConfig:
+def _fit_pipeline(
+    config: GroupedGemmConfig, element_bytes: int, weight_bits: int, shared_bytes: int | None
+) -> GroupedGemmConfig:
     if shared_bytes is None:
         return config
-    stage_bytes = (config.block_m + config.block_n) * config.block_k * element_bytes
+    stage_bytes = config.block_k * (config.block_m * element_bytes + config.block_n * weight_bits // 8)
     # A kilobyte for the reductions and barriers that Triton adds.
     stages = max(1, min(config.num_stages, (shared_bytes - 1024) // stage_bytes))
     return dataclasses.replace(config, num_stages=stages)

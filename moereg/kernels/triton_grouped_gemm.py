@@ -1,4 +1,4 @@
-"""The two grouped matmuls of a Mixture-of-Experts layer with 16- or 32-bit weights, in Triton.
+"""The two grouped matmuls of a Mixture-of-Experts layer, with 16- or 32-bit weights or packed ones, in Triton.
 
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
 the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`; where a plain `BlockMap` says,
@@ -7,23 +7,20 @@ which is the batched format; or, of a few tokens, unsorted from `DirectRoutes`.
 
 from __future__ import annotations
 
-import itertools
-import math
-
 import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.triton_activation import activate_pairs, activate_reference
+from moereg.kernels.triton_activation import activate_pairs
 from moereg.kernels.triton_block_map import BlockMap
 from moereg.kernels.triton_gemm_config import GroupedGemmConfig
 from moereg.kernels.triton_launch import launch
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
-from moereg.kernels.triton_routing import RoutePlan
+from moereg.kernels.triton_packed_weights import PackedMatrix
+from moereg.kernels.triton_product import operand_of, product
 from moereg.kernels.triton_tiles import (
     WEIGHT_PAD,
     DirectRoutes,
-    accumulate,
     direct_rows,
     plan_arguments,
     tile_of_program,
@@ -35,6 +32,9 @@ def _gate_up_kernel(
     out,
     hidden_states,
     w13,
+    group_scale,
+    zero_point,
+    row_scale,
     bias,
     topk_weights,
     topk_ids,
@@ -54,6 +54,8 @@ def _gate_up_kernel(
     stride_hidden,
     stride_expert,
     stride_column,
+    stride_scale,
+    stride_zero_point,
     stride_bias,
     stride_out,
     SORTED: tl.constexpr,
@@ -72,6 +74,9 @@ def _gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if SORTED:
@@ -103,11 +108,31 @@ def _gate_up_kernel(
     if MASK_N:
         # Columns past the end repeat the last one, which costs no bandwidth and needs no mask.
         columns = tl.minimum(columns, num_columns - 1)
-    offs_k = tl.arange(0, BLOCK_K)
-    a_pointers = hidden_states + (routes // TOP_K).to(tl.int64)[:, None] * stride_hidden + offs_k[None, :]
-    b_pointers = w13 + expert.to(tl.int64) * stride_expert + columns[None, :] * stride_column + offs_k[:, None]
-    x = accumulate(
-        a_pointers, b_pointers, row_mask, hidden_size, depth, MASK_ROWS, MASK_A, MASK_B, BLOCK_M, BLOCK_N, BLOCK_K
+    x = product(
+        hidden_states + (routes // TOP_K).to(tl.int64) * stride_hidden,
+        w13,
+        group_scale,
+        zero_point,
+        row_scale,
+        expert.to(tl.int64),
+        columns,
+        row_mask,
+        hidden_size,
+        depth,
+        num_columns,
+        stride_expert,
+        stride_column,
+        stride_scale,
+        stride_zero_point,
+        ELEMENT,
+        GROUP,
+        SCALE,
+        MASK_ROWS,
+        MASK_A,
+        MASK_B,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
     )
     if not SORTED:
         # Not earlier: the few programs of the second GEMM would crowd onto the multiprocessors that are free first.
@@ -132,6 +157,9 @@ def _down_kernel(
     out,
     intermediate,
     w2,
+    group_scale,
+    zero_point,
+    row_scale,
     bias,
     topk_weights,
     topk_ids,
@@ -150,6 +178,8 @@ def _down_kernel(
     stride_intermediate,
     stride_expert,
     stride_column,
+    stride_scale,
+    stride_zero_point,
     stride_bias,
     stride_out,
     SORTED: tl.constexpr,
@@ -162,6 +192,9 @@ def _down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     # Which tile this is was settled before the kernel in front began: by its caller or by the sort it waited for.
@@ -196,10 +229,32 @@ def _down_kernel(
     loaded_columns = columns
     if MASK_N:
         loaded_columns = tl.minimum(columns, num_columns - 1)
-    offs_k = tl.arange(0, BLOCK_K)
-    a_pointers = intermediate + rows.to(tl.int64)[:, None] * stride_intermediate + offs_k[None, :]
-    b_pointers = w2 + expert.to(tl.int64) * stride_expert + loaded_columns[None, :] * stride_column + offs_k[:, None]
-    x = accumulate(a_pointers, b_pointers, row_mask, depth, depth, MASK_ROWS, MASK_K, MASK_K, BLOCK_M, BLOCK_N, BLOCK_K)
+    x = product(
+        intermediate + rows.to(tl.int64) * stride_intermediate,
+        w2,
+        group_scale,
+        zero_point,
+        row_scale,
+        expert.to(tl.int64),
+        loaded_columns,
+        row_mask,
+        depth,
+        depth,
+        num_columns,
+        stride_expert,
+        stride_column,
+        stride_scale,
+        stride_zero_point,
+        ELEMENT,
+        GROUP,
+        SCALE,
+        MASK_ROWS,
+        MASK_K,
+        MASK_K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
 
     if bias is not None:
         x += tl.load(bias + expert.to(tl.int64) * stride_bias + loaded_columns).to(tl.float32)[None, :]
@@ -215,7 +270,7 @@ def _down_kernel(
 def gate_up_gemm(
     out: torch.Tensor,
     hidden_states: torch.Tensor,
-    w13: torch.Tensor,
+    w13: torch.Tensor | PackedMatrix,
     plan: BlockMap | DirectRoutes,
     config: GroupedGemmConfig,
     *,
@@ -241,7 +296,7 @@ def gate_up_gemm(
         hidden_states: [T, H] bf16, fp16 or fp32, rows contiguous; read only in its H columns. [E * max_T, H] in the
             batched format, where rows that are not valid may be NaN.
         w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; same dtype, zero padded, H_pad a
-            multiple of 64, fewer than 2**31 elements per expert.
+            multiple of 64, fewer than 2**31 elements per expert. Or packed, for 16-bit activations.
         plan: from `sort_routes` or `plan_batches` with `config.block_m`.
         config: launch configuration.
         top_k: K; 1 in the batched format.
@@ -254,11 +309,12 @@ def gate_up_gemm(
         topk_weights: [T, K] fp32 contiguous: multiplies the product before the bias; None: no weight.
         overlap: whether to start while the planning kernel, if any, still runs, and to let `down_gemm` start early.
     """
-    num_columns = w13.shape[1]
+    operand = operand_of(w13, config)
+    num_columns, depth = operand.num_columns, operand.depth
     hidden_size = hidden_states.shape[1]
-    block_k, depth = config.block_k, w13.shape[2]
+    block_k = config.block_k
     assert config.block_m == plan.block_m and depth % WEIGHT_PAD == 0 and hidden_size <= depth
-    assert hidden_states.stride(1) == w13.stride(2) == out.stride(1) == 1
+    assert hidden_states.stride(1) == out.stride(1) == 1
     assert out.shape[1] == num_columns // (2 if gated else 1)
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
     launch(
@@ -266,17 +322,16 @@ def gate_up_gemm(
         (plan.max_blocks * num_tiles_n,),
         out,
         hidden_states,
-        w13,
+        *operand.tensors,
         bias,
         topk_weights,
-        *plan_arguments(plan, w13.shape[0]),
+        *plan_arguments(plan, operand.num_experts),
         hidden_size,
         depth,
         num_columns,
         num_tiles_n,
         hidden_states.stride(0),
-        w13.stride(0),
-        w13.stride(1),
+        *operand.strides,
         0 if bias is None else bias.stride(0),
         out.stride(0),
         SORTED=isinstance(plan, BlockMap),
@@ -295,6 +350,7 @@ def gate_up_gemm(
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
         GROUP_M=config.group_m,
+        **operand.constants,
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -305,7 +361,7 @@ def gate_up_gemm(
 def down_gemm(
     out: torch.Tensor,
     intermediate: torch.Tensor,
-    w2: torch.Tensor,
+    w2: torch.Tensor | PackedMatrix,
     plan: BlockMap | DirectRoutes,
     config: GroupedGemmConfig,
     *,
@@ -321,35 +377,35 @@ def down_gemm(
             layer, at the price of one more rounding per route, of the size of the output's own. [E * max_T, H] in the
             batched format: every valid row to its own place.
         intermediate: [N, I_pad] bf16, fp16 or fp32, rows contiguous, from `gate_up_gemm`.
-        w2: [E, H, I_pad], same dtype, zero padded, I_pad a multiple of 64, fewer than 2**31 elements per expert.
+        w2: [E, H, I_pad], same dtype, zero padded, I_pad a multiple of 64, fewer than 2**31 elements per expert. Or
+            packed.
         plan: from `sort_routes` or `plan_batches` with `config.block_m`.
         config: launch configuration.
         bias: [E, H], any float dtype, or None.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
         overlap: whether to start while `gate_up_gemm` with `overlap`, launched just before, still runs.
     """
-    num_columns = w2.shape[1]
+    operand = operand_of(w2, config)
+    num_columns, reduced = operand.num_columns, operand.depth
     # Sorted routes are looked up, so only direct ones need K.
     top_k = plan.topk_ids.shape[1] if isinstance(plan, DirectRoutes) else 1
-    reduced = w2.shape[2]
     assert config.block_m == plan.block_m and reduced % WEIGHT_PAD == 0 and intermediate.shape[1] == reduced
-    assert intermediate.stride(1) == w2.stride(2) == out.stride(1) == 1
+    assert intermediate.stride(1) == out.stride(1) == 1
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
     launch(
         _down_kernel,
         (plan.max_blocks * num_tiles_n,),
         out,
         intermediate,
-        w2,
+        *operand.tensors,
         bias,
         topk_weights,
-        *plan_arguments(plan, w2.shape[0]),
+        *plan_arguments(plan, operand.num_experts),
         reduced,
         num_columns,
         num_tiles_n,
         intermediate.stride(0),
-        w2.stride(0),
-        w2.stride(1),
+        *operand.strides,
         0 if bias is None else bias.stride(0),
         out.stride(0),
         SORTED=isinstance(plan, BlockMap),
@@ -362,79 +418,9 @@ def down_gemm(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
+        **operand.constants,
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **overlap_options(overlap),
     )
-
-
-def gate_up_reference(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    plan: RoutePlan,
-    *,
-    top_k: int,
-    activation: str,
-    gated: bool,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    limit: float | None = None,
-    bias: torch.Tensor | None = None,
-    topk_weights: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What `gate_up_gemm` writes, in torch and fp32, expert by expert; synchronises.
-
-    Args:
-        hidden_states: as for `gate_up_gemm`, and so on.
-
-    Returns:
-        [valid routes, I_pad] fp32, rows in sorted order, not rounded.
-    """
-    offsets = plan.expert_offsets.tolist()
-    num_columns = w13.shape[1]
-    out = hidden_states.new_empty(offsets[-1], num_columns // (2 if gated else 1), dtype=torch.float32)
-    for expert, (row, end) in enumerate(itertools.pairwise(offsets)):
-        routes = plan.sorted_routes[row:end].long()
-        x = hidden_states[routes // top_k].float() @ w13[expert, :, : hidden_states.shape[1]].float().T
-        if topk_weights is not None:
-            x *= topk_weights.flatten()[routes, None]
-        if bias is not None:
-            x += bias[expert].float()
-        if gated:
-            gate, up = x[:, 0::2], x[:, 1::2]
-            if limit is not None:
-                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            out[row:end] = activate_reference(gate, activation, alpha) * (up + beta)
-        else:
-            out[row:end] = activate_reference(x, activation, alpha)
-    return out
-
-
-def down_reference(
-    intermediate: torch.Tensor,
-    w2: torch.Tensor,
-    plan: RoutePlan,
-    *,
-    bias: torch.Tensor | None = None,
-    topk_weights: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What `down_gemm` writes, in torch and fp32, expert by expert; synchronises.
-
-    Args:
-        intermediate: as for `down_gemm`, and so on.
-
-    Returns:
-        [N, H] fp32 by route, not rounded; NaN where a route is not valid.
-    """
-    offsets = plan.expert_offsets.tolist()
-    out = intermediate.new_full((plan.route_expert.numel(), w2.shape[1]), math.nan, dtype=torch.float32)
-    for expert, (row, end) in enumerate(itertools.pairwise(offsets)):
-        routes = plan.sorted_routes[row:end].long()
-        x = intermediate[row:end].float() @ w2[expert].float().T
-        if bias is not None:
-            x += bias[expert].float()
-        if topk_weights is not None:
-            x *= topk_weights.flatten()[routes, None]
-        out[routes] = x
-    return out

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
+import torch
 
 
 def patch_interpreter() -> None:
-    """Makes `tl.dot` and rounding to bfloat16 correct under `TRITON_INTERPRET=1`; does nothing the second time.
+    """Makes bfloat16 and 8-bit floats correct under `TRITON_INTERPRET=1`; does nothing the second time.
 
     Triton 3.6 to 3.9 keep bfloat16 as the uint16 of its bits. Their interpreter multiplies those integers in `tl.dot`
-    and raises nothing, and it truncates float32 to bfloat16 where a GPU rounds to nearest even. Products of int8 wrap
-    in 3.6 and 3.7. Operands are therefore widened here, to float32 or int32, before the product: exact for every
-    16-bit and 8-bit float. Elementwise arithmetic on bfloat16 stays wrong, so kernels widen before they compute.
+    and raises nothing, and it truncates float32 to bfloat16 where a GPU rounds to nearest even. From float32 to 8-bit
+    floats it rounds ties up, loses carries and makes wrong subnormals; back it reads NaN as a number. Products of int8
+    wrap in 3.6 and 3.7. Operands are therefore widened here, to float32 or int32, before the product: exact for every
+    16-bit and 8-bit float. Elementwise +, - and * of bfloat16 are widened too, and rounded; other arithmetic on it
+    stays wrong, so kernels widen before they compute. Numbers beyond the range of an 8-bit float become what torch
+    makes of them, so kernels saturate before they round.
 
     Mutates Triton's interpreter for the whole process, and only that: compiled kernels are not touched.
     """
@@ -24,13 +29,21 @@ def patch_interpreter() -> None:
     if getattr(builder.create_dot, "_patched_by_moereg", False):
         return
     convert = interpreter._convert_float
+    # With what each of their 256 codes stands for.
+    codes = torch.arange(256, dtype=torch.uint8)
+    float8 = {
+        language_dtype: (dtype, codes.view(dtype).float().numpy())
+        for language_dtype, dtype in ((tl.float8e4nv, torch.float8_e4m3fn), (tl.float8e5, torch.float8_e5m2))
+    }
 
     def widen(handle: Any) -> np.ndarray[Any, Any]:
         dtype = handle.dtype.scalar
         if not dtype.is_floating():
             return np.asarray(handle.data, dtype=np.int32)
+        if dtype == tl.bfloat16:
+            return np.asarray((handle.data.astype(np.uint32) << 16).view(np.float32))
         if handle.data.dtype.kind == "u":
-            return np.asarray(convert(handle.data, dtype, tl.float32, None).view(np.float32))
+            return np.asarray(convert_float(handle.data, dtype, tl.float32, None).view(np.float32))
         return np.asarray(handle.data, dtype=np.float32)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
@@ -43,6 +56,11 @@ def patch_interpreter() -> None:
             # The same as Triton's, only faster: loads of bfloat16 are most of what a kernel does here.
             return data.astype(np.uint32) << 16
         nearest = rounding_mode is None or rounding_mode == interpreter._ir.ROUNDING_MODE.RTNE
+        if source in float8 and target == tl.float32:
+            return float8[source][1][data].view(np.uint32)
+        if source == tl.float32 and target in float8 and nearest:
+            values = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
+            return values.to(float8[target][0]).view(torch.uint8).numpy()
         if source != tl.float32 or target != tl.bfloat16 or not nearest:
             return convert(data, source, target, rounding_mode)
         bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
@@ -50,6 +68,33 @@ def patch_interpreter() -> None:
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return np.where(np.isnan(data), 0x7FC0, rounded).astype(np.uint16)
 
+    def widening(name: str, operation: Any) -> Any:
+        create = getattr(builder, name)
+
+        def create_wide(self: Any, left: Any, right: Any) -> Any:
+            if left.dtype.scalar != tl.bfloat16:
+                return create(self, left, right)
+            wide = operation(widen(left), widen(right))
+            return interpreter.TensorHandle(convert_float(wide, tl.float32, tl.bfloat16, None), left.dtype.scalar)
+
+        return create_wide
+
+    for name, operation in (("create_fadd", np.add), ("create_fsub", np.subtract), ("create_fmul", np.multiply)):
+        setattr(builder, name, widening(name, operation))
+    builtin_names: dict[Any, list[str]] = {}
+
+    def patch_builtin(package: Any, *scope: Any) -> None:
+        # As Triton's, which looks at every member of the language anew at each call of a device function: a third of
+        # the time of a kernel made of many.
+        if package not in builtin_names:
+            members = inspect.getmembers(package)
+            builtin_names[package] = [member_name for member_name, member in members if tl.core.is_builtin(member)]
+        for member_name in builtin_names[package]:
+            member = getattr(package, member_name)
+            if tl.core.is_builtin(member):
+                interpreter._patch_attr(package, member_name, member, *scope)
+
+    interpreter._patch_builtin = patch_builtin
     create_dot._patched_by_moereg = True  # type: ignore[attr-defined]
     builder.create_dot = create_dot
     interpreter._convert_float = convert_float

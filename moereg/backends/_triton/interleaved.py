@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import abc
-import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from moereg.experts import ExpertInputs, Experts, Facts
+from moereg.backends._triton.recorded import RecordedExperts
+from moereg.experts import ExpertInputs, Facts
 from moereg.layouts import pad_columns, round_up
 from moereg.platforms import Platform, PlatformRule
 from moereg.problem import MoEProblem
@@ -16,7 +16,11 @@ from moereg.quant import QuantScheme
 from moereg.weights import ExpertWeights, PermutedWeights
 
 if TYPE_CHECKING:
-    from moereg.kernels.triton_launch import LaunchRecording
+    from typing import TypeAlias
+
+    from moereg.kernels.triton_packed_weights import PackedMatrix
+
+    Matrix: TypeAlias = torch.Tensor | PackedMatrix
 
 # As the kernels have it; repeated because this module must import without triton.
 WEIGHT_PAD: Final = 64
@@ -25,16 +29,8 @@ WEIGHT_PAD: Final = 64
 # (gpt-oss-120b, 1,024 tokens) and win 6 % at 64 (qwen3-30b-a3b, 1,024 tokens).
 _MIN_GLUON_ROWS = 40
 
-_WEIGHTS = ("w13", "w2", "w13_bias", "w2_bias")
 
-# Triton compiles pointers that are multiples of this into wider loads, so recordings hold for such pointers only.
-_POINTER_ALIGNMENT = 16
-
-# About 24 KB each on the host, and every layer has its own; the one that was not used for longest goes.
-_MAX_RECORDINGS = 128
-
-
-class InterleavedExperts(Experts):
+class InterleavedExperts(RecordedExperts):
     """What does not depend on the activation format; a subclass adds the format to the facts, and the launches."""
 
     facts = Facts(
@@ -52,14 +48,12 @@ class InterleavedExperts(Experts):
         max_experts=1024,
     )
     layouts = ("gate_up_interleaved_pad64",)
+    recorded_weights: ClassVar[tuple[str, ...]] = ("w13", "w2", "w13_bias", "w2_bias")
 
     def __init__(self, problem: MoEProblem, platform: Platform, computes: QuantScheme | None = None) -> None:
         super().__init__(problem, platform, computes)
         # Compiled for one architecture's own instructions.
         self._has_gluon = PlatformRule("cuda:sm90").matches(platform)
-        # By strides, tokens, device and which tensors there are; the problem fixes everything else that a launch
-        # depends on but pointers. The latest used is last.
-        self._recordings: dict[tuple[tuple[int, ...], int, int, int | None, int], LaunchRecording] = {}
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
@@ -70,12 +64,6 @@ class InterleavedExperts(Experts):
             return [f"requires fewer than 2**31 elements in one expert's w13, got {elements}"]
         return []
 
-    @classmethod
-    def device_types(cls, platform: Platform) -> tuple[str, ...]:
-        """The platform's, and the CPU where Triton's interpreter was asked for."""
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        return (platform.device_type, "cpu") if interpreted else (platform.device_type,)
-
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
         """Interleaves gate and up row by row and zero-pads H of w13 and I of both to multiples of 64.
 
@@ -85,61 +73,10 @@ class InterleavedExperts(Experts):
         """
         halves = problem.activation.num_halves
         per_expert = {
-            "w13": _interleave_and_pad(weights.w13, halves),
+            "w13": interleave_and_pad(weights.w13, halves),
             "w2": _pad_experts(weights.w2),
         }
-        if weights.w13_bias is not None and weights.w2_bias is not None:
-            # A bias is a weight with one column, which is not padded.
-            per_expert["w13_bias"] = _interleave_and_pad(weights.w13_bias.unsqueeze(2), halves, columns=1).squeeze(2)
-            per_expert["w2_bias"] = weights.w2_bias.contiguous()
-        return PermutedWeights(self.layouts[0], per_expert)
-
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        """Two to seven launches; no allocation, no host synchronisation."""
-        tensors = (
-            out,
-            inputs.hidden_states,
-            inputs.topk_ids,
-            inputs.topk_weights,
-            inputs.expert_num_tokens,
-            inputs.expert_map,
-            workspace13,
-            workspace2,
-            *(weights.get(name) for name in _WEIGHTS),
-        )
-        device = out.device
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        all_bits = missing = 0
-        for number, pointer in enumerate(pointers):
-            all_bits |= pointer
-            if not pointer:
-                missing |= 1 << number
-        if device.type != "cuda" or all_bits % _POINTER_ALIGNMENT:
-            self._launch(out, inputs, weights, workspace13, workspace2)
-            return
-        hidden_states = inputs.hidden_states
-        # The last dimension but one is tokens in either format.
-        key = (hidden_states.stride(), hidden_states.shape[-2], out.stride(-2), device.index, missing)
-        recorded = self._recordings.pop(key, None)
-        if recorded is None:
-            from moereg.kernels.triton_launch import recording
-
-            with recording(tensors) as recorded:
-                self._launch(out, inputs, weights, workspace13, workspace2)
-            if len(self._recordings) >= _MAX_RECORDINGS:
-                self._recordings.pop(next(iter(self._recordings)), None)
-        elif recorded.complete:
-            recorded.replay(pointers)
-        else:
-            self._launch(out, inputs, weights, workspace13, workspace2)
-        self._recordings[key] = recorded
+        return PermutedWeights(self.layouts[0], {**per_expert, **permute_biases(weights, halves)})
 
     def _launch(
         self,
@@ -151,6 +88,13 @@ class InterleavedExperts(Experts):
     ) -> None:
         launch = self._launch_gluon if self._warp_specialised(inputs) else self._launch_triton
         launch(out, inputs, weights, workspace13, workspace2)
+
+    # Bits of a packed weight; None where weights have the dtype of the activations.
+    _packed_bits: int | None = None
+
+    def _matrices(self, weights: PermutedWeights) -> tuple[Matrix, Matrix]:
+        """w13 and w2 as the Triton kernels take them."""
+        return weights["w13"], weights["w2"]
 
     @abc.abstractmethod
     def _warp_specialised(self, inputs: ExpertInputs) -> bool:
@@ -202,12 +146,21 @@ class InterleavedExperts(Experts):
         }
 
 
+def permute_biases(weights: ExpertWeights, halves: int) -> dict[str, torch.Tensor]:
+    """`w13_bias` [E, 2 * I_pad] interleaved and `w2_bias` [E, H], where there are biases."""
+    if weights.w13_bias is None or weights.w2_bias is None:
+        return {}
+    # A bias is a weight with one column, which is not padded.
+    w13_bias = interleave_and_pad(weights.w13_bias.unsqueeze(2), halves, columns=1).squeeze(2)
+    return {"w13_bias": w13_bias, "w2_bias": weights.w2_bias.contiguous()}
+
+
 def elements_of_plan(problem: MoEProblem, num_ints: int) -> int:
     """Elements of the problem's dtype that hold a plan of so many int32, at 256-byte granularity."""
     return round_up(4 * num_ints, 256) // problem.torch_dtype.itemsize
 
 
-def _interleave_and_pad(w13: torch.Tensor, halves: int, columns: int | None = None) -> torch.Tensor:
+def interleave_and_pad(w13: torch.Tensor, halves: int, columns: int | None = None) -> torch.Tensor:
     """[E, halves * I, C], gate first, to [E, halves * I_pad, C_pad] interleaved; a view where that changes nothing."""
     num_experts, rows, width = w13.shape
     padded_rows = halves * round_up(rows // halves, WEIGHT_PAD)

@@ -1,0 +1,153 @@
+"""Quantised weights in the order of `moereg.kernels.triton_packed_weights`, expert by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch.nn.functional import pad
+
+from moereg.layouts import round_up
+from moereg.quant import WHOLE, QuantFormat
+from moereg.quantize import Quantized, unpack_nibbles
+from moereg.weights import ExpertWeights
+
+# As the kernels have them; repeated because this module must import without triton.
+BLOCK: Final = 64
+STEP: Final = 128
+
+_INTEGERS: Final = ("uint4", "int8")
+_FLOAT4: Final = "float4_e2m1fn"
+# Scales that a 4-bit float takes in without rounding.
+_FOLDED_SCALES: Final = ("float8_e8m0fnu", "float8_e4m3fn")
+# The largest code of either kind of folded scale, and what is left to the scale of a row.
+_LARGEST_POWER: Final = 253
+_EXPONENT_OFFSET: Final = 22
+_LEFT_OF_E4M3: Final = 128.0
+
+# Rows [R, ...] of a canonical matrix to the order of the kernels, new rows zero.
+ArrangeRows = Callable[[torch.Tensor], torch.Tensor]
+
+
+def unsupported_format(fmt: QuantFormat) -> list[str]:
+    """Why the kernels cannot read a format, as lowercase clauses; empty where they can."""
+    reasons = []
+    rows, columns = fmt.group
+    scaled = (fmt.dtype == _FLOAT4 and fmt.scale_dtype in _FOLDED_SCALES) or (
+        fmt.dtype in _INTEGERS and fmt.scale_dtype == "float32"
+    )
+    if not scaled:
+        reasons.append(
+            "requires integers of 4 or 8 bits with float32 scales or float4_e2m1fn with 8-bit scales, "
+            f"got {fmt.dtype} with {fmt.scale_dtype}"
+        )
+    whole_row = columns == WHOLE and fmt.dtype in _INTEGERS
+    power = columns >= 16 and columns & (columns - 1) == 0
+    if not (whole_row and rows in (1, WHOLE)) and not (rows == 1 and power):
+        reasons.append(f"requires groups within a row of a power of two from 16 on, got {fmt.group}")
+    return reasons
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes [R, K_pad] uint8 to words [K_pad / 64, R, 2 * bits] int32, in the order of the kernels."""
+    rows, columns = codes.shape
+    # Element 16 p + 2 j + h of a block, p = 2 c + d.
+    parts = codes.view(rows, columns // BLOCK, 2, 2, 8, 2)
+    if bits == 4:
+        byte = parts[:, :, :, 0] | parts[:, :, :, 1] << 4
+        ordered = byte.permute(1, 0, 3, 4, 2)
+    else:
+        ordered = parts.permute(1, 0, 2, 4, 5, 3)
+    return ordered.contiguous().view(columns // BLOCK, rows, -1).view(torch.int32)
+
+
+def pack_matrices(weights: ExpertWeights, name: str, fmt: QuantFormat, arrange: ArrangeRows) -> dict[str, torch.Tensor]:
+    """One matrix of all experts.
+
+    Args:
+        weights: Canonical.
+        name: `w13` or `w2`.
+        fmt: Its format, one without `unsupported_format`.
+        arrange: The order of its rows.
+
+    Returns:
+        Fields of `PackedMatrix` by the name of the matrix and theirs, `w13` for the words.
+    """
+    from moereg.quantize import expert_matrix
+
+    columns = weights.hidden_size if name == "w13" else weights.intermediate_size
+    tensors = weights.tensors()
+    packed: dict[str, torch.Tensor] = {}
+    for expert in range(weights.num_experts):
+        for suffix, part in _pack_expert(expert_matrix(tensors, name, expert), fmt, columns, arrange).items():
+            key = f"{name}{suffix}"
+            if key not in packed:
+                packed[key] = part.new_empty(weights.num_experts, *part.shape)
+            packed[key][expert] = part
+    return packed
+
+
+def _pack_expert(matrix: Quantized, fmt: QuantFormat, columns: int, arrange: ArrangeRows) -> dict[str, torch.Tensor]:
+    rows = matrix.q.shape[0]
+    depth = round_up(columns, BLOCK)
+    group = fmt.group[1]
+    # The last step may reach past the last block.
+    num_groups = 1 if group == WHOLE else -(-round_up(columns, STEP) // group)
+    codes = unpack_nibbles(matrix.q, columns) if fmt.bits == 4 else matrix.q.view(torch.uint8)
+    if fmt.dtype == "int8":
+        codes = codes ^ 0x80
+    found: dict[str, torch.Tensor] = {}
+    row_scale = None if matrix.scale_2 is None else _of_rows(matrix.scale_2, rows)
+    if group == WHOLE:
+        scale = _of_rows(matrix.scale, rows)
+        row_scale = scale if row_scale is None else scale * row_scale
+    elif fmt.scale_dtype in _FOLDED_SCALES:
+        scale_codes, left = _fold(matrix.scale)
+        if fmt.scale_dtype == "float8_e4m3fn":
+            # No code means zero, so its elements have to be.
+            zero = (matrix.scale.float() == 0).repeat_interleave(group, 1)[:, :columns]
+            codes = codes.masked_fill(zero, 0)
+        row_scale = left if row_scale is None else left * row_scale
+        found["_group_scale"] = _pack_bytes(arrange(scale_codes), num_groups, group)
+    else:
+        scale = arrange(matrix.scale)
+        found["_group_scale"] = pad(scale, (0, num_groups - scale.shape[1])).T
+    if matrix.zero_point is not None:
+        zero_point = unpack_nibbles(matrix.zero_point, matrix.scale.shape[1])
+        found["_zero_point"] = _pack_bytes(arrange(zero_point), num_groups, group)
+    if row_scale is not None:
+        found["_row_scale"] = arrange(row_scale.expand(rows, 1)).squeeze(1)
+    found[""] = pack_codes(pad(arrange(codes), (0, depth - columns)), fmt.bits)
+    return found
+
+
+def _fold(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """8-bit scales [R, G] as the kernels fold them, and what is left to the scale of a row, [R, 1] fp32."""
+    if scale.dtype == torch.float8_e8m0fnu:
+        exponent = scale.view(torch.uint8).int()
+        largest = exponent.amax(1, keepdim=True)
+        # What is so much smaller than the largest of its row is below any rounding of it.
+        code = (_LARGEST_POWER + exponent - largest).clamp(min=0)
+        left = largest.to(torch.uint8).view(torch.float8_e8m0fnu).float()
+        return code.to(torch.uint8), left
+    values = scale.float()
+    mantissa, exponent = torch.frexp(values)
+    # In [1, 2) the mantissa has 3 bits behind the point; all of float8_e4m3fn's exponents from -9 to 8 fit 5 bits.
+    code = (exponent - 1 + _EXPONENT_OFFSET) * 8 + (mantissa * 16 - 8).int()
+    code = torch.where(values == 0, 0, code)
+    return code.to(torch.uint8), torch.full_like(values[:, :1], _LEFT_OF_E4M3)
+
+
+def _pack_bytes(codes: torch.Tensor, num_groups: int, group: int) -> torch.Tensor:
+    """[R, G] uint8, one a group, to words [words, R] int32 of as many groups as a step has, from 1 to 4."""
+    per_word = 1 if group == WHOLE else min(4, max(1, STEP // group))
+    words = -(-num_groups // per_word)
+    padded = pad(codes, (0, words * per_word - codes.shape[1])).unflatten(1, (words, per_word))
+    return pad(padded, (0, 4 - per_word)).view(torch.int32).squeeze(2).T
+
+
+def _of_rows(scale: torch.Tensor, rows: int) -> torch.Tensor:
+    """A scale of each row [R, 1], of each half of them [2], or of all [], as one of each row [R, 1] fp32."""
+    flat = scale.float().reshape(-1)
+    return flat.repeat_interleave(rows // len(flat)).unsqueeze(1)

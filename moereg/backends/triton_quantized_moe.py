@@ -1,0 +1,339 @@
+"""The `triton` backend for 8-bit weights with 8-bit activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from moereg.backends._triton.recorded import RecordedExperts
+from moereg.experts import ExpertInputs, Facts
+from moereg.layouts import pad_columns, round_up
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.quant import WHOLE, QuantFormat
+from moereg.quantize import element_of
+from moereg.registry import register_moe_backend
+from moereg.weights import ExpertWeights, PermutedWeights
+
+if TYPE_CHECKING:
+    from moereg.kernels.triton_quantize import RowFormat
+    from moereg.kernels.triton_quantized_gemm import QuantizedMatrices
+
+# As the kernels have them; repeated because this module must import without triton.
+K_PAD: Final = 128
+_AMAX_PROGRAMS: Final = 256
+
+_E8M0: Final = "float8_e8m0fnu"
+
+# Of pieces of a workspace, so that pointers stay aligned whatever the number of tokens.
+_ALIGNMENT: Final = 256
+
+
+# Not measured yet. Before weight-only kernels on the same checkpoint, which multiply in 16 bits at half the rate.
+@register_moe_backend(
+    name="triton",
+    priority=110,
+    quant_schemes=("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic"),
+    platforms=("cuda:sm89+",),
+    requires=("triton>=3.6",),
+    # Tensor cores of Ada and Hopper keep 14 bits or so of sums of 8-bit floats, too few for fp32.
+    dtypes=("bfloat16", "float16"),
+)
+@register_moe_backend(
+    name="triton",
+    priority=110,
+    quant_schemes=("int8_w8a8",),
+    platforms=("cuda:sm80+", "rocm:gfx942"),
+    requires=("triton>=3.6",),
+)
+# Hopper has no products of groups with scales: Triton restores both sides to bf16, exactly, and multiplies these.
+@register_moe_backend(
+    name="triton",
+    priority=20,
+    quant_schemes=("mxfp8",),
+    platforms=("cuda:sm90",),
+    requires=("triton>=3.6",),
+    tier="emulation",
+)
+class TritonQuantizedExperts(RecordedExperts):
+    """Standard format: codes of tokens, two grouped GEMMs of codes with the activation between them, a reduction.
+
+    The intermediate is rounded to the problem's dtype and then quantised: in the first GEMM where a tile holds whole
+    groups of it or its scales are given, else in a launch between the two. Up to 16 tokens need no sort.
+
+    Equal inputs give equal bits: a row of a product does not depend on its place in a tile, largest magnitudes on no
+    order, no kernel adds atomically, and a token's rows are added in the order of its choices.
+    """
+
+    facts = Facts(
+        activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
+        activation_scalars=True,
+        swiglu_limit=True,
+        activation_formats=frozenset({"standard"}),
+        dtypes=frozenset({"bfloat16", "float16", "float32"}),
+        bias=True,
+        placements=frozenset({"contiguous", "map"}),
+        router_weight_on_input=True,
+        graph_capture=True,
+        deterministic=True,
+        pads_to={"hidden_size": K_PAD, "intermediate_size": K_PAD},
+        # The scan over experts keeps one value an expert and thread in registers.
+        max_experts=1024,
+    )
+    output_form = "reduced"
+    layouts = ("canonical_pad128",)
+    recorded_weights = (
+        *("w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias"),
+        *("a13_scale", "a2_scale"),
+    )
+
+    @classmethod
+    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
+        """Sizes beyond the kernels' 32-bit offsets within one expert."""
+        rows = problem.activation.num_halves * problem.intermediate_size
+        hidden, intermediate = (round_up(size, K_PAD) for size in (problem.hidden_size, problem.intermediate_size))
+        elements = max(rows * hidden, problem.hidden_size * intermediate)
+        if elements >= 2**31:
+            return [f"requires fewer than 2**31 elements in one expert's w13 and w2, got {elements}"]
+        return []
+
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        """Zero-pads the reduced dimensions to multiples of 128, and gives every scale rows and columns.
+
+        Returns:
+            `w13` [E, 2 * I, H_pad], `w2` [E, H, I_pad], views where nothing is padded; `w13_scale` and `w2_scale`
+            [E, groups of rows, groups of columns] fp32, or uint8 where they are powers of two; `a2_scale` [E] and
+            `a13_scale` [E], or shared and [1] where the checkpoint has one number; biases as they are.
+        """
+        fmt = self.computes.weight
+        assert fmt is not None and not fmt.global_scale and fmt.symmetric
+        per_expert = {name: tensor.contiguous() for name, tensor in weights.tensors().items() if name.endswith("bias")}
+        shared: dict[str, torch.Tensor] = {}
+        for name, columns in (("w13", problem.hidden_size), ("w2", problem.intermediate_size)):
+            tensors = weights.tensors()
+            # As bytes, since not everything pads 8-bit floats; zero bytes are zeros.
+            padded = pad_columns(tensors[name].view(torch.uint8), round_up(columns, K_PAD)).contiguous()
+            per_expert[name] = padded.view(fmt.storage_dtype)
+            per_expert[f"{name}_scale"] = self._permute_scale(name, tensors[f"{name}_scale"], columns)
+        if weights.a2_scale is not None:
+            per_expert["a2_scale"] = weights.a2_scale.expand(problem.num_local_experts).contiguous()
+        if weights.a13_scale is not None:
+            holder = per_expert if weights.a13_scale.dim() else shared
+            holder["a13_scale"] = weights.a13_scale.reshape(-1).contiguous()
+        return PermutedWeights(self.layouts[0], per_expert, shared)
+
+    def _permute_scale(self, name: str, scale: torch.Tensor, columns: int) -> torch.Tensor:
+        fmt = self.computes.weight
+        assert fmt is not None
+        halves = self.problem.activation.num_halves if name == "w13" else 1
+        if scale.dim() < 3:
+            # One a matrix, or one a half of it.
+            scale = scale.reshape(len(scale), -1, 1).expand(-1, halves, 1)
+        scale = scale.view(torch.uint8) if fmt.scale_dtype == _E8M0 else scale.float()
+        num_groups = 1 if fmt.group[1] == WHOLE else round_up(columns, K_PAD) // fmt.group[1]
+        return pad_columns(scale, num_groups).contiguous()
+
+    def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The intermediate, its codes and scales; then, flat, the plan of the routes and rows, first codes of tokens.
+
+        The codes of tokens lie where the rows [N, H] to be reduced come later.
+        """
+        routes = num_tokens * problem.top_k
+        itemsize = problem.torch_dtype.itemsize
+        first = sum(map(_piece_bytes, _intermediate_pieces(problem, self._activation_format, routes)))
+        codes = sum(map(_piece_bytes, _token_pieces(problem, self._activation_format, num_tokens)))
+        rows = _piece_bytes(((routes, problem.hidden_size), problem.torch_dtype))
+        second = _plan_bytes(problem, num_tokens) + max(codes, rows)
+        return (first // itemsize,), (second // itemsize,)
+
+    @property
+    def _activation_format(self) -> QuantFormat:
+        fmt = self.computes.activation
+        assert fmt is not None
+        return fmt
+
+    def _launch(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        from moereg.kernels import triton_quantize
+        from moereg.kernels.triton_gemm_config import max_shared_bytes
+        from moereg.kernels.triton_overlap import can_overlap
+        from moereg.kernels.triton_quantize import QuantizedRows, RouteIds, quantize_rows, rows_of_plan
+        from moereg.kernels.triton_quantized_config import select_quantized_config
+        from moereg.kernels.triton_quantized_gemm import fuses_quantizer, quantized_down_gemm, quantized_gate_up_gemm
+        from moereg.kernels.triton_reduce import reduce_routes
+        from moereg.kernels.triton_routing import RoutePlan, sort_routes
+        from moereg.kernels.triton_tiles import DirectRoutes
+
+        assert (triton_quantize.K_PAD, triton_quantize.AMAX_PROGRAMS) == (K_PAD, _AMAX_PROGRAMS)
+        problem, fmt = self.problem, self._row_format()
+        hidden_states, topk_ids, expert_map = inputs.hidden_states, inputs.topk_ids, inputs.expert_map
+        num_tokens, hidden_size = hidden_states.shape
+        num_routes = num_tokens * problem.top_k
+        activation = problem.activation
+        device = hidden_states.device
+        configs = select_quantized_config(
+            num_tokens, num_routes / problem.num_experts, activation.num_halves, max_shared_bytes(device)
+        )
+        overlap = can_overlap(device)
+        experts = (problem.num_experts, problem.num_local_experts)
+        plan_bytes = _plan_bytes(problem, num_tokens)
+        plan_words = workspace2.view(torch.uint8)[:plan_bytes].view(torch.int32)
+        behind_plan = workspace2.view(torch.uint8)[plan_bytes:]
+        pieces = _intermediate_pieces(problem, self._activation_format, num_routes)
+        intermediate, codes, scales, amax = _cut(workspace13.view(torch.uint8), pieces)
+        amax_of_all = amax if fmt.spans_rows else None
+        weight_on_input = problem.apply_router_weight_on_input
+
+        plan: RoutePlan | DirectRoutes
+        if configs.sort_routes:
+            plan = sort_routes(topk_ids, expert_map, *experts, configs.gate_up.block_m, plan_words, overlap=overlap)
+        else:
+            plan = DirectRoutes(topk_ids, expert_map, problem.num_experts, configs.gate_up.block_m)
+
+        a13_scale, a2_scale = weights.get("a13_scale"), weights.get("a2_scale")
+        # Each expert's static scale means something else to the same token.
+        by_route = a13_scale is not None and a13_scale.numel() > 1
+        token_pieces = _token_pieces(problem, self._activation_format, num_tokens, by_route)
+        token_codes, token_scales = _cut(behind_plan, token_pieces)
+        tokens = QuantizedRows(token_codes, token_scales, fmt.group)
+        quantize_rows(
+            tokens,
+            hidden_states,
+            fmt,
+            RouteIds(topk_ids, expert_map, *experts),
+            amax=amax_of_all,
+            static_scale=a13_scale,
+            topk_weights=inputs.topk_weights if weight_on_input else None,
+            # Without a sort it is the layer's first kernel.
+            overlap=overlap and configs.sort_routes,
+        )
+        rows = QuantizedRows(codes, scales, fmt.group)
+        gate_up: dict[str, Any] = {
+            "top_k": problem.top_k,
+            "by_route": by_route,
+            "activation": activation.name,
+            "gated": activation.gated,
+            "alpha": activation.alpha,
+            "beta": activation.beta,
+            "limit": activation.limit,
+            "bias": weights.get("w13_bias"),
+            "overlap": overlap,
+        }
+        w13, w2 = self._matrices(weights, "w13"), self._matrices(weights, "w2")
+        if fuses_quantizer(fmt, configs.gate_up):
+            gate_up |= {"out_format": fmt, "rounded": problem.torch_dtype, "static_scale": a2_scale}
+            quantized_gate_up_gemm(rows, tokens, w13, plan, configs.gate_up, **gate_up)
+        else:
+            quantized_gate_up_gemm(intermediate, tokens, w13, plan, configs.gate_up, **gate_up)
+            own = rows_of_plan(plan, problem.num_local_experts)
+            quantize_rows(rows, intermediate, fmt, own, amax=amax_of_all, overlap=overlap)
+        (route_rows,) = _cut(behind_plan, (((num_routes, hidden_size), problem.torch_dtype),))
+        quantized_down_gemm(
+            route_rows,
+            rows,
+            w2,
+            plan,
+            configs.down,
+            bias=weights.get("w2_bias"),
+            topk_weights=None if weight_on_input else inputs.topk_weights,
+            overlap=overlap,
+        )
+        reduce_routes(
+            out,
+            route_rows,
+            topk_ids,
+            expert_map=expert_map,
+            num_experts=problem.num_experts,
+            num_local_experts=problem.num_local_experts,
+            overlap=overlap,
+        )
+
+    def _row_format(self) -> RowFormat:
+        from moereg.kernels.triton_quantize import RowFormat
+
+        fmt = self._activation_format
+        element = element_of(fmt)
+        return RowFormat(
+            dtype=fmt.storage_dtype,
+            min_code=element.min_value,
+            max_code=element.max_value,
+            group=_group_columns(fmt),
+            e8m0=fmt.scale_dtype == _E8M0,
+            spans_rows=fmt.group[0] == WHOLE and not fmt.static,
+            static=fmt.static,
+        )
+
+    def _matrices(self, weights: PermutedWeights, name: str) -> QuantizedMatrices:
+        from moereg.kernels.triton_quantized_gemm import QuantizedMatrices
+
+        fmt = self.computes.weight
+        assert fmt is not None
+        q, scale = weights[name], weights[f"{name}_scale"]
+        group_rows = q.shape[1] // scale.shape[1] if fmt.group[0] == WHOLE else fmt.group[0]
+        return QuantizedMatrices(q, scale, group_rows, _group_columns(fmt))
+
+
+def _group_columns(fmt: QuantFormat) -> int:
+    return 0 if fmt.group[1] == WHOLE else fmt.group[1]
+
+
+_Piece = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a part of a workspace."""
+
+
+def _quantized_pieces(fmt: QuantFormat, rows: int, columns: int) -> tuple[_Piece, _Piece]:
+    """Codes and scales of rows."""
+    padded = round_up(columns, K_PAD)
+    groups = 1 if fmt.group[1] == WHOLE else padded // fmt.group[1]
+    return ((rows, padded), fmt.storage_dtype), (
+        (rows, groups),
+        torch.uint8 if fmt.scale_dtype == _E8M0 else torch.float32,
+    )
+
+
+def _intermediate_pieces(problem: MoEProblem, fmt: QuantFormat, num_routes: int) -> tuple[_Piece, ...]:
+    """The intermediate, its codes and scales, and the largest magnitudes that programs found."""
+    size = problem.intermediate_size
+    plain = ((num_routes, round_up(size, K_PAD)), problem.torch_dtype)
+    return (plain, *_quantized_pieces(fmt, num_routes, size), ((_AMAX_PROGRAMS,), torch.int32))
+
+
+def _token_pieces(
+    problem: MoEProblem, fmt: QuantFormat, num_tokens: int, by_route: bool | None = None
+) -> tuple[_Piece, ...]:
+    """Codes and scales of the tokens, or of a row for each route; the most that either can take where not known."""
+    by_route = fmt.static if by_route is None else by_route
+    return _quantized_pieces(fmt, num_tokens * (problem.top_k if by_route else 1), problem.hidden_size)
+
+
+def _piece_bytes(piece: _Piece) -> int:
+    shape, dtype = piece
+    return round_up(math.prod(shape) * dtype.itemsize, _ALIGNMENT)
+
+
+def _cut(buffer: torch.Tensor, pieces: Sequence[_Piece]) -> list[torch.Tensor]:
+    """Consecutive views of the first bytes of a buffer of uint8."""
+    views, start = [], 0
+    for shape, dtype in pieces:
+        end = start + math.prod(shape) * dtype.itemsize
+        views.append(buffer[start:end].view(dtype).view(shape))
+        start += _piece_bytes((shape, dtype))
+    return views
+
+
+def _plan_bytes(problem: MoEProblem, num_tokens: int) -> int:
+    """What holds the plan of any shipped configuration."""
+    from moereg.kernels.triton_quantized_config import MIN_BLOCK_M
+    from moereg.kernels.triton_routing import route_workspace_numel
+
+    ints = route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, MIN_BLOCK_M)
+    return round_up(4 * ints, _ALIGNMENT)

@@ -1,0 +1,653 @@
+"""The two grouped matmuls of a Mixture-of-Experts layer with 8-bit weights and 8-bit activations, in Triton.
+
+Codes are multiplied as they are; scales multiply partial products where they change along the reduced dimension, and
+the accumulator at the end where they do not. Gate and up are two products of one tile, so that w13 and its scales stay
+in canonical order. Sizes as in `triton_grouped_gemm`, with `I_pad` and `H_pad` multiples of 128.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from moereg.kernels.triton_activation import activate, activate_halves
+from moereg.kernels.triton_block_map import BlockMap
+from moereg.kernels.triton_gemm_config import GroupedGemmConfig
+from moereg.kernels.triton_launch import launch
+from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.triton_quantize import K_PAD, QuantizedRows, RowFormat, encode, quantize_tile
+from moereg.kernels.triton_tiles import DirectRoutes, direct_rows, plan_arguments, tile_of_program
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedMatrices:
+    """Codes and scales of one matrix for each expert.
+
+    Attributes:
+        q: [E, N, K_pad] codes, columns contiguous, zeros from column K on, fewer than 2**31 elements per expert.
+        scale: [E, groups of rows, groups of columns] fp32, or uint8 where they are powers of two; contiguous.
+        group_rows: Rows that share a scale.
+        group_columns: Columns that do; 0: all.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    group_rows: int
+    group_columns: int
+
+
+@triton.jit
+def _add_product(
+    total,
+    a,
+    b_pointers,
+    a_scale,
+    b_scales,
+    start,
+    A_GROUP: tl.constexpr,
+    B_GROUP: tl.constexpr,
+    B_FORMAT: tl.constexpr,
+    MX: tl.constexpr,
+):
+    """The total plus the product of one step, scaled by what changes from step to step."""
+    b = tl.load(b_pointers)
+    if MX:
+        b_scale = tl.load(b_scales + start // B_GROUP)
+        return tl.dot_scaled(a, a_scale, B_FORMAT, b, b_scale, B_FORMAT, total)
+    elif total.dtype == tl.int32:
+        return tl.dot(a, b, total, out_dtype=tl.int32)
+    else:
+        # Not into the total: a tensor core of Hopper keeps 14 bits or so of a sum of 8-bit products, which is enough
+        # for one step but not for thousands of columns.
+        if a.dtype.is_int():
+            partial = tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
+        else:
+            partial = tl.dot(a, b)
+        if A_GROUP and B_GROUP:
+            partial *= a_scale[:, None] * tl.load(b_scales + start // B_GROUP)
+        elif A_GROUP:
+            partial *= a_scale[:, None]
+        elif B_GROUP:
+            partial *= tl.load(b_scales + start // B_GROUP)
+        return total + partial
+
+
+@triton.jit
+def _scales_of_columns(
+    scale, first, rows, group_rows, stride, UNIFORM: tl.constexpr, MX: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Pointers to the first scales of rows of weights: one, where the rows share it, else [1, BLOCK_N].
+
+    Where they are powers of two [BLOCK_N, BLOCK_K / 32].
+    """
+    if MX:
+        return scale + (rows // group_rows)[:, None] * stride + tl.arange(0, BLOCK_K // 32)[None, :]
+    elif UNIFORM:
+        return scale + first // group_rows * stride
+    else:
+        return scale + (rows // group_rows)[None, :] * stride
+
+
+@triton.jit
+def _scaled_products(
+    a_pointers,
+    b_pointers,
+    up_pointers,
+    a_scales,
+    b_scales,
+    up_scales,
+    row_mask,
+    size,
+    HALVES: tl.constexpr,
+    A_GROUP: tl.constexpr,
+    B_GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Products of rows of activations and rows of weights, [BLOCK_M, BLOCK_N] fp32, of gate and of up.
+
+    Scaled by what changes along a row.
+
+    Args:
+        a_pointers: [BLOCK_M, BLOCK_K] first codes of the activations.
+        b_pointers: [BLOCK_K, BLOCK_N] first codes of the weights.
+        up_pointers: The same of the second half, where there is one.
+        a_scales: [BLOCK_M] first scales of the activations' rows; [BLOCK_M, BLOCK_K / 32] powers of two.
+        b_scales: First scales of the weights' rows, from `_scales_of_columns`.
+        up_scales: Of the second half.
+        row_mask: [BLOCK_M] rows that count.
+        size: Codes of a row, a multiple of BLOCK_K.
+        HALVES: 2 where there is a second half; else the second result means nothing.
+        A_GROUP: Columns of activations that share a scale, 0 for all.
+        B_GROUP: The same of weights.
+        FORMAT: Of the codes in `tl.dot_scaled`, where scales are powers of two.
+        MASK_ROWS: Whether to leave out the rows that do not count.
+    """
+    MX: tl.constexpr = a_scales.dtype.element_ty == tl.uint8
+    # Sums of int8 products are exact, as long as nothing has to scale them on the way.
+    EXACT: tl.constexpr = a_pointers.dtype.element_ty.is_int() and A_GROUP == 0 and B_GROUP == 0
+    TOTAL: tl.constexpr = tl.int32 if EXACT else tl.float32
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=TOTAL)
+    up_total = tl.zeros([BLOCK_M, BLOCK_N], dtype=TOTAL)
+    for start in range(0, size, BLOCK_K):
+        if MASK_ROWS:
+            a = tl.load(a_pointers, mask=row_mask[:, None], other=0 if a_pointers.dtype.element_ty.is_int() else 0.0)
+        else:
+            a = tl.load(a_pointers)
+        a_scale = None
+        if A_GROUP:
+            if MX:
+                a_scale = tl.load(a_scales + start // A_GROUP, mask=row_mask[:, None], other=0)
+            else:
+                a_scale = tl.load(a_scales + start // A_GROUP, mask=row_mask, other=0.0)
+        total = _add_product(total, a, b_pointers, a_scale, b_scales, start, A_GROUP, B_GROUP, FORMAT, MX)
+        if HALVES == 2:
+            up_total = _add_product(up_total, a, up_pointers, a_scale, up_scales, start, A_GROUP, B_GROUP, FORMAT, MX)
+            up_pointers += BLOCK_K
+        a_pointers += BLOCK_K
+        b_pointers += BLOCK_K
+    return total.to(tl.float32), up_total.to(tl.float32)
+
+
+@triton.jit
+def _scale_total(total, a_scales, b_scales, row_mask, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr):
+    """The product, where scales do not change along a row."""
+    if A_GROUP == 0:
+        total *= tl.load(a_scales, mask=row_mask, other=0.0)[:, None]
+    if B_GROUP == 0:
+        total *= tl.load(b_scales)
+    return total
+
+
+@triton.jit
+def _scales_of_rows(scale, rows, stride, MX: tl.constexpr, BLOCK_K: tl.constexpr):
+    if MX:
+        return scale + rows.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_K // 32)[None, :]
+    else:
+        return scale + rows.to(tl.int64) * stride
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _quantized_gate_up_kernel(
+    out,
+    out_scale,
+    static_scale,
+    hidden_states,
+    hidden_scale,
+    w13,
+    w13_scale,
+    bias,
+    topk_ids,
+    expert_map,
+    num_tokens,
+    num_experts,
+    num_local_experts,
+    sorted_routes,
+    block_expert,
+    block_row,
+    block_end,
+    num_blocks,
+    depth,
+    num_columns,
+    num_tiles_n,
+    group_rows,
+    stride_hidden,
+    stride_hidden_scale,
+    stride_expert,
+    stride_column,
+    stride_scale_expert,
+    stride_scale_row,
+    stride_bias,
+    stride_out,
+    stride_out_scale,
+    stride_static,
+    SORTED: tl.constexpr,
+    SOURCE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+    A_GROUP: tl.constexpr,
+    B_GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    OUT_GROUP: tl.constexpr,
+    MIN_CODE: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    MASK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if SORTED:
+        wait_for_previous(OVERLAP)
+        release_next(OVERLAP)
+        used_blocks = tl.load(num_blocks)
+        if tl.program_id(0) >= used_blocks * num_tiles_n:
+            return
+        block, tile_n = tile_of_program(used_blocks, num_tiles_n, GROUP_M)
+        expert = tl.load(block_expert + block)
+        end = tl.load(block_end + block)
+        rows = tl.load(block_row + block) + tl.arange(0, BLOCK_M)
+        row_mask = rows < end
+        # Rows past the end repeat the last one where they are not masked; they are dropped when stored.
+        routes = tl.load(sorted_routes + tl.minimum(rows, end - 1))
+    else:
+        own_route = tl.program_id(0) // num_tiles_n
+        tile_n = tl.program_id(0) % num_tiles_n
+        expert, routes, row_mask = direct_rows(
+            topk_ids, expert_map, own_route, num_tokens, num_experts, num_local_experts, TOP_K, BLOCK_M, BLOCK_TOP_K
+        )
+        wait_for_previous(OVERLAP)
+        release_next(OVERLAP)
+        if expert < 0:
+            return
+        rows = routes
+
+    out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = out_columns
+    if MASK_N:
+        # Columns past the end repeat the last one, which costs no bandwidth and needs no mask.
+        columns = tl.minimum(columns, num_columns - 1)
+    offs_k = tl.arange(0, BLOCK_K)
+    MX: tl.constexpr = hidden_scale.dtype.element_ty == tl.uint8
+    expert = expert.to(tl.int64)
+    sources = routes // SOURCE
+    a_pointers = hidden_states + sources.to(tl.int64)[:, None] * stride_hidden + offs_k[None, :]
+    a_scales = _scales_of_rows(hidden_scale, sources, stride_hidden_scale, MX, BLOCK_K)
+    b_pointers = w13 + expert * stride_expert + columns[None, :] * stride_column + offs_k[:, None]
+    own_scales = w13_scale + expert * stride_scale_expert
+    # A tile of padding alone has no scale of its own.
+    first = tl.minimum(tile_n * BLOCK_N, num_columns - 1)
+    b_scales = _scales_of_columns(own_scales, first, columns, group_rows, stride_scale_row, UNIFORM, MX, BLOCK_K)
+    up_pointers = b_pointers + num_columns * stride_column
+    up_scales = _scales_of_columns(
+        own_scales, num_columns + first, num_columns + columns, group_rows, stride_scale_row, UNIFORM, MX, BLOCK_K
+    )
+    gate, up = _scaled_products(
+        a_pointers,
+        b_pointers,
+        up_pointers,
+        a_scales,
+        b_scales,
+        up_scales,
+        row_mask,
+        depth,
+        2 if GATED else 1,
+        A_GROUP,
+        B_GROUP,
+        FORMAT,
+        MASK_ROWS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    gate = _scale_total(gate, a_scales, b_scales, row_mask, A_GROUP, B_GROUP)
+    if GATED:
+        up = _scale_total(up, a_scales, up_scales, row_mask, A_GROUP, B_GROUP)
+
+    if bias is not None:
+        own_bias = bias + expert * stride_bias + columns
+        gate += tl.load(own_bias).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(own_bias + num_columns).to(tl.float32)[None, :]
+    if GATED:
+        y = activate_halves(gate, up, ACTIVATION, ALPHA, BETA, LIMIT)
+    else:
+        y = activate(gate, ACTIVATION, ALPHA)
+    if MASK_N:
+        y = tl.where((out_columns < num_columns)[None, :], y, 0.0)
+    mask = row_mask[:, None]
+    rows = rows.to(tl.int64)
+    out_pointers = out + rows[:, None] * stride_out + out_columns[None, :]
+    if out_scale is None:
+        tl.store(out_pointers, y.to(out.dtype.element_ty), mask=mask)
+    else:
+        # Where the reference rounds.
+        y = y.to(ROUNDED).to(tl.float32)
+        scale_pointers = out_scale + rows[:, None] * stride_out_scale
+        CODE: tl.constexpr = out.dtype.element_ty
+        if static_scale is not None:
+            scale = tl.load(static_scale + expert * stride_static) + tl.zeros([BLOCK_M, 1], tl.float32)
+            codes = encode(tl.div_rn(y, tl.broadcast_to(scale, (BLOCK_M, BLOCK_N))), CODE, MIN_CODE, MAX_CODE)
+            tl.store(scale_pointers, scale, mask=mask & (tile_n == 0))
+        else:
+            codes, stored = quantize_tile(y, CODE, OUT_GROUP, MIN_CODE, MAX_CODE, MX)
+            groups = tile_n * (BLOCK_N // OUT_GROUP) + tl.arange(0, BLOCK_N // OUT_GROUP)[None, :]
+            tl.store(scale_pointers + groups, stored.to(out_scale.dtype.element_ty), mask=mask)
+        tl.store(out_pointers, codes, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _quantized_down_kernel(
+    out,
+    intermediate,
+    intermediate_scale,
+    w2,
+    w2_scale,
+    bias,
+    topk_weights,
+    topk_ids,
+    expert_map,
+    num_tokens,
+    num_experts,
+    num_local_experts,
+    sorted_routes,
+    block_expert,
+    block_row,
+    block_end,
+    num_blocks,
+    depth,
+    num_columns,
+    num_tiles_n,
+    group_rows,
+    stride_intermediate,
+    stride_intermediate_scale,
+    stride_expert,
+    stride_column,
+    stride_scale_expert,
+    stride_scale_row,
+    stride_bias,
+    stride_out,
+    SORTED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+    A_GROUP: tl.constexpr,
+    B_GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    MASK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    # Which tile this is was settled before the kernel in front began: by its caller or by the sort it waited for.
+    if SORTED:
+        used_blocks = tl.load(num_blocks)
+        if tl.program_id(0) >= used_blocks * num_tiles_n:
+            wait_for_previous(OVERLAP)
+            return
+        block, tile_n = tile_of_program(used_blocks, num_tiles_n, GROUP_M)
+        expert = tl.load(block_expert + block)
+        end = tl.load(block_end + block)
+        rows = tl.load(block_row + block) + tl.arange(0, BLOCK_M)
+        row_mask = rows < end
+        rows = tl.minimum(rows, end - 1)
+        routes = tl.load(sorted_routes + rows)
+    else:
+        own_route = tl.program_id(0) // num_tiles_n
+        tile_n = tl.program_id(0) % num_tiles_n
+        expert, routes, row_mask = direct_rows(
+            topk_ids, expert_map, own_route, num_tokens, num_experts, num_local_experts, TOP_K, BLOCK_M, BLOCK_TOP_K
+        )
+        if expert < 0:
+            wait_for_previous(OVERLAP)
+            return
+        rows = routes
+    wait_for_previous(OVERLAP)
+    release_next(OVERLAP)
+
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    loaded_columns = columns
+    if MASK_N:
+        loaded_columns = tl.minimum(columns, num_columns - 1)
+    offs_k = tl.arange(0, BLOCK_K)
+    MX: tl.constexpr = intermediate_scale.dtype.element_ty == tl.uint8
+    expert = expert.to(tl.int64)
+    a_pointers = intermediate + rows.to(tl.int64)[:, None] * stride_intermediate + offs_k[None, :]
+    a_scales = _scales_of_rows(intermediate_scale, rows, stride_intermediate_scale, MX, BLOCK_K)
+    b_pointers = w2 + expert * stride_expert + loaded_columns[None, :] * stride_column + offs_k[:, None]
+    own_scales = w2_scale + expert * stride_scale_expert
+    b_scales = _scales_of_columns(
+        own_scales, tile_n * BLOCK_N, loaded_columns, group_rows, stride_scale_row, UNIFORM, MX, BLOCK_K
+    )
+    x, _ = _scaled_products(
+        a_pointers,
+        b_pointers,
+        b_pointers,
+        a_scales,
+        b_scales,
+        b_scales,
+        row_mask,
+        depth,
+        1,
+        A_GROUP,
+        B_GROUP,
+        FORMAT,
+        MASK_ROWS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    x = _scale_total(x, a_scales, b_scales, row_mask, A_GROUP, B_GROUP)
+
+    if bias is not None:
+        x += tl.load(bias + expert * stride_bias + loaded_columns).to(tl.float32)[None, :]
+    if topk_weights is not None:
+        x *= tl.load(topk_weights + routes)[:, None]
+    mask = row_mask[:, None]
+    if MASK_N:
+        mask = mask & (columns < num_columns)[None, :]
+    out_pointers = out + routes.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    tl.store(out_pointers, x.to(out.dtype.element_ty), mask=mask)
+
+
+def fuses_quantizer(fmt: RowFormat, config: GroupedGemmConfig) -> bool:
+    """Whether the first GEMM can write codes: a scale is known without the rows, or its group lies within a tile."""
+    return fmt.static or (fmt.group > 0 and config.block_n % fmt.group == 0)
+
+
+def quantized_gate_up_gemm(
+    out: torch.Tensor | QuantizedRows,
+    hidden_states: QuantizedRows,
+    w13: QuantizedMatrices,
+    plan: BlockMap | DirectRoutes,
+    config: GroupedGemmConfig,
+    *,
+    top_k: int,
+    by_route: bool = False,
+    activation: str,
+    gated: bool,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    bias: torch.Tensor | None = None,
+    out_format: RowFormat | None = None,
+    rounded: torch.dtype | None = None,
+    static_scale: torch.Tensor | None = None,
+    overlap: bool = False,
+) -> None:
+    """Writes `act(hidden_states[token] @ w13[expert].T + bias)` for every sorted row, or codes of it.
+
+    Accumulation and activation are in fp32, of int8 in int32 where no scale changes along a row.
+
+    Args:
+        out: [N, I_pad] bf16, fp16 or fp32, rows contiguous: overwritten up to the last valid row, with zeros from
+            column I on. By route for `DirectRoutes`. Or codes and scales of the same, see `fuses_quantizer`.
+        hidden_states: [T, H_pad], or [N, H_pad] by route.
+        w13: [E, 2 * I, H_pad] gate first, or [E, I, H_pad] where not gated; scales of both halves by canonical row.
+        plan: from `sort_routes` with `config.block_m`.
+        config: launch configuration; `block_n` divides 128 and counts gate and up once.
+        top_k: K.
+        by_route: whether a route has a row of hidden states of its own.
+        activation: as for `gate_up_gemm`, like the next four.
+        gated: whether w13 holds gates.
+        alpha: slope inside the sigmoid.
+        beta: added to the clamped up half; only where gated.
+        limit: the clamp, or None; only where gated.
+        bias: [E, 2 * I] or [E, I], any float dtype, or None.
+        out_format: of `out`, where that is quantised.
+        rounded: dtype that numbers are rounded to before they are quantised.
+        static_scale: [E] fp32, scales of `out` where its format says that they are given.
+        overlap: whether to start while the kernel in front, the last one of plan and hidden states, still runs.
+    """
+    num_columns, depth = w13.q.shape[1] // (2 if gated else 1), w13.q.shape[2]
+    block_n = config.block_n
+    target = out.q if isinstance(out, QuantizedRows) else out
+    padded = target.shape[1]
+    assert config.block_m == plan.block_m and K_PAD % block_n == 0 and padded % K_PAD == 0 and num_columns <= padded
+    assert hidden_states.q.shape[1] == depth and target.stride(1) == 1
+    _check_steps(hidden_states, w13, config)
+    num_tiles_n = padded // block_n
+    fmt = out_format if isinstance(out, QuantizedRows) else None
+    assert fmt is None or (fuses_quantizer(fmt, config) and rounded is not None)
+    is_masked = num_columns % block_n != 0 or num_columns != padded
+    launch(
+        _quantized_gate_up_kernel,
+        (plan.max_blocks * num_tiles_n,),
+        target,
+        out.scale if isinstance(out, QuantizedRows) else None,
+        static_scale,
+        hidden_states.q,
+        hidden_states.scale,
+        w13.q,
+        w13.scale,
+        bias,
+        *plan_arguments(plan, w13.q.shape[0]),
+        depth,
+        num_columns,
+        num_tiles_n,
+        w13.group_rows,
+        hidden_states.q.stride(0),
+        hidden_states.scale.stride(0),
+        w13.q.stride(0),
+        w13.q.stride(1),
+        w13.scale.stride(0),
+        w13.scale.stride(1),
+        0 if bias is None else bias.stride(0),
+        target.stride(0),
+        out.scale.stride(0) if isinstance(out, QuantizedRows) else 0,
+        0 if static_scale is None else static_scale.stride(0),
+        SORTED=isinstance(plan, BlockMap),
+        SOURCE=1 if by_route else top_k,
+        TOP_K=top_k,
+        BLOCK_TOP_K=triton.next_power_of_2(top_k),
+        A_GROUP=hidden_states.group,
+        B_GROUP=w13.group_columns,
+        FORMAT=_DOT_FORMATS.get(w13.q.dtype),
+        UNIFORM=w13.group_rows % block_n == 0 and num_columns % block_n == 0,
+        ROUNDED=None if rounded is None else _TRITON_DTYPES[rounded],
+        OUT_GROUP=0 if fmt is None else fmt.group,
+        MIN_CODE=0.0 if fmt is None else fmt.min_code,
+        MAX_CODE=0.0 if fmt is None else fmt.max_code,
+        ACTIVATION=activation,
+        GATED=gated,
+        ALPHA=alpha,
+        BETA=beta,
+        LIMIT=limit,
+        MASK_ROWS=config.mask_rows,
+        MASK_N=is_masked,
+        BLOCK_M=config.block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        OVERLAP=overlap,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **overlap_options(overlap),
+    )
+
+
+def quantized_down_gemm(
+    out: torch.Tensor,
+    intermediate: QuantizedRows,
+    w2: QuantizedMatrices,
+    plan: BlockMap | DirectRoutes,
+    config: GroupedGemmConfig,
+    *,
+    bias: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    overlap: bool = False,
+) -> None:
+    """Writes `(intermediate[row] @ w2[expert].T + bias) * topk_weight` for every sorted row to its route's row.
+
+    Args:
+        out: [N, H] bf16, fp16 or fp32, rows contiguous: rows of valid routes are overwritten, the others stay.
+        intermediate: [N, I_pad], in the order of `quantized_gate_up_gemm`.
+        w2: [E, H, I_pad].
+        plan: from `sort_routes` with `config.block_m`.
+        config: launch configuration.
+        bias: [E, H], any float dtype, or None.
+        topk_weights: [T, K] fp32 contiguous, or None for no weight.
+        overlap: whether to start while the kernel that writes `intermediate`, launched just before, still runs.
+    """
+    num_columns, depth = w2.q.shape[1:]
+    # Sorted routes are looked up, so only direct ones need K.
+    top_k = plan.topk_ids.shape[1] if isinstance(plan, DirectRoutes) else 1
+    assert config.block_m == plan.block_m and intermediate.q.shape[1] == depth and out.stride(1) == 1
+    _check_steps(intermediate, w2, config)
+    num_tiles_n = triton.cdiv(num_columns, config.block_n)
+    launch(
+        _quantized_down_kernel,
+        (plan.max_blocks * num_tiles_n,),
+        out,
+        intermediate.q,
+        intermediate.scale,
+        w2.q,
+        w2.scale,
+        bias,
+        topk_weights,
+        *plan_arguments(plan, w2.q.shape[0]),
+        depth,
+        num_columns,
+        num_tiles_n,
+        w2.group_rows,
+        intermediate.q.stride(0),
+        intermediate.scale.stride(0),
+        w2.q.stride(0),
+        w2.q.stride(1),
+        w2.scale.stride(0),
+        w2.scale.stride(1),
+        0 if bias is None else bias.stride(0),
+        out.stride(0),
+        SORTED=isinstance(plan, BlockMap),
+        TOP_K=top_k,
+        BLOCK_TOP_K=triton.next_power_of_2(top_k),
+        A_GROUP=intermediate.group,
+        B_GROUP=w2.group_columns,
+        FORMAT=_DOT_FORMATS.get(w2.q.dtype),
+        UNIFORM=w2.group_rows % config.block_n == 0 and num_columns % config.block_n == 0,
+        MASK_ROWS=config.mask_rows,
+        MASK_N=num_columns % config.block_n != 0,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        OVERLAP=overlap,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **overlap_options(overlap),
+    )
+
+
+# What `tl.dot_scaled` calls them.
+_DOT_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def _check_steps(rows: QuantizedRows, matrices: QuantizedMatrices, config: GroupedGemmConfig) -> None:
+    """A step of the main loop lies within one group of each operand, or powers of two scale within it."""
+    assert rows.q.shape[1] % config.block_k == 0 and matrices.q.stride(2) == rows.q.stride(1) == 1
+    assert matrices.q.dtype == rows.q.dtype and matrices.scale.dtype == rows.scale.dtype
+    assert matrices.scale.stride(2) == 1 and rows.scale.stride(1) == 1
+    for group in (rows.group, matrices.group_columns):
+        if rows.scale.dtype == torch.uint8:
+            assert group == 32, "powers of two scale runs of 32 columns, as hardware does"
+        else:
+            assert group % config.block_k == 0, f"a step of {config.block_k} columns crosses groups of {group}"
