@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from moereg.kernels.gluon_grouped_gemm import CONFIG_RULES, GluonGemmConfig, _grouped_kernel, select_config
+from moereg.kernels.gluon_quantized_gemm import DOWN_CONFIG, GATE_UP_CONFIG, _quantized_grouped_kernel
 
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -62,11 +63,51 @@ def compile_one(
         **({"tail_rows": None} if by_token else {}),
         **({"sorted_routes": None} if batched else {"max_tokens": None}),
     }
-    names = _grouped_kernel.arg_names
+    return _compile(name, _grouped_kernel, signature, constants)
+
+
+def compile_quantized(name: str, dtype: str, is_gate_up: bool, grouped: bool) -> dict[str, Any]:
+    """The same of a kernel of 8-bit codes, `fp8e4nv` or `i8`; grouped scales make the first GEMM write codes."""
+    writes_codes = is_gate_up and grouped
+    config = GATE_UP_CONFIG if is_gate_up else DOWN_CONFIG
+    operand = repr(gl.NVMMASharedLayout(128, 8, 2))
+    stored = gl.NVMMASharedLayout(128, 8 if writes_codes else 16, 3)
+    out = [1, 64, 128] if writes_codes else [1, 64, 64]
+    signature = {
+        "out": f"tensordesc<{dtype if writes_codes else 'bf16'}{out},{stored!r}>",
+        "out_scale": "*fp32" if writes_codes else "constexpr",
+        "rows": f"tensordesc<{dtype}[64, 128],{operand}>",
+        "row_scale": "*fp32",
+        "weights": f"tensordesc<{dtype}[1, 128, 128],{gl.NVMMASharedLayout(128, 8, 3)!r}>",
+        "column_scale": "*fp32",
+        **dict.fromkeys(("block_expert", "block_row", "block_end", "num_blocks"), "*i32"),
+        **dict.fromkeys(("num_tiles_n", "group", "num_k", "num_columns", "group_rows"), "i32"),
+        **dict.fromkeys(("stride_row_scale", "stride_expert_scale", "stride_column_scale", "stride_out_scale"), "i32"),
+    }
+    constants: dict[str, Any] = {
+        "bias": None,
+        "GROUPED": grouped,
+        "ROUNDED": gl.bfloat16 if writes_codes else None,
+        "STAGES": config.stages,
+        "BUFFERS": 1 if writes_codes else config.buffers,
+        "ACTIVATION": "silu" if is_gate_up else None,
+        "GATED": is_gate_up,
+        "ALPHA": 1.0,
+        "BETA": 0.0,
+        "LIMIT": None,
+        "MASK_N": False,
+        "OVERLAP": True,
+        **({} if writes_codes else {"out_scale": None}),
+    }
+    return _compile(name, _quantized_grouped_kernel, signature, constants)
+
+
+def _compile(name: str, kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
+    names = kernel.arg_names
     kinds = {**signature, **dict.fromkeys(constants, "constexpr")}
     aligned = [place for place, argument in enumerate(names) if kinds[argument].startswith("*")]
     source = GluonASTSource(
-        fn=_grouped_kernel,
+        fn=kernel,
         signature={argument: kinds[argument] for argument in names},
         constexprs={(names.index(argument),): value for argument, value in constants.items()},
         attrs={(place,): [["tt.divisibility", 16]] for place in (*aligned, names.index("num_columns"))},
@@ -102,3 +143,7 @@ if __name__ == "__main__":
                 source = " by token" if by_token else " batched" if batched else ""
                 label = f"{name} {config.block_m}x{config.block_n}{source}"
                 print(json.dumps(compile_one(label, config, is_gate_up, by_token, batched)), flush=True)
+    for dtype, grouped in (("fp8e4nv", True), ("fp8e4nv", False), ("i8", False)):
+        for name, is_gate_up in (("gate_up", True), ("down", False)):
+            label = f"{name} {dtype}{' grouped' * grouped}"
+            print(json.dumps(compile_quantized(label, dtype, is_gate_up, grouped)), flush=True)

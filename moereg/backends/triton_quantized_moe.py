@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from moereg.backends._triton.quantized_workspace import (
+    ALIGNMENT,
+    AMAX_PROGRAMS,
+    GUARD_ROWS,
+    K_PAD,
+    by_group,
+    cut,
+    intermediate_pieces,
+    piece_bytes,
+    row_pieces,
+    token_pieces,
+)
 from moereg.backends._triton.recorded import RecordedExperts
 from moereg.experts import ExpertInputs, Facts
 from moereg.layouts import pad_columns, round_up
-from moereg.platforms import Platform
+from moereg.platforms import Platform, PlatformRule
 from moereg.problem import MoEProblem
-from moereg.quant import WHOLE, QuantFormat
+from moereg.quant import WHOLE, QuantFormat, QuantScheme
 from moereg.quantize import element_of
 from moereg.registry import register_moe_backend
 from moereg.weights import ExpertWeights, PermutedWeights
@@ -22,14 +32,11 @@ if TYPE_CHECKING:
     from moereg.kernels.triton_quantize import RowFormat
     from moereg.kernels.triton_quantized_gemm import QuantizedMatrices
 
-# As the kernels have them; repeated because this module must import without triton.
-K_PAD: Final = 128
-_AMAX_PROGRAMS: Final = 256
-
 _E8M0: Final = "float8_e8m0fnu"
 
-# Of pieces of a workspace, so that pointers stay aligned whatever the number of tokens.
-_ALIGNMENT: Final = 256
+# From where on the Gluon kernels run, in rows an expert: at 32 they take 0.97 of the others' time (qwen3-30b-a3b) and
+# 0.93 (deepseek-v3), at 64 0.78 and 0.70, measured on an H200 on 2026-11-21.
+_MIN_GLUON_ROWS: Final = 30
 
 
 # Not measured yet. Before weight-only kernels on the same checkpoint, which multiply in 16 bits at half the rate.
@@ -90,6 +97,11 @@ class TritonQuantizedExperts(RecordedExperts):
         *("a13_scale", "a2_scale"),
     )
 
+    def __init__(self, problem: MoEProblem, platform: Platform, computes: QuantScheme | None = None) -> None:
+        super().__init__(problem, platform, computes)
+        # Compiled for one architecture's own instructions.
+        self._has_gluon = PlatformRule("cuda:sm90").matches(platform)
+
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
         """Sizes beyond the kernels' 32-bit offsets within one expert."""
@@ -139,14 +151,16 @@ class TritonQuantizedExperts(RecordedExperts):
     def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The intermediate, its codes and scales; then, flat, the plan of the routes and rows, first codes of tokens.
 
-        The codes of tokens lie where the rows [N, H] to be reduced come later.
+        The codes of tokens, or of a row for each route, lie where the rows [N, H] to be reduced come later.
         """
         routes = num_tokens * problem.top_k
         itemsize = problem.torch_dtype.itemsize
-        first = sum(map(_piece_bytes, _intermediate_pieces(problem, self._activation_format, routes)))
-        codes = sum(map(_piece_bytes, _token_pieces(problem, self._activation_format, num_tokens)))
-        rows = _piece_bytes(((routes, problem.hidden_size), problem.torch_dtype))
-        second = _plan_bytes(problem, num_tokens) + max(codes, rows)
+        # Unused rows in front, whichever kernels run.
+        rows = GUARD_ROWS + routes
+        first = sum(map(piece_bytes, intermediate_pieces(problem, self._activation_format, rows)))
+        codes = sum(map(piece_bytes, row_pieces(self._activation_format, routes, problem.hidden_size)))
+        to_reduce = piece_bytes(((rows, problem.hidden_size), problem.torch_dtype))
+        second = _plan_bytes(problem, num_tokens) + max(codes, to_reduce)
         return (first // itemsize,), (second // itemsize,)
 
     @property
@@ -173,7 +187,10 @@ class TritonQuantizedExperts(RecordedExperts):
         from moereg.kernels.triton_routing import RoutePlan, sort_routes
         from moereg.kernels.triton_tiles import DirectRoutes
 
-        assert (triton_quantize.K_PAD, triton_quantize.AMAX_PROGRAMS) == (K_PAD, _AMAX_PROGRAMS)
+        assert (triton_quantize.K_PAD, triton_quantize.AMAX_PROGRAMS) == (K_PAD, AMAX_PROGRAMS)
+        if self._warp_specialised(inputs):
+            self._launch_gluon(out, inputs, weights, workspace13, workspace2)
+            return
         problem, fmt = self.problem, self._row_format()
         hidden_states, topk_ids, expert_map = inputs.hidden_states, inputs.topk_ids, inputs.expert_map
         num_tokens, hidden_size = hidden_states.shape
@@ -188,8 +205,8 @@ class TritonQuantizedExperts(RecordedExperts):
         plan_bytes = _plan_bytes(problem, num_tokens)
         plan_words = workspace2.view(torch.uint8)[:plan_bytes].view(torch.int32)
         behind_plan = workspace2.view(torch.uint8)[plan_bytes:]
-        pieces = _intermediate_pieces(problem, self._activation_format, num_routes)
-        intermediate, codes, scales, amax = _cut(workspace13.view(torch.uint8), pieces)
+        pieces = intermediate_pieces(problem, self._activation_format, num_routes)
+        intermediate, codes, scales, amax = cut(workspace13.view(torch.uint8), pieces)
         amax_of_all = amax if fmt.spans_rows else None
         weight_on_input = problem.apply_router_weight_on_input
 
@@ -202,8 +219,9 @@ class TritonQuantizedExperts(RecordedExperts):
         a13_scale, a2_scale = weights.get("a13_scale"), weights.get("a2_scale")
         # Each expert's static scale means something else to the same token.
         by_route = a13_scale is not None and a13_scale.numel() > 1
-        token_pieces = _token_pieces(problem, self._activation_format, num_tokens, by_route)
-        token_codes, token_scales = _cut(behind_plan, token_pieces)
+        token_codes, token_scales = cut(
+            behind_plan, token_pieces(problem, self._activation_format, num_tokens, by_route)
+        )
         tokens = QuantizedRows(token_codes, token_scales, fmt.group)
         quantize_rows(
             tokens,
@@ -236,7 +254,7 @@ class TritonQuantizedExperts(RecordedExperts):
             quantized_gate_up_gemm(intermediate, tokens, w13, plan, configs.gate_up, **gate_up)
             own = rows_of_plan(plan, problem.num_local_experts)
             quantize_rows(rows, intermediate, fmt, own, amax=amax_of_all, overlap=overlap)
-        (route_rows,) = _cut(behind_plan, (((num_routes, hidden_size), problem.torch_dtype),))
+        (route_rows,) = cut(behind_plan, (((num_routes, hidden_size), problem.torch_dtype),))
         quantized_down_gemm(
             route_rows,
             rows,
@@ -256,6 +274,98 @@ class TritonQuantizedExperts(RecordedExperts):
             num_local_experts=problem.num_local_experts,
             overlap=overlap,
         )
+
+    def _warp_specialised(self, inputs: ExpertInputs) -> bool:
+        """Whether the Gluon kernels can run a call, and there are enough rows an expert for them to pay."""
+        problem, fmt, hidden_states = self.problem, self._activation_format, inputs.hidden_states
+        grouped = fmt.group[1] != WHOLE
+        return (
+            self._has_gluon
+            and hidden_states.device.type != "cpu"
+            and inputs.topk_ids.numel() / problem.num_experts > _MIN_GLUON_ROWS
+            # Dynamic scales of groups or of rows.
+            and not fmt.static
+            and fmt.group[0] != WHOLE
+            and fmt.scale_dtype == "float32"
+            # Blocks of gate's scales end where up's begin.
+            and (not grouped or problem.intermediate_size % K_PAD == 0)
+            and problem.torch_dtype.itemsize == 2
+            # Rows are stored in boxes, which begin at multiples of 16 bytes.
+            and problem.hidden_size % 8 == 0
+        )
+
+    def _launch_gluon(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        from moereg.kernels import gluon_consumer
+        from moereg.kernels.gluon_quantized_gemm import BLOCK_M, quantized_down_gemm, quantized_gate_up_gemm
+        from moereg.kernels.triton_overlap import can_overlap
+        from moereg.kernels.triton_quantize import QuantizedRows
+        from moereg.kernels.triton_quantize_sorted import quantize_sorted_rows, quantize_to_sorted_rows
+        from moereg.kernels.triton_reduce import reduce_sorted_rows
+        from moereg.kernels.triton_routing import sort_routes
+
+        assert gluon_consumer.GUARD_ROWS == GUARD_ROWS, "the workspaces were sized for another guard"
+        problem, fmt, activation = self.problem, self._row_format(), self.problem.activation
+        num_tokens, hidden_size = inputs.hidden_states.shape
+        num_routes = num_tokens * problem.top_k
+        num_rows = GUARD_ROWS + num_routes
+        overlap = can_overlap(out.device)
+        plan_bytes = _plan_bytes(problem, num_tokens)
+        behind_plan = workspace2.view(torch.uint8)[plan_bytes:]
+        plan = sort_routes(
+            inputs.topk_ids,
+            inputs.expert_map,
+            problem.num_experts,
+            problem.num_local_experts,
+            BLOCK_M,
+            workspace2.view(torch.uint8)[:plan_bytes].view(torch.int32),
+            overlap=overlap,
+        )
+        topk_weights = inputs.topk_weights
+        weight_on_input = problem.apply_router_weight_on_input
+        token_codes, token_scales = cut(
+            behind_plan, token_pieces(problem, self._activation_format, num_tokens, by_route=True)
+        )
+        tokens = QuantizedRows(token_codes, by_group(token_scales), fmt.group)
+        quantize_to_sorted_rows(
+            tokens,
+            inputs.hidden_states,
+            fmt,
+            plan.route_row,
+            topk_weights=topk_weights if weight_on_input else None,
+            overlap=overlap,
+        )
+        pieces = intermediate_pieces(problem, self._activation_format, num_rows)
+        intermediate, codes, scales, _ = cut(workspace13.view(torch.uint8), pieces)
+        scales = by_group(scales)
+        gate_up: dict[str, Any] = {
+            "activation": activation.name,
+            "gated": activation.gated,
+            "alpha": activation.alpha,
+            "beta": activation.beta,
+            "limit": activation.limit,
+            "bias": weights.get("w13_bias"),
+            "overlap": overlap,
+        }
+        w13, w2 = self._matrices(weights, "w13"), self._matrices(weights, "w2")
+        rows = QuantizedRows(codes[GUARD_ROWS:], scales[GUARD_ROWS:], fmt.group)
+        if fmt.group:
+            behind_guard = QuantizedRows(codes, scales[GUARD_ROWS:], fmt.group)
+            quantized_gate_up_gemm(behind_guard, tokens, w13, plan, **gate_up, rounded=problem.torch_dtype)
+        else:
+            quantized_gate_up_gemm(intermediate, tokens, w13, plan, **gate_up)
+            in_use = plan.expert_offsets[-1:]
+            quantize_sorted_rows(rows, intermediate[GUARD_ROWS:], fmt, in_use, overlap=overlap)
+        (sorted_rows,) = cut(behind_plan, (((num_rows, hidden_size), problem.torch_dtype),))
+        quantized_down_gemm(sorted_rows, rows, w2, plan, bias=weights.get("w2_bias"), overlap=overlap)
+        route_weights = None if weight_on_input else topk_weights
+        reduce_sorted_rows(out, sorted_rows[GUARD_ROWS:], plan.route_row, route_weights, overlap=overlap)
 
     def _row_format(self) -> RowFormat:
         from moereg.kernels.triton_quantize import RowFormat
@@ -286,54 +396,10 @@ def _group_columns(fmt: QuantFormat) -> int:
     return 0 if fmt.group[1] == WHOLE else fmt.group[1]
 
 
-_Piece = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a part of a workspace."""
-
-
-def _quantized_pieces(fmt: QuantFormat, rows: int, columns: int) -> tuple[_Piece, _Piece]:
-    """Codes and scales of rows."""
-    padded = round_up(columns, K_PAD)
-    groups = 1 if fmt.group[1] == WHOLE else padded // fmt.group[1]
-    return ((rows, padded), fmt.storage_dtype), (
-        (rows, groups),
-        torch.uint8 if fmt.scale_dtype == _E8M0 else torch.float32,
-    )
-
-
-def _intermediate_pieces(problem: MoEProblem, fmt: QuantFormat, num_routes: int) -> tuple[_Piece, ...]:
-    """The intermediate, its codes and scales, and the largest magnitudes that programs found."""
-    size = problem.intermediate_size
-    plain = ((num_routes, round_up(size, K_PAD)), problem.torch_dtype)
-    return (plain, *_quantized_pieces(fmt, num_routes, size), ((_AMAX_PROGRAMS,), torch.int32))
-
-
-def _token_pieces(
-    problem: MoEProblem, fmt: QuantFormat, num_tokens: int, by_route: bool | None = None
-) -> tuple[_Piece, ...]:
-    """Codes and scales of the tokens, or of a row for each route; the most that either can take where not known."""
-    by_route = fmt.static if by_route is None else by_route
-    return _quantized_pieces(fmt, num_tokens * (problem.top_k if by_route else 1), problem.hidden_size)
-
-
-def _piece_bytes(piece: _Piece) -> int:
-    shape, dtype = piece
-    return round_up(math.prod(shape) * dtype.itemsize, _ALIGNMENT)
-
-
-def _cut(buffer: torch.Tensor, pieces: Sequence[_Piece]) -> list[torch.Tensor]:
-    """Consecutive views of the first bytes of a buffer of uint8."""
-    views, start = [], 0
-    for shape, dtype in pieces:
-        end = start + math.prod(shape) * dtype.itemsize
-        views.append(buffer[start:end].view(dtype).view(shape))
-        start += _piece_bytes((shape, dtype))
-    return views
-
-
 def _plan_bytes(problem: MoEProblem, num_tokens: int) -> int:
     """What holds the plan of any shipped configuration."""
     from moereg.kernels.triton_quantized_config import MIN_BLOCK_M
     from moereg.kernels.triton_routing import route_workspace_numel
 
     ints = route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, MIN_BLOCK_M)
-    return round_up(4 * ints, _ALIGNMENT)
+    return round_up(4 * ints, ALIGNMENT)

@@ -17,12 +17,13 @@ GUARD_ROWS = 288
 _GUARD = gl.constexpr(GUARD_ROWS)
 
 # Triton 3.8 renamed these two; 3.9 removed the old names.
-_store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
-def _activate(x, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr):
+def activate(x, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr):
+    """The activation of gates in fp32; as `triton_activation.activate`."""
     if ACTIVATION == "silu" or ACTIVATION == "swigluoai":
         return x / (1.0 + gl.exp(-ALPHA * x))
     elif ACTIVATION == "gelu":
@@ -68,9 +69,9 @@ def _finish(
             # Comparisons keep NaN, which a minimum would replace by the limit.
             gate = gl.where(gate > LIMIT, LIMIT, gate)
             up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
-        y = gl.reshape(_activate(gate, ACTIVATION, ALPHA) * (up + BETA), (COLUMNS // 2, ROWS))
+        y = gl.reshape(activate(gate, ACTIVATION, ALPHA) * (up + BETA), (COLUMNS // 2, ROWS))
     elif ACTIVATION is not None:
-        y = _activate(x, ACTIVATION, ALPHA)
+        y = activate(x, ACTIVATION, ALPHA)
     else:
         y = x
     return gl.permute(y.to(DTYPE), (1, 0))
@@ -116,15 +117,15 @@ def _store(
         buffer = staging.index(2 * WARPGROUP + FIRST // CHUNK % 2)
         # Of the two buffers the other one may still be read; a tile may have left off with either.
         tma.store_wait(0 if FIRST == 0 else 1)
-        _barrier()
+        barrier()
         if ROWS == CHUNK:
             buffer.store(y)
         else:
             buffer.slice(0, ROWS, dim=0).store(y)
         fence_async_shared()
-        _barrier()
+        barrier()
         box = reinterpret(buffer, out.dtype, out.block_shape, out.layout)
-        _store_box(out, [anchor, first_row + FIRST, out_column], box)
+        store_box(out, [anchor, first_row + FIRST, out_column], box)
 
 
 @gluon.jit

@@ -92,10 +92,10 @@ CONFIG_RULES = (
 )
 
 # An expert's matrix that is larger is not kept by the L2 until the next block of the same expert.
-_L2_SHARE_BYTES = 48 * 2**20
+L2_SHARE_BYTES = 48 * 2**20
 
 # Blocks that share its columns then. For smaller ones 1 is as good as any, or better by up to 11 % (gpt-oss-120b).
-_GROUP = 4
+L2_GROUP = 4
 
 
 def select_config(rows_per_expert: float, num_columns: float) -> GluonConfigRule:
@@ -225,7 +225,7 @@ def gate_up_gemm(
     assert rows.shape[1] % 8 == rows.stride(0) % 8 == 0 and out.shape[-1] == num_columns // (2 if gated else 1)
     # Of 16 rows, a box takes 8 gates and then 8 ups, or, where not gated, all in order.
     half_stride, row_stride = (depth, 2 * depth) if gated else (8 * depth, depth)
-    weights = _tensor_map(
+    weights = tensor_map(
         w13,
         (num_experts * num_columns // 16, 2, 8, depth),
         (16 * depth, half_stride, row_stride, 1),
@@ -263,7 +263,7 @@ def down_gemm(
     """
     depth = w2.shape[2]
     assert intermediate.shape[-1] == depth and out.shape[-1] == w2.shape[1] and out.shape[-1] % 8 == 0
-    weights = _tensor_map(w2, w2.shape, w2.stride(), (1, config.block_n, BLOCK_K.value))
+    weights = tensor_map(w2, w2.shape, w2.stride(), (1, config.block_n, BLOCK_K.value))
     rows = intermediate[GUARD_ROWS:] if intermediate.dim() == 2 else intermediate.view(-1, depth)
     # fmt: off
     _launch(out, config.block_n // 2, weights, rows, w2, plan, config, None, bias, None, False, 1.0, 0.0, None,
@@ -296,14 +296,14 @@ def _launch(
     # Anchored at an expert's end: [end, GUARD_ROWS - rows + i] is row i of the tile of `rows` rows that ends there.
     compact = (out.shape[0] - GUARD_ROWS + 1, GUARD_ROWS, width), (width, width, 1)
     shape, strides = compact if max_tokens is None else (out.shape, out.stride())
-    clipped_out = _tensor_map(out, shape, strides, (1, config.staged // out_columns, out_columns))
+    clipped_out = tensor_map(out, shape, strides, (1, config.staged // out_columns, out_columns))
     half = tail = None
     if top_k is None:
-        half = _tensor_map(rows, rows.shape, rows.stride(), (config.block_m // 2, BLOCK_K.value))
-        tail = _tensor_map(rows, rows.shape, rows.stride(), (config.slack, BLOCK_K.value))
+        half = tensor_map(rows, rows.shape, rows.stride(), (config.block_m // 2, BLOCK_K.value))
+        tail = tensor_map(rows, rows.shape, rows.stride(), (config.slack, BLOCK_K.value))
     launch(
         _grouped_kernel,
-        (_num_multiprocessors(out.device),),
+        (num_multiprocessors(out.device),),
         clipped_out,
         weights,
         rows if half is None else half,
@@ -315,7 +315,7 @@ def _launch(
         plan.block_end,
         plan.num_blocks,
         triton.cdiv(num_columns, config.block_n),
-        1 if num_columns * depth * weight.element_size() <= _L2_SHARE_BYTES else _GROUP,
+        1 if num_columns * depth * weight.element_size() <= L2_SHARE_BYTES else L2_GROUP,
         depth // BLOCK_K.value,
         num_columns,
         rows.shape[1] // 8,
@@ -339,14 +339,16 @@ def _launch(
     )
 
 
-def _tensor_map(
+def tensor_map(
     base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> TensorDescriptor:
+    """A map whose boxes lie in shared memory as `wgmma` reads them."""
     swizzle_bytes = min(128, box[-1] * base.element_size())
     layout = gl.NVMMASharedLayout(swizzle_bytes, 8 * base.element_size(), len(box))
     return TensorDescriptor(base, list(shape), list(strides), list(box), layout)
 
 
 @functools.lru_cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 BLOCK_K = gl.constexpr(64)
 
 # Triton 3.8 renamed the first two and 3.9 the third; 3.9 removed the old names.
-_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_load_chunks = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+load_chunks = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _descriptor = gl.shared_memory_descriptor
 reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
 
@@ -44,7 +44,8 @@ def locate(tile, plan, num_tiles_n, group, MAIN: gl.constexpr, TAIL: gl.constexp
 
 
 @gluon.jit
-def _next(slot, phase, STAGES: gl.constexpr):
+def next_slot(slot, phase, STAGES: gl.constexpr):
+    """The slot after this one, and in which round of the ring it is."""
     wrap = slot == STAGES - 1
     return gl.where(wrap, 0, slot + 1), gl.where(wrap, phase ^ 1, phase)
 
@@ -58,9 +59,9 @@ def _previous(slot, STAGES: gl.constexpr):
 @gluon.jit
 def _load_weights(weights, shared, ready, expert, tile_n, k, num_columns, BLOCK_N: gl.constexpr):
     if len(weights.block_shape) == 4:
-        _load_box(weights, [(expert * num_columns + tile_n * BLOCK_N) // 16, 0, 0, k * BLOCK_K], ready, shared)
+        load_box(weights, [(expert * num_columns + tile_n * BLOCK_N) // 16, 0, 0, k * BLOCK_K], ready, shared)
     else:
-        _load_box(weights, [expert, tile_n * BLOCK_N, k * BLOCK_K], ready, shared)
+        load_box(weights, [expert, tile_n * BLOCK_N, k * BLOCK_K], ready, shared)
 
 
 @gluon.jit
@@ -95,10 +96,10 @@ def produce(
             mbarrier.expect(ready, (BLOCK_N + MAIN) * ROW_BYTES, pred=(rows > HALF) & (rows <= MAIN))
             mbarrier.expect(ready, (BLOCK_N + MAIN + TAIL) * ROW_BYTES, pred=rows > MAIN)
             _load_weights(weights, weights_shared.index(slot), ready, expert, tile_n, k, num_columns, BLOCK_N)
-            _load_box(half_rows, [row, at], ready, rows_shared.index(2 * slot))
-            _load_box(half_rows, [row + HALF, at], ready, rows_shared.index(2 * slot + 1), pred=rows > HALF)
-            _load_box(tail_rows, [row + MAIN, at], ready, tail_shared.index(slot), pred=rows > MAIN)
-            slot, phase = _next(slot, phase, STAGES)
+            load_box(half_rows, [row, at], ready, rows_shared.index(2 * slot))
+            load_box(half_rows, [row + HALF, at], ready, rows_shared.index(2 * slot + 1), pred=rows > HALF)
+            load_box(tail_rows, [row + MAIN, at], ready, tail_shared.index(slot), pred=rows > MAIN)
+            slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -121,9 +122,9 @@ def _copy_tokens(shared, pointers, k, hidden_chunks, MASK_K: gl.constexpr, LAYOU
         # The weights beyond are zeros, but what lies behind a row of the activations may be NaN.
         columns = k * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
         mask = gl.expand_dims(columns < hidden_chunks * 8, 0)
-        _load_chunks(shared, pointers, mask=gl.broadcast(mask, pointers)[0])
+        load_chunks(shared, pointers, mask=gl.broadcast(mask, pointers)[0])
     else:
-        _load_chunks(shared, pointers)
+        load_chunks(shared, pointers)
 
 
 @gluon.jit
@@ -183,7 +184,7 @@ def produce_by_token(
                     _copy_tokens(tail_shared.index(slot), tokens + tail_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                 async_copy.mbarrier_arrive(ready, increment_count=False)
                 tokens += BLOCK_K
-                slot, phase = _next(slot, phase, STAGES)
+                slot, phase = next_slot(slot, phase, STAGES)
             expert, tile_n, rows = next_expert, next_n, next_rows
 
 
@@ -226,7 +227,7 @@ def multiply(
         else:
             main = warpgroup_mma_wait(1, deps=(main,))
         mbarrier.arrive(empty.index(_previous(slot, STAGES)), pred=k > 0)
-        slot, phase = _next(slot, phase, STAGES)
+        slot, phase = next_slot(slot, phase, STAGES)
     if TAIL > 0:
         main, tail = warpgroup_mma_wait(0, deps=(main, tail))
         mbarrier.arrive(empty.index(_previous(slot, STAGES)))

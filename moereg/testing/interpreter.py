@@ -17,8 +17,8 @@ def patch_interpreter() -> None:
     floats it rounds ties up, loses carries and makes wrong subnormals; back it reads NaN as a number. Products of int8
     wrap in 3.6 and 3.7. Operands are therefore widened here, to float32 or int32, before the product: exact for every
     16-bit and 8-bit float. Elementwise +, - and * of bfloat16 are widened too, and rounded; other arithmetic on it
-    stays wrong, so kernels widen before they compute. Numbers beyond the range of an 8-bit float become what torch
-    makes of them, so kernels saturate before they round.
+    stays wrong, so kernels widen before they compute. `tl.fma` rounds its product there, and here does not. Numbers
+    beyond the range of an 8-bit float become what torch makes of them, so kernels saturate before they round.
 
     Mutates Triton's interpreter for the whole process, and only that: compiled kernels are not touched.
     """
@@ -29,6 +29,7 @@ def patch_interpreter() -> None:
     if getattr(builder.create_dot, "_patched_by_moereg", False):
         return
     convert = interpreter._convert_float
+    multiply_add = builder.create_fma
     # With what each of their 256 codes stands for.
     codes = torch.arange(256, dtype=torch.uint8)
     float8 = {
@@ -50,6 +51,13 @@ def patch_interpreter() -> None:
         # numpy's product, because torch's wakes its thread pool, which takes 10 ms for a tile on a busy machine.
         product = np.matmul(widen(a), widen(b))
         return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if x.data.dtype != np.float32:
+            return multiply_add(self, x, y, z)
+        # The product is exact in float64, and what its sum loses there a rounding to float32 does not show.
+        wide = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(wide.astype(np.float32), z.dtype.scalar)
 
     def convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
         if source == tl.bfloat16 and target == tl.float32:
@@ -97,4 +105,5 @@ def patch_interpreter() -> None:
     interpreter._patch_builtin = patch_builtin
     create_dot._patched_by_moereg = True  # type: ignore[attr-defined]
     builder.create_dot = create_dot
+    builder.create_fma = create_fma
     interpreter._convert_float = convert_float

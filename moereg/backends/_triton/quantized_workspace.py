@@ -1,0 +1,69 @@
+"""What the `triton` backend keeps in workspaces where activations are quantised: shapes of the parts, and views."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from moereg.layouts import round_up
+from moereg.problem import MoEProblem
+from moereg.quant import WHOLE, QuantFormat
+
+# As the kernels have them; repeated because this module must import without triton.
+K_PAD: Final = 128
+AMAX_PROGRAMS: Final = 256
+GUARD_ROWS: Final = 288
+
+# Of pieces of a workspace, so that pointers stay aligned whatever the number of tokens.
+ALIGNMENT: Final = 256
+
+_E8M0: Final = "float8_e8m0fnu"
+
+Piece = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a part of a workspace."""
+
+
+def row_pieces(fmt: QuantFormat, rows: int, columns: int) -> tuple[Piece, Piece]:
+    """Codes and scales of rows."""
+    padded = round_up(columns, K_PAD)
+    groups = 1 if fmt.group[1] == WHOLE else padded // fmt.group[1]
+    return ((rows, padded), fmt.storage_dtype), (
+        (rows, groups),
+        torch.uint8 if fmt.scale_dtype == _E8M0 else torch.float32,
+    )
+
+
+def intermediate_pieces(problem: MoEProblem, fmt: QuantFormat, num_routes: int) -> tuple[Piece, ...]:
+    """The intermediate, its codes and scales, and the largest magnitudes that programs found."""
+    size = problem.intermediate_size
+    plain = ((num_routes, round_up(size, K_PAD)), problem.torch_dtype)
+    return (plain, *row_pieces(fmt, num_routes, size), ((AMAX_PROGRAMS,), torch.int32))
+
+
+def token_pieces(problem: MoEProblem, fmt: QuantFormat, num_tokens: int, by_route: bool) -> tuple[Piece, Piece]:
+    """Codes and scales of the tokens, or of a row for each route."""
+    return row_pieces(fmt, num_tokens * (problem.top_k if by_route else 1), problem.hidden_size)
+
+
+def by_group(scales: torch.Tensor) -> torch.Tensor:
+    """The memory of scales [R, G] as scales of the same shape whose groups lie together."""
+    return scales.view(scales.shape[1], scales.shape[0]).T if scales.shape[1] > 1 else scales
+
+
+def piece_bytes(piece: Piece) -> int:
+    """That a part takes, up to the next one."""
+    shape, dtype = piece
+    return round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT)
+
+
+def cut(buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """Consecutive views of the first bytes of a buffer of uint8."""
+    views, start = [], 0
+    for shape, dtype in pieces:
+        end = start + math.prod(shape) * dtype.itemsize
+        views.append(buffer[start:end].view(dtype).view(shape))
+        start += piece_bytes((shape, dtype))
+    return views
