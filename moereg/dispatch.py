@@ -94,14 +94,17 @@ def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request
     scheme = cell.scheme_for(problem.quant)
     rule = cell.rule_for(platform)
     if scheme is None:
-        computed = ", ".join(known.name for known in cell.schemes)
-        reasons.append(Reason("quant_scheme", f"requires weights in ({computed}), got {problem.quant.name}"))
+        of_these_weights = [known.name for known in cell.schemes if known.weight == problem.quant.weight]
+        rule_text = f"weights in ({', '.join(known.name for known in cell.schemes)})"
+        if of_these_weights:
+            rule_text = f"activations as in ({', '.join(of_these_weights)})"
+        reasons.append(Reason("quant_scheme", f"requires {rule_text}, got {problem.quant.description}"))
     reasons.extend(machine_reasons(cell, platform))
     if not platform.probed:
         assumes = [*cell.requires, *(f"probe {_probe_name(probe)}" for probe in cell.probes)]
     reasons.extend(_request_reasons(cell, request))
     reasons.extend(fact_reasons(cell.facts, problem))
-    if scheme is not None and problem.exact_activations and scheme != problem.quant:
+    if scheme is not None and problem.exact_activations and scheme.activation != problem.quant.activation:
         reasons.append(
             Reason("precision", f"requires activations as {problem.quant.name} has them, got {scheme.name} instead")
         )

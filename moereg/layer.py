@@ -160,7 +160,9 @@ class MoEKernel:
         out: torch.Tensor | None,
     ) -> None:
         problem, device = self.problem, self._device
-        num_tokens = hidden_states.shape[0] if hidden_states.dim() else 0
+        # What is no tensor at all is said by the checks below.
+        is_tensor = isinstance(hidden_states, torch.Tensor)
+        num_tokens = hidden_states.shape[0] if is_tensor and hidden_states.dim() else 0
         rows = (num_tokens, problem.hidden_size)
         routes = (num_tokens, problem.top_k)
         dtype = problem.torch_dtype

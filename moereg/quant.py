@@ -17,6 +17,9 @@ __all__ = ["QUANT_SCHEMES", "WHOLE", "QuantFormat", "QuantScheme", "TensorRow", 
 WHOLE: Final = -1
 """Group extent that means the whole dimension."""
 
+_PACKED: Final = ("uint4", "float4_e2m1fn")
+_INTEGERS: Final = ("int8", "uint8")
+
 
 @dataclasses.dataclass(frozen=True)
 class QuantFormat:
@@ -30,6 +33,9 @@ class QuantFormat:
         global_scale: Whether a second fp32 scale multiplies all groups of an expert.
         symmetric: False where groups have a zero point.
         static: For activations: scales come with the checkpoint instead of from the data.
+
+    Raises:
+        ValueError: The dtype is no 4-bit or 8-bit type, the scale's no float of torch, or a group has no extent.
     """
 
     dtype: str
@@ -39,10 +45,35 @@ class QuantFormat:
     symmetric: bool = True
     static: bool = False
 
+    def __post_init__(self) -> None:
+        if self.dtype not in (*_PACKED, *_INTEGERS) and not (_is_float(self.dtype) and "float8" in self.dtype):
+            raise ValueError(
+                f"dtype of a QuantFormat must be one of {', '.join((*_PACKED, *_INTEGERS))} or an 8-bit float of "
+                f"torch, got {self.dtype!r}; store the codes in one of these"
+            )
+        if not _is_float(self.scale_dtype):
+            raise ValueError(
+                f"scale_dtype of a QuantFormat must name a float dtype of torch, got {self.scale_dtype!r}; scales of "
+                "another meaning are converted by the loader"
+            )
+        if not (isinstance(self.group, tuple) and len(self.group) == 2 and all(map(_is_extent, self.group))):
+            raise ValueError(
+                "group of a QuantFormat must be (rows, columns), each an integer of at least 1 or WHOLE (-1), got "
+                f"{self.group!r}; give the extents that share a scale"
+            )
+
+    def __str__(self) -> str:
+        rows, columns = ("all" if extent == WHOLE else extent for extent in self.group)
+        parts = [f"{self.dtype} in groups of {rows} x {columns}", f"{self.scale_dtype} scales"]
+        parts += ["a global scale"] * self.global_scale
+        parts += ["zero points"] * (not self.symmetric)
+        parts += ["static"] * self.static
+        return ", ".join(parts)
+
     @property
     def bits(self) -> int:
         """Bits of one element."""
-        return 4 if self.dtype in ("uint4", "float4_e2m1fn") else 8
+        return 4 if self.dtype in _PACKED else 8
 
     @property
     def storage_dtype(self) -> torch.dtype:
@@ -63,6 +94,15 @@ class QuantFormat:
             for size, extent in zip((rows, columns), self.group, strict=True)
         ]
         return (num_experts, *counts)
+
+
+def _is_float(name: object) -> bool:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+def _is_extent(extent: object) -> bool:
+    return isinstance(extent, int) and not isinstance(extent, bool) and (extent >= 1 or extent == WHOLE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +135,16 @@ class QuantScheme:
     name: str
     weight: QuantFormat | None = None
     activation: QuantFormat | None = None
+
+    @property
+    def description(self) -> str:
+        """The name; of a scheme that is not one of moereg's own also what it stands for."""
+        if self == QUANT_SCHEMES.get(self.name):
+            return self.name
+        weight, activation = (
+            "the problem's dtype" if fmt is None else str(fmt) for fmt in (self.weight, self.activation)
+        )
+        return f"{self.name} (weights {weight}; activations {activation})"
 
     def serves(self, checkpoint: QuantScheme) -> bool:
         """Whether a kernel that computes this scheme can run weights of `checkpoint`.

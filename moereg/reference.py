@@ -187,7 +187,10 @@ class _Layer:
                 f"got {scheme.name}"
             )
         if weights.scheme.weight != scheme.weight:
-            raise ValueError(f"the weights are {weights.scheme.name} but the problem says {problem.quant.name}")
+            raise ValueError(
+                f"the weights are {weights.scheme.description} but the problem says {problem.quant.description}; make "
+                "both name the checkpoint's scheme"
+            )
         local_ids = _local_ids(problem, topk_ids, expert_map)
         return cls(problem, weights, hidden_states.to(dtype), topk_weights, local_ids, scheme, dtype)
 

@@ -82,9 +82,13 @@ class BackendCell:
         return _most_specific(self.rules, platform)
 
     def scheme_for(self, checkpoint: QuantScheme) -> QuantScheme | None:
-        """What it computes for a checkpoint's scheme: the same, or the 16-bit form; None where it cannot."""
+        """What it computes for a checkpoint's scheme: the same, or the 16-bit form; None where it cannot.
+
+        The same may have another name: formats are what counts.
+        """
         serving = [scheme for scheme in self.schemes if scheme.serves(checkpoint)]
-        return checkpoint if checkpoint in serving else next(iter(serving), None)
+        exact = [scheme for scheme in serving if scheme.activation == checkpoint.activation]
+        return checkpoint if checkpoint in serving else next(iter([*exact, *serving]), None)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -48,7 +48,7 @@ class Request:
             UnknownNameError: A backend or scheme is not known.
         """
         required, preferred, denied = (
-            (_by_scheme(names), _by_scheme(environ.get(variable)))
+            (_by_scheme(names, scheme), _by_scheme(environ.get(variable), scheme))
             for names, variable in ((require, "MOEREG_REQUIRE"), (prefer, "MOEREG_PREFER"), (deny, "MOEREG_DENY"))
         )
         for sources in (required, preferred, denied):
@@ -71,8 +71,8 @@ class Request:
         return {"require": list(self.require), "prefer": list(self.prefer), "deny": list(self.deny)}
 
 
-def _by_scheme(names: Names) -> dict[str, tuple[str, ...]]:
-    """Names by scheme; `""` is every scheme."""
+def _by_scheme(names: Names, wanted: str) -> dict[str, tuple[str, ...]]:
+    """Names by scheme; `""` is every scheme. The one that is asked for is known even where no backend has it."""
     if isinstance(names, Mapping):
         found = {scheme: _split(value) for scheme, value in names.items()}
     else:
@@ -84,7 +84,7 @@ def _by_scheme(names: Names) -> dict[str, tuple[str, ...]]:
             raise RequestError(f"a request names backends, such as 'triton,torch', got {names!r}; leave it out for any")
     if empty := sorted(scheme for scheme, listed in found.items() if not listed):
         raise RequestError(f"a request for scheme {empty[0]!r} must name a backend, got none; leave it out for any")
-    known = {*QUANT_SCHEMES, *(scheme.name for cell in load_backends().cells for scheme in cell.schemes)}
+    known = {wanted, *QUANT_SCHEMES, *(scheme.name for cell in load_backends().cells for scheme in cell.schemes)}
     for scheme in found:
         if scheme and scheme not in known:
             raise UnknownSchemeError(unknown_name_message("quant scheme", scheme, known))

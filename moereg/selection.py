@@ -169,14 +169,23 @@ class Selection:
 
 
 def nearest_by_backend(decisions: Sequence[Decision]) -> tuple[Decision, ...]:
-    """Every accepted candidate, and of a backend with none the one with the fewest reasons."""
+    """Every accepted candidate, and of a backend with none the one with the fewest reasons.
+
+    Of a backend that does not read the weights all that only fail for them: together they say what it reads.
+    """
     shown: list[Decision] = []
-    seen: set[str] = set()
+    nearest: dict[str, Decision] = {}
     for decision in decisions:
-        if decision.accepted or decision.backend not in seen:
+        first = nearest.setdefault(decision.backend, decision)
+        if decision.accepted or decision is first or (_reads_others(first) and _reads_others(decision)):
             shown.append(decision)
-        seen.add(decision.backend)
     return tuple(shown)
+
+
+def _reads_others(decision: Decision) -> bool:
+    codes = {reason.code for reason in decision.reasons}
+    # What a class adds is about formats that it cannot read.
+    return "quant_scheme" in codes and codes <= {"quant_scheme", "backend"}
 
 
 def rules_text(cell: BackendCell) -> str:
@@ -213,7 +222,9 @@ def unsupported_text(selection: Selection) -> str:
     """The text of `UnsupportedProblemError`: the problem, the cheapest cure, each backend's reasons, nearest first."""
     lines = [f"no backend fits {selection.problem} on {selection.platform}"]
     nearest = nearest_by_backend(selection.decisions)
-    if nearest and len(nearest[0].reasons) == 1:
+    if nearest and all(any(reason.code == "quant_scheme" for reason in decision.reasons) for decision in nearest):
+        lines[0] += "; no backend computes this scheme: use a checkpoint of one that is named below"
+    elif nearest and len(nearest[0].reasons) == 1:
         reason = nearest[0].reasons[0]
         lines[0] += f"; nearest is {nearest[0].backend}: {reason.text} ({_CURES[reason.code]})"
     for decision in nearest:

@@ -12,7 +12,7 @@ import torch
 from moereg.problem import MoEProblem
 from moereg.quant import WHOLE, QuantFormat, QuantScheme, TensorRow, get_scheme
 
-__all__ = ["DEBUG_VARIABLE", "ExpertWeights", "PermutedWeights", "checks_values"]
+__all__ = ["DEBUG_VARIABLE", "ExpertWeights", "PermutedWeights", "check_scale", "checks_values"]
 
 DEBUG_VARIABLE: Final = "MOEREG_DEBUG"
 
@@ -64,6 +64,8 @@ class ExpertWeights:
             is_optional = field.default is None
             if field.name != "quant" and not (isinstance(value, torch.Tensor) or (value is None and is_optional)):
                 raise ValueError(f"{field.name} must be a tensor{' or None' * is_optional}, got {type(value).__name__}")
+            if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+                raise ValueError(f"{field.name} must be a dense tensor, got layout {value.layout}; call .to_dense()")
         for name, tensor in self.tensors().items():
             if tensor.device != self.w13.device:
                 raise ValueError(
@@ -75,8 +77,16 @@ class ExpertWeights:
                 f"w13 must be [E,2I,H] (or [E,I,H] not gated) and w2 [E,H,I], got w13 {list(self.w13.shape)} "
                 f"and w2 {list(self.w2.shape)}; stack the experts along dim 0"
             )
+        if 0 in (*self.w13.shape, *self.w2.shape):
+            raise ValueError(
+                f"w13 and w2 must hold at least one expert, row and column, got w13 {list(self.w13.shape)} and w2 "
+                f"{list(self.w2.shape)}; a rank without experts has no layer to run"
+            )
         if self.w2.shape[0] != self.num_experts:
-            raise ValueError(f"w13 and w2 must hold the same experts, got {self.num_experts} and {self.w2.shape[0]}")
+            raise ValueError(
+                f"w13 and w2 must hold the same experts, got {self.num_experts} and {self.w2.shape[0]}; stack those of "
+                "this rank along dim 0 of both"
+            )
         fmt = self.scheme.weight
         if self.w13.shape[2] != self.scheme_columns(self.hidden_size) and fmt is not None and fmt.bits == 4:
             raise ValueError(
@@ -143,7 +153,7 @@ class ExpertWeights:
             return
         for name, tensor in self.tensors().items():
             if name.endswith(("_scale", "_scale_2")):
-                _check_scale(name, tensor)
+                check_scale(name, tensor)
             elif name.endswith("_zero_point") and self.scheme.weight is not None and self.scheme.weight.bits == 4:
                 _check_zero_points(name, tensor, self.tensors()[name.replace("zero_point", "scale")].shape[-1])
 
@@ -171,7 +181,7 @@ class ExpertWeights:
         """
         if self.scheme != problem.quant:
             raise ValueError(
-                f"the weights are {self.scheme.name} but the problem says {problem.quant.name}; "
+                f"the weights are {self.scheme.description} but the problem says {problem.quant.description}; "
                 "make both name the checkpoint's scheme"
             )
         hidden_size, intermediate_size = problem.hidden_size, problem.intermediate_size
@@ -247,7 +257,16 @@ _LARGEST_FINITE_CODE: Final = {torch.float8_e4m3fn: 0x7E, torch.float8_e8m0fnu: 
 """Of 8-bit floats whose codes up to that are all finite and not negative."""
 
 
-def _check_scale(name: str, scale: torch.Tensor) -> None:
+def check_scale(name: str, scale: torch.Tensor) -> None:
+    """Checks the values of a scale.
+
+    Args:
+        name: Field of `ExpertWeights` that it is for.
+        scale: All of it or a part, in any float type.
+
+    Raises:
+        ValueError: One is negative or not finite, or of a static activation scale zero.
+    """
     # A bound of the codes says of all of them that they are fine, without a copy of what may be many millions.
     largest = _LARGEST_FINITE_CODE.get(scale.dtype)
     if largest is not None and int(scale.view(torch.uint8).max()) <= largest:

@@ -20,6 +20,7 @@ __all__ = [
     "config_of",
     "module_of",
     "with_group",
+    "with_number",
     "with_settings",
     "with_tensor",
 ]
@@ -67,6 +68,16 @@ def with_tensor(name: str, value: torch.Tensor | None) -> Change:
         tensors.pop(name, None)
         if value is not None:
             tensors[name] = value
+
+    return change
+
+
+def with_number(name: str, value: float) -> Change:
+    """Overwrites the first number of a tensor."""
+
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name].clone()
+        tensors[name].view(-1)[0] = value
 
     return change
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
 
 from moereg.checkpoints import load_experts
+from moereg.cli import main
 from moereg.errors import CheckpointError
 from tests.quantized_checkpoints import (
     BLOCK,
@@ -19,9 +20,15 @@ from tests.quantized_checkpoints import (
     changed,
     module_of,
     with_group,
+    with_number,
     with_settings,
     with_tensor,
 )
+from tests.test_quantized_checkpoints import SCHEMES
+
+INF: Final = float("inf")
+NAN: Final = float("nan")
+FP8: Final = torch.float8_e4m3fn
 
 
 def _only_some_experts_named(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -73,7 +80,7 @@ BROKEN: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "fp8_nan_scale": (
         "fp8_block128",
         with_tensor(f"{DOWN_1}.weight_scale_inv", torch.full((1, 1), torch.nan)),
-        ("layer 0 of '{path}'", "w2_scale must be finite", "got nan at [1, 0, 0]"),
+        (f"{DOWN_1}.weight_scale_inv of '{{path}}': w2_scale must be finite and not negative, got nan at [0, 0]",),
     ),
     "fp8_bad_list": (
         "fp8_block128",
@@ -160,7 +167,7 @@ BROKEN: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "ct_zero_global_scale": (
         "ct_nvfp4",
         with_tensor(f"{DOWN_1}.weight_global_scale", torch.zeros(1)),
-        ("w2_scale_2 must be finite", "got inf at [1]"),
+        (f"{DOWN_1}.weight_global_scale of '{{path}}'", "must be finite and positive, since they divide, got 0.0"),
     ),
     "gptq_permuted_columns": (
         "gptq",
@@ -286,6 +293,62 @@ BROKEN: dict[str, tuple[str, Change, tuple[str, ...]]] = {
 }
 
 
+# Numbers that no scale can be: checkpoint, tensor, number, and what the error says of it.
+BAD_NUMBERS: dict[str, tuple[str, str, float, str]] = {
+    "fp8_negative": ("fp8_block128", f"{DOWN_1}.weight_scale_inv", -1.0, "w2_scale must be finite and not negative"),
+    "ct_fp8_channel_infinite": ("ct_fp8_channel", f"{GATE_0}.weight_scale", INF, "w13_scale must be finite"),
+    "ct_fp8_tensor_negative": ("ct_fp8_tensor_dynamic", f"{DOWN_1}.weight_scale", -0.5, "w2_scale must be finite"),
+    "ct_int8_infinite": ("ct_int8", f"{DOWN_1}.weight_scale", INF, "w2_scale must be finite"),
+    "ct_int4_nan": ("ct_int4", f"{GATE_0}.weight_scale", NAN, "w13_scale must be finite"),
+    "ct_static_zero": ("ct_fp8_tensor_static", f"{DOWN_1}.input_scale", 0.0, "a2_scale must be finite and positive"),
+    # The larger scale of gate and up counts, which hides the other one.
+    "ct_static_negative": ("ct_fp8_tensor_static", f"{GATE_0}.input_scale", -1.0, "a13_scale must be finite and pos"),
+    "ct_nvfp4_negative": ("ct_nvfp4", f"{DOWN_1}.weight_scale", -1.0, "w2_scale must be finite and not negative"),
+    "ct_nvfp4_input_zero": ("ct_nvfp4", f"{GATE_0}.input_global_scale", 0.0, "since they divide"),
+    # Its inverse is 0, which is a scale.
+    "ct_nvfp4_infinite": ("ct_nvfp4", f"{DOWN_1}.weight_global_scale", INF, "since they divide"),
+    "ct_nvfp4_w4a16_negative": ("ct_nvfp4_w4a16", f"{GATE_0}.weight_global_scale", -2.0, "since they divide"),
+    "ct_mxfp8_nan": ("ct_mxfp8", f"{DOWN_1}.weight_scale", 255, "w2_scale must be finite and not negative, got nan"),
+    "ct_mxfp4_nan": ("ct_mxfp4_w4a16", f"{GATE_0}.weight_scale", 255, "w13_scale must be finite and not negative"),
+    "modelopt_fp8_zero": ("modelopt_fp8", f"{DOWN_1}.input_scale", 0.0, "a2_scale must be finite and positive"),
+    "modelopt_fp8_negative": ("modelopt_fp8", f"{GATE_0}.weight_scale", -1.0, "w13_scale must be finite"),
+    "modelopt_nvfp4_input_nan": ("modelopt_nvfp4", f"{GATE_0}.input_scale", NAN, "a13_scale must be finite"),
+    "modelopt_nvfp4_negative": ("modelopt_nvfp4", f"{DOWN_1}.weight_scale_2", -1.0, "w2_scale_2 must be finite"),
+    "gptq_negative": ("gptq", f"{DOWN_1}.scales", -1.0, "w2_scale must be finite and not negative, got -1.0"),
+    "awq_nan": ("awq", f"{GATE_0}.scales", NAN, "w13_scale must be finite and not negative, got nan"),
+    "mxfp4_nan": ("mxfp4", f"{BLOCK}.experts.down_proj_scales", 255, "w2_scale must be finite and not negative"),
+}
+BROKEN |= {
+    name: (checkpoint, with_number(tensor, value), (f"{tensor} of '{{path}}': ", text))
+    for name, (checkpoint, tensor, value, text) in BAD_NUMBERS.items()
+}
+
+# Packed tensors that are not a whole number of words, bytes or groups, or hold other integers.
+BAD_PACKING: dict[str, tuple[str, str, torch.Tensor, str]] = {
+    "gptq_words": ("gptq", f"{DOWN_1}.qweight", torch.zeros(11, 64).int(), "must be [12, 64]"),
+    "gptq_groups": ("gptq", f"{DOWN_1}.scales", torch.ones(2, 64).half(), "must be [3, 64]"),
+    "gptq_zero_points": ("gptq_asymmetric", f"{DOWN_1}.qzeros", torch.zeros(3, 7).int(), "must be [3, 8]"),
+    "awq_words": ("awq", f"{DOWN_1}.qweight", torch.zeros(96, 7).int(), "must be [96, 8]"),
+    "ct_int4_words": ("ct_int4", f"{DOWN_1}.weight_packed", torch.zeros(64, 11).int(), "must be [64, 12]"),
+    "ct_int4_long_words": ("ct_int4", f"{DOWN_1}.weight_packed", torch.zeros(64, 12).long(), "must be I32"),
+    "ct_int8_words": ("ct_int8_w8a16", f"{DOWN_1}.weight_packed", torch.zeros(64, 23).int(), "must be [64, 24]"),
+    "ct_int8_integer_scale": ("ct_int8", f"{DOWN_1}.weight_scale", torch.ones(64, 1).int(), "must be BF16 or F16 or"),
+    "ct_zero_point_unpacked": (
+        "ct_int4_asymmetric",
+        f"{DOWN_1}.weight_zero_point",
+        torch.zeros(64, 3, dtype=torch.int8),
+        "must be [8, 3]",
+    ),
+    "ct_nvfp4_bytes": ("ct_nvfp4", f"{DOWN_1}.weight_packed", torch.zeros(64, 47).byte(), "must be [64, 48]"),
+    "modelopt_groups": ("modelopt_nvfp4", f"{DOWN_1}.weight_scale", torch.zeros(64, 5).to(FP8), "must be [64, 6]"),
+    "fp8_other_float": ("fp8_block128", f"{DOWN_1}.weight", torch.zeros(128, 128).to(torch.float8_e5m2), "F8_E4M3"),
+}
+BROKEN |= {
+    name: (checkpoint, with_tensor(tensor, value), (tensor, text, "got "))
+    for name, (checkpoint, tensor, value, text) in BAD_PACKING.items()
+}
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_checkpoint_is_one_clear_error(tmp_path: Path, name: str) -> None:
     checkpoint, change, expected = BROKEN[name]
@@ -296,6 +359,31 @@ def test_a_broken_checkpoint_is_one_clear_error(tmp_path: Path, name: str) -> No
     assert "\n" not in message
     for part in expected:
         assert part.replace("{path}", str(path)) in message
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_run_says_the_same_and_exits_2(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint, change, expected = BROKEN[name]
+    path = changed(tmp_path, checkpoint, change)
+    assert main(["run", "--checkpoint", str(path), "--json", "--platform", "cpu", "--tokens", "1"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    for part in expected:
+        assert part.replace("{path}", str(path)) in err
+
+
+@pytest.mark.parametrize("name", BAD_NUMBERS)
+def test_numbers_are_checked_whatever_the_device(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a GPU, where ExpertWeights does not look at values.
+    monkeypatch.setattr("moereg.weights.checks_values", lambda device: False)
+    checkpoint, tensor, value, text = BAD_NUMBERS[name]
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        load_experts(changed(tmp_path, checkpoint, with_number(tensor, value)), 0)
+
+
+def test_every_format_has_bad_numbers() -> None:
+    stored = {checkpoint for checkpoint, *_ in BAD_NUMBERS.values()}
+    assert {SCHEMES[name] for name in stored} == set(SCHEMES.values()) - {"int4_w4a16_gall", "int8_w8a16"}
 
 
 def test_fp8_halves_that_share_a_block(tmp_path: Path) -> None:

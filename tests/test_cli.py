@@ -233,7 +233,7 @@ def test_explain_json_has_exactly_the_keys(call_json: CallJson) -> None:
         ("--require triton --platform cpu", "platform"),
         ("--deny torch,triton --platform cuda:sm90", "denied"),
         ("--require triton --platform cuda:sm75", "platform"),
-        ("--quant fp8_block128 --platform cuda:sm90", "quant_scheme"),
+        ("--quant mxfp8 --platform cuda:sm80", "platform"),
     ],
 )
 def test_nothing_fits_is_exit_3_with_every_reason(call: Call, call_json: CallJson, line: str, code: str) -> None:

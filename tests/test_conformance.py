@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import torch
 
 from moereg.discovery import load_backends
 from moereg.dispatch import Request, evaluate
+from moereg.quant import QuantScheme
 from moereg.reference import reference_experts, relative_error
 from moereg.registry import BackendCell
 from moereg.testing.faults import plant_faults
@@ -23,6 +25,7 @@ DEVICE = conformance.test_device()
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASES = conformance.registered_cases()
 CELLS = [cell for cell in load_backends().cells if conformance.runnable_platform(cell) is not None]
+CELLS_THAT_ROUND = [cell for cell in CELLS if any(scheme.activation is not None for scheme in cell.schemes)]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 each_cell = pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.name}-{cell.class_name}-{cell.rules[0]}")
 
@@ -33,7 +36,9 @@ def _patched_interpreter() -> None:
         patch_interpreter()
 
 
-def _reference(case: Case, inputs: Inputs, kernel_map: torch.Tensor | None) -> torch.Tensor:
+def _reference(
+    case: Case, inputs: Inputs, kernel_map: torch.Tensor | None, computes: QuantScheme | None = None
+) -> torch.Tensor:
     return reference_experts(
         case.problem,
         conformance.make_weights(case.problem, DEVICE),
@@ -41,7 +46,7 @@ def _reference(case: Case, inputs: Inputs, kernel_map: torch.Tensor | None) -> t
         inputs.topk_weights,
         inputs.topk_ids,
         expert_map=kernel_map,
-        computes=case.computes,
+        computes=computes or case.computes,
     )
 
 
@@ -96,6 +101,22 @@ def test_planted_faults_are_caught(cell: BackendCell) -> None:
         for fault, faulty in plant_faults(weights):
             out = conformance.build(case, DEVICE, faulty)(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
             assert relative_error(out, truth) > margin * _bound(case, 17), (scheme.name, fault)
+
+
+@pytest.mark.parametrize("cell", CELLS_THAT_ROUND, ids=lambda cell: f"{cell.name}-{cell.class_name}-{cell.rules[0]}")
+def test_activations_are_rounded_as_claimed(cell: BackendCell) -> None:
+    """The bounds of quantised activations are wide enough for ones kept at 16 bits, so these are ruled out here."""
+    for scheme in [scheme for scheme in cell.schemes if scheme.activation is not None]:
+        case = _first_case(cell, lambda case, quant=scheme: case.problem.quant == quant)
+        assert case is not None, scheme
+        inputs = conformance.make_inputs(case.problem, 17, "uniform", DEVICE)
+        kernel = conformance.build(case, DEVICE)
+        out = kernel(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+        kept = dataclasses.replace(scheme, name=f"{scheme.name} with 16-bit activations", activation=None)
+        errors = [
+            relative_error(out, _reference(case, inputs, kernel.expert_map, computes)) for computes in (scheme, kept)
+        ]
+        assert errors[0] < errors[1], scheme.name
 
 
 @each_cell

@@ -185,6 +185,10 @@ INPUTS = make_inputs(problem_of(), 4, "uniform", CPU)
     [
         ("hidden_states", torch.zeros(4, 17), "hidden_states must have shape [4, 16], got [4, 17]"),
         ("hidden_states", torch.zeros(4, 1, 16), "hidden_states must have shape [4, 16], got [4, 1, 16]"),
+        ("hidden_states", None, "hidden_states must be a torch.Tensor, got NoneType; convert it"),
+        ("hidden_states", [[0.0] * 16] * 4, "hidden_states must be a torch.Tensor, got list; convert it"),
+        ("topk_weights", None, "topk_weights must be a torch.Tensor, got NoneType; convert it"),
+        ("topk_ids", [[0, 1]] * 4, "topk_ids must be a torch.Tensor, got list; convert it"),
         ("hidden_states", torch.zeros(()), "hidden_states must have shape [0, 16], got []"),
         ("hidden_states", torch.zeros(4, 16).half(), "hidden_states must be float32, got float16; convert it"),
         (
@@ -231,7 +235,7 @@ INPUTS = make_inputs(problem_of(), 4, "uniform", CPU)
         ),
     ],
 )
-def test_bad_inputs(field: str, value: torch.Tensor, text: str) -> None:
+def test_bad_inputs(field: str, value: Any, text: str) -> None:
     refuse(kernel_of(problem_of()), dataclasses.replace(INPUTS, **{field: value}), text)
 
 

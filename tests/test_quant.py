@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 
@@ -163,6 +166,45 @@ def test_a_new_scheme_is_served_by_value_not_by_name() -> None:
     assert QUANT_SCHEMES["int4_w4a16_g128"].serves(new)
     assert not new.serves(QUANT_SCHEMES["int4_w4a16_g128"])
     assert QuantScheme("same_under_another_name", weight).serves(QUANT_SCHEMES["int4_w4a16_g128"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (
+            {"dtype": "int3"},
+            "dtype of a QuantFormat must be one of uint4, float4_e2m1fn, int8, uint8 or an 8-bit float of torch, got "
+            "'int3'; store the codes in one of these",
+        ),
+        ({"dtype": torch.int8}, "dtype of a QuantFormat must be one of"),
+        ({"dtype": "bfloat16"}, "dtype of a QuantFormat must be one of"),
+        ({"scale_dtype": "uint8"}, "scale_dtype of a QuantFormat must name a float dtype of torch, got 'uint8'; "),
+        ({"scale_dtype": "e8m0"}, "scale_dtype of a QuantFormat must name a float dtype of torch, got 'e8m0'; "),
+        (
+            {"group": (0, 128)},
+            "group of a QuantFormat must be (rows, columns), each an integer of at least 1 or WHOLE (-1), got "
+            "(0, 128); give the extents that share a scale",
+        ),
+        ({"group": (1, -2)}, "group of a QuantFormat must be (rows, columns), each an integer"),
+        ({"group": (1, 32.0)}, "group of a QuantFormat must be (rows, columns), each an integer"),
+        ({"group": (True, 32)}, "group of a QuantFormat must be (rows, columns), each an integer"),
+        ({"group": 128}, "group of a QuantFormat must be (rows, columns), each an integer"),
+        ({"group": (1, 2, 3)}, "group of a QuantFormat must be (rows, columns), each an integer"),
+    ],
+)
+def test_formats_that_nothing_could_store(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        QuantFormat(**{"dtype": "int8", "group": (1, 32), **fields})
+
+
+def test_a_format_says_what_it_is() -> None:
+    zero_points = QuantFormat("uint4", (1, 48), symmetric=False)
+    assert str(zero_points) == "uint4 in groups of 1 x 48, float32 scales, zero points"
+    static = QuantFormat("float8_e4m3fn", (-1, -1), global_scale=True, static=True)
+    assert str(static) == "float8_e4m3fn in groups of all x all, float32 scales, a global scale, static"
+    assert QUANT_SCHEMES["nvfp4"].description == "nvfp4"
+    expected = f"nvfp4 (weights {zero_points}; activations the problem's dtype)"
+    assert QuantScheme("nvfp4", zero_points).description == expected
 
 
 def test_get_scheme() -> None:

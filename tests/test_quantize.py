@@ -152,10 +152,8 @@ def test_nan_has_a_code_or_becomes_zero() -> None:
 
 
 def test_unknown_elements() -> None:
-    text = "no element type 'int3' to quantise to or from (known: float4_e2m1fn, int8, uint8, uint4, the 8-bit floats"
+    text = "no element type 'float8_e8m0fnu' to quantise to or from (known: float4_e2m1fn, int8, uint8, uint4, the "
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
-        element_of(QuantFormat("int3", (1, 32)))
-    with pytest.raises(ValueError, match=r"^no element type 'float8_e8m0fnu'"):
         element_of(QuantFormat("float8_e8m0fnu", (1, 32)))
     with pytest.raises(ValueError, match=r"^zero points need an unsigned element type such as uint4, got int8$"):
         element_of(QuantFormat("int8", (1, 32), symmetric=False))

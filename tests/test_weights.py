@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moereg.errors import UnknownSchemeError
 from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES
+from moereg.quant import QUANT_SCHEMES, QuantFormat, QuantScheme
 from moereg.weights import ExpertWeights, PermutedWeights, checks_values
 
 E, H, I = 3, 64, 40  # noqa: E741
@@ -60,7 +60,10 @@ BAD_PLAIN: list[tuple[dict[str, Any], str]] = [
         "w13 must be [E,2I,H] (or [E,I,H] not gated) and w2 [E,H,I], got w13 [80, 64] and w2 [3, 64, 40]; "
         "stack the experts along dim 0",
     ),
-    ({"w2": zeros(4, H, I)}, "w13 and w2 must hold the same experts, got 3 and 4"),
+    (
+        {"w2": zeros(4, H, I)},
+        "w13 and w2 must hold the same experts, got 3 and 4; stack those of this rank along dim 0 of both",
+    ),
     (
         {"w2": zeros(E, I, H)},
         "w13 columns and w2 rows must both be hidden_size, got w13 [3, 80, 64] and w2 [3, 40, 64]; "
@@ -85,6 +88,20 @@ BAD_PLAIN: list[tuple[dict[str, Any], str]] = [
         {"w2_scale": zeros(E)},
         "scheme unquantized has no tensor 'w2_scale'; pass quant=... if the weights are of another scheme, "
         "or leave it out",
+    ),
+    (
+        {"w13": zeros(0, 2 * I, H), "w2": zeros(0, H, I)},
+        "w13 and w2 must hold at least one expert, row and column, got w13 [0, 80, 64] and w2 [0, 64, 40]; a rank "
+        "without experts has no layer to run",
+    ),
+    (
+        {"w13": zeros(E, 2 * I, 0), "w2": zeros(E, 0, I)},
+        "w13 and w2 must hold at least one expert, row and column, got w13 [3, 80, 0] and w2 [3, 0, 40]; a rank "
+        "without experts has no layer to run",
+    ),
+    (
+        {"w2": torch.zeros(E, H, I).to_sparse()},
+        "w2 must be a dense tensor, got layout torch.sparse_coo; call .to_dense()",
     ),
     (
         {"w2": zeros(E, H, I, device="meta")},
@@ -314,6 +331,12 @@ MISMATCHES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {},
         {"quant": "nvfp4"},
         "the weights are unquantized but the problem says nvfp4; make both name the checkpoint's scheme",
+    ),
+    (
+        {},
+        {"quant": QuantScheme("unquantized", QuantFormat("int8", (1, 32)))},
+        "the weights are unquantized but the problem says unquantized (weights int8 in groups of 1 x 32, float32 "
+        "scales; activations the problem's dtype); make both name the checkpoint's scheme",
     ),
     ({}, {"dtype": "float16"}, "w13 must be float16 for this problem, got torch.bfloat16; convert one"),
     (

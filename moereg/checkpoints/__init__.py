@@ -193,7 +193,7 @@ def load_experts(
             for part in parts:
                 try:
                     part.copy_to(tensors, local_expert, files.read(part.name, part.row))
-                except CheckpointError as error:
+                except ValueError as error:
                     raise CheckpointError(f"{part.name} of {str(files.path)!r}: {error}") from error
             if progress is not None:
                 progress(local_expert + 1, len(plan.parts))

@@ -114,7 +114,13 @@ def _as_e8m0(stored: torch.Tensor) -> torch.Tensor:
 
 
 def _inverse(stored: torch.Tensor) -> torch.Tensor:
-    return 1 / one_number(stored).float()
+    number = one_number(stored).float()
+    if not (number.isfinite() and number > 0):
+        raise CheckpointError(
+            f"global scales of compressed-tensors must be finite and positive, since they divide, got {float(number)}; "
+            "calibrate again"
+        )
+    return 1 / number
 
 
 def _int4_rows(stored: torch.Tensor, columns: int) -> torch.Tensor:

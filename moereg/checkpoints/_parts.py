@@ -11,6 +11,7 @@ import torch
 from moereg.checkpoints._formats import FLOATS, Convert, Matrix, StorageFormat, as_is
 from moereg.checkpoints._models import ModelType
 from moereg.problem import MoEProblem
+from moereg.weights import check_scale
 
 __all__ = ["ExpertPart", "list_modules", "list_parts"]
 
@@ -47,11 +48,14 @@ class ExpertPart:
         """Writes the piece as stored into its expert's slice of its field, in the canonical order and dtype.
 
         Raises:
-            CheckpointError: Its numbers contradict its format.
+            ValueError: Its numbers contradict its format.
         """
         source = self.convert(stored)
         if self.field is None:
             return
+        if self.field.endswith(("_scale", "_scale_2")):
+            # Here every part is on the CPU, whatever the device of the layer, and gate and up are still apart.
+            check_scale(self.field, source)
         target = fields[self.field][expert]
         if self.is_interleaved:
             gate_rows, up_rows = target.chunk(2)
