@@ -14,6 +14,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3.1
 	$$p -c '$(USABLE)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 # More arguments for pytest: make test PYTEST_ARGS='-k dispatch -x'
 PYTEST_ARGS ?=
+# A process for each core, one thread in each: most of the time goes into interpreted kernels, which have one thread anyway.
+IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 help:
 	@echo 'make demo        installs moereg (not the test tools) and runs one real-size layer: about 2 minutes'
@@ -31,7 +33,7 @@ demo: $(VENV)/.core-stamp
 	$(BIN)/moereg run --model qwen3-30b-a3b --tokens 64
 
 test: $(VENV)/.test-stamp
-	$(BIN)/python -m pytest -m 'not slow and not gpu and not peers' $(PYTEST_ARGS)
+	$(IN_PARALLEL) -m 'not slow and not gpu and not peers' $(PYTEST_ARGS)
 
 # The remainder of `make test`, so that running both runs nothing twice. 5 is pytest's "nothing collected": while no test is
 # marked slow, that is no failure.

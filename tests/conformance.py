@@ -269,6 +269,36 @@ def _vary(matrix: torch.Tensor, random: Callable[..., torch.Tensor]) -> torch.Te
     return matrix * by_row * by_group.repeat_interleave(16, 2)[..., :columns]
 
 
+def fault_schemes(cell: BackendCell, device: torch.device) -> list[QuantScheme]:
+    """Served schemes whose planted faults a cell must show: interpreted, the first of each kind of weights."""
+    platform = runnable_platform(cell)
+    assert platform is not None
+    schemes = served_schemes(cell)
+    if platform.device_type == device.type:
+        return schemes
+    kinds: dict[object, QuantScheme] = {}
+    for scheme in schemes:
+        fmt = scheme.weight
+        kind = None if fmt is None else (fmt.dtype, fmt.scale_dtype, fmt.symmetric)
+        kinds.setdefault(kind, scheme)
+    return list(kinds.values())
+
+
+def calls_of(case: Case, device: torch.device, is_first: bool) -> list[tuple[int, str]]:
+    """Numbers of tokens and routings that a case is run with.
+
+    An interpreted kernel takes seconds where a GPU takes microseconds. There the first case of a cell is run with all,
+    the others with none, one and a few tokens; their sizes and facts are what tells them apart.
+    """
+    deep = is_first or case.platform.device_type == device.type
+    tokens = GPU_TOKENS if device.type == "cuda" else TOKENS if deep else (0, 1, 17)
+    return [
+        (num_tokens, routing)
+        for num_tokens in tokens
+        for routing in (ROUTINGS if num_tokens in (17, 4096) and deep else ("uniform",))
+    ]
+
+
 def make_inputs(problem: MoEProblem, num_tokens: int, routing: str, device: torch.device, seed: int = 0) -> Inputs:
     """Random tokens and routes. `unmapped` adds ids below 0 and beyond num_experts."""
     generator = torch.Generator(device).manual_seed(1000 + seed)

@@ -61,20 +61,18 @@ def _first_case(cell: BackendCell, wanted: Callable[[Case], bool] = lambda case:
 @each_case
 def test_numbers_within_the_claim(case: Case) -> None:
     kernel = conformance.build(case, DEVICE)
-    tokens = conformance.GPU_TOKENS if DEVICE.type == "cuda" else conformance.TOKENS
-    for num_tokens in tokens:
-        for routing in conformance.ROUTINGS if num_tokens in (17, 4096) else ("uniform",):
-            inputs = conformance.make_inputs(case.problem, num_tokens, routing, DEVICE, seed=num_tokens)
-            given = inputs.clone()
-            WORKSPACES.release()  # The next one is poisoned again.
-            out = torch.full_like(inputs.hidden_states, float("nan"))
-            returned = kernel(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, out)
-            error = relative_error(out, _reference(case, inputs, kernel.expert_map))
-            bound = _bound(case, num_tokens)
-            assert error <= bound, f"T={num_tokens} {routing}: error {error:.2e}, bound {bound:.0e}"
-            assert returned is out
-            for name in ("hidden_states", "topk_weights", "topk_ids"):
-                assert torch.equal(getattr(inputs, name), getattr(given, name)), f"{name} was written to"
+    for num_tokens, routing in conformance.calls_of(case, DEVICE, is_first=case is _first_case(case.cell)):
+        inputs = conformance.make_inputs(case.problem, num_tokens, routing, DEVICE, seed=num_tokens)
+        given = inputs.clone()
+        WORKSPACES.release()  # The next one is poisoned again.
+        out = torch.full_like(inputs.hidden_states, float("nan"))
+        returned = kernel(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, out)
+        error = relative_error(out, _reference(case, inputs, kernel.expert_map))
+        bound = _bound(case, num_tokens)
+        assert error <= bound, f"T={num_tokens} {routing}: error {error:.2e}, bound {bound:.0e}"
+        assert returned is out
+        for name in ("hidden_states", "topk_weights", "topk_ids"):
+            assert torch.equal(getattr(inputs, name), getattr(given, name)), f"{name} was written to"
 
 
 @each_cell
@@ -89,7 +87,7 @@ def test_rejects_just_outside_the_claim(cell: BackendCell) -> None:
 
 @each_cell
 def test_planted_faults_are_caught(cell: BackendCell) -> None:
-    for scheme in conformance.served_schemes(cell):
+    for scheme in conformance.fault_schemes(cell, DEVICE):
         case = _first_case(cell, lambda case, quant=scheme: case.problem.quant == quant and case.problem.has_bias)
         case = case or _first_case(cell, lambda case, quant=scheme: case.problem.quant == quant)
         assert case is not None, scheme
