@@ -256,6 +256,40 @@ def sweep_table() -> str:
     return f"{_with_notes(table, document)} {summary}"
 
 
+def quant_table() -> str:
+    """The triton backend in quantised schemes on an H200."""
+    document = _load("h200_quant.json")
+    lines = []
+    for row in document["rows"]:
+        peer = [f"{row['best_peer_us']:.1f}", f"{row['best_peer_over_ours']:.3f}"] if "best_peer" in row else ["", ""]
+        plain = [f"{row['bf16_us']:.1f}", f"{row['share_of_byte_ratio']:.0%}"] if "bf16_us" in row else ["", ""]
+        ours, *others = _times(row)
+        lines.append([row["scheme"], row["model"], str(row["tokens"]), ours, *peer, *others, *plain])
+    header = ["scheme", "layer", "T", "ours us", "best peer us", "ratio", "roofline us", "share", "error", "bf16 us"]
+    summary = [
+        f"- `{scheme}`: {'; '.join(_summary_text(name, value) for name, value in line.items())}."
+        for scheme, line in document["summary"].items()
+    ]
+    rates = document["ceilings"]
+    notes = [
+        f"Ceilings in the same process: {rates['read_tbps']:.2f} TB/s",
+        *(f"{name.removesuffix('_tflops')} {rate:.0f} TFLOP/s" for name, rate in rates.items() if name != "read_tbps"),
+    ]
+    table = _table([*header, "share of the byte ratio"], lines)
+    return _with_notes(f"{table}\n\n" + "\n".join(summary) + f"\n\n{', '.join(notes)}.", _without(document, "ceilings"))
+
+
+def _summary_text(name: str, value: dict[str, Any] | float) -> str:
+    name = name.replace("best_peer_over_ours", "ratio").replace("share_of_byte_ratio", "share of the byte ratio")
+    if isinstance(value, dict):
+        return f"{name} {value['value']:.3f} ({value['model']} T {value['tokens']})"
+    return f"{name} {value:.3f}"
+
+
+def _without(document: dict[str, Any], field: str) -> dict[str, Any]:
+    return {name: value for name, value in document.items() if name != field}
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": cpu_table,
     "full_size": full_size_table,
@@ -264,6 +298,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": experts_table,
     "shapes": shapes_table,
     "skewed": skewed_table,
+    "quant": quant_table,
     "host_time": host_time_table,
     "sweep": sweep_table,
 }

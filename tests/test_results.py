@@ -91,6 +91,43 @@ def test_tables_of_shapes_and_of_skew(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert len(lines) == 4
 
 
+def test_table_of_quantised_schemes(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    def row(scheme: str, **fields: Any) -> dict[str, Any]:
+        found = {"model": "big", "scheme": scheme, "tokens": 16, "relative_error": 0.003, "wrong": False}
+        return {**found, "ours_us": 40.0, "roof_us": 20.0, "share": 0.5, **fields}
+
+    lines = table(
+        monkeypatch,
+        tmp_path,
+        "quant",
+        "h200_quant.json",
+        ceilings={"read_tbps": 4.4, "bfloat16_tflops": 680.0, "int8_tflops": 900.0},
+        rows=[
+            row("int8_w8a8", best_peer="fast", best_peer_us=50.0, best_peer_over_ours=1.25),
+            row("int8_w8a16", bf16_us=60.0, share_of_byte_ratio=0.76),
+            {"model": "big", "scheme": "mxfp8", "tokens": 4, "relative_error": None, "wrong": True},
+        ],
+        summary={
+            "int8_w8a8": {
+                "best_peer_over_ours mean": 1.25,
+                "best_peer_over_ours worst": {"value": 1.25, "model": "big", "tokens": 16},
+            },
+            "int8_w8a16": {"share T 1-64": 0.5},
+        },
+    )
+    assert lines[2:5] == [
+        "| int8_w8a8 | big | 16 | 40.0 | 50.0 | 1.250 | 20.0 | 50% | 3.0e-03 |  |  |",
+        "| int8_w8a16 | big | 16 | 40.0 |  |  | 20.0 | 50% | 3.0e-03 | 60.0 | 76% |",
+        "| mxfp8 | big | 4 | wrong |  |  | - | - | NaN |  |  |",
+    ]
+    assert lines[5:7] == [
+        "- `int8_w8a8`: ratio mean 1.250; ratio worst 1.250 (big T 16).",
+        "- `int8_w8a16`: share T 1-64 0.500.",
+    ]
+    assert lines[7] == "Ceilings in the same process: 4.40 TB/s, bfloat16 680 TFLOP/s, int8 900 TFLOP/s."
+    assert lines[8].startswith("Measured on NVIDIA H200")
+
+
 def test_table_of_host_times(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     times = {"host_us": 41.23, "inference_host_us": 38.0, "eager_us": 300.0}
     lines = table(

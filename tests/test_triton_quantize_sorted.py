@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from moereg.kernels.triton_quantize import QuantizedRows, RowFormat
-from moereg.kernels.triton_quantize_sorted import quantize_sorted_rows, quantize_to_sorted_rows
+from moereg.kernels.triton_quantize_sorted import quantize_to_sorted_rows
 from moereg.quant import QUANT_SCHEMES
 from moereg.quantize import quantize_activations
 from moereg.testing.interpreter import patch_interpreter
@@ -85,18 +85,3 @@ def test_weights_of_routes_multiply_tokens_first() -> None:
     quantize_to_sorted_rows(out, x, FORMATS["fp8_block128"], order, topk_weights=weights)
     assert torch.equal(raw(out.q), raw(expected.q))
     assert torch.equal(out.scale, expected.scale)
-
-
-@pytest.mark.parametrize("scheme", ["fp8_channel_token", "int8_w8a8"])
-@pytest.mark.parametrize(("columns", "used"), [(384, 9), (1288, 13), (4200, 2)])
-def test_sorted_rows_in_use(scheme: str, columns: int, used: int) -> None:
-    x = tokens(14, columns, torch.bfloat16)
-    expected = quantize_activations(x[:used], QUANT_SCHEMES[scheme], None)
-    x[used:] = float("nan")
-    out = untouched(FORMATS[scheme], 14, columns, by_group=False)
-    quantize_sorted_rows(out, x, FORMATS[scheme], torch.tensor([used], dtype=torch.int32, device=DEVICE))
-    assert torch.equal(raw(out.q[:used, :columns]), raw(expected.q))
-    assert torch.equal(out.scale[:used], expected.scale.float())
-    assert not raw(out.q[:used, columns:]).any()
-    assert (raw(out.q[used:]) == 77).all()
-    assert (out.scale[used:] == 0.5).all()

@@ -25,8 +25,12 @@ K_PAD = 128
 # Programs that look for the largest magnitude of all rows; whoever needs it reads a number from each.
 AMAX_PROGRAMS = 256
 
-# Columns of a program where groups do not make it take a whole row.
+# Columns of a program where a scale does not make it take a whole row.
 _GROUPED_BLOCK = 1024
+
+# What a program works on where there would be many of them.
+_PROGRAM_ELEMENTS = 4096
+_MANY_PROGRAMS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +166,14 @@ def quantize_tile(
 
 
 @triton.jit
-def load_row(x, topk_weights, source, columns, size, stride):
+def load_rows(x, topk_weights, source, in_use, columns, size, stride):
     """Columns of the rows `source` of x as fp32, times their weights, zeros from column `size` on."""
-    values = tl.load(x + source.to(tl.int64) * stride + columns, mask=columns < size, other=0.0).to(tl.float32)
+    mask = columns < size
+    if in_use is not None:
+        mask = mask & in_use
+        # Rows that do not count are not stored, whatever weight they get.
+        source = tl.where(in_use, source, 0)
+    values = tl.load(x + source.to(tl.int64) * stride + columns, mask=mask, other=0.0).to(tl.float32)
     if topk_weights is not None:
         # As the reference rounds the weighted input.
         values = (values * tl.load(topk_weights + source)).to(x.dtype.element_ty).to(tl.float32)
@@ -215,7 +224,7 @@ def _amax_rows_kernel(
     if rows_in_use is not None:
         num_rows = tl.load(rows_in_use)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        values = load_row(x, topk_weights, row + tl.zeros([1], tl.int32), columns, size, stride_x)
+        values = load_rows(x, topk_weights, row + tl.zeros([1], tl.int32), None, columns, size, stride_x)
         bits = tl.maximum(largest, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         if topk_ids is not None:
             expert = _expert_of_row(
@@ -226,7 +235,7 @@ def _amax_rows_kernel(
     tl.store(amax + tl.program_id(0), tl.max(largest, 0))
 
 
-@triton.jit(do_not_specialize=["num_routes"])
+@triton.jit(do_not_specialize=["num_rows", "num_routes"])
 def _quantize_rows_kernel(
     q,
     scales,
@@ -237,6 +246,7 @@ def _quantize_rows_kernel(
     topk_ids,
     expert_map,
     rows_in_use,
+    num_rows,
     num_routes,
     num_experts,
     num_local_experts,
@@ -252,46 +262,53 @@ def _quantize_rows_kernel(
     MAX_CODE: tl.constexpr,
     E8M0: tl.constexpr,
     NUM_AMAX: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    INDEPENDENT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
+    if not INDEPENDENT:
+        wait_for_previous(OVERLAP)
     release_next(OVERLAP)
-    row = tl.program_id(0)
     if rows_in_use is not None:
-        if row >= tl.load(rows_in_use):
+        num_rows = tl.load(rows_in_use)
+        if tl.program_id(0) * ROWS >= num_rows:
             return
-    expert = 0
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    in_use = rows < num_rows
+    expert = tl.zeros([ROWS, 1], tl.int32)
     if topk_ids is not None:
-        expert = _expert_of_row(row, topk_ids, expert_map, num_routes, num_experts, num_local_experts, 1, 1)
-        if expert < 0:
-            return
+        routes = tl.where(in_use, rows, num_routes)
+        expert = load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts)
+        in_use = in_use & (expert >= 0)
     first = tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)[None, :]
-    source = row // SOURCE + tl.zeros([1, 1], tl.int32)
-    values = load_row(x, topk_weights, source, columns, size, stride_x)
+    values = load_rows(x, topk_weights, rows // SOURCE, in_use, columns, size, stride_x)
     DTYPE: tl.constexpr = q.dtype.element_ty
-    row = row.to(tl.int64)
+    rows = rows.to(tl.int64)
     if GROUP:
         codes, stored = quantize_tile(values, DTYPE, GROUP, MIN_CODE, MAX_CODE, E8M0)
         groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
         stored = stored.to(scales.dtype.element_ty)
-        tl.store(scales + row * stride_scales + groups, stored, mask=groups < padded_size // GROUP)
+        tl.store(scales + rows * stride_scales + groups, stored, mask=in_use & (groups < padded_size // GROUP))
     else:
         if static_scale is not None:
             # The quotient may be anything.
-            stored = tl.load(static_scale + expert * stride_static)
-            values = tl.div_rn(values, tl.zeros([1, BLOCK], tl.float32) + stored)
+            stored = tl.load(static_scale + expert * stride_static, mask=in_use, other=1.0)
+            values = tl.div_rn(values, tl.broadcast_to(stored, (ROWS, BLOCK)))
         else:
             if amax is not None:
-                bits = tl.max(tl.load(amax + tl.arange(0, NUM_AMAX)), 0)
+                bits = tl.max(tl.load(amax + tl.arange(0, NUM_AMAX)), 0) + tl.zeros([ROWS, 1], tl.int32)
             else:
-                bits = tl.max(amax_bits(values, 1), 0)
+                bits = tl.expand_dims(amax_bits(values, 1), 1)
             scale, stored = scale_of_bits(bits, MAX_CODE, E8M0)
-            values = divide(values, tl.zeros([1, 1], tl.float32) + scale)
+            values = divide(values, scale)
         codes = encode(values, DTYPE, MIN_CODE, MAX_CODE)
-        tl.store(scales + row * stride_scales, stored.to(scales.dtype.element_ty))
-    tl.store(q + row * stride_q + columns, codes, mask=columns < padded_size)
+        tl.store(scales + rows * stride_scales, stored.to(scales.dtype.element_ty), mask=in_use)
+    tl.store(q + rows * stride_q + columns, codes, mask=in_use & (columns < padded_size))
+    if INDEPENDENT:
+        # Who waits for this kernel counts on the one in front having ended too.
+        wait_for_previous(OVERLAP)
 
 
 def quantize_rows(
@@ -303,6 +320,7 @@ def quantize_rows(
     amax: torch.Tensor | None = None,
     static_scale: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
+    independent: bool = False,
     overlap: bool = False,
 ) -> None:
     """Writes codes and scales of rows: one launch, two where one scale spans them.
@@ -318,6 +336,8 @@ def quantize_rows(
         amax: [AMAX_PROGRAMS] int32, overwritten, where one dynamic scale spans the rows.
         static_scale: fp32 [1], or [E], where scales are given.
         topk_weights: [R] fp32, contiguous: rows are multiplied by these, and rounded to their dtype, first.
+        independent: whether the kernel in front, if there is one, writes nothing that is read here and reads and writes
+            nothing that is written here, and no kernel in front of it still runs.
         overlap: whether to start while the kernel in front, which may be the one that writes `x`, still runs.
     """
     num_rows, padded = out.q.shape
@@ -338,6 +358,8 @@ def quantize_rows(
     block = _GROUPED_BLOCK if fmt.group else padded
     block = min(triton.next_power_of_2(block), triton.next_power_of_2(padded))
     num_warps = min(8, max(1, block // 512))
+    # Many small programs take longer to start than to run.
+    several = max(1, _PROGRAM_ELEMENTS // block) if num_rows * triton.cdiv(padded, block) >= _MANY_PROGRAMS else 1
     if amax is not None:
         launch(
             _amax_rows_kernel,
@@ -362,7 +384,7 @@ def quantize_rows(
     assert not has_many or (ids[0] is not None and routes_per_row == 1), "scales of experts need single routes"
     launch(
         _quantize_rows_kernel,
-        (num_rows, triton.cdiv(padded, block)),
+        (triton.cdiv(num_rows, several), triton.cdiv(padded, block)),
         out.q,
         out.scale,
         x,
@@ -372,6 +394,7 @@ def quantize_rows(
         # A token of several routes is quantised whether or not one of them is to a local expert.
         *(ids if routes_per_row == 1 else (None, None)),
         rows_in_use,
+        num_rows,
         *counts,
         size,
         padded,
@@ -385,9 +408,11 @@ def quantize_rows(
         MAX_CODE=fmt.max_code,
         E8M0=fmt.e8m0,
         NUM_AMAX=AMAX_PROGRAMS,
+        ROWS=several,
         BLOCK=block,
+        INDEPENDENT=independent and amax is None,
         OVERLAP=overlap,
-        num_warps=num_warps,
+        num_warps=min(8, max(1, several * block // 512)),
         **overlap_options(overlap),
     )
 

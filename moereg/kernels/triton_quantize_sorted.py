@@ -1,4 +1,4 @@
-"""Quantises tokens straight to the sorted rows of their routes, and sorted rows, in Triton; see `triton_quantize`.
+"""Quantises tokens straight to the sorted rows of their routes, in Triton; see `triton_quantize`.
 
 Sizes: T tokens, K choices per token, H hidden, `H_pad` columns of the codes, G groups of a row.
 """
@@ -18,16 +18,13 @@ from moereg.kernels.triton_quantize import (
     amax_bits,
     divide,
     encode,
-    load_row,
+    load_rows,
     quantize_tile,
     scale_of_bits,
 )
 
 # Columns of a program where groups do not make it take a whole row.
 _GROUPED_BLOCK = 1024
-
-# Numbers of a program that takes whole rows, several where they are short.
-_ROWS_NUMEL = 4096
 
 
 @triton.jit
@@ -56,7 +53,7 @@ def _quantize_to_sorted_kernel(
     token = tl.program_id(0)
     first = tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)[None, :]
-    values = load_row(x, topk_weights, token + tl.zeros([1, 1], tl.int32), columns, size, stride_x)
+    values = load_rows(x, topk_weights, token + tl.zeros([1, 1], tl.int32), None, columns, size, stride_x)
     DTYPE: tl.constexpr = q.dtype.element_ty
     if GROUP:
         codes, stored = quantize_tile(values, DTYPE, GROUP, MIN_CODE, MAX_CODE, False)
@@ -121,79 +118,5 @@ def quantize_to_sorted_rows(
         BLOCK=block,
         OVERLAP=overlap,
         num_warps=min(8, max(1, block // 512)),
-        **overlap_options(overlap),
-    )
-
-
-@triton.jit
-def _quantize_sorted_kernel(
-    q,
-    scales,
-    x,
-    rows_in_use,
-    size,
-    padded_size,
-    stride_x,
-    stride_q,
-    stride_scales,
-    MIN_CODE: tl.constexpr,
-    MAX_CODE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    wait_for_previous(OVERLAP)
-    release_next(OVERLAP)
-    used = tl.load(rows_in_use)
-    first = tl.program_id(0) * ROWS
-    if first >= used:
-        return
-    rows = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    columns = tl.arange(0, BLOCK)[None, :]
-    mask = (rows < used) & (columns < size)
-    values = tl.load(x + rows * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
-    scale, stored = scale_of_bits(amax_bits(values, 1), MAX_CODE, False)
-    codes = encode(divide(values, scale[:, None]), q.dtype.element_ty, MIN_CODE, MAX_CODE)
-    tl.store(q + rows * stride_q + columns, codes, mask=(rows < used) & (columns < padded_size))
-    tl.store(scales + rows * stride_scales, stored[:, None], mask=rows < used)
-
-
-def quantize_sorted_rows(
-    out: QuantizedRows, x: torch.Tensor, fmt: RowFormat, rows_in_use: torch.Tensor, *, overlap: bool = False
-) -> None:
-    """Writes codes and scales of the rows in use, from the first on, as many as the device knows.
-
-    Args:
-        out: [R, K_pad] codes and [R, 1] fp32 scales: overwritten in the rows in use.
-        x: [R, K] bf16 or fp16, rows contiguous.
-        fmt: a dynamic fp32 scale for each row.
-        rows_in_use: [1] int32.
-        overlap: whether to start while the kernel that writes `x` still runs.
-    """
-    num_rows, padded = out.q.shape
-    size = x.shape[1]
-    assert x.shape[0] == num_rows and size <= padded and padded % K_PAD == 0
-    assert x.stride(1) == out.q.stride(1) == 1 and out.scale.shape == (num_rows, 1)
-    assert not (fmt.group or fmt.static or fmt.spans_rows or fmt.e8m0)
-    block = triton.next_power_of_2(padded)
-    rows = max(1, _ROWS_NUMEL // block)
-    launch(
-        _quantize_sorted_kernel,
-        (triton.cdiv(num_rows, rows),),
-        out.q,
-        out.scale,
-        x,
-        rows_in_use,
-        size,
-        padded,
-        x.stride(0),
-        out.q.stride(0),
-        out.scale.stride(0),
-        MIN_CODE=fmt.min_code,
-        MAX_CODE=fmt.max_code,
-        ROWS=rows,
-        BLOCK=block,
-        OVERLAP=overlap,
-        num_warps=4 if block <= _ROWS_NUMEL else 8,
         **overlap_options(overlap),
     )

@@ -18,7 +18,7 @@ from moereg.problem import MoEProblem
 from moereg.tuning.inputs import Call
 from moereg.tuning.timing import Run, time_runs
 
-__all__ = ["Ceilings", "Work", "expert_bytes", "measure_ceilings", "roofline_us", "work_of"]
+__all__ = ["Ceilings", "Work", "expert_bytes", "measure_ceilings", "roofline_us", "settled_us", "work_of"]
 
 # Far beyond any cache; on a GPU also long against the start of a kernel.
 _CPU_READ_BYTES: Final = 1 << 29
@@ -102,15 +102,19 @@ def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:
     return Ceilings(_measure_matmul(dtype, device), read_gbps, read_by)
 
 
+def settled_us(run: Run, device: torch.device) -> float:
+    """Time of one run when it has run back to back for so long that the clock has settled."""
+    times_us: list[float] = []
+    start = time.perf_counter()
+    while not times_us or time.perf_counter() - start < _SETTLING_SECONDS:
+        times_us += time_runs({"": [run]}, device, _MATMULS_AT_A_TIME)[""].samples_us
+    return statistics.median(times_us[-max(1, int(len(times_us) * _SETTLED_FRACTION)) :])
+
+
 def _measure_matmul(dtype: torch.dtype, device: torch.device) -> float:
     if device.type != "cpu":
         run = _matmul(_GPU_MATMUL_SIZE, dtype, device)
-        times_us: list[float] = []
-        start = time.perf_counter()
-        while not times_us or time.perf_counter() - start < _SETTLING_SECONDS:
-            times_us += time_runs({"": [run]}, device, _MATMULS_AT_A_TIME)[""].samples_us
-        settled_us = statistics.median(times_us[-max(1, int(len(times_us) * _SETTLED_FRACTION)) :])
-        return _matmul_tflops(_GPU_MATMUL_SIZE, settled_us)
+        return _matmul_tflops(_GPU_MATMUL_SIZE, settled_us(run, device))
     # Where a CPU lacks instructions for 16 bits, kernels that widen are the faster ones.
     return max(_cpu_matmul_tflops(candidate) for candidate in {dtype, torch.float32})
 
