@@ -288,15 +288,22 @@ def calls_of(case: Case, device: torch.device, is_first: bool) -> list[tuple[int
     """Numbers of tokens and routings that a case is run with.
 
     An interpreted kernel takes seconds where a GPU takes microseconds. There the first case of a cell is run with all,
-    the others with none, one and a few tokens; their sizes and facts are what tells them apart.
+    the others with none and one, and with a few where the layer is small; their sizes and facts tell them apart.
     """
-    deep = is_first or case.platform.device_type == device.type
-    tokens = GPU_TOKENS if device.type == "cuda" else TOKENS if deep else (0, 1, 17)
+    tokens: tuple[int, ...] = GPU_TOKENS if device.type == "cuda" else TOKENS
+    if case.platform.device_type != device.type and not is_first:
+        tokens = (0, 1, 17) if case.problem.intermediate_size <= 130 else (0, 1)
+        return [(num_tokens, "uniform") for num_tokens in tokens]
     return [
         (num_tokens, routing)
         for num_tokens in tokens
-        for routing in (ROUTINGS if num_tokens in (17, 4096) and deep else ("uniform",))
+        for routing in (ROUTINGS if num_tokens in (17, 4096) else ("uniform",))
     ]
+
+
+def fault_tokens(case: Case, device: torch.device) -> int:
+    """Tokens that show a planted fault, which is in every expert: one where kernels are interpreted."""
+    return 17 if case.platform.device_type == device.type else 1
 
 
 def make_inputs(problem: MoEProblem, num_tokens: int, routing: str, device: torch.device, seed: int = 0) -> Inputs:

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     # Decides at decoration whether kernels are interpreted, so it has to stand before their import.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from moereg.registry import REGISTRY, BackendRegistry
+from moereg.registry import REGISTRY, BackendCell, BackendRegistry
 
 
 @pytest.fixture(autouse=True)
@@ -61,30 +61,39 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--ledger", help="ledger file that conformance results are merged into")
 
 
-_PASSED: dict[object, int] = {}
-_FAILED: set[object] = set()
+_PASSED: dict[str, int] = {}
+_FAILED: set[str] = set()
+
+
+def _key(cell: BackendCell) -> str:
+    return repr(
+        (cell.name, cell.class_name, [scheme.name for scheme in cell.schemes], [rule.text for rule in cell.rules])
+    )
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Counts passes and failures by the cell that a test was generated from."""
+    """Says in a report which cell the test was generated from."""
     outcome = yield
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     cell = getattr(parameters.get("case"), "cell", parameters.get("cell"))
-    report = outcome.get_result()  # type: ignore[attr-defined]
-    if cell is None or item.config.getoption("--ledger") is None:
-        return
-    key = (cell.name, cell.class_name, cell.schemes, cell.rules)
-    if report.failed:
-        _FAILED.add(key)
-    elif report.when == "call" and report.passed:
-        _PASSED[key] = _PASSED.get(key, 0) + 1
+    if cell is not None:
+        outcome.get_result().user_properties.append(("cell", _key(cell)))  # type: ignore[attr-defined]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Counts passes and failures by cell, of all processes where tests run in several."""
+    for name, key in report.user_properties:
+        if name == "cell" and report.failed:
+            _FAILED.add(str(key))
+        elif name == "cell" and report.when == "call" and report.passed:
+            _PASSED[str(key)] = _PASSED.get(str(key), 0) + 1
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Writes the ledger for cells that ran natively here and failed nothing."""
     path = session.config.getoption("--ledger")
-    if path is None:
+    if path is None or hasattr(session.config, "workerinput"):
         return
     import pathlib
 
@@ -95,7 +104,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     records = [
         Verification.of(cell, platform, _PASSED[key])
         for cell in load_backends().cells
-        if (key := (cell.name, cell.class_name, cell.schemes, cell.rules)) in _PASSED
+        if (key := _key(cell)) in _PASSED
         and key not in _FAILED
         # An interpreter shows that a kernel is right, not that hardware runs it.
         and cell.rule_for(platform) is not None

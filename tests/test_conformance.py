@@ -92,13 +92,14 @@ def test_planted_faults_are_caught(cell: BackendCell) -> None:
         case = case or _first_case(cell, lambda case, quant=scheme: case.problem.quant == quant)
         assert case is not None, scheme
         weights = conformance.make_weights(case.problem, DEVICE)
-        inputs = conformance.make_inputs(case.problem, 17, "uniform", DEVICE)
+        num_tokens = conformance.fault_tokens(case, DEVICE)
+        inputs = conformance.make_inputs(case.problem, num_tokens, "uniform", DEVICE)
         truth = _reference(case, inputs, conformance.make_expert_map(case.problem, DEVICE))
         # Bounds of quantised activations are wide, since a kernel may round before the quantiser.
         margin = 10 if case.computes.activation is None else 1.5
         for fault, faulty in plant_faults(weights):
             out = conformance.build(case, DEVICE, faulty)(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-            assert relative_error(out, truth) > margin * _bound(case, 17), (scheme.name, fault)
+            assert relative_error(out, truth) > margin * _bound(case, num_tokens), (scheme.name, fault)
 
 
 @pytest.mark.parametrize("cell", CELLS_THAT_ROUND, ids=lambda cell: f"{cell.name}-{cell.class_name}-{cell.rules[0]}")
