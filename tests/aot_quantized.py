@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 
+from moereg.backends.triton_quantized_batched_moe import TritonQuantizedBatchedExperts
 from moereg.backends.triton_quantized_moe import TritonQuantizedExperts
 from moereg.experts import ExpertInputs
 from moereg.kernels import triton_gemm_config
@@ -20,7 +21,7 @@ from moereg.problem import MoEProblem
 from moereg.weights import ExpertWeights
 from tests.aot_compile import TARGETS, OfflineDriver, compiling_only, describe
 
-# tokens, scheme, experts, top_k, hidden, intermediate, and what else the problem says
+# tokens (rows an expert has room for), scheme, experts, top_k, hidden, intermediate, and what else the problem says
 CASES: dict[str, tuple[int, str, int, int, int, int, dict[str, Any]]] = {
     "block_one_token": (1, "fp8_block128", 128, 8, 2048, 768, {}),
     "block_decode": (16, "fp8_block128", 256, 8, 7168, 2048, {}),
@@ -36,6 +37,8 @@ CASES: dict[str, tuple[int, str, int, int, int, int, dict[str, Any]]] = {
     "mx_prefill": (4096, "mxfp8", 128, 8, 2048, 768, {}),
     "int8_decode": (16, "int8_w8a8", 128, 8, 2048, 768, {}),
     "int8_prefill": (4096, "int8_w8a8", 128, 8, 2048, 768, {"activation": "relu2"}),
+    "block_batched_decode": (16, "fp8_block128", 128, 8, 2048, 768, {"activation_format": "batched"}),
+    "dynamic_batched_prefill": (4096, "fp8_tensor_dynamic", 8, 2, 4096, 14336, {"activation_format": "batched"}),
 }
 
 
@@ -58,13 +61,16 @@ def launch_layer(target: str, case: str) -> None:
     dtype = problem.torch_dtype
     canonical = {row.name: empty(*row.shapes[0], dtype=row.dtype or dtype) for row in rows}
     platform = Platform.from_name("rocm:gfx942" if target.startswith("gfx") else f"cuda:{target.replace('_', '')}")
-    layer = TritonQuantizedExperts(problem, platform)
+    is_batched = problem.activation_format == "batched"
+    layer = (TritonQuantizedBatchedExperts if is_batched else TritonQuantizedExperts)(problem, platform)
     weights = layer.permute_weights(ExpertWeights(**canonical, quant=problem.quant), problem)
-    hidden_states = empty(tokens, hidden, dtype=dtype)
+    lead = (experts, tokens) if is_batched else (tokens,)
+    hidden_states = empty(*lead, hidden, dtype=dtype)
     inputs = ExpertInputs(
         hidden_states,
         empty(tokens, top_k, dtype=torch.float32),
         empty(tokens, top_k, dtype=torch.int32),
+        expert_num_tokens=empty(experts, dtype=torch.int32) if is_batched else None,
     )
     scratch = [empty(*shape, dtype=dtype) for shape in layer.workspace_shapes(problem, tokens)]
     layer._launch(torch.empty_like(hidden_states), inputs, weights, *scratch)

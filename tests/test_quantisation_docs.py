@@ -19,10 +19,9 @@ ELEMENTS: Final = {"float8_e4m3fn": "e4m3", "float8_e8m0fnu": "e8m0", "float4_e2
 # Columns of the second table: activation formats and platforms that agree.
 MACHINES: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "CPU": (("standard", "batched"), ("cpu",)),
-    "`sm80`, `gfx942`": (("standard",), ("cuda:sm80", "rocm:gfx942")),
-    "`sm90`": (("standard",), ("cuda:sm90",)),
-    "`sm100`": (("standard",), ("cuda:sm100",)),
-    "GPUs, batched": (("batched",), ("cuda:sm80", "rocm:gfx942", "cuda:sm90", "cuda:sm100")),
+    "`sm80`, `gfx942`": (("standard", "batched"), ("cuda:sm80", "rocm:gfx942")),
+    "`sm90`": (("standard", "batched"), ("cuda:sm90",)),
+    "`sm100`": (("standard", "batched"), ("cuda:sm100",)),
 }
 
 

@@ -255,7 +255,9 @@ def _quantized_gate_up_kernel(
         rows = tl.load(block_row + block) + tl.arange(0, BLOCK_M)
         row_mask = rows < end
         # Rows past the end repeat the last one where they are not masked; they are dropped when stored.
-        routes = tl.load(sorted_routes + tl.minimum(rows, end - 1))
+        routes = tl.minimum(rows, end - 1)
+        if sorted_routes is not None:
+            routes = tl.load(sorted_routes + routes)
     else:
         own_route = tl.program_id(0) // num_tiles_n
         tile_n = tl.program_id(0) % num_tiles_n
@@ -406,7 +408,9 @@ def _quantized_down_kernel(
         rows = tl.load(block_row + block) + tl.arange(0, BLOCK_M)
         row_mask = rows < end
         rows = tl.minimum(rows, end - 1)
-        routes = tl.load(sorted_routes + rows)
+        routes = rows
+        if sorted_routes is not None:
+            routes = tl.load(sorted_routes + rows)
     else:
         own_route = tl.program_id(0) // num_tiles_n
         tile_n = tl.program_id(0) % num_tiles_n
@@ -500,12 +504,13 @@ def quantized_gate_up_gemm(
 
     Args:
         out: [N, I_pad] bf16, fp16 or fp32, rows contiguous: overwritten up to the last valid row, with zeros from
-            column I on. By route for `DirectRoutes`. Or codes and scales of the same, see `fuses_quantizer`.
-        hidden_states: [T, H_pad], or [N, H_pad] by route.
+            column I on. By route for `DirectRoutes`; [E * max_T, I_pad] in the batched format, valid rows overwritten.
+            Or codes and scales of the same, see `fuses_quantizer`.
+        hidden_states: [T, H_pad], or [N, H_pad] by route, or [E * max_T, H_pad] in the batched format.
         w13: [E, 2 * I, H_pad] gate first, or [E, I, H_pad] where not gated; scales of both halves by canonical row.
-        plan: from `sort_routes` with `config.block_m`.
+        plan: from `sort_routes` or `plan_batches` with `config.block_m`.
         config: launch configuration; `block_n` divides 128 and counts gate and up once.
-        top_k: K.
+        top_k: K; 1 in the batched format.
         by_route: whether a route has a row of hidden states of its own.
         activation: as for `gate_up_gemm`, like the next four.
         gated: whether w13 holds gates.
@@ -601,9 +606,10 @@ def quantized_down_gemm(
 
     Args:
         out: [N, H] bf16, fp16 or fp32, rows contiguous: rows of valid routes are overwritten, the others stay.
+            [E * max_T, H] in the batched format: every valid row to its own place.
         intermediate: [N, I_pad], in the order of `quantized_gate_up_gemm`.
         w2: [E, H, I_pad].
-        plan: from `sort_routes` with `config.block_m`.
+        plan: from `sort_routes` or `plan_batches` with `config.block_m`.
         config: launch configuration.
         bias: [E, H], any float dtype, or None.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.

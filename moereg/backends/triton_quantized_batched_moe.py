@@ -1,0 +1,163 @@
+"""The `triton` backend for 8-bit weights with 8-bit activations, tokens batched by expert."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from moereg.backends._triton.quantized_workspace import (
+    ALIGNMENT,
+    AMAX_PROGRAMS,
+    K_PAD,
+    Piece,
+    cut,
+    intermediate_pieces,
+    piece_bytes,
+    row_pieces,
+)
+from moereg.backends.triton_quantized_moe import TritonQuantizedExperts
+from moereg.experts import ExpertInputs
+from moereg.layouts import round_up
+from moereg.problem import MoEProblem
+from moereg.registry import register_moe_backend
+from moereg.weights import PermutedWeights
+
+
+# Not measured yet; as in the standard format.
+@register_moe_backend(
+    name="triton",
+    priority=110,
+    quant_schemes=("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic"),
+    platforms=("cuda:sm89+",),
+    requires=("triton>=3.6",),
+    # As in the standard format.
+    dtypes=("bfloat16", "float16"),
+)
+@register_moe_backend(
+    name="triton",
+    priority=110,
+    quant_schemes=("int8_w8a8",),
+    platforms=("cuda:sm80+", "rocm:gfx942"),
+    requires=("triton>=3.6",),
+)
+@register_moe_backend(
+    name="triton",
+    priority=20,
+    quant_schemes=("mxfp8",),
+    platforms=("cuda:sm90",),
+    requires=("triton>=3.6",),
+    tier="emulation",
+)
+class TritonQuantizedBatchedExperts(TritonQuantizedExperts):
+    """Batched format: the grouped GEMMs of `TritonQuantizedExperts` over each expert's own rows, which stay in place.
+
+    Rows of `out` past an expert's count hold anything, and rows of the tokens there have no part in any scale. Equal
+    inputs give equal bits in the others.
+    """
+
+    facts = dataclasses.replace(TritonQuantizedExperts.facts, activation_formats=frozenset({"batched"}))
+    output_form = "per_expert"
+
+    def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Flat: the intermediate [E * max_T, I_pad], its codes and scales; the plan of the tiles, codes of tokens."""
+        itemsize = problem.torch_dtype.itemsize
+        rows = problem.num_local_experts * num_tokens
+        first = sum(map(piece_bytes, intermediate_pieces(problem, self._activation_format, rows)))
+        codes = sum(map(piece_bytes, row_pieces(self._activation_format, rows, problem.hidden_size)))
+        return (first // itemsize,), ((_plan_bytes(problem, num_tokens) + codes) // itemsize,)
+
+    def _launch(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        from moereg.kernels import triton_quantize
+        from moereg.kernels.triton_block_map import plan_batches
+        from moereg.kernels.triton_gemm_config import max_shared_bytes
+        from moereg.kernels.triton_overlap import can_overlap
+        from moereg.kernels.triton_quantize import QuantizedRows
+        from moereg.kernels.triton_quantize_batched import quantize_batched_rows
+        from moereg.kernels.triton_quantized_config import select_quantized_config
+        from moereg.kernels.triton_quantized_gemm import fuses_quantizer, quantized_down_gemm, quantized_gate_up_gemm
+
+        assert (triton_quantize.K_PAD, triton_quantize.AMAX_PROGRAMS) == (K_PAD, AMAX_PROGRAMS)
+        assert inputs.expert_num_tokens is not None
+        problem, fmt, activation = self.problem, self._row_format(), self.problem.activation
+        num_experts, max_tokens, hidden_size = inputs.hidden_states.shape
+        num_rows = num_experts * max_tokens
+        overlap = can_overlap(out.device)
+        # Only the device knows the counts; what max_T says of them is said at `TritonBatchedExperts`.
+        configs = select_quantized_config(
+            math.inf,
+            max_tokens * problem.top_k / problem.num_experts,
+            activation.num_halves,
+            max_shared_bytes(out.device),
+        )
+        plan_bytes = _plan_bytes(problem, max_tokens)
+        second = workspace2.view(torch.uint8)
+        plan = plan_batches(
+            inputs.expert_num_tokens,
+            max_tokens,
+            configs.gate_up.block_m,
+            second[:plan_bytes].view(torch.int32),
+            overlap=overlap,
+        )
+        pieces: tuple[Piece, ...] = row_pieces(self._activation_format, num_rows, hidden_size)
+        token_codes, token_scales = cut(second[plan_bytes:], pieces)
+        tokens = QuantizedRows(token_codes, token_scales, fmt.group)
+        pieces = intermediate_pieces(problem, self._activation_format, num_rows)
+        intermediate, codes, scales, amax = cut(workspace13.view(torch.uint8), pieces)
+        amax_of_all = amax if fmt.spans_rows else None
+        quantize_batched_rows(
+            tokens,
+            inputs.hidden_states.view(num_rows, hidden_size),
+            fmt,
+            plan,
+            amax=amax_of_all,
+            static_scale=weights.get("a13_scale"),
+            overlap=overlap,
+        )
+        rows = QuantizedRows(codes, scales, fmt.group)
+        fuses = fuses_quantizer(fmt, configs.gate_up)
+        quantized_gate_up_gemm(
+            rows if fuses else intermediate,
+            tokens,
+            self._matrices(weights, "w13"),
+            plan,
+            configs.gate_up,
+            top_k=1,
+            activation=activation.name,
+            gated=activation.gated,
+            alpha=activation.alpha,
+            beta=activation.beta,
+            limit=activation.limit,
+            bias=weights.get("w13_bias"),
+            out_format=fmt if fuses else None,
+            rounded=problem.torch_dtype if fuses else None,
+            static_scale=weights.get("a2_scale"),
+            overlap=overlap,
+        )
+        if not fuses:
+            quantize_batched_rows(rows, intermediate, fmt, plan, amax=amax_of_all, overlap=overlap)
+        quantized_down_gemm(
+            out.view(num_rows, hidden_size),
+            rows,
+            self._matrices(weights, "w2"),
+            plan,
+            configs.down,
+            bias=weights.get("w2_bias"),
+            overlap=overlap,
+        )
+
+
+def _plan_bytes(problem: MoEProblem, max_tokens: int) -> int:
+    """What holds the plan of any shipped configuration."""
+    from moereg.kernels.triton_block_map import batch_workspace_numel
+    from moereg.kernels.triton_quantized_config import MIN_BLOCK_M
+
+    return round_up(4 * batch_workspace_numel(problem.num_local_experts, max_tokens, MIN_BLOCK_M), ALIGNMENT)
