@@ -66,6 +66,8 @@ CASES: dict[str, tuple[int, int, int, int, int, torch.dtype, str, bool]] = {
     "fp32_prefill": (4096, 128, 8, 2048, 768, torch.float32, "silu", False),
     "batched_decode": (64, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
     "batched_prefill": (4096, 32, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
+    "int4_one_token": (1, 8, 2, 4096, 14336, torch.bfloat16, "silu", False),
+    "mxfp4_one_token": (1, 128, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
     "int4_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
     "int4_g32_zp_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
     "mxfp4_decode": (16, 128, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
@@ -80,6 +82,8 @@ CASES: dict[str, tuple[int, int, int, int, int, torch.dtype, str, bool]] = {
 }
 # Cases with packed weights: scheme.
 PACKED = {
+    "int4_one_token": "int4_w4a16_g128",
+    "mxfp4_one_token": "mxfp4_w4a16",
     "int4_decode": "int4_w4a16_g128",
     "int4_g32_zp_decode": "int4_w4a16_g32_zp",
     "mxfp4_decode": "mxfp4_w4a16",

@@ -59,6 +59,7 @@ def _gate_up_kernel(
     stride_bias,
     stride_out,
     SORTED: tl.constexpr,
+    SINGLE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -77,6 +78,8 @@ def _gate_up_kernel(
     ELEMENT: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE: tl.constexpr,
+    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if SORTED:
@@ -98,7 +101,16 @@ def _gate_up_kernel(
         own_route = tl.program_id(0) // num_tiles_n
         tile_n = tl.program_id(0) % num_tiles_n
         expert, routes, row_mask = direct_rows(
-            topk_ids, expert_map, own_route, num_tokens, num_experts, num_local_experts, TOP_K, BLOCK_M, BLOCK_TOP_K
+            topk_ids,
+            expert_map,
+            own_route,
+            num_tokens,
+            num_experts,
+            num_local_experts,
+            TOP_K,
+            BLOCK_M,
+            BLOCK_TOP_K,
+            SINGLE,
         )
         if expert < 0:
             return
@@ -127,6 +139,8 @@ def _gate_up_kernel(
         ELEMENT,
         GROUP,
         SCALE,
+        SLICES,
+        STAGES,
         MASK_ROWS,
         MASK_A,
         MASK_B,
@@ -183,6 +197,7 @@ def _down_kernel(
     stride_bias,
     stride_out,
     SORTED: tl.constexpr,
+    SINGLE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
     MASK_ROWS: tl.constexpr,
@@ -195,6 +210,8 @@ def _down_kernel(
     ELEMENT: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE: tl.constexpr,
+    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     # Which tile this is was settled before the kernel in front began: by its caller or by the sort it waited for.
@@ -216,7 +233,16 @@ def _down_kernel(
         own_route = tl.program_id(0) // num_tiles_n
         tile_n = tl.program_id(0) % num_tiles_n
         expert, routes, row_mask = direct_rows(
-            topk_ids, expert_map, own_route, num_tokens, num_experts, num_local_experts, TOP_K, BLOCK_M, BLOCK_TOP_K
+            topk_ids,
+            expert_map,
+            own_route,
+            num_tokens,
+            num_experts,
+            num_local_experts,
+            TOP_K,
+            BLOCK_M,
+            BLOCK_TOP_K,
+            SINGLE,
         )
         if expert < 0:
             wait_for_previous(OVERLAP)
@@ -248,6 +274,8 @@ def _down_kernel(
         ELEMENT,
         GROUP,
         SCALE,
+        SLICES,
+        STAGES,
         MASK_ROWS,
         MASK_K,
         MASK_K,
@@ -312,7 +340,7 @@ def gate_up_gemm(
     operand = operand_of(w13, config)
     num_columns, depth = operand.num_columns, operand.depth
     hidden_size = hidden_states.shape[1]
-    block_k = config.block_k
+    step = config.block_k * config.slices
     assert config.block_m == plan.block_m and depth % WEIGHT_PAD == 0 and hidden_size <= depth
     assert hidden_states.stride(1) == out.stride(1) == 1
     assert out.shape[1] == num_columns // (2 if gated else 1)
@@ -335,6 +363,7 @@ def gate_up_gemm(
         0 if bias is None else bias.stride(0),
         out.stride(0),
         SORTED=isinstance(plan, BlockMap),
+        SINGLE=isinstance(plan, DirectRoutes) and plan.single,
         TOP_K=top_k,
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
         ACTIVATION=activation,
@@ -343,12 +372,12 @@ def gate_up_gemm(
         BETA=beta,
         LIMIT=limit,
         MASK_ROWS=config.mask_rows,
-        MASK_A=hidden_size % block_k != 0,
-        MASK_B=depth % block_k != 0,
+        MASK_A=hidden_size % step != 0,
+        MASK_B=depth % step != 0,
         MASK_N=num_columns % config.block_n != 0,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        BLOCK_K=block_k,
+        BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
         **operand.constants,
         OVERLAP=overlap,
@@ -409,10 +438,11 @@ def down_gemm(
         0 if bias is None else bias.stride(0),
         out.stride(0),
         SORTED=isinstance(plan, BlockMap),
+        SINGLE=isinstance(plan, DirectRoutes) and plan.single,
         TOP_K=top_k,
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
         MASK_ROWS=config.mask_rows,
-        MASK_K=reduced % config.block_k != 0,
+        MASK_K=reduced % (config.block_k * config.slices) != 0,
         MASK_N=num_columns % config.block_n != 0,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

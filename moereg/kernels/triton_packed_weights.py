@@ -1,11 +1,14 @@
-"""Tiles of packed integer and 4-bit float weights as exact 16-bit operands, and the main loop over them, in Triton.
+"""Packed integer and 4-bit float weights as exact 16-bit operands of products, in Triton.
 
-A block is 64 elements of a row along the reduced dimension, in 32-bit words: element 16 p + 2 j + h of 4 bits is
-nibble p + 4 h of word j, of 8 bits byte p % 2 + 2 h of word 8 (p // 2) + j. So one shift and one mask give a pair of
-neighbours in the halves of a register, which is how matrix instructions want them. All rows of a block lie together.
+A block is 64 elements of a row along the reduced dimension, in 32-bit words. Element 16 p + 2 j + h of an integer of 4
+bits is nibble p + 4 h of word j, of 8 bits byte p % 2 + 2 h of word 8 (p // 2) + j. Of a 4-bit float it lies in half h
+of word j: bit 15 - 3 p is the sign and bits 8 - 3 p to 6 - 3 p are the rest, which for p = 0 is where bfloat16 has
+sign, lowest bits of the exponent and highest of the mantissa; for p = 3 there are bits 14, 13, 11 and 10 left. So few
+shifts and masks give a pair of neighbours in the halves of a register, which is how matrix instructions want them. All
+rows of a block lie together.
 
-Products are taken the other way round, weights times activations: restored weights then stay in registers, which on
-Hopper only the left operand may, and a tile of few tokens is the short side of an instruction.
+A weight costs 1.1 instructions of a lane where it is an integer and 1.9 where it is a 4-bit float, its group's scale
+apart; an H200 has 3.2 for each 4-bit weight that its memory delivers.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import triton.language as tl
 
 BLOCK: Final = 64
 
-# Reduced elements in a step of the main loop.
+# Reduced elements of a step of the main loop, or of each slice of one, are a multiple of this.
 STEP: Final = 128
 
 
@@ -34,7 +37,7 @@ class PackedMatrix:
         scale_dtype: of the canonical group scales, where they are folded into the operand: `float8_e8m0fnu` or
             `float8_e4m3fn`; else `float32`.
         group_scale: `float32`: [E, groups, R] fp32, multiplies partial products. Folded: [E, ceil(groups / n), R]
-            int32, packed like zero points; see `_folded_scale`. None: none, or one a row.
+            int32, as many a word as of zero points; see `_folded_scales`. None: none, or one a row.
         zero_point: [E, ceil(groups / n), R] int32, n codes of 8 bits a word, the lowest first: as many as 128 elements
             have, from 1 to 4. None: the middle of the range.
         row_scale: [E, R] fp32, multiplies the product; None: 1.
@@ -64,6 +67,11 @@ class PackedMatrix:
         return self.words.shape[1] * BLOCK
 
 
+@triton.constexpr_function
+def _is_cuda():
+    return not triton.knobs.runtime.interpret and triton.language.target_info.is_cuda()
+
+
 @triton.jit
 def _split_pair(v, DTYPE: tl.constexpr):
     """The halves of 32-bit words as 16-bit floats of the same bits."""
@@ -71,199 +79,131 @@ def _split_pair(v, DTYPE: tl.constexpr):
     return low, (v >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
 
 
-@triton.jit
-def _load_codes(words, columns, first, num_columns, offset: tl.constexpr, GROUP: tl.constexpr):
-    """[BLOCK_N, 1] uint32: the code of a group out of words of 1 to 4.
+@triton.constexpr_function
+def _code_number(offset, group):
+    """Which of its word's codes an element has.
 
     Args:
-        words: the expert's first word.
-        columns: [BLOCK_N].
-        first: the step's first element, a multiple of `STEP`, so that which byte it is does not depend on the step: a
-            shift by what only the device knows would keep Triton from restoring weights where products need them.
-        num_columns: words of a group.
-        offset: an element of the group, counted from there.
+        offset: the element, counted from a multiple of `STEP`, so that the number does not depend on the step: a shift
+            by what only the device knows would keep Triton from restoring weights where products need them.
+        group: elements of a group.
     """
-    PER_WORD: tl.constexpr = 4 if GROUP <= 32 else (2 if GROUP == 64 else 1)
-    # A group of 0 is a row, all of whose steps read its only word.
-    SHIFT: tl.constexpr = 8 * (offset // GROUP % PER_WORD) if GROUP > 0 else 0
-    word = (first + offset) // (GROUP * PER_WORD) if GROUP > 0 else 0
-    codes = tl.load(words + word * num_columns + columns).to(tl.uint32, bitcast=True)
-    return ((codes >> SHIFT) & 0xFF)[:, None]
+    return 0 if group == 0 or group >= 128 else offset // group % (4 if group <= 32 else 2)
 
 
 @triton.jit
-def _folded_scale(codes, SCALE: tl.constexpr, DTYPE: tl.constexpr):
+def _swap_bytes(x):
+    """The bytes of each half of 32-bit words changed about."""
+    if _is_cuda():
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $1, 0x2301;", "=r,r", [x], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        return ((x & 0x00FF00FF) << 8) | ((x >> 8) & 0x00FF00FF)
+
+
+@triton.jit
+def _folded_scales(word, number: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr):
     """What 4-bit floats, read as the lowest bits of a 16-bit one, are multiplied by; a power of two of the true scale.
 
     Codes of powers of two are relative to the row's largest, 253, so that they fit either 16-bit type: bfloat16's
     exponent field, of which float16 keeps the upper 29. Codes of float8_e4m3fn have 5 bits of exponent, the largest 30,
-    so that none is subnormal.
+    so that none is subnormal. Codes 0 and 2 of a word stand in its halves where bfloat16 wants them, 1 and 3 do when
+    bytes are swapped.
+
+    Returns:
+        uint32 like `word`: the 16-bit factors of codes 0 and 2, or of 1 and 3, in the halves.
     """
+    x = _swap_bytes(word) if number % 2 else word
     if SCALE == "float8_e8m0fnu":
-        bits = codes << 7 if DTYPE == tl.bfloat16 else tl.maximum(codes.to(tl.int32) - 224, 0).to(tl.uint32) << 10
+        bits = x & 0x7F807F80
+        if DTYPE == tl.float16:
+            low = tl.maximum((bits & 0xFFFF).to(tl.int32) - (224 << 7), 0)
+            high = tl.maximum((bits >> 16).to(tl.int32) - (224 << 7), 0)
+            bits = (low | high << 16).to(tl.uint32) << 3
+        return bits
     else:
         tl.static_assert(SCALE == "float8_e4m3fn")
-        bits = (codes << 4) | 0x7000 if DTYPE == tl.bfloat16 else codes << 7
-    return bits.to(tl.uint16).to(DTYPE, bitcast=True)
+        return (x & 0x0FF00FF0) | 0x70007000 if DTYPE == tl.bfloat16 else (x & 0x0FF00FF0) << 3
 
 
 @triton.jit
-def _load_words(pointers, block_mask, index: tl.constexpr, MASK_B: tl.constexpr):
-    if MASK_B:
-        words = tl.load(pointers + index * 8, mask=block_mask, other=0)
+def _multiply_add(x, y, z, DTYPE: tl.constexpr):
+    """Returns x * y + z of both 16-bit floats in the halves of 32-bit words."""
+    if _is_cuda():
+        # As one value, since LLVM takes halves apart and puts them together again for each instruction.
+        NAME: tl.constexpr = "bf16x2" if DTYPE == tl.bfloat16 else "f16x2"
+        return tl.inline_asm_elementwise(
+            "fma.rn." + NAME + " $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], dtype=tl.uint32, is_pure=True, pack=1
+        )
     else:
-        words = tl.load(pointers + index * 8)
-    return words.to(tl.uint32, bitcast=True)
+        x_low, x_high = _split_pair(x, DTYPE)
+        y_low, y_high = _split_pair(y, DTYPE)
+        z_low, z_high = _split_pair(z, DTYPE)
+        low = tl.fma(x_low, y_low, z_low).to(tl.uint16, bitcast=True).to(tl.uint32)
+        return low | (tl.fma(x_high, y_high, z_high).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
 
 
 @triton.jit
-def _pair(words, factor, zero_point, p: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
+def _multiply_by_half(x, y, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """The 16-bit floats in both halves of x times that in one half of y."""
+    if _is_cuda():
+        NAME: tl.constexpr = "bf16x2" if DTYPE == tl.bfloat16 else "f16x2"
+        HALF: tl.constexpr = "{h, h}" if HIGH else "{l, l}"
+        # A zero of either sign plus minus zero keeps its sign.
+        CODE: tl.constexpr = (
+            "{ .reg .b16 l, h; .reg .b32 y, z; mov.b32 {l, h}, $2; mov.b32 y, "
+            + HALF
+            + "; mov.b32 z, 0x80008000; fma.rn."
+            + NAME
+            + " $0, $1, y, z; }"
+        )
+        return tl.inline_asm_elementwise(CODE, "=r,r,r", [x, y], dtype=tl.uint32, is_pure=True, pack=1)
+    else:
+        half = y >> 16 if HIGH else y & 0xFFFF
+        return _multiply_add(x, half * 0x10001, tl.full([1, 1], 0x80008000, tl.uint32), DTYPE)
+
+
+@triton.jit
+def _pair(words, factors, HIGH: tl.constexpr, addend, p: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
     """Elements 16 p + 2 j and 16 p + 2 j + 1 of a block, each [BLOCK_N, 8], exact in 16 bits.
 
     Args:
         words: [BLOCK_N, 8] uint32 that hold them.
-        factor: [BLOCK_N, 1] from `_folded_scale`, for 4-bit floats.
-        zero_point: [BLOCK_N, 1] uint32, or None.
+        factors: [BLOCK_N, 1] from `_folded_scales`, for 4-bit floats; HIGH: which half counts.
+        addend: minus the zero point in units of a restored integer, in both halves, for integers.
     """
     if ELEMENT == "float4_e2m1fn":
-        # Exponent and mantissa to where the lowest bits of the wider type's are, the sign to its own.
-        PLACE: tl.constexpr = 6 if DTYPE == tl.bfloat16 else 9
-        MAGNITUDE: tl.constexpr = 0x01C001C0 if DTYPE == tl.bfloat16 else 0x0E000E00
-        magnitude = words << (PLACE - 4 * p) if PLACE > 4 * p else words >> (4 * p - PLACE)
-        low, high = _split_pair((magnitude & MAGNITUDE) | ((words << (12 - 4 * p)) & 0x80008000), DTYPE)
-        return low * factor, high * factor
-    elif ELEMENT == "uint4":
-        # A number whose unit is the lowest bit of its mantissa, so that the code stands in it as it is.
-        BASE: tl.constexpr = 0x4300 if DTYPE == tl.bfloat16 else 0x6400
-        low, high = _split_pair(((words >> (4 * p)) & 0x000F000F) | (BASE * 0x10001), DTYPE)
-        if zero_point is None:
-            middle = tl.full([], 136.0 if DTYPE == tl.bfloat16 else 1032.0, tl.float32).to(DTYPE)
+        MASK: tl.constexpr = 0x81C081C0
+        if p == 0:
+            bits = words & MASK
+        elif p == 1:
+            bits = (words << 3) & MASK
+        elif p == 2:
+            bits = (words << 6) & MASK
         else:
-            middle = (zero_point | BASE).to(tl.uint16).to(DTYPE, bitcast=True)
-        return low - middle, high - middle
+            bits = ((words << 1) & 0x80008000) | ((words >> 5) & 0x01000100) | ((words >> 4) & 0x00C000C0)
+        if DTYPE == tl.float16:
+            bits = (bits & 0x80008000) | ((bits & 0x01C001C0) << 3)
+        pair = _multiply_by_half(bits, factors, HIGH, DTYPE)
     else:
-        tl.static_assert(ELEMENT == "int8")
-        # As above, in float32, because bfloat16's mantissa is too short.
-        codes = (words >> (8 * (p % 2))) & 0x00FF00FF
-        low = ((codes & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
-        high = ((codes >> 16) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
-        return low.to(DTYPE), high.to(DTYPE)
+        # The lowest 8 bits of a 16-bit float count multiples of its smallest number, also where they reach into the
+        # exponent, so codes need no conversion: one multiply-add takes them to larger units and subtracts.
+        BITS: tl.constexpr = 8 if ELEMENT == "int8" else 4
+        PLACE: tl.constexpr = BITS * p % 8
+        bits = (words >> (BITS * p // 8 * 8 % 16)) & (((1 << BITS) - 1) * 0x10001 << PLACE)
+        # 2**127 and 2**15, less the place.
+        UNIT: tl.constexpr = 0x7F00 - PLACE * 0x80 if DTYPE == tl.bfloat16 else 0x7800 - PLACE * 0x400
+        pair = _multiply_add(bits, tl.full([1, 1], UNIT * 0x10001, tl.uint32), addend, DTYPE)
+    return _split_pair(pair, DTYPE)
 
 
 @triton.jit
-def _load_activations(pointers, row_mask, offs_k, size_a, MASK_ROWS: tl.constexpr, MASK_A: tl.constexpr):
-    if MASK_ROWS and MASK_A:
-        return tl.load(pointers, mask=row_mask[None, :] & (offs_k < size_a)[:, None], other=0.0)
-    elif MASK_ROWS:
-        return tl.load(pointers, mask=row_mask[None, :], other=0.0)
-    elif MASK_A:
-        return tl.load(pointers, mask=(offs_k < size_a)[:, None], other=0.0)
-    else:
-        return tl.load(pointers)
-
-
-@triton.jit
-def accumulate_packed(
-    a_rows,
-    words,
-    group_scale,
-    zero_point,
-    columns,
-    row_mask,
-    size_a,
-    num_blocks,
-    num_columns,
-    ELEMENT: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    MASK_A: tl.constexpr,
-    MASK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """[BLOCK_M, BLOCK_N] fp32 product of rows of activations and rows of packed weights, before the scales of rows.
-
-    Args:
-        a_rows: [BLOCK_M] first elements of the rows of activations, bf16 or fp16.
-        words: the expert's first word.
-        group_scale: its first group scale, or None.
-        zero_point: its first word of zero points, or None.
-        columns: [BLOCK_N] rows of the weights, all within them.
-        row_mask: [BLOCK_M] rows of activations that count.
-        size_a: elements of a row of activations; what lies behind them may be NaN.
-        num_blocks: blocks of a row of weights.
-        num_columns: rows of the weights.
-        ELEMENT, GROUP, SCALE: of `PackedMatrix`.
-        MASK_ROWS: whether to leave out the rows that do not count.
-        MASK_A: whether BLOCK_K does not divide `size_a`.
-        MASK_B: whether it does not divide the weights' reduced dimension.
-    """
-    DTYPE: tl.constexpr = a_rows.dtype.element_ty
-    BLOCKS: tl.constexpr = BLOCK_K // 64
-    WORDS: tl.constexpr = 16 if ELEMENT == "int8" else 8
-    FOLDED: tl.constexpr = SCALE != "float32"
-    # Where scales multiply partial products, products end with a group.
-    PARTIAL: tl.constexpr = group_scale is not None and not FOLDED
-    PARTS: tl.constexpr = 64 // GROUP if PARTIAL and GROUP < 64 else 1
-    PAIRS: tl.constexpr = 4 // PARTS
-    PART: tl.constexpr = 64 // PARTS
-    GROUP_BLOCKS: tl.constexpr = GROUP // 64 if PARTIAL and GROUP > 64 else 1
-    word_pointers = words + columns[:, None] * WORDS + tl.arange(0, 8)[None, :]
-    offs_part = tl.arange(0, PART)
-    a_pointers = a_rows[None, :] + offs_part[:, None]
-    accumulator = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for first in range(0, num_blocks, BLOCKS):
-        partial = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-        for within in tl.static_range(BLOCKS):
-            block = first + within
-            block_pointers = word_pointers + block * num_columns * WORDS
-            low_words = _load_words(block_pointers, block < num_blocks, 0, MASK_B)
-            high_words = low_words
-            if WORDS == 16:
-                high_words = _load_words(block_pointers, block < num_blocks, 1, MASK_B)
-            for part in tl.static_range(PARTS):
-                operand = _restore_part(
-                    low_words,
-                    high_words,
-                    group_scale,
-                    zero_point,
-                    columns,
-                    first * 64,
-                    num_columns,
-                    within * 64,
-                    part * PAIRS,
-                    PAIRS,
-                    ELEMENT,
-                    GROUP,
-                    SCALE,
-                    DTYPE,
-                    BLOCK_N,
-                )
-                start = block * 64 + part * PART
-                a = _load_activations(a_pointers + start, row_mask, start + offs_part, size_a, MASK_ROWS, MASK_A)
-                if PARTIAL:
-                    partial = tl.dot(operand, a, partial)
-                    if PARTS > 1 or (within + 1) % GROUP_BLOCKS == 0 or within + 1 == BLOCKS:
-                        group = (block * 64 + part * PART) // GROUP
-                        scale = tl.load(group_scale + group * num_columns + columns)
-                        accumulator += partial * scale[:, None]
-                        partial = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-                else:
-                    accumulator = tl.dot(operand, a, accumulator)
-    return tl.trans(accumulator)
-
-
-@triton.jit
-def _restore_part(
+def restore_part(
     low_words,
     high_words,
-    group_scale,
-    zero_point,
-    columns,
-    first,
-    num_columns,
+    scale_word,
+    zero_word,
     offset: tl.constexpr,
     first_pair: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -275,100 +215,27 @@ def _restore_part(
 ):
     """[BLOCK_N, 16 PAIRS] operand: the elements of a block from 16 `first_pair` on."""
     p: tl.constexpr = first_pair
-    a0, b0 = _restore_pair(
-        low_words,
-        high_words,
-        group_scale,
-        zero_point,
-        columns,
-        first,
-        num_columns,
-        offset,
-        p,
-        ELEMENT,
-        GROUP,
-        SCALE,
-        DTYPE,
-    )
+    a0, b0 = _restore(low_words, high_words, scale_word, zero_word, offset, p, ELEMENT, GROUP, SCALE, DTYPE)
     if PAIRS == 1:
         return tl.reshape(tl.join(a0, b0), (BLOCK_N, 16))
     elif PAIRS == 2:
-        a1, b1 = _restore_pair(
-            low_words,
-            high_words,
-            group_scale,
-            zero_point,
-            columns,
-            first,
-            num_columns,
-            offset,
-            p + 1,
-            ELEMENT,
-            GROUP,
-            SCALE,
-            DTYPE,
-        )
+        a1, b1 = _restore(low_words, high_words, scale_word, zero_word, offset, p + 1, ELEMENT, GROUP, SCALE, DTYPE)
         joined = tl.join(tl.join(a0, b0), tl.join(a1, b1))
         return tl.reshape(tl.permute(joined, (0, 3, 1, 2)), (BLOCK_N, 32))
     else:
-        a1, b1 = _restore_pair(
-            low_words,
-            high_words,
-            group_scale,
-            zero_point,
-            columns,
-            first,
-            num_columns,
-            offset,
-            p + 1,
-            ELEMENT,
-            GROUP,
-            SCALE,
-            DTYPE,
-        )
-        a2, b2 = _restore_pair(
-            low_words,
-            high_words,
-            group_scale,
-            zero_point,
-            columns,
-            first,
-            num_columns,
-            offset,
-            p + 2,
-            ELEMENT,
-            GROUP,
-            SCALE,
-            DTYPE,
-        )
-        a3, b3 = _restore_pair(
-            low_words,
-            high_words,
-            group_scale,
-            zero_point,
-            columns,
-            first,
-            num_columns,
-            offset,
-            p + 3,
-            ELEMENT,
-            GROUP,
-            SCALE,
-            DTYPE,
-        )
+        a1, b1 = _restore(low_words, high_words, scale_word, zero_word, offset, p + 1, ELEMENT, GROUP, SCALE, DTYPE)
+        a2, b2 = _restore(low_words, high_words, scale_word, zero_word, offset, p + 2, ELEMENT, GROUP, SCALE, DTYPE)
+        a3, b3 = _restore(low_words, high_words, scale_word, zero_word, offset, p + 3, ELEMENT, GROUP, SCALE, DTYPE)
         joined = tl.join(tl.join(tl.join(a0, b0), tl.join(a1, b1)), tl.join(tl.join(a2, b2), tl.join(a3, b3)))
         return tl.reshape(tl.permute(joined, (0, 4, 3, 1, 2)), (BLOCK_N, 64))
 
 
 @triton.jit
-def _restore_pair(
+def _restore(
     low_words,
     high_words,
-    group_scale,
-    zero_point,
-    columns,
-    first,
-    num_columns,
+    scale_word,
+    zero_word,
     offset: tl.constexpr,
     p: tl.constexpr,
     ELEMENT: tl.constexpr,
@@ -378,12 +245,18 @@ def _restore_pair(
 ):
     """`_pair` with its group's scale or zero point."""
     words = high_words if ELEMENT == "int8" and p >= 2 else low_words
-    factor = None
+    NUMBER: tl.constexpr = _code_number(offset + 16 * p, GROUP)
     if SCALE != "float32":
-        factor = _folded_scale(
-            _load_codes(group_scale, columns, first, num_columns, offset + 16 * p, GROUP), SCALE, DTYPE
-        )
-    middle = None
-    if zero_point is not None:
-        middle = _load_codes(zero_point, columns, first, num_columns, offset + 16 * p, GROUP)
-    return _pair(words, factor, middle, p, ELEMENT, DTYPE)
+        factors = _folded_scales(scale_word[:, None], NUMBER, SCALE, DTYPE)
+        return _pair(words, factors, NUMBER >= 2, None, p, ELEMENT, DTYPE)
+    elif zero_word is not None:
+        # Minus the zero point, restored like a code.
+        code = ((zero_word >> (8 * NUMBER)) & 0xFF)[:, None] * 0x10001
+        unit = tl.full([1, 1], 0xFF00FF00 if DTYPE == tl.bfloat16 else 0xF800F800, tl.uint32)
+        addend = _multiply_add(code, unit, tl.full([1, 1], 0, tl.uint32), DTYPE)
+        return _pair(words, None, False, addend, p, ELEMENT, DTYPE)
+    else:
+        # The middle of the range, 128 or 8, in the units of `_pair`: 2**-6 and 2**-9.
+        EXPONENT: tl.constexpr = 7 if ELEMENT == "int8" else 3
+        MIDDLE: tl.constexpr = 0x8000 + ((121 + EXPONENT) << 7 if DTYPE == tl.bfloat16 else (6 + EXPONENT) << 10)
+        return _pair(words, None, False, tl.full([1, 1], MIDDLE * 0x10001, tl.uint32), p, ELEMENT, DTYPE)

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.triton_gemm_config import GroupedGemmConfig
-from moereg.kernels.triton_packed_weights import STEP, PackedMatrix, accumulate_packed
+from moereg.kernels.triton_packed_product import accumulate_packed
+from moereg.kernels.triton_packed_weights import STEP, PackedMatrix
 from moereg.kernels.triton_tiles import accumulate
 
 
@@ -34,6 +35,8 @@ def product(
     ELEMENT: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE: tl.constexpr,
+    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
     MASK_ROWS: tl.constexpr,
     MASK_A: tl.constexpr,
     MASK_B: tl.constexpr,
@@ -73,6 +76,8 @@ def product(
             BLOCK_M,
             BLOCK_N,
             BLOCK_K,
+            SLICES,
+            STAGES,
         )
         if row_scale is not None:
             x *= tl.load(row_scale + expert * num_columns + columns)[None, :]
@@ -112,9 +117,10 @@ def operand_of(weights: torch.Tensor | PackedMatrix, config: GroupedGemmConfig) 
             depth,
             (weights, None, None, None),
             (weights.stride(0), weights.stride(1), 0, 0),
-            {"ELEMENT": None, "GROUP": 0, "SCALE": None},
+            {"ELEMENT": None, "GROUP": 0, "SCALE": None, "SLICES": 1, "STAGES": None},
         )
-    assert config.block_k == STEP, f"packed weights are read by {STEP} elements, not {config.block_k}"
+    assert config.block_k % STEP == 0, f"packed weights are read by {STEP} elements, not {config.block_k}"
+    assert config.slices in (1, config.num_warps), f"{config.num_warps} warps cannot share {config.slices} slices"
     tensors = (weights.words, weights.group_scale, weights.zero_point, weights.row_scale)
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
     scale, zero_point = (0 if tensor is None else tensor.stride(0) for tensor in tensors[1:3])
@@ -124,5 +130,11 @@ def operand_of(weights: torch.Tensor | PackedMatrix, config: GroupedGemmConfig) 
         weights.depth,
         tensors,
         (weights.words.stride(0), 0, scale, zero_point),
-        {"ELEMENT": weights.element, "GROUP": weights.group, "SCALE": weights.scale_dtype},
+        {
+            "ELEMENT": weights.element,
+            "GROUP": weights.group,
+            "SCALE": weights.scale_dtype,
+            "SLICES": config.slices,
+            "STAGES": config.num_stages,
+        },
     )

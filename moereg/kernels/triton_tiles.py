@@ -41,6 +41,11 @@ class DirectRoutes:
         """Tiles to launch: one a route."""
         return self.topk_ids.numel()
 
+    @property
+    def single(self) -> bool:
+        """Whether there is one token."""
+        return self.topk_ids.shape[0] == 1
+
 
 @triton.jit
 def tile_of_program(num_blocks, num_tiles_n, GROUP_M: tl.constexpr):
@@ -66,14 +71,18 @@ def direct_rows(
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
+    SINGLE: tl.constexpr = False,
 ):
-    """What a program of `DirectRoutes` serves.
+    """What a program of `DirectRoutes` serves; `SINGLE`: there is one token.
 
     Returns:
         Expert of its route, -1 where that has none or an earlier route serves it; [BLOCK_M] route of every token to
         that expert, 0 where the token has none; [BLOCK_M] whether it has one.
     """
     expert = load_local_expert(topk_ids, expert_map, own_route, own_route + 1, num_experts, num_local_experts)
+    if SINGLE:
+        # Every route is served by itself, also where two name one expert.
+        return expert, tl.full([BLOCK_M], 0, tl.int32) + own_route, tl.arange(0, BLOCK_M) == 0
     tokens = tl.arange(0, BLOCK_M)[:, None]
     choices = tl.arange(0, BLOCK_TOP_K)[None, :]
     routes = tokens * TOP_K + choices

@@ -16,7 +16,7 @@ def patch_interpreter() -> None:
     and raises nothing, and it truncates float32 to bfloat16 where a GPU rounds to nearest even. From float32 to 8-bit
     floats it rounds ties up, loses carries and makes wrong subnormals; back it reads NaN as a number. Products of int8
     wrap in 3.6 and 3.7. Operands are therefore widened here, to float32 or int32, before the product: exact for every
-    16-bit and 8-bit float. Elementwise +, - and * of bfloat16 are widened too, and rounded; other arithmetic on it
+    16-bit and 8-bit float. Elementwise +, -, * and fma of bfloat16 are widened too, and rounded; other arithmetic on it
     stays wrong, so kernels widen before they compute. `tl.fma` rounds its product there, and here does not. Numbers
     beyond the range of an 8-bit float become what torch makes of them, so kernels saturate before they round.
 
@@ -53,11 +53,19 @@ def patch_interpreter() -> None:
         return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
-        if x.data.dtype != np.float32:
+        dtype = z.dtype.scalar
+        if dtype not in (tl.float16, tl.bfloat16, tl.float32):
             return multiply_add(self, x, y, z)
-        # The product is exact in float64, and what its sum loses there a rounding to float32 does not show.
-        wide = x.data.astype(np.float64) * y.data + z.data
-        return interpreter.TensorHandle(wide.astype(np.float32), z.dtype.scalar)
+        # The product is exact in float64, and what its sum loses there a rounding to 32 or 16 bits does not show.
+        factor, other, addend = (
+            (widen(handle) if dtype == tl.bfloat16 else handle.data).astype(np.float64) for handle in (x, y, z)
+        )
+        wide = factor * other + addend
+        if dtype == tl.bfloat16:
+            rounded = convert_float(wide.astype(np.float32), tl.float32, tl.bfloat16, None)
+        else:
+            rounded = wide.astype(z.data.dtype)
+        return interpreter.TensorHandle(rounded, dtype)
 
     def convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
         if source == tl.bfloat16 and target == tl.float32:

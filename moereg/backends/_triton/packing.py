@@ -15,7 +15,9 @@ from moereg.weights import ExpertWeights
 
 # As the kernels have them; repeated because this module must import without triton.
 BLOCK: Final = 64
-STEP: Final = 128
+
+# Elements whose codes of groups share a word, where that takes no more than four of them.
+_WORD_SPAN: Final = 128
 
 _INTEGERS: Final = ("uint4", "int8")
 _FLOAT4: Final = "float4_e2m1fn"
@@ -25,6 +27,8 @@ _FOLDED_SCALES: Final = ("float8_e8m0fnu", "float8_e4m3fn")
 _LARGEST_POWER: Final = 253
 _EXPONENT_OFFSET: Final = 22
 _LEFT_OF_E4M3: Final = 128.0
+# Bits of a half word for those of each of its four 4-bit floats, the lowest first.
+_FLOAT4_PLACES: Final = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14))
 
 # Rows [R, ...] of a canonical matrix to the order of the kernels, new rows zero.
 ArrangeRows = Callable[[torch.Tensor], torch.Tensor]
@@ -62,6 +66,18 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return ordered.contiguous().view(columns // BLOCK, rows, -1).view(torch.int32)
 
 
+def pack_float4(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [R, K_pad] uint8 of float4_e2m1fn to words [K_pad / 64, R, 8] int32, in the order of the kernels."""
+    rows, columns = codes.shape
+    parts = codes.view(rows, columns // BLOCK, 4, 8, 2).int()
+    halves = torch.zeros_like(parts[:, :, 0])
+    for p in range(4):
+        code = parts[:, :, p]
+        for bit, place in enumerate(_FLOAT4_PLACES[p]):
+            halves |= (code >> bit & 1) << place
+    return halves.to(torch.int16).permute(1, 0, 2, 3).contiguous().view(torch.int32).squeeze(3)
+
+
 def pack_matrices(weights: ExpertWeights, name: str, fmt: QuantFormat, arrange: ArrangeRows) -> dict[str, torch.Tensor]:
     """One matrix of all experts.
 
@@ -92,8 +108,7 @@ def _pack_expert(matrix: Quantized, fmt: QuantFormat, columns: int, arrange: Arr
     rows = matrix.q.shape[0]
     depth = round_up(columns, BLOCK)
     group = fmt.group[1]
-    # The last step may reach past the last block.
-    num_groups = 1 if group == WHOLE else -(-round_up(columns, STEP) // group)
+    num_groups = 1 if group == WHOLE else -(-depth // group)
     codes = unpack_nibbles(matrix.q, columns) if fmt.bits == 4 else matrix.q.view(torch.uint8)
     if fmt.dtype == "int8":
         codes = codes ^ 0x80
@@ -109,7 +124,7 @@ def _pack_expert(matrix: Quantized, fmt: QuantFormat, columns: int, arrange: Arr
             zero = (matrix.scale.float() == 0).repeat_interleave(group, 1)[:, :columns]
             codes = codes.masked_fill(zero, 0)
         row_scale = left if row_scale is None else left * row_scale
-        found["_group_scale"] = _pack_bytes(arrange(scale_codes), num_groups, group)
+        found["_group_scale"] = _place_scales(_pack_bytes(arrange(scale_codes), num_groups, group), fmt.scale_dtype)
     else:
         scale = arrange(matrix.scale)
         found["_group_scale"] = pad(scale, (0, num_groups - scale.shape[1])).T
@@ -118,7 +133,8 @@ def _pack_expert(matrix: Quantized, fmt: QuantFormat, columns: int, arrange: Arr
         found["_zero_point"] = _pack_bytes(arrange(zero_point), num_groups, group)
     if row_scale is not None:
         found["_row_scale"] = arrange(row_scale.expand(rows, 1)).squeeze(1)
-    found[""] = pack_codes(pad(arrange(codes), (0, depth - columns)), fmt.bits)
+    padded = pad(arrange(codes), (0, depth - columns))
+    found[""] = pack_float4(padded) if fmt.dtype == _FLOAT4 else pack_codes(padded, fmt.bits)
     return found
 
 
@@ -141,10 +157,18 @@ def _fold(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _pack_bytes(codes: torch.Tensor, num_groups: int, group: int) -> torch.Tensor:
     """[R, G] uint8, one a group, to words [words, R] int32 of as many groups as a step has, from 1 to 4."""
-    per_word = 1 if group == WHOLE else min(4, max(1, STEP // group))
+    per_word = 1 if group == WHOLE else min(4, max(1, _WORD_SPAN // group))
     words = -(-num_groups // per_word)
     padded = pad(codes, (0, words * per_word - codes.shape[1])).unflatten(1, (words, per_word))
     return pad(padded, (0, 4 - per_word)).view(torch.int32).squeeze(2).T
+
+
+def _place_scales(words: torch.Tensor, scale_dtype: str) -> torch.Tensor:
+    """Words of 4 codes as `_folded_scales` reads them: 0 and 2 in place in the halves, 1 and 3 with bytes swapped."""
+    place = 7 if scale_dtype == "float8_e8m0fnu" else 4
+    codes = words.contiguous().view(torch.uint8).view(*words.shape, 2, 2).int() << place
+    halves = codes[..., 0] | (codes[..., 1] << 8 | codes[..., 1] >> 8) & 0xFFFF
+    return halves.to(torch.int16).view(torch.int32).squeeze(-1)
 
 
 def _of_rows(scale: torch.Tensor, rows: int) -> torch.Tensor:

@@ -1,0 +1,134 @@
+"""The Triton kernels on packed weights against torch: interpreted on a CPU, or on a CUDA device.
+
+Products are compared with fp64 on restored weights. What is restored is exact, so the only roundings are those of sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from moereg.backends.triton_packed_moe import TritonPackedExperts
+from moereg.experts import ExpertInputs
+from moereg.kernels.triton_gemm_config import PACKED_RULES, GemmPair, GroupedGemmConfig, select_config
+from moereg.kernels.triton_grouped_gemm import down_gemm
+from moereg.kernels.triton_packed_weights import STEP, PackedMatrix
+from moereg.kernels.triton_tiles import DirectRoutes
+from moereg.layouts import round_up
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.quantize import dequantize_weights
+from moereg.reference import reference_experts, relative_error
+from moereg.testing.interpreter import patch_interpreter
+from moereg.testing.tolerances import tolerance
+from moereg.tuning.inputs import random_weights
+from moereg.weights import ExpertWeights
+from tests import conformance
+
+DEVICE = conformance.test_device()
+SM90 = Platform.from_name("cuda:sm90")
+GROUPS = ("g32", "g64", "g128", "gall")
+SCHEMES = (
+    *(f"int4_w4a16_{group}{zero_points}" for group in GROUPS for zero_points in ("", "_zp")),
+    "int8_w8a16",
+    "mxfp4_w4a16",
+    "nvfp4_w4a16",
+)
+
+# Columns shared by warps on the matrix units, and a step cut into slices, one a warp.
+CONFIGS = {
+    "warps_share_columns": GroupedGemmConfig(16, 16, STEP, 1, 4, 2, True),
+    "long_step": GroupedGemmConfig(16, 16, 2 * STEP, 1, 4, 2, True),
+    "slices": GroupedGemmConfig(16, 16, STEP, 1, 2, 2, True, slices=2),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter() -> None:
+    if DEVICE.type == "cpu":
+        patch_interpreter()
+
+
+def make_weights(problem: MoEProblem) -> ExpertWeights:
+    return random_weights(problem, torch.Generator().manual_seed(0), DEVICE)
+
+
+def packed_w2(problem: MoEProblem, weights: ExpertWeights) -> PackedMatrix:
+    """The second matrix as the backend gives it to the kernels."""
+    experts = TritonPackedExperts(problem, SM90)
+    _, w2 = experts._matrices(experts.permute_weights(weights, problem))
+    assert isinstance(w2, PackedMatrix)
+    return w2
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_products_are_those_of_restored_weights(scheme: str, dtype: str, config: GroupedGemmConfig) -> None:
+    # Rows of 200 elements: neither a step nor a block divides them.
+    problem = MoEProblem(
+        num_experts=2, top_k=1, hidden_size=24, intermediate_size=200, dtype=dtype, quant=scheme, activation="relu2"
+    )
+    weights = make_weights(problem)
+    restored = dequantize_weights(weights, torch.float64)[1]
+    num_tokens = 5
+    topk_ids = torch.tensor([[1], [0], [1], [1], [0]], dtype=torch.int32, device=DEVICE)
+    rows = torch.zeros(num_tokens, round_up(200, 64), dtype=problem.torch_dtype, device=DEVICE)
+    rows[:, :200] = torch.randn(num_tokens, 200, generator=torch.Generator().manual_seed(1)).to(rows)
+    out = torch.empty(num_tokens, 24, device=DEVICE)
+    plan = DirectRoutes(topk_ids, None, 2, config.block_m)
+    down_gemm(out, rows, packed_w2(problem, weights), plan, config)
+    for token, (expert,) in enumerate(topk_ids.tolist()):
+        terms = restored[expert] * rows[token, :200].double()
+        bound = terms.abs().sum(1) * 2**-21
+        assert ((out[token].double() - terms.sum(1)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16"])
+def test_slices_give_the_layer(scheme: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = MoEProblem(
+        num_experts=4,
+        num_local_experts=3,
+        top_k=2,
+        hidden_size=136,
+        intermediate_size=72,
+        dtype="bfloat16",
+        quant=scheme,
+        activation="swigluoai",
+        has_bias=True,
+    )
+    config = CONFIGS["slices"]
+    monkeypatch.setattr(
+        "moereg.kernels.triton_gemm_config.select_config", lambda *_: GemmPair(config, config, sort_routes=False)
+    )
+    weights = make_weights(problem)
+    generator = torch.Generator().manual_seed(2)
+    hidden_states = torch.randn(num_tokens, 136, generator=generator).to(DEVICE, problem.torch_dtype)
+    topk_ids = torch.tensor([[3, 1], [0, 2], [3, 0]], dtype=torch.int32, device=DEVICE)[:num_tokens]
+    topk_weights = torch.rand(num_tokens, 2, generator=generator).to(DEVICE)
+    expert_map = torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=DEVICE)
+    experts = TritonPackedExperts(problem, SM90)
+    inputs = ExpertInputs(hidden_states, topk_weights, topk_ids, expert_map=expert_map)
+    out = torch.empty_like(hidden_states)
+    scratch = [torch.empty(*shape).to(out) for shape in experts.workspace_shapes(problem, num_tokens)]
+    experts.apply(out, inputs, experts.permute_weights(weights, problem), *scratch)
+    expected = reference_experts(problem, weights, hidden_states, topk_weights, topk_ids, expert_map)
+    assert relative_error(out, expected) <= tolerance(problem.quant, problem.dtype, out.numel())
+
+
+def test_every_rule_can_be_launched() -> None:
+    platform_bytes = 227 * 1024
+    for rule in PACKED_RULES:
+        assert isinstance(rule.configs, GemmPair)
+        for config in (rule.configs.gate_up, rule.configs.down):
+            assert config.block_k % STEP == 0
+            assert config.slices in (1, config.num_warps)
+        assert rule.configs.gate_up.block_m == rule.configs.down.block_m
+        assert rule.configs.sort_routes or rule.max_tokens <= rule.configs.gate_up.block_m
+        for bits in (4, 8):
+            tokens = min(rule.max_tokens, 4096)
+            found = select_config(tokens, min(rule.max_rows_per_expert, 1000), 2, platform_bytes, bits)
+            assert dataclasses.replace(found, gate_up=rule.configs.gate_up, down=rule.configs.down) == rule.configs
