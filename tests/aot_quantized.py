@@ -63,6 +63,8 @@ def launch_layer(target: str, case: str) -> None:
     platform = Platform.from_name("rocm:gfx942" if target.startswith("gfx") else f"cuda:{target.replace('_', '')}")
     is_batched = problem.activation_format == "batched"
     layer = (TritonQuantizedBatchedExperts if is_batched else TritonQuantizedExperts)(problem, platform)
+    # These are compiled by `gluon_aot`.
+    layer._has_gluon = False
     weights = layer.permute_weights(ExpertWeights(**canonical, quant=problem.quant), problem)
     lead = (experts, tokens) if is_batched else (tokens,)
     hidden_states = empty(*lead, hidden, dtype=dtype)

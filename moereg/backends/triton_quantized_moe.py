@@ -30,7 +30,7 @@ from moereg.weights import ExpertWeights, PermutedWeights
 
 if TYPE_CHECKING:
     from moereg.kernels.triton_quantize import RowFormat
-    from moereg.kernels.triton_quantized_gemm import QuantizedMatrices
+    from moereg.kernels.triton_scaled_products import QuantizedMatrices
 
 _E8M0: Final = "float8_e8m0fnu"
 
@@ -385,7 +385,7 @@ class TritonQuantizedExperts(RecordedExperts):
         )
 
     def _matrices(self, weights: PermutedWeights, name: str) -> QuantizedMatrices:
-        from moereg.kernels.triton_quantized_gemm import QuantizedMatrices
+        from moereg.kernels.triton_scaled_products import QuantizedMatrices
 
         fmt = self.computes.weight
         assert fmt is not None

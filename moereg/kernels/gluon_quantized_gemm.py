@@ -25,8 +25,8 @@ from moereg.kernels.gluon_ring import load_box, load_chunks, locate, next_slot, 
 from moereg.kernels.triton_launch import launch
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.triton_quantize import QuantizedRows
-from moereg.kernels.triton_quantized_gemm import QuantizedMatrices
 from moereg.kernels.triton_routing import RoutePlan
+from moereg.kernels.triton_scaled_products import QuantizedMatrices
 
 # All registers of 384 threads: both consumers', then the producer's.
 _CONSUMER_REGISTERS = gl.constexpr(232)

@@ -7,8 +7,6 @@ in canonical order. Sizes as in `triton_grouped_gemm`, with `I_pad` and `H_pad` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -19,166 +17,14 @@ from moereg.kernels.triton_gemm_config import GroupedGemmConfig
 from moereg.kernels.triton_launch import launch
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.triton_quantize import K_PAD, QuantizedRows, RowFormat, encode, quantize_tile
+from moereg.kernels.triton_scaled_products import (
+    QuantizedMatrices,
+    scale_total,
+    scaled_products,
+    scales_of_columns,
+    scales_of_rows,
+)
 from moereg.kernels.triton_tiles import DirectRoutes, direct_rows, plan_arguments, tile_of_program
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QuantizedMatrices:
-    """Codes and scales of one matrix for each expert.
-
-    Attributes:
-        q: [E, N, K_pad] codes, columns contiguous, zeros from column K on, fewer than 2**31 elements per expert.
-        scale: [E, groups of rows, groups of columns] fp32, or uint8 where they are powers of two; contiguous.
-        group_rows: Rows that share a scale.
-        group_columns: Columns that do; 0: all.
-    """
-
-    q: torch.Tensor
-    scale: torch.Tensor
-    group_rows: int
-    group_columns: int
-
-
-@triton.jit
-def _add_product(
-    total,
-    a,
-    b_pointers,
-    a_scale,
-    b_scales,
-    start,
-    A_GROUP: tl.constexpr,
-    B_GROUP: tl.constexpr,
-    B_FORMAT: tl.constexpr,
-    MX: tl.constexpr,
-):
-    """The total plus the product of one step, scaled by what changes from step to step."""
-    b = tl.load(b_pointers)
-    if MX:
-        b_scale = tl.load(b_scales + start // B_GROUP)
-        return tl.dot_scaled(a, a_scale, B_FORMAT, b, b_scale, B_FORMAT, total)
-    elif total.dtype == tl.int32:
-        return tl.dot(a, b, total, out_dtype=tl.int32)
-    else:
-        # Not into the total: a tensor core of Hopper keeps 14 bits or so of a sum of 8-bit products, which is enough
-        # for one step but not for thousands of columns.
-        if a.dtype.is_int():
-            partial = tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
-        else:
-            partial = tl.dot(a, b)
-        if A_GROUP and B_GROUP:
-            partial *= a_scale[:, None] * tl.load(b_scales + start // B_GROUP)
-        elif A_GROUP:
-            partial *= a_scale[:, None]
-        elif B_GROUP:
-            partial *= tl.load(b_scales + start // B_GROUP)
-        return total + partial
-
-
-@triton.jit
-def _scales_of_columns(
-    scale, first, rows, group_rows, stride, UNIFORM: tl.constexpr, MX: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Pointers to the first scales of rows of weights: one, where the rows share it, else [1, BLOCK_N].
-
-    Where they are powers of two [BLOCK_N, BLOCK_K / 32].
-    """
-    if MX:
-        return scale + (rows // group_rows)[:, None] * stride + tl.arange(0, BLOCK_K // 32)[None, :]
-    elif UNIFORM:
-        return scale + first // group_rows * stride
-    else:
-        return scale + (rows // group_rows)[None, :] * stride
-
-
-@triton.jit
-def _scaled_products(
-    a_pointers,
-    b_pointers,
-    up_pointers,
-    a_scales,
-    b_scales,
-    up_scales,
-    row_mask,
-    size,
-    HALVES: tl.constexpr,
-    A_GROUP: tl.constexpr,
-    B_GROUP: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """Products of rows of activations and rows of weights, [BLOCK_M, BLOCK_N] fp32, of gate and of up.
-
-    Scaled by what changes along a row.
-
-    Args:
-        a_pointers: [BLOCK_M, BLOCK_K] first codes of the activations.
-        b_pointers: [BLOCK_K, BLOCK_N] first codes of the weights.
-        up_pointers: The same of the second half, where there is one.
-        a_scales: [BLOCK_M] first scales of the activations' rows; [BLOCK_M, BLOCK_K / 32] powers of two.
-        b_scales: First scales of the weights' rows, from `_scales_of_columns`.
-        up_scales: Of the second half.
-        row_mask: [BLOCK_M] rows that count.
-        size: Codes of a row, a multiple of BLOCK_K * UNROLL.
-        HALVES: 2 where there is a second half; else the second result means nothing.
-        A_GROUP: Columns of activations that share a scale, 0 for all.
-        B_GROUP: The same of weights.
-        FORMAT: Of the codes in `tl.dot_scaled`, where scales are powers of two.
-        MASK_ROWS: Whether to leave out the rows that do not count.
-        UNROLL: Steps of BLOCK_K whose codes are on their way together.
-    """
-    MX: tl.constexpr = a_scales.dtype.element_ty == tl.uint8
-    # Sums of int8 products are exact, as long as nothing has to scale them on the way.
-    EXACT: tl.constexpr = a_pointers.dtype.element_ty.is_int() and A_GROUP == 0 and B_GROUP == 0
-    TOTAL: tl.constexpr = tl.int32 if EXACT else tl.float32
-    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=TOTAL)
-    up_total = tl.zeros([BLOCK_M, BLOCK_N], dtype=TOTAL)
-    for first in range(0, size, BLOCK_K * UNROLL):
-        for part in tl.static_range(UNROLL):
-            start = first + part * BLOCK_K
-            a_own = a_pointers + part * BLOCK_K
-            if MASK_ROWS:
-                a = tl.load(a_own, mask=row_mask[:, None], other=0 if a_pointers.dtype.element_ty.is_int() else 0.0)
-            else:
-                a = tl.load(a_own)
-            a_scale = None
-            if A_GROUP:
-                if MX:
-                    a_scale = tl.load(a_scales + start // A_GROUP, mask=row_mask[:, None], other=0)
-                else:
-                    a_scale = tl.load(a_scales + start // A_GROUP, mask=row_mask, other=0.0)
-            b_own = b_pointers + part * BLOCK_K
-            total = _add_product(total, a, b_own, a_scale, b_scales, start, A_GROUP, B_GROUP, FORMAT, MX)
-            if HALVES == 2:
-                up_own = up_pointers + part * BLOCK_K
-                up_total = _add_product(up_total, a, up_own, a_scale, up_scales, start, A_GROUP, B_GROUP, FORMAT, MX)
-        a_pointers += BLOCK_K * UNROLL
-        b_pointers += BLOCK_K * UNROLL
-        if HALVES == 2:
-            up_pointers += BLOCK_K * UNROLL
-    return total.to(tl.float32), up_total.to(tl.float32)
-
-
-@triton.jit
-def _scale_total(total, a_scales, b_scales, row_mask, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr):
-    """The product, where scales do not change along a row."""
-    if A_GROUP == 0:
-        total *= tl.load(a_scales, mask=row_mask, other=0.0)[:, None]
-    if B_GROUP == 0:
-        total *= tl.load(b_scales)
-    return total
-
-
-@triton.jit
-def _scales_of_rows(scale, rows, stride, MX: tl.constexpr, BLOCK_K: tl.constexpr):
-    if MX:
-        return scale + rows.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_K // 32)[None, :]
-    else:
-        return scale + rows.to(tl.int64) * stride
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -281,17 +127,17 @@ def _quantized_gate_up_kernel(
     expert = expert.to(tl.int64)
     sources = routes // SOURCE
     a_pointers = hidden_states + sources.to(tl.int64)[:, None] * stride_hidden + offs_k[None, :]
-    a_scales = _scales_of_rows(hidden_scale, sources, stride_hidden_scale, MX, BLOCK_K)
+    a_scales = scales_of_rows(hidden_scale, sources, stride_hidden_scale, MX, BLOCK_K)
     b_pointers = w13 + expert * stride_expert + columns[None, :] * stride_column + offs_k[:, None]
     own_scales = w13_scale + expert * stride_scale_expert
     # A tile of padding alone has no scale of its own.
     first = tl.minimum(tile_n * BLOCK_N, num_columns - 1)
-    b_scales = _scales_of_columns(own_scales, first, columns, group_rows, stride_scale_row, UNIFORM, MX, BLOCK_K)
+    b_scales = scales_of_columns(own_scales, first, columns, group_rows, stride_scale_row, UNIFORM, MX, BLOCK_K)
     up_pointers = b_pointers + num_columns * stride_column
-    up_scales = _scales_of_columns(
+    up_scales = scales_of_columns(
         own_scales, num_columns + first, num_columns + columns, group_rows, stride_scale_row, UNIFORM, MX, BLOCK_K
     )
-    gate, up = _scaled_products(
+    gate, up = scaled_products(
         a_pointers,
         b_pointers,
         up_pointers,
@@ -312,9 +158,9 @@ def _quantized_gate_up_kernel(
     )
     if RELEASE_LATE:
         release_next(OVERLAP)
-    gate = _scale_total(gate, a_scales, b_scales, row_mask, A_GROUP, B_GROUP)
+    gate = scale_total(gate, a_scales, b_scales, row_mask, A_GROUP, B_GROUP)
     if GATED:
-        up = _scale_total(up, a_scales, up_scales, row_mask, A_GROUP, B_GROUP)
+        up = scale_total(up, a_scales, up_scales, row_mask, A_GROUP, B_GROUP)
 
     if bias is not None:
         own_bias = bias + expert * stride_bias + columns
@@ -433,13 +279,13 @@ def _quantized_down_kernel(
     MX: tl.constexpr = intermediate_scale.dtype.element_ty == tl.uint8
     expert = expert.to(tl.int64)
     a_pointers = intermediate + rows.to(tl.int64)[:, None] * stride_intermediate + offs_k[None, :]
-    a_scales = _scales_of_rows(intermediate_scale, rows, stride_intermediate_scale, MX, BLOCK_K)
+    a_scales = scales_of_rows(intermediate_scale, rows, stride_intermediate_scale, MX, BLOCK_K)
     b_pointers = w2 + expert * stride_expert + loaded_columns[None, :] * stride_column + offs_k[:, None]
     own_scales = w2_scale + expert * stride_scale_expert
-    b_scales = _scales_of_columns(
+    b_scales = scales_of_columns(
         own_scales, tile_n * BLOCK_N, loaded_columns, group_rows, stride_scale_row, UNIFORM, MX, BLOCK_K
     )
-    x, _ = _scaled_products(
+    x, _ = scaled_products(
         a_pointers,
         b_pointers,
         b_pointers,
@@ -460,7 +306,7 @@ def _quantized_down_kernel(
     )
     if RELEASE_LATE:
         release_next(OVERLAP)
-    x = _scale_total(x, a_scales, b_scales, row_mask, A_GROUP, B_GROUP)
+    x = scale_total(x, a_scales, b_scales, row_mask, A_GROUP, B_GROUP)
 
     if bias is not None:
         x += tl.load(bias + expert * stride_bias + loaded_columns).to(tl.float32)[None, :]
