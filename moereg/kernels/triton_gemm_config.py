@@ -151,10 +151,10 @@ CONFIG_RULES = (
 )
 
 # Packed weights, any format, by the activations' 2 bytes. Measured on one NVIDIA H200 (torch 2.11, Triton 3.6, bf16) on
-# 2026-11-21: int4_w4a16_g128 of qwen3-30b-a3b and mixtral-8x7b, mxfp4_w4a16 of gpt-oss-120b, nvfp4_w4a16 and int8_w8a16
-# of qwen3-30b-a3b, at T 1, 4, 16, 64, 256 and 4096, 5 to 11 candidates each. Three or more programs of four warps on a
-# multiprocessor, some of which restore weights while others multiply, beat larger tiles, which restore less often. The
-# pair for up to 22 rows was measured as it stands on mixtral-8x7b only, the others on every layer of their class.
+# 2026-11-21, 3 to 11 candidates each, from T 1 to 4096: int4_w4a16_g128 of qwen3-30b-a3b and mixtral-8x7b; at most of
+# these T mxfp4_w4a16 of gpt-oss-120b and nvfp4_w4a16 of qwen3-30b-a3b; int8_w8a16 of qwen3-30b-a3b up to T 64. Three or
+# more programs of four warps on a multiprocessor, some of which restore weights while others multiply, beat larger
+# tiles, which restore less often. The pairs for up to 22 and 96 rows are those of mixtral-8x7b at T 64 and 256.
 PACKED_RULES = (
     ConfigRule(
         2,
