@@ -46,6 +46,7 @@ TARGETS = {
     "sm_89": (GPUTarget("cuda", 89, 32), 99 * 1024),
     "sm_90": (GPUTarget("cuda", 90, 32), 227 * 1024),
     "sm_100": (GPUTarget("cuda", 100, 32), 227 * 1024),
+    "sm_120": (GPUTarget("cuda", 120, 32), 99 * 1024),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
 }
 

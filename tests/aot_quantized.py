@@ -41,6 +41,9 @@ CASES: dict[str, tuple[int, str, int, int, int, int, dict[str, Any]]] = {
     "dynamic_batched_prefill": (4096, "fp8_tensor_dynamic", 8, 2, 4096, 14336, {"activation_format": "batched"}),
 }
 
+# What tells products apart: types, and scales that an instruction applies itself.
+KINDS = ("e4m3", ".s8", ".f16.f16", ".bf16", ".block_scale")
+
 
 def launch_layer(target: str, case: str) -> None:
     """Everything that a call of a case's layer launches."""
@@ -93,7 +96,7 @@ def main() -> None:
             # The others are the 16-bit layer's too.
             if "quantize" in name or "amax" in name:
                 products = [line for line in kernel.asm.get("ptx", "").splitlines() if "mma" in line]
-                words = {word: sum(word in line for line in products) for word in ("e4m3", ".s8", ".f16.f16", ".bf16")}
+                words = {word: sum(word in line for line in products) for word in KINDS}
                 found.append(describe(target, case, name, kernel) | {"products": words})
     print(json.dumps(found))
 

@@ -143,13 +143,25 @@ def served_schemes(cell: BackendCell) -> list[QuantScheme]:
 
 
 def registered_cases() -> list[Case]:
-    """Every claimed problem of every registered cell that this machine can run."""
-    return [
-        Case(cell, platform, problem)
-        for cell in load_backends().cells
-        if (platform := runnable_platform(cell)) is not None
-        for problem in dict.fromkeys(claimed_problems(cell))
-    ]
+    """Every claimed problem of every registered cell that this machine can run.
+
+    Cells of one class differ in hardware and schemes. Where their kernels are interpreted, the first has all of its
+    claim run, and the others a problem of each scheme.
+    """
+    cases: list[Case] = []
+    interpreted: set[str] = set()
+    device_type = current_platform().device_type
+    for cell in load_backends().cells:
+        platform = runnable_platform(cell)
+        if platform is None:
+            continue
+        problems = list(dict.fromkeys(claimed_problems(cell)))
+        if platform.device_type != device_type:
+            if cell.class_name in interpreted:
+                problems = list({problem.quant: problem for problem in reversed(problems)}.values())[::-1]
+            interpreted.add(cell.class_name)
+        cases += [Case(cell, platform, problem) for problem in problems]
+    return cases
 
 
 def rejected_problems(cell: BackendCell) -> Iterator[tuple[str, MoEProblem]]:
@@ -288,11 +300,11 @@ def calls_of(case: Case, device: torch.device, is_first: bool) -> list[tuple[int
     """Numbers of tokens and routings that a case is run with.
 
     An interpreted kernel takes seconds where a GPU takes microseconds. There the first case of a cell is run with all,
-    the others with none and one, and with a few where the layer is small; their sizes and facts tell them apart.
+    the others with none and a few, fewest where weights are quantised; their sizes and facts tell them apart.
     """
     tokens: tuple[int, ...] = GPU_TOKENS if device.type == "cuda" else TOKENS
     if case.platform.device_type != device.type and not is_first:
-        tokens = (0, 1, 17) if case.problem.intermediate_size <= 130 else (0, 1)
+        tokens = (0, 1, 17) if case.problem.quant.weight is None else (0, 2)
         return [(num_tokens, "uniform") for num_tokens in tokens]
     return [
         (num_tokens, routing)

@@ -57,6 +57,16 @@ _MIN_GLUON_ROWS: Final = 30
     platforms=("cuda:sm80+", "rocm:gfx942"),
     requires=("triton>=3.6",),
 )
+# Not measured, and run on no such machine yet. Native, but for tiles under 128 rows on sm100, which Triton restores to
+# bf16, exactly. Triton 3.6 fails to compile it.
+@register_moe_backend(
+    name="triton",
+    priority=110,
+    quant_schemes=("mxfp8",),
+    platforms=("cuda:sm100+",),
+    requires=("triton>=3.8",),
+    dtypes=("bfloat16", "float16"),
+)
 # Hopper has no products of groups with scales: Triton restores both sides to bf16, exactly, and multiplies these.
 @register_moe_backend(
     name="triton",

@@ -176,6 +176,7 @@ def _down_kernel(
     row_scale,
     bias,
     topk_weights,
+    row_factors,
     topk_ids,
     expert_map,
     num_tokens,
@@ -284,6 +285,8 @@ def _down_kernel(
         BLOCK_K,
     )
 
+    if row_factors is not None:
+        x *= tl.load(row_factors + rows)[:, None]
     if bias is not None:
         x += tl.load(bias + expert.to(tl.int64) * stride_bias + loaded_columns).to(tl.float32)[None, :]
     if topk_weights is not None:
@@ -396,6 +399,7 @@ def down_gemm(
     *,
     bias: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
+    row_factors: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
     """Writes `(intermediate[row] @ w2[expert].T + bias) * topk_weight` for every sorted row to its route's row.
@@ -412,6 +416,8 @@ def down_gemm(
         config: launch configuration.
         bias: [E, H], any float dtype, or None.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
+        row_factors: [N] fp32 contiguous, in the order of `intermediate`: multiplies the product before the bias; None:
+            no factor.
         overlap: whether to start while `gate_up_gemm` with `overlap`, launched just before, still runs.
     """
     operand = operand_of(w2, config)
@@ -429,6 +435,7 @@ def down_gemm(
         *operand.tensors,
         bias,
         topk_weights,
+        row_factors,
         *plan_arguments(plan, operand.num_experts),
         reduced,
         num_columns,
