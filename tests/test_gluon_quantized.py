@@ -40,6 +40,8 @@ CASES: list[tuple[str, int, int, int, int, int, str, dict[str, Any]]] = [
     (BLOCK, 900, 4, 1, 256, 256, "gelu_tanh", {"apply_router_weight_on_input": True}),
     (BLOCK, 900, 16, 4, 512, 256, "silu", {"num_local_experts": 8, "placement": "map"}),
     (BLOCK, 800, 4, 2, 512, 384, "gelu", {"dtype": "float16"}),
+    # More routes than one launch sorts, and no multiple of 16.
+    (BLOCK, 2101, 8, 2, 256, 128, "silu", {}),
     (CHANNEL, 613, 8, 4, 328, 136, "silu", {"has_bias": True}),
     (CHANNEL, 700, 4, 2, 648, 200, "relu2", {"dtype": "float16"}),
     (INT8, 613, 8, 4, 328, 136, "silu", {"has_bias": True}),

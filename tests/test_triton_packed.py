@@ -10,6 +10,7 @@ import dataclasses
 import pytest
 import torch
 
+from moereg.backends._triton.packing import fold_scales
 from moereg.backends.triton_packed_moe import TritonPackedExperts
 from moereg.experts import ExpertInputs
 from moereg.kernels.triton_gemm_config import PACKED_RULES, GemmPair, GroupedGemmConfig, select_config
@@ -132,3 +133,13 @@ def test_every_rule_can_be_launched() -> None:
             tokens = min(rule.max_tokens, 4096)
             found = select_config(tokens, min(rule.max_rows_per_expert, 1000), 2, platform_bytes, bits)
             assert dataclasses.replace(found, gate_up=rule.configs.gate_up, down=rule.configs.down) == rule.configs
+
+
+def test_scales_of_groups_of_zeros_do_not_count() -> None:
+    """A group of zeros has scale 1, next to which float16 would lose groups of small numbers."""
+    scale = torch.tensor([[127, 100, 99]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    codes, left = fold_scales(scale, torch.tensor([[False, True, True]]))
+    assert codes.tolist() == [[253, 253, 252]]
+    assert left.tolist() == [[2.0**-27]]
+    codes, left = fold_scales(scale, torch.tensor([[False, False, False]]))
+    assert left.isfinite().all()

@@ -3,7 +3,6 @@
 One persistent program an SM: a producer warp fills a ring of shared memory with boxes of codes, and two warpgroups
 multiply, scale and store; see `gluon_quantized_consumer`. Gate and up are two boxes of one tile, so that w13 and its
 scales stay in canonical order. Sizes as in `triton_quantized_gemm`; rows come in the compact order of a `RoutePlan`.
-References in plain torch: `quantized_gate_up_reference` and `quantized_down_reference` of `triton_gemm_reference`.
 """
 
 from __future__ import annotations
@@ -130,8 +129,14 @@ def _produce_codes(
             slot, phase = next_slot(slot, phase, STAGES)
 
 
-# Tile and step counts are not specialised: their divisibility says nothing, and each would be compiled anew.
-@gluon.jit(do_not_specialize=["num_tiles_n", "group", "num_k", "num_columns", "group_rows"])
+# Sizes and strides that change from call to call, or layer to layer, are not specialised: their divisibility says
+# nothing, and each would be compiled anew.
+@gluon.jit(
+    do_not_specialize=[
+        *("num_tiles_n", "group", "num_k", "num_columns", "group_rows"),
+        *("stride_row_scale", "stride_out_scale"),
+    ]
+)
 def _quantized_grouped_kernel(
     out,
     out_scale,
@@ -297,6 +302,8 @@ def _launch(
     assert grouped == (matrices.group_columns > 0) and rows.group in (0, STEP.value)
     assert rows.scale.stride(0) == 1 and (out_scale is None or out_scale.stride(0) == 1)
     assert (out_scale is None) == (rounded is None)
+    # The epilogue's codes.
+    assert out_scale is None or target.dtype == torch.float8_e4m3fn
     halves = 2 if gated else 1
     columns = num_columns // halves
     # Each half of a tile lies within one row of blocks; of up, only where those of gate end with a block.

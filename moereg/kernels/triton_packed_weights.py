@@ -107,9 +107,10 @@ def _folded_scales(word, number: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.co
     """What 4-bit floats, read as the lowest bits of a 16-bit one, are multiplied by; a power of two of the true scale.
 
     Codes of powers of two are relative to the row's largest, 253, so that they fit either 16-bit type: bfloat16's
-    exponent field, of which float16 keeps the upper 29. Codes of float8_e4m3fn have 5 bits of exponent, the largest 30,
-    so that none is subnormal. Codes 0 and 2 of a word stand in its halves where bfloat16 wants them, 1 and 3 do when
-    bytes are swapped.
+    exponent field. float16 holds the upper 23 and loses bits below, in groups whose scale is less than 2^-23 of the
+    row's largest. Codes of float8_e4m3fn have 5 bits of exponent, the largest 30, so that none is subnormal.
+
+    Codes 0 and 2 of a word stand in its halves where bfloat16 wants them, 1 and 3 do when bytes are swapped.
 
     Returns:
         uint32 like `word`: the 16-bit factors of codes 0 and 2, or of 1 and 3, in the halves.

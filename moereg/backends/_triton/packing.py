@@ -118,7 +118,8 @@ def _pack_expert(matrix: Quantized, fmt: QuantFormat, columns: int, arrange: Arr
         scale = _of_rows(matrix.scale, rows)
         row_scale = scale if row_scale is None else scale * row_scale
     elif fmt.scale_dtype in _FOLDED_SCALES:
-        scale_codes, left = _fold(matrix.scale)
+        magnitudes = pad(codes & 7, (0, matrix.scale.shape[1] * group - columns))
+        scale_codes, left = fold_scales(matrix.scale, magnitudes.unflatten(1, (-1, group)).any(2))
         if fmt.scale_dtype == "float8_e4m3fn":
             # No code means zero, so its elements have to be.
             zero = (matrix.scale.float() == 0).repeat_interleave(group, 1)[:, :columns]
@@ -138,13 +139,16 @@ def _pack_expert(matrix: Quantized, fmt: QuantFormat, columns: int, arrange: Arr
     return found
 
 
-def _fold(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """8-bit scales [R, G] as the kernels fold them, and what is left to the scale of a row, [R, 1] fp32."""
+def fold_scales(scale: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """8-bit scales [R, G] as the kernels fold them, and what is left to the scale of a row, [R, 1] fp32.
+
+    `counts` [R, G] says which groups hold anything but zeros; the scales of the others may be anything.
+    """
     if scale.dtype == torch.float8_e8m0fnu:
         exponent = scale.view(torch.uint8).int()
-        largest = exponent.amax(1, keepdim=True)
+        largest = exponent.where(counts, 0).amax(1, keepdim=True)
         # What is so much smaller than the largest of its row is below any rounding of it.
-        code = (_LARGEST_POWER + exponent - largest).clamp(min=0)
+        code = (_LARGEST_POWER + exponent - largest).clamp(min=0, max=_LARGEST_POWER)
         left = largest.to(torch.uint8).view(torch.float8_e8m0fnu).float()
         return code.to(torch.uint8), left
     values = scale.float()
