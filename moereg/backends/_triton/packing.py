@@ -119,7 +119,8 @@ def _pack_expert(matrix: Quantized, fmt: QuantFormat, columns: int, arrange: Arr
         row_scale = scale if row_scale is None else scale * row_scale
     elif fmt.scale_dtype in _FOLDED_SCALES:
         magnitudes = pad(codes & 7, (0, matrix.scale.shape[1] * group - columns))
-        scale_codes, left = fold_scales(matrix.scale, magnitudes.unflatten(1, (-1, group)).any(2))
+        counts = (magnitudes != 0).unflatten(1, (-1, group)).any(2)
+        scale_codes, left = fold_scales(matrix.scale, counts)
         if fmt.scale_dtype == "float8_e4m3fn":
             # No code means zero, so its elements have to be.
             zero = (matrix.scale.float() == 0).repeat_interleave(group, 1)[:, :columns]
