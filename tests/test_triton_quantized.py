@@ -98,7 +98,7 @@ def make_rows(fmt: RowFormat, num_rows: int, columns: int) -> QuantizedRows:
     padded = round_up(columns, K_PAD)
     q = torch.full((num_rows, padded), 77, dtype=torch.uint8, device=DEVICE).view(fmt.dtype)
     scale = torch.full((num_rows, fmt.num_groups(padded)), 77 if fmt.e8m0 else 0.5, device=DEVICE)
-    return QuantizedRows(q, scale.to(fmt.scale_dtype), fmt.group)
+    return QuantizedRows(q, scale.to(torch.uint8 if fmt.e8m0 else FP32), fmt.group)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

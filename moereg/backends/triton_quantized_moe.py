@@ -40,7 +40,7 @@ _MIN_GLUON_ROWS: Final = 30
 
 
 # Before weight-only kernels on the same checkpoint, which multiply in 16 bits at half the rate: on an H200 int8_w8a8
-# took 162 us for 64 tokens of qwen3-30b-a3b, 695 for 4096; int8_w8a16 192 and 1308 (benches/h200_quant.py).
+# took 170 us for 64 tokens of qwen3-30b-a3b and int8_w8a16 194, before either was tuned.
 @register_moe_backend(
     name="triton",
     priority=110,

@@ -55,11 +55,6 @@ class RowFormat:
     spans_rows: bool = False
     static: bool = False
 
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """Of the tensor of scales."""
-        return torch.uint8 if self.e8m0 else torch.float32
-
     def num_groups(self, padded_columns: int) -> int:
         """G."""
         return padded_columns // self.group if self.group else 1
