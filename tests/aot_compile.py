@@ -30,10 +30,11 @@ from triton.runtime.jit import JITFunction
 
 from moereg.kernels.triton_block_map import BlockMap, batch_workspace_numel, plan_batches
 from moereg.kernels.triton_copy import copy_rows
-from moereg.kernels.triton_gemm_config import GemvPair, select_config
+from moereg.kernels.triton_gemm_config import GemvPair, SinglePair, select_config
 from moereg.kernels.triton_gemv import down_gemv, gate_up_gemv
 from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
 from moereg.kernels.triton_overlap import can_overlap
+from moereg.kernels.triton_packed_single import down_single
 from moereg.kernels.triton_packed_weights import PackedMatrix
 from moereg.kernels.triton_read import READ_CONFIGS, num_read_programs, read_words
 from moereg.kernels.triton_reduce import reduce_routes, reduce_sorted_rows
@@ -215,7 +216,10 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
 
     scheme = get_scheme(PACKED[case]) if case in PACKED else None
     bits = None if scheme is None or scheme.weight is None else scheme.weight.bits
-    configs = select_config(math.inf if batched else tokens, routes / experts, dtype.itemsize, shared_bytes, bits)
+    least = 16 if triton.runtime.driver.active.get_current_target().backend == "hip" else 1
+    configs = select_config(
+        math.inf if batched else tokens, routes / experts, dtype.itemsize, shared_bytes, bits, least
+    )
     ids = empty(tokens, top_k, of=torch.int32)
     intermediate_rows = empty(rows_of_out, columns)
     rows = (2 if gated else 1) * columns
@@ -248,6 +252,12 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
         down_gemv(hidden_states, intermediate_rows, w2, ids, None, experts, configs.down, **second)
         return
     plan: BlockMap | DirectRoutes
+    if isinstance(configs, SinglePair):
+        assert isinstance(w2, PackedMatrix)
+        plan = DirectRoutes(ids, None, experts, configs.gate_up.block_m)
+        gate_up_gemm(intermediate_rows, hidden_states, w13, plan, configs.gate_up, top_k=top_k, **first)
+        down_single(hidden_states, intermediate_rows, w2, ids, None, experts, configs.down, **second)
+        return
     if batched:
         numel = batch_workspace_numel(experts, tokens, configs.gate_up.block_m)
         plan = plan_batches(empty(experts, of=torch.int32), tokens, configs.gate_up.block_m, ids.new_empty(numel))

@@ -80,7 +80,7 @@ def compile_quantized(name: str, dtype: str, is_gate_up: bool, grouped: bool) ->
         "row_scale": "*fp32",
         "weights": f"tensordesc<{dtype}[1, 128, 128],{gl.NVMMASharedLayout(128, 8, 3)!r}>",
         "column_scale": "*fp32",
-        **dict.fromkeys(("block_expert", "block_row", "block_end", "num_blocks"), "*i32"),
+        **dict.fromkeys(("block_expert", "block_row", "block_end", "num_blocks", "counter"), "*i32"),
         **dict.fromkeys(("num_tiles_n", "group", "num_k", "num_columns", "group_rows"), "i32"),
         **dict.fromkeys(("stride_row_scale", "stride_expert_scale", "stride_column_scale", "stride_out_scale"), "i32"),
     }
@@ -105,7 +105,9 @@ def compile_quantized(name: str, dtype: str, is_gate_up: bool, grouped: bool) ->
 def _compile(name: str, kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
     names = kernel.arg_names
     kinds = {**signature, **dict.fromkeys(constants, "constexpr")}
-    aligned = [place for place, argument in enumerate(names) if kinds[argument].startswith("*")]
+    aligned = [
+        place for place, argument in enumerate(names) if kinds[argument].startswith("*") and argument != "counter"
+    ]
     source = GluonASTSource(
         fn=kernel,
         signature={argument: kinds[argument] for argument in names},

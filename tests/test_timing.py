@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from moereg.dispatch import select_backend
 from moereg.layer import MoEKernel, make_kernel
 from moereg.problem import MoEProblem
 from moereg.tuning import timing
@@ -21,7 +22,7 @@ PROBLEM = MoEProblem(num_experts=4, hidden_size=16, intermediate_size=16, top_k=
 
 def kernel_and_calls(num_calls: int = 3, num_tokens: int = 2) -> tuple[MoEKernel, list[Call]]:
     generator = torch.Generator().manual_seed(0)
-    kernel = make_kernel(PROBLEM, random_weights(PROBLEM, generator, CPU))
+    kernel = make_kernel(PROBLEM, random_weights(PROBLEM, generator, CPU), select_backend(PROBLEM, "cpu"))
     return kernel, [random_call(PROBLEM, num_tokens, "uniform", generator) for _ in range(num_calls)]
 
 
@@ -109,6 +110,7 @@ class Graph:
 
     captured: ClassVar[list[Any]] = []
     replayed: ClassVar[list[Graph]] = []
+    held: ClassVar[list[int]] = []
 
     def pool(self) -> str:
         return "the pool"
@@ -137,7 +139,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Capture)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: Graph.held.append(len(Graph.replayed)))
     monkeypatch.setattr(timing, "wait_for", waited.append)
+    monkeypatch.setattr(Graph, "held", [])
     monkeypatch.setattr(Graph, "captured", [])
     monkeypatch.setattr(Graph, "replayed", [])
     return waited
@@ -159,6 +163,21 @@ def test_on_a_gpu_each_call_is_a_graph_whose_replays_are_timed(
     assert len(set(map(id, graphs))) == 3
     # Once for each input while warming up and once at the end, never between samples.
     assert len(gpu) == 3 + 1
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_is_held_while_the_host_asks_for_a_batch_of_short_replays() -> None:
+    replays = timing.capture([lambda: None])
+    time_runs({"": replays}, torch.device("cuda"), rounds=150)
+    # Behind the replay that warms up.
+    assert Graph.held == [1, 49, 97, 145]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_is_not_held_where_the_host_is_part_of_the_time() -> None:
+    calls = [lambda: None]
+    time_runs({"replays": timing.capture(calls), "eager": calls}, torch.device("cuda"), rounds=4)
+    assert Graph.held == []
 
 
 def test_only_a_kernel_that_says_so_is_captured() -> None:

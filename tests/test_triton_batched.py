@@ -64,6 +64,7 @@ def make_plan(counts: list[int], max_tokens: int, block_m: int, slack: int = 0) 
 def tiles(plan: BlockMap) -> list[tuple[int, int, int]]:
     """(expert, first row, end of the expert's rows) of the tiles in use."""
     used = int(plan.num_blocks)
+    assert plan.tile_counters.tolist() == [0, 0]
     columns = (plan.block_expert[:used], plan.block_row[:used], plan.block_end[:used])
     return list(zip(*(column.tolist() for column in columns), strict=True))
 

@@ -236,6 +236,7 @@ def test_sort_routes_is_a_stable_partition_of_valid_routes(data: st.DataObject) 
     assert order == sorted(order, key=lambda r: (experts[r], r))
     assert offsets[:-1] == [sum(0 <= other < expert for other in experts) for expert in range(num_local)]
     num_blocks = int(plan.num_blocks)
+    assert plan.tile_counters.tolist() == [0, 0]
     assert num_blocks <= plan.max_blocks == max_num_blocks(len(experts), num_local, block_m)
     covered = []
     blocks = zip(plan.block_expert.tolist(), plan.block_row.tolist(), plan.block_end.tolist(), strict=True)

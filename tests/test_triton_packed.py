@@ -6,6 +6,7 @@ Products are compared with fp64 on restored weights. What is restored is exact, 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import torch
 from moereg.backends._triton.packing import fold_scales
 from moereg.backends.triton_packed_moe import TritonPackedExperts
 from moereg.experts import ExpertInputs
-from moereg.kernels.triton_gemm_config import PACKED_RULES, GemmPair, GroupedGemmConfig, select_config
+from moereg.kernels.triton_gemm_config import PACKED_RULES, GemmPair, GroupedGemmConfig, SinglePair, select_config
 from moereg.kernels.triton_grouped_gemm import down_gemm
+from moereg.kernels.triton_packed_single import down_single, share_slices
 from moereg.kernels.triton_packed_weights import STEP, PackedMatrix
 from moereg.kernels.triton_tiles import DirectRoutes
 from moereg.layouts import round_up
@@ -103,7 +105,7 @@ def test_slices_give_the_layer(scheme: str, num_tokens: int, monkeypatch: pytest
     )
     config = CONFIGS["slices"]
     monkeypatch.setattr(
-        "moereg.kernels.triton_gemm_config.select_config", lambda *_: GemmPair(config, config, sort_routes=False)
+        "moereg.kernels.triton_gemm_config.select_config", lambda *_, **__: GemmPair(config, config, sort_routes=False)
     )
     weights = make_weights(problem)
     generator = torch.Generator().manual_seed(2)
@@ -120,15 +122,82 @@ def test_slices_give_the_layer(scheme: str, num_tokens: int, monkeypatch: pytest
     assert relative_error(out, expected) <= tolerance(problem.quant, problem.dtype, out.numel())
 
 
+@pytest.mark.parametrize("pieces", [1, 2, 8])
+@pytest.mark.parametrize(
+    "scheme", ["int4_w4a16_g128", "int4_w4a16_g32_zp", "int4_w4a16_gall", "mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16"]
+)
+def test_routes_of_one_token_are_added_up(scheme: str, pieces: int) -> None:
+    """Against fp64 sums on restored weights; among the routes one expert twice, one of nobody, one elsewhere."""
+    # Rows of 200 elements fill no whole number of steps, and 24 columns no whole number of tiles.
+    problem = MoEProblem(
+        num_experts=3,
+        top_k=1,
+        hidden_size=24,
+        intermediate_size=200,
+        dtype="bfloat16",
+        quant=scheme,
+        activation="relu2",
+    )
+    weights = make_weights(problem)
+    restored = dequantize_weights(weights, torch.float64)[1]
+    expert_map = torch.tensor([2, -1, 0, 1, 0], dtype=torch.int32, device=DEVICE)
+    ids = [3, 1, 0, 3, 7, 4, -1][: 8 // pieces]
+    local = [None if not 0 <= i < 5 or expert_map[i] < 0 else int(expert_map[i]) for i in ids]
+    topk_ids = torch.tensor([ids], dtype=torch.int32, device=DEVICE)
+    generator = torch.Generator().manual_seed(1)
+    topk_weights = torch.rand(1, len(ids), generator=generator).to(DEVICE)
+    bias = torch.randn(3, 24, generator=generator).to(DEVICE)
+    # Rows of routes that add nothing were never written.
+    rows = torch.full((len(ids), 256), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    for row, expert in zip(rows, local, strict=True):
+        if expert is not None:
+            row.zero_()[:200] = torch.randn(200, generator=generator).to(row)
+    out = torch.empty(1, 24, device=DEVICE)
+    config = GroupedGemmConfig(1, 16, STEP, 1, 8, 2, True, slices=8)
+    w2 = packed_w2(problem, weights)
+    down_single(out, rows, w2, topk_ids, expert_map, 5, config, bias=bias, topk_weights=topk_weights)
+    expected, bound = (torch.zeros(24, dtype=torch.float64, device=DEVICE) for _ in range(2))
+    for row, weight, expert in zip(rows, topk_weights[0].tolist(), local, strict=True):
+        if expert is not None:
+            terms = restored[expert] * row[:200].double()
+            expected += weight * (terms.sum(1) + bias[expert])
+            bound += weight * (terms.abs().sum(1) + bias[expert].abs()) * 2**-20
+    assert ((out[0].double() - expected).abs() <= bound).all()
+
+
+def test_more_routes_take_more_slices_and_fewer_stages() -> None:
+    config = GroupedGemmConfig(1, 16, STEP, 1, 8, 6, True, slices=8)
+    assert share_slices(config, 2) == (config, 4)
+    assert share_slices(config, 6) == (config, 1)
+    wide = dataclasses.replace(config, num_warps=16, slices=16, num_stages=3)
+    assert share_slices(config, 10) == (wide, 1)
+
+
+def test_devices_that_need_higher_tiles_get_them() -> None:
+    for tokens, rows in ((1, 0.06), (1, 1), (8, 0.5), (64, 4), (math.inf, 2)):
+        found = select_config(tokens, rows, 2, None, 4, 16)
+        assert isinstance(found, GemmPair)
+        assert found.gate_up.block_m >= 16
+        assert found.sort_routes == (tokens > 16)
+
+
+def test_callers_without_a_kernel_for_one_token_get_none() -> None:
+    assert isinstance(select_config(1, 1, 2, None, 4), SinglePair)
+    assert isinstance(select_config(1, 1, 2, None, 4, single=False), GemmPair)
+
+
 def test_every_rule_can_be_launched() -> None:
     platform_bytes = 227 * 1024
     for rule in PACKED_RULES:
-        assert isinstance(rule.configs, GemmPair)
+        assert isinstance(rule.configs, (GemmPair, SinglePair))
         for config in (rule.configs.gate_up, rule.configs.down):
             assert config.block_k % STEP == 0
             assert config.slices in (1, config.num_warps)
         assert rule.configs.gate_up.block_m == rule.configs.down.block_m
-        assert rule.configs.sort_routes or rule.max_tokens <= rule.configs.gate_up.block_m
+        if isinstance(rule.configs, SinglePair):
+            assert rule.max_tokens == 1
+        else:
+            assert rule.configs.sort_routes or rule.max_tokens <= rule.configs.gate_up.block_m
         for bits in (4, 8):
             tokens = min(rule.max_tokens, 4096)
             found = select_config(tokens, min(rule.max_rows_per_expert, 1000), 2, platform_bytes, bits)

@@ -55,10 +55,18 @@ class _EmulatedExperts(_PackedExperts):
         )
 
     def _configs(self, num_tokens: float, rows_per_expert: float, out: torch.Tensor) -> GemmPair:
-        from moereg.kernels.triton_gemm_config import GemmPair, max_shared_bytes, select_config
+        from moereg.kernels.triton_gemm_config import GemmPair, least_block_m, max_shared_bytes, select_config
 
-        shared_bytes = max_shared_bytes(out.device)
-        configs = select_config(num_tokens, rows_per_expert, out.element_size(), shared_bytes, self._packed_bits)
+        configs = select_config(
+            num_tokens,
+            rows_per_expert,
+            out.element_size(),
+            max_shared_bytes(out.device),
+            self._packed_bits,
+            least_block_m(out.device),
+            # One token's rows are rounded in a launch between the products.
+            single=False,
+        )
         assert isinstance(configs, GemmPair)
         return configs
 

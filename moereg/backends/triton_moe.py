@@ -29,10 +29,10 @@ _GUARD_ROWS = 288
 class TritonExperts(InterleavedExperts):
     """Standard format: two grouped GEMMs over sorted routes with the activation between them, then a reduction.
 
-    Up to 16 tokens need no sort, and one token runs as products of vectors that add up its routes themselves.
+    Up to 16 tokens need no sort, 8 with packed weights, and the second product of one token adds up its routes itself.
 
     Equal inputs give equal bits: a row of a product does not depend on its place in a tile, no kernel adds
-    atomically, and a token's rows are added in the order of its choices.
+    atomically, and a token's rows are added in an order that only its choices decide.
     """
 
     facts = dataclasses.replace(InterleavedExperts.facts, activation_formats=frozenset({"standard"}))
@@ -55,10 +55,18 @@ class TritonExperts(InterleavedExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        from moereg.kernels.triton_gemm_config import GemvPair, max_shared_bytes, select_config
+        from moereg.kernels.triton_gemm_config import (
+            GemvPair,
+            SinglePair,
+            least_block_m,
+            max_shared_bytes,
+            select_config,
+        )
         from moereg.kernels.triton_gemv import down_gemv, gate_up_gemv
         from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
         from moereg.kernels.triton_overlap import can_overlap
+        from moereg.kernels.triton_packed_single import MAX_TOP_K, down_single
+        from moereg.kernels.triton_packed_weights import PackedMatrix
         from moereg.kernels.triton_reduce import reduce_routes
         from moereg.kernels.triton_routing import RoutePlan, sort_routes
         from moereg.kernels.triton_tiles import DirectRoutes
@@ -73,6 +81,8 @@ class TritonExperts(InterleavedExperts):
             hidden_states.element_size(),
             max_shared_bytes(hidden_states.device),
             self._packed_bits,
+            least_block_m(hidden_states.device),
+            single=problem.top_k <= MAX_TOP_K,
         )
         overlap = can_overlap(hidden_states.device)
         intermediate = workspace13[:num_routes]
@@ -94,6 +104,15 @@ class TritonExperts(InterleavedExperts):
             ids = (topk_ids, expert_map, problem.num_experts)
             gate_up_gemv(intermediate, hidden_states, w13, *ids, configs.gate_up, **gate_up_keywords)
             down_gemv(out, intermediate, w2, *ids, configs.down, **down_keywords)
+            return
+        if isinstance(configs, SinglePair):
+            assert isinstance(w2, PackedMatrix)
+            ids = (topk_ids, expert_map, problem.num_experts)
+            routes = DirectRoutes(*ids, configs.gate_up.block_m)
+            gate_up_gemm(
+                intermediate, hidden_states, w13, routes, configs.gate_up, top_k=problem.top_k, **gate_up_keywords
+            )
+            down_single(out, intermediate, w2, *ids, configs.down, **down_keywords)
             return
         plan_numel = _plan_numel(problem, num_tokens)
         route_rows = workspace2[plan_numel : plan_numel + num_routes * hidden_size].view(num_routes, hidden_size)
@@ -226,7 +245,7 @@ class TritonBatchedExperts(InterleavedExperts):
         workspace2: torch.Tensor,
     ) -> None:
         from moereg.kernels.triton_block_map import plan_batches
-        from moereg.kernels.triton_gemm_config import GemmPair, max_shared_bytes, select_config
+        from moereg.kernels.triton_gemm_config import GemmPair, least_block_m, max_shared_bytes, select_config
         from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
         from moereg.kernels.triton_overlap import can_overlap
 
@@ -240,6 +259,7 @@ class TritonBatchedExperts(InterleavedExperts):
             inputs.hidden_states.element_size(),
             max_shared_bytes(out.device),
             self._packed_bits,
+            least_block_m(out.device),
         )
         assert isinstance(configs, GemmPair)
         overlap = can_overlap(out.device)

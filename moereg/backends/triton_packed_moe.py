@@ -110,7 +110,7 @@ class _PackedExperts(InterleavedExperts):
     requires=("triton>=3.6",),
 )
 class TritonPackedExperts(_PackedExperts, TritonExperts):
-    """Standard format: `TritonExperts` on packed weights; one token runs like a few."""
+    """Standard format: `TritonExperts` on packed weights."""
 
     facts = dataclasses.replace(_PackedExperts.facts, activation_formats=frozenset({"standard"}))
 

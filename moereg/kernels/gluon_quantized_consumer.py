@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moereg.kernels.gluon_consumer import GUARD_ROWS, activate, barrier, store_box
 from moereg.kernels.gluon_ring import locate, next_slot, reinterpret
+from moereg.kernels.gluon_turns import NO_TILE, take_tile
 
 # Rows of a tile, and of a warpgroup; columns of a half, which is a block of scales and a group of codes.
 ROWS = gl.constexpr(128)
@@ -215,6 +216,7 @@ def consume_codes(
     column_scale,
     bias,
     ring,
+    turns,
     staging,
     plan,
     num_tiles_n,
@@ -240,7 +242,8 @@ def consume_codes(
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     own = WARPGROUP * OWN_ROWS + gl.arange(0, OWN_ROWS, gl.SliceLayout(1, LAYOUT))
-    for tile in range(gl.program_id(0), plan[3] * num_tiles_n, gl.num_programs(0)):
+    tile, turn, turn_phase = take_tile(turns, gl.to_tensor(0), gl.to_tensor(0))
+    while tile != NO_TILE:
         expert, tile_n, row, rows = locate(tile, plan, num_tiles_n, group, ROWS, 0)
         if rows > WARPGROUP * OWN_ROWS:
             half_columns = num_columns // 2 if GATED else num_columns
@@ -296,4 +299,5 @@ def consume_codes(
                     _store_half(high, out, staging, row, rows, high_row, WARPGROUP, COLUMNS, BUFFERS)
         else:
             slot, phase = _skip(ring, slot, phase, num_k, STAGES)
+        tile, turn, turn_phase = take_tile(turns, turn, turn_phase)
     tma.store_wait(0)

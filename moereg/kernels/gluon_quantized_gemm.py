@@ -21,6 +21,7 @@ from moereg.kernels.gluon_consumer import GUARD_ROWS
 from moereg.kernels.gluon_grouped_gemm import L2_GROUP, L2_SHARE_BYTES, num_multiprocessors, tensor_map
 from moereg.kernels.gluon_quantized_consumer import COLUMNS, OWN_ROWS, ROWS, STEP, consume_codes
 from moereg.kernels.gluon_ring import load_box, load_chunks, locate, next_slot, reinterpret
+from moereg.kernels.gluon_turns import NO_TILE, TURNS, announce_tile, next_tile
 from moereg.kernels.triton_launch import launch
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.triton_quantize import QuantizedRows
@@ -90,6 +91,8 @@ def _produce_codes(
     weights,
     column_scale,
     ring,
+    turns,
+    counter,
     plan,
     num_tiles_n,
     group,
@@ -107,7 +110,13 @@ def _produce_codes(
     rows_shared, weights_shared, _, _, full, empty = ring
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    for tile in range(gl.program_id(0), plan[3] * num_tiles_n, gl.num_programs(0)):
+    turn = gl.to_tensor(0)
+    turn_phase = gl.to_tensor(1)
+    num_tiles = plan[3] * num_tiles_n
+    tile = gl.program_id(0)
+    while tile < num_tiles:
+        turn, turn_phase = announce_tile(tile, turns, turn, turn_phase)
+        following = next_tile(counter)
         expert, tile_n, row, length = locate(tile, plan, num_tiles_n, group, ROWS, 0)
         low_row = tile_n * COLUMNS if GATED else tile_n * 2 * COLUMNS
         high_row = num_columns // 2 + low_row if GATED else low_row + COLUMNS
@@ -127,6 +136,8 @@ def _produce_codes(
             if GROUPED:
                 _copy_scales(ring, slot, row_scale, low_scales, high_scales, row, length, k, stride_row_scale)
             slot, phase = next_slot(slot, phase, STAGES)
+        tile = following
+    announce_tile(NO_TILE, turns, turn, turn_phase)
 
 
 # Sizes and strides that change from call to call, or layer to layer, are not specialised: their divisibility says
@@ -149,6 +160,7 @@ def _quantized_grouped_kernel(
     block_row,
     block_end,
     num_blocks,
+    counter,
     num_tiles_n,
     group,
     num_k,
@@ -189,6 +201,12 @@ def _quantized_grouped_kernel(
         # One arrival announces the boxes' bytes; copies of scales add one for each producer thread.
         mbarrier.init(full.index(slot), count=33 if GROUPED else 1)
         mbarrier.init(empty.index(slot), count=2)
+    tiles = gl.allocate_shared_memory(gl.int32, [TURNS, 1], LINE)
+    announced = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
+    for turn in gl.static_range(TURNS):
+        mbarrier.init(announced.index(turn), count=1)
+        mbarrier.init(taken.index(turn), count=2)
     fence_async_shared()
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
@@ -197,18 +215,19 @@ def _quantized_grouped_kernel(
     own_row_scales = reinterpret(row_scales, gl.float32, [2 * DEPTH, OWN_ROWS], LINE)
     operands = (rows_boxes, halves, own_row_scales, half_scales, full, empty)
     plan = (block_expert, block_row, block_end, gl.load(num_blocks))
+    turns = (tiles, announced, taken)
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
     # fmt: off
     gl.warp_specialize(
-        [(consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, staging, plan, num_tiles_n, group,
-                          num_k, num_columns, stride_expert_scale, stride_out_scale, 0, STAGES, BUFFERS,
+        [(consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, plan, num_tiles_n,
+                          group, num_k, num_columns, stride_expert_scale, stride_out_scale, 0, STAGES, BUFFERS,
                           GROUPED, ROUNDED, ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N)),
-         (consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, staging, plan, num_tiles_n, group,
-                          num_k, num_columns, stride_expert_scale, stride_out_scale, 1, STAGES, BUFFERS,
+         (consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, plan, num_tiles_n,
+                          group, num_k, num_columns, stride_expert_scale, stride_out_scale, 1, STAGES, BUFFERS,
                           GROUPED, ROUNDED, ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N)),
-         (_produce_codes, (rows, row_scale, weights, column_scale, boxes, plan, num_tiles_n, group, num_k, num_columns,
-                           group_rows, stride_row_scale, stride_expert_scale, stride_column_scale, GROUPED, GATED,
-                           STAGES))],
+         (_produce_codes, (rows, row_scale, weights, column_scale, boxes, turns, counter, plan, num_tiles_n, group,
+                           num_k, num_columns, group_rows, stride_row_scale, stride_expert_scale, stride_column_scale,
+                           GROUPED, GATED, STAGES))],
         [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
     # fmt: on
 
@@ -238,7 +257,7 @@ def quantized_gate_up_gemm(
         rows: [N, H_pad] in sorted order, scales [N, H_pad / 128] fp32, those of a group together, or [N, 1].
         w13: [E, 2 * I, H_pad] gate first, or [E, I, H_pad] where not gated; scales by blocks of 128 x 128 with I a
             multiple of 128, or by rows.
-        plan: from `sort_routes` with `BLOCK_M` and no slack.
+        plan: from `sort_routes` with `BLOCK_M` and no slack; its first counter is used up.
         config: launch configuration.
         activation: as for `triton_quantized_gemm.quantized_gate_up_gemm`, like the next five.
         gated: whether w13 holds gates.
@@ -250,7 +269,7 @@ def quantized_gate_up_gemm(
         overlap: whether to start while the kernel in front still runs, and to let the next one start early.
     """
     # fmt: off
-    _launch(out, rows, w13, plan, config, activation, gated, alpha, beta, limit, bias, rounded, overlap)
+    _launch(out, rows, w13, plan, 0, config, activation, gated, alpha, beta, limit, bias, rounded, overlap)
     # fmt: on
 
 
@@ -271,12 +290,12 @@ def quantized_down_gemm(
             guard up to the last valid row, in sorted order.
         intermediate: codes and scales [N, ...] of rows behind the guard, as `quantized_gate_up_gemm` wrote them.
         w2: [E, H, I_pad].
-        plan: as for `quantized_gate_up_gemm`.
+        plan: as for `quantized_gate_up_gemm`; its second counter.
         config: launch configuration.
         bias: [E, H] contiguous, any float dtype, or None.
         overlap: as for `quantized_gate_up_gemm`.
     """
-    _launch(out, intermediate, w2, plan, config, None, False, 1.0, 0.0, None, bias, None, overlap)
+    _launch(out, intermediate, w2, plan, 1, config, None, False, 1.0, 0.0, None, bias, None, overlap)
 
 
 def _launch(
@@ -284,6 +303,7 @@ def _launch(
     rows: QuantizedRows,
     matrices: QuantizedMatrices,
     plan: RoutePlan,
+    number: int,
     config: GluonQuantizedConfig,
     activation: str | None,
     gated: bool,
@@ -332,6 +352,7 @@ def _launch(
         plan.block_row,
         plan.block_end,
         plan.num_blocks,
+        plan.tile_counters[number:],
         triton.cdiv(columns, COLUMNS.value * (1 if gated else 2)),
         1 if num_columns * depth <= L2_SHARE_BYTES else L2_GROUP,
         depth // STEP.value,

@@ -2,7 +2,8 @@
 
 A slot holds one step along the reduced dimension: BLOCK_N rows of a weight, MAIN rows of activations and, for a tile
 that is a little longer, TAIL more. `full[slot]` completes when its bytes have arrived, `empty[slot]` when both
-consumers have multiplied them. All walk over the same tiles in the same order, so that no tile need be communicated.
+consumers have multiplied them. All walk over the same tiles in the same order, so that no tile need be communicated,
+or are told them as `gluon_turns` says.
 """
 
 from __future__ import annotations

@@ -20,6 +20,12 @@ from moereg.kernels.triton_overlap import release_next
 # compiled variant of a kernel, does not depend on the number of tokens.
 _ALIGN = 32
 
+# Counters of tiles, behind the number of them.
+_NUM_COUNTERS = tl.constexpr(2)
+
+NUM_COUNTS = 1 + _NUM_COUNTERS.value
+"""int32 of the piece that holds the number of tiles and the counters."""
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BlockMap:
@@ -30,6 +36,8 @@ class BlockMap:
         block_row: [B], first row of a tile.
         block_end: [B], end of the rows of the tile's expert (the tile itself covers at most `block_m`).
         num_blocks: [1], tiles in use.
+        tile_counters: [2], one a GEMM, zero when planned: a GEMM whose programs take tiles as they become free counts
+            in its own how many were taken, so that a plan serves one call.
         block_m: rows per tile.
         slack: rows by which the last tile of an expert may be longer, so that a few rows more than a multiple of
             `block_m` make no tile of their own.
@@ -39,6 +47,7 @@ class BlockMap:
     block_row: torch.Tensor
     block_end: torch.Tensor
     num_blocks: torch.Tensor
+    tile_counters: torch.Tensor
     block_m: int
     slack: int = 0
 
@@ -60,11 +69,15 @@ def store_block_map(
     SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Writes the tensors of a `BlockMap` from each expert's number of rows and first row, [EXPERTS] int32."""
+    """Writes the tensors of a `BlockMap` from each expert's number of rows and first row, [EXPERTS] int32.
+
+    `tile_counters` lie behind `num_blocks`.
+    """
     experts = tl.arange(0, EXPERTS)
     blocks = tl.maximum((counts - SLACK + BLOCK_M - 1) // BLOCK_M, (counts > 0).to(tl.int32))
     first_block = tl.cumsum(blocks, 0) - blocks
     tl.store(num_blocks, tl.sum(blocks, 0))
+    tl.store(num_blocks + 1 + tl.arange(0, _NUM_COUNTERS), tl.zeros([_NUM_COUNTERS], tl.int32))
     for i in range(tl.max(blocks, 0)):
         slot = first_block + i
         tl.store(block_expert + slot, experts, mask=i < blocks)
@@ -139,12 +152,13 @@ def plan_batches(
         OVERLAP=overlap,
         num_warps=4,
     )
-    block_expert, block_row, block_end, num_blocks = pieces
+    block_expert, block_row, block_end, counts = pieces
     return BlockMap(
         block_expert=block_expert,
         block_row=block_row,
         block_end=block_end,
-        num_blocks=num_blocks,
+        num_blocks=counts[:1],
+        tile_counters=counts[1:],
         block_m=block_m,
         slack=slack,
     )
@@ -170,6 +184,7 @@ def block_map_reference(counts: torch.Tensor, offsets: torch.Tensor, block_m: in
         block_row=(offsets[experts] + step * block_m).int(),
         block_end=(offsets + counts)[experts].int(),
         num_blocks=blocks.sum().reshape(1).int(),
+        tile_counters=counts.new_zeros(2, dtype=torch.int32),
         block_m=block_m,
         slack=slack,
     )
@@ -194,4 +209,4 @@ def cut_workspace(workspace: torch.Tensor, sizes: Sequence[int]) -> list[torch.T
 def _batch_sizes(num_experts: int, max_tokens: int, block_m: int) -> tuple[int, ...]:
     # Every expert may be full: what the caller routed is not known here.
     blocks = num_experts * -(-max_tokens // block_m)
-    return (blocks, blocks, blocks, 1)
+    return (blocks, blocks, blocks, NUM_COUNTS)

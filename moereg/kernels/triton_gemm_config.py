@@ -47,7 +47,8 @@ class GroupedGemmConfig:
         num_stages: depth of the software pipeline. Two to four programs per multiprocessor beat a deeper pipeline.
         mask_rows: whether rows past the end of a tile are left out instead of repeating the last one: pays where tiles
             are mostly empty.
-        slices: `block_k` long pieces of a step, one a warp, or 1: warps share columns. Packed weights only.
+        slices: `block_k` long pieces of a step, one a warp, or 1: warps share columns. Packed weights only. In the
+            second product of a `SinglePair` each belongs to one route.
     """
 
     block_m: int
@@ -84,6 +85,19 @@ class GemmPair:
 
 
 @dataclass(frozen=True, slots=True)
+class SinglePair:
+    """Configurations of both products of one token with packed weights; the second one adds up the routes itself.
+
+    Attributes:
+        gate_up: the first product's, on `DirectRoutes`.
+        down: the second's, whose slices the routes share.
+    """
+
+    gate_up: GroupedGemmConfig
+    down: GroupedGemmConfig
+
+
+@dataclass(frozen=True, slots=True)
 class ConfigRule:
     """One row of the table of shipped configurations.
 
@@ -97,7 +111,7 @@ class ConfigRule:
     element_bytes: int
     max_tokens: float
     max_rows_per_expert: float
-    configs: GemvPair | GemmPair
+    configs: GemvPair | SinglePair | GemmPair
 
 
 # First match counts. A tile holds all rows of nearly every expert up to 128 rows (the average and two to three times
@@ -151,25 +165,32 @@ CONFIG_RULES = (
 )
 
 # Packed weights, any format, by the activations' 2 bytes. Measured on one NVIDIA H200 (torch 2.11, Triton 3.6, bf16) on
-# 2026-11-21, 3 to 11 candidates each, from T 1 to 4096: int4_w4a16_g128 of qwen3-30b-a3b and mixtral-8x7b; at most of
-# these T mxfp4_w4a16 of gpt-oss-120b and nvfp4_w4a16 of qwen3-30b-a3b; int8_w8a16 of qwen3-30b-a3b up to T 64. Three or
-# more programs of four warps on a multiprocessor, some of which restore weights while others multiply, beat larger
-# tiles, which restore less often. The pairs for up to 22 and 96 rows are those of mixtral-8x7b at T 64 and 256.
+# 2026-11-21: up to 5 rows an expert or 8 tokens 10 to 30 candidates on int4_w4a16_g128 of qwen3-30b-a3b and
+# mixtral-8x7b, mxfp4_w4a16 and nvfp4_w4a16 of qwen3-30b-a3b and gpt-oss-120b and int8_w8a16 of qwen3-30b-a3b; beyond 3
+# to 11 candidates on some of these. Three or more programs of four warps on a multiprocessor, some of which restore
+# weights while others multiply, beat larger tiles, which restore less often. Tiles of 8 rows, or of 1 where there is
+# one token, take 5 to 20 % less time than tiles of 16, whose rows that do not count are filled with zeros all the same.
+# The pairs for up to 22 and 96 rows are those of mixtral-8x7b at T 64 and 256. All with uniform routings: an expert
+# that gets many more rows than the average has its weights restored once for every 8 or 16 of them.
 PACKED_RULES = (
     ConfigRule(
         2,
         1,
-        0.1,
-        GemmPair(GroupedGemmConfig(16, 64, 128, 1, 4, 4, True), GroupedGemmConfig(16, 64, 128, 1, 4, 4, True), False),
+        math.inf,
+        SinglePair(GroupedGemmConfig(1, 32, 128, 1, 4, 3, True, 4), GroupedGemmConfig(1, 16, 128, 1, 8, 3, True, 8)),
     ),
-    # Few large experts: the second product has too few programs to hide how long each takes for its long rows.
     ConfigRule(
         2,
-        1,
+        8,
         math.inf,
-        GemmPair(
-            GroupedGemmConfig(16, 64, 128, 1, 4, 6, True), GroupedGemmConfig(16, 32, 128, 1, 4, 3, True, 4), False
-        ),
+        GemmPair(GroupedGemmConfig(8, 128, 256, 1, 4, 3, True), GroupedGemmConfig(8, 128, 128, 1, 4, 4, True), False),
+    ),
+    # Not of the batched format, where tiles of 8 rows were not timed.
+    ConfigRule(
+        2,
+        2**31,
+        5,
+        GemmPair(GroupedGemmConfig(8, 128, 256, 1, 4, 3, True), GroupedGemmConfig(8, 128, 128, 1, 4, 4, True)),
     ),
     ConfigRule(
         2,
@@ -215,7 +236,9 @@ def select_config(
     element_bytes: int,
     shared_bytes: int | None = None,
     packed_bits: int | None = None,
-) -> GemvPair | GemmPair:
+    min_block_m: int = 1,
+    single: bool = True,
+) -> GemvPair | SinglePair | GemmPair:
     """Returns the configurations of both products.
 
     Args:
@@ -224,6 +247,8 @@ def select_config(
         element_bytes: 2 or 4, of an activation.
         shared_bytes: shared memory that one program may use on the device; shortens pipelines that would not fit.
         packed_bits: of a weight, where it is packed; else weights have the dtype of the activations.
+        min_block_m: rows that the device's matrix units take at least.
+        single: whether the caller has kernels that add up the routes of one token.
     """
     # With scales, at most 1.25 bits a weight.
     weight_bits = 8 * element_bytes if packed_bits is None else packed_bits + 2
@@ -236,10 +261,17 @@ def select_config(
             configs = rule.configs
             if isinstance(configs, GemvPair):
                 return configs
+            if configs.gate_up.block_m < min_block_m or (isinstance(configs, SinglePair) and not single):
+                continue
             gate_up = _fit_pipeline(configs.gate_up, element_bytes, weight_bits, shared_bytes)
             down = _fit_pipeline(configs.down, element_bytes, weight_bits, shared_bytes)
             return dataclasses.replace(configs, gate_up=gate_up, down=down)
     raise AssertionError(f"no launch configuration for {element_bytes}-byte elements")
+
+
+def least_block_m(device: torch.device) -> int:
+    """Rows that the matrix units of a device take at least; with fewer Triton turns to plain multiply-adds on AMD's."""
+    return 16 if device.type == "cuda" and torch.version.hip is not None else 1
 
 
 @functools.cache

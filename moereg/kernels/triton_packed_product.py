@@ -17,9 +17,9 @@ def _load_code_word(words, columns, block, num_columns, GROUP: tl.constexpr):
     """[BLOCK_N] uint32: the codes of the groups of a block, and of as many others as fill the word.
 
     Args:
-        words: the expert's first word.
+        words: the expert's first word, or [BLOCK_N] one for each row.
         columns: [BLOCK_N].
-        block: the block.
+        block: the block, or one for each row.
         num_columns: words of a group.
     """
     PER_WORD: tl.constexpr = 4 if GROUP <= 32 else (2 if GROUP == 64 else 1)
@@ -31,8 +31,7 @@ def _load_code_word(words, columns, block, num_columns, GROUP: tl.constexpr):
 @triton.jit
 def _load_words(words, block, columns, num_blocks, num_columns, WORDS: tl.constexpr, MASK_B: tl.constexpr):
     """[rows, 8] uint32 twice, the same ones where a block has but 8 words, of a block or of one for each row."""
-    first = (block * num_columns + columns) * WORDS
-    pointers = words + first[:, None] + tl.arange(0, 8)[None, :]
+    pointers = (words + (block * num_columns + columns) * WORDS)[:, None] + tl.arange(0, 8)[None, :]
     if MASK_B:
         inside = block + tl.zeros_like(columns) < num_blocks
         low = tl.load(pointers, mask=inside[:, None], other=0).to(tl.uint32, bitcast=True)
@@ -101,7 +100,88 @@ def accumulate_packed(
         MASK_A: whether a step does not divide `size_a`.
         MASK_B: whether it does not divide the weights' reduced dimension.
     """
-    DTYPE: tl.constexpr = a_rows.dtype.element_ty
+    if SLICES == 1:
+        own_block = 0
+        a_pointers = a_rows[None, :]
+        a_mask = row_mask[None, :]
+    else:
+        # Of every slice all rows, one after the other.
+        columns = tl.reshape(tl.broadcast_to(columns[None, :], (SLICES, BLOCK_N)), (SLICES * BLOCK_N,))
+        own_block = tl.arange(0, SLICES * BLOCK_N) // BLOCK_N * (BLOCK_K // 64)
+        a_pointers = a_rows[None, None, :] + tl.arange(0, SLICES)[:, None, None] * BLOCK_K
+        a_mask = row_mask[None, None, :]
+    accumulator = accumulate_slices(
+        a_pointers,
+        words,
+        group_scale,
+        zero_point,
+        columns,
+        own_block,
+        a_mask,
+        size_a,
+        num_blocks,
+        num_columns,
+        ELEMENT,
+        GROUP,
+        SCALE,
+        MASK_ROWS,
+        MASK_A,
+        MASK_B,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        SLICES,
+        SLICES,
+        STAGES,
+    )
+    if SLICES > 1:
+        accumulator = tl.sum(accumulator, 0)
+    return tl.trans(accumulator)
+
+
+@triton.jit
+def accumulate_slices(
+    a_pointers,
+    words,
+    group_scale,
+    zero_point,
+    columns,
+    own_block,
+    a_mask,
+    size_a,
+    num_blocks,
+    num_columns,
+    ELEMENT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    MASK_A: tl.constexpr,
+    MASK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    PIECES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """[SLICES, BLOCK_N, BLOCK_M] fp32 products, or [BLOCK_N, BLOCK_M] where there is one slice, before scales of rows.
+
+    A step is BLOCK_K elements of every slice. PIECES slices share a row of weights, each taking every so many pieces of
+    BLOCK_K; slices of different rows go side by side. ROWS is SLICES * BLOCK_N.
+
+    Args:
+        a_pointers: [SLICES, 1, BLOCK_M] first elements of the slices' activations, bf16 or fp16; [1, BLOCK_M] of one.
+        words: first word of the expert, or [ROWS] of the experts.
+        group_scale: likewise, or None.
+        zero_point: likewise, or None.
+        columns: [ROWS] rows of the weights, all within them.
+        own_block: [ROWS] the slice's first block; 0 of one.
+        a_mask: shape of `a_pointers`: activations that count.
+        size_a: elements of a row of activations; what lies behind them may be NaN.
+        num_blocks: blocks of a row of weights.
+        num_columns: rows of an expert's weights.
+    """
+    DTYPE: tl.constexpr = a_pointers.dtype.element_ty
     BLOCKS: tl.constexpr = BLOCK_K // 64
     WORDS: tl.constexpr = 16 if ELEMENT == "int8" else 8
     FOLDED: tl.constexpr = SCALE != "float32"
@@ -111,23 +191,20 @@ def accumulate_packed(
     PAIRS: tl.constexpr = 4 // PARTS
     PART: tl.constexpr = 64 // PARTS
     GROUP_BLOCKS: tl.constexpr = GROUP // 64 if PARTIAL and GROUP > 64 else 1
+    # One accumulator instead of two. Triton 3.6 gives tiles this low to mma.sync; with 3.8's wgmma the waits stay.
+    CHAINED: tl.constexpr = not PARTIAL and BLOCK_M < 16
     ROWS: tl.constexpr = SLICES * BLOCK_N
     PRODUCT: tl.constexpr = [BLOCK_N, BLOCK_M] if SLICES == 1 else [SLICES, BLOCK_N, BLOCK_M]
     if SLICES == 1:
         offs_k = tl.arange(0, PART)[:, None]
-        a_pointers = a_rows[None, :] + offs_k
-        a_mask = row_mask[None, :]
-        own_block = 0
+        slice_k = offs_k
     else:
-        offs_k = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, PART)[None, :, None]
-        a_pointers = a_rows[None, None, :] + offs_k
-        a_mask = row_mask[None, None, :]
-        # Of every slice all rows, one after the other.
-        columns = tl.reshape(tl.broadcast_to(columns[None, :], (SLICES, BLOCK_N)), (ROWS,))
-        own_block = tl.arange(0, ROWS) // BLOCK_N * BLOCKS
+        offs_k = tl.arange(0, PART)[None, :, None]
+        slice_k = tl.arange(0, SLICES)[:, None, None] % PIECES * BLOCK_K + offs_k
+    a_pointers += offs_k
     accumulator = tl.zeros(PRODUCT, dtype=tl.float32)
     # Said here too, since Triton keeps loads that no product reads, such as those of scales, out of the pipeline else.
-    for first in tl.range(0, num_blocks, SLICES * BLOCKS, num_stages=STAGES):
+    for first in tl.range(0, num_blocks, PIECES * BLOCKS, num_stages=STAGES):
         partial = tl.zeros(PRODUCT, dtype=tl.float32)
         scale_word = None
         zero_word = None
@@ -159,21 +236,21 @@ def accumulate_packed(
                 if SLICES > 1:
                     operand = tl.reshape(operand, (SLICES, BLOCK_N, PART))
                 start = (first + within) * 64 + part * PART
-                a = _load_activations(a_pointers + start, a_mask, start + offs_k, size_a, MASK_ROWS, MASK_A)
-                # Into zeros: Triton would wait for every instruction that adds to what goes around the loop.
-                partial = tl.dot(operand, a, partial)
-                if not PARTIAL:
-                    if within + 1 == BLOCKS:
+                a = _load_activations(a_pointers + start, a_mask, start + slice_k, size_a, MASK_ROWS, MASK_A)
+                if CHAINED:
+                    accumulator = tl.dot(operand, a, accumulator)
+                else:
+                    # Into zeros: Triton would wait for every wgmma that adds to what goes around the loop.
+                    partial = tl.dot(operand, a, partial)
+                    if not PARTIAL and within + 1 == BLOCKS:
                         accumulator += partial
-                elif PARTS > 1 or (within + 1) % GROUP_BLOCKS == 0 or within + 1 == BLOCKS:
+                if PARTIAL and (PARTS > 1 or (within + 1) % GROUP_BLOCKS == 0 or within + 1 == BLOCKS):
                     group = (scaled_block * 64 + part * PART) // GROUP
                     scale = tl.load(group_scale + group * num_columns + columns)[:, None]
                     if SLICES > 1:
                         scale = tl.reshape(scale, (SLICES, BLOCK_N, 1))
                     accumulator += partial * scale
                     partial = tl.zeros(PRODUCT, dtype=tl.float32)
-    if SLICES > 1:
-        accumulator = tl.sum(accumulator, 0)
     if not FOLDED:
         accumulator *= 2.0**6 if DTYPE == tl.bfloat16 else 2.0**9
-    return tl.trans(accumulator)
+    return accumulator

@@ -13,7 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.triton_block_map import BlockMap, aligned, block_map_reference, cut_workspace, store_block_map
+from moereg.kernels.triton_block_map import (
+    NUM_COUNTS,
+    BlockMap,
+    aligned,
+    block_map_reference,
+    cut_workspace,
+    store_block_map,
+)
 from moereg.kernels.triton_launch import launch
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 
@@ -324,7 +331,7 @@ def sort_routes(
     assert num_local_experts * config.single_launch_routes < 2**31
     pieces = cut_workspace(workspace, _piece_sizes(num_routes, num_local_experts, block_m, config))
     route_expert, route_row, sorted_routes, expert_offsets, *block_pieces = pieces
-    block_expert, block_row, block_end, num_blocks, expert_counts, chunk_counts = block_pieces
+    block_expert, block_row, block_end, counts, expert_counts, chunk_counts = block_pieces
     plan = RoutePlan(
         route_expert=route_expert,
         route_row=route_row,
@@ -333,7 +340,8 @@ def sort_routes(
         block_expert=block_expert,
         block_row=block_row,
         block_end=block_end,
-        num_blocks=num_blocks,
+        num_blocks=counts[:1],
+        tile_counters=counts[1:],
         block_m=block_m,
         slack=slack,
     )
@@ -456,13 +464,14 @@ def sort_routes_reference(
         block_row=blocks.block_row,
         block_end=blocks.block_end,
         num_blocks=blocks.num_blocks,
+        tile_counters=blocks.tile_counters,
         block_m=block_m,
         slack=slack,
     )
 
 
 def _piece_sizes(num_routes: int, num_local_experts: int, block_m: int, config: RoutingConfig) -> tuple[int, ...]:
-    """Sizes of the plan's tensors in the order of its fields, then of the counts per expert and chunk."""
+    """Sizes of the plan's pieces: its fields, the last two in one, then counts by expert and by chunk."""
     blocks = max_num_blocks(num_routes, num_local_experts, block_m)
     # Also below the limit of the single launch, so that the size grows steadily with tokens.
     chunks = -(-num_routes // config.chunk)
@@ -474,7 +483,7 @@ def _piece_sizes(num_routes: int, num_local_experts: int, block_m: int, config: 
         blocks,
         blocks,
         blocks,
-        1,
+        NUM_COUNTS,
         num_local_experts,
         chunks * num_local_experts,
     )

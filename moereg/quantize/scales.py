@@ -35,7 +35,8 @@ def choose_scale(
     Returns:
         Same shape, in `dtype`.
     """
-    scale = amax / max_value
+    # By a tensor on amax's device: on CUDA torch divides by a number as if it multiplied by its rounded reciprocal.
+    scale = amax / amax.new_full((), max_value)
     if scale_2 is not None:
         scale = scale / scale_2
     if dtype == torch.float8_e8m0fnu:

@@ -43,7 +43,7 @@ def gate_up_swapped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeight
         tensor = weights.tensors().get(name)
         # One scale an expert has no halves, and blocks of rows none where a block spans the border of the two.
         if tensor is not None and tensor.dim() > 1 and tensor.shape[1] % 2 == 0:
-            swapped[name] = torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
+            swapped[name] = torch.cat(_bytes(tensor).chunk(2, dim=1)[::-1], dim=1).view(tensor.dtype)
     return _with(weights, swapped)
 
 
@@ -51,7 +51,8 @@ def experts_rotated(weights: ExpertWeights, matrix: str = "w2") -> ExpertWeights
     """Each expert has the codes of the one before it, and its own scales."""
     if weights.num_experts == 1:
         return None
-    return _with(weights, {matrix: _get(weights, matrix).roll(1, dims=0)})
+    codes = _get(weights, matrix)
+    return _with(weights, {matrix: _bytes(codes).roll(1, dims=0).view(codes.dtype)})
 
 
 def bias_dropped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
@@ -69,7 +70,7 @@ def scale_off_by_one_group(weights: ExpertWeights, matrix: str = "w13") -> Exper
     if scale is None or scale.numel() == 1:
         return None
     dims = [dim for dim in range(scale.dim()) if scale.shape[dim] > 1]
-    return _with(weights, {f"{matrix}_scale": scale.roll(1, dims=dims[-1])})
+    return _with(weights, {f"{matrix}_scale": _bytes(scale).roll(1, dims=dims[-1]).view(scale.dtype)})
 
 
 def global_scale_dropped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
@@ -121,6 +122,11 @@ def plant_faults(weights: ExpertWeights) -> Iterator[tuple[str, ExpertWeights]]:
             spoiled = fault(weights, matrix)
             if spoiled is not None:
                 yield f"{name} in {matrix}", spoiled
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of 8-bit elements as uint8, since torch's CUDA copies of rolled and joined tensors lack 8-bit floats."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def _get(weights: ExpertWeights, name: str) -> torch.Tensor:
