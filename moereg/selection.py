@@ -171,15 +171,24 @@ class Selection:
 def nearest_by_backend(decisions: Sequence[Decision]) -> tuple[Decision, ...]:
     """Every accepted candidate, and of a backend with none the one with the fewest reasons.
 
+    Of several with as few, one that another request would cure rather than another machine.
     Of a backend that does not read the weights all that only fail for them: together they say what it reads.
     """
-    shown: list[Decision] = []
     nearest: dict[str, Decision] = {}
     for decision in decisions:
-        first = nearest.setdefault(decision.backend, decision)
+        best = nearest.setdefault(decision.backend, decision)
+        if _distance(decision) < _distance(best):
+            nearest[decision.backend] = decision
+    shown: list[Decision] = []
+    for decision in decisions:
+        first = nearest[decision.backend]
         if decision.accepted or decision is first or (_reads_others(first) and _reads_others(decision)):
             shown.append(decision)
     return tuple(shown)
+
+
+def _distance(decision: Decision) -> tuple[int, bool]:
+    return len(decision.reasons), any(reason.code == "platform" for reason in decision.reasons)
 
 
 def _reads_others(decision: Decision) -> bool:

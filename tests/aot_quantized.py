@@ -35,6 +35,8 @@ CASES: dict[str, tuple[int, str, int, int, int, int, dict[str, Any]]] = {
     "dynamic_prefill": (4096, "fp8_tensor_dynamic", 8, 2, 4096, 14336, {}),
     "mx_decode": (16, "mxfp8", 128, 8, 2048, 768, {}),
     "mx_prefill": (4096, "mxfp8", 128, 8, 2048, 768, {}),
+    "mx4_decode": (16, "mxfp4_mxfp8", 128, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
+    "mx4_prefill": (4096, "mxfp4_mxfp8", 128, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
     "int8_decode": (16, "int8_w8a8", 128, 8, 2048, 768, {}),
     "int8_prefill": (4096, "int8_w8a8", 128, 8, 2048, 768, {"activation": "relu2"}),
     "block_batched_decode": (16, "fp8_block128", 128, 8, 2048, 768, {"activation_format": "batched"}),

@@ -20,7 +20,7 @@ FAST_CASES = {
     "sm_80": ("int8_prefill",),
     "sm_89": ("block_decode",),
     "sm_90": ("block_decode", "block_prefill", "channel_prefill", "int8_prefill", "block_batched_decode"),
-    "sm_100": ("block_prefill", "mx_prefill"),
+    "sm_100": ("block_prefill", "mx_prefill", "mx4_prefill"),
     "gfx942": ("int8_prefill",),
 }
 SLOW_CASES = {
@@ -39,7 +39,7 @@ SLOW_CASES = {
         "int8_decode",
         "dynamic_batched_prefill",
     ),
-    "sm_100": ("block_decode", "block_to_100_rows", "channel_prefill", "mx_decode", "int8_prefill"),
+    "sm_100": ("block_decode", "block_to_100_rows", "channel_prefill", "mx_decode", "mx4_decode", "int8_prefill"),
     "sm_120": ("mx_decode", "mx_prefill"),
     "gfx942": ("int8_decode",),
 }

@@ -52,6 +52,14 @@ from moereg.weights import PermutedWeights
 )
 @register_moe_backend(
     name="triton",
+    priority=110,
+    quant_schemes=("mxfp4_mxfp8",),
+    platforms=("cuda:sm100",),
+    requires=("triton>=3.8",),
+    dtypes=("bfloat16", "float16"),
+)
+@register_moe_backend(
+    name="triton",
     priority=20,
     quant_schemes=("mxfp8",),
     platforms=("cuda:sm90",),

@@ -1,4 +1,4 @@
-"""The `triton` backend for 8-bit weights with 8-bit activations."""
+"""The `triton` backend for 8-bit activations, with 8-bit weights or, where hardware scales both, 4-bit ones."""
 
 from __future__ import annotations
 
@@ -67,6 +67,15 @@ _MIN_GLUON_ROWS: Final = 30
     requires=("triton>=3.8",),
     dtypes=("bfloat16", "float16"),
 )
+# The same, but sm120 is left to the emulation: there Triton 3.8 restores both sides to bf16 in all tiles, and spills.
+@register_moe_backend(
+    name="triton",
+    priority=110,
+    quant_schemes=("mxfp4_mxfp8",),
+    platforms=("cuda:sm100",),
+    requires=("triton>=3.8",),
+    dtypes=("bfloat16", "float16"),
+)
 # Hopper has no products of groups with scales: Triton restores both sides to bf16, exactly, and multiplies these.
 @register_moe_backend(
     name="triton",
@@ -127,9 +136,10 @@ class TritonQuantizedExperts(RecordedExperts):
         """Zero-pads the reduced dimensions to multiples of 128, and gives every scale rows and columns.
 
         Returns:
-            `w13` [E, 2 * I, H_pad], `w2` [E, H, I_pad], views where nothing is padded; `w13_scale` and `w2_scale`
-            [E, groups of rows, groups of columns] fp32, or uint8 where they are powers of two; `a2_scale` [E] and
-            `a13_scale` [E], or shared and [1] where the checkpoint has one number; biases as they are.
+            `w13` [E, 2 * I, H_pad], `w2` [E, H, I_pad], views where nothing is padded, half as many bytes of codes of 4
+            bits; `w13_scale` and `w2_scale` [E, groups of rows, groups of columns] fp32, or uint8 where they are
+            powers of two; `a2_scale` [E] and `a13_scale` [E], or shared and [1] where the checkpoint has one number;
+            biases as they are.
         """
         fmt = self.computes.weight
         assert fmt is not None and not fmt.global_scale and fmt.symmetric
@@ -138,7 +148,8 @@ class TritonQuantizedExperts(RecordedExperts):
         for name, columns in (("w13", problem.hidden_size), ("w2", problem.intermediate_size)):
             tensors = weights.tensors()
             # As bytes, since not everything pads 8-bit floats; zero bytes are zeros.
-            padded = pad_columns(tensors[name].view(torch.uint8), round_up(columns, K_PAD)).contiguous()
+            num_bytes = round_up(columns, K_PAD) * fmt.bits // 8
+            padded = pad_columns(tensors[name].view(torch.uint8), num_bytes).contiguous()
             per_expert[name] = padded.view(fmt.storage_dtype)
             per_expert[f"{name}_scale"] = self._permute_scale(name, tensors[f"{name}_scale"], columns)
         if weights.a2_scale is not None:

@@ -155,7 +155,7 @@ def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr):
     reciprocal = gl.broadcast(gl.expand_dims(gl.div_rn(gl.full_like(scale, 1.0), scale), 1), x)[0]
     values = x * reciprocal
     surplus = gl.fma(values, gl.broadcast(gl.expand_dims(scale, 1), x)[0], -x)
-    values = gl.fma(-surplus, reciprocal, values)
+    values = gl.fma(surplus, -reciprocal, values)
     values = gl.where(values > MAX_CODE, MAX_CODE, gl.where(values < -MAX_CODE, -MAX_CODE, values))
     return values.to(DTYPE), scale
 

@@ -128,9 +128,9 @@ def divide(x, scale):
     """
     reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     quotient = x * reciprocal
-    # In this order zeros keep their sign.
+    # In this order zeros keep their sign, also where -x is 0 - x, as Triton 3.6 has it: no zero is negated but x.
     surplus = tl.fma(quotient, tl.broadcast_to(scale, x.shape), -x)
-    return tl.fma(-surplus, tl.broadcast_to(reciprocal, x.shape), quotient)
+    return tl.fma(surplus, tl.broadcast_to(-reciprocal, x.shape), quotient)
 
 
 @triton.jit

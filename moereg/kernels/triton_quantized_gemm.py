@@ -19,6 +19,7 @@ from moereg.kernels.triton_overlap import overlap_options, release_next, wait_fo
 from moereg.kernels.triton_quantize import K_PAD, QuantizedRows, RowFormat, encode, quantize_tile
 from moereg.kernels.triton_scaled_products import (
     QuantizedMatrices,
+    codes_in_byte,
     scale_total,
     scaled_products,
     scales_of_columns,
@@ -123,12 +124,13 @@ def _quantized_gate_up_kernel(
         # Columns past the end repeat the last one, which costs no bandwidth and needs no mask.
         columns = tl.minimum(columns, num_columns - 1)
     offs_k = tl.arange(0, BLOCK_K)
+    offs_b = tl.arange(0, BLOCK_K // codes_in_byte(w13.dtype.element_ty))
     MX: tl.constexpr = hidden_scale.dtype.element_ty == tl.uint8
     expert = expert.to(tl.int64)
     sources = routes // SOURCE
     a_pointers = hidden_states + sources.to(tl.int64)[:, None] * stride_hidden + offs_k[None, :]
     a_scales = scales_of_rows(hidden_scale, sources, stride_hidden_scale, MX, BLOCK_K)
-    b_pointers = w13 + expert * stride_expert + columns[None, :] * stride_column + offs_k[:, None]
+    b_pointers = w13 + expert * stride_expert + columns[None, :] * stride_column + offs_b[:, None]
     own_scales = w13_scale + expert * stride_scale_expert
     # A tile of padding alone has no scale of its own.
     first = tl.minimum(tile_n * BLOCK_N, num_columns - 1)
@@ -276,11 +278,12 @@ def _quantized_down_kernel(
     if MASK_N:
         loaded_columns = tl.minimum(columns, num_columns - 1)
     offs_k = tl.arange(0, BLOCK_K)
+    offs_b = tl.arange(0, BLOCK_K // codes_in_byte(w2.dtype.element_ty))
     MX: tl.constexpr = intermediate_scale.dtype.element_ty == tl.uint8
     expert = expert.to(tl.int64)
     a_pointers = intermediate + rows.to(tl.int64)[:, None] * stride_intermediate + offs_k[None, :]
     a_scales = scales_of_rows(intermediate_scale, rows, stride_intermediate_scale, MX, BLOCK_K)
-    b_pointers = w2 + expert * stride_expert + loaded_columns[None, :] * stride_column + offs_k[:, None]
+    b_pointers = w2 + expert * stride_expert + loaded_columns[None, :] * stride_column + offs_b[:, None]
     own_scales = w2_scale + expert * stride_scale_expert
     b_scales = scales_of_columns(
         own_scales, tile_n * BLOCK_N, loaded_columns, group_rows, stride_scale_row, UNIFORM, MX, BLOCK_K
@@ -369,7 +372,7 @@ def quantized_gate_up_gemm(
         static_scale: [E] fp32, scales of `out` where its format says that they are given.
         overlap: whether to start while the kernel in front, the last one of plan and hidden states, still runs.
     """
-    num_columns, depth = w13.q.shape[1] // (2 if gated else 1), w13.q.shape[2]
+    num_columns, depth = w13.q.shape[1] // (2 if gated else 1), w13.depth
     block_n = config.block_n
     target = out.q if isinstance(out, QuantizedRows) else out
     padded = target.shape[1]
@@ -412,7 +415,7 @@ def quantized_gate_up_gemm(
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
         A_GROUP=hidden_states.group,
         B_GROUP=w13.group_columns,
-        FORMAT=_DOT_FORMATS.get(w13.q.dtype),
+        FORMAT=_DOT_FORMATS.get(hidden_states.q.dtype),
         UNIFORM=w13.group_rows % block_n == 0 and num_columns % block_n == 0,
         ROUNDED=None if rounded is None else _TRITON_DTYPES[rounded],
         OUT_GROUP=0 if fmt is None else fmt.group,
@@ -461,7 +464,7 @@ def quantized_down_gemm(
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
         overlap: whether to start while the kernel that writes `intermediate`, launched just before, still runs.
     """
-    num_columns, depth = w2.q.shape[1:]
+    num_columns, depth = w2.q.shape[1], w2.depth
     # Sorted routes are looked up, so only direct ones need K.
     top_k = plan.topk_ids.shape[1] if isinstance(plan, DirectRoutes) else 1
     assert config.block_m == plan.block_m and intermediate.q.shape[1] == depth and out.stride(1) == 1
@@ -495,7 +498,7 @@ def quantized_down_gemm(
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
         A_GROUP=intermediate.group,
         B_GROUP=w2.group_columns,
-        FORMAT=_DOT_FORMATS.get(w2.q.dtype),
+        FORMAT=_DOT_FORMATS.get(intermediate.q.dtype),
         UNIFORM=w2.group_rows % config.block_n == 0 and num_columns % config.block_n == 0,
         MASK_ROWS=config.mask_rows,
         MASK_N=num_columns % config.block_n != 0,
@@ -540,7 +543,9 @@ def _check_steps(rows: QuantizedRows, matrices: QuantizedMatrices, config: Group
     """A step of the main loop lies within one group of each operand, or powers of two scale within it."""
     step = min(config.block_k, K_PAD)
     assert config.block_k % step == rows.q.shape[1] % step == 0 and matrices.q.stride(2) == rows.q.stride(1) == 1
-    assert matrices.q.dtype == rows.q.dtype and matrices.scale.dtype == rows.scale.dtype
+    # Codes of 4 bits are multiplied by ones of 8 where powers of two scale both.
+    assert matrices.q.dtype == rows.q.dtype or (matrices.q.dtype == rows.scale.dtype == torch.uint8)
+    assert matrices.scale.dtype == rows.scale.dtype
     assert matrices.scale.stride(2) == 1 and rows.scale.stride(1) == 1
     for group in (rows.group, matrices.group_columns):
         if rows.scale.dtype == torch.uint8:

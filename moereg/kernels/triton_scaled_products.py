@@ -14,7 +14,8 @@ class QuantizedMatrices:
     """Codes and scales of one matrix for each expert.
 
     Attributes:
-        q: [E, N, K_pad] codes, columns contiguous, zeros from column K on, fewer than 2**31 elements per expert.
+        q: [E, N, K_pad] codes, columns contiguous, zeros from column K on, fewer than 2**31 elements per expert; or
+            [E, N, K_pad / 2] uint8, two float4_e2m1fn codes each, the first in the low half.
         scale: [E, groups of rows, groups of columns] fp32, or uint8 where they are powers of two; contiguous.
         group_rows: Rows that share a scale.
         group_columns: Columns that do; 0: all.
@@ -24,6 +25,17 @@ class QuantizedMatrices:
     scale: torch.Tensor
     group_rows: int
     group_columns: int
+
+    @property
+    def depth(self) -> int:
+        """K_pad."""
+        return self.q.shape[2] * (2 if self.q.dtype == torch.uint8 else 1)
+
+
+@triton.constexpr_function
+def codes_in_byte(dtype):
+    """How many codes of weights an element holds: two float4_e2m1fn a uint8, else one."""
+    return 2 if dtype == tl.uint8 else 1
 
 
 @triton.jit
@@ -36,14 +48,15 @@ def _add_product(
     start,
     A_GROUP: tl.constexpr,
     B_GROUP: tl.constexpr,
-    B_FORMAT: tl.constexpr,
+    A_FORMAT: tl.constexpr,
     MX: tl.constexpr,
 ):
     """The total plus the product of one step, scaled by what changes from step to step."""
     b = tl.load(b_pointers)
     if MX:
         b_scale = tl.load(b_scales + start // B_GROUP)
-        return tl.dot_scaled(a, a_scale, B_FORMAT, b, b_scale, B_FORMAT, total)
+        B_FORMAT: tl.constexpr = "e2m1" if b.dtype == tl.uint8 else A_FORMAT
+        return tl.dot_scaled(a, a_scale, A_FORMAT, b, b_scale, B_FORMAT, total)
     elif total.dtype == tl.int32:
         return tl.dot(a, b, total, out_dtype=tl.int32)
     else:
@@ -104,7 +117,7 @@ def scaled_products(
 
     Args:
         a_pointers: [BLOCK_M, BLOCK_K] first codes of the activations.
-        b_pointers: [BLOCK_K, BLOCK_N] first codes of the weights.
+        b_pointers: [BLOCK_K, BLOCK_N] first codes of the weights; [BLOCK_K / 2, BLOCK_N] where a byte holds two.
         up_pointers: The same of the second half, where there is one.
         a_scales: [BLOCK_M] first scales of the activations' rows; [BLOCK_M, BLOCK_K / 32] powers of two.
         b_scales: First scales of the weights' rows, from `scales_of_columns`.
@@ -114,7 +127,7 @@ def scaled_products(
         HALVES: 2 where there is a second half; else the second result means nothing.
         A_GROUP: Columns of activations that share a scale, 0 for all.
         B_GROUP: The same of weights.
-        FORMAT: Of the codes in `tl.dot_scaled`, where scales are powers of two.
+        FORMAT: Of the activations' codes in `tl.dot_scaled`, where scales are powers of two.
         MASK_ROWS: Whether to leave out the rows that do not count.
         UNROLL: Steps of BLOCK_K whose codes are on their way together.
     """
@@ -122,6 +135,7 @@ def scaled_products(
     # Sums of int8 products are exact, as long as nothing has to scale them on the way.
     EXACT: tl.constexpr = a_pointers.dtype.element_ty.is_int() and A_GROUP == 0 and B_GROUP == 0
     TOTAL: tl.constexpr = tl.int32 if EXACT else tl.float32
+    B_STEP: tl.constexpr = BLOCK_K // codes_in_byte(b_pointers.dtype.element_ty)
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=TOTAL)
     up_total = tl.zeros([BLOCK_M, BLOCK_N], dtype=TOTAL)
     for first in range(0, size, BLOCK_K * UNROLL):
@@ -138,15 +152,15 @@ def scaled_products(
                     a_scale = tl.load(a_scales + start // A_GROUP, mask=row_mask[:, None], other=0)
                 else:
                     a_scale = tl.load(a_scales + start // A_GROUP, mask=row_mask, other=0.0)
-            b_own = b_pointers + part * BLOCK_K
+            b_own = b_pointers + part * B_STEP
             total = _add_product(total, a, b_own, a_scale, b_scales, start, A_GROUP, B_GROUP, FORMAT, MX)
             if HALVES == 2:
-                up_own = up_pointers + part * BLOCK_K
+                up_own = up_pointers + part * B_STEP
                 up_total = _add_product(up_total, a, up_own, a_scale, up_scales, start, A_GROUP, B_GROUP, FORMAT, MX)
         a_pointers += BLOCK_K * UNROLL
-        b_pointers += BLOCK_K * UNROLL
+        b_pointers += B_STEP * UNROLL
         if HALVES == 2:
-            up_pointers += BLOCK_K * UNROLL
+            up_pointers += B_STEP * UNROLL
     return total.to(tl.float32), up_total.to(tl.float32)
 
 
