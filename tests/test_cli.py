@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -394,6 +395,17 @@ def test_run_for_people(call: Call) -> None:
     for text in ("torch (", "chosen by priority", "within the tolerance", "64 tokens", "permuted in", "right"):
         assert text in out
     assert "triton (TritonExperts): requires platform in" in out
+
+
+def test_run_of_quantised_weights_says_what_the_scheme_costs(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = f"run {SIZES} --platform cpu --quant int8_w8a16"
+    _, out, _ = call(line)
+    (loss,) = re.findall(r"loss +(\S+) against fp32, of int8_w8a16 itself", out)
+    assert 0.005 < float(loss) < 0.03
+    monkeypatch.setattr("moereg.cli._run._LARGEST_UNQUANTISED", 1000)
+    _, out, _ = call(line)
+    assert "loss" not in out
+    assert "right" in out
 
 
 def test_wrong_numbers_are_exit_1(call: Call, call_json: CallJson, isolated_registry: BackendRegistry) -> None:

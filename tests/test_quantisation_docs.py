@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Final
 
 import pytest
+import torch
 
 from moereg.dispatch import explain_backends
 from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
+from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme, get_scheme
+from moereg.reference import scheme_loss
+from moereg.tuning.inputs import random_call, random_weights
 from moereg.tuning.roofline import expert_bytes
 
 DOCUMENT: Final = Path(__file__).parents[1] / "docs" / "quantisation.md"
@@ -111,3 +115,19 @@ def test_who_runs_it(scheme: str) -> None:
     assert [row[0] for row in rows] == [f"`{name}`" for name in QUANTISED]
     (row,) = [row for row in rows if row[0] == f"`{scheme}`"]
     assert row == [f"`{scheme}`", *(runs(scheme, *machine) for machine in MACHINES.values())]
+
+
+@pytest.mark.parametrize("scheme", QUANTISED)
+def test_what_it_costs(scheme: str) -> None:
+    header, *rows = table("| scheme | loss |")
+    assert header == ["scheme", "loss"]
+    assert [row[0] for row in rows] == [f"`{name}`" for name in QUANTISED]
+    (written,) = [float(row[1]) for row in rows if row[0] == f"`{scheme}`"]
+    plain = MoEProblem(num_experts=4, hidden_size=1024, intermediate_size=512, top_k=2)
+    quantised = dataclasses.replace(plain, quant=get_scheme(scheme))
+    weights, unquantised = (
+        random_weights(problem, torch.Generator().manual_seed(0), torch.device("cpu")) for problem in (quantised, plain)
+    )
+    call = random_call(plain, 64, "uniform", torch.Generator().manual_seed(1))
+    # Sums in another order move a few codes of activations.
+    assert scheme_loss(quantised, weights, unquantised, *call) == pytest.approx(written, rel=0.01)

@@ -19,15 +19,20 @@ from moereg.dispatch import EmulationWarning, select_backend
 from moereg.errors import UnsupportedProblemError
 from moereg.layer import make_kernel
 from moereg.problem import MoEProblem
-from moereg.reference import reference_experts, relative_error
+from moereg.quant import get_scheme
+from moereg.reference import reference_experts, relative_error, scheme_loss
 from moereg.selection import SCHEMA, Selection
 from moereg.testing.tolerances import tolerance
 from moereg.tuning.inputs import Call
 from moereg.tuning.timing import time_kernels, wait_for
+from moereg.weights import ExpertWeights
 
 __all__ = ["DEFAULT_TOKENS", "RunResult", "run_layer"]
 
 DEFAULT_TOKENS: Final = 64
+
+# Bytes of 16-bit weights that are built only to say what quantising them costs.
+_LARGEST_UNQUANTISED: Final = 2e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +44,8 @@ class RunResult:
         selection: How the backend was chosen.
         num_tokens: T.
         relative_error: Against the reference; NaN where the output holds one.
+        scheme_loss: What the scheme costs against fp32; None where the weights that were quantised are not known, are
+            not quantised or are too many to keep beside.
         tolerance: Its bound.
         time_us: Median of several calls.
         permute_ms: Once.
@@ -49,6 +56,7 @@ class RunResult:
     selection: Selection
     num_tokens: int
     relative_error: float | None = None
+    scheme_loss: float | None = None
     tolerance: float | None = None
     time_us: float | None = None
     permute_ms: float | None = None
@@ -118,11 +126,24 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
         if checkpoint is None or layer is None:
             with phase("building weights") as advance:
                 built = random_layer(problem, seed, device, advance)
+            plain = _unquantised(problem, seed, device)
         else:
             with phase("loading weights") as advance:
                 built = load_layer(checkpoint, layer, problem, device, advance)
+            plain = None
         hidden_states = random_hidden_states(problem, num_tokens, seed, device)
-        return _measure(RunResult(subject, selection, num_tokens), built, hidden_states)
+        return _measure(RunResult(subject, selection, num_tokens), built, plain, hidden_states)
+
+
+def _unquantised(problem: MoEProblem, seed: int, device: torch.device) -> ExpertWeights | None:
+    """The weights that the random ones of a quantised layer were made from, where they are not too large."""
+    plain = dataclasses.replace(problem, quant=get_scheme("unquantized"))
+    rows = problem.activation.num_halves + 1
+    numel = problem.num_local_experts * rows * problem.intermediate_size * problem.hidden_size
+    if problem.quant.weight is None or numel * problem.torch_dtype.itemsize > _LARGEST_UNQUANTISED:
+        return None
+    with phase("building unquantised weights") as advance:
+        return random_layer(plain, seed, device, advance).weights
 
 
 def _checkpoint_problem(checkpoint: Path, layer: int | None, flags: ProblemFlags) -> tuple[int, MoEProblem]:
@@ -137,7 +158,7 @@ def _checkpoint_problem(checkpoint: Path, layer: int | None, flags: ProblemFlags
         return layer, read_problem(checkpoint, layer, **flags.wishes())
 
 
-def _measure(result: RunResult, layer: Layer, hidden_states: torch.Tensor) -> RunResult:
+def _measure(result: RunResult, layer: Layer, plain: ExpertWeights | None, hidden_states: torch.Tensor) -> RunResult:
     selection, weights, device = result.selection, layer.weights, hidden_states.device
     problem = selection.problem
     topk_weights, topk_ids = layer.route(hidden_states)
@@ -151,11 +172,14 @@ def _measure(result: RunResult, layer: Layer, hidden_states: torch.Tensor) -> Ru
         timing = time_kernels({"": kernel}, [Call(hidden_states, topk_weights, topk_ids)])[""]
     with phase("computing the reference"):
         computes = kernel.experts.computes
-        reference = reference_experts(problem, weights, hidden_states, topk_weights, topk_ids, computes=computes)
+        call = (hidden_states, topk_weights, topk_ids)
+        reference = reference_experts(problem, weights, *call, computes=computes)
+        loss = None if plain is None else scheme_loss(problem, weights, plain, *call, computes=computes)
     return dataclasses.replace(
         result,
         tolerance=tolerance(computes, problem.dtype, reference.numel()),
         relative_error=relative_error(out, reference),
+        scheme_loss=loss,
         time_us=timing.median_us,
         permute_ms=permute_ms,
         weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors().values()),

@@ -133,6 +133,9 @@ def show_run(result: RunResult) -> None:
         ("error", f"{result.relative_error:.2e}, {comparison} the tolerance {result.tolerance:.1e} of the reference"),
         ("numbers", verdict),
     )
+    if result.scheme_loss is not None:
+        loss = f"{result.scheme_loss:.2e} against fp32, of {winner.computes} itself"
+        rows = (*rows[:-1], ("loss", loss), rows[-1])
     for name, value in rows:
         table.add_row(name, value)
     for decision in nearest_by_backend(selection.decisions):
