@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +22,7 @@ from moereg.errors import UnsupportedProblemError
 from moereg.layer import make_kernel
 from moereg.problem import MoEProblem
 from moereg.quant import get_scheme
-from moereg.reference import reference_experts, relative_error, scheme_loss
+from moereg.reference import reference_experts, relative_error
 from moereg.selection import SCHEMA, Selection
 from moereg.testing.tolerances import tolerance
 from moereg.tuning.inputs import Call
@@ -126,7 +128,7 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
         if checkpoint is None or layer is None:
             with phase("building weights") as advance:
                 built = random_layer(problem, seed, device, advance)
-            plain = _unquantised(problem, seed, device)
+            plain = functools.partial(_unquantised, problem, seed, device)
         else:
             with phase("loading weights") as advance:
                 built = load_layer(checkpoint, layer, problem, device, advance)
@@ -137,13 +139,16 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
 
 def _unquantised(problem: MoEProblem, seed: int, device: torch.device) -> ExpertWeights | None:
     """The weights that the random ones of a quantised layer were made from, where they are not too large."""
-    plain = dataclasses.replace(problem, quant=get_scheme("unquantized"))
     rows = problem.activation.num_halves + 1
     numel = problem.num_local_experts * rows * problem.intermediate_size * problem.hidden_size
     if problem.quant.weight is None or numel * problem.torch_dtype.itemsize > _LARGEST_UNQUANTISED:
         return None
     with phase("building unquantised weights") as advance:
-        return random_layer(plain, seed, device, advance).weights
+        return random_layer(_plain_problem(problem), seed, device, advance).weights
+
+
+def _plain_problem(problem: MoEProblem) -> MoEProblem:
+    return dataclasses.replace(problem, quant=get_scheme("unquantized"))
 
 
 def _checkpoint_problem(checkpoint: Path, layer: int | None, flags: ProblemFlags) -> tuple[int, MoEProblem]:
@@ -158,7 +163,9 @@ def _checkpoint_problem(checkpoint: Path, layer: int | None, flags: ProblemFlags
         return layer, read_problem(checkpoint, layer, **flags.wishes())
 
 
-def _measure(result: RunResult, layer: Layer, plain: ExpertWeights | None, hidden_states: torch.Tensor) -> RunResult:
+def _measure(
+    result: RunResult, layer: Layer, plain: Callable[[], ExpertWeights | None] | None, hidden_states: torch.Tensor
+) -> RunResult:
     selection, weights, device = result.selection, layer.weights, hidden_states.device
     problem = selection.problem
     topk_weights, topk_ids = layer.route(hidden_states)
@@ -174,7 +181,12 @@ def _measure(result: RunResult, layer: Layer, plain: ExpertWeights | None, hidde
         computes = kernel.experts.computes
         call = (hidden_states, topk_weights, topk_ids)
         reference = reference_experts(problem, weights, *call, computes=computes)
-        loss = None if plain is None else scheme_loss(problem, weights, plain, *call, computes=computes)
+    # Not earlier, so that they take no memory while the layer runs.
+    unquantised = None if plain is None else plain()
+    loss = None
+    if unquantised is not None:
+        with phase("computing the unquantised reference"):
+            loss = relative_error(reference, reference_experts(_plain_problem(problem), unquantised, *call))
     return dataclasses.replace(
         result,
         tolerance=tolerance(computes, problem.dtype, reference.numel()),

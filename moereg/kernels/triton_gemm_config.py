@@ -169,7 +169,7 @@ CONFIG_RULES = (
 # mixtral-8x7b, mxfp4_w4a16 and nvfp4_w4a16 of qwen3-30b-a3b and gpt-oss-120b and int8_w8a16 of qwen3-30b-a3b; beyond 3
 # to 11 candidates on some of these. Three or more programs of four warps on a multiprocessor, some of which restore
 # weights while others multiply, beat larger tiles, which restore less often. Tiles of 8 rows, or of 1 where there is
-# one token, take 5 to 20 % less time than tiles of 16, whose rows that do not count are filled with zeros all the same.
+# one token, take up to a quarter less time than tiles of 16, whose rows that do not count are filled with zeros too.
 # The pairs for up to 22 and 96 rows are those of mixtral-8x7b at T 64 and 256. All with uniform routings: an expert
 # that gets many more rows than the average has its weights restored once for every 8 or 16 of them.
 PACKED_RULES = (
