@@ -41,7 +41,7 @@ def compile_one(
         "rows": "*bf16" if by_token else _box([config.block_m // 2, 64]),
         "tail_rows": "constexpr" if by_token else _box([config.slack, 64]),
         "bias": "constexpr",
-        **dict.fromkeys(("sorted_routes", "block_expert", "block_row", "block_end", "num_blocks"), "*i32"),
+        **dict.fromkeys(("sorted_routes", "block_expert", "block_row", "block_end", "num_blocks", "counter"), "*i32"),
         **dict.fromkeys(("num_tiles_n", "group", "num_k", "num_columns", "hidden_chunks", "stride_chunks"), "i32"),
         "max_tokens": "i32",
     }

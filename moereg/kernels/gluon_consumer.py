@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from moereg.kernels.gluon_ring import locate, multiply, reinterpret
+from moereg.kernels.gluon_turns import NO_TILE, take_tile
 
 # Unused rows in front of the rows that these kernels write. A tensor map that ends where an expert's rows end lets the
 # hardware drop what a box holds of the next expert's; it begins this many rows, the longest tile, before that end.
@@ -180,6 +181,7 @@ def consume(
     out,
     bias,
     ring,
+    turns,
     staging,
     plan,
     num_tiles_n,
@@ -207,7 +209,8 @@ def consume(
     OUT_COLUMNS: gl.constexpr = out.block_shape[2]
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for tile in range(gl.program_id(0), plan[3] * num_tiles_n, gl.num_programs(0)):
+    tile, turn, turn_phase = take_tile(turns, gl.to_tensor(0), gl.to_tensor(0))
+    while tile != NO_TILE:
         expert, tile_n, row, rows = locate(tile, plan, num_tiles_n, group, MAIN, TAIL)
         # fmt: off
         if rows > MAIN:
@@ -223,4 +226,5 @@ def consume(
                 out, bias, ring, staging, slot, phase, num_k, num_columns, expert, tile_n, row, rows, max_tokens,
                 WARPGROUP, MAIN // 2, 0, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT, OUT_COLUMNS)
         # fmt: on
+        tile, turn, turn_phase = take_tile(turns, turn, turn_phase)
     tma.store_wait(0)

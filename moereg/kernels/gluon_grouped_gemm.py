@@ -25,7 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.gluon_consumer import GUARD_ROWS, consume
-from moereg.kernels.gluon_ring import BLOCK_K, produce, produce_by_token
+from moereg.kernels.gluon_producer import produce, produce_by_token
+from moereg.kernels.gluon_ring import BLOCK_K
+from moereg.kernels.gluon_turns import TURNS
 from moereg.kernels.triton_block_map import BlockMap
 from moereg.kernels.triton_launch import launch
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
@@ -121,6 +123,7 @@ def _grouped_kernel(
     block_row,
     block_end,
     num_blocks,
+    counter,
     num_tiles_n,
     group,
     num_k,
@@ -155,30 +158,38 @@ def _grouped_kernel(
         # One arrival announces the boxes' bytes; copies by token add one for each producer thread.
         mbarrier.init(full.index(slot), count=129 if BY_TOKEN else 1)
         mbarrier.init(empty.index(slot), count=2)
+    tiles = gl.allocate_shared_memory(gl.int32, [TURNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    announced = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
+    for turn in gl.static_range(TURNS):
+        mbarrier.init(announced.index(turn), count=1)
+        mbarrier.init(taken.index(turn), count=2)
     fence_async_shared()
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
     ring = (weights_shared, rows_shared, tail_shared, full, empty)
     plan = (block_expert, block_row, block_end, gl.load(num_blocks))
+    turns = (tiles, announced, taken)
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
     # fmt: off
     if BY_TOKEN:
         gl.warp_specialize(
-            [(consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 0, True,
-                         BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 1, True,
-                         BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (produce_by_token, (weights, rows, sorted_routes, ring, plan, num_tiles_n, group, num_k, num_columns,
-                                 hidden_chunks, stride_chunks, TOP_K, MASK_K, BLOCK_N, MAIN, TAIL, STAGES))],
+            [(consume, (out, bias, ring, turns, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 0,
+                        True, BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+             (consume, (out, bias, ring, turns, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 1,
+                        True, BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+             (produce_by_token, (weights, rows, sorted_routes, ring, turns, counter, plan, num_tiles_n, group, num_k,
+                                 num_columns, hidden_chunks, stride_chunks, TOP_K, MASK_K, BLOCK_N, MAIN, TAIL,
+                                 STAGES))],
             [4, 4], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
     else:
         gl.warp_specialize(
-            [(consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 0, False,
-                         BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (consume, (out, bias, ring, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 1, False,
-                         BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (produce, (weights, rows, tail_rows, ring, plan, num_tiles_n, group, num_k, num_columns, BLOCK_N, MAIN,
-                        TAIL, STAGES))],
+            [(consume, (out, bias, ring, turns, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 0,
+                        False, BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+             (consume, (out, bias, ring, turns, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 1,
+                        False, BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+             (produce, (weights, rows, tail_rows, ring, turns, counter, plan, num_tiles_n, group, num_k, num_columns,
+                        BLOCK_N, MAIN, TAIL, STAGES))],
             [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
     # fmt: on
 
@@ -210,7 +221,7 @@ def gate_up_gemm(
         w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; contiguous, zero padded, I_pad and
             H_pad multiples of 64.
         plan: from `sort_routes`, or in the batched format from `plan_batches`, with `config.block_m` and
-            `config.slack`.
+            `config.slack`; its first tile counter is used up.
         config: launch configuration.
         top_k: K, or None.
         activation: `silu`, `swigluoai`, `gelu`, `gelu_tanh` or `relu2`.
@@ -233,7 +244,7 @@ def gate_up_gemm(
     )
     out_columns = config.block_n // (4 if gated else 2)
     # fmt: off
-    _launch(out, out_columns, weights, rows, w13, plan, config, top_k, bias, activation, gated, alpha, beta, limit,
+    _launch(out, out_columns, weights, rows, w13, plan, 0, config, top_k, bias, activation, gated, alpha, beta, limit,
             overlap)
     # fmt: on
 
@@ -256,7 +267,7 @@ def down_gemm(
             not valid are overwritten with anything.
         intermediate: [GUARD_ROWS + N, I_pad] or [E, max_T, I_pad], contiguous, as `gate_up_gemm` wrote it.
         w2: [E, H, I_pad], contiguous, same dtype.
-        plan: as for `gate_up_gemm`.
+        plan: as for `gate_up_gemm`; its second tile counter is used up.
         config: launch configuration.
         bias: [E, H] contiguous, any float dtype, or None.
         overlap: as for `gate_up_gemm`.
@@ -266,7 +277,7 @@ def down_gemm(
     weights = tensor_map(w2, w2.shape, w2.stride(), (1, config.block_n, BLOCK_K.value))
     rows = intermediate[GUARD_ROWS:] if intermediate.dim() == 2 else intermediate.view(-1, depth)
     # fmt: off
-    _launch(out, config.block_n // 2, weights, rows, w2, plan, config, None, bias, None, False, 1.0, 0.0, None,
+    _launch(out, config.block_n // 2, weights, rows, w2, plan, 1, config, None, bias, None, False, 1.0, 0.0, None,
             overlap)
     # fmt: on
 
@@ -278,6 +289,7 @@ def _launch(
     rows: torch.Tensor,
     weight: torch.Tensor,
     plan: BlockMap,
+    number: int,
     config: GluonGemmConfig,
     top_k: int | None,
     bias: torch.Tensor | None,
@@ -314,6 +326,7 @@ def _launch(
         plan.block_row,
         plan.block_end,
         plan.num_blocks,
+        plan.tile_counters[number:],
         triton.cdiv(num_columns, config.block_n),
         1 if num_columns * depth * weight.element_size() <= L2_SHARE_BYTES else L2_GROUP,
         depth // BLOCK_K.value,

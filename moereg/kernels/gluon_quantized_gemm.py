@@ -115,7 +115,7 @@ def _produce_codes(
     num_tiles = plan[3] * num_tiles_n
     tile = gl.program_id(0)
     while tile < num_tiles:
-        turn, turn_phase = announce_tile(tile, turns, turn, turn_phase)
+        turn, turn_phase = announce_tile(tile, turns, turn, turn_phase, 1)
         following = next_tile(counter)
         expert, tile_n, row, length = locate(tile, plan, num_tiles_n, group, ROWS, 0)
         low_row = tile_n * COLUMNS if GATED else tile_n * 2 * COLUMNS
@@ -137,7 +137,7 @@ def _produce_codes(
                 _copy_scales(ring, slot, row_scale, low_scales, high_scales, row, length, k, stride_row_scale)
             slot, phase = next_slot(slot, phase, STAGES)
         tile = following
-    announce_tile(NO_TILE, turns, turn, turn_phase)
+    announce_tile(NO_TILE, turns, turn, turn_phase, 1)
 
 
 # Sizes and strides that change from call to call, or layer to layer, are not specialised: their divisibility says

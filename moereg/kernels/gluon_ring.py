@@ -2,8 +2,7 @@
 
 A slot holds one step along the reduced dimension: BLOCK_N rows of a weight, MAIN rows of activations and, for a tile
 that is a little longer, TAIL more. `full[slot]` completes when its bytes have arrived, `empty[slot]` when both
-consumers have multiplied them. All walk over the same tiles in the same order, so that no tile need be communicated,
-or are told them as `gluon_turns` says.
+consumers have multiplied them. Which tile comes next all are told as `gluon_turns` says.
 """
 
 from __future__ import annotations
@@ -55,138 +54,6 @@ def next_slot(slot, phase, STAGES: gl.constexpr):
 def _previous(slot, STAGES: gl.constexpr):
     # Not kept in a variable of the loop: Triton 3.6 compiles `last = slot` there as if it never changed.
     return gl.where(slot == 0, STAGES - 1, slot - 1)
-
-
-@gluon.jit
-def _load_weights(weights, shared, ready, expert, tile_n, k, num_columns, BLOCK_N: gl.constexpr):
-    if len(weights.block_shape) == 4:
-        load_box(weights, [(expert * num_columns + tile_n * BLOCK_N) // 16, 0, 0, k * BLOCK_K], ready, shared)
-    else:
-        load_box(weights, [expert, tile_n * BLOCK_N, k * BLOCK_K], ready, shared)
-
-
-@gluon.jit
-def produce(
-    weights,
-    half_rows,
-    tail_rows,
-    ring,
-    plan,
-    num_tiles_n,
-    group,
-    num_k,
-    num_columns,
-    BLOCK_N: gl.constexpr,
-    MAIN: gl.constexpr,
-    TAIL: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Fills the ring with boxes of the weights and of rows in sorted order; one warp."""
-    weights_shared, rows_shared, tail_shared, full, empty = ring
-    HALF: gl.constexpr = MAIN // 2
-    ROW_BYTES: gl.constexpr = 2 * BLOCK_K
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(1)
-    for tile in range(gl.program_id(0), plan[3] * num_tiles_n, gl.num_programs(0)):
-        expert, tile_n, row, rows = locate(tile, plan, num_tiles_n, group, MAIN, TAIL)
-        for k in range(num_k):
-            ready = full.index(slot)
-            at = k * BLOCK_K
-            mbarrier.wait(empty.index(slot), phase)
-            mbarrier.expect(ready, (BLOCK_N + HALF) * ROW_BYTES, pred=rows <= HALF)
-            mbarrier.expect(ready, (BLOCK_N + MAIN) * ROW_BYTES, pred=(rows > HALF) & (rows <= MAIN))
-            mbarrier.expect(ready, (BLOCK_N + MAIN + TAIL) * ROW_BYTES, pred=rows > MAIN)
-            _load_weights(weights, weights_shared.index(slot), ready, expert, tile_n, k, num_columns, BLOCK_N)
-            load_box(half_rows, [row, at], ready, rows_shared.index(2 * slot))
-            load_box(half_rows, [row + HALF, at], ready, rows_shared.index(2 * slot + 1), pred=rows > HALF)
-            load_box(tail_rows, [row + MAIN, at], ready, tail_shared.index(slot), pred=rows > MAIN)
-            slot, phase = next_slot(slot, phase, STAGES)
-
-
-@gluon.jit
-def _load_routes(sorted_routes, row, rows, FIRST: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    # Rows past the end repeat the last one.
-    at = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    return gl.load(sorted_routes + row + gl.maximum(gl.minimum(at, rows - 1), 0))
-
-
-@gluon.jit
-def _token_offsets(routes, stride_chunks, TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
-    columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
-    # A stride in chunks of 8 elements shows the compiler that every 16 bytes are aligned.
-    return (routes // TOP_K)[:, None] * (stride_chunks * 8) + columns[None, :]
-
-
-@gluon.jit
-def _copy_tokens(shared, pointers, k, hidden_chunks, MASK_K: gl.constexpr, LAYOUT: gl.constexpr):
-    if MASK_K:
-        # The weights beyond are zeros, but what lies behind a row of the activations may be NaN.
-        columns = k * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
-        mask = gl.expand_dims(columns < hidden_chunks * 8, 0)
-        load_chunks(shared, pointers, mask=gl.broadcast(mask, pointers)[0])
-    else:
-        load_chunks(shared, pointers)
-
-
-@gluon.jit
-def produce_by_token(
-    weights,
-    hidden_states,
-    sorted_routes,
-    ring,
-    plan,
-    num_tiles_n,
-    group,
-    num_k,
-    num_columns,
-    hidden_chunks,
-    stride_chunks,
-    TOP_K: gl.constexpr,
-    MASK_K: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    MAIN: gl.constexpr,
-    TAIL: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Fills the ring with boxes of the weights and, 16 bytes at a time, with the tokens of the routes; four warps."""
-    weights_shared, rows_shared, tail_shared, full, empty = ring
-    HALF: gl.constexpr = MAIN // 2
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(1)
-    total = plan[3] * num_tiles_n
-    if gl.program_id(0) < total:
-        expert, tile_n, row, rows = locate(gl.program_id(0), plan, num_tiles_n, group, MAIN, TAIL)
-        low = _load_routes(sorted_routes, row, rows, 0, HALF, LAYOUT)
-        high = _load_routes(sorted_routes, row, rows, HALF, HALF, LAYOUT)
-        tail = _load_routes(sorted_routes, row, rows, MAIN, TAIL, LAYOUT)
-        for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-            low_offsets = _token_offsets(low, stride_chunks, TOP_K, LAYOUT)
-            high_offsets = _token_offsets(high, stride_chunks, TOP_K, LAYOUT)
-            tail_offsets = _token_offsets(tail, stride_chunks, TOP_K, LAYOUT)
-            # The next tile's routes are on their way during this one.
-            next_tile = gl.minimum(tile + gl.num_programs(0), total - 1)
-            next_expert, next_n, row, next_rows = locate(next_tile, plan, num_tiles_n, group, MAIN, TAIL)
-            low = _load_routes(sorted_routes, row, next_rows, 0, HALF, LAYOUT)
-            high = _load_routes(sorted_routes, row, next_rows, HALF, HALF, LAYOUT)
-            tail = _load_routes(sorted_routes, row, next_rows, MAIN, TAIL, LAYOUT)
-            tokens = hidden_states
-            for k in range(num_k):
-                ready = full.index(slot)
-                mbarrier.wait(empty.index(slot), phase)
-                mbarrier.expect(ready, 2 * BLOCK_N * BLOCK_K)
-                _load_weights(weights, weights_shared.index(slot), ready, expert, tile_n, k, num_columns, BLOCK_N)
-                _copy_tokens(rows_shared.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
-                if rows > HALF:
-                    _copy_tokens(
-                        rows_shared.index(2 * slot + 1), tokens + high_offsets, k, hidden_chunks, MASK_K, LAYOUT
-                    )
-                if rows > MAIN:
-                    _copy_tokens(tail_shared.index(slot), tokens + tail_offsets, k, hidden_chunks, MASK_K, LAYOUT)
-                async_copy.mbarrier_arrive(ready, increment_count=False)
-                tokens += BLOCK_K
-                slot, phase = next_slot(slot, phase, STAGES)
-            expert, tile_n, rows = next_expert, next_n, next_rows
 
 
 @gluon.jit

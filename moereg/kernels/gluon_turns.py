@@ -1,9 +1,9 @@
 """Hands the tiles of a Hopper grouped GEMM to whichever program is free, in Triton's Gluon.
 
 With a fixed share of tiles for each program all wait for the one that got the fewest short tiles: up to 8 % of a GEMM
-by simulation, at 4,096 tokens of 256 experts. The producer of a program takes the next tile from a counter in memory,
-one ahead, and announces it to the consumers through a ring of two turns. Which program computes a tile changes from run
-to run; what it computes does not.
+by simulation, at 4,096 tokens of 256 experts; on an H200 it costs more, see docs/kernels.md. The producer of a program
+takes the next tile from a counter in memory, one or two ahead, and announces it to the consumers through a ring of two
+turns. Which program computes a tile changes from run to run; what it computes does not.
 
 `turns` are three pieces of shared memory with TURNS slots: the numbers of tiles, int32 [1]; barriers on which the
 producer arrives when a number is there, count 1; and barriers on which both consumers arrive when they have read it,
@@ -32,15 +32,15 @@ def next_tile(counter):
 
 
 @gluon.jit
-def announce_tile(tile, turns, slot, phase):
-    """Tells the consumers which tile comes next, or that none does, by the one warp of the producer.
+def announce_tile(tile, turns, slot, phase, WARPS: gl.constexpr):
+    """Tells the consumers which tile comes next, or that none does, by the warps of the producer.
 
     Returns:
         Where the ring stands.
     """
     tiles, full, empty = turns
     mbarrier.wait(empty.index(slot), phase)
-    tiles.index(slot).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile)
+    tiles.index(slot).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])) + tile)
     mbarrier.arrive(full.index(slot))
     return next_slot(slot, phase, TURNS)
 
