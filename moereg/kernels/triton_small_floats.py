@@ -1,6 +1,6 @@
-"""Numbers of a small float type and the scales of their groups, in Triton.
+"""Small floats on top of two scales, in Triton: numbers of a small float type, group scales and packed codes.
 
-All is arithmetic on fp32, since not every device converts to small floats.
+All but the last conversion of a scale is arithmetic on fp32, since not every device converts to small floats.
 """
 
 from __future__ import annotations
@@ -46,3 +46,29 @@ def round_groups(
     codes = tl.div_rn(groups, tl.broadcast_to(tl.expand_dims(total_scale, 2), groups.shape))
     # Scales whose product is 0 make NaN of 0; a group that holds NaN has scale NaN.
     return round_to_small_float(tl.where(codes == codes, codes, 0.0), MANTISSA_BITS, SMALLEST_NORMAL, MAX_CODE)
+
+
+@triton.jit
+def pack_e2m1(x):
+    """float4_e2m1fn codes of fp32 numbers [M, N] that are such numbers: [M, N / 2] uint8, the first in the low half."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Exponent and mantissa of 1 are code 2, and those of 0.5, the one subnormal number, would be 0.
+    codes = tl.where(magnitude == 0, 0, tl.maximum((magnitude >> 22) - 252, 1)) | ((bits >> 28) & 8)
+    low, high = tl.split(tl.reshape(codes, (x.shape[0], x.shape[1] // 2, 2)))
+    return (low | (high << 4)).to(tl.uint8)
+
+
+@triton.jit
+def quantize_e2m1(x, global_scale, GROUP: tl.constexpr):
+    """[M, N] fp32 in groups of GROUP columns as float4_e2m1fn.
+
+    Returns:
+        Codes [M, N / 2] as `pack_e2m1` has them, and float8_e4m3fn scales [M, N / GROUP] on top of the global ones
+        [M, 1].
+    """
+    groups = tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))
+    # As integers, where NaN is the largest.
+    scale = scale_of_group(tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2), global_scale, 6.0)
+    codes = pack_e2m1(tl.reshape(round_groups(groups, scale * global_scale, 1, 1.0, 6.0), (x.shape[0], x.shape[1])))
+    return codes, scale.to(tl.float8e4nv)
