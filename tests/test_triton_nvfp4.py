@@ -20,6 +20,7 @@ from moereg.backends.triton_quantized_moe import TritonQuantizedExperts
 from moereg.experts import ExpertInputs
 from moereg.kernels.triton_quantize import RouteIds, quantize_rows
 from moereg.kernels.triton_quantize_batched import quantize_batched_rows
+from moereg.kernels.triton_quantized_config import select_quantized_config
 from moereg.kernels.triton_routing import RoutePlan, route_workspace_numel, sort_routes
 from moereg.platforms import Platform
 from moereg.quant import get_scheme
@@ -231,6 +232,14 @@ def test_global_scales_in_the_batched_format(change: Callable[[ExpertWeights], E
     layer = Batches(batched_problem("nvfp4", has_bias=True), [3, 0, 1, 2], 4)
     layer.weights = change(layer.weights)
     layer.check()
+
+
+@pytest.mark.parametrize(("max_tokens", "counts"), [(40, [40, 1, 0, 33]), (220, [220, 0, 3, 130])])
+def test_higher_tiles(max_tokens: int, counts: list[int]) -> None:
+    """Of 64 rows, and of the 128 that compile to instructions for such codes."""
+    configs = select_quantized_config(math.inf, max_tokens * 2 / 4, 2)
+    assert configs.gate_up.block_m == configs.down.block_m == (128 if max_tokens == 220 else 64)
+    Batches(batched_problem("nvfp4", 64, 64), counts, max_tokens).check()
 
 
 @pytest.mark.parametrize("per_half", [False, True])
