@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels of 8-bit weights and activations for devices that are not there; as `aot_compile`.
+"""Compiles the Triton kernels of quantised weights and activations for devices that are not there; as `aot_compile`.
 
 python tests/aot_quantized.py sm_90 [case ...]
 """
@@ -37,14 +37,17 @@ CASES: dict[str, tuple[int, str, int, int, int, int, dict[str, Any]]] = {
     "mx_prefill": (4096, "mxfp8", 128, 8, 2048, 768, {}),
     "mx4_decode": (16, "mxfp4_mxfp8", 128, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
     "mx4_prefill": (4096, "mxfp4_mxfp8", 128, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
+    "nv4_decode": (16, "nvfp4", 128, 8, 2048, 768, {}),
+    "nv4_prefill": (4096, "nvfp4", 128, 8, 2048, 768, {}),
     "int8_decode": (16, "int8_w8a8", 128, 8, 2048, 768, {}),
     "int8_prefill": (4096, "int8_w8a8", 128, 8, 2048, 768, {"activation": "relu2"}),
     "block_batched_decode": (16, "fp8_block128", 128, 8, 2048, 768, {"activation_format": "batched"}),
+    "nv4_batched_prefill": (4096, "nvfp4", 128, 8, 2048, 768, {"activation_format": "batched"}),
     "dynamic_batched_prefill": (4096, "fp8_tensor_dynamic", 8, 2, 4096, 14336, {"activation_format": "batched"}),
 }
 
-# What tells products apart: types, and scales that an instruction applies itself.
-KINDS = ("e4m3", ".s8", ".f16.f16", ".bf16", ".block_scale")
+# What tells products apart: types, scales that an instruction applies itself, and those of 16 columns of e2m1.
+KINDS = ("e4m3", ".s8", ".f16.f16", ".bf16", ".block_scale", "mxf4nvf4")
 
 
 def launch_layer(target: str, case: str) -> None:

@@ -68,7 +68,7 @@ KERNELS: Final[dict[str, dict[str, str]]] = {
     "cuda:sm80": SERVED_ON_GPUS,
     "rocm:gfx942": SERVED_ON_GPUS,
     "cuda:sm90": {**SERVED_ON_GPUS, **{name: name for name in FP8}},
-    "cuda:sm100": {**SERVED_ON_GPUS, **{name: name for name in (*FP8, "mxfp8", "mxfp4_mxfp8")}},
+    "cuda:sm100": {**SERVED_ON_GPUS, **{name: name for name in (*FP8, "mxfp8", "mxfp4_mxfp8", "nvfp4")}},
     "cpu": SERVED_ON_GPUS,
 }
 EMULATIONS: Final = {"cuda:sm90": {"mxfp8"}, "cpu": {"mxfp8", *FP8}}

@@ -1,4 +1,4 @@
-"""The Triton kernels of 8-bit weights and activations against torch: interpreted on a CPU, or on a CUDA device.
+"""The Triton kernels of quantised weights and activations against torch: interpreted on a CPU, or on a CUDA device.
 
 Codes and scales have to be those of `moereg.quantize`, bit for bit. Products are compared with fp64 on restored codes:
 the only roundings are those of sums and, of 16-bit outputs, one of the output.
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from moereg.backends.triton_quantized_moe import TritonQuantizedExperts
 from moereg.experts import ExpertInputs
@@ -41,6 +42,7 @@ from moereg.quant import WHOLE, QuantFormat, QuantScheme, get_scheme
 from moereg.quantize import (
     Quantized,
     activation_scale,
+    dequantize_activations,
     dequantize_weights,
     element_of,
     quantize_activations,
@@ -62,7 +64,7 @@ pytestmark = [
 
 DEVICE = conformance.test_device()
 SM90 = Platform.from_name("cuda:sm90")
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 # Values that no list of names holds: kernels read the fields.
 E5M2 = QuantFormat("float8_e5m2", (1, WHOLE))
@@ -74,6 +76,10 @@ OTHERS = (
     QuantScheme("int8_static", None, QuantFormat("int8", (WHOLE, WHOLE), static=True)),
 )
 NAMED = ("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic", "int8_w8a8", "mxfp8")
+# Scales of float8_e4m3fn, as the cells say.
+MULTIPLIES_NVFP4 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
+if MULTIPLIES_NVFP4:
+    NAMED += ("nvfp4",)
 SCHEMES = (*map(get_scheme, NAMED), *OTHERS)
 
 
@@ -96,9 +102,17 @@ def row_format(scheme: QuantScheme) -> RowFormat:
 def make_rows(fmt: RowFormat, num_rows: int, columns: int) -> QuantizedRows:
     """Codes and scales that nothing has written yet, 77 and 0.5 everywhere."""
     padded = round_up(columns, K_PAD)
-    q = torch.full((num_rows, padded), 77, dtype=torch.uint8, device=DEVICE).view(fmt.dtype)
+    num_bytes = padded // 2 if fmt.dtype == torch.uint8 else padded
+    q = torch.full((num_rows, num_bytes), 77, dtype=torch.uint8, device=DEVICE).view(fmt.dtype)
     scale = torch.full((num_rows, fmt.num_groups(padded)), 77 if fmt.e8m0 else 0.5, device=DEVICE)
-    return QuantizedRows(q, scale.to(torch.uint8 if fmt.e8m0 else FP32), fmt.group)
+    own = torch.full((num_rows,), 0.5, device=DEVICE) if fmt.global_scale else None
+    return QuantizedRows(q, scale.to(fmt.scale_dtype), fmt.group, own)
+
+
+def select(rows: QuantizedRows, which: Any) -> QuantizedRows:
+    """Some of the rows."""
+    own = None if rows.global_scale is None else rows.global_scale[which]
+    return QuantizedRows(rows.q[which], rows.scale[which], rows.group, own)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,6 +126,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def assert_same(found: QuantizedRows, expected: Quantized, columns: int) -> None:
     """Codes and scales of the same rows, and zeros behind the codes."""
+    if expected.scale_2 is not None:
+        assert_same_e2m1(found, expected, columns)
+        return
     assert torch.equal(bits(found.q[:, :columns]), bits(expected.q))
     scale = expected.scale
     if scale.dtype == torch.float8_e8m0fnu:
@@ -121,6 +138,21 @@ def assert_same(found: QuantizedRows, expected: Quantized, columns: int) -> None
         assert torch.equal(bits(found.scale[:, : wanted.shape[1]]), bits(wanted.contiguous()))
     behind = found.q[:, columns:].float()
     assert ((behind == 0) | behind.isnan() & found.scale.float().isnan().any()).all()
+
+
+def assert_same_e2m1(found: QuantizedRows, expected: Quantized, columns: int) -> None:
+    """The same of packed codes, but for codes without a meaning, those of groups whose scale is NaN."""
+    assert expected.scale_2 is not None
+    assert found.global_scale is not None
+    scale_2 = expected.scale_2.expand(len(found.q), 1)
+    assert torch.equal(bits(found.global_scale), bits(scale_2[:, 0].contiguous()))
+    num_groups, num_bytes = expected.scale.shape[1], -(-columns // 2)
+    assert torch.equal(bits(found.scale[:, :num_groups]), bits(expected.scale))
+    defined = ~(expected.scale.float() * scale_2).isnan().repeat_interleave(8, 1)[:, :num_bytes]
+    assert torch.equal(found.q[:, :num_bytes][defined], expected.q[defined])
+    assert (found.q[:, num_bytes:] == 0).all()
+    # Scales of groups that are only padding are finite, since they are multiplied.
+    assert (found.scale[:, num_groups:].float().isfinite() | scale_2.isnan()).all()
 
 
 def one_route_a_row(num_rows: int) -> RouteIds:
@@ -203,7 +235,7 @@ def test_scales_of_experts_are_applied_to_their_routes() -> None:
     out = make_rows(fmt, 8, 130)
     quantize_rows(out, x, fmt, RouteIds(ids, None, 3, 3), static_scale=static)
     for route, expert in enumerate(ids.flatten().tolist()):
-        own = QuantizedRows(out.q[route : route + 1], out.scale[route : route + 1], 0)
+        own = select(out, slice(route, route + 1))
         if 0 <= expert < 3:
             assert_same(own, quantize_activations(x[route // 2 : route // 2 + 1], scheme, static[expert]), 130)
         else:
@@ -246,6 +278,8 @@ def restored(rows: QuantizedRows, scheme: QuantScheme, columns: int) -> torch.Te
     """The numbers that the kernels' codes stand for."""
     fmt = scheme.activation
     assert fmt is not None
+    if rows.global_scale is not None:
+        return dequantize_activations(Quantized(rows.q, rows.scale, rows.global_scale[:, None]), scheme, columns, FP64)
     scale = rows.scale if fmt.group[1] == WHOLE else rows.scale[:, : -(-columns // fmt.group[1])]
     if rows.scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
@@ -274,7 +308,7 @@ class Stage:
         self.layer = TritonQuantizedExperts(self.problem, SM90)
         self.permuted = self.layer.permute_weights(self.weights, self.problem)
         self.fmt = self.layer._row_format()
-        if self.scheme.activation is not None and self.scheme.activation.group[1] not in (WHOLE, 32):
+        if self.scheme.activation is not None and self.scheme.activation.group[1] not in (WHOLE, 16, 32):
             self.config = dataclasses.replace(self.config, block_k=128)
         num_tokens = 16 if self.direct else 21
         inputs = conformance.make_inputs(self.problem, num_tokens, "unmapped", DEVICE)
@@ -368,7 +402,7 @@ def test_codes_of_the_first_gemm_are_those_of_its_rounded_output(stage: Stage) -
     else:
         amax = torch.zeros(AMAX_PROGRAMS, dtype=torch.int32, device=DEVICE) if stage.fmt.spans_rows else None
         quantize_rows(found, plain, stage.fmt, own, amax=amax)
-    in_use = QuantizedRows(found.q[stage.rows], found.scale[stage.rows], found.group)
+    in_use = select(found, stage.rows)
     if static is None:
         assert_same(in_use, quantize_activations(expected, stage.scheme), stage.intermediate)
     else:
@@ -412,12 +446,16 @@ def test_two_steps_a_turn_give_the_same_bits(scheme: QuantScheme) -> None:
     static = torch.tensor([0.03], device=DEVICE) if stage.fmt.static else None
     x = quantize(random(stage.num_routes, 1024), scheme, static_scale=static)
     w13 = stage.layer._matrices(stage.permuted, "w13")
+    one_matrix = w13
+    if w13.global_scale is not None:
+        # The second product is of one half.
+        one_matrix = dataclasses.replace(w13, global_scale=w13.global_scale[:, :1].contiguous())
     found = []
     for block_k in (128, 256):
         stage.config = dataclasses.replace(WIDE, block_k=block_k)
         out, down = poisoned(stage.num_routes, 128), poisoned(stage.num_routes, 256)
         stage.gate_up(out)
-        quantized_down_gemm(down, x, w13, stage.plan, stage.config)
+        quantized_down_gemm(down, x, one_matrix, stage.plan, stage.config)
         assert out[stage.rows].isfinite().all()
         assert down[stage.routes].isfinite().all()
         found.append((out, down))
@@ -480,7 +518,8 @@ def test_planted_faults_show_against_the_closer_bound(scheme: str) -> None:
     problem = make_problem(get_scheme(scheme), 130, 200, has_bias=True)
     bound = tolerance(problem.quant, "bfloat16", 9 * 130, rounds_as_reference=True)
     for name, faulty in plant_faults(conformance_weights(problem)):
-        assert run_layer(problem, faulty, 9) > 3 * bound, name
+        # The bound of 4-bit activations is a tenth of the output and more, so faults are fewer times as large.
+        assert run_layer(problem, faulty, 9) > (2 if scheme == "nvfp4" else 3) * bound, name
 
 
 def test_permuted_weights_are_views_where_nothing_is_padded() -> None:

@@ -20,7 +20,7 @@ FAST_CASES = {
     "sm_80": ("int8_prefill",),
     "sm_89": ("block_decode",),
     "sm_90": ("block_decode", "block_prefill", "channel_prefill", "int8_prefill", "block_batched_decode"),
-    "sm_100": ("block_prefill", "mx_prefill", "mx4_prefill"),
+    "sm_100": ("block_prefill", "mx_prefill", "mx4_prefill", "nv4_prefill"),
     "gfx942": ("int8_prefill",),
 }
 SLOW_CASES = {
@@ -39,7 +39,16 @@ SLOW_CASES = {
         "int8_decode",
         "dynamic_batched_prefill",
     ),
-    "sm_100": ("block_decode", "block_to_100_rows", "channel_prefill", "mx_decode", "mx4_decode", "int8_prefill"),
+    "sm_100": (
+        "block_decode",
+        "block_to_100_rows",
+        "channel_prefill",
+        "mx_decode",
+        "mx4_decode",
+        "nv4_decode",
+        "nv4_batched_prefill",
+        "int8_prefill",
+    ),
     "sm_120": ("mx_decode", "mx_prefill"),
     "gfx942": ("int8_decode",),
 }
@@ -144,13 +153,17 @@ def check(target: str, rows: list[dict[str, Any]], cases: tuple[str, ...]) -> No
         assert set(row["matrix"]) == {"mma.sync" if is_low and target != "gfx942" else large}, row
         # Instructions of the last two do not name types: one takes them from a descriptor, the other is not PTX.
         if target != "gfx942" and (target != "sm_100" or is_low):
-            kind = ".s8" if case.startswith("int8") else ".bf16" if case.startswith("mx") else "e4m3"
+            kind = ".s8" if case.startswith("int8") else ".bf16" if case.startswith(("mx", "nv4")) else "e4m3"
             if kind == "e4m3" and is_low and target in RESTORES_FP8_IN_LOW_TILES:
                 kind = ".f16.f16"
             kinds = {"e4m3", ".block_scale"} if case.startswith("mx") and target == "sm_120" else {kind}
             assert {word for word, count in row["products"].items() if count} == kinds, row
         elif case.startswith("mx"):
             assert row["products"][".block_scale"], row
+        elif case.startswith("nv4"):
+            assert row["products"]["mxf4nvf4"] == row["products"][".block_scale"] == row["matrix"][large], row
+        if case.startswith("nv4"):
+            assert row["spill_bytes"] == 0, row
         if target == "sm_90":
             key = case, row["kernel"]
             assert row["registers"] <= MAX_REGISTERS_SM90[key], row

@@ -45,6 +45,7 @@ from tests.test_triton_quantized import (
     make_rows,
     random,
     row_format,
+    select,
 )
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
@@ -96,7 +97,7 @@ def test_codes_and_scales_are_those_of_quantize(
     if row_format(scheme).static:
         static = torch.tensor([0.03, 0.04, 0.05], device=DEVICE)
     found = quantize(x, scheme, make_plan(COUNTS, MAX_TOKENS, 16), static_scale=static)
-    in_use = QuantizedRows(found.q[valid], found.scale[valid], found.group)
+    in_use = select(found, valid)
     if static is None:
         assert_same(in_use, quantize_activations(x[valid], scheme), columns)
     else:
@@ -115,7 +116,7 @@ def test_more_rows_than_programs_are_all_quantised(monkeypatch: pytest.MonkeyPat
     x[~valid] = math.nan
     scheme = get_scheme("fp8_channel_token")
     found = quantize(x, scheme, make_plan(COUNTS, MAX_TOKENS, 16))
-    in_use = QuantizedRows(found.q[valid], found.scale[valid], found.group)
+    in_use = select(found, valid)
     assert_same(in_use, quantize_activations(x[valid], scheme), 130)
     assert (found.q[~valid].view(torch.uint8) == 77).all()
 
@@ -244,7 +245,8 @@ def test_planted_faults_show(scheme: str) -> None:
     layer = Batches(batched_problem(scheme, has_bias=True), [4, 1, 3, 2], 4)
     reference, bound = layer.reference(), layer.bound()
     for name, faulty in plant_faults(layer.weights):
-        assert relative_error(layer.run(faulty), reference) > 3 * bound, name
+        # As in the standard format.
+        assert relative_error(layer.run(faulty), reference) > (2 if scheme == "nvfp4" else 3) * bound, name
 
 
 def test_one_static_scale_for_all_experts() -> None:

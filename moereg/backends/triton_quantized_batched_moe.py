@@ -1,4 +1,4 @@
-"""The `triton` backend for 8-bit weights with 8-bit activations, tokens batched by expert."""
+"""The `triton` backend for quantised weights with quantised activations, tokens batched by expert."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from moereg.backends._triton.quantized_workspace import (
     ALIGNMENT,
     AMAX_PROGRAMS,
     K_PAD,
-    Piece,
     cut,
     intermediate_pieces,
     piece_bytes,
@@ -60,6 +59,14 @@ from moereg.weights import PermutedWeights
 )
 @register_moe_backend(
     name="triton",
+    priority=110,
+    quant_schemes=("nvfp4",),
+    platforms=("cuda:sm100",),
+    requires=("triton>=3.8",),
+    dtypes=("bfloat16", "float16"),
+)
+@register_moe_backend(
+    name="triton",
     priority=20,
     quant_schemes=("mxfp8",),
     platforms=("cuda:sm90",),
@@ -96,7 +103,6 @@ class TritonQuantizedBatchedExperts(TritonQuantizedExperts):
         from moereg.kernels.triton_block_map import plan_batches
         from moereg.kernels.triton_gemm_config import max_shared_bytes
         from moereg.kernels.triton_overlap import can_overlap
-        from moereg.kernels.triton_quantize import QuantizedRows
         from moereg.kernels.triton_quantize_batched import quantize_batched_rows
         from moereg.kernels.triton_quantized_config import select_quantized_config
         from moereg.kernels.triton_quantized_gemm import fuses_quantizer, quantized_down_gemm, quantized_gate_up_gemm
@@ -123,11 +129,11 @@ class TritonQuantizedBatchedExperts(TritonQuantizedExperts):
             second[:plan_bytes].view(torch.int32),
             overlap=overlap,
         )
-        pieces: tuple[Piece, ...] = row_pieces(self._activation_format, num_rows, hidden_size)
-        token_codes, token_scales = cut(second[plan_bytes:], pieces)
-        tokens = QuantizedRows(token_codes, token_scales, fmt.group)
+        pieces = row_pieces(self._activation_format, num_rows, hidden_size)
+        tokens = self._quantized_rows(*cut(second[plan_bytes:], pieces))
         pieces = intermediate_pieces(problem, self._activation_format, num_rows)
-        intermediate, codes, scales, amax = cut(workspace13.view(torch.uint8), pieces)
+        intermediate, amax, *coded = cut(workspace13.view(torch.uint8), pieces)
+        rows = self._quantized_rows(*coded)
         amax_of_all = amax if fmt.spans_rows else None
         quantize_batched_rows(
             tokens,
@@ -138,8 +144,7 @@ class TritonQuantizedBatchedExperts(TritonQuantizedExperts):
             static_scale=weights.get("a13_scale"),
             overlap=overlap,
         )
-        rows = QuantizedRows(codes, scales, fmt.group)
-        fuses = fuses_quantizer(fmt, configs.gate_up)
+        fuses, a2_scale = fuses_quantizer(fmt, configs.gate_up), weights.get("a2_scale")
         quantized_gate_up_gemm(
             rows if fuses else intermediate,
             tokens,
@@ -155,11 +160,13 @@ class TritonQuantizedBatchedExperts(TritonQuantizedExperts):
             bias=weights.get("w13_bias"),
             out_format=fmt if fuses else None,
             rounded=problem.torch_dtype if fuses else None,
-            static_scale=weights.get("a2_scale"),
+            static_scale=a2_scale if fuses else None,
             overlap=overlap,
         )
         if not fuses:
-            quantize_batched_rows(rows, intermediate, fmt, plan, amax=amax_of_all, overlap=overlap)
+            quantize_batched_rows(
+                rows, intermediate, fmt, plan, amax=amax_of_all, static_scale=a2_scale, overlap=overlap
+            )
         quantized_down_gemm(
             out.view(num_rows, hidden_size),
             rows,

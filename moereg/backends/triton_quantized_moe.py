@@ -1,4 +1,4 @@
-"""The `triton` backend for 8-bit activations, with 8-bit weights or, where hardware scales both, 4-bit ones."""
+"""The `triton` backend for 8-bit activations and weights and, where hardware scales groups, 4-bit ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from moereg.registry import register_moe_backend
 from moereg.weights import ExpertWeights, PermutedWeights
 
 if TYPE_CHECKING:
-    from moereg.kernels.triton_quantize import RowFormat
+    from moereg.kernels.triton_quantize import QuantizedRows, RowFormat
     from moereg.kernels.triton_scaled_products import QuantizedMatrices
 
 _E8M0: Final = "float8_e8m0fnu"
@@ -76,6 +76,15 @@ _MIN_GLUON_ROWS: Final = 30
     requires=("triton>=3.8",),
     dtypes=("bfloat16", "float16"),
 )
+# The same. sm120 multiplies such codes too, with other instructions, and is left to the emulation until one has run it.
+@register_moe_backend(
+    name="triton",
+    priority=110,
+    quant_schemes=("nvfp4",),
+    platforms=("cuda:sm100",),
+    requires=("triton>=3.8",),
+    dtypes=("bfloat16", "float16"),
+)
 # Hopper has no products of groups with scales: Triton restores both sides to bf16, exactly, and multiplies these.
 @register_moe_backend(
     name="triton",
@@ -89,7 +98,8 @@ class TritonQuantizedExperts(RecordedExperts):
     """Standard format: codes of tokens, two grouped GEMMs of codes with the activation between them, a reduction.
 
     The intermediate is rounded to the problem's dtype and then quantised: in the first GEMM where a tile holds whole
-    groups of it or its scales are given, else in a launch between the two. Up to 16 tokens need no sort.
+    groups of it or its scales are given, else, as where rows have global scales, in a launch between the two. Up to 16
+    tokens need no sort.
 
     Equal inputs give equal bits: a row of a product does not depend on its place in a tile, largest magnitudes on no
     order, no kernel adds atomically, and a token's rows are added in the order of its choices.
@@ -113,7 +123,7 @@ class TritonQuantizedExperts(RecordedExperts):
     output_form = "reduced"
     layouts = ("canonical_pad128",)
     recorded_weights = (
-        *("w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias"),
+        *("w13", "w2", "w13_scale", "w2_scale", "w13_scale_2", "w2_scale_2", "w13_bias", "w2_bias"),
         *("a13_scale", "a2_scale"),
     )
 
@@ -137,12 +147,12 @@ class TritonQuantizedExperts(RecordedExperts):
 
         Returns:
             `w13` [E, 2 * I, H_pad], `w2` [E, H, I_pad], views where nothing is padded, half as many bytes of codes of 4
-            bits; `w13_scale` and `w2_scale` [E, groups of rows, groups of columns] fp32, or uint8 where they are
-            powers of two; `a2_scale` [E] and `a13_scale` [E], or shared and [1] where the checkpoint has one number;
-            biases as they are.
+            bits; `w13_scale` and `w2_scale` [E, groups of rows, groups of columns] fp32, uint8 where they are powers of
+            two, or float8_e4m3fn with global ones, `w13_scale_2` [E, 2] and `w2_scale_2` [E, 1]; `a2_scale` [E] and
+            `a13_scale` [E], or shared and [1] where the checkpoint has one number; biases as they are.
         """
         fmt = self.computes.weight
-        assert fmt is not None and not fmt.global_scale and fmt.symmetric
+        assert fmt is not None and fmt.symmetric
         per_expert = {name: tensor.contiguous() for name, tensor in weights.tensors().items() if name.endswith("bias")}
         shared: dict[str, torch.Tensor] = {}
         for name, columns in (("w13", problem.hidden_size), ("w2", problem.intermediate_size)):
@@ -152,6 +162,8 @@ class TritonQuantizedExperts(RecordedExperts):
             padded = pad_columns(tensors[name].view(torch.uint8), num_bytes).contiguous()
             per_expert[name] = padded.view(fmt.storage_dtype)
             per_expert[f"{name}_scale"] = self._permute_scale(name, tensors[f"{name}_scale"], columns)
+            if fmt.global_scale:
+                per_expert[f"{name}_scale_2"] = self._one_a_half(name, tensors[f"{name}_scale_2"]).contiguous()
         if weights.a2_scale is not None:
             per_expert["a2_scale"] = weights.a2_scale.expand(problem.num_local_experts).contiguous()
         if weights.a13_scale is not None:
@@ -162,13 +174,19 @@ class TritonQuantizedExperts(RecordedExperts):
     def _permute_scale(self, name: str, scale: torch.Tensor, columns: int) -> torch.Tensor:
         fmt = self.computes.weight
         assert fmt is not None
-        halves = self.problem.activation.num_halves if name == "w13" else 1
         if scale.dim() < 3:
-            # One a matrix, or one a half of it.
-            scale = scale.reshape(len(scale), -1, 1).expand(-1, halves, 1)
-        scale = scale.view(torch.uint8) if fmt.scale_dtype == _E8M0 else scale.float()
+            scale = self._one_a_half(name, scale).unsqueeze(2)
         num_groups = 1 if fmt.group[1] == WHOLE else round_up(columns, K_PAD) // fmt.group[1]
+        if fmt.global_scale:
+            # Zeros scale zeros. As bytes, as codes are padded.
+            return pad_columns(scale.view(torch.uint8), num_groups).contiguous().view(scale.dtype)
+        scale = scale.view(torch.uint8) if fmt.scale_dtype == _E8M0 else scale.float()
         return pad_columns(scale, num_groups).contiguous()
+
+    def _one_a_half(self, name: str, scale: torch.Tensor) -> torch.Tensor:
+        """[E, halves] of one scale a matrix, [E], or one a half of it."""
+        halves = self.problem.activation.num_halves if name == "w13" else 1
+        return scale.reshape(len(scale), -1).expand(-1, halves)
 
     def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The intermediate, its codes and scales; then, flat, the plan of the routes and rows, first codes of tokens.
@@ -202,7 +220,7 @@ class TritonQuantizedExperts(RecordedExperts):
         from moereg.kernels import triton_quantize
         from moereg.kernels.triton_gemm_config import max_shared_bytes
         from moereg.kernels.triton_overlap import can_overlap
-        from moereg.kernels.triton_quantize import QuantizedRows, RouteIds, quantize_rows, rows_of_plan
+        from moereg.kernels.triton_quantize import RouteIds, quantize_rows, rows_of_plan
         from moereg.kernels.triton_quantized_config import select_quantized_config
         from moereg.kernels.triton_quantized_gemm import fuses_quantizer, quantized_down_gemm, quantized_gate_up_gemm
         from moereg.kernels.triton_reduce import reduce_routes
@@ -228,7 +246,8 @@ class TritonQuantizedExperts(RecordedExperts):
         plan_words = workspace2.view(torch.uint8)[:plan_bytes].view(torch.int32)
         behind_plan = workspace2.view(torch.uint8)[plan_bytes:]
         pieces = intermediate_pieces(problem, self._activation_format, num_routes)
-        intermediate, codes, scales, amax = cut(workspace13.view(torch.uint8), pieces)
+        intermediate, amax, *coded = cut(workspace13.view(torch.uint8), pieces)
+        rows = self._quantized_rows(*coded)
         amax_of_all = amax if fmt.spans_rows else None
         weight_on_input = problem.apply_router_weight_on_input
 
@@ -241,10 +260,8 @@ class TritonQuantizedExperts(RecordedExperts):
         a13_scale, a2_scale = weights.get("a13_scale"), weights.get("a2_scale")
         # Each expert's static scale means something else to the same token.
         by_route = a13_scale is not None and a13_scale.numel() > 1
-        token_codes, token_scales = cut(
-            behind_plan, token_pieces(problem, self._activation_format, num_tokens, by_route)
-        )
-        tokens = QuantizedRows(token_codes, token_scales, fmt.group)
+        pieces = token_pieces(problem, self._activation_format, num_tokens, by_route)
+        tokens = self._quantized_rows(*cut(behind_plan, pieces))
         quantize_rows(
             tokens,
             hidden_states,
@@ -258,7 +275,6 @@ class TritonQuantizedExperts(RecordedExperts):
             # Without a sort it is the layer's first kernel.
             overlap=overlap and configs.sort_routes,
         )
-        rows = QuantizedRows(codes, scales, fmt.group)
         gate_up: dict[str, Any] = {
             "top_k": problem.top_k,
             "by_route": by_route,
@@ -277,7 +293,7 @@ class TritonQuantizedExperts(RecordedExperts):
         else:
             quantized_gate_up_gemm(intermediate, tokens, w13, plan, configs.gate_up, **gate_up)
             own = rows_of_plan(plan, problem.num_local_experts)
-            quantize_rows(rows, intermediate, fmt, own, amax=amax_of_all, overlap=overlap)
+            quantize_rows(rows, intermediate, fmt, own, amax=amax_of_all, static_scale=a2_scale, overlap=overlap)
         (route_rows,) = cut(behind_plan, (((num_routes, hidden_size), problem.torch_dtype),))
         quantized_down_gemm(
             route_rows,
@@ -366,7 +382,7 @@ class TritonQuantizedExperts(RecordedExperts):
             overlap=overlap,
         )
         pieces = intermediate_pieces(problem, self._activation_format, num_rows)
-        intermediate, codes, scales, _ = cut(workspace13.view(torch.uint8), pieces)
+        intermediate, _, codes, scales = cut(workspace13.view(torch.uint8), pieces)
         scales = by_group(scales)
         gate_up: dict[str, Any] = {
             "activation": activation.name,
@@ -403,7 +419,13 @@ class TritonQuantizedExperts(RecordedExperts):
             e8m0=fmt.scale_dtype == _E8M0,
             spans_rows=fmt.group[0] == WHOLE and not fmt.static,
             static=fmt.static,
+            global_scale=fmt.global_scale,
         )
+
+    def _quantized_rows(self, codes: torch.Tensor, scales: torch.Tensor, *global_scale: torch.Tensor) -> QuantizedRows:
+        from moereg.kernels.triton_quantize import QuantizedRows
+
+        return QuantizedRows(codes, scales, _group_columns(self._activation_format), *global_scale)
 
     def _matrices(self, weights: PermutedWeights, name: str) -> QuantizedMatrices:
         from moereg.kernels.triton_scaled_products import QuantizedMatrices
@@ -412,7 +434,7 @@ class TritonQuantizedExperts(RecordedExperts):
         assert fmt is not None
         q, scale = weights[name], weights[f"{name}_scale"]
         group_rows = q.shape[1] // scale.shape[1] if fmt.group[0] == WHOLE else fmt.group[0]
-        return QuantizedMatrices(q, scale, group_rows, _group_columns(fmt))
+        return QuantizedMatrices(q, scale, group_rows, _group_columns(fmt), weights.get(f"{name}_scale_2"))
 
 
 def _group_columns(fmt: QuantFormat) -> int:

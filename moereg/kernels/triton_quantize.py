@@ -16,6 +16,7 @@ from moereg.kernels.triton_block_map import BlockMap
 from moereg.kernels.triton_launch import launch
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.triton_routing import RoutePlan, load_local_expert
+from moereg.kernels.triton_small_floats import quantize_e2m1
 from moereg.kernels.triton_tiles import DirectRoutes
 
 # The reduced dimension of codes and of quantised weights is a multiple of this: one step of a GEMM, and a block of
@@ -25,7 +26,7 @@ K_PAD = 128
 # Programs that look for the largest magnitude of all rows; whoever needs it reads a number from each.
 AMAX_PROGRAMS = 256
 
-# Columns of a program where a scale does not make it take a whole row.
+# Columns of a program where no scale makes it take a whole row.
 _GROUPED_BLOCK = 1024
 
 # What a program works on where there would be many of them.
@@ -38,13 +39,15 @@ class RowFormat:
     """How rows become codes.
 
     Attributes:
-        dtype: Of the codes: an 8-bit float or int8.
+        dtype: Of the codes: an 8-bit float or int8, or uint8 for two float4_e2m1fn.
         min_code: Smallest code.
         max_code: Largest code, to which the largest magnitude of a group is mapped.
         group: Columns that share a scale, a power of two that divides `K_PAD`; 0: the whole row.
         e8m0: Whether scales are powers of two, stored as uint8; else they are fp32.
         spans_rows: Whether one dynamic scale is for all rows that count.
         static: Whether scales are given.
+        global_scale: Whether scales are float8_e4m3fn on top of a global one for each row, which may be given; of
+            float4_e2m1fn.
     """
 
     dtype: torch.dtype
@@ -54,6 +57,14 @@ class RowFormat:
     e8m0: bool = False
     spans_rows: bool = False
     static: bool = False
+    global_scale: bool = False
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Of stored scales."""
+        if self.global_scale:
+            return torch.float8_e4m3fn
+        return torch.uint8 if self.e8m0 else torch.float32
 
     def num_groups(self, padded_columns: int) -> int:
         """G."""
@@ -65,14 +76,22 @@ class QuantizedRows:
     """Codes and scales of rows.
 
     Attributes:
-        q: [R, K_pad] codes, rows contiguous, zeros from column K on.
-        scale: [R, G] fp32, or uint8 where they are powers of two.
+        q: [R, K_pad] codes, rows contiguous, zeros from column K on; or [R, K_pad / 2] uint8, two float4_e2m1fn codes
+            each, the first in the low half.
+        scale: [R, G] fp32, uint8 where they are powers of two, or float8_e4m3fn where there are global ones.
         group: Columns that share a scale; 0: the whole row.
+        global_scale: [R] fp32, contiguous, or None.
     """
 
     q: torch.Tensor
     scale: torch.Tensor
     group: int
+    global_scale: torch.Tensor | None = None
+
+    @property
+    def depth(self) -> int:
+        """K_pad."""
+        return self.q.shape[1] * (2 if self.q.dtype == torch.uint8 else 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,12 +253,15 @@ def _amax_rows_kernel(
 def _quantize_rows_kernel(
     q,
     scales,
+    global_scales,
     x,
     topk_weights,
     static_scale,
     amax,
     topk_ids,
     expert_map,
+    route_expert,
+    sorted_routes,
     rows_in_use,
     num_rows,
     num_routes,
@@ -276,15 +298,27 @@ def _quantize_rows_kernel(
         routes = tl.where(in_use, rows, num_routes)
         expert = load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts)
         in_use = in_use & (expert >= 0)
+    if sorted_routes is not None:
+        expert = tl.load(route_expert + tl.load(sorted_routes + rows, mask=in_use, other=0), mask=in_use, other=0)
     first = tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)[None, :]
     values = load_rows(x, topk_weights, rows // SOURCE, in_use, columns, size, stride_x)
     DTYPE: tl.constexpr = q.dtype.element_ty
     rows = rows.to(tl.int64)
     if GROUP:
-        codes, stored = quantize_tile(values, DTYPE, GROUP, MIN_CODE, MAX_CODE, E8M0)
+        if global_scales is not None:
+            if static_scale is not None:
+                global_scale = tl.load(static_scale + expert * stride_static, mask=in_use, other=1.0)
+            else:
+                # Of a whole row, which one program has.
+                bits = tl.expand_dims(amax_bits(values, 1), 1)
+                global_scale, _ = scale_of_bits(bits, MAX_CODE * 448.0, False)
+            tl.store(global_scales + rows, global_scale, mask=in_use & (tl.program_id(1) == 0))
+            codes, stored = quantize_e2m1(values, global_scale, GROUP)
+        else:
+            codes, stored = quantize_tile(values, DTYPE, GROUP, MIN_CODE, MAX_CODE, E8M0)
+            stored = stored.to(scales.dtype.element_ty)
         groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
-        stored = stored.to(scales.dtype.element_ty)
         tl.store(scales + rows * stride_scales + groups, stored, mask=in_use & (groups < padded_size // GROUP))
     else:
         if static_scale is not None:
@@ -300,10 +334,32 @@ def _quantize_rows_kernel(
             values = divide(values, scale)
         codes = encode(values, DTYPE, MIN_CODE, MAX_CODE)
         tl.store(scales + rows * stride_scales, stored.to(scales.dtype.element_ty), mask=in_use)
-    tl.store(q + rows * stride_q + columns, codes, mask=in_use & (columns < padded_size))
+    if global_scales is not None:
+        pairs = first // 2 + tl.arange(0, BLOCK // 2)[None, :]
+        tl.store(q + rows * stride_q + pairs, codes, mask=in_use & (pairs < padded_size // 2))
+    else:
+        tl.store(q + rows * stride_q + columns, codes, mask=in_use & (columns < padded_size))
     if INDEPENDENT:
         # Who waits for this kernel counts on the one in front having ended too.
         wait_for_previous(OVERLAP)
+
+
+def check_rows(
+    out: QuantizedRows, x: torch.Tensor, fmt: RowFormat, amax: torch.Tensor | None, static_scale: torch.Tensor | None
+) -> None:
+    """What the launchers ask of their operands, whichever rows count."""
+    assert x.stride(1) == out.q.stride(1) == out.scale.stride(1) == 1 and out.q.dtype == fmt.dtype
+    assert out.scale.shape == (out.q.shape[0], fmt.num_groups(out.depth)) and out.group == fmt.group
+    assert fmt.spans_rows == (amax is not None) and fmt.global_scale == (out.global_scale is not None)
+    assert fmt.global_scale or fmt.static == (static_scale is not None)
+    assert not fmt.global_scale or (fmt.dtype == torch.uint8 and fmt.max_code == 6.0), "written for float4_e2m1fn"
+
+
+def block_of_rows(padded: int, fmt: RowFormat, static_scale: torch.Tensor | None) -> int:
+    """Columns of a program: a whole row where its scale, or its global one, is made from it."""
+    takes_parts = fmt.group and not (fmt.global_scale and static_scale is None)
+    block: int = triton.next_power_of_2(min(_GROUPED_BLOCK, padded) if takes_parts else padded)
+    return block
 
 
 def quantize_rows(
@@ -329,29 +385,30 @@ def quantize_rows(
             rows are tokens. Rows that are not in use may hold anything; those of sorted and of single routes are left
             out.
         amax: [AMAX_PROGRAMS] int32, overwritten, where one dynamic scale spans the rows.
-        static_scale: fp32 [1], or [E], where scales are given.
+        static_scale: fp32 [1], or [E], where scales or global ones are given.
         topk_weights: [R] fp32, contiguous: rows are multiplied by these, and rounded to their dtype, first.
         independent: whether the kernel in front, if there is one, writes nothing that is read here and reads and writes
             nothing that is written here, and no kernel in front of it still runs.
         overlap: whether to start while the kernel in front, which may be the one that writes `x`, still runs.
     """
-    num_rows, padded = out.q.shape
+    num_rows, padded = out.q.shape[0], out.depth
     size = x.shape[1]
     assert padded % K_PAD == 0 and size <= padded and num_rows % x.shape[0] == 0
-    assert x.stride(1) == out.q.stride(1) == out.scale.stride(1) == 1
-    assert out.scale.shape == (num_rows, fmt.num_groups(padded)) and out.group == fmt.group
-    assert fmt.static == (static_scale is not None) and fmt.spans_rows == (amax is not None)
+    check_rows(out, x, fmt, amax, static_scale)
+    has_many = static_scale is not None and static_scale.numel() > 1
     ids: tuple[torch.Tensor | None, torch.Tensor | None]
+    sorted_experts: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     rows_in_use: torch.Tensor | None
     if isinstance(routes, RoutePlan):
         routes_per_row, ids, counts = 1, (None, None), (0, 0, 0)
         rows_in_use = routes.expert_offsets[-1:]
+        if has_many:
+            sorted_experts = routes.route_expert, routes.sorted_routes
     else:
         routes_per_row, ids = routes.topk_ids.numel() // num_rows, (routes.topk_ids, routes.expert_map)
         counts = (routes.topk_ids.numel(), routes.num_experts, routes.num_local_experts)
         rows_in_use = None
-    block = _GROUPED_BLOCK if fmt.group else padded
-    block = min(triton.next_power_of_2(block), triton.next_power_of_2(padded))
+    block = block_of_rows(padded, fmt, static_scale)
     num_warps = min(8, max(1, block // 512))
     # Many small programs take longer to start than to run.
     several = max(1, _PROGRAM_ELEMENTS // block) if num_rows * triton.cdiv(padded, block) >= _MANY_PROGRAMS else 1
@@ -375,19 +432,20 @@ def quantize_rows(
             num_warps=num_warps,
             **overlap_options(overlap),
         )
-    has_many = static_scale is not None and static_scale.numel() > 1
-    assert not has_many or (ids[0] is not None and routes_per_row == 1), "scales of experts need single routes"
+    assert not has_many or routes_per_row == 1, "scales of experts need single routes"
     launch(
         _quantize_rows_kernel,
         (triton.cdiv(num_rows, several), triton.cdiv(padded, block)),
         out.q,
         out.scale,
+        out.global_scale,
         x,
         topk_weights,
         static_scale,
         amax,
         # A token of several routes is quantised whether or not one of them is to a local expert.
         *(ids if routes_per_row == 1 else (None, None)),
+        *sorted_experts,
         rows_in_use,
         num_rows,
         *counts,

@@ -21,15 +21,15 @@ from moereg.kernels.triton_quantize import (
     QuantizedRows,
     RowFormat,
     amax_bits,
+    block_of_rows,
+    check_rows,
     divide,
     encode,
     load_rows,
     quantize_tile,
     scale_of_bits,
 )
-
-# Columns of a program where groups do not make it take a whole row.
-_GROUPED_BLOCK: Final = 1024
+from moereg.kernels.triton_small_floats import quantize_e2m1
 
 # Programs that share the rows: there is room for all tokens at every expert, so most rows are usually not in use, and a
 # program for each would end at once.
@@ -74,6 +74,7 @@ def _amax_batched_kernel(
 def _quantize_batched_kernel(
     q,
     scales,
+    global_scales,
     x,
     static_scale,
     amax,
@@ -108,9 +109,19 @@ def _quantize_batched_kernel(
             own_q = q + row.to(tl.int64) * stride_q
             own_scales = scales + row.to(tl.int64) * stride_scales
             if GROUP:
-                codes, stored = quantize_tile(values, DTYPE, GROUP, MIN_CODE, MAX_CODE, E8M0)
+                if global_scales is not None:
+                    if static_scale is not None:
+                        global_scale = tl.load(static_scale + expert * stride_static)
+                    else:
+                        # Of a whole row, which one program has.
+                        global_scale, _ = scale_of_bits(tl.max(amax_bits(values, 1), 0), MAX_CODE * 448.0, False)
+                    if first == 0:
+                        tl.store(global_scales + row, global_scale)
+                    codes, stored = quantize_e2m1(values, tl.zeros([1, 1], tl.float32) + global_scale, GROUP)
+                else:
+                    codes, stored = quantize_tile(values, DTYPE, GROUP, MIN_CODE, MAX_CODE, E8M0)
+                    stored = stored.to(scales.dtype.element_ty)
                 groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
-                stored = stored.to(scales.dtype.element_ty)
                 tl.store(own_scales + groups, stored, mask=groups < padded_size // GROUP)
             else:
                 if static_scale is not None:
@@ -126,7 +137,11 @@ def _quantize_batched_kernel(
                     values = divide(values, tl.zeros([1, 1], tl.float32) + scale)
                 codes = encode(values, DTYPE, MIN_CODE, MAX_CODE)
                 tl.store(own_scales, stored.to(scales.dtype.element_ty))
-            tl.store(own_q + columns, codes, mask=columns < padded_size)
+            if global_scales is not None:
+                pairs = first // 2 + tl.arange(0, BLOCK // 2)[None, :]
+                tl.store(own_q + pairs, codes, mask=pairs < padded_size // 2)
+            else:
+                tl.store(own_q + columns, codes, mask=columns < padded_size)
 
 
 def quantize_batched_rows(
@@ -142,24 +157,21 @@ def quantize_batched_rows(
     """Writes codes and scales of the rows that count: one launch, two where one scale spans them.
 
     Args:
-        out: [R, K_pad] codes and [R, G] scales: overwritten in the rows that count.
+        out: Codes, scales and global ones where there are such: overwritten in the rows that count.
         x: [R, K] bf16, fp16 or fp32, rows contiguous; rows that do not count may be NaN.
         fmt: What to make of them.
         plan: From `plan_batches` without slack: which rows count, and whose they are.
         amax: [AMAX_PROGRAMS] int32, overwritten, where one dynamic scale spans the rows.
-        static_scale: fp32 [1], or [E], where scales are given.
+        static_scale: fp32 [1], or [E], where scales or global ones are given.
         overlap: whether to start while the kernel in front, which may be the one that writes `x` or `plan`, still runs.
     """
-    num_rows, padded = out.q.shape
+    num_rows, padded = out.q.shape[0], out.depth
     size = x.shape[1]
     assert padded % K_PAD == 0 and size <= padded and x.shape[0] == num_rows
-    assert x.stride(1) == out.q.stride(1) == out.scale.stride(1) == 1
-    assert out.scale.shape == (num_rows, fmt.num_groups(padded)) and out.group == fmt.group
-    assert fmt.static == (static_scale is not None) and fmt.spans_rows == (amax is not None)
+    check_rows(out, x, fmt, amax, static_scale)
     assert plan.slack == 0, "a tile that is longer than the others would lose rows"
     tiles = (plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks)
-    block = _GROUPED_BLOCK if fmt.group else padded
-    block = min(triton.next_power_of_2(block), triton.next_power_of_2(padded))
+    block = block_of_rows(padded, fmt, static_scale)
     num_warps = min(8, max(1, block // 512))
     if amax is not None:
         assert amax.numel() == AMAX_PROGRAMS
@@ -182,6 +194,7 @@ def quantize_batched_rows(
         (min(plan.max_blocks * plan.block_m, _ROW_PROGRAMS), triton.cdiv(padded, block)),
         out.q,
         out.scale,
+        out.global_scale,
         x,
         static_scale,
         amax,

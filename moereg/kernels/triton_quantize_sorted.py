@@ -95,7 +95,7 @@ def quantize_to_sorted_rows(
     assert out.q.shape[0] == route_row.numel() and route_row.numel() % num_tokens == 0
     assert padded % K_PAD == 0 and size <= padded
     assert x.stride(1) == out.q.stride(1) == 1
-    assert not (fmt.static or fmt.spans_rows or fmt.e8m0)
+    assert not (fmt.static or fmt.spans_rows or fmt.e8m0 or fmt.global_scale)
     block = min(_GROUPED_BLOCK if fmt.group else padded, triton.next_power_of_2(padded))
     block = triton.next_power_of_2(block)
     launch(

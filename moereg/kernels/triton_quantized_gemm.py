@@ -1,4 +1,4 @@
-"""The two grouped matmuls of a Mixture-of-Experts layer with 8-bit weights and 8-bit activations, in Triton.
+"""The two grouped matmuls of a Mixture-of-Experts layer with 8-bit or 4-bit weights and activations, in Triton.
 
 Codes are multiplied as they are; scales multiply partial products where they change along the reduced dimension, and
 the accumulator at the end where they do not. Gate and up are two products of one tile, so that w13 and its scales stay
@@ -20,7 +20,9 @@ from moereg.kernels.triton_quantize import K_PAD, QuantizedRows, RowFormat, enco
 from moereg.kernels.triton_scaled_products import (
     QuantizedMatrices,
     codes_in_byte,
+    scale_globally,
     scale_total,
+    scaled_by_hardware,
     scaled_products,
     scales_of_columns,
     scales_of_rows,
@@ -35,8 +37,10 @@ def _quantized_gate_up_kernel(
     static_scale,
     hidden_states,
     hidden_scale,
+    hidden_global,
     w13,
     w13_scale,
+    w13_global,
     bias,
     topk_ids,
     expert_map,
@@ -123,22 +127,33 @@ def _quantized_gate_up_kernel(
     if MASK_N:
         # Columns past the end repeat the last one, which costs no bandwidth and needs no mask.
         columns = tl.minimum(columns, num_columns - 1)
-    offs_k = tl.arange(0, BLOCK_K)
+    offs_a = tl.arange(0, BLOCK_K // codes_in_byte(hidden_states.dtype.element_ty))
     offs_b = tl.arange(0, BLOCK_K // codes_in_byte(w13.dtype.element_ty))
-    MX: tl.constexpr = hidden_scale.dtype.element_ty == tl.uint8
+    MX: tl.constexpr = scaled_by_hardware(hidden_scale.dtype.element_ty)
     expert = expert.to(tl.int64)
     sources = routes // SOURCE
-    a_pointers = hidden_states + sources.to(tl.int64)[:, None] * stride_hidden + offs_k[None, :]
-    a_scales = scales_of_rows(hidden_scale, sources, stride_hidden_scale, MX, BLOCK_K)
+    a_pointers = hidden_states + sources.to(tl.int64)[:, None] * stride_hidden + offs_a[None, :]
+    a_scales = scales_of_rows(hidden_scale, sources, stride_hidden_scale, MX, A_GROUP, BLOCK_K)
     b_pointers = w13 + expert * stride_expert + columns[None, :] * stride_column + offs_b[:, None]
     own_scales = w13_scale + expert * stride_scale_expert
     # A tile of padding alone has no scale of its own.
     first = tl.minimum(tile_n * BLOCK_N, num_columns - 1)
-    b_scales = scales_of_columns(own_scales, first, columns, group_rows, stride_scale_row, UNIFORM, MX, BLOCK_K)
+    b_scales = scales_of_columns(
+        own_scales, first, columns, group_rows, stride_scale_row, UNIFORM, MX, B_GROUP, BLOCK_K
+    )
     up_pointers = b_pointers + num_columns * stride_column
     up_scales = scales_of_columns(
-        own_scales, num_columns + first, num_columns + columns, group_rows, stride_scale_row, UNIFORM, MX, BLOCK_K
+        own_scales,
+        num_columns + first,
+        num_columns + columns,
+        group_rows,
+        stride_scale_row,
+        UNIFORM,
+        MX,
+        B_GROUP,
+        BLOCK_K,
     )
+    HALVES: tl.constexpr = 2 if GATED else 1
     gate, up = scaled_products(
         a_pointers,
         b_pointers,
@@ -148,7 +163,7 @@ def _quantized_gate_up_kernel(
         up_scales,
         row_mask,
         depth,
-        2 if GATED else 1,
+        HALVES,
         A_GROUP,
         B_GROUP,
         FORMAT,
@@ -161,8 +176,10 @@ def _quantized_gate_up_kernel(
     if RELEASE_LATE:
         release_next(OVERLAP)
     gate = scale_total(gate, a_scales, b_scales, row_mask, A_GROUP, B_GROUP)
+    gate = scale_globally(gate, hidden_global, sources, row_mask, w13_global, expert * HALVES)
     if GATED:
         up = scale_total(up, a_scales, up_scales, row_mask, A_GROUP, B_GROUP)
+        up = scale_globally(up, hidden_global, sources, row_mask, w13_global, expert * HALVES + 1)
 
     if bias is not None:
         own_bias = bias + expert * stride_bias + columns
@@ -201,8 +218,10 @@ def _quantized_down_kernel(
     out,
     intermediate,
     intermediate_scale,
+    intermediate_global,
     w2,
     w2_scale,
+    w2_global,
     bias,
     topk_weights,
     topk_ids,
@@ -277,16 +296,16 @@ def _quantized_down_kernel(
     loaded_columns = columns
     if MASK_N:
         loaded_columns = tl.minimum(columns, num_columns - 1)
-    offs_k = tl.arange(0, BLOCK_K)
+    offs_a = tl.arange(0, BLOCK_K // codes_in_byte(intermediate.dtype.element_ty))
     offs_b = tl.arange(0, BLOCK_K // codes_in_byte(w2.dtype.element_ty))
-    MX: tl.constexpr = intermediate_scale.dtype.element_ty == tl.uint8
+    MX: tl.constexpr = scaled_by_hardware(intermediate_scale.dtype.element_ty)
     expert = expert.to(tl.int64)
-    a_pointers = intermediate + rows.to(tl.int64)[:, None] * stride_intermediate + offs_k[None, :]
-    a_scales = scales_of_rows(intermediate_scale, rows, stride_intermediate_scale, MX, BLOCK_K)
+    a_pointers = intermediate + rows.to(tl.int64)[:, None] * stride_intermediate + offs_a[None, :]
+    a_scales = scales_of_rows(intermediate_scale, rows, stride_intermediate_scale, MX, A_GROUP, BLOCK_K)
     b_pointers = w2 + expert * stride_expert + loaded_columns[None, :] * stride_column + offs_b[:, None]
     own_scales = w2_scale + expert * stride_scale_expert
     b_scales = scales_of_columns(
-        own_scales, tile_n * BLOCK_N, loaded_columns, group_rows, stride_scale_row, UNIFORM, MX, BLOCK_K
+        own_scales, tile_n * BLOCK_N, loaded_columns, group_rows, stride_scale_row, UNIFORM, MX, B_GROUP, BLOCK_K
     )
     x, _ = scaled_products(
         a_pointers,
@@ -310,6 +329,7 @@ def _quantized_down_kernel(
     if RELEASE_LATE:
         release_next(OVERLAP)
     x = scale_total(x, a_scales, b_scales, row_mask, A_GROUP, B_GROUP)
+    x = scale_globally(x, intermediate_global, rows, row_mask, w2_global, expert)
 
     if bias is not None:
         x += tl.load(bias + expert * stride_bias + loaded_columns).to(tl.float32)[None, :]
@@ -323,8 +343,11 @@ def _quantized_down_kernel(
 
 
 def fuses_quantizer(fmt: RowFormat, config: GroupedGemmConfig) -> bool:
-    """Whether the first GEMM can write codes: a scale is known without the rows, or its group lies within a tile."""
-    return fmt.static or (fmt.group > 0 and config.block_n % fmt.group == 0)
+    """Whether the first GEMM can write codes: a scale is known without the rows, or its group lies within a tile.
+
+    A global scale is that of a whole row.
+    """
+    return fmt.static or (not fmt.global_scale and fmt.group > 0 and config.block_n % fmt.group == 0)
 
 
 def quantized_gate_up_gemm(
@@ -356,7 +379,8 @@ def quantized_gate_up_gemm(
             column I on. By route for `DirectRoutes`; [E * max_T, I_pad] in the batched format, valid rows overwritten.
             Or codes and scales of the same, see `fuses_quantizer`.
         hidden_states: [T, H_pad], or [N, H_pad] by route, or [E * max_T, H_pad] in the batched format.
-        w13: [E, 2 * I, H_pad] gate first, or [E, I, H_pad] where not gated; scales of both halves by canonical row.
+        w13: [E, 2 * I, H_pad] gate first, or [E, I, H_pad] where not gated; scales of both halves by canonical row,
+            global ones for each half.
         plan: from `sort_routes` or `plan_batches` with `config.block_m`.
         config: launch configuration; `block_n` divides 128 and counts gate and up once.
         top_k: K; 1 in the batched format.
@@ -375,9 +399,10 @@ def quantized_gate_up_gemm(
     num_columns, depth = w13.q.shape[1] // (2 if gated else 1), w13.depth
     block_n = config.block_n
     target = out.q if isinstance(out, QuantizedRows) else out
-    padded = target.shape[1]
+    padded = out.depth if isinstance(out, QuantizedRows) else out.shape[1]
     assert config.block_m == plan.block_m and K_PAD % block_n == 0 and padded % K_PAD == 0 and num_columns <= padded
-    assert hidden_states.q.shape[1] == depth and target.stride(1) == 1
+    assert hidden_states.depth == depth and target.stride(1) == 1
+    assert w13.global_scale is None or w13.global_scale.shape[1] == (2 if gated else 1)
     _check_steps(hidden_states, w13, config)
     num_tiles_n = padded // block_n
     fmt = out_format if isinstance(out, QuantizedRows) else None
@@ -391,8 +416,10 @@ def quantized_gate_up_gemm(
         static_scale,
         hidden_states.q,
         hidden_states.scale,
+        hidden_states.global_scale,
         w13.q,
         w13.scale,
+        w13.global_scale,
         bias,
         *plan_arguments(plan, w13.q.shape[0]),
         depth,
@@ -467,7 +494,8 @@ def quantized_down_gemm(
     num_columns, depth = w2.q.shape[1], w2.depth
     # Sorted routes are looked up, so only direct ones need K.
     top_k = plan.topk_ids.shape[1] if isinstance(plan, DirectRoutes) else 1
-    assert config.block_m == plan.block_m and intermediate.q.shape[1] == depth and out.stride(1) == 1
+    assert config.block_m == plan.block_m and intermediate.depth == depth and out.stride(1) == 1
+    assert w2.global_scale is None or w2.global_scale.shape[1] == 1
     _check_steps(intermediate, w2, config)
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
     launch(
@@ -476,8 +504,10 @@ def quantized_down_gemm(
         out,
         intermediate.q,
         intermediate.scale,
+        intermediate.global_scale,
         w2.q,
         w2.scale,
+        w2.global_scale,
         bias,
         topk_weights,
         *plan_arguments(plan, w2.q.shape[0]),
@@ -535,20 +565,23 @@ def _releases_late(plan: BlockMap | DirectRoutes) -> bool:
 
 
 # What `tl.dot_scaled` calls them.
-_DOT_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_DOT_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
+# Columns that share a scale which hardware applies.
+_SCALED_GROUPS = {torch.uint8: 32, torch.float8_e4m3fn: 16}
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def _check_steps(rows: QuantizedRows, matrices: QuantizedMatrices, config: GroupedGemmConfig) -> None:
-    """A step of the main loop lies within one group of each operand, or powers of two scale within it."""
+    """A step of the main loop lies within one group of each operand, or hardware scales within it."""
     step = min(config.block_k, K_PAD)
-    assert config.block_k % step == rows.q.shape[1] % step == 0 and matrices.q.stride(2) == rows.q.stride(1) == 1
+    assert config.block_k % step == rows.depth % step == 0 and matrices.q.stride(2) == rows.q.stride(1) == 1
+    assert (matrices.global_scale is None) == (rows.global_scale is None) == (rows.scale.dtype != torch.float8_e4m3fn)
     # Codes of 4 bits are multiplied by ones of 8 where powers of two scale both.
     assert matrices.q.dtype == rows.q.dtype or (matrices.q.dtype == rows.scale.dtype == torch.uint8)
     assert matrices.scale.dtype == rows.scale.dtype
     assert matrices.scale.stride(2) == 1 and rows.scale.stride(1) == 1
     for group in (rows.group, matrices.group_columns):
-        if rows.scale.dtype == torch.uint8:
-            assert group == 32, "powers of two scale runs of 32 columns, as hardware does"
+        if rows.scale.dtype in _SCALED_GROUPS:
+            assert group == _SCALED_GROUPS[rows.scale.dtype], "scales are of runs of as many columns as hardware says"
         else:
             assert group % step == 0, f"a step of {step} columns crosses groups of {group}"

@@ -17,6 +17,7 @@ from moereg.kernels.triton_launch import launch
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.triton_quantize import amax_bits, load_rows, scale_of_bits
 from moereg.kernels.triton_routing import RoutePlan
+from moereg.kernels.triton_small_floats import round_groups, scale_of_group
 
 # Columns of a program where no global scale makes it take a whole row.
 _GROUPED_BLOCK = 1024
@@ -39,35 +40,6 @@ class SmallFloats:
     max_code: float
     group: int
     global_scale: bool
-
-
-@triton.jit
-def round_to_small_float(x, MANTISSA_BITS: tl.constexpr, SMALLEST_NORMAL: tl.constexpr, MAX_VALUE: tl.constexpr):
-    """fp32 rounded to numbers of a small float type: nearest, ties to even, saturated; NaN and the sign of 0 stay."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    # Comparisons keep NaN, which a minimum would replace.
-    magnitude = tl.where(magnitude > MAX_VALUE, MAX_VALUE, magnitude)
-    DROPPED: tl.constexpr = 23 - MANTISSA_BITS
-    code = magnitude.to(tl.int32, bitcast=True)
-    normal = (code + ((1 << (DROPPED - 1)) - 1) + ((code >> DROPPED) & 1)) >> DROPPED << DROPPED
-    # Below, where the numbers are equally far apart: the last place of what is added is that distance.
-    BASE: tl.constexpr = 1.5 * 8388608.0 * SMALLEST_NORMAL / (1 << MANTISSA_BITS)
-    subnormal = ((magnitude + BASE) - BASE).to(tl.int32, bitcast=True)
-    rounded = tl.where(magnitude >= SMALLEST_NORMAL, normal, subnormal)
-    return tl.where(magnitude == magnitude, rounded | (bits & -2147483648), 0x7FC00000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scale_of_group(bits, global_scale, MAX_CODE: tl.constexpr):
-    """float8_e4m3fn scales, as fp32, of groups with these bits of their largest magnitude."""
-    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, MAX_CODE, tl.float32))
-    scale = tl.div_rn(scale, tl.broadcast_to(global_scale, bits.shape))
-    # The smallest one is subnormal.
-    scale = tl.where(scale < 0.001953125, 0.001953125, scale)
-    scale = round_to_small_float(scale, 3, 0.015625, 448.0)
-    scale = tl.where(bits == 0, 1.0, scale)
-    return tl.where(bits >= 0x7F800000, float("nan"), scale)
 
 
 @triton.jit(do_not_specialize=["max_tokens"])
@@ -128,14 +100,12 @@ def _requantize_rows_kernel(
             copies = tl.arange(0, BLOCK_FACTORS)
             tl.store(factors + row * FACTORS + copies, global_scale, mask=copies < FACTORS)
         global_scale += tl.zeros([1, 1], tl.float32)
-        scale = _scale_of_group(group_bits, global_scale, MAX_CODE)
+        scale = scale_of_group(group_bits, global_scale, MAX_CODE)
         total = scale * global_scale
     else:
         scale, _ = scale_of_bits(group_bits, MAX_CODE, True)
         total = scale
-    codes = tl.div_rn(groups, tl.broadcast_to(tl.expand_dims(total, 2), groups.shape))
-    # Scales whose product is 0 make NaN of 0; a group that holds NaN has scale NaN.
-    codes = round_to_small_float(tl.where(codes == codes, codes, 0.0), MANTISSA_BITS, SMALLEST_NORMAL, MAX_CODE)
+    codes = round_groups(groups, total, MANTISSA_BITS, SMALLEST_NORMAL, MAX_CODE)
     restored = tl.reshape(codes * tl.expand_dims(scale, 2), (1, BLOCK))
     tl.store(out + row.to(tl.int64) * stride_out + columns, restored.to(out.dtype.element_ty), mask=columns < size)
 

@@ -1,4 +1,4 @@
-"""Products of rows of 8-bit codes with the scales of both sides, in Triton: the loop of `triton_quantized_gemm`."""
+"""Products of rows of quantised codes with the scales of both sides, in Triton: the loop of `triton_quantized_gemm`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ class QuantizedMatrices:
     Attributes:
         q: [E, N, K_pad] codes, columns contiguous, zeros from column K on, fewer than 2**31 elements per expert; or
             [E, N, K_pad / 2] uint8, two float4_e2m1fn codes each, the first in the low half.
-        scale: [E, groups of rows, groups of columns] fp32, or uint8 where they are powers of two; contiguous.
+        scale: [E, groups of rows, groups of columns] fp32, uint8 where they are powers of two, or float8_e4m3fn where
+            there are global ones; contiguous.
         group_rows: Rows that share a scale.
         group_columns: Columns that do; 0: all.
+        global_scale: [E, halves] fp32, contiguous, of gate and of up where the matrix has both; or None.
     """
 
     q: torch.Tensor
     scale: torch.Tensor
     group_rows: int
     group_columns: int
+    global_scale: torch.Tensor | None = None
 
     @property
     def depth(self) -> int:
@@ -34,8 +37,14 @@ class QuantizedMatrices:
 
 @triton.constexpr_function
 def codes_in_byte(dtype):
-    """How many codes of weights an element holds: two float4_e2m1fn a uint8, else one."""
+    """How many codes an element holds: two float4_e2m1fn a uint8, else one."""
     return 2 if dtype == tl.uint8 else 1
+
+
+@triton.constexpr_function
+def scaled_by_hardware(scale_dtype):
+    """Whether scales are of a type that `tl.dot_scaled` takes: powers of two as uint8, or float8_e4m3fn."""
+    return scale_dtype == tl.uint8 or scale_dtype == tl.float8e4nv
 
 
 @triton.jit
@@ -77,14 +86,22 @@ def _add_product(
 
 @triton.jit
 def scales_of_columns(
-    scale, first, rows, group_rows, stride, UNIFORM: tl.constexpr, MX: tl.constexpr, BLOCK_K: tl.constexpr
+    scale,
+    first,
+    rows,
+    group_rows,
+    stride,
+    UNIFORM: tl.constexpr,
+    MX: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """Pointers to the first scales of rows of weights: one, where the rows share it, else [1, BLOCK_N].
 
-    Where they are powers of two [BLOCK_N, BLOCK_K / 32].
+    Where hardware applies them [BLOCK_N, BLOCK_K / GROUP].
     """
     if MX:
-        return scale + (rows // group_rows)[:, None] * stride + tl.arange(0, BLOCK_K // 32)[None, :]
+        return scale + (rows // group_rows)[:, None] * stride + tl.arange(0, BLOCK_K // GROUP)[None, :]
     elif UNIFORM:
         return scale + first // group_rows * stride
     else:
@@ -116,10 +133,11 @@ def scaled_products(
     Scaled by what changes along a row.
 
     Args:
-        a_pointers: [BLOCK_M, BLOCK_K] first codes of the activations.
+        a_pointers: [BLOCK_M, BLOCK_K] first codes of the activations; [BLOCK_M, BLOCK_K / 2] where a byte holds two.
         b_pointers: [BLOCK_K, BLOCK_N] first codes of the weights; [BLOCK_K / 2, BLOCK_N] where a byte holds two.
         up_pointers: The same of the second half, where there is one.
-        a_scales: [BLOCK_M] first scales of the activations' rows; [BLOCK_M, BLOCK_K / 32] powers of two.
+        a_scales: [BLOCK_M] first scales of the activations' rows; [BLOCK_M, BLOCK_K / A_GROUP] where hardware applies
+            them.
         b_scales: First scales of the weights' rows, from `scales_of_columns`.
         up_scales: Of the second half.
         row_mask: [BLOCK_M] rows that count.
@@ -127,21 +145,23 @@ def scaled_products(
         HALVES: 2 where there is a second half; else the second result means nothing.
         A_GROUP: Columns of activations that share a scale, 0 for all.
         B_GROUP: The same of weights.
-        FORMAT: Of the activations' codes in `tl.dot_scaled`, where scales are powers of two.
+        FORMAT: Of the activations' codes in `tl.dot_scaled`, where hardware applies scales.
         MASK_ROWS: Whether to leave out the rows that do not count.
         UNROLL: Steps of BLOCK_K whose codes are on their way together.
     """
-    MX: tl.constexpr = a_scales.dtype.element_ty == tl.uint8
+    MX: tl.constexpr = scaled_by_hardware(a_scales.dtype.element_ty)
     # Sums of int8 products are exact, as long as nothing has to scale them on the way.
     EXACT: tl.constexpr = a_pointers.dtype.element_ty.is_int() and A_GROUP == 0 and B_GROUP == 0
     TOTAL: tl.constexpr = tl.int32 if EXACT else tl.float32
+    SCALE_OF_NONE: tl.constexpr = 0 if a_scales.dtype.element_ty.is_int() else 0.0
+    A_STEP: tl.constexpr = BLOCK_K // codes_in_byte(a_pointers.dtype.element_ty)
     B_STEP: tl.constexpr = BLOCK_K // codes_in_byte(b_pointers.dtype.element_ty)
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=TOTAL)
     up_total = tl.zeros([BLOCK_M, BLOCK_N], dtype=TOTAL)
     for first in range(0, size, BLOCK_K * UNROLL):
         for part in tl.static_range(UNROLL):
             start = first + part * BLOCK_K
-            a_own = a_pointers + part * BLOCK_K
+            a_own = a_pointers + part * A_STEP
             if MASK_ROWS:
                 a = tl.load(a_own, mask=row_mask[:, None], other=0 if a_pointers.dtype.element_ty.is_int() else 0.0)
             else:
@@ -149,7 +169,7 @@ def scaled_products(
             a_scale = None
             if A_GROUP:
                 if MX:
-                    a_scale = tl.load(a_scales + start // A_GROUP, mask=row_mask[:, None], other=0)
+                    a_scale = tl.load(a_scales + start // A_GROUP, mask=row_mask[:, None], other=SCALE_OF_NONE)
                 else:
                     a_scale = tl.load(a_scales + start // A_GROUP, mask=row_mask, other=0.0)
             b_own = b_pointers + part * B_STEP
@@ -157,7 +177,7 @@ def scaled_products(
             if HALVES == 2:
                 up_own = up_pointers + part * B_STEP
                 up_total = _add_product(up_total, a, up_own, a_scale, up_scales, start, A_GROUP, B_GROUP, FORMAT, MX)
-        a_pointers += BLOCK_K * UNROLL
+        a_pointers += A_STEP * UNROLL
         b_pointers += B_STEP * UNROLL
         if HALVES == 2:
             up_pointers += B_STEP * UNROLL
@@ -175,9 +195,19 @@ def scale_total(total, a_scales, b_scales, row_mask, A_GROUP: tl.constexpr, B_GR
 
 
 @triton.jit
-def scales_of_rows(scale, rows, stride, MX: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Pointers to the first scales of rows of activations; of powers of two to those of a step."""
+def scale_globally(total, row_scale, rows, row_mask, matrix_scale, half):
+    """The product times the global scales of its rows and of its half of a matrix, where there are such."""
+    if row_scale is not None:
+        # One after the other: their own product may be too small for fp32.
+        total *= tl.load(matrix_scale + half)
+        total *= tl.load(row_scale + rows, mask=row_mask, other=0.0)[:, None]
+    return total
+
+
+@triton.jit
+def scales_of_rows(scale, rows, stride, MX: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Pointers to the first scales of rows of activations; where hardware applies them to those of a step."""
     if MX:
-        return scale + rows.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_K // 32)[None, :]
+        return scale + rows.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_K // GROUP)[None, :]
     else:
         return scale + rows.to(tl.int64) * stride

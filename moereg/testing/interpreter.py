@@ -16,9 +16,10 @@ def patch_interpreter() -> None:
     and raises nothing, and it truncates float32 to bfloat16 where a GPU rounds to nearest even. From float32 to 8-bit
     floats it rounds ties up, loses carries and makes wrong subnormals; back it reads NaN as a number. Products of int8
     wrap in 3.6 and 3.7. Operands are therefore widened here, to float32 or int32, before the product: exact for every
-    16-bit and 8-bit float. Elementwise +, -, * and fma of bfloat16 are widened too, and rounded; other arithmetic on it
-    stays wrong, so kernels widen before they compute. `tl.fma` rounds its product there, and here does not. Numbers
-    beyond the range of an 8-bit float become what torch makes of them, so kernels saturate before they round.
+    16-bit and 8-bit float. `tl.dot_scaled` reads every scale as a power of two, and here float8_e4m3fn as what it is.
+    Elementwise +, -, * and fma of bfloat16 are widened too, and rounded; other arithmetic on it stays wrong, so kernels
+    widen before they compute. `tl.fma` rounds its product there, and here does not. Numbers beyond the range of an
+    8-bit float become what torch makes of them, so kernels saturate before they round.
 
     Mutates Triton's interpreter for the whole process, and only that: compiled kernels are not touched.
     """
@@ -95,6 +96,19 @@ def patch_interpreter() -> None:
 
         return create_wide
 
+    # Kernels with such scales ask for Triton 3.8, which has this function; others need not.
+    prepare: Any = getattr(interpreter, "_prepare_dot_scaled_operand", None)
+
+    def prepare_dot_scaled(values: Any, scale: Any, element: Any, k_pack: Any, is_rhs: bool) -> Any:
+        if scale is None or scale.dtype.scalar != tl.float8e4nv:
+            return prepare(values, scale, element, k_pack, is_rhs)
+        restored = prepare(values, None, element, k_pack, is_rhs)
+        # Scales of the right side are [N, groups], its values [K, N].
+        axis, factors = (-2, widen(scale).swapaxes(-1, -2)) if is_rhs else (-1, widen(scale))
+        return restored * np.repeat(factors, restored.shape[axis] // factors.shape[axis], axis)
+
+    if prepare is not None:
+        interpreter._prepare_dot_scaled_operand = prepare_dot_scaled
     for name, operation in (("create_fadd", np.add), ("create_fsub", np.subtract), ("create_fmul", np.multiply)):
         setattr(builder, name, widening(name, operation))
     builtin_names: dict[Any, list[str]] = {}

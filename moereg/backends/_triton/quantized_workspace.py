@@ -20,30 +20,30 @@ GUARD_ROWS: Final = 288
 # Of pieces of a workspace, so that pointers stay aligned whatever the number of tokens.
 ALIGNMENT: Final = 256
 
-_E8M0: Final = "float8_e8m0fnu"
+# As scales are stored; kernels read powers of two as bytes.
+_SCALE_DTYPES: Final = {"float8_e8m0fnu": torch.uint8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 Piece = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a part of a workspace."""
 
 
-def row_pieces(fmt: QuantFormat, rows: int, columns: int) -> tuple[Piece, Piece]:
-    """Codes and scales of rows."""
+def row_pieces(fmt: QuantFormat, rows: int, columns: int) -> tuple[Piece, ...]:
+    """Codes and scales of rows, and global scales where the format has them."""
     padded = round_up(columns, K_PAD)
     groups = 1 if fmt.group[1] == WHOLE else padded // fmt.group[1]
-    return ((rows, padded), fmt.storage_dtype), (
-        (rows, groups),
-        torch.uint8 if fmt.scale_dtype == _E8M0 else torch.float32,
-    )
+    codes = ((rows, fmt.packed_columns(padded)), fmt.storage_dtype)
+    scales = ((rows, groups), _SCALE_DTYPES.get(fmt.scale_dtype, torch.float32))
+    return (codes, scales, ((rows,), torch.float32)) if fmt.global_scale else (codes, scales)
 
 
 def intermediate_pieces(problem: MoEProblem, fmt: QuantFormat, num_routes: int) -> tuple[Piece, ...]:
-    """The intermediate, its codes and scales, and the largest magnitudes that programs found."""
+    """The intermediate, the largest magnitudes that programs found, and codes and scales."""
     size = problem.intermediate_size
     plain = ((num_routes, round_up(size, K_PAD)), problem.torch_dtype)
-    return (plain, *row_pieces(fmt, num_routes, size), ((AMAX_PROGRAMS,), torch.int32))
+    return (plain, ((AMAX_PROGRAMS,), torch.int32), *row_pieces(fmt, num_routes, size))
 
 
-def token_pieces(problem: MoEProblem, fmt: QuantFormat, num_tokens: int, by_route: bool) -> tuple[Piece, Piece]:
+def token_pieces(problem: MoEProblem, fmt: QuantFormat, num_tokens: int, by_route: bool) -> tuple[Piece, ...]:
     """Codes and scales of the tokens, or of a row for each route."""
     return row_pieces(fmt, num_tokens * (problem.top_k if by_route else 1), problem.hidden_size)
 

@@ -1,0 +1,74 @@
+"""Small floats on top of two scales, in Triton: numbers of a small float type, group scales and packed codes.
+
+All but the last conversion of a scale is arithmetic on fp32, since not every device converts to small floats.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def round_to_small_float(x, MANTISSA_BITS: tl.constexpr, SMALLEST_NORMAL: tl.constexpr, MAX_VALUE: tl.constexpr):
+    """fp32 rounded to numbers of a small float type: nearest, ties to even, saturated; NaN and the sign of 0 stay."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    # Comparisons keep NaN, which a minimum would replace.
+    magnitude = tl.where(magnitude > MAX_VALUE, MAX_VALUE, magnitude)
+    DROPPED: tl.constexpr = 23 - MANTISSA_BITS
+    code = magnitude.to(tl.int32, bitcast=True)
+    normal = (code + ((1 << (DROPPED - 1)) - 1) + ((code >> DROPPED) & 1)) >> DROPPED << DROPPED
+    # Below, where the numbers are equally far apart: the last place of what is added is that distance.
+    BASE: tl.constexpr = 1.5 * 8388608.0 * SMALLEST_NORMAL / (1 << MANTISSA_BITS)
+    subnormal = ((magnitude + BASE) - BASE).to(tl.int32, bitcast=True)
+    rounded = tl.where(magnitude >= SMALLEST_NORMAL, normal, subnormal)
+    return tl.where(magnitude == magnitude, rounded | (bits & -2147483648), 0x7FC00000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_of_group(bits, global_scale, MAX_CODE: tl.constexpr):
+    """float8_e4m3fn scales, as fp32, of groups with these bits of their largest magnitude."""
+    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, MAX_CODE, tl.float32))
+    scale = tl.div_rn(scale, tl.broadcast_to(global_scale, bits.shape))
+    # The smallest one is subnormal.
+    scale = tl.where(scale < 0.001953125, 0.001953125, scale)
+    scale = round_to_small_float(scale, 3, 0.015625, 448.0)
+    scale = tl.where(bits == 0, 1.0, scale)
+    return tl.where(bits >= 0x7F800000, float("nan"), scale)
+
+
+@triton.jit
+def round_groups(
+    groups, total_scale, MANTISSA_BITS: tl.constexpr, SMALLEST_NORMAL: tl.constexpr, MAX_CODE: tl.constexpr
+):
+    """Numbers [M, G, N] divided by the scales of their groups [M, G], then rounded to a small float type."""
+    codes = tl.div_rn(groups, tl.broadcast_to(tl.expand_dims(total_scale, 2), groups.shape))
+    # Scales whose product is 0 make NaN of 0; a group that holds NaN has scale NaN.
+    return round_to_small_float(tl.where(codes == codes, codes, 0.0), MANTISSA_BITS, SMALLEST_NORMAL, MAX_CODE)
+
+
+@triton.jit
+def pack_e2m1(x):
+    """float4_e2m1fn codes of fp32 numbers [M, N] that are such numbers: [M, N / 2] uint8, the first in the low half."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Exponent and mantissa of 1 are code 2, and those of 0.5, the one subnormal number, would be 0.
+    codes = tl.where(magnitude == 0, 0, tl.maximum((magnitude >> 22) - 252, 1)) | ((bits >> 28) & 8)
+    low, high = tl.split(tl.reshape(codes, (x.shape[0], x.shape[1] // 2, 2)))
+    return (low | (high << 4)).to(tl.uint8)
+
+
+@triton.jit
+def quantize_e2m1(x, global_scale, GROUP: tl.constexpr):
+    """[M, N] fp32 in groups of GROUP columns as float4_e2m1fn.
+
+    Returns:
+        Codes [M, N / 2] as `pack_e2m1` has them, and float8_e4m3fn scales [M, N / GROUP] on top of the global ones
+        [M, 1].
+    """
+    groups = tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))
+    # As integers, where NaN is the largest.
+    scale = scale_of_group(tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2), global_scale, 6.0)
+    codes = pack_e2m1(tl.reshape(round_groups(groups, scale * global_scale, 1, 1.0, 6.0), (x.shape[0], x.shape[1])))
+    return codes, scale.to(tl.float8e4nv)
