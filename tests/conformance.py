@@ -16,7 +16,7 @@ import torch
 
 from moereg.activations import ACTIVATIONS
 from moereg.discovery import current_platform, load_backends
-from moereg.dispatch import Decision, Request, Selection, evaluate
+from moereg.dispatch import Decision, Request, Selection, evaluate, machine_reasons
 from moereg.layer import MoEKernel, make_kernel
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
@@ -57,12 +57,18 @@ class Case:
 
 
 def runnable_platform(cell: BackendCell) -> Platform | None:
-    """The platform as which this machine can run a cell: its own, or one that its experts class can interpret."""
+    """The platform as which this machine can run a cell: its own, or one that its experts class can imitate here.
+
+    Either way what the cell requires is installed, in the versions that it requires.
+    """
     here = current_platform()
     request = Request(require=(cell.name,))
     small = next(iter(claimed_problems(cell)))
     if evaluate(cell, small, here, request).accepted:
         return here
+    # A platform that is only imitated assumes the packages.
+    if any(reason.code == "package" for reason in machine_reasons(cell, here)):
+        return None
     for rule in cell.rules:
         platform = Platform.from_name(re.sub(r"[+f]$", "", rule.text)) if ":" in rule.text else None
         if platform is not None and here.device_type in cell.experts.device_types(platform):
