@@ -170,6 +170,8 @@ BATCHED_CASES = [
     (1, 8, 300, 448, 192, torch.bfloat16, "swigluoai", True, True),
     (2, 6, 545, 520, 320, torch.float16, "gelu_tanh", True, True),
     (2, 6, 1000, 1024, 448, torch.bfloat16, "relu2", False, False),
+    # More tiles than a GPU has multiprocessors.
+    (2, 12, 2000, 2048, 512, torch.bfloat16, "silu", True, False),
 ]
 
 
@@ -208,6 +210,7 @@ def test_batched_kernels(
 
     runs = []
     for _ in range(3):
+        plan.tile_counters.zero_()
         mid, out = nans(experts, max_tokens, inter, dtype=dtype), nans(experts + 1, max_tokens, hidden, dtype=dtype)
         gate_up_gemm(mid, rows.view(-1, hidden), w13, plan, gate_up, top_k=None, **keywords)
         down_gemm(out[:experts], mid, w2, plan, down, bias=b2)
@@ -224,6 +227,31 @@ def test_batched_kernels(
     assert relative_error(mid, expected) <= TOLERANCE[dtype]
     expected = down_reference(mid, w2, routes, bias=b2)[valid.flatten()]
     assert relative_error(found, expected) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+def test_no_local_expert_is_chosen(by_token: bool) -> None:
+    tokens, experts, top_k, hidden, inter = 400, 8, 4, 256, 128
+    gate_up, down = CONFIG_RULES[0].gate_up, CONFIG_RULES[0].down
+    expert_map = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
+    # As addresses these reach far outside, whatever they are added to.
+    workspace = torch.full(
+        (route_workspace_numel(tokens, top_k, experts, 16),), 0x7FC07FC0, dtype=torch.int32, device="cuda"
+    )
+    ids = route(tokens, experts, top_k, 0.0)
+    plan = sort_routes(ids, expert_map, experts, experts, gate_up.block_m, workspace, slack=gate_up.slack)
+    assert int(plan.num_blocks) == 0
+    routes = tokens * top_k
+    rows = torch.randn(tokens if by_token else routes, hidden, device="cuda").bfloat16()
+    w13 = padded(experts, 2 * inter, hidden, 1.0, torch.bfloat16)
+    w2 = padded(experts, hidden, inter, 1.0, torch.bfloat16)
+    mid = nans(GUARD_ROWS + routes, inter, dtype=torch.bfloat16)
+    out = nans(GUARD_ROWS + routes, hidden, dtype=torch.bfloat16)
+    gate_up_gemm(mid, rows, w13, plan, gate_up, top_k=top_k if by_token else None, activation="silu", gated=True)
+    down_gemm(out, mid, w2, plan, down)
+    torch.cuda.synchronize()
+    assert mid.isnan().all()
+    assert out.isnan().all()
 
 
 def assert_equal_plans(plan: RoutePlan, reference: RoutePlan) -> int:

@@ -124,39 +124,43 @@ def produce_by_token(
     turn_phase = gl.to_tensor(1)
     num_tiles = plan[3] * num_tiles_n
     tile = gl.program_id(0)
-    following = next_tile(counter)
-    expert, tile_n, row, rows = locate(gl.minimum(tile, num_tiles - 1), plan, num_tiles_n, group, MAIN, TAIL)
-    low = _load_routes(sorted_routes, row, rows, 0, HALF, LAYOUT)
-    high = _load_routes(sorted_routes, row, rows, HALF, HALF, LAYOUT)
-    tail = _load_routes(sorted_routes, row, rows, MAIN, TAIL, LAYOUT)
-    while tile < num_tiles:
-        turn, turn_phase = announce_tile(tile, turns, turn, turn_phase, 4)
-        low_offsets = _token_offsets(low, stride_chunks, TOP_K, LAYOUT)
-        high_offsets = _token_offsets(high, stride_chunks, TOP_K, LAYOUT)
-        tail_offsets = _token_offsets(tail, stride_chunks, TOP_K, LAYOUT)
-        # The next tile's routes are on their way during this one, and the number of the one after.
-        tile = following
+    # Who has no first tile has none to locate.
+    if tile < num_tiles:
         following = next_tile(counter)
-        # fmt: off
-        next_expert, next_n, row, next_rows = locate(
-            gl.minimum(tile, num_tiles - 1), plan, num_tiles_n, group, MAIN, TAIL)
-        # fmt: on
-        low = _load_routes(sorted_routes, row, next_rows, 0, HALF, LAYOUT)
-        high = _load_routes(sorted_routes, row, next_rows, HALF, HALF, LAYOUT)
-        tail = _load_routes(sorted_routes, row, next_rows, MAIN, TAIL, LAYOUT)
-        tokens = hidden_states
-        for k in range(num_k):
-            ready = full.index(slot)
-            mbarrier.wait(empty.index(slot), phase)
-            mbarrier.expect(ready, 2 * BLOCK_N * BLOCK_K)
-            _load_weights(weights, weights_shared.index(slot), ready, expert, tile_n, k, num_columns, BLOCK_N)
-            _copy_tokens(rows_shared.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
-            if rows > HALF:
-                _copy_tokens(rows_shared.index(2 * slot + 1), tokens + high_offsets, k, hidden_chunks, MASK_K, LAYOUT)
-            if rows > MAIN:
-                _copy_tokens(tail_shared.index(slot), tokens + tail_offsets, k, hidden_chunks, MASK_K, LAYOUT)
-            async_copy.mbarrier_arrive(ready, increment_count=False)
-            tokens += BLOCK_K
-            slot, phase = next_slot(slot, phase, STAGES)
-        expert, tile_n, rows = next_expert, next_n, next_rows
+        expert, tile_n, row, rows = locate(tile, plan, num_tiles_n, group, MAIN, TAIL)
+        low = _load_routes(sorted_routes, row, rows, 0, HALF, LAYOUT)
+        high = _load_routes(sorted_routes, row, rows, HALF, HALF, LAYOUT)
+        tail = _load_routes(sorted_routes, row, rows, MAIN, TAIL, LAYOUT)
+        while tile < num_tiles:
+            turn, turn_phase = announce_tile(tile, turns, turn, turn_phase, 4)
+            low_offsets = _token_offsets(low, stride_chunks, TOP_K, LAYOUT)
+            high_offsets = _token_offsets(high, stride_chunks, TOP_K, LAYOUT)
+            tail_offsets = _token_offsets(tail, stride_chunks, TOP_K, LAYOUT)
+            # The next tile's routes are on their way during this one, and the number of the one after.
+            tile = following
+            following = next_tile(counter)
+            # fmt: off
+            next_expert, next_n, row, next_rows = locate(
+                gl.minimum(tile, num_tiles - 1), plan, num_tiles_n, group, MAIN, TAIL)
+            # fmt: on
+            low = _load_routes(sorted_routes, row, next_rows, 0, HALF, LAYOUT)
+            high = _load_routes(sorted_routes, row, next_rows, HALF, HALF, LAYOUT)
+            tail = _load_routes(sorted_routes, row, next_rows, MAIN, TAIL, LAYOUT)
+            tokens = hidden_states
+            for k in range(num_k):
+                ready = full.index(slot)
+                mbarrier.wait(empty.index(slot), phase)
+                mbarrier.expect(ready, 2 * BLOCK_N * BLOCK_K)
+                _load_weights(weights, weights_shared.index(slot), ready, expert, tile_n, k, num_columns, BLOCK_N)
+                _copy_tokens(rows_shared.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                if rows > HALF:
+                    _copy_tokens(
+                        rows_shared.index(2 * slot + 1), tokens + high_offsets, k, hidden_chunks, MASK_K, LAYOUT
+                    )
+                if rows > MAIN:
+                    _copy_tokens(tail_shared.index(slot), tokens + tail_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                async_copy.mbarrier_arrive(ready, increment_count=False)
+                tokens += BLOCK_K
+                slot, phase = next_slot(slot, phase, STAGES)
+            expert, tile_n, rows = next_expert, next_n, next_rows
     announce_tile(NO_TILE, turns, turn, turn_phase, 4)

@@ -2,7 +2,7 @@
 
 A slot holds one step along the reduced dimension: BLOCK_N rows of a weight, MAIN rows of activations and, for a tile
 that is a little longer, TAIL more. `full[slot]` completes when its bytes have arrived, `empty[slot]` when both
-consumers have multiplied them. Which tile comes next all are told as `gluon_turns` says.
+consumers have multiplied them. All are told which tile comes next, as `gluon_turns` says.
 """
 
 from __future__ import annotations
