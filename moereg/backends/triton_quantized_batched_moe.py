@@ -52,15 +52,7 @@ from moereg.weights import PermutedWeights
 @register_moe_backend(
     name="triton",
     priority=110,
-    quant_schemes=("mxfp4_mxfp8",),
-    platforms=("cuda:sm100",),
-    requires=("triton>=3.8",),
-    dtypes=("bfloat16", "float16"),
-)
-@register_moe_backend(
-    name="triton",
-    priority=110,
-    quant_schemes=("nvfp4",),
+    quant_schemes=("mxfp4_mxfp8", "nvfp4"),
     platforms=("cuda:sm100",),
     requires=("triton>=3.8",),
     dtypes=("bfloat16", "float16"),

@@ -67,20 +67,12 @@ _MIN_GLUON_ROWS: Final = 30
     requires=("triton>=3.8",),
     dtypes=("bfloat16", "float16"),
 )
-# The same, but sm120 is left to the emulation: there Triton 3.8 restores both sides to bf16 in all tiles, and spills.
+# The same, but sm120 is left to the emulation until one has run it: there Triton 3.8 restores both sides of mxfp4_mxfp8
+# to bf16 in all tiles, and spills.
 @register_moe_backend(
     name="triton",
     priority=110,
-    quant_schemes=("mxfp4_mxfp8",),
-    platforms=("cuda:sm100",),
-    requires=("triton>=3.8",),
-    dtypes=("bfloat16", "float16"),
-)
-# The same. sm120 multiplies such codes too, with other instructions, and is left to the emulation until one has run it.
-@register_moe_backend(
-    name="triton",
-    priority=110,
-    quant_schemes=("nvfp4",),
+    quant_schemes=("mxfp4_mxfp8", "nvfp4"),
     platforms=("cuda:sm100",),
     requires=("triton>=3.8",),
     dtypes=("bfloat16", "float16"),

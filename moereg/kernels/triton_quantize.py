@@ -16,7 +16,7 @@ from moereg.kernels.triton_block_map import BlockMap
 from moereg.kernels.triton_launch import launch
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.triton_routing import RoutePlan, load_local_expert
-from moereg.kernels.triton_small_floats import quantize_e2m1
+from moereg.kernels.triton_small_floats import amax_bits, quantize_e2m1
 from moereg.kernels.triton_tiles import DirectRoutes
 
 # The reduced dimension of codes and of quantised weights is a multiple of this: one step of a GEMM, and a block of
@@ -109,12 +109,6 @@ class RouteIds:
     expert_map: torch.Tensor | None
     num_experts: int
     num_local_experts: int
-
-
-@triton.jit
-def amax_bits(x, AXIS: tl.constexpr):
-    """Bits of the largest magnitude along an axis; NaN, whose bits are the largest, is not lost as in a maximum."""
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
 
 
 @triton.jit

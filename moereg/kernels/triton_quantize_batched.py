@@ -20,7 +20,6 @@ from moereg.kernels.triton_quantize import (
     K_PAD,
     QuantizedRows,
     RowFormat,
-    amax_bits,
     block_of_rows,
     check_rows,
     divide,
@@ -29,7 +28,7 @@ from moereg.kernels.triton_quantize import (
     quantize_tile,
     scale_of_bits,
 )
-from moereg.kernels.triton_small_floats import quantize_e2m1
+from moereg.kernels.triton_small_floats import amax_bits, quantize_e2m1
 
 # Programs that share the rows: there is room for all tokens at every expert, so most rows are usually not in use, and a
 # program for each would end at once.

@@ -15,13 +15,13 @@ from moereg.kernels.triton_quantize import (
     K_PAD,
     QuantizedRows,
     RowFormat,
-    amax_bits,
     divide,
     encode,
     load_rows,
     quantize_tile,
     scale_of_bits,
 )
+from moereg.kernels.triton_small_floats import amax_bits
 
 # Columns of a program where groups do not make it take a whole row.
 _GROUPED_BLOCK = 1024

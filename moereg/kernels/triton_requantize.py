@@ -15,9 +15,9 @@ import triton.language as tl
 
 from moereg.kernels.triton_launch import launch
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
-from moereg.kernels.triton_quantize import amax_bits, load_rows, scale_of_bits
+from moereg.kernels.triton_quantize import load_rows, scale_of_bits
 from moereg.kernels.triton_routing import RoutePlan
-from moereg.kernels.triton_small_floats import round_groups, scale_of_group
+from moereg.kernels.triton_small_floats import amax_bits, round_groups, scale_of_group
 
 # Columns of a program where no global scale makes it take a whole row.
 _GROUPED_BLOCK = 1024

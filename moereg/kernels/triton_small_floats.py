@@ -1,4 +1,4 @@
-"""Small floats on top of two scales, in Triton: numbers of a small float type, group scales and packed codes.
+"""Small floats on top of two scales, in Triton: their numbers, the magnitudes and scales of groups, and packed codes.
 
 All but the last conversion of a scale is arithmetic on fp32, since not every device converts to small floats.
 """
@@ -7,6 +7,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def amax_bits(x, AXIS: tl.constexpr):
+    """Bits of the largest magnitude along an axis; NaN, whose bits are the largest, is not lost as in a maximum."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
 
 
 @triton.jit
@@ -68,7 +74,6 @@ def quantize_e2m1(x, global_scale, GROUP: tl.constexpr):
         [M, 1].
     """
     groups = tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))
-    # As integers, where NaN is the largest.
-    scale = scale_of_group(tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2), global_scale, 6.0)
+    scale = scale_of_group(amax_bits(groups, 2), global_scale, 6.0)
     codes = pack_e2m1(tl.reshape(round_groups(groups, scale * global_scale, 1, 1.0, 6.0), (x.shape[0], x.shape[1])))
     return codes, scale.to(tl.float8e4nv)
