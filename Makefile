@@ -3,7 +3,7 @@
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-peers lint format bench build clean
+.PHONY: help demo test test-all test-peers fuzz lint format bench build clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,6 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3.1
 	$$p -c '$(USABLE)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 # More arguments for pytest: make test PYTEST_ARGS='-k dispatch -x'
 PYTEST_ARGS ?=
+FUZZ_ARGS ?=
 # A process for each core, one thread in each: most of the time goes into interpreted kernels, which have one thread anyway.
 IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
@@ -22,6 +23,7 @@ help:
 	@echo 'make test        installs the test extra and runs the tests that are neither slow nor in need of a GPU'
 	@echo 'make test-all    runs the rest: the slow tests'
 	@echo 'make test-peers  installs the peer libraries (2 GB more) and runs the tests that compare with them'
+	@echo 'make fuzz        10,000 drawn cases of bad input, up to 10 minutes; make test has a smoke of it'
 	@echo 'make lint        ruff, mypy --strict and the import contracts; make format applies what ruff can'
 	@echo 'make bench       pytest-benchmark over the registered backends'
 	@echo 'make build       wheel and sdist into dist/'
@@ -42,6 +44,10 @@ test-all: $(VENV)/.test-stamp
 
 test-peers: $(VENV)/.peers-stamp
 	$(BIN)/python -m pytest -m 'peers and not gpu' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+# Other cases: make fuzz FUZZ_ARGS='--seed 7'. A case that fails is stored in tests/fuzz/corpus/, which `make test` replays.
+fuzz: $(VENV)/.test-stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases 10000 --seconds 600 $(FUZZ_ARGS)
 
 lint: $(VENV)/.test-stamp
 	$(BIN)/ruff check .
