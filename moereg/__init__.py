@@ -5,6 +5,8 @@ from moereg.activations import Activation
 from moereg.checkpoints import load_experts
 from moereg.dispatch import Selection, select_backend
 from moereg.errors import (
+    ArgumentError,
+    BackendError,
     CheckpointError,
     MoeregError,
     MoeregWarning,
@@ -24,6 +26,8 @@ from moereg.weights import ExpertWeights
 
 __all__ = [
     "Activation",
+    "ArgumentError",
+    "BackendError",
     "CheckpointError",
     "ExpertWeights",
     "MoEKernel",

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
+import signal
+import traceback
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from moereg.dispatch import Selection
 
 __all__ = [
+    "ArgumentError",
+    "BackendError",
     "CheckpointError",
     "LayoutMismatchError",
     "MoeregError",
@@ -24,6 +29,10 @@ __all__ = [
     "UnknownPlatformError",
     "UnknownSchemeError",
     "UnsupportedProblemError",
+    "described",
+    "one_line",
+    "shown",
+    "stops_the_process",
     "unknown_name_message",
 ]
 
@@ -34,6 +43,24 @@ class MoeregError(Exception):
 
 class MoeregWarning(UserWarning):
     """Base of every warning that moereg issues."""
+
+
+class ArgumentError(MoeregError, ValueError):
+    """An argument or a field of a mapping has a wrong type or value."""
+
+
+class BackendError(MoeregError, RuntimeError):
+    """A backend's own code raised; `__cause__` is what it raised.
+
+    Attributes:
+        backend: Its name, for `deny`.
+        origin: The distribution that it comes from; `builtin` for moereg's own.
+    """
+
+    def __init__(self, message: str, backend: str = "", origin: str = "") -> None:
+        super().__init__(message)
+        self.backend = backend
+        self.origin = origin
 
 
 class RegistrationError(MoeregError, ValueError):
@@ -92,7 +119,7 @@ class UnsupportedProblemError(MoeregError, NotImplementedError):
         self.selection = selection
 
 
-def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
+def unknown_name_message(kind: str, name: object, known: Iterable[str]) -> str:
     """Words an unknown-name error: the rule, the name found, the nearest and all known names.
 
     Args:
@@ -105,6 +132,66 @@ def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
     """
     names = sorted(set(known))
     lowered = {known_name.lower(): known_name for known_name in names}
-    near = [lowered[match] for match in difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)]
+    # Comparing takes the square of the length, and nobody mistypes a name into a page.
+    typed = name.lower() if isinstance(name, str) and len(name) <= _LONGEST_TYPED else ""
+    near = [lowered[match] for match in difflib.get_close_matches(typed, lowered, n=1, cutoff=0.5)]
     hint = f", did you mean {near[0]!r}?" if near else ""
-    return f"unknown {kind} {name!r}{hint} (known: {', '.join(names) or 'none'})"
+    return f"unknown {kind} {shown(name)}{hint} (known: {', '.join(names) or 'none'})"
+
+
+_LONGEST_TYPED: Final = 200
+_LONGEST_SHOWN: Final = 200
+_LONGEST_LINE: Final = 2000
+
+
+class _ShortRepr(reprlib.Repr):
+    """Python's own shortening, for values that may be hostile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = _LONGEST_SHOWN
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write integers of thousands of digits, and before 3.12 reprlib does not know.
+        return super().repr_int(x, level) if x.bit_length() < 1024 else f"<an integer of {x.bit_length()} bits>"
+
+
+def shown(value: object) -> str:
+    """The repr of what a user passed, for an error: short, on one line, and never raising."""
+    try:
+        return one_line(_ShortRepr().repr(value))
+    except Exception:
+        # Reprs, lengths and even names of types are code of strangers.
+        return f"<a {type(value).__qualname__} that cannot be shown>"
+
+
+def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
+    """A text as one line that is safe to print: white space is one space each, what cannot be printed is escaped."""
+    line = " ".join(text.split())
+    if len(line) > longest:
+        line = f"{line[: longest - 3]}..."
+    if line.isprintable():
+        return line
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
+
+
+def described(error: BaseException) -> str:
+    """Type and message of an error of other people's code, as one line; never raises."""
+    try:
+        text = one_line(str(error))
+    except Exception:
+        text = "a message that cannot be shown"
+    return f"{type(error).__name__}: {text or 'no message'}"
+
+
+def stops_the_process(error: BaseException) -> bool:
+    """Whether an error means that somebody outside wants the process to stop, whatever code it passed through.
+
+    That is Ctrl-C, or what a handler of a signal raised. SystemExit out of a backend's own code does not.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    if isinstance(error, Exception):
+        return False
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()} - {None}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))

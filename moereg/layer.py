@@ -10,10 +10,11 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from moereg import backend_calls
 from moereg.dispatch import Selection, select_backend
 from moereg.errors import LayoutMismatchError
 from moereg.experts import Experts
-from moereg.platforms import KINDS, Platform
+from moereg.platforms import KINDS
 from moereg.prepare_finalize import PrepareFinalize, local_prepare_finalize
 from moereg.problem import MoEProblem
 from moereg.weights import DEBUG_VARIABLE, ExpertWeights, PermutedWeights, checks_values
@@ -84,6 +85,7 @@ class MoEKernel:
             `out`: the sum over this rank's experts.
 
         Raises:
+            BackendError: The backend's own code raised; names it and its distribution.
             ValueError: A shape, dtype or device is wrong; on CPU, or on a GPU with MOEREG_DEBUG=1, also NaN in
                 topk_weights or an expert named twice by a token.
         """
@@ -119,9 +121,9 @@ class MoEKernel:
             ValueError: The weights are not this problem's or on another device.
         """
         weights.check_against(self.problem)
-        _check_device(self.experts, self.selection.platform, weights.w13.device)
+        _check_device(self.selection, self.experts, weights.w13.device)
         with torch.no_grad():
-            self.weights.copy_from(self.experts.permute_weights(weights, self.problem))
+            self.weights.copy_from(backend_calls.permute(self.selection, self.experts, weights))
 
     def _run(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
@@ -138,19 +140,23 @@ class MoEKernel:
         prepared = self._prepare_finalize.prepare(hidden_states, topk_weights, topk_ids, problem, self.expert_map)
         shapes = self._workspace_shapes.get(prepared.num_tokens)
         if shapes is None:
-            shapes = experts.workspace_shapes(problem, prepared.num_tokens)
+            shapes = backend_calls.workspace_shapes(self.selection, experts, prepared.num_tokens)
             self._workspace_shapes[prepared.num_tokens] = shapes
         if experts.output_form == "reduced":
             workspace13, workspace2 = WORKSPACES.take(shapes, problem.torch_dtype, self._device)
-            experts.apply(out, prepared.inputs, self.weights, workspace13, workspace2)
-            return
-        if experts.output_form == "per_expert":
-            rows: tuple[int, ...] = (problem.num_local_experts, prepared.num_tokens, problem.hidden_size)
+            expert_out = out
         else:
-            rows = (*topk_ids.shape, problem.hidden_size)
-        workspace13, workspace2, expert_out = WORKSPACES.take((*shapes, rows), problem.torch_dtype, self._device)
-        experts.apply(expert_out, prepared.inputs, self.weights, workspace13, workspace2)
-        self._prepare_finalize.finalize(out, expert_out, prepared, problem)
+            if experts.output_form == "per_expert":
+                rows: tuple[int, ...] = (problem.num_local_experts, prepared.num_tokens, problem.hidden_size)
+            else:
+                rows = (*topk_ids.shape, problem.hidden_size)
+            workspace13, workspace2, expert_out = WORKSPACES.take((*shapes, rows), problem.torch_dtype, self._device)
+        try:
+            experts.apply(expert_out, prepared.inputs, self.weights, workspace13, workspace2)
+        except BaseException as error:
+            backend_calls.raise_named(self.selection, "apply", error)
+        if experts.output_form != "reduced":
+            self._prepare_finalize.finalize(out, expert_out, prepared, problem)
 
     def _check_inputs(
         self,
@@ -306,6 +312,7 @@ def make_kernel(
 
     Raises:
         UnsupportedProblemError: Nothing fits.
+        BackendError: The backend's own code raised; names it and its distribution.
         ValueError: Weights, expert_map or ep_rank do not belong to the problem, the selection was made for another
             problem, or ranks of `group` chose differently.
     """
@@ -319,8 +326,8 @@ def make_kernel(
         raise ValueError(
             f"the selection has no backend that is registered here (it names {selection.backend!r}); select again"
         )
-    experts = winner.cell.experts(problem, selection.platform, winner.cell.scheme_for(problem.quant))
-    _check_device(experts, selection.platform, weights.w13.device)
+    experts = backend_calls.make_experts(selection, winner)
+    _check_device(selection, experts, weights.w13.device)
     if prepare_finalize is None:
         prepare_finalize = local_prepare_finalize(problem.activation_format)
     elif prepare_finalize.activation_format != problem.activation_format:
@@ -331,17 +338,16 @@ def make_kernel(
     if group is not None:
         _check_same_everywhere(selection, group)
     expert_map = _expert_map(problem, ep_rank, expert_map, weights.w13.device)
-    with torch.no_grad():
-        permuted = experts.permute_weights(weights, problem)
+    permuted = backend_calls.permute(selection, experts, weights)
     return MoEKernel(problem, selection, experts, permuted, prepare_finalize, expert_map)
 
 
-def _check_device(experts: Experts, platform: Platform, device: torch.device) -> None:
-    allowed = experts.device_types(platform)
+def _check_device(selection: Selection, experts: Experts, device: torch.device) -> None:
+    allowed = backend_calls.device_types(selection, experts)
     if device.type not in allowed:
         raise ValueError(
-            f"{type(experts).__name__} for {platform} needs weights on a {' or '.join(allowed)} device, got {device}; "
-            f"move the weights there or select for the platform of {device} (kinds: {', '.join(KINDS)})"
+            f"{type(experts).__name__} for {selection.platform} needs weights on a {' or '.join(allowed)} device, "
+            f"got {device}; move the weights there or select for the platform of {device} (kinds: {', '.join(KINDS)})"
         )
 
 

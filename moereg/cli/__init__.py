@@ -1,6 +1,7 @@
 """The `moereg` command.
 
-Exit codes: 0 done; 1 wrong numbers; 2 bad input, one line on standard error; 3 nothing fits the problem.
+Exit codes: 0 done; 1 wrong numbers or a backend that failed; 2 bad input, one line on standard error; 3 nothing fits
+the problem.
 """
 
 from __future__ import annotations

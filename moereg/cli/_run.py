@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import time
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from moereg.cli._memory import check_run_fits
 from moereg.cli._options import ProblemFlags, UsageError, usage_errors
 from moereg.cli._progress import phase
 from moereg.dispatch import EmulationWarning, select_backend
-from moereg.errors import UnsupportedProblemError
+from moereg.errors import BackendError, UnsupportedProblemError
 from moereg.layer import make_kernel
 from moereg.problem import MoEProblem
 from moereg.quant import get_scheme
@@ -52,6 +53,7 @@ class RunResult:
         time_us: Median of several calls.
         permute_ms: Once.
         weights_bytes: Of the canonical weights.
+        failure: What the backend raised, under its name; empty where it ran.
     """
 
     subject: str
@@ -63,10 +65,13 @@ class RunResult:
     time_us: float | None = None
     permute_ms: float | None = None
     weights_bytes: int | None = None
+    failure: str = ""
 
     @property
     def passed(self) -> bool | None:
-        """Whether the error is within the tolerance; None where nothing ran."""
+        """Whether the backend ran and the error is within the tolerance; None where nothing fitted."""
+        if self.failure:
+            return False
         if self.relative_error is None or self.tolerance is None:
             return None
         return self.relative_error <= self.tolerance  # False for NaN.
@@ -82,6 +87,7 @@ class RunResult:
             "relative_error": self.relative_error,
             "tolerance": self.tolerance,
             "passed": self.passed,
+            "failure": self.failure or None,
             "time_us": self.time_us,
             "permute_ms": self.permute_ms,
             "selection": self.selection.to_dict(),
@@ -134,7 +140,13 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
                 built = load_layer(checkpoint, layer, problem, device, advance)
             plain = None
         hidden_states = random_hidden_states(problem, num_tokens, seed, device)
-        return _measure(RunResult(subject, selection, num_tokens), built, plain, hidden_states)
+        result = RunResult(subject, selection, num_tokens)
+        try:
+            return _measure(result, built, plain, hidden_states)
+        except BackendError as error:
+            # With -v its authors see where.
+            logging.getLogger("moereg").info("the layer did not run", exc_info=error.__cause__)
+            return dataclasses.replace(result, failure=str(error))
 
 
 def _unquantised(problem: MoEProblem, seed: int, device: torch.device) -> ExpertWeights | None:

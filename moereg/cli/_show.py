@@ -117,6 +117,10 @@ def show_run(result: RunResult) -> None:
     if winner is None:
         show_selection(selection, result.subject)
         return
+    if result.failure:
+        show_selection(selection, result.subject)
+        console(sys.stdout).print(Text(f"FAILED: {result.failure}", style="bold red"))
+        return
     assert result.relative_error is not None and result.tolerance is not None
     assert result.time_us is not None and result.permute_ms is not None and result.weights_bytes is not None
     verdict = Text("right", style="bold green") if result.passed else Text("WRONG", style="bold red")

@@ -1,0 +1,103 @@
+"""Calls of a backend's own code while a layer is built and run: what it raises is named after the backend."""
+
+from __future__ import annotations
+
+import operator
+from typing import NoReturn
+
+import torch
+
+from moereg.errors import BackendError, MoeregError, described, shown, stops_the_process
+from moereg.experts import Experts
+from moereg.selection import Decision, Selection
+from moereg.weights import ExpertWeights, PermutedWeights
+
+__all__ = ["device_types", "make_experts", "permute", "raise_named", "workspace_shapes"]
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def make_experts(selection: Selection, decision: Decision) -> Experts:
+    """The launch plan of a candidate whose cell is registered here.
+
+    Raises:
+        BackendError: It raised.
+    """
+    assert decision.cell is not None
+    problem = selection.problem
+    try:
+        return decision.cell.experts(problem, selection.platform, decision.cell.scheme_for(problem.quant))
+    except BaseException as error:
+        raise_named(selection, "__init__", error)
+
+
+def device_types(selection: Selection, experts: Experts) -> tuple[str, ...]:
+    """Types of devices that tensors may be on.
+
+    Raises:
+        BackendError: It raised.
+    """
+    try:
+        return tuple(map(str, experts.device_types(selection.platform)))
+    except BaseException as error:
+        raise_named(selection, "device_types", error)
+
+
+def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> PermutedWeights:
+    """The weights in the layout of a launch plan.
+
+    Raises:
+        BackendError: It raised, or returned something else.
+    """
+    try:
+        with torch.no_grad():
+            permuted: object = experts.permute_weights(weights, selection.problem)
+    except BaseException as error:
+        raise_named(selection, "permute_weights", error)
+    if not isinstance(permuted, PermutedWeights):
+        raise _backend_error(selection, "permute_weights", "returned no PermutedWeights from", shown(permuted))
+    return permuted
+
+
+def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) -> Shapes:
+    """Shapes of the two workspaces for a call.
+
+    Raises:
+        BackendError: It raised, or returned something else.
+    """
+    try:
+        shapes: object = experts.workspace_shapes(selection.problem, num_tokens)
+    except BaseException as error:
+        raise_named(selection, "workspace_shapes", error)
+    if isinstance(shapes, (tuple, list)) and len(shapes) == 2:
+        try:
+            first, second = (tuple(map(operator.index, shape)) for shape in shapes)
+        except TypeError:
+            pass
+        else:
+            if min((*first, *second, 0)) == 0:
+                return first, second
+    raise _backend_error(selection, "workspace_shapes", "returned no two shapes from", shown(shapes))
+
+
+def raise_named(selection: Selection, step: str, error: BaseException) -> NoReturn:
+    """Raises what the chosen backend raised in one of its methods, under its name.
+
+    Lack of memory and what stops the process pass as they are, since they are not its doing, and so do errors that have
+    a name already.
+    """
+    if isinstance(error, (MoeregError, MemoryError, torch.OutOfMemoryError)) or stops_the_process(error):
+        raise error
+    raise _backend_error(selection, step, "raised in", described(error)) from error
+
+
+def _backend_error(selection: Selection, step: str, fault: str, found: str) -> BackendError:
+    winner = selection.winner
+    assert winner is not None
+    name, origin = winner.backend, winner.origin
+    return BackendError(
+        f"backend {name!r} of {origin} {fault} {winner.experts}.{step}: {found}; do without it (--deny {name}, or "
+        f"deny={name!r} in code) and report it to its authors",
+        name,
+        origin,
+    )
