@@ -33,7 +33,7 @@ MAX_REGISTERS_SM90 = {
     ("routing", "scan_chunks"): 72,
     ("routing", "place_routes"): 56,
     ("routing", "reduce_routes"): 32,
-    ("routing", "reduce_sorted_rows"): 38,
+    ("routing", "reduce_sorted_rows"): 39,
     ("routing", "copy_rows"): 20,
     ("routing", "plan_batches"): 80,
     ("read", "xor_words"): 64,

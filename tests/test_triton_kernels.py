@@ -33,7 +33,7 @@ from moereg.kernels.triton_gemm_config import (
 from moereg.kernels.triton_gemm_reference import down_reference, gate_up_reference
 from moereg.kernels.triton_gemv import down_gemv, gate_up_gemv
 from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
-from moereg.kernels.triton_reduce import ReduceConfig, reduce_routes, reduce_routes_reference
+from moereg.kernels.triton_reduce import ReduceConfig, reduce_routes, reduce_routes_reference, reduce_sorted_rows
 from moereg.kernels.triton_routing import (
     RoutePlan,
     RoutingConfig,
@@ -254,6 +254,8 @@ def test_route_workspace_grows_with_tokens() -> None:
 
 
 WIDE = GroupedGemmConfig(block_m=16, block_n=128, block_k=64, group_m=1, num_warps=4, num_stages=2)
+# Steps of half of what weights are padded to, as 32-bit operands have them.
+SHORT = GroupedGemmConfig(block_m=32, block_n=64, block_k=32, group_m=2, num_warps=4, num_stages=2)
 SQUARE = GroupedGemmConfig(block_m=32, block_n=64, block_k=128, group_m=2, num_warps=4, num_stages=2)
 
 
@@ -288,6 +290,8 @@ STAGE_CASES = [
     StageCase(17, 4, 8, 256, 129, BF16, "swigluoai", bias=BF16, scalars=OAI),
     StageCase(63, 2, 4, 255, 64, FP32, "silu", kind="one_expert", config=SQUARE, scalars={"limit": 0.5}),
     StageCase(17, 2, 8, 72, 129, FP32, "relu2", bias=FP32, weights=True, config=SQUARE),
+    # Rows end within what the weights are padded to, and with a step of the loop.
+    StageCase(17, 2, 4, 96, 40, FP32, config=SHORT),
     StageCase(5, 1, 60, 128, 40, FP16, "relu2", kind="out_of_range"),
     StageCase(17, 1, 4, 64, 64, BF16, kind="nothing"),
 ]
@@ -383,6 +387,19 @@ def test_reduce_routes(num_tokens: int, top_k: int, hidden_size: int, dtype: tor
         assert (out.tensor == 0).all()
     else:
         assert relative_error(out.tensor, reference) < bound(dtype, 1)
+
+
+def test_a_sorted_route_that_adds_nothing_may_have_any_weight() -> None:
+    """No row of it exists, and routers leave what they like beside an id that names no expert."""
+    route_row = torch.tensor([2, -1, 0, 1, -1, -1], dtype=torch.int32, device=DEVICE)
+    weights = torch.tensor([[0.5, math.nan], [2.0, 1.0], [math.inf, math.nan]], device=DEVICE)
+    rows = random(6, 72, dtype=BF16)
+    rows[3:] = math.nan
+    out = Guarded(3, 72, dtype=BF16)
+    reduce_sorted_rows(out.tensor, rows, route_row, weights)
+    out.check()
+    expected = torch.stack([0.5 * rows[2].float(), 2 * rows[0].float() + rows[1].float(), rows.new_zeros(72).float()])
+    assert torch.equal(out.tensor, expected.to(BF16))
 
 
 def test_order_within_an_expert_does_not_change_bits() -> None:

@@ -17,6 +17,7 @@ from moereg.kernels.triton_gemm_config import GemvConfig
 from moereg.kernels.triton_launch import launch
 from moereg.kernels.triton_overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.triton_routing import load_local_expert
+from moereg.kernels.triton_tiles import reaches_past
 
 
 @triton.jit
@@ -213,7 +214,7 @@ def gate_up_gemv(
         ALPHA=alpha,
         BETA=beta,
         LIMIT=limit,
-        MASK_K=hidden_size % config.block_k != 0,
+        MASK_K=reaches_past(hidden_size, hidden_size, config.block_k),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         NUM_STAGES=config.num_stages,
@@ -274,7 +275,7 @@ def down_gemv(
         0 if bias is None else bias.stride(0),
         out.stride(0),
         TOP_K=topk_ids.shape[1],
-        MASK_K=reduced % config.block_k != 0,
+        MASK_K=reaches_past(reduced, reduced, config.block_k),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         NUM_STAGES=config.num_stages,

@@ -23,6 +23,7 @@ from moereg.kernels.triton_tiles import (
     DirectRoutes,
     direct_rows,
     plan_arguments,
+    reaches_past,
     tile_of_program,
 )
 
@@ -375,8 +376,8 @@ def gate_up_gemm(
         BETA=beta,
         LIMIT=limit,
         MASK_ROWS=config.mask_rows,
-        MASK_A=hidden_size % step != 0,
-        MASK_B=depth % step != 0,
+        MASK_A=reaches_past(hidden_size, depth, step),
+        MASK_B=reaches_past(depth, depth, step),
         MASK_N=num_columns % config.block_n != 0,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -449,7 +450,7 @@ def down_gemm(
         TOP_K=top_k,
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
         MASK_ROWS=config.mask_rows,
-        MASK_K=reduced % (config.block_k * config.slices) != 0,
+        MASK_K=reaches_past(reduced, reduced, config.block_k * config.slices),
         MASK_N=num_columns % config.block_n != 0,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

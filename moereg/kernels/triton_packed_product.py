@@ -97,8 +97,8 @@ def accumulate_packed(
         num_columns: rows of the weights.
         ELEMENT, GROUP, SCALE: of `PackedMatrix`.
         MASK_ROWS: whether to leave out the rows that do not count.
-        MASK_A: whether a step does not divide `size_a`.
-        MASK_B: whether it does not divide the weights' reduced dimension.
+        MASK_A: whether steps over the weights' reduced dimension reach past `size_a`; see `reaches_past`.
+        MASK_B: whether they reach past that dimension.
     """
     if SLICES == 1:
         own_block = 0

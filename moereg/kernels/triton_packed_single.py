@@ -20,6 +20,7 @@ from moereg.kernels.triton_packed_product import accumulate_slices
 from moereg.kernels.triton_packed_weights import PackedMatrix
 from moereg.kernels.triton_product import operand_of
 from moereg.kernels.triton_routing import load_local_expert
+from moereg.kernels.triton_tiles import reaches_past
 
 # A route takes a warp at least: 512 threads, the most that was compiled for.
 MAX_TOP_K = 16
@@ -176,7 +177,7 @@ def down_single(
         0 if bias is None else bias.stride(0),
         TOP_K=top_k,
         PIECES=pieces,
-        MASK_K=depth % (config.block_k * pieces) != 0,
+        MASK_K=reaches_past(depth, depth, config.block_k * pieces),
         MASK_N=num_columns % config.block_n != 0,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

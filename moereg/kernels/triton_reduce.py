@@ -131,7 +131,8 @@ def _reduce_sorted_rows_kernel(
         mask = (columns < hidden_size) & (row >= 0)
         value = tl.load(sorted_rows + row * stride_rows + columns, mask=mask, other=0.0).to(tl.float32)
         if topk_weights is not None:
-            value *= tl.load(topk_weights + route)
+            # Nor do their weights count, which may be NaN too.
+            value *= tl.load(topk_weights + route, mask=row >= 0, other=0.0)
         total += value
     tl.store(out + token * stride_out + columns, total.to(out.dtype.element_ty), mask=columns < hidden_size)
 

@@ -125,8 +125,8 @@ def accumulate(
         size_a: elements of a row of activations; what lies behind them may be NaN.
         size_b: elements of a row of weights, no fewer; behind them lies the next row, or nothing.
         MASK_ROWS: whether to leave out the rows that do not count.
-        MASK_A: whether BLOCK_K does not divide `size_a`.
-        MASK_B: whether it does not divide `size_b`.
+        MASK_A: whether steps of BLOCK_K over `size_b` reach past `size_a`; see `reaches_past`.
+        MASK_B: whether they reach past `size_b`.
     """
     offs_k = tl.arange(0, BLOCK_K)
     accumulator = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -148,6 +148,15 @@ def accumulate(
         a_pointers += BLOCK_K
         b_pointers += BLOCK_K
     return accumulator
+
+
+def reaches_past(size: int, depth: int, step: int) -> bool:
+    """Whether a loop over `depth` elements by `step` reads past the first `size` elements of a row.
+
+    Rows of activations end where the layer's size ends, while the loop goes on to the padded size of the weights, by
+    whole steps. Zeros of the weights do not help there: what lies behind a row may be NaN.
+    """
+    return -(-depth // step) * step > size
 
 
 def plan_arguments(plan: BlockMap | DirectRoutes, num_local_experts: int) -> tuple[torch.Tensor | int | None, ...]:
