@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
-__all__ = ["deinterleave_gate_up", "interleave_gate_up", "pad_columns", "round_up"]
+__all__ = ["ALIGNMENT", "aligned", "deinterleave_gate_up", "interleave_gate_up", "pad_columns", "round_up"]
+
+
+ALIGNMENT: Final = 16
+"""Bytes. Boxes of Hopper's copy engine begin at multiples of this, and so do loads of whole vectors."""
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A view where the tensor is contiguous and begins at a multiple of `ALIGNMENT`, else a copy that does.
+
+    A slice of a larger tensor may begin anywhere; allocators begin at multiples of far more. The strides are those of
+    a new tensor, also of dimensions of size 1, which may have any and count as contiguous.
+    """
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor.view(-1).view(tensor.shape)
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from moereg.backends._triton.interleaved import WEIGHT_PAD, elements_of_plan
 from moereg.backends.triton_packed_moe import TritonPackedBatchedExperts, TritonPackedExperts, _PackedExperts
 from moereg.experts import ExpertInputs
-from moereg.layouts import round_up
+from moereg.layouts import aligned, round_up
 from moereg.problem import MoEProblem
 from moereg.quantize import element_of
 from moereg.registry import register_moe_backend
@@ -38,7 +38,7 @@ class _EmulatedExperts(_PackedExperts):
         per_expert, shared = dict(permuted.per_expert), dict(permuted.shared)
         for name, scale in (("a13_scale", weights.a13_scale), ("a2_scale", weights.a2_scale)):
             if scale is not None:
-                (per_expert if scale.dim() else shared)[name] = scale.reshape(-1).contiguous()
+                (per_expert if scale.dim() else shared)[name] = aligned(scale.reshape(-1))
         return PermutedWeights(permuted.layout, per_expert, shared)
 
     def _grid(self) -> SmallFloats:

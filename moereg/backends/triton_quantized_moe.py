@@ -20,7 +20,7 @@ from moereg.backends._triton.quantized_workspace import (
 )
 from moereg.backends._triton.recorded import RecordedExperts
 from moereg.experts import ExpertInputs, Facts
-from moereg.layouts import pad_columns, round_up
+from moereg.layouts import aligned, pad_columns, round_up
 from moereg.platforms import Platform, PlatformRule
 from moereg.problem import MoEProblem
 from moereg.quant import WHOLE, QuantFormat, QuantScheme
@@ -145,22 +145,22 @@ class TritonQuantizedExperts(RecordedExperts):
         """
         fmt = self.computes.weight
         assert fmt is not None and fmt.symmetric
-        per_expert = {name: tensor.contiguous() for name, tensor in weights.tensors().items() if name.endswith("bias")}
+        per_expert = {name: aligned(tensor) for name, tensor in weights.tensors().items() if name.endswith("bias")}
         shared: dict[str, torch.Tensor] = {}
         for name, columns in (("w13", problem.hidden_size), ("w2", problem.intermediate_size)):
             tensors = weights.tensors()
             # As bytes, since not everything pads 8-bit floats; zero bytes are zeros.
             num_bytes = round_up(columns, K_PAD) * fmt.bits // 8
-            padded = pad_columns(tensors[name].view(torch.uint8), num_bytes).contiguous()
+            padded = aligned(pad_columns(tensors[name].view(torch.uint8), num_bytes))
             per_expert[name] = padded.view(fmt.storage_dtype)
             per_expert[f"{name}_scale"] = self._permute_scale(name, tensors[f"{name}_scale"], columns)
             if fmt.global_scale:
-                per_expert[f"{name}_scale_2"] = self._one_a_half(name, tensors[f"{name}_scale_2"]).contiguous()
+                per_expert[f"{name}_scale_2"] = aligned(self._one_a_half(name, tensors[f"{name}_scale_2"]))
         if weights.a2_scale is not None:
-            per_expert["a2_scale"] = weights.a2_scale.expand(problem.num_local_experts).contiguous()
+            per_expert["a2_scale"] = aligned(weights.a2_scale.expand(problem.num_local_experts))
         if weights.a13_scale is not None:
             holder = per_expert if weights.a13_scale.dim() else shared
-            holder["a13_scale"] = weights.a13_scale.reshape(-1).contiguous()
+            holder["a13_scale"] = aligned(weights.a13_scale.reshape(-1))
         return PermutedWeights(self.layouts[0], per_expert, shared)
 
     def _permute_scale(self, name: str, scale: torch.Tensor, columns: int) -> torch.Tensor:
@@ -171,9 +171,9 @@ class TritonQuantizedExperts(RecordedExperts):
         num_groups = 1 if fmt.group[1] == WHOLE else round_up(columns, K_PAD) // fmt.group[1]
         if fmt.global_scale:
             # Zeros scale zeros. As bytes, as codes are padded.
-            return pad_columns(scale.view(torch.uint8), num_groups).contiguous().view(scale.dtype)
+            return aligned(pad_columns(scale.view(torch.uint8), num_groups)).view(scale.dtype)
         scale = scale.view(torch.uint8) if fmt.scale_dtype == _E8M0 else scale.float()
-        return pad_columns(scale, num_groups).contiguous()
+        return aligned(pad_columns(scale, num_groups))
 
     def _one_a_half(self, name: str, scale: torch.Tensor) -> torch.Tensor:
         """[E, halves] of one scale a matrix, [E], or one a half of it."""

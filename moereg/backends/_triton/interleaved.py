@@ -9,7 +9,7 @@ import torch
 
 from moereg.backends._triton.recorded import RecordedExperts
 from moereg.experts import ExpertInputs, Facts
-from moereg.layouts import pad_columns, round_up
+from moereg.layouts import aligned, pad_columns, round_up
 from moereg.platforms import Platform, PlatformRule
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
@@ -152,7 +152,7 @@ def permute_biases(weights: ExpertWeights, halves: int) -> dict[str, torch.Tenso
         return {}
     # A bias is a weight with one column, which is not padded.
     w13_bias = interleave_and_pad(weights.w13_bias.unsqueeze(2), halves, columns=1).squeeze(2)
-    return {"w13_bias": w13_bias, "w2_bias": weights.w2_bias.contiguous()}
+    return {"w13_bias": w13_bias, "w2_bias": aligned(weights.w2_bias)}
 
 
 def elements_of_plan(problem: MoEProblem, num_ints: int) -> int:
@@ -166,7 +166,7 @@ def interleave_and_pad(w13: torch.Tensor, halves: int, columns: int | None = Non
     padded_rows = halves * round_up(rows // halves, WEIGHT_PAD)
     padded_columns = round_up(width, WEIGHT_PAD) if columns is None else columns
     if halves == 1 and (rows, width) == (padded_rows, padded_columns):
-        return w13.contiguous()
+        return aligned(w13)
     permuted = w13.new_zeros(num_experts, padded_rows, padded_columns)
     for target, source in zip(permuted, w13, strict=True):
         for half, part in enumerate(source.chunk(halves)):
@@ -175,4 +175,4 @@ def interleave_and_pad(w13: torch.Tensor, halves: int, columns: int | None = Non
 
 
 def _pad_experts(weight: torch.Tensor) -> torch.Tensor:
-    return pad_columns(weight, round_up(weight.shape[2], WEIGHT_PAD)).contiguous()
+    return aligned(pad_columns(weight, round_up(weight.shape[2], WEIGHT_PAD)))

@@ -1,0 +1,66 @@
+"""What the Triton backends make of weights that lie in memory as callers happen to have them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from moereg.backends._triton.recorded import RecordedExperts
+from moereg.discovery import load_backends
+from moereg.layouts import ALIGNMENT
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.quant import QuantScheme
+from moereg.tuning.inputs import random_weights
+
+SM90 = Platform.from_name("cuda:sm90")
+
+CLAIMS = dict.fromkeys(
+    (cell.experts, scheme)
+    for cell in load_backends().cells
+    if issubclass(cell.experts, RecordedExperts)
+    for scheme in cell.schemes
+)
+
+
+def at_odd_offset(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers one element behind the start of an allocation, with any stride where a dimension is 1."""
+    storage = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    storage[1:] = tensor.reshape(-1)
+    strides = [7 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return storage.as_strided(tensor.shape, strides, 1)
+
+
+@pytest.mark.parametrize(("num_experts", "activation"), [(1, "relu2"), (3, "silu")])
+@pytest.mark.parametrize(
+    ("experts", "scheme"), CLAIMS, ids=[f"{experts.__name__}-{scheme.name}" for experts, scheme in CLAIMS]
+)
+def test_permuted_weights_are_aligned(
+    experts: type[RecordedExperts], scheme: QuantScheme, activation: str, num_experts: int
+) -> None:
+    """Boxes are copied from multiples of 16 bytes, and launches are replayed with pointers that are such alone.
+
+    Sizes that need no padding, so that permuted weights may be views.
+    """
+    problem = MoEProblem(
+        num_experts=num_experts,
+        hidden_size=128,
+        intermediate_size=128,
+        top_k=1,
+        quant=scheme,
+        activation=activation,
+        has_bias=True,
+        activation_format=min(experts.facts.activation_formats),
+    )
+    weights = random_weights(problem, torch.Generator().manual_seed(0), torch.device("cpu"))
+    shifted = dataclasses.replace(weights, **{name: at_odd_offset(t) for name, t in weights.tensors().items()})
+    backend = experts(problem, SM90)
+    plain, permuted = backend.permute_weights(weights, problem), backend.permute_weights(shifted, problem)
+    assert {*plain.per_expert, *plain.shared} == {*permuted.per_expert, *permuted.shared}
+    for name in (*permuted.per_expert, *permuted.shared):
+        tensor = permuted[name]
+        assert tensor.data_ptr() % ALIGNMENT == 0, name
+        assert tensor.stride() == torch.empty(tensor.shape, device="meta").stride(), name
+        assert torch.equal(tensor.view(torch.uint8), plain[name].view(torch.uint8)), name
