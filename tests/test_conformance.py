@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import pytest
-import torch
 
-from moereg.discovery import load_backends
+from moereg.discovery import current_platform
 from moereg.dispatch import Request, evaluate
 from moereg.quant import QuantScheme
-from moereg.reference import reference_experts, relative_error
 from moereg.registry import BackendCell
-from moereg.testing.faults import plant_faults
+from moereg.testing import cases, checks
+from moereg.testing.cases import Case
 from moereg.testing.interpreter import patch_interpreter
-from moereg.testing.tolerances import tolerance
-from moereg.workspace import WORKSPACES
-from tests import conformance
-from tests.conformance import Case, Inputs
 
-DEVICE = conformance.test_device()
+DEVICE = cases.default_device()
 pytestmark = pytest.mark.usefixtures("one_thread")
-CASES = conformance.registered_cases()
-CELLS = [cell for cell in load_backends().cells if conformance.runnable_platform(cell) is not None]
-CELLS_THAT_ROUND = [cell for cell in CELLS if any(scheme.activation is not None for scheme in cell.schemes)]
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-each_cell = pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.name}-{cell.class_name}-{cell.rules[0]}")
+CASES = cases.registered_cases()
+CELLS = cases.runnable_cells()
+
+
+def name_of(cell: BackendCell) -> str:
+    return f"{cell.name}-{cell.class_name}-{cell.rules[0]}"
+
+
+_T = TypeVar("_T", BackendCell, Case)
+
+
+def quickly(items: Iterable[_T], kind: Callable[[_T], object]) -> list[Any]:
+    """Parameters of which the slow tests get all but the first of a kind, where kernels are interpreted."""
+    seen, found = set(), []
+    for item in items:
+        imitated = item.is_imitated if isinstance(item, Case) else cases.is_imitated(item)
+        is_slow = imitated and kind(item) in seen
+        seen.add(kind(item))
+        found.append(pytest.param(item, marks=pytest.mark.slow) if is_slow else item)
+    return found
+
+
+def first_of_class(case: Case) -> bool:
+    return case == next(other for other in CASES if other.cell.class_name == case.cell.class_name)
+
+
+def kind_of_case(case: Case) -> object:
+    """Of the schemes of a batched class one is enough: they share their codecs with the standard class."""
+    if case.cell.experts.output_form == "per_expert" and case.problem.quant != case.cell.schemes[0]:
+        return case.cell.class_name
+    return case
+
+
+each_cell = pytest.mark.parametrize("cell", CELLS, ids=name_of)
 
 
 @pytest.fixture(autouse=True)
@@ -36,164 +59,67 @@ def _patched_interpreter() -> None:
         patch_interpreter()
 
 
-def _reference(
-    case: Case, inputs: Inputs, kernel_map: torch.Tensor | None, computes: QuantScheme | None = None
-) -> torch.Tensor:
-    return reference_experts(
-        case.problem,
-        conformance.make_weights(case.problem, DEVICE),
-        inputs.hidden_states,
-        inputs.topk_weights,
-        inputs.topk_ids,
-        expert_map=kernel_map,
-        computes=computes or case.computes,
-    )
-
-
-def _bound(case: Case, num_tokens: int) -> float:
-    return tolerance(case.computes, case.problem.dtype, num_tokens * case.problem.hidden_size)
-
-
-def _first_case(cell: BackendCell, wanted: Callable[[Case], bool] = lambda case: True) -> Case | None:
-    return next((case for case in CASES if case.cell == cell and wanted(case)), None)
-
-
-@each_case
+@pytest.mark.parametrize("case", quickly(CASES, kind_of_case), ids=lambda case: case.id)
 def test_numbers_within_the_claim(case: Case) -> None:
-    kernel = conformance.build(case, DEVICE)
-    for num_tokens, routing in conformance.calls_of(case, DEVICE, is_first=case is _first_case(case.cell)):
-        inputs = conformance.make_inputs(case.problem, num_tokens, routing, DEVICE, seed=num_tokens)
-        given = inputs.clone()
-        WORKSPACES.release()  # The next one is poisoned again.
-        out = torch.full_like(inputs.hidden_states, float("nan"))
-        returned = kernel(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, out)
-        error = relative_error(out, _reference(case, inputs, kernel.expert_map))
-        bound = _bound(case, num_tokens)
-        assert error <= bound, f"T={num_tokens} {routing}: error {error:.2e}, bound {bound:.0e}"
-        assert returned is out
-        for name in ("hidden_states", "topk_weights", "topk_ids"):
-            assert torch.equal(getattr(inputs, name), getattr(given, name)), f"{name} was written to"
+    checks.check_numbers(case, is_first=first_of_class(case))
 
 
 @each_cell
 def test_rejects_just_outside_the_claim(cell: BackendCell) -> None:
-    platform = conformance.runnable_platform(cell)
-    assert platform is not None
-    for code, problem in conformance.rejected_problems(cell):
-        decision = evaluate(cell, problem, platform, Request(require=(cell.name,)))
-        assert code in {reason.code for reason in decision.reasons}, (code, problem, decision.reasons)
-        assert all(reason.text[0].islower() for reason in decision.reasons)
+    checks.check_rejections(cell)
 
 
-@each_cell
-def test_planted_faults_are_caught(cell: BackendCell) -> None:
-    for scheme in conformance.fault_schemes(cell, DEVICE):
-        case = _first_case(cell, lambda case, quant=scheme: case.problem.quant == quant and case.problem.has_bias)
-        case = case or _first_case(cell, lambda case, quant=scheme: case.problem.quant == quant)
-        assert case is not None, scheme
-        weights = conformance.make_weights(case.problem, DEVICE)
-        num_tokens = conformance.fault_tokens(case, DEVICE)
-        inputs = conformance.make_inputs(case.problem, num_tokens, "uniform", DEVICE)
-        truth = _reference(case, inputs, conformance.make_expert_map(case.problem, DEVICE))
-        # Bounds of quantised activations are wide, since a kernel may round before the quantiser.
-        margin = 10 if case.computes.activation is None else 1.5
-        for fault, faulty in plant_faults(weights):
-            out = conformance.build(case, DEVICE, faulty)(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-            assert relative_error(out, truth) > margin * _bound(case, num_tokens), (scheme.name, fault)
+def faults() -> list[Any]:
+    """Of an interpreted class one scheme is quick; test_faults.py has every fault of every scheme."""
+    seen, found = set(), []
+    for cell in CELLS:
+        for scheme in cases.fault_schemes(cell):
+            is_slow = cases.is_imitated(cell) and cell.class_name in seen
+            seen.add(cell.class_name)
+            marks = [pytest.mark.slow] if is_slow else []
+            found.append(pytest.param(cell, scheme, marks=marks, id=f"{name_of(cell)}-{scheme.name}"))
+    return found
 
 
-@pytest.mark.parametrize("cell", CELLS_THAT_ROUND, ids=lambda cell: f"{cell.name}-{cell.class_name}-{cell.rules[0]}")
+@pytest.mark.parametrize(("cell", "scheme"), faults())
+def test_planted_faults_are_caught(cell: BackendCell, scheme: QuantScheme) -> None:
+    checks.check_faults_are_caught(cell, scheme)
+
+
+@pytest.mark.parametrize(
+    "cell", [cell for cell in CELLS if any(scheme.activation is not None for scheme in cell.schemes)], ids=name_of
+)
 def test_activations_are_rounded_as_claimed(cell: BackendCell) -> None:
-    """The bounds of quantised activations are wide enough for ones kept at 16 bits, so these are ruled out here."""
-    for scheme in [scheme for scheme in cell.schemes if scheme.activation is not None]:
-        case = _first_case(cell, lambda case, quant=scheme: case.problem.quant == quant)
-        assert case is not None, scheme
-        inputs = conformance.make_inputs(case.problem, 17, "uniform", DEVICE)
-        kernel = conformance.build(case, DEVICE)
-        out = kernel(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-        kept = dataclasses.replace(scheme, name=f"{scheme.name} with 16-bit activations", activation=None)
-        errors = [
-            relative_error(out, _reference(case, inputs, kernel.expert_map, computes)) for computes in (scheme, kept)
-        ]
-        assert errors[0] < errors[1], scheme.name
+    checks.check_activations_are_rounded(cell)
 
 
 @each_cell
 def test_permute_leaves_the_canonical_weights(cell: BackendCell) -> None:
-    case = _first_case(cell)
-    assert case is not None
-    weights = conformance.make_weights(case.problem, DEVICE)
-    given = {name: tensor.clone() for name, tensor in weights.tensors().items()}
-    kernel = conformance.build(case, DEVICE, weights)
-    for name, tensor in weights.tensors().items():
-        assert torch.equal(tensor.view(torch.uint8), given[name].view(torch.uint8))
-    assert kernel.weights.layout in cell.experts.layouts
+    checks.check_permute(cell)
 
 
-@each_cell
+@pytest.mark.parametrize("cell", quickly(CELLS, lambda cell: cell.class_name), ids=name_of)
 def test_reload_changes_the_result_in_place(cell: BackendCell) -> None:
-    case = _first_case(cell)
-    assert case is not None
-    kernel = conformance.build(case, DEVICE)
-    inputs = conformance.make_inputs(case.problem, 17, "uniform", DEVICE)
-    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    before = kernel(*arguments)
-    kernel.reload(conformance.make_weights(case.problem, DEVICE, seed=7))
-    assert relative_error(kernel(*arguments), before.float()) > 0.1
-    kernel.reload(conformance.make_weights(case.problem, DEVICE))
-    assert torch.equal(kernel(*arguments), before)
+    checks.check_reload(cell)
 
 
 @each_cell
 def test_workspaces_grow_with_tokens(cell: BackendCell) -> None:
-    case = _first_case(cell)
-    assert case is not None
-    experts = cell.experts(case.problem, case.platform)
-    sizes = [
-        [torch.Size(shape).numel() for shape in experts.workspace_shapes(case.problem, num_tokens)]
-        for num_tokens in range(1, 700, 7)
-    ]
-    assert sizes == sorted(sizes)
-    assert all(
-        small <= large for one, other in itertools.pairwise(sizes) for small, large in zip(one, other, strict=True)
-    )
+    checks.check_workspaces_grow(cell)
 
 
 @each_cell
 def test_equal_inputs_give_equal_bits_where_claimed(cell: BackendCell) -> None:
     if not cell.facts.deterministic:
         pytest.skip(f"{cell.name} ({cell.class_name}) does not claim it")
-    case = _first_case(cell)
-    assert case is not None
-    kernel = conformance.build(case, DEVICE)
-    inputs = conformance.make_inputs(case.problem, 63, "skewed", DEVICE)
-    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    first = kernel(*arguments)
-    repeats = 100 if DEVICE.type == "cuda" else 3
-    busy = torch.cuda.Stream() if DEVICE.type == "cuda" else None
-    filler = torch.randn(2048, 2048, device=DEVICE) if busy else None
-    for _ in range(repeats):
-        if busy is not None and filler is not None:
-            with torch.cuda.stream(busy):
-                filler @ filler
-        assert torch.equal(kernel(*arguments), first)
+    if cases.is_imitated(cell):
+        pytest.skip("an interpreter runs programs one after another, always in the same order")
+    checks.check_equal_bits(cell)
 
 
-@each_cell
+@pytest.mark.parametrize("cell", quickly(CELLS, lambda cell: cell.experts.output_form), ids=name_of)
 def test_compiles_without_a_graph_break(cell: BackendCell) -> None:
-    case = _first_case(cell)
-    assert case is not None
-    kernel = conformance.build(case, DEVICE)
-    torch._dynamo.reset()
-
-    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
-    def layer(hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        return kernel(hidden_states * 2, topk_weights, topk_ids) + 1
-
-    for num_tokens in (17, 5):
-        inputs = conformance.make_inputs(case.problem, num_tokens, "uniform", DEVICE)
-        eager = kernel(inputs.hidden_states * 2, inputs.topk_weights, inputs.topk_ids) + 1
-        assert torch.equal(layer(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids), eager)
+    checks.check_compiles(cell)
 
 
 @pytest.mark.gpu
@@ -203,23 +129,7 @@ def test_graph_replay_equals_eager_where_claimed(cell: BackendCell) -> None:
         pytest.skip("; ".join(reason.text for reason in _here(cell)) or "needs a CUDA device")
     if not cell.facts.graph_capture:
         pytest.skip(f"{cell.name} ({cell.class_name}) does not claim it")
-    case = _first_case(cell)
-    assert case is not None
-    kernel = conformance.build(case, DEVICE)
-    inputs = conformance.make_inputs(case.problem, 63, "uniform", DEVICE)
-    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    kernel(*arguments)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = kernel(*arguments)
-    for seed in (3, 4):
-        fresh = conformance.make_inputs(case.problem, 63, "skewed", DEVICE, seed)
-        for name in ("hidden_states", "topk_weights", "topk_ids"):
-            getattr(inputs, name).copy_(getattr(fresh, name))
-        out.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(out, kernel(fresh.hidden_states, fresh.topk_weights, fresh.topk_ids))
+    checks.check_graph_replay(cell)
 
 
 @pytest.mark.gpu
@@ -227,27 +137,15 @@ def test_graph_replay_equals_eager_where_claimed(cell: BackendCell) -> None:
 def test_no_host_synchronisation(cell: BackendCell) -> None:
     if DEVICE.type != "cuda":
         pytest.skip("; ".join(reason.text for reason in _here(cell)) or "needs a CUDA device")
-    case = _first_case(cell)
-    assert case is not None
-    kernel = conformance.build(case, DEVICE)
-    inputs = conformance.make_inputs(case.problem, 63, "uniform", DEVICE)
-    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    kernel(*arguments)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        kernel(*arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    checks.check_no_synchronization(cell)
 
 
 def _here(cell: BackendCell) -> tuple[object, ...]:
-    platform = conformance.current_platform()
-    return evaluate(cell, next(iter(conformance.claimed_problems(cell))), platform, Request()).reasons
+    return evaluate(cell, cases.first_case(cell).problem, current_platform(), Request()).reasons
 
 
 def test_every_cell_runs_here_or_says_why_not() -> None:
-    for name, reasons in conformance.unverifiable_cells().items():
+    for name, reasons in cases.unverifiable_cells().items():
         assert reasons, f"{name} neither runs here nor says why"
     assert CASES, "no registered cell runs on this machine"
 
@@ -257,9 +155,6 @@ def test_cases_follow_the_registry(isolated_registry: object) -> None:
     from tests.fakes import FakeExperts
 
     register_moe_backend(name="fresh", priority=1, quant_schemes=("unquantized",), platforms=("*",))(FakeExperts)
-    fresh = [case for case in conformance.registered_cases() if case.cell.name == "fresh"]
+    fresh = [case for case in cases.registered_cases() if case.cell.name == "fresh"]
     assert fresh, "a new backend has to be tested with no other edit"
-    kernel = conformance.build(fresh[0], DEVICE)
-    inputs = conformance.make_inputs(fresh[0].problem, 5, "uniform", DEVICE)
-    out = kernel(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    assert relative_error(out, _reference(fresh[0], inputs, kernel.expert_map)) < 1e-2
+    checks.check_numbers(fresh[0], is_first=True)

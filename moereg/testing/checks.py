@@ -1,0 +1,371 @@
+"""The checks of the conformance kit: each runs a cell and raises AssertionError where it does not keep its contract.
+
+On a machine without a GPU, call `moereg.testing.interpreter.patch_interpreter` first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+
+from moereg.dispatch import evaluate
+from moereg.layer import make_kernel
+from moereg.prepare_finalize import local_prepare_finalize
+from moereg.quant import QuantScheme
+from moereg.reference import reference_experts, relative_error
+from moereg.registry import BackendCell
+from moereg.request import Request
+from moereg.testing.cases import (
+    Case,
+    build,
+    calls_of,
+    fault_tokens,
+    first_case,
+    rejected_problems,
+    runnable_platform,
+    select_cell,
+)
+from moereg.testing.drawing import DrawnLayer
+from moereg.testing.faults import plant_faults
+from moereg.testing.guards import (
+    GuardedMemory,
+    GuardedPrepareFinalize,
+    GuardedWorkspaces,
+    guard_permuted,
+    guard_weights,
+)
+from moereg.testing.inputs import Inputs, make_expert_map, make_inputs, make_weights
+from moereg.testing.tolerances import tolerance
+from moereg.weights import ExpertWeights
+
+__all__ = [
+    "GuardedLayer",
+    "check_activations_are_rounded",
+    "check_compiles",
+    "check_equal_bits",
+    "check_faults_are_caught",
+    "check_graph_replay",
+    "check_layer",
+    "check_no_synchronization",
+    "check_numbers",
+    "check_permute",
+    "check_rejections",
+    "check_reload",
+    "check_workspaces_grow",
+]
+
+
+class GuardedLayer:
+    """A cell's kernel all of whose tensors lie between guard bands, weights and scratch too.
+
+    Attributes:
+        weights: The canonical ones that it was made of.
+        expert_map: [num_experts] int32, or None where all experts are local.
+    """
+
+    def __init__(self, case: Case, weights: ExpertWeights, form: str = "contiguous", ep_rank: int = 0) -> None:
+        """Makes the kernel.
+
+        Args:
+            case: What is run.
+            weights: Of the case's problem, contiguous.
+            form: How the kernel is given them, one of `moereg.testing.guards.FORMS`.
+            ep_rank: As in `make_kernel`.
+
+        Raises:
+            AssertionError: Permuting wrote to the canonical weights or beside them.
+        """
+        self.case = case
+        self._memory = GuardedMemory(case.device)
+        self._workspaces = GuardedWorkspaces(self._memory)
+        self.weights = guard_weights(self._memory, weights, form)
+        expert_map = make_expert_map(case.problem, case.device)
+        if expert_map is not None:
+            expert_map = self._memory.copy("expert_map", expert_map)
+            self._memory.freeze()
+        inner = local_prepare_finalize(case.problem.activation_format)
+        self._prepare = GuardedPrepareFinalize(inner, case.device)
+        self._kernel = make_kernel(
+            case.problem,
+            self.weights,
+            selection=select_cell(case),
+            prepare_finalize=self._prepare,
+            ep_rank=ep_rank,
+            expert_map=expert_map,
+        )
+        self._memory.check()
+        self._kernel.weights = guard_permuted(self._memory, self._kernel.weights)
+        if self._kernel.expert_map is not None and expert_map is None:
+            self._kernel.expert_map = self._memory.copy("expert_map", self._kernel.expert_map)
+            self._memory.freeze()
+        self.expert_map = self._kernel.expert_map
+
+    def __call__(self, inputs: Inputs, fill: str = "nan") -> torch.Tensor:
+        """Runs a copy of the inputs into an output of NaN, and returns that.
+
+        Args:
+            inputs: Of one call.
+            fill: What the workspaces hold, one of `moereg.testing.guards.FILLS`.
+
+        Raises:
+            AssertionError: The kernel wrote where it must not, or did not return `out`.
+        """
+        memory = GuardedMemory(self.case.device)
+        hidden_states = memory.copy("hidden_states", inputs.hidden_states)
+        topk_weights = memory.copy("topk_weights", inputs.topk_weights)
+        topk_ids = memory.copy("topk_ids", inputs.topk_ids)
+        memory.freeze()
+        out = memory.allocate("out", tuple(hidden_states.shape), hidden_states.dtype)
+        self._workspaces.fill = fill
+        with self._workspaces.in_use():
+            returned = self._kernel(hidden_states, topk_weights, topk_ids, out)
+        assert returned is out, "a layer must return the out that it was given"
+        for guarded in (memory, self._memory, self._prepare.memory):
+            guarded.check()
+        return out
+
+    def reference(self, inputs: Inputs, computes: QuantScheme | None = None) -> torch.Tensor:
+        """What the call should give."""
+        return _reference(self.case, self.weights, inputs, self.expert_map, computes)
+
+
+def check_layer(layer: DrawnLayer, num_calls: int = 1) -> bool:
+    """Runs a drawn layer under guard bands and compares it with the reference.
+
+    Args:
+        layer: The call.
+        num_calls: How often it is repeated, with other addresses each time.
+
+    Returns:
+        Whether it could run here.
+
+    Raises:
+        AssertionError: Wrong numbers, or bytes changed that must not; begins with the line that names the layer.
+    """
+    case = layer.case()
+    if case is None:
+        return False
+    try:
+        _check_drawn(case, layer, num_calls)
+    except Exception as error:
+        raise AssertionError(f"{layer}\n{type(error).__name__}: {error}") from error
+    return True
+
+
+def _check_drawn(case: Case, layer: DrawnLayer, num_calls: int) -> None:
+    problem, device = case.problem, case.device
+    inputs = make_inputs(problem, layer.num_tokens, layer.routing, device, layer.seed)
+    if layer.wide_ids:
+        inputs = dataclasses.replace(inputs, topk_ids=inputs.topk_ids.long())
+    guarded = GuardedLayer(case, make_weights(problem, device, layer.seed), layer.form, layer.ep_rank)
+    truth = guarded.reference(inputs)
+    if layer.fill == "stale":
+        guarded(make_inputs(problem, layer.num_tokens, "uniform", device, layer.seed + 1))
+    outs = [guarded(inputs, layer.fill) for _ in range(num_calls)]
+    for out in outs:
+        _check_close(case, out, truth)
+    if case.cell.facts.deterministic:
+        assert all(torch.equal(out, outs[0]) for out in outs), "equal inputs gave other bits"
+
+
+def check_numbers(case: Case, is_first: bool = False) -> None:
+    """Numbers of a case are those of the reference, for the calls that `calls_of` says, under guard bands.
+
+    Args:
+        case: What is run.
+        is_first: Whether it is the first of its class, which is run with more calls.
+    """
+    layer = GuardedLayer(case, make_weights(case.problem, case.device))
+    for num_tokens, routing in calls_of(case, is_first):
+        inputs = make_inputs(case.problem, num_tokens, routing, case.device, seed=num_tokens)
+        try:
+            _check_close(case, layer(inputs), layer.reference(inputs))
+        except AssertionError as error:
+            raise AssertionError(f"T={num_tokens} {routing}: {error}") from error
+
+
+def check_rejections(cell: BackendCell) -> None:
+    """Problems just outside the claim are rejected, each with its reason, worded as a clause."""
+    platform = runnable_platform(cell)
+    assert platform is not None
+    for code, problem in rejected_problems(cell):
+        decision = evaluate(cell, problem, platform, Request(require=(cell.name,)))
+        assert code in {reason.code for reason in decision.reasons}, (
+            f"{problem} must be rejected with code {code!r}, got {decision.reasons}"
+        )
+        for reason in decision.reasons:
+            assert reason.text[0].islower(), f"a reason must be a lowercase clause, got {reason.text!r}"
+
+
+def check_faults_are_caught(cell: BackendCell, scheme: QuantScheme) -> None:
+    """Weights that are spoiled as a wrong kernel would read them give an error well above the bound."""
+    case = first_case(cell, scheme, has_bias=True)
+    weights = make_weights(case.problem, case.device)
+    num_tokens = fault_tokens(case)
+    inputs = make_inputs(case.problem, num_tokens, "uniform", case.device)
+    truth = _reference(case, weights, inputs, make_expert_map(case.problem, case.device))
+    # Bounds of quantised activations are wide, since a kernel may round before the quantiser.
+    least = (10 if case.computes.activation is None else 1.5) * _bound(case, num_tokens)
+    for fault, faulty in plant_faults(weights):
+        out = build(case, faulty)(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+        error = relative_error(out, truth)
+        assert error > least, f"{scheme.name} with {fault}: error {error:.2e}, must be above {least:.1e}"
+
+
+def check_activations_are_rounded(cell: BackendCell) -> None:
+    """Schemes that quantise activations do: the bounds alone are wide enough for activations of 16 bits."""
+    for scheme in (scheme for scheme in cell.schemes if scheme.activation is not None):
+        case = first_case(cell, scheme)
+        weights = make_weights(case.problem, case.device)
+        inputs = make_inputs(case.problem, 17, "uniform", case.device)
+        kernel = build(case, weights)
+        out = kernel(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+        kept = dataclasses.replace(scheme, name=f"{scheme.name} with 16-bit activations", activation=None)
+        rounded, unrounded = (
+            relative_error(out, _reference(case, weights, inputs, kernel.expert_map, computes))
+            for computes in (scheme, kept)
+        )
+        assert rounded < unrounded, f"{scheme.name}: activations were kept at 16 bits"
+
+
+def check_permute(cell: BackendCell) -> None:
+    """Permuting leaves the canonical weights as they are and gives a layout that the class declares."""
+    case = first_case(cell)
+    weights = make_weights(case.problem, case.device)
+    given = {name: tensor.clone() for name, tensor in weights.tensors().items()}
+    kernel = build(case, weights)
+    for name, tensor in weights.tensors().items():
+        assert torch.equal(tensor.view(torch.uint8), given[name].view(torch.uint8)), f"{name} was written to"
+    layout, layouts = kernel.weights.layout, cell.experts.layouts
+    assert layout in layouts, f"layouts says {layouts}, permute_weights gave {layout!r}"
+
+
+def check_reload(cell: BackendCell) -> None:
+    """Reloaded weights change the result, and the first ones bring it back."""
+    case = first_case(cell)
+    kernel = build(case)
+    inputs = make_inputs(case.problem, 17, "uniform", case.device)
+    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    before = kernel(*arguments)
+    kernel.reload(make_weights(case.problem, case.device, seed=7))
+    assert relative_error(kernel(*arguments), before.float()) > 0.1, "reload left the old weights"
+    kernel.reload(make_weights(case.problem, case.device))
+    assert torch.equal(kernel(*arguments), before), "equal weights gave another result after a reload"
+
+
+def check_workspaces_grow(cell: BackendCell) -> None:
+    """Workspaces for more tokens are not smaller."""
+    case = first_case(cell)
+    experts = cell.experts(case.problem, case.platform)
+    sizes = [
+        [torch.Size(shape).numel() for shape in experts.workspace_shapes(case.problem, num_tokens)]
+        for num_tokens in range(1, 700, 7)
+    ]
+    for fewer, more in itertools.pairwise(sizes):
+        assert all(small <= large for small, large in zip(fewer, more, strict=True)), (
+            f"workspaces of {more} elements for more tokens than ones of {fewer}"
+        )
+
+
+def check_equal_bits(cell: BackendCell) -> None:
+    """Equal inputs give equal bits, on a GPU beside a busy stream."""
+    case = first_case(cell)
+    kernel = build(case)
+    inputs = make_inputs(case.problem, 63, "skewed", case.device)
+    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    first = kernel(*arguments)
+    repeats = 100 if case.device.type == "cuda" else 3
+    busy = torch.cuda.Stream() if case.device.type == "cuda" else None
+    filler = torch.randn(2048, 2048, device=case.device) if busy else None
+    for _ in range(repeats):
+        if busy is not None and filler is not None:
+            with torch.cuda.stream(busy):
+                filler @ filler
+        assert torch.equal(kernel(*arguments), first), "equal inputs gave other bits"
+
+
+def check_compiles(cell: BackendCell) -> None:
+    """A caller compiles in one graph, and gets what it gets eagerly."""
+    case = first_case(cell)
+    kernel = build(case)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def layer(hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        return kernel(hidden_states * 2, topk_weights, topk_ids) + 1
+
+    for num_tokens in (17, 5):
+        inputs = make_inputs(case.problem, num_tokens, "uniform", case.device)
+        eager = kernel(inputs.hidden_states * 2, inputs.topk_weights, inputs.topk_ids) + 1
+        compiled = layer(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+        assert torch.equal(compiled, eager), f"T={num_tokens}: compiled code gave another result than eager code"
+
+
+def check_graph_replay(cell: BackendCell) -> None:
+    """A replayed CUDA graph reads what its inputs hold now; needs a CUDA device."""
+    case = first_case(cell)
+    kernel = build(case)
+    inputs = make_inputs(case.problem, 63, "uniform", case.device)
+    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    kernel(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernel(*arguments)
+    for seed in (3, 4):
+        fresh = make_inputs(case.problem, 63, "skewed", case.device, seed)
+        for field in dataclasses.fields(Inputs):
+            getattr(inputs, field.name).copy_(getattr(fresh, field.name))
+        out.fill_(float("nan"))
+        graph.replay()
+        eager = kernel(fresh.hidden_states, fresh.topk_weights, fresh.topk_ids)
+        assert torch.equal(out, eager), "a replayed graph gave another result than eager code"
+
+
+def check_no_synchronization(cell: BackendCell) -> None:
+    """A call does not wait for the device; needs a CUDA device."""
+    case = first_case(cell)
+    kernel = build(case)
+    inputs = make_inputs(case.problem, 63, "uniform", case.device)
+    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    kernel(*arguments)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernel(*arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _reference(
+    case: Case,
+    weights: ExpertWeights,
+    inputs: Inputs,
+    expert_map: torch.Tensor | None,
+    computes: QuantScheme | None = None,
+) -> torch.Tensor:
+    with torch.no_grad():
+        return reference_experts(
+            case.problem,
+            weights,
+            inputs.hidden_states,
+            inputs.topk_weights,
+            inputs.topk_ids,
+            expert_map=expert_map,
+            computes=computes or case.computes,
+        )
+
+
+def _bound(case: Case, num_tokens: int) -> float:
+    return tolerance(case.computes, case.problem.dtype, num_tokens * case.problem.hidden_size)
+
+
+def _check_close(case: Case, out: torch.Tensor, truth: torch.Tensor) -> None:
+    error, bound = relative_error(out, truth), _bound(case, len(out))
+    if error <= bound:
+        return
+    rows = torch.nonzero(~out.isfinite().all(1)).flatten().tolist()
+    found = f"; rows {rows[:8]} of {len(out)} are not finite" if rows else ""
+    raise AssertionError(f"error {error:.2e}, bound {bound:.0e}{found}")

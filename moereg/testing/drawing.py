@@ -1,0 +1,225 @@
+"""Layers drawn at random within a cell's claim, with sizes around the steps, pads and tiles of kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+
+from moereg.activations import ACTIVATIONS, Activation
+from moereg.discovery import load_backends
+from moereg.problem import MoEProblem
+from moereg.registry import BackendCell
+from moereg.testing.cases import Case, runnable_platform, served_schemes
+from moereg.testing.guards import FILLS, FORMS
+from moereg.testing.inputs import ROUTINGS
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+__all__ = ["INTERPRETED", "NATIVE", "Choose", "DrawnLayer", "Limits", "draw_layer", "layers"]
+
+_T = TypeVar("_T")
+
+
+class Choose(Protocol):
+    """Picks one of several values; earlier ones are simpler."""
+
+    def __call__(self, options: Sequence[_T], /) -> _T:
+        """One of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Largest sizes that are drawn.
+
+    Attributes:
+        size: Of H and I.
+        num_tokens: T.
+        num_experts: E.
+        num_routes: T * K.
+    """
+
+    size: int
+    num_tokens: int
+    num_experts: int
+    num_routes: int
+
+
+INTERPRETED: Final = Limits(size=200, num_tokens=65, num_experts=9, num_routes=130)
+"""Where a layer of Triton's interpreter takes some tenths of a second."""
+
+NATIVE: Final = Limits(size=400, num_tokens=130, num_experts=40, num_routes=1040)
+"""Where kernels are compiled."""
+
+# Rows of tiles, and where other kernels take over.
+_TOKENS: Final = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 0)
+# Ones that leave no route are right too easily to be drawn as often.
+_ROUTINGS: Final = (*"uniform", "skewed", "unmapped", *ROUTINGS)
+_MOST_CHOICES: Final = 64  # Bytes, two a choice.
+_EXPERTS: Final = (1, 2, 3, 4, 6, 8, 9, 16, 17, 33, 40)
+_TOP_K: Final = (1, 2, 3, 4, 5, 8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrawnLayer:
+    """One call of one cell. `str` is a line that `from_json` and `python -m moereg.testing.one_call` read.
+
+    Attributes:
+        backend, experts, rule: Name, class and first platform rule of the cell.
+        computes: Name of the scheme that the cell computes.
+        problem: The layer.
+        num_tokens: T.
+        routing: One of `moereg.testing.inputs.ROUTINGS`.
+        ep_rank: Which slice of the experts is here, where placement is contiguous.
+        wide_ids: Whether topk_ids are int64.
+        fill: One of `moereg.testing.guards.FILLS`.
+        form: One of `moereg.testing.guards.FORMS`.
+        seed: Of weights and inputs.
+    """
+
+    backend: str
+    experts: str
+    rule: str
+    computes: str
+    problem: MoEProblem
+    num_tokens: int
+    routing: str = "uniform"
+    ep_rank: int = 0
+    wide_ids: bool = False
+    fill: str = "nan"
+    form: str = "contiguous"
+    seed: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Strings and numbers only; `from_dict` reads them back."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**values, "problem": self.problem.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DrawnLayer:
+        """Inverse of `to_dict`."""
+        return cls(**{**values, "problem": MoEProblem.from_dict(values["problem"])})
+
+    @classmethod
+    def from_json(cls, text: str) -> DrawnLayer:
+        """Inverse of `str`."""
+        return cls.from_dict(json.loads(text))
+
+    def __str__(self) -> str:
+        return json.dumps(self.to_dict())
+
+    __repr__ = __str__
+
+    def case(self) -> Case | None:
+        """The cell, problem and platform to run as; None where the cell is not here or does not run here."""
+        for cell in load_backends().cells:
+            name = (cell.name, cell.class_name, cell.rules[0].text)
+            computes = cell.scheme_for(self.problem.quant)
+            if (
+                name == (self.backend, self.experts, self.rule)
+                and computes is not None
+                and computes.name == self.computes
+            ):
+                platform = runnable_platform(cell)
+                return None if platform is None else Case(cell, platform, self.problem)
+        return None
+
+
+def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
+    """A layer that the cell claims.
+
+    Args:
+        cell: That is to run it.
+        choose: Makes every choice, such as `random.Random(seed).choice`.
+        limits: Largest sizes.
+    """
+    facts = cell.facts
+    scheme = choose(served_schemes(cell))
+    computes = cell.scheme_for(scheme)
+    assert computes is not None
+    most_experts = min(limits.num_experts, facts.max_experts or limits.num_experts)
+    num_experts = choose(_up_to(_EXPERTS, most_experts))
+    top_k = choose(_up_to(_TOP_K, num_experts))
+    most_tokens = min(limits.num_tokens, limits.num_routes // top_k)
+    placement = choose(sorted(facts.placements))
+    # Each choice is made even where nothing comes of it, so that the next ones do not depend on it.
+    some_experts, is_half, ep_rank = choose(range(num_experts, 0, -1)), choose((False, True)), choose((0, 1))
+    has_bias, weight_on_input = choose((False, True)), choose((False, True))
+    num_local_experts = some_experts if placement == "map" else num_experts
+    if placement == "contiguous" and is_half and num_experts % 2 == 0:
+        num_local_experts = num_experts // 2
+    problem = MoEProblem(
+        num_experts=num_experts,
+        num_local_experts=num_local_experts,
+        hidden_size=_draw_size(choose, limits.size, facts.requires_multiple.get("hidden_size", 1)),
+        intermediate_size=_draw_size(choose, limits.size, facts.requires_multiple.get("intermediate_size", 1)),
+        top_k=top_k,
+        dtype=choose(sorted(facts.dtypes, reverse=True)),
+        quant=scheme,
+        activation=choose(_activations(cell)),
+        has_bias=facts.bias and has_bias,
+        activation_format=choose(sorted(facts.activation_formats)),
+        placement=placement,
+        apply_router_weight_on_input=facts.router_weight_on_input and top_k == 1 and weight_on_input,
+    )
+    return DrawnLayer(
+        backend=cell.name,
+        experts=cell.class_name,
+        rule=cell.rules[0].text,
+        computes=computes.name,
+        problem=problem,
+        # Tall tiles are where most kernels differ, so half of the calls have many tokens.
+        num_tokens=choose(_up_to(choose((_TOKENS, _TOKENS[9:-1])), most_tokens) or [most_tokens]),
+        routing=choose(_ROUTINGS),
+        ep_rank=ep_rank if placement == "contiguous" and num_local_experts < num_experts else 0,
+        wide_ids=choose((False, True)),
+        fill=choose(FILLS),
+        form=choose(FORMS),
+        seed=choose(range(1000)),
+    )
+
+
+def layers(cell: BackendCell, limits: Limits) -> SearchStrategy[DrawnLayer]:
+    """What `draw_layer` draws, as a strategy of hypothesis, which shrinks what fails; needs hypothesis."""
+    from hypothesis import strategies as st
+
+    def drawn(choices: bytes) -> DrawnLayer:
+        place = 0
+
+        def choose(options: Sequence[_T], /) -> _T:
+            nonlocal place
+            place += 2
+            return options[int.from_bytes(choices[place - 2 : place], "big") % len(options)]
+
+        return draw_layer(cell, choose, limits)
+
+    # One draw, since of many alike hypothesis would repeat most and change one: few examples would be of one kind.
+    return st.binary(min_size=_MOST_CHOICES, max_size=_MOST_CHOICES).map(drawn)
+
+
+def _up_to(sizes: Sequence[int], most: int) -> list[int]:
+    return [size for size in sizes if size <= most]
+
+
+def _draw_size(choose: Choose, most: int, divisor: int) -> int:
+    """At, one below and one above steps, pads and tiles, and half a pad more than a whole number of them."""
+    beside = [size + more for size in (16, 32, 64, 128, 256) for more in (0, -1, 1) if 16 <= size + more <= most]
+    half_pad = [size for size in range(32, most + 1, 64)]
+    between = [size for step in (16, 24, 48) for size in range(48, most + 1, step)]
+    size = choose(choose((half_pad, beside, between)))
+    return -(-size // divisor) * divisor
+
+
+def _activations(cell: BackendCell) -> list[Activation]:
+    """What the cell claims, the most usual first, with other clamps and scalars where it claims these."""
+    facts = cell.facts
+    known = sorted(facts.activations, key=lambda name: (name != "silu", name))
+    found = [ACTIVATIONS[name] for name in known if facts.swiglu_limit or ACTIVATIONS[name].limit is None]
+    gated = [activation for activation in found if activation.gated]
+    if facts.swiglu_limit:
+        found += [dataclasses.replace(activation, limit=1.5) for activation in gated]
+    if facts.activation_scalars:
+        found += [dataclasses.replace(activation, beta=0.5) for activation in gated if activation.beta == 0]
+    return found

@@ -1,0 +1,295 @@
+"""Guard bands: memory around every tensor of a call that reads as NaN and must not be written to.
+
+A kernel that reads behind a tensor finds NaN there, which no mask or zero weight turns into a number, and one that
+writes there is seen afterwards. The bands are bytes of 0xFF: NaN in every float type that moereg knows, -1 in signed
+integers. Each tensor has an allocation of its own, so that nothing that belongs to the layer lies behind a band.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import torch
+
+from moereg.experts import ExpertInputs
+from moereg.prepare_finalize import Prepared, PrepareFinalize
+from moereg.problem import MoEProblem
+from moereg.weights import ExpertWeights, PerExpert, PermutedWeights
+from moereg.workspace import WORKSPACES
+
+__all__ = [
+    "FILLS",
+    "FORMS",
+    "GuardedMemory",
+    "GuardedPrepareFinalize",
+    "GuardedWorkspaces",
+    "guard_permuted",
+    "guard_weights",
+]
+
+FILLS: Final = ("nan", "huge", "stale")
+"""What workspaces hold when a call gets them: NaN, the largest numbers of their dtype, or what another call left."""
+
+FORMS: Final = ("contiguous", "columns", "transposed", "offset", "parameter", "expanded")
+"""How canonical weights may lie in memory.
+
+As they are stacked; as every second column of a wider tensor; with the last two dimensions swapped; where addresses are
+aligned to one element only; as parameters that require grad; biases and scales as one number that is expanded.
+"""
+
+_BYTE: Final = 0xFF
+_LEAST_BAND: Final = 1 << 16
+_MOST_BAND: Final = 1 << 20
+_BAND_ROWS: Final = 256  # As many as the tallest tile has.
+_WORKSPACE_ALIGNMENT: Final = 256  # Which `Experts.apply` promises.
+_HUGE: Final = {torch.bfloat16: 3e38, torch.float32: 3e38, torch.float16: 6e4}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """One allocation: a band, a tensor's bytes `[start, end)`, and a band."""
+
+    name: str
+    raw: torch.Tensor
+    start: int
+    end: int
+    tensor: torch.Tensor
+
+
+class GuardedMemory:
+    """Makes tensors between guard bands, and checks the bands, and the bytes of those that were frozen."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._blocks: list[_Block] = []
+        # What frozen blocks held, and the versions of their tensors.
+        self._frozen: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def allocate(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        stride: tuple[int, ...] | None = None,
+        alignment: int | None = None,
+        offset: int = 0,
+    ) -> torch.Tensor:
+        """A tensor of 0xFF bytes.
+
+        Args:
+            name: For the error.
+            shape: Of the tensor.
+            dtype: Of the tensor.
+            stride: Of the tensor; contiguous where None.
+            alignment: Of its first byte, which is aligned to that and no more; as torch's allocator aligns where None.
+            offset: Elements that lie between a so aligned place and the first byte.
+        """
+        if stride is None:
+            stride = torch.empty(shape, device="meta").stride()
+        if alignment is None:
+            alignment = 512 if self.device.type == "cuda" else 64
+        reached = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+        num_bytes = reached * dtype.itemsize if math.prod(shape) else 0
+        row_bytes = max(stride, default=1) if len(shape) < 2 else stride[-2] if len(shape) == 2 else max(stride[-2:])
+        band = min(max(_LEAST_BAND, _BAND_ROWS * row_bytes * dtype.itemsize), _MOST_BAND)
+        raw = torch.full(
+            (2 * band + num_bytes + 2 * alignment + offset * dtype.itemsize,),
+            _BYTE,
+            dtype=torch.uint8,
+            device=self.device,
+        )
+        # Exactly aligned: what needs more has to fail here as it would elsewhere.
+        start = band + (alignment - band - raw.data_ptr()) % (2 * alignment) + offset * dtype.itemsize
+        end = start + num_bytes
+        tensor = raw[start:end].view(dtype).as_strided(shape, stride)
+        self._blocks.append(_Block(name, raw, start, end, tensor))
+        return tensor
+
+    def copy(
+        self, name: str, tensor: torch.Tensor, *, stride: tuple[int, ...] | None = None, offset: int = 0
+    ) -> torch.Tensor:
+        """A copy; what lies between its elements is 0xFF too.
+
+        Args:
+            name: For the error.
+            tensor: To be copied.
+            stride: Of the copy; as the tensor's where None.
+            offset: As in `allocate`.
+        """
+        stride = tensor.stride() if stride is None else stride
+        copied = self.allocate(name, tuple(tensor.shape), tensor.dtype, stride, offset=offset)
+        # Elements of an expanded tensor share memory, so each place is written once.
+        places = tuple(slice(1) if step == 0 else slice(None) for step in stride)
+        target, source = copied[places], tensor.detach()[places]
+        if tensor.element_size() == 1:
+            target, source = target.view(torch.uint8), source.view(torch.uint8)
+        target.copy_(source)
+        return copied
+
+    def freeze(self) -> None:
+        """From here on nothing that was made so far may change."""
+        for number, block in enumerate(self._blocks):
+            if number not in self._frozen:
+                self._frozen[number] = (block.raw.clone(), block.tensor._version)
+
+    def check(self) -> None:
+        """Waits for the device and looks at every byte that must not have changed.
+
+        Raises:
+            AssertionError: One did; says of which tensor and where.
+        """
+        # One answer for all, since each would wait for a GPU.
+        wrong = [
+            (block.raw[: block.start] != _BYTE).any() | (block.raw[block.end :] != _BYTE).any()
+            if number not in self._frozen
+            else (block.raw != self._frozen[number][0]).any()
+            for number, block in enumerate(self._blocks)
+        ]
+        if wrong and bool(torch.stack(wrong).any()):
+            raise AssertionError("; ".join(self._wrongs()))
+        for number, (_, version) in self._frozen.items():
+            block = self._blocks[number]
+            assert block.tensor._version == version, f"{block.name} was written to, with what it held"
+
+    def _wrongs(self) -> Iterator[str]:
+        for number, block in enumerate(self._blocks):
+            given = self._frozen[number][0] if number in self._frozen else None
+            changed = torch.nonzero(block.raw != (_BYTE if given is None else given)).flatten()
+            before, behind = changed[changed < block.start], changed[changed >= block.end]
+            inside = changed[(changed >= block.start) & (changed < block.end)]
+            if len(before):
+                yield f"memory {block.start - int(before[-1])} bytes in front of {block.name} was written to"
+            if len(behind):
+                yield f"memory {int(behind[0]) - block.end + 1} bytes behind {block.name} was written to"
+            if given is not None and len(inside):
+                yield f"{block.name} was written to, at byte {int(inside[0]) - block.start}"
+
+
+class GuardedWorkspaces:
+    """Answers requests for scratch with tensors between guard bands, each in an allocation of its own.
+
+    Attributes:
+        fill: One of `FILLS`: what they hold when they are handed out. Stale ones are NaN the first time.
+    """
+
+    def __init__(self, memory: GuardedMemory, fill: str = "nan") -> None:
+        self.fill = fill
+        self._memory = memory
+        self._tensors: dict[tuple[tuple[tuple[int, ...], ...], torch.dtype], tuple[torch.Tensor, ...]] = {}
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Layers that run meanwhile get their scratch here."""
+        with WORKSPACES.answered_by(self._take):
+            yield
+
+    def _take(
+        self, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        tensors = self._tensors.get((shapes, dtype))
+        if tensors is None:
+            names = ("workspace13", "workspace2", "expert_out")
+            tensors = self._tensors[shapes, dtype] = tuple(
+                self._memory.allocate(name, shape, dtype, alignment=_WORKSPACE_ALIGNMENT)
+                for name, shape in zip(names, shapes, strict=False)
+            )
+        for tensor in tensors:
+            if self.fill == "nan":
+                tensor.view(torch.uint8).fill_(_BYTE)
+            elif self.fill == "huge":
+                tensor.fill_(_HUGE[dtype])
+        return tensors
+
+
+class GuardedPrepareFinalize(PrepareFinalize):
+    """Another one, whose tensors for the experts lie between guard bands; rows past an expert's count are NaN."""
+
+    def __init__(self, inner: PrepareFinalize, device: torch.device) -> None:
+        self.inner = inner
+        self.name = inner.name  # type: ignore[misc]
+        self.activation_format = inner.activation_format  # type: ignore[misc]
+        self.memory = GuardedMemory(device)
+
+    def prepare(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        problem: MoEProblem,
+        expert_map: torch.Tensor | None,
+    ) -> Prepared:
+        """As `inner`; what it hands on as it was given stays where it is."""
+        prepared = self.inner.prepare(hidden_states, topk_weights, topk_ids, problem, expert_map)
+        given = (hidden_states, topk_weights, topk_ids, expert_map)
+        self.memory = GuardedMemory(hidden_states.device)
+        moved: dict[str, torch.Tensor] = {}
+        for field in dataclasses.fields(ExpertInputs):
+            tensor = getattr(prepared.inputs, field.name)
+            if tensor is not None and not any(tensor is other for other in given):
+                moved[field.name] = self.memory.copy(f"prepared {field.name}", tensor)
+        counts = prepared.inputs.expert_num_tokens
+        if counts is not None:
+            rows = moved.get("hidden_states")
+            if rows is not None:
+                unused = torch.arange(rows.shape[1], device=rows.device) >= counts.unsqueeze(1)
+                rows.masked_fill_(unused.unsqueeze(2), float("nan"))
+        self.memory.freeze()
+        return dataclasses.replace(prepared, inputs=dataclasses.replace(prepared.inputs, **moved))
+
+    def finalize(self, out: torch.Tensor, expert_out: torch.Tensor, prepared: Prepared, problem: MoEProblem) -> None:
+        """As `inner`."""
+        self.inner.finalize(out, expert_out, prepared, problem)
+
+
+def guard_weights(memory: GuardedMemory, weights: ExpertWeights, form: str = "contiguous") -> ExpertWeights:
+    """A copy of canonical weights, each tensor between guard bands and frozen.
+
+    Args:
+        memory: That the copy lies in.
+        weights: Contiguous.
+        form: One of `FORMS`. Where biases and scales are expanded they are all the first one.
+    """
+    tensors = {}
+    for name, tensor in weights.tensors().items():
+        is_matrix = tensor.dim() > 1
+        stride = list(tensor.stride())
+        if form == "columns" and is_matrix:
+            stride = [2 * step for step in stride]
+        elif form == "transposed" and is_matrix:
+            stride[-2:] = [1, tensor.shape[-2]]
+        elif form == "expanded" and name.endswith(("_bias", "_scale", "_scale_2")):
+            tensor = tensor.flatten()[0].expand(tensor.shape)
+            stride = [0] * tensor.dim()
+        offset = 3 if form == "offset" else 0
+        tensors[name] = memory.copy(f"canonical {name}", tensor, stride=tuple(stride), offset=offset)
+        if form == "parameter":
+            tensors[name] = torch.nn.Parameter(tensors[name], requires_grad=tensor.is_floating_point())
+    memory.freeze()
+    return dataclasses.replace(weights, **tensors)  # type: ignore[arg-type]
+
+
+def guard_permuted(memory: GuardedMemory, weights: PermutedWeights) -> PermutedWeights:
+    """The same weights with the same strides, each tensor between guard bands and frozen.
+
+    A tensor without strides, as oneDNN packs them, stays where it is: torch gives no access to its memory.
+    """
+
+    def guarded(tensors: Mapping[str, PerExpert]) -> dict[str, PerExpert]:
+        return {
+            name: [one(f"{name}[{expert}]", tensor) for expert, tensor in enumerate(value)]
+            if isinstance(value, list)
+            else one(name, value)
+            for name, value in tensors.items()
+        }
+
+    def one(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return memory.copy(f"permuted {name}", tensor) if tensor.layout == torch.strided else tensor
+
+    per_expert = guarded(weights.per_expert)
+    shared = {name: one(name, tensor) for name, tensor in weights.shared.items()}
+    memory.freeze()
+    return PermutedWeights(weights.layout, per_expert, shared)

@@ -1,0 +1,128 @@
+"""Random weights, tokens and routes; no mix-up of gate and up, experts, rows or groups goes unseen with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from moereg.problem import MoEProblem
+from moereg.quantize import quantize_weights
+from moereg.reference import calibrate_activation_scales
+from moereg.weights import ExpertWeights
+
+__all__ = ["ROUTINGS", "Inputs", "make_expert_map", "make_inputs", "make_plain_weights", "make_weights"]
+
+ROUTINGS: Final = ("uniform", "skewed", "one_expert", "unmapped", "nowhere")
+"""Kinds of routing: even; to few experts; all to the last ones; even with ids out of range; all ids out of range."""
+
+_SPREAD: Final = 0.25
+
+
+@dataclasses.dataclass
+class Inputs:
+    """What one call takes."""
+
+    hidden_states: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
+    def clone(self) -> Inputs:
+        """Independent copies."""
+        return Inputs(self.hidden_states.clone(), self.topk_weights.clone(), self.topk_ids.clone())
+
+
+def make_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> ExpertWeights:
+    """Random weights; gate and up are scaled differently, and every expert too, so that no swap can pass.
+
+    Weights of a quantised scheme are quantised by moereg itself, from ones whose rows and groups differ in magnitude,
+    so that a scale of another group cannot pass. Static activation scales come from other random tokens.
+    """
+    plain = make_plain_weights(problem, device, seed)
+    if problem.quant.weight is None:
+        return plain
+    scales: dict[str, torch.Tensor] = {}
+    if problem.quant.activation is not None and (
+        problem.quant.activation.static or problem.quant.activation.global_scale
+    ):
+        sample = make_inputs(problem, 64, "uniform", device, seed=seed + 77)
+        scales["a13_scale"], scales["a2_scale"] = calibrate_activation_scales(
+            dataclasses.replace(problem, quant=plain.scheme),
+            plain,
+            sample.hidden_states,
+            sample.topk_weights,
+            sample.topk_ids,
+            problem.quant,
+            make_expert_map(problem, device),
+        )
+    return quantize_weights(plain, problem.quant, **scales)  # type: ignore[arg-type]
+
+
+def make_plain_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> ExpertWeights:
+    """What `make_weights` quantises, unquantized."""
+    generator = torch.Generator(device).manual_seed(seed)
+    experts, hidden, inter = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
+    dtype = problem.torch_dtype
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
+
+    scale = torch.linspace(0.7, 1.4, experts, device=device).view(-1, 1, 1)
+    w13 = random(experts, problem.activation.num_halves * inter, hidden) * scale * (2 / hidden**0.5)
+    if problem.activation.gated:
+        w13[:, :inter] *= 1.3
+        w13[:, inter:] *= 0.6
+    biases = {}
+    if problem.has_bias:
+        # Larger where the bound is, so that a dropped one is seen.
+        size = 1 if problem.quant.activation is None else 2
+        biases = {
+            "w13_bias": (size * random(experts, w13.shape[1])).to(dtype),
+            "w2_bias": (size * random(experts, hidden)).to(dtype),
+        }
+    w2 = random(experts, hidden, inter) * (1 / inter**0.5)
+    if problem.quant.weight is not None:
+        w13, w2 = (_vary(matrix, random) for matrix in (w13, w2))
+    return ExpertWeights(w13=w13.to(dtype), w2=w2.to(dtype), **biases)  # type: ignore[arg-type]
+
+
+def _vary(matrix: torch.Tensor, random: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Multiplies rows and runs of 16 columns by random factors whose mean square is 1."""
+    experts, rows, columns = matrix.shape
+    # Little enough that no single element of the intermediate is most of it.
+    shapes = ((experts, rows, 1), (experts, 1, -(-columns // 16)))
+    by_row, by_group = (torch.exp(_SPREAD * random(*shape) - _SPREAD**2) for shape in shapes)
+    return matrix * by_row * by_group.repeat_interleave(16, 2)[..., :columns]
+
+
+def make_inputs(problem: MoEProblem, num_tokens: int, routing: str, device: torch.device, seed: int = 0) -> Inputs:
+    """Random tokens and routes; `routing` is one of `ROUTINGS`."""
+    generator = torch.Generator(device).manual_seed(1000 + seed)
+    hidden_states = torch.randn(num_tokens, problem.hidden_size, generator=generator, device=device)
+    scores = torch.rand(num_tokens, problem.num_experts, generator=generator, device=device)
+    if routing == "skewed":
+        scores = scores / torch.arange(1, problem.num_experts + 1, device=device) ** 2
+    elif routing == "one_expert":
+        scores = torch.arange(problem.num_experts, device=device).float().expand_as(scores)
+    topk_weights, topk_ids = scores.topk(problem.top_k, dim=1)
+    topk_weights = torch.rand(topk_ids.shape, generator=generator, device=device) + 0.1
+    topk_ids = topk_ids.to(torch.int32)
+    if routing == "unmapped" and num_tokens:
+        topk_ids[0, 0] = -1
+        topk_ids[-1, -1] = problem.num_experts
+        topk_ids[num_tokens // 2, 0] = 2**31 - 1
+    elif routing == "nowhere":
+        topk_ids.fill_(problem.num_experts)
+    return Inputs(hidden_states.to(problem.torch_dtype), topk_weights, topk_ids)
+
+
+def make_expert_map(problem: MoEProblem, device: torch.device) -> torch.Tensor | None:
+    """Local experts in reverse order on every second global expert, where placement is `map`."""
+    if problem.placement != "map":
+        return None
+    expert_map = torch.full((problem.num_experts,), -1, dtype=torch.int32)
+    local = torch.arange(problem.num_local_experts, dtype=torch.int32).flip(0)
+    expert_map[: 2 * problem.num_local_experts : 2] = local[: len(expert_map[: 2 * problem.num_local_experts : 2])]
+    return expert_map.to(device)
