@@ -156,7 +156,7 @@ def test_within_the_closer_bound(name: str, activation_format: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("experts", [TorchInt8Experts, TorchInt8BatchedExperts])
-@pytest.mark.parametrize("sizes", [(130, 88), (33, 7), (64, 96)], ids=str)
+@pytest.mark.parametrize("sizes", [(130, 88), (33, 7), (64, 96), (1, 40), (40, 1), (1, 1)], ids=str)
 def test_int8_matmuls_on_any_cpu(experts: Any, dtype: str, sizes: tuple[int, int]) -> None:
     """Slow without VNNI, and the same."""
     (activation_format,) = experts.facts.activation_formats
@@ -174,6 +174,18 @@ def test_int8_matmuls_on_any_cpu(experts: Any, dtype: str, sizes: tuple[int, int
     assert type(kernel.experts) is experts
     for num_tokens in (1, 17):
         check(kernel, weights, conformance.make_inputs(problem, num_tokens, "uniform", CPU))
+
+
+def test_int8_products_of_every_small_size() -> None:
+    """torch's int8 product of a single column reads past the weights' end."""
+    generator = torch.Generator().manual_seed(0)
+    for depth in (*range(1, 10), 31, 32, 33):
+        for num_rows in range(1, 21):
+            for columns in (1, 2, 3, 8, 17):
+                x = torch.randint(-128, 128, (num_rows, depth), dtype=torch.int8, generator=generator)
+                weight = torch.randint(-128, 128, (columns, depth), dtype=torch.int8, generator=generator)
+                found = torch_quantized_mlp.int8_matmul(x, weight)
+                assert torch.equal(found, (x.long() @ weight.long().t()).int()), (depth, num_rows, columns)
 
 
 def test_int8_sums_are_exact() -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from moereg.kernels.torch_mlp import ActivationFn
 
-__all__ = ["Int8Mlp", "RestoredMatrix", "RestoringMlp", "int8_matmul_is_fast"]
+__all__ = ["Int8Mlp", "RestoredMatrix", "RestoringMlp", "int8_matmul", "int8_matmul_is_fast"]
 
 RestoreRows = Callable[[int, slice, torch.dtype], torch.Tensor]
 """Expert, rows and dtype to those rows of the expert's matrix, [rows, K] in that dtype."""
@@ -125,5 +125,21 @@ class Int8Mlp:
         self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, expert: int
     ) -> torch.Tensor:
         codes, row_scale = self.quantize(x)
-        out = torch._int_mm(codes, weight.t()).float() * row_scale * scale.t()
+        out = int8_matmul(codes, weight).float() * row_scale * scale.t()
         return out if bias is None else out + bias[expert]
+
+
+def int8_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The int32 products of rows.
+
+    Args:
+        x: int8 [M,K].
+        weight: int8 [N,K], contiguous.
+
+    Returns:
+        int32 [M,N].
+    """
+    if x.shape[1] == 1:
+        # torch tells a transposed matrix by its strides, which a single column does not have: it reads past the end.
+        return x.int() * weight.int().t()
+    return torch._int_mm(x, weight.t())
