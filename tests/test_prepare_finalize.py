@@ -131,12 +131,30 @@ def test_batched_scales_inputs() -> None:
     torch.testing.assert_close(out, x * weights)
 
 
-def test_batched_drops_surplus_routes_of_one_expert() -> None:
-    # A token that names an expert twice breaks the caller's promise; nothing is written out of bounds.
-    problem = problem_of(activation_format="batched")
-    ids = torch.zeros(3, 2, dtype=torch.int32)
-    prepared = BatchedPrepareFinalize().prepare(torch.randn(3, 8), torch.ones(3, 2), ids, problem, None)
-    assert prepared.inputs.expert_num_tokens is not None
-    assert prepared.inputs.expert_num_tokens.tolist() == [3, 0, 0, 0]
-    assert prepared.row_of_route is not None
-    assert sorted(prepared.row_of_route.flatten().tolist()) == [-1, -1, -1, 0, 1, 2]
+@pytest.mark.parametrize("expert_map", [None, [1, 0, 1, -1], [1, 1, 1, 1], [0, 0, -1, 1]], ids=str)
+def test_batched_rows_are_shared_by_routes_of_one_expert(expert_map: list[int] | None) -> None:
+    """A map that gives several experts one row of weights, or a token that names an expert twice."""
+    problem = problem_of(
+        activation_format="batched",
+        top_k=3,
+        num_local_experts=4 if expert_map is None else 2,
+        placement="contiguous" if expert_map is None else "map",
+    )
+    mapping = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32)
+    ids = torch.tensor([[2, 0, 2], [0, 1, 2], [3, 3, 3], [-1, 4, 1], [2, 1, 0]], dtype=torch.int32)
+    x, weights = torch.randn(5, 8), torch.rand(5, 3)
+    movement = BatchedPrepareFinalize()
+    prepared = movement.prepare(x, weights, ids, problem, mapping)
+    local = local_expert_ids(ids, problem, mapping)
+    counts = prepared.inputs.expert_num_tokens
+    assert counts is not None
+    assert counts.tolist() == [int((local == e).any(1).sum()) for e in range(problem.num_local_experts)]
+    expert_out = torch.full((problem.num_local_experts, 5, 8), torch.nan)
+    for expert, count in enumerate(counts.tolist()):
+        tokens = [token for token in range(5) if expert in local[token].tolist()]
+        assert torch.equal(prepared.inputs.hidden_states[expert, :count], x[tokens])
+        expert_out[expert, :count] = x[tokens] * (expert + 1)
+    out = torch.full((5, 8), torch.nan)
+    movement.finalize(out, expert_out, prepared, problem)
+    factor = torch.where(local >= 0, (local + 1) * weights, 0.0).sum(1, keepdim=True)
+    torch.testing.assert_close(out, x * factor)

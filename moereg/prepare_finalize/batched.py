@@ -14,7 +14,8 @@ __all__ = ["BatchedPrepareFinalize"]
 class BatchedPrepareFinalize(PrepareFinalize):
     """Gives each expert its own rows; max_T is T, since a token takes an expert once at most.
 
-    A token that names one expert twice would need more rows than that; its surplus routes are dropped.
+    Routes of one token to one local expert, where an expert map gives several experts that one, share its row: it is
+    computed once and summed with the weight of each.
     """
 
     name = "batched"
@@ -35,20 +36,25 @@ class BatchedPrepareFinalize(PrepareFinalize):
         # Unmapped routes form a group behind the last expert, so that one stable sort places everything.
         group = torch.where(local >= 0, local, num_local_experts)
         sorted_group, order = torch.sort(group, stable=True)
-        first = torch.searchsorted(sorted_group, torch.arange(num_local_experts + 1, device=group.device))
-        place = torch.arange(len(group), device=group.device) - first[sorted_group]
-        kept = (sorted_group < num_local_experts) & (place < num_tokens)
+        token = order // num_slots
+        # The sort is stable, so a token's routes to one expert are neighbors; all but the first add no row.
+        is_new = torch.ones_like(sorted_group)
+        is_new[1:] = (sorted_group[1:] != sorted_group[:-1]) | (token[1:] != token[:-1])
+        num_rows = torch.nn.functional.pad(is_new.cumsum(0), (1, 0))
+        first = num_rows[torch.searchsorted(sorted_group, torch.arange(num_local_experts + 1, device=group.device))]
+        place = num_rows[1:] - 1 - first[sorted_group]
+        kept = sorted_group < num_local_experts
         surplus = num_local_experts * num_tokens
         row = torch.where(kept, sorted_group * num_tokens + place, surplus)
         # One row more than the experts have takes what goes nowhere.
         rows = hidden_states.new_empty(surplus + 1, hidden_size)
-        rows[row] = hidden_states[order // num_slots]
+        rows[row] = hidden_states[token]
         if problem.apply_router_weight_on_input:
             # The experts do not see routes in this format, so the scaling happens here.
             rows[row] = (rows[row] * topk_weights.flatten()[order].unsqueeze(1)).to(rows.dtype)
         row_of_route = torch.empty_like(row)
         row_of_route[order] = torch.where(kept, row, -1)
-        counts = (first[1:] - first[:-1]).clamp(max=num_tokens).to(torch.int32)
+        counts = (first[1:] - first[:-1]).to(torch.int32)
         inputs = ExpertInputs(
             hidden_states=rows[:surplus].view(num_local_experts, num_tokens, hidden_size),
             topk_weights=topk_weights,
