@@ -1,4 +1,4 @@
-"""Scratch memory shared by all layers: one buffer a device and stream."""
+"""Scratch memory shared by all layers: one buffer a device and stream, or thread where there are none."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ class _Scratch:
         if tensors is not None:
             return tensors
         num_bytes = _num_bytes(shapes, dtype)
-        if self._buffer is None or self._buffer.numel() < num_bytes:
-            self.release()  # The old one goes back to the allocator before the larger one is asked for.
-            self._buffer = _allocate(num_bytes, device)
-        if len(self._views) >= _MAX_REQUESTS:
-            self._views.clear()
-        tensors = self._views[shapes, dtype] = _cut(self._buffer, shapes, dtype)
+        # Tensors of inference mode could not be written outside it, and the next call may be there.
+        with torch.inference_mode(False):
+            if self._buffer is None or self._buffer.numel() < num_bytes:
+                self.release()  # The old one goes back to the allocator before the larger one is asked for.
+                self._buffer = _allocate(num_bytes, device)
+            if len(self._views) >= _MAX_REQUESTS:
+                self._views.clear()
+            tensors = self._views[shapes, dtype] = _cut(self._buffer, shapes, dtype)
         return tensors
 
     @property
@@ -51,13 +53,14 @@ class _Scratch:
 
 
 class _PerThread(threading.local):
-    """The scratch of a thread of the CPU; it ends with the thread."""
+    """The scratch of one thread, by device; it ends with the thread."""
 
-    scratch: _Scratch | None = None
+    def __init__(self) -> None:
+        self.scratch: dict[torch.device, _Scratch] = {}
 
 
 class WorkspacePool:
-    """Hands out scratch that is valid until the next request on the same device and stream (on a CPU: thread).
+    """Hands out scratch that is valid until the next request on the same device and stream (without CUDA: thread).
 
     Work on one stream runs in order, so the layers of a model share one buffer that grows to the largest need. While a
     CUDA graph is captured the scratch comes from the graph's own memory pool instead: the graph keeps it alive, layers
@@ -97,9 +100,10 @@ class WorkspacePool:
         if self._source is not None:
             return self._source(shapes, dtype, device)
         if device.type != "cuda":
-            if self._thread.scratch is None:
-                self._thread.scratch = self._new()
-            return self._thread.scratch.take(shapes, dtype, device)
+            own = self._thread.scratch.get(device)
+            if own is None:
+                own = self._thread.scratch[device] = self._new()
+            return own.take(shapes, dtype, device)
         if torch.cuda.is_current_stream_capturing():
             return _cut(_allocate(_num_bytes(shapes, dtype), device), shapes, dtype)
         owner = (device, torch.cuda.current_stream(device).cuda_stream)

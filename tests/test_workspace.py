@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from moereg import workspace
 from moereg.workspace import WorkspacePool
 
 CPU = torch.device("cpu")
@@ -45,6 +46,64 @@ def test_one_buffer_grows_to_the_largest_need() -> None:
     assert pool.num_bytes == 0
     pool.take(((16,),), torch.float32, CPU)
     assert pool.num_bytes == 256
+
+
+def test_dtypes_have_views_of_their_own() -> None:
+    pool = WorkspacePool()
+    (wide,) = pool.take(((64,),), torch.float32, CPU)
+    (narrow,) = pool.take(((64,),), torch.bfloat16, CPU)
+    assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
+    assert narrow.data_ptr() == wide.data_ptr()
+
+
+def test_devices_have_buffers_of_their_own() -> None:
+    """Also devices other than CUDA ones, such as those of another vendor."""
+    pool = WorkspacePool()
+    devices = [CPU, torch.device("meta"), CPU]
+    assert [pool.take(((64,),), torch.float32, device)[0].device for device in devices] == devices
+    assert pool.num_bytes == 2 * 256
+
+
+def test_what_inference_mode_took_is_written_outside_it() -> None:
+    pool = WorkspacePool()
+    with torch.inference_mode():
+        pool.take(((64,),), torch.float32, CPU)
+    (tensor,) = pool.take(((64,),), torch.float32, CPU)
+    assert tensor.zero_().sum() == 0
+
+
+class Cuda:
+    """Just enough of torch.cuda to take scratch on a machine without it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cuda_stream = 7
+        self.is_capturing = False
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(workspace, "_allocate", lambda num_bytes, device: torch.empty(num_bytes, dtype=torch.uint8))
+
+
+def test_streams_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, pool = Cuda(monkeypatch), WorkspacePool()
+    found = []
+    for device, stream in (("cuda:0", 7), ("cuda:0", 8), ("cuda:1", 7), ("cuda:0", 7)):
+        cuda.cuda_stream = stream
+        found.append(pool.take(((64,),), torch.float32, torch.device(device))[0].data_ptr())
+    assert found[0] == found[3]
+    assert len(set(found)) == 3
+
+
+def test_a_captured_graph_has_scratch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays write to it at any time, also after the shared buffer has grown and its memory serves others."""
+    cuda, pool = Cuda(monkeypatch), WorkspacePool()
+    device = torch.device("cuda:0")
+    (eager,) = pool.take(((64,),), torch.float32, device)
+    cuda.is_capturing = True
+    captured = [pool.take(((64,),), torch.float32, device)[0] for _ in range(2)]
+    assert len({tensor.data_ptr() for tensor in (eager, *captured)}) == 3
+    assert pool.num_bytes == 256
+    cuda.is_capturing = False
+    assert pool.take(((64,),), torch.float32, device)[0].data_ptr() == eager.data_ptr()
 
 
 def test_nothing_is_needed() -> None:
