@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import torch
 
+from moereg.ambient import plain_torch
 from moereg.errors import BackendError, MoeregError, described, shown, stops_the_process
 from moereg.experts import Experts
 from moereg.selection import Decision, Selection
@@ -50,8 +51,9 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
         BackendError: It raised, or returned something else.
     """
     try:
-        with torch.no_grad():
-            permuted: object = experts.permute_weights(weights, selection.problem)
+        # Tensors of inference mode could not be reloaded outside it.
+        with plain_torch(), torch.inference_mode(False):
+            permuted: object = experts.permute_weights(weights.contiguous(), selection.problem)
     except BaseException as error:
         raise_named(selection, "permute_weights", error)
     if not isinstance(permuted, PermutedWeights):

@@ -168,6 +168,10 @@ class Experts(abc.ABC):
 
         Pure: inputs are unchanged, tensors that are already right are views, work goes expert by expert so that the
         peak stays near one copy.
+
+        Args:
+            weights: Of the problem, checked, contiguous and without gradients.
+            problem: The layer.
         """
 
     @abc.abstractmethod

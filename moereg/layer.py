@@ -11,13 +11,16 @@ from typing import Any, Final, NoReturn
 import torch
 
 from moereg import backend_calls
+from moereg.ambient import autocasts, fp32_is_exact, plain_torch
 from moereg.dispatch import Selection, select_backend
 from moereg.errors import LayoutMismatchError
 from moereg.experts import Experts
+from moereg.layer_checks import check_expert_map, check_routing, check_tensor, overlaps
 from moereg.platforms import KINDS
 from moereg.prepare_finalize import PrepareFinalize, local_prepare_finalize
 from moereg.problem import MoEProblem
-from moereg.weights import DEBUG_VARIABLE, ExpertWeights, PermutedWeights, checks_values
+from moereg.weight_checks import checks_values
+from moereg.weights import ExpertWeights, PermutedWeights
 from moereg.workspace import WORKSPACES
 
 __all__ = ["MoEKernel", "make_kernel"]
@@ -58,6 +61,8 @@ class MoEKernel:
         self.expert_map = expert_map
         self._prepare_finalize = prepare_finalize
         self._device = weights.device
+        # Asking costs 2 us: nothing on a CPU, but only what multiplies fp32 needs to know on a GPU.
+        self._needs_exact_fp32 = self._device.type == "cpu" or problem.torch_dtype == torch.float32
         self._workspace_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         # A tensor, since compiled code treats a number as a constant: each layer would compile its caller again.
         # On the CPU whatever the default device is, since it is read at each call of compiled code.
@@ -86,10 +91,12 @@ class MoEKernel:
 
         Raises:
             BackendError: The backend's own code raised; names it and its distribution.
-            ValueError: A shape, dtype or device is wrong; on CPU, or on a GPU with MOEREG_DEBUG=1, also NaN in
-                topk_weights or an expert named twice by a token.
+            ValueError: A shape, dtype or device is wrong, or `out` aliases an input; on CPU, or on a GPU with
+                MOEREG_DEBUG=1, also NaN in topk_weights, an expert named twice by a token, or a value of expert_map out
+                of range. Compiled code raises the same.
         """
         self._check_inputs(hidden_states, topk_weights, topk_ids, out)
+        is_own = out is None
         if out is None:
             out = torch.empty_like(hidden_states)
         if hidden_states.shape[0] == 0:
@@ -97,7 +104,7 @@ class MoEKernel:
         if torch.compiler.is_compiling():
             torch.ops.moereg.moe_layer(hidden_states, topk_weights, topk_ids, out, self._handle)
         else:
-            self._run(hidden_states, topk_weights, topk_ids, out)
+            self._check_and_run(hidden_states, topk_weights, topk_ids, out, is_own)
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoEKernel:
@@ -122,17 +129,43 @@ class MoEKernel:
         """
         weights.check_against(self.problem)
         _check_device(self.selection, self.experts, weights.w13.device)
-        with torch.no_grad():
-            self.weights.copy_from(backend_calls.permute(self.selection, self.experts, weights))
+        permuted = backend_calls.permute(self.selection, self.experts, weights)
+        # In inference mode tensors of either kind may be written into; without it, those made in it may not.
+        with plain_torch(), torch.inference_mode():
+            self.weights.copy_from(permuted)
+
+    def _check_and_run(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        out: torch.Tensor,
+        is_own: bool = False,
+    ) -> None:
+        """Checks addresses and values, which tensors do not have while code is compiled, and runs the layer."""
+        if not is_own and overlaps(out, (hidden_states, topk_weights, topk_ids)):
+            raise ValueError(
+                "out must not alias an input: it is overwritten while inputs are read; pass another tensor"
+            )
+        if checks_values(self._device):
+            check_routing(topk_weights, topk_ids, self.problem)
+            if self.expert_map is not None:
+                check_expert_map(self.expert_map, self.problem)
+        self._run(hidden_states, topk_weights, topk_ids, out)
 
     def _run(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
-        if torch.is_grad_enabled():
-            # Weights may be parameters, and permuted ones views of them. Not a decorator: 2 us also in inference mode.
-            with torch.no_grad():
-                self._run(hidden_states, topk_weights, topk_ids, out)
-            return
+        if torch.is_grad_enabled() or autocasts(self._device.type) or (self._needs_exact_fp32 and not fp32_is_exact()):
+            # Entered where it is needed only: it costs 10 us.
+            with plain_torch():
+                self._run_plainly(hidden_states, topk_weights, topk_ids, out)
+        else:
+            self._run_plainly(hidden_states, topk_weights, topk_ids, out)
+
+    def _run_plainly(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
+    ) -> None:
         problem, experts = self.problem, self.experts
         if topk_ids.dtype != torch.int32:
             # Clamped first: an id beyond 32 bits must stay out of range, not wrap around into it.
@@ -172,81 +205,20 @@ class MoEKernel:
         rows = (num_tokens, problem.hidden_size)
         routes = (num_tokens, problem.top_k)
         dtype = problem.torch_dtype
-        _check_tensor("hidden_states", hidden_states, rows, dtype, dtype, device)
-        _check_tensor("topk_weights", topk_weights, routes, torch.float32, torch.float32, device)
-        _check_tensor("topk_ids", topk_ids, routes, torch.int32, torch.int64, device)
+        check_tensor("hidden_states", hidden_states, rows, dtype, dtype, device)
+        check_tensor("topk_weights", topk_weights, routes, torch.float32, torch.float32, device)
+        check_tensor("topk_ids", topk_ids, routes, torch.int32, torch.int64, device)
         if out is not None:
-            _check_tensor("out", out, rows, dtype, dtype, device)
+            check_tensor("out", out, rows, dtype, dtype, device)
         if torch.is_grad_enabled() and (hidden_states.requires_grad or topk_weights.requires_grad):
             raise ValueError("moereg is for inference: inputs must not require grad; call it under torch.no_grad()")
         if problem.max_num_tokens is not None and num_tokens > problem.max_num_tokens:
             raise ValueError(f"the problem says max_num_tokens={problem.max_num_tokens}, got {num_tokens} tokens")
-        if torch.compiler.is_compiling():
-            return
-        if out is not None and num_tokens and _overlaps(out, (hidden_states, topk_weights, topk_ids)):
-            raise ValueError(
-                "out must not alias an input: it is overwritten while inputs are read; pass another tensor"
-            )
-        if checks_values(self._device):
-            _check_values(topk_weights, topk_ids, problem)
 
     def __repr__(self) -> str:
         winner = self.selection.winner
         name = winner.backend if winner else "none"
         return f"MoEKernel({name}, {self.problem}, {self.weights.num_bytes / 2**20:.0f} MiB on {self._device})"
-
-
-def _check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    other_dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    # Every call of a layer comes through here up to four times, so what is right passes on plain comparisons.
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it")
-    if tensor.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-    if tensor.dtype is not dtype and tensor.dtype is not other_dtype:
-        allowed = " or ".join(str(allowed).removeprefix("torch.") for allowed in dict.fromkeys((dtype, other_dtype)))
-        raise ValueError(f"{name} must be {allowed}, got {str(tensor.dtype).removeprefix('torch.')}; convert it")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}; call .contiguous()")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on the weights' device {device}, got {tensor.device}; move it")
-
-
-def _overlaps(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> bool:
-    start = out.data_ptr()
-    end = start + out.nbytes
-    for tensor in inputs:
-        address = tensor.data_ptr()
-        if address < end and start < address + tensor.nbytes:
-            return True
-    return False
-
-
-def _check_values(topk_weights: torch.Tensor, topk_ids: torch.Tensor, problem: MoEProblem) -> None:
-    """Checks that read values, which would synchronise a GPU; there they run with MOEREG_DEBUG=1 only."""
-    if not torch.isfinite(topk_weights).all():
-        token, slot = torch.nonzero(~torch.isfinite(topk_weights))[0].tolist()
-        raise ValueError(
-            f"topk_weights must be finite, got {topk_weights[token, slot].item()} at token {token}, slot {slot}; "
-            f"look at the router (on a GPU this is checked with {DEBUG_VARIABLE}=1 only)"
-        )
-    if problem.top_k == 1:
-        return
-    ordered = topk_ids.sort(dim=1).values
-    known = (ordered[:, 1:] >= 0) & (ordered[:, 1:] < problem.num_experts)
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & known
-    if twice.any():
-        token = int(torch.nonzero(twice)[0, 0])
-        raise ValueError(
-            f"topk_ids of one token must be distinct, got {topk_ids[token].tolist()} at token {token}; "
-            f"add the two weights up instead (on a GPU this is checked with {DEBUG_VARIABLE}=1 only)"
-        )
 
 
 _HANDLES: Final = itertools.count()
@@ -269,7 +241,7 @@ def _moe_layer(
     kernel = _KERNELS.get(int(handle))  # On the CPU, so nothing waits for a device.
     if kernel is None:
         raise RuntimeError(f"the MoEKernel of compiled code (handle {int(handle)}) is gone; keep a reference to it")
-    kernel._run(hidden_states, topk_weights, topk_ids, out)
+    kernel._check_and_run(hidden_states, topk_weights, topk_ids, out)
 
 
 def _moe_layer_fake(
@@ -299,12 +271,13 @@ def make_kernel(
 
     Args:
         problem: The layer.
-        weights: Canonical weights of this rank's experts. Not kept, but a tensor that the backend's layout leaves as it
-            is in the checkpoint is shared, and `reload` writes into it.
+        weights: Canonical weights of this rank's experts, of any strides. Not kept, but a contiguous tensor that the
+            backend's layout leaves as it is in the checkpoint is shared, and `reload` writes into it.
         selection: From `select_backend`; made here where None.
         prepare_finalize: Token movement; the one without communication for the problem's format where None.
         ep_rank: Which slice of the experts this rank holds, where placement is `contiguous`.
-        expert_map: [num_experts] int32, local expert or -1, where placement is `map`; kept, update it in place.
+        expert_map: [num_experts] int32, local expert or -1, where placement is `map`; kept, update it in place. Several
+            experts may share one local expert. Values are checked here, and after an update as those of routing are.
         group: torch.distributed process group whose ranks must all have chosen the same kernel.
 
     Returns:
@@ -357,7 +330,9 @@ def _expert_map(
     if problem.placement == "map":
         if expert_map is None:
             raise ValueError("placement 'map' needs expert_map, int32 [num_experts] with the local expert or -1")
-        _check_tensor("expert_map", expert_map, (problem.num_experts,), torch.int32, torch.int32, device)
+        check_tensor("expert_map", expert_map, (problem.num_experts,), torch.int32, torch.int32, device)
+        if device.type != "meta":
+            check_expert_map(expert_map, problem)
         return expert_map
     if expert_map is not None:
         raise ValueError("expert_map needs placement='map' in the problem, got placement='contiguous'")

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any
 
 import torch
 
 from moereg.problem import MoEProblem
-from moereg.quant import WHOLE, QuantFormat, QuantScheme, TensorRow, get_scheme
+from moereg.quant import QuantScheme, get_scheme
+from moereg.weight_checks import check_row, check_scale, check_zero_points, checks_values
 
-__all__ = ["DEBUG_VARIABLE", "ExpertWeights", "PermutedWeights", "check_scale", "checks_values"]
-
-DEBUG_VARIABLE: Final = "MOEREG_DEBUG"
-
-
-def checks_values(device: torch.device) -> bool:
-    """Whether values of tensors there are checked: it waits for a GPU, so there with MOEREG_DEBUG=1 only."""
-    return device.type == "cpu" or (device.type != "meta" and os.environ.get(DEBUG_VARIABLE) == "1")
+__all__ = ["ExpertWeights", "PermutedWeights"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,7 +133,7 @@ class ExpertWeights:
             self.num_experts, self.hidden_size, self.intermediate_size, self.num_halves, has_bias
         )
         for row in rows:
-            _check_row(row, getattr(self, row.name), self.scheme)
+            check_row(row, getattr(self, row.name), self.scheme)
         if unknown := set(self.tensors()) - {row.name for row in rows}:
             raise ValueError(
                 f"scheme {self.scheme.name} has no tensor {sorted(unknown)[0]!r}; pass quant=... if the weights are of "
@@ -155,7 +149,7 @@ class ExpertWeights:
             if name.endswith(("_scale", "_scale_2")):
                 check_scale(name, tensor)
             elif name.endswith("_zero_point") and self.scheme.weight is not None and self.scheme.weight.bits == 4:
-                _check_zero_points(name, tensor, self.tensors()[name.replace("zero_point", "scale")].shape[-1])
+                check_zero_points(name, tensor, self.tensors()[name.replace("zero_point", "scale")].shape[-1])
 
     @property
     def scheme(self) -> QuantScheme:
@@ -172,6 +166,19 @@ class ExpertWeights:
         """The same weights on a device (itself where they are there already)."""
         moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
+
+    def contiguous(self) -> ExpertWeights:
+        """The same weights as plain tensors in row-major order: what every `permute_weights` is given.
+
+        Returns:
+            Views that need no gradient of what is in order already, copies of expanded, transposed and other strided
+            tensors. Values are not checked again.
+        """
+        plain = copy.copy(self)
+        for name, tensor in self.tensors().items():
+            # Viewed as new tensors are: where a size is 1, a contiguous one may have any stride.
+            object.__setattr__(plain, name, tensor.detach().contiguous().view(-1).view(tensor.shape))
+        return plain
 
     def check_against(self, problem: MoEProblem) -> None:
         """Checks that these are the weights of `problem`.
@@ -207,98 +214,6 @@ class ExpertWeights:
         if problem.has_bias != (self.w13_bias is not None):
             word = "with" if self.w13_bias is not None else "without"
             raise ValueError(f"the problem says has_bias={problem.has_bias}, got weights {word} biases")
-
-
-def _check_row(row: TensorRow, tensor: torch.Tensor | None, scheme: QuantScheme) -> None:
-    if tensor is None:
-        if row.required:
-            raise ValueError(f"scheme {scheme.name} needs {row.name} of shape {_shapes(row)}, got none")
-        return
-    if tuple(tensor.shape) not in row.shapes:
-        raise ValueError(
-            f"{row.name} must have shape {_shapes(row)} in scheme {scheme.name}, got {list(tensor.shape)}"
-            f"{_shape_cure(row.name, scheme.weight)}"
-        )
-    if row.dtype is not None and tensor.dtype != row.dtype:
-        raise ValueError(
-            f"{row.name} must be {row.dtype} in scheme {scheme.name}, got {tensor.dtype}; {_dtype_cure(row, tensor)}"
-        )
-    if row.dtype is None and tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(
-            f"{row.name} must be bfloat16, float16 or float32 in scheme {scheme.name}, got {tensor.dtype}; "
-            "pass quant=... if the weights are quantised"
-        )
-
-
-def _shape_cure(name: str, fmt: QuantFormat | None) -> str:
-    """What a tensor of a quantised scheme holds, as the end of an error."""
-    if fmt is None:
-        return ""
-    if name.endswith("_zero_point"):
-        return "; pass one for each group, two 4-bit ones to a byte along a row's groups"
-    if not name.endswith("_scale") or name.startswith("a"):
-        return ""
-    if fmt.group == (WHOLE, WHOLE):
-        return "; pass one for each expert, or of w13 one for gate and one for up"
-    rows, columns = ("all" if extent == WHOLE else str(extent) for extent in fmt.group)
-    return f"; pass one for each group of {rows} rows x {columns} columns, in order, not swizzled and not padded"
-
-
-def _dtype_cure(row: TensorRow, tensor: torch.Tensor) -> str:
-    assert row.dtype is not None
-    if row.name in ("w13", "w2") and tensor.dtype.itemsize > 1:
-        return "quantise with moereg.quantize.quantize_weights, or leave quant out"
-    if tensor.dtype in (torch.uint8, torch.int8) and row.dtype.itemsize == 1:
-        return f"view its bytes as {row.dtype} if they are that"
-    return "convert it"
-
-
-_LARGEST_FINITE_CODE: Final = {torch.float8_e4m3fn: 0x7E, torch.float8_e8m0fnu: 0xFE}
-"""Of 8-bit floats whose codes up to that are all finite and not negative."""
-
-
-def check_scale(name: str, scale: torch.Tensor) -> None:
-    """Checks the values of a scale.
-
-    Args:
-        name: Field of `ExpertWeights` that it is for.
-        scale: All of it or a part, in any float type.
-
-    Raises:
-        ValueError: One is negative or not finite, or of a static activation scale zero.
-    """
-    # A bound of the codes says of all of them that they are fine, without a copy of what may be many millions.
-    largest = _LARGEST_FINITE_CODE.get(scale.dtype)
-    if largest is not None and int(scale.view(torch.uint8).max()) <= largest:
-        return
-    values = scale.detach().float()
-    is_activation = name.startswith("a")
-    bad = ~(values.isfinite() & (values > 0 if is_activation else values >= 0))
-    if not bad.any():
-        return
-    place = torch.nonzero(bad)[0].tolist()
-    rule, cure = "finite and not negative", "look at the checkpoint and at how its bytes were read"
-    if is_activation:
-        rule, cure = "finite and positive", "calibrate again, or leave it out where the scheme can do without"
-    found = f"{float(values[tuple(place)])}{f' at {place}' if place else ''}"
-    raise ValueError(f"{name} must be {rule}, got {found}; {cure}")
-
-
-def _check_zero_points(name: str, packed: torch.Tensor, num_groups: int) -> None:
-    """Any nibble is in range, so what can be seen is one where no group is."""
-    if num_groups % 2 == 0:
-        return
-    spare = packed[..., -1] >> 4
-    if spare.any():
-        place = torch.nonzero(spare)[0].tolist()
-        raise ValueError(
-            f"{name} must have 0 in the last nibble of a row of {num_groups} groups, got {int(spare[tuple(place)])} "
-            f"at {place}; pack them along the groups with moereg.quantize.pack_nibbles"
-        )
-
-
-def _shapes(row: TensorRow) -> str:
-    return " or ".join(str(list(shape)) for shape in row.shapes)
 
 
 PerExpert = torch.Tensor | list[torch.Tensor]
@@ -372,8 +287,29 @@ class PermutedWeights:
             source = other.per_expert[name] if name in other.per_expert else other.shared[name]
             if isinstance(value, list):
                 value[:] = source
-            elif value.data_ptr() != source.data_ptr():  # type: ignore[union-attr]
-                value.copy_(source)  # type: ignore[arg-type]
+            else:
+                assert isinstance(source, torch.Tensor)
+                _write(value, source)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PermutedWeights:
+        # Opaque tensors cannot be copied and need not be, since nothing writes into them.
+        def of(tensor: torch.Tensor) -> torch.Tensor:
+            copied: torch.Tensor = copy.deepcopy(tensor, memo) if tensor.layout == torch.strided else tensor
+            return copied
+
+        per_expert = {
+            name: [of(tensor) for tensor in value] if isinstance(value, list) else of(value)
+            for name, value in self.per_expert.items()
+        }
+        return PermutedWeights(self.layout, per_expert, {name: of(value) for name, value in self.shared.items()})
+
+
+def _write(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.data_ptr() == source.data_ptr() and target.stride() == source.stride():
+        return
+    # Other elements of the same storage, a transposed view for one, would be overwritten while they are read.
+    same = target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    target.copy_(source.clone() if same else source)
 
 
 def _signature(weights: PermutedWeights) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from moereg.reference import reference_experts, relative_error
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.request import Request
 from moereg.selection import Selection
+from moereg.testing.tolerances import tolerance
 from moereg.weights import ExpertWeights, PermutedWeights
 from tests.conformance import Inputs, make_inputs, make_weights
 from tests.fakes import EVERYTHING, BatchedExperts, FakeExperts, PerRouteExperts, WrongExperts
@@ -392,6 +394,52 @@ def test_placement_is_checked(problem: dict[str, Any], arguments: dict[str, Any]
     build_refused(text, problem_of(**problem), **arguments)
 
 
+def test_the_contiguous_map() -> None:
+    problem = problem_of(num_local_experts=3, num_experts=9)
+    maps = [kernel_of(problem, ep_rank=rank).expert_map for rank in range(3)]
+    assert [value.tolist() for value in maps if value is not None] == [
+        [0, 1, 2, -1, -1, -1, -1, -1, -1],
+        [-1, -1, -1, 0, 1, 2, -1, -1, -1],
+        [-1, -1, -1, -1, -1, -1, 0, 1, 2],
+    ]
+
+
+@pytest.mark.parametrize("value", [4, 7, -2, -(2**31)])
+def test_expert_map_values_out_of_range_are_refused(value: int) -> None:
+    problem = problem_of(num_local_experts=4, placement="map")
+    text = (
+        f"expert_map must hold local experts in [0, 4) or -1, got {value} for expert 5; give experts of other ranks -1"
+    )
+    expert_map = torch.tensor([0, 1, 2, 3, -1, value, -1, -1], dtype=torch.int32)
+    build_refused(text, problem, expert_map=expert_map)
+    kernel = kernel_of(problem, expert_map=expert_map.clamp(-1, 3))
+    assert kernel.expert_map is not None
+    kernel.expert_map[5] = value
+    refuse(kernel, INPUTS, text)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+def test_experts_may_share_a_local_one(activation_format: str, dtype: str) -> None:
+    """As merged experts do: a token that is routed to two of them gets both routing weights."""
+    problem = problem_of(
+        num_local_experts=3, placement="map", top_k=4, dtype=dtype, activation_format=activation_format
+    )
+    weights = make_weights(problem, CPU)
+    inputs = make_inputs(problem, 17, "uniform", CPU)
+    expert_map = torch.tensor([0, 0, 1, -1, 0, 2, 1, 0], dtype=torch.int32)
+    decisions = [decision for decision in select_backend(problem, "cpu").decisions if decision.accepted]
+    assert decisions
+    for decision in decisions:
+        selection = dataclasses.replace(select_backend(problem, "cpu"), decisions=(decision,))
+        kernel = make_kernel(problem, weights, selection, expert_map=expert_map.clone())
+        for _ in range(2):
+            truth = expected(problem, weights, inputs, kernel.expert_map)
+            assert relative_error(call(kernel, inputs), truth) < tolerance("unquantized", dtype)
+            assert kernel.expert_map is not None
+            kernel.expert_map.copy_(expert_map.flip(0))  # An update in place may do so as well.
+
+
 def test_prepare_finalize_can_be_given() -> None:
     movement = StandardPrepareFinalize()
     kernel = kernel_of(problem_of(), PerRouteExperts, prepare_finalize=movement)
@@ -416,6 +464,121 @@ def test_selects_where_nothing_was_selected(monkeypatch: pytest.MonkeyPatch) -> 
     assert kernel.selection.source == "required"
     assert relative_error(call(kernel, INPUTS), expected(problem, weights, INPUTS)) < 1e-5
     assert repr(kernel).startswith("MoEKernel(torch, E8 H16 I12 k2 float32 unquantized silu, ")
+
+
+# Tensors as callers have them.
+
+
+def every_second(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack((tensor, tensor.roll(1)), dim=-1)[..., 0]
+
+
+def behind_others(tensor: torch.Tensor) -> torch.Tensor:
+    flat = torch.cat((tensor.flatten()[:1], tensor.flatten()))
+    return flat[1:].view(tensor.shape)
+
+
+# The same numbers in every way that torch can hold them.
+STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "every second column": every_second,
+    "transposed": lambda tensor: tensor.transpose(0, -1).contiguous().transpose(0, -1),
+    "behind others": behind_others,
+    "parameter": lambda tensor: torch.nn.Parameter(tensor, requires_grad=tensor.dtype.itemsize > 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
+@pytest.mark.parametrize("way", STRIDES)
+@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+@pytest.mark.parametrize("scheme", ["unquantized", "int8_w8a8", "int4_w4a16_g32_zp", "nvfp4"])
+def test_weights_of_any_strides(scheme: str, activation_format: str, way: str) -> None:
+    for dtype in ("bfloat16", "float32"):
+        problem = problem_of(
+            hidden_size=48,
+            intermediate_size=40,
+            has_bias=True,
+            quant=scheme,
+            dtype=dtype,
+            activation_format=activation_format,
+            exact_activations=True,
+        )
+        weights = make_weights(problem, CPU)
+        selection = select_backend(problem, "cpu")
+        want = call(make_kernel(problem, weights, selection), make_inputs(problem, 5, "uniform", CPU))
+        strided = {name: STRIDES[way](tensor) for name, tensor in weights.tensors().items()}
+        others = dataclasses.replace(weights, **strided)
+        kernel = make_kernel(problem, others, selection)
+        for _ in range(2):
+            assert torch.equal(call(kernel, make_inputs(problem, 5, "uniform", CPU)), want)
+            kernel.reload(others)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_bias_may_be_one_number_for_all(dtype: str) -> None:
+    """Memory behind it was read as the other numbers."""
+    problem = problem_of(hidden_size=64, intermediate_size=32, has_bias=True, dtype=dtype)
+    weights = make_weights(problem, CPU)
+    sizes = {"w13_bias": (8, 64), "w2_bias": (8, 64)}
+    for bias_dtype in (problem.torch_dtype, torch.float32):
+        one = torch.tensor(0.5, dtype=bias_dtype)
+        expanded = dataclasses.replace(weights, **{name: one.expand(size) for name, size in sizes.items()})
+        whole = dataclasses.replace(weights, **{name: torch.full(size, 0.5).to(one) for name, size in sizes.items()})
+        inputs = make_inputs(problem, 5, "uniform", CPU)
+        assert torch.equal(call(make_kernel(problem, expanded), inputs), call(make_kernel(problem, whole), inputs))
+
+
+def test_reload_reads_views_of_its_own_storage() -> None:
+    """A transposed view has the address of what it is a view of."""
+    problem = problem_of(hidden_size=16, intermediate_size=8)
+    weights = make_weights(problem, CPU)
+    kernel = kernel_of(problem, weights=weights)
+    transposed = dataclasses.replace(weights, w13=weights.w13.transpose(1, 2))
+    wanted = dataclasses.replace(weights, w13=transposed.w13.clone())
+    assert kernel.weights["w13"].data_ptr() == transposed.w13.data_ptr()
+    truth = expected(problem, wanted, INPUTS)
+    kernel.reload(transposed)
+    assert relative_error(call(kernel, INPUTS), truth) < 1e-6
+
+
+def cloned(weights: ExpertWeights) -> ExpertWeights:
+    return dataclasses.replace(weights, **{name: tensor.clone() for name, tensor in weights.tensors().items()})
+
+
+def test_inference_mode_may_come_and_go() -> None:
+    """What is made inside it serves outside, and the other way around."""
+    problem = problem_of()
+    weights, other = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
+    for form in FORMS:
+        changes = {"activation_format": "batched"} if form == "per_expert" else {}
+        here = dataclasses.replace(problem, **changes)
+        wanted = [call(kernel_of(here, FORMS[form], value), INPUTS) for value in (weights, other)]
+        for inside in (True, False):
+            with torch.inference_mode(inside):
+                kernel = kernel_of(here, FORMS[form], cloned(weights))
+                assert torch.equal(call(kernel, INPUTS), wanted[0])
+            with torch.inference_mode(not inside):
+                kernel.reload(cloned(other))
+                assert torch.equal(call(kernel, INPUTS), wanted[1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_copy_of_the_default_backend(dtype: str) -> None:
+    problem = problem_of(hidden_size=64, intermediate_size=32, dtype=dtype)
+    weights, other = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
+    inputs = make_inputs(problem, 5, "uniform", CPU)
+    kernel = make_kernel(problem, weights)
+    before = call(kernel, inputs)
+    twin = copy.deepcopy(kernel)
+    assert torch.equal(call(twin, inputs), before)
+    twin.reload(other)
+    assert torch.equal(call(kernel, inputs), before)
+    after = call(twin, inputs)
+    assert relative_error(after, expected(problem, other, inputs)) < 8e-3
+    kernel.reload(other)
+    twin.reload(weights)
+    assert torch.equal(call(kernel, inputs), after)
+    with pytest.raises(TypeError, match="is not pickled"):
+        pickle.dumps(twin)
 
 
 # Memory.
@@ -561,6 +724,23 @@ def test_compiled_code_outlives_no_kernel() -> None:
 
 
 @pytest.mark.slow
+def test_compiled_code_refuses_what_plain_code_does() -> None:
+    """Compiled code used to hand NaN, and an expert named twice, on to the kernel."""
+    kernel = kernel_of(problem_of())
+    compiled = torch.compile(lambda *arguments: kernel(*arguments), fullgraph=True, backend="eager")
+    weights, ids = INPUTS.topk_weights.clone(), INPUTS.topk_ids.clone()
+    weights[2, 1] = torch.nan
+    ids[3, 1] = ids[3, 0]
+    for arguments, text in (
+        ((INPUTS.hidden_states, weights, INPUTS.topk_ids), "topk_weights must be finite, got nan at token 2, slot 1"),
+        ((INPUTS.hidden_states, INPUTS.topk_weights, ids), "topk_ids of one token must be distinct"),
+        ((INPUTS.hidden_states, INPUTS.topk_weights, INPUTS.topk_ids, INPUTS.hidden_states), "out must not alias"),
+    ):
+        for run in (kernel, compiled):
+            with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+                run(*arguments)
+
+
 def test_compiles_with_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # Inductor traces the poisoned torch.empty and cannot lower it.
     torch._dynamo.reset()

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moereg.errors import UnknownSchemeError
 from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES, QuantFormat, QuantScheme
-from moereg.weights import ExpertWeights, PermutedWeights, checks_values
+from moereg.weight_checks import checks_values
+from moereg.weights import ExpertWeights, PermutedWeights
 
 E, H, I = 3, 64, 40  # noqa: E741
 

@@ -11,7 +11,7 @@ import torch
 from moereg.checkpoints._formats import FLOATS, Convert, Matrix, StorageFormat, as_is
 from moereg.checkpoints._models import ModelType
 from moereg.problem import MoEProblem
-from moereg.weights import check_scale
+from moereg.weight_checks import check_scale
 
 __all__ = ["ExpertPart", "list_modules", "list_parts"]
 
