@@ -80,6 +80,18 @@ def test_sums_are_in_fp32() -> None:
     assert out.tolist() == [[264.0] * 8]
 
 
+def test_products_with_routing_weights_are_in_fp32() -> None:
+    problem = problem_of(dtype="bfloat16", num_experts=8, top_k=2)
+    rows = torch.ones(1, 2, 8, dtype=torch.bfloat16)
+    rows[0, 1] = -1.0
+    movement = StandardPrepareFinalize()
+    # In bf16 the first weight is 1, and so is its product.
+    ids, weights = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([[1 + 2.0**-10, 1.0]])
+    out = torch.empty(1, 8, dtype=torch.bfloat16)
+    movement.finalize(out, rows, movement.prepare(rows[:, 0].contiguous(), weights, ids, problem, None), problem)
+    assert out.tolist() == [[2.0**-10] * 8]
+
+
 @pytest.mark.parametrize("expert_map", [None, [-1, 0, -1, 1]])
 def test_batched_places_every_route(expert_map: list[int] | None) -> None:
     num_local = 4 if expert_map is None else 2

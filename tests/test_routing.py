@@ -191,6 +191,21 @@ def test_group_scores(route: Callable[[torch.Tensor], tuple[torch.Tensor, torch.
     assert route(torch.tensor([[3.0, -5.0, 2.0, 1.5]]))[1].tolist() == [expected]
 
 
+def test_experts_of_other_groups_are_out_whatever_the_scores() -> None:
+    """A correction bias below -1 makes every choice negative, so that 0 would be the best."""
+    logits = torch.tensor([[3.0, 2.0, -1.0, -2.0]])
+    _, topk_ids = grouped_sigmoid_topk(logits, 2, 2, 1, torch.full((4,), -2.0), True, 1.0)
+    assert sorted(topk_ids[0].tolist()) == [0, 1]
+    _, topk_ids = grouped_sigmoid_topk(logits.flip(1), 2, 2, 1, torch.full((4,), -2.0), True, 1.0)
+    assert sorted(topk_ids[0].tolist()) == [2, 3]
+
+
+def test_small_sigmoids_are_renormalized_all_the_same() -> None:
+    """The epsilon of DeepSeek-V3 is for sums that underflow, and nothing beside sigmoids of 1e-11."""
+    topk_weights, _ = grouped_sigmoid_topk(torch.full((1, 8), -25.0), 2, 1, 1, None, True, 1.0)
+    torch.testing.assert_close(topk_weights, torch.full((1, 2), 0.5))
+
+
 def test_weights_stay_finite_when_every_sigmoid_underflows() -> None:
     topk_weights, _ = grouped_sigmoid_topk(torch.full((1, 8), -200.0), 2, 1, 1, None, True, 2.5)
     assert torch.isfinite(topk_weights).all()

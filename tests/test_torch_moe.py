@@ -205,6 +205,18 @@ def test_fp32_biases_of_a_bf16_layer(experts_class: type[Experts]) -> None:
     check(experts_class, problem, make_inputs(problem, 63), make_weights(problem, bias_dtype=torch.float32))
 
 
+@pytest.mark.parametrize("experts_class", STANDARD)
+def test_routing_weights_keep_32_bits(experts_class: type[Experts]) -> None:
+    """One expert twice would be refused by a layer, and here leaves nothing but the difference of both weights."""
+    problem = make_problem()
+    inputs, weights = make_inputs(problem, 5), make_weights(problem)
+    inputs.topk_ids[:] = 3
+    inputs.topk_weights[:] = torch.tensor([1 + 2.0**-13, -1.0])
+    difference = run(experts_class, problem, inputs, weights)
+    inputs.topk_weights[:] = torch.tensor([2.0**-13, 0.0])
+    assert torch.equal(difference, run(experts_class, problem, inputs, weights))
+
+
 @pytest.mark.parametrize("experts_class", [*STANDARD, *BATCHED])
 def test_inputs_unchanged_and_same_bits_each_time(experts_class: type[Experts]) -> None:
     problem = make_problem(activation_format=format_of(experts_class))

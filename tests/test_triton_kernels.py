@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from moereg.backends.triton_moe import TritonExperts
 from moereg.experts import ExpertInputs, fact_reasons
+from moereg.kernels import triton_routing
 from moereg.kernels.triton_gemm_config import (
     CONFIG_RULES,
     GemmPair,
@@ -198,6 +199,14 @@ def test_sort_routes(
     expert_map = make_map(num_experts, num_local)
     plan = make_plan(ids, expert_map, num_experts, num_local, block_m, config)
     assert_plans_equal(plan, sort_routes_reference(ids, expert_map, num_experts, num_local, block_m))
+
+
+def test_more_chunks_than_a_scan_adds_up_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as 32768 routes have; here of 32 routes each, 4 at a time."""
+    monkeypatch.setattr(triton_routing, "_SCAN_CHUNKS", 4)
+    ids = route("random", 63, 5, 8)
+    plan = make_plan(ids, None, 8, 8, 16, THREE_LAUNCHES)
+    assert_plans_equal(plan, sort_routes_reference(ids, None, 8, 8, 16))
 
 
 def test_sort_routes_refuses_map_entries_out_of_range() -> None:

@@ -14,8 +14,13 @@ import torch
 import triton
 from triton.backends.nvidia import driver as nvidia
 
+from moereg.backends._triton.recorded import RecordedExperts
+from moereg.experts import ExpertInputs
 from moereg.kernels import triton_launch
 from moereg.kernels.triton_launch import launch, recording
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.weights import ExpertWeights, PermutedWeights
 
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
 BOX = "tensordesc<bf16[64,64],layout>"
@@ -259,3 +264,133 @@ def test_a_launch_with_a_tensor_of_nobody_is_a_bug(driver: FakeDriver) -> None:
     with pytest.raises(AssertionError, match="does not know"), recording([out]):
         launch_plain(FakeKernel(driver, PLAIN), out, x)
     assert triton_launch._ACTIVE.recording is None
+
+
+# --- experts that record ---
+
+
+class OnGpu(torch.Tensor):
+    """Memory of the host that calls itself a GPU's."""
+
+    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+
+
+LAYER = {"out": "*i32", "x": "*i32", "ids": "*i32", "map": "*i32", "scratch": "*i32", "w13": "*i32", "rows": "i32"}
+
+
+class LaunchingExperts(RecordedExperts):
+    """Launches a kernel that is told how many rows there are."""
+
+    layouts = ("canonical",)
+    recorded_weights = ("w13", "w13_bias")
+
+    def __init__(self, kernel: FakeKernel) -> None:
+        problem = MoEProblem(num_experts=8, hidden_size=16, intermediate_size=16, top_k=2)
+        super().__init__(problem, Platform.from_name("cuda:sm90"))
+        self.kernel = kernel
+        self.launches = 0
+
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        raise NotImplementedError
+
+    def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        raise NotImplementedError
+
+    def _launch(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        self.launches += 1
+        rows = inputs.hidden_states.shape[-2]
+        x, ids, w13 = inputs.hidden_states, inputs.topk_ids, weights["w13"]
+        launch(self.kernel, (rows,), out, x, ids, inputs.expert_map, workspace13, w13, rows=rows)
+
+
+class RecordedLayer:
+    """A call of recorded experts on new tensors, and what came to be launched of it."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self._driver = driver
+        self.experts = LaunchingExperts(FakeKernel(driver, LAYER))
+        self._kept: list[torch.Tensor] = []
+
+    def tensor(self, *shape: int, shift: int = 0) -> torch.Tensor:
+        numel = 1
+        for size in shape:
+            numel *= size
+        # Torch's allocator aligns to 64 bytes; one element further is 4 bytes past that.
+        made = torch.zeros(numel + 4, dtype=torch.int32)[shift : shift + numel].view(shape).as_subclass(OnGpu)
+        self._kept.append(made)
+        return made
+
+    def __call__(
+        self, num_tokens: int, *, shift: int = 0, has_map: bool = True, hidden_size: int = 16, batches: int = 0
+    ) -> tuple[list[int | None], list[list[Any]]]:
+        shape = (batches, num_tokens, hidden_size) if batches else (num_tokens, hidden_size)
+        out, x, scratch = self.tensor(*shape), self.tensor(*shape, shift=shift), self.tensor(64)
+        weights, ids = self.tensor(num_tokens, 2), self.tensor(num_tokens, 2)
+        expert_map = self.tensor(8) if has_map else None
+        w13 = self.tensor(8, 16, 16)
+        inputs = ExpertInputs(x, weights, ids, expert_map=expert_map)
+        self.experts.apply(out, inputs, PermutedWeights("canonical", {"w13": w13}), scratch, self.tensor(64))
+        pointers = [each if each is None else each.data_ptr() for each in (out, x, ids, expert_map, scratch, w13)]
+        return [*pointers, num_tokens], self._driver.take()
+
+
+@pytest.fixture
+def layer(driver: FakeDriver) -> RecordedLayer:
+    return RecordedLayer(driver)
+
+
+def launched_with(found: list[list[Any]]) -> list[list[Any]]:
+    """Grid and arguments of each launch; between them is what a launcher adds."""
+    size = len(LAYER)
+    return [[*launched[:3], *launched[-size:]] for launched in found]
+
+
+def test_equal_calls_are_replayed_with_their_own_tensors(layer: RecordedLayer) -> None:
+    for number in range(3):
+        expected, found = layer(4)
+        assert launched_with(found) == [[4, 1, 1, *expected]], number
+    assert layer.experts.launches == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_tokens": 5}, {"has_map": False}, {"hidden_size": 32}, {"batches": 3}],
+    ids=lambda change: str(change),
+)
+def test_what_a_launch_depends_on_is_recorded_anew(layer: RecordedLayer, change: dict[str, Any]) -> None:
+    layer(4)
+    expected, found = layer(**{"num_tokens": 4, **change})
+    assert layer.experts.launches == 2
+    assert launched_with(found) == [[expected[-1], 1, 1, *expected]]
+    expected, found = layer(4)
+    assert layer.experts.launches == 2, "the first recording is still there"
+    assert launched_with(found) == [[4, 1, 1, *expected]]
+
+
+def test_pointers_that_are_not_aligned_are_never_replayed(layer: RecordedLayer) -> None:
+    layer(4)
+    for number in (2, 3):
+        expected, found = layer(4, shift=1)
+        assert expected[1] % 16 == 4
+        assert layer.experts.launches == number
+        assert launched_with(found) == [[4, 1, 1, *expected]]
+    layer(4)
+    assert layer.experts.launches == 3, "nor recorded"
+
+
+def test_recordings_are_bounded(layer: RecordedLayer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moereg.backends._triton.recorded._MAX_RECORDINGS", 2)
+    for num_tokens in (1, 2, 1, 3):
+        layer(num_tokens)
+    assert layer.experts.launches == 3
+    layer(1)
+    assert layer.experts.launches == 3, "the one that was used last stays"
+    layer(2)
+    assert layer.experts.launches == 4
