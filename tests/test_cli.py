@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ from moereg.cli._output import console
 from moereg.experts import REASON_CODES
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
-from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from moereg.shapes import get_shape
+from moereg.testing import ledger
+from moereg.testing.ledger import Verification
 from moereg.testing.tolerances import tolerance
 from moereg.tuning.roofline import Ceilings
 from tests.fakes import FakeExperts, WrongExperts
@@ -37,11 +40,12 @@ from tests.fakes import FakeExperts, WrongExperts
 SIZES = "--experts 8 --hidden 64 --intermediate 32 --top-k 2"
 
 EXPLAIN_KEYS = ["schema", "problem", "platform", "platform_source", "request", "selected", "source", "decisions"]
+EXPLAIN_KEYS += ["verification"]
 DECISION_KEYS = ["backend", "experts", "rule", "computes", "accepted", "priority", "tier", "origin"]
 DECISION_KEYS += ["assumes", "reasons"]
 INFO_KEYS = ["schema", "version", "platform", "backends", "plugins"]
 BACKEND_KEYS = ["name", "origin", "cells", "available", "reasons"]
-CELL_KEYS = ["experts", "quant_schemes", "platforms", "priority", "tier", "verified"]
+CELL_KEYS = ["experts", "quant_schemes", "platforms", "priority", "tier", "verified", "not_verified"]
 PLUGIN_KEYS = ["group", "name", "value", "distribution", "status", "error"]
 MEASUREMENTS = ["relative_error", "tolerance", "time_us", "permute_ms"]
 RUN_KEYS = ["schema", "backend", "platform", "problem", "tokens", "relative_error", "tolerance", "passed"]
@@ -318,13 +322,76 @@ def test_info_json_has_exactly_the_keys(call_json: CallJson) -> None:
         assert all(reason["code"] in ("platform", "package", "probe") for reason in backend["reasons"])
 
 
-def test_info_shows_where_a_cell_was_verified(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = {"platform": "cuda:sm90", "device": "H200", "versions": {}, "commit": "", "date": "2026-01-02", "cases": 3}
-    monkeypatch.setattr("moereg.cli._show.verifications", lambda cell: [{**record, "stale": True}])
+def _mxfp8_cells(info: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    triton = next(backend for backend in info["backends"] if backend["name"] == "triton")
+    return {
+        cell["platforms"][0]: cell
+        for cell in triton["cells"]
+        if cell["experts"] == "TritonQuantizedExperts" and cell["quant_schemes"] == ["mxfp8"]
+    }
+
+
+def test_info_shows_where_a_cell_was_verified_and_where_not(call: Call, call_json: CallJson) -> None:
+    cells = _mxfp8_cells(call_json("info")[1])
+    # The emulation of sm90 was run on an H200; the kernel of sm100 has the same class and scheme and was not.
+    assert {record["device"] for record in cells["cuda:sm90"]["verified"]} == {"NVIDIA H200"}
+    assert cells["cuda:sm100+"]["verified"] == []
+    assert cells["cuda:sm100+"]["not_verified"] == ["cuda:sm100"]
     out = call("info")[1]
-    assert "H200" in out
-    assert "2026-01-02" in out
-    assert "not verified" not in out
+    assert "sm90 (NVIDIA H200," in re.sub(r"\s+", " ", out)
+    assert "not verified" in out
+
+
+@pytest.mark.parametrize("content", ["{", '{"schema": 2, "records": [{}]}', '{"records": [{"backend": 1}]}'])
+def test_a_broken_ledger_is_a_warning(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "wheel_z").mkdir()
+    (tmp_path / "wheel_z" / "moereg_ledger.json").write_text(content)
+    source = "from tests.fakes import FakeExperts\n\n\nclass Fake(FakeExperts):\n    pass\n"
+    (tmp_path / "wheel_z" / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fake = __import__("wheel_z").Fake
+    del sys.modules["wheel_z"]
+    before = REGISTRY.snapshot()
+    try:
+        register_moe_backend("fake_broken_ledger", 1, ("unquantized",), ("*",))(fake)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            code, out, _ = call("info")
+    finally:
+        REGISTRY.restore(before)
+    assert code == 0
+    assert "fake_broken_ledger" in re.sub(r"\s+", "", out)
+    assert len([warning for warning in warned if "wheel_z" in str(warning.message)]) == 1
+
+
+def test_explain_says_whether_its_choice_was_verified(
+    call: Call, call_json: CallJson, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "explain --model qwen3-30b-a3b --quant mxfp8"
+    code, out, _ = call(f"{line} --platform cuda:sm100")
+    assert (code, out.splitlines()[-1]) == (0, "not verified on sm100")
+    assert call_json(f"{line} --platform cuda:sm100")[1]["verification"] == {
+        "verified": [],
+        "not_verified": ["cuda:sm100"],
+        "verified_on_platform": False,
+    }
+    record = {"backend": "triton", "experts": "TritonQuantizedExperts", "schemes": ("mxfp8",), "rule": "cuda:sm90"}
+    record |= {"tier": "emulation", "platform": "cuda:sm90", "device": "NVIDIA H200", "versions": {}, "commit": ""}
+    made = Verification(**record, date="2026-11-22", cases=3, digest="of the code")  # type: ignore[arg-type]
+    monkeypatch.setattr(ledger, "_own_records", lambda cell: (made,))
+    monkeypatch.setattr(ledger, "cell_digest", lambda cell: "of the code")
+    line += " --platform cuda:sm90 --require triton"
+    assert call(line)[1].splitlines()[-1] == "verified on sm90 (NVIDIA H200, 2026-11-22)"
+    found = call_json(line)[1]["verification"]
+    assert found["verified_on_platform"] is True
+    assert found["verified"][0]["stale"] is False
+    monkeypatch.setattr(ledger, "cell_digest", lambda cell: "of other code")
+    changed = "not verified on sm90; verified before its code changed on sm90 (NVIDIA H200, 2026-11-22)"
+    assert call(line)[1].splitlines()[-1] == changed
+    assert call_json(line)[1]["verification"]["verified_on_platform"] is False
+    assert call_json(f"explain {SIZES} --require triton --platform cpu")[1]["verification"] is None
 
 
 def test_info_says_why_a_backend_cannot_run(
@@ -589,7 +656,8 @@ def test_nothing_fits_a_checkpoint_and_nothing_is_read(
 
 # --- bench ---
 
-BENCH_KEYS = ["schema", "problem", "platform", "device", "versions", "date", "routing", "ceilings", "rows", "skipped"]
+BENCH_KEYS = ["schema", "problem", "platform", "device", "versions", "commit", "date", "routing", "ceilings", "rows"]
+BENCH_KEYS += ["skipped"]
 ROW_KEYS = ["backend", "experts", "tokens", "relative_error", "tolerance", "passed"]
 ROW_KEYS += ["failure", "time_us", "p10_us", "p90_us", "tflops", "gbps", "roofline_us", "share"]
 RATES = ["time_us", "p10_us", "p90_us", "tflops", "gbps", "share"]

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from moereg.platforms import Platform
@@ -23,3 +27,71 @@ def test_clocks_are_said_where_they_are_known(monkeypatch: pytest.MonkeyPatch) -
     assert clocks(Platform("cpu")) == {}
     monkeypatch.setattr(module, "gpu_clocks", dict)
     assert clocks(H200) == {}
+
+
+def git(folder: Path, *arguments: str) -> str:
+    settings = ["-c", "user.name=n", "-c", "user.email=n@example.org", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", "-C", str(folder), *settings, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory: a repository that has git run a program, which leaves a file; the file is returned."""
+    trace, here = tmp_path / "it-ran", tmp_path / "hostile"
+    here.mkdir()
+    git(here, "init", "-q")
+    program = here / "program"
+    program.write_text(f"#!/bin/sh\ntouch {trace}\n")
+    program.chmod(0o755)
+    git(here, "add", "program")
+    git(here, "commit", "-q", "-m", "one")
+    git(here, "config", "core.fsmonitor", str(program))
+    monkeypatch.chdir(here)
+    monkeypatch.delenv("MOEREG_COMMIT", raising=False)
+    return trace
+
+
+def test_nothing_of_the_current_directory_runs(hostile: Path) -> None:
+    here = git(Path.cwd(), "rev-parse", "HEAD")
+    assert provenance(H200, ())["commit"] != here
+    assert not hostile.exists()
+    subprocess.run(["git", "status"], capture_output=True, check=True)
+    assert hostile.exists()  # What it would have done.
+
+
+def test_no_program_is_started(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(event: str, arguments: tuple[object, ...]) -> None:
+        if watching and event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.spawn"):
+            raise AssertionError(f"{event} {arguments}")
+
+    watching = True
+    sys.addaudithook(refuse)  # Cannot be taken away again.
+    try:
+        provenance(H200, ("torch",))
+    finally:
+        watching = False
+    assert not hostile.exists()
+
+
+def test_the_commit_is_that_of_the_checkout(tmp_path: Path) -> None:
+    root = tmp_path / "checkout"
+    root.mkdir()
+    assert module._commit(root) == ""
+    git(root, "init", "-q")
+    assert module._commit(root) == ""
+    git(root, "commit", "-q", "--allow-empty", "-m", "one")
+    first = git(root, "rev-parse", "HEAD")
+    assert module._commit(root) == first
+    git(root, "pack-refs", "--all")
+    assert module._commit(root) == first
+    git(root, "worktree", "add", "-q", str(tmp_path / "linked"), "-b", "other")
+    git(tmp_path / "linked", "commit", "-q", "--allow-empty", "-m", "two")
+    assert module._commit(tmp_path / "linked") == git(root, "rev-parse", "other") != first
+    git(root, "checkout", "-q", "--detach", first)
+    assert module._commit(root) == first
+    (root / ".git" / "HEAD").write_text("ref: ../../secret")
+    (tmp_path / "secret").write_text("not a commit")
+    assert module._commit(root) == ""
+    (root / ".git" / "HEAD").write_bytes(b"\xff")
+    assert module._commit(root) == ""

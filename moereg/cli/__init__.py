@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from moereg._version import __version__
-from moereg.cli._info import collect_info
+from moereg.cli._info import collect_info, selection_with_evidence
 from moereg.cli._options import JsonFlag, ProblemFlags, UsageError, VerboseFlag, takes_problem_flags
 from moereg.cli._output import logging_to_stderr, print_error, print_json
 from moereg.discovery import current_platform, load_backends
@@ -121,7 +121,7 @@ def explain(flags: ProblemFlags, json: JsonFlag = False, verbose: VerboseFlag = 
         load_backends()  # A plugin's kind of platform is known once it is loaded.
         selection = explain_backends(problem, flags.platform, **flags.request())
         if json:
-            print_json(selection.to_dict())
+            print_json(selection_with_evidence(selection))
         else:
             from moereg.cli._show import show_selection
 

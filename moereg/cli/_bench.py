@@ -38,7 +38,7 @@ class BenchResult:
         subject: The model, for people.
         selection: Every candidate, and what a layer would get.
         routing: One of `ROUTINGS`.
-        measured_on: `device`, `versions` and `date`, among others.
+        measured_on: `device`, `versions`, `commit` and `date`, among others.
         ceilings: Of the device; None where nothing ran.
         rows: By number of tokens, candidates in the selection's order.
     """
@@ -88,7 +88,7 @@ class BenchResult:
             "schema": SCHEMA,
             "problem": self.selection.problem.to_dict(),
             "platform": str(self.selection.platform),
-            **{name: self.measured_on[name] for name in ("device", "versions", "date")},
+            **{name: self.measured_on[name] for name in ("device", "versions", "commit", "date")},
             "routing": self.routing,
             "ceilings": dataclasses.asdict(self.ceilings) if self.ceilings else ceilings,
             "rows": [_row(row) for row in self.rows],

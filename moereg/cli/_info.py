@@ -10,10 +10,10 @@ from moereg.discovery import current_platform, load_backends, plugin_statuses
 from moereg.dispatch import machine_reasons
 from moereg.platforms import Platform
 from moereg.registry import BackendCell
-from moereg.selection import SCHEMA
-from moereg.testing.ledger import verifications
+from moereg.selection import SCHEMA, Selection
+from moereg.testing.ledger import evidence_of
 
-__all__ = ["collect_info"]
+__all__ = ["collect_info", "selection_with_evidence"]
 
 
 def collect_info() -> dict[str, Any]:
@@ -54,5 +54,18 @@ def _cell(cell: BackendCell) -> dict[str, Any]:
         "platforms": [rule.text for rule in cell.rules],
         "priority": cell.priority,
         "tier": cell.tier,
-        "verified": verifications(cell),
+        **evidence_of(cell).to_dict(),
     }
+
+
+def selection_with_evidence(selection: Selection) -> dict[str, Any]:
+    """The object that `moereg explain --json` prints: the selection and where what it chose was verified.
+
+    `verification` is None where nothing fits or the cell is not registered here.
+    """
+    winner = selection.winner
+    found = None
+    if winner is not None and winner.cell is not None:
+        evidence = evidence_of(winner.cell)
+        found = {**evidence.to_dict(), "verified_on_platform": evidence.on(selection.platform)}
+    return {**selection.to_dict(), "verification": found}

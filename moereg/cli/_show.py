@@ -20,9 +20,8 @@ from moereg.discovery import load_backends
 from moereg.dispatch import machine_reasons
 from moereg.memory import format_bytes
 from moereg.platforms import Platform
-from moereg.registry import BackendCell
 from moereg.selection import Decision, Selection, nearest_by_backend
-from moereg.testing.ledger import verifications
+from moereg.testing.ledger import arch_name, evidence_of
 from moereg.tuning.compare import Measurement
 
 __all__ = ["show_bench", "show_info", "show_run", "show_selection"]
@@ -36,15 +35,6 @@ _SOURCES: Final = {
 
 _NUMBERS: Final = ("priority", "T", "time us", "p10 to p90", "TFLOP/s", "GB/s", "% of roofline", "error")
 """Columns that are aligned at their right end."""
-
-
-def _verified(cell: BackendCell) -> str:
-    found = [
-        f"{record['device'] or record['platform']} {record['date']}"
-        + (" (code has changed)" if record["stale"] else "")
-        for record in verifications(cell)
-    ]
-    return "; ".join(found) or "not verified"
 
 
 def show_info(info: dict[str, Any], platform: Platform) -> None:
@@ -62,7 +52,7 @@ def show_info(info: dict[str, Any], platform: Platform) -> None:
                 str(cell.priority),
                 cell.tier,
                 _yes_no(not machine_reasons(cell, platform)),
-                _verified(cell),
+                str(evidence_of(cell)),
             )
     target.print(cells)
     for backend in info["backends"]:
@@ -108,6 +98,19 @@ def show_selection(selection: Selection, subject: str | None = None) -> None:
         target.print(Text("nothing fits", style="bold red"))
     else:
         target.print(Text(f"{winner.backend}: {_source(selection)}", style="bold green"))
+        target.print(_verification(winner, platform))
+
+
+def _verification(decision: Decision, platform: Platform) -> str:
+    """Where a candidate was verified, first of all whether it was on this platform."""
+    arch = arch_name(str(platform))
+    if decision.cell is None:
+        return f"not verified on {arch}"
+    evidence = evidence_of(decision.cell)
+    if evidence.on(platform):
+        return f"verified {evidence}"
+    elsewhere = f"; verified {evidence}" if evidence.current or evidence.stale else ""
+    return f"not verified on {arch}{elsewhere}"
 
 
 def show_run(result: RunResult) -> None:

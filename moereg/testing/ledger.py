@@ -1,28 +1,52 @@
 """The ledger: which cell was verified on which hardware, with which versions, and whether its code is still the same.
 
-A package's ledger is `moereg_ledger.json` at its top level; moereg's own ships with it.
+A package's ledger is `moereg_ledger.json` at its top level and speaks of that package's cells alone; moereg's own ships
+with it. A record is evidence for the rule that matched when it was made, and for no other machine than it names.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import hashlib
-import importlib.resources
+import datetime
+import functools
 import json
 import pathlib
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from packaging.requirements import Requirement
 
-from moereg.platforms import Platform
-from moereg.registry import BackendCell
+from moereg.discovery import plugin_statuses
+from moereg.errors import MoeregWarning, UnknownPlatformError
+from moereg.platforms import Platform, PlatformRule
+from moereg.registry import BUILTIN, BackendCell
+from moereg.testing.digest import UNKNOWN, code_digest, module_file, root_package
 from moereg.testing.provenance import provenance
 
-__all__ = ["FILE_NAME", "SCHEMA", "Verification", "code_digest", "merge_ledger", "verifications"]
+__all__ = [
+    "FILE_NAME",
+    "SCHEMA",
+    "Evidence",
+    "LedgerWarning",
+    "Verification",
+    "arch_name",
+    "cell_digest",
+    "evidence_of",
+    "merge_ledger",
+    "read_ledger",
+]
 
 FILE_NAME: Final = "moereg_ledger.json"
-SCHEMA: Final = 1
+SCHEMA: Final = 2
+
+_PACKAGE: Final = __name__.partition(".")[0]
+# What a backend of moereg's own consists of. The rest is what wheels rely on too, and is tested by itself.
+_OWN_CODE: Final = (f"{_PACKAGE}.backends.", f"{_PACKAGE}.kernels.", f"{_PACKAGE}.layouts.")
+
+
+class LedgerWarning(MoeregWarning):
+    """A ledger cannot be read; its cells count as not verified."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +56,22 @@ class Verification:
     Attributes:
         backend, experts: The cell's.
         schemes: Names of what it computes.
+        rule: Of the cell's rules the one that matched.
+        tier: The cell's.
         platform: Such as `cuda:sm90`.
         device: As the driver says it.
         versions: Of torch and what the cell requires.
         commit: Of the code, empty where unknown.
         date: ISO.
         cases: Conformance tests that passed; none failed.
-        digest: Of the code, `code_digest`.
+        digest: Of the code, `cell_digest`.
     """
 
     backend: str
     experts: str
     schemes: tuple[str, ...]
+    rule: str
+    tier: str
     platform: str
     device: str
     versions: dict[str, str]
@@ -54,100 +82,258 @@ class Verification:
 
     @classmethod
     def of(cls, cell: BackendCell, platform: Platform, cases: int) -> Verification:
-        """A record for a cell that has just passed on the machine at hand."""
+        """A record for a cell that has just passed on the machine at hand.
+
+        Raises:
+            ValueError: None of its rules matches the machine, so that it was imitated at best.
+        """
+        rule = cell.rule_for(platform)
+        if rule is None:
+            rules = ", ".join(rule.text for rule in cell.rules)
+            raise ValueError(
+                f"a record of {cell.class_name} needs a platform in ({rules}), got {platform}; run it there"
+            )
         return cls(
             backend=cell.name,
             experts=cell.class_name,
             schemes=tuple(scheme.name for scheme in cell.schemes),
+            rule=rule.text,
+            tier=cell.tier,
             cases=cases,
-            digest=code_digest(cell),
+            digest=cell_digest(cell),
             **provenance(platform, {"torch", *(Requirement(text).name for text in cell.requires)}),
         )
 
+    @classmethod
+    def from_dict(cls, values: object) -> Verification:
+        """A record as a ledger holds it; keys that are not known are left aside.
+
+        Raises:
+            ValueError: A key is missing or what it holds is no such thing.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"a record must be an object, got {type(values).__name__}")
+        checked: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            if field.name not in values:
+                raise ValueError(f"a record must say its {field.name}")
+            checked[field.name] = _checked(field.name, values[field.name])
+        record = cls(**checked)
+        if not PlatformRule(record.rule).matches(Platform.from_name(record.platform)):
+            raise ValueError(f"rule {record.rule!r} does not match platform {record.platform!r}")
+        return record
+
+    def is_of(self, cell: BackendCell) -> bool:
+        """Whether it is evidence for a cell: for what it computes, by the rule that would match there now."""
+        if (self.backend, self.experts, self.tier) != (cell.name, cell.class_name, cell.tier):
+            return False
+        rule = cell.rule_for(Platform.from_name(self.platform))
+        schemes = tuple(scheme.name for scheme in cell.schemes)
+        return rule is not None and (self.rule, self.schemes) == (rule.text, schemes)
+
     @property
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> tuple[str, str, tuple[str, ...], str, str, str]:
         """A later record of the same cell on the same device replaces an earlier one."""
-        return (self.backend, self.experts, self.schemes, self.platform, self.device)
+        return (self.backend, self.experts, self.schemes, self.rule, self.platform, self.device)
 
 
-def code_digest(cell: BackendCell) -> str:
-    """A digest of the cell's backend module, private packages beside it and kernels, as far as they are imported.
+def _checked(name: str, value: object) -> object:
+    if name == "cases":
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"cases must be an integer of at least 1, got {value!r}")
+        return value
+    if name == "versions":
+        if not isinstance(value, Mapping):
+            raise ValueError(f"versions must be an object of texts, got {value!r}")
+        return {_text("versions", key): _text(f"versions[{key!r}]", version) for key, version in value.items()}
+    if name == "schemes":
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"schemes must be a list of names, got {value!r}")
+        return tuple(_text("schemes", scheme) for scheme in value)
+    text = _text(name, value)
+    if name == "date":
+        datetime.date.fromisoformat(text)
+    return text
 
-    Imports anywhere in functions count.
+
+def _text(name: str, value: object) -> str:
+    # Terminals obey characters that do not print.
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError(f"{name} must be printable text, got {value!r}")
+    return value
+
+
+def cell_digest(cell: BackendCell) -> str:
+    """A digest of a cell's code: its backend module and what that imports, as far as it belongs to backends.
+
+    Of moereg that is its backends with their private packages, its kernels and its layouts; of a wheel its package.
     """
-    top = cell.experts.__module__
-    kernels = f"{top.partition('.')[0]}.kernels."
-    private = f"{top.rpartition('.')[0]}._"
-    pending, sources = [top], {}
-    while pending:
-        name = pending.pop()
-        if name in sources:
-            continue
-        sources[name] = source = _source(name)
-        pending += [found for found in _imported_names(source) if found.startswith((kernels, private, f"{top}."))]
-    text = "\0".join(sources[name] for name in sorted(sources))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    module = cell.experts.__module__
+    root = root_package(module)
+
+    def counts(name: str) -> bool:
+        return f"{name}.".startswith(_OWN_CODE if root == _PACKAGE else f"{root}.")
+
+    return code_digest(module, counts, except_data=(FILE_NAME,))
 
 
-def _source(module: str) -> str:
-    """A module's text, empty where there is no such module. Imports nothing: kernels need their libraries for that."""
-    top, *parts = module.split(".")
-    try:
-        root = pathlib.Path(str(importlib.resources.files(top)))
-    except (ModuleNotFoundError, TypeError, ValueError):  # A class of an interactive session has no file.
-        return ""
-    path = root.joinpath(*parts)
-    for file in (path.with_suffix(".py"), path / "__init__.py"):
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
-    return ""
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What the ledger knows of a cell.
 
+    Attributes:
+        current: Records of the code as it is.
+        stale: Records of code that has changed since, or that cannot be read now.
+        missing: What the cell's rules name and no current record covers: `cuda:sm80` of `cuda:sm80+`; a rule that names
+            no architecture as it stands.
+        is_readable: Whether its code could be read, where there are records.
+    """
 
-def _imported_names(source: str) -> set[str]:
-    """What the import statements name: modules, and for `from a import b` also `a.b`, which may be one."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+    current: tuple[Verification, ...]
+    stale: tuple[Verification, ...]
+    missing: tuple[str, ...]
+    is_readable: bool = True
 
+    def on(self, platform: Platform) -> bool:
+        """Whether a current record is of such a machine."""
+        return any(record.platform == str(platform) for record in self.current)
 
-def _read(cell: BackendCell) -> list[dict[str, Any]]:
-    package = cell.experts.__module__.partition(".")[0]
-    try:
-        text = importlib.resources.files(package).joinpath(FILE_NAME).read_text(encoding="utf-8")
-    except (FileNotFoundError, ModuleNotFoundError, TypeError, ValueError):
-        return []
-    records: list[dict[str, Any]] = json.loads(text)["records"]
-    return records
-
-
-def verifications(cell: BackendCell) -> list[dict[str, Any]]:
-    """Where and when a cell was verified: the ledger's records with `stale`, whether the code has changed since."""
-    digest = code_digest(cell)
-    schemes = [scheme.name for scheme in cell.schemes]
-    return [
-        {
-            **{key: record[key] for key in ("platform", "device", "versions", "commit", "date", "cases")},
-            "stale": record["digest"] != digest,
+    def to_dict(self) -> dict[str, Any]:
+        """`verified`, a list of records with `stale`, and `not_verified`, a list of platforms."""
+        keys = ("rule", "platform", "device", "versions", "commit", "date", "cases")
+        return {
+            "verified": [
+                {**{key: getattr(record, key) for key in keys}, "stale": record in self.stale}
+                for record in (*self.current, *self.stale)
+            ],
+            "not_verified": list(self.missing),
         }
-        for record in _read(cell)
-        if (record["backend"], record["experts"], record["schemes"]) == (cell.name, cell.class_name, schemes)
-    ]
+
+    def __str__(self) -> str:
+        """Such as `on sm90 (NVIDIA H200, 2026-11-22); not on sm80, gfx942`; `not verified` where there is nothing."""
+        if not self.current and not self.stale:
+            return "not verified"
+        parts = []
+        if self.current:
+            parts.append(f"on {_machines(self.current)}")
+        if self.stale:
+            since = "before its code changed" if self.is_readable else "with code that cannot be read now,"
+            parts.append(f"{since} on {_machines(self.stale)}")
+        missing = [name for name in self.missing if not any(_covers(record.platform, name) for record in self.stale)]
+        if missing:
+            names = ["elsewhere" if name == "*" else arch_name(name) for name in missing]
+            parts.append(f"not {'' if names == ['elsewhere'] else 'on '}{', '.join(names)}")
+        return "; ".join(parts)
 
 
-def merge_ledger(path: pathlib.Path, records: list[Verification]) -> None:
-    """Writes records into a ledger file; what is there of other cells and devices stays."""
-    known: dict[tuple[object, ...], Verification] = {}
-    if path.exists():
-        for values in json.loads(path.read_text(encoding="utf-8"))["records"]:
-            record = Verification(**{**values, "schemes": tuple(values["schemes"])})
-            known[record.key] = record
-    known.update({record.key: record for record in records})
-    ordered = sorted(
-        known.values(), key=lambda record: (record.backend, record.experts, record.platform, record.device)
+def arch_name(platform: str) -> str:
+    """`sm90` of `cuda:sm90`; the kind where there is no more."""
+    return platform.rpartition(":")[2]
+
+
+def _machines(records: Sequence[Verification]) -> str:
+    return ", ".join(
+        f"{arch_name(record.platform)} ({', '.join(filter(None, [record.device, record.date]))})" for record in records
     )
+
+
+def evidence_of(cell: BackendCell) -> Evidence:
+    """What the ledger of a cell's own package knows of it. A ledger that cannot be read is warned of once."""
+    records = [record for record in _own_records(cell) if record.is_of(cell)]
+    digest = cell_digest(cell) if records else UNKNOWN
+    is_current = [record.digest == digest != UNKNOWN for record in records]
+    current = tuple(record for record, holds in zip(records, is_current, strict=True) if holds)
+    stale = tuple(record for record, holds in zip(records, is_current, strict=True) if not holds)
+    named = [_named(rule) for rule in cell.rules]
+    missing = tuple(name for name in named if not any(_covers(record.platform, name) for record in current))
+    return Evidence(current, stale, missing, digest != UNKNOWN or not records)
+
+
+def _named(rule: PlatformRule) -> str:
+    for text in (rule.text, rule.text.removesuffix("+"), rule.text.removesuffix("f")):
+        try:
+            return str(Platform.from_name(text))
+        except UnknownPlatformError:
+            continue
+    return rule.text
+
+
+def _covers(platform: str, named: str) -> bool:
+    return named in (platform, platform.partition(":")[0])
+
+
+def _own_records(cell: BackendCell) -> tuple[Verification, ...]:
+    """The records that the distribution of a cell itself has; another's class may be registered, its records not."""
+    root = root_package(cell.experts.__module__)
+    file = module_file(root)
+    if root not in _packages_of(cell.origin) or file is None or file.stem != "__init__":
+        return ()
+    path = file.parent / FILE_NAME
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return ()
+    except OSError:
+        return _records(path, cell.origin, 0, 0)
+    return _records(path, cell.origin, status.st_mtime_ns, status.st_size)
+
+
+def _packages_of(origin: str) -> set[str]:
+    if origin == BUILTIN:
+        return {_PACKAGE}
+    modules = {
+        status.value.partition(":")[0].strip()
+        for status in plugin_statuses()
+        if status.distribution.rpartition(" ")[0] == origin
+    }
+    # What was imported without being installed has its module for an origin.
+    return {root_package(module) for module in modules or {origin}}
+
+
+@functools.lru_cache(maxsize=256)
+def _records(path: pathlib.Path, origin: str, _changed_ns: int, _num_bytes: int) -> tuple[Verification, ...]:
+    try:
+        return read_ledger(path)
+    except ValueError as error:
+        warnings.warn(
+            f"the ledger of {origin}, {path}, is no evidence: {error}; write it again or uninstall {origin}",
+            LedgerWarning,
+            stacklevel=2,
+        )
+        return ()
+
+
+def read_ledger(path: pathlib.Path) -> tuple[Verification, ...]:
+    """The records of a ledger file.
+
+    Raises:
+        ValueError: It cannot be read, is no JSON, or holds something else than records of this schema.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"it must be readable JSON, got {type(error).__name__}: {error}") from error
+    if not isinstance(document, Mapping) or document.get("schema") != SCHEMA:
+        found = document.get("schema") if isinstance(document, Mapping) else type(document).__name__
+        raise ValueError(f"it must be an object of schema {SCHEMA}, got {found!r}")
+    if not isinstance(document.get("records"), list):
+        raise ValueError("its records must be a list")
+    records = []
+    for number, values in enumerate(document["records"]):
+        try:
+            records.append(Verification.from_dict(values))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"records[{number}]: {error}") from error
+    return tuple(records)
+
+
+def merge_ledger(path: pathlib.Path, records: Sequence[Verification]) -> None:
+    """Writes records into a ledger file; what is there of other cells and devices stays.
+
+    Raises:
+        ValueError: The file is there and is no ledger.
+    """
+    known = {record.key: record for record in (*(read_ledger(path) if path.exists() else ()), *records)}
+    ordered = [known[key] for key in sorted(known)]
     document = {"schema": SCHEMA, "records": [dataclasses.asdict(record) for record in ordered]}
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -1,16 +1,20 @@
-"""Where and on what a result was measured, for everything that is stored."""
+"""Where and on what a result was measured, for everything that is stored. Starts no other program."""
 
 from __future__ import annotations
 
 import datetime
 import os
-import subprocess
+import pathlib
+import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from moereg.platforms import Platform, gpu_clocks
 
 __all__ = ["clocks", "provenance"]
+
+_ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
+"""The checkout, where the package lies in one; else what it is installed into, which has no history."""
 
 
 def provenance(platform: Platform, distributions: Iterable[str]) -> dict[str, Any]:
@@ -21,14 +25,15 @@ def provenance(platform: Platform, distributions: Iterable[str]) -> dict[str, An
         distributions: Whose versions matter.
 
     Returns:
-        `device`, `platform`, `versions`, `commit` (`-dirty` where files differ from it; MOEREG_COMMIT says it where
-        the checkout has no history; empty where unknown) and `date`.
+        `device`, `platform`, `versions`, `commit` (of moereg's own checkout, whatever the current directory is;
+        MOEREG_COMMIT says it where the checkout has no history; empty where unknown) and `date`. Changes that are not
+        committed do not show: digests of code are for that.
     """
     return {
         "device": platform.device_name,
         "platform": str(platform),
         "versions": {name: platform.versions[name] for name in sorted(distributions) if name in platform.versions},
-        "commit": os.environ.get("MOEREG_COMMIT") or _commit(),
+        "commit": os.environ.get("MOEREG_COMMIT") or _commit(_ROOT),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
 
@@ -46,10 +51,30 @@ def clocks(platform: Platform) -> dict[str, dict[str, int]]:
     return {"clocks": found} if found else {}
 
 
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+def _commit(root: pathlib.Path) -> str:
+    """The commit that is checked out there. Read by hand: git runs programs that a repository's settings name."""
+    directory = root / ".git"
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return found.stdout.strip() if found.returncode == 0 else ""
+        if directory.is_file():  # Of a linked work tree or a submodule.
+            directory = root / directory.read_text(encoding="utf-8").strip().removeprefix("gitdir: ")
+        head = (directory / "HEAD").read_text(encoding="utf-8").strip()
+        if not head.startswith("ref: "):
+            return _checked(head)
+        reference = head.removeprefix("ref: ")
+        common = directory
+        if (directory / "commondir").is_file():
+            common = directory / (directory / "commondir").read_text(encoding="utf-8").strip()
+        for place in (directory, common):
+            if (place / reference).is_file():
+                return _checked((place / reference).read_text(encoding="utf-8").strip())
+        for line in (common / "packed-refs").read_text(encoding="utf-8").splitlines():
+            commit, _, name = line.partition(" ")
+            if name == reference:
+                return _checked(commit)
+    except (OSError, ValueError):
+        pass
+    return ""
+
+
+def _checked(commit: str) -> str:
+    return commit if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", commit) else ""

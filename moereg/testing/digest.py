@@ -1,0 +1,241 @@
+"""Digests of code: of the tokens of a module and of what it imports, so that comments and docstrings do not count.
+
+Imports none of what it reads, and nothing outside the standard library.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import io
+import json
+import pathlib
+import token
+import tokenize
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+__all__ = ["UNKNOWN", "code_digest", "module_file", "root_package", "source_digest"]
+
+UNKNOWN: Final = "unknown"
+"""In place of a digest, where code cannot be read."""
+
+_IGNORED: Final = frozenset({tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER})
+# Their text is the way in which a file is laid out, and differs between versions of Python.
+_LAYOUT: Final = frozenset({tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT})
+_STRING_STARTS: Final = ("FSTRING_START", "TSTRING_START")
+_STRING_ENDS: Final = ("FSTRING_END", "TSTRING_END")
+
+_Position = tuple[int, int]
+"""Line from 1 on, column from 0 on, in characters."""
+
+
+def code_digest(module: str, counts: Callable[[str], bool], except_data: Iterable[str] = ()) -> str:
+    """A digest of a module and of what it imports, directly or not, anywhere in it.
+
+    JSON files beside the modules count too: they hold launch configurations.
+
+    Args:
+        module: Its full name.
+        counts: Whether a module of that name is followed.
+        except_data: Names of JSON files that do not count.
+
+    Returns:
+        Hexadecimal, or `UNKNOWN` where one of the modules cannot be read.
+    """
+    pending, digests, folders = [module], {}, set()
+    while pending:
+        name = pending.pop()
+        if name in digests:
+            continue
+        file = module_file(name)
+        source = None if file is None else _read(file)
+        if file is None or source is None:
+            return UNKNOWN
+        digests[name] = source.digest
+        folders.add(file.parent)
+        package = name if file.stem == "__init__" else name.rpartition(".")[0]
+        pending += _imported(source, package, counts)
+    lines = [f"{name} {digests[name]}" for name in sorted(digests)]
+    data = (file for folder in folders for file in folder.glob("*.json") if file.name not in except_data)
+    lines += sorted(f"{file.name} {_data_digest(file)}" for file in data)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def source_digest(source: bytes) -> str:
+    """A digest of a module's tokens.
+
+    The same for every version of Python that can read it, in any encoding. What is left out: comments, blank lines,
+    line breaks and indentation as such, and strings that are statements, which is what docstrings are.
+
+    Args:
+        source: As the file has it.
+
+    Raises:
+        SyntaxError, ValueError: It is not a module's.
+    """
+    text = _text(source)
+    tree = _parsed(text)
+    lines = text.split("\n")
+    left_out = [
+        (_position(lines, node.lineno, node.col_offset), _position(lines, node.end_lineno, node.end_col_offset))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    return hashlib.sha256(json.dumps(list(_tokens(text, lines, left_out))).encode()).hexdigest()
+
+
+def _tokens(text: str, lines: list[str], left_out: list[tuple[_Position, _Position]]) -> Iterator[tuple[str, str]]:
+    ends = dict(left_out)
+    skipped_to: _Position = (0, 0)
+    is_behind_left_out = False
+    depth = 0
+    string_start: _Position = (0, 0)
+    for kind, string, start, end, _ in tokenize.generate_tokens(io.StringIO(text).readline):
+        name = token.tok_name[kind]
+        if start < skipped_to or kind in _IGNORED:
+            continue
+        if start in ends and kind not in _LAYOUT:
+            skipped_to, is_behind_left_out = ends[start], True
+            continue
+        if is_behind_left_out and (kind == tokenize.NEWLINE or string == ";"):
+            is_behind_left_out = False
+            continue
+        is_behind_left_out = False
+        # Up to Python 3.11 a formatted string is one token; later ones cut it into pieces.
+        if name in _STRING_STARTS:
+            string_start = start if depth == 0 else string_start
+            depth += 1
+        elif name in _STRING_ENDS:
+            depth -= 1
+            if depth == 0:
+                yield "STRING", _between(lines, string_start, end)
+        elif depth == 0:
+            yield name, "" if kind in _LAYOUT else string
+
+
+def _between(lines: list[str], start: _Position, end: _Position) -> str:
+    picked = lines[start[0] - 1 : end[0]]
+    picked[-1] = picked[-1][: end[1]]
+    picked[0] = picked[0][start[1] :]
+    return "\n".join(picked)
+
+
+def _position(lines: list[str], line: int | None, num_bytes: int | None) -> _Position:
+    """Of a node, which counts its columns in bytes of UTF-8."""
+    assert line is not None and num_bytes is not None
+    return line, len(lines[line - 1].encode()[:num_bytes].decode())
+
+
+def _text(source: bytes) -> str:
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+    return io.TextIOWrapper(io.BytesIO(source), encoding).read()  # One kind of line break, as Python reads modules.
+
+
+def _parsed(text: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of strange escapes: not the business of whoever reads a digest.
+        return ast.parse(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """What counts of a file.
+
+    Attributes:
+        digest: Of its tokens.
+        imports: Level, module and names of each import statement; no names where modules themselves are imported.
+    """
+
+    digest: str
+    imports: frozenset[tuple[int, str, tuple[str, ...]]]
+
+
+def _read(file: pathlib.Path) -> _Source | None:
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return _read_once(file, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_once(file: pathlib.Path, _changed_ns: int, _num_bytes: int) -> _Source | None:
+    try:
+        source = file.read_bytes()
+        if file.suffix != ".py":
+            return _Source(hashlib.sha256(source).hexdigest(), frozenset())
+        imports: set[tuple[int, str, tuple[str, ...]]] = set()
+        for node in ast.walk(_parsed(_text(source))):
+            if isinstance(node, ast.Import):
+                imports |= {(0, alias.name, ()) for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imports.add((node.level, node.module or "", tuple(alias.name for alias in node.names)))
+        return _Source(source_digest(source), frozenset(imports))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError, tokenize.TokenError):
+        return None  # It is broken, or of a later Python.
+
+
+def _imported(source: _Source, package: str, counts: Callable[[str], bool]) -> set[str]:
+    """Modules that count and that the import statements of a module name; of `from a import b` b, if that is one."""
+    found: set[str] = set()
+    for level, module, names in source.imports:
+        base = module
+        if level:
+            parts = package.split(".")
+            base = ".".join([*parts[: len(parts) - level + 1], *filter(None, [module])])
+        modules = {name for name in names if counts(f"{base}.{name}") and module_file(f"{base}.{name}") is not None}
+        found |= {f"{base}.{name}" for name in modules}
+        if (not names or modules < set(names)) and counts(base) and module_file(base) is not None:
+            found.add(base)
+    return found
+
+
+def module_file(module: str) -> pathlib.Path | None:
+    """The file of a module, or None where there is none. Imports nothing: kernels need their libraries for that."""
+    top, *parts = module.split(".")
+    if not all(part.isidentifier() for part in (top, *parts)):
+        return None
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # ValueError: what was started as a script has no spec.
+        return None
+    if spec is None:
+        return None
+    if spec.submodule_search_locations is None:
+        return pathlib.Path(spec.origin) if spec.origin and spec.has_location and not parts else None
+    for location in spec.submodule_search_locations:
+        path = pathlib.Path(location).joinpath(*parts)
+        candidates = [path / "__init__.py", *(path.with_name(path.name + suffix) for suffix in _SUFFIXES)]
+        for file in candidates if parts else candidates[:1]:
+            if file.is_file():
+                return file
+    return None
+
+
+_SUFFIXES: Final = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
+
+
+def root_package(module: str) -> str:
+    """The outermost package of a module that is not shared by distributions: `a.b` of `a.b.c` where `a` has no file."""
+    parts = module.split(".")
+    for number in range(1, len(parts)):
+        if module_file(".".join(parts[:number])) is not None:
+            return ".".join(parts[:number])
+    return module
+
+
+def _data_digest(file: pathlib.Path) -> str:
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return UNKNOWN
+    with contextlib.suppress(ValueError, RecursionError):
+        content = json.dumps(json.loads(content), sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,80 @@
+"""Evidence of shipped kernels that is older than their code, against the list that says why: `stale_evidence.txt`."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import pathlib
+
+from moereg.discovery import load_backends
+from moereg.registry import BUILTIN, BackendCell
+from moereg.testing.ledger import evidence_of
+
+LIST = pathlib.Path(__file__).with_name("stale_evidence.txt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One cell on one platform whose evidence is stale.
+
+    Attributes:
+        cell: Experts class, first scheme and rule, and the platform of the evidence; cells of a class have no scheme in
+            common on one rule.
+        date: Since when.
+        reason: What changed, and why nobody has run it since.
+    """
+
+    cell: str
+    date: str
+    reason: str
+
+
+def read_list(text: str) -> tuple[Line, ...]:
+    """The lines of the list; blank ones and those that begin with `#` are for readers.
+
+    Raises:
+        ValueError: A line does not say cell, date and reason, or a cell is there twice.
+    """
+    lines: dict[str, Line] = {}
+    for line in filter(None, (line.strip() for line in text.splitlines())):
+        if line.startswith("#"):
+            continue
+        parts = [part.strip() for part in line.split("|")]
+        if len(parts) != 3 or len(parts[2].split()) < 3:
+            raise ValueError(f"a line must say CELL | DATE | REASON, got {line!r}")
+        datetime.date.fromisoformat(parts[1])
+        if parts[0] in lines:
+            raise ValueError(f"{parts[0]!r} is listed twice")
+        lines[parts[0]] = Line(*parts)
+    return tuple(lines.values())
+
+
+def stale_cells(cells: tuple[BackendCell, ...]) -> dict[str, str]:
+    """The cells with evidence on a platform that is all stale there, and the latest date of it."""
+    found: dict[str, str] = {}
+    for cell in cells:
+        evidence = evidence_of(cell)
+        is_current = {record.platform for record in evidence.current}
+        for record in evidence.stale:
+            if record.platform not in is_current:
+                name = f"{record.experts} {record.schemes[0]} {record.rule} {record.platform}"
+                found[name] = max(record.date, found.get(name, ""))
+    return found
+
+
+def disagreements(listed: tuple[Line, ...], stale: dict[str, str]) -> list[str]:
+    """What is wrong with the list, each as a line for people."""
+    names = {line.cell for line in listed}
+    today = datetime.date.today().isoformat()
+    return [
+        *(
+            f"stale since {stale[name]} without a reason; run it there with --ledger, or add: {name} | {today} | WHY"
+            for name in sorted(set(stale) - names)
+        ),
+        *(f"its evidence is current or gone; take the line out: {name}" for name in sorted(names - set(stale))),
+    ]
+
+
+def shipped() -> tuple[BackendCell, ...]:
+    """moereg's own cells."""
+    return tuple(cell for cell in load_backends().cells if cell.origin == BUILTIN)
