@@ -76,7 +76,13 @@ class PluginError(MoeregError, RuntimeError):
 
 
 class CheckpointError(MoeregError, ValueError):
-    """A checkpoint cannot be read as a Mixture-of-Experts layer."""
+    """A checkpoint cannot be read as a Mixture-of-Experts layer.
+
+    The message is one line without control characters, whatever the files have in the names that it quotes.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class LayoutMismatchError(MoeregError, ValueError):

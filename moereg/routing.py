@@ -7,12 +7,14 @@ with the best choice first. Models that round the weights to the dtype of their 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 
-from moereg.errors import CheckpointError, UnknownModelError, UnknownNameError, unknown_name_message
+from moereg.config_entries import MOST_EXPERTS, read_choice, read_count, read_flag, read_number, read_object
+from moereg.errors import UnknownModelError, UnknownNameError, unknown_name_message
 
 __all__ = [
     "RouterSpec",
@@ -313,6 +315,8 @@ class RouterSpec:
                 )
         if self.has_correction_bias and not kind.takes_correction_bias:
             raise ValueError(f"router kind {self.kind!r} takes no correction bias; leave has_correction_bias out")
+        if not math.isfinite(self.scaling_factor):
+            raise ValueError(f"scaling_factor must be a finite number, got {self.scaling_factor}; use the model's")
         _check_top_k(self.num_experts, self.top_k)
         _check_groups(self.num_experts, self.top_k, self.num_groups, self.topk_groups)
 
@@ -368,40 +372,31 @@ class RouterSpec:
             CheckpointError: A size is missing, or the file asks for a routing that the model type does not define.
             ValueError: The sizes do not fit together.
         """
-        model_type = str(config.get("model_type"))
-        if model_type not in _CONFIG_READERS:
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str) or model_type not in _CONFIG_READERS:
             raise UnknownModelError(unknown_name_message("model type", model_type, _CONFIG_READERS))
         return _CONFIG_READERS[model_type](config)
 
 
-def _read(config: Mapping[str, Any], *names: str) -> Any:
-    """The first of several spellings that the file has; releases and re-saved files differ in them."""
-    for name in names:
-        if config.get(name) is not None:
-            return config[name]
-    raise CheckpointError(
-        f"config.json of model type {config.get('model_type')!r} must hold {' or '.join(names)}, which is missing; "
-        "add the value that the model was trained with"
-    )
-
-
 def _read_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "num_experts": int(_read(config, "num_experts", "num_local_experts", "n_routed_experts")),
-        "top_k": int(_read(config, "num_experts_per_tok")),
+        "num_experts": read_count(config, "num_experts", "num_local_experts", "n_routed_experts", maximum=MOST_EXPERTS),
+        "top_k": read_count(config, "num_experts_per_tok", maximum=MOST_EXPERTS),
+    }
+
+
+def _read_groups(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_groups": read_count(config, "n_group", maximum=MOST_EXPERTS),
+        "topk_groups": read_count(config, "topk_group", maximum=MOST_EXPERTS),
     }
 
 
 def _require_choice(config: Mapping[str, Any], name: str, choices: tuple[Any, ...], default: Any) -> Any:
     """Reads an optional entry and refuses values whose meaning is not defined for the model type."""
-    value = config.get(name)
-    value = default if value is None else value
-    if value not in choices:
-        raise CheckpointError(
-            f"config.json of model type {config['model_type']!r} must have {name} in {list(choices)}, got {value!r}; "
-            "build the RouterSpec by hand if the model really routes so"
-        )
-    return value
+    return read_choice(
+        config, name, choices, default, cure="build the RouterSpec by hand if the model really routes so"
+    )
 
 
 def _mixtral_router(config: Mapping[str, Any]) -> RouterSpec:
@@ -410,7 +405,7 @@ def _mixtral_router(config: Mapping[str, Any]) -> RouterSpec:
 
 def _norm_topk_prob_router(config: Mapping[str, Any]) -> RouterSpec:
     # Absent means false, as in transformers' configs of these three families.
-    return RouterSpec(kind="softmax_topk", renormalize=bool(config.get("norm_topk_prob")), **_read_sizes(config))
+    return RouterSpec(kind="softmax_topk", renormalize=read_flag(config, "norm_topk_prob"), **_read_sizes(config))
 
 
 def _gpt_oss_router(config: Mapping[str, Any]) -> RouterSpec:
@@ -426,10 +421,9 @@ def _deepseek_v2_router(config: Mapping[str, Any]) -> RouterSpec:
     is_grouped = method == "group_limited_greedy"
     return RouterSpec(
         kind="grouped_softmax_topk",
-        num_groups=int(_read(config, "n_group")) if is_grouped else 1,
-        topk_groups=int(_read(config, "topk_group")) if is_grouped else 1,
-        scaling_factor=float(_read(config, "routed_scaling_factor")),
+        scaling_factor=read_number(config, "routed_scaling_factor"),
         fp32_logits=True,
+        **(_read_groups(config) if is_grouped else {}),
         **_read_sizes(config),
     )
 
@@ -440,11 +434,10 @@ def _deepseek_v3_router(config: Mapping[str, Any]) -> RouterSpec:
     return RouterSpec(
         kind="grouped_sigmoid_topk",
         renormalize=_require_choice(config, "norm_topk_prob", (True, False), True),
-        num_groups=int(_read(config, "n_group")),
-        topk_groups=int(_read(config, "topk_group")),
-        scaling_factor=float(_read(config, "routed_scaling_factor")),
+        scaling_factor=read_number(config, "routed_scaling_factor"),
         has_correction_bias=True,
         fp32_logits=True,
+        **_read_groups(config),
         **_read_sizes(config),
     )
 
@@ -454,7 +447,7 @@ def _llama4_text_router(config: Mapping[str, Any]) -> RouterSpec:
 
 
 def _llama4_router(config: Mapping[str, Any]) -> RouterSpec:
-    return _llama4_text_router(_read(config, "text_config"))
+    return _llama4_text_router(read_object(config, "text_config"))
 
 
 _CONFIG_READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], RouterSpec]]] = {

@@ -400,9 +400,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = _files.safe_open
 
-    def counting(path: Path, framework: str) -> Any:
+    def counting(path: Path, **options: str) -> Any:
         names.append(Path(path).name)
-        return real(path, framework=framework)
+        return real(path, **options)
 
     monkeypatch.setattr(_files, "safe_open", counting)
     return names

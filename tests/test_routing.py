@@ -361,24 +361,24 @@ def test_only_llama4_weights_the_input() -> None:
             UnknownModelError,
             r"'qwen3_mo', did you mean 'qwen3_moe'\? \(known: deepseek_v2, .*olmoe",
         ),
-        ({}, UnknownModelError, r"unknown model type 'None'"),
+        ({}, UnknownModelError, r"unknown model type None"),
         (
             {"model_type": "mixtral", "num_local_experts": 8},
             CheckpointError,
-            r"must hold num_experts_per_tok, which is",
+            r"num_experts_per_tok of model type 'mixtral' must be a whole number of at least 1, got none; take",
         ),
         (
             {"model_type": "deepseek_v3", "scoring_func": "sqrtsoftplus"},
             CheckpointError,
-            r"scoring_func in \['sigmoid'\], got 'sqrtsoftplus'",
+            r"scoring_func .* in \['sigmoid'\], got 'sqrtsoftplus'",
         ),
-        ({"model_type": "deepseek_v3", "topk_method": "greedy"}, CheckpointError, r"topk_method in \['noaux_tc'\]"),
+        ({"model_type": "deepseek_v3", "topk_method": "greedy"}, CheckpointError, r"topk_method .* in \['noaux_tc'\]"),
         (
             {"model_type": "deepseek_v2", "norm_topk_prob": True},
             CheckpointError,
-            r"norm_topk_prob in .*, got True",
+            r"norm_topk_prob .* in .*, got True",
         ),
-        ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, CheckpointError, r"topk_method in \['greedy'"),
+        ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, CheckpointError, r"topk_method .* in \['greedy'"),
     ],
 )
 def test_config_that_cannot_be_read(config: dict[str, Any], error: type[Exception], message: str) -> None:

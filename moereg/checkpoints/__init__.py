@@ -191,8 +191,9 @@ def load_experts(
         tensors = {field: torch.empty(shape, dtype=dtype, device=device) for field, (shape, dtype) in rows.items()}
         for local_expert, parts in enumerate(plan.parts):
             for part in parts:
+                stored = files.read(part.name, part.row)
                 try:
-                    part.copy_to(tensors, local_expert, files.read(part.name, part.row))
+                    part.copy_to(tensors, local_expert, stored)
                 except ValueError as error:
                     raise CheckpointError(f"{part.name} of {str(files.path)!r}: {error}") from error
             if progress is not None:

@@ -15,11 +15,11 @@ from moereg.checkpoints._formats import (
     StorageFormat,
     StoredTensor,
     check_divides,
-    match_modules,
-    read_names,
 )
+from moereg.checkpoints._patterns import Patterns
 from moereg.checkpoints._words import int4_scheme, word_bytes
-from moereg.errors import CheckpointError
+from moereg.config_entries import is_one_of, read_names
+from moereg.errors import CheckpointError, shown
 from moereg.quant import WHOLE, QuantScheme
 from moereg.quantize import pack_nibbles
 
@@ -45,13 +45,13 @@ def awq_formats(config: Mapping[str, Any]) -> FormatOf:
     """
     for key, expected in (("version", "gemm"), ("zero_point", True)):
         found = config.get(key, expected)
-        if (found.lower() if isinstance(found, str) else found) != expected:
+        if not is_one_of(found.lower() if isinstance(found, str) else found, (expected,)):
             raise CheckpointError(
-                f"{key} of quant method awq must be {expected!r}, got {found!r}; save it so with AutoAWQ, or use "
+                f"{key} of quant method awq must be {expected!r}, got {shown(found)}; save it so with AutoAWQ, or use "
                 "another release"
             )
     key = "modules_to_not_convert"
-    is_ignored = match_modules(read_names(config, key), key)
+    is_ignored = Patterns(key).components(read_names(config, key))
     scheme = int4_scheme("awq", config, is_symmetric=False)
     packed = StorageFormat(f"awq {scheme.name}", scheme, functools.partial(_tensors, scheme))
     return lambda module: None if is_ignored(module) else packed

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from moereg.checkpoints._compressed_layouts import LAYOUTS
-from moereg.checkpoints._formats import FormatOf, StorageFormat, read_names
-from moereg.errors import CheckpointError
+from moereg.checkpoints._formats import FormatOf, StorageFormat
+from moereg.checkpoints._patterns import Patterns
+from moereg.config_entries import (
+    is_one_of,
+    read_choice,
+    read_count,
+    read_flag,
+    read_name,
+    read_names,
+    read_object,
+    read_objects,
+)
+from moereg.errors import CheckpointError, shown
 from moereg.quant import QuantScheme, get_scheme
 
 __all__ = ["compressed_tensors_formats"]
 
 _NO_ACTIVATIONS: Final = "16-bit"
+_ORDERS: Final = ("group", "dynamic", True)
+_NO_ORDERS: Final = ("weight", "static", False, None)
+_STRATEGIES: Final = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head", None)
 # Weights and activations as `_describe` spells them.
 _SCHEMES: Final = {
     ("float8 tensor", "float8 static tensor"): "fp8_tensor_static",
@@ -54,57 +67,61 @@ def compressed_tensors_formats(config: Mapping[str, Any]) -> FormatOf:
     Raises:
         CheckpointError: A setting is not known, from the function that is returned too.
     """
-    groups = config.get("config_groups")
-    if not (isinstance(groups, dict) and all(isinstance(group, dict) for group in groups.values())):
+    if config.get("config_groups") is None:
         raise CheckpointError(
-            f"compressed-tensors needs config_groups, an object of objects, got {groups!r}; take the file from the "
-            "model's publisher"
+            "compressed-tensors needs config_groups, an object of objects, got None; take the file from the model's "
+            "publisher"
         )
-    sparsity = config.get("sparsity_config") or {}
+    groups = read_objects(config, "config_groups")
+    sparsity = read_object(config, "sparsity_config")
     for key, found in (
         ("sparsity_config", sparsity if sparsity.get("format", "dense") != "dense" else None),
         ("transform_config", config.get("transform_config")),
     ):
         if found:
-            raise CheckpointError(f"moereg does not read {key}, got {found!r}; use a release without it")
-    ignored = read_names(config, "ignore")
-    targets = [
-        (target, group) for group in groups.values() for target in read_names({"targets": (), **group}, "targets")
-    ]
-    parse = functools.cache(lambda index: _format(targets[index][1], config.get("format")))
+            raise CheckpointError(f"moereg does not read {key}, got {shown(found)}; use a release without it")
+    patterns = Patterns("targets and ignore")
+    is_ignored = _matcher(patterns, read_names(config, "ignore"))
+    choices = [(_matcher(patterns, read_names(group, "targets")), group) for group in groups.values()]
+    parse = functools.cache(lambda index: _format(choices[index][1], read_name(config, "format")))
 
     def format_of(module: str) -> StorageFormat | None:
-        if any(_specificity(name, module) for name in ignored):
+        if is_ignored(module):
             return None
-        found = [_specificity(target, module) for target, _ in targets]
+        found = [specificity(module) for specificity, _ in choices]
         return parse(found.index(max(found))) if any(found) else None
 
     return format_of
 
 
-def _specificity(target: str, module: str) -> int:
-    """How exactly a target names a module: 3 its name, 2 an expression, 1 its class, 0 not at all."""
-    if target.startswith("re:"):
-        try:
-            return 2 if re.match(target.removeprefix("re:"), module) else 0
-        except re.error as error:
-            raise CheckpointError(
-                f"targets and ignore must hold names or regular expressions, got {target!r} ({error}); correct it"
-            ) from error
-    return 3 if target == module else int(target == "Linear")
+def _matcher(patterns: Patterns, targets: Sequence[str]) -> Callable[[str], int]:
+    """How exactly the best of some targets names a module: 3 its name, 2 an expression, 1 its class, 0 not at all."""
+    names = frozenset(targets)
+    expressions = [
+        patterns.expression(target, target.removeprefix("re:"))
+        for target in dict.fromkeys(targets)
+        if target.startswith("re:")
+    ]
+
+    def specificity(module: str) -> int:
+        if module in names:
+            return 3
+        return 2 if any(matches(module) for matches in expressions) else int("Linear" in names)
+
+    return specificity
 
 
-def _format(group: Mapping[str, Any], default: Any) -> StorageFormat:
+def _format(group: Mapping[str, Any], default: str | None) -> StorageFormat:
     """The format of modules of a group."""
-    layout = group.get("format") or default
+    layout = read_name(group, "format") or default or ""
     scheme = _scheme(group)
     assert scheme.weight is not None
     stored_as = (scheme.weight.dtype, scheme.weight.scale_dtype)
     if (layout, *stored_as) not in LAYOUTS:
         known = [key[0] for key in LAYOUTS if key[1:] == stored_as]
         raise CheckpointError(
-            f"the compressed-tensors format of {scheme.name} must be {' or '.join(known)}, got {layout!r}; take the "
-            "file from the model's publisher"
+            f"the compressed-tensors format of {scheme.name} must be {' or '.join(known)}, got {shown(layout)}; take "
+            "the file from the model's publisher"
         )
     is_tensor = group["weights"].get("strategy") == "tensor"
     tensors = functools.partial(LAYOUTS[(layout, *stored_as)], scheme, is_tensor)
@@ -112,7 +129,7 @@ def _format(group: Mapping[str, Any], default: Any) -> StorageFormat:
 
 
 def _scheme(group: Mapping[str, Any]) -> QuantScheme:
-    weights, activations = _describe(group.get("weights")), _describe(group.get("input_activations"), True)
+    weights, activations = _describe(group, "weights"), _describe(group, "input_activations")
     if (weights, activations) not in _SCHEMES:
         known = ", ".join(f"{pair[0]} with {pair[1]} activations" for pair in _SCHEMES)
         raise CheckpointError(
@@ -122,21 +139,25 @@ def _scheme(group: Mapping[str, Any]) -> QuantScheme:
     return get_scheme(_SCHEMES[weights, activations])
 
 
-def _describe(arguments: Any, is_activation: bool = False) -> str:
+def _describe(group: Mapping[str, Any], side: str) -> str:
     """`int4 group 128`, `float8 dynamic token`."""
-    if not isinstance(arguments, dict):
+    arguments = read_object(group, side)
+    if not arguments:
         return _NO_ACTIVATIONS
-    words = [] if arguments.get("symmetric", True) else ["asymmetric"]
-    if arguments.get("actorder") in ("group", "dynamic", True):
-        # Groups of columns that are not neighbours, others in each matrix: gate and up could not share a w13.
+    words = [] if read_flag(arguments, "symmetric", default=True) else ["asymmetric"]
+    if read_choice(arguments, "actorder", (*_ORDERS, *_NO_ORDERS), None) in _ORDERS:
+        # Groups of columns that are not neighbors, others in each matrix: gate and up could not share a w13.
         words.append("activation-ordered")
-    words.append(f"{arguments.get('type')}{arguments.get('num_bits')}")
-    if is_activation:
-        dynamic = arguments.get("dynamic")
-        words.append(str(dynamic) if isinstance(dynamic, str) else "dynamic" if dynamic else "static")
-    words.append(str(arguments.get("strategy")))
-    if arguments.get("strategy") in ("group", "tensor_group"):
-        words.append(str(arguments.get("group_size")))
-    elif arguments.get("strategy") == "block":
-        words.append("x".join(map(str, arguments.get("block_structure") or ())))
+    kind = read_choice(arguments, "type", ("float", "int"), None)
+    words.append(f"{kind}{read_count(arguments, 'num_bits', maximum=64)}")
+    if side == "input_activations":
+        dynamic = read_choice(arguments, "dynamic", (True, False, "local"), False)
+        words.append(dynamic if isinstance(dynamic, str) else "dynamic" if dynamic else "static")
+    strategy = read_choice(arguments, "strategy", _STRATEGIES, None)
+    words.append(str(strategy))
+    if strategy in ("group", "tensor_group"):
+        words.append(str(read_count(arguments, "group_size")))
+    elif strategy == "block":
+        rows_and_columns = arguments.get("block_structure")
+        words.append("128x128" if is_one_of(rows_and_columns, ([128, 128],)) else shown(rows_and_columns))
     return " ".join(words)

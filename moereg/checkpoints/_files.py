@@ -14,13 +14,18 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moereg.errors import CheckpointError
+from moereg.checkpoints._rows import ShardRows
+from moereg.errors import CheckpointError, shown
+from moereg.memory import format_bytes
 
 __all__ = ["CheckpointFiles", "TensorHeader"]
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 _MODEL_OPT: Final = "hf_quant_config.json"
+# Ten times what published models have, where a list of quantized modules or an index of 200,000 tensors is largest.
+_LARGEST_CONFIG: Final = 16 * 2**20
+_LARGEST_INDEX: Final = 256 * 2**20
 # Pickles run code when they are loaded, so they are named in the error and never opened.
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth")
 
@@ -52,19 +57,26 @@ class CheckpointFiles(contextlib.ExitStack):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
-        self.path = Path(path).expanduser()
+        try:
+            self.path = Path(path).expanduser()
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"a checkpoint directory must exist, got {shown(str(path))}: {error}; give the directory of a "
+                "checkpoint that is on this machine"
+            ) from error
         self._shards: dict[str, Any] = {}
+        self._rows: dict[str, ShardRows] = {}
 
     @functools.cached_property
     def full_config(self) -> Mapping[str, Any]:
         """config.json as it is."""
         config_path = self.path / "config.json"
-        if not config_path.is_file():
+        if not os.path.isfile(config_path):
             raise CheckpointError(
                 f"a checkpoint directory must hold config.json, got {str(self.path)!r} without one; nothing is "
                 "downloaded, so give the directory of a checkpoint that is on this machine"
             )
-        return _read_json_object(config_path)
+        return _read_json_object(config_path, _LARGEST_CONFIG)
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -77,22 +89,23 @@ class CheckpointFiles(contextlib.ExitStack):
         """How the checkpoint says that it is quantised, and the file that says so; None where none does."""
         for config in (self.full_config, self.config):
             for key in ("quantization_config", "compression_config"):
-                if not (quantization := config.get(key)):
+                quantization = config.get(key)
+                if quantization is None or quantization == {}:
                     continue
                 if not isinstance(quantization, dict):
                     raise CheckpointError(
-                        f"{self.path / 'config.json'}: {key} must be a JSON object, got {quantization!r}; take "
+                        f"{self.path / 'config.json'}: {key} must be a JSON object, got {shown(quantization)}; take "
                         "config.json from the model's publisher"
                     )
                 return quantization, "config.json"
         # ModelOpt writes a file of its own, and some of its exports leave config.json as it was.
         model_opt_path = self.path / _MODEL_OPT
-        if not model_opt_path.is_file():
+        if not os.path.isfile(model_opt_path):
             return None
-        quantization = _read_json_object(model_opt_path).get("quantization")
+        quantization = _read_json_object(model_opt_path, _LARGEST_CONFIG).get("quantization")
         if not isinstance(quantization, dict):
             raise CheckpointError(
-                f"{model_opt_path} must hold an object named quantization, got {quantization!r}; download it again"
+                f"{model_opt_path} must hold an object named quantization, got {shown(quantization)}; download it again"
             )
         return {"quant_method": "modelopt", **quantization}, _MODEL_OPT
 
@@ -100,14 +113,19 @@ class CheckpointFiles(contextlib.ExitStack):
     def file_of(self) -> Mapping[str, str]:
         """The file that holds each tensor, by tensor name."""
         index_path = self.path / _INDEX
-        if index_path.is_file():
-            weight_map = _read_json_object(index_path).get("weight_map")
+        if os.path.isfile(index_path):
+            weight_map = _read_json_object(index_path, _LARGEST_INDEX).get("weight_map")
             if not isinstance(weight_map, dict):
                 raise CheckpointError(f"{index_path} must hold a weight_map, which is missing; download the file again")
-            return {str(name): str(file) for name, file in weight_map.items()}
-        if (self.path / _SINGLE).is_file():
+            if others := [file for file in weight_map.values() if not isinstance(file, str)]:
+                raise CheckpointError(f"{index_path} must map to files, got {shown(others[0])}; download it again")
+            return weight_map
+        if os.path.isfile(self.path / _SINGLE):
             return dict.fromkeys(self._shard(_SINGLE).keys(), _SINGLE)
-        pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
+        try:
+            pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} must be readable, got: {error.strerror}; correct its rights") from error
         if pickles:
             raise CheckpointError(
                 f"only safetensors checkpoints are read, got {pickles[0]} and no safetensors in {str(self.path)!r}; "
@@ -126,16 +144,19 @@ class CheckpointFiles(contextlib.ExitStack):
             return TensorHeader(view.get_dtype(), tuple(view.get_shape()), file)
 
     def read(self, name: str, row: int | None = None) -> torch.Tensor:
-        """The tensor, or only its row along dim 0, on the CPU. May alias the file: copy what is kept."""
+        """The tensor, or only its row along dim 0, on the CPU."""
         file = self._file_of(name)
         with _named_errors(self.path / file):
             shard = self._shard(file)
-            tensor: torch.Tensor = shard.get_tensor(name) if row is None else shard.get_slice(name)[row]
+            if row is not None:
+                view = shard.get_slice(name)
+                return self._rows[file].read(name, row, view.get_dtype(), view.get_shape())
+            tensor: torch.Tensor = shard.get_tensor(name)
             return tensor
 
     def _file_of(self, name: str) -> str:
         if name not in self.file_of:
-            source = _INDEX if (self.path / _INDEX).is_file() else _SINGLE
+            source = _INDEX if os.path.isfile(self.path / _INDEX) else _SINGLE
             raise CheckpointError(
                 f"tensor {name!r} is missing from {self.path / source}; download the checkpoint again, or check that "
                 "config.json belongs to it"
@@ -148,11 +169,16 @@ class CheckpointFiles(contextlib.ExitStack):
         shard_path = self.path / file
         # An index from elsewhere must not name files outside the checkpoint.
         if Path(file).name != file:
-            raise CheckpointError(f"{_INDEX} must name files of its own directory, got {file!r}; download it again")
-        if not shard_path.is_file():
+            raise CheckpointError(
+                f"{_INDEX} must name files of its own directory, got {shown(file)}; download it again"
+            )
+        if not os.path.isfile(shard_path):
             raise CheckpointError(f"{_INDEX} names {shard_path}, which is missing; download that file")
         with _named_errors(shard_path):
-            self._shards[file] = self.enter_context(safe_open(shard_path, framework="pt"))
+            # Not mapped: where a file that is mapped gets shorter, whoever reads on is killed.
+            shard = self.enter_context(safe_open(shard_path, framework="pt", backend="pread"))
+            self._rows[file] = self.enter_context(ShardRows(shard_path))
+        self._shards[file] = shard
         return self._shards[file]
 
 
@@ -162,18 +188,24 @@ def _named_errors(shard_path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        size = f"{shard_path.stat().st_size} bytes" if shard_path.is_file() else "missing"
+        size = f"{shard_path.stat().st_size} bytes" if os.path.isfile(shard_path) else "missing"
         raise CheckpointError(
             f"{shard_path} ({size}) must be the whole safetensors file of this checkpoint, got: {error}; download that "
             "file again"
         ) from error
 
 
-def _read_json_object(path: Path) -> Mapping[str, Any]:
+def _read_json_object(path: Path, largest: int) -> Mapping[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        with path.open("rb") as file:
+            content = file.read(largest + 1)
+        value = json.loads(content.decode("utf-8")) if len(content) <= largest else None
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} must be readable JSON, got: {error}; download that file again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}; download that file again")
-    return content
+    if len(content) > largest:
+        raise CheckpointError(
+            f"{path} must be at most {format_bytes(largest)}, got more; take it from the model's publisher"
+        )
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}; download that file again")
+    return value

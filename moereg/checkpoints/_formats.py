@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 
@@ -20,9 +19,7 @@ __all__ = [
     "StoredTensor",
     "as_is",
     "check_divides",
-    "match_modules",
     "one_number",
-    "read_names",
     "unquantized_format",
 ]
 
@@ -126,43 +123,3 @@ def check_divides(matrix: Matrix, group_size: int) -> None:
             f"the columns of {matrix.module} must be a multiple of the group size, got {matrix.columns} columns in "
             f"groups of {group_size}; use the config.json that belongs to these tensors"
         )
-
-
-def read_names(config: Mapping[str, Any], key: str) -> Sequence[str]:
-    """An optional list of names out of a quantisation config.
-
-    Raises:
-        CheckpointError: It is something else.
-    """
-    names = config.get(key) or ()
-    if not (isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)):
-        raise CheckpointError(
-            f"{key} must be a list of module names, got {names!r}; take the file from the model's publisher"
-        )
-    return tuple(names)
-
-
-def match_modules(patterns: Sequence[str], key: str) -> Callable[[str], bool]:
-    """Whether a module, or one that holds it, is named by any of some patterns.
-
-    A pattern is a regular expression for whole components of the name: `mlp.gate` matches neither `mlp.gate_proj` nor
-    `xmlp.gate`. transformers' `should_convert_module` draws the same boundary.
-
-    Args:
-        patterns: As the config has them.
-        key: Where it has them, for errors.
-
-    Raises:
-        CheckpointError: One is no regular expression.
-    """
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise CheckpointError(
-                f"{key} must hold module names or regular expressions, got {pattern!r} ({error}); correct it"
-            ) from error
-    if not patterns:
-        return lambda module: False
-    whole = re.compile(rf"(?:^|\.)(?:{'|'.join(f'(?:{pattern})' for pattern in patterns)})(?:\.|$)")
-    return lambda module: whole.search(module) is not None

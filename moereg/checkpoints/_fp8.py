@@ -11,10 +11,10 @@ from moereg.checkpoints._formats import (
     StorageFormat,
     StoredTensor,
     as_is,
-    match_modules,
-    read_names,
 )
-from moereg.errors import CheckpointError
+from moereg.checkpoints._patterns import Patterns
+from moereg.config_entries import is_one_of, read_names
+from moereg.errors import CheckpointError, shown
 from moereg.quant import get_scheme
 
 __all__ = ["block_tensors", "fp8_formats"]
@@ -42,13 +42,13 @@ def fp8_formats(config: Mapping[str, Any]) -> FormatOf:
         "weight_block_size": ([_BLOCK, _BLOCK],),
     }
     for key, values in expected.items():
-        if config.get(key) not in values:
+        if not is_one_of(config.get(key), values):
             raise CheckpointError(
-                f"{key} of quant method fp8 must be {values[0]!r}, got {config.get(key)!r}; use a release with blocks "
-                "of 128 x 128 and dynamic activations, such as those of DeepSeek-V3 and Qwen3"
+                f"{key} of quant method fp8 must be {values[0]!r}, got {shown(config.get(key))}; use a release with "
+                "blocks of 128 x 128 and dynamic activations, such as those of DeepSeek-V3 and Qwen3"
             )
     ignored = [name for key in ("modules_to_not_convert", "ignored_layers") for name in read_names(config, key)]
-    is_ignored = match_modules(ignored, "modules_to_not_convert")
+    is_ignored = Patterns("modules_to_not_convert").components(ignored)
     block = StorageFormat("fp8 in blocks of 128 x 128", get_scheme("fp8_block128"), _tensors)
     return lambda module: None if is_ignored(module) else block
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from moereg.checkpoints._formats import FLOATS, FormatOf, Matrix, StorageFormat, StoredTensor, check_divides
+from moereg.checkpoints._patterns import Match, Patterns
 from moereg.checkpoints._words import canonical_zero_points, int4_scheme, word_bytes
-from moereg.errors import CheckpointError
+from moereg.config_entries import is_one_of, read_flag, read_objects
+from moereg.errors import CheckpointError, shown
 from moereg.quant import WHOLE, QuantScheme
 from moereg.quantize import unpack_nibbles
 
@@ -39,37 +40,26 @@ def gptq_formats(config: Mapping[str, Any]) -> FormatOf:
     Raises:
         CheckpointError: A setting is not known, from the function that is returned too.
     """
-    rules = config.get("dynamic") or {}
-    if not (isinstance(rules, dict) and all(isinstance(rule, dict) for rule in rules.values())):
-        raise CheckpointError(
-            f"dynamic must be an object of objects, got {rules!r}; take the file from the model's publisher"
-        )
-
-    def format_of(module: str) -> StorageFormat | None:
-        for pattern, changes in rules.items():
-            sign, expression = (pattern[0], pattern[2:]) if pattern[:2] in ("-:", "+:") else ("+", pattern)
-            try:
-                is_meant = re.match(expression, module) is not None
-            except re.error as error:
-                raise CheckpointError(
-                    f"dynamic must hold regular expressions, got {pattern!r} ({error}); correct it"
-                ) from error
-            if is_meant:
-                return None if sign == "-" else _format({**config, **changes})
-        return _format(config)
-
-    return format_of
+    patterns = Patterns("dynamic")
+    rules: list[tuple[Match, Callable[[], StorageFormat | None]]] = []
+    for pattern, changes in read_objects(config, "dynamic").items():
+        sign, expression = (pattern[0], pattern[2:]) if pattern[:2] in ("-:", "+:") else ("+", pattern)
+        # A rule that no expert meets may ask for what moereg does not know.
+        rule = functools.cache(functools.partial(_format, {**config, **changes})) if sign == "+" else lambda: None
+        rules.append((patterns.expression(pattern, expression), rule))
+    default = functools.cache(functools.partial(_format, config))
+    return lambda module: next((rule for matches, rule in rules if matches(module)), default)()
 
 
 def _format(config: Mapping[str, Any]) -> StorageFormat:
     version = config.get("checkpoint_format") or config.get("format") or _VERSIONS[0]
-    if version not in _VERSIONS:
+    if not is_one_of(version, _VERSIONS):
         raise CheckpointError(
-            f"checkpoint_format of quant method gptq must be {' or '.join(_VERSIONS)}, got {version!r}; save it in one "
-            "of these with GPTQModel"
+            f"checkpoint_format of quant method gptq must be {' or '.join(_VERSIONS)}, got {shown(version)}; save it "
+            "in one of these with GPTQModel"
         )
-    scheme = int4_scheme("gptq", config, is_symmetric=config.get("sym", True))
-    is_ordered = bool(config.get("desc_act"))
+    scheme = int4_scheme("gptq", config, is_symmetric=read_flag(config, "sym", default=True))
+    is_ordered = read_flag(config, "desc_act")
     tensors = functools.partial(_tensors, scheme, version, is_ordered)
     return StorageFormat(f"{version} {scheme.name}{' desc_act' * is_ordered}", scheme, tensors)
 

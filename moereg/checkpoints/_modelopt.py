@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -16,9 +14,10 @@ from moereg.checkpoints._formats import (
     as_is,
     check_divides,
     one_number,
-    read_names,
 )
-from moereg.errors import CheckpointError, unknown_name_message
+from moereg.checkpoints._patterns import Patterns
+from moereg.config_entries import is_one_of, read_names
+from moereg.errors import CheckpointError, shown, unknown_name_message
 from moereg.quant import get_scheme
 
 __all__ = ["modelopt_formats"]
@@ -40,22 +39,21 @@ def modelopt_formats(config: Mapping[str, Any]) -> FormatOf:
     Raises:
         CheckpointError: A setting is not known.
     """
-    algorithm = str(config.get("quant_algo"))
-    if algorithm not in _ALGORITHMS:
+    algorithm = config.get("quant_algo")
+    if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
         raise CheckpointError(
             f"{unknown_name_message('quant_algo', algorithm, _ALGORITHMS)}; use another release of the model"
         )
     scheme, tensors = _ALGORITHMS[algorithm]
-    if "NVFP4" in algorithm and config.get("group_size", _GROUP) != _GROUP:
+    if "NVFP4" in algorithm and not is_one_of(config.get("group_size", _GROUP), (_GROUP,)):
         raise CheckpointError(
-            f"group_size of quant_algo {algorithm} must be {_GROUP}, got {config['group_size']!r}; use another release "
-            "of the model"
+            f"group_size of quant_algo {algorithm} must be {_GROUP}, got {shown(config['group_size'])}; use another "
+            "release of the model"
         )
     patterns = [name for key in ("exclude_modules", "ignore") for name in read_names(config, key)]
-    # A name that is left out is so with all that is in it.
-    excluded = [re.compile(fnmatch.translate(pattern)) for name in patterns for pattern in (name, f"{name}.*")]
+    is_excluded = Patterns("exclude_modules").wildcards(patterns)
     stored = StorageFormat(f"modelopt {algorithm}", get_scheme(scheme), tensors)
-    return lambda module: None if any(pattern.match(module) for pattern in excluded) else stored
+    return lambda module: None if is_excluded(module) else stored
 
 
 def _nvfp4(matrix: Matrix) -> Sequence[StoredTensor]:

@@ -6,14 +6,15 @@ Adding a model is adding a row here and, where it routes in a new way, a reader 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 from moereg.activations import ACTIVATIONS, Activation
+from moereg.config_entries import read_count, read_indices, read_number
 from moereg.errors import CheckpointError, unknown_name_message
 
-__all__ = ["MODEL_TYPES", "ModelType", "read_count"]
+__all__ = ["MODEL_TYPES", "ModelType"]
 
 _HIDDEN_ACTS: Final = {
     "silu": ACTIVATIONS["silu"],
@@ -23,59 +24,13 @@ _HIDDEN_ACTS: Final = {
 }
 
 
-def read_count(config: Mapping[str, Any], name: str, default: int | None = None, minimum: int = 1) -> int:
-    """A whole number out of config.json.
-
-    Args:
-        config: The parsed file.
-        name: Entry.
-        default: Meant where the entry is absent or null; None where it has to be there.
-        minimum: Smallest value that makes sense.
-
-    Raises:
-        CheckpointError: The entry is missing, not a whole number, or too small.
-    """
-    value = config.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        found = "none" if value is None else repr(value)
-        raise CheckpointError(
-            f"{name} of model type {config.get('model_type')!r} must be a whole number of at least {minimum}, got "
-            f"{found}; take config.json from the model's publisher"
-        )
-    return value
-
-
-def _read_layers(config: Mapping[str, Any], name: str) -> Sequence[int] | None:
-    """An optional list of layer indices out of config.json."""
-    layers = config.get(name)
-    if layers is not None and not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
-        raise CheckpointError(
-            f"{name} of model type {config.get('model_type')!r} must be a list of layer indices, got {layers!r}; take "
-            "config.json from the model's publisher"
-        )
-    return layers
-
-
-def _read_scalars(config: Mapping[str, Any], **names: str) -> dict[str, float]:
-    """Those numbers that config.json holds, by what they are called here."""
-    scalars = {scalar: config[name] for scalar, name in names.items() if config.get(name) is not None}
-    for scalar, value in scalars.items():
-        if type(value) not in (int, float):
-            raise CheckpointError(
-                f"{names[scalar]} of model type {config.get('model_type')!r} must be a number, got {value!r}; take "
-                "config.json from the model's publisher"
-            )
-    return scalars
-
-
 def _every_layer(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
     return range(num_layers)
 
 
 def _qwen_layers(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
     step = read_count(config, "decoder_sparse_step", default=1)
-    dense_layers = _read_layers(config, "mlp_only_layers") or ()
+    dense_layers = read_indices(config, "mlp_only_layers") or ()
     return (layer for layer in range(step - 1, num_layers, step) if layer not in dense_layers)
 
 
@@ -87,23 +42,28 @@ def _deepseek_layers(config: Mapping[str, Any], num_layers: int) -> Iterable[int
 
 
 def _llama4_layers(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
-    if (layers := _read_layers(config, "moe_layers")) is not None:
+    if (layers := read_indices(config, "moe_layers")) is not None:
         return (layer for layer in layers if layer < num_layers)
     step = read_count(config, "interleave_moe_layer_step", default=1)
     return range(step - 1, num_layers, step)
 
 
 def _hidden_act(config: Mapping[str, Any]) -> Activation:
-    name = str(config.get("hidden_act") or "silu")
-    if name not in _HIDDEN_ACTS:
+    name = config.get("hidden_act")
+    name = "silu" if name is None else name
+    if not isinstance(name, str) or name not in _HIDDEN_ACTS:
         raise CheckpointError(unknown_name_message("hidden_act", name, _HIDDEN_ACTS))
     return _HIDDEN_ACTS[name]
 
 
 def _clamped_swiglu(config: Mapping[str, Any]) -> Activation:
     # hidden_act says silu in these files, although the experts compute the clamped variant.
-    scalars = _read_scalars(config, limit="swiglu_limit", alpha="swiglu_alpha")
-    return dataclasses.replace(ACTIVATIONS["swigluoai"], **scalars)  # type: ignore[arg-type]
+    standard = ACTIVATIONS["swigluoai"]
+    return dataclasses.replace(
+        standard,
+        limit=read_number(config, "swiglu_limit", default=standard.limit),
+        alpha=read_number(config, "swiglu_alpha", default=standard.alpha),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from moereg.checkpoints._formats import (
     StorageFormat,
     StoredTensor,
     check_divides,
-    match_modules,
-    read_names,
 )
+from moereg.checkpoints._patterns import Patterns
+from moereg.config_entries import read_names
 from moereg.quant import get_scheme
 
 __all__ = ["mxfp4_formats"]
@@ -38,7 +38,7 @@ def mxfp4_formats(config: Mapping[str, Any]) -> FormatOf:
         CheckpointError: It lists modules in another way.
     """
     key = "modules_to_not_convert"
-    is_ignored = match_modules(read_names(config, key), key)
+    is_ignored = Patterns(key).components(read_names(config, key))
     blocks = StorageFormat("mxfp4", get_scheme("mxfp4_w4a16"), _tensors, is_fused=True)
     return lambda module: None if is_ignored(module) else blocks
 

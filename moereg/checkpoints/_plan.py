@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Final
 
 from moereg.checkpoints._files import CheckpointFiles, TensorHeader
 from moereg.checkpoints._formats import FLOATS, StorageFormat, unquantized_format
-from moereg.checkpoints._models import MODEL_TYPES, ModelType, read_count
+from moereg.checkpoints._models import MODEL_TYPES, ModelType
 from moereg.checkpoints._parts import ExpertPart, list_modules, list_parts
 from moereg.checkpoints._quantisation import quantized_format
-from moereg.errors import CheckpointError, unknown_name_message
+from moereg.config_entries import MOST_LAYERS, is_one_of, read_count
+from moereg.errors import CheckpointError, one_line, shown, unknown_name_message
 from moereg.problem import MoEProblem
 from moereg.routing import RouterSpec
 
@@ -20,6 +22,8 @@ __all__ = ["LayerPlan", "moe_layer_indices", "plan_layer"]
 
 # In front of `layers.`: language models, multimodal ones old and new, and models saved without their head.
 _PREFIXES: Final = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
+# Of an expert, as it stands in a name.
+_INDEX: Final = re.compile("[0-9]{1,9}")
 _DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -48,7 +52,8 @@ def moe_layer_indices(files: CheckpointFiles) -> tuple[int, ...]:
     """Layers that have experts, ascending, from config.json alone."""
     _, model = _model(files)
     with _config_errors(files):
-        return tuple(sorted(model.moe_layers(files.config, read_count(files.config, "num_hidden_layers"))))
+        num_layers = read_count(files.config, "num_hidden_layers", maximum=MOST_LAYERS)
+        return tuple(sorted(model.moe_layers(files.config, num_layers)))
 
 
 def plan_layer(files: CheckpointFiles, layer: int, num_local_experts: int | None = None, ep_rank: int = 0) -> LayerPlan:
@@ -82,13 +87,16 @@ def plan_layer(files: CheckpointFiles, layer: int, num_local_experts: int | None
     experts_root = f"{root}experts."
     stored = _storage_format(files, model, experts_root, experts)
     problem = dataclasses.replace(problem, quant=stored.scheme)
-    with _config_errors(files):
-        parts = [tuple(list_parts(model, problem, stored, experts_root, expert)) for expert in experts]
     headers: dict[str, TensorHeader] = {}
-    parts = [tuple(part for part in some if part.required or part.name in files.file_of) for some in parts]
-    for part in (part for expert_parts in parts for part in expert_parts):
-        if part.name not in headers:
-            headers[part.name] = _check_header(files, problem, stored.name, part)
+    parts = []
+    # One expert after the other, so that the first that is missing ends it.
+    for expert in experts:
+        with _config_errors(files):
+            listed = list(list_parts(model, problem, stored, experts_root, expert))
+        parts.append(tuple(part for part in listed if part.required or part.name in files.file_of))
+        for part in parts[-1]:
+            if part.name not in headers:
+                headers[part.name] = _check_header(files, problem, stored.name, part)
     _check_nothing_else(files, stored, experts_root, experts, headers)
 
     router_root = f"{root}{model.router}."
@@ -136,7 +144,7 @@ def _model(files: CheckpointFiles) -> tuple[str, ModelType]:
     config_path = files.path / "config.json"
     if not isinstance(model_type, str):
         raise CheckpointError(
-            f"{config_path} must hold model_type, got {model_type!r}; take config.json from the model's publisher"
+            f"{config_path} must hold model_type, got {shown(model_type)}; take config.json from the model's publisher"
         )
     if model_type not in MODEL_TYPES:
         raise CheckpointError(f"{config_path}: {unknown_name_message('model type', model_type, MODEL_TYPES)}")
@@ -145,7 +153,7 @@ def _model(files: CheckpointFiles) -> tuple[str, ModelType]:
 
 def _check_has_experts(files: CheckpointFiles, layer: int) -> None:
     with _config_errors(files):
-        num_layers = read_count(files.config, "num_hidden_layers")
+        num_layers = read_count(files.config, "num_hidden_layers", maximum=MOST_LAYERS)
     if not 0 <= layer < num_layers:
         raise CheckpointError(
             f"layer must be in 0..{num_layers - 1} for {str(files.path)!r}, got {layer}; its layers with experts are "
@@ -166,7 +174,7 @@ def _index_ranges(indices: Sequence[int]) -> str:
             ranges[-1][1:] = [index]
         else:
             ranges.append([index])
-    return ", ".join("-".join(map(str, bounds)) for bounds in ranges) or "none"
+    return one_line(", ".join("-".join(map(str, bounds)) for bounds in ranges) or "none", 200)
 
 
 def _find_block(files: CheckpointFiles, model: ModelType, layer: int) -> str:
@@ -220,9 +228,9 @@ def _check_nothing_else(
         if not name.startswith(experts_root) or name in read:
             continue
         expert = name.removeprefix(experts_root).partition(".")[0]
-        if not expert.isdecimal() or int(expert) in experts:
+        if not _INDEX.fullmatch(expert) or int(expert) in experts:
             raise CheckpointError(
-                f"{stored.name} experts have no tensor such as {name!r}, got one in {files.path / file}; use the "
+                f"{stored.name} experts have no tensor such as {shown(name)}, got one in {files.path / file}; use the "
                 "config.json that belongs to these tensors, or the model's bfloat16 release"
             )
 
@@ -233,7 +241,7 @@ def _dtype(files: CheckpointFiles, stored: StorageFormat, headers: Mapping[str, 
         return _one_dtype(files, headers)
     # transformers writes dtype since version 5, torch_dtype before.
     named = files.config.get("dtype") or files.config.get("torch_dtype")
-    return str(named) if named in _DTYPES.values() else _DTYPES[files.header(router).dtype]
+    return str(named) if is_one_of(named, _DTYPES.values()) else _DTYPES[files.header(router).dtype]
 
 
 def _one_dtype(files: CheckpointFiles, headers: Mapping[str, TensorHeader]) -> str:

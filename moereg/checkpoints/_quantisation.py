@@ -14,7 +14,7 @@ from moereg.checkpoints._fp8 import fp8_formats
 from moereg.checkpoints._gptq import gptq_formats
 from moereg.checkpoints._modelopt import modelopt_formats
 from moereg.checkpoints._mxfp4 import mxfp4_formats
-from moereg.errors import CheckpointError, unknown_name_message
+from moereg.errors import CheckpointError, shown, unknown_name_message
 
 __all__ = ["METHODS", "quantized_format"]
 
@@ -48,8 +48,8 @@ def quantized_format(files: CheckpointFiles, modules: Sequence[str]) -> StorageF
         method = config.get("quant_method")
         if not isinstance(method, str):
             raise CheckpointError(
-                f"a quantised checkpoint must name its quant_method, got {method!r}; take the file from the model's "
-                f"publisher (known: {', '.join(METHODS)})"
+                f"a quantised checkpoint must name its quant_method, got {shown(method)}; take the file from the "
+                f"model's publisher (known: {', '.join(METHODS)})"
             )
         if method not in METHODS:
             raise CheckpointError(

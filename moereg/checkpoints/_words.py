@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import torch
 
-from moereg.errors import CheckpointError
+from moereg.config_entries import is_one_of
+from moereg.errors import CheckpointError, shown
 from moereg.quant import WHOLE, QuantScheme, get_scheme
 from moereg.quantize import pack_nibbles, unpack_nibbles
 
@@ -28,10 +29,10 @@ def int4_scheme(method: str, config: Mapping[str, Any], is_symmetric: bool) -> Q
         CheckpointError: There is none.
     """
     for key, known in (("bits", (4,)), ("group_size", tuple(_GROUP_SIZES))):
-        if config.get(key) not in known:
+        if not is_one_of(config.get(key), known):
             raise CheckpointError(
-                f"{key} of quant method {method} must be {' or '.join(map(str, known))}, got {config.get(key)!r}; use "
-                "another release of the model"
+                f"{key} of quant method {method} must be {' or '.join(map(str, known))}, got {shown(config.get(key))}; "
+                "use another release of the model"
             )
     return get_scheme(f"int4_w4a16_{_GROUP_SIZES[config['group_size']]}{'' if is_symmetric else '_zp'}")
 

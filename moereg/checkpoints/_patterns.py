@@ -1,0 +1,128 @@
+"""Patterns out of config files, which are programs of strangers: they run under a limit of time.
+
+Real checkpoints use look-aheads and back references, so the engine has to be one that backtracks, and one that can be
+stopped; Python's own cannot.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import regex
+
+from moereg.errors import CheckpointError, shown
+
+__all__ = ["Match", "Patterns"]
+
+# Seconds of CPU time for all patterns of a file. 100 of them on 512 experts take a tenth of it.
+_BUDGET_S: Final = 1.5
+_LONGEST: Final = 4_096
+_MOST: Final = 2_000
+# Nothing in it can backtrack, and a dot stands for itself: every published list of modules but for a few.
+_PLAIN: Final = re.compile(r"[\w./-]*")
+
+Match = Callable[[str], bool]
+"""Whether a module is meant, by its name in the checkpoint."""
+
+
+class Patterns:
+    """Compiles and runs the patterns of one config file.
+
+    Args:
+        field: Entry that has them, for errors.
+
+    Raises:
+        CheckpointError: From every method and from what it returns: a pattern is invalid, or takes too long.
+    """
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+        self._left_s = _BUDGET_S
+        self._num_compiled = 0
+
+    def components(self, patterns: Iterable[str]) -> Match:
+        """Whether a module, or one that holds it, is named by any of some patterns.
+
+        A pattern is a regular expression for whole components of the name: `mlp.gate` matches neither `mlp.gate_proj`
+        nor `xmlp.gate`. transformers' `should_convert_module` draws the same boundary.
+        """
+        plain, expressions = _divide(patterns, lambda pattern: _PLAIN.fullmatch(pattern) is not None)
+        searches = [self.expression(text, rf"(?:.*\.)?(?:{text})(?:\.|$)") for text in expressions]
+        return lambda module: _names_part(module, plain) or any(search(module) for search in searches)
+
+    def wildcards(self, patterns: Iterable[str]) -> Match:
+        """Whether a module, or one that holds it, is one of some names, which may have stars as file names do."""
+        names, globs = _divide(patterns, lambda pattern: not set(pattern) & set("*?["))
+        # A name that is left out is so with all that is in it.
+        matches = [
+            self.expression(glob, _without_anchor(fnmatch.translate(some)))
+            for glob in globs
+            for some in (glob, f"{glob}.*")
+        ]
+        return lambda module: _names_start(module, names) or any(match(module) for match in matches)
+
+    def expression(self, text: str, expression: str) -> Match:
+        """Whether a regular expression matches a module from its start.
+
+        Args:
+            text: As the config has it, for errors.
+            expression: What it means.
+        """
+        self._num_compiled += 1
+        if self._num_compiled > _MOST or len(expression) > _LONGEST:
+            raise CheckpointError(
+                f"{self._field} must hold at most {_MOST} regular expressions of up to {_LONGEST} characters, got "
+                f"{shown(text)} of {len(text)} as number {self._num_compiled}; name modules without expressions"
+            )
+        compiled = self._run(text, lambda: regex.compile(expression))
+        return lambda module: self._run(text, lambda: compiled.match(module, timeout=self._left_s)) is not None
+
+    def _run(self, text: str, work: Callable[[], Any]) -> Any:
+        start_s = time.thread_time()
+        try:
+            if self._left_s <= 0:
+                raise TimeoutError
+            return work()
+        except TimeoutError:
+            raise CheckpointError(
+                f"{self._field} must hold patterns that together match in {_BUDGET_S} s, got {shown(text)}, at which "
+                "the time was up; write it without repeats inside repeats"
+            ) from None
+        except (regex.error, RecursionError, OverflowError, MemoryError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._field} must hold names or regular expressions, got {shown(text)} "
+                f"({str(error) or type(error).__name__}); correct it"
+            ) from None
+        finally:
+            self._left_s -= time.thread_time() - start_s
+
+
+def _divide(patterns: Iterable[str], is_name: Callable[[str], bool]) -> tuple[frozenset[str], list[str]]:
+    """Names, and other patterns in their order."""
+    unique = dict.fromkeys(patterns)
+    names = frozenset(pattern for pattern in unique if is_name(pattern))
+    return names, [pattern for pattern in unique if pattern not in names]
+
+
+def _names_part(module: str, names: frozenset[str]) -> bool:
+    """Whether neighboring components of a module's name are among some names."""
+    if not names:
+        return False
+    parts = module.split(".")
+    starts = range(len(parts))
+    return any(".".join(parts[start:stop]) in names for start in starts for stop in range(start + 1, len(parts) + 1))
+
+
+def _names_start(module: str, names: frozenset[str]) -> bool:
+    """Whether the first components of a module's name are among some names."""
+    parts = module.split(".")
+    return any(".".join(parts[:stop]) in names for stop in range(1, len(parts) + 1))
+
+
+def _without_anchor(expression: str) -> str:
+    r"""Python spells the end of a text `\Z` or, from 3.14, `\z`; the other engine may know only one of them."""
+    return f"{expression[:-2]}$(?!\\n)"

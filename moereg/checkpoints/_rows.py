@@ -1,0 +1,85 @@
+"""Single rows of a safetensors file's tensors, for layers whose experts are all in one tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+
+__all__ = ["ShardRows"]
+
+# Those that formats of fused experts store.
+_DTYPES: Final = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "U8": torch.uint8,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+# As safetensors limits it.
+_LARGEST_HEADER: Final = 100_000_000
+
+
+class ShardRows(contextlib.ExitStack):
+    """A file that safetensors has opened and found valid; closed on exit.
+
+    The library reads the whole tensor for each of its rows, unless it maps the file; and a process that reads in a
+    mapping what another has cut off is killed.
+
+    Args:
+        path: Of the file.
+
+    Raises:
+        OSError: From every method: the file cannot be read.
+        SafetensorError: From every method: the file is not what it was when it was found valid.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.callback(os.close, self._file)
+        self._header: Mapping[str, Any] = {}
+        self._data_start = 0
+
+    def read(self, name: str, row: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+        """A row along dim 0, on the CPU; nothing else is read.
+
+        Args:
+            name: Of the tensor.
+            row: From 0 to the tensor's last.
+            dtype: Of the tensor, as safetensors spells it.
+            shape: Of the tensor.
+        """
+        if not self._header:
+            self._read_header()
+        entry = self._header.get(name)
+        if not isinstance(entry, dict) or (entry["dtype"], entry["shape"]) != (dtype, list(shape)):
+            raise SafetensorError(f"its header changed while {name} was read")
+        num_bytes = math.prod(shape[1:]) * _DTYPES[dtype].itemsize
+        stored = self._read(self._data_start + entry["data_offsets"][0] + row * num_bytes, num_bytes)
+        return stored.view(_DTYPES[dtype]).view(tuple(shape[1:]))
+
+    def _read_header(self) -> None:
+        # The format is the length of the header in 8 bytes, the header, the data.
+        num_bytes = int.from_bytes(self._read(0, 8).numpy().tobytes(), "little")
+        if num_bytes > _LARGEST_HEADER:
+            raise SafetensorError("its header changed while it was read")
+        self._header = json.loads(self._read(8, num_bytes).numpy().tobytes())
+        self._data_start = 8 + num_bytes
+
+    def _read(self, start: int, num_bytes: int) -> torch.Tensor:
+        found = torch.empty(num_bytes, dtype=torch.uint8)
+        left = memoryview(found.numpy())  # type: ignore[arg-type]
+        while left:
+            count = os.preadv(self._file, [left], start + num_bytes - len(left))
+            if count == 0:
+                raise SafetensorError(f"it ended {len(left)} bytes before the end of what was to be read")
+            left = left[count:]
+        return found
