@@ -50,10 +50,12 @@ def plain_torch() -> Iterator[None]:
 
 
 def in_plain_torch(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, run in `plain_torch`."""
+    """The function, run in `plain_torch`; where a caller compiles it, it becomes part of the caller's code as it is."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
         with plain_torch():
             return function(*args, **kwargs)
 

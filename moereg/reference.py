@@ -18,6 +18,7 @@ from typing import Final
 
 import torch
 
+from moereg.ambient import in_plain_torch
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme, get_scheme
 from moereg.quantize import (
@@ -47,6 +48,7 @@ by as much as the quantiser makes of a 16-bit rounding: about 1 % of the output 
 """
 
 
+@in_plain_torch
 def reference_experts(
     problem: MoEProblem,
     weights: ExpertWeights,
@@ -94,6 +96,7 @@ def reference_experts(
     return out
 
 
+@in_plain_torch
 def scheme_loss(
     problem: MoEProblem,
     weights: ExpertWeights,
@@ -118,6 +121,7 @@ def scheme_loss(
     return relative_error(found, reference_experts(plain, unquantized, *call))
 
 
+@in_plain_torch
 def calibrate_activation_scales(
     problem: MoEProblem,
     weights: ExpertWeights,

@@ -154,7 +154,8 @@ class _Restoring(Experts):
 
     def _scale(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
         amax = [part.abs().amax().float() for part in parts]
-        return activation_scale(torch.stack(amax).amax() if amax else torch.zeros(()), self.computes)
+        none = torch.zeros((), dtype=torch.float32, device="cpu")
+        return activation_scale(torch.stack(amax).amax() if amax else none, self.computes)
 
     def _rows(self, inputs: ExpertInputs) -> Iterable[tuple[int, torch.Tensor]]:
         """Every routed row of a call, with its expert."""

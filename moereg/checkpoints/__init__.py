@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from moereg.ambient import in_plain_torch
 from moereg.checkpoints._files import CheckpointFiles
 from moereg.checkpoints._memory import check_fits
 from moereg.checkpoints._plan import LayerPlan, moe_layer_indices, plan_layer
@@ -72,6 +73,7 @@ class CheckpointLayer:
         tensors = [*self.weights.tensors().values(), *(tensor for tensor in router if tensor is not None)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    @in_plain_torch
     def route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Routes as the checkpoint's own router does, logits in the dtype that the model computes them in.
 

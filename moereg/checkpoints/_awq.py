@@ -90,7 +90,7 @@ def _zero_points(stored: torch.Tensor) -> torch.Tensor:
 def _in_order(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
     """Values of words' even and odd nibbles [..., N/8, 4], as rows in their order [..., N]."""
     values = torch.stack((even, odd), dim=-1).flatten(-2)
-    return values[..., torch.tensor(_ORDER).argsort()].flatten(-2)
+    return values[..., torch.tensor(_ORDER, device=even.device).argsort()].flatten(-2)
 
 
 def _transposed(stored: torch.Tensor) -> torch.Tensor:

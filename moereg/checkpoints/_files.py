@@ -146,7 +146,8 @@ class CheckpointFiles(contextlib.ExitStack):
     def read(self, name: str, row: int | None = None) -> torch.Tensor:
         """The tensor, or only its row along dim 0, on the CPU."""
         file = self._file_of(name)
-        with _named_errors(self.path / file):
+        # Rows would be made on the default device.
+        with _named_errors(self.path / file), torch.device("cpu"):
             shard = self._shard(file)
             if row is not None:
                 view = shard.get_slice(name)

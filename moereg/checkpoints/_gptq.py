@@ -112,7 +112,7 @@ def _check_zero_points(stored: torch.Tensor, rows: int, version: str) -> torch.T
 
 
 def _check_order(stored: torch.Tensor, group_size: int) -> torch.Tensor:
-    expected = torch.arange(len(stored), dtype=stored.dtype) // group_size
+    expected = torch.arange(len(stored), dtype=stored.dtype, device=stored.device) // group_size
     if not torch.equal(stored, expected):
         column = int(torch.nonzero(stored != expected)[0])
         raise CheckpointError(

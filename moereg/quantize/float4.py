@@ -28,7 +28,7 @@ def _encode(values: torch.Tensor) -> torch.Tensor:
 
 
 def _decode(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device=packed.device)
+    values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.float32, device=packed.device)
     return lookup_nibbles(packed, values, columns)
 
 

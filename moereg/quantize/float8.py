@@ -35,5 +35,5 @@ def _decode(codes: torch.Tensor, columns: int) -> torch.Tensor:
     if codes.device.type != "cpu":
         return codes.float()
     # torch converts number by number on a CPU; a table takes a quarter of the time.
-    values = torch.arange(256, dtype=torch.uint8).view(codes.dtype).float()
+    values = torch.arange(256, dtype=torch.uint8, device="cpu").view(codes.dtype).float()
     return values.index_select(0, codes.view(torch.uint8).reshape(-1).int()).view(codes.shape)

@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from moereg.ambient import in_plain_torch
 from moereg.quant import WHOLE, QuantFormat, QuantScheme, get_scheme
 from moereg.quantize.formats import Quantized, element_of, restore, spread_zero_points, total_scale
 from moereg.quantize.groups import group_extrema, group_rows
@@ -21,7 +22,7 @@ BLOCK_BYTES: Final = 4 << 20
 _MATRICES: Final = ("w13", "w2")
 
 
-@torch.no_grad()
+@in_plain_torch
 def quantize_weights(
     weights: ExpertWeights,
     scheme: QuantScheme | str,
@@ -84,7 +85,7 @@ def quantize_weights(
     return ExpertWeights(**tensors, quant=scheme)
 
 
-@torch.no_grad()
+@in_plain_torch
 def dequantize_weights(
     weights: ExpertWeights, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[torch.Tensor, torch.Tensor]:
