@@ -25,20 +25,20 @@ CLAIMS = dict.fromkeys(
 )
 
 
-def at_odd_offset(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers one element behind the start of an allocation, with any stride where a dimension is 1."""
-    storage = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
-    storage[1:] = tensor.reshape(-1)
+def at_offset(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """The same numbers so many elements behind the start of an allocation, with any stride where a dimension is 1."""
+    storage = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
+    storage[offset:] = tensor.reshape(-1)
     strides = [7 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return storage.as_strided(tensor.shape, strides, 1)
+    return storage.as_strided(tensor.shape, strides, offset)
 
 
-@pytest.mark.parametrize(("num_experts", "activation"), [(1, "relu2"), (3, "silu")])
+@pytest.mark.parametrize(("num_experts", "activation", "offset"), [(1, "relu2", 0), (3, "silu", 1)])
 @pytest.mark.parametrize(
     ("experts", "scheme"), CLAIMS, ids=[f"{experts.__name__}-{scheme.name}" for experts, scheme in CLAIMS]
 )
 def test_permuted_weights_are_aligned(
-    experts: type[RecordedExperts], scheme: QuantScheme, activation: str, num_experts: int
+    experts: type[RecordedExperts], scheme: QuantScheme, activation: str, num_experts: int, offset: int
 ) -> None:
     """Boxes are copied from multiples of 16 bytes, and launches are replayed with pointers that are such alone.
 
@@ -55,7 +55,7 @@ def test_permuted_weights_are_aligned(
         activation_format=min(experts.facts.activation_formats),
     )
     weights = random_weights(problem, torch.Generator().manual_seed(0), torch.device("cpu"))
-    shifted = dataclasses.replace(weights, **{name: at_odd_offset(t) for name, t in weights.tensors().items()})
+    shifted = dataclasses.replace(weights, **{name: at_offset(t, offset) for name, t in weights.tensors().items()})
     backend = experts(problem, SM90)
     plain, permuted = backend.permute_weights(weights, problem), backend.permute_weights(shifted, problem)
     assert {*plain.per_expert, *plain.shared} == {*permuted.per_expert, *permuted.shared}
