@@ -16,7 +16,15 @@ from typing import Any, Final
 
 import importlib_metadata
 
-from moereg.errors import MoeregError, PluginError, RegistrationError, UnknownBackendError, unknown_name_message
+from moereg.errors import (
+    MoeregError,
+    PluginError,
+    RegistrationError,
+    UnknownBackendError,
+    described,
+    stops_the_process,
+    unknown_name_message,
+)
 from moereg.platforms import Platform, installed_versions, probe_platform
 from moereg.registry import API_VERSION, BUILTIN, REGISTRY, BackendCell, BackendRegistry, registering_origin
 
@@ -113,7 +121,9 @@ class _Loader:
             _check_api_version(point)
             if point.group == BACKEND_GROUP:
                 self._check_backend_name(point, origin, before)
-        except (Exception, SystemExit) as error:  # A stranger's module may raise anything.
+        except BaseException as error:  # A stranger's module may raise anything.
+            if stops_the_process(error):
+                raise
             self._registry.restore(before)
             return _failed(status, error)
         return dataclasses.replace(status, loaded=loaded)
@@ -146,7 +156,9 @@ class _Loader:
                 platform = status.loaded()
                 if not (platform is None or isinstance(platform, Platform)):
                     raise TypeError(f"{status.value} must return a Platform or None, got {type(platform).__name__}")
-            except (Exception, SystemExit) as error:  # As for modules: one bad provider must not take the others down.
+            except BaseException as error:  # As for modules: one bad provider must not take the others down.
+                if stops_the_process(error):
+                    raise
                 statuses[place] = _failed(status, error)
                 continue
             if platform is not None:
@@ -182,8 +194,7 @@ def _check_api_version(point: importlib_metadata.EntryPoint) -> None:
 
 
 def _failed(status: PluginStatus, error: BaseException) -> PluginStatus:
-    text = f"{type(error).__name__}: {str(error) or 'no message'}".splitlines()[0]
-    return dataclasses.replace(status, status="failed", failure=LoadFailure(text, error), loaded=None)
+    return dataclasses.replace(status, status="failed", failure=LoadFailure(described(error), error), loaded=None)
 
 
 def _import_builtins() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 import warnings
@@ -14,7 +15,14 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
 from moereg.discovery import current_platform, load_backends
-from moereg.errors import MoeregWarning, UnsupportedProblemError
+from moereg.errors import (
+    MoeregWarning,
+    UnsupportedProblemError,
+    described,
+    one_line,
+    shown,
+    stops_the_process,
+)
 from moereg.experts import Reason, fact_reasons
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
@@ -61,6 +69,10 @@ def _requirement_name(text: str) -> str:
     return canonicalize_name(Requirement(text).name)
 
 
+# Of one predicate, which may be a generator without an end, and characters of one reason.
+_MOST_REASONS: Final = 100
+_LONGEST_REASON: Final = 2000
+
 _PROBED: Final[dict[tuple[Probe, Platform], Reason | None]] = {}
 # Probes may be slow: threads that select at once wait for one. Reentrant, since a probe may select in turn.
 _PROBING: Final = threading.RLock()
@@ -77,14 +89,21 @@ def _probe_reason(probe: Probe, platform: Platform) -> Reason | None:
 
 def _run_probe(probe: Probe, platform: Platform) -> Reason | None:
     try:
-        text = probe(platform)
-    except Exception as error:  # As for predicates: the bug of one backend must not take the others down.
-        return Reason("predicate_error", f"its probe {_probe_name(probe)} raised {type(error).__name__}: {error}")
-    return None if text is None else Reason("probe", text)
+        text: object = probe(platform)
+    except BaseException as error:  # As for predicates: the bug of one backend must not take the others down.
+        if stops_the_process(error):
+            raise
+        return Reason("predicate_error", f"its probe {_probe_name(probe)} raised {described(error)}")
+    return None if text is None else Reason("probe", _as_text(text))
 
 
 def _probe_name(probe: Probe) -> str:
     return getattr(probe, "__name__", type(probe).__name__)
+
+
+def _as_text(reason: object) -> str:
+    """What a backend gave as its reason, on one line that can be printed."""
+    return one_line(reason, _LONGEST_REASON) if isinstance(reason, str) else shown(reason)
 
 
 def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request: Request) -> Decision:
@@ -111,10 +130,12 @@ def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request
     try:
         texts: object = cell.experts.unsupported_reasons(problem, platform)
         if not isinstance(texts, Iterable) or isinstance(texts, str):
-            raise TypeError(f"it has to return a list of texts, got {texts!r}")
-        reasons.extend([Reason("backend", text) for text in texts])
-    except Exception as error:  # A predicate that raises is a bug of that backend, not of the dispatcher.
-        reasons.append(Reason("predicate_error", f"its predicate raised {type(error).__name__}: {error}"))
+            raise TypeError(f"it has to return a list of texts, got {shown(texts)}")
+        reasons.extend([Reason("backend", _as_text(text)) for text in itertools.islice(texts, _MOST_REASONS)])
+    except BaseException as error:  # A predicate that raises is a bug of that backend, not of the dispatcher.
+        if stops_the_process(error):
+            raise
+        reasons.append(Reason("predicate_error", f"its predicate raised {described(error)}"))
     return Decision(
         backend=cell.name,
         experts=cell.class_name,

@@ -182,9 +182,12 @@ def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Type and message of an error of other people's code, as one line; never raises."""
+    """Type and message of an error of other people's code, as one line; never raises.
+
+    Of a message in paragraphs the first, which says what is wrong; those that follow give advice.
+    """
     try:
-        text = one_line(str(error))
+        text = one_line(str(error).strip().partition("\n\n")[0])
     except Exception:
         text = "a message that cannot be shown"
     return f"{type(error).__name__}: {text or 'no message'}"

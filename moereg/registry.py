@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -349,7 +349,8 @@ def _is_count(value: object) -> bool:
 
 def _probes(probes: Iterable[Probe], who: str) -> tuple[Probe, ...]:
     checked = () if callable(probes) else tuple(probes)
-    if callable(probes) or not all(callable(probe) for probe in checked):
+    # Answers are kept by probe.
+    if callable(probes) or not all(callable(probe) and isinstance(probe, Hashable) for probe in checked):
         raise RegistrationError(f"{who}: probes must be a tuple of functions that take a Platform, got {probes!r}")
     return checked
 

@@ -116,8 +116,10 @@ def site(tmp_path: Path) -> Site:
 
 def test_good_and_bad_plugins_side_by_side(site: Site) -> None:
     site.install_backend("good")
-    site.install_backend("raises", "raise RuntimeError('no such device\\nsecond line')")
+    site.install_backend("raises", "raise RuntimeError('no such\\ndevice\\n\\nadvice of another paragraph')")
     site.install_backend("exits", "import sys\nsys.exit(3)")
+    site.install_backend("stops", "class Stop(BaseException): pass\nraise Stop")
+    site.install_backend("mute", "class Mute(Exception):\n    def __str__(self): raise self\nraise Mute")
     site.install_backend("no_api", BACKEND.format(name="no_api", api=""))
     site.install_backend("old_api", BACKEND.format(name="old_api", api='moereg_api = "0"'))
     site.install_backend("torch", BACKEND.format(name="torch", api=API), distribution="moereg-torch-again")
@@ -140,7 +142,8 @@ def test_good_and_bad_plugins_side_by_side(site: Site) -> None:
     )
     assert set(found["names"]) >= {"good", "torch"}
     assert not set(found["names"]) & {
-        "raises", "exits", "no_api", "old_api", "renamed", "something_else", "invalid", "silent", "half", "missing",
+        "raises", "exits", "stops", "mute", "no_api", "old_api", "renamed", "something_else", "invalid", "silent",
+        "half", "missing",
     }  # fmt: skip
     assert found["origin"]["good"] == "moereg-good"
     assert found["origin"]["torch"] == "builtin"
@@ -152,6 +155,8 @@ def test_good_and_bad_plugins_side_by_side(site: Site) -> None:
     errors = found["errors"]
     assert errors["raises"] == "RuntimeError: no such device"
     assert errors["exits"] == "SystemExit: 3"
+    assert errors["stops"] == "Stop: no message"
+    assert errors["mute"] == "Mute: a message that cannot be shown"
     api = "must say moereg_api = '1', the version of moereg.author it was written for, got"
     assert errors["no_api"] == f"RegistrationError: moereg_no_api {api} None"
     assert errors["old_api"] == f"RegistrationError: moereg_old_api {api} '0'"

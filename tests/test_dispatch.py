@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import re
@@ -66,6 +67,14 @@ def codes(selection: Selection, backend: str) -> list[list[str]]:
 
 def raising(cls: type, problem: MoEProblem, platform: Platform) -> list[str]:
     raise KeyError("hidden")
+
+
+def leaving(cls: type, problem: MoEProblem, platform: Platform) -> list[str]:
+    raise SystemExit(3)
+
+
+def leaving_probe(platform: Platform) -> str | None:
+    raise SystemExit(3)
 
 
 NARROW = Facts(
@@ -191,6 +200,25 @@ REASONS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dict[st
         {},
         "its probe <lambda> raised ZeroDivisionError: ",
     ),
+    (
+        "predicate_error",
+        {},
+        {"unsupported_reasons": classmethod(leaving)},
+        {},
+        {},
+        "its predicate raised SystemExit: 3",
+    ),
+    ("predicate_error", {"probes": (leaving_probe,)}, {}, {}, {}, "its probe leaving_probe raised SystemExit: 3"),
+    ("backend", {}, {"unsupported_reasons": classmethod(lambda cls, problem, platform: [404])}, {}, {}, "404"),
+    (
+        "backend",
+        {},
+        {"unsupported_reasons": classmethod(lambda cls, problem, platform: ["of\ntwo \x1b[31mlines"])},
+        {},
+        {},
+        r"of two \x1b[31mlines",
+    ),
+    ("probe", {"probes": (lambda platform: {"no": "text"},)}, {}, {}, {}, "{'no': 'text'}"),
 ]
 
 
@@ -532,6 +560,40 @@ def test_probes_run_once_and_only_where_the_platform_fits(fakes: BackendRegistry
     assert calls == ["cuda:sm90"]
     explain_backends(problem_of(), dataclasses.replace(H100, arch="sm100"))
     assert calls == ["cuda:sm90"]
+
+
+def test_what_a_probe_said_is_of_its_platform(fakes: BackendRegistry) -> None:
+    def small(platform: Platform) -> str | None:
+        return "requires a larger device" if platform.memory_bytes < 2**30 else None
+
+    def large(platform: Platform) -> str | None:
+        return "requires a smaller device" if platform.memory_bytes >= 2**30 else None
+
+    add("probed", probes=(small,))
+    add("probed_too", probes=(large,))
+    for memory_bytes, backend in ((2**33, "probed"), (2**20, "probed_too"), (2**33, "probed")):
+        assert explain_backends(problem_of(), dataclasses.replace(H100, memory_bytes=memory_bytes)).backend == backend
+
+
+@pytest.mark.parametrize("place", ["predicate", "probe"])
+def test_what_stops_the_process_is_no_reason(fakes: BackendRegistry, place: str) -> None:
+    def predicate(cls: type, problem: MoEProblem, platform: Platform) -> list[str]:
+        raise KeyboardInterrupt
+
+    def probe(platform: Platform) -> str | None:
+        raise KeyboardInterrupt
+
+    members = {"unsupported_reasons": classmethod(predicate)} if place == "predicate" else {}
+    add("sole", 1, experts_class("Sole", **members), probes=(probe,) if place == "probe" else ())
+    with pytest.raises(KeyboardInterrupt):
+        explain_backends(problem_of(), H100)
+
+
+def test_a_predicate_without_an_end(fakes: BackendRegistry) -> None:
+    members = {"unsupported_reasons": classmethod(lambda cls, problem, platform: itertools.repeat("no"))}
+    add("sole", 1, experts_class("Sole", **members))
+    (decision,) = explain_backends(problem_of(), H100).decisions
+    assert {reason.text for reason in decision.reasons} == {"no"}
 
 
 # Texts and JSON.

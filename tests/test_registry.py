@@ -28,6 +28,15 @@ def register(registry: BackendRegistry, experts: Any = FakeExperts, origin: str 
         return register_moe_backend(**{**keywords, **changes}, registry=registry)(experts)
 
 
+class Unhashable(list[int]):
+    """A callable by which no answer can be kept."""
+
+    def __call__(self, platform: Platform) -> None: ...
+
+    def __repr__(self) -> str:
+        return "an unhashable"
+
+
 def refused(text: str, registry: BackendRegistry | None = None, **changes: Any) -> None:
     """Registers and expects `text`, with nothing stored."""
     registry = registry or BackendRegistry()
@@ -103,6 +112,7 @@ def test_bad_names(name: Any) -> None:
         ({"requires": "triton>=3.6"}, "requires must be a tuple of requirements, got the string 'triton>=3.6'"),
         ({"requires": ("triton>>3",)}, "requires 'triton>>3' is not a version range"),
         ({"probes": (3,)}, "probes must be a tuple of functions that take a Platform, got (3,)"),
+        ({"probes": (Unhashable(),)}, "probes must be a tuple of functions that take a Platform, got (an unhashable,)"),
         ({"probes": repr}, "probes must be a tuple of functions that take a Platform, got <built-in function repr>"),
         ({"colour": "red"}, "unknown fact 'colour' (known: activation_formats, activation_scalars, activations, bias"),
     ],

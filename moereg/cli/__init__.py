@@ -1,27 +1,25 @@
-"""The `moereg` command.
-
-Exit codes: 0 done; 1 wrong numbers or a backend that failed; 2 bad input, one line on standard error; 3 nothing fits
-the problem.
-"""
+"""The `moereg` command. Its exit codes are those of `_EXIT_CODES`, which its help shows."""
 
 from __future__ import annotations
 
-import os
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+import torch
 import typer
 
 from moereg._version import __version__
 from moereg.cli._info import collect_info, selection_with_evidence
 from moereg.cli._options import JsonFlag, ProblemFlags, UsageError, VerboseFlag, takes_problem_flags
-from moereg.cli._output import logging_to_stderr, print_error, print_json
+from moereg.cli._output import only_results_on_stdout, print_error, print_json
+from moereg.cli._streams import OutputLostError, guarded_streams
 from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import explain_backends
-from moereg.errors import MoeregError
+from moereg.errors import MoeregError, described, one_line
 from moereg.tuning.timing import ROUNDS
 
 __all__ = ["main"]
@@ -30,10 +28,20 @@ OK: Final = 0
 WRONG_NUMBERS: Final = 1
 BAD_INPUT: Final = 2
 NOTHING_FITS: Final = 3
+INTERNAL_ERROR: Final = 70
+"""EX_SOFTWARE of sysexits.h: a bug of moereg's own, since all others say something about input, backends or machine."""
+OUTPUT_LOST: Final = 74
+"""EX_IOERR of sysexits.h: whoever reads the result would read a part of it."""
+INTERRUPTED: Final = 130
+"""As shells count a process that SIGINT ended."""
 BROKEN_PIPE: Final = 141
 """As shells count a process that SIGPIPE ended: whoever read the output left."""
-INTERNAL_ERROR: Final = 70
-"""EX_SOFTWARE of sysexits.h: none of the above, since those say something about the input or the backends."""
+
+_EXIT_CODES: Final = (
+    "Exit codes: 0 done; 1 wrong numbers or a backend that failed; 2 bad input or not enough memory for it; 3 nothing "
+    "fits the problem; 70 a bug of moereg; 74 standard output could not be written, for instance to a full disk; 130 "
+    "interrupted; 141 whoever read the output left. A stream that is closed from the start changes no code."
+)
 
 # typer keeps its own copy of click or uses the installed one, by version; either way this is the base of usage errors.
 _ClickException: Final[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -41,6 +49,7 @@ _ClickException: Final[Any] = next(kind for kind in typer.BadParameter.__mro__ i
 app: Final = typer.Typer(
     name="moereg",
     help="Picks, prepares, runs and compares Mixture-of-Experts kernels for PyTorch.",
+    epilog=_EXIT_CODES,
     add_completion=False,
     pretty_exceptions_enable=False,
     # Its boxes cut the names of options at 80 columns.
@@ -58,27 +67,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    with guarded_streams():
+        try:
+            code = _exit_code(arguments)
+            sys.stdout.flush()
+        except OutputLostError as error:
+            if error.cause.errno == errno.EPIPE:
+                return BROKEN_PIPE
+            print_error(f"{error}; what arrived is not complete")
+            return OUTPUT_LOST
+        finally:
+            sys.stderr.flush()
+        return code
+
+
+def _exit_code(arguments: list[str]) -> int:
     try:
         code: int | None = app(args=arguments, prog_name="moereg", standalone_mode=False)
-        sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # rich turns the one into the other.
-        # Nobody reads on: what is buffered must not fail once more when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+    except OutputLostError:
+        raise
     except MoeregError as error:
         print_error(str(error))
         return BAD_INPUT
     except _ClickException as error:
         print_error(f"{error.format_message().rstrip('.')}; see moereg --help")
         return BAD_INPUT
-    except typer.Abort:
-        print_error("aborted")
-        return INTERNAL_ERROR
-    except Exception as error:
-        # Ours or a backend's, not the user's: -v has what its authors want to see.
+    except (typer.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        print_error(f"not enough memory: {one_line(str(error))}; make the layer or the call smaller")
+        return BAD_INPUT
+    except (Exception, SystemExit) as error:
+        # Ours, not the user's: -v has what its authors want to see.
         if {"-v", "--verbose"} & set(arguments):
             traceback.print_exc()
-        print_error(f"internal error, please report it: {type(error).__name__}: {error} (-v shows the traceback)")
+        print_error(f"internal error, please report it: {described(error)} (-v shows the traceback)")
         return INTERNAL_ERROR
     return code or OK
 
@@ -101,14 +124,14 @@ def _moereg(
 @app.command()
 def info(json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
     """Show this machine, the backends and the plugins."""
-    with logging_to_stderr(verbose):
+    with only_results_on_stdout(verbose):
         found = collect_info()
-        if json:
-            print_json(found)
-        else:
-            from moereg.cli._show import show_info
+    if json:
+        print_json(found)
+    else:
+        from moereg.cli._show import show_info
 
-            show_info(found, current_platform())
+        show_info(found, current_platform())
     return OK
 
 
@@ -117,15 +140,16 @@ def info(json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
 def explain(flags: ProblemFlags, json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
     """Show which backend a layer gets, and why."""
     problem = flags.problem()
-    with logging_to_stderr(verbose):
+    with only_results_on_stdout(verbose):
         load_backends()  # A plugin's kind of platform is known once it is loaded.
         selection = explain_backends(problem, flags.platform, **flags.request())
-        if json:
-            print_json(selection_with_evidence(selection))
-        else:
-            from moereg.cli._show import show_selection
+        values = selection_with_evidence(selection) if json else {}
+    if json:
+        print_json(values)
+    else:
+        from moereg.cli._show import show_selection
 
-            show_selection(selection, flags.model)
+        show_selection(selection, flags.model)
     return OK if selection.winner else NOTHING_FITS
 
 
@@ -147,12 +171,12 @@ def run(
     from moereg.cli._run import run_layer
     from moereg.cli._show import show_run
 
-    with logging_to_stderr(verbose):
+    with only_results_on_stdout(verbose):
         result = run_layer(flags, checkpoint, layer, seed)
-        if json:
-            print_json(result.to_dict())
-        else:
-            show_run(result)
+    if json:
+        print_json(result.to_dict())
+    else:
+        show_run(result)
     if result.passed is None:
         return NOTHING_FITS
     return OK if result.passed else WRONG_NUMBERS
@@ -188,7 +212,7 @@ def bench(
     check_routing(routing)
     if plot is not None:
         check_can_plot(plot)
-    with logging_to_stderr(verbose):
+    with only_results_on_stdout(verbose):
         result = bench_layer(flags, token_counts, routing, rounds, seed)
         # First, so that a disk that is full by now leaves nothing on standard output.
         if plot is not None and result.rows:
@@ -196,10 +220,10 @@ def bench(
                 plot_bench(result, plot)
             except OSError as error:
                 raise UsageError(f"--plot could not write {str(plot)!r}: {error.strerror}") from None
-        if json:
-            print_json(result.to_dict())
-        else:
-            show_bench(result)
+    if json:
+        print_json(result.to_dict())
+    else:
+        show_bench(result)
     if result.passed is None:
         return NOTHING_FITS
     return OK if result.passed else WRONG_NUMBERS

@@ -12,7 +12,10 @@ from typing import Any, Final, TextIO
 
 from rich.console import Console
 
-__all__ = ["console", "logging_to_stderr", "print_error", "print_json"]
+from moereg.cli._streams import others_print_to_stderr
+from moereg.errors import one_line
+
+__all__ = ["console", "only_results_on_stdout", "print_error", "print_json"]
 
 # Without a terminal there is no width to fit; rich would take 80 columns and break names.
 _PIPED_WIDTH: Final = 140
@@ -48,24 +51,29 @@ def _finite(value: Any) -> Any:
 
 def print_error(message: str) -> None:
     """Writes one line to standard error, however many the message has."""
-    lines = (line.strip() for line in message.splitlines())
+    lines = (one_line(line) for line in message.splitlines())
     print("moereg:", "; ".join(line for line in lines if line), file=sys.stderr)
 
 
 @contextlib.contextmanager
-def logging_to_stderr(is_verbose: bool) -> Iterator[None]:
-    """Shows moereg's INFO lines while a command runs, where asked for."""
-    if not is_verbose:
-        yield
-        return
-    logger = logging.getLogger("moereg")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+def only_results_on_stdout(is_verbose: bool) -> Iterator[None]:
+    """What is printed while a command works goes to standard error; results are printed outside of this.
+
+    Args:
+        is_verbose: Whether moereg's INFO lines are shown.
+    """
+    with others_print_to_stderr():
+        if not is_verbose:
+            yield
+            return
+        logger = logging.getLogger("moereg")
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        level = logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)

@@ -1,0 +1,125 @@
+"""Standard output and standard error that may be closed, full, or written by other people's code."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from typing import IO, Any, Final, cast
+
+__all__ = ["OutputLostError", "guarded_streams", "others_print_to_stderr"]
+
+_STDOUT: Final = 1
+_STDERR: Final = 2
+
+
+class OutputLostError(Exception):
+    """Standard output did not take what was written.
+
+    Outside OSError, which rich and typer answer in ways of their own.
+
+    Attributes:
+        cause: What the system said.
+    """
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(f"standard output was lost: {cause.strerror or cause}")
+        self.cause = cause
+
+
+class _Guarded:
+    """A text stream whose errors are ours to answer."""
+
+    def __init__(self, stream: IO[str], is_output: bool) -> None:
+        self._stream = stream
+        self._is_output = is_output
+        self._lost: OutputLostError | None = None
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError as error:
+            # A name that the terminal's encoding does not have is no reason to end without a result.
+            self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        except (OSError, ValueError) as error:
+            self._failed(error)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._failed(error)
+        if self._lost is not None:
+            # Once more: click tries streams and swallows what they raise.
+            raise self._lost
+
+    def _failed(self, error: OSError | ValueError) -> None:
+        _silence(self._stream)
+        # There is nowhere to say that standard error cannot be written. ValueError: somebody closed the stream.
+        if self._is_output:
+            self._lost = OutputLostError(error if isinstance(error, OSError) else OSError(str(error)))
+            raise self._lost
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def guarded_streams() -> Iterator[None]:
+    """Inside, writing to standard error never fails, and to standard output only with an `OutputLostError`.
+
+    A stream that was closed before Python started takes everything and keeps nothing.
+    """
+    for descriptor in (0, _STDOUT, _STDERR):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # Or the next file that is opened would be standard output or standard error. The lowest free one is taken.
+            os.open(os.devnull, os.O_RDWR)
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (
+        cast(Any, _Guarded(open(os.devnull, "w") if stream is None else stream, is_output))  # noqa: SIM115
+        for stream, is_output in zip(before, (True, False), strict=True)
+    )
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def _silence(stream: IO[str]) -> None:
+    """Lets what is buffered go nowhere, so that it does not fail once more when the interpreter ends."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        descriptor = stream.fileno()
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, descriptor)
+        os.close(null)
+
+
+@contextlib.contextmanager
+def others_print_to_stderr() -> Iterator[None]:
+    """Inside, standard output is standard error: for Python, for libraries in C and for processes that they start.
+
+    Plugins, kernel libraries and compilers print what they like; results are written outside.
+    """
+    sys.stdout.flush()
+    with contextlib.redirect_stdout(sys.stderr):
+        saved = os.dup(_STDOUT)
+        os.dup2(_STDERR, _STDOUT)
+        try:
+            yield
+        finally:
+            # What they left in buffers of their own has to come out while it still goes there.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                sys.__stdout__.flush()  # type: ignore[union-attr]
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).fflush(None)
+            os.dup2(saved, _STDOUT)
+            os.close(saved)
