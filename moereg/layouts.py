@@ -20,7 +20,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     a new tensor, also of dimensions of size 1, which may have any and count as contiguous.
     """
     if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
-        return tensor.view(-1).view(tensor.shape)
+        return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
