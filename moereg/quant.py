@@ -35,7 +35,8 @@ class QuantFormat:
         static: For activations: scales come with the checkpoint instead of from the data.
 
     Raises:
-        ValueError: The dtype is no 4-bit or 8-bit type, the scale's no float of torch, or a group has no extent.
+        ValueError: The dtype is no 4-bit or 8-bit type, the scale's no float of torch, a group has no extent, or groups
+            have another extent than zero points or a global scale need.
     """
 
     dtype: str
@@ -60,6 +61,16 @@ class QuantFormat:
             raise ValueError(
                 "group of a QuantFormat must be (rows, columns), each an integer of at least 1 or WHOLE (-1), got "
                 f"{self.group!r}; give the extents that share a scale"
+            )
+        if not self.symmetric and self.group == (WHOLE, WHOLE):
+            raise ValueError(
+                "zero points of a QuantFormat belong to groups of a matrix, got one group for all of it; give groups, "
+                "such as (1, WHOLE) for rows, or symmetric=True"
+            )
+        if self.global_scale and self.group[0] != 1:
+            raise ValueError(
+                f"a global scale of a QuantFormat multiplies scales of groups within a row, got group {self.group!r}; "
+                "give groups of 1 row, or multiply the two scales of a checkpoint"
             )
 
     def __str__(self) -> str:

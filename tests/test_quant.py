@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moereg.errors import UnknownSchemeError
-from moereg.quant import QUANT_SCHEMES, QuantFormat, QuantScheme, TensorRow, get_scheme
+from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme, TensorRow, get_scheme
 
 # Sizes that no group divides, so that every ceil-division shows: H = 200, I = 72, E = 3.
 E, H, I = 3, 200, 72  # noqa: E741
@@ -188,6 +188,14 @@ def test_a_new_scheme_is_served_by_value_not_by_name() -> None:
         ({"group": (1, -2)}, "group of a QuantFormat must be (rows, columns), each an integer"),
         ({"group": (1, 32.0)}, "group of a QuantFormat must be (rows, columns), each an integer"),
         ({"group": (True, 32)}, "group of a QuantFormat must be (rows, columns), each an integer"),
+        (
+            {"dtype": "uint4", "group": (WHOLE, WHOLE), "symmetric": False},
+            "zero points of a QuantFormat belong to groups of a matrix, got one group for all of it; give groups",
+        ),
+        (
+            {"group": (128, 128), "global_scale": True},
+            "a global scale of a QuantFormat multiplies scales of groups within a row, got group (128, 128); give",
+        ),
         ({"group": 128}, "group of a QuantFormat must be (rows, columns), each an integer"),
         ({"group": (1, 2, 3)}, "group of a QuantFormat must be (rows, columns), each an integer"),
     ],

@@ -10,6 +10,7 @@ __all__ = ["choose_scale", "global_scale"]
 
 _E8M0_BIAS: Final = 127
 _E8M0_NAN: Final = 255
+_WIDE_RANGE: Final = 2.0**100
 
 
 def choose_scale(
@@ -70,6 +71,8 @@ def global_scale(amax: torch.Tensor, max_value: float, scale_dtype: torch.dtype)
         scale_dtype: Of the group scales.
 
     Returns:
-        fp32, amax / (max_value * largest group scale), 2688 for nvfp4; 1 where amax is 0, NaN where it is not finite.
+        fp32, amax / (max_value * largest group scale), 2688 for nvfp4, or amax / max_value where group scales have a
+        range of 8 bits of exponent, which needs no filling; 1 where amax is 0, NaN where it is not finite.
     """
-    return choose_scale(amax, max_value * torch.finfo(scale_dtype).max, torch.float32)
+    limit = torch.finfo(scale_dtype).max
+    return choose_scale(amax, max_value * (limit if limit < _WIDE_RANGE else 1.0), torch.float32)

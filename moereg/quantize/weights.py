@@ -209,7 +209,8 @@ def _quantize_rows(
             scale = choose_scale(torch.maximum(-low, high), element.half_range, scale_dtype, scale_2)
         else:
             scale = choose_scale(high - low, element.max_value - element.min_value, scale_dtype, scale_2)
-            zero_point = element.encode(element.min_value - low / scale.float())
+            total = scale.float() if scale_2 is None else scale.float() * scale_2
+            zero_point = element.encode(element.min_value - low / total)
     scaled = x / total_scale(scale, scale_2, fmt, rows, columns)
     if zero_point is not None:
         scaled += spread_zero_points(zero_point, fmt, scale.shape[-1], rows, columns)
