@@ -286,17 +286,24 @@ def _pack_weights(weights: ExpertWeights, problem: MoEProblem, platform: Platfor
 
 
 def _expert_mlp(weights: PermutedWeights, problem: MoEProblem) -> torch_mlp.ExpertMlp:
-    biases = (weights.get("w13_bias"), weights.get("w2_bias"))
+    activation, biases = problem.activation, (weights.get("w13_bias"), weights.get("w2_bias"))
+    mlp: torch_mlp.ExpertMlp
+    wide: torch_mlp.ExpertMlp
     if weights.layout == CANONICAL:
         is_emulated = torch_mlp.dtype_is_emulated(problem.torch_dtype)
-        return torch_mlp.PlainMlp(weights["w13"], weights["w2"], problem.activation, *biases, is_emulated)
-    if weights.layout == ONEDNN:
-        return torch_mlp.PackedMlp(weights.experts("w13"), weights.experts("w2"), problem.activation, *biases)
-    post_op = _post_op(problem)
-    assert post_op is not None
-    return torch_mlp.PackedFusedMlp(
-        weights.experts("gate"), weights.experts("up"), weights.experts("down"), post_op, *biases
-    )
+        mlp = wide = torch_mlp.PlainMlp(weights["w13"], weights["w2"], activation, *biases, is_emulated)
+    elif weights.layout == ONEDNN:
+        w13, w2 = weights.experts("w13"), weights.experts("w2")
+        mlp = torch_mlp.PackedMlp(w13, w2, activation, *biases)
+        wide = torch_mlp.UnpackingMlp((w13,), w2, activation, *biases)
+    else:
+        post_op = _post_op(problem)
+        assert post_op is not None
+        gate, up, down = (weights.experts(name) for name in ("gate", "up", "down"))
+        mlp = torch_mlp.PackedFusedMlp(gate, up, down, post_op, *biases)
+        wide = torch_mlp.UnpackingMlp((gate, up), down, activation, *biases)
+    # The other dtypes have the range of fp32.
+    return torch_mlp.RepeatingMlp(mlp, wide) if problem.torch_dtype == torch.float16 else mlp
 
 
 def _post_op(problem: MoEProblem) -> tuple[str, str] | None:

@@ -141,8 +141,10 @@ class _CanonicalBatchedExperts(_CanonicalExperts):
 class _Restoring(Experts):
     """Restores weights block by block and rounds activations as `computes` says."""
 
-    def _mlp(self, weights: PermutedWeights, inputs: ExpertInputs) -> RestoringMlp:
+    def _mlp(self, weights: PermutedWeights, inputs: ExpertInputs) -> torch_mlp.ExpertMlp:
         mlp = self._restoring_mlp(weights, {})
+        if mlp.compute_dtype == torch.float16:
+            return torch_mlp.RepeatingMlp(mlp, dataclasses.replace(mlp, compute_dtype=torch.float32))
         if not spans_tokens(self.computes):
             return mlp
         # One scale for all rows of a call has to be known before any of them is rounded, and the second one depends on

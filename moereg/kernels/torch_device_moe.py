@@ -108,6 +108,7 @@ def dense_experts(
     """
     num_tokens, hidden_size = hidden_states.shape
     num_experts, w13_rows = w13.shape[:2]
+    wide = _matmul_dtype(hidden_states.dtype)
     chunk = chunk_num_tokens(num_tokens, 1, hidden_size, w13_rows)
     for first in range(0, num_tokens, chunk):
         tokens = slice(first, first + chunk)
@@ -120,10 +121,11 @@ def dense_experts(
             x = hidden_states[tokens]
             if apply_router_weight_on_input:
                 x = (x * scale).to(x.dtype)
-            gemm1 = F.linear(x, w13[expert]).float()
+            x = x.to(wide)
+            gemm1 = F.linear(x, w13[expert].to(wide)).float()
             if w13_bias is not None:
                 gemm1 += w13_bias[expert]
-            result = F.linear(activation(gemm1).to(x.dtype), w2[expert]).float()
+            result = F.linear(activation(gemm1).to(wide), w2[expert].to(wide)).float()
             if w2_bias is not None:
                 result += w2_bias[expert]
             if not apply_router_weight_on_input:
@@ -153,18 +155,33 @@ def batched_experts(
         w13_bias [E,2I] or [E,I], w2_bias [E,H]: Optional.
     """
     num_experts, max_tokens, hidden_size = hidden_states.shape
+    wide = _matmul_dtype(hidden_states.dtype)
+    if wide != hidden_states.dtype and num_experts > 1:
+        # One expert at a time, so that no more of the weights is converted at once.
+        for expert in range(num_experts):
+            own = slice(expert, expert + 1)
+            biases = [None if bias is None else bias[own] for bias in (w13_bias, w2_bias)]
+            batched_experts(
+                out[own], hidden_states[own], expert_num_tokens[own], w13[own], w2[own], activation, *biases
+            )
+        return
     chunk = chunk_num_tokens(max_tokens, num_experts, hidden_size, w13.shape[1])
     for first in range(0, max_tokens, chunk):
-        x = hidden_states[:, first : first + chunk]
-        gemm1 = torch.bmm(x, w13.transpose(1, 2)).float()
+        x = hidden_states[:, first : first + chunk].to(wide)
+        gemm1 = torch.bmm(x, w13.to(wide).transpose(1, 2)).float()
         if w13_bias is not None:
             gemm1 += w13_bias.unsqueeze(1)
-        result = torch.bmm(activation(gemm1).to(x.dtype), w2.transpose(1, 2))
+        result = torch.bmm(activation(gemm1).to(wide), w2.to(wide).transpose(1, 2))
         if w2_bias is not None:
             result = result.float() + w2_bias.unsqueeze(1)
         row = torch.arange(first, first + x.shape[1], device=out.device)
         valid = (row < expert_num_tokens.unsqueeze(1)).unsqueeze(2)
         out[:, first : first + chunk].copy_(torch.where(valid, result, 0.0))
+
+
+def _matmul_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What matmuls on any device run in: a gate of a float16 layer may leave the range that their result has."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def chunk_num_tokens(num_tokens: int, rows_per_token: int, hidden_size: int, w13_rows: int) -> int:

@@ -17,6 +17,8 @@ __all__ = [
     "PackedFusedMlp",
     "PackedMlp",
     "PlainMlp",
+    "RepeatingMlp",
+    "UnpackingMlp",
     "dtype_is_emulated",
     "fused_post_op",
     "pack_experts",
@@ -89,6 +91,54 @@ def fused_post_op(name: str, alpha: float, beta: float, limit: float | None) -> 
     if (alpha, beta, limit) != (1.0, 0.0, None):
         return None
     return {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}.get(name)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RepeatingMlp:
+    """Repeats in fp32 what left the range of float16 on the way, such as a gate below -65504 whose result is 0.
+
+    Rows are taken or repeated one by one, so that none depends on its neighbors.
+
+    Attributes:
+        mlp: Computes in x's dtype.
+        wide: Computes fp32 rows.
+    """
+
+    mlp: ExpertMlp
+    wide: ExpertMlp
+
+    def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """As `ExpertMlp`; the result is fp32 where a row was repeated."""
+        result = self.mlp(x, expert)
+        # An infinity on the way reaches every number of its row, as one or as NaN: multiplied, or by a weight of 0.
+        is_finite = result.isfinite().all(1, keepdim=True)
+        return result if is_finite.all() else torch.where(is_finite, result, self.wide(x.float(), expert))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UnpackingMlp:
+    """Packed weights in row-major order again, in fp32, for rows that are rarely met.
+
+    Attributes:
+        w13: Packed matrices of E experts each, that stacked are [2I,H], or [I,H] where not gated.
+        w2: E packed [H,I].
+        activation: Applied to the first matmul's output.
+        w13_bias: [E,2I] (or [E,I]) or None.
+        w2_bias: [E,H] or None.
+    """
+
+    w13: tuple[list[torch.Tensor], ...]
+    w2: list[torch.Tensor]
+    activation: ActivationFn
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """As `ExpertMlp`; the result has x's dtype."""
+        w13 = torch.cat([packed[expert].to_dense() for packed in self.w13])
+        gemm1 = _linear(x, w13, _row(self.w13_bias, expert))
+        hidden = self.activation(gemm1.float()).to(x.dtype)
+        return _linear(hidden, self.w2[expert].to_dense(), _row(self.w2_bias, expert))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -79,10 +79,11 @@ class RestoringMlp:
     round_intermediate: RoundRows | None = None
 
     def intermediate(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """What the activation makes of x [M,H], [M,I] in x's dtype."""
+        """What the activation makes of x [M,H], [M,I]: in x's dtype where it is to be rounded, else `compute_dtype`."""
         rows = x if self.round_input is None else self.round_input(x, expert)
         gemm1 = self.w13(rows.to(self.compute_dtype), expert)
-        return self.activation(gemm1.float()).to(x.dtype)
+        # Not rounded for its own sake: in float16 it may be out of range.
+        return self.activation(gemm1.float()).to(self.compute_dtype if self.round_intermediate is None else x.dtype)
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """Maps x [M,H] to [M,H] in `compute_dtype`, a new tensor."""
