@@ -208,8 +208,8 @@ def test_formats_that_nothing_could_store(fields: dict[str, Any], text: str) -> 
 def test_a_format_says_what_it_is() -> None:
     zero_points = QuantFormat("uint4", (1, 48), symmetric=False)
     assert str(zero_points) == "uint4 in groups of 1 x 48, float32 scales, zero points"
-    static = QuantFormat("float8_e4m3fn", (-1, -1), global_scale=True, static=True)
-    assert str(static) == "float8_e4m3fn in groups of all x all, float32 scales, a global scale, static"
+    static = QuantFormat("float8_e4m3fn", (1, 16), global_scale=True, static=True)
+    assert str(static) == "float8_e4m3fn in groups of 1 x 16, float32 scales, a global scale, static"
     assert QUANT_SCHEMES["nvfp4"].description == "nvfp4"
     expected = f"nvfp4 (weights {zero_points}; activations the problem's dtype)"
     assert QuantScheme("nvfp4", zero_points).description == expected
