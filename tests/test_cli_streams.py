@@ -152,7 +152,7 @@ def test_streams_that_are_not_well_in_every_command() -> None:
 )
 def test_as_a_shell_hands_them_over(redirection: str, code: int) -> None:
     line = f"{sys.executable} -m moereg nonsense {redirection}"
-    process = subprocess.run(line, shell=True, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
+    process = subprocess.run(line, shell=True, capture_output=True, text=True, check=False, timeout=240, cwd=ROOT)
     assert (process.returncode, process.stdout, process.stderr) == (code, "", "")
 
 

@@ -784,8 +784,8 @@ def test_selecting_is_fast(fakes: BackendRegistry) -> None:
         add(f"backend_{number}", number, requires=("some-library>=2",), platforms=("cuda:sm80+", "rocm:gfx942"))
     problem, seconds = problem_of(), []
     for _ in range(50):
-        start = time.perf_counter()
+        # Of this thread alone, since other work on the machine takes time from it.
+        start = time.thread_time()
         select_backend(problem, H100)
-        seconds.append(time.perf_counter() - start)
-    # Other work on the machine, such as tests that run beside this one, only adds: the quickest says what it costs.
+        seconds.append(time.thread_time() - start)
     assert min(seconds) < 1e-3

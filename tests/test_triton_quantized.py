@@ -290,7 +290,7 @@ def restored(rows: QuantizedRows, scheme: QuantScheme, columns: int) -> torch.Te
 
 @dataclasses.dataclass
 class Stage:
-    """A layer's operands as its kernels take them."""
+    """A layer's operands as its kernels take them; `built` makes them, which takes a second."""
 
     scheme: QuantScheme
     hidden: int
@@ -303,13 +303,16 @@ class Stage:
     def __post_init__(self) -> None:
         activation, bias = self.activation, self.has_bias
         self.problem = make_problem(self.scheme, self.hidden, self.intermediate, activation=activation, has_bias=bias)
-        self.weights = make_weights(self.problem)
-        self.w13, self.w2 = dequantize_weights(self.weights, torch.float64)
         self.layer = TritonQuantizedExperts(self.problem, SM90)
-        self.permuted = self.layer.permute_weights(self.weights, self.problem)
         self.fmt = self.layer._row_format()
         if self.scheme.activation is not None and self.scheme.activation.group[1] not in (WHOLE, 16, 32):
             self.config = dataclasses.replace(self.config, block_k=128)
+
+    def built(self) -> Stage:
+        """Itself."""
+        self.weights = make_weights(self.problem)
+        self.w13, self.w2 = dequantize_weights(self.weights, torch.float64)
+        self.permuted = self.layer.permute_weights(self.weights, self.problem)
         num_tokens = 16 if self.direct else 21
         inputs = conformance.make_inputs(self.problem, num_tokens, "unmapped", DEVICE)
         self.topk_ids, self.topk_weights = inputs.topk_ids, inputs.topk_weights
@@ -332,6 +335,7 @@ class Stage:
             quantize_rows(self.tokens, x, self.fmt, RouteIds(self.topk_ids, None, 4, 4), static_scale=static)
         else:
             self.tokens = quantize(x, self.scheme)
+        return self
 
     def gate_up(self, out: Any, **keywords: Any) -> None:
         activation = self.problem.activation
@@ -365,16 +369,21 @@ class Stage:
 STAGES = [Stage(scheme, 130, 200, CONFIG) for scheme in MATRIX_SCHEMES]
 STAGES += [Stage(scheme, 256, 128, WIDE, "swigluoai", has_bias=True) for scheme in MATRIX_SCHEMES]
 STAGES += [Stage(scheme, 130, 72, WIDE, "relu2", has_bias=True, direct=True) for scheme in MATRIX_SCHEMES]
-each_stage = pytest.mark.parametrize(
-    "stage", STAGES, ids=lambda stage: f"{stage.scheme.name}-{stage.hidden}-{stage.activation}"
+
+
+# Of the module, so that the tests of one stage follow each other and a process builds those alone that it runs.
+@pytest.fixture(
+    scope="module", params=STAGES, ids=lambda stage: f"{stage.scheme.name}-{stage.hidden}-{stage.activation}"
 )
+def stage(request: pytest.FixtureRequest) -> Stage:
+    found: Stage = request.param
+    return found.built()
 
 
 def poisoned(*shape: int) -> torch.Tensor:
     return torch.full(shape, math.nan, device=DEVICE)
 
 
-@each_stage
 def test_gate_up_gemm(stage: Stage) -> None:
     padded = round_up(stage.intermediate, K_PAD)
     out = poisoned(stage.num_routes, padded)
@@ -387,7 +396,6 @@ def test_gate_up_gemm(stage: Stage) -> None:
     assert out[untouched].isnan().all(), "rows that are not in use were written to"
 
 
-@each_stage
 def test_codes_of_the_first_gemm_are_those_of_its_rounded_output(stage: Stage) -> None:
     """Fused or not, the intermediate is quantised where the reference does it, by the same rules."""
     padded = round_up(stage.intermediate, K_PAD)
@@ -418,7 +426,6 @@ def test_some_stages_fuse_the_quantiser_and_some_do_not() -> None:
     assert {fuses_quantizer(stage.fmt, stage.config) for stage in STAGES} == {True, False}
 
 
-@each_stage
 def test_down_gemm(stage: Stage) -> None:
     x = random(stage.num_routes, stage.intermediate)
     if stage.fmt.static:
@@ -442,7 +449,7 @@ def test_down_gemm(stage: Stage) -> None:
 @pytest.mark.parametrize("scheme", MATRIX_SCHEMES, ids=lambda scheme: scheme.name)
 def test_two_steps_a_turn_give_the_same_bits(scheme: QuantScheme) -> None:
     """Groups of columns are scaled as they were; only loads move."""
-    stage = Stage(scheme, 1024, 128, WIDE)
+    stage = Stage(scheme, 1024, 128, WIDE).built()
     static = torch.tensor([0.03], device=DEVICE) if stage.fmt.static else None
     x = quantize(random(stage.num_routes, 1024), scheme, static_scale=static)
     w13 = stage.layer._matrices(stage.permuted, "w13")
