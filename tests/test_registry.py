@@ -11,11 +11,14 @@ import pytest
 
 from moereg.author import Experts, Facts
 from moereg.discovery import load_backends
+from moereg.dispatch import evaluate
 from moereg.errors import RegistrationError
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform, PlatformRule
+from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES, QuantFormat, QuantScheme
 from moereg.registry import BUILTIN, BackendCell, BackendRegistry, register_moe_backend, registering_origin
+from moereg.request import Request
 from moereg.weights import PermutedWeights
 from tests.fakes import EVERYTHING, FakeExperts
 
@@ -216,6 +219,14 @@ def test_narrowing() -> None:
     assert EVERYTHING.bias is True
 
 
+def test_narrowed_facts_are_what_counts() -> None:
+    registry = BackendRegistry()
+    register(registry, bias=False)
+    problem = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2, has_bias=True)
+    decision = evaluate(registry.cells[0], problem, SM90, Request())
+    assert [reason.code for reason in decision.reasons] == ["bias"]
+
+
 @pytest.mark.parametrize(
     ("facts", "narrowed"),
     [
@@ -305,6 +316,14 @@ def test_scheme_for_prefers_the_checkpoints_own() -> None:
     assert both.scheme_for(QUANT_SCHEMES["nvfp4"]) is QUANT_SCHEMES["nvfp4"]
     assert half.scheme_for(QUANT_SCHEMES["nvfp4"]) is QUANT_SCHEMES["nvfp4_w4a16"]
     assert half.scheme_for(QUANT_SCHEMES["unquantized"]) is None
+
+
+def test_equal_formats_of_another_name_come_before_16_bits() -> None:
+    registry = BackendRegistry()
+    nvfp4 = QUANT_SCHEMES["nvfp4"]
+    mine = QuantScheme("mine", nvfp4.weight, nvfp4.activation)
+    register(registry, quant_schemes=("nvfp4_w4a16", mine))
+    assert registry.cells[0].scheme_for(nvfp4) is mine
 
 
 def test_rule_for_is_the_most_specific() -> None:

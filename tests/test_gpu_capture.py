@@ -1,0 +1,49 @@
+"""Captured layers beside the eager calls that share the workspace pool with them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from moereg.dispatch import select_backend
+from moereg.layer import make_kernel
+from moereg.problem import MoEProblem
+from moereg.reference import reference_experts, relative_error
+from moereg.testing.tolerances import tolerance
+from moereg.tuning.inputs import random_call
+from moereg.weights import ExpertWeights
+from moereg.workspace import WORKSPACES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_a_graph_keeps_its_scratch_when_the_pool_gives_its_own_back() -> None:
+    """A buffer that the graph and the pool shared would be somebody else's memory by the time of a replay."""
+    problem = MoEProblem(num_experts=8, hidden_size=512, intermediate_size=256, top_k=2)
+    generator = torch.Generator("cuda").manual_seed(0)
+    w13, w2 = (
+        (torch.randn(shape, generator=generator, device="cuda") * shape[-1] ** -0.5).bfloat16()
+        for shape in ((8, 512, 512), (8, 512, 256))
+    )
+    weights = ExpertWeights(w13=w13, w2=w2)
+    kernel = make_kernel(problem, weights, select_backend(problem, require="triton"))
+    call = random_call(problem, 64, "uniform", generator)
+    WORKSPACES.release()
+    out = kernel(*call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(*call, out=out)
+    # Whoever allocates as much next gets what the pool had.
+    num_bytes = WORKSPACES.num_bytes
+    assert num_bytes > 0
+    WORKSPACES.release()
+    others = [torch.full((num_bytes,), 7, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    out.fill_(math.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all((other == 7).all() for other in others), "a replay wrote into memory that is not its own"
+    truth = reference_experts(problem, weights, *call)
+    assert relative_error(out, truth) <= tolerance(problem.quant, problem.dtype, out.numel())
