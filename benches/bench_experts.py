@@ -29,8 +29,9 @@ from moereg.shapes import MODEL_SHAPES
 from moereg.testing.provenance import clocks, provenance
 from moereg.testing.tolerances import tolerance
 from moereg.tuning.compare import Comparison, Measurement
-from moereg.tuning.inputs import num_calls, random_weights
+from moereg.tuning.inputs import num_calls, random_calls, random_weights
 from moereg.tuning.roofline import Ceilings, measure_ceilings
+from moereg.weights import ExpertWeights
 
 PLATFORM = current_platform()
 DEVICE = torch.device(PLATFORM.device_type)
@@ -95,16 +96,24 @@ class _Current:
                 torch.cuda.empty_cache()
             num_kernels = sum(decision.accepted for decision in selection.decisions)
             for num_tokens in TOKEN_COUNTS:
-                check_run_fits(selection.problem, num_tokens, DEVICE, num_kernels, num_calls(num_tokens))
-            weights = random_weights(selection.problem, torch.Generator().manual_seed(0), DEVICE)
-            self._comparison = Comparison(selection, weights, tolerance)
+                num_inputs = (1 + num_kernels) * num_calls(num_tokens)
+                check_run_fits(selection.problem, num_tokens, DEVICE, num_kernels, num_inputs)
+
+            def make_weights() -> ExpertWeights:
+                return random_weights(selection.problem, torch.Generator().manual_seed(0), DEVICE)
+
+            inputs = {
+                num_tokens: random_calls(selection.problem, num_tokens, ROUTING, 0, DEVICE)
+                for num_tokens in TOKEN_COUNTS
+            }
+            self._comparison = Comparison(selection, make_weights, inputs, tolerance)
         return self._comparison
 
     def measure(self, case: Case) -> Measurement:
         comparison = self.comparison(case.selection)
         if case.num_tokens not in self._rows:
             ceilings = _ceilings(case.selection.problem.dtype)
-            self._rows = {case.num_tokens: comparison.measure(case.num_tokens, ceilings, ROUTING)}
+            self._rows = {case.num_tokens: comparison.measure(case.num_tokens, ceilings)}
         return next(row for row in self._rows[case.num_tokens] if row.decision == case.decision)
 
 
@@ -150,6 +159,8 @@ def bench_experts(benchmark: BenchmarkFixture, case: Case) -> None:
         pytest.skip(str(error))
     if row.failure:
         pytest.fail(f"it raised {row.failure}", pytrace=False)
+    if row.damage:
+        pytest.fail(f"it is wrong: {row.damage}", pytrace=False)
     if row.timing is None:
         pytest.fail(f"wrong numbers ({row.relative_error:.2e} > {row.tolerance:.1e}): no time", pytrace=False)
     benchmark.group = f"{problem.quant.name}: {case.layer} ({problem}), {case.num_tokens} tokens"

@@ -39,8 +39,8 @@ from tests.fakes import FakeExperts, WrongExperts
 
 SIZES = "--experts 8 --hidden 64 --intermediate 32 --top-k 2"
 
-EXPLAIN_KEYS = ["schema", "problem", "platform", "platform_source", "request", "selected", "source", "decisions"]
-EXPLAIN_KEYS += ["verification"]
+SELECTION_KEYS = ["schema", "problem", "platform", "platform_source", "request", "selected", "source", "decisions"]
+EXPLAIN_KEYS = [*SELECTION_KEYS, "verification"]
 DECISION_KEYS = ["backend", "experts", "rule", "computes", "accepted", "priority", "tier", "origin"]
 DECISION_KEYS += ["assumes", "reasons"]
 INFO_KEYS = ["schema", "version", "platform", "backends", "plugins"]
@@ -49,7 +49,7 @@ CELL_KEYS = ["experts", "quant_schemes", "platforms", "priority", "tier", "verif
 PLUGIN_KEYS = ["group", "name", "value", "distribution", "status", "error"]
 MEASUREMENTS = ["relative_error", "tolerance", "time_us", "permute_ms"]
 RUN_KEYS = ["schema", "backend", "platform", "problem", "tokens", "relative_error", "tolerance", "passed"]
-RUN_KEYS += ["failure", "time_us", "permute_ms", "selection"]
+RUN_KEYS += ["failure", "damage", "time_us", "permute_ms", "selection"]
 
 Call = Callable[[str], tuple[int, str, str]]
 
@@ -424,7 +424,7 @@ def test_info_says_why_a_backend_cannot_run(
 def _check_run(found: dict[str, Any]) -> None:
     assert list(found) == RUN_KEYS
     assert found["schema"] == 1
-    assert list(found["selection"]) == EXPLAIN_KEYS
+    assert list(found["selection"]) == SELECTION_KEYS
     assert found["backend"] == found["selection"]["selected"]
     assert found["problem"] == found["selection"]["problem"]
     assert found["platform"] == found["selection"]["platform"]
@@ -659,7 +659,7 @@ def test_nothing_fits_a_checkpoint_and_nothing_is_read(
 BENCH_KEYS = ["schema", "problem", "platform", "device", "versions", "commit", "date", "routing", "ceilings", "rows"]
 BENCH_KEYS += ["skipped"]
 ROW_KEYS = ["backend", "experts", "tokens", "relative_error", "tolerance", "passed"]
-ROW_KEYS += ["failure", "time_us", "p10_us", "p90_us", "tflops", "gbps", "roofline_us", "share"]
+ROW_KEYS += ["failure", "damage", "time_us", "p10_us", "p90_us", "tflops", "gbps", "roofline_us", "share"]
 RATES = ["time_us", "p10_us", "p90_us", "tflops", "gbps", "share"]
 BENCH = f"bench {SIZES} --rounds 2 --tokens 16,1"
 

@@ -46,9 +46,9 @@ def test_run_gives_the_median_in_us_and_permuting_in_ms(
         yield from (100.0, 102.5)
 
     timing = Timing((7000.0, 1234.0, 20.0))
-    monkeypatch.setattr("moereg.cli._run.time_kernels", lambda kernels, calls: dict.fromkeys(kernels, timing))
+    monkeypatch.setattr("moereg.tuning.compare.time_runs", lambda runs, device, rounds: dict.fromkeys(runs, timing))
     ticks = clock()
-    monkeypatch.setattr("moereg.cli._run.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr("moereg.tuning.compare.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     assert cli.main(f"run {SIZES} --platform cpu --json".split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["time_us"], found["permute_ms"]) == (1234.0, 2500.0)
@@ -114,7 +114,7 @@ def bench_result() -> BenchResult:
     selection = dataclasses.replace(selection, decisions=tuple(decisions))
     samples = ((180.0, 200.0, 260.0), (90.0, 100.0, 140.0), ())
     rows = tuple(measured(decision, 16, times) for decision, times in zip(decisions, samples, strict=True))
-    measured_on = {"device": "a machine", "versions": {"torch": torch.__version__}, "date": "2026-01-02"}
+    measured_on = {"device": "a machine", "versions": {"torch": torch.__version__}, "commit": "", "date": "2026-01-02"}
     return BenchResult("layer", selection, "uniform", measured_on, Ceilings(80.0, 60.0, "nothing"), rows)
 
 

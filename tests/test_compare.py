@@ -13,7 +13,7 @@ from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.selection import Selection
 from moereg.testing.tolerances import tolerance
 from moereg.tuning.compare import Comparison, Measurement, output_error
-from moereg.tuning.inputs import random_call, random_weights
+from moereg.tuning.inputs import random_call, random_calls, random_weights
 from moereg.tuning.roofline import Ceilings
 from moereg.weights import ExpertWeights, PermutedWeights
 from tests.fakes import BatchedExperts, FakeExperts, PerRouteExperts, WrongExperts
@@ -26,10 +26,19 @@ def register(name: str, base: type[FakeExperts], priority: int = 1) -> None:
     register_moe_backend(name, priority, ("unquantized",), ("*",))(type(name.title(), (base,), {}))
 
 
-def compare(problem: MoEProblem = PROBLEM, **request: str) -> tuple[Selection, Comparison]:
+CPU = torch.device("cpu")
+
+
+def compare(
+    num_tokens: int, problem: MoEProblem = PROBLEM, routing: str = "uniform", seed: int = 0, **request: str
+) -> tuple[Selection, Comparison]:
     selection = explain_backends(problem, **request)
-    weights = random_weights(problem, torch.Generator().manual_seed(0), torch.device("cpu"))
-    return selection, Comparison(selection, weights, tolerance)
+
+    def make_weights() -> ExpertWeights:
+        return random_weights(problem, torch.Generator().manual_seed(0), CPU)
+
+    inputs = {num_tokens: random_calls(problem, num_tokens, routing, seed, CPU)[:3]}
+    return selection, Comparison(selection, make_weights, inputs, tolerance)
 
 
 def by_name(rows: list[Measurement]) -> dict[str, Measurement]:
@@ -39,7 +48,7 @@ def by_name(rows: list[Measurement]) -> dict[str, Measurement]:
 def test_every_candidate_is_measured_in_order(isolated_registry: BackendRegistry) -> None:
     register("fake_right", FakeExperts)
     register("fake_routes", PerRouteExperts)
-    selection, comparison = compare()
+    selection, comparison = compare(5)
     rows = comparison.measure(5, CEILINGS, rounds=2)
     assert [row.decision for row in rows] == [decision for decision in selection.decisions if decision.accepted]
     assert {"torch", "fake_right", "fake_routes"} <= set(by_name(rows))
@@ -58,7 +67,7 @@ def test_every_candidate_is_measured_in_order(isolated_registry: BackendRegistry
 
 def test_wrong_numbers_get_no_time(isolated_registry: BackendRegistry) -> None:
     register("fake_wrong", WrongExperts)
-    rows = by_name(compare()[1].measure(3, CEILINGS, rounds=1))
+    rows = by_name(compare(3)[1].measure(3, CEILINGS, rounds=1))
     wrong = rows.pop("fake_wrong")
     assert not wrong.passed
     assert wrong.relative_error == pytest.approx(0.5, rel=0.05)
@@ -76,7 +85,7 @@ class UnpermutableExperts(FakeExperts):
 
 def test_a_candidate_that_cannot_be_built_is_a_row_too(isolated_registry: BackendRegistry) -> None:
     register("fake_broken", UnpermutableExperts)
-    selection, comparison = compare()
+    selection, comparison = compare(3)
     rows = by_name(comparison.measure(3, CEILINGS, rounds=1))
     broken = rows["fake_broken"]
     assert not broken.passed
@@ -92,16 +101,15 @@ def test_a_candidate_that_cannot_be_built_is_a_row_too(isolated_registry: Backen
 def test_the_batched_format_is_compared(isolated_registry: BackendRegistry) -> None:
     register("fake_batched", BatchedExperts)
     problem = MoEProblem(**{**PROBLEM.to_dict(), "activation_format": "batched"})
-    rows = compare(problem)[1].measure(4, CEILINGS, rounds=1)
+    rows = compare(4, problem)[1].measure(4, CEILINGS, rounds=1)
     assert {"fake_batched", "torch"} <= set(by_name(rows))
     assert all(row.passed for row in rows)
 
 
 def test_a_seed_and_a_routing_say_what_is_routed_where(isolated_registry: BackendRegistry) -> None:
-    comparison = compare(require="torch")[1]
-
     def num_bytes(routing: str, seed: int) -> float:
-        return comparison.measure(8, CEILINGS, routing, rounds=1, seed=seed)[0].num_bytes
+        comparison = compare(8, routing=routing, seed=seed, require="torch")[1]
+        return comparison.measure(8, CEILINGS, rounds=1)[0].num_bytes
 
     assert num_bytes("zipf", 1) == num_bytes("zipf", 1)
     # Half of the experts are active instead of nearly all.

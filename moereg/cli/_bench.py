@@ -21,8 +21,9 @@ from moereg.selection import SCHEMA, Decision, Selection, nearest_by_backend
 from moereg.testing.provenance import provenance
 from moereg.testing.tolerances import tolerance
 from moereg.tuning.compare import Comparison, Measurement
-from moereg.tuning.inputs import ROUTINGS, num_calls
+from moereg.tuning.inputs import ROUTINGS, num_calls, random_calls
 from moereg.tuning.roofline import Ceilings, measure_ceilings
+from moereg.weights import ExpertWeights
 
 __all__ = ["BenchResult", "bench_layer", "check_routing", "parse_tokens"]
 
@@ -107,6 +108,7 @@ def _row(row: Measurement) -> dict[str, Any]:
         "tolerance": row.tolerance,
         "passed": row.passed,
         "failure": row.failure or None,
+        "damage": row.damage or None,
         "time_us": row.time_us,
         "p10_us": row.timing.p10_us if row.timing else math.nan,
         "p90_us": row.timing.p90_us if row.timing else math.nan,
@@ -169,15 +171,19 @@ def bench_layer(
     if selection.winner is None:
         return result
     for num_tokens in token_counts:
-        check_run_fits(problem, num_tokens, device, len(cells), num_calls(num_tokens))
+        # Each backend has inputs and outputs of its own.
+        check_run_fits(problem, num_tokens, device, len(cells), (1 + len(cells)) * num_calls(num_tokens))
     with phase("measuring ceilings"):
         ceilings = measure_ceilings(problem.torch_dtype, device)
-    with phase("building weights") as advance:
-        weights = random_layer(problem, seed, device, advance).weights
-    with phase("permuting weights") as advance:
-        comparison = Comparison(selection, weights, tolerance, advance)
+
+    def make_weights() -> ExpertWeights:
+        with phase("building weights") as advance:
+            return random_layer(problem, seed, device, advance).weights
+
+    inputs = {num_tokens: random_calls(problem, num_tokens, routing, seed, device) for num_tokens in token_counts}
+    comparison = Comparison(selection, make_weights, inputs, tolerance, phase)
     rows: list[Measurement] = []
     for num_tokens in token_counts:
         with phase(f"comparing {len(cells)} at {num_tokens} tokens"):
-            rows += comparison.measure(num_tokens, ceilings, routing, rounds, seed)
+            rows += comparison.measure(num_tokens, ceilings, rounds)
     return dataclasses.replace(result, ceilings=ceilings, rows=tuple(rows))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +19,13 @@ from moereg.cli._options import ProblemFlags, UsageError, usage_errors
 from moereg.cli._progress import phase
 from moereg.dispatch import EmulationWarning, select_backend
 from moereg.errors import BackendError, UnsupportedProblemError
-from moereg.layer import make_kernel
 from moereg.problem import MoEProblem
 from moereg.quant import get_scheme
 from moereg.reference import reference_experts, relative_error
 from moereg.selection import SCHEMA, Selection
 from moereg.testing.tolerances import tolerance
+from moereg.tuning.compare import Comparison
 from moereg.tuning.inputs import Call
-from moereg.tuning.timing import time_kernels, wait_for
 from moereg.weights import ExpertWeights
 
 __all__ = ["DEFAULT_TOKENS", "RunResult", "run_layer"]
@@ -50,10 +48,11 @@ class RunResult:
         scheme_loss: What the scheme costs against fp32; None where the weights that were quantised are not known, are
             not quantised or are too many to keep beside.
         tolerance: Its bound.
-        time_us: Median of several calls.
+        time_us: Median of several calls; None where the numbers are wrong.
         permute_ms: Once.
         weights_bytes: Of the canonical weights.
         failure: What the backend raised, under its name; empty where it ran.
+        damage: What the backend wrote that it may only read, under its name; empty where nothing.
     """
 
     subject: str
@@ -66,11 +65,12 @@ class RunResult:
     permute_ms: float | None = None
     weights_bytes: int | None = None
     failure: str = ""
+    damage: str = ""
 
     @property
     def passed(self) -> bool | None:
-        """Whether the backend ran and the error is within the tolerance; None where nothing fitted."""
-        if self.failure:
+        """Whether the backend ran as it should and the error is within the tolerance; None where nothing fitted."""
+        if self.failure or self.damage:
             return False
         if self.relative_error is None or self.tolerance is None:
             return None
@@ -88,6 +88,7 @@ class RunResult:
             "tolerance": self.tolerance,
             "passed": self.passed,
             "failure": self.failure or None,
+            "damage": self.damage or None,
             "time_us": self.time_us,
             "permute_ms": self.permute_ms,
             "selection": self.selection.to_dict(),
@@ -178,21 +179,20 @@ def _checkpoint_problem(checkpoint: Path, layer: int | None, flags: ProblemFlags
 def _measure(
     result: RunResult, layer: Layer, plain: Callable[[], ExpertWeights | None] | None, hidden_states: torch.Tensor
 ) -> RunResult:
-    selection, weights, device = result.selection, layer.weights, hidden_states.device
-    problem = selection.problem
-    topk_weights, topk_ids = layer.route(hidden_states)
-    with phase("permuting weights"):
-        start = time.perf_counter()
-        kernel = make_kernel(problem, weights, selection=selection)
-        wait_for(device)
-        permute_ms = (time.perf_counter() - start) * 1e3
+    selection, weights, problem = result.selection, layer.weights, result.selection.problem
+    # Before the backend sees anything of the layer.
+    call = Call(hidden_states, *layer.route(hidden_states))
+    winner = selection.winner
+    assert winner is not None
+    alone = dataclasses.replace(selection, decisions=(winner,))
+    comparison = Comparison(alone, lambda: weights, {result.num_tokens: [call]}, tolerance, phase)
     with phase("running"):
-        out = kernel(hidden_states, topk_weights, topk_ids)
-        timing = time_kernels({"": kernel}, [Call(hidden_states, topk_weights, topk_ids)])[""]
-    with phase("computing the reference"):
-        computes = kernel.experts.computes
-        call = (hidden_states, topk_weights, topk_ids)
-        reference = reference_experts(problem, weights, *call, computes=computes)
+        (row,) = comparison.measure(result.num_tokens, None)
+    if row.error is not None:
+        raise row.error
+    if row.damage:
+        return dataclasses.replace(result, damage=row.damage)
+    reference = comparison.reference(winner, result.num_tokens)
     # Not earlier, so that they take no memory while the layer runs.
     unquantised = None if plain is None else plain()
     loss = None
@@ -201,10 +201,10 @@ def _measure(
             loss = relative_error(reference, reference_experts(_plain_problem(problem), unquantised, *call))
     return dataclasses.replace(
         result,
-        tolerance=tolerance(computes, problem.dtype, reference.numel()),
-        relative_error=relative_error(out, reference),
+        tolerance=row.tolerance,
+        relative_error=row.relative_error,
         scheme_loss=loss,
-        time_us=timing.median_us,
-        permute_ms=permute_ms,
+        time_us=row.timing.median_us if row.timing else None,
+        permute_ms=comparison.permute_ms[winner],
         weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors().values()),
     )

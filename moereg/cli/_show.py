@@ -124,11 +124,20 @@ def show_run(result: RunResult) -> None:
         show_selection(selection, result.subject)
         console(sys.stdout).print(Text(f"FAILED: {result.failure}", style="bold red"))
         return
+    if result.damage:
+        show_selection(selection, result.subject)
+        console(sys.stdout).print(
+            Text(f"WRONG: {winner.backend} of {winner.origin}: {result.damage}", style="bold red")
+        )
+        return
     assert result.relative_error is not None and result.tolerance is not None
-    assert result.time_us is not None and result.permute_ms is not None and result.weights_bytes is not None
+    assert result.permute_ms is not None and result.weights_bytes is not None
     verdict = Text("right", style="bold green") if result.passed else Text("WRONG", style="bold red")
     comparison = "within" if result.passed else "not within"
     tier = "" if winner.tier == "kernel" else f", {winner.tier}: right numbers, not the speed of the scheme"
+    time = "none, since the numbers are wrong"
+    if result.time_us is not None:
+        time = f"{result.time_us:,.0f} us a call of {result.num_tokens} tokens"
     table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
     rows: tuple[tuple[str, str | Text], ...] = (
         ("layer", f"{result.subject}: {selection.problem}"),
@@ -136,7 +145,7 @@ def show_run(result: RunResult) -> None:
         ("backend", f"{winner.backend} ({winner.experts}), {_source(selection)}{tier}"),
         ("computes", winner.computes),
         ("weights", f"{format_bytes(result.weights_bytes)}, permuted in {result.permute_ms:.0f} ms"),
-        ("time", f"{result.time_us:,.0f} us a call of {result.num_tokens} tokens"),
+        ("time", time),
         ("error", f"{result.relative_error:.2e}, {comparison} the tolerance {result.tolerance:.1e} of the reference"),
         ("numbers", verdict),
     )
@@ -186,6 +195,9 @@ def show_bench(result: BenchResult) -> None:
     for row in result.rows:
         if row.failure:
             target.print(f"{labels[row.decision]} failed at {row.num_tokens} tokens: {row.failure}")
+        if row.damage:
+            label = f"{labels[row.decision]} of {row.decision.origin}"
+            target.print(f"{label} is WRONG at {row.num_tokens} tokens: {row.damage}")
     target.print(f"a layer gets {labels[winner]}: {_source(selection)}")
     for decision in result.skipped:
         target.print(f"not compared: {_why_not(decision)}")
@@ -205,6 +217,8 @@ def _measured(row: Measurement) -> tuple[str, str, str, str, str]:
 def _error(row: Measurement) -> str | Text:
     if row.failure:
         return Text("failed", style="bold red")
+    if row.damage:
+        return Text("wrote what it may only read", style="bold red")
     if row.passed:
         return f"{row.relative_error:.1e}"
     return Text(f"{row.relative_error:.1e} > {row.tolerance:.1e}", style="bold red")

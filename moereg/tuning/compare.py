@@ -1,27 +1,39 @@
-"""Compares every candidate that fits a problem, on the same weights and inputs: first numbers, then time."""
+"""Compares every candidate that fits a problem, on the same weights and inputs: first numbers, then time.
+
+What candidates are judged by is made before any of their code runs. Each gets inputs and outputs of its own; weights,
+which are too large to copy, are shared and watched. One that writes what it may only read is wrong, is named with what
+it wrote, and harms no other: what it wrote is made anew.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
 
+from moereg.errors import BackendError
 from moereg.layer import MoEKernel, make_kernel
 from moereg.reference import reference_experts, relative_error
 from moereg.selection import Decision, Selection
-from moereg.tuning.inputs import Call, num_calls, random_call
+from moereg.tuning.inputs import Call
 from moereg.tuning.roofline import Ceilings, roofline_us, work_of
-from moereg.tuning.timing import ROUNDS, Run, Timing, kernel_runs, time_runs
+from moereg.tuning.timing import ROUNDS, Run, Timing, kernel_runs, time_runs, wait_for
+from moereg.tuning.watched import WatchedTensors, same_bytes
 from moereg.weights import ExpertWeights
 
-__all__ = ["Comparison", "Measurement", "Tolerance", "output_error"]
+__all__ = ["Comparison", "Measurement", "Phase", "Tolerance", "output_error"]
 
 Tolerance = Callable[[str, str, int], float]
 """The bound of a scheme, for a dtype and a number of elements of the output: `moereg.testing.tolerances.tolerance`."""
+
+Phase = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], object]]]
+"""Shows that something long, which it is given the name of, is under way; gives what is told of (done, in all)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +43,15 @@ class Measurement:
     Attributes:
         decision: The candidate.
         num_tokens: T.
-        relative_error: Against the reference; NaN where the output holds one or there is none.
+        relative_error: Against the reference; NaN where the output holds one or there is none. Of the first call, or of
+            the first after timing that is over the bound.
         tolerance: Its bound.
         failure: What it raised; empty where it ran.
         timing: None where the numbers are wrong.
         flops, num_bytes: Of one call, the mean over the calls.
-        roofline_us: What the device could reach.
+        roofline_us: What the device could reach; NaN where that is not known.
+        damage: What it wrote that it may only read; empty where nothing.
+        error: What it raised, as it is.
     """
 
     decision: Decision
@@ -48,11 +63,13 @@ class Measurement:
     flops: float
     num_bytes: float
     roofline_us: float
+    damage: str = ""
+    error: Exception | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def passed(self) -> bool:
-        """Whether it ran and its error is within the tolerance."""
-        return not self.failure and self.relative_error <= self.tolerance  # False for NaN.
+        """Whether it ran, wrote nothing but its output, and its error is within the tolerance."""
+        return not self.failure and not self.damage and self.relative_error <= self.tolerance  # False for NaN.
 
     @property
     def time_us(self) -> float:
@@ -75,82 +92,131 @@ class Measurement:
         return self.roofline_us / self.time_us
 
 
+@dataclasses.dataclass
+class _Findings:
+    """What is known of the candidates at one number of tokens, or of all of them before any call."""
+
+    relative_errors: dict[Decision, float] = dataclasses.field(default_factory=dict)
+    errors: dict[Decision, Exception] = dataclasses.field(default_factory=dict)
+    damages: dict[Decision, str] = dataclasses.field(default_factory=dict)
+    timings: dict[Decision, Timing] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    """One candidate's inputs and outputs, and its runs on them."""
+
+    calls: list[Call]
+    outs: list[torch.Tensor]
+    runs: list[Run] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, calls: Sequence[Call]) -> _Own:
+        own = [Call(*(tensor.clone() for tensor in call)) for call in calls]
+        return cls(own, [torch.full_like(call.hidden_states, math.nan) for call in calls])
+
+    def written(self, calls: Sequence[Call]) -> tuple[str, ...]:
+        """Names of the inputs that are not what they were copied from, or that torch saw written."""
+        names: dict[str, None] = {}
+        for own, call in zip(self.calls, calls, strict=True):
+            for name, tensor, pristine in zip(Call._fields, own, call, strict=True):
+                if (not tensor.is_inference() and tensor._version) or not same_bytes(tensor, pristine):
+                    names[name] = None
+        return tuple(names)
+
+
+@contextlib.contextmanager
+def _silent(_description: str) -> Iterator[Callable[[int, int], object]]:
+    yield lambda done, total: None
+
+
 class Comparison:
     """The accepted candidates of a selection, all built on the same weights and kept, so that they run in turns.
 
-    A candidate that raises has failed and takes no other down.
+    A candidate that raises, or writes what is not its own, takes no other down.
+
+    Attributes:
+        problem: The layer.
+        weights: Canonical.
+        permute_ms: What permuting took, by candidate.
     """
 
+    @torch.no_grad()
     def __init__(
         self,
         selection: Selection,
-        weights: ExpertWeights,
+        make_weights: Callable[[], ExpertWeights],
+        inputs: Mapping[int, Sequence[Call]],
         tolerance: Tolerance,
-        advance: Callable[[int, int], object] | None = None,
+        phase: Phase = _silent,
     ) -> None:
-        """Permutes the weights for every accepted candidate.
+        """Makes the weights and the references, then permutes the weights for every accepted candidate.
 
         Args:
             selection: Of the machine at hand.
-            weights: Canonical; kept for the reference.
+            make_weights: Makes the canonical weights; called again, for the same ones, where a candidate has written
+                into them.
+            inputs: Calls by their number of tokens, at least one each; they are copied for each candidate.
             tolerance: The bounds.
-            advance: Told of each candidate as (done, in all).
+            phase: Shows progress.
         """
         self.problem: Final = selection.problem
-        self._weights: Final = weights
+        self.permute_ms: Final[dict[Decision, float]] = {}
+        self._make_weights: Final = make_weights
         self._tolerance: Final = tolerance
+        self._inputs: Final = {num_tokens: tuple(calls) for num_tokens, calls in inputs.items()}
         self._candidates: Final = [decision for decision in selection.decisions if decision.accepted]
         self._kernels: Final[dict[Decision, MoEKernel]] = {}
-        self._failures: Final[dict[Decision, str]] = {}
-        for number, decision in enumerate(self._candidates, start=1):
-            chosen = dataclasses.replace(selection, decisions=(decision,), source="required")
-            try:
-                self._kernels[decision] = make_kernel(self.problem, weights, chosen)
-            except Exception as error:
-                self._failures[decision] = _failure(error)
-            if advance is not None:
+        self._found: Final = _Findings()
+        self.weights: Final = make_weights().contiguous()
+        with phase("computing references"):
+            self._references: Final = {
+                num_tokens: self._references_of(calls) for num_tokens, calls in self._inputs.items()
+            }
+        self._watched: Final = WatchedTensors(self.weights.tensors())
+        with phase("permuting weights") as advance:
+            for number, decision in enumerate(self._candidates, start=1):
+                self._permute(selection, decision)
                 advance(number, len(self._candidates))
 
     @torch.no_grad()
-    def measure(
-        self, num_tokens: int, ceilings: Ceilings, routing: str = "uniform", rounds: int = ROUNDS, seed: int = 0
-    ) -> list[Measurement]:
+    def measure(self, num_tokens: int, ceilings: Ceilings | None, rounds: int = ROUNDS) -> list[Measurement]:
         """Compares the candidates with the reference, and times those that are right in turns.
 
         Args:
-            num_tokens: T, at least 1.
-            ceilings: Of this device.
-            routing: One of `ROUTINGS`.
+            num_tokens: One of those that there are inputs for.
+            ceilings: Of this device, where they are known.
             rounds: Samples of each.
-            seed: Of tokens and routes.
 
         Returns:
             One measurement a candidate, in the selection's order.
         """
-        device = self._weights.w13.device
-        generator = torch.Generator(device).manual_seed(seed)
-        calls = [random_call(self.problem, num_tokens, routing, generator) for _ in range(num_calls(num_tokens))]
-        failures = dict(self._failures)
-        errors = self._errors(calls[0], failures)
-        bounds = {
-            decision: self._tolerance(decision.computes, self.problem.dtype, calls[0].hidden_states.numel())
-            for decision in self._candidates
-        }
-        right = [decision for decision, error in errors.items() if error <= bounds[decision]]
-        timings = self._times(right, calls, rounds, failures)
+        calls = self._inputs[num_tokens]
+        found = _Findings(errors=dict(self._found.errors), damages=dict(self._found.damages))
+        for decision, kernel in list(self._kernels.items()):
+            own = _Own.of(calls[:1])
+            try:
+                reference = self._references[num_tokens][decision.computes][0]
+                found.relative_errors[decision] = output_error(kernel, own.calls[0], reference)
+            except Exception as error:
+                found.errors[decision] = error
+            self._blame(found, decision, "apply", own.written(calls[:1]))
+        self._time(found, num_tokens, rounds)
         works = [work_of(self.problem, call) for call in calls]
-        best_us = roofline_us(works, ceilings)
+        best_us = math.nan if ceilings is None else roofline_us(works, ceilings)
         return [
             Measurement(
                 decision=decision,
                 num_tokens=num_tokens,
-                relative_error=errors.get(decision, math.nan),
-                tolerance=bounds[decision],
-                failure=failures.get(decision, ""),
-                timing=timings.get(decision),
+                relative_error=found.relative_errors.get(decision, math.nan),
+                tolerance=self._bound(decision, num_tokens),
+                failure=_text(found.errors.get(decision)),
+                timing=found.timings.get(decision),
                 flops=statistics.fmean(work.flops for work in works),
                 num_bytes=statistics.fmean(work.num_bytes for work in works),
                 roofline_us=best_us,
+                damage=found.damages.get(decision, ""),
+                error=found.errors.get(decision),
             )
             for decision in self._candidates
         ]
@@ -159,36 +225,144 @@ class Comparison:
         """Of a candidate's two workspaces for a call.
 
         Raises:
-            KeyError: The candidate could not be built.
+            KeyError: The candidate could not be built, or was wrong to write.
         """
         shapes = self._kernels[decision].experts.workspace_shapes(self.problem, num_tokens)
         return sum(math.prod(shape) for shape in shapes) * self.problem.torch_dtype.itemsize
 
-    def _errors(self, call: Call, failures: dict[Decision, str]) -> dict[Decision, float]:
-        # One of each scheme that is computed: a cell may compute on the same weights with 16-bit activations.
-        references = {
-            scheme: reference_experts(self.problem, self._weights, *call, computes=scheme)
-            for scheme in dict.fromkeys(decision.computes for decision in self._kernels)
-        }
-        errors = {}
-        for decision, kernel in self._kernels.items():
-            try:
-                errors[decision] = output_error(kernel, call, references[decision.computes])
-            except Exception as error:
-                failures[decision] = _failure(error)
-        return errors
+    def reference(self, decision: Decision, num_tokens: int) -> torch.Tensor:
+        """What a candidate's output of the first call is compared with, [T,H] fp32."""
+        return self._references[num_tokens][decision.computes][0]
 
-    def _times(
-        self, right: Sequence[Decision], calls: Sequence[Call], rounds: int, failures: dict[Decision, str]
-    ) -> dict[Decision, Timing]:
-        outs = [torch.empty_like(call.hidden_states) for call in calls]
-        runs: dict[Decision, list[Run]] = {}
-        for decision in right:
+    def _references_of(self, calls: Sequence[Call]) -> dict[str, list[torch.Tensor]]:
+        """Of the first call and, where there are several, the last, by what is computed.
+
+        A cell may compute on the same weights with 16-bit activations.
+        """
+        checked = [calls[place] for place in _checked_places(calls)]
+        schemes = {
+            decision.computes: decision.cell.scheme_for(self.problem.quant)
+            for decision in self._candidates
+            if decision.cell is not None
+        }
+        return {
+            name: [reference_experts(self.problem, self.weights, *call, computes=scheme) for call in checked]
+            for name, scheme in schemes.items()
+        }
+
+    def _permute(self, selection: Selection, decision: Decision) -> None:
+        chosen = dataclasses.replace(selection, decisions=(decision,), source="required")
+        # Aliases, so that nobody can give our tensors other memory.
+        aliases = {name: tensor.detach() for name, tensor in self.weights.tensors().items()}
+        weights = dataclasses.replace(self.weights, **aliases)  # type: ignore[arg-type]
+        device = self.weights.w13.device
+        wait_for(device)
+        start = time.perf_counter()
+        try:
+            self._kernels[decision] = make_kernel(self.problem, weights, chosen)
+            wait_for(device)
+            self.permute_ms[decision] = (time.perf_counter() - start) * 1e3
+        except Exception as error:
+            self._found.errors[decision] = error
+        self._blame(self._found, decision, "permute_weights")
+
+    def _blame(self, found: _Findings, decision: Decision, step: str, inputs: tuple[str, ...] = ()) -> bool:
+        """Says what was written since the last time, if anything was, and makes shared weights what they were."""
+        if inputs:
+            found.damages[decision] = f"{step} wrote to its inputs ({', '.join(inputs)})"
+        if written := self._watched.written():
+            # For good: what it runs on may be what it wrote to.
+            self._found.damages[decision] = f"{step} wrote to the layer's weights ({', '.join(written)})"
+            found.damages[decision] = self._found.damages[decision]
+            self._kernels.pop(decision, None)
+            self._restore()
+        return bool(inputs or written)
+
+    def _restore(self) -> None:
+        if len(self._candidates) > 1:  # Else nobody is there to be harmed.
+            self._watched.restore(self._make_weights().tensors())
+        else:
+            self._watched.renew()
+
+    def _bound(self, decision: Decision, num_tokens: int) -> float:
+        numel = self._inputs[num_tokens][0].hidden_states.numel()
+        return self._tolerance(decision.computes, self.problem.dtype, numel)
+
+    def _is_right(self, found: _Findings, decision: Decision, num_tokens: int) -> bool:
+        is_whole = decision not in found.errors and decision not in found.damages
+        return is_whole and found.relative_errors[decision] <= self._bound(decision, num_tokens)
+
+    def _time(self, found: _Findings, num_tokens: int, rounds: int) -> None:
+        """Times the candidates that are right, and forgets the times of those that are not right afterwards."""
+        calls, device = self._inputs[num_tokens], self.weights.w13.device
+        owns: dict[Decision, _Own] = {}
+        for decision, kernel in self._kernels.items():
+            if not self._is_right(found, decision, num_tokens):
+                continue
+            own = _Own.of(calls)
             try:
-                runs[decision] = kernel_runs(self._kernels[decision], calls, outs)
+                owns[decision] = dataclasses.replace(own, runs=kernel_runs(kernel, own.calls, own.outs))
             except Exception as error:  # For one, a kernel that cannot be captured although it says so.
-                failures[decision] = _failure(error)
-        return time_runs(runs, self._weights.w13.device, rounds)
+                found.errors[decision] = error
+        try:
+            found.timings = time_runs({decision: own.runs for decision, own in owns.items()}, device, rounds)
+            is_clean = True
+        except Exception:
+            is_clean = False
+        if len(owns) == 1:  # It is known who it was.
+            self._blame(found, next(iter(owns)), "apply")
+        written = self._watched.written()
+        if written or not is_clean:
+            self._time_one_by_one(found, owns, rounds, written)
+        for decision in list(found.timings):
+            self._check_again(found, decision, owns[decision], num_tokens)
+            if not self._is_right(found, decision, num_tokens):
+                del found.timings[decision]
+
+    def _time_one_by_one(
+        self, found: _Findings, owns: Mapping[Decision, _Own], rounds: int, written: tuple[str, ...]
+    ) -> None:
+        """Finds out which of the candidates raised, or wrote to shared weights, while they ran in turns."""
+        self._restore()
+        found.timings = {}
+        is_found = False
+        for decision, own in owns.items():
+            try:
+                found.timings |= time_runs({decision: own.runs}, self.weights.w13.device, rounds)
+            except Exception as error:
+                found.errors[decision] = error
+                is_found = True
+            if self._blame(found, decision, "apply"):
+                found.timings.pop(decision, None)
+                is_found = True
+        if written and not is_found:
+            names = ", ".join(decision.backend for decision in owns)
+            for decision in owns:
+                found.damages[decision] = f"one of {names} wrote to the layer's weights ({', '.join(written)}), once"
+            found.timings = {}
+
+    def _check_again(self, found: _Findings, decision: Decision, own: _Own, num_tokens: int) -> None:
+        """Compares what the timed runs left, and what another run leaves where nothing was."""
+        calls = self._inputs[num_tokens]
+        references = self._references[num_tokens][decision.computes]
+        errors = [relative_error(own.outs[0], references[0])]
+        try:
+            for place, reference in zip(_checked_places(calls), references, strict=True):
+                own.outs[place].fill_(math.nan)
+                own.runs[place]()
+                wait_for(own.outs[place].device)
+                errors.append(relative_error(own.outs[place], reference))
+        except Exception as error:
+            found.errors[decision] = error
+        bound = self._bound(decision, num_tokens)
+        found.relative_errors[decision] = next(
+            (error for error in errors if not error <= bound), found.relative_errors[decision]
+        )
+        self._blame(found, decision, "apply", own.written(calls))
+
+
+def _checked_places(calls: Sequence[Call]) -> tuple[int, ...]:
+    return (0,) if len(calls) == 1 else (0, len(calls) - 1)
 
 
 def output_error(kernel: MoEKernel, call: Call, reference: torch.Tensor) -> float:
@@ -201,5 +375,7 @@ def output_error(kernel: MoEKernel, call: Call, reference: torch.Tensor) -> floa
     return relative_error(out, reference)
 
 
-def _failure(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _text(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"

@@ -13,7 +13,7 @@ from moereg.quantize import quantize_weights
 from moereg.reference import calibrate_activation_scales
 from moereg.weights import ExpertWeights
 
-__all__ = ["ROUTINGS", "Call", "num_calls", "random_call", "random_weights"]
+__all__ = ["ROUTINGS", "Call", "num_calls", "random_call", "random_calls", "random_weights"]
 
 ROUTINGS: Final = ("uniform", "zipf", "one_set")
 """Each token's experts alike likely; likely as 1 / rank, the ranks anew each call; the same experts for all tokens."""
@@ -185,6 +185,12 @@ def random_call(problem: MoEProblem, num_tokens: int, routing: str, generator: t
         topk_weights = topk_weights / topk_weights.sum(1, keepdim=True)
     tokens = torch.randn(num_tokens, problem.hidden_size, generator=generator, device=device)
     return Call(tokens.to(problem.torch_dtype), topk_weights, topk_ids)
+
+
+def random_calls(problem: MoEProblem, num_tokens: int, routing: str, seed: int, device: torch.device) -> list[Call]:
+    """The calls that are rotated over at a number of tokens: `num_calls` of `random_call`, by a seed."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return [random_call(problem, num_tokens, routing, generator) for _ in range(num_calls(num_tokens))]
 
 
 def num_calls(num_tokens: int) -> int:

@@ -1,0 +1,91 @@
+"""Tensors that others may read and not write: whether they did, seen by versions and by bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import torch
+
+from moereg.tuning.timing import wait_for
+
+__all__ = ["WatchedTensors", "same_bytes"]
+
+# 8-byte words that are summed at a time: what is made of them stays in a CPU's cache, and keeps a GPU busy.
+_CPU_WORDS: Final = 1 << 18
+_GPU_WORDS: Final = 1 << 22
+
+_State = tuple[int, int, int, tuple[int, ...]]
+"""Address and bytes of the storage, torch's count of writes, sums of the bytes."""
+
+
+class WatchedTensors:
+    """Remembers what tensors hold by checksums, so that gigabytes are not kept twice.
+
+    Writes that torch does not count, those of kernels and through `.data`, show in the bytes.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Reads all of them, which waits for their devices.
+
+        Args:
+            tensors: By the names that `written` gives; contiguous, on one device.
+        """
+        self._tensors: Final = dict(tensors)
+        device = next(iter(self._tensors.values())).device
+        generator = torch.Generator().manual_seed(0)
+        words = _CPU_WORDS if device.type == "cpu" else _GPU_WORDS
+        # A plain sum stays the same where rows change places. Odd, so that no bit of a word is lost.
+        factors = torch.randint(-(2**63), 2**63 - 1, (words,), generator=generator) | 1
+        self._factors: Final = factors.to(device)
+        self._states: dict[str, _State] = {}
+        self.renew()
+
+    def written(self) -> tuple[str, ...]:
+        """Names of the tensors that were written since they were last read or restored."""
+        return tuple(name for name in self._tensors if self._state(name) != self._states[name])
+
+    def restore(self, pristine: Mapping[str, torch.Tensor]) -> None:
+        """Writes back what the tensors held, into the same memory, which views of others may share.
+
+        Args:
+            pristine: By name; of the same shapes and dtypes.
+        """
+        for name, tensor in self._tensors.items():
+            storage, num_bytes = tensor.untyped_storage(), self._states[name][1]
+            if storage.nbytes() != num_bytes:
+                storage.resize_(num_bytes)
+            with torch.no_grad():
+                tensor.copy_(pristine[name])
+        self.renew()
+
+    def renew(self) -> None:
+        """Takes what the tensors hold now for what they should."""
+        self._states = {name: self._state(name) for name in self._tensors}
+
+    def _state(self, name: str) -> _State:
+        tensor = self._tensors[name]
+        wait_for(tensor.device)
+        storage = tensor.untyped_storage()
+        version = 0 if tensor.is_inference() else tensor._version
+        end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        sums = self._sums(tensor) if storage.nbytes() >= end else ()
+        return storage.data_ptr(), storage.nbytes(), version, sums
+
+    def _sums(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        sums = [(words * self._factors[: len(words)]).sum() for words in self._words(tensor)]
+        return tuple(torch.stack(sums).tolist()) if sums else ()
+
+    def _words(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        for piece in flat.split(8 * len(self._factors)):
+            if len(piece) % 8 or piece.storage_offset() % 8:
+                padded = piece.new_zeros(-(-len(piece) // 8) * 8)
+                padded[: len(piece)] = piece
+                piece = padded
+            yield piece.view(torch.int64)
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors of one shape and dtype hold the same bits; NaN equals itself."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
