@@ -174,11 +174,11 @@ def shown(value: object) -> str:
 def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
     """A text as one line that is safe to print: white space is one space each, what cannot be printed is escaped."""
     line = " ".join(text.split())
-    if len(line) > longest:
-        line = f"{line[: longest - 3]}..."
-    if line.isprintable():
-        return line
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
+    # An escape is longer than what it stands for, so what is too long is cut after it, too.
+    start = line[: longest + 1]
+    if not start.isprintable():
+        start = "".join(char if char.isprintable() else repr(char)[1:-1] for char in start)
+    return start if len(start) <= longest else f"{start[: longest - 3]}..."
 
 
 def described(error: BaseException) -> str:

@@ -373,3 +373,34 @@ def test_rows_have_the_bits_of_their_tensor(tmp_path: Path, dtype: torch.dtype) 
             found = files.read("w", row)
             assert found.dtype == dtype
             assert torch.equal(found.view(torch.uint8), tensor[row].view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"layer": None}, "layer must be an integer, got None"),
+        ({"layer": "1"}, "layer must be an integer, got '1'"),
+        ({"layer": True}, "layer must be an integer, got True"),
+        ({"layer": 0, "num_local_experts": "2"}, "num_local_experts must be an integer, got '2'"),
+        ({"layer": 0, "ep_rank": 0.5}, "ep_rank must be an integer, got 0.5"),
+        ({"layer": 0, "device": "nothing"}, "device must be one that torch knows, .*, got 'nothing'"),
+        ({"layer": 0, "device": ""}, "device must be one that torch knows, .*, got ''"),
+        ({"layer": 0, "max_memory_fraction": float("nan")}, "max_memory_fraction must be above 0 and at most 1"),
+    ],
+    ids=lambda value: " ".join(f"{name} {item}" for name, item in value.items()) if isinstance(value, dict) else "",
+)
+def test_arguments_of_other_types(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=f"^{expected}"):
+        load_experts(CHECKPOINTS / "fp8_block128", **arguments)
+
+
+def test_a_problem_has_a_layer() -> None:
+    with pytest.raises(ValueError, match="layer must be an integer, got None"):
+        read_problem(CHECKPOINTS / "fp8_block128", None)  # type: ignore[arg-type]
+
+
+def test_names_that_escapes_make_longer_still_make_a_line(tmp_path: Path) -> None:
+    path = _sharded(tmp_path, "\x1b" * 100_000)
+    with pytest.raises(CheckpointError) as error:
+        load_experts(path, 0)
+    assert len(str(error.value)) <= 2000

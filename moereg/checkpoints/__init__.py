@@ -18,7 +18,7 @@ from moereg.ambient import in_plain_torch
 from moereg.checkpoints._files import CheckpointFiles
 from moereg.checkpoints._memory import check_fits
 from moereg.checkpoints._plan import LayerPlan, moe_layer_indices, plan_layer
-from moereg.errors import CheckpointError, RequestError
+from moereg.errors import CheckpointError, RequestError, shown
 from moereg.layer import MoEKernel, make_kernel
 from moereg.problem import MoEProblem
 from moereg.routing import RouterSpec
@@ -176,11 +176,12 @@ def load_experts(
     """
     if not 0 < max_memory_fraction <= 1:
         raise ValueError(f"max_memory_fraction must be above 0 and at most 1, got {max_memory_fraction}")
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be one that torch knows, such as cpu or cuda:0, got {shown(device)}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(device)!r} needs a GPU that this torch build can use; leave it out for the CPU")
-    if isinstance(layer, bool) or not isinstance(layer, int):
-        raise ValueError(f"layer must be an integer, got {layer!r}")
     with CheckpointFiles(path) as files:
         plan = plan_layer(files, layer, num_local_experts, ep_rank)
         overrides: dict[str, Any] = {} if dtype is None else {"dtype": dtype}

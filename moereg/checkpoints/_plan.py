@@ -14,7 +14,7 @@ from moereg.checkpoints._models import MODEL_TYPES, ModelType
 from moereg.checkpoints._parts import ExpertPart, list_modules, list_parts
 from moereg.checkpoints._quantisation import quantized_format
 from moereg.config_entries import MOST_LAYERS, is_one_of, read_count
-from moereg.errors import CheckpointError, one_line, shown, unknown_name_message
+from moereg.errors import ArgumentError, CheckpointError, one_line, shown, unknown_name_message
 from moereg.problem import MoEProblem
 from moereg.routing import RouterSpec
 
@@ -67,8 +67,11 @@ def plan_layer(files: CheckpointFiles, layer: int, num_local_experts: int | None
 
     Raises:
         CheckpointError: The layer cannot be read; the message says why.
-        ValueError: The rank's experts are not experts of the layer.
+        ValueError: An argument is no integer, or the rank's experts are not experts of the layer.
     """
+    for argument, value in (("layer", layer), ("num_local_experts", num_local_experts), ("ep_rank", ep_rank)):
+        if type(value) is not int and not (value is None and argument == "num_local_experts"):
+            raise ArgumentError(f"{argument} must be an integer, got {shown(value)}; pass one")
     model_type, model = _model(files)
     _check_has_experts(files, layer)
     with _config_errors(files):
