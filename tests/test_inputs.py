@@ -104,6 +104,15 @@ def test_routings_are_as_skewed_as_they_say() -> None:
     assert set(first[0].tolist()) != set(second[0].tolist())
 
 
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_the_routing_weights_of_a_token_differ(routing: str) -> None:
+    """Where they are equal, weights of the wrong route go unseen."""
+    ordered = random_call(PROBLEM, 50, routing, generator()).topk_weights.sort(dim=1).values
+    gaps = ordered[:, 1:] - ordered[:, :-1]
+    assert (gaps > 0).all()
+    assert gaps.mean() > 0.05
+
+
 def test_a_single_routing_weight_is_not_one() -> None:
     problem = MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=1)
     weights = random_call(problem, 64, "uniform", generator()).topk_weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from moereg.problem import MoEProblem
 from moereg.tuning import roofline
 from moereg.tuning.inputs import Call
 from moereg.tuning.roofline import Ceilings, Work, expert_bytes, measure_ceilings, roofline_us, work_of
+from moereg.tuning.timing import Timing
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"num_experts": 8, "hidden_size": 64, "intermediate_size": 32, "top_k": 2}
@@ -64,6 +66,27 @@ def test_ceilings_of_this_machine(dtype: torch.dtype) -> None:
     assert 1e-6 < found.matmul_tflops < 1e3
     assert 0.01 < found.read_gbps < 1e4
     assert found.read_by in {f"torch sum of {name}" for name in ("float32", "float64", "bfloat16")}
+
+
+def test_a_product_counts_additions_and_multiplications(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_CPU_MATMUL_SIZES", (64, 100))
+    times = iter([(900.0, 800.0), (50.0, 40.0)])
+    monkeypatch.setattr(roofline, "time_runs", lambda runs, device, rounds: {"": Timing(next(times))})
+    assert roofline._cpu_matmul_tflops(torch.float32) == pytest.approx(2 * 100**3 / 40e-6 / 1e12)
+
+
+def test_only_the_settled_samples_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a GPU falls while it works: the first samples are of one that it cannot keep."""
+    now = 0.0
+
+    def time_runs(runs: Any, device: torch.device, rounds: int) -> dict[str, Timing]:
+        nonlocal now
+        now += 0.5
+        return {"": Timing((10.0,) * 8 if now < 1.2 else (30.0,) * 8)}
+
+    monkeypatch.setattr(roofline, "time_runs", time_runs)
+    monkeypatch.setattr(roofline, "time", SimpleNamespace(perf_counter=lambda: now))
+    assert roofline.settled_us(lambda: None, CPU) == 30.0
 
 
 @pytest.mark.usefixtures("small")

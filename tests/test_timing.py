@@ -184,6 +184,18 @@ def test_on_a_gpu_each_call_is_a_graph_whose_replays_are_timed(
 
 
 @pytest.mark.usefixtures("gpu")
+def test_each_graph_captures_the_run_on_its_own_inputs() -> None:
+    captured: list[int] = []
+    runs = [functools.partial(captured.append, number) for number in range(3)]
+    replays = timing.capture(runs)
+    assert captured == [0, 1, 2]
+    for replay in replays:
+        replay()
+    assert len(set(map(id, Graph.replayed))) == 3
+    assert captured == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("gpu")
 def test_a_gpu_is_held_while_the_host_asks_for_a_batch_of_short_replays() -> None:
     replays = timing.capture([lambda: None])
     time_runs({"": replays}, torch.device("cuda"), rounds=150)
