@@ -27,7 +27,7 @@ from moereg.problem import MoEProblem
 from moereg.selection import Decision, Selection
 from moereg.shapes import MODEL_SHAPES
 from moereg.testing.provenance import clocks, provenance
-from moereg.testing.tolerances import tolerance
+from moereg.testing.tolerances import layer_tolerance
 from moereg.tuning.compare import Comparison, Measurement
 from moereg.tuning.inputs import num_calls, random_calls, random_weights
 from moereg.tuning.roofline import Ceilings, measure_ceilings
@@ -106,7 +106,7 @@ class _Current:
                 num_tokens: random_calls(selection.problem, num_tokens, ROUTING, 0, DEVICE)
                 for num_tokens in TOKEN_COUNTS
             }
-            self._comparison = Comparison(selection, make_weights, inputs, tolerance)
+            self._comparison = Comparison(selection, make_weights, inputs, layer_tolerance)
         return self._comparison
 
     def measure(self, case: Case) -> Measurement:

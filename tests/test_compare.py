@@ -11,7 +11,7 @@ from moereg.dispatch import explain_backends
 from moereg.problem import MoEProblem
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.selection import Selection
-from moereg.testing.tolerances import tolerance
+from moereg.testing.tolerances import layer_tolerance
 from moereg.tuning.compare import Comparison, Measurement, output_error
 from moereg.tuning.inputs import random_call, random_calls, random_weights
 from moereg.tuning.roofline import Ceilings
@@ -38,7 +38,7 @@ def compare(
         return random_weights(problem, torch.Generator().manual_seed(0), CPU)
 
     inputs = {num_tokens: random_calls(problem, num_tokens, routing, seed, CPU)[:3]}
-    return selection, Comparison(selection, make_weights, inputs, tolerance)
+    return selection, Comparison(selection, make_weights, inputs, layer_tolerance)
 
 
 def by_name(rows: list[Measurement]) -> dict[str, Measurement]:
@@ -57,7 +57,7 @@ def test_every_candidate_is_measured_in_order(isolated_registry: BackendRegistry
         assert row.timing is not None
         assert len(row.timing.samples_us) == 2
         assert row.num_tokens == 5
-        assert row.tolerance == tolerance("unquantized", "bfloat16", 5 * 32)
+        assert row.tolerance == layer_tolerance(selection.problem, 5)
         assert row.flops == 2 * 5 * 2 * 3 * 32 * 16
         assert row.tflops == pytest.approx(row.flops / row.timing.median_us / 1e6)
         assert row.gbps == pytest.approx(row.num_bytes / row.timing.median_us / 1e3)

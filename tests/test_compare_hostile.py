@@ -17,7 +17,7 @@ from moereg.dispatch import explain_backends
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.testing.tolerances import tolerance
+from moereg.testing.tolerances import layer_tolerance
 from moereg.tuning.compare import Comparison, Measurement
 from moereg.tuning.inputs import random_calls, random_weights
 from moereg.tuning.roofline import Ceilings
@@ -105,7 +105,7 @@ def measure(hostile: type[FakeExperts], num_tokens: int = 5, rounds: int = 3) ->
     selection = explain_backends(PROBLEM, require=["fake_before", "fake_hostile", "fake_after", "torch"])
     make_weights = functools.partial(_weights, PROBLEM)
     inputs = {num_tokens: random_calls(PROBLEM, num_tokens, "uniform", 0, CPU)[:3]}
-    comparison = Comparison(selection, make_weights, inputs, tolerance)
+    comparison = Comparison(selection, make_weights, inputs, layer_tolerance)
     found = {row.decision.experts: row for row in comparison.measure(num_tokens, CEILINGS, rounds)}
     pristine = make_weights().tensors()
     assert all(torch.equal(tensor, pristine[name]) for name, tensor in comparison.weights.tensors().items())
@@ -248,7 +248,7 @@ def test_each_candidate_is_checked_against_what_it_computes(isolated_registry: B
         register_moe_backend(name, 1, (scheme,), ("*",))(type(name.title(), (ComputingExperts,), {}))
     selection = explain_backends(problem, require=["fake_rounded", "fake_plain"])
     inputs = {8: random_calls(problem, 8, "uniform", 0, CPU)[:1]}
-    comparison = Comparison(selection, functools.partial(_weights, problem), inputs, tolerance)
+    comparison = Comparison(selection, functools.partial(_weights, problem), inputs, layer_tolerance)
     found = {row.decision.backend: row for row in comparison.measure(8, CEILINGS, 1)}
     assert {name: row.decision.computes for name, row in found.items()} == {
         "fake_rounded": "nvfp4",
@@ -273,7 +273,7 @@ def test_everything_is_made_before_a_backend_runs(isolated_registry: BackendRegi
     register_moe_backend("fake_hostile", 1, ("unquantized",), ("*",))(experts)
     selection = explain_backends(PROBLEM, require="fake_hostile")
     inputs = {count: random_calls(PROBLEM, count, "uniform", 0, CPU)[:2] for count in (1, 3)}
-    comparison = Comparison(selection, make_weights, inputs, tolerance)
+    comparison = Comparison(selection, make_weights, inputs, layer_tolerance)
     assert made == ["weights", "permuted"]
     assert all(row.passed for count in inputs for row in comparison.measure(count, None, 1))
     assert made == ["weights", "permuted"]

@@ -17,6 +17,7 @@ from moereg.quant import QUANT_SCHEMES
 from moereg.quantize import dequantize_weights, quantize_weights, unpack_nibbles
 from moereg.reference import reference_experts, relative_error
 from moereg.testing import faults
+from moereg.testing.cases import select_cell
 from moereg.testing.faults import FAULTS, plant_faults
 from moereg.testing.tolerances import tolerance
 from tests import conformance
@@ -124,7 +125,7 @@ def test_activations_that_were_not_rounded_are_told_apart(name: str, kept_name: 
         for cell in load_backends().by_name("torch")
         if cell.class_name == "TorchQuantizedExperts" and kept in cell.schemes
     }
-    out = make_kernel(problem, weights, conformance.select_cell(conformance.Case(cell, CPU_PLATFORM, problem)))(*call)
+    out = make_kernel(problem, weights, select_cell(conformance.Case(cell, CPU_PLATFORM, problem)))(*call)
     assert relative_error(out, truth) < tolerance(name, problem.dtype, out.numel())
     assert relative_error(out, unrounded) < relative_error(out, truth)
 

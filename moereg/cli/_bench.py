@@ -19,7 +19,7 @@ from moereg.dispatch import explain_backends
 from moereg.errors import UnknownNameError, unknown_name_message
 from moereg.selection import SCHEMA, Decision, Selection, nearest_by_backend
 from moereg.testing.provenance import provenance
-from moereg.testing.tolerances import tolerance
+from moereg.testing.tolerances import layer_tolerance
 from moereg.tuning.compare import Comparison, Measurement
 from moereg.tuning.inputs import ROUTINGS, num_calls, random_calls
 from moereg.tuning.roofline import Ceilings, measure_ceilings
@@ -181,7 +181,7 @@ def bench_layer(
             return random_layer(problem, seed, device, advance).weights
 
     inputs = {num_tokens: random_calls(problem, num_tokens, routing, seed, device) for num_tokens in token_counts}
-    comparison = Comparison(selection, make_weights, inputs, tolerance, phase)
+    comparison = Comparison(selection, make_weights, inputs, layer_tolerance, phase)
     rows: list[Measurement] = []
     for num_tokens in token_counts:
         with phase(f"comparing {len(cells)} at {num_tokens} tokens"):

@@ -23,7 +23,7 @@ from moereg.problem import MoEProblem
 from moereg.quant import get_scheme
 from moereg.reference import reference_experts, relative_error
 from moereg.selection import SCHEMA, Selection
-from moereg.testing.tolerances import tolerance
+from moereg.testing.tolerances import layer_tolerance
 from moereg.tuning.compare import Comparison
 from moereg.tuning.inputs import Call
 from moereg.weights import ExpertWeights
@@ -185,7 +185,7 @@ def _measure(
     winner = selection.winner
     assert winner is not None
     alone = dataclasses.replace(selection, decisions=(winner,))
-    comparison = Comparison(alone, lambda: weights, {result.num_tokens: [call]}, tolerance, phase)
+    comparison = Comparison(alone, lambda: weights, {result.num_tokens: [call]}, layer_tolerance, phase)
     with phase("running"):
         (row,) = comparison.measure(result.num_tokens, None)
     if row.error is not None:

@@ -37,7 +37,7 @@ from moereg.testing.guards import (
     guard_weights,
 )
 from moereg.testing.inputs import Inputs, make_expert_map, make_inputs, make_weights
-from moereg.testing.tolerances import tolerance
+from moereg.testing.tolerances import layer_tolerance
 from moereg.weights import ExpertWeights
 
 __all__ = [
@@ -359,7 +359,7 @@ def _reference(
 
 
 def _bound(case: Case, num_tokens: int) -> float:
-    return tolerance(case.computes, case.problem.dtype, num_tokens * case.problem.hidden_size)
+    return layer_tolerance(case.problem, num_tokens, case.computes)
 
 
 def _check_close(case: Case, out: torch.Tensor, truth: torch.Tensor) -> None:

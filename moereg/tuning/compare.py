@@ -19,6 +19,7 @@ import torch
 
 from moereg.errors import BackendError
 from moereg.layer import MoEKernel, make_kernel
+from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
 from moereg.selection import Decision, Selection
 from moereg.tuning.inputs import Call
@@ -29,8 +30,8 @@ from moereg.weights import ExpertWeights
 
 __all__ = ["Comparison", "Measurement", "Phase", "Tolerance", "output_error"]
 
-Tolerance = Callable[[str, str, int], float]
-"""The bound of a scheme, for a dtype and a number of elements of the output: `moereg.testing.tolerances.tolerance`."""
+Tolerance = Callable[[MoEProblem, int, str], float]
+"""The bound of a layer, for a number of tokens and what is computed: `moereg.testing.tolerances.layer_tolerance`."""
 
 Phase = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], object]]]
 """Shows that something long, which it is given the name of, is under way; gives what is told of (done, in all)."""
@@ -285,8 +286,7 @@ class Comparison:
             self._watched.renew()
 
     def _bound(self, decision: Decision, num_tokens: int) -> float:
-        numel = self._inputs[num_tokens][0].hidden_states.numel()
-        return self._tolerance(decision.computes, self.problem.dtype, numel)
+        return self._tolerance(self.problem, num_tokens, decision.computes)
 
     def _is_right(self, found: _Findings, decision: Decision, num_tokens: int) -> bool:
         is_whole = decision not in found.errors and decision not in found.damages
