@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
+import sys
 from collections.abc import Callable
 from typing import Final
 
 import torch
 
-from moereg.errors import UnknownNameError, unknown_name_message
+from moereg.arguments import check_flag, check_number, check_one_of
+from moereg.errors import ArgumentError, shown
 
 __all__ = ["ACTIVATIONS", "Activation"]
 
@@ -30,6 +31,10 @@ class Activation:
         alpha: Slope inside the sigmoid.
         beta: Added to the up half.
         limit: Clamp, or None for no clamp.
+
+    Raises:
+        UnknownNameError: The name is not known.
+        ArgumentError: A scalar is not finite or means nothing for the activation, or `gated` is not as it is.
     """
 
     name: str
@@ -39,26 +44,26 @@ class Activation:
     limit: float | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in _GATE_FUNCTIONS and self.name != "relu2":
-            raise UnknownNameError(unknown_name_message("activation", self.name, [*_GATE_FUNCTIONS, "relu2"]))
-        if self.gated == (self.name == "relu2"):
+        check_one_of("activation", self.name, (*_GATE_FUNCTIONS, "relu2"))
+        if check_flag("activation gated", self.gated) == (self.name == "relu2"):
             rule = "is not gated" if self.name == "relu2" else "is gated"
-            raise ValueError(f"activation {self.name!r} {rule}, got gated={self.gated}")
+            raise ArgumentError(f"activation {self.name!r} {rule}, got gated={self.gated}")
         for field in ("alpha", "beta"):
-            if not math.isfinite(getattr(self, field)):
-                raise ValueError(f"activation {field} must be finite, got {getattr(self, field)}")
-        for field in ("alpha", "beta", "limit"):
-            if isinstance(value := getattr(self, field), int):
-                # Equal values have to read the same, since ranks compare text.
-                object.__setattr__(self, field, float(value))
-        if self.limit is not None and not (math.isfinite(self.limit) and self.limit > 0):
-            raise ValueError(f"swiglu_limit must be a positive finite number or None, got {self.limit}")
+            # Equal values have to read the same, since ranks compare text.
+            object.__setattr__(self, field, check_number(f"activation {field}", getattr(self, field)))
+        if self.limit is not None:
+            if (
+                not (isinstance(self.limit, (int, float)) and 0 < self.limit <= sys.float_info.max)
+                or self.limit is True
+            ):
+                raise ArgumentError(f"swiglu_limit must be a positive finite number or None, got {shown(self.limit)}")
+            object.__setattr__(self, "limit", float(self.limit))
         if self.alpha != 1.0 and _GATE_FUNCTIONS.get(self.name) is not _sigmoid_gate:
-            raise ValueError(f"alpha is the slope inside the sigmoid, which {self.name!r} has not, got {self.alpha}")
+            raise ArgumentError(f"alpha is the slope inside the sigmoid, which {self.name!r} has not, got {self.alpha}")
         if self.beta and not self.gated:
-            raise ValueError(f"beta is added to the up half, which {self.name!r} has not, got {self.beta}")
+            raise ArgumentError(f"beta is added to the up half, which {self.name!r} has not, got {self.beta}")
         if self.limit is not None and not self.gated:
-            raise ValueError(f"swiglu_limit clamps gate and up, but {self.name!r} is not gated; leave it out")
+            raise ArgumentError(f"swiglu_limit clamps gate and up, but {self.name!r} is not gated; leave it out")
 
     @classmethod
     def from_name(cls, text: str, limit: float | None = None) -> Activation:
@@ -70,18 +75,22 @@ class Activation:
 
         Raises:
             UnknownNameError: The name is not an activation.
-            ValueError: The brackets do not hold `scalar=number` pairs.
+            ArgumentError: The brackets do not hold `scalar=number` pairs.
         """
+        if not isinstance(text, str):
+            raise ArgumentError(f"activation must be a name, got {shown(text)}")
         name, bracket, rest = text.partition("(")
-        try:
-            value = ACTIVATIONS[name]
-        except KeyError:
-            raise UnknownNameError(unknown_name_message("activation", name, ACTIVATIONS)) from None
+        value = ACTIVATIONS[check_one_of("activation", name, tuple(ACTIVATIONS))]
         if bracket:
-            pairs = dict(_SCALAR.findall(rest))
-            if re.sub(_SCALAR, "", rest).strip(" ,") != ")":
-                raise ValueError(f"activation {text!r} is not a name with scalars, such as 'silu(limit=10.0)'")
-            scalars = {field: None if number == "None" else float(number) for field, number in pairs.items()}
+            pairs = _SCALAR.findall(rest)
+            try:
+                scalars = {field: None if number == "None" else float(number) for field, number in pairs}
+            except ValueError:  # The pattern also takes what only looks like a number.
+                scalars = {}
+            if len(scalars) < len(pairs) or re.sub(_SCALAR, "", rest).strip(" ,") != ")":
+                raise ArgumentError(
+                    f"activation {shown(text)} is not a name with scalars, such as 'silu(limit=10.0)'; give each once"
+                )
             value = dataclasses.replace(value, **scalars)  # type: ignore[arg-type]
         return value if limit is None else dataclasses.replace(value, limit=limit)
 
@@ -107,9 +116,19 @@ class Activation:
 
         Returns:
             [..., I], same dtype, a new tensor.
+
+        Raises:
+            ArgumentError: It is no tensor of floats, or has no two halves where gated.
         """
+        if not isinstance(gemm1, torch.Tensor) or gemm1.dim() == 0 or gemm1.dtype not in _COMPUTED or gemm1.is_sparse:
+            raise ArgumentError(
+                "an activation takes a dense tensor of floats of 16 bits or more, got "
+                f"{f'{gemm1.dtype} {list(gemm1.shape)}' if isinstance(gemm1, torch.Tensor) else shown(gemm1)}"
+            )
         if not self.gated:
             return torch.relu(gemm1).square()
+        if gemm1.shape[-1] % 2:
+            raise ArgumentError(f"activation {self.name!r} takes gate and up halves, got a row of {gemm1.shape[-1]}")
         gate, up = gemm1.chunk(2, dim=-1)
         if self.limit is not None:
             gate = gate.clamp(max=self.limit)
@@ -119,6 +138,7 @@ class Activation:
         return _GATE_FUNCTIONS[self.name](gate, self.alpha) * up
 
 
+_COMPUTED: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SCALAR: Final = re.compile(r"(alpha|beta|limit)=((?<=limit=)None|[-+0-9.e]+)")
 
 

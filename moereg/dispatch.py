@@ -14,8 +14,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
+from moereg.arguments import check_instance
 from moereg.discovery import current_platform, load_backends
 from moereg.errors import (
+    ArgumentError,
     MoeregWarning,
     UnsupportedProblemError,
     described,
@@ -228,13 +230,14 @@ def explain_backends(
     deny: Names = None,
 ) -> Selection:
     """As `select_backend`, but returns the selection with no winner where nothing fits."""
+    check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
     load_backends()  # First: plugins may bring the kind of machine that the platform's name says.
     if platform is None:
         platform = current_platform()
     elif isinstance(platform, str):
         platform = Platform.from_name(platform)
     elif not isinstance(platform, Platform):
-        raise TypeError(f"platform must be a Platform or a name such as 'cuda:sm90', got {platform!r}")
+        raise ArgumentError(f"platform must be a Platform or a name such as 'cuda:sm90', got {shown(platform)}")
     request = Request.resolve(problem.quant.name, require, prefer, deny)
     cells = _candidates(load_backends().cells, problem, platform)
     decisions = rank((evaluate(cell, problem, platform, request) for cell in cells), request)
@@ -267,7 +270,8 @@ def select_backend(
 
     Raises:
         UnsupportedProblemError: Nothing fits; carries the selection and says every backend's reasons.
-        RequestError: A name is both required and denied.
+        ArgumentError: The problem or the platform is something else.
+        RequestError: A name is both required and denied, or something is no name.
         UnknownNameError: A backend, scheme or platform is not known.
     """
     selection = explain_backends(problem, platform, require, prefer, deny)

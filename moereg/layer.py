@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
@@ -12,6 +13,7 @@ import torch
 
 from moereg import backend_calls
 from moereg.ambient import autocasts, fp32_is_exact, plain_torch
+from moereg.arguments import check_count, check_instance
 from moereg.dispatch import Selection, select_backend
 from moereg.errors import LayoutMismatchError
 from moereg.experts import Experts
@@ -127,6 +129,7 @@ class MoEKernel:
         Raises:
             ValueError: The weights are not this problem's or on another device.
         """
+        check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
         weights.check_against(self.problem)
         _check_device(self.selection, self.experts, weights.w13.device)
         permuted = backend_calls.permute(self.selection, self.experts, weights)
@@ -289,9 +292,13 @@ def make_kernel(
         ValueError: Weights, expert_map or ep_rank do not belong to the problem, the selection was made for another
             problem, or ranks of `group` chose differently.
     """
+    check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
+    check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
+    check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # Its range is said below.
     weights.check_against(problem)
     if selection is None:
         selection = select_backend(problem)
+    check_instance("selection", selection, Selection, "make one with select_backend(problem)")
     if selection.problem != problem:
         raise ValueError(f"the selection was made for {selection.problem}, got {problem}; select again")
     winner = selection.winner
@@ -303,7 +310,8 @@ def make_kernel(
     _check_device(selection, experts, weights.w13.device)
     if prepare_finalize is None:
         prepare_finalize = local_prepare_finalize(problem.activation_format)
-    elif prepare_finalize.activation_format != problem.activation_format:
+    check_instance("prepare_finalize", prepare_finalize, PrepareFinalize, "leave it out for the one of the format")
+    if prepare_finalize.activation_format != problem.activation_format:
         raise ValueError(
             f"prepare_finalize {prepare_finalize.name!r} makes the {prepare_finalize.activation_format} format but the "
             f"problem says {problem.activation_format}; choose it first and put its format in the problem"
@@ -356,6 +364,7 @@ def _expert_map(
 
 
 def _check_same_everywhere(selection: Selection, group: Any) -> None:
+    check_instance("group", group, torch.distributed.ProcessGroup, "make one with torch.distributed.new_group()")
     gather: Callable[..., None] = torch.distributed.all_gather_object
     found: list[str | None] = [None] * torch.distributed.get_world_size(group)
     gather(found, f"{selection.fingerprint} ({selection.backend})", group=group)

@@ -31,6 +31,8 @@ def check_tensor(
     if tensor.dtype is not dtype and tensor.dtype is not other_dtype:
         allowed = " or ".join(str(allowed).removeprefix("torch.") for allowed in dict.fromkeys((dtype, other_dtype)))
         raise ValueError(f"{name} must be {allowed}, got {str(tensor.dtype).removeprefix('torch.')}; convert it")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got layout {tensor.layout}; call .to_dense()")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}; call .contiguous()")
     if tensor.device != device:

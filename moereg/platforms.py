@@ -18,7 +18,8 @@ from typing import Any, Final
 import importlib_metadata
 from packaging.utils import canonicalize_name
 
-from moereg.errors import UnknownPlatformError, unknown_name_message
+from moereg.arguments import check_count, check_flag, check_instance, check_mapping, check_text
+from moereg.errors import ArgumentError, UnknownPlatformError, shown, unknown_name_message
 
 __all__ = [
     "KINDS",
@@ -51,6 +52,21 @@ class PlatformKind:
     arch_number: Callable[[str], int] | None = None
     family_size: int = 0
 
+    def __post_init__(self) -> None:
+        for field in ("name", "device_type", "arch_pattern"):
+            check_text(f"{field} of a PlatformKind", getattr(self, field))
+        try:
+            re.compile(self.arch_pattern)
+        except re.error as error:
+            raise ArgumentError(
+                f"arch_pattern of a PlatformKind must be a regular expression, got {shown(self.arch_pattern)}: {error}"
+            ) from None
+        if self.arch_number is not None and not callable(self.arch_number):
+            raise ArgumentError(
+                f"arch_number of a PlatformKind must be a function or None, got {shown(self.arch_number)}"
+            )
+        check_count("family_size of a PlatformKind", self.family_size, minimum=0)
+
 
 @functools.cache
 def _digits(arch: str) -> int:
@@ -74,11 +90,12 @@ def register_platform_kind(kind: PlatformKind) -> None:
     """Adds a plugin's kind of machine; a kind that is there already is left as it is.
 
     Raises:
-        ValueError: Another kind has that name.
+        ArgumentError: Another kind has that name.
     """
+    check_instance("kind", kind, PlatformKind, "make one")
     known = KINDS.setdefault(kind.name, kind)
     if known != kind:
-        raise ValueError(f"platform kind {kind.name!r} is already registered as {known}; choose another name")
+        raise ArgumentError(f"platform kind {kind.name!r} is already registered as {known}; choose another name")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +119,19 @@ class Platform:
     probed: bool = False
 
     def __post_init__(self) -> None:
+        for field in ("kind", "arch", "device_name"):
+            check_text(f"{field} of a platform", getattr(self, field))
+        check_count("memory_bytes of a platform", self.memory_bytes, minimum=0)
+        check_flag("probed of a platform", self.probed)
+        for name, version in check_mapping("versions of a platform", self.versions).items():
+            if not isinstance(version, str):
+                raise ArgumentError(f"versions of a platform must be texts, got {shown(version)} for {shown(name)}")
         if self.kind not in KINDS:
             raise UnknownPlatformError(unknown_name_message("platform kind", self.kind, KINDS))
         pattern = KINDS[self.kind].arch_pattern
         if self.arch and not re.fullmatch(pattern, self.arch):
             raise UnknownPlatformError(
-                f"unknown platform arch {self.arch!r}: {self.kind} architectures match {pattern!r}, "
+                f"unknown platform arch {shown(self.arch)}: {self.kind} architectures match {pattern!r}, "
                 f"for instance {_EXAMPLES.get(self.kind, self.kind)!r}"
             )
 
@@ -116,14 +140,19 @@ class Platform:
         """The platform of a string such as `cuda:sm90`, `rocm:gfx942` or `cpu`.
 
         Raises:
+            ArgumentError: It is no text.
             UnknownPlatformError: The kind is not known or the architecture does not belong to it.
         """
+        if not isinstance(name, str):
+            raise ArgumentError(f"platform must be a name such as 'cuda:sm90', got {shown(name)}")
         kind, _, arch = name.strip().partition(":")
         if kind not in KINDS:
             near = unknown_name_message("platform", name, {*_EXAMPLES.values(), *KINDS})
             raise UnknownPlatformError(near)
         if not arch and KINDS[kind].arch_number is not None:
-            raise UnknownPlatformError(f"platform {name!r} needs an architecture, for instance {_EXAMPLES[kind]!r}")
+            raise UnknownPlatformError(
+                f"platform {shown(name)} needs an architecture, for instance {_EXAMPLES[kind]!r}"
+            )
         return cls(kind, arch)
 
     @property
@@ -155,12 +184,14 @@ class PlatformRule:
     A number of one kind is never compared with another kind's.
 
     Raises:
+        ArgumentError: It is no text.
         UnknownPlatformError: The text is not a rule.
     """
 
     text: str
 
     def __post_init__(self) -> None:
+        check_text("a platform rule", self.text)
         if self.text == "*":
             return
         kind, colon, _ = self.text.partition(":")
@@ -169,11 +200,12 @@ class PlatformRule:
         _, arch, suffix = self._parts()
         if colon and not re.fullmatch(KINDS[kind].arch_pattern, arch):
             raise UnknownPlatformError(
-                f"platform rule {self.text!r}: {kind} architectures match {KINDS[kind].arch_pattern!r}, got {arch!r}"
+                f"platform rule {shown(self.text)}: {kind} architectures match {KINDS[kind].arch_pattern!r}, "
+                f"got {shown(arch)}"
             )
         if suffix and KINDS[kind].arch_number is None:
             raise UnknownPlatformError(
-                f"platform rule {self.text!r}: {kind} architectures have no order; name each one exactly"
+                f"platform rule {shown(self.text)}: {kind} architectures have no order; name each one exactly"
             )
 
     @functools.cache  # noqa: B019  (rules are few, frozen and live as long as the process)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 
 from moereg.activations import ACTIVATIONS, Activation
-from moereg.errors import UnknownNameError, unknown_name_message
-from moereg.quant import QUANT_SCHEMES, QuantFormat, QuantScheme, get_scheme
+from moereg.arguments import check_count, check_flag, check_mapping, check_one_of
+from moereg.errors import ArgumentError, shown
+from moereg.quant import QUANT_SCHEMES, QuantScheme, get_scheme
 
 __all__ = ["ACTIVATION_FORMATS", "DTYPES", "PLACEMENTS", "MoEProblem"]
 
@@ -17,6 +19,7 @@ DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32"
 _DTYPE_ALIASES: Final = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 ACTIVATION_FORMATS: Final = ("standard", "batched")
 PLACEMENTS: Final = ("contiguous", "map")
+_REQUIRED: Final = ("num_experts", "hidden_size", "intermediate_size", "top_k")
 _FLAGS: Final = ("has_bias", "apply_router_weight_on_input", "graph_capture", "deterministic", "exact_activations")
 
 
@@ -47,7 +50,7 @@ class MoEProblem:
         max_num_tokens: Most tokens a call will have, where known. Not part of a tuning key.
 
     Raises:
-        ValueError: A count below 1, top_k above num_experts, or another contradiction.
+        ArgumentError: A value of another type, a count below 1, top_k above num_experts, or another contradiction.
         UnknownNameError: An unknown dtype, scheme, activation, format or placement.
     """
 
@@ -97,9 +100,9 @@ class MoEProblem:
             "quant": get_scheme(quant),
             "activation": Activation.from_name(activation) if isinstance(activation, str) else activation,
             "has_bias": has_bias,
-            "activation_format": _one_of("activation format", activation_format, ACTIVATION_FORMATS),
+            "activation_format": check_one_of("activation format", activation_format, ACTIVATION_FORMATS),
             "num_local_experts": num_experts if num_local_experts is None else num_local_experts,
-            "placement": _one_of("placement", placement, PLACEMENTS),
+            "placement": check_one_of("placement", placement, PLACEMENTS),
             "apply_router_weight_on_input": apply_router_weight_on_input,
             "graph_capture": graph_capture,
             "deterministic": deterministic,
@@ -111,32 +114,26 @@ class MoEProblem:
         self._check()
 
     def _check(self) -> None:
-        counts = ("num_experts", "hidden_size", "intermediate_size", "top_k", "num_local_experts")
-        for field in (*counts, "max_num_tokens"):
-            value = getattr(self, field)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{field} must be an integer, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{field} must be at least 1, got {value}")
+        for field in (*_REQUIRED, "num_local_experts"):
+            check_count(field, getattr(self, field))
+        if self.max_num_tokens is not None:
+            check_count("max_num_tokens", self.max_num_tokens)
         for field in _FLAGS:
-            if not isinstance(getattr(self, field), bool):
-                raise ValueError(f"{field} must be True or False, got {getattr(self, field)!r}")
+            check_flag(field, getattr(self, field))
         if not isinstance(self.activation, Activation):
-            raise ValueError(f"activation must be a name or an Activation, got {self.activation!r}")
+            raise ArgumentError(f"activation must be a name or an Activation, got {shown(self.activation)}")
         if self.top_k > self.num_experts:
-            raise ValueError(
+            raise ArgumentError(
                 f"top_k must be at most num_experts: a token takes each expert once at most, "
                 f"got top_k={self.top_k}, num_experts={self.num_experts}"
             )
         if self.num_local_experts > self.num_experts:
-            raise ValueError(
+            raise ArgumentError(
                 f"num_local_experts must be at most num_experts, "
                 f"got num_local_experts={self.num_local_experts}, num_experts={self.num_experts}"
             )
         if self.apply_router_weight_on_input and self.top_k != 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"apply_router_weight_on_input requires top_k = 1: an input has one routing weight, "
                 f"got top_k={self.top_k}"
             )
@@ -165,15 +162,21 @@ class MoEProblem:
         return values
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> MoEProblem:
-        """Inverse of `to_dict`."""
-        keywords = dict(values)
-        if isinstance(keywords.get("quant"), dict):
-            formats = {
-                side: QuantFormat(**{**fmt, "group": tuple(fmt["group"])}) if (fmt := keywords["quant"][side]) else None
-                for side in ("weight", "activation")
-            }
-            keywords["quant"] = QuantScheme(keywords["quant"]["name"], **formats)
+    def from_dict(cls, values: Mapping[str, Any]) -> MoEProblem:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ArgumentError: A field is missing, is not known, or is not what the constructor takes.
+        """
+        keywords = dict(check_mapping("a problem", values))
+        for name in _REQUIRED:
+            if name not in keywords:
+                raise ArgumentError(f"{name} must be there, got an object with {shown(sorted(keywords))}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in keywords:
+            check_one_of("field of a problem", name, tuple(known))
+        if isinstance(quant := keywords.get("quant"), Mapping):
+            keywords["quant"] = QuantScheme.from_dict(quant)
         return cls(**keywords)
 
     def __str__(self) -> str:
@@ -191,13 +194,8 @@ class MoEProblem:
         return ", ".join([text, *flags])
 
 
-def _dtype_name(dtype: str | torch.dtype) -> str:
+def _dtype_name(dtype: object) -> str:
+    if not isinstance(dtype, (str, torch.dtype)):
+        raise ArgumentError(f"dtype must be a torch dtype or its name, got {shown(dtype)}")
     name = str(dtype).removeprefix("torch.")
-    name = _DTYPE_ALIASES.get(name, name)
-    return _one_of("dtype", name, DTYPES)
-
-
-def _one_of(kind: str, name: str, known: Any) -> str:
-    if name not in known:
-        raise UnknownNameError(unknown_name_message(kind, name, known))
-    return name
+    return check_one_of("dtype", _DTYPE_ALIASES.get(name, name), tuple(DTYPES))

@@ -6,11 +6,13 @@ Who supports a scheme is not said here: cells do. A backend or plugin may constr
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 
-from moereg.errors import UnknownSchemeError, unknown_name_message
+from moereg.arguments import check_flag, check_mapping, check_one_of, check_text, within
+from moereg.errors import ArgumentError, UnknownSchemeError, shown, unknown_name_message
 
 __all__ = ["QUANT_SCHEMES", "WHOLE", "QuantFormat", "QuantScheme", "TensorRow", "get_scheme"]
 
@@ -35,8 +37,8 @@ class QuantFormat:
         static: For activations: scales come with the checkpoint instead of from the data.
 
     Raises:
-        ValueError: The dtype is no 4-bit or 8-bit type, the scale's no float of torch, a group has no extent, or groups
-            have another extent than zero points or a global scale need.
+        ArgumentError: The dtype is no 4-bit or 8-bit type, the scale's no float of torch, a group has no extent, or
+            groups have another extent than zero points or a global scale need.
     """
 
     dtype: str
@@ -47,31 +49,47 @@ class QuantFormat:
     static: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in (*_PACKED, *_INTEGERS) and not (_is_float(self.dtype) and "float8" in self.dtype):
-            raise ValueError(
+        for field in ("global_scale", "symmetric", "static"):
+            check_flag(f"{field} of a QuantFormat", getattr(self, field))
+        if not isinstance(self.dtype, str) or (
+            self.dtype not in (*_PACKED, *_INTEGERS) and not (_is_float(self.dtype) and "float8" in self.dtype)
+        ):
+            raise ArgumentError(
                 f"dtype of a QuantFormat must be one of {', '.join((*_PACKED, *_INTEGERS))} or an 8-bit float of "
-                f"torch, got {self.dtype!r}; store the codes in one of these"
+                f"torch, got {shown(self.dtype)}; store the codes in one of these"
             )
         if not _is_float(self.scale_dtype):
-            raise ValueError(
-                f"scale_dtype of a QuantFormat must name a float dtype of torch, got {self.scale_dtype!r}; scales of "
-                "another meaning are converted by the loader"
+            raise ArgumentError(
+                f"scale_dtype of a QuantFormat must name a float dtype of torch, got {shown(self.scale_dtype)}; scales "
+                "of another meaning are converted by the loader"
             )
         if not (isinstance(self.group, tuple) and len(self.group) == 2 and all(map(_is_extent, self.group))):
-            raise ValueError(
+            raise ArgumentError(
                 "group of a QuantFormat must be (rows, columns), each an integer of at least 1 or WHOLE (-1), got "
-                f"{self.group!r}; give the extents that share a scale"
+                f"{shown(self.group)}; give the extents that share a scale"
             )
         if not self.symmetric and self.group == (WHOLE, WHOLE):
-            raise ValueError(
+            raise ArgumentError(
                 "zero points of a QuantFormat belong to groups of a matrix, got one group for all of it; give groups, "
                 "such as (1, WHOLE) for rows, or symmetric=True"
             )
         if self.global_scale and self.group[0] != 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"a global scale of a QuantFormat multiplies scales of groups within a row, got group {self.group!r}; "
                 "give groups of 1 row, or multiply the two scales of a checkpoint"
             )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> QuantFormat:
+        """Inverse of `dataclasses.asdict`, where JSON has made a list of the group.
+
+        Raises:
+            ArgumentError: A field is missing, is not known, or is not what the constructor takes.
+        """
+        keywords = dict(_known_fields(cls, "a QuantFormat", values, required=("dtype", "group")))
+        if isinstance(keywords["group"], list):
+            keywords["group"] = tuple(keywords["group"])
+        return cls(**keywords)
 
     def __str__(self) -> str:
         rows, columns = ("all" if extent == WHOLE else extent for extent in self.group)
@@ -113,7 +131,19 @@ def _is_float(name: object) -> bool:
 
 
 def _is_extent(extent: object) -> bool:
-    return isinstance(extent, int) and not isinstance(extent, bool) and (extent >= 1 or extent == WHOLE)
+    return isinstance(extent, int) and not isinstance(extent, bool) and (1 <= extent < 2**63 or extent == WHOLE)
+
+
+def _known_fields(
+    kind: type[QuantFormat] | type[QuantScheme], name: str, values: Mapping[str, Any], required: tuple[str, ...]
+) -> Mapping[str, Any]:
+    known = tuple(field.name for field in dataclasses.fields(kind))
+    for field in check_mapping(name, values):
+        check_one_of(f"field of {name}", field, known)
+    for field in required:
+        if field not in values:
+            raise ArgumentError(f"{field} of {name} must be there, got an object with {shown(sorted(values))}")
+    return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,11 +171,34 @@ class QuantScheme:
         name: How requests and tables spell it.
         weight: Format of w13 and w2.
         activation: Format that the hidden states and the intermediate are rounded to.
+
+    Raises:
+        ArgumentError: The name is no printable text, or a format is no QuantFormat.
     """
 
     name: str
     weight: QuantFormat | None = None
     activation: QuantFormat | None = None
+
+    def __post_init__(self) -> None:
+        if not check_text("name of a QuantScheme", self.name):
+            raise ArgumentError("name of a QuantScheme must not be empty, got ''; requests and tables spell it")
+        for side in ("weight", "activation"):
+            if not isinstance(fmt := getattr(self, side), (QuantFormat, type(None))):
+                raise ArgumentError(f"{side} of a QuantScheme must be a QuantFormat or None, got {shown(fmt)}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> QuantScheme:
+        """Inverse of `dataclasses.asdict`.
+
+        Raises:
+            ArgumentError: A field is missing, is not known, or is not what the constructor takes.
+        """
+        keywords = dict(_known_fields(cls, "a QuantScheme", values, required=("name",)))
+        for side in ("weight", "activation"):
+            if keywords.get(side) is not None:
+                keywords[side] = within(side, QuantFormat.from_dict, keywords[side])
+        return cls(**keywords)
 
     @property
     def description(self) -> str:
@@ -208,12 +261,13 @@ def get_scheme(name: str | QuantScheme) -> QuantScheme:
     """The scheme of that name; a value is returned as it is.
 
     Raises:
+        ArgumentError: It is neither.
         UnknownSchemeError: No scheme has that name.
     """
     if isinstance(name, QuantScheme):
         return name
     if not isinstance(name, str):
-        raise TypeError(f"quant must be a scheme's name or a QuantScheme, got {name!r}")
+        raise ArgumentError(f"quant must be a scheme's name or a QuantScheme, got {shown(name)}")
     try:
         return QUANT_SCHEMES[name]
     except KeyError:

@@ -8,13 +8,14 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Final, TypeVar
 
 from packaging.requirements import InvalidRequirement, Requirement
 
 from moereg.activations import ACTIVATIONS
-from moereg.errors import RegistrationError, UnknownNameError, unknown_name_message
+from moereg.arguments import check_instance
+from moereg.errors import ArgumentError, RegistrationError, UnknownNameError, one_line, shown, unknown_name_message
 from moereg.experts import INPUT_FORMS, OUTPUT_FORMS, Experts, Facts
 from moereg.platforms import Platform, PlatformRule
 from moereg.problem import ACTIVATION_FORMATS, DTYPES, PLACEMENTS
@@ -40,6 +41,7 @@ Probe = Callable[[Platform], str | None]
 """Looks for a toolchain or prebuilt library on the machine at hand; returns the reason it cannot run, or None."""
 
 E = TypeVar("E", bound=type[Experts])
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,16 +247,18 @@ def register_moe_backend(
 
     def decorate(experts: E) -> E:
         target = REGISTRY if registry is None else registry
-        origin = _ORIGIN.get() or (BUILTIN if experts.__module__.startswith("moereg.") else experts.__module__)
-        who = f"backend {name!r} ({getattr(experts, '__name__', experts)!s} of {origin})"
+        check_instance("registry", target, BackendRegistry, "leave it out for the one that selection reads")
+        module = str(getattr(experts, "__module__", "nowhere"))
+        origin = _ORIGIN.get() or (BUILTIN if module.startswith("moereg.") else module)
+        who = f"backend {shown(name)} ({getattr(experts, '__name__', None) or shown(experts)} of {origin})"
         _check_name(name, who)
         _check_class(experts, who)
         if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RegistrationError(f"{who}: priority must be an integer, got {priority!r}")
+            raise RegistrationError(f"{who}: priority must be an integer, got {shown(priority)}")
         if not isinstance(opt_in, bool):
-            raise RegistrationError(f"{who}: opt_in must be True or False, got {opt_in!r}")
-        if tier not in TIERS:
-            raise RegistrationError(f"{who}: tier must be one of {TIERS}, got {tier!r}")
+            raise RegistrationError(f"{who}: opt_in must be True or False, got {shown(opt_in)}")
+        if not isinstance(tier, str) or tier not in TIERS:
+            raise RegistrationError(f"{who}: tier must be one of {TIERS}, got {shown(tier)}")
         cell = BackendCell(
             name=name,
             experts=experts,
@@ -276,7 +280,7 @@ def register_moe_backend(
 
 def _check_name(name: str, who: str) -> None:
     if not isinstance(name, str) or not name.replace("_", "").isalnum() or name != name.lower() or not name.isascii():
-        raise RegistrationError(f"{who}: a name is lower-case letters, digits and underscores, got {name!r}")
+        raise RegistrationError(f"{who}: a name is lower-case letters, digits and underscores, got {shown(name)}")
 
 
 def _check_class(experts: object, who: str) -> None:
@@ -323,24 +327,24 @@ def _check_facts(facts: Facts, who: str) -> None:
         if field in _NAME_FACTS:
             known = _NAME_FACTS[field]
             if not isinstance(value, frozenset):
-                raise RegistrationError(f"{who}: {field} must be a frozenset of names, got {value!r}")
+                raise RegistrationError(f"{who}: {field} must be a frozenset of names, got {shown(value)}")
             if unknown := sorted(map(str, value - set(known))):
                 raise RegistrationError(f"{who}: {unknown_name_message(f'name in {field}', unknown[0], known)}")
         elif field in _DIVISOR_FACTS:
             if not isinstance(value, Mapping):
-                raise RegistrationError(f"{who}: {field} must map problem fields to divisors, got {value!r}")
+                raise RegistrationError(f"{who}: {field} must map problem fields to divisors, got {shown(value)}")
             for size, divisor in value.items():
                 if size not in _PROBLEM_COUNTS:
                     raise RegistrationError(f"{who}: {unknown_name_message(f'size in {field}', size, _PROBLEM_COUNTS)}")
                 if not _is_count(divisor):
                     raise RegistrationError(
-                        f"{who}: {field}[{size!r}] must be an integer of at least 1, got {divisor!r}"
+                        f"{who}: {field}[{size!r}] must be an integer of at least 1, got {shown(divisor)}"
                     )
         elif field in _COUNT_FACTS:
             if value is not None and not _is_count(value):
-                raise RegistrationError(f"{who}: {field} must be None or an integer of at least 1, got {value!r}")
+                raise RegistrationError(f"{who}: {field} must be None or an integer of at least 1, got {shown(value)}")
         elif not isinstance(value, bool):
-            raise RegistrationError(f"{who}: {field} must be True or False, got {value!r}")
+            raise RegistrationError(f"{who}: {field} must be True or False, got {shown(value)}")
 
 
 def _is_count(value: object) -> bool:
@@ -348,19 +352,25 @@ def _is_count(value: object) -> bool:
 
 
 def _probes(probes: Iterable[Probe], who: str) -> tuple[Probe, ...]:
-    checked = () if callable(probes) else tuple(probes)
+    checked = () if callable(probes) else _items(probes, "probes", who)
     # Answers are kept by probe.
     if callable(probes) or not all(callable(probe) and isinstance(probe, Hashable) for probe in checked):
-        raise RegistrationError(f"{who}: probes must be a tuple of functions that take a Platform, got {probes!r}")
+        raise RegistrationError(f"{who}: probes must be a tuple of functions that take a Platform, got {shown(probes)}")
     return checked
+
+
+def _items(values: Iterable[T], field: str, who: str) -> tuple[T, ...]:
+    if not isinstance(values, (Sequence, Set)):
+        raise RegistrationError(f"{who}: {field} must be a tuple, got {shown(values)}")
+    return tuple(values)
 
 
 def _schemes(names: Iterable[str | QuantScheme], who: str) -> tuple[QuantScheme, ...]:
     if isinstance(names, str):
-        raise RegistrationError(f"{who}: quant_schemes must be a tuple of names, got the string {names!r}")
+        raise RegistrationError(f"{who}: quant_schemes must be a tuple of names, got the string {shown(names)}")
     try:
-        schemes = tuple(get_scheme(name) for name in names)
-    except UnknownNameError as error:
+        schemes = tuple(get_scheme(name) for name in _items(names, "quant_schemes", who))
+    except (ArgumentError, UnknownNameError) as error:
         raise RegistrationError(f"{who}: {error}; a new scheme is passed as a QuantScheme value") from error
     if not schemes:
         raise RegistrationError(f"{who}: quant_schemes must name at least one scheme")
@@ -375,10 +385,10 @@ def _schemes(names: Iterable[str | QuantScheme], who: str) -> tuple[QuantScheme,
 
 def _rules(texts: Iterable[str], who: str) -> tuple[PlatformRule, ...]:
     if isinstance(texts, str):
-        raise RegistrationError(f"{who}: platforms must be a tuple of rules, got the string {texts!r}")
+        raise RegistrationError(f"{who}: platforms must be a tuple of rules, got the string {shown(texts)}")
     try:
-        rules = tuple(PlatformRule(text) for text in texts)
-    except UnknownNameError as error:
+        rules = tuple(PlatformRule(text) for text in _items(texts, "platforms", who))
+    except (ArgumentError, UnknownNameError) as error:
         raise RegistrationError(f"{who}: {error}") from error
     if not rules:
         raise RegistrationError(f"{who}: platforms must name at least one rule")
@@ -390,13 +400,15 @@ def _rules(texts: Iterable[str], who: str) -> tuple[PlatformRule, ...]:
 
 def _requirements(texts: Iterable[str], who: str) -> tuple[str, ...]:
     if isinstance(texts, str):
-        raise RegistrationError(f"{who}: requires must be a tuple of requirements, got the string {texts!r}")
+        raise RegistrationError(f"{who}: requires must be a tuple of requirements, got the string {shown(texts)}")
     checked = []
-    for text in texts:
+    for text in _items(texts, "requires", who):
         try:
             checked.append(str(Requirement(text)))
-        except InvalidRequirement as error:
-            raise RegistrationError(f"{who}: requires {text!r} is not a version range: {error}") from error
+        except (InvalidRequirement, TypeError) as error:
+            raise RegistrationError(
+                f"{who}: requires {shown(text)} is not a version range: {one_line(str(error))}"
+            ) from error
     return tuple(checked)
 
 
@@ -407,13 +419,13 @@ def _narrow(facts: Facts, narrowed: dict[str, Any], who: str) -> Facts:
         if field not in known:
             raise RegistrationError(f"{who}: unknown fact {field!r} (known: {', '.join(sorted(known))})")
         wider = getattr(facts, field)
-        if isinstance(wider, frozenset) and isinstance(value, (set, tuple, list)):
+        if isinstance(wider, frozenset) and isinstance(value, (set, tuple, list)) and set(map(type, value)) <= {str}:
             value = frozenset(value)
         _check_facts(dataclasses.replace(facts, **{field: value}), who)
         if not _is_narrower(value, wider):
             raise RegistrationError(
                 f"{who}: a decorator may narrow the class's facts, never widen them; "
-                f"{field}={value!r} against {wider!r}"
+                f"{field}={shown(value)} against {shown(wider)}"
             )
         changes[field] = value
     return dataclasses.replace(facts, **changes)

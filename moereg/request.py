@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
+from moereg.arguments import check_mapping, check_text
 from moereg.discovery import check_backend_names, load_backends
-from moereg.errors import RequestError, UnknownSchemeError, unknown_name_message
+from moereg.errors import RequestError, UnknownSchemeError, shown, unknown_name_message
 from moereg.quant import QUANT_SCHEMES
 
 __all__ = ["Names", "Request"]
@@ -44,12 +45,18 @@ class Request:
         A value for the scheme beats a value for all schemes of the same source.
 
         Raises:
-            RequestError: A name is both required and denied.
+            RequestError: A name is both required and denied, or something is no name.
             UnknownNameError: A backend or scheme is not known.
         """
+        check_text("scheme of a request", scheme)
+        check_mapping("environ", environ)
         required, preferred, denied = (
-            (_by_scheme(names, scheme), _by_scheme(environ.get(variable), scheme))
-            for names, variable in ((require, "MOEREG_REQUIRE"), (prefer, "MOEREG_PREFER"), (deny, "MOEREG_DENY"))
+            (_by_scheme(names, scheme, word), _by_scheme(environ.get(variable), scheme, variable))
+            for word, names, variable in (
+                ("require", require, "MOEREG_REQUIRE"),
+                ("prefer", prefer, "MOEREG_PREFER"),
+                ("deny", deny, "MOEREG_DENY"),
+            )
         )
         for sources in (required, preferred, denied):
             # Also those for other schemes: a misspelt name would go unnoticed until that scheme is loaded.
@@ -71,19 +78,25 @@ class Request:
         return {"require": list(self.require), "prefer": list(self.prefer), "deny": list(self.deny)}
 
 
-def _by_scheme(names: Names, wanted: str) -> dict[str, tuple[str, ...]]:
+def _by_scheme(names: Names, wanted: str, word: str) -> dict[str, tuple[str, ...]]:
     """Names by scheme; `""` is every scheme. The one that is asked for is known even where no backend has it."""
     if isinstance(names, Mapping):
-        found = {scheme: _split(value) for scheme, value in names.items()}
+        found = {
+            scheme: _split(value, f"{word} for {shown(scheme)}") for scheme, value in check_mapping(word, names).items()
+        }
     else:
         found = {}
-        for item in _split(names or ()):
+        for item in _split(() if names is None else names, word):
             scheme, _, name = (part.strip() for part in item.rpartition("="))
-            found[scheme] = (*found.get(scheme, ()), *_split(name))
+            found[scheme] = (*found.get(scheme, ()), *_split(name, word))
         if isinstance(names, str) and names.strip() and not found:
-            raise RequestError(f"a request names backends, such as 'triton,torch', got {names!r}; leave it out for any")
+            raise RequestError(
+                f"a request names backends, such as 'triton,torch', got {shown(names)}; leave it out for any"
+            )
     if empty := sorted(scheme for scheme, listed in found.items() if not listed):
-        raise RequestError(f"a request for scheme {empty[0]!r} must name a backend, got none; leave it out for any")
+        raise RequestError(
+            f"a request for scheme {shown(empty[0])} must name a backend, got none; leave it out for any"
+        )
     known = {wanted, *QUANT_SCHEMES, *(scheme.name for cell in load_backends().cells for scheme in cell.schemes)}
     for scheme in found:
         if scheme and scheme not in known:
@@ -91,8 +104,13 @@ def _by_scheme(names: Names, wanted: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _split(names: str | Sequence[str]) -> tuple[str, ...]:
+def _split(names: object, word: str) -> tuple[str, ...]:
     items = names.split(",") if isinstance(names, str) else names
+    if not isinstance(items, (Sequence, Set)) or isinstance(items, (bytes, bytearray)):
+        raise RequestError(f"{word} must be a name or a tuple of names, got {shown(names)}")
+    for item in items:
+        if not isinstance(item, str):
+            raise RequestError(f"{word} must hold names of backends, got {shown(item)}")
     return tuple(item.strip() for item in items if item.strip())
 
 

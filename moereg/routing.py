@@ -7,14 +7,21 @@ with the best choice first. Models that round the weights to the dtype of their 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 
+from moereg.arguments import (
+    check_count,
+    check_flag,
+    check_instance,
+    check_mapping,
+    check_number,
+    check_one_of,
+)
 from moereg.config_entries import MOST_EXPERTS, read_choice, read_count, read_flag, read_number, read_object
-from moereg.errors import UnknownModelError, UnknownNameError, unknown_name_message
+from moereg.errors import ArgumentError, UnknownModelError, shown, unknown_name_message
 
 __all__ = [
     "RouterSpec",
@@ -47,6 +54,7 @@ def softmax_topk(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> 
         transformers 5.23, `MixtralTopKRouter`, `Qwen3MoeTopKRouter` and their copies.
     """
     _check_logits(router_logits, top_k)
+    check_flag("renormalize", renormalize)
     topk_weights, topk_ids = torch.topk(torch.softmax(router_logits.float(), dim=-1), top_k, dim=-1)
     if renormalize:
         topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
@@ -108,6 +116,8 @@ def grouped_sigmoid_topk(
     """
     num_experts = _check_logits(router_logits, top_k)
     _check_groups(num_experts, top_k, num_groups, topk_groups)
+    check_flag("renormalize", renormalize)
+    check_number("scaling_factor", scaling_factor)
     if num_groups > 1 and num_experts // num_groups < 2:
         raise ValueError(
             f"a group's score is the sum of its two best experts, got {num_experts} experts in {num_groups} groups; "
@@ -116,6 +126,15 @@ def grouped_sigmoid_topk(
     scores = torch.sigmoid(router_logits.float())
     choice_scores = scores
     if correction_bias is not None:
+        cure = "pass this layer's e_score_correction_bias, or None"
+        check_instance("correction_bias", correction_bias, torch.Tensor, cure)
+        if correction_bias.layout is not torch.strided or correction_bias.is_complex():
+            raise ArgumentError(f"correction_bias must be dense and real, got {shown(correction_bias)}; {cure}")
+        if correction_bias.device != router_logits.device:
+            raise ArgumentError(
+                f"correction_bias must be on the logits' device {router_logits.device}, got {correction_bias.device}; "
+                "move it"
+            )
         if correction_bias.shape != (num_experts,):
             raise ValueError(
                 f"correction_bias must be [{num_experts}] like the logits' experts, got "
@@ -157,6 +176,7 @@ def grouped_softmax_topk(
     """
     num_experts = _check_logits(router_logits, top_k)
     _check_groups(num_experts, top_k, num_groups, topk_groups)
+    check_number("scaling_factor", scaling_factor)
     scores = torch.softmax(router_logits.float(), dim=-1)
     if topk_groups < num_groups:
         group_scores = _group(scores, num_groups).amax(dim=-1)
@@ -191,6 +211,9 @@ def llama4_topk(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, 
 
 def _check_logits(router_logits: torch.Tensor, top_k: int) -> int:
     """Checks what every router needs and returns E."""
+    check_instance("router_logits", router_logits, torch.Tensor, "pass scores of the router, [num_tokens, num_experts]")
+    if router_logits.layout is not torch.strided:
+        raise ArgumentError(f"router_logits must be dense, got layout {router_logits.layout}; call .to_dense()")
     if router_logits.dim() != 2:
         raise ValueError(
             f"router_logits must be [num_tokens, num_experts], got {list(router_logits.shape)}; "
@@ -204,6 +227,7 @@ def _check_logits(router_logits: torch.Tensor, top_k: int) -> int:
 
 
 def _check_top_k(num_experts: int, top_k: int) -> None:
+    check_count("top_k", top_k, minimum=0)
     if not 1 <= top_k <= num_experts:
         raise ValueError(
             f"top_k must be in 1..num_experts, got top_k={top_k} with {num_experts} experts; lower top_k, or check "
@@ -212,6 +236,8 @@ def _check_top_k(num_experts: int, top_k: int) -> None:
 
 
 def _check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int) -> None:
+    check_count("num_groups", num_groups, minimum=0)
+    check_count("topk_groups", topk_groups, minimum=0)
     if num_groups < 1 or num_experts % num_groups:
         raise ValueError(
             f"num_experts must be divisible by num_groups, got {num_experts} experts in {num_groups} groups; "
@@ -299,8 +325,13 @@ class RouterSpec:
     fp32_logits: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in _ROUTER_KINDS:
-            raise UnknownNameError(unknown_name_message("router kind", self.kind, _ROUTER_KINDS))
+        check_one_of("router kind", self.kind, tuple(_ROUTER_KINDS))
+        check_count("num_experts", self.num_experts)
+        for name in ("renormalize", "has_correction_bias", "fp32_logits"):
+            check_flag(name, getattr(self, name))
+        check_number("scaling_factor", self.scaling_factor)
+        _check_top_k(self.num_experts, self.top_k)
+        _check_groups(self.num_experts, self.top_k, self.num_groups, self.topk_groups)
         kind = _ROUTER_KINDS[self.kind]
         # An option that is silently ignored would be wrong numbers.
         for field in dataclasses.fields(self):
@@ -315,10 +346,6 @@ class RouterSpec:
                 )
         if self.has_correction_bias and not kind.takes_correction_bias:
             raise ValueError(f"router kind {self.kind!r} takes no correction bias; leave has_correction_bias out")
-        if not math.isfinite(self.scaling_factor):
-            raise ValueError(f"scaling_factor must be a finite number, got {self.scaling_factor}; use the model's")
-        _check_top_k(self.num_experts, self.top_k)
-        _check_groups(self.num_experts, self.top_k, self.num_groups, self.topk_groups)
 
     @property
     def apply_router_weight_on_input(self) -> bool:
@@ -340,6 +367,7 @@ class RouterSpec:
         Raises:
             ValueError: The logits are not [T,E] for this spec's E, or the bias is missing or not expected.
         """
+        check_instance("router_logits", router_logits, torch.Tensor, "pass scores of the router, [num_tokens, E]")
         if router_logits.dim() == 2 and router_logits.shape[1] != self.num_experts:
             raise ValueError(
                 f"router_logits must have num_experts={self.num_experts} columns, got {router_logits.shape[1]}; "
@@ -372,7 +400,7 @@ class RouterSpec:
             CheckpointError: A size is missing, or the file asks for a routing that the model type does not define.
             ValueError: The sizes do not fit together.
         """
-        model_type = config.get("model_type")
+        model_type = check_mapping("config", config).get("model_type")
         if not isinstance(model_type, str) or model_type not in _CONFIG_READERS:
             raise UnknownModelError(unknown_name_message("model type", model_type, _CONFIG_READERS))
         return _CONFIG_READERS[model_type](config)

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from moereg.arguments import (
+    check_field,
+    check_flag,
+    check_list,
+    check_mapping,
+    check_one_of,
+    check_optional,
+    check_text,
+    within,
+)
 from moereg.discovery import load_backends
-from moereg.experts import Reason
+from moereg.errors import ArgumentError, described, shown
+from moereg.experts import REASON_CODES, Reason
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
-from moereg.registry import BackendCell
+from moereg.registry import TIERS, BackendCell
 from moereg.request import Request
 
-__all__ = ["SCHEMA", "Decision", "Selection", "nearest_by_backend", "rules_text", "unsupported_text"]
+__all__ = ["SCHEMA", "SOURCES", "Decision", "Selection", "nearest_by_backend", "rules_text", "unsupported_text"]
 
 SCHEMA: Final = 1
 """Of everything that moereg writes as JSON."""
+
+SOURCES: Final = ("required", "preferred", "measured", "priority")
+"""Why a candidate may win."""
+
+_PLATFORM_SOURCES: Final = ("probed", "named")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,19 +85,58 @@ class Decision:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Decision:
-        """Inverse of `to_dict`; looks the cell up where it is registered here."""
-        keywords = {key: value for key, value in values.items() if key != "accepted"}
-        keywords["reasons"] = tuple(Reason(**reason) for reason in values["reasons"])
-        keywords["assumes"] = tuple(values["assumes"])
-        cells = [
-            cell
-            for cell in load_backends().by_name(values["backend"])
-            if cell.class_name == values["experts"]
-            and values["computes"] in {scheme.name for scheme in cell.schemes}
-            and values["rule"] in {rules_text(cell), *(rule.text for rule in cell.rules)}
-        ]
-        return cls(**keywords, cell=cells[0] if cells else None)
+    def from_dict(cls, values: Mapping[str, Any], name: str = "") -> Decision:
+        """Inverse of `to_dict`; looks the cell up where it is registered here.
+
+        Args:
+            values: The fields; others than those of `to_dict` are left for later versions.
+            name: Path of the mapping in a larger one, for errors.
+
+        Raises:
+            ArgumentError: A field is missing or is not what `to_dict` writes.
+        """
+        check_mapping(name or "a decision", values)
+        field = functools.partial(check_field, name, values)
+        decision = cls(
+            backend=field("backend", check_text),
+            experts=field("experts", check_text),
+            rule=field("rule", check_text),
+            computes=field("computes", check_text),
+            priority=field("priority", _check_priority),
+            tier=field("tier", lambda path, value: check_one_of(path, value, TIERS)),
+            origin=field("origin", check_text),
+            reasons=field("reasons", lambda path, value: check_list(path, value, _check_reason)),
+            assumes=field("assumes", lambda path, value: check_list(path, value, check_text)),
+        )
+        if field("accepted", check_flag) is not decision.accepted:
+            path = f"{name}.accepted" if name else "accepted"
+            raise ArgumentError(
+                f"{path} must be {decision.accepted} with {len(decision.reasons)} reasons, got {values['accepted']}"
+            )
+        return dataclasses.replace(decision, cell=_registered_cell(decision))
+
+
+def _check_priority(path: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentError(f"{path} must be an integer, got {shown(value)}")
+    return value
+
+
+def _check_reason(path: str, value: object) -> Reason:
+    values = check_mapping(path, value)
+    code = check_field(path, values, "code", lambda name, found: check_one_of(name, found, REASON_CODES))
+    return Reason(code, check_field(path, values, "text", check_text))
+
+
+def _registered_cell(decision: Decision) -> BackendCell | None:
+    for cell in load_backends().by_name(decision.backend):
+        if (
+            cell.class_name == decision.experts
+            and decision.computes in {scheme.name for scheme in cell.schemes}
+            and decision.rule in {rules_text(cell), *(rule.text for rule in cell.rules)}
+        ):
+            return cell
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +148,7 @@ class Selection:
         platform: What it was asked for; `platform.probed` says whether it is the machine at hand.
         request: The resolved request.
         decisions: Every candidate, best first, rejected after accepted, nearest to fitting first.
-        source: Why the first one won: `required`, `preferred`, `measured` or `priority`; None where nothing fits.
+        source: Why the first one won, one of `SOURCES`; None where nothing fits.
     """
 
     problem: MoEProblem
@@ -141,19 +197,60 @@ class Selection:
             "decisions": [decision.to_dict() for decision in self.decisions],
         }
 
+    def to_json(self) -> str:
+        """`to_dict` as one line of JSON."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Selection:
+        """Inverse of `to_json`.
+
+        Raises:
+            ArgumentError: It is no JSON, or `from_dict` refuses it.
+        """
+        if not isinstance(text, (str, bytes, bytearray)):
+            raise ArgumentError(f"a selection's JSON must be a text, got {shown(text)}")
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:  # Of integers of thousands of digits too.
+            raise ArgumentError(f"a selection's JSON cannot be read: {described(error)}; write it again") from None
+        return cls.from_dict(values)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Selection:
-        """Inverse of `to_dict`. A probed platform comes back as its name, marked probed."""
-        if values.get("schema") != SCHEMA:
-            raise ValueError(f"a selection must have schema {SCHEMA}, got {values.get('schema')!r}; write it again")
-        platform = Platform.from_name(values["platform"])
-        return cls(
-            problem=MoEProblem.from_dict(values["problem"]),
-            platform=dataclasses.replace(platform, probed=values["platform_source"] == "probed"),
-            request=Request(**{word: tuple(names) for word, names in values["request"].items()}),
-            decisions=tuple(Decision.from_dict(decision) for decision in values["decisions"]),
-            source=values["source"],
+        """Inverse of `to_dict`. A probed platform comes back as its name, marked probed.
+
+        Fields that `to_dict` does not write are left for later versions.
+
+        Raises:
+            ArgumentError: A field is missing, has another type, or contradicts another; the message has its path.
+            UnknownNameError: A scheme, platform, code or tier is not known here.
+        """
+        check_mapping("a selection", values)
+        field = functools.partial(check_field, "", values)
+        schema = values.get("schema")
+        if isinstance(schema, bool) or not isinstance(schema, int) or schema != SCHEMA:
+            raise ArgumentError(f"a selection must have schema {SCHEMA}, got {shown(schema)}; write it again")
+        platform = within("platform", Platform.from_name, field("platform", check_text))
+        is_probed = field("platform_source", lambda path, found: check_one_of(path, found, _PLATFORM_SOURCES))
+        selection = cls(
+            problem=within("problem", MoEProblem.from_dict, field("problem", check_mapping)),
+            platform=dataclasses.replace(platform, probed=is_probed == "probed"),
+            request=_read_request(field("request", check_mapping)),
+            decisions=field("decisions", lambda path, found: check_list(path, found, _check_decision)),
+            source=field("source", check_optional(lambda path, found: check_one_of(path, found, SOURCES))),
         )
+        if (selection.source is None) is not (selection.winner is None):
+            raise ArgumentError(
+                f"source must be there where, and only where, the first decision is accepted, got "
+                f"{shown(selection.source)} with {shown(selection.backend)}"
+            )
+        if field("selected", check_optional(check_text)) != selection.backend:
+            raise ArgumentError(
+                f"selected must be the first accepted decision's backend, {shown(selection.backend)}, got "
+                f"{shown(values['selected'])}"
+            )
+        return selection
 
     def table(self) -> str:
         """The decision table as plain text, one candidate a line and its reasons below."""
@@ -166,6 +263,18 @@ class Selection:
             )
             lines.extend(f"{'':10}- {reason.text} [{reason.code}]" for reason in decision.reasons)
         return "\n".join(lines)
+
+
+def _check_decision(path: str, value: object) -> Decision:
+    return Decision.from_dict(check_mapping(path, value), path)
+
+
+def _read_request(values: Mapping[str, Any]) -> Request:
+    words = tuple(field.name for field in dataclasses.fields(Request))
+    for word in values:
+        check_one_of("request", word, words)
+    names = functools.partial(check_list, check=check_text)
+    return Request(**{word: check_field("request", values, word, names) for word in words})
 
 
 def nearest_by_backend(decisions: Sequence[Decision]) -> tuple[Decision, ...]:

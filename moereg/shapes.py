@@ -68,10 +68,10 @@ def get_shape(name: str) -> MoEShape:
     Raises:
         UnknownModelError: No such model; the message lists the known ones and the nearest.
     """
-    try:
-        return MODEL_SHAPES[name.lower()]
-    except KeyError:
-        raise UnknownModelError(unknown_name_message("model", name, MODEL_SHAPES)) from None
+    shape = MODEL_SHAPES.get(name.lower()) if isinstance(name, str) else None
+    if shape is None:
+        raise UnknownModelError(unknown_name_message("model", name, MODEL_SHAPES))
+    return shape
 
 
 def _config_copy(model: str) -> str:

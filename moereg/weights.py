@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from moereg.arguments import check_device, check_instance
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme, get_scheme
 from moereg.weight_checks import check_row, check_scale, check_zero_points, checks_values
@@ -163,7 +164,12 @@ class ExpertWeights:
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def to(self, device: torch.device | str) -> ExpertWeights:
-        """The same weights on a device (itself where they are there already)."""
+        """The same weights on a device (itself where they are there already).
+
+        Raises:
+            ArgumentError: It is no device.
+        """
+        check_device("device", device)
         moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
 
@@ -186,6 +192,7 @@ class ExpertWeights:
         Raises:
             ValueError: Sizes, dtype, biases or scheme disagree.
         """
+        check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
         if self.scheme != problem.quant:
             raise ValueError(
                 f"the weights are {self.scheme.description} but the problem says {problem.quant.description}; "

@@ -77,10 +77,10 @@ def test_standard_values() -> None:
         ({"name": "silu", "gated": False}, "activation 'silu' is gated, got gated=False"),
         ({"name": "relu2"}, "activation 'relu2' is not gated, got gated=True"),
         ({"name": "silu", "limit": 0.0}, "swiglu_limit must be a positive finite number or None, got 0.0"),
-        ({"name": "silu", "limit": -1}, "swiglu_limit must be a positive finite number or None, got -1.0"),
+        ({"name": "silu", "limit": -1}, "swiglu_limit must be a positive finite number or None, got -1"),
         ({"name": "silu", "limit": math.inf}, "swiglu_limit must be a positive finite number or None, got inf"),
-        ({"name": "silu", "alpha": math.nan}, "activation alpha must be finite, got nan"),
-        ({"name": "silu", "beta": math.inf}, "activation beta must be finite, got inf"),
+        ({"name": "silu", "alpha": math.nan}, "activation alpha must be a finite number, got nan"),
+        ({"name": "silu", "beta": math.inf}, "activation beta must be a finite number, got inf"),
         ({"name": "gelu", "alpha": 2.0}, "alpha is the slope inside the sigmoid, which 'gelu' has not, got 2.0"),
         (
             {"name": "relu2", "gated": False, "alpha": 2.0},

@@ -15,10 +15,11 @@ from typing import Any, Final
 import torch
 
 from moereg.ambient import in_plain_torch
+from moereg.arguments import check_device
 from moereg.checkpoints._files import CheckpointFiles
 from moereg.checkpoints._memory import check_fits
 from moereg.checkpoints._plan import LayerPlan, moe_layer_indices, plan_layer
-from moereg.errors import CheckpointError, RequestError, shown
+from moereg.errors import ArgumentError, CheckpointError, RequestError, shown
 from moereg.layer import MoEKernel, make_kernel
 from moereg.problem import MoEProblem
 from moereg.routing import RouterSpec
@@ -174,12 +175,11 @@ def load_experts(
         TooLargeError: The layer would not fit in the memory that is free.
         ValueError: The rank's experts are not experts of the layer, or an argument is out of range.
     """
-    if not 0 < max_memory_fraction <= 1:
-        raise ValueError(f"max_memory_fraction must be above 0 and at most 1, got {max_memory_fraction}")
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device must be one that torch knows, such as cpu or cuda:0, got {shown(device)}") from error
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"path must be a directory of a checkpoint, got {shown(path)}")
+    if not (type(max_memory_fraction) in (int, float) and 0 < max_memory_fraction <= 1):
+        raise ArgumentError(f"max_memory_fraction must be above 0 and at most 1, got {shown(max_memory_fraction)}")
+    device = check_device("device", device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(device)!r} needs a GPU that this torch build can use; leave it out for the CPU")
     with CheckpointFiles(path) as files:

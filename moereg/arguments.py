@@ -1,0 +1,185 @@
+"""Checks of what callers pass, in one wording: rule, value found, cure. The name may be a path into a mapping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
+
+import torch
+
+from moereg.errors import ArgumentError, MoeregError, UnknownNameError, shown, unknown_name_message
+
+__all__ = [
+    "check_count",
+    "check_device",
+    "check_field",
+    "check_flag",
+    "check_instance",
+    "check_list",
+    "check_mapping",
+    "check_number",
+    "check_one_of",
+    "check_optional",
+    "check_text",
+    "within",
+]
+
+T = TypeVar("T")
+
+_LARGEST: Final = 2**63 - 1
+"""Of a size in torch."""
+
+
+def check_count(name: str, value: object, minimum: int = 1) -> int:
+    """A whole number that a tensor's size could be; True is none.
+
+    Raises:
+        ArgumentError: It is something else, below the minimum or beyond 64 bits.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentError(f"{name} must be an integer, got {shown(value)}")
+    if value < minimum:
+        raise ArgumentError(f"{name} must be at least {minimum}, got {shown(value)}")
+    if value > _LARGEST:
+        raise ArgumentError(f"{name} must be at most 2**63 - 1, the largest size of a tensor, got {shown(value)}")
+    return value
+
+
+def check_number(name: str, value: object) -> float:
+    """A finite number; True is none.
+
+    Raises:
+        ArgumentError: It is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentError(f"{name} must be a finite number, got {shown(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ArgumentError(f"{name} must be a finite number, got {shown(value)}")
+    return number
+
+
+def check_flag(name: str, value: object) -> bool:
+    """True or False.
+
+    Raises:
+        ArgumentError: It is something else, such as 1 or "false".
+    """
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} must be True or False, got {shown(value)}")
+    return value
+
+
+def check_text(name: str, value: object) -> str:
+    """A text that can be printed on a line.
+
+    Raises:
+        ArgumentError: It is something else, or holds control characters.
+    """
+    if not isinstance(value, str):
+        raise ArgumentError(f"{name} must be a text, got {shown(value)}")
+    if not value.isprintable():
+        raise ArgumentError(f"{name} must be printable on one line, got {shown(value)}")
+    return value
+
+
+def check_one_of(name: str, value: object, known: tuple[str, ...]) -> str:
+    """One of the names that are known.
+
+    Raises:
+        ArgumentError: It is no text.
+        UnknownNameError: It is another one.
+    """
+    if not isinstance(value, str):
+        raise ArgumentError(f"{name} must be a text, one of {', '.join(known)}, got {shown(value)}")
+    if value not in known:
+        raise UnknownNameError(unknown_name_message(name, value, known))
+    return value
+
+
+def check_instance(name: str, value: object, kind: type[object], cure: str) -> None:
+    """A value of a class.
+
+    Args:
+        name: Of the argument.
+        value: What was passed.
+        kind: The class.
+        cure: Where to get one.
+
+    Raises:
+        ArgumentError: It is something else.
+    """
+    if not isinstance(value, kind):
+        # "An" for the classes that start with a vowel's sound.
+        article = "an" if kind.__name__[0] in "AEIO" else "a"
+        raise ArgumentError(f"{name} must be {article} {kind.__name__}, got {shown(value)}; {cure}")
+
+
+def check_device(name: str, value: object) -> torch.device:
+    """A device, or the name of one, whether it is there or not.
+
+    Raises:
+        ArgumentError: It is something else.
+    """
+    try:
+        return torch.device(value)  # type: ignore[call-overload,no-any-return]
+    except (RuntimeError, TypeError, ValueError):
+        raise ArgumentError(f"{name} must be one that torch knows, such as cpu or cuda:0, got {shown(value)}") from None
+
+
+def check_optional(check: Callable[[str, object], T]) -> Callable[[str, object], T | None]:
+    """The check of a value that may be None."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def check_list(name: str, value: object, check: Callable[[str, object], T]) -> tuple[T, ...]:
+    """A list, or tuple, of values of one kind.
+
+    Raises:
+        ArgumentError: It is something else, or a value of it is.
+    """
+    if not isinstance(value, (list, tuple)):
+        raise ArgumentError(f"{name} must be a list, got {shown(value)}")
+    return tuple(check(f"{name}[{place}]", item) for place, item in enumerate(value))
+
+
+def check_mapping(name: str, value: object) -> Mapping[str, Any]:
+    """A mapping with texts for keys.
+
+    Raises:
+        ArgumentError: It is something else.
+    """
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"{name} must be an object, got {shown(value)}")
+    for key in value:
+        if not isinstance(key, str):
+            raise ArgumentError(f"{name} must have names for keys, got {shown(key)}")
+    return value
+
+
+def check_field(name: str, values: Mapping[str, Any], field: str, check: Callable[[str, object], T]) -> T:
+    """A field of a mapping, under the path of both; the mapping's own name may be empty.
+
+    Raises:
+        ArgumentError: It is missing, or not as the check wants it.
+    """
+    path = f"{name}.{field}" if name else field
+    if field not in values:
+        raise ArgumentError(f"{path} must be there, got an object with {shown(sorted(values))}")
+    return check(path, values[field])
+
+
+def within(path: str, make: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+    """Calls a function, and says in its error which part of a larger value it was about.
+
+    Raises:
+        MoeregError: Of the function's own kind, the path first.
+    """
+    try:
+        return make(*arguments, **keywords)
+    except MoeregError as error:
+        raise type(error)(f"{path}: {error}") from error

@@ -1,0 +1,338 @@
+"""Arguments and fields of wrong types and values: one line of moereg's own that says rule, value and cure."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moereg import routing
+from moereg.activations import Activation
+from moereg.dispatch import explain_backends, select_backend
+from moereg.errors import ArgumentError, MoeregError, RequestError, UnknownNameError, shown
+from moereg.layer import make_kernel
+from moereg.platforms import Platform, PlatformKind, PlatformRule
+from moereg.problem import MoEProblem
+from moereg.quant import QuantFormat, QuantScheme, get_scheme
+from moereg.selection import Decision, Selection
+from moereg.weights import ExpertWeights
+
+SIZES: dict[str, Any] = {"num_experts": 4, "hidden_size": 16, "intermediate_size": 8, "top_k": 2}
+PROBLEM = MoEProblem(**SIZES)
+WEIGHTS = ExpertWeights(w13=torch.ones(4, 16, 16).bfloat16(), w2=torch.ones(4, 16, 8).bfloat16())
+LOGITS = torch.ones(3, 4)
+
+
+class Hostile:
+    """Cannot even be shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+def on_cpu() -> Selection:
+    return select_backend(PROBLEM, "cpu")
+
+
+BAD: list[tuple[Callable[[], object], type[MoeregError], str]] = [
+    (lambda: MoEProblem(**{**SIZES, "top_k": True}), ArgumentError, "top_k must be an integer, got True"),
+    (lambda: MoEProblem(**{**SIZES, "top_k": "2"}), ArgumentError, "top_k must be an integer, got '2'"),
+    (
+        lambda: MoEProblem(**{**SIZES, "hidden_size": 10**5000}),
+        ArgumentError,
+        "hidden_size must be at most 2**63 - 1, the largest size of a tensor, got <an integer of 16610 bits>",
+    ),
+    (lambda: MoEProblem(**SIZES, dtype=3), ArgumentError, "dtype must be a torch dtype or its name, got 3"),
+    (lambda: MoEProblem(**SIZES, quant=3), ArgumentError, "quant must be a scheme's name or a QuantScheme, got 3"),
+    (lambda: MoEProblem(**SIZES, activation=3), ArgumentError, "activation must be a name or an Activation, got 3"),
+    (
+        lambda: MoEProblem(**SIZES, placement=torch.ones(2)),
+        ArgumentError,
+        "placement must be a text, one of contiguous, map, got tensor([1., 1.])",
+    ),
+    (lambda: MoEProblem(**SIZES, has_bias=1), ArgumentError, "has_bias must be True or False, got 1"),
+    (
+        lambda: MoEProblem(**SIZES, has_bias=Hostile()),
+        ArgumentError,
+        "has_bias must be True or False, got <Hostile inst",
+    ),
+    (lambda: MoEProblem.from_dict([]), ArgumentError, "a problem must be an object, got []"),
+    (
+        lambda: MoEProblem.from_dict({"top_k": 2}),
+        ArgumentError,
+        "num_experts must be there, got an object with ['top_k'",
+    ),
+    (
+        lambda: MoEProblem.from_dict({**SIZES, "topk": 2}),
+        UnknownNameError,
+        "unknown field of a problem 'topk', did you mean 'top_k'?",
+    ),
+    (lambda: MoEProblem.from_dict({**SIZES, "quant": {}}), ArgumentError, "name of a QuantScheme must be there, got"),
+    (
+        lambda: MoEProblem.from_dict({**SIZES, "quant": {"name": "x", "weight": {"dtype": "int8", "group": [1, "8"]}}}),
+        ArgumentError,
+        "weight: group of a QuantFormat must be (rows, columns), each an integer of at least 1",
+    ),
+    (lambda: Activation("silu", gated=math.nan), ArgumentError, "activation gated must be True or False, got nan"),
+    (lambda: Activation("silu", alpha="1"), ArgumentError, "activation alpha must be a finite number, got '1'"),
+    (
+        lambda: Activation("silu", limit=True),
+        ArgumentError,
+        "swiglu_limit must be a positive finite number or None, got T",
+    ),
+    (lambda: Activation("silu", limit=10**400), ArgumentError, "swiglu_limit must be a positive finite number or None"),
+    (lambda: Activation(["silu"]), ArgumentError, "activation must be a text, one of silu, "),
+    (lambda: Activation.from_name("silu(limit=--)"), ArgumentError, "activation 'silu(limit=--)' is not a name with"),
+    (
+        lambda: Activation.from_name("silu(limit=1,limit=2)"),
+        ArgumentError,
+        "activation 'silu(limit=1,limit=2)' is not a",
+    ),
+    (lambda: Activation.from_name(None), ArgumentError, "activation must be a name, got None"),
+    (
+        lambda: Activation("silu")(torch.ones(2, 3)),
+        ArgumentError,
+        "activation 'silu' takes gate and up halves, got a row",
+    ),
+    (
+        lambda: Activation("silu")([1.0]),
+        ArgumentError,
+        "an activation takes a dense tensor of floats of 16 bits or more",
+    ),
+    (
+        lambda: QuantFormat("int8", (1, 8), symmetric=0),
+        ArgumentError,
+        "symmetric of a QuantFormat must be True or False",
+    ),
+    (lambda: QuantFormat(["int8"], (1, 8)), ArgumentError, "dtype of a QuantFormat must be one of uint4, "),
+    (
+        lambda: QuantScheme("two\nlines"),
+        ArgumentError,
+        "name of a QuantScheme must be printable on one line",
+    ),
+    (lambda: QuantScheme(""), ArgumentError, "name of a QuantScheme must not be empty"),
+    (
+        lambda: QuantScheme("mine", "int8"),
+        ArgumentError,
+        "weight of a QuantScheme must be a QuantFormat or None, got 'int8'",
+    ),
+    (lambda: get_scheme(b"nvfp4"), ArgumentError, "quant must be a scheme's name or a QuantScheme, got b'nvfp4'"),
+    (lambda: Platform.from_name(90), ArgumentError, "platform must be a name such as 'cuda:sm90', got 90"),
+    (
+        lambda: Platform("cuda", "sm90", versions={"torch": 2}),
+        ArgumentError,
+        "versions of a platform must be texts, got 2",
+    ),
+    (
+        lambda: Platform("cuda", "sm90", memory_bytes=-1),
+        ArgumentError,
+        "memory_bytes of a platform must be at least 0, got",
+    ),
+    (lambda: PlatformRule(None), ArgumentError, "a platform rule must be a text, got None"),
+    (
+        lambda: PlatformKind("mine", "cpu", "("),
+        ArgumentError,
+        "arch_pattern of a PlatformKind must be a regular expression",
+    ),
+    (
+        lambda: select_backend("silu"),
+        ArgumentError,
+        "problem must be a MoEProblem, got 'silu'; make one with MoEProblem(",
+    ),
+    (
+        lambda: select_backend(PROBLEM, 90),
+        ArgumentError,
+        "platform must be a Platform or a name such as 'cuda:sm90', got",
+    ),
+    (
+        lambda: explain_backends(PROBLEM, "cpu", require=3),
+        RequestError,
+        "require must be a name or a tuple of names, got 3",
+    ),
+    (
+        lambda: explain_backends(PROBLEM, "cpu", deny=["torch", 3]),
+        RequestError,
+        "deny must hold names of backends, got 3",
+    ),
+    (
+        lambda: explain_backends(PROBLEM, "cpu", prefer={3: "torch"}),
+        ArgumentError,
+        "prefer must have names for keys, got 3",
+    ),
+    (
+        lambda: explain_backends(PROBLEM, "cpu", prefer={"nvfp4": 3}),
+        RequestError,
+        "prefer for 'nvfp4' must be a name or a tuple of names, got 3",
+    ),
+    (
+        lambda: make_kernel("E4", WEIGHTS),
+        ArgumentError,
+        "problem must be a MoEProblem, got 'E4'; make one with MoEProblem(",
+    ),
+    (
+        lambda: make_kernel(PROBLEM, {"w13": 1}),
+        ArgumentError,
+        "weights must be an ExpertWeights, got {'w13': 1}; make them",
+    ),
+    (
+        lambda: make_kernel(PROBLEM, WEIGHTS, "torch"),
+        ArgumentError,
+        "selection must be a Selection, got 'torch'; make one",
+    ),
+    (
+        lambda: make_kernel(PROBLEM, WEIGHTS, on_cpu(), ep_rank=0.0),
+        ArgumentError,
+        "ep_rank must be an integer, got 0.0",
+    ),
+    (
+        lambda: make_kernel(PROBLEM, WEIGHTS, on_cpu(), group="all"),
+        ArgumentError,
+        "group must be a ProcessGroup, got 'all'; make one",
+    ),
+    (
+        lambda: make_kernel(PROBLEM, WEIGHTS, on_cpu(), 1),
+        ArgumentError,
+        "prepare_finalize must be a PrepareFinalize",
+    ),
+    (
+        lambda: make_kernel(PROBLEM, WEIGHTS, on_cpu()).reload(None),
+        ArgumentError,
+        "weights must be an ExpertWeights, got None; make",
+    ),
+    (
+        lambda: WEIGHTS.to("nowhere"),
+        ArgumentError,
+        "device must be one that torch knows, such as cpu or cuda:0, got 'nowhere'",
+    ),
+    (
+        lambda: WEIGHTS.check_against(None),
+        ArgumentError,
+        "problem must be a MoEProblem, got None; make one with MoEProblem(",
+    ),
+    (
+        lambda: routing.softmax_topk([1.0], 2, True),
+        ArgumentError,
+        "router_logits must be a Tensor, got [1.0]; pass scores",
+    ),
+    (lambda: routing.softmax_topk(LOGITS, 1.5, True), ArgumentError, "top_k must be an integer, got 1.5"),
+    (lambda: routing.softmax_topk(LOGITS, 2, "no"), ArgumentError, "renormalize must be True or False, got 'no'"),
+    (
+        lambda: routing.grouped_softmax_topk(LOGITS, 2, 1, 1, math.nan),
+        ArgumentError,
+        "scaling_factor must be a finite number, got nan",
+    ),
+    (lambda: routing.RouterSpec(kind=[], num_experts=4, top_k=2), ArgumentError, "router kind must be a text, one of"),
+    (lambda: Selection.from_json(3), ArgumentError, "a selection's JSON must be a text, got 3"),
+    (lambda: Selection.from_json("[" * 100_000), ArgumentError, "a selection's JSON cannot be read: RecursionError: "),
+    (lambda: Selection.from_json("1" * 5_000), ArgumentError, "a selection's JSON cannot be read: ValueError: "),
+    (lambda: Selection.from_json(b"\xff{}"), ArgumentError, "a selection's JSON cannot be read: UnicodeDecodeError: "),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), BAD, ids=[text[:40] for _, _, text in BAD])
+def test_wrong_types_and_values(call: Callable[[], object], kind: type[MoeregError], text: str) -> None:
+    with pytest.raises(kind) as raised:
+        call()
+    assert str(raised.value).startswith(text), str(raised.value)
+    assert str(raised.value).isprintable()
+    assert isinstance(raised.value, ValueError)
+
+
+def test_sparse_inputs_are_refused_by_name() -> None:
+    kernel = make_kernel(PROBLEM, WEIGHTS, select_backend(PROBLEM, "cpu"))
+    routes = torch.ones(3, 2), torch.tensor([[0, 1]] * 3, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^hidden_states must be a dense tensor, got layout torch.sparse_coo; call"):
+        kernel(torch.ones(3, 16).bfloat16().to_sparse(), *routes)
+
+
+# Fields of a selection's JSON: where, what is put there (a function of what was), and what is said.
+REMOVED: Any = object()
+FIELDS: list[tuple[str, Any, str]] = [
+    ("schema", 2, "a selection must have schema 1, got 2; write it again"),
+    ("schema", True, "a selection must have schema 1, got True; write it again"),
+    ("schema", REMOVED, "a selection must have schema 1, got None; write it again"),
+    ("problem", [], "problem must be an object, got []"),
+    ("problem.top_k", "2", "problem: top_k must be an integer, got '2'"),
+    ("problem.top_k", REMOVED, "problem: top_k must be there, got an object with ['activation', 'activation_format', "),
+    ("problem.quant", "nvfp5", "problem: unknown quant scheme 'nvfp5', did you mean 'nvfp4'?"),
+    ("problem.more", 1, "problem: unknown field of a problem 'more'"),
+    ("platform", 90, "platform must be a text, got 90"),
+    ("platform", "gpux:1", "platform: unknown platform 'gpux:1'"),
+    ("platform_source", "guessed", "unknown platform_source 'guessed' (known: named, probed)"),
+    ("request", None, "request must be an object, got None"),
+    ("request.deny", REMOVED, "request.deny must be there, got an object with ['prefer', 'require']"),
+    ("request.deny", "torch", "request.deny must be a list, got 'torch'"),
+    ("request.deny", ["torch", 3], "request.deny[1] must be a text, got 3"),
+    ("request.avoid", [], "unknown request 'avoid' (known: deny, prefer, require)"),
+    ("selected", "nonsense", "selected must be the first accepted decision's backend, 'torch', got 'nonsense'"),
+    ("selected", None, "selected must be the first accepted decision's backend, 'torch', got None"),
+    (
+        "source",
+        None,
+        "source must be there where, and only where, the first decision is accepted, got None with 'torch'",
+    ),
+    ("source", "luck", "unknown source 'luck' (known: measured, preferred, priority, required)"),
+    ("decisions", {}, "decisions must be a list, got {}"),
+    ("decisions.0", "torch", "decisions[0] must be an object, got 'torch'"),
+    ("decisions.0.priority", 1.5, "decisions[0].priority must be an integer, got 1.5"),
+    ("decisions.0.backend", None, "decisions[0].backend must be a text, got None"),
+    ("decisions.0.accepted", False, "decisions[0].accepted must be True with 0 reasons, got False"),
+    ("decisions.1.tier", "slow", "unknown decisions[1].tier 'slow' (known: emulation, kernel)"),
+    ("decisions.2.assumes", [None], "decisions[2].assumes[0] must be a text, got None"),
+    ("decisions.-1.rule", "a\x1b[31m", r"decisions[{last}].rule must be printable on one line, got 'a\x1b[31m'"),
+    ("decisions.-1.reasons.0", [], "decisions[{last}].reasons[0] must be an object, got []"),
+    ("decisions.-1.reasons.0.code", "bad", "unknown decisions[{last}].reasons[0].code 'bad'"),
+    (
+        "decisions.-1.reasons.0.text",
+        REMOVED,
+        "decisions[{last}].reasons[0].text must be there, got an object with ['code'",
+    ),
+    ("decisions.-1.reasons", [], "decisions[{last}].accepted must be True with 0 reasons, got False"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "text"), FIELDS, ids=[f"{path}={value!r}"[:40] for path, value, _ in FIELDS])
+def test_every_field_of_a_selection_is_checked(path: str, value: Any, text: str) -> None:
+    selection = explain_backends(PROBLEM, "cpu")
+    assert selection.backend == "torch"
+    values = copy.deepcopy(selection.to_dict())
+    assert Selection.from_dict(json.loads(json.dumps(values))) == selection
+    *steps, last = (int(step) if step.lstrip("-").isdigit() else step for step in path.split("."))
+    place: Any = values
+    for step in steps:
+        place = place[step]
+    if value is REMOVED:
+        del place[last]
+    else:
+        place[last] = value
+    for read in (lambda: Selection.from_dict(values), lambda: Selection.from_json(json.dumps(values))):
+        with pytest.raises((ArgumentError, UnknownNameError)) as raised:
+            read()
+        assert str(raised.value).startswith(text.replace("{last}", str(len(values["decisions"]) - 1)))
+        assert str(raised.value).isprintable()
+
+
+def test_fields_of_later_versions_are_left_alone() -> None:
+    selection = explain_backends(PROBLEM, "cpu")
+    values = selection.to_dict()
+    values["notes"] = values["decisions"][0]["verified"] = ["sm90"]
+    assert Selection.from_dict(values) == selection == Selection.from_json(selection.to_json())
+    assert Decision.from_dict(values["decisions"][0]) == selection.winner
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Hostile(), [Hostile()], 10**5000, "x" * 10**6, {"deep": [[[[[[[[1]]]]]]]]}, b"\x1b" * 500],
+    ids=["hostile", "list", "int", "text", "deep", "bytes"],
+)
+def test_what_is_shown_of_a_value_is_short(value: object) -> None:
+    text = shown(value)
+    assert text.isprintable()
+    assert len(text) < 1000
+    assert not re.search(r"x{300}", text)
