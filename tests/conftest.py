@@ -63,6 +63,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 _PASSED: dict[str, int] = {}
 _FAILED: set[str] = set()
+# Names of failed tests that do not say their cell: a process that crashed says no more than the test that it was in.
+_CRASHED: list[str] = []
 
 
 def _key(cell: BackendCell) -> str:
@@ -83,6 +85,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Counts passes and failures by cell, of all processes where tests run in several."""
+    if report.failed and "cell" not in dict(report.user_properties):
+        _CRASHED.append(report.nodeid)
     for name, key in report.user_properties:
         if name == "cell" and report.failed:
             _FAILED.add(str(key))
@@ -106,6 +110,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         for cell in load_backends().cells
         if (key := _key(cell)) in _PASSED
         and key not in _FAILED
+        and not any(cell.class_name in name for name in _CRASHED)
         # An interpreter shows that a kernel is right, not that hardware runs it.
         and cell.rule_for(platform) is not None
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import json
@@ -10,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from moereg.testing.ledger import (
     merge_ledger,
     read_ledger,
 )
+from tests import conftest
 
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
 H200 = Platform("cuda", "sm90", "NVIDIA H200", versions=VERSIONS, probed=True)
@@ -296,6 +299,68 @@ def test_a_digest_follows_kernels_private_packages_and_base_classes(
     monkeypatch.setattr(digest, "_read", edited)
     assert cell_digest(cell) != before[0]
     assert cell_digest(other) == before[1]
+
+
+@pytest.fixture
+def conformance(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Conformance:
+    """A session of pytest with --ledger on an H200, which has seen nothing yet."""
+    for name, empty in (("_PASSED", {}), ("_FAILED", set()), ("_CRASHED", [])):
+        monkeypatch.setattr(conftest, name, empty)
+    monkeypatch.setattr("moereg.discovery.current_platform", lambda: H200)
+    return Conformance(tmp_path / "ledger.json")
+
+
+class Conformance:
+    """Reports results as pytest does."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+
+    def report(self, cell: BackendCell, outcome: str, is_named: bool = True) -> None:
+        """One call of a test of a cell; where its process crashed the cell is not named."""
+        properties = [("cell", conftest._key(cell))] if is_named else []
+        result = SimpleNamespace(
+            nodeid=f"tests/test_conformance.py::test_it[{cell.name}-{cell.class_name}-cuda:sm90]",
+            user_properties=properties,
+            when="call",
+            passed=outcome == "passed",
+            failed=outcome == "failed",
+        )
+        conftest.pytest_runtest_logreport(result)  # type: ignore[arg-type]
+
+    def records(self) -> dict[str, int]:
+        """Experts classes of what is written at the end, with their cases."""
+        config = SimpleNamespace(getoption=lambda name: str(self.path))
+        conftest.pytest_sessionfinish(SimpleNamespace(config=config))  # type: ignore[arg-type]
+        return {record.experts: record.cases for record in read_ledger(self.path)}
+
+
+def test_a_run_records_what_passed_and_nothing_else(conformance: Conformance) -> None:
+    dense, grouped = (builtin(name, "unquantized", H200) for name in ("TorchDenseExperts", "TorchGroupedExperts"))
+    batched = builtin("TritonBatchedExperts", "unquantized", H200)
+    elsewhere = builtin("TorchPackedExperts", "unquantized", EPYC)
+    for cell, outcome in ((dense, "passed"), (dense, "passed"), (dense, "skipped"), (elsewhere, "passed")):
+        conformance.report(cell, outcome)
+    for outcome in ("passed", "failed", "passed"):
+        conformance.report(grouped, outcome)
+    conformance.report(batched, "passed")
+    conformance.report(batched, "failed", is_named=False)
+    assert conformance.records() == {"TorchDenseExperts": 2}
+
+
+def test_nothing_of_moereg_starts_a_program() -> None:
+    """A repository, an environment or a file that somebody else wrote could say which."""
+    starts = {"subprocess", "pty", "popen", "system", "execv", "execve", "execvp", "posix_spawn", "spawnv", "fork"}
+    for path in pathlib.Path(ledger.__file__).parents[1].rglob("*.py"):
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names |= {node.module} | ({alias.name for alias in node.names} if node.module == "os" else set())
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+                names.add(node.attr)
+        assert not names & starts, path
 
 
 def test_the_shipped_ledger_is_of_registered_cells_only() -> None:
