@@ -87,7 +87,7 @@ def test_a_spec_has_a_finite_scaling_factor() -> None:
         ("gptq", {"sym": 0}, "sym must be true or false, got 0"),
         ("gptq", {"desc_act": "false"}, "desc_act must be true or false, got 'false'"),
         ("gptq", {"bits": 4.0}, "bits of quant method gptq must be 4, got 4.0"),
-        ("gptq", {"checkpoint_format": ["gptq"]}, "must be gptq or gptq_v2, got ['gptq']"),
+        ("gptq", {"checkpoint_format": ["gptq"]}, "checkpoint_format must be a name, got ['gptq']"),
         ("awq", {"zero_point": 1}, "zero_point of quant method awq must be True, got 1"),
         ("awq", {"group_size": 32.0}, "group_size of quant method awq must be 32 or 64 or 128 or -1, got 32.0"),
         ("fp8_block128", {"weight_block_size": [128, 128.0]}, "must be [128, 128], got [128, 128.0]"),

@@ -11,7 +11,7 @@ import torch
 from moereg.checkpoints._formats import FLOATS, FormatOf, Matrix, StorageFormat, StoredTensor, check_divides
 from moereg.checkpoints._patterns import Match, Patterns
 from moereg.checkpoints._words import canonical_zero_points, int4_scheme, word_bytes
-from moereg.config_entries import is_one_of, read_flag, read_objects
+from moereg.config_entries import read_flag, read_name, read_objects
 from moereg.errors import CheckpointError, shown
 from moereg.quant import WHOLE, QuantScheme
 from moereg.quantize import unpack_nibbles
@@ -52,8 +52,8 @@ def gptq_formats(config: Mapping[str, Any]) -> FormatOf:
 
 
 def _format(config: Mapping[str, Any]) -> StorageFormat:
-    version = config.get("checkpoint_format") or config.get("format") or _VERSIONS[0]
-    if not is_one_of(version, _VERSIONS):
+    version = read_name(config, "checkpoint_format") or read_name(config, "format") or _VERSIONS[0]
+    if version not in _VERSIONS:
         raise CheckpointError(
             f"checkpoint_format of quant method gptq must be {' or '.join(_VERSIONS)}, got {shown(version)}; save it "
             "in one of these with GPTQModel"

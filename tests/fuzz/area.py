@@ -9,8 +9,10 @@ import importlib
 import json
 import pkgutil
 import random
+import re
 import resource
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -85,6 +87,8 @@ def store_case(area: Area, case: Case, failure: str, corpus: Path = CORPUS) -> P
     digest = hashlib.sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()[:16]
     path = corpus / area.name / f"{digest}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Names of temporary directories are of this machine.
+    failure = re.sub(rf"{re.escape(tempfile.gettempdir())}/[^/ ]*", "...", failure)
     path.write_text(json.dumps({"failure": failure, "case": case}, indent=1) + "\n")
     return path
 

@@ -55,4 +55,4 @@ def _rule(rng: random.Random) -> Any:
     return rng.choice(({}, {"bits": 8}, {"sym": rng.choice((True, False, "true"))}, draw_value(rng)))
 
 
-AREA = Area("quantization_config", _draw, broken_promise, smoke=30, limit_s=2.0, memory_mib=512)
+AREA = Area("quantization_config", _draw, broken_promise, smoke=30, limit_s=4.0, memory_mib=512)
