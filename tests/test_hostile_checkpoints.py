@@ -198,6 +198,14 @@ def test_a_pattern_that_backtracks_without_end_is_stopped(name: str, monkeypatch
         _with_pattern(name, SLOW)(MODULE)
 
 
+def test_matches_that_are_short_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_patterns, "_BUDGET_S", 0.05)
+    matches = Patterns("ignore").expression(SLOW, SLOW)
+    with pytest.raises(CheckpointError, match=r"ignore must hold patterns that together match in 0.05 s"):  # noqa: PT012
+        for _ in range(1_000_000):
+            assert not matches("mlp")
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("pattern", ["(" * 500 + ")" * 500, "(", "a{99999999999999999999}", r"(?P<a>x)(?P=b)"])
 def test_what_is_no_pattern_is_named(name: str, pattern: str) -> None:
@@ -221,7 +229,7 @@ def test_patterns_that_only_a_join_would_break_are_read() -> None:
     assert not matches("model.layers.0.mlp.experts.0.down_proj")
 
 
-@pytest.mark.parametrize("pattern", ["mlp.gate", r"mlp\.gate", "mlp.(?:gate|up)", "m[l]p.gate"])
+@pytest.mark.parametrize("pattern", ["mlp.gate", r"mlp\.gate", "mlp.(?:gate|up)", "m[l]p.gate", "mlp[.]gate|no|no"])
 def test_a_pattern_means_whole_components(pattern: str) -> None:
     matches = Patterns("ignore").components([pattern])
     for module in ("mlp.gate", "model.mlp.gate", "mlp.gate.weight", "model.layers.0.mlp.gate.a.b"):
@@ -319,6 +327,14 @@ def test_tensors_of_an_expert_without_a_number(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="experts have no tensor such as '") as error:
             load_experts(path, 0)
         assert len(str(error.value)) < 1000
+
+
+def test_a_directorys_name_reaches_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = changed(tmp_path / "\x1b[31mred", "fp8_block128", lambda config, tensors: None)
+    assert main(["run", "--checkpoint", str(path), "--platform", "cpu", "--tokens", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert "red, layer 0" in out
+    assert (out + err).replace("\n", "").isprintable()
 
 
 def test_a_home_that_nobody_has(capsys: pytest.CaptureFixture[str]) -> None:

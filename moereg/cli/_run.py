@@ -18,7 +18,7 @@ from moereg.cli._memory import check_run_fits
 from moereg.cli._options import ProblemFlags, UsageError, usage_errors
 from moereg.cli._progress import phase
 from moereg.dispatch import EmulationWarning, select_backend
-from moereg.errors import BackendError, UnsupportedProblemError
+from moereg.errors import BackendError, UnsupportedProblemError, one_line
 from moereg.problem import MoEProblem
 from moereg.quant import get_scheme
 from moereg.reference import reference_experts, relative_error
@@ -120,7 +120,7 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
     else:
         flags.check_no_checkpoint_facts()
         layer, problem = _checkpoint_problem(checkpoint, layer, flags)
-        subject = f"{checkpoint.resolve().name}, layer {layer}"
+        subject = f"{one_line(checkpoint.resolve().name)}, layer {layer}"
     platform = platform_at_hand("run", flags.platform)
     try:
         with warnings.catch_warnings():

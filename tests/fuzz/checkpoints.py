@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from tests.fuzz.area import Area
-from tests.fuzz.hostile import draw_edit, draw_text, draw_value
+from tests.fuzz.hostile import draw_edit, draw_file_name, draw_text, draw_value
 from tests.fuzz.small_checkpoints import BASES, KINDS, base, broken_promise
 
 _FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "hf_quant_config.json")
@@ -24,6 +24,8 @@ def _draw(rng: random.Random) -> dict[str, Any]:
     name = rng.choice(BASES)
     good = base(name)
     case: dict[str, Any] = {"base": name}
+    if rng.random() < 0.1:
+        case["directory"] = draw_file_name(rng)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         kind = rng.randrange(20)
         if kind < 8:

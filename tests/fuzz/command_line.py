@@ -13,7 +13,7 @@ from unittest import mock
 
 from moereg.cli import main
 from tests.fuzz.area import Area
-from tests.fuzz.hostile import draw_edit, draw_text
+from tests.fuzz.hostile import draw_edit, draw_file_name, draw_text
 from tests.fuzz.small_checkpoints import BASES, base, checkpoint_directory
 
 # Stands in for the directory, which is another one each time.
@@ -126,6 +126,8 @@ def _draw(rng: random.Random) -> dict[str, Any]:
         arguments.append("--json")
     if "--checkpoint" in options:
         case["base"] = name = rng.choice(BASES)
+        if rng.random() < 0.2:
+            case["directory"] = draw_file_name(rng)
         if rng.random() < 0.6:
             case["config"] = [draw_edit(rng, base(name).config)]
     if command in ("run", "bench") and not _is_small(arguments):

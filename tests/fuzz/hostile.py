@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-__all__ = ["Edit", "apply_edits", "draw_edit", "draw_pattern", "draw_text", "draw_value", "dumped"]
+__all__ = ["Edit", "apply_edits", "draw_edit", "draw_file_name", "draw_pattern", "draw_text", "draw_value", "dumped"]
 
 Edit = list[Any]
 """[path, "set" or "add", value] or [path, "delete"]; a path is a list of keys and indices."""
@@ -91,6 +91,12 @@ def draw_text(rng: random.Random) -> str:
             chr(rng.choice((rng.randrange(32), rng.randrange(128), rng.randrange(0x3000)))) for _ in range(8)
         )
     return rng.choice(_TEXTS)
+
+
+def draw_file_name(rng: random.Random) -> str:
+    """A name that a file can have, with bytes that are no UTF-8 as Python passes them."""
+    text = draw_text(rng).replace("\0", "\x01").replace("/", "\x02").replace("\ud800", "\udcff")[:60]
+    return f"x{text}"
 
 
 def draw_value(rng: random.Random, depth: int = 0) -> Any:

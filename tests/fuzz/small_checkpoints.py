@@ -118,13 +118,13 @@ def checkpoint_directory(case: Mapping[str, Any]) -> Iterator[Path]:
     """A directory with the checkpoint of a case, changed as it says.
 
     Args:
-        case: `base`, its name; edits of `config`, `header` and `index`, which is written only then; `hf_quant_config`,
-            a file; `bytes` of [file, position, replaced bytes as hexadecimal digits]; `sizes` of [file, bytes]; `kinds`
-            of [file, kind of thing that stands in its place].
+        case: `base`, its name; `directory`, what the directory is called; edits of `config`, `header` and `index`,
+            which is written only then; `hf_quant_config`, a file; `bytes` of [file, position, replaced bytes as
+            hexadecimal digits]; `sizes` of [file, bytes]; `kinds` of [file, kind of thing that stands in its place].
     """
     good = base(case["base"])
     root = Path(tempfile.mkdtemp(prefix="moereg-fuzz-"))
-    path = root / "checkpoint"
+    path = root / case.get("directory", "checkpoint")
     try:
         path.mkdir()
         (path / "config.json").write_bytes(dumped(apply_edits(good.config, case.get("config", ()))))
