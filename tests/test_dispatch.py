@@ -26,7 +26,7 @@ from moereg.problem import MoEProblem
 from moereg.quant import QuantFormat, QuantScheme
 from moereg.registry import BackendRegistry, register_moe_backend, registering_origin
 from moereg.request import Request
-from moereg.selection import Decision, Selection
+from moereg.selection import Decision, Selection, nearest_by_backend
 from tests.fakes import EVERYTHING, FakeExperts
 
 H100 = Platform("cuda", "sm90", "NVIDIA H100", versions={"some-library": "2.1"}, probed=True)
@@ -708,6 +708,58 @@ def test_json_of_a_backend_that_is_not_here(fakes: BackendRegistry) -> None:
     assert again.backend == "gone"
     assert again.winner is not None
     assert again.winner.cell is None
+
+
+def test_json_says_whether_the_machine_was_there(fakes: BackendRegistry) -> None:
+    add("one")
+    probed, named = (explain_backends(problem_of(), platform) for platform in (H100, "cuda:sm90"))
+    for selection, source in ((probed, "probed"), (named, "named")):
+        values = selection.to_dict()
+        assert values["platform_source"] == source
+        again = Selection.from_dict(values)
+        assert again.platform.probed is (source == "probed")
+        assert again.to_dict() == values
+
+
+def test_json_finds_the_cell_of_the_scheme_and_rule(fakes: BackendRegistry) -> None:
+    experts = experts_class("One")
+    add("one", 30, experts, quant_schemes=("nvfp4",))
+    add("one", 20, experts, quant_schemes=("mxfp8",))
+    add("one", 10, experts, quant_schemes=("mxfp8",), platforms=("rocm:gfx942",))
+    add("one", 5, experts_class("Other"), quant_schemes=("mxfp8",))
+    for platform, priority in (("cuda:sm90", 20), ("rocm:gfx942", 10)):
+        selection = explain_backends(problem_of(quant="mxfp8"), platform)
+        again = Selection.from_dict(selection.to_dict())
+        cells = [decision.cell for decision in again.decisions]
+        assert cells == [decision.cell for decision in selection.decisions]
+        assert cells[0] is not None
+        assert cells[0].priority == priority
+
+
+@pytest.mark.parametrize("change", ["backend", "experts", "computes", "origin"])
+def test_a_fingerprint_is_of_everything_that_runs(fakes: BackendRegistry, change: str) -> None:
+    add("one")
+    selection = select_backend(problem_of(), H100)
+    assert selection.winner is not None
+    winner = dataclasses.replace(selection.winner, **{change: "another"})
+    assert dataclasses.replace(selection, decisions=(winner,)).fingerprint != selection.fingerprint
+    same = dataclasses.replace(selection.winner, priority=1, rule="*")
+    assert dataclasses.replace(selection, decisions=(same,)).fingerprint == selection.fingerprint
+
+
+def test_the_nearest_of_as_many_reasons_is_the_first(fakes: BackendRegistry) -> None:
+    # The higher priority first; what another request would cure comes before another machine, however late.
+    facts = dataclasses.replace(EVERYTHING, bias=False)
+    for name, priority in (("Second", 20), ("First", 30), ("Third", 10)):
+        add("one", priority, experts_class(name, facts=facts))
+    selection = explain_backends(problem_of(has_bias=True), H100)
+    assert [decision.experts for decision in selection.decisions] == ["First", "Second", "Third"]
+    assert [decision.experts for decision in nearest_by_backend(selection.decisions)] == ["First"]
+    selection = explain_backends(problem_of(), "rocm:gfx942")
+    assert [decision.experts for decision in nearest_by_backend(selection.decisions)] == ["First"]
+    add("one", 1, experts_class("Shy"), platforms=("rocm:gfx942",), opt_in=True)
+    selection = explain_backends(problem_of(), "rocm:gfx942")
+    assert [decision.experts for decision in nearest_by_backend(selection.decisions)] == ["Shy"]
 
 
 def test_json_of_another_schema() -> None:

@@ -392,7 +392,7 @@ UNREGISTERED: Final = {
     for scheme in (
         QuantScheme("int4_w4a16_g48", QuantFormat("uint4", (1, 48))),
         QuantScheme("int4_w4a16_g256", QuantFormat("uint4", (1, 256))),
-        QuantScheme("int4_tensor_zp", QuantFormat("uint4", (WHOLE, WHOLE), symmetric=False)),
+        QuantScheme("int4_tensor", QuantFormat("uint4", (WHOLE, WHOLE))),
         QuantScheme("int8_g32", QuantFormat("int8", (1, 32))),
         QuantScheme("uint8_g32_zp", QuantFormat("uint8", (1, 32), symmetric=False)),
         QuantScheme("mxint4", QuantFormat("uint4", (1, 32), scale_dtype="float8_e8m0fnu")),
