@@ -15,7 +15,14 @@ from moereg.registry import register_moe_backend
 from moereg.testing import cases
 from moereg.testing.cases import Case
 from moereg.testing.checks import GuardedLayer, check_numbers
-from moereg.testing.guards import FORMS, GuardedMemory, GuardedPrepareFinalize, GuardedWorkspaces, guard_weights
+from moereg.testing.guards import (
+    FORMS,
+    GuardedMemory,
+    GuardedPrepareFinalize,
+    GuardedWorkspaces,
+    guard_permuted,
+    guard_weights,
+)
 from moereg.testing.inputs import make_inputs, make_weights
 from moereg.workspace import WORKSPACES
 from tests.fakes import FakeExperts
@@ -98,6 +105,23 @@ def test_every_form_holds_the_same_numbers(form: str) -> None:
     assert guarded.w13.requires_grad == (form == "parameter")
     assert (guarded.w13.data_ptr() % 16 == 0) == (form != "offset")
     memory.check()
+
+
+def test_permuted_weights_keep_strides_and_alignment() -> None:
+    memory = GuardedMemory(CPU)
+    views = guard_weights(memory, make_weights(PROBLEM, CPU), "offset").tensors()
+    views["w2"] = views["w2"].transpose(1, 2)
+    permuted = guard_permuted(memory, PermutedWeights("canonical", views, {"one": torch.ones(1)}))
+    for name, view in views.items():
+        assert torch.equal(permuted[name], view)
+        assert permuted[name].stride() == view.stride()
+        assert permuted[name].data_ptr() != view.data_ptr()
+        assert permuted[name].data_ptr() % 16 == 6
+    assert permuted["one"].data_ptr() % 16 == 0
+    memory.check()
+    permuted["one"].zero_()
+    with pytest.raises(AssertionError, match="permuted one was written to"):
+        memory.check()
 
 
 @pytest.mark.parametrize("fill", ["nan", "huge", "stale"])

@@ -11,14 +11,25 @@ from moereg.activations import ACTIVATIONS, Activation
 from moereg.discovery import load_backends
 from moereg.problem import MoEProblem
 from moereg.registry import BackendCell
-from moereg.testing.cases import Case, runnable_platform, served_schemes
+from moereg.testing.cases import Case, default_device, is_imitated, runnable_platform, served_schemes
 from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["INTERPRETED", "NATIVE", "Choose", "DrawnLayer", "Limits", "draw_layer", "layers"]
+__all__ = [
+    "GPU",
+    "INTERPRETED", "INTERPRETED_QUANTIZED",
+    "NATIVE",
+    "Choose",
+    "DrawnLayer",
+    "Limits",
+    "draw_layer",
+    "layers",
+    "limits_of",
+    "redraw",
+]
 
 _T = TypeVar("_T")
 
@@ -47,16 +58,23 @@ class Limits:
     num_routes: int
 
 
-INTERPRETED: Final = Limits(size=200, num_tokens=65, num_experts=9, num_routes=130)
+INTERPRETED: Final = Limits(size=168, num_tokens=65, num_experts=4, num_routes=66)
 """Where a layer of Triton's interpreter takes some tenths of a second."""
+
+INTERPRETED_QUANTIZED: Final = Limits(size=168, num_tokens=33, num_experts=3, num_routes=34)
+"""The same where kernels restore weights or quantize rows, element by element."""
 
 NATIVE: Final = Limits(size=400, num_tokens=130, num_experts=40, num_routes=1040)
 """Where kernels are compiled."""
 
+GPU: Final = Limits(size=640, num_tokens=1025, num_experts=40, num_routes=4100)
+"""Of a GPU, whose kernels for many rows an expert have taller tiles."""
+
 # Rows of tiles, and where other kernels take over.
-_TOKENS: Final = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 0)
+_TOKENS: Final = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 513, 1025, 0)
+_TOKENS_OF_A_KIND: Final = (range(2), range(2, 9), range(9, 17), range(17, 66), range(66, 1 << 20))
 # Ones that leave no route are right too easily to be drawn as often.
-_ROUTINGS: Final = (*"uniform", "skewed", "unmapped", *ROUTINGS)
+_ROUTINGS: Final = ("uniform", "skewed", "unmapped", *ROUTINGS)
 _MOST_CHOICES: Final = 64  # Bytes, two a choice.
 _EXPERTS: Final = (1, 2, 3, 4, 6, 8, 9, 16, 17, 33, 40)
 _TOP_K: Final = (1, 2, 3, 4, 5, 8)
@@ -179,6 +197,69 @@ def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
         form=choose(FORMS),
         seed=choose(range(1000)),
     )
+
+
+def redraw(layer: DrawnLayer, choose: Choose, limits: Limits) -> DrawnLayer:
+    """Another layer for which kernels need not be compiled again, as far as moereg can know: other sizes and tensors.
+
+    Sizes stay what they are modulo 128, tokens and experts within the limits where other kernels take over, and 1 and
+    multiples of 16 what they are, since Triton compiles for these anew.
+
+    Args:
+        layer: One that was drawn.
+        choose: As in `draw_layer`.
+        limits: As in `draw_layer`.
+    """
+    problem = layer.problem
+    most_experts = max(problem.num_experts, limits.num_experts)
+    is_half = problem.placement == "contiguous" and problem.is_expert_parallel
+    num_experts = choose(
+        [
+            count
+            for count in _alike(problem.num_experts, range(problem.top_k, most_experts + 1))
+            if count.bit_length() == problem.num_experts.bit_length() and not (is_half and count % 2)
+        ]
+    )
+    num_local_experts = num_experts // 2 if is_half else num_experts
+    if problem.placement == "map" and problem.is_expert_parallel:
+        num_local_experts = choose(_alike(problem.num_local_experts, range(1, num_experts)) or [num_experts])
+    tokens = next(kind for kind in _TOKENS_OF_A_KIND if layer.num_tokens in kind)
+    most_tokens = max(layer.num_tokens, min(limits.num_tokens, limits.num_routes // problem.top_k))
+    hidden_size, intermediate_size = (
+        choose(range(_least_alike(size), max(limits.size, size) + 1, 128))
+        for size in (problem.hidden_size, problem.intermediate_size)
+    )
+    return dataclasses.replace(
+        layer,
+        problem=dataclasses.replace(
+            problem,
+            num_experts=num_experts,
+            num_local_experts=num_local_experts,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+        ),
+        num_tokens=choose(range(tokens.start, min(tokens.stop, most_tokens + 1))),
+        routing=choose(_ROUTINGS),
+        fill=choose(FILLS),
+        form=choose(FORMS),
+        seed=choose(range(1000)),
+    )
+
+
+def _least_alike(size: int) -> int:
+    """The smallest one that is the same modulo 128 and not tiny, since small errors do not average out over few."""
+    return size % 128 if size % 128 >= 15 else min(size, size % 128 + 128)
+
+
+def _alike(count: int, others: Sequence[int]) -> list[int]:
+    return [other for other in others if (other == 1, other % 16 == 0) == (count == 1, count % 16 == 0)]
+
+
+def limits_of(cell: BackendCell) -> Limits:
+    """As large as this machine runs the cell's layers quickly."""
+    if is_imitated(cell):
+        return INTERPRETED if any(scheme.weight is None for scheme in cell.schemes) else INTERPRETED_QUANTIZED
+    return GPU if default_device().type == "cuda" else NATIVE
 
 
 def layers(cell: BackendCell, limits: Limits) -> SearchStrategy[DrawnLayer]:

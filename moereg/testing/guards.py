@@ -273,7 +273,7 @@ def guard_weights(memory: GuardedMemory, weights: ExpertWeights, form: str = "co
 
 
 def guard_permuted(memory: GuardedMemory, weights: PermutedWeights) -> PermutedWeights:
-    """The same weights with the same strides, each tensor between guard bands and frozen.
+    """The same weights, with the same strides and aligned to 16 bytes if they were, between guard bands and frozen.
 
     A tensor without strides, as oneDNN packs them, stays where it is: torch gives no access to its memory.
     """
@@ -287,7 +287,11 @@ def guard_permuted(memory: GuardedMemory, weights: PermutedWeights) -> PermutedW
         }
 
     def one(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return memory.copy(f"permuted {name}", tensor) if tensor.layout == torch.strided else tensor
+        if tensor.layout != torch.strided:
+            return tensor
+        # A view of canonical weights that begin anywhere must not become an aligned tensor here.
+        offset = tensor.data_ptr() % 16 // tensor.element_size()
+        return memory.copy(f"permuted {name}", tensor, offset=offset)
 
     per_expert = guarded(weights.per_expert)
     shared = {name: one(name, tensor) for name, tensor in weights.shared.items()}

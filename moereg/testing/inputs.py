@@ -99,6 +99,7 @@ def _vary(matrix: torch.Tensor, random: Callable[..., torch.Tensor]) -> torch.Te
 
 def make_inputs(problem: MoEProblem, num_tokens: int, routing: str, device: torch.device, seed: int = 0) -> Inputs:
     """Random tokens and routes; `routing` is one of `ROUTINGS`."""
+    assert routing in ROUTINGS, routing
     generator = torch.Generator(device).manual_seed(1000 + seed)
     hidden_states = torch.randn(num_tokens, problem.hidden_size, generator=generator, device=device)
     scores = torch.rand(num_tokens, problem.num_experts, generator=generator, device=device)
