@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GPU",
-    "INTERPRETED", "INTERPRETED_QUANTIZED",
+    "INTERPRETED",
+    "INTERPRETED_QUANTIZED",
     "NATIVE",
     "Choose",
     "DrawnLayer",
