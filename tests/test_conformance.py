@@ -34,7 +34,8 @@ def quickly(items: Iterable[_T], kind: Callable[[_T], object]) -> list[Any]:
     for item in items:
         imitated = item.is_imitated if isinstance(item, Case) else cases.is_imitated(item)
         is_slow = imitated and kind(item) in seen
-        seen.add(kind(item))
+        if imitated:
+            seen.add(kind(item))
         found.append(pytest.param(item, marks=pytest.mark.slow) if is_slow else item)
     return found
 
