@@ -15,19 +15,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["autocasts", "fp32_is_exact", "in_plain_torch", "plain_torch"]
+__all__ = ["fp32_is_exact", "in_plain_torch", "plain_torch"]
 
 # Its module becomes an object at run time, of which type checkers do not know.
 _mkldnn: Any = torch.backends.mkldnn
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def autocasts(device_type: str) -> bool:
-    """Whether matmuls on devices of that type would be run in another dtype than their operands have."""
-    # Devices without autocast, such as meta, raise when they are asked.
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def fp32_is_exact() -> bool:
@@ -42,7 +36,7 @@ def plain_torch() -> Iterator[None]:
         if torch.is_grad_enabled():
             stack.enter_context(torch.no_grad())
         for device_type in _device_types():
-            if autocasts(device_type):
+            if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         if not fp32_is_exact():
             stack.enter_context(_EXACT)
@@ -65,7 +59,9 @@ def in_plain_torch(function: Callable[P, R]) -> Callable[P, R]:
 @functools.cache
 def _device_types() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    types = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    # Devices without autocast raise when they are asked.
+    return tuple(filter(torch.amp.is_autocast_available, types))
 
 
 class _ExactMatmuls:

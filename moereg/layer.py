@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from moereg import backend_calls
-from moereg.ambient import autocasts, fp32_is_exact, plain_torch
+from moereg.ambient import fp32_is_exact, plain_torch
 from moereg.arguments import check_count, check_instance
 from moereg.dispatch import Selection, select_backend
 from moereg.errors import LayoutMismatchError
@@ -63,6 +63,8 @@ class MoEKernel:
         self.expert_map = expert_map
         self._prepare_finalize = prepare_finalize
         self._device = weights.device
+        # Devices without autocast, such as meta, raise when they are asked.
+        self._autocast_type = weights.device.type if torch.amp.is_autocast_available(weights.device.type) else "cpu"
         # Asking costs 2 us: nothing on a CPU, but only what multiplies fp32 needs to know on a GPU.
         self._needs_exact_fp32 = self._device.type == "cpu" or problem.torch_dtype == torch.float32
         self._workspace_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -159,7 +161,11 @@ class MoEKernel:
     def _run(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
-        if torch.is_grad_enabled() or autocasts(self._device.type) or (self._needs_exact_fp32 and not fp32_is_exact()):
+        if (
+            torch.is_grad_enabled()
+            or torch.is_autocast_enabled(self._autocast_type)
+            or (self._needs_exact_fp32 and not fp32_is_exact())
+        ):
             # Entered where it is needed only: it costs 10 us.
             with plain_torch():
                 self._run_plainly(hidden_states, topk_weights, topk_ids, out)
