@@ -295,6 +295,8 @@ def test_batched_layer(
     assert relative_error(kernel(*call), reference_experts(problem, weights, *call)) < bound
 
 
+# Slow: interpreted, 20 to 30 s a scheme; that the bound is close enough, test_faults shows of the reference.
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_planted_faults_show_against_the_closer_bound(scheme: str) -> None:
     problem = make_problem(scheme, has_bias=True)

@@ -520,6 +520,8 @@ def test_layer_rounds_where_the_reference_does(scheme: str, num_tokens: int, key
     assert error < tolerance(problem.quant, "float16", num_tokens * 130, rounds_as_reference=True)
 
 
+# Slow: interpreted, 10 to 20 s a scheme; that the bound is close enough, test_faults shows of the reference.
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", NAMED)
 def test_planted_faults_show_against_the_closer_bound(scheme: str) -> None:
     problem = make_problem(get_scheme(scheme), 130, 200, has_bias=True)

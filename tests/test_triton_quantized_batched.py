@@ -240,6 +240,8 @@ def test_scale_of_all_rows_is_that_of_the_rows_that_count() -> None:
     layer.check()
 
 
+# Slow: interpreted, 10 s a scheme; that the bound is close enough, test_faults shows of the reference.
+@pytest.mark.slow
 @each_named
 def test_planted_faults_show(scheme: str) -> None:
     layer = Batches(batched_problem(scheme, has_bias=True), [4, 1, 3, 2], 4)
