@@ -3,7 +3,7 @@
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-peers fuzz lint format bench build clean
+.PHONY: help demo test test-all test-peers fuzz mutants lint format bench build clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,6 +24,7 @@ help:
 	@echo 'make test-all    runs the rest: the slow tests'
 	@echo 'make test-peers  installs the peer libraries (2 GB more) and runs the tests that compare with them'
 	@echo 'make fuzz        10,000 drawn cases of bad input, up to 10 minutes; make test has a smoke of it'
+	@echo 'make mutants     plants faults in a copy of the source, one at a time: the tests have to see each; before a release'
 	@echo 'make lint        ruff, mypy --strict and the import contracts; make format applies what ruff can'
 	@echo 'make bench       pytest-benchmark over the registered backends'
 	@echo 'make build       wheel and sdist into dist/'
@@ -48,6 +49,10 @@ test-peers: $(VENV)/.peers-stamp
 # Other cases: make fuzz FUZZ_ARGS='--seed 7'. A case that fails is stored in tests/fuzz/corpus/, which `make test` replays.
 fuzz: $(VENV)/.test-stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases 10000 --seconds 600 $(FUZZ_ARGS)
+
+# One area or fault: make mutants MUTANTS_ARGS='--area triton_packed'. On a machine with a Hopper GPU: MUTANTS_ARGS=--gpu
+mutants: $(VENV)/.test-stamp
+	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
 lint: $(VENV)/.test-stamp
 	$(BIN)/ruff check .

@@ -486,6 +486,14 @@ def test_the_most_specific_rule_of_a_class_stands(fakes: BackendRegistry) -> Non
         assert [(decision.rule, decision.priority) for decision in accepted] == [(rule, priority)], name
 
 
+def test_specificity_counts_among_cells_that_compute_the_same(fakes: BackendRegistry) -> None:
+    both = experts_class("Both")
+    add("both", 1, both, quant_schemes=("nvfp4",), platforms=("*",))
+    add("both", 2, both, quant_schemes=("nvfp4_w4a16",), platforms=("cuda:sm90",))
+    selection = explain_backends(problem_of(quant="nvfp4"), H100)
+    assert {decision.computes for decision in selection.decisions if decision.accepted} == {"nvfp4", "nvfp4_w4a16"}
+
+
 def test_cells_that_do_not_match_all_say_so(fakes: BackendRegistry) -> None:
     layered = experts_class("Layered")
     add("layered", 1, layered, platforms=("cuda:sm90",))

@@ -1,0 +1,127 @@
+"""What run, bench, info and explain say."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS: Final = (
+    Mutant(
+        "the error is compared the wrong way",
+        "moereg/cli/_run.py",
+        old="return self.relative_error <= self.tolerance  #",
+        new="return not self.relative_error <= self.tolerance  #",
+        tests=("tests/test_cli.py::test_the_local_experts_that_a_refusal_names_fit",),
+    ),
+    Mutant(
+        "not a number passes",
+        "moereg/cli/_run.py",
+        old="return self.relative_error <= self.tolerance  #",
+        new="return not self.relative_error > self.tolerance  #",
+        tests=("tests/test_cli.py::test_run_is_right",),
+    ),
+    Mutant(
+        "the reference computes the checkpoint's activations",
+        "moereg/tuning/compare.py",
+        old="*call, computes=scheme) for call in checked]",
+        new="*call, computes=self.problem.quant) for call in checked]",
+        tests=("tests/test_cli.py::test_run_is_right",),
+    ),
+    Mutant(
+        "the last layer with experts",
+        "moereg/cli/_run.py",
+        old="layer = with_experts[0]",
+        new="layer = with_experts[-1]",
+        tests=("tests/test_cli.py::test_run_is_right",),
+    ),
+    Mutant(
+        "time in milliseconds",
+        "moereg/cli/_run.py",
+        old="time_us=row.timing.median_us if row.timing else None",
+        new="time_us=row.timing.median_us / 1e3 if row.timing else None",
+        tests=("tests/test_cli_numbers.py::test_run_gives_the_median_in_us_and_permuting_in_ms",),
+    ),
+    Mutant(
+        "the scheme's loss is the output's error",
+        "moereg/cli/_run.py",
+        old="loss = relative_error(reference, reference_experts(_plain_problem",
+        new="loss = relative_error(out, reference_experts(_plain_problem",
+        tests=("tests/test_cli_numbers.py::test_the_loss_is_the_schemes_whatever_the_backend_computes",),
+    ),
+    Mutant(
+        "a bench passes where one is right",
+        "moereg/cli/_bench.py",
+        old="return all(row.passed for row in self.rows)",
+        new="return any(row.passed for row in self.rows)",
+        tests=("tests/test_cli.py::test_run_is_right",),
+    ),
+    Mutant(
+        "slowest first",
+        "moereg/cli/_bench.py",
+        old="row.time_us if row.timing else 0.0)",
+        new="-row.time_us if row.timing else 0.0)",
+        tests=("tests/test_cli_numbers.py::test_bench_for_people_has_the_fastest_first_and_marks_it",),
+    ),
+    Mutant(
+        "p90 is p10",
+        "moereg/cli/_bench.py",
+        old="row.timing.p90_us if row.timing",
+        new="row.timing.p10_us if row.timing",
+        tests=("tests/test_cli_numbers.py::test_bench_numbers_are_those_of_the_samples",),
+    ),
+    Mutant(
+        "explain says that what does not fit does",
+        "moereg/cli/__init__.py",
+        old="return OK if selection.winner else NOTHING_FITS",
+        new="return OK",
+        tests=("tests/test_cli.py::test_nothing_fits_is_exit_3_with_every_reason",),
+    ),
+    Mutant(
+        "wrong numbers exit as right ones",
+        "moereg/cli/__init__.py",
+        old=(
+            "        show_run(result)\n"
+            "    if result.passed is None:\n"
+            "        return NOTHING_FITS\n"
+            "    return OK if result.passed else WRONG_NUMBERS"
+        ),
+        new=("        show_run(result)\n    if result.passed is None:\n        return NOTHING_FITS\n    return OK"),
+        tests=("tests/test_cli.py::test_wrong_numbers_are_exit_1",),
+    ),
+    Mutant(
+        "a run's verdict is always right",
+        "moereg/cli/_show.py",
+        old='style="bold green") if result.passed else Text("WRONG"',
+        new='style="bold green") if True else Text("WRONG"',
+        tests=("tests/test_cli.py::test_run_is_right",),
+    ),
+    Mutant(
+        "milliseconds under us",
+        "moereg/cli/_show.py",
+        old='f"{result.time_us:,.0f} us a call',
+        new='f"{result.time_us / 1e3:,.0f} us a call',
+        tests=("tests/test_cli_numbers.py::test_run_for_people_has_the_same_units",),
+    ),
+    Mutant(
+        "the slowest is marked fastest",
+        "moereg/cli/_show.py",
+        old='"fastest" if row is rows[0]',
+        new='"fastest" if row is rows[-1]',
+        tests=("tests/test_cli_numbers.py::test_bench_for_people_has_the_fastest_first_and_marks_it",),
+    ),
+    Mutant(
+        "runs here is inverted",
+        "moereg/cli/_show.py",
+        old="_yes_no(not machine_reasons(cell, platform))",
+        new="_yes_no(bool(machine_reasons(cell, platform)))",
+        tests=("tests/test_cli_numbers.py::test_info_says_yes_where_the_cell_runs_here",),
+    ),
+    Mutant(
+        "p10 to p10",
+        "moereg/cli/_show.py",
+        old="to {_number(row.timing.p90_us)}",
+        new="to {_number(row.timing.p10_us)}",
+        tests=("tests/test_cli_numbers.py::test_bench_for_people_has_the_fastest_first_and_marks_it",),
+    ),
+)
