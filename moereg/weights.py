@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from moereg.arguments import check_device, check_instance
+from moereg.errors import ArgumentError, described
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme, get_scheme
 from moereg.weight_checks import check_row, check_scale, check_zero_points, checks_values
@@ -167,9 +168,17 @@ class ExpertWeights:
         """The same weights on a device (itself where they are there already).
 
         Raises:
-            ArgumentError: It is no device.
+            ArgumentError: It is no device, or none that this torch build can use.
         """
-        check_device("device", device)
+        device = check_device("device", device)
+        try:
+            torch.empty(0, device=device)
+        except torch.OutOfMemoryError:
+            raise
+        except (AssertionError, NotImplementedError, RuntimeError) as error:
+            raise ArgumentError(
+                f"device must be one that this torch build can use, got {str(device)!r}: {described(error)}"
+            ) from None
         moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
 
