@@ -119,8 +119,10 @@ class Platform:
     probed: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("kind", "arch", "device_name"):
+        for field in ("kind", "arch"):
             check_text(f"{field} of a platform", getattr(self, field))
+        # What a driver says is not refused for its letters.
+        check_instance("device_name of a platform", self.device_name, str, "as the driver says it")
         check_count("memory_bytes of a platform", self.memory_bytes, minimum=0)
         check_flag("probed of a platform", self.probed)
         for name, version in check_mapping("versions of a platform", self.versions).items():

@@ -33,7 +33,7 @@ from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from moereg.shapes import get_shape
 from moereg.testing import ledger
 from moereg.testing.ledger import Verification
-from moereg.testing.tolerances import tolerance
+from moereg.testing.tolerances import layer_tolerance
 from moereg.tuning.roofline import Ceilings
 from tests.fakes import FakeExperts, WrongExperts
 
@@ -569,7 +569,7 @@ def test_run_of_quantised_weights(call_json: CallJson, line: str, computes: str,
         0
         < found["relative_error"]
         < found["tolerance"]
-        == pytest.approx(tolerance(computes, found["problem"]["dtype"], 64 * 64))
+        == pytest.approx(layer_tolerance(MoEProblem.from_dict(found["problem"]), found["tokens"], computes))
     )
 
 
