@@ -401,3 +401,15 @@ def test_permute_needs_one_copy() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 1.15
+
+
+def test_the_grouped_matmul_gets_aligned_weights_wherever_the_canonical_ones_begin() -> None:
+    """On an H200 it refuses others: "expected data_ptr to be aligned to 16 bytes"."""
+    problem = MoEProblem(num_experts=2, hidden_size=8, intermediate_size=8, top_k=1)
+    storage = torch.randn(1 + 2 * 16 * 8 + 2 * 8 * 8).bfloat16()
+    w13, w2 = storage[1:257].view(2, 16, 8), storage[257:].view(2, 8, 8)
+    experts = TorchGroupedExperts(problem, Platform.from_name("cuda:sm90"))
+    permuted = experts.permute_weights(ExpertWeights(w13=w13, w2=w2), problem)
+    for name, canonical in (("w13", w13), ("w2", w2)):
+        assert permuted[name].data_ptr() % 16 == 0
+        assert torch.equal(permuted[name], canonical)

@@ -8,6 +8,7 @@ import torch
 
 from moereg.experts import ExpertInputs, Experts, Facts
 from moereg.kernels import torch_device_moe, torch_mlp, torch_moe
+from moereg.layouts import aligned
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.registry import register_moe_backend
@@ -163,6 +164,10 @@ class TorchGroupedExperts(_CanonicalExperts):
         # The grouped matmul wants strides of 16 bytes.
         requires_multiple={"hidden_size": 8, "intermediate_size": 8},
     )
+
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        """Views of the canonical tensors where they begin at a multiple of 16 bytes, which the grouped matmul wants."""
+        return PermutedWeights(CANONICAL, {name: aligned(tensor) for name, tensor in weights.tensors().items()})
 
     def apply(
         self,
