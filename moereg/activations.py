@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from collections.abc import Callable
 from typing import Final
 
@@ -14,6 +13,9 @@ from moereg.arguments import check_flag, check_number, check_one_of
 from moereg.errors import ArgumentError, shown
 
 __all__ = ["ACTIVATIONS", "Activation"]
+
+# What every dtype that activations are computed in can take as a scalar.
+_LARGEST: Final = torch.finfo(torch.bfloat16).max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +52,12 @@ class Activation:
             raise ArgumentError(f"activation {self.name!r} {rule}, got gated={self.gated}")
         for field in ("alpha", "beta"):
             # Equal values have to read the same, since ranks compare text.
-            object.__setattr__(self, field, check_number(f"activation {field}", getattr(self, field)))
+            number = check_number(f"activation {field}", getattr(self, field))
+            if abs(number) > _LARGEST:
+                raise ArgumentError(f"activation {field} must be at most {_LARGEST:.3g} either way, got {number}")
+            object.__setattr__(self, field, number)
         if self.limit is not None:
-            if (
-                not (isinstance(self.limit, (int, float)) and 0 < self.limit <= sys.float_info.max)
-                or self.limit is True
-            ):
+            if not (isinstance(self.limit, (int, float)) and 0 < self.limit <= _LARGEST) or self.limit is True:
                 raise ArgumentError(f"swiglu_limit must be a positive finite number or None, got {shown(self.limit)}")
             object.__setattr__(self, "limit", float(self.limit))
         if self.alpha != 1.0 and _GATE_FUNCTIONS.get(self.name) is not _sigmoid_gate:

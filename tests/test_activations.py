@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
@@ -133,3 +134,12 @@ def test_limit_argument_wins() -> None:
 def test_bad_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a name with scalars|could not convert"):
         Activation.from_name(text)
+
+
+@pytest.mark.parametrize("scalar", ["limit", "alpha", "beta"])
+def test_scalars_that_no_tensor_takes_are_refused(scalar):
+    value = dataclasses.replace(ACTIVATIONS["swigluoai"], **{scalar: 3e38})
+    for dtype in (torch.float32, torch.bfloat16):
+        value(torch.ones(1, 4, dtype=dtype))
+    with pytest.raises(ValueError, match=rf"{scalar} must be .*, got 1e\+308"):
+        dataclasses.replace(ACTIVATIONS["swigluoai"], **{scalar: 1e308})
