@@ -234,7 +234,10 @@ def test_global_scales_in_the_batched_format(change: Callable[[ExpertWeights], E
     layer.check()
 
 
-@pytest.mark.parametrize(("max_tokens", "counts"), [(40, [40, 1, 0, 33]), (220, [220, 0, 3, 130])])
+@pytest.mark.parametrize(
+    ("max_tokens", "counts"),
+    [(40, [40, 1, 0, 33]), pytest.param(220, [220, 0, 3, 130], marks=pytest.mark.slow)],  # 10 s, interpreted.
+)
 def test_higher_tiles(max_tokens: int, counts: list[int]) -> None:
     """Of 64 rows, and of the 128 that compile to instructions for such codes."""
     configs = select_quantized_config(math.inf, max_tokens * 2 / 4, 2)

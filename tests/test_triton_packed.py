@@ -66,8 +66,20 @@ def packed_w2(problem: MoEProblem, weights: ExpertWeights) -> PackedMatrix:
     return w2
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+# Slow where it is about neither: how products are cut up does not depend on the dtype.
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [
+        pytest.param(
+            dtype,
+            config,
+            id=f"{dtype}-{name}",
+            marks=[pytest.mark.slow] if dtype == "float16" and name != "warps_share_columns" else [],
+        )
+        for dtype in ("bfloat16", "float16")
+        for name, config in CONFIGS.items()
+    ],
+)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_products_are_those_of_restored_weights(scheme: str, dtype: str, config: GroupedGemmConfig) -> None:
     # Rows of 200 elements: neither a step nor a block divides them.
@@ -89,8 +101,15 @@ def test_products_are_those_of_restored_weights(scheme: str, dtype: str, config:
         assert ((out[token].double() - terms.sum(1)).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3])
-@pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16"])
+# Schemes restore weights, which the products above show; one of them shows how several tokens share slices.
+@pytest.mark.parametrize(
+    ("scheme", "num_tokens"),
+    [
+        pytest.param(scheme, num_tokens, marks=[pytest.mark.slow] if num_tokens > 1 and number else [])
+        for number, scheme in enumerate(("int4_w4a16_g32_zp", "mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16"))
+        for num_tokens in (1, 3)
+    ],
+)
 def test_slices_give_the_layer(scheme: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = MoEProblem(
         num_experts=4,
