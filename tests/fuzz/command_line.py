@@ -207,4 +207,4 @@ def broken_promise(arguments: set[str], code: int, out: str, err: str) -> str | 
     return None
 
 
-AREA = Area("command_line", _draw, _check, share=0.3, smoke=12, limit_s=20.0)
+AREA = Area("command_line", _draw, _check, share=0.2, smoke=12, limit_s=20.0)

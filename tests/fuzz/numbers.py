@@ -39,4 +39,4 @@ def check(case: Case) -> str | None:
     return None
 
 
-AREA = Area("numbers", draw, check, share=0.2, smoke=3, limit_s=30.0, memory_mib=2048)
+AREA = Area("numbers", draw, check, share=0.1, smoke=3, limit_s=30.0, memory_mib=2048)
