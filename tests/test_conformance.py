@@ -47,7 +47,7 @@ def is_run_with_all_calls(case: Case) -> bool:
 
 
 def kind_of_case(case: Case) -> object:
-    """Cases of which one is enough: odd sizes of a class's schemes, which drawn layers have too.
+    """Cases of which one is enough: a class's schemes whose weights are alike, odd sizes of all, which are drawn too.
 
     And all schemes but the first of a batched class, which has its codecs from the standard one.
     """
@@ -56,7 +56,8 @@ def kind_of_case(case: Case) -> object:
         return case
     if case.cell.experts.output_form == "per_expert" or problem.hidden_size % 2:
         return name
-    return case
+    fmt, activation = case.computes.weight, case.computes.activation
+    return (name, fmt and (fmt.dtype, fmt.scale_dtype, fmt.symmetric), activation)
 
 
 def each_scheme(wanted: Callable[[QuantScheme], bool], schemes: Callable[[BackendCell], list[QuantScheme]]) -> Any:
