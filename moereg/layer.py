@@ -161,13 +161,13 @@ class MoEKernel:
     def _run(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
-        if (
-            torch.is_grad_enabled()
-            or torch.is_autocast_enabled(self._autocast_type)
-            or (self._needs_exact_fp32 and not fp32_is_exact())
-        ):
+        if torch.is_autocast_enabled(self._autocast_type) or (self._needs_exact_fp32 and not fp32_is_exact()):
             # Entered where it is needed only: it costs 10 us.
             with plain_torch():
+                self._run_plainly(hidden_states, topk_weights, topk_ids, out)
+        elif torch.is_grad_enabled():
+            # The usual one of such states, at 2 us. Weights may be parameters, and permuted ones views of them.
+            with torch.no_grad():
                 self._run_plainly(hidden_states, topk_weights, topk_ids, out)
         else:
             self._run_plainly(hidden_states, topk_weights, topk_ids, out)
