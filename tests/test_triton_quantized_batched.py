@@ -223,7 +223,9 @@ def test_other_activations(scheme: str, activation: str) -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "counts"), [(40, [40, 1, 0, 33]), (80, [80, 0, 2, 17]), (130, [129, 0, 3, 0])])
-@pytest.mark.parametrize("scheme", ["fp8_block128", "fp8_tensor_dynamic"])
+@pytest.mark.parametrize(
+    "scheme", ["fp8_block128", pytest.param("fp8_tensor_dynamic", marks=pytest.mark.slow)]
+)  # The latter takes twice as long, for the launch configurations of the former.
 def test_higher_tiles(scheme: str, max_tokens: int, counts: list[int]) -> None:
     """Every number of rows that picks another launch configuration."""
     Batches(batched_problem(scheme, 64, 64), counts, max_tokens).check()
