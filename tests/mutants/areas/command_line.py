@@ -19,21 +19,21 @@ MUTANTS: Final = (
         "moereg/cli/_run.py",
         old="return self.relative_error <= self.tolerance  #",
         new="return not self.relative_error > self.tolerance  #",
-        tests=("tests/test_cli.py::test_run_is_right",),
+        tests=("tests/test_cli.py::test_not_a_number_is_null_and_exit_1",),
     ),
     Mutant(
         "the reference computes the checkpoint's activations",
         "moereg/tuning/compare.py",
         old="*call, computes=scheme) for call in checked]",
         new="*call, computes=self.problem.quant) for call in checked]",
-        tests=("tests/test_cli.py::test_run_is_right",),
+        tests=("tests/test_compare_hostile.py::test_each_candidate_is_checked_against_what_it_computes",),
     ),
     Mutant(
         "the last layer with experts",
         "moereg/cli/_run.py",
         old="layer = with_experts[0]",
         new="layer = with_experts[-1]",
-        tests=("tests/test_cli.py::test_run_is_right",),
+        tests=("tests/test_cli.py::test_a_checkpoint_is_named",),
     ),
     Mutant(
         "time in milliseconds",
@@ -54,7 +54,7 @@ MUTANTS: Final = (
         "moereg/cli/_bench.py",
         old="return all(row.passed for row in self.rows)",
         new="return any(row.passed for row in self.rows)",
-        tests=("tests/test_cli.py::test_run_is_right",),
+        tests=("tests/test_cli.py::test_bench_gives_a_wrong_backend_no_time",),
     ),
     Mutant(
         "slowest first",
@@ -94,7 +94,7 @@ MUTANTS: Final = (
         "moereg/cli/_show.py",
         old='style="bold green") if result.passed else Text("WRONG"',
         new='style="bold green") if True else Text("WRONG"',
-        tests=("tests/test_cli.py::test_run_is_right",),
+        tests=("tests/test_cli.py::test_wrong_numbers_are_exit_1",),
     ),
     Mutant(
         "milliseconds under us",
