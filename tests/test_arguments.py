@@ -297,7 +297,12 @@ FIELDS: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "text"), FIELDS, ids=[f"{path}={value!r}"[:40] for path, value, _ in FIELDS])
+# Processes that share the tests must name them alike, so no address may be part of a name.
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    FIELDS,
+    ids=[f"{path}={'removed' if value is REMOVED else repr(value)}"[:40] for path, value, _ in FIELDS],
+)
 def test_every_field_of_a_selection_is_checked(path: str, value: Any, text: str) -> None:
     selection = explain_backends(PROBLEM, "cpu")
     assert selection.backend == "torch"
