@@ -20,13 +20,6 @@ MUTANTS: Final = (
         ),
     ),
     Mutant(
-        "blocks past the last have scales of the next row",
-        "moereg/kernels/triton_packed_product.py",
-        old="scaled_block = tl.minimum(block, num_blocks - 1) if MASK_B else block",
-        new="scaled_block = block",
-        tests=("tests/test_triton_packed.py::test_slices_give_the_layer[int4_w4a16_g32_zp-3]",),
-    ),
-    Mutant(
         "parts of a block share the first one's scale",
         "moereg/kernels/triton_packed_product.py",
         old="group = (scaled_block * 64 + part * PART) // GROUP",
