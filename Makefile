@@ -23,7 +23,7 @@ help:
 	@echo 'make test        installs the test extra and runs the tests that are neither slow nor in need of a GPU'
 	@echo 'make test-all    runs the rest: the slow tests'
 	@echo 'make test-peers  installs the peer libraries (2 GB more) and runs the tests that compare with them'
-	@echo 'make fuzz        10,000 drawn cases of bad input, up to 10 minutes; make test has a smoke of it'
+	@echo 'make fuzz        10,000 drawn cases of bad input, up to 10 minutes; make test runs a small sample'
 	@echo 'make mutants     plants faults in a copy of the source, one at a time: the tests have to see each; before a release'
 	@echo 'make lint        ruff, mypy --strict and the import contracts; make format applies what ruff can'
 	@echo 'make bench       pytest-benchmark over the registered backends'

@@ -41,12 +41,12 @@ def check_row(row: TensorRow, tensor: torch.Tensor | None, scheme: QuantScheme) 
     if row.dtype is None and tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(
             f"{row.name} must be bfloat16, float16 or float32 in scheme {scheme.name}, got {tensor.dtype}; "
-            "pass quant=... if the weights are quantised"
+            "pass quant=... if the weights are quantized"
         )
 
 
 def _shape_cure(name: str, fmt: QuantFormat | None) -> str:
-    """What a tensor of a quantised scheme holds, as the end of an error."""
+    """What a tensor of a quantized scheme holds, as the end of an error."""
     if fmt is None:
         return ""
     if name.endswith("_zero_point"):
@@ -62,7 +62,7 @@ def _shape_cure(name: str, fmt: QuantFormat | None) -> str:
 def _dtype_cure(row: TensorRow, tensor: torch.Tensor) -> str:
     assert row.dtype is not None
     if row.name in ("w13", "w2") and tensor.dtype.itemsize > 1:
-        return "quantise with moereg.quantize.quantize_weights, or leave quant out"
+        return "quantize with moereg.quantize.quantize_weights, or leave quant out"
     if tensor.dtype in (torch.uint8, torch.int8) and row.dtype.itemsize == 1:
         return f"view its bytes as {row.dtype} if they are that"
     return "convert it"

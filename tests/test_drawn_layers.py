@@ -122,6 +122,7 @@ def test_drawn_layers_on_a_gpu(cell: BackendCell, total: Tally) -> None:
     tally = run_campaign(cell, math.ceil(GPU_LAYERS / len(CELLS)), GPU_CONFIGURATIONS, GPU, SEED)
     total.add(tally)
     print(f"{name_of(cell)}: {tally}")
+    assert tally.num_layers == math.ceil(GPU_LAYERS / len(CELLS))
     assert not tally.failures, "\n".join(tally.failures[:10])
 
 
@@ -130,9 +131,10 @@ def native_cell(class_name: str = "TorchDenseExperts") -> BackendCell:
 
 
 def test_a_campaign_goes_on_after_a_failure_and_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(layer: DrawnLayer, num_calls: int) -> None:
+    def check(layer: DrawnLayer, num_calls: int) -> bool:
         assert num_calls == 2
         assert layer.seed % 2, f"{layer}\nwrong"
+        return True
 
     monkeypatch.setattr("moereg.testing.campaign.check_layer", check)
     tally = run_campaign(native_cell(), 30, 4, GPU, seed=3)
@@ -145,6 +147,8 @@ def test_a_campaign_goes_on_after_a_failure_and_says_what_failed(monkeypatch: py
     assert run_campaign(native_cell(), 30, 4, GPU, seed=4).failures != tally.failures
     tally.add(again)
     assert str(tally).startswith(f"60 layers of 8 configurations, {2 * len(again.failures)} failures, ")
+    monkeypatch.setattr("moereg.testing.campaign.check_layer", lambda layer, num_calls: False)
+    assert run_campaign(native_cell(), 30, 4, GPU, seed=3).num_layers == 0
 
 
 @each_cell
@@ -193,7 +197,10 @@ def test_half_a_pad_more_than_whole_ones_is_drawn_often() -> None:
 
 
 def test_one_call_runs_a_layer_of_each_cell_or_those_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    layer = one_call.layer_of(native_cell())
-    assert one_call.main([str(layer), str(layer).replace('"torch"', '"gone"')]) == 0
+    layer, larger = one_call.layers_of(native_cell())
+    assert larger.num_tokens > layer.num_tokens
+    gone = str(layer).replace('"torch"', '"gone"')
+    assert one_call.main([str(layer), gone]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.rpartition(": ")[2] for line in lines] == ["passed", "does not run here"]
+    assert one_call.main([gone]) == 3

@@ -31,23 +31,34 @@ def test_a_changed_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ledger, "cell_digest", edited)
     name = "TritonExperts unquantized cuda:sm80+ cuda:sm90"
-    assert stale_cells((cell,)) == {name: "2026-11-22"}
+    assert stale_cells((cell,)) == {name: (cell_digest(cell), "2026-11-22")}
     second = dataclasses.replace(record, device="NVIDIA H100", digest=edited(cell))
     monkeypatch.setattr(ledger, "_own_records", lambda asked: (record, second))
     assert stale_cells((cell,)) == {}
 
 
 def test_what_is_said_of_a_list_that_disagrees() -> None:
-    (first, second) = disagreements((Line("B", "2026-11-22", "changed on purpose"),), {"A": "2026-11-20"})
-    assert first.startswith("stale since 2026-11-20 without a reason; run it there with --ledger, or add: A | 20")
+    stale = {"A": ("0123", "2026-11-20")}
+    (first, second) = disagreements((Line("B", "0123", "2026-11-22", "changed on purpose"),), stale)
+    assert first.startswith("changed since it was run on 2026-11-20, and no line says why; run it there")
+    assert "let its line say: A | 0123 | 20" in first
     assert second == "its evidence is current or gone; take the line out: B"
-    assert disagreements((Line("A", "2026-11-22", "changed on purpose"),), {"A": "2026-11-20"}) == []
+    assert disagreements((Line("A", "0123", "2026-11-22", "changed on purpose"),), stale) == []
+    # Code that changed once more than the line knows.
+    assert disagreements((Line("A", "4567", "2026-11-22", "changed on purpose"),), stale) == [first]
 
 
 @pytest.mark.parametrize(
-    "text", ["A", "A | 2026-11-22", "A | 2026-11-22 | why", "A | today | a long reason", "A|2026-11-22|a b c\n" * 2]
+    "text",
+    [
+        "A",
+        "A | 01 | 2026-11-22",
+        "A | 01 | 2026-11-22 | why",
+        "A | 01 | now | a long reason",
+        "A|01|2026-11-22|a b c\n" * 2,
+    ],
 )
 def test_a_list_that_says_too_little(text: str) -> None:
     with pytest.raises(ValueError, match=r"must say|listed twice|isoformat"):
         read_list(text)
-    assert read_list("# A | B\n\n A x | 2026-11-22 | a b c \n") == (Line("A x", "2026-11-22", "a b c"),)
+    assert read_list("# A | B\n\n A x | 01 | 2026-11-22 | a b c \n") == (Line("A x", "01", "2026-11-22", "a b c"),)

@@ -278,7 +278,7 @@ def calls_of(case: Case, is_first: bool) -> list[tuple[int, str]]:
     """Numbers of tokens and routings that a case is run with.
 
     An interpreted kernel takes seconds where a GPU takes microseconds. There the first case of a class is run with all,
-    the others with none and a few, fewest where weights are quantised; their sizes and facts tell them apart.
+    the others with none and a few, fewest where weights are quantized; their sizes and facts tell them apart.
     """
     tokens: tuple[int, ...] = GPU_TOKENS if case.device.type == "cuda" else TOKENS
     if case.is_imitated and not is_first:

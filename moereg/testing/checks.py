@@ -206,7 +206,7 @@ def check_faults_are_caught(cell: BackendCell, scheme: QuantScheme) -> None:
     num_tokens = fault_tokens(case)
     inputs = make_inputs(case.problem, num_tokens, "uniform", case.device)
     truth = _reference(case, weights, inputs, make_expert_map(case.problem, case.device))
-    # Bounds of quantised activations are wide, since a kernel may round before the quantiser.
+    # Bounds of quantized activations are wide, since a kernel may round before the quantizer.
     least = (10 if case.computes.activation is None else 1.5) * _bound(case, num_tokens)
     for fault, faulty in plant_faults(weights):
         out = build(case, faulty)(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
@@ -215,7 +215,7 @@ def check_faults_are_caught(cell: BackendCell, scheme: QuantScheme) -> None:
 
 
 def check_activations_are_rounded(cell: BackendCell, scheme: QuantScheme) -> None:
-    """A scheme that quantises activations does: the bounds alone are wide enough for activations of 16 bits."""
+    """A scheme that quantizes activations does: the bounds alone are wide enough for activations of 16 bits."""
     case = _with_few_experts(first_case(cell, scheme))
     weights = make_weights(case.problem, case.device)
     inputs = make_inputs(case.problem, 17, "uniform", case.device)

@@ -37,7 +37,7 @@ class Inputs:
 def make_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> ExpertWeights:
     """Random weights; gate and up are scaled differently, and every expert too, so that no swap can pass.
 
-    Weights of a quantised scheme are quantised by moereg itself, from ones whose rows and groups differ in magnitude,
+    Weights of a quantized scheme are quantized by moereg itself, from ones whose rows and groups differ in magnitude,
     so that a scale of another group cannot pass. Static activation scales come from other random tokens.
     """
     plain = make_plain_weights(problem, device, seed)
@@ -61,7 +61,7 @@ def make_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> Ex
 
 
 def make_plain_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> ExpertWeights:
-    """What `make_weights` quantises, unquantized."""
+    """What `make_weights` quantizes, unquantized."""
     generator = torch.Generator(device).manual_seed(seed)
     experts, hidden, inter = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
     dtype = problem.torch_dtype

@@ -1,4 +1,6 @@
-"""`python -m moereg.testing.one_call`: runs one layer of every cell that runs natively here, once, under guard bands.
+"""`python -m moereg.testing.one_call`: runs a layer of every cell that runs natively here, under guard bands.
+
+Once with few rows an expert and once with many, where other kernels run.
 
 Small enough for tools that slow a program down, such as `compute-sanitizer --tool memcheck`; with
 `PYTORCH_NO_CUDA_MEMORY_CACHING=1` in the environment each tensor is an allocation that such a tool knows. Lines that a
@@ -10,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -19,24 +22,29 @@ from moereg.testing.checks import check_layer
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.interpreter import patch_interpreter
 
-__all__ = ["layer_of", "main"]
+__all__ = ["layers_of", "main"]
+
+_NUM_TOKENS: Final = (33, 400)
 
 
-def layer_of(cell: BackendCell) -> DrawnLayer:
-    """The first case of a cell, with so many tokens that tiles are not full."""
+def layers_of(cell: BackendCell) -> list[DrawnLayer]:
+    """The first case of a cell, with numbers of tokens at which the last tiles are not full."""
     case = cases.first_case(cell)
-    return DrawnLayer(
-        backend=cell.name,
-        experts=cell.class_name,
-        rule=cell.rules[0].text,
-        computes=case.computes.name,
-        problem=case.problem,
-        num_tokens=33,
-    )
+    return [
+        DrawnLayer(
+            backend=cell.name,
+            experts=cell.class_name,
+            rule=cell.rules[0].text,
+            computes=case.computes.name,
+            problem=case.problem,
+            num_tokens=num_tokens,
+        )
+        for num_tokens in _NUM_TOKENS
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the layers of the arguments, one of each cell where there are none; 1 where one fails."""
+    """Runs the arguments' layers, or each cell's where there are none; 1 where one fails, 3 where none ran."""
     lines = sys.argv[1:] if arguments is None else arguments
     if not torch.cuda.is_available():
         # Read when a kernel's module is imported, which no import so far has done.
@@ -44,15 +52,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if lines:
             patch_interpreter()
     drawn = [DrawnLayer.from_json(line) for line in lines]
-    drawn = drawn or [layer_of(cell) for cell in cases.runnable_cells() if not cases.is_imitated(cell)]
-    num_failures = 0
+    if not drawn:
+        native = [cell for cell in cases.runnable_cells() if not cases.is_imitated(cell)]
+        drawn = [layer for cell in native for layer in layers_of(cell)]
+    num_ran = num_failures = 0
     for layer in drawn:
         name = f"{layer.backend} {layer.experts} {layer.rule} {layer.problem}, {layer.num_tokens} tokens"
         try:
-            print(f"{name}: {'passed' if check_layer(layer) else 'does not run here'}", flush=True)
+            ran = check_layer(layer)
+            num_ran += ran
+            print(f"{name}: {'passed' if ran else 'does not run here'}", flush=True)
         except AssertionError as error:
+            num_ran += 1
             num_failures += 1
             print(f"{name}: {str(error).partition(chr(10))[2]}", flush=True)
+    if not num_ran:
+        return 3
     return int(num_failures > 0)
 
 

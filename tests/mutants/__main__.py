@@ -22,7 +22,9 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for the tests of one mutant (default 120)")
     parser.add_argument("--gpu", action="store_true", help="those that only a GPU shows, with tests marked gpu")
     parser.add_argument("--list", action="store_true", help="only list them")
-    parser.add_argument("--unchanged", action="store_true", help="run all the named tests on the tree as it is, too")
+    parser.add_argument(
+        "--only-planted", action="store_true", help="do not run the named tests on the tree as it is first"
+    )
     arguments = parser.parse_args()
     tables = load_tables(on_gpu=arguments.gpu)
     if unknown := set(arguments.area or ()) - set(tables):
@@ -39,7 +41,7 @@ def main() -> int:
             print(f"{area:<14} {mutant.file}: {mutant.name}")
         return 0
     options = ("-m", "gpu") if arguments.gpu else ("-m", "not gpu")
-    if arguments.unchanged and not _pass_unchanged(list(chosen), options):
+    if not arguments.only_planted and not _pass_unchanged(list(chosen), options):
         return 1
     return _plant(chosen, arguments.jobs, arguments.limit, options)
 

@@ -128,7 +128,8 @@ def run_tests(copy: Path, tests: tuple[str, ...], *, limit_s: float, options: tu
     if process.exitcode == _FAILED and "::" in failed:
         # An id may hold spaces; what follows it is what the test said.
         return Verdict(CAUGHT, seconds, failed.partition(" ")[2].partition(" - ")[0])
-    if process.exitcode is not None and process.exitcode < 0:
+    # Whoever kills a process from outside, for want of memory, says nothing of the mutant.
+    if process.exitcode is not None and process.exitcode < 0 and process.exitcode != -signal.SIGKILL:
         return Verdict(CAUGHT, seconds, f"the tests' process died of {signal.Signals(-process.exitcode).name}")
     last = next((line for line in reversed(lines) if line), f"exit code {process.exitcode}")
     return Verdict(SURVIVED if process.exitcode == _PASSED and " passed" in last else BROKEN, seconds, last)
