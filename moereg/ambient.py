@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 def fp32_is_exact() -> bool:
     """Whether fp32 matmuls are fp32 ones here, and stay so while others leave the plain state."""
-    return not (_EXACT.users or _EXACT.is_needed())
+    return not _EXACT.is_used_or_needed()
 
 
 @contextlib.contextmanager
@@ -68,32 +68,81 @@ class _ExactMatmuls:
     """fp32 matmuls that are fp32 ones. The setting is the process's, so the last thread to leave restores it."""
 
     def __init__(self) -> None:
-        self.users = 0
-        self._before = ("", "")
+        self._users = 0
+        self._before = _Precisions("", ())
         self._lock = threading.Lock()
 
-    def is_needed(self) -> bool:
-        return not {"ieee", "none"}.issuperset(self._get())
-
-    def _get(self) -> tuple[str, str]:
-        return _mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision
-
-    def _set(self, mkldnn: str, cuda: str) -> None:
-        _mkldnn.matmul.fp32_precision = mkldnn
-        torch.backends.cuda.matmul.fp32_precision = cuda
+    def is_used_or_needed(self) -> bool:
+        # Together, or another thread could enter and leave in between.
+        with self._lock:
+            return bool(self._users) or any(_is_reduced(matmul) for matmul in _matmuls())
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self.users:
-                self._before = self._get()
-                self._set("ieee", "ieee")
-            self.users += 1
+            if not self._users:
+                self._before = _make_exact()
+            self._users += 1
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
-            self.users -= 1
-            if not self.users:
-                self._set(*self._before)
+            self._users -= 1
+            if not self._users:
+                _restore(self._before)
+
+
+class _Precisions(NamedTuple):
+    """What `torch.set_float32_matmul_precision` was given, or ""; of each operator, what it resolves to and its own."""
+
+    legacy: str
+    matmuls: tuple[tuple[str, str], ...]
+
+
+def _matmuls() -> tuple[Any, Any]:
+    """The operators, each with a setting that inherits those of its backend and of torch where it is none."""
+    return _mkldnn.matmul, torch.backends.cuda.matmul
+
+
+def _is_reduced(matmul: Any) -> bool:
+    return matmul.fp32_precision not in ("ieee", "none")
+
+
+def _make_exact() -> _Precisions:
+    """Changes only what is reduced, and by the setter that was used: torch refuses to read a mix of the two."""
+    legacy = _legacy_precision()
+    matmuls = tuple((matmul.fp32_precision, _own_precision(matmul)) for matmul in _matmuls())
+    if legacy:
+        torch.set_float32_matmul_precision("highest")
+    for matmul in filter(_is_reduced, _matmuls()):
+        matmul.fp32_precision = "ieee"
+    return _Precisions(legacy, matmuls)
+
+
+def _restore(before: _Precisions) -> None:
+    if before.legacy:
+        torch.set_float32_matmul_precision(before.legacy)
+    for matmul, (resolved, own) in zip(_matmuls(), before.matmuls, strict=True):
+        if matmul.fp32_precision != resolved:
+            matmul.fp32_precision = own
+
+
+def _legacy_precision() -> str:
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # An operator was set otherwise since.
+        return ""
+    return "" if precision == "highest" else precision
+
+
+def _own_precision(matmul: Any) -> str:
+    """Of the operator itself: its getter tells what it inherits, and what it inherits may change later."""
+    resolved: str = matmul.fp32_precision
+    if resolved in ("ieee", "none"):
+        return resolved
+    matmul.fp32_precision = "none"
+    if matmul.fp32_precision == resolved:
+        return "none"
+    matmul.fp32_precision = resolved
+    return resolved
 
 
 _EXACT = _ExactMatmuls()

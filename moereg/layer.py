@@ -65,8 +65,9 @@ class MoEKernel:
         self._device = weights.device
         # Devices without autocast, such as meta, raise when they are asked.
         self._autocast_type = weights.device.type if torch.amp.is_autocast_available(weights.device.type) else "cpu"
-        # Asking costs 2 us: nothing on a CPU, but only what multiplies fp32 needs to know on a GPU.
-        self._needs_exact_fp32 = self._device.type == "cpu" or problem.torch_dtype == torch.float32
+        # Asking costs 2 us: nothing on a CPU, but only what multiplies in fp32 needs to know on a GPU, as layers of
+        # float16 may, whose gates may leave its range.
+        self._needs_exact_fp32 = self._device.type == "cpu" or problem.torch_dtype != torch.bfloat16
         self._workspace_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         # A tensor, since compiled code treats a number as a constant: each layer would compile its caller again.
         # On the CPU whatever the default device is, since it is read at each call of compiled code.

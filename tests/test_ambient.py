@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from moereg import routing
+from moereg import ambient, routing
 from moereg.ambient import fp32_is_exact, in_plain_torch, plain_torch
 from moereg.checkpoints import load_experts
 from moereg.dispatch import select_backend
 from moereg.layer import MoEKernel, make_kernel
+from moereg.prepare_finalize import local_prepare_finalize
 from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES
 from moereg.quantize import dequantize_activations, dequantize_weights, quantize_activations, quantize_weights
@@ -239,3 +240,133 @@ def test_the_last_thread_restores_the_precision() -> None:
             assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
         assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
     assert fp32_is_exact()
+
+
+def test_a_thread_that_leaves_meanwhile_leaves_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact for as long as another thread is inside is not exact: users and setting are read at one moment."""
+    asking, entered, leave = threading.Event(), threading.Event(), threading.Event()
+    matmuls, asks = ambient._matmuls(), threading.current_thread()
+
+    def read() -> Any:
+        if threading.current_thread() is asks and not asking.is_set():
+            asking.set()
+            # In vain where the two are read at one moment.
+            entered.wait(timeout=0.2)
+        return matmuls
+
+    def other() -> None:
+        asking.wait(timeout=30)
+        with ambient._EXACT:
+            entered.set()
+            leave.wait(timeout=30)
+
+    monkeypatch.setattr(ambient, "_matmuls", read)
+    with matmul_precision("medium"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        is_exact = fp32_is_exact()
+        leave.set()
+        thread.join()
+        assert not is_exact
+
+
+@pytest.fixture
+def untouched_precision() -> Iterator[None]:
+    """Settings as a new process has them, now and afterwards."""
+    matmuls = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
+
+    def clear() -> None:
+        torch.set_float32_matmul_precision("highest")
+        for setting in (torch.backends, *matmuls):
+            setting.fp32_precision = "none"
+
+    clear()
+    yield
+    clear()
+
+
+def precisions() -> tuple[str, str]:
+    return torch.backends.mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+
+
+@pytest.mark.usefixtures("untouched_precision")
+def test_an_inherited_precision_stays_inherited() -> None:
+    torch.backends.fp32_precision = "tf32"
+    with plain_torch():
+        assert precisions() == ("ieee", "ieee")
+    assert precisions() == ("tf32", "tf32")
+    torch.backends.fp32_precision = "none"
+    assert precisions() == ("none", "none")
+    torch.backends.fp32_precision = "tf32"
+    # Of an operator alone: another one still inherits, and an exact one is left as it is.
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    with plain_torch():
+        assert precisions() == ("ieee", "ieee")
+    assert precisions() == ("bf16", "ieee")
+    torch.backends.fp32_precision = "none"
+    assert precisions() == ("bf16", "ieee")
+
+
+@pytest.mark.usefixtures("untouched_precision")
+@pytest.mark.parametrize("name", ["high", "medium"])
+def test_the_older_settings_can_be_read_inside(name: str) -> None:
+    torch.set_float32_matmul_precision(name)
+    before = precisions()
+    with plain_torch():
+        assert not torch.backends.cuda.matmul.allow_tf32
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert precisions() == ("ieee", "ieee")
+    assert torch.backends.cuda.matmul.allow_tf32
+    assert torch.get_float32_matmul_precision() == name
+    assert precisions() == before
+    torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+    with plain_torch():
+        assert precisions() == ("ieee", "ieee")
+    assert precisions() == ("ieee", "tf32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_layers_elsewhere_than_on_a_cpu_are_run_exactly(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's fp32 matmuls are TF32 ones where a caller allows it, and float16 layers multiply in fp32 as well."""
+    layer = Layer("unquantized", dtype=dtype)
+    kernel = layer.kernel
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in layer.weights.tensors().items()}
+    weights = dataclasses.replace(kernel.weights, per_expert=shapes)
+    elsewhere = MoEKernel(
+        layer.problem, layer.selection, kernel.experts, weights, local_prepare_finalize("standard"), None
+    )
+    found = []
+    monkeypatch.setattr(elsewhere, "_run_plainly", lambda *_: found.append(precisions()))
+    x = layer.calls[1][0]
+    with matmul_precision("high"):
+        elsewhere._run(*layer.calls[1], torch.empty_like(x))
+    assert found == [("ieee", "ieee")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_every_cell_of_a_gpu_at_high_precision(dtype: str, activation_format: str) -> None:
+    problem = MoEProblem(
+        num_experts=4,
+        hidden_size=256,
+        intermediate_size=128,
+        top_k=2,
+        dtype=dtype,
+        activation_format=activation_format,
+    )
+    device = torch.device("cuda")
+    weights, inputs = make_weights(problem, device), make_inputs(problem, 33, "uniform", device)
+    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    selection = select_backend(problem)
+    decisions = [decision for decision in selection.decisions if decision.accepted]
+    assert decisions
+    for decision in decisions:
+        kernel = make_kernel(problem, weights, dataclasses.replace(selection, decisions=(decision,)))
+        wanted = kernel(*call)
+        for name in ("high", "medium"):
+            with matmul_precision(name):
+                found = kernel(*call)
+            assert same([found], [wanted]), (decision, name)
