@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import torch
 
 from moereg.ambient import plain_torch
-from moereg.errors import BackendError, MoeregError, described, shown, stops_the_process
+from moereg.errors import BackendError, MoeregError, described, is_lack_of_memory, shown, stops_the_process
 from moereg.experts import Experts
 from moereg.selection import Decision, Selection
 from moereg.weights import ExpertWeights, PermutedWeights
 
-__all__ = ["device_types", "make_experts", "permute", "raise_named", "workspace_shapes"]
+__all__ = ["device_types", "make_experts", "named", "permute", "raise_named", "workspace_shapes"]
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+
+_MOST_ELEMENTS: Final = 2**48
+"""Of a workspace: more than any device addresses. Beyond it is a bug, below it a lack of memory."""
 
 
 def make_experts(selection: Selection, decision: Decision) -> Experts:
@@ -48,7 +52,8 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
     """The weights in the layout of a launch plan.
 
     Raises:
-        BackendError: It raised, or returned something else.
+        BackendError: It raised, or returned something else, no tensor, a layout that its class does not declare, or
+            tensors of another device.
     """
     try:
         # Tensors of inference mode could not be reloaded outside it.
@@ -58,6 +63,16 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
         raise_named(selection, "permute_weights", error)
     if not isinstance(permuted, PermutedWeights):
         raise _backend_error(selection, "permute_weights", "returned no PermutedWeights from", shown(permuted))
+    if permuted.layout not in experts.layouts:
+        found = f"{shown(permuted.layout)}, and its class declares {', '.join(experts.layouts)}"
+        raise _backend_error(selection, "permute_weights", "returned an undeclared layout from", found)
+    try:
+        device = permuted.device
+    except (StopIteration, AttributeError, TypeError):
+        raise _backend_error(selection, "permute_weights", "returned no tensors from", shown(permuted)) from None
+    if device != weights.w13.device:
+        found = f"{device}, and the weights are on {weights.w13.device}"
+        raise _backend_error(selection, "permute_weights", "returned tensors of another device from", found)
     return permuted
 
 
@@ -77,20 +92,32 @@ def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) ->
         except TypeError:
             pass
         else:
-            if min((*first, *second, 0)) == 0:
+            if min((*first, *second, 0)) == 0 and max(map(_extent, (first, second))) <= _MOST_ELEMENTS:
                 return first, second
     raise _backend_error(selection, "workspace_shapes", "returned no two shapes from", shown(shapes))
 
 
+def _extent(shape: tuple[int, ...]) -> int:
+    # Of an empty tensor too: torch refuses sizes that are too large beside a zero.
+    return math.prod(max(size, 1) for size in shape)
+
+
 def raise_named(selection: Selection, step: str, error: BaseException) -> NoReturn:
-    """Raises what the chosen backend raised in one of its methods, under its name.
+    """Raises what the chosen backend raised in one of its methods, under its name, as `named` gives it."""
+    raise named(selection, step, error)
+
+
+def named(selection: Selection, step: str, error: BaseException) -> BaseException:
+    """What the chosen backend raised in one of its methods, under its name: a `BackendError`.
 
     Lack of memory and what stops the process pass as they are, since they are not its doing, and so do errors that have
     a name already.
     """
-    if isinstance(error, (MoeregError, MemoryError, torch.OutOfMemoryError)) or stops_the_process(error):
-        raise error
-    raise _backend_error(selection, step, "raised in", described(error)) from error
+    if isinstance(error, MoeregError) or is_lack_of_memory(error) or stops_the_process(error):
+        return error
+    found = _backend_error(selection, step, "raised in", described(error))
+    found.__cause__ = error
+    return found
 
 
 def _backend_error(selection: Selection, step: str, fault: str, found: str) -> BackendError:

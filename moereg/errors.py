@@ -30,6 +30,7 @@ __all__ = [
     "UnknownSchemeError",
     "UnsupportedProblemError",
     "described",
+    "is_lack_of_memory",
     "one_line",
     "shown",
     "stops_the_process",
@@ -168,7 +169,10 @@ def shown(value: object) -> str:
         return one_line(_ShortRepr().repr(value))
     except Exception:
         # Reprs, lengths and even names of types are code of strangers.
-        return f"<a {type(value).__qualname__} that cannot be shown>"
+        try:
+            return f"<a {one_line(type(value).__qualname__, _LONGEST_SHOWN)} that cannot be shown>"
+        except Exception:
+            return "<a value that cannot be shown>"
 
 
 def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
@@ -191,6 +195,30 @@ def described(error: BaseException) -> str:
     except Exception:
         text = "a message that cannot be shown"
     return f"{type(error).__name__}: {text or 'no message'}"
+
+
+_LACKS_OF_MEMORY: Final = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",
+)
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is not enough memory, which is the doing of nobody's code.
+
+    Of GPUs torch raises a type of its own, which is known by its name here, as this module does without torch. Of CPUs
+    it raises a RuntimeError that only its text tells from others.
+    """
+    if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    try:
+        text = str(error)
+    except Exception:
+        return False
+    return any(sign in text for sign in _LACKS_OF_MEMORY)
 
 
 def stops_the_process(error: BaseException) -> bool:

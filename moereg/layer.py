@@ -98,7 +98,7 @@ class MoEKernel:
             BackendError: The backend's own code raised; names it and its distribution.
             ValueError: A shape, dtype or device is wrong, or `out` aliases an input; on CPU, or on a GPU with
                 MOEREG_DEBUG=1, also NaN in topk_weights, an expert named twice by a token, or a value of expert_map out
-                of range. Compiled code raises the same.
+                of range. Compiled code makes the same checks when it runs.
         """
         self._check_inputs(hidden_states, topk_weights, topk_ids, out)
         is_own = out is None

@@ -220,7 +220,8 @@ class Selection:
     def from_dict(cls, values: Mapping[str, Any]) -> Selection:
         """Inverse of `to_dict`. A probed platform comes back as its name, marked probed.
 
-        Fields that `to_dict` does not write are left for later versions.
+        Unknown fields of the selection and of its decisions are ignored; unknown fields of its problem or request are
+        refused.
 
         Raises:
             ArgumentError: A field is missing, has another type, or contradicts another; the message has its path.
@@ -272,7 +273,7 @@ def _check_decision(path: str, value: object) -> Decision:
 def _read_request(values: Mapping[str, Any]) -> Request:
     words = tuple(field.name for field in dataclasses.fields(Request))
     for word in values:
-        check_one_of("request", word, words)
+        within("request", check_one_of, "field of a request", word, words)
     names = functools.partial(check_list, check=check_text)
     return Request(**{word: check_field("request", values, word, names) for word in words})
 

@@ -269,7 +269,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("request.deny", REMOVED, "request.deny must be there, got an object with ['prefer', 'require']"),
     ("request.deny", "torch", "request.deny must be a list, got 'torch'"),
     ("request.deny", ["torch", 3], "request.deny[1] must be a text, got 3"),
-    ("request.avoid", [], "unknown request 'avoid' (known: deny, prefer, require)"),
+    ("request.avoid", [], "request: unknown field of a request 'avoid' (known: deny, prefer, require)"),
     ("selected", "nonsense", "selected must be the first accepted decision's backend, 'torch', got 'nonsense'"),
     ("selected", None, "selected must be the first accepted decision's backend, 'torch', got None"),
     (
@@ -329,6 +329,24 @@ def test_fields_of_later_versions_are_left_alone() -> None:
     values["notes"] = values["decisions"][0]["verified"] = ["sm90"]
     assert Selection.from_dict(values) == selection == Selection.from_json(selection.to_json())
     assert Decision.from_dict(values["decisions"][0]) == selection.winner
+
+
+@pytest.mark.parametrize(
+    ("hidden", "text"),
+    [
+        (("__name__",), "<a a\\x1b[31m b that cannot be shown>"),
+        (("__name__", "__qualname__"), "<a value that cannot be shown>"),
+    ],
+)
+def test_a_type_whose_name_cannot_be_shown(hidden: tuple[str, ...], text: str) -> None:
+    class Hiding(type):
+        def __getattribute__(cls, name: str) -> Any:
+            if name in hidden:
+                raise ValueError("no name either")
+            return super().__getattribute__(name)
+
+    kind = Hiding("Kind", (), {"__qualname__": "a\x1b[31m\nb"})
+    assert shown(kind()) == text
 
 
 @pytest.mark.parametrize(

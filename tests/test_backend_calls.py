@@ -12,11 +12,11 @@ import torch
 
 from moereg import cli
 from moereg.dispatch import Selection, select_backend
-from moereg.errors import BackendError, stops_the_process
+from moereg.errors import BackendError, is_lack_of_memory, stops_the_process
 from moereg.layer import MoEKernel, make_kernel
 from moereg.problem import MoEProblem
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.weights import ExpertWeights
+from moereg.weights import ExpertWeights, PermutedWeights
 from tests.fakes import FakeExperts
 
 PROBLEM = MoEProblem(num_experts=4, hidden_size=16, intermediate_size=8, top_k=2)
@@ -82,7 +82,15 @@ def test_what_a_backend_raises_is_named(isolated_registry: BackendRegistry, step
 
 
 @pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), MemoryError("no memory"), torch.OutOfMemoryError("no memory of the device")]
+    "error",
+    [
+        KeyboardInterrupt(),
+        MemoryError("no memory"),
+        torch.OutOfMemoryError("no memory of the device"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+    ],
+    ids=["interrupted", "python", "device", "linux", "windows"],
 )
 def test_what_is_not_the_backends_doing_passes(isolated_registry: BackendRegistry, error: BaseException) -> None:
     _raising("apply", error)
@@ -90,6 +98,18 @@ def test_what_is_not_the_backends_doing_passes(isolated_registry: BackendRegistr
     with pytest.raises(type(error)) as raised:
         _call(kernel)
     assert raised.value is error
+
+
+def test_what_torch_says_of_the_cpus_memory_is_lack_of_memory(
+    isolated_registry: BackendRegistry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**55, dtype=torch.uint8)
+    assert is_lack_of_memory(raised.value)
+    assert not is_lack_of_memory(_Hostile())
+    _raising("apply", raised.value)
+    assert cli.main(RUN.split()) == cli.BAD_INPUT
+    assert "moereg: not enough memory: " in capsys.readouterr().err
 
 
 def test_a_signal_that_ends_the_process_passes(isolated_registry: BackendRegistry) -> None:
@@ -117,6 +137,33 @@ def test_a_signal_that_ends_the_process_passes(isolated_registry: BackendRegistr
     [
         ("permute_weights", None, "returned no PermutedWeights from Failing.permute_weights: None;"),
         ("permute_weights", {"w13": 1}, "returned no PermutedWeights from Failing.permute_weights: {'w13': 1};"),
+        (
+            "permute_weights",
+            PermutedWeights("canonical", {}),
+            "returned no tensors from Failing.permute_weights: PermutedWeights(",
+        ),
+        (
+            "permute_weights",
+            PermutedWeights("canonical", {"w13": [3, 4]}),  # type: ignore[list-item]
+            "returned no tensors from Failing.permute_weights: PermutedWeights(",
+        ),
+        (
+            "permute_weights",
+            PermutedWeights("other", {"w13": torch.ones(4)}),
+            "returned an undeclared layout from Failing.permute_weights: 'other', and its class declares canonical;",
+        ),
+        (
+            "permute_weights",
+            PermutedWeights("canonical", {"w13": torch.ones(4, device="meta")}),
+            "returned tensors of another device from Failing.permute_weights: meta, and the weights are on cpu;",
+        ),
+        (
+            "workspace_shapes",
+            ((8,), (10**30,)),
+            f"returned no two shapes from Failing.workspace_shapes: ((8,), ({10**30},));",
+        ),
+        ("workspace_shapes", ((2**40, 2**40), (8,)), "returned no two shapes from Failing.workspace_shapes: (("),
+        ("workspace_shapes", ((8,), (0, 2**70)), "returned no two shapes from Failing.workspace_shapes: ((8,), (0, "),
         ("workspace_shapes", (8,), "returned no two shapes from Failing.workspace_shapes: (8,);"),
         ("workspace_shapes", ((8,), (-1,)), "returned no two shapes from Failing.workspace_shapes: ((8,), (-1,));"),
         ("workspace_shapes", ((8,), 3), "returned no two shapes from Failing.workspace_shapes: ((8,), 3);"),

@@ -259,3 +259,24 @@ def test_what_the_encoding_lacks_is_escaped(
         print("H200 \u00e9 \udcff")
         sys.stdout.flush()
     assert raw.getvalue() == b"H200 \\xe9 \\udcff\n"
+
+
+IN_PROCESS = """
+import os
+from moereg.cli import main
+saved = os.dup(1)
+full = os.open("/dev/full", os.O_WRONLY)
+os.dup2(full, 1)
+code = main(["--version"])
+assert os.fstat(1).st_rdev == os.fstat(full).st_rdev, "standard output is another file"
+os.dup2(saved, 1)
+print(code)
+"""
+
+
+def test_a_program_that_calls_it_keeps_its_standard_output() -> None:
+    """Also where it was full: what moereg could not write is gone, and what the program writes then arrives."""
+    process = subprocess.run(
+        [sys.executable, "-c", IN_PROCESS], capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
+    )
+    assert (process.returncode, process.stdout) == (0, f"{cli.OUTPUT_LOST}\n"), process.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,35 @@ def test_one_expert_of_a_fused_tensor_is_all_that_is_read(tmp_path: Path, monkey
         (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[: -3 * 6 * 8 * 4])
         assert torch.equal(files.read("w", 0), tensor[0])
         with pytest.raises(CheckpointError, match="it ended 192 bytes before"):
+            files.read("w", 1)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\xff\xfe",
+        b"{",
+        b"[1]",
+        b"[" * 100_000,
+        b'{"v":{}}',
+        b'{"w":3}',
+        b'{"w":{"shape":[4,6,8]}}',
+        *(
+            b'{"w":{"dtype":"F32","shape":[4,6,8],"data_offsets":%s}}' % found
+            for found in (b"null", b"[]", b"{}", b'["a"]', b"[0.5]", b"[-99999]", b"[99999999999999999999]")
+        ),
+    ],
+    ids=lambda header: header[-40:].decode("ascii", "replace")[:40],
+)
+def test_a_header_that_changes_before_it_is_read_names_the_file(tmp_path: Path, header: bytes) -> None:
+    from moereg.checkpoints._files import CheckpointFiles
+
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.arange(4 * 6 * 8, dtype=torch.float32).view(4, 6, 8)}, path)
+    with CheckpointFiles(tmp_path) as files:
+        files.read("w")  # Opens it.
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(CheckpointError, match=f"^{re.escape(str(path))} .* its header changed while w was read"):
             files.read("w", 1)
 
 

@@ -21,7 +21,7 @@ import torch
 from moereg import layer
 from moereg.discovery import current_platform
 from moereg.dispatch import evaluate, select_backend
-from moereg.errors import LayoutMismatchError
+from moereg.errors import BackendError, LayoutMismatchError
 from moereg.layer import MoEKernel, make_kernel
 from moereg.platforms import Platform
 from moereg.prepare_finalize import BatchedPrepareFinalize, StandardPrepareFinalize
@@ -450,9 +450,16 @@ def test_layouts_have_to_match() -> None:
     class Elsewhere(FakeExperts):
         layouts = ("swizzled", "padded")
 
+    text = (
+        "returned an undeclared layout from Elsewhere.permute_weights: 'canonical', and its class declares swizzled, "
+    )
+    with pytest.raises(BackendError, match=text):
+        kernel_of(problem_of(), Elsewhere)
+    kernel = kernel_of(problem_of(), FakeExperts)
+    experts = Elsewhere(kernel.problem, kernel.selection.platform, kernel.problem.quant)
     text = "Elsewhere reads layouts swizzled, padded, got 'canonical'; permute the weights with the same class"
     with pytest.raises(LayoutMismatchError, match=f"^{re.escape(text)}$"):
-        kernel_of(problem_of(), Elsewhere)
+        MoEKernel(kernel.problem, kernel.selection, experts, kernel.weights, StandardPrepareFinalize(), None)
 
 
 def test_selects_where_nothing_was_selected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,14 +58,25 @@ class ShardRows(contextlib.ExitStack):
             dtype: Of the tensor, as safetensors spells it.
             shape: Of the tensor.
         """
+        num_bytes = math.prod(shape[1:]) * _DTYPES[dtype].itemsize
+        try:
+            start = self._start_of(name, dtype, shape)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            # Safetensors found it valid, so it was written since; half of a header raises whatever JSON can.
+            raise SafetensorError(f"its header changed while {name} was read") from error
+        stored = self._read(start + row * num_bytes, num_bytes)
+        return stored.view(_DTYPES[dtype]).view(tuple(shape[1:]))
+
+    def _start_of(self, name: str, dtype: str, shape: Sequence[int]) -> int:
         if not self._header:
             self._read_header()
-        entry = self._header.get(name)
-        if not isinstance(entry, dict) or (entry["dtype"], entry["shape"]) != (dtype, list(shape)):
-            raise SafetensorError(f"its header changed while {name} was read")
-        num_bytes = math.prod(shape[1:]) * _DTYPES[dtype].itemsize
-        stored = self._read(self._data_start + entry["data_offsets"][0] + row * num_bytes, num_bytes)
-        return stored.view(_DTYPES[dtype]).view(tuple(shape[1:]))
+        entry = self._header[name]
+        if (entry["dtype"], entry["shape"]) != (dtype, list(shape)):
+            raise ValueError(f"another tensor is called {name}")
+        start = operator.index(entry["data_offsets"][0])
+        if not 0 <= start < 2**62:
+            raise ValueError(f"{name} starts at {start}")
+        return self._data_start + start
 
     def _read_header(self) -> None:
         # The format is the length of the header in 8 bytes, the header, the data.

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import torch
 import typer
 
 from moereg._version import __version__
@@ -19,7 +18,7 @@ from moereg.cli._output import only_results_on_stdout, print_error, print_json
 from moereg.cli._streams import OutputLostError, guarded_streams
 from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import explain_backends
-from moereg.errors import MoeregError, described, one_line
+from moereg.errors import MoeregError, described, is_lack_of_memory, one_line
 from moereg.tuning.timing import ROUNDS
 
 __all__ = ["main"]
@@ -94,10 +93,10 @@ def _exit_code(arguments: list[str]) -> int:
         return BAD_INPUT
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        print_error(f"not enough memory: {one_line(str(error))}; make the layer or the call smaller")
-        return BAD_INPUT
     except (Exception, SystemExit) as error:
+        if is_lack_of_memory(error):
+            print_error(f"not enough memory: {one_line(str(error))}; make the layer or the call smaller")
+            return BAD_INPUT
         # Ours, not the user's: -v has what its authors want to see.
         if {"-v", "--verbose"} & set(arguments):
             traceback.print_exc()

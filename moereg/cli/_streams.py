@@ -36,6 +36,7 @@ class _Guarded:
         self._stream = stream
         self._is_output = is_output
         self._lost: OutputLostError | None = None
+        self._silenced: tuple[int, int] | None = None
 
     def write(self, text: str) -> int:
         try:
@@ -61,11 +62,33 @@ class _Guarded:
             raise self._lost
 
     def _failed(self, error: OSError | ValueError) -> None:
-        _silence(self._stream)
+        self._silence()
         # There is nowhere to say that standard error cannot be written. ValueError: somebody closed the stream.
         if self._is_output:
             self._lost = OutputLostError(error if isinstance(error, OSError) else OSError(str(error)))
             raise self._lost
+
+    def _silence(self) -> None:
+        """Lets what is buffered go nowhere, so that it does not fail once more when the interpreter ends."""
+        if self._silenced is not None:
+            return
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            descriptor = self._stream.fileno()
+            null = os.open(os.devnull, os.O_WRONLY)
+            self._silenced = descriptor, os.dup(descriptor)
+            os.dup2(null, descriptor)
+            os.close(null)
+
+    def restore(self) -> None:
+        """Throws away what is buffered, and gives back the descriptor: the program may be more than this command."""
+        if self._silenced is None:
+            return
+        descriptor, saved = self._silenced
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+        os.dup2(saved, descriptor)
+        os.close(saved)
+        self._silenced = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -84,23 +107,17 @@ def guarded_streams() -> Iterator[None]:
             # Or the next file that is opened would be standard output or standard error. The lowest free one is taken.
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (
-        cast(Any, _Guarded(open(os.devnull, "w") if stream is None else stream, is_output))  # noqa: SIM115
+    guarded = [
+        _Guarded(open(os.devnull, "w") if stream is None else stream, is_output)  # noqa: SIM115
         for stream, is_output in zip(before, (True, False), strict=True)
-    )
+    ]
+    sys.stdout, sys.stderr = cast(Any, guarded)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
-
-
-def _silence(stream: IO[str]) -> None:
-    """Lets what is buffered go nowhere, so that it does not fail once more when the interpreter ends."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        descriptor = stream.fileno()
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, descriptor)
-        os.close(null)
+        for stream in guarded:
+            stream.restore()
 
 
 @contextlib.contextmanager
