@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moereg.activations import Activation
 from moereg.backends.torch_moe import (
@@ -254,6 +256,35 @@ def test_chunk_boundaries(experts_class: type[Experts], monkeypatch: pytest.Monk
     chunked = run(experts_class, problem, inputs, weights)
     assert relative_error(chunked, reference(problem, inputs, weights)) < TOLERANCE["bfloat16"]
     assert relative_error(chunked, whole.float()) < TOLERANCE["bfloat16"]
+
+
+class CountConversions(TorchDispatchMode):
+    """Counts weights of some shapes that are converted, by expert."""
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        super().__init__()
+        self.shapes = {weights.w13.shape[1:], weights.w2.shape[1:]}
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].shape[-2:] in self.shapes:
+            self.count += args[0].shape[:-2].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("experts_class", [TorchDenseExperts, TorchBatchedExperts])
+def test_float16_weights_are_converted_once_a_call(
+    experts_class: type[Experts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = make_problem(dtype="float16", activation_format=format_of(experts_class))
+    inputs, weights = make_inputs(problem, 65), make_weights(problem)
+    whole = run(experts_class, problem, inputs, weights)
+    monkeypatch.setattr(torch_device_moe, "CHUNK_BYTES", 20_000)
+    assert torch_device_moe.chunk_num_tokens(65, 1, 64, 2 * 96) < 65
+    with CountConversions(weights) as conversions:
+        chunked = run(experts_class, problem, inputs, weights)
+    assert conversions.count == 2 * problem.num_experts
+    assert relative_error(chunked, whole.float()) < TOLERANCE["float16"]
 
 
 def test_temporaries_are_bounded() -> None:

@@ -104,34 +104,35 @@ def dense_experts(
     """Runs every expert on every token and keeps what was routed: E/K times the work, exact, any device and dtype.
 
     No synchronisation and nothing beyond matmuls and element-wise operations. Arguments as `grouped_experts`, without
-    its alignment.
+    its alignment. Beside the temporaries of a chunk of tokens it holds [T,H] fp32. Each call converts float16 weights
+    to fp32, one expert at a time: it reads them, writes twice their bytes and reads these for each chunk.
     """
     num_tokens, hidden_size = hidden_states.shape
     num_experts, w13_rows = w13.shape[:2]
     wide = _matmul_dtype(hidden_states.dtype)
     chunk = chunk_num_tokens(num_tokens, 1, hidden_size, w13_rows)
-    for first in range(0, num_tokens, chunk):
-        tokens = slice(first, first + chunk)
-        local = local_expert_ids(topk_ids[tokens], num_experts, expert_map)
-        weights = topk_weights[tokens]
-        total = torch.zeros(hidden_states[tokens].shape, dtype=torch.float32, device=out.device)
-        for expert in range(num_experts):
-            routed = local == expert
-            scale = torch.where(routed, weights, 0.0).sum(1, keepdim=True)
+    local = local_expert_ids(topk_ids, num_experts, expert_map)
+    total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=out.device)
+    for expert in range(num_experts):
+        # Outside the loop over chunks, since converting may cost as much as multiplying a few tokens.
+        w13_wide, w2_wide = w13[expert].to(wide), w2[expert].to(wide)
+        for first in range(0, num_tokens, chunk):
+            tokens = slice(first, first + chunk)
+            routed = local[tokens] == expert
+            scale = torch.where(routed, topk_weights[tokens], 0.0).sum(1, keepdim=True)
             x = hidden_states[tokens]
             if apply_router_weight_on_input:
                 x = (x * scale).to(x.dtype)
-            x = x.to(wide)
-            gemm1 = F.linear(x, w13[expert].to(wide)).float()
+            gemm1 = F.linear(x.to(wide), w13_wide).float()
             if w13_bias is not None:
                 gemm1 += w13_bias[expert]
-            result = F.linear(activation(gemm1).to(wide), w2[expert].to(wide)).float()
+            result = F.linear(activation(gemm1).to(wide), w2_wide).float()
             if w2_bias is not None:
                 result += w2_bias[expert]
             if not apply_router_weight_on_input:
                 result *= scale
-            total += torch.where(routed.any(1, keepdim=True), result, 0.0)
-        out[tokens].copy_(total)
+            total[tokens] += torch.where(routed.any(1, keepdim=True), result, 0.0)
+    out.copy_(total)
 
 
 def batched_experts(
@@ -145,6 +146,8 @@ def batched_experts(
     w2_bias: torch.Tensor | None = None,
 ) -> None:
     """Runs the experts in the batched format with two batched matmuls over all rows; no synchronisation.
+
+    Each call converts float16 weights to fp32, as in `dense_experts`, and multiplies one expert at a time then.
 
     Args:
         out [E,max_T,H]: Overwritten; rows past an expert's count become 0.
@@ -165,13 +168,14 @@ def batched_experts(
                 out[own], hidden_states[own], expert_num_tokens[own], w13[own], w2[own], activation, *biases
             )
         return
+    w13, w2 = w13.to(wide), w2.to(wide)
     chunk = chunk_num_tokens(max_tokens, num_experts, hidden_size, w13.shape[1])
     for first in range(0, max_tokens, chunk):
         x = hidden_states[:, first : first + chunk].to(wide)
-        gemm1 = torch.bmm(x, w13.to(wide).transpose(1, 2)).float()
+        gemm1 = torch.bmm(x, w13.transpose(1, 2)).float()
         if w13_bias is not None:
             gemm1 += w13_bias.unsqueeze(1)
-        result = torch.bmm(activation(gemm1).to(wide), w2.to(wide).transpose(1, 2))
+        result = torch.bmm(activation(gemm1).to(wide), w2.transpose(1, 2))
         if w2_bias is not None:
             result = result.float() + w2_bias.unsqueeze(1)
         row = torch.arange(first, first + x.shape[1], device=out.device)
