@@ -285,9 +285,12 @@ def test_a_repeated_call_equals_a_first_one_on_other_tensors(activation_format: 
         ]
         kernel(*calls[0])
         repeated = kernel(*calls[1])
-        # So that the repeated launches also see workspaces that moved.
+        # So that the repeated launches also see workspaces that moved: what the pool had is somebody else's meanwhile.
+        num_bytes = WORKSPACES.num_bytes
         WORKSPACES.release()
+        others = [torch.full((num_bytes,), 255, dtype=torch.uint8, device="cuda") for _ in range(3)]
         moved = kernel(*calls[1])
+        assert all((other == 255).all() for other in others), "a kernel wrote into workspaces that were given back"
         first = make_kernel(problem, weights, selection)(*calls[1])
         assert torch.equal(repeated, first)
         assert torch.equal(moved, first)

@@ -31,16 +31,21 @@ def test_a_graph_keeps_its_scratch_when_the_pool_gives_its_own_back() -> None:
     kernel = make_kernel(problem, weights, select_backend(problem, require="triton"))
     call = random_call(problem, 64, "uniform", generator)
     WORKSPACES.release()
-    out = kernel(*call)
+    # Captured on a stream whose scratch the pool holds already, since a new one's would be the graph's in any case.
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        out = kernel(*call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         kernel(*call, out=out)
-    # Whoever allocates as much next gets what the pool had.
+    # Whoever allocates as much next on that stream gets what the pool had.
     num_bytes = WORKSPACES.num_bytes
     assert num_bytes > 0
     WORKSPACES.release()
-    others = [torch.full((num_bytes,), 7, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    with torch.cuda.stream(stream):
+        others = [torch.full((num_bytes,), 7, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    torch.cuda.synchronize()
     out.fill_(math.nan)
     graph.replay()
     torch.cuda.synchronize()
