@@ -47,13 +47,13 @@ def is_run_with_all_calls(case: Case) -> bool:
 
 
 def kind_of_case(case: Case) -> object:
-    """Cases of which one is enough: a class's schemes whose weights are alike, odd sizes of all, which are drawn too.
+    """Cases of which one is enough: of quantized weights sizes and facts, which are drawn too, and schemes alike.
 
     And all schemes but the first of a batched class, which has its codecs from the standard one.
     """
     name, problem = case.cell.class_name, case.problem
     if problem.quant == case.cell.schemes[0]:
-        return case
+        return case if problem.quant.weight is None else (name, problem.has_bias)
     if case.cell.experts.output_form == "per_expert" or problem.hidden_size % 2:
         return name
     fmt, activation = case.computes.weight, case.computes.activation

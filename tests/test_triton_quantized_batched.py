@@ -86,7 +86,7 @@ COUNTS, MAX_TOKENS = [18, 0, 1], 20
 
 @each_scheme
 @pytest.mark.parametrize(("columns", "dtype"), [(384, BF16), (130, FP16), (1500, FP32)])
-@pytest.mark.parametrize("other", [math.nan, 1e4])
+@pytest.mark.parametrize("other", [math.nan, pytest.param(1e4, marks=pytest.mark.slow)])  # NaN shows what 1e4 does.
 def test_codes_and_scales_are_those_of_quantize(
     scheme: QuantScheme, columns: int, dtype: torch.dtype, other: float
 ) -> None:
@@ -209,8 +209,15 @@ LAYERS: dict[str, tuple[dict[str, Any], list[int], int]] = {
 }
 
 
-@each_named
-@pytest.mark.parametrize("name", LAYERS)
+# Of all but the first scheme the slow tests have the other layers, since layers differ in what schemes share.
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [
+        pytest.param(scheme, name, marks=[] if name == "skewed" or scheme == NAMED[0] else [pytest.mark.slow])
+        for scheme in NAMED
+        for name in LAYERS
+    ],
+)
 def test_layer_rounds_where_the_reference_does(scheme: str, name: str) -> None:
     keywords, counts, max_tokens = LAYERS[name]
     Batches(batched_problem(scheme, **keywords), counts, max_tokens).check()
