@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES, QuantFormat, QuantScheme
 from moereg.quantize import activation_scale, dequantize_weights, quantize_dequantize_activations, spans_tokens
 from moereg.reference import reference_experts, relative_error
+from moereg.testing.cases import runnable_cells
+from moereg.testing.drawing import draw_layer, limits_of, redraw
 from moereg.testing.tolerances import LARGEST_BOUND, layer_tolerance, tolerance
 from moereg.weights import ExpertWeights
 from tests import conformance
@@ -224,3 +227,33 @@ def test_schemes_that_a_plugin_makes_up_have_bounds() -> None:
         assert tolerance(made_up, "bfloat16", 100) == tolerance(like, "bfloat16", 100)
     with pytest.raises(UnknownSchemeError, match=r"^unknown quant scheme 'mxfp'"):
         tolerance("mxfp", "bfloat16")
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_no_bound_lets_zeros_pass(name: str) -> None:
+    """An output of zeros is off by 1. The bound of nvfp4 used to come to 1.08 for 16 elements."""
+    for count in (1, 4, 8, 16, 32, 64, 90):
+        assert tolerance(name, "bfloat16", count, num_intermediate=count) <= LARGEST_BOUND < 1
+
+
+@pytest.mark.parametrize(("size", "activation"), [(16, "silu"), (16, "relu2"), (32, "swigluoai")])
+def test_right_kernels_for_small_e2m1_layers_pass(size: int, activation: str) -> None:
+    problem = MoEProblem(
+        num_experts=1, hidden_size=size, intermediate_size=size, top_k=1, quant="nvfp4", activation=activation
+    )
+    weights = conformance.make_weights(problem, CPU)
+    for seed in range(50):
+        inputs = conformance.make_inputs(problem, 1, "uniform", CPU, seed)
+        truth = reference_experts(problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+        out = simulated(problem, weights, inputs, stores_gate_up=True)
+        assert relative_error(out, truth) < layer_tolerance(problem, 1)
+
+
+def test_drawn_layers_have_enough_elements() -> None:
+    """With fewer, right kernels are over the largest bound now and then."""
+    for cell in runnable_cells():
+        choose = random.Random(0).choice
+        for _ in range(10):
+            layer = draw_layer(cell, choose, limits_of(cell))
+            for drawn in (layer, redraw(layer, choose, limits_of(cell))):
+                assert min(drawn.problem.hidden_size, drawn.problem.intermediate_size) >= 15, drawn

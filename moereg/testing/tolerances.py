@@ -67,6 +67,12 @@ In small layers one flip may be all of the error anyway: elements of 8 r are usu
 2^-m of them as a float, and of 1 / max code as an integer. The bound adds that over the root of the number of elements,
 of the output or of the intermediate, whichever has fewer.
 
+**No bound is over 0.5**, since an output of zeros is off by 1. The sum would be for e2m1 below 90 elements, and come
+to 1.08 at 16; for e4m3 below 6. Right kernels do not need it: of 53,940 calls of simulated nvfp4 layers of 16 to 256
+elements, with silu, relu2 and swigluoai, that store gate and up in bfloat16, the largest error was 0.33. With 8
+elements 2 of 4,800 are over 0.5, with 4 elements 1 of 2,510, with a single one, where H or I is 1, 20 of 4,090; of
+13,020 mxfp8 ones of 1 to 8 elements the largest was 0.21. Drawn layers have 15 elements or more.
+
 A swapped gate and up, a dropped bias, a missed route or a scale of another group costs more than any of these bounds.
 """
 
@@ -85,7 +91,7 @@ FEW_ELEMENTS: Final = 64
 """From here on the size of an output does not matter to what 16-bit roundings may cost."""
 
 LARGEST_BOUND: Final = 0.5
-"""Of 16-bit roundings, for layers of so few elements that right kernels may be off by any amount."""
+"""Of all sources together, since an output of zeros is off by 1."""
 
 ROUNDING_BOUNDS: Final[dict[str, float]] = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}
 """By the problem's dtype, of unquantised weights and activations."""
@@ -154,13 +160,12 @@ def tolerance(
         bound *= math.sqrt(7 / 5) / math.sqrt(min(1.0 if limit is None else limit, 1.0))
     few_outputs = max(math.sqrt(FEW_ELEMENTS / min(outputs, FEW_ELEMENTS)), _one_in_10000(outputs / 2) / 3)
     bound *= max(few_outputs, _one_in_10000(intermediate / 2 if is_weight_only else intermediate))
-    bound = min(bound, LARGEST_BOUND)
     count = min(outputs, intermediate)
     if activation is not None:
         mean_square, largest = _flips(activation)
         before = _BEFORE_QUANTISER["float32" if rounds_as_reference else dtype]
         bound += 2 * math.sqrt(mean_square * before) + largest / math.sqrt(count)
-    return bound
+    return min(bound, LARGEST_BOUND)
 
 
 def _one_in_10000(count: float) -> float:
