@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +16,7 @@ from moereg.author import ExpertInputs, ExpertWeights, PermutedWeights
 from moereg.cli._layer import random_layer
 from moereg.dispatch import explain_backends
 from moereg.problem import MoEProblem
-from moereg.reference import reference_experts
+from moereg.reference import reference_experts, relative_error
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.testing.tolerances import layer_tolerance
 from moereg.tuning.compare import Comparison, Measurement
@@ -94,7 +95,12 @@ def raises(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) ->
     raise RuntimeError("tired")
 
 
-def measure(hostile: type[FakeExperts], num_tokens: int = 5, rounds: int = 3) -> dict[str, Measurement]:
+def measure(
+    hostile: type[FakeExperts],
+    num_tokens: int = 5,
+    rounds: int = 3,
+    make_weights: Callable[[], ExpertWeights] | None = None,
+) -> dict[str, Measurement]:
     """What a comparison says of the hostile one, which comes first, and of an honest one on either side."""
     for name, priority, experts in (
         ("fake_before", 100_001, type("Before", (SharingExperts,), {})),
@@ -103,12 +109,13 @@ def measure(hostile: type[FakeExperts], num_tokens: int = 5, rounds: int = 3) ->
     ):
         register_moe_backend(name, priority, ("unquantized",), ("*",))(experts)
     selection = explain_backends(PROBLEM, require=["fake_before", "fake_hostile", "fake_after", "torch"])
-    make_weights = functools.partial(_weights, PROBLEM)
+    is_given = make_weights is not None
+    make_weights = make_weights or functools.partial(_weights, PROBLEM)
     inputs = {num_tokens: random_calls(PROBLEM, num_tokens, "uniform", 0, CPU)[:3]}
     comparison = Comparison(selection, make_weights, inputs, layer_tolerance)
     found = {row.decision.experts: row for row in comparison.measure(num_tokens, CEILINGS, rounds)}
-    pristine = make_weights().tensors()
-    assert all(torch.equal(tensor, pristine[name]) for name, tensor in comparison.weights.tensors().items())
+    pristine = {} if is_given else make_weights().tensors()
+    assert is_given or all(torch.equal(tensor, pristine[name]) for name, tensor in comparison.weights.tensors().items())
     return found
 
 
@@ -225,6 +232,104 @@ def test_raising_later_takes_no_other_down(isolated_registry: BackendRegistry, f
     assert row.error is not None
 
 
+FAULT = "CUDA error: an illegal memory access was encountered"
+
+
+def _patch_device(monkeypatch: pytest.MonkeyPatch, is_lost: Callable[[], object]) -> None:
+    """A device whose faults show in whatever waits for it next, and in all that follows."""
+
+    def fails(*arguments: object) -> None:
+        if is_lost():
+            raise RuntimeError(FAULT)
+
+    def error_of(out: torch.Tensor, reference: torch.Tensor) -> float:
+        fails()
+        return relative_error(out, reference)
+
+    for module in ("compare", "culprits", "timing", "watched"):
+        monkeypatch.setattr(f"moereg.tuning.{module}.wait_for", fails)
+    monkeypatch.setattr("moereg.tuning.compare.relative_error", error_of)
+
+
+def test_a_fault_that_shows_when_outputs_are_compared_is_named(
+    isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[bool] = []
+    _patch_device(monkeypatch, lambda: lost)
+    found = measure(doing(lambda out, inputs, weights: lost.append(True)))
+    origin = __name__
+    assert found["Doing"].failure.startswith(
+        f"backend 'fake_hostile' of {origin} raised in Doing.apply: RuntimeError: {FAULT}; do without it (--deny fake_h"
+    )
+    for name in set(found) - {"Doing"}:
+        assert found[name].failure == (
+            f"not measured, since backend 'fake_hostile' of {origin} took the device down in apply: RuntimeError: "
+            f"{FAULT}; do without it (--deny fake_hostile)"
+        )
+    assert len(lost) == 1
+    assert found["Before"].relative_error < 5e-3
+    assert math.isnan(found["After"].relative_error)
+    assert not any(row.passed for row in found.values())
+
+
+def test_a_device_that_is_lost_while_permuting_has_a_name(
+    isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[bool] = []
+    _patch_device(monkeypatch, lambda: lost)
+    found = measure(permuting(lambda weights: lost.append(True)))
+    assert f"raised in Permuting.permute_weights: RuntimeError: {FAULT}" in found["Permuting"].failure
+    assert "took the device down in permute_weights" in found["After"].failure
+
+
+def test_a_device_that_is_lost_while_all_run_in_turns_names_all(
+    isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[bool] = []
+    _patch_device(monkeypatch, lambda: lost)
+    found = measure(doing(lambda out, inputs, weights: lost.append(True), 4))
+    for row in found.values():
+        assert not row.passed
+        assert row.failure.startswith(f"backend 'fake_before' of abc or backend 'fake_hostile' of {__name__} or ")
+        assert "run them one by one" in row.failure
+
+
+def test_weights_that_cannot_be_made_anew_name_who_wrote_them(isolated_registry: BackendRegistry) -> None:
+    """By then nothing holds what the writer ran on: that is what may take the memory."""
+    permuted: list[weakref.ref[PermutedWeights]] = []
+
+    def deed(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+        permuted.append(weakref.ref(weights))
+        weights["w2"].zero_()
+
+    def make_weights() -> ExpertWeights:
+        if permuted:
+            assert permuted[0]() is None
+            raise MemoryError("of 3 GB")
+        return _weights(PROBLEM)
+
+    found = measure(doing(deed), make_weights=make_weights)
+    assert found["Doing"].damage == "apply wrote to the layer's weights (w2)"
+    text = (
+        f"backend 'fake_hostile' of {__name__} wrote to the layer's weights, which could not be made anew: "
+        "MemoryError: of 3 GB; do without it (--deny fake_hostile)"
+    )
+    assert found["Doing"].failure == text
+    assert found["After"].failure == f"not measured, since {text}"
+
+
+def zeroes_and_raises(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+    weights["w2"].data.zero_()
+    raise RuntimeError("tired")
+
+
+@pytest.mark.parametrize("first", [1, 2, 4, 7])
+def test_writing_shared_weights_and_raising_harms_nobody_else(isolated_registry: BackendRegistry, first: int) -> None:
+    row = check_others(measure(doing(zeroes_and_raises, first)), "Doing")
+    assert "RuntimeError: tired" in row.failure
+    assert row.damage == "apply wrote to the layer's weights (w2)"
+
+
 class ComputingExperts(FakeExperts):
     """The reference of what its cell computes."""
 
@@ -288,6 +393,7 @@ LINE = "--experts 4 --hidden 32 --intermediate 16 --top-k 2"
     ("experts", "expected"),
     [
         (permuting(PERMUTES["doubles"][0]), "permute_weights wrote to the layer's weights (w13)"),
+        (doing(zero("w2"), 2), "apply wrote to the layer's weights (w2)"),
         (doing(zero("w2")), "apply wrote to the layer's weights (w2)"),
         (doing(zero("w2"), 4), "apply wrote to the layer's weights (w2)"),
         (doing(zero("w2", through_data=True), 4), "apply wrote to the layer's weights (w2)"),
@@ -304,6 +410,24 @@ def test_run_names_what_a_backend_wrote(
     assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile".split()) == cli.WRONG_NUMBERS
     out = " ".join(capsys.readouterr().out.split())
     assert f"WRONG: fake_hostile of {__name__}: {expected}" in out
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_run_names_who_ran_where_the_device_failed(
+    isolated_registry: BackendRegistry,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    first: int,
+) -> None:
+    lost: list[bool] = []
+    _patch_device(monkeypatch, lambda: lost)
+    experts = doing(lambda out, inputs, weights: lost.append(True), first)
+    register_moe_backend("fake_hostile", 1, ("unquantized",), ("*",))(experts)
+    assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile --json".split()) == cli.WRONG_NUMBERS
+    found = json.loads(capsys.readouterr().out)
+    assert found["failure"].startswith(f"backend 'fake_hostile' of {__name__} ")
+    assert FAULT in found["failure"]
+    assert (found["passed"], found["time_us"]) == (False, None)
 
 
 def test_bench_names_what_a_backend_wrote_and_the_others_are_right(

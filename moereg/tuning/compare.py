@@ -22,7 +22,9 @@ from moereg.layer import MoEKernel, make_kernel
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
 from moereg.selection import Decision, Selection
+from moereg.tuning.culprits import Culprits
 from moereg.tuning.inputs import Call
+from moereg.tuning.measurement import Measurement
 from moereg.tuning.roofline import Ceilings, roofline_us, work_of
 from moereg.tuning.timing import ROUNDS, Run, Timing, kernel_runs, time_runs, wait_for
 from moereg.tuning.watched import WatchedTensors, same_bytes
@@ -35,62 +37,6 @@ Tolerance = Callable[[MoEProblem, int, str], float]
 
 Phase = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], object]]]
 """Shows that something long, which it is given the name of, is under way; gives what is told of (done, in all)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """What one candidate did at one number of tokens.
-
-    Attributes:
-        decision: The candidate.
-        num_tokens: T.
-        relative_error: Against the reference; NaN where the output holds one or there is none. Of the first call, or of
-            the first after timing that is over the bound.
-        tolerance: Its bound.
-        failure: What it raised; empty where it ran.
-        timing: None where the numbers are wrong.
-        flops, num_bytes: Of one call, the mean over the calls.
-        roofline_us: What the device could reach; NaN where that is not known.
-        damage: What it wrote that it may only read; empty where nothing.
-        error: What it raised, as it is.
-    """
-
-    decision: Decision
-    num_tokens: int
-    relative_error: float
-    tolerance: float
-    failure: str
-    timing: Timing | None
-    flops: float
-    num_bytes: float
-    roofline_us: float
-    damage: str = ""
-    error: Exception | None = dataclasses.field(default=None, compare=False, repr=False)
-
-    @property
-    def passed(self) -> bool:
-        """Whether it ran, wrote nothing but its output, and its error is within the tolerance."""
-        return not self.failure and not self.damage and self.relative_error <= self.tolerance  # False for NaN.
-
-    @property
-    def time_us(self) -> float:
-        """Median; NaN where it was not timed, and so are the rates."""
-        return self.timing.median_us if self.timing else math.nan
-
-    @property
-    def tflops(self) -> float:
-        """Rate of its multiplications."""
-        return self.flops / self.time_us / 1e6
-
-    @property
-    def gbps(self) -> float:
-        """Rate at which it moved what has to be moved."""
-        return self.num_bytes / self.time_us / 1e3
-
-    @property
-    def share(self) -> float:
-        """Of the roofline: 1 is as fast as the device can be."""
-        return self.roofline_us / self.time_us
 
 
 @dataclasses.dataclass
@@ -107,6 +53,7 @@ class _Findings:
 class _Own:
     """One candidate's inputs and outputs, and its runs on them."""
 
+    pristine: Sequence[Call]
     calls: list[Call]
     outs: list[torch.Tensor]
     runs: list[Run] = dataclasses.field(default_factory=list)
@@ -114,12 +61,12 @@ class _Own:
     @classmethod
     def of(cls, calls: Sequence[Call]) -> _Own:
         own = [Call(*(tensor.clone() for tensor in call)) for call in calls]
-        return cls(own, [torch.full_like(call.hidden_states, math.nan) for call in calls])
+        return cls(calls, own, [torch.full_like(call.hidden_states, math.nan) for call in calls])
 
-    def written(self, calls: Sequence[Call]) -> tuple[str, ...]:
+    def written(self) -> tuple[str, ...]:
         """Names of the inputs that are not what they were copied from, or that torch saw written."""
         names: dict[str, None] = {}
-        for own, call in zip(self.calls, calls, strict=True):
+        for own, call in zip(self.calls, self.pristine, strict=True):
             for name, tensor, pristine in zip(Call._fields, own, call, strict=True):
                 if (not tensor.is_inference() and tensor._version) or not same_bytes(tensor, pristine):
                     names[name] = None
@@ -174,10 +121,16 @@ class Comparison:
             self._references: Final = {
                 num_tokens: self._references_of(calls) for num_tokens, calls in self._inputs.items()
             }
+            self._works: Final = {
+                num_tokens: [work_of(self.problem, call) for call in calls]
+                for num_tokens, calls in self._inputs.items()
+            }
+        self._culprits: Final = Culprits(selection, self.weights.w13.device)
         self._watched: Final = WatchedTensors(self.weights.tensors())
         with phase("permuting weights") as advance:
             for number, decision in enumerate(self._candidates, start=1):
-                self._permute(selection, decision)
+                if self._culprits.stopped is None:
+                    self._permute(selection, decision)
                 advance(number, len(self._candidates))
 
     @torch.no_grad()
@@ -192,18 +145,15 @@ class Comparison:
         Returns:
             One measurement a candidate, in the selection's order.
         """
-        calls = self._inputs[num_tokens]
         found = _Findings(errors=dict(self._found.errors), damages=dict(self._found.damages))
-        for decision, kernel in list(self._kernels.items()):
-            own = _Own.of(calls[:1])
-            try:
-                reference = self._references[num_tokens][decision.computes][0]
-                found.relative_errors[decision] = output_error(kernel, own.calls[0], reference)
-            except Exception as error:
-                found.errors[decision] = error
-            self._blame(found, decision, "apply", own.written(calls[:1]))
-        self._time(found, num_tokens, rounds)
-        works = [work_of(self.problem, call) for call in calls]
+        for decision in list(self._kernels):
+            if self._culprits.stopped is None:
+                self._check(found, decision, num_tokens)
+        if self._culprits.stopped is None:
+            self._time(found, num_tokens, rounds)
+        if self._culprits.stopped is not None:
+            self._culprits.skip(found.errors, self._not_judged(found, num_tokens))
+        works = self._works[num_tokens]
         best_us = math.nan if ceilings is None else roofline_us(works, ceilings)
         return [
             Measurement(
@@ -257,33 +207,55 @@ class Comparison:
         aliases = {name: tensor.detach() for name, tensor in self.weights.tensors().items()}
         weights = dataclasses.replace(self.weights, **aliases)  # type: ignore[arg-type]
         device = self.weights.w13.device
-        wait_for(device)
-        start = time.perf_counter()
-        try:
+        with self._culprits.naming(self._found.errors, decision, "permute_weights"):
+            wait_for(device)
+            start = time.perf_counter()
             self._kernels[decision] = make_kernel(self.problem, weights, chosen)
             wait_for(device)
             self.permute_ms[decision] = (time.perf_counter() - start) * 1e3
-        except Exception as error:
-            self._found.errors[decision] = error
+        if decision in self._found.errors:
+            self._kernels.pop(decision, None)
         self._blame(self._found, decision, "permute_weights")
 
-    def _blame(self, found: _Findings, decision: Decision, step: str, inputs: tuple[str, ...] = ()) -> bool:
+    def _check(self, found: _Findings, decision: Decision, num_tokens: int) -> None:
+        """Compares the output of the first call."""
+        reference = self._references[num_tokens][decision.computes][0]
+        with self._culprits.naming(found.errors, decision, "apply"):
+            own = _Own.of(self._inputs[num_tokens][:1])
+            with self._culprits.naming(found.errors, decision, "apply"):
+                found.relative_errors[decision] = output_error(self._kernels[decision], own.calls[0], reference)
+            self._blame(found, decision, "apply", own)
+
+    def _blame(self, found: _Findings, decision: Decision, step: str, own: _Own | None = None) -> bool:
         """Says what was written since the last time, if anything was, and makes shared weights what they were."""
+        has_written = True  # Where nobody can tell.
+        with self._culprits.naming(found.errors, decision, step):
+            has_written = self._has_written(found, decision, step, own)
+        return has_written
+
+    def _has_written(self, found: _Findings, decision: Decision, step: str, own: _Own | None) -> bool:
+        inputs = own.written() if own else ()
         if inputs:
             found.damages[decision] = f"{step} wrote to its inputs ({', '.join(inputs)})"
         if written := self._watched.written():
             # For good: what it runs on may be what it wrote to.
             self._found.damages[decision] = f"{step} wrote to the layer's weights ({', '.join(written)})"
             found.damages[decision] = self._found.damages[decision]
+            # Its permuted weights may be as large as those that are made anew, so they go first.
             self._kernels.pop(decision, None)
-            self._restore()
+            if own:
+                own.runs.clear()
+            self._restore(found, [decision])
         return bool(inputs or written)
 
-    def _restore(self) -> None:
-        if len(self._candidates) > 1:  # Else nobody is there to be harmed.
-            self._watched.restore(self._make_weights().tensors())
-        else:
-            self._watched.renew()
+    def _restore(self, found: _Findings, writers: Sequence[Decision]) -> None:
+        try:
+            if len(self._candidates) > 1:  # Else nobody is there to be harmed.
+                self._watched.restore(self._make_weights().tensors())
+            else:
+                self._watched.renew()
+        except Exception as error:
+            self._culprits.not_restored(found.errors, writers, error)
 
     def _bound(self, decision: Decision, num_tokens: int) -> float:
         return self._tolerance(self.problem, num_tokens, decision.computes)
@@ -292,47 +264,66 @@ class Comparison:
         is_whole = decision not in found.errors and decision not in found.damages
         return is_whole and found.relative_errors[decision] <= self._bound(decision, num_tokens)
 
+    def _not_judged(self, found: _Findings, num_tokens: int) -> list[Decision]:
+        return [
+            decision
+            for decision in self._candidates
+            if decision not in found.timings and decision not in found.damages
+            # NaN is wrong.
+            if found.relative_errors.get(decision, 0.0) <= self._bound(decision, num_tokens)
+        ]
+
     def _time(self, found: _Findings, num_tokens: int, rounds: int) -> None:
         """Times the candidates that are right, and forgets the times of those that are not right afterwards."""
-        calls, device = self._inputs[num_tokens], self.weights.w13.device
+        device = self.weights.w13.device
         owns: dict[Decision, _Own] = {}
-        for decision, kernel in self._kernels.items():
-            if not self._is_right(found, decision, num_tokens):
-                continue
-            own = _Own.of(calls)
-            try:
-                owns[decision] = dataclasses.replace(own, runs=kernel_runs(kernel, own.calls, own.outs))
-            except Exception as error:  # For one, a kernel that cannot be captured although it says so.
-                found.errors[decision] = error
+        for decision in [one for one in self._kernels if self._is_right(found, one, num_tokens)]:
+            # For one, a kernel that cannot be captured although it says so.
+            with self._culprits.naming(found.errors, decision, "apply"):
+                own = _Own.of(self._inputs[num_tokens])
+                own.runs.extend(kernel_runs(self._kernels[decision], own.calls, own.outs))
+                owns[decision] = own
+            if decision in found.errors:
+                self._blame(found, decision, "apply")
+            if self._culprits.stopped is not None:
+                return
         try:
             found.timings = time_runs({decision: own.runs for decision, own in owns.items()}, device, rounds)
             is_clean = True
-        except Exception:
+        except Exception as error:
             is_clean = False
-        if len(owns) == 1:  # It is known who it was.
-            self._blame(found, next(iter(owns)), "apply")
-        written = self._watched.written()
-        if written or not is_clean:
+            self._culprits.stop_if_lost(found.errors, list(owns), "apply", error)
+        if len(owns) == 1 and self._culprits.stopped is None:  # It is known who it was.
+            (only,) = owns
+            self._blame(found, only, "apply", owns[only])
+        written = self._watched.written() if self._culprits.stopped is None else ()
+        if (written or not is_clean) and self._culprits.stopped is None:
             self._time_one_by_one(found, owns, rounds, written)
         for decision in list(found.timings):
-            self._check_again(found, decision, owns[decision], num_tokens)
-            if not self._is_right(found, decision, num_tokens):
-                del found.timings[decision]
+            if self._culprits.stopped is None and self._is_right(found, decision, num_tokens):
+                self._check_again(found, decision, owns[decision], num_tokens)
+                if self._is_right(found, decision, num_tokens):
+                    continue
+            del found.timings[decision]
 
     def _time_one_by_one(
         self, found: _Findings, owns: Mapping[Decision, _Own], rounds: int, written: tuple[str, ...]
     ) -> None:
         """Finds out which of the candidates raised, or wrote to shared weights, while they ran in turns."""
-        self._restore()
         found.timings = {}
+        if written:
+            self._restore(found, list(owns))
         is_found = False
         for decision, own in owns.items():
-            try:
+            if self._culprits.stopped is not None:
+                return
+            if not own.runs:  # Blamed before.
+                continue
+            with self._culprits.naming(found.errors, decision, "apply"):
                 found.timings |= time_runs({decision: own.runs}, self.weights.w13.device, rounds)
-            except Exception as error:
-                found.errors[decision] = error
+            if decision in found.errors:
                 is_found = True
-            if self._blame(found, decision, "apply"):
+            if self._blame(found, decision, "apply", own):
                 found.timings.pop(decision, None)
                 is_found = True
         if written and not is_found:
@@ -343,22 +334,20 @@ class Comparison:
 
     def _check_again(self, found: _Findings, decision: Decision, own: _Own, num_tokens: int) -> None:
         """Compares what the timed runs left, and what another run leaves where nothing was."""
-        calls = self._inputs[num_tokens]
         references = self._references[num_tokens][decision.computes]
-        errors = [relative_error(own.outs[0], references[0])]
-        try:
-            for place, reference in zip(_checked_places(calls), references, strict=True):
+        errors: list[float] = []
+        with self._culprits.naming(found.errors, decision, "apply"):
+            errors.append(relative_error(own.outs[0], references[0]))
+            for place, reference in zip(_checked_places(own.calls), references, strict=True):
                 own.outs[place].fill_(math.nan)
                 own.runs[place]()
                 wait_for(own.outs[place].device)
                 errors.append(relative_error(own.outs[place], reference))
-        except Exception as error:
-            found.errors[decision] = error
         bound = self._bound(decision, num_tokens)
         found.relative_errors[decision] = next(
             (error for error in errors if not error <= bound), found.relative_errors[decision]
         )
-        self._blame(found, decision, "apply", own.written(calls))
+        self._blame(found, decision, "apply", own)
 
 
 def _checked_places(calls: Sequence[Call]) -> tuple[int, ...]:
