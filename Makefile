@@ -41,7 +41,7 @@ test: $(VENV)/.test-stamp
 # The remainder of `make test`, so that running both runs nothing twice. 5 is pytest's "nothing collected": while no test is
 # marked slow, that is no failure.
 test-all: $(VENV)/.test-stamp
-	$(BIN)/python -m pytest -m 'slow and not gpu and not peers' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(IN_PARALLEL) -m 'slow and not gpu and not peers' $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-peers: $(VENV)/.peers-stamp
 	$(BIN)/python -m pytest -m 'peers and not gpu' $(PYTEST_ARGS) || [ $$? -eq 5 ]
