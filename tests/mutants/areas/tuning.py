@@ -86,7 +86,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "gigabytes a second off by a thousand",
-        "moereg/tuning/compare.py",
+        "moereg/tuning/measurement.py",
         old="return self.num_bytes / self.time_us / 1e3",
         new="return self.num_bytes / self.time_us / 1e6",
         tests=("tests/test_compare.py::test_every_candidate_is_measured_in_order",),
