@@ -560,7 +560,9 @@ def test_one_static_scale_for_all_experts_is_shared() -> None:
     """Then a token is quantised once and not for each of its routes."""
     problem = make_problem(get_scheme("fp8_tensor_static"), 130, 72)
     weights = dataclasses.replace(
-        conformance_weights(problem), a13_scale=torch.tensor(0.02), a2_scale=torch.tensor(0.03)
+        conformance_weights(problem),
+        a13_scale=torch.tensor(0.02, device=DEVICE),
+        a2_scale=torch.tensor(0.03, device=DEVICE),
     )
     layer = TritonQuantizedExperts(problem, SM90)
     permuted = layer.permute_weights(weights, problem)
