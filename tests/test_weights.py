@@ -78,7 +78,7 @@ BAD_PLAIN: list[tuple[dict[str, Any], str]] = [
     (
         {"w13": zeros(E, 2 * I, H, dtype=torch.int8)},
         "w13 must be bfloat16, float16 or float32 in scheme unquantized, got torch.int8; pass quant=... if the weights "
-        "are quantised",
+        "are quantized",
     ),
     ({"w13_bias": zeros(E, 2 * I)}, "scheme unquantized needs w2_bias of shape [3, 64], got none"),
     (
@@ -135,7 +135,7 @@ def test_bad_construction(changes: dict[str, Any], text: str) -> None:
         (
             "fp8_block128",
             {"w13": zeros(E, 2 * I, H)},
-            "w13 must be torch.float8_e4m3fn in scheme fp8_block128, got torch.bfloat16; quantise with "
+            "w13 must be torch.float8_e4m3fn in scheme fp8_block128, got torch.bfloat16; quantize with "
             "moereg.quantize.quantize_weights, or leave quant out",
         ),
         (
