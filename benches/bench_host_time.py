@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = "cuda" if on_gpu else "cpu"
     problems = {model: make_problem(model) for model in options.models}
     if on_gpu and options.backend == "triton":
-        from benches.precompile import precompile
+        from benches.h200.precompile import precompile
 
         precompile([(problem, tokens) for problem in problems.values() for tokens in options.tokens])
         torch.cuda.empty_cache()

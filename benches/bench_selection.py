@@ -11,7 +11,7 @@ import moereg
 from moereg.discovery import load_backends
 from moereg.platforms import Platform
 from moereg.registry import REGISTRY, register_moe_backend
-from tests.fakes import FakeExperts
+from tests.support.fakes import FakeExperts
 
 NUM_CELLS = 40
 H200 = Platform("cuda", "sm90", "NVIDIA H200", versions={"triton": "3.6.0"}, probed=True)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from benches import leave_one_out
+from benches.h200 import leave_one_out
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches" / "results"
@@ -257,7 +257,7 @@ def sweep_table() -> str:
 
 
 def quant_table() -> str:
-    """The triton backend in quantised schemes on an H200."""
+    """The triton backend in quantized schemes on an H200."""
     document = _load("h200_quant.json")
     lines = []
     for row in document["rows"]:
@@ -328,10 +328,10 @@ def draw_h200(path: pathlib.Path) -> None:
     style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": path.name}
     with matplotlib.rc_context(style):
         figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
-        for model, colour in zip(dict.fromkeys(row["model"] for row in rows), COLOURS, strict=False):
+        for model, color in zip(dict.fromkeys(row["model"] for row in rows), COLOURS, strict=False):
             own = [row for row in rows if row["model"] == model and not row["wrong"]]
             ratios = [row["best_peer_over_ours"] for row in own]
-            axes.plot([row["tokens"] for row in own], ratios, "o-", color=colour, label=model)
+            axes.plot([row["tokens"] for row in own], ratios, "o-", color=color, label=model)
         axes.axhline(1.0, color="#777777", linewidth=1, linestyle="--")
         axes.set_xscale("log", base=2)
         tokens = sorted({row["tokens"] for row in rows})

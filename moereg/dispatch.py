@@ -256,7 +256,7 @@ def select_backend(
     prefer: Names = None,
     deny: Names = None,
 ) -> Selection:
-    """Chooses the backend for a problem. Imports no kernel library and initialises no device; thread-safe.
+    """Chooses the backend for a problem. Imports no kernel library and initializes no device; thread-safe.
 
     Args:
         problem: The layer.

@@ -107,7 +107,7 @@ class UnknownModelError(UnknownNameError):
 
 
 class UnknownSchemeError(UnknownNameError):
-    """No quantisation scheme of that name is known."""
+    """No quantization scheme of that name is known."""
 
 
 class UnknownPlatformError(UnknownNameError):

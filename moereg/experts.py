@@ -101,7 +101,7 @@ class ExpertInputs:
         hidden_states: [T,H], or [E,max_T,H] in the batched format.
         topk_weights: [T,K] fp32.
         topk_ids: [T,K] int32, global experts; ids outside [0, num_experts) or not mapped add nothing.
-        hidden_scale: Scales of quantised hidden states, else None.
+        hidden_scale: Scales of quantized hidden states, else None.
         expert_num_tokens: [E] int32, valid rows of each expert in the batched format, else None.
         expert_map: [num_experts] int32, local expert or -1; None where all experts are local.
     """
@@ -129,7 +129,7 @@ class Experts(abc.ABC):
 
     facts: ClassVar[Facts] = Facts()
     input_form: ClassVar[str] = "unquantized"
-    """`unquantized` | `quantized`: whether prepare quantises hidden states first."""
+    """`unquantized` | `quantized`: whether prepare quantizes hidden states first."""
     output_form: ClassVar[str] = "reduced"
     """`reduced` [T,H] | `per_route` [T,K,H] | `per_expert` [E,max_T,H]: finalize weights and sums the last two."""
     layouts: ClassVar[tuple[str, ...]] = ()
@@ -199,7 +199,7 @@ class Experts(abc.ABC):
             workspace13: Scratch of the shape that `workspace_shapes` said, at 256-byte alignment, contents undefined.
             workspace2: As workspace13; the two do not overlap.
 
-        No host synchronisation and, where `facts.graph_capture`, no allocation that a capture forbids.
+        No host synchronization and, where `facts.graph_capture`, no allocation that a capture forbids.
         """
 
 

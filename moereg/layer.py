@@ -82,7 +82,7 @@ class MoEKernel:
         topk_ids: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Runs the layer. No host synchronisation on a GPU; T = 0 works.
+        """Runs the layer. No host synchronization on a GPU; T = 0 works.
 
         Args:
             hidden_states: [T,H] in the problem's dtype, contiguous.

@@ -268,10 +268,10 @@ class PlatformRule:
 
 @functools.lru_cache(maxsize=1)
 def probe_platform() -> Platform:
-    """The platform of this machine, asked once per process. Initialises no device.
+    """The platform of this machine, asked once per process. Initializes no device.
 
     An accelerator is reported where this torch build can use it; CUDA facts come from NVML where it is there.
-    CUDA_VISIBLE_DEVICES is honoured.
+    CUDA_VISIBLE_DEVICES is honored.
     """
     import torch
 
@@ -300,7 +300,7 @@ def installed_versions() -> dict[str, str]:
 def _probe_cuda(versions: dict[str, str]) -> Platform:
     facts = _nvml_facts()
     if facts is None:
-        # No NVML: the runtime is the only one to ask, at the price of initialising CUDA.
+        # No NVML: the runtime is the only one to ask, at the price of initializing CUDA.
         import torch
 
         properties = torch.cuda.get_device_properties(0)

@@ -46,7 +46,7 @@ class MoEProblem:
         apply_router_weight_on_input: The routing weight scales the expert's input instead of its output.
         graph_capture: The kernel has to be capturable in a CUDA graph.
         deterministic: The kernel has to give the same bits each time.
-        exact_activations: Rejects kernels that keep activations at 16 bits where the scheme quantises them.
+        exact_activations: Rejects kernels that keep activations at 16 bits where the scheme quantizes them.
         max_num_tokens: Most tokens a call will have, where known. Not part of a tuning key.
 
     Raises:

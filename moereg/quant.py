@@ -1,4 +1,4 @@
-"""Quantisation schemes as values: what the weights hold, what the activations are, which tensors that takes.
+"""Quantization schemes as values: what the weights hold, what the activations are, which tensors that takes.
 
 Who supports a scheme is not said here: cells do. A backend or plugin may construct further values.
 """

@@ -3,9 +3,9 @@
 Nothing is rounded but at these points:
 
 - weights: as the checkpoint holds them, restored exactly (fp32 rounds each product with a scale once);
-- input: where the scheme quantises activations, hidden states (times the routing weight, rounded to the problem's
+- input: where the scheme quantizes activations, hidden states (times the routing weight, rounded to the problem's
   dtype, where that scales the input) are rounded to the scheme's activation format;
-- intermediate: where the scheme quantises activations, the activation function's output is rounded to the problem's
+- intermediate: where the scheme quantizes activations, the activation function's output is rounded to the problem's
   dtype (`ROUNDS_INTERMEDIATE`) and then to the scheme's activation format.
 
 Both matmuls, biases, the activation function and the weighted sum stay in fp32 or fp64.
@@ -39,11 +39,11 @@ __all__ = [
 ]
 
 ROUNDS_INTERMEDIATE: Final = True
-"""Whether the intermediate is rounded to the problem's dtype before it is quantised.
+"""Whether the intermediate is rounded to the problem's dtype before it is quantized.
 
-A kernel that writes the intermediate and quantises it in another launch cannot avoid this rounding, and one that
-quantises in registers can add it for one instruction, so all kernels can agree on it. Without it the two would differ
-by as much as the quantiser makes of a 16-bit rounding: about 1 % of the output for e4m3, see
+A kernel that writes the intermediate and quantizes it in another launch cannot avoid this rounding, and one that
+quantizes in registers can add it for one instruction, so all kernels can agree on it. Without it the two would differ
+by as much as the quantizer makes of a 16-bit rounding: about 1 % of the output for e4m3, see
 `moereg.testing.tolerances`.
 """
 
@@ -75,7 +75,7 @@ def reference_experts(
         rounds_intermediate: See `ROUNDS_INTERMEDIATE`.
 
     Returns:
-        [T,H] in `dtype`, on the inputs' device. Synchronises the device.
+        [T,H] in `dtype`, on the inputs' device. Synchronizes the device.
 
     Raises:
         ValueError: `computes` cannot serve the problem's scheme, or the weights are of another one.
@@ -107,10 +107,10 @@ def scheme_loss(
     expert_map: torch.Tensor | None = None,
     computes: QuantScheme | str | None = None,
 ) -> float:
-    """What a scheme itself costs: the relative error of its reference against the unquantised fp32 reference.
+    """What a scheme itself costs: the relative error of its reference against the unquantized fp32 reference.
 
     Args:
-        problem: The layer, with the quantised scheme.
+        problem: The layer, with the quantized scheme.
         weights: Its weights.
         unquantized: The weights that they were made from.
         hidden_states, topk_weights, topk_ids, expert_map, computes: As in `reference_experts`.
@@ -225,7 +225,7 @@ class _Layer:
         return dequantize_rows(stored, fmt, columns, slice(None), self.dtype)
 
     def input(self, expert: int) -> torch.Tensor:
-        """An expert's rows [rows, H] as they are before quantising."""
+        """An expert's rows [rows, H] as they are before quantizing."""
         token, slot = self.routes(expert)
         x = self.tokens[token]
         if self.problem.apply_router_weight_on_input:
@@ -235,7 +235,7 @@ class _Layer:
         return x
 
     def intermediate(self, expert: int) -> torch.Tensor:
-        """What the activation function makes of an expert's rows, [rows, I], before quantising."""
+        """What the activation function makes of an expert's rows, [rows, I], before quantizing."""
         gemm1 = self.rounded(self.input(expert), expert, "a13") @ self.matrix("w13", expert).T
         if self.weights.w13_bias is not None:
             gemm1 += self.weights.w13_bias[expert].to(self.dtype)

@@ -1,6 +1,6 @@
 """Top-k routing as models do it: from router logits to the weights and ids that a kernel takes.
 
-Pure torch, no host synchronisation, T = 0 included. Every function returns fp32 weights and int32 ids, both [T,K],
+Pure torch, no host synchronization, T = 0 included. Every function returns fp32 weights and int32 ids, both [T,K],
 with the best choice first. Models that round the weights to the dtype of their logits differ by that rounding only.
 """
 
@@ -32,7 +32,7 @@ __all__ = [
     "topk_softmax",
 ]
 
-# DeepSeek-V3 guards its renormalisation against sigmoids that all underflow; the value is part of the model.
+# DeepSeek-V3 guards its renormalization against sigmoids that all underflow; the value is part of the model.
 _DEEPSEEK_V3_EPSILON: Final = 1e-20
 
 
@@ -99,7 +99,7 @@ def grouped_sigmoid_topk(
     Args:
         router_logits: [T,E]; DeepSeek-V3 computes them in fp32.
         top_k: Experts for each token.
-        num_groups: Equal groups of neighbouring experts; 1 means no groups.
+        num_groups: Equal groups of neighboring experts; 1 means no groups.
         topk_groups: Groups that a token may choose from.
         correction_bias: [E] (`e_score_correction_bias`), or None for no bias.
         renormalize: Whether the chosen weights are divided by their sum + 1e-20.
@@ -161,7 +161,7 @@ def grouped_softmax_topk(
     Args:
         router_logits: [T,E]; DeepSeek-V2 computes them in fp32.
         top_k: Experts for each token.
-        num_groups: Equal groups of neighbouring experts; 1 means no groups.
+        num_groups: Equal groups of neighboring experts; 1 means no groups.
         topk_groups: Groups that a token may choose from.
         scaling_factor: `routed_scaling_factor`, folded into the weights.
 

@@ -23,11 +23,11 @@ class ExpertWeights:
     """The experts of one layer on one rank, in the one canonical order. E is `num_local_experts`.
 
     Attributes:
-        w13: [E,2I,H], gate rows first, then up rows; [E,I,H] where the activation is not gated. Quantised schemes store
+        w13: [E,2I,H], gate rows first, then up rows; [E,I,H] where the activation is not gated. Quantized schemes store
             K packed as the scheme's row says.
         w2: [E,H,I].
         w13_bias, w2_bias: [E,2I] (or [E,I]) and [E,H], in the problem's dtype or fp32.
-        w13_scale, w2_scale: Group scales, w = (q - zero_point) * scale * scale_2; docs/quantisation.md has the shapes.
+        w13_scale, w2_scale: Group scales, w = (q - zero_point) * scale * scale_2; docs/quantization.md has the shapes.
         w13_scale_2, w2_scale_2: fp32 [E], w13 also [E,2] where gate and up differ.
         a13_scale, a2_scale: Static activation scales, fp32 [E] or a scalar; absent means dynamic.
         w13_zero_point, w2_zero_point: uint8, packed like the weights.

@@ -90,7 +90,7 @@ class WorkspacePool:
             self._source = previous
 
     def take(self, shapes: _Shapes, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Uninitialised tensors of the shapes, 256-byte aligned, not overlapping.
+        """Uninitialized tensors of the shapes, 256-byte aligned, not overlapping.
 
         Args:
             shapes: One a tensor.

@@ -7,7 +7,9 @@ from typing import Final
 import torch
 
 from moereg.experts import ExpertInputs, Experts, Facts
-from moereg.kernels import torch_device_moe, torch_mlp, torch_moe
+from moereg.kernels.plain import device as torch_device_moe
+from moereg.kernels.plain import host as torch_moe
+from moereg.kernels.plain import mlp as torch_mlp
 from moereg.layouts import aligned
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem

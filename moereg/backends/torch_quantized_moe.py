@@ -1,4 +1,4 @@
-"""`torch` on CPUs for quantised weights: they stay packed, and some rows of one expert at a time are restored."""
+"""`torch` on CPUs for quantized weights: they stay packed, and some rows of one expert at a time are restored."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Final
 import torch
 
 from moereg.experts import ExpertInputs, Experts, Facts
-from moereg.kernels import torch_mlp, torch_moe, torch_quantized_mlp
-from moereg.kernels.torch_quantized_mlp import RestoredMatrix, RestoringMlp
+from moereg.kernels.plain import host as torch_moe
+from moereg.kernels.plain import mlp as torch_mlp
+from moereg.kernels.plain import quantized_mlp as torch_quantized_mlp
+from moereg.kernels.plain.quantized_mlp import RestoredMatrix, RestoringMlp
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES

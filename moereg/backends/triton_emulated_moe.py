@@ -1,4 +1,4 @@
-"""`triton` for 4-bit float weights with quantised activations, where nothing multiplies these: in 16 bits, exactly."""
+"""`triton` for 4-bit float weights with quantized activations, where nothing multiplies these: in 16 bits, exactly."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moereg.registry import register_moe_backend
 from moereg.weights import ExpertWeights, PermutedWeights
 
 if TYPE_CHECKING:
-    from moereg.kernels.triton_gemm_config import GemmPair
-    from moereg.kernels.triton_requantize import SmallFloats
+    from moereg.kernels.gemm.config import GemmPair
+    from moereg.kernels.quantized.emulate import SmallFloats
 
 _SMALLEST_NORMAL: Final = {"float4_e2m1fn": 1.0, "float8_e4m3fn": 2.0**-6}
 
@@ -42,7 +42,7 @@ class _EmulatedExperts(_PackedExperts):
         return PermutedWeights(permuted.layout, per_expert, shared)
 
     def _grid(self) -> SmallFloats:
-        from moereg.kernels.triton_requantize import SmallFloats
+        from moereg.kernels.quantized.emulate import SmallFloats
 
         fmt = self.computes.activation
         assert fmt is not None
@@ -55,7 +55,7 @@ class _EmulatedExperts(_PackedExperts):
         )
 
     def _configs(self, num_tokens: float, rows_per_expert: float, out: torch.Tensor) -> GemmPair:
-        from moereg.kernels.triton_gemm_config import GemmPair, least_block_m, max_shared_bytes, select_config
+        from moereg.kernels.gemm.config import GemmPair, least_block_m, max_shared_bytes, select_config
 
         configs = select_config(
             num_tokens,
@@ -118,11 +118,11 @@ class TritonEmulatedExperts(_EmulatedExperts, TritonPackedExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
-        from moereg.kernels.triton_overlap import can_overlap
-        from moereg.kernels.triton_reduce import reduce_routes
-        from moereg.kernels.triton_requantize import requantize_rows
-        from moereg.kernels.triton_routing import sort_routes
+        from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
+        from moereg.kernels.launch.overlap import can_overlap
+        from moereg.kernels.quantized.emulate import requantize_rows
+        from moereg.kernels.rows.reduce import reduce_routes
+        from moereg.kernels.rows.sort import sort_routes
 
         problem, grid = self.problem, self._grid()
         num_tokens, hidden_size = out.shape
@@ -214,10 +214,10 @@ class TritonEmulatedBatchedExperts(_EmulatedExperts, TritonPackedBatchedExperts)
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        from moereg.kernels.triton_block_map import plan_batches
-        from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
-        from moereg.kernels.triton_overlap import can_overlap
-        from moereg.kernels.triton_requantize import requantize_rows
+        from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
+        from moereg.kernels.launch.overlap import can_overlap
+        from moereg.kernels.quantized.emulate import requantize_rows
+        from moereg.kernels.rows.block_map import plan_batches
 
         counts = inputs.expert_num_tokens
         assert counts is not None
@@ -246,8 +246,8 @@ class TritonEmulatedBatchedExperts(_EmulatedExperts, TritonPackedBatchedExperts)
 
 def _plan_numel(problem: MoEProblem, num_tokens: int) -> int:
     """Elements of the problem's dtype that hold the plan of any shipped configuration."""
-    from moereg.kernels.triton_gemm_config import MIN_BLOCK_M
-    from moereg.kernels.triton_routing import route_workspace_numel
+    from moereg.kernels.gemm.config import MIN_BLOCK_M
+    from moereg.kernels.rows.sort import route_workspace_numel
 
     ints = route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, MIN_BLOCK_M)
     return elements_of_plan(problem, ints)

@@ -55,21 +55,21 @@ class TritonExperts(InterleavedExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        from moereg.kernels.triton_gemm_config import (
+        from moereg.kernels.gemm.config import (
             GemvPair,
             SinglePair,
             least_block_m,
             max_shared_bytes,
             select_config,
         )
-        from moereg.kernels.triton_gemv import down_gemv, gate_up_gemv
-        from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
-        from moereg.kernels.triton_overlap import can_overlap
-        from moereg.kernels.triton_packed_single import MAX_TOP_K, down_single
-        from moereg.kernels.triton_packed_weights import PackedMatrix
-        from moereg.kernels.triton_reduce import reduce_routes
-        from moereg.kernels.triton_routing import RoutePlan, sort_routes
-        from moereg.kernels.triton_tiles import DirectRoutes
+        from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
+        from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
+        from moereg.kernels.gemm.single import MAX_TOP_K, down_single
+        from moereg.kernels.launch.overlap import can_overlap
+        from moereg.kernels.packed.weights import PackedMatrix
+        from moereg.kernels.rows.reduce import reduce_routes
+        from moereg.kernels.rows.sort import RoutePlan, sort_routes
+        from moereg.kernels.rows.tiles import DirectRoutes
 
         problem = self.problem
         hidden_states, topk_ids, expert_map = inputs.hidden_states, inputs.topk_ids, inputs.expert_map
@@ -143,7 +143,7 @@ class TritonExperts(InterleavedExperts):
             overlap=overlap,
         )
 
-    def _warp_specialised(self, inputs: ExpertInputs) -> bool:
+    def _warp_specialized(self, inputs: ExpertInputs) -> bool:
         problem, hidden_states = self.problem, inputs.hidden_states
         return (
             self._fits_gluon(hidden_states, inputs.topk_ids.numel() / problem.num_experts)
@@ -160,12 +160,12 @@ class TritonExperts(InterleavedExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        from moereg.kernels.gluon_consumer import GUARD_ROWS
-        from moereg.kernels.gluon_grouped_gemm import down_gemm, gate_up_gemm, select_config
-        from moereg.kernels.triton_copy import copy_rows
-        from moereg.kernels.triton_overlap import can_overlap
-        from moereg.kernels.triton_reduce import reduce_sorted_rows
-        from moereg.kernels.triton_routing import sort_routes
+        from moereg.kernels.hopper.consumer import GUARD_ROWS
+        from moereg.kernels.hopper.gemm import down_gemm, gate_up_gemm, select_config
+        from moereg.kernels.launch.overlap import can_overlap
+        from moereg.kernels.rows.copy import copy_rows
+        from moereg.kernels.rows.reduce import reduce_sorted_rows
+        from moereg.kernels.rows.sort import sort_routes
 
         assert GUARD_ROWS == _GUARD_ROWS, "the workspaces were sized for another guard"
         problem = self.problem
@@ -228,8 +228,8 @@ class TritonBatchedExperts(InterleavedExperts):
 
     def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The intermediate [E, max_T, I_pad]; then the plan of the tiles."""
-        from moereg.kernels.triton_block_map import batch_workspace_numel
-        from moereg.kernels.triton_gemm_config import MIN_BLOCK_M
+        from moereg.kernels.gemm.config import MIN_BLOCK_M
+        from moereg.kernels.rows.block_map import batch_workspace_numel
 
         num_experts = problem.num_local_experts
         ints = batch_workspace_numel(num_experts, num_tokens, MIN_BLOCK_M)
@@ -244,10 +244,10 @@ class TritonBatchedExperts(InterleavedExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        from moereg.kernels.triton_block_map import plan_batches
-        from moereg.kernels.triton_gemm_config import GemmPair, least_block_m, max_shared_bytes, select_config
-        from moereg.kernels.triton_grouped_gemm import down_gemm, gate_up_gemm
-        from moereg.kernels.triton_overlap import can_overlap
+        from moereg.kernels.gemm.config import GemmPair, least_block_m, max_shared_bytes, select_config
+        from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
+        from moereg.kernels.launch.overlap import can_overlap
+        from moereg.kernels.rows.block_map import plan_batches
 
         assert inputs.expert_num_tokens is not None
         w13, w2 = self._matrices(weights)
@@ -292,7 +292,7 @@ class TritonBatchedExperts(InterleavedExperts):
             overlap=overlap,
         )
 
-    def _warp_specialised(self, inputs: ExpertInputs) -> bool:
+    def _warp_specialized(self, inputs: ExpertInputs) -> bool:
         hidden_states = inputs.hidden_states
         return self._fits_gluon(hidden_states, self._rows_per_expert(hidden_states.shape[1]))
 
@@ -304,9 +304,9 @@ class TritonBatchedExperts(InterleavedExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        from moereg.kernels.gluon_grouped_gemm import down_gemm, gate_up_gemm, select_config
-        from moereg.kernels.triton_block_map import plan_batches
-        from moereg.kernels.triton_overlap import can_overlap
+        from moereg.kernels.hopper.gemm import down_gemm, gate_up_gemm, select_config
+        from moereg.kernels.launch.overlap import can_overlap
+        from moereg.kernels.rows.block_map import plan_batches
 
         assert inputs.expert_num_tokens is not None
         overlap = can_overlap(out.device)
@@ -342,8 +342,8 @@ class TritonBatchedExperts(InterleavedExperts):
 
 def _plan_numel(problem: MoEProblem, num_tokens: int) -> int:
     """Elements of the problem's dtype that hold the plan of any shipped configuration."""
-    from moereg.kernels.triton_gemm_config import MIN_BLOCK_M
-    from moereg.kernels.triton_routing import route_workspace_numel
+    from moereg.kernels.gemm.config import MIN_BLOCK_M
+    from moereg.kernels.rows.sort import route_workspace_numel
 
     ints = route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, MIN_BLOCK_M)
     return elements_of_plan(problem, ints)

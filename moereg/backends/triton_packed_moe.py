@@ -86,7 +86,7 @@ class _PackedExperts(InterleavedExperts):
         return self._matrix(weights, "w13"), self._matrix(weights, "w2")
 
     def _matrix(self, weights: PermutedWeights, name: str) -> Matrix:
-        from moereg.kernels.triton_packed_weights import BLOCK, PackedMatrix
+        from moereg.kernels.packed.weights import BLOCK, PackedMatrix
 
         assert BLOCK == WEIGHT_PAD, "rows of the intermediate end with a block"
         fmt = self._format
@@ -94,7 +94,7 @@ class _PackedExperts(InterleavedExperts):
         parts = (weights.get(f"{name}_{part}") for part in _PARTS)
         return PackedMatrix(weights[name], fmt.dtype, group, fmt.scale_dtype, *parts)
 
-    def _warp_specialised(self, inputs: ExpertInputs) -> bool:
+    def _warp_specialized(self, inputs: ExpertInputs) -> bool:
         # The Gluon kernels read both operands from shared memory.
         return False
 

@@ -1,4 +1,4 @@
-"""The `triton` backend for quantised weights with quantised activations, tokens batched by expert."""
+"""The `triton` backend for quantized weights with quantized activations, tokens batched by expert."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ class TritonQuantizedBatchedExperts(TritonQuantizedExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        from moereg.kernels import triton_quantize
-        from moereg.kernels.triton_block_map import plan_batches
-        from moereg.kernels.triton_gemm_config import max_shared_bytes
-        from moereg.kernels.triton_overlap import can_overlap
-        from moereg.kernels.triton_quantize_batched import quantize_batched_rows
-        from moereg.kernels.triton_quantized_config import select_quantized_config
-        from moereg.kernels.triton_quantized_gemm import fuses_quantizer, quantized_down_gemm, quantized_gate_up_gemm
+        from moereg.kernels.gemm.config import max_shared_bytes
+        from moereg.kernels.launch.overlap import can_overlap
+        from moereg.kernels.quantized import rows as triton_quantize
+        from moereg.kernels.quantized.config import select_quantized_config
+        from moereg.kernels.quantized.gemm import fuses_quantizer, quantized_down_gemm, quantized_gate_up_gemm
+        from moereg.kernels.quantized.rows_batched import quantize_batched_rows
+        from moereg.kernels.rows.block_map import plan_batches
 
         assert (triton_quantize.K_PAD, triton_quantize.AMAX_PROGRAMS) == (K_PAD, AMAX_PROGRAMS)
         assert inputs.expert_num_tokens is not None
@@ -172,7 +172,7 @@ class TritonQuantizedBatchedExperts(TritonQuantizedExperts):
 
 def _plan_bytes(problem: MoEProblem, max_tokens: int) -> int:
     """What holds the plan of any shipped configuration."""
-    from moereg.kernels.triton_block_map import batch_workspace_numel
-    from moereg.kernels.triton_quantized_config import MIN_BLOCK_M
+    from moereg.kernels.quantized.config import MIN_BLOCK_M
+    from moereg.kernels.rows.block_map import batch_workspace_numel
 
     return round_up(4 * batch_workspace_numel(problem.num_local_experts, max_tokens, MIN_BLOCK_M), ALIGNMENT)

@@ -29,8 +29,8 @@ from moereg.registry import register_moe_backend
 from moereg.weights import ExpertWeights, PermutedWeights
 
 if TYPE_CHECKING:
-    from moereg.kernels.triton_quantize import QuantizedRows, RowFormat
-    from moereg.kernels.triton_scaled_products import QuantizedMatrices
+    from moereg.kernels.quantized.products import QuantizedMatrices
+    from moereg.kernels.quantized.rows import QuantizedRows, RowFormat
 
 _E8M0: Final = "float8_e8m0fnu"
 
@@ -89,7 +89,7 @@ _MIN_GLUON_ROWS: Final = 30
 class TritonQuantizedExperts(RecordedExperts):
     """Standard format: codes of tokens, two grouped GEMMs of codes with the activation between them, a reduction.
 
-    The intermediate is rounded to the problem's dtype and then quantised: in the first GEMM where a tile holds whole
+    The intermediate is rounded to the problem's dtype and then quantized: in the first GEMM where a tile holds whole
     groups of it or its scales are given, else, as where rows have global scales, in a launch between the two. Up to 16
     tokens need no sort.
 
@@ -209,18 +209,18 @@ class TritonQuantizedExperts(RecordedExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        from moereg.kernels import triton_quantize
-        from moereg.kernels.triton_gemm_config import max_shared_bytes
-        from moereg.kernels.triton_overlap import can_overlap
-        from moereg.kernels.triton_quantize import RouteIds, quantize_rows, rows_of_plan
-        from moereg.kernels.triton_quantized_config import select_quantized_config
-        from moereg.kernels.triton_quantized_gemm import fuses_quantizer, quantized_down_gemm, quantized_gate_up_gemm
-        from moereg.kernels.triton_reduce import reduce_routes
-        from moereg.kernels.triton_routing import RoutePlan, sort_routes
-        from moereg.kernels.triton_tiles import DirectRoutes
+        from moereg.kernels.gemm.config import max_shared_bytes
+        from moereg.kernels.launch.overlap import can_overlap
+        from moereg.kernels.quantized import rows as triton_quantize
+        from moereg.kernels.quantized.config import select_quantized_config
+        from moereg.kernels.quantized.gemm import fuses_quantizer, quantized_down_gemm, quantized_gate_up_gemm
+        from moereg.kernels.quantized.rows import RouteIds, quantize_rows, rows_of_plan
+        from moereg.kernels.rows.reduce import reduce_routes
+        from moereg.kernels.rows.sort import RoutePlan, sort_routes
+        from moereg.kernels.rows.tiles import DirectRoutes
 
         assert (triton_quantize.K_PAD, triton_quantize.AMAX_PROGRAMS) == (K_PAD, AMAX_PROGRAMS)
-        if self._warp_specialised(inputs):
+        if self._warp_specialized(inputs):
             self._launch_gluon(out, inputs, weights, workspace13, workspace2)
             return
         problem, fmt = self.problem, self._row_format()
@@ -307,7 +307,7 @@ class TritonQuantizedExperts(RecordedExperts):
             overlap=overlap,
         )
 
-    def _warp_specialised(self, inputs: ExpertInputs) -> bool:
+    def _warp_specialized(self, inputs: ExpertInputs) -> bool:
         """Whether the Gluon kernels can run a call, and there are enough rows an expert for them to pay."""
         problem, fmt, hidden_states = self.problem, self._activation_format, inputs.hidden_states
         grouped = fmt.group[1] != WHOLE
@@ -334,13 +334,13 @@ class TritonQuantizedExperts(RecordedExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        from moereg.kernels import gluon_consumer
-        from moereg.kernels.gluon_quantized_gemm import BLOCK_M, quantized_down_gemm, quantized_gate_up_gemm
-        from moereg.kernels.triton_overlap import can_overlap
-        from moereg.kernels.triton_quantize import QuantizedRows, quantize_rows
-        from moereg.kernels.triton_quantize_sorted import quantize_to_sorted_rows
-        from moereg.kernels.triton_reduce import reduce_sorted_rows
-        from moereg.kernels.triton_routing import sort_routes
+        from moereg.kernels.hopper import consumer as gluon_consumer
+        from moereg.kernels.hopper.quantized_gemm import BLOCK_M, quantized_down_gemm, quantized_gate_up_gemm
+        from moereg.kernels.launch.overlap import can_overlap
+        from moereg.kernels.quantized.rows import QuantizedRows, quantize_rows
+        from moereg.kernels.quantized.rows_sorted import quantize_to_sorted_rows
+        from moereg.kernels.rows.reduce import reduce_sorted_rows
+        from moereg.kernels.rows.sort import sort_routes
 
         assert gluon_consumer.GUARD_ROWS == GUARD_ROWS, "the workspaces were sized for another guard"
         problem, fmt, activation = self.problem, self._row_format(), self.problem.activation
@@ -399,7 +399,7 @@ class TritonQuantizedExperts(RecordedExperts):
         reduce_sorted_rows(out, sorted_rows[GUARD_ROWS:], plan.route_row, route_weights, overlap=overlap)
 
     def _row_format(self) -> RowFormat:
-        from moereg.kernels.triton_quantize import RowFormat
+        from moereg.kernels.quantized.rows import RowFormat
 
         fmt = self._activation_format
         element = element_of(fmt)
@@ -415,12 +415,12 @@ class TritonQuantizedExperts(RecordedExperts):
         )
 
     def _quantized_rows(self, codes: torch.Tensor, scales: torch.Tensor, *global_scale: torch.Tensor) -> QuantizedRows:
-        from moereg.kernels.triton_quantize import QuantizedRows
+        from moereg.kernels.quantized.rows import QuantizedRows
 
         return QuantizedRows(codes, scales, _group_columns(self._activation_format), *global_scale)
 
     def _matrices(self, weights: PermutedWeights, name: str) -> QuantizedMatrices:
-        from moereg.kernels.triton_scaled_products import QuantizedMatrices
+        from moereg.kernels.quantized.products import QuantizedMatrices
 
         fmt = self.computes.weight
         assert fmt is not None
@@ -435,8 +435,8 @@ def _group_columns(fmt: QuantFormat) -> int:
 
 def _plan_bytes(problem: MoEProblem, num_tokens: int) -> int:
     """What holds the plan of any shipped configuration."""
-    from moereg.kernels.triton_quantized_config import MIN_BLOCK_M
-    from moereg.kernels.triton_routing import route_workspace_numel
+    from moereg.kernels.quantized.config import MIN_BLOCK_M
+    from moereg.kernels.rows.sort import route_workspace_numel
 
     ints = route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, MIN_BLOCK_M)
     return round_up(4 * ints, ALIGNMENT)

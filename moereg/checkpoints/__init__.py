@@ -47,7 +47,7 @@ class CheckpointLayer:
 
     Attributes:
         problem: The layer, in the dtype that it was loaded in.
-        weights: Canonical, local experts only; quantised where the checkpoint is.
+        weights: Canonical, local experts only; quantized where the checkpoint is.
         model_type: As config.json says it; for multimodal models that of the language model.
         layer: Index in the whole model.
         router: How the model routes.
@@ -160,7 +160,7 @@ def load_experts(
     Args:
         path: Checkpoint directory.
         layer: Index in the whole model.
-        dtype: To load in, or of quantised experts to run in; the checkpoint's where None.
+        dtype: To load in, or of quantized experts to run in; the checkpoint's where None.
         device: To load to.
         max_memory_fraction: Of the device's free memory that the layer may take.
         num_local_experts: Experts of this rank; all where None.

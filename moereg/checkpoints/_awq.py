@@ -25,14 +25,14 @@ from moereg.quantize import pack_nibbles
 
 __all__ = ["awq_formats"]
 
-# Of eight neighbouring rows, in the order of a word's nibbles from the lowest.
+# Of eight neighboring rows, in the order of a word's nibbles from the lowest.
 _ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def awq_formats(config: Mapping[str, Any]) -> FormatOf:
     """The formats of a checkpoint of this method.
 
-    `qweight` [K, N/8] int32: eight neighbouring rows of a column to a word, unsigned, nibble i the row `_ORDER[i]`.
+    `qweight` [K, N/8] int32: eight neighboring rows of a column to a word, unsigned, nibble i the row `_ORDER[i]`.
     `qzeros` [G, N/8] int32: zero points in the same order, as they are. `scales` [G, N]. A weight is
     (q - zero point) * scale.
     Source: modules/linear/gemm.py and utils/packing_utils.py of AutoAWQ 0.2.9.

@@ -70,7 +70,7 @@ def _packed_integers(scheme: QuantScheme, is_tensor: bool, matrix: Matrix) -> Se
 def _nvfp4(scheme: QuantScheme, is_tensor: bool, matrix: Matrix) -> Sequence[StoredTensor]:
     """`weight_packed` [N,K/2] uint8, low nibble the even column, `weight_scale` [N,K/16] e4m3 and two global scales.
 
-    `weight_global_scale` and `input_global_scale` [1] fp32 are what numbers are multiplied by to be quantised: the
+    `weight_global_scale` and `input_global_scale` [1] fp32 are what numbers are multiplied by to be quantized: the
     inverse of what restores them.
     Source: compressors/nvfp4 and quantization/lifecycle/forward.py of compressed-tensors 0.20.0.
     """

@@ -86,7 +86,7 @@ class CheckpointFiles(contextlib.ExitStack):
 
     @functools.cached_property
     def quantization(self) -> tuple[Mapping[str, Any], str] | None:
-        """How the checkpoint says that it is quantised, and the file that says so; None where none does."""
+        """How the checkpoint says that it is quantized, and the file that says so; None where none does."""
         for config in (self.full_config, self.config):
             for key in ("quantization_config", "compression_config"):
                 quantization = config.get(key)

@@ -84,7 +84,7 @@ class StorageFormat:
 
 
 FormatOf = Callable[[str], "StorageFormat | None"]
-"""The format of a module, by its name in the checkpoint; None where it is left unquantised."""
+"""The format of a module, by its name in the checkpoint; None where it is left unquantized."""
 
 
 def unquantized_format(is_fused: bool, is_transposed: bool) -> StorageFormat:
@@ -95,7 +95,7 @@ def unquantized_format(is_fused: bool, is_transposed: bool) -> StorageFormat:
         shape, convert = (shape[::-1], _transposed) if is_transposed else (shape, as_is)
         return (StoredTensor("" if is_fused else ".weight", (shape,), FLOATS, "w{}", convert),)
 
-    return StorageFormat("unquantised", QuantScheme("unquantized"), tensors, is_fused)
+    return StorageFormat("unquantized", QuantScheme("unquantized"), tensors, is_fused)
 
 
 def as_is(stored: torch.Tensor) -> torch.Tensor:

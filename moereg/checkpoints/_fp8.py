@@ -26,7 +26,7 @@ def fp8_formats(config: Mapping[str, Any]) -> FormatOf:
     """The formats of a checkpoint of this method.
 
     `weight` [N,K] e4m3 and `weight_scale_inv` [ceil(N/128), ceil(K/128)]: a weight is its code times the scale of its
-    block, whatever "inv" suggests. Scales are fp32 (DeepSeek), bf16 (Qwen) or e8m0. Activations are quantised in groups
+    block, whatever "inv" suggests. Scales are fp32 (DeepSeek), bf16 (Qwen) or e8m0. Activations are quantized in groups
     of 128 when the layer runs.
     Source: README_WEIGHTS.md and inference/kernel.py of deepseek-ai/DeepSeek-V3; transformers' finegrained_fp8.
 

@@ -26,11 +26,11 @@ _NO_ZERO_POINT: Final = 8
 def gptq_formats(config: Mapping[str, Any]) -> FormatOf:
     """The formats of a checkpoint of this method.
 
-    `qweight` [K/8, N] int32: eight neighbouring columns of a row to a word, the first in the lowest bits, unsigned.
+    `qweight` [K/8, N] int32: eight neighboring columns of a row to a word, the first in the lowest bits, unsigned.
     `qzeros` [G, ceil(N/8)] int32: zero points, packed along N; version 1 (`gptq`, also where none is named) stores them
     minus one, subtracted from whole words, version 2 (`gptq_v2`) as they are. `scales` [G, N]. `g_idx` [K] has the
     group of each column. A weight is (q - zero point) * scale. `dynamic` has settings for modules that match an
-    expression from the start; those that match one after `-:` are left unquantised.
+    expression from the start; those that match one after `-:` are left unquantized.
     Source: nn_modules/qlinear/__init__.py (`pack_original`), utils/model.py (`convert_gptq_v1_to_v2_format_module`) and
     quantization/config.py of GPTQModel 7.6.0; qlinear_cuda_old.py of AutoGPTQ.
 
@@ -86,7 +86,7 @@ def _tensors(scheme: QuantScheme, version: str, is_ordered: bool, matrix: Matrix
 
 
 def _rows(stored: torch.Tensor) -> torch.Tensor:
-    # [K/8, N] words to [K/8, N, 4] bytes, each two neighbouring columns, to [N, K/2].
+    # [K/8, N] words to [K/8, N, 4] bytes, each two neighboring columns, to [N, K/2].
     columns: torch.Tensor = word_bytes(stored).unflatten(1, (-1, 4))
     return columns.movedim(1, 0).flatten(1)
 
@@ -116,8 +116,8 @@ def _check_order(stored: torch.Tensor, group_size: int) -> torch.Tensor:
     if not torch.equal(stored, expected):
         column = int(torch.nonzero(stored != expected)[0])
         raise CheckpointError(
-            f"groups must be of {group_size} neighbouring columns, got column {column} in group {int(stored[column])}; "
-            "columns that are ordered by activation are not read: quantise with desc_act false"
+            f"groups must be of {group_size} neighboring columns, got column {column} in group {int(stored[column])}; "
+            "columns that are ordered by activation are not read: quantize with desc_act false"
         )
     return stored
 

@@ -19,7 +19,7 @@ def check_fits(
         subject: What is loaded, for the message.
         expert_bytes: Of one expert on the device.
         num_experts: That are loaded.
-        dtype: That they are loaded in, or the scheme of quantised ones.
+        dtype: That they are loaded in, or the scheme of quantized ones.
         device: That they are loaded to.
         max_fraction: Of free memory that they may take.
 

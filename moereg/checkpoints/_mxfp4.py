@@ -28,7 +28,7 @@ def mxfp4_formats(config: Mapping[str, Any]) -> FormatOf:
 
     All experts are in one tensor: `gate_up_proj_blocks` and `down_proj_blocks` [E, N, K/32, 16] uint8, two e2m1 codes
     to a byte, low nibble the even column; `*_scales` [E, N, K/32] uint8, exponents with bias 127, which are the codes
-    of e8m0. Rows are not transposed as those of the unquantised parameter are; gate and up rows alternate as there.
+    of e8m0. Rows are not transposed as those of the unquantized parameter are; gate and up rows alternate as there.
     Source: gpt_oss/torch/weights.py of openai/gpt-oss; `convert_moe_packed_tensors` of transformers.
 
     Args:

@@ -71,7 +71,7 @@ class ExpertPart:
 
 
 def list_modules(model: ModelType, experts_root: str, experts: range, is_fused: bool) -> Sequence[str]:
-    """Names of the experts' projections, as a quantisation config spells modules.
+    """Names of the experts' projections, as a quantization config spells modules.
 
     Args:
         model: Its type.

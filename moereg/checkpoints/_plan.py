@@ -12,7 +12,7 @@ from moereg.checkpoints._files import CheckpointFiles, TensorHeader
 from moereg.checkpoints._formats import FLOATS, StorageFormat, unquantized_format
 from moereg.checkpoints._models import MODEL_TYPES, ModelType
 from moereg.checkpoints._parts import ExpertPart, list_modules, list_parts
-from moereg.checkpoints._quantisation import quantized_format
+from moereg.checkpoints._quantization import quantized_format
 from moereg.config_entries import MOST_LAYERS, is_one_of, read_count
 from moereg.errors import ArgumentError, CheckpointError, one_line, shown, unknown_name_message
 from moereg.problem import MoEProblem
@@ -239,7 +239,7 @@ def _check_nothing_else(
 
 
 def _dtype(files: CheckpointFiles, stored: StorageFormat, headers: Mapping[str, TensorHeader], router: str) -> str:
-    """Of the weights where they are not quantised, else what the model is said to run in."""
+    """Of the weights where they are not quantized, else what the model is said to run in."""
     if stored.scheme.weight is None:
         return _one_dtype(files, headers)
     # transformers writes dtype since version 5, torch_dtype before.

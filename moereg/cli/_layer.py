@@ -36,7 +36,7 @@ class Layer:
 def random_layer(problem: MoEProblem, seed: int, device: torch.device, advance: Advance) -> Layer:
     """Random weights as `random_weights` makes them, and random routing; the same on every device.
 
-    Weights of a quantised scheme are quantised expert by expert; static activation scales are those of random tokens.
+    Weights of a quantized scheme are quantized expert by expert; static activation scales are those of random tokens.
 
     Args:
         problem: The layer.
@@ -51,7 +51,7 @@ def random_layer(problem: MoEProblem, seed: int, device: torch.device, advance: 
 def _random_router(problem: MoEProblem, generator: torch.Generator) -> Router:
     def route(hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = torch.randn(len(hidden_states), problem.num_experts, generator=generator)
-        # A single weight would be 1 after renormalising, and a kernel that ignores it would pass.
+        # A single weight would be 1 after renormalizing, and a kernel that ignores it would pass.
         topk_weights, topk_ids = softmax_topk(logits, problem.top_k, renormalize=problem.top_k > 1)
         return topk_weights.to(hidden_states.device), topk_ids.to(hidden_states.device)
 

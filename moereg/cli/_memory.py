@@ -47,14 +47,14 @@ def check_run_fits(
     num_fitting = int((limit_bytes - fp32_bytes - tokens_bytes) // (copies * one_bytes))
     if 1 <= num_fitting < problem.num_local_experts:
         cures.append(f"--num-local-experts {num_fitting}")
-    is_quantised = problem.quant.weight is not None
-    if problem.dtype == "float32" and not is_quantised:
+    is_quantized = problem.quant.weight is not None
+    if problem.dtype == "float32" and not is_quantized:
         cures.append("--dtype bfloat16")
     if num_kernels > 1:
         cures.append("--require with fewer backends")
     if tokens_bytes > layer_bytes:
         cures.append("a smaller --tokens")
-    stored = problem.quant.name if is_quantised else problem.dtype
+    stored = problem.quant.name if is_quantized else problem.dtype
     permuted = f"permuted for {num_kernels} kernels" if num_kernels > 1 else "permuted"
     raise TooLargeError(
         f"a run of this layer needs {format_bytes(layer_bytes + tokens_bytes)} ({problem.num_local_experts} experts of "

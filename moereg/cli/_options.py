@@ -53,7 +53,7 @@ class ProblemFlags:
     graph_capture: Annotated[bool, typer.Option("--graph-capture", help="Has to run in a CUDA graph.")] = False
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Has to give the same bits each time.")] = False
     exact_activations: Annotated[
-        bool, typer.Option("--exact-activations", help="Activations quantised as the scheme says.")
+        bool, typer.Option("--exact-activations", help="Activations quantized as the scheme says.")
     ] = False
     tokens: Annotated[int | None, typer.Option(min=0, help="Tokens of one call.")] = None
     platform: Annotated[str | None, typer.Option(help="A platform such as cuda:sm90; this machine's if left out.")] = (

@@ -22,7 +22,7 @@ _PIPED_WIDTH: Final = 140
 
 
 def console(stream: TextIO) -> Console:
-    """A console on a stream: brackets are text, and nothing but a terminal gets colours, FORCE_COLOR or not."""
+    """A console on a stream: brackets are text, and nothing but a terminal gets colors, FORCE_COLOR or not."""
     is_terminal = stream.isatty()
     return Console(
         file=stream,

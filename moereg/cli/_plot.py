@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_can_plot", "plot_bench"]
 
-# Okabe and Ito's colours, which everyone can tell apart, the strong ones first.
+# Okabe and Ito's colors, which everyone can tell apart, the strong ones first.
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _MARKERS: Final = "osD^vPX"
 _INK: Final = "#222222"
@@ -116,8 +116,8 @@ def _draw_lines(result: BenchResult, times: Axes, shares: Axes) -> None:
     for number, (decision, label) in enumerate(result.labels().items()):
         rows = [row for row in result.rows if row.decision == decision]
         tokens = [row.num_tokens for row in rows]
-        colour = _COLOURS[number % len(_COLOURS)]
-        look: dict[str, Any] = {"color": colour, "marker": _MARKERS[number % len(_MARKERS)], "clip_on": False}
+        color = _COLOURS[number % len(_COLOURS)]
+        look: dict[str, Any] = {"color": color, "marker": _MARKERS[number % len(_MARKERS)], "clip_on": False}
         look |= {"markeredgecolor": "white", "markeredgewidth": 1.0, "zorder": 3}
         times.plot(tokens, [row.time_us for row in rows], label=label + _wrong_at(rows), **look)
         shares.plot(tokens, [100 * row.share for row in rows], **look)
@@ -126,7 +126,7 @@ def _draw_lines(result: BenchResult, times: Axes, shares: Axes) -> None:
             [row.num_tokens for row in timed],
             [row.timing.p10_us for row in timed if row.timing],
             [row.timing.p90_us for row in timed if row.timing],
-            color=colour,
+            color=color,
             alpha=0.15,
             linewidth=0,
         )

@@ -32,8 +32,8 @@ __all__ = ["DEFAULT_TOKENS", "RunResult", "run_layer"]
 
 DEFAULT_TOKENS: Final = 64
 
-# Bytes of 16-bit weights that are built only to say what quantising them costs.
-_LARGEST_UNQUANTISED: Final = 2e9
+# Bytes of 16-bit weights that are built only to say what quantizing them costs.
+_LARGEST_UNQUANTIZED: Final = 2e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,8 @@ class RunResult:
         selection: How the backend was chosen.
         num_tokens: T.
         relative_error: Against the reference; NaN where the output holds one.
-        scheme_loss: What the scheme costs against fp32; None where the weights that were quantised are not known, are
-            not quantised or are too many to keep beside.
+        scheme_loss: What the scheme costs against fp32; None where the weights that were quantized are not known, are
+            not quantized or are too many to keep beside.
         tolerance: Its bound.
         time_us: Median of several calls; None where the numbers are wrong.
         permute_ms: Once.
@@ -135,7 +135,7 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
         if checkpoint is None or layer is None:
             with phase("building weights") as advance:
                 built = random_layer(problem, seed, device, advance)
-            plain = functools.partial(_unquantised, problem, seed, device)
+            plain = functools.partial(_unquantized, problem, seed, device)
         else:
             with phase("loading weights") as advance:
                 built = load_layer(checkpoint, layer, problem, device, advance)
@@ -150,13 +150,13 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
             return dataclasses.replace(result, failure=str(error))
 
 
-def _unquantised(problem: MoEProblem, seed: int, device: torch.device) -> ExpertWeights | None:
-    """The weights that the random ones of a quantised layer were made from, where they are not too large."""
+def _unquantized(problem: MoEProblem, seed: int, device: torch.device) -> ExpertWeights | None:
+    """The weights that the random ones of a quantized layer were made from, where they are not too large."""
     rows = problem.activation.num_halves + 1
     numel = problem.num_local_experts * rows * problem.intermediate_size * problem.hidden_size
-    if problem.quant.weight is None or numel * problem.torch_dtype.itemsize > _LARGEST_UNQUANTISED:
+    if problem.quant.weight is None or numel * problem.torch_dtype.itemsize > _LARGEST_UNQUANTIZED:
         return None
-    with phase("building unquantised weights") as advance:
+    with phase("building unquantized weights") as advance:
         return random_layer(_plain_problem(problem), seed, device, advance).weights
 
 
@@ -194,11 +194,11 @@ def _measure(
         return dataclasses.replace(result, damage=row.damage)
     reference = comparison.reference(winner, result.num_tokens)
     # Not earlier, so that they take no memory while the layer runs.
-    unquantised = None if plain is None else plain()
+    unquantized = None if plain is None else plain()
     loss = None
-    if unquantised is not None:
-        with phase("computing the unquantised reference"):
-            loss = relative_error(reference, reference_experts(_plain_problem(problem), unquantised, *call))
+    if unquantized is not None:
+        with phase("computing the unquantized reference"):
+            loss = relative_error(reference, reference_experts(_plain_problem(problem), unquantized, *call))
     return dataclasses.replace(
         result,
         tolerance=row.tolerance,

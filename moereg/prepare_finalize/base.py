@@ -31,7 +31,7 @@ class Prepared:
 
 
 class PrepareFinalize(abc.ABC):
-    """Moves tokens to the experts and results back. Capture-safe, no host synchronisation."""
+    """Moves tokens to the experts and results back. Capture-safe, no host synchronization."""
 
     name: ClassVar[str]
     activation_format: ClassVar[str]

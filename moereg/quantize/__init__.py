@@ -1,4 +1,4 @@
-"""Quantise, restore and pack weights and activations as a `QuantScheme` says; docs/quantisation.md has every rule.
+"""Quantize, restore and pack weights and activations as a `QuantScheme` says; docs/quantization.md has every rule.
 
 Everything reads the fields of `QuantFormat`, so values that backends and plugins construct work as moereg's own do.
 """

@@ -1,4 +1,4 @@
-"""Quantises activations as a scheme says: one static or dynamic scale, one a token, or one a group of a token."""
+"""Quantizes activations as a scheme says: one static or dynamic scale, one a token, or one a group of a token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def activation_scale(amax: torch.Tensor, scheme: QuantScheme | str) -> torch.Ten
 
     Args:
         amax: Any shape. Of the rows that are routed to a local expert, for a dynamic scale.
-        scheme: With quantised activations.
+        scheme: With quantized activations.
 
     Returns:
         fp32, shape of `amax`.
@@ -46,7 +46,7 @@ def activation_scale(amax: torch.Tensor, scheme: QuantScheme | str) -> torch.Ten
 
 
 def quantize_activations(x: torch.Tensor, scheme: QuantScheme | str, scale: torch.Tensor | None = None) -> Quantized:
-    """Rounds activations to a scheme's activation format. No host synchronisation.
+    """Rounds activations to a scheme's activation format. No host synchronization.
 
     Scales are those of `moereg.quantize.scales`, with the largest magnitude mapped to the largest code; int8 uses
     [-127, 127]. A token, or group, that holds an infinity or NaN gets scale NaN, so all of it reads as NaN. With a
@@ -54,7 +54,7 @@ def quantize_activations(x: torch.Tensor, scheme: QuantScheme | str, scale: torc
 
     Args:
         x: [..., T, K], any floating dtype.
-        scheme: With quantised activations.
+        scheme: With quantized activations.
         scale: fp32 [], or [..., T, 1] where rows differ: the one scale of a tensor, static or made with
             `activation_scale`, or the global one of a scheme with two levels. Where None, computed from x: one for all
             of x, or the global one for each token.
@@ -63,7 +63,7 @@ def quantize_activations(x: torch.Tensor, scheme: QuantScheme | str, scale: torc
         Codes and scales; `scale_2` is [] or [..., T, 1] where the format has one.
 
     Raises:
-        ValueError: The scheme does not quantise activations or not to something encodable, needs a static scale, or
+        ValueError: The scheme does not quantize activations or not to something encodable, needs a static scale, or
             has no scale that could be given.
     """
     scheme = get_scheme(scheme)
@@ -94,7 +94,7 @@ def quantize_activations(x: torch.Tensor, scheme: QuantScheme | str, scale: torc
 def dequantize_activations(
     quantized: Quantized, scheme: QuantScheme | str, columns: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The numbers that quantised activations stand for.
+    """The numbers that quantized activations stand for.
 
     Args:
         quantized: From `quantize_activations`.
@@ -132,7 +132,7 @@ def quantize_dequantize_activations(
 def _format(scheme: QuantScheme) -> QuantFormat:
     fmt = scheme.activation
     if fmt is None:
-        raise ValueError(f"scheme {scheme.name} leaves activations at 16 bits; there is nothing to quantise")
+        raise ValueError(f"scheme {scheme.name} leaves activations at 16 bits; there is nothing to quantize")
     spans_all = fmt.group == (WHOLE, WHOLE)
     if fmt.group[0] not in (1, WHOLE) or (fmt.group[0] == WHOLE and not spans_all) or not fmt.symmetric:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What every element type of a quantised tensor has to say about itself."""
+"""What every element type of a quantized tensor has to say about itself."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ __all__ = ["Quantized", "element_of", "restore", "spread_zero_points", "total_sc
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A quantised matrix: codes and all that turns them back into numbers, x = (q - zero_point) * scale * scale_2.
+    """A quantized matrix: codes and all that turns them back into numbers, x = (q - zero_point) * scale * scale_2.
 
     R rows, K columns (the reduced dimension), leading dimensions as the input had them.
 
@@ -54,7 +54,7 @@ def element_of(fmt: QuantFormat) -> Element:
         # Only positive numbers are in float8_e8m0fnu, which is for scales.
         if not (isinstance(dtype, torch.dtype) and _is_float8(dtype) and torch.finfo(dtype).min < 0):
             known = ", ".join(["float4_e2m1fn", *INTEGERS, "the 8-bit floats of torch"])
-            raise ValueError(f"no element type {fmt.dtype!r} to quantise to or from (known: {known})")
+            raise ValueError(f"no element type {fmt.dtype!r} to quantize to or from (known: {known})")
         element = float8_element(dtype)
     if not fmt.symmetric and not fmt.dtype.startswith("uint"):
         raise ValueError(f"zero points need an unsigned element type such as uint4, got {fmt.dtype}")
@@ -99,7 +99,7 @@ def spread_zero_points(
 def restore(
     stored: Quantized, fmt: QuantFormat, rows: int, columns: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The numbers that a quantised matrix stands for.
+    """The numbers that a quantized matrix stands for.
 
     Args:
         stored: The matrix; scales for halves of the rows already one a row, [rows, 1].

@@ -1,4 +1,4 @@
-"""Quantises and restores the weights of a layer, expert by expert and some rows at a time."""
+"""Quantizes and restores the weights of a layer, expert by expert and some rows at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def quantize_weights(
     a2_scale: torch.Tensor | None = None,
     separate_halves: bool = False,
 ) -> ExpertWeights:
-    """Rounds unquantized weights to a scheme's format; see docs/quantisation.md for every rule.
+    """Rounds unquantized weights to a scheme's format; see docs/quantization.md for every rule.
 
     Args:
         weights: Unquantized, in bf16, fp16 or fp32, on any device.
@@ -45,16 +45,16 @@ def quantize_weights(
         expert and a few times 4 MiB.
 
     Raises:
-        ValueError: The weights are quantised already or not finite, the scheme is unquantized or not encodable, or a
+        ValueError: The weights are quantized already or not finite, the scheme is unquantized or not encodable, or a
             static activation scale is missing or superfluous.
     """
     scheme = get_scheme(scheme)
     if weights.scheme.weight is not None:
         raise ValueError(
-            f"quantize_weights needs unquantized weights, got {weights.scheme.name}; dequantise them first"
+            f"quantize_weights needs unquantized weights, got {weights.scheme.name}; dequantize them first"
         )
     if scheme.weight is None:
-        raise ValueError(f"quantize_weights needs a scheme with quantised weights, got {scheme.name}")
+        raise ValueError(f"quantize_weights needs a scheme with quantized weights, got {scheme.name}")
     rows = scheme.tensor_rows(
         weights.num_experts, weights.hidden_size, weights.intermediate_size, weights.num_halves, has_bias=False
     )
@@ -76,7 +76,7 @@ def quantize_weights(
                 quantized = _quantize_matrix(matrix, scheme.weight, halves)
             except _NotFiniteError:
                 raise ValueError(
-                    f"weights must be finite to be quantised, got infinity or NaN in {name} of expert {expert}; "
+                    f"weights must be finite to be quantized, got infinity or NaN in {name} of expert {expert}; "
                     "look at the checkpoint"
                 ) from None
             for suffix, value in _named(quantized):
@@ -89,7 +89,7 @@ def quantize_weights(
 def dequantize_weights(
     weights: ExpertWeights, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers that quantised weights stand for, w = (q - zero_point) * scale * scale_2.
+    """The numbers that quantized weights stand for, w = (q - zero_point) * scale * scale_2.
 
     Args:
         weights: Of any scheme, on any device.
@@ -170,7 +170,7 @@ def _named(quantized: Quantized) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int) -> Quantized:
-    """Quantises [R, K]; `halves` parts of the rows have a scale of their own where one spans them all."""
+    """Quantizes [R, K]; `halves` parts of the rows have a scale of their own where one spans them all."""
     element = element_of(fmt)
     scale_dtype: torch.dtype = getattr(torch, fmt.scale_dtype)
     rows, columns = weight.shape
@@ -198,7 +198,7 @@ def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int) -> Qua
 def _quantize_rows(
     x: torch.Tensor, fmt: QuantFormat, scale: torch.Tensor | None, scale_2: torch.Tensor | None
 ) -> Quantized:
-    """Quantises some rows in fp32; scales that span more than these rows are given, one a row."""
+    """Quantizes some rows in fp32; scales that span more than these rows are given, one a row."""
     element = element_of(fmt)
     rows, columns = x.shape
     zero_point = None

@@ -1,7 +1,7 @@
 """One bound a scheme on ||out - reference|| / ||reference||, with its derivation.
 
 The reference rounds inputs and intermediate as the scheme says and nothing else, so the bound is what a kernel's own
-rounding may cost: 16-bit roundings on the way, and where activations are quantised what these do to the quantiser.
+rounding may cost: 16-bit roundings on the way, and where activations are quantized what these do to the quantizer.
 
 **16-bit roundings.** A 16-bit backend rounds at most five times on the way: gate, up, their product, the output of
 GEMM2 of a route, and the sum. Rounding to nearest a value whose mantissa is spread over [1, 2) costs an error uniform
@@ -40,7 +40,7 @@ by anything, and such layers want more tokens. Of 49,917 simulated layers of ran
 unquantized and weight-only in bfloat16 and float16, 28 exceed the bounds and 680 would exceed ones of 8 / sqrt(n)
 alone; the 28 have an H of 1 or an m of at most 4 but for a few, which are off by up to 1.2 bounds.
 
-**Quantised activations.** The input is given in 16 bits, so every kernel finds the same codes for it, exact ties
+**Quantized activations.** The input is given in 16 bits, so every kernel finds the same codes for it, exact ties
 apart. The intermediate is not: where a kernel's value is off by d, an element near the border of two codes takes the
 other one. With steps of size u that happens to a share E|d| / u of the elements and costs u each, so a mean square of
 E|d| * u: small errors grow to their geometric mean with the step. With d of relative root mean square e (mean 0.8 e):
@@ -53,11 +53,11 @@ E|d| * u: small errors grow to their geometric mean with the step. With d of rel
   rounded anew, twice the element type's own noise of 2^-2m / 24: 0.8 * 2^-2m * e more, 0.20 e for nvfp4. Scales that
   are powers of two move no mantissa, and fp32 scales only scale.
 
-e is what a kernel rounds before the quantiser that the reference does not: gate and up stored in 16 bits, and the
+e is what a kernel rounds before the quantizer that the reference does not: gate and up stored in 16 bits, and the
 rounding in the scale, sqrt(3) * 1.5e-3 = 2.6e-3 in bfloat16. float32 sums are 1e-6 off. So flips cost, as a root mean
 square, 1.3e-2 (e4m3), 7.7e-3 (int8) and 3.5e-2 (nvfp4) in bfloat16, and the bound adds twice that. Simulated kernels
 that store gate and up in bfloat16 show 1.2e-2 to 1.8e-2, 8e-3 and 2.4e-2 to 3.0e-2; ones that keep them in registers
-and round where the reference does are within the 16-bit bound but for rare flips. A kernel that quantises the
+and round where the reference does are within the 16-bit bound but for rare flips. A kernel that quantizes the
 intermediate without rounding it to 16 bits first is off by about 1e-2 for e4m3.
 
 float16 flips an eighth as many elements, which would be a third of the error. But each of them costs the same, so at
@@ -94,10 +94,10 @@ LARGEST_BOUND: Final = 0.5
 """Of all sources together, since an output of zeros is off by 1."""
 
 ROUNDING_BOUNDS: Final[dict[str, float]] = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}
-"""By the problem's dtype, of unquantised weights and activations."""
+"""By the problem's dtype, of unquantized weights and activations."""
 
-# Relative errors of the intermediate before it is quantised.
-_BEFORE_QUANTISER: Final[dict[str, float]] = {"bfloat16": 2.6e-3, "float16": 2.6e-3, "float32": 1e-6}
+# Relative errors of the intermediate before it is quantized.
+_BEFORE_QUANTIZER: Final[dict[str, float]] = {"bfloat16": 2.6e-3, "float16": 2.6e-3, "float32": 1e-6}
 
 
 def layer_tolerance(
@@ -144,7 +144,7 @@ def tolerance(
         num_elements: Of the output that is compared, T * H; many where None.
         rounds_as_reference: For the tests of one kernel that keeps gate and up in fp32 and rounds the intermediate
             where the reference does, so that only the order of sums differs: a closer bound where activations are
-            quantised.
+            quantized.
         num_intermediate: Of the intermediate, T * K * I; many where None.
         limit: The activation's clamp.
 
@@ -163,7 +163,7 @@ def tolerance(
     count = min(outputs, intermediate)
     if activation is not None:
         mean_square, largest = _flips(activation)
-        before = _BEFORE_QUANTISER["float32" if rounds_as_reference else dtype]
+        before = _BEFORE_QUANTIZER["float32" if rounds_as_reference else dtype]
         bound += 2 * math.sqrt(mean_square * before) + largest / math.sqrt(count)
     return min(bound, LARGEST_BOUND)
 

@@ -52,8 +52,8 @@ def random_weights(
     """Random weights at which outputs are of the order of 1; the same on every device.
 
     Drawing a normal number takes far longer than copying one, so experts are cut at different places from one pool of
-    them and scaled differently: no two experts and no two rows of one are equal. Weights of a quantised scheme are
-    quantised expert by expert; static activation scales are those of random tokens.
+    them and scaled differently: no two experts and no two rows of one are equal. Weights of a quantized scheme are
+    quantized expert by expert; static activation scales are those of random tokens.
 
     Args:
         problem: The layer.
@@ -62,7 +62,7 @@ def random_weights(
         advance: Told of each expert as (done, in all).
     """
     pool = torch.randn(_POOL_NUMEL, generator=generator).to(device, problem.torch_dtype)
-    build = _unquantized_experts if problem.quant.weight is None else _quantised_experts
+    build = _unquantized_experts if problem.quant.weight is None else _quantized_experts
     tensors = build(problem, pool, generator, advance)
     if problem.has_bias:
         rows = problem.activation.num_halves * problem.intermediate_size
@@ -106,11 +106,11 @@ def _unquantized_experts(
     return tensors
 
 
-def _quantised_experts(
+def _quantized_experts(
     problem: MoEProblem, pool: torch.Tensor, generator: torch.Generator, advance: Callable[[int, int], object] | None
 ) -> dict[str, torch.Tensor]:
     buffer = _empty_experts(problem, 1, pool.device)
-    # By a generator of its own, so that the weights are those of the unquantised layer, rounded.
+    # By a generator of its own, so that the weights are those of the unquantized layer, rounded.
     own = torch.Generator().manual_seed(generator.initial_seed() + 1)
     sample = torch.randn(_SAMPLE_TOKENS, problem.hidden_size, generator=own).to(pool)
     experts: list[dict[str, torch.Tensor]] = []

@@ -162,7 +162,7 @@ def _readers(buffer: torch.Tensor) -> Iterator[tuple[str, Run]]:
     if buffer.device.type != "cuda":
         return
     try:
-        from moereg.kernels.triton_read import word_readers
+        from moereg.kernels.read import word_readers
     except ImportError:  # Without triton, torch's ways have to do.
         return
     num_multiprocessors = torch.cuda.get_device_properties(buffer.device).multi_processor_count

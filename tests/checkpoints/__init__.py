@@ -1,1 +1,1 @@
-"""Small quantised checkpoints, each with the script that wrote it."""
+"""Small quantized checkpoints, each with the script that wrote it."""

@@ -25,9 +25,9 @@ from moereg.request import Request
 from moereg.selection import Decision, Selection
 from moereg.shapes import get_shape
 from moereg.weights import ExpertWeights
-from tests.fakes import FakeExperts
 from tests.fuzz.area import Area, Case
 from tests.fuzz.contract import NOTHING, breach_of
+from tests.support.fakes import FakeExperts
 
 __all__ = ["AREA"]
 

@@ -18,7 +18,7 @@ from moereg.weights import ExpertWeights, PermutedWeights
 if TYPE_CHECKING:
     from typing import TypeAlias
 
-    from moereg.kernels.triton_packed_weights import PackedMatrix
+    from moereg.kernels.packed.weights import PackedMatrix
 
     Matrix: TypeAlias = torch.Tensor | PackedMatrix
 
@@ -86,7 +86,7 @@ class InterleavedExperts(RecordedExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        launch = self._launch_gluon if self._warp_specialised(inputs) else self._launch_triton
+        launch = self._launch_gluon if self._warp_specialized(inputs) else self._launch_triton
         launch(out, inputs, weights, workspace13, workspace2)
 
     # Bits of a packed weight; None where weights have the dtype of the activations.
@@ -97,7 +97,7 @@ class InterleavedExperts(RecordedExperts):
         return weights["w13"], weights["w2"]
 
     @abc.abstractmethod
-    def _warp_specialised(self, inputs: ExpertInputs) -> bool:
+    def _warp_specialized(self, inputs: ExpertInputs) -> bool:
         """Whether a call runs on the Gluon kernels."""
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Quantised weights in the order of `moereg.kernels.triton_packed_weights`, expert by expert."""
+"""Quantized weights in the order of `moereg.kernels.packed.weights`, expert by expert."""
 
 from __future__ import annotations
 

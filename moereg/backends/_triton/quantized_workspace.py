@@ -1,4 +1,4 @@
-"""What the `triton` backend keeps in workspaces where activations are quantised: shapes of the parts, and views."""
+"""What the `triton` backend keeps in workspaces where activations are quantized: shapes of the parts, and views."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from moereg.quant import QuantScheme
 from moereg.weights import PermutedWeights
 
 if TYPE_CHECKING:
-    from moereg.kernels.triton_launch import LaunchRecording
+    from moereg.kernels.launch.replay import LaunchRecording
 
 # Triton compiles pointers that are multiples of this into wider loads, so recordings hold for such pointers only.
 _POINTER_ALIGNMENT = 16
@@ -50,7 +50,7 @@ class RecordedExperts(Experts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        """A few launches; no allocation, no host synchronisation."""
+        """A few launches; no allocation, no host synchronization."""
         tensors = (
             out,
             inputs.hidden_states,
@@ -77,7 +77,7 @@ class RecordedExperts(Experts):
         key = (hidden_states.stride(), hidden_states.shape[-2], out.stride(-2), device.index, missing)
         recorded = self._recordings.pop(key, None)
         if recorded is None:
-            from moereg.kernels.triton_launch import recording
+            from moereg.kernels.launch.replay import recording
 
             with recording(tensors) as recorded:
                 self._launch(out, inputs, weights, workspace13, workspace2)

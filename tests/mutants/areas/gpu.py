@@ -10,63 +10,63 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _KERNELS: Final = "moereg/kernels/"
-_OF_ROWS: Final = "tests/test_gluon_kernels.py::test_layer_of_kernels"
-_REPEATED: Final = "tests/test_gluon_kernels.py::test_a_repeated_call_equals_a_first_one_on_other_tensors"
-_QUANTIZED: Final = "tests/test_gluon_quantized.py::test_layers"
+_OF_ROWS: Final = "tests/kernels/test_gluon_kernels.py::test_layer_of_kernels"
+_REPEATED: Final = "tests/kernels/test_gluon_kernels.py::test_a_repeated_call_equals_a_first_one_on_other_tensors"
+_QUANTIZED: Final = "tests/backends/test_gluon_quantized.py::test_layers"
 
 MUTANTS: Final = (
     Mutant(
         "the second half of a tile has the scales of the first",
-        _KERNELS + "gluon_quantized_consumer.py",
+        _KERNELS + "hopper/quantized_consumer.py",
         old="high += product * (row_scale * high_scale)[:, None]",
         new="high += product * (row_scale * low_scale)[:, None]",
         tests=(f"{_QUANTIZED}[fp8_block128-silu-0]",),
     ),
     Mutant(
         "the second half of an unscaled tile is the last step's alone",
-        _KERNELS + "gluon_quantized_consumer.py",
+        _KERNELS + "hopper/quantized_consumer.py",
         old="            mbarrier.arrive(empty.index(slot))\n            high += product\n",
         new="            mbarrier.arrive(empty.index(slot))\n            high = product\n",
         tests=(f"{_QUANTIZED}[fp8_channel_token-silu-8]",),
     ),
     Mutant(
         "up is clamped from above only",
-        _KERNELS + "gluon_consumer.py",
+        _KERNELS + "hopper/consumer.py",
         old="up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))",
         new="up = gl.where(up > LIMIT, LIMIT, up)",
         tests=(f"{_OF_ROWS}[1-False-1000-16-16-4-448-192-dtype1-swigluoai-True-1.0-True]",),
     ),
     Mutant(
         "every expert has the bias of the first",
-        _KERNELS + "gluon_consumer.py",
+        _KERNELS + "hopper/consumer.py",
         old="gl.load(bias + expert.to(gl.int64) * num_columns + at,",
         new="gl.load(bias + at,",
         tests=(f"{_OF_ROWS}[1-False-1000-16-16-4-448-192-dtype1-swigluoai-True-1.0-True]",),
     ),
     Mutant(
         "the second half of the rows is the first",
-        _KERNELS + "gluon_producer.py",
+        _KERNELS + "hopper/producer.py",
         old="load_box(half_rows, [row + HALF, at], ready, rows_shared.index(2 * slot + 1), pred=rows > HALF)",
         new="load_box(half_rows, [row, at], ready, rows_shared.index(2 * slot + 1), pred=rows > HALF)",
         tests=(f"{_OF_ROWS}[2-True-3000-32-16-4-520-320-dtype2-gelu_tanh-True-0.0-True]",),
     ),
     Mutant(
         "a tile is left out where programs take their next ones",
-        _KERNELS + "gluon_turns.py",
+        _KERNELS + "hopper/turns.py",
         old='return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")',
         new='return gl.num_programs(0) + 1 + gl.atomic_add(counter, 1, sem="relaxed")',
         tests=(f"{_OF_ROWS}[4-False-3000-16-16-4-1024-1856-dtype4-relu2-False-0.0-False]",),
     ),
     Mutant(
         "the tail of a tile is left out",
-        _KERNELS + "gluon_ring.py",
+        _KERNELS + "hopper/ring.py",
         old="rows = gl.where(rows > MAIN + TAIL, MAIN, rows)",
         new="rows = gl.minimum(rows, MAIN)",
         tests=(_OF_ROWS,),
     ),
     Mutant(
         "no kernel waits for the one in front",
-        _KERNELS + "triton_overlap.py",
+        _KERNELS + "launch/overlap.py",
         old="        tl.extra.cuda.gdc_wait()\n",
         new="        pass\n",
         tests=(f"{_REPEATED}[standard]",),
@@ -76,7 +76,7 @@ MUTANTS: Final = (
         "moereg/workspace.py",
         old="if torch.cuda.is_current_stream_capturing():",
         new="if False:",
-        tests=("tests/test_gpu_capture.py",),
+        tests=("tests/backends/test_gpu_capture.py",),
     ),
     Mutant(
         "no rows of guard in front of sorted rows",
@@ -94,7 +94,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a replay keeps the tensor maps of the first call",
-        _KERNELS + "triton_launch.py",
+        _KERNELS + "launch/replay.py",
         old="        self.arguments[self.place] = self.encode(self.descriptor)\n",
         new="        pass\n",
         tests=(f"{_REPEATED}[standard]",),

@@ -9,106 +9,106 @@ from tests.mutants.mutant import Mutant
 MUTANTS: Final = (
     Mutant(
         "a tile has one row too many",
-        "moereg/kernels/triton_grouped_gemm.py",
+        "moereg/kernels/gemm/grouped.py",
         old=("        row_mask = rows < end\n        # Rows"),
         new=("        row_mask = rows <= end\n        # Rows"),
-        tests=("tests/test_triton_kernels.py::test_gate_up_gemm[T1k1E4H64I64-bfloat16-silu]",),
+        tests=("tests/kernels/test_triton_kernels.py::test_gate_up_gemm[T1k1E4H64I64-bfloat16-silu]",),
     ),
     Mutant(
         "accumulated in 16 bits",
-        "moereg/kernels/triton_tiles.py",
+        "moereg/kernels/rows/tiles.py",
         old='        accumulator = tl.dot(a, b, accumulator, input_precision="ieee")',
         new=('        accumulator = tl.dot(a, b, accumulator, input_precision="ieee").to(a.dtype).to(tl.float32)'),
-        tests=("tests/test_triton_kernels.py::test_gate_up_gemm[T2k2E8H72I40-float16-gelu]",),
+        tests=("tests/kernels/test_triton_kernels.py::test_gate_up_gemm[T2k2E8H72I40-float16-gelu]",),
     ),
     Mutant(
         "up is clamped from above only",
-        "moereg/kernels/triton_activation.py",
+        "moereg/kernels/gemm/activation.py",
         old="up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))",
         new="up = tl.where(up > LIMIT, LIMIT, up)",
-        tests=("tests/test_triton_kernels.py::test_gate_up_gemm[T17k4E8H256I129-bfloat16-swigluoai]",),
+        tests=("tests/kernels/test_triton_kernels.py::test_gate_up_gemm[T17k4E8H256I129-bfloat16-swigluoai]",),
     ),
     Mutant(
         "alpha is ignored",
-        "moereg/kernels/triton_activation.py",
+        "moereg/kernels/gemm/activation.py",
         old="return x / (1.0 + tl.exp(-ALPHA * x))",
         new="return x / (1.0 + tl.exp(-x))",
-        tests=("tests/test_triton_kernels.py::test_gate_up_gemm[T17k4E8H256I129-bfloat16-swigluoai]",),
+        tests=("tests/kernels/test_triton_kernels.py::test_gate_up_gemm[T17k4E8H256I129-bfloat16-swigluoai]",),
     ),
     Mutant(
         "a tile for an expert without rows",
-        "moereg/kernels/triton_block_map.py",
+        "moereg/kernels/rows/block_map.py",
         old="(counts > 0).to(tl.int32))",
         new="1)",
-        tests=("tests/test_triton_kernels.py::test_sort_routes[1-1-4-4-16-random-one_launch]",),
+        tests=("tests/kernels/test_triton_kernels.py::test_sort_routes[1-1-4-4-16-random-one_launch]",),
     ),
     Mutant(
         "the last tile of one row is lost",
-        "moereg/kernels/triton_block_map.py",
+        "moereg/kernels/rows/block_map.py",
         old="(counts - SLACK + BLOCK_M - 1) // BLOCK_M,",
         new="(counts - SLACK + BLOCK_M - 2) // BLOCK_M,",
-        tests=("tests/test_triton_kernels.py::test_sort_routes[17-1-4-4-16-one_expert-one_launch]",),
+        tests=("tests/kernels/test_triton_kernels.py::test_sort_routes[17-1-4-4-16-one_expert-one_launch]",),
     ),
     Mutant(
         "the last group of tiles counts as full",
-        "moereg/kernels/triton_tiles.py",
+        "moereg/kernels/rows/tiles.py",
         old="group_blocks = tl.minimum(num_blocks - first_block, GROUP_M)",
         new="group_blocks = GROUP_M",
-        tests=("tests/test_triton_kernels.py::test_layer",),
+        tests=("tests/kernels/test_triton_kernels.py::test_layer",),
     ),
     Mutant(
         "an expert that is named twice loses a route",
-        "moereg/kernels/triton_tiles.py",
+        "moereg/kernels/rows/tiles.py",
         old="tl.where(tokens == own_route // TOP_K, 1 << 20, 1)",
         new="tl.where(tokens == own_route // TOP_K, 1, 1)",
         tests=(
             (
-                "tests/test_triton_kernels.py::"
+                "tests/kernels/test_triton_kernels.py::"
                 "test_unsorted_stages_agree_with_sorted_ones[direct-T16k2E4H255I64-float32-silu]"
             ),
         ),
     ),
     Mutant(
         "ids past the experts read the map",
-        "moereg/kernels/triton_routing.py",
+        "moereg/kernels/rows/sort.py",
         old="    expert = tl.where(expert < num_experts, expert, -1)\n",
         new="",
-        tests=("tests/test_triton_kernels.py::test_sort_routes",),
+        tests=("tests/kernels/test_triton_kernels.py::test_sort_routes",),
     ),
     Mutant(
         "totals are not carried from one run of chunks to the next",
-        "moereg/kernels/triton_routing.py",
+        "moereg/kernels/rows/sort.py",
         old="counts + totals[None, :], mask=mask)",
         new="counts, mask=mask)",
-        tests=("tests/test_triton_kernels.py::test_more_chunks_than_a_scan_adds_up_at_a_time",),
+        tests=("tests/kernels/test_triton_kernels.py::test_more_chunks_than_a_scan_adds_up_at_a_time",),
     ),
     Mutant(
         "a tile too few is launched",
-        "moereg/kernels/triton_routing.py",
+        "moereg/kernels/rows/sort.py",
         old="active * (block_m - 1)) // block_m",
         new="active * (block_m - 2)) // block_m",
-        tests=("tests/test_triton_kernels.py::test_sort_routes",),
+        tests=("tests/kernels/test_triton_kernels.py::test_sort_routes",),
     ),
     Mutant(
         "the bias of the second product is not weighted",
-        "moereg/kernels/triton_gemv.py",
+        "moereg/kernels/gemm/gemv.py",
         old="                    b *= tl.load(topk_weights + route)\n",
         new="                    pass\n",
         tests=(
             (
-                "tests/test_triton_kernels.py::"
+                "tests/kernels/test_triton_kernels.py::"
                 "test_unsorted_stages_agree_with_sorted_ones[gemv-T2k2E8H72I40-float16-gelu]"
             ),
         ),
     ),
     Mutant(
         "one element behind the row is read",
-        "moereg/kernels/triton_gemv.py",
+        "moereg/kernels/gemm/gemv.py",
         old="            mask = offs_k < hidden_size\n",
         new="            mask = offs_k <= hidden_size\n",
         tests=(
             (
-                "tests/test_triton_kernels.py::"
+                "tests/kernels/test_triton_kernels.py::"
                 "test_unsorted_stages_agree_with_sorted_ones[gemv-T1k1E4H64I64-bfloat16-silu]"
             ),
         ),
@@ -118,18 +118,18 @@ MUTANTS: Final = (
         "moereg/backends/_triton/interleaved.py",
         old="target[half:rows:halves, :width] = part",
         new="target[halves - 1 - half : rows : halves, :width] = part",
-        tests=("tests/test_triton_kernels.py::test_layer[one_token]",),
+        tests=("tests/kernels/test_triton_kernels.py::test_layer[one_token]",),
     ),
     Mutant(
         "a replay forgets where pointers are",
-        "moereg/kernels/triton_launch.py",
+        "moereg/kernels/launch/replay.py",
         old="                self._starts = pointers\n",
         new="                pass\n",
-        tests=("tests/test_triton_launch.py::test_a_replay_launches_the_same_with_other_pointers",),
+        tests=("tests/kernels/test_triton_launch.py::test_a_replay_launches_the_same_with_other_pointers",),
     ),
     Mutant(
         "row offsets of 32 bits",
-        "moereg/kernels/triton_grouped_gemm.py",
+        "moereg/kernels/gemm/grouped.py",
         old=(
             "    out_pointers = out + rows.to(tl.int64)[:, None] * stride_out + out_columns[None, :]\n"
             "    tl.store(out_pointers, y.to"
@@ -138,66 +138,70 @@ MUTANTS: Final = (
             "    out_pointers = out + rows[:, None] * stride_out + out_columns[None, :]\n"
             "    tl.store(out_pointers, y.to"
         ),
-        tests=("tests/test_triton_rows.py::test_rows_may_lie_2_to_the_31_elements_apart",),
+        tests=("tests/kernels/test_triton_rows.py::test_rows_may_lie_2_to_the_31_elements_apart",),
     ),
     Mutant(
         "all copies of a token go to its first row",
-        "moereg/kernels/triton_copy.py",
+        "moereg/kernels/rows/copy.py",
         old="tl.load(route_row + token * TOP_K + k)",
         new="tl.load(route_row + token * TOP_K)",
         tests=(
-            ("tests/test_triton_rows.py::test_tokens_are_copied_to_the_rows_of_all_their_routes[5-3-130-11-dtype1]"),
+            (
+                "tests/kernels/test_triton_rows.py::test_tokens_are_copied_to_the_rows_of_all_their_routes[5-3-130-11-dtype1]"
+            ),
         ),
     ),
     Mutant(
         "a sorted row gets the weight of another route",
-        "moereg/kernels/triton_reduce.py",
+        "moereg/kernels/rows/reduce.py",
         old="tl.load(topk_weights + route, mask=row >= 0, other=0.0)",
         new="tl.load(topk_weights + row, mask=row >= 0, other=0.0)",
         tests=(
-            ("tests/test_triton_rows.py::test_sorted_rows_are_added_with_the_weights_of_their_routes[5-3-130-11-True]"),
+            (
+                "tests/kernels/test_triton_rows.py::test_sorted_rows_are_added_with_the_weights_of_their_routes[5-3-130-11-True]"
+            ),
         ),
     ),
     Mutant(
         "routes are added from the last to the first",
-        "moereg/kernels/triton_reduce.py",
+        "moereg/kernels/rows/reduce.py",
         old=("    for k in tl.static_range(TOP_K):\n        route = token * TOP_K + k\n        # Rows of"),
         new=("    for k in tl.static_range(TOP_K):\n        route = token * TOP_K + TOP_K - 1 - k\n        # Rows of"),
-        tests=("tests/test_triton_rows.py::test_routes_are_added_from_the_first_choice_to_the_last[False]",),
+        tests=("tests/kernels/test_triton_rows.py::test_routes_are_added_from_the_first_choice_to_the_last[False]",),
     ),
     Mutant(
         "sorted rows are added from the last to the first",
-        "moereg/kernels/triton_reduce.py",
+        "moereg/kernels/rows/reduce.py",
         old=("        route = token * TOP_K + k\n        row = tl.load"),
         new=("        route = token * TOP_K + TOP_K - 1 - k\n        row = tl.load"),
-        tests=("tests/test_triton_rows.py::test_routes_are_added_from_the_first_choice_to_the_last[True]",),
+        tests=("tests/kernels/test_triton_rows.py::test_routes_are_added_from_the_first_choice_to_the_last[True]",),
     ),
     Mutant(
         "rows of routes that add nothing are read",
-        "moereg/kernels/triton_reduce.py",
+        "moereg/kernels/rows/reduce.py",
         old="        mask = (columns < hidden_size) & (expert >= 0)\n",
         new="        mask = columns < hidden_size\n",
-        tests=("tests/test_triton_kernels.py::test_reduce_routes[1-1-64-dtype0]",),
+        tests=("tests/kernels/test_triton_kernels.py::test_reduce_routes[1-1-64-dtype0]",),
     ),
     Mutant(
         "a replay for another number of tokens",
         "moereg/backends/_triton/recorded.py",
         old="hidden_states.shape[-2], out.stride(-2)",
         new="0, out.stride(-2)",
-        tests=("tests/test_triton_launch.py::test_what_a_launch_depends_on_is_recorded_anew",),
+        tests=("tests/kernels/test_triton_launch.py::test_what_a_launch_depends_on_is_recorded_anew",),
     ),
     Mutant(
         "a replay with pointers of another alignment",
         "moereg/backends/_triton/recorded.py",
         old='device.type != "cuda" or all_bits % _POINTER_ALIGNMENT',
         new='device.type != "cuda"',
-        tests=("tests/test_triton_launch.py::test_pointers_that_are_not_aligned_are_never_replayed",),
+        tests=("tests/kernels/test_triton_launch.py::test_pointers_that_are_not_aligned_are_never_replayed",),
     ),
     Mutant(
         "a replay where a tensor is missing",
         "moereg/backends/_triton/recorded.py",
         old="device.index, missing)",
         new="device.index, 0)",
-        tests=("tests/test_triton_launch.py::test_what_a_launch_depends_on_is_recorded_anew",),
+        tests=("tests/kernels/test_triton_launch.py::test_what_a_launch_depends_on_is_recorded_anew",),
     ),
 )

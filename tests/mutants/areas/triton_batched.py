@@ -9,38 +9,40 @@ from tests.mutants.mutant import Mutant
 MUTANTS: Final = (
     Mutant(
         "counts may be larger than the rows",
-        "moereg/kernels/triton_block_map.py",
+        "moereg/kernels/rows/block_map.py",
         old="tl.minimum(tl.maximum(counts, 0), max_tokens)",
         new="tl.maximum(counts, 0)",
-        tests=("tests/test_triton_batched.py::test_counts_out_of_range_are_clamped[counts1]",),
+        tests=("tests/backends/test_triton_batched.py::test_counts_out_of_range_are_clamped[counts1]",),
     ),
     Mutant(
         "rows that do not count raise the largest magnitude",
-        "moereg/kernels/triton_quantize_batched.py",
+        "moereg/kernels/quantized/rows_batched.py",
         old="columns_in_use = tl.where(counts, size, 0)",
         new="columns_in_use = size",
-        tests=("tests/test_triton_quantized_batched.py::test_scale_of_all_rows_is_that_of_the_rows_that_count",),
+        tests=(
+            "tests/backends/test_triton_quantized_batched.py::test_scale_of_all_rows_is_that_of_the_rows_that_count",
+        ),
     ),
     Mutant(
         "rows that do not count are quantized",
-        "moereg/kernels/triton_quantize_batched.py",
+        "moereg/kernels/quantized/rows_batched.py",
         old=("        if counts:\n            values"),
         new=("        if True:\n            values"),
         tests=(
             (
-                "tests/test_triton_quantized_batched.py::"
+                "tests/backends/test_triton_quantized_batched.py::"
                 "test_codes_and_scales_are_those_of_quantize[nan-384-dtype0-fp8_block128]"
             ),
         ),
     ),
     Mutant(
         "only the first row of a tile is quantized",
-        "moereg/kernels/triton_quantize_batched.py",
+        "moereg/kernels/quantized/rows_batched.py",
         old="row = tl.load(block_row + block) + slot % BLOCK_M",
         new="row = tl.load(block_row + block)",
         tests=(
             (
-                "tests/test_triton_quantized_batched.py::"
+                "tests/backends/test_triton_quantized_batched.py::"
                 "test_codes_and_scales_are_those_of_quantize[nan-384-dtype0-fp8_block128]"
             ),
         ),

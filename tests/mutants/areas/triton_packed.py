@@ -9,81 +9,81 @@ from tests.mutants.mutant import Mutant
 MUTANTS: Final = (
     Mutant(
         "scales are read for every second block of small groups",
-        "moereg/kernels/triton_packed_product.py",
+        "moereg/kernels/packed/product.py",
         old="if GROUP == 16 or within % 2 == 0:",
         new="if within % 2 == 0:",
         tests=(
             (
-                "tests/test_triton_packed.py::"
+                "tests/backends/test_triton_packed.py::"
                 "test_products_are_those_of_restored_weights[nvfp4_w4a16-bfloat16-warps_share_columns]"
             ),
         ),
     ),
     Mutant(
         "parts of a block share the first one's scale",
-        "moereg/kernels/triton_packed_product.py",
+        "moereg/kernels/packed/product.py",
         old="group = (scaled_block * 64 + part * PART) // GROUP",
         new="group = scaled_block * 64 // GROUP",
         tests=(
             (
-                "tests/test_triton_packed.py::"
+                "tests/backends/test_triton_packed.py::"
                 "test_products_are_those_of_restored_weights[int4_w4a16_g32-bfloat16-warps_share_columns]"
             ),
         ),
     ),
     Mutant(
         "slices all take the first piece",
-        "moereg/kernels/triton_packed_product.py",
+        "moereg/kernels/packed/product.py",
         old="% PIECES * BLOCK_K + offs_k",
         new="* 0 + offs_k",
-        tests=("tests/test_triton_packed.py::test_slices_give_the_layer[int4_w4a16_g32_zp-1]",),
+        tests=("tests/backends/test_triton_packed.py::test_slices_give_the_layer[int4_w4a16_g32_zp-1]",),
     ),
     Mutant(
         "an element has the code of its pair",
-        "moereg/kernels/triton_packed_weights.py",
+        "moereg/kernels/packed/weights.py",
         old="offset // group % (4 if group <= 32 else 2)",
         new="offset // group % 2",
         tests=(
             (
-                "tests/test_triton_packed.py::"
+                "tests/backends/test_triton_packed.py::"
                 "test_products_are_those_of_restored_weights[int4_w4a16_g32_zp-bfloat16-warps_share_columns]"
             ),
         ),
     ),
     Mutant(
         "scales of float16 are off by a power of two",
-        "moereg/kernels/triton_packed_weights.py",
+        "moereg/kernels/packed/weights.py",
         old="bits = (low | high << 16).to(tl.uint32) << 3",
         new="bits = (low | high << 16).to(tl.uint32) << 2",
         tests=(
             (
-                "tests/test_triton_packed.py::"
+                "tests/backends/test_triton_packed.py::"
                 "test_products_are_those_of_restored_weights[mxfp4_w4a16-float16-warps_share_columns]"
             ),
         ),
     ),
     Mutant(
         "every slice adds the bias",
-        "moereg/kernels/triton_packed_single.py",
+        "moereg/kernels/gemm/single.py",
         old="x += tl.where((slices % PIECES == 0)[:, None], b, 0.0)",
         new="x += b",
-        tests=("tests/test_triton_packed.py::test_routes_of_one_token_are_added_up[int4_w4a16_g128-2]",),
+        tests=("tests/backends/test_triton_packed.py::test_routes_of_one_token_are_added_up[int4_w4a16_g128-2]",),
     ),
     Mutant(
         "the columns of a row count as whole pieces",
-        "moereg/kernels/triton_packed_single.py",
+        "moereg/kernels/gemm/single.py",
         old="reaches_past(depth, depth, config.block_k * pieces)",
         new="reaches_past(depth, depth, config.block_k)",
-        tests=("tests/test_triton_packed.py::test_routes_of_one_token_are_added_up[int4_w4a16_g128-8]",),
+        tests=("tests/backends/test_triton_packed.py::test_routes_of_one_token_are_added_up[int4_w4a16_g128-8]",),
     ),
     Mutant(
         "scales of rows are forgotten",
-        "moereg/kernels/triton_product.py",
+        "moereg/kernels/gemm/operand.py",
         old="x *= tl.load(row_scale + expert * num_columns + columns)[None, :]",
         new="x *= tl.load(row_scale + expert * num_columns + columns * 0)[None, :]",
         tests=(
             (
-                "tests/test_triton_packed.py::"
+                "tests/backends/test_triton_packed.py::"
                 "test_products_are_those_of_restored_weights[int4_w4a16_gall-bfloat16-warps_share_columns]"
             ),
         ),
@@ -93,20 +93,20 @@ MUTANTS: Final = (
         "moereg/backends/_triton/packing.py",
         old="scale = arrange(matrix.scale)\n",
         new="scale = matrix.scale\n",
-        tests=("tests/test_triton_packed.py::test_slices_give_the_layer[int4_w4a16_g32_zp-1]",),
+        tests=("tests/backends/test_triton_packed.py::test_slices_give_the_layer[int4_w4a16_g32_zp-1]",),
     ),
     Mutant(
         "zero points are not arranged",
         "moereg/backends/_triton/packing.py",
         old="_pack_bytes(arrange(zero_point), num_groups, group)",
         new="_pack_bytes(zero_point, num_groups, group)",
-        tests=("tests/test_triton_packed.py::test_slices_give_the_layer[int4_w4a16_g32_zp-1]",),
+        tests=("tests/backends/test_triton_packed.py::test_slices_give_the_layer[int4_w4a16_g32_zp-1]",),
     ),
     Mutant(
         "scales of groups of zeros count",
         "moereg/backends/_triton/packing.py",
         old="largest = exponent.where(counts, 0).amax(1, keepdim=True)",
         new="largest = exponent.amax(1, keepdim=True)",
-        tests=("tests/test_triton_packed.py::test_scales_of_groups_of_zeros_do_not_count",),
+        tests=("tests/backends/test_triton_packed.py::test_scales_of_groups_of_zeros_do_not_count",),
     ),
 )

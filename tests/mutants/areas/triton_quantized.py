@@ -9,111 +9,115 @@ from tests.mutants.mutant import Mutant
 MUTANTS: Final = (
     Mutant(
         "powers of two are rounded down",
-        "moereg/kernels/triton_quantize.py",
+        "moereg/kernels/quantized/rows.py",
         old="(scale_bits + 0x7FFFFF) >> 23",
         new="scale_bits >> 23",
-        tests=("tests/test_triton_quantized.py::test_codes_and_scales_are_those_of_quantize[384-dtype0-mxfp8]",),
+        tests=(
+            "tests/backends/test_triton_quantized.py::test_codes_and_scales_are_those_of_quantize[384-dtype0-mxfp8]",
+        ),
     ),
     Mutant(
         "tokens that go nowhere raise the largest magnitude",
-        "moereg/kernels/triton_quantize.py",
+        "moereg/kernels/quantized/rows.py",
         old="bits = tl.where(expert >= 0, bits, largest)",
         new="bits = bits",
-        tests=("tests/test_triton_quantized.py::test_one_scale_spans_the_rows_that_count",),
+        tests=("tests/backends/test_triton_quantized.py::test_one_scale_spans_the_rows_that_count",),
     ),
     Mutant(
         "the weighted input is not rounded",
-        "moereg/kernels/triton_quantize.py",
+        "moereg/kernels/quantized/rows.py",
         old="(values * tl.load(topk_weights + source)).to(x.dtype.element_ty).to(tl.float32)",
         new="values * tl.load(topk_weights + source)",
-        tests=("tests/test_triton_quantized.py::test_routing_weights_multiply_and_round_first",),
+        tests=("tests/backends/test_triton_quantized.py::test_routing_weights_multiply_and_round_first",),
     ),
     Mutant(
         "ties of int8 go up",
-        "moereg/kernels/triton_quantize.py",
+        "moereg/kernels/quantized/rows.py",
         old="(values + 12582912.0) - 12582912.0",
         new="tl.floor(values + 0.5)",
-        tests=("tests/test_triton_quantized.py::test_codes_and_scales_are_those_of_quantize[384-dtype0-int8_w8a8]",),
+        tests=(
+            "tests/backends/test_triton_quantized.py::test_codes_and_scales_are_those_of_quantize[384-dtype0-int8_w8a8]",
+        ),
     ),
     Mutant(
         "the largest code of a global scale is off by 2",
-        "moereg/kernels/triton_quantize.py",
+        "moereg/kernels/quantized/rows.py",
         old="MAX_CODE * 448.0, False)",
         new="MAX_CODE * 224.0, False)",
-        tests=("tests/test_triton_nvfp4.py::test_random_rows[16-dtype0-0]",),
+        tests=("tests/backends/test_triton_nvfp4.py::test_random_rows[16-dtype0-0]",),
     ),
     Mutant(
         "up is scaled as the gate is",
-        "moereg/kernels/triton_quantized_gemm.py",
+        "moereg/kernels/quantized/gemm.py",
         old="w13_global, expert * HALVES + 1)",
         new="w13_global, expert * HALVES)",
-        tests=("tests/test_triton_nvfp4.py::test_global_scales_of_weights_become_one_a_half[True]",),
+        tests=("tests/backends/test_triton_nvfp4.py::test_global_scales_of_weights_become_one_a_half[True]",),
     ),
     Mutant(
         "up has the scales of the gate's rows",
-        "moereg/kernels/triton_quantized_gemm.py",
+        "moereg/kernels/quantized/gemm.py",
         old=("        num_columns + first,\n        num_columns + columns,"),
         new=("        first,\n        columns,"),
-        tests=("tests/test_triton_quantized.py::test_gate_up_gemm[fp8_block128-130-silu]",),
+        tests=("tests/backends/test_triton_quantized.py::test_gate_up_gemm[fp8_block128-130-silu]",),
     ),
     Mutant(
         "a static scale is the first expert's",
-        "moereg/kernels/triton_quantized_gemm.py",
+        "moereg/kernels/quantized/gemm.py",
         old="scale = tl.load(static_scale + expert * stride_static) + tl.zeros",
         new="scale = tl.load(static_scale) + tl.zeros",
         tests=(
             (
-                "tests/test_triton_quantized.py::"
+                "tests/backends/test_triton_quantized.py::"
                 "test_codes_of_the_first_gemm_are_those_of_its_rounded_output[fp8_tensor_static-130-silu]"
             ),
         ),
     ),
     Mutant(
         "the intermediate is not rounded before it is quantized",
-        "moereg/kernels/triton_quantized_gemm.py",
+        "moereg/kernels/quantized/gemm.py",
         old="y = y.to(ROUNDED).to(tl.float32)",
         new="y = y",
         tests=(
             (
-                "tests/test_triton_quantized.py::"
+                "tests/backends/test_triton_quantized.py::"
                 "test_codes_of_the_first_gemm_are_those_of_its_rounded_output[fp8_tensor_static-130-silu]"
             ),
         ),
     ),
     Mutant(
         "columns of padding are not zero",
-        "moereg/kernels/triton_quantized_gemm.py",
+        "moereg/kernels/quantized/gemm.py",
         old="y = tl.where((out_columns < num_columns)[None, :], y, 0.0)",
         new="y = y",
-        tests=("tests/test_triton_quantized.py::test_gate_up_gemm[fp8_block128-130-silu]",),
+        tests=("tests/backends/test_triton_quantized.py::test_gate_up_gemm[fp8_block128-130-silu]",),
     ),
     Mutant(
         "every part of a turn has the scales of its first",
-        "moereg/kernels/triton_scaled_products.py",
+        "moereg/kernels/quantized/products.py",
         old="start = first + part * BLOCK_K",
         new="start = first",
-        tests=("tests/test_triton_quantized.py::test_two_steps_a_turn_give_the_same_bits[fp8_block128]",),
+        tests=("tests/backends/test_triton_quantized.py::test_two_steps_a_turn_give_the_same_bits[fp8_block128]",),
     ),
     Mutant(
         "sorted rows keep the first group's scales",
-        "moereg/kernels/triton_quantize_sorted.py",
+        "moereg/kernels/quantized/rows_sorted.py",
         old="groups = first // GROUP + tl.arange",
         new="groups = tl.arange",
         tests=(
             (
-                "tests/test_triton_quantize_sorted.py::"
+                "tests/kernels/test_triton_quantize_sorted.py::"
                 "test_tokens_go_to_the_rows_of_their_routes[1288-dtype1-fp8_block128]"
             ),
         ),
     ),
     Mutant(
         "a token goes to its first row only",
-        "moereg/kernels/triton_quantize_sorted.py",
+        "moereg/kernels/quantized/rows_sorted.py",
         old="row = tl.load(route_row + token * TOP_K + k).to(tl.int64)",
         new="row = tl.load(route_row + token * TOP_K).to(tl.int64)",
         tests=(
             (
-                "tests/test_triton_quantize_sorted.py::"
+                "tests/kernels/test_triton_quantize_sorted.py::"
                 "test_tokens_go_to_the_rows_of_their_routes[384-dtype0-fp8_block128]"
             ),
         ),

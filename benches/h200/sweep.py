@@ -1,0 +1,354 @@
+"""Is a shape that was never tuned as fast as it could be? Leave-one-out over six shapes of the `triton` backend.
+
+    python -m benches.h200.sweep [--models M ...] [--tokens T ...] [--budget-s 240] [--json FILE]
+
+Each shape is timed with each number of tokens under every candidate of its class, through the real layer with the
+selection of the configuration replaced; a class is a range of tokens or of rows per expert. Candidates are those of the
+shipped rules and their neighbors, of both GEMMs at once. Then, in each class, the candidate with the best geometric
+mean over the other shapes is looked up on the shape that was left out: its time over that shape's own best must stay
+within 1.15, or the exit code is 1, as it is where a candidate gives wrong numbers. The shipped rules' time over the
+best is reported beside it.
+
+Times are medians of CUDA-graph replays, candidates in turn and inputs rotated, so that heat and caches favor none.
+Candidates that need more shared memory than there is are skipped and counted. Rows that would start after the budget
+are left out and listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from benches.h200 import leave_one_out
+from benches.h200.precompile import EmptyLayer, compiling_only
+from benches.h200.table import make_call, make_weights
+from moereg.dispatch import select_backend
+from moereg.kernels.gemm import config as triton_gemm_config
+from moereg.kernels.gemm.config import GemmPair, GemvConfig, GemvPair, GroupedGemmConfig, max_shared_bytes
+from moereg.layer import MoEKernel, make_kernel
+from moereg.layouts import round_up
+from moereg.platforms import probe_platform
+from moereg.problem import MoEProblem
+from moereg.reference import relative_error
+from moereg.shapes import get_shape
+from moereg.testing.provenance import clocks, provenance
+from moereg.testing.tolerances import tolerance
+from moereg.tuning.inputs import Call
+from moereg.tuning.timing import Run, kernel_runs, time_runs
+from moereg.workspace import WORKSPACES
+
+MODELS: Final = ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-120b", "sonic-30b", "glm-4.5-air")
+NUM_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096)
+BOUND: Final = 1.15
+NUM_INPUTS: Final = 4
+ROUNDS: Final = 24
+SECONDS: Final = 0.1
+
+# The most rows per expert of the classes but the last; above `GLUON_ROWS` the Gluon kernels run.
+CLASS_ROWS: Final = (11, 22, 40, 80, 176)
+GLUON_ROWS: Final = 40
+
+Configs = Any  # GemvPair, GemmPair or GluonConfigRule: the last one imports Gluon, which not every machine has.
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One configuration of both products.
+
+    Attributes:
+        name: Unique within a class.
+        configs: What `select_config` is to return.
+    """
+
+    name: str
+    configs: Configs
+
+
+def class_of(num_tokens: int, rows_per_expert: float) -> str:
+    """The class of a row: by tokens up to 16, then by the average number of rows per expert."""
+    if num_tokens == 1:
+        return "1 token"
+    if num_tokens <= 16:
+        return "2-16 tokens"
+    for bound in CLASS_ROWS:
+        if rows_per_expert <= bound:
+            return f"to {bound} rows"
+    return f"over {CLASS_ROWS[-1]} rows"
+
+
+def uses_gluon(num_tokens: int, rows_per_expert: float) -> bool:
+    """Whether the class of a row runs on the Gluon kernels."""
+    return num_tokens > 16 and rows_per_expert > GLUON_ROWS
+
+
+def describe(configs: Configs) -> str:
+    """A short name: tiles and stages of the first product, then of the second."""
+    if isinstance(configs, GemvPair):
+        parts = [f"{c.block_n}x{c.block_k} {c.num_warps}w{c.num_stages}s" for c in (configs.gate_up, configs.down)]
+    elif isinstance(configs, GemmPair):
+        parts = [
+            f"{c.block_m}x{c.block_n}x{c.block_k} {c.num_warps}w{c.num_stages}s{'' if c.mask_rows else ' all rows'}"
+            f"{f' group {c.group_m}' if c.group_m > 1 else ''}"
+            for c in (configs.gate_up, configs.down)
+        ]
+    else:
+        parts = [f"{c.block_m}x{c.block_n}+{c.slack} {c.stages}s" for c in (configs.gate_up, configs.down)]
+        if configs.copies_rows:
+            parts[0] += " copied"
+    return " | ".join(parts)
+
+
+def _gemv_pairs() -> Iterator[GemvPair]:
+    first = (GemvConfig(32, 128, 2, 4), GemvConfig(16, 256, 2, 4), GemvConfig(64, 128, 4, 3))
+    second = (GemvConfig(8, 1024, 4, 3), GemvConfig(16, 512, 4, 3), GemvConfig(8, 512, 4, 4))
+    for gate_up, down in itertools.product(first, second):
+        yield GemvPair(gate_up, down)
+
+
+def _gemm_pairs(name: str) -> Iterator[GemmPair]:
+    def gemm(block_m: int, block_n: int, block_k: int, num_stages: int, num_warps: int = 4) -> GroupedGemmConfig:
+        return GroupedGemmConfig(block_m, block_n, block_k, 1, num_warps, num_stages, mask_rows=True)
+
+    def square(*configs: GroupedGemmConfig) -> list[tuple[GroupedGemmConfig, GroupedGemmConfig]]:
+        return list(itertools.product(configs, configs))
+
+    of_16 = (gemm(16, 64, 128, 5), gemm(16, 128, 128, 4))
+    of_32 = (gemm(32, 64, 128, 4), gemm(32, 128, 128, 3))
+    of_64 = (gemm(64, 128, 64, 4), gemm(64, 64, 128, 3))
+    of_128 = (gemm(128, 128, 64, 3, 8), gemm(128, 256, 64, 4, 8))
+    if name == "2-16 tokens":
+        pairs = [*itertools.product((*of_16, gemm(16, 64, 64, 6)), (*of_16, gemm(16, 64, 128, 4)))]
+    elif name == "to 11 rows":
+        pairs = [*itertools.product(of_16, (gemm(16, 64, 128, 4), of_16[1])), *square(*of_32)]
+    elif name == "to 22 rows":
+        pairs = [*square(of_16[1]), *square(*of_32), *square(*of_64)]
+    else:
+        pairs = [*square(of_32[1]), *square(*of_64), *square(*of_128)]
+    for gate_up, down in pairs:
+        yield GemmPair(gate_up, down, sort_routes=name != "2-16 tokens")
+
+
+def _gluon_rules() -> Iterator[Configs]:
+    """The shipped rules' tiles in all pairs that may share a plan: by token, by token with a shorter ring, copied."""
+    from moereg.kernels.hopper.gemm import CONFIG_RULES, GluonConfigRule
+
+    first = dict.fromkeys(rule.gate_up for rule in CONFIG_RULES)
+    second = dict.fromkeys(rule.down for rule in CONFIG_RULES)
+    for pair in itertools.product(first, second):
+        if (pair[0].block_m, pair[0].slack) == (pair[1].block_m, pair[1].slack):
+            shorter = [dataclasses.replace(config, stages=config.stages - 1) for config in pair]
+            yield GluonConfigRule(math.inf, 0, False, *pair)
+            yield GluonConfigRule(math.inf, 0, False, *shorter)
+            yield GluonConfigRule(math.inf, 0, True, *pair)
+
+
+def candidates_of(num_tokens: int, rows_per_expert: float) -> list[Candidate]:
+    """The candidates of a row's class."""
+    name = class_of(num_tokens, rows_per_expert)
+    pairs: Iterator[Configs]
+    if name == "1 token":
+        pairs = _gemv_pairs()
+    elif uses_gluon(num_tokens, rows_per_expert):
+        pairs = _gluon_rules()
+    else:
+        pairs = _gemm_pairs(name)
+    found = [Candidate(describe(configs), configs) for configs in pairs]
+    assert len({candidate.name for candidate in found}) == len(found), "two candidates have the same name"
+    return found
+
+
+def shipped(problem: MoEProblem, num_tokens: int, shared_bytes: int | None) -> Candidate:
+    """What the shipped rules take for a row."""
+    rows = num_tokens * problem.top_k / problem.num_experts
+    configs: Configs
+    if uses_gluon(num_tokens, rows):
+        from moereg.kernels.hopper.gemm import select_config
+
+        columns = problem.activation.num_halves * round_up(problem.intermediate_size, 64)
+        configs = dataclasses.replace(select_config(rows, columns), max_rows_per_expert=math.inf, min_columns=0)
+    else:
+        configs = triton_gemm_config.select_config(num_tokens, rows, problem.torch_dtype.itemsize, shared_bytes)
+    return Candidate(describe(configs), configs)
+
+
+def row_candidates(problem: MoEProblem, num_tokens: int, shared_bytes: int | None) -> list[Candidate]:
+    """The shipped candidate first, then the others of the class."""
+    own = shipped(problem, num_tokens, shared_bytes)
+    others = candidates_of(num_tokens, num_tokens * problem.top_k / problem.num_experts)
+    return [own, *(candidate for candidate in others if candidate != own)]
+
+
+@contextlib.contextmanager
+def selecting(candidate: Candidate) -> Iterator[None]:
+    """Layers inside run with the candidate, whatever the rules say."""
+    if isinstance(candidate.configs, (GemvPair, GemmPair)):
+        module: Any = triton_gemm_config
+    else:
+        from moereg.kernels.hopper import gemm as gluon_grouped_gemm
+
+        module = gluon_grouped_gemm
+    real = module.select_config
+    module.select_config = lambda *arguments, **keywords: candidate.configs
+    try:
+        yield
+    finally:
+        module.select_config = real
+
+
+def make_problem(model: str) -> MoEProblem:
+    """bf16, SwiGLU, no bias, like the peers' table."""
+    return MoEProblem(**{**get_shape(model).problem_keywords(), "activation": "silu", "has_bias": False})
+
+
+def time_candidates(
+    kernel: MoEKernel, calls: Sequence[Call], candidates: Sequence[Candidate]
+) -> tuple[dict[str, float], list[str], list[str]]:
+    """Median time of each candidate in us.
+
+    Returns:
+        Times by name, the names that were skipped for want of shared memory, and those that gave wrong numbers.
+    """
+    from triton.runtime.errors import OutOfResources
+
+    bound = tolerance(kernel.problem.quant.name, kernel.problem.dtype)
+    outs = [torch.empty_like(call.hidden_states) for call in calls]
+    first: torch.Tensor | None = None
+    runs: dict[str, list[Run]] = {}
+    skipped: list[str] = []
+    wrong: list[str] = []
+    for number, candidate in enumerate(candidates):
+        # What was recorded belongs to the candidate before.
+        kernel.experts._recordings.clear()  # type: ignore[attr-defined]
+        outs[0].fill_(math.nan)
+        with selecting(candidate):
+            try:
+                kernel(*calls[0], out=outs[0])
+            except OutOfResources:
+                skipped.append(candidate.name)
+                continue
+            first = outs[0].clone() if first is None else first
+            # Both round as a layer may, so they differ by at most twice its bound.
+            if not relative_error(outs[0], first) <= 2 * bound:
+                wrong.append(candidate.name)
+                continue
+            own = kernel_runs(kernel, calls, outs)
+        # Candidates run in turns, each on the input behind that of the one before: weights in the L2 would be its gift.
+        runs[candidate.name] = rotated(own, number)
+    kernel.experts._recordings.clear()  # type: ignore[attr-defined]
+    timings = time_runs(runs, outs[0].device, ROUNDS, SECONDS)
+    return {name: timing.median_us for name, timing in timings.items()}, skipped, wrong
+
+
+def rotated(runs: Sequence[Run], by: int) -> list[Run]:
+    """The runs in order, beginning elsewhere."""
+    return [runs[(place + by) % len(runs)] for place in range(len(runs))]
+
+
+def precompile(problem: MoEProblem, tokens: Sequence[int], shared_bytes: int | None) -> None:
+    """Compiles every candidate of every row of a shape on all cores."""
+    with compiling_only():
+        layer = EmptyLayer(problem)
+        for num_tokens in tokens:
+            for candidate in row_candidates(problem, num_tokens, shared_bytes):
+                with selecting(candidate):
+                    layer.launch(num_tokens)
+
+
+def main() -> int:
+    """Measures, writes the file after each shape, and prints the table by tokens last."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", default=MODELS)
+    parser.add_argument("--tokens", nargs="*", type=int, default=NUM_TOKENS)
+    parser.add_argument("--budget-s", type=float, default=240.0)
+    parser.add_argument("--json", type=pathlib.Path)
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    platform = probe_platform()
+    if str(platform) != "cuda:sm90":
+        print(f"sweep_configs needs a Hopper GPU, got {platform}", file=sys.stderr)
+        return 3
+    record: dict[str, Any] = {"schema": 1, **provenance(platform, ("torch", "triton")), "bound": BOUND}
+    shared_bytes = max_shared_bytes(torch.device("cuda", torch.cuda.current_device()))
+    rows: list[dict[str, Any]] = []
+    left_out: list[dict[str, Any]] = []
+    for model in arguments.models:
+        problem = make_problem(model)
+        kernel: MoEKernel | None = None
+        for num_tokens in arguments.tokens:
+            if time.monotonic() - start > arguments.budget_s:
+                left_out.append({"model": model, "tokens": num_tokens, "left_out": "out of time"})
+                continue
+            if kernel is None:
+                precompile(problem, arguments.tokens, shared_bytes)
+                torch.cuda.empty_cache()
+                print(f"{model}: compiled after {time.monotonic() - start:.0f} s", flush=True)
+                kernel = make_kernel(problem, make_weights(problem), select_backend(problem, require="triton"))
+            calls = [make_call(problem, num_tokens) for _ in range(NUM_INPUTS)]
+            candidates = row_candidates(problem, num_tokens, shared_bytes)
+            times, skipped, wrong = time_candidates(kernel, calls, candidates)
+            row = {
+                "model": model,
+                "tokens": num_tokens,
+                "class": class_of(num_tokens, num_tokens * problem.top_k / problem.num_experts),
+                "shipped": candidates[0].name,
+                "times_us": times,
+                "skipped": skipped,
+                "wrong": wrong,
+            }
+            rows.append(row)
+            best = min(times, key=times.__getitem__)
+            ratio = times[candidates[0].name] / times[best] if candidates[0].name in times else math.nan
+            print(
+                f"{model:14} T {num_tokens:5} {row['class']:14} best {times[best]:8.1f} us ({best})  "
+                f"shipped over best {ratio:.3f}  {len(times)} timed, {len(skipped)} skipped, {len(wrong)} wrong",
+                flush=True,
+            )
+        del kernel
+        WORKSPACES.release()
+        torch.cuda.empty_cache()
+        if arguments.json:
+            record |= {**clocks(platform), "seconds": time.monotonic() - start, "left_out": left_out, "rows": rows}
+            arguments.json.write_text(json.dumps(record, indent=1))
+    return report(rows, left_out, time.monotonic() - start)
+
+
+def report(rows: list[dict[str, Any]], left_out: list[dict[str, Any]], seconds: float) -> int:
+    """Prints the table and the verdict; returns the exit code."""
+    found = leave_one_out.leave_one_out(rows)
+    for line in found:
+        if line["ratio"] is None or line["ratio"] > BOUND:
+            verdict = "has no other shape in its class" if line["ratio"] is None else f"ratio {line['ratio']:.3f}"
+            print(f"{line['model']} T {line['tokens']}: {verdict} (best {line['best']}, chosen {line['chosen']})")
+    print("T      shapes  left out: worst    mean  shipped: worst    mean")
+    for line in leave_one_out.by_tokens(found):
+        names = ("ratio_worst", "ratio_mean", "shipped_ratio_worst", "shipped_ratio_mean")
+        values = [math.nan if line[name] is None else line[name] for name in names]
+        texts = [f"{value:6.3f}" for value in values]
+        print(
+            f"{line['tokens']:<6} {line['shapes']:6}           {'  '.join(texts[:2])}           {'  '.join(texts[2:])}"
+        )
+    for row in left_out:
+        print(f"left out: {row['model']} T {row['tokens']}: {row['left_out']}")
+    wrong = sum(len(row["wrong"]) for row in rows)
+    skipped = sum(len(row["skipped"]) for row in rows)
+    worst = leave_one_out.worst(found)
+    print(
+        f"{len(rows)} rows, {len(left_out)} left out, {skipped} candidates skipped, {wrong} wrong, "
+        f"worst ratio {worst:.3f} (bound {BOUND}), {seconds:.0f} s"
+    )
+    return 1 if wrong or worst > BOUND else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Products of rows with 16-bit and packed weights, in Triton's language."""

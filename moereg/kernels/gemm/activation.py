@@ -1,0 +1,77 @@
+"""What stands between the two matmuls, for the epilogue of the first, in Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate_pairs(
+    x,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """`f(min(gate, limit)) * (clamp(up, -limit, limit) + beta)` of neighboring columns, or `f(x)` where not gated.
+
+    Args:
+        x: [M, N] fp32; where gated, gates in the even columns.
+
+    Returns:
+        [M, N / 2] fp32, or [M, N] where not gated.
+    """
+    if GATED:
+        gate, up = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        return activate_halves(gate, up, ACTIVATION, ALPHA, BETA, LIMIT)
+    else:
+        return activate(x, ACTIVATION, ALPHA)
+
+
+@triton.jit
+def activate_halves(
+    gate,
+    up,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """`f(min(gate, limit)) * (clamp(up, -limit, limit) + beta)`, fp32 of equal shapes."""
+    if LIMIT is not None:
+        # Comparisons keep NaN, which a minimum would replace by the limit.
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return activate(gate, ACTIVATION, ALPHA) * (up + BETA)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+    """The function of a gate, or of fp32 x where there is none."""
+    if ACTIVATION == "silu" or ACTIVATION == "swigluoai":
+        return x / (1.0 + tl.exp(-ALPHA * x))
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # 0.5 * (1 + tanh(z)) = sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3).
+        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        tl.static_assert(ACTIVATION == "relu2")
+        # Written so that NaN stays NaN.
+        x = tl.where(x < 0.0, 0.0, x)
+        return x * x
+
+
+def activate_reference(x: torch.Tensor, activation: str, alpha: float) -> torch.Tensor:
+    """The function of a gate, or of x where there is none, in torch."""
+    if activation in ("silu", "swigluoai"):
+        return x * torch.sigmoid(alpha * x)
+    if activation == "gelu":
+        return torch.nn.functional.gelu(x)
+    if activation == "gelu_tanh":
+        return torch.nn.functional.gelu(x, approximate="tanh")
+    assert activation == "relu2", activation
+    return torch.relu(x).square()

@@ -1,0 +1,285 @@
+"""Both products of a Mixture-of-Experts layer for a single token, in Triton: two launches in all.
+
+Every route streams its expert's weights once through plain multiply-adds, which at one row cost less than feeding the
+matrix units. Nothing is sorted, and the second product adds up a token's routes itself, so no row of a route is stored.
+Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
+the sizes of the zero-padded weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from moereg.kernels.gemm.activation import activate_pairs
+from moereg.kernels.gemm.config import GemvConfig
+from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.replay import launch
+from moereg.kernels.rows.sort import load_local_expert
+from moereg.kernels.rows.tiles import reaches_past
+
+
+@triton.jit
+def _gemv_gate_up_kernel(
+    out,
+    hidden_states,
+    w13,
+    bias,
+    topk_weights,
+    topk_ids,
+    expert_map,
+    num_experts,
+    num_local_experts,
+    hidden_size,
+    num_columns,
+    num_tiles,
+    stride_hidden,
+    stride_expert,
+    stride_column,
+    stride_bias,
+    stride_out,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    MASK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    route = tl.program_id(0) // num_tiles
+    tile = tl.program_id(0) % num_tiles
+    expert = load_local_expert(topk_ids, expert_map, route, route + 1, num_experts, num_local_experts)
+    if expert < 0:
+        return
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    loaded_columns = tl.minimum(columns, num_columns - 1)
+    x_row = hidden_states + (route // TOP_K).to(tl.int64) * stride_hidden
+    w_rows = w13 + expert.to(tl.int64) * stride_expert + loaded_columns[:, None] * stride_column
+    sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for start in tl.range(0, hidden_size, BLOCK_K, num_stages=NUM_STAGES):
+        # Two-dimensional, so that both loads get the same layout.
+        offs_k = start + tl.arange(0, BLOCK_K)[None, :]
+        if MASK_K:
+            mask = offs_k < hidden_size
+            x = tl.load(x_row + offs_k, mask=mask, other=0.0)
+            w = tl.load(w_rows + offs_k, mask=mask, other=0.0)
+        else:
+            x = tl.load(x_row + offs_k)
+            w = tl.load(w_rows + offs_k)
+        sums += w.to(tl.float32) * x.to(tl.float32)
+    # Not earlier: the few programs of the second product would crowd onto the multiprocessors that are free first.
+    release_next(OVERLAP)
+    x = tl.sum(sums, 1)
+    if topk_weights is not None:
+        x *= tl.load(topk_weights + route)
+    if bias is not None:
+        x += tl.load(bias + expert.to(tl.int64) * stride_bias + loaded_columns).to(tl.float32)
+    y = activate_pairs(x[None, :], GATED, ACTIVATION, ALPHA, BETA, LIMIT)
+    HALVES: tl.constexpr = 2 if GATED else 1
+    out_columns = tile * (BLOCK_N // HALVES) + tl.arange(0, BLOCK_N // HALVES)[None, :]
+    out_row = out + route.to(tl.int64) * stride_out
+    tl.store(out_row + out_columns, y.to(out.dtype.element_ty), mask=out_columns < num_columns // HALVES)
+
+
+@triton.jit
+def _gemv_down_kernel(
+    out,
+    intermediate,
+    w2,
+    bias,
+    topk_weights,
+    topk_ids,
+    expert_map,
+    num_experts,
+    num_local_experts,
+    reduced,
+    num_columns,
+    num_tiles,
+    stride_intermediate,
+    stride_expert,
+    stride_column,
+    stride_bias,
+    stride_out,
+    TOP_K: tl.constexpr,
+    MASK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    token = tl.program_id(0) // num_tiles
+    tile = tl.program_id(0) % num_tiles
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    loaded_columns = tl.minimum(columns, num_columns - 1)
+    wait_for_previous(OVERLAP)
+    steps = tl.cdiv(reduced, BLOCK_K)
+    sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    # One loop over all routes, so that the pipeline does not run dry between two.
+    for step in tl.range(0, TOP_K * steps, num_stages=NUM_STAGES):
+        route = token * TOP_K + step // steps
+        offs_k = step % steps * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        expert = load_local_expert(topk_ids, expert_map, route, route + 1, num_experts, num_local_experts)
+        # A route that adds nothing has no row in the intermediate and may have any weight.
+        valid = expert >= 0
+        mask = (offs_k < reduced) & valid if MASK_K else valid
+        x = tl.load(intermediate + route.to(tl.int64) * stride_intermediate + offs_k, mask=mask, other=0.0)
+        w_rows = w2 + tl.maximum(expert, 0).to(tl.int64) * stride_expert + loaded_columns[:, None] * stride_column
+        w = tl.load(w_rows + offs_k, mask=mask, other=0.0)
+        x = x.to(tl.float32)
+        if topk_weights is not None:
+            x *= tl.load(topk_weights + route, mask=valid, other=0.0)
+        sums += w.to(tl.float32) * x
+    y = tl.sum(sums, 1)
+    if bias is not None:
+        for k in range(TOP_K):
+            route = token * TOP_K + k
+            expert = load_local_expert(topk_ids, expert_map, route, route + 1, num_experts, num_local_experts)
+            if expert >= 0:
+                b = tl.load(bias + expert.to(tl.int64) * stride_bias + loaded_columns).to(tl.float32)
+                if topk_weights is not None:
+                    b *= tl.load(topk_weights + route)
+                y += b
+    tl.store(out + token.to(tl.int64) * stride_out + columns, y.to(out.dtype.element_ty), mask=columns < num_columns)
+
+
+def gate_up_gemv(
+    out: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    config: GemvConfig,
+    *,
+    activation: str,
+    gated: bool,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    bias: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    overlap: bool = False,
+) -> None:
+    """Writes `act(hidden_states[token] @ w13[expert].T + bias)` for every route with a local expert.
+
+    Args:
+        out: [N, I_pad], rows contiguous, by route: rows of other routes stay as they are.
+        hidden_states: [T, H] bf16, fp16 or fp32, rows contiguous.
+        w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; same dtype.
+        topk_ids: [T, K] int32, contiguous: ids outside [0, num_experts) belong to no expert.
+        expert_map: [num_experts] int32, local expert or -1; None: identity.
+        num_experts: number of ids.
+        config: launch configuration.
+        activation: as for `gate_up_gemm`, like the next seven.
+        gated: whether w13 holds gates.
+        alpha: slope inside the sigmoid.
+        beta: added to the clamped up half.
+        limit: the clamp, or None.
+        bias: [E, 2 * I_pad] or [E, I_pad], or None.
+        topk_weights: [T, K] fp32: multiplies the product before the bias; None: no weight.
+        overlap: whether the next kernel was launched to start early.
+    """
+    num_columns = w13.shape[1]
+    hidden_size = hidden_states.shape[1]
+    assert topk_ids.is_contiguous() and hidden_states.stride(1) == w13.stride(2) == out.stride(1) == 1
+    num_tiles = triton.cdiv(num_columns, config.block_n)
+    launch(
+        _gemv_gate_up_kernel,
+        (topk_ids.numel() * num_tiles,),
+        out,
+        hidden_states,
+        w13,
+        bias,
+        topk_weights,
+        topk_ids,
+        expert_map,
+        num_experts,
+        w13.shape[0],
+        hidden_size,
+        num_columns,
+        num_tiles,
+        hidden_states.stride(0),
+        w13.stride(0),
+        w13.stride(1),
+        0 if bias is None else bias.stride(0),
+        out.stride(0),
+        TOP_K=topk_ids.shape[1],
+        ACTIVATION=activation,
+        GATED=gated,
+        ALPHA=alpha,
+        BETA=beta,
+        LIMIT=limit,
+        MASK_K=reaches_past(hidden_size, hidden_size, config.block_k),
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        NUM_STAGES=config.num_stages,
+        OVERLAP=overlap,
+        num_warps=config.num_warps,
+    )
+
+
+def down_gemv(
+    out: torch.Tensor,
+    intermediate: torch.Tensor,
+    w2: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    config: GemvConfig,
+    *,
+    bias: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    overlap: bool = False,
+) -> None:
+    """Writes the sum over a token's routes of `(intermediate[route] @ w2[expert].T + bias) * topk_weight`.
+
+    Args:
+        out: [T, H], rows contiguous: overwritten; zeros where no route has a local expert.
+        intermediate: [N, I_pad] bf16, fp16 or fp32, rows contiguous, from `gate_up_gemv`.
+        w2: [E, H, I_pad], same dtype.
+        topk_ids: [T, K] int32, contiguous.
+        expert_map: [num_experts] int32 or None.
+        num_experts: number of ids.
+        config: launch configuration.
+        bias: [E, H], any float dtype, or None.
+        topk_weights: [T, K] fp32 contiguous, or None for no weight.
+        overlap: whether to start while `gate_up_gemv` with `overlap`, launched just before, still runs.
+    """
+    num_columns = w2.shape[1]
+    reduced = w2.shape[2]
+    assert topk_ids.is_contiguous() and intermediate.stride(1) == w2.stride(2) == out.stride(1) == 1
+    num_tiles = triton.cdiv(num_columns, config.block_n)
+    launch(
+        _gemv_down_kernel,
+        (topk_ids.shape[0] * num_tiles,),
+        out,
+        intermediate,
+        w2,
+        bias,
+        topk_weights,
+        topk_ids,
+        expert_map,
+        num_experts,
+        w2.shape[0],
+        reduced,
+        num_columns,
+        num_tiles,
+        intermediate.stride(0),
+        w2.stride(0),
+        w2.stride(1),
+        0 if bias is None else bias.stride(0),
+        out.stride(0),
+        TOP_K=topk_ids.shape[1],
+        MASK_K=reaches_past(reduced, reduced, config.block_k),
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        NUM_STAGES=config.num_stages,
+        OVERLAP=overlap,
+        num_warps=config.num_warps,
+        **overlap_options(overlap),
+    )

@@ -1,0 +1,464 @@
+"""The two grouped matmuls of a Mixture-of-Experts layer, with 16- or 32-bit weights or packed ones, in Triton.
+
+Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
+the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`; where a plain `BlockMap` says,
+which is the batched format; or, of a few tokens, unsorted from `DirectRoutes`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from moereg.kernels.gemm.activation import activate_pairs
+from moereg.kernels.gemm.config import GroupedGemmConfig
+from moereg.kernels.gemm.operand import operand_of, product
+from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.replay import launch
+from moereg.kernels.packed.weights import PackedMatrix
+from moereg.kernels.rows.block_map import BlockMap
+from moereg.kernels.rows.tiles import (
+    WEIGHT_PAD,
+    DirectRoutes,
+    direct_rows,
+    plan_arguments,
+    reaches_past,
+    tile_of_program,
+)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gate_up_kernel(
+    out,
+    hidden_states,
+    w13,
+    group_scale,
+    zero_point,
+    row_scale,
+    bias,
+    topk_weights,
+    topk_ids,
+    expert_map,
+    num_tokens,
+    num_experts,
+    num_local_experts,
+    sorted_routes,
+    block_expert,
+    block_row,
+    block_end,
+    num_blocks,
+    hidden_size,
+    depth,
+    num_columns,
+    num_tiles_n,
+    stride_hidden,
+    stride_expert,
+    stride_column,
+    stride_scale,
+    stride_zero_point,
+    stride_bias,
+    stride_out,
+    SORTED: tl.constexpr,
+    SINGLE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    MASK_A: tl.constexpr,
+    MASK_B: tl.constexpr,
+    MASK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if SORTED:
+        wait_for_previous(OVERLAP)
+        release_next(OVERLAP)
+        used_blocks = tl.load(num_blocks)
+        if tl.program_id(0) >= used_blocks * num_tiles_n:
+            return
+        block, tile_n = tile_of_program(used_blocks, num_tiles_n, GROUP_M)
+        expert = tl.load(block_expert + block)
+        end = tl.load(block_end + block)
+        rows = tl.load(block_row + block) + tl.arange(0, BLOCK_M)
+        row_mask = rows < end
+        # Rows past the end repeat the last one where they are not masked; they are dropped when stored.
+        routes = tl.minimum(rows, end - 1)
+        if sorted_routes is not None:
+            routes = tl.load(sorted_routes + routes)
+    else:
+        own_route = tl.program_id(0) // num_tiles_n
+        tile_n = tl.program_id(0) % num_tiles_n
+        expert, routes, row_mask = direct_rows(
+            topk_ids,
+            expert_map,
+            own_route,
+            num_tokens,
+            num_experts,
+            num_local_experts,
+            TOP_K,
+            BLOCK_M,
+            BLOCK_TOP_K,
+            SINGLE,
+        )
+        if expert < 0:
+            return
+        rows = routes
+
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if MASK_N:
+        # Columns past the end repeat the last one, which costs no bandwidth and needs no mask.
+        columns = tl.minimum(columns, num_columns - 1)
+    x = product(
+        hidden_states + (routes // TOP_K).to(tl.int64) * stride_hidden,
+        w13,
+        group_scale,
+        zero_point,
+        row_scale,
+        expert.to(tl.int64),
+        columns,
+        row_mask,
+        hidden_size,
+        depth,
+        num_columns,
+        stride_expert,
+        stride_column,
+        stride_scale,
+        stride_zero_point,
+        ELEMENT,
+        GROUP,
+        SCALE,
+        SLICES,
+        STAGES,
+        MASK_ROWS,
+        MASK_A,
+        MASK_B,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    if not SORTED:
+        # Not earlier: the few programs of the second GEMM would crowd onto the multiprocessors that are free first.
+        release_next(OVERLAP)
+
+    if topk_weights is not None:
+        x *= tl.load(topk_weights + routes)[:, None]
+    if bias is not None:
+        x += tl.load(bias + expert.to(tl.int64) * stride_bias + columns).to(tl.float32)[None, :]
+    y = activate_pairs(x, GATED, ACTIVATION, ALPHA, BETA, LIMIT)
+    HALVES: tl.constexpr = 2 if GATED else 1
+    out_columns = tile_n * (BLOCK_N // HALVES) + tl.arange(0, BLOCK_N // HALVES)
+    mask = row_mask[:, None]
+    if MASK_N:
+        mask = mask & (out_columns < num_columns // HALVES)[None, :]
+    out_pointers = out + rows.to(tl.int64)[:, None] * stride_out + out_columns[None, :]
+    tl.store(out_pointers, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _down_kernel(
+    out,
+    intermediate,
+    w2,
+    group_scale,
+    zero_point,
+    row_scale,
+    bias,
+    topk_weights,
+    row_factors,
+    topk_ids,
+    expert_map,
+    num_tokens,
+    num_experts,
+    num_local_experts,
+    sorted_routes,
+    block_expert,
+    block_row,
+    block_end,
+    num_blocks,
+    depth,
+    num_columns,
+    num_tiles_n,
+    stride_intermediate,
+    stride_expert,
+    stride_column,
+    stride_scale,
+    stride_zero_point,
+    stride_bias,
+    stride_out,
+    SORTED: tl.constexpr,
+    SINGLE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    MASK_K: tl.constexpr,
+    MASK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    # Which tile this is was settled before the kernel in front began: by its caller or by the sort it waited for.
+    if SORTED:
+        used_blocks = tl.load(num_blocks)
+        if tl.program_id(0) >= used_blocks * num_tiles_n:
+            wait_for_previous(OVERLAP)
+            return
+        block, tile_n = tile_of_program(used_blocks, num_tiles_n, GROUP_M)
+        expert = tl.load(block_expert + block)
+        end = tl.load(block_end + block)
+        rows = tl.load(block_row + block) + tl.arange(0, BLOCK_M)
+        row_mask = rows < end
+        rows = tl.minimum(rows, end - 1)
+        routes = rows
+        if sorted_routes is not None:
+            routes = tl.load(sorted_routes + rows)
+    else:
+        own_route = tl.program_id(0) // num_tiles_n
+        tile_n = tl.program_id(0) % num_tiles_n
+        expert, routes, row_mask = direct_rows(
+            topk_ids,
+            expert_map,
+            own_route,
+            num_tokens,
+            num_experts,
+            num_local_experts,
+            TOP_K,
+            BLOCK_M,
+            BLOCK_TOP_K,
+            SINGLE,
+        )
+        if expert < 0:
+            wait_for_previous(OVERLAP)
+            return
+        rows = routes
+    wait_for_previous(OVERLAP)
+    release_next(OVERLAP)
+
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    loaded_columns = columns
+    if MASK_N:
+        loaded_columns = tl.minimum(columns, num_columns - 1)
+    x = product(
+        intermediate + rows.to(tl.int64) * stride_intermediate,
+        w2,
+        group_scale,
+        zero_point,
+        row_scale,
+        expert.to(tl.int64),
+        loaded_columns,
+        row_mask,
+        depth,
+        depth,
+        num_columns,
+        stride_expert,
+        stride_column,
+        stride_scale,
+        stride_zero_point,
+        ELEMENT,
+        GROUP,
+        SCALE,
+        SLICES,
+        STAGES,
+        MASK_ROWS,
+        MASK_K,
+        MASK_K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+
+    if row_factors is not None:
+        x *= tl.load(row_factors + rows)[:, None]
+    if bias is not None:
+        x += tl.load(bias + expert.to(tl.int64) * stride_bias + loaded_columns).to(tl.float32)[None, :]
+    if topk_weights is not None:
+        x *= tl.load(topk_weights + routes)[:, None]
+    mask = row_mask[:, None]
+    if MASK_N:
+        mask = mask & (columns < num_columns)[None, :]
+    out_pointers = out + routes.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    tl.store(out_pointers, x.to(out.dtype.element_ty), mask=mask)
+
+
+def gate_up_gemm(
+    out: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor | PackedMatrix,
+    plan: BlockMap | DirectRoutes,
+    config: GroupedGemmConfig,
+    *,
+    top_k: int,
+    activation: str,
+    gated: bool,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    bias: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    overlap: bool = False,
+) -> None:
+    """Writes `act(hidden_states[token] @ w13[expert].T + bias)` for every sorted row.
+
+    Where gated, column 2j of the product is gate j and column 2j + 1 is up j, and the activation is
+    `f(min(gate, limit)) * (clamp(up, -limit, limit) + beta)`. Accumulation and activation are in fp32.
+
+    Args:
+        out: [N, I_pad], dtype of the activations, rows contiguous: overwritten up to the last valid row. Columns
+            from I on become zeros, since their weights and biases are. [N, I_pad] by route for `DirectRoutes`;
+            [E * max_T, I_pad] in the batched format, valid rows overwritten.
+        hidden_states: [T, H] bf16, fp16 or fp32, rows contiguous; read only in its H columns. [E * max_T, H] in the
+            batched format, where rows that are not valid may be NaN.
+        w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; same dtype, zero padded, H_pad a
+            multiple of 64, fewer than 2**31 elements per expert. Or packed, for 16-bit activations.
+        plan: from `sort_routes` or `plan_batches` with `config.block_m`.
+        config: launch configuration.
+        top_k: K; 1 in the batched format.
+        activation: `silu` and `swigluoai` (`x * sigmoid(alpha * x)`), `gelu`, `gelu_tanh` or `relu2`.
+        gated: whether w13 holds gates.
+        alpha: slope inside the sigmoid.
+        beta: added to the clamped up half; only where gated.
+        limit: the clamp, or None; only where gated.
+        bias: [E, 2 * I_pad] or [E, I_pad] in w13's row order, any float dtype, or None.
+        topk_weights: [T, K] fp32 contiguous: multiplies the product before the bias; None: no weight.
+        overlap: whether to start while the planning kernel, if any, still runs, and to let `down_gemm` start early.
+    """
+    operand = operand_of(w13, config)
+    num_columns, depth = operand.num_columns, operand.depth
+    hidden_size = hidden_states.shape[1]
+    step = config.block_k * config.slices
+    assert config.block_m == plan.block_m and depth % WEIGHT_PAD == 0 and hidden_size <= depth
+    assert hidden_states.stride(1) == out.stride(1) == 1
+    assert out.shape[1] == num_columns // (2 if gated else 1)
+    num_tiles_n = triton.cdiv(num_columns, config.block_n)
+    launch(
+        _gate_up_kernel,
+        (plan.max_blocks * num_tiles_n,),
+        out,
+        hidden_states,
+        *operand.tensors,
+        bias,
+        topk_weights,
+        *plan_arguments(plan, operand.num_experts),
+        hidden_size,
+        depth,
+        num_columns,
+        num_tiles_n,
+        hidden_states.stride(0),
+        *operand.strides,
+        0 if bias is None else bias.stride(0),
+        out.stride(0),
+        SORTED=isinstance(plan, BlockMap),
+        SINGLE=isinstance(plan, DirectRoutes) and plan.single,
+        TOP_K=top_k,
+        BLOCK_TOP_K=triton.next_power_of_2(top_k),
+        ACTIVATION=activation,
+        GATED=gated,
+        ALPHA=alpha,
+        BETA=beta,
+        LIMIT=limit,
+        MASK_ROWS=config.mask_rows,
+        MASK_A=reaches_past(hidden_size, depth, step),
+        MASK_B=reaches_past(depth, depth, step),
+        MASK_N=num_columns % config.block_n != 0,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        **operand.constants,
+        OVERLAP=overlap,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **overlap_options(overlap and isinstance(plan, BlockMap)),
+    )
+
+
+def down_gemm(
+    out: torch.Tensor,
+    intermediate: torch.Tensor,
+    w2: torch.Tensor | PackedMatrix,
+    plan: BlockMap | DirectRoutes,
+    config: GroupedGemmConfig,
+    *,
+    bias: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    row_factors: torch.Tensor | None = None,
+    overlap: bool = False,
+) -> None:
+    """Writes `(intermediate[row] @ w2[expert].T + bias) * topk_weight` for every sorted row to its route's row.
+
+    Args:
+        out: [N, H], rows contiguous: the rows of valid routes are overwritten, the others stay as they are. Its dtype
+            is the caller's choice: that of the activations halves the traffic of this buffer, the largest of the
+            layer, at the price of one more rounding per route, of the size of the output's own. [E * max_T, H] in the
+            batched format: every valid row to its own place.
+        intermediate: [N, I_pad] bf16, fp16 or fp32, rows contiguous, from `gate_up_gemm`.
+        w2: [E, H, I_pad], same dtype, zero padded, I_pad a multiple of 64, fewer than 2**31 elements per expert. Or
+            packed.
+        plan: from `sort_routes` or `plan_batches` with `config.block_m`.
+        config: launch configuration.
+        bias: [E, H], any float dtype, or None.
+        topk_weights: [T, K] fp32 contiguous, or None for no weight.
+        row_factors: [N] fp32 contiguous, in the order of `intermediate`: multiplies the product before the bias; None:
+            no factor.
+        overlap: whether to start while `gate_up_gemm` with `overlap`, launched just before, still runs.
+    """
+    operand = operand_of(w2, config)
+    num_columns, reduced = operand.num_columns, operand.depth
+    # Sorted routes are looked up, so only direct ones need K.
+    top_k = plan.topk_ids.shape[1] if isinstance(plan, DirectRoutes) else 1
+    assert config.block_m == plan.block_m and reduced % WEIGHT_PAD == 0 and intermediate.shape[1] == reduced
+    assert intermediate.stride(1) == out.stride(1) == 1
+    num_tiles_n = triton.cdiv(num_columns, config.block_n)
+    launch(
+        _down_kernel,
+        (plan.max_blocks * num_tiles_n,),
+        out,
+        intermediate,
+        *operand.tensors,
+        bias,
+        topk_weights,
+        row_factors,
+        *plan_arguments(plan, operand.num_experts),
+        reduced,
+        num_columns,
+        num_tiles_n,
+        intermediate.stride(0),
+        *operand.strides,
+        0 if bias is None else bias.stride(0),
+        out.stride(0),
+        SORTED=isinstance(plan, BlockMap),
+        SINGLE=isinstance(plan, DirectRoutes) and plan.single,
+        TOP_K=top_k,
+        BLOCK_TOP_K=triton.next_power_of_2(top_k),
+        MASK_ROWS=config.mask_rows,
+        MASK_K=reaches_past(reduced, reduced, config.block_k * config.slices),
+        MASK_N=num_columns % config.block_n != 0,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        **operand.constants,
+        OVERLAP=overlap,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **overlap_options(overlap),
+    )

@@ -1,0 +1,199 @@
+"""The second product of a Mixture-of-Experts layer for a single token with packed weights, in Triton.
+
+A token's K routes go side by side in slices of one product, which the program then adds up with the router's weights:
+no row of a route is stored, and nothing is launched to reduce them. Sizes: N = K routes, E local experts, H hidden,
+`I_pad` the size of the zero-padded intermediate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from moereg.kernels.gemm.config import GroupedGemmConfig
+from moereg.kernels.gemm.operand import operand_of
+from moereg.kernels.launch.overlap import overlap_options, wait_for_previous
+from moereg.kernels.launch.replay import launch
+from moereg.kernels.packed.product import accumulate_slices
+from moereg.kernels.packed.weights import PackedMatrix
+from moereg.kernels.rows.sort import load_local_expert
+from moereg.kernels.rows.tiles import reaches_past
+
+# A route takes a warp at least: 512 threads, the most that was compiled for.
+MAX_TOP_K = 16
+
+
+@triton.jit
+def _down_single_kernel(
+    out,
+    intermediate,
+    w2,
+    group_scale,
+    zero_point,
+    row_scale,
+    bias,
+    topk_weights,
+    topk_ids,
+    expert_map,
+    num_experts,
+    num_local_experts,
+    depth,
+    num_columns,
+    stride_intermediate,
+    stride_expert,
+    stride_column,  # Of weights that are not packed.
+    stride_scale,
+    stride_zero_point,
+    stride_bias,
+    TOP_K: tl.constexpr,
+    PIECES: tl.constexpr,
+    MASK_K: tl.constexpr,
+    MASK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    # Slice s holds piece s % PIECES of route s // PIECES, and has all rows of weights one after the other.
+    ROWS: tl.constexpr = SLICES * BLOCK_N
+    rows = tl.arange(0, ROWS)
+    own_block = rows // BLOCK_N % PIECES * (BLOCK_K // 64)
+    columns = tl.program_id(0) * BLOCK_N + rows % BLOCK_N
+    if MASK_N:
+        columns = tl.minimum(columns, num_columns - 1)
+    # A route that adds nothing reads the first expert's weights, which are finite, and no activations.
+    row_expert = load_local_expert(
+        topk_ids, expert_map, rows // BLOCK_N // PIECES, TOP_K, num_experts, num_local_experts
+    )
+    row_expert = tl.maximum(row_expert, 0).to(tl.int64)
+    if group_scale is not None:
+        group_scale += row_expert * stride_scale
+    if zero_point is not None:
+        zero_point += row_expert * stride_zero_point
+
+    slices = tl.arange(0, SLICES)
+    routes = slices // PIECES
+    valid = load_local_expert(topk_ids, expert_map, routes, TOP_K, num_experts, num_local_experts) >= 0
+    a_first = routes.to(tl.int64) * stride_intermediate + slices % PIECES * BLOCK_K
+    a_pointers = intermediate + a_first[:, None, None] + tl.zeros([1, 1, BLOCK_M], tl.int32)
+    # The other columns of a product are there because matrix units have them.
+    a_mask = valid[:, None, None] & (tl.arange(0, BLOCK_M) == 0)[None, None, :]
+    w2 += row_expert * stride_expert
+    wait_for_previous(OVERLAP)
+    sums = accumulate_slices(
+        a_pointers,
+        w2,
+        group_scale,
+        zero_point,
+        columns,
+        own_block,
+        a_mask,
+        depth,
+        depth // 64,
+        num_columns,
+        ELEMENT,
+        GROUP,
+        SCALE,
+        True,
+        MASK_K,
+        MASK_K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        SLICES,
+        PIECES,
+        STAGES,
+    )
+    x = tl.sum(sums, 2)  # [SLICES, BLOCK_N]
+    if row_scale is not None:
+        x *= tl.reshape(tl.load(row_scale + row_expert * num_columns + columns), (SLICES, BLOCK_N))
+    if bias is not None:
+        b = tl.reshape(tl.load(bias + row_expert * stride_bias + columns).to(tl.float32), (SLICES, BLOCK_N))
+        x += tl.where((slices % PIECES == 0)[:, None], b, 0.0)
+    if topk_weights is not None:
+        x *= tl.load(topk_weights + routes, mask=valid, other=0.0)[:, None]
+    y = tl.sum(tl.where(valid[:, None], x, 0.0), 0)
+    out_columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(out + out_columns, y.to(out.dtype.element_ty), mask=out_columns < num_columns)
+
+
+def down_single(
+    out: torch.Tensor,
+    intermediate: torch.Tensor,
+    w2: PackedMatrix,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    config: GroupedGemmConfig,
+    *,
+    bias: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    overlap: bool = False,
+) -> None:
+    """Writes the sum over a token's routes of `(intermediate[route] @ w2[expert].T + bias) * topk_weight`.
+
+    Args:
+        out: [1, H], rows contiguous: overwritten; zeros where no route has a local expert.
+        intermediate: [N, I_pad] bf16 or fp16, rows contiguous; those of routes without a local expert may be NaN.
+        w2: packed, H rows of I_pad elements.
+        topk_ids: [1, K] int32, contiguous, K at most `MAX_TOP_K`: ids outside [0, num_experts) belong to no expert.
+        expert_map: [num_experts] int32, local expert or -1; None: identity.
+        num_experts: number of ids.
+        config: launch configuration, of more than one slice; gets as many as there are routes, at the price of stages.
+        bias: [E, H], any float dtype, or None.
+        topk_weights: [1, K] fp32 contiguous, or None for no weight.
+        overlap: whether to start while the kernel in front, launched with `overlap`, still runs.
+    """
+    top_k = topk_ids.shape[1]
+    config, pieces = share_slices(config, top_k)
+    operand = operand_of(w2, config)
+    num_columns, depth = operand.num_columns, operand.depth
+    assert config.slices > 1 and topk_ids.shape[0] == 1 and topk_ids.is_contiguous() and top_k <= MAX_TOP_K
+    assert intermediate.stride(1) == out.stride(1) == 1 and intermediate.shape[1] == depth
+    launch(
+        _down_single_kernel,
+        (triton.cdiv(num_columns, config.block_n),),
+        out,
+        intermediate,
+        *operand.tensors,
+        bias,
+        topk_weights,
+        topk_ids,
+        expert_map,
+        num_experts,
+        operand.num_experts,
+        depth,
+        num_columns,
+        intermediate.stride(0),
+        *operand.strides,
+        0 if bias is None else bias.stride(0),
+        TOP_K=top_k,
+        PIECES=pieces,
+        MASK_K=reaches_past(depth, depth, config.block_k * pieces),
+        MASK_N=num_columns % config.block_n != 0,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        **operand.constants,
+        OVERLAP=overlap,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **overlap_options(overlap),
+    )
+
+
+def share_slices(config: GroupedGemmConfig, top_k: int) -> tuple[GroupedGemmConfig, int]:
+    """The configuration with no fewer slices than routes, in the same shared memory, and how many each route has."""
+    routes = triton.next_power_of_2(top_k)
+    if config.slices < routes:
+        stages = max(2, config.num_stages * config.slices // routes)
+        config = dataclasses.replace(config, slices=routes, num_warps=routes, num_stages=stages)
+    return config, config.slices // routes

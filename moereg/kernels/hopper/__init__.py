@@ -1,0 +1,1 @@
+"""Warp-specialized products for sm90, in Gluon."""

@@ -1,0 +1,379 @@
+"""The two grouped matmuls with 8-bit weights and activations for many rows an expert, on Hopper, in Triton's Gluon.
+
+One persistent program an SM: a producer warp fills a ring of shared memory with boxes of codes, and two warpgroups
+multiply, scale and store; see `gluon_quantized_consumer`. Gate and up are two boxes of one tile, so that w13 and its
+scales stay in canonical order. Sizes as in `triton_quantized_gemm`; rows come in the compact order of a `RoutePlan`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from moereg.kernels.hopper.consumer import GUARD_ROWS
+from moereg.kernels.hopper.gemm import L2_GROUP, L2_SHARE_BYTES, num_multiprocessors, tensor_map
+from moereg.kernels.hopper.quantized_consumer import COLUMNS, OWN_ROWS, ROWS, STEP, consume_codes
+from moereg.kernels.hopper.ring import load_box, load_chunks, locate, next_slot, reinterpret
+from moereg.kernels.hopper.turns import NO_TILE, TURNS, announce_tile, next_tile
+from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.replay import launch
+from moereg.kernels.quantized.products import QuantizedMatrices
+from moereg.kernels.quantized.rows import QuantizedRows
+from moereg.kernels.rows.sort import RoutePlan
+
+# All registers of 384 threads: both consumers', then the producer's.
+_CONSUMER_REGISTERS = gl.constexpr(232)
+_PRODUCER_REGISTERS = gl.constexpr(40)
+
+BLOCK_M: Final = ROWS.value
+"""Rows of a tile; the plan's."""
+
+_TRITON_DTYPES: Final = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class GluonQuantizedConfig:
+    """Launch configuration of one grouped GEMM.
+
+    Attributes:
+        stages: depth of the ring, 48 KiB each.
+        buffers: staged stores of each warpgroup, 8 KiB each.
+    """
+
+    stages: int = 4
+    buffers: int = 2
+
+
+GATE_UP_CONFIG: Final = GluonQuantizedConfig()
+DOWN_CONFIG: Final = GluonQuantizedConfig()
+
+# Columns of a staged store of 16-bit numbers, 128 bytes.
+_CHUNK: Final = 64
+
+
+@gluon.jit
+def _copy_scales(
+    ring,
+    slot,
+    row_scale,
+    low_scales,
+    high_scales,
+    row,
+    length,
+    k,
+    stride_row_scale,
+):
+    """Copies a step's scales, of the rows of a tile and of either half's columns, into the ring, 4 bytes at a time.
+
+    Boxes would have to begin at multiples of 16 bytes.
+    """
+    _, _, row_scales, half_scales, full, _ = ring
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    at = row + gl.minimum(gl.arange(0, ROWS, LINE), length - 1)
+    load_chunks(row_scales.index(slot), row_scale + k * stride_row_scale + at)
+    one = gl.arange(0, 1, LINE)
+    load_chunks(half_scales.index(2 * slot), low_scales + k + one)
+    load_chunks(half_scales.index(2 * slot + 1), high_scales + k + one)
+    async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+
+
+@gluon.jit
+def _produce_codes(
+    rows,
+    row_scale,
+    weights,
+    column_scale,
+    ring,
+    turns,
+    counter,
+    plan,
+    num_tiles_n,
+    group,
+    num_k,
+    num_columns,
+    group_rows,
+    stride_row_scale,
+    stride_expert_scale,
+    stride_column_scale,
+    GROUPED: gl.constexpr,
+    GATED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Fills the ring with boxes of rows in sorted order and of both halves' weights, and their scales; one warp."""
+    rows_shared, weights_shared, _, _, full, empty = ring
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    turn = gl.to_tensor(0)
+    turn_phase = gl.to_tensor(1)
+    num_tiles = plan[3] * num_tiles_n
+    tile = gl.program_id(0)
+    while tile < num_tiles:
+        turn, turn_phase = announce_tile(tile, turns, turn, turn_phase, 1)
+        following = next_tile(counter)
+        expert, tile_n, row, length = locate(tile, plan, num_tiles_n, group, ROWS, 0)
+        low_row = tile_n * COLUMNS if GATED else tile_n * 2 * COLUMNS
+        high_row = num_columns // 2 + low_row if GATED else low_row + COLUMNS
+        if GROUPED:
+            own_scales = column_scale + expert.to(gl.int64) * stride_expert_scale
+            low_scales = own_scales + gl.minimum(low_row, num_columns - 1) // group_rows * stride_column_scale
+            high_scales = own_scales + gl.minimum(high_row, num_columns - 1) // group_rows * stride_column_scale
+        for k in range(num_k):
+            ready = full.index(slot)
+            mbarrier.wait(empty.index(slot), phase)
+            mbarrier.expect(ready, (OWN_ROWS + 2 * COLUMNS) * STEP, pred=length <= OWN_ROWS)
+            mbarrier.expect(ready, (ROWS + 2 * COLUMNS) * STEP, pred=length > OWN_ROWS)
+            load_box(rows, [row, k * STEP], ready, rows_shared.index(2 * slot))
+            load_box(rows, [row + OWN_ROWS, k * STEP], ready, rows_shared.index(2 * slot + 1), pred=length > OWN_ROWS)
+            load_box(weights, [expert, low_row, k * STEP], ready, weights_shared.index(2 * slot))
+            load_box(weights, [expert, high_row, k * STEP], ready, weights_shared.index(2 * slot + 1))
+            if GROUPED:
+                _copy_scales(ring, slot, row_scale, low_scales, high_scales, row, length, k, stride_row_scale)
+            slot, phase = next_slot(slot, phase, STAGES)
+        tile = following
+    announce_tile(NO_TILE, turns, turn, turn_phase, 1)
+
+
+# Sizes and strides that change from call to call, or layer to layer, are not specialized: their divisibility says
+# nothing, and each would be compiled anew.
+@gluon.jit(
+    do_not_specialize=[
+        *("num_tiles_n", "group", "num_k", "num_columns", "group_rows"),
+        *("stride_row_scale", "stride_out_scale"),
+    ]
+)
+def _quantized_grouped_kernel(
+    out,
+    out_scale,
+    rows,
+    row_scale,
+    weights,
+    column_scale,
+    bias,
+    block_expert,
+    block_row,
+    block_end,
+    num_blocks,
+    counter,
+    num_tiles_n,
+    group,
+    num_k,
+    num_columns,
+    group_rows,
+    stride_row_scale,
+    stride_expert_scale,
+    stride_column_scale,
+    stride_out_scale,
+    GROUPED: gl.constexpr,
+    ROUNDED: gl.constexpr,
+    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    GATED: gl.constexpr,
+    ALPHA: gl.constexpr,
+    BETA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    MASK_N: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    dtype: gl.constexpr = weights.dtype
+    operand: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    CHUNK: gl.constexpr = [OWN_ROWS, out.block_shape[2]]
+    rows_boxes = gl.allocate_shared_memory(dtype, [2 * STAGES] + rows.block_shape, rows.layout)
+    weights_boxes = gl.allocate_shared_memory(dtype, [2 * STAGES] + weights.block_shape, weights.layout)
+    staging = gl.allocate_shared_memory(
+        out.dtype, [2 * BUFFERS] + CHUNK, gl.NVMMASharedLayout.get_default_for(CHUNK, out.dtype)
+    )
+    # Not read where scales do not change along a row.
+    DEPTH: gl.constexpr = STAGES if GROUPED else 1
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    row_scales = gl.allocate_shared_memory(gl.float32, [DEPTH, ROWS], LINE)
+    half_scales = gl.allocate_shared_memory(gl.float32, [2 * DEPTH, 1], LINE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        # One arrival announces the boxes' bytes; copies of scales add one for each producer thread.
+        mbarrier.init(full.index(slot), count=33 if GROUPED else 1)
+        mbarrier.init(empty.index(slot), count=2)
+    tiles = gl.allocate_shared_memory(gl.int32, [TURNS, 1], LINE)
+    announced = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
+    for turn in gl.static_range(TURNS):
+        mbarrier.init(announced.index(turn), count=1)
+        mbarrier.init(taken.index(turn), count=2)
+    fence_async_shared()
+    wait_for_previous(OVERLAP)
+    release_next(OVERLAP)
+    boxes = (rows_boxes, weights_boxes, row_scales, half_scales, full, empty)
+    halves = reinterpret(weights_boxes, dtype, [2 * STAGES, COLUMNS, STEP], operand)
+    own_row_scales = reinterpret(row_scales, gl.float32, [2 * DEPTH, OWN_ROWS], LINE)
+    operands = (rows_boxes, halves, own_row_scales, half_scales, full, empty)
+    plan = (block_expert, block_row, block_end, gl.load(num_blocks))
+    turns = (tiles, announced, taken)
+    # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
+    # fmt: off
+    gl.warp_specialize(
+        [(consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, plan, num_tiles_n,
+                          group, num_k, num_columns, stride_expert_scale, stride_out_scale, 0, STAGES, BUFFERS,
+                          GROUPED, ROUNDED, ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N)),
+         (consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, plan, num_tiles_n,
+                          group, num_k, num_columns, stride_expert_scale, stride_out_scale, 1, STAGES, BUFFERS,
+                          GROUPED, ROUNDED, ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N)),
+         (_produce_codes, (rows, row_scale, weights, column_scale, boxes, turns, counter, plan, num_tiles_n, group,
+                           num_k, num_columns, group_rows, stride_row_scale, stride_expert_scale, stride_column_scale,
+                           GROUPED, GATED, STAGES))],
+        [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
+    # fmt: on
+
+
+def quantized_gate_up_gemm(
+    out: torch.Tensor | QuantizedRows,
+    rows: QuantizedRows,
+    w13: QuantizedMatrices,
+    plan: RoutePlan,
+    config: GluonQuantizedConfig = GATE_UP_CONFIG,
+    *,
+    activation: str,
+    gated: bool,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    bias: torch.Tensor | None = None,
+    rounded: torch.dtype | None = None,
+    overlap: bool = False,
+) -> None:
+    """Writes `act(row @ w13[expert].T + bias)` for every sorted row, or codes of it in groups of 128 columns.
+
+    Args:
+        out: [GUARD_ROWS + N, I_pad] bf16 or fp16, contiguous, 16-byte aligned: overwritten behind the guard up to the
+            last valid row, with zeros from column I on. Or codes of float8_e4m3fn of the same shape, and their scales
+            [N, I_pad / 128], of rows behind the guard, those of a group together as in `rows`.
+        rows: [N, H_pad] in sorted order, scales [N, H_pad / 128] fp32, those of a group together, or [N, 1].
+        w13: [E, 2 * I, H_pad] gate first, or [E, I, H_pad] where not gated; scales by blocks of 128 x 128 with I a
+            multiple of 128, or by rows.
+        plan: from `sort_routes` with `BLOCK_M` and no slack; its first counter is used up.
+        config: launch configuration.
+        activation: as for `triton_quantized_gemm.quantized_gate_up_gemm`, like the next five.
+        gated: whether w13 holds gates.
+        alpha: slope inside the sigmoid.
+        beta: added to the clamped up half; only where gated.
+        limit: the clamp, or None; only where gated.
+        bias: [E, 2 * I] or [E, I] contiguous, any float dtype, or None.
+        rounded: dtype that numbers are rounded to before they are quantized; given with codes.
+        overlap: whether to start while the kernel in front still runs, and to let the next one start early.
+    """
+    # fmt: off
+    _launch(out, rows, w13, plan, 0, config, activation, gated, alpha, beta, limit, bias, rounded, overlap)
+    # fmt: on
+
+
+def quantized_down_gemm(
+    out: torch.Tensor,
+    intermediate: QuantizedRows,
+    w2: QuantizedMatrices,
+    plan: RoutePlan,
+    config: GluonQuantizedConfig = DOWN_CONFIG,
+    *,
+    bias: torch.Tensor | None = None,
+    overlap: bool = False,
+) -> None:
+    """Writes `intermediate[row] @ w2[expert].T + bias` for every sorted row, unweighted.
+
+    Args:
+        out: [GUARD_ROWS + N, H] bf16 or fp16, contiguous, 16-byte aligned, H a multiple of 8: overwritten behind the
+            guard up to the last valid row, in sorted order.
+        intermediate: codes and scales [N, ...] of rows behind the guard, as `quantized_gate_up_gemm` wrote them.
+        w2: [E, H, I_pad].
+        plan: as for `quantized_gate_up_gemm`; its second counter.
+        config: launch configuration.
+        bias: [E, H] contiguous, any float dtype, or None.
+        overlap: as for `quantized_gate_up_gemm`.
+    """
+    _launch(out, intermediate, w2, plan, 1, config, None, False, 1.0, 0.0, None, bias, None, overlap)
+
+
+def _launch(
+    out: torch.Tensor | QuantizedRows,
+    rows: QuantizedRows,
+    matrices: QuantizedMatrices,
+    plan: RoutePlan,
+    number: int,
+    config: GluonQuantizedConfig,
+    activation: str | None,
+    gated: bool,
+    alpha: float,
+    beta: float,
+    limit: float | None,
+    bias: torch.Tensor | None,
+    rounded: torch.dtype | None,
+    overlap: bool,
+) -> None:
+    _, num_columns, depth = matrices.q.shape
+    grouped = rows.group > 0
+    target, out_scale = (out.q, out.scale) if isinstance(out, QuantizedRows) else (out, None)
+    assert plan.block_m == BLOCK_M and plan.slack == 0 and depth % STEP.value == 0 and rows.q.shape[1] == depth
+    assert target.is_contiguous() and matrices.q.is_contiguous() and rows.q.stride(1) == 1
+    assert grouped == (matrices.group_columns > 0) and rows.group in (0, STEP.value)
+    assert rows.scale.stride(0) == 1 and (out_scale is None or out_scale.stride(0) == 1)
+    assert (out_scale is None) == (rounded is None)
+    # The epilogue's codes.
+    assert out_scale is None or target.dtype == torch.float8_e4m3fn
+    halves = 2 if gated else 1
+    columns = num_columns // halves
+    # Each half of a tile lies within one row of blocks; of up, only where those of gate end with a block.
+    assert matrices.group_rows == (COLUMNS.value if grouped else 1)
+    assert not (grouped and gated) or columns % COLUMNS.value == 0
+    width = target.shape[1]
+    out_columns = _CHUNK if out_scale is None else COLUMNS.value
+    # Anchored at an expert's end: [end, GUARD_ROWS - rows + i] is row i of the tile of `rows` rows that ends there.
+    clipped_out = tensor_map(
+        target,
+        (target.shape[0] - GUARD_ROWS + 1, GUARD_ROWS, width),
+        (width, width, 1),
+        (1, OWN_ROWS.value, out_columns),
+    )
+    launch(
+        _quantized_grouped_kernel,
+        (num_multiprocessors(target.device),),
+        clipped_out,
+        out_scale,
+        tensor_map(rows.q, rows.q.shape, rows.q.stride(), (OWN_ROWS.value, STEP.value)),
+        rows.scale,
+        tensor_map(matrices.q, matrices.q.shape, matrices.q.stride(), (1, COLUMNS.value, STEP.value)),
+        matrices.scale,
+        bias,
+        plan.block_expert,
+        plan.block_row,
+        plan.block_end,
+        plan.num_blocks,
+        plan.tile_counters[number:],
+        triton.cdiv(columns, COLUMNS.value * (1 if gated else 2)),
+        1 if num_columns * depth <= L2_SHARE_BYTES else L2_GROUP,
+        depth // STEP.value,
+        num_columns,
+        matrices.group_rows,
+        rows.scale.stride(1),
+        matrices.scale.stride(0),
+        matrices.scale.stride(1),
+        0 if out_scale is None else out_scale.stride(1),
+        GROUPED=grouped,
+        ROUNDED=None if rounded is None else _TRITON_DTYPES[rounded],
+        STAGES=config.stages,
+        # A half of codes takes 8 KiB too.
+        BUFFERS=config.buffers if out_scale is None else 1,
+        ACTIVATION=activation,
+        GATED=gated,
+        ALPHA=alpha,
+        BETA=beta,
+        LIMIT=limit,
+        MASK_N=activation is not None and columns % COLUMNS.value != 0,
+        OVERLAP=overlap,
+        num_warps=4,
+        **overlap_options(overlap),
+    )

@@ -1,0 +1,256 @@
+"""The main loop of products with packed weights, in Triton.
+
+Products are taken the other way round, weights times activations: restored weights then stay in registers, which on
+Hopper only the left operand may, and a tile of few tokens is the short side of an instruction.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moereg.kernels.packed.weights import restore_part
+
+
+@triton.jit
+def _load_code_word(words, columns, block, num_columns, GROUP: tl.constexpr):
+    """[BLOCK_N] uint32: the codes of the groups of a block, and of as many others as fill the word.
+
+    Args:
+        words: the expert's first word, or [BLOCK_N] one for each row.
+        columns: [BLOCK_N].
+        block: the block, or one for each row.
+        num_columns: words of a group.
+    """
+    PER_WORD: tl.constexpr = 4 if GROUP <= 32 else (2 if GROUP == 64 else 1)
+    # A group of 0 is a row, all of whose blocks read its only word.
+    word = block * 64 // (GROUP * PER_WORD) if GROUP > 0 else 0
+    return tl.load(words + word * num_columns + columns).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _load_words(words, block, columns, num_blocks, num_columns, WORDS: tl.constexpr, MASK_B: tl.constexpr):
+    """[rows, 8] uint32 twice, the same ones where a block has but 8 words, of a block or of one for each row."""
+    pointers = (words + (block * num_columns + columns) * WORDS)[:, None] + tl.arange(0, 8)[None, :]
+    if MASK_B:
+        inside = block + tl.zeros_like(columns) < num_blocks
+        low = tl.load(pointers, mask=inside[:, None], other=0).to(tl.uint32, bitcast=True)
+    else:
+        low = tl.load(pointers).to(tl.uint32, bitcast=True)
+    if WORDS == 8:
+        return low, low
+    elif MASK_B:
+        return low, tl.load(pointers + 8, mask=inside[:, None], other=0).to(tl.uint32, bitcast=True)
+    else:
+        return low, tl.load(pointers + 8).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _load_activations(pointers, row_mask, offs_k, size_a, MASK_ROWS: tl.constexpr, MASK_A: tl.constexpr):
+    if MASK_ROWS and MASK_A:
+        return tl.load(pointers, mask=row_mask & (offs_k < size_a), other=0.0)
+    elif MASK_ROWS:
+        return tl.load(pointers, mask=row_mask, other=0.0)
+    elif MASK_A:
+        return tl.load(pointers, mask=offs_k < size_a, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def accumulate_packed(
+    a_rows,
+    words,
+    group_scale,
+    zero_point,
+    columns,
+    row_mask,
+    size_a,
+    num_blocks,
+    num_columns,
+    ELEMENT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    MASK_A: tl.constexpr,
+    MASK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """[BLOCK_M, BLOCK_N] fp32 product of rows of activations and rows of packed weights, before the scales of rows.
+
+    A step is BLOCK_K elements of SLICES slices, whose sums are added at the end. Warps share the slices, of which there
+    are none or as many as warps: with few programs on a multiprocessor each warp has less to do one after the other.
+
+    Args:
+        a_rows: [BLOCK_M] first elements of the rows of activations, bf16 or fp16.
+        words: the expert's first word.
+        group_scale: its first group scale, or None.
+        zero_point: its first word of zero points, or None.
+        columns: [BLOCK_N] rows of the weights, all within them.
+        row_mask: [BLOCK_M] rows of activations that count.
+        size_a: elements of a row of activations; what lies behind them may be NaN.
+        num_blocks: blocks of a row of weights.
+        num_columns: rows of the weights.
+        ELEMENT, GROUP, SCALE: of `PackedMatrix`.
+        MASK_ROWS: whether to leave out the rows that do not count.
+        MASK_A: whether steps over the weights' reduced dimension reach past `size_a`; see `reaches_past`.
+        MASK_B: whether they reach past that dimension.
+    """
+    if SLICES == 1:
+        own_block = 0
+        a_pointers = a_rows[None, :]
+        a_mask = row_mask[None, :]
+    else:
+        # Of every slice all rows, one after the other.
+        columns = tl.reshape(tl.broadcast_to(columns[None, :], (SLICES, BLOCK_N)), (SLICES * BLOCK_N,))
+        own_block = tl.arange(0, SLICES * BLOCK_N) // BLOCK_N * (BLOCK_K // 64)
+        a_pointers = a_rows[None, None, :] + tl.arange(0, SLICES)[:, None, None] * BLOCK_K
+        a_mask = row_mask[None, None, :]
+    accumulator = accumulate_slices(
+        a_pointers,
+        words,
+        group_scale,
+        zero_point,
+        columns,
+        own_block,
+        a_mask,
+        size_a,
+        num_blocks,
+        num_columns,
+        ELEMENT,
+        GROUP,
+        SCALE,
+        MASK_ROWS,
+        MASK_A,
+        MASK_B,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        SLICES,
+        SLICES,
+        STAGES,
+    )
+    if SLICES > 1:
+        accumulator = tl.sum(accumulator, 0)
+    return tl.trans(accumulator)
+
+
+@triton.jit
+def accumulate_slices(
+    a_pointers,
+    words,
+    group_scale,
+    zero_point,
+    columns,
+    own_block,
+    a_mask,
+    size_a,
+    num_blocks,
+    num_columns,
+    ELEMENT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    MASK_A: tl.constexpr,
+    MASK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    PIECES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """[SLICES, BLOCK_N, BLOCK_M] fp32 products, or [BLOCK_N, BLOCK_M] where there is one slice, before scales of rows.
+
+    A step is BLOCK_K elements of every slice. PIECES slices share a row of weights, each taking every so many pieces of
+    BLOCK_K; slices of different rows go side by side. ROWS is SLICES * BLOCK_N.
+
+    Args:
+        a_pointers: [SLICES, 1, BLOCK_M] first elements of the slices' activations, bf16 or fp16; [1, BLOCK_M] of one.
+        words: first word of the expert, or [ROWS] of the experts.
+        group_scale: likewise, or None.
+        zero_point: likewise, or None.
+        columns: [ROWS] rows of the weights, all within them.
+        own_block: [ROWS] the slice's first block; 0 of one.
+        a_mask: shape of `a_pointers`: activations that count.
+        size_a: elements of a row of activations; what lies behind them may be NaN.
+        num_blocks: blocks of a row of weights.
+        num_columns: rows of an expert's weights.
+    """
+    DTYPE: tl.constexpr = a_pointers.dtype.element_ty
+    BLOCKS: tl.constexpr = BLOCK_K // 64
+    WORDS: tl.constexpr = 16 if ELEMENT == "int8" else 8
+    FOLDED: tl.constexpr = SCALE != "float32"
+    # Where scales multiply partial products, products end with a group.
+    PARTIAL: tl.constexpr = group_scale is not None and not FOLDED
+    PARTS: tl.constexpr = 64 // GROUP if PARTIAL and GROUP < 64 else 1
+    PAIRS: tl.constexpr = 4 // PARTS
+    PART: tl.constexpr = 64 // PARTS
+    GROUP_BLOCKS: tl.constexpr = GROUP // 64 if PARTIAL and GROUP > 64 else 1
+    # One accumulator instead of two. Triton 3.6 gives tiles this low to mma.sync; with 3.8's wgmma the waits stay.
+    CHAINED: tl.constexpr = not PARTIAL and BLOCK_M < 16
+    ROWS: tl.constexpr = SLICES * BLOCK_N
+    PRODUCT: tl.constexpr = [BLOCK_N, BLOCK_M] if SLICES == 1 else [SLICES, BLOCK_N, BLOCK_M]
+    if SLICES == 1:
+        offs_k = tl.arange(0, PART)[:, None]
+        slice_k = offs_k
+    else:
+        offs_k = tl.arange(0, PART)[None, :, None]
+        slice_k = tl.arange(0, SLICES)[:, None, None] % PIECES * BLOCK_K + offs_k
+    a_pointers += offs_k
+    accumulator = tl.zeros(PRODUCT, dtype=tl.float32)
+    # Said here too, since Triton keeps loads that no product reads, such as those of scales, out of the pipeline else.
+    for first in tl.range(0, num_blocks, PIECES * BLOCKS, num_stages=STAGES):
+        partial = tl.zeros(PRODUCT, dtype=tl.float32)
+        scale_word = None
+        zero_word = None
+        for within in tl.static_range(BLOCKS):
+            block = first + within + own_block
+            low_words, high_words = _load_words(words, block, columns, num_blocks, num_columns, WORDS, MASK_B)
+            # Blocks past the last have no scales, and may have any.
+            scaled_block = tl.minimum(block, num_blocks - 1) if MASK_B else block
+            if GROUP == 16 or within % 2 == 0:
+                if FOLDED:
+                    scale_word = _load_code_word(group_scale, columns, scaled_block, num_columns, GROUP)
+                if zero_point is not None:
+                    zero_word = _load_code_word(zero_point, columns, scaled_block, num_columns, GROUP)
+            for part in tl.static_range(PARTS):
+                operand = restore_part(
+                    low_words,
+                    high_words,
+                    scale_word,
+                    zero_word,
+                    within * 64,
+                    part * PAIRS,
+                    PAIRS,
+                    ELEMENT,
+                    GROUP,
+                    SCALE,
+                    DTYPE,
+                    ROWS,
+                )
+                if SLICES > 1:
+                    operand = tl.reshape(operand, (SLICES, BLOCK_N, PART))
+                start = (first + within) * 64 + part * PART
+                a = _load_activations(a_pointers + start, a_mask, start + slice_k, size_a, MASK_ROWS, MASK_A)
+                if CHAINED:
+                    accumulator = tl.dot(operand, a, accumulator)
+                else:
+                    # Into zeros: Triton would wait for every wgmma that adds to what goes around the loop.
+                    partial = tl.dot(operand, a, partial)
+                    if not PARTIAL and within + 1 == BLOCKS:
+                        accumulator += partial
+                if PARTIAL and (PARTS > 1 or (within + 1) % GROUP_BLOCKS == 0 or within + 1 == BLOCKS):
+                    group = (scaled_block * 64 + part * PART) // GROUP
+                    scale = tl.load(group_scale + group * num_columns + columns)[:, None]
+                    if SLICES > 1:
+                        scale = tl.reshape(scale, (SLICES, BLOCK_N, 1))
+                    accumulator += partial * scale
+                    partial = tl.zeros(PRODUCT, dtype=tl.float32)
+    if not FOLDED:
+        accumulator *= 2.0**6 if tl.bfloat16 == DTYPE else 2.0**9
+    return accumulator

@@ -1,0 +1,1 @@
+"""Layers out of torch's own operators, for any device."""

@@ -1,0 +1,293 @@
+"""MoE experts of a CPU in plain torch: routes sorted by expert, chunk by chunk of tokens.
+
+The routing is read on the host, as a CPU can: only active experts are touched, each once for a chunk of tokens.
+
+T tokens, H hidden size, I intermediate size, E local experts, K top-k, N = T*K routes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from moereg.kernels.plain.mlp import ExpertMlp
+
+__all__ = [
+    "batched_rows",
+    "bucket_rows",
+    "chunk_num_tokens",
+    "host_batched_experts",
+    "host_experts",
+    "routed_inputs",
+    "routed_rows",
+    "row_block",
+    "sort_routes",
+]
+
+# A chunk's weighted rows [N,H] are the one large temporary; smaller chunks would stream the weights more often.
+CHUNK_BYTES: Final = 128 << 20
+# Bounds input, both halves of the intermediate and output of one matmul pair. Matmuls gain nothing past 1,024 rows.
+BLOCK_BYTES: Final = 48 << 20
+MAX_BLOCK_ROWS: Final = 1024
+# One gather for all experts saves a call each; a larger one leaves the cache before it is read.
+GATHER_ONCE_BYTES: Final = 4 << 20
+# oneDNN's kernels stream weights slower for 1 and 2 rows than for 4 (1536x2048 bf16: 20 against 26 GB/s).
+MIN_ROWS: Final = 4
+
+
+def chunk_num_tokens(num_tokens: int, top_k: int, hidden_size: int, itemsize: int) -> int:
+    """Tokens that `host_experts` takes at a time, so that their N rows of output stay within `CHUNK_BYTES`.
+
+    Monotone in `num_tokens` and at least 1.
+    """
+    return max(1, min(num_tokens, CHUNK_BYTES // (top_k * hidden_size * itemsize)))
+
+
+def routed_rows(num_tokens: int, top_k: int, hidden_size: int, itemsize: int) -> int:
+    """Rows of H elements that `host_experts` needs as workspace: a chunk's routes and one row of zeros."""
+    return chunk_num_tokens(num_tokens, top_k, hidden_size, itemsize) * top_k + 1
+
+
+def row_block(hidden_size: int, w13_rows: int, itemsize: int) -> int:
+    """Most rows of one matmul: bounds its temporaries. A multiple of 32, at least 32."""
+    rows = BLOCK_BYTES // ((2 * hidden_size + 2 * w13_rows) * itemsize)
+    return max(32, min(MAX_BLOCK_ROWS, rows // 32 * 32))
+
+
+def bucket_rows(rows: int) -> int:
+    """The row count that a matmul of `rows` rows is run with: at least `MIN_ROWS`, at most 1/16 more.
+
+    oneDNN builds a kernel for each distinct row count (1.4 ms on the machine of the benches) and keeps 1,024 of them
+    for the whole process; with buckets a layer needs at most about 110 for each of its matmuls.
+    """
+    step = 1 << max(0, rows.bit_length() - 5)
+    return max(MIN_ROWS, -(-rows // step) * step)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SortedRoutes:
+    """Routes ordered by local expert; those of no local expert are left out.
+
+    Attributes:
+        num_rows: Routes that are left.
+        segments: (expert, first row, rows) of each active expert.
+        order: [num_rows] int64, index into the flattened [T,K].
+        positions: [T,K] int64, row of each route, or `num_rows` where it is left out.
+    """
+
+    num_rows: int
+    segments: list[tuple[int, int, int]]
+    order: torch.Tensor
+    positions: torch.Tensor
+
+
+def sort_routes(topk_ids: torch.Tensor, num_local_experts: int, expert_map: torch.Tensor | None) -> SortedRoutes:
+    """Sorts routes by local expert, on the host.
+
+    Args:
+        topk_ids [T,K] integers, CPU: global experts; out of range or unmapped ones are left out.
+        num_local_experts: E.
+        expert_map [num_experts] int32 or None: local expert or -1.
+    """
+    # numpy: these arrays are small, and its calls cost a third of torch's.
+    ids = topk_ids.numpy().ravel()
+    if expert_map is None:
+        known = (ids >= 0) & (ids < num_local_experts)
+        local = np.where(known, ids, num_local_experts)
+    else:
+        table = expert_map.numpy()
+        known = (ids >= 0) & (ids < len(table))
+        local = table[np.where(known, ids, 0)]
+        local = np.where(known & (local >= 0) & (local < num_local_experts), local, num_local_experts)
+    # Stable sorts of 16-bit keys are radix sorts in numpy.
+    keys = local.astype(np.uint16) if num_local_experts < 1 << 16 else local
+    order = np.argsort(keys, kind="stable")
+    counts = np.bincount(local, minlength=num_local_experts + 1)[:num_local_experts]
+    ends = np.cumsum(counts)
+    num_rows = int(ends[-1])
+    positions = np.empty(len(ids), np.int64)
+    positions[order] = np.arange(len(ids))
+    np.minimum(positions, num_rows, out=positions)
+    active = np.flatnonzero(counts)
+    rows = counts[active]
+    return SortedRoutes(
+        num_rows=num_rows,
+        segments=list(zip(active.tolist(), (ends[active] - rows).tolist(), rows.tolist(), strict=True)),
+        order=torch.from_numpy(order[:num_rows]),
+        positions=torch.from_numpy(positions).view(topk_ids.shape),
+    )
+
+
+def host_experts(
+    out: torch.Tensor,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    mlp: ExpertMlp,
+    num_local_experts: int,
+    w13_rows: int,
+    workspace: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> None:
+    """Runs the experts of a CPU layer, chunk by chunk of tokens and active expert by active expert.
+
+    Deterministic for a fixed number of threads.
+
+    Args:
+        out [T,H]: Overwritten; aliases no input.
+        hidden_states [T,H]: Read only.
+        topk_weights [T,K] fp32: Routing weights.
+        topk_ids [T,K] int32: Global experts.
+        mlp: The experts.
+        num_local_experts: E.
+        w13_rows: 2I, or I where not gated.
+        workspace: At least `routed_rows(...)` * H elements of out's dtype; contents undefined before and after.
+        expert_map [num_experts] int32 or None: Local expert or -1.
+        apply_router_weight_on_input: Scale an expert's input instead of its output; K is 1 then.
+    """
+    num_tokens, hidden_size = hidden_states.shape
+    top_k = topk_ids.shape[1]
+    chunk = chunk_num_tokens(num_tokens, top_k, hidden_size, out.element_size())
+    block = row_block(hidden_size, w13_rows, out.element_size())
+    for first in range(0, num_tokens, chunk):
+        tokens = slice(first, first + chunk)
+        routes = sort_routes(topk_ids[tokens], num_local_experts, expert_map)
+        input_weights = topk_weights[tokens].reshape(-1) if apply_router_weight_on_input else None
+        rows = workspace.view(-1)[: (routes.num_rows + 1) * hidden_size].view(-1, hidden_size)
+        _run_segments(rows, hidden_states[tokens], routes, top_k, mlp, block, input_weights)
+        weights = torch.ones_like(topk_weights[tokens]) if apply_router_weight_on_input else topk_weights[tokens]
+        _weighted_sum(out[tokens], rows, routes, weights)
+
+
+def routed_inputs(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    num_local_experts: int,
+    block: int,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The inputs that `host_experts` gives to each active expert, without the neighbors that fill a bucket.
+
+    Args:
+        hidden_states, topk_weights, topk_ids, num_local_experts, expert_map, apply_router_weight_on_input: As there.
+        block: Most rows at a time.
+
+    Yields:
+        The expert and [rows, H] in hidden_states' dtype.
+    """
+    top_k = topk_ids.shape[1]
+    routes = sort_routes(topk_ids, num_local_experts, expert_map)
+    input_weights = topk_weights.reshape(-1)
+    for expert, first, count in routes.segments:
+        for order in routes.order[first : first + count].split(block):
+            x = hidden_states.index_select(0, order // top_k)
+            if apply_router_weight_on_input:
+                x = (x * input_weights.index_select(0, order).unsqueeze(1)).to(hidden_states.dtype)
+            yield expert, x
+
+
+def batched_rows(
+    hidden_states: torch.Tensor, expert_num_tokens: torch.Tensor, block: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The valid rows of each active expert, as `routed_inputs` for the batched format.
+
+    Args:
+        hidden_states [E,max_T,H]: Rows past an expert's count may hold anything.
+        expert_num_tokens [E] int32: Valid rows of each expert.
+        block: Most rows at a time.
+
+    Yields:
+        The expert and views [rows, H].
+    """
+    for expert, count in enumerate(expert_num_tokens.tolist()):
+        for x in hidden_states[expert, :count].split(block):
+            if len(x):
+                yield expert, x
+
+
+def _run_segments(
+    rows: torch.Tensor,
+    hidden_states: torch.Tensor,
+    routes: SortedRoutes,
+    top_k: int,
+    mlp: ExpertMlp,
+    block: int,
+    input_weights: torch.Tensor | None,
+) -> None:
+    """Fills rows [num_rows + 1, H] with each route's unweighted output and a last row of zeros."""
+    rows[-1].zero_()
+    if not routes.num_rows:
+        return
+    # Spare rows at the end, so that a bucket of rows can start at any expert's first row; what they hold is not used.
+    order = F.pad(routes.order, (0, MIN_ROWS - 1))
+    token_of_row = order if top_k == 1 else order // top_k
+    num_gathered = len(token_of_row)
+
+    def gather(start: int, count: int) -> torch.Tensor:
+        gathered = hidden_states.index_select(0, token_of_row[start : start + count])
+        if input_weights is None:
+            return gathered
+        scales = input_weights.index_select(0, order[start : start + count])
+        return (gathered * scales.unsqueeze(1)).to(hidden_states.dtype)
+
+    row_bytes = hidden_states.shape[1] * hidden_states.element_size()
+    everything = gather(0, num_gathered) if num_gathered * row_bytes <= GATHER_ONCE_BYTES else None
+    for expert, first, count in routes.segments:
+        for start in range(first, first + count, block):
+            wanted = min(block, first + count - start)
+            # Neighbors' rows fill the bucket: rows do not depend on each other, so no padding has to be copied.
+            given = min(bucket_rows(wanted), num_gathered)
+            begin = min(start, num_gathered - given)
+            x = gather(begin, given) if everything is None else everything[begin : begin + given]
+            rows[start : start + wanted].copy_(mlp(x, expert)[start - begin : start - begin + wanted])
+
+
+def _weighted_sum(out: torch.Tensor, rows: torch.Tensor, routes: SortedRoutes, weights: torch.Tensor) -> None:
+    """Writes out[t] = sum over k of weights[t,k] * rows[positions[t,k]], summed in fp32."""
+    positions = routes.positions
+    if routes.num_rows < positions.numel():
+        # A weight that belongs to no local expert may be anything, and infinity times the row of zeros is NaN.
+        weights = weights.masked_fill(positions == routes.num_rows, 0.0)
+    scales = weights.to(rows.dtype)
+    if rows.dtype != torch.float32:
+        # An embedding bag wants weights of the rows' dtype. Value and rounding error as two weights keep fp32's
+        # precision; the second visit to a row finds it in cache.
+        scales = torch.cat((scales, (weights - scales.float()).to(rows.dtype)), dim=1)
+        positions = torch.cat((positions, positions), dim=1)
+    out.copy_(F.embedding_bag(positions, rows, mode="sum", per_sample_weights=scales))
+
+
+def host_batched_experts(
+    out: torch.Tensor,
+    hidden_states: torch.Tensor,
+    expert_num_tokens: torch.Tensor,
+    mlp: ExpertMlp,
+    w13_rows: int,
+) -> None:
+    """Runs the experts of a CPU layer in the batched format.
+
+    Args:
+        out [E,max_T,H]: Overwritten; rows past an expert's count become 0.
+        hidden_states [E,max_T,H]: Rows past an expert's count may hold anything.
+        expert_num_tokens [E] int32: Valid rows of each expert.
+        mlp: The experts.
+        w13_rows: 2I, or I where not gated.
+    """
+    max_tokens, hidden_size = hidden_states.shape[1:]
+    block = row_block(hidden_size, w13_rows, out.element_size())
+    for expert, count in enumerate(expert_num_tokens.tolist()):
+        for start in range(0, count, block):
+            wanted = min(block, count - start)
+            given = min(bucket_rows(wanted), max_tokens)
+            begin = min(start, max_tokens - given)
+            result = mlp(hidden_states[expert, begin : begin + given], expert)
+            out[expert, start : start + wanted].copy_(result[start - begin : start - begin + wanted])
+        out[expert, count:].zero_()

@@ -1,0 +1,213 @@
+"""Products of rows of quantized codes with the scales of both sides, in Triton: the loop of `triton_quantized_gemm`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedMatrices:
+    """Codes and scales of one matrix for each expert.
+
+    Attributes:
+        q: [E, N, K_pad] codes, columns contiguous, zeros from column K on, fewer than 2**31 elements per expert; or
+            [E, N, K_pad / 2] uint8, two float4_e2m1fn codes each, the first in the low half.
+        scale: [E, groups of rows, groups of columns] fp32, uint8 where they are powers of two, or float8_e4m3fn where
+            there are global ones; contiguous.
+        group_rows: Rows that share a scale.
+        group_columns: Columns that do; 0: all.
+        global_scale: [E, halves] fp32, contiguous, of gate and of up where the matrix has both; or None.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    group_rows: int
+    group_columns: int
+    global_scale: torch.Tensor | None = None
+
+    @property
+    def depth(self) -> int:
+        """K_pad."""
+        return self.q.shape[2] * (2 if self.q.dtype == torch.uint8 else 1)
+
+
+@triton.constexpr_function
+def codes_in_byte(dtype):
+    """How many codes an element holds: two float4_e2m1fn a uint8, else one."""
+    return 2 if dtype == tl.uint8 else 1
+
+
+@triton.constexpr_function
+def scaled_by_hardware(scale_dtype):
+    """Whether scales are of a type that `tl.dot_scaled` takes: powers of two as uint8, or float8_e4m3fn."""
+    return scale_dtype == tl.uint8 or scale_dtype == tl.float8e4nv
+
+
+@triton.jit
+def _add_product(
+    total,
+    a,
+    b_pointers,
+    a_scale,
+    b_scales,
+    start,
+    A_GROUP: tl.constexpr,
+    B_GROUP: tl.constexpr,
+    A_FORMAT: tl.constexpr,
+    MX: tl.constexpr,
+):
+    """The total plus the product of one step, scaled by what changes from step to step."""
+    b = tl.load(b_pointers)
+    if MX:
+        b_scale = tl.load(b_scales + start // B_GROUP)
+        B_FORMAT: tl.constexpr = "e2m1" if b.dtype == tl.uint8 else A_FORMAT
+        return tl.dot_scaled(a, a_scale, A_FORMAT, b, b_scale, B_FORMAT, total)
+    elif total.dtype == tl.int32:
+        return tl.dot(a, b, total, out_dtype=tl.int32)
+    else:
+        # Not into the total: a tensor core of Hopper keeps 14 bits or so of a sum of 8-bit products, which is enough
+        # for one step but not for thousands of columns.
+        if a.dtype.is_int():
+            partial = tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
+        else:
+            partial = tl.dot(a, b)
+        if A_GROUP and B_GROUP:
+            partial *= a_scale[:, None] * tl.load(b_scales + start // B_GROUP)
+        elif A_GROUP:
+            partial *= a_scale[:, None]
+        elif B_GROUP:
+            partial *= tl.load(b_scales + start // B_GROUP)
+        return total + partial
+
+
+@triton.jit
+def scales_of_columns(
+    scale,
+    first,
+    rows,
+    group_rows,
+    stride,
+    UNIFORM: tl.constexpr,
+    MX: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Pointers to the first scales of rows of weights: one, where the rows share it, else [1, BLOCK_N].
+
+    Where hardware applies them [BLOCK_N, BLOCK_K / GROUP].
+    """
+    if MX:
+        return scale + (rows // group_rows)[:, None] * stride + tl.arange(0, BLOCK_K // GROUP)[None, :]
+    elif UNIFORM:
+        return scale + first // group_rows * stride
+    else:
+        return scale + (rows // group_rows)[None, :] * stride
+
+
+@triton.jit
+def scaled_products(
+    a_pointers,
+    b_pointers,
+    up_pointers,
+    a_scales,
+    b_scales,
+    up_scales,
+    row_mask,
+    size,
+    HALVES: tl.constexpr,
+    A_GROUP: tl.constexpr,
+    B_GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Products of rows of activations and rows of weights, [BLOCK_M, BLOCK_N] fp32, of gate and of up.
+
+    Scaled by what changes along a row.
+
+    Args:
+        a_pointers: [BLOCK_M, BLOCK_K] first codes of the activations; [BLOCK_M, BLOCK_K / 2] where a byte holds two.
+        b_pointers: [BLOCK_K, BLOCK_N] first codes of the weights; [BLOCK_K / 2, BLOCK_N] where a byte holds two.
+        up_pointers: The same of the second half, where there is one.
+        a_scales: [BLOCK_M] first scales of the activations' rows; [BLOCK_M, BLOCK_K / A_GROUP] where hardware applies
+            them.
+        b_scales: First scales of the weights' rows, from `scales_of_columns`.
+        up_scales: Of the second half.
+        row_mask: [BLOCK_M] rows that count.
+        size: Codes of a row, a multiple of BLOCK_K * UNROLL.
+        HALVES: 2 where there is a second half; else the second result means nothing.
+        A_GROUP: Columns of activations that share a scale, 0 for all.
+        B_GROUP: The same of weights.
+        FORMAT: Of the activations' codes in `tl.dot_scaled`, where hardware applies scales.
+        MASK_ROWS: Whether to leave out the rows that do not count.
+        UNROLL: Steps of BLOCK_K whose codes are on their way together.
+    """
+    MX: tl.constexpr = scaled_by_hardware(a_scales.dtype.element_ty)
+    # Sums of int8 products are exact, as long as nothing has to scale them on the way.
+    EXACT: tl.constexpr = a_pointers.dtype.element_ty.is_int() and A_GROUP == 0 and B_GROUP == 0
+    TOTAL: tl.constexpr = tl.int32 if EXACT else tl.float32
+    SCALE_OF_NONE: tl.constexpr = 0 if a_scales.dtype.element_ty.is_int() else 0.0
+    A_STEP: tl.constexpr = BLOCK_K // codes_in_byte(a_pointers.dtype.element_ty)
+    B_STEP: tl.constexpr = BLOCK_K // codes_in_byte(b_pointers.dtype.element_ty)
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=TOTAL)
+    up_total = tl.zeros([BLOCK_M, BLOCK_N], dtype=TOTAL)
+    for first in range(0, size, BLOCK_K * UNROLL):
+        for part in tl.static_range(UNROLL):
+            start = first + part * BLOCK_K
+            a_own = a_pointers + part * A_STEP
+            if MASK_ROWS:
+                a = tl.load(a_own, mask=row_mask[:, None], other=0 if a_pointers.dtype.element_ty.is_int() else 0.0)
+            else:
+                a = tl.load(a_own)
+            a_scale = None
+            if A_GROUP:
+                if MX:
+                    a_scale = tl.load(a_scales + start // A_GROUP, mask=row_mask[:, None], other=SCALE_OF_NONE)
+                else:
+                    a_scale = tl.load(a_scales + start // A_GROUP, mask=row_mask, other=0.0)
+            b_own = b_pointers + part * B_STEP
+            total = _add_product(total, a, b_own, a_scale, b_scales, start, A_GROUP, B_GROUP, FORMAT, MX)
+            if HALVES == 2:
+                up_own = up_pointers + part * B_STEP
+                up_total = _add_product(up_total, a, up_own, a_scale, up_scales, start, A_GROUP, B_GROUP, FORMAT, MX)
+        a_pointers += A_STEP * UNROLL
+        b_pointers += B_STEP * UNROLL
+        if HALVES == 2:
+            up_pointers += B_STEP * UNROLL
+    return total.to(tl.float32), up_total.to(tl.float32)
+
+
+@triton.jit
+def scale_total(total, a_scales, b_scales, row_mask, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr):
+    """The product, where scales do not change along a row."""
+    if A_GROUP == 0:
+        total *= tl.load(a_scales, mask=row_mask, other=0.0)[:, None]
+    if B_GROUP == 0:
+        total *= tl.load(b_scales)
+    return total
+
+
+@triton.jit
+def scale_globally(total, row_scale, rows, row_mask, matrix_scale, half):
+    """The product times the global scales of its rows and of its half of a matrix, where there are such."""
+    if row_scale is not None:
+        # One after the other: their own product may be too small for fp32.
+        total *= tl.load(matrix_scale + half)
+        total *= tl.load(row_scale + rows, mask=row_mask, other=0.0)[:, None]
+    return total
+
+
+@triton.jit
+def scales_of_rows(scale, rows, stride, MX: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Pointers to the first scales of rows of activations; where hardware applies them to those of a step."""
+    if MX:
+        return scale + rows.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_K // GROUP)[None, :]
+    else:
+        return scale + rows.to(tl.int64) * stride

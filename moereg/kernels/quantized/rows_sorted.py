@@ -1,0 +1,123 @@
+"""Quantizes tokens straight to the sorted rows of their routes, in Triton; see `triton_quantize`.
+
+Sizes: T tokens, K choices per token, H hidden, `H_pad` columns of the codes, G groups of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.replay import launch
+from moereg.kernels.quantized.rows import (
+    K_PAD,
+    QuantizedRows,
+    RowFormat,
+    divide,
+    encode,
+    load_rows,
+    quantize_tile,
+    scale_of_bits,
+)
+from moereg.kernels.quantized.small_floats import amax_bits
+
+# Columns of a program where groups do not make it take a whole row.
+_GROUPED_BLOCK = 1024
+
+
+# The stride between groups is the number of routes, and its divisibility says nothing.
+@triton.jit(do_not_specialize=["stride_group_scale"])
+def _quantize_to_sorted_kernel(
+    q,
+    scales,
+    x,
+    topk_weights,
+    route_row,
+    size,
+    padded_size,
+    stride_x,
+    stride_q,
+    stride_row_scale,
+    stride_group_scale,
+    TOP_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    MIN_CODE: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_previous(OVERLAP)
+    release_next(OVERLAP)
+    # By token and not by row, so that a token is read and encoded once.
+    token = tl.program_id(0)
+    first = tl.program_id(1) * BLOCK
+    columns = first + tl.arange(0, BLOCK)[None, :]
+    values = load_rows(x, topk_weights, token + tl.zeros([1, 1], tl.int32), None, columns, size, stride_x)
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    if GROUP:
+        codes, stored = quantize_tile(values, DTYPE, GROUP, MIN_CODE, MAX_CODE, False)
+        groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :].to(tl.int64)
+        in_row = groups < padded_size // GROUP
+    else:
+        scale, stored = scale_of_bits(amax_bits(values, 1), MAX_CODE, False)
+        codes = encode(divide(values, scale[:, None]), DTYPE, MIN_CODE, MAX_CODE)
+        groups = tl.arange(0, 1).to(tl.int64)
+        in_row = groups == 0
+    for k in tl.static_range(TOP_K):
+        row = tl.load(route_row + token * TOP_K + k).to(tl.int64)
+        tl.store(q + row * stride_q + columns, codes, mask=(columns < padded_size) & (row >= 0))
+        tl.store(scales + row * stride_row_scale + groups * stride_group_scale, stored, mask=in_row & (row >= 0))
+
+
+def quantize_to_sorted_rows(
+    out: QuantizedRows,
+    x: torch.Tensor,
+    fmt: RowFormat,
+    route_row: torch.Tensor,
+    *,
+    topk_weights: torch.Tensor | None = None,
+    overlap: bool = False,
+) -> None:
+    """Writes codes and scales of each token to the sorted rows of its routes.
+
+    Args:
+        out: [T * K, H_pad] codes and fp32 scales [T * K, G] of any strides: overwritten up to the last valid row.
+        x: [T, H] bf16 or fp16, rows contiguous.
+        fmt: a dynamic fp32 scale for each group of columns or for each row.
+        route_row: [T * K] int32, the row of a route, negative where it adds nothing.
+        topk_weights: [T] fp32, contiguous, where K is 1: tokens are multiplied by these, and rounded, first.
+        overlap: whether to start while the kernel that writes `route_row` still runs.
+    """
+    num_tokens, size = x.shape
+    padded = out.q.shape[1]
+    assert out.q.shape[0] == route_row.numel() and route_row.numel() % num_tokens == 0
+    assert padded % K_PAD == 0 and size <= padded
+    assert x.stride(1) == out.q.stride(1) == 1
+    assert not (fmt.static or fmt.spans_rows or fmt.e8m0 or fmt.global_scale)
+    block = min(_GROUPED_BLOCK if fmt.group else padded, triton.next_power_of_2(padded))
+    block = triton.next_power_of_2(block)
+    launch(
+        _quantize_to_sorted_kernel,
+        (num_tokens, triton.cdiv(padded, block)),
+        out.q,
+        out.scale,
+        x,
+        topk_weights,
+        route_row,
+        size,
+        padded,
+        x.stride(0),
+        out.q.stride(0),
+        out.scale.stride(0),
+        out.scale.stride(1),
+        TOP_K=route_row.numel() // num_tokens,
+        GROUP=fmt.group,
+        MIN_CODE=fmt.min_code,
+        MAX_CODE=fmt.max_code,
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=min(8, max(1, block // 512)),
+        **overlap_options(overlap),
+    )

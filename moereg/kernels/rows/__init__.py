@@ -1,0 +1,1 @@
+"""Rows of tokens: sorted by expert, cut into tiles, copied and summed."""

@@ -1,0 +1,212 @@
+"""Which tile of rows belongs to which expert, written on the device in Triton: what a grouped GEMM is told of its rows.
+
+Here too is the map of the batched format, whose rows lie by expert already: [E, max_T, H] and a count an expert. That
+of routes, which have to be sorted first, is in `triton_routing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from moereg.kernels.launch.overlap import release_next
+from moereg.kernels.launch.replay import launch
+
+# Every piece of a workspace starts at a multiple of this many int32, so that pointer alignment, and with it the
+# compiled variant of a kernel, does not depend on the number of tokens.
+_ALIGN = 32
+
+# Counters of tiles, behind the number of them.
+_NUM_COUNTERS = tl.constexpr(2)
+
+NUM_COUNTS = 1 + _NUM_COUNTERS.value
+"""int32 of the piece that holds the number of tiles and the counters."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BlockMap:
+    """Which rows each tile covers; all int32 on one device. B is an upper bound on the number of tiles.
+
+    Attributes:
+        block_expert: [B], expert of a tile; like the next two written for the first `num_blocks` entries only.
+        block_row: [B], first row of a tile.
+        block_end: [B], end of the rows of the tile's expert (the tile itself covers at most `block_m`).
+        num_blocks: [1], tiles in use.
+        tile_counters: [2], one a GEMM, zero when planned: a GEMM whose programs take tiles as they become free counts
+            in its own how many were taken, so that a plan serves one call.
+        block_m: rows per tile.
+        slack: rows by which the last tile of an expert may be longer, so that a few rows more than a multiple of
+            `block_m` make no tile of their own.
+    """
+
+    block_expert: torch.Tensor
+    block_row: torch.Tensor
+    block_end: torch.Tensor
+    num_blocks: torch.Tensor
+    tile_counters: torch.Tensor
+    block_m: int
+    slack: int = 0
+
+    @property
+    def max_blocks(self) -> int:
+        """B: tiles to launch, because the number in use is known on the device only."""
+        return self.block_expert.numel()
+
+
+@triton.jit
+def store_block_map(
+    counts,
+    offsets,
+    block_expert,
+    block_row,
+    block_end,
+    num_blocks,
+    BLOCK_M: tl.constexpr,
+    SLACK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Writes the tensors of a `BlockMap` from each expert's number of rows and first row, [EXPERTS] int32.
+
+    `tile_counters` lie behind `num_blocks`.
+    """
+    experts = tl.arange(0, EXPERTS)
+    blocks = tl.maximum((counts - SLACK + BLOCK_M - 1) // BLOCK_M, (counts > 0).to(tl.int32))
+    first_block = tl.cumsum(blocks, 0) - blocks
+    tl.store(num_blocks, tl.sum(blocks, 0))
+    tl.store(num_blocks + 1 + tl.arange(0, _NUM_COUNTERS), tl.zeros([_NUM_COUNTERS], tl.int32))
+    for i in range(tl.max(blocks, 0)):
+        slot = first_block + i
+        tl.store(block_expert + slot, experts, mask=i < blocks)
+        tl.store(block_row + slot, offsets + i * BLOCK_M, mask=i < blocks)
+        tl.store(block_end + slot, offsets + counts, mask=i < blocks)
+
+
+@triton.jit(do_not_specialize=["max_tokens"])
+def _plan_batches_kernel(
+    expert_num_tokens,
+    block_expert,
+    block_row,
+    block_end,
+    num_blocks,
+    max_tokens,
+    num_experts,
+    BLOCK_M: tl.constexpr,
+    SLACK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    release_next(OVERLAP)
+    experts = tl.arange(0, EXPERTS)
+    counts = tl.load(expert_num_tokens + experts, mask=experts < num_experts, other=0)
+    # A count that is wrong must not lead to another expert's rows, or out of the tensor.
+    counts = tl.minimum(tl.maximum(counts, 0), max_tokens)
+    offsets = experts * max_tokens
+    store_block_map(counts, offsets, block_expert, block_row, block_end, num_blocks, BLOCK_M, SLACK, EXPERTS)
+
+
+def batch_workspace_numel(num_experts: int, max_tokens: int, block_m: int) -> int:
+    """Returns how many int32 `plan_batches` needs; grows with experts and tokens, shrinks with `block_m`."""
+    return sum(aligned(size) for size in _batch_sizes(num_experts, max_tokens, block_m))
+
+
+def plan_batches(
+    expert_num_tokens: torch.Tensor,
+    max_tokens: int,
+    block_m: int,
+    workspace: torch.Tensor,
+    slack: int = 0,
+    overlap: bool = False,
+) -> BlockMap:
+    """Lays tiles over the valid rows of [E * max_T] in one launch; no allocation and no host synchronization.
+
+    Args:
+        expert_num_tokens: [E] int32, contiguous: valid rows of each expert; counts outside [0, max_T] are clamped.
+        max_tokens: max_T, at least 1; E * max_T is below 2**31.
+        block_m: rows per tile.
+        workspace: [>= batch_workspace_numel(...)] int32, contiguous, 16-byte aligned; overwritten, and aliased by the
+            map.
+        slack: rows by which the last tile of an expert may be longer.
+        overlap: whether the next kernel is launched to start early.
+
+    Returns:
+        The map, made of views of `workspace`: row e * max_T + i is row i of expert e.
+    """
+    num_experts = expert_num_tokens.numel()
+    assert expert_num_tokens.dtype == workspace.dtype == torch.int32 and expert_num_tokens.is_contiguous()
+    assert 0 < num_experts * max_tokens < 2**31, "rows are counted in 32 bits, and the caller handles max_T = 0"
+    pieces = cut_workspace(workspace, _batch_sizes(num_experts, max_tokens, block_m))
+    launch(
+        _plan_batches_kernel,
+        (1,),
+        expert_num_tokens,
+        *pieces,
+        max_tokens,
+        num_experts,
+        BLOCK_M=block_m,
+        SLACK=slack,
+        EXPERTS=max(32, triton.next_power_of_2(num_experts)),
+        OVERLAP=overlap,
+        num_warps=4,
+    )
+    block_expert, block_row, block_end, counts = pieces
+    return BlockMap(
+        block_expert=block_expert,
+        block_row=block_row,
+        block_end=block_end,
+        num_blocks=counts[:1],
+        tile_counters=counts[1:],
+        block_m=block_m,
+        slack=slack,
+    )
+
+
+def block_map_reference(counts: torch.Tensor, offsets: torch.Tensor, block_m: int, slack: int = 0) -> BlockMap:
+    """The map in torch, with every tensor cut to the part in use; synchronizes.
+
+    Args:
+        counts: [E] integers, rows of each expert.
+        offsets: [E] integers, first row of each.
+        block_m: rows per tile.
+        slack: rows by which the last tile of an expert may be longer.
+
+    Returns:
+        New tensors.
+    """
+    blocks = ((counts - slack + block_m - 1) // block_m).maximum((counts > 0).to(counts.dtype))
+    experts = torch.arange(counts.numel(), device=counts.device).repeat_interleave(blocks)
+    step = torch.arange(experts.numel(), device=counts.device) - (blocks.cumsum(0) - blocks)[experts]
+    return BlockMap(
+        block_expert=experts.int(),
+        block_row=(offsets[experts] + step * block_m).int(),
+        block_end=(offsets + counts)[experts].int(),
+        num_blocks=blocks.sum().reshape(1).int(),
+        tile_counters=counts.new_zeros(2, dtype=torch.int32),
+        block_m=block_m,
+        slack=slack,
+    )
+
+
+def aligned(size: int) -> int:
+    """What a piece of `size` int32 takes of a workspace."""
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def cut_workspace(workspace: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Returns consecutive views of these many int32, each aligned."""
+    pieces = []
+    start = 0
+    for size in sizes:
+        pieces.append(workspace[start : start + size])
+        start += aligned(size)
+    assert start <= workspace.numel(), f"workspace holds {workspace.numel()} int32, needs {start}"
+    return pieces
+
+
+def _batch_sizes(num_experts: int, max_tokens: int, block_m: int) -> tuple[int, ...]:
+    # Every expert may be full: what the caller routed is not known here.
+    blocks = num_experts * -(-max_tokens // block_m)
+    return (blocks, blocks, blocks, NUM_COUNTS)

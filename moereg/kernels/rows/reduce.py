@@ -1,0 +1,192 @@
+"""Adds up the rows of a token's routes, in Triton. Sizes: T tokens, K choices per token, H hidden."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from moereg.kernels.launch.overlap import overlap_options, wait_for_previous
+from moereg.kernels.launch.replay import launch
+from moereg.kernels.rows.sort import load_local_expert
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceConfig:
+    """Launch configuration of the reduction.
+
+    Attributes:
+        block: columns per program; a power of two.
+        num_warps: warps per program.
+    """
+
+    block: int = 1024
+    num_warps: int = 4
+
+
+DEFAULT_REDUCE_CONFIG = ReduceConfig()
+
+
+@triton.jit
+def _reduce_routes_kernel(
+    out,
+    route_rows,
+    route_expert,
+    expert_map,
+    num_experts,
+    num_local_experts,
+    hidden_size,
+    stride_rows,
+    stride_out,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_previous(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        route = token * TOP_K + k
+        # Rows of routes that add nothing were never written and may hold NaN.
+        if num_experts is None:
+            expert = tl.load(route_expert + route)
+        else:
+            expert = load_local_expert(route_expert, expert_map, route, route + 1, num_experts, num_local_experts)
+        mask = (columns < hidden_size) & (expert >= 0)
+        total += tl.load(route_rows + route * stride_rows + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * stride_out + columns, total.to(out.dtype.element_ty), mask=columns < hidden_size)
+
+
+def reduce_routes(
+    out: torch.Tensor,
+    route_rows: torch.Tensor,
+    route_expert: torch.Tensor,
+    config: ReduceConfig = DEFAULT_REDUCE_CONFIG,
+    *,
+    expert_map: torch.Tensor | None = None,
+    num_experts: int | None = None,
+    num_local_experts: int | None = None,
+    overlap: bool = False,
+) -> None:
+    """Writes the sum of each token's valid routes, added in fp32 from choice 0 to K - 1.
+
+    Args:
+        out: [T, H] bf16, fp16 or fp32, rows contiguous, T >= 1: overwritten; zeros where no route is valid.
+        route_rows: [T * K, H], any float dtype, rows contiguous: already weighted; read where the route is valid.
+        route_expert: [T * K] or [T, K] int32, negative where a route adds nothing; with the next three, `topk_ids`.
+        config: launch configuration.
+        expert_map: [num_experts] int32, local expert or -1; None: identity.
+        num_experts: ids from here on add nothing; None: the numbers are local experts already.
+        num_local_experts: mapped experts from here on add nothing; given with `num_experts`.
+        overlap: whether to start while the kernel that writes `route_rows` still runs.
+    """
+    num_tokens, hidden_size = out.shape
+    assert route_rows.shape[0] == route_expert.numel() and route_expert.numel() % num_tokens == 0
+    assert out.stride(1) == route_rows.stride(1) == 1 and route_rows.shape[1] == hidden_size
+    block = min(config.block, triton.next_power_of_2(hidden_size))
+    launch(
+        _reduce_routes_kernel,
+        (num_tokens, triton.cdiv(hidden_size, block)),
+        out,
+        route_rows,
+        route_expert,
+        expert_map,
+        num_experts,
+        num_local_experts,
+        hidden_size,
+        route_rows.stride(0),
+        out.stride(0),
+        TOP_K=route_expert.numel() // num_tokens,
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=config.num_warps,
+        **overlap_options(overlap),
+    )
+
+
+@triton.jit
+def _reduce_sorted_rows_kernel(
+    out,
+    sorted_rows,
+    route_row,
+    topk_weights,
+    hidden_size,
+    stride_rows,
+    stride_out,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_previous(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        route = token * TOP_K + k
+        row = tl.load(route_row + route).to(tl.int64)
+        # The rows of routes that add nothing do not exist.
+        mask = (columns < hidden_size) & (row >= 0)
+        value = tl.load(sorted_rows + row * stride_rows + columns, mask=mask, other=0.0).to(tl.float32)
+        if topk_weights is not None:
+            # Nor do their weights count, which may be NaN too.
+            value *= tl.load(topk_weights + route, mask=row >= 0, other=0.0)
+        total += value
+    tl.store(out + token * stride_out + columns, total.to(out.dtype.element_ty), mask=columns < hidden_size)
+
+
+def reduce_sorted_rows(
+    out: torch.Tensor,
+    sorted_rows: torch.Tensor,
+    route_row: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    config: ReduceConfig = DEFAULT_REDUCE_CONFIG,
+    overlap: bool = False,
+) -> None:
+    """Writes the weighted sum of each token's valid routes, added in fp32 from choice 0 to K - 1.
+
+    Args:
+        out: [T, H] bf16, fp16 or fp32, rows contiguous, T >= 1: overwritten; zeros where no route is valid.
+        sorted_rows: [T * K, H], any float dtype, rows contiguous, in the order of the plan; read where a route is.
+        route_row: [T * K] int32, the row of a route, negative where it adds nothing.
+        topk_weights: [T, K] fp32 contiguous, or None for no weight.
+        config: launch configuration.
+        overlap: whether to start while the kernel that writes `sorted_rows` still runs.
+    """
+    num_tokens, hidden_size = out.shape
+    assert sorted_rows.shape[0] == route_row.numel() and route_row.numel() % num_tokens == 0
+    assert out.stride(1) == sorted_rows.stride(1) == 1 and sorted_rows.shape[1] == hidden_size
+    block = min(config.block, triton.next_power_of_2(hidden_size))
+    launch(
+        _reduce_sorted_rows_kernel,
+        (num_tokens, triton.cdiv(hidden_size, block)),
+        out,
+        sorted_rows,
+        route_row,
+        topk_weights,
+        hidden_size,
+        sorted_rows.stride(0),
+        out.stride(0),
+        TOP_K=route_row.numel() // num_tokens,
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=config.num_warps,
+        **overlap_options(overlap),
+    )
+
+
+def reduce_routes_reference(route_rows: torch.Tensor, route_expert: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """What `reduce_routes` writes, in torch.
+
+    Args:
+        route_rows: [T * K, H], any float dtype.
+        route_expert: [T * K] int32.
+        num_tokens: T.
+
+    Returns:
+        [T, H] fp32, not rounded.
+    """
+    rows = torch.where((route_expert >= 0)[:, None], route_rows.float(), 0.0)
+    return rows.view(num_tokens, -1, rows.shape[1]).sum(1)

@@ -1,0 +1,1 @@
+"""Each backend's own layers."""

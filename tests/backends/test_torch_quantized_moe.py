@@ -1,0 +1,305 @@
+"""Quantized weights on CPUs: what is chosen, what it computes, and how little of the weights is restored at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moereg import dispatch
+from moereg.backends import torch_quantized_moe
+from moereg.backends.torch_quantized_moe import TorchInt8BatchedExperts, TorchInt8Experts
+from moereg.discovery import current_platform, load_backends
+from moereg.dispatch import EmulationWarning, Selection, explain_backends, select_backend
+from moereg.kernels.plain import host as torch_moe
+from moereg.kernels.plain import quantized_mlp as torch_quantized_mlp
+from moereg.layer import MoEKernel, make_kernel
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.quant import QUANT_SCHEMES, QuantScheme
+from moereg.quantize import quantize_weights
+from moereg.quantize import weights as quantize_module
+from moereg.reference import reference_experts, relative_error
+from moereg.testing.tolerances import tolerance
+from moereg.weights import ExpertWeights
+from tests.support import conformance
+
+CPU = torch.device("cpu")
+PLATFORM = "cpu"
+ROUNDING = [name for name, scheme in QUANT_SCHEMES.items() if scheme.activation is not None]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def cpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> Platform:
+    """A probed CPU whose int8 matmuls are as the tests say, whatever this machine is."""
+    monkeypatch.setattr(dispatch, "_PROBED", {})
+    return dataclasses.replace(Platform("cpu", "x86_64"), versions=current_platform().versions, probed=True)
+
+
+def problem_of(quant: str | QuantScheme, **changes: Any) -> MoEProblem:
+    facts = {"num_experts": 6, "hidden_size": 130, "intermediate_size": 88, "top_k": 2, "quant": quant}
+    return MoEProblem(**{**facts, **changes})
+
+
+def kernel_of(problem: MoEProblem, weights: ExpertWeights | None = None, **options: Any) -> MoEKernel:
+    weights = conformance.make_weights(problem, CPU) if weights is None else weights
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EmulationWarning)
+        return make_kernel(problem, weights, **{"selection": select_backend(problem, PLATFORM), **options})
+
+
+# --- selection ---
+
+
+def chosen(selection: Selection) -> tuple[str, str, str]:
+    assert selection.winner is not None
+    return selection.winner.experts, selection.winner.tier, selection.winner.computes
+
+
+RESTORED = "TorchQuantizedExperts"
+WEIGHT_ONLY = [
+    "nvfp4_w4a16",
+    "mxfp4_w4a16",
+    "int8_w8a16",
+    *(f"int4_w4a16_g{group}{suffix}" for group in (32, 64, 128, "all") for suffix in ("", "_zp")),
+]
+SUBSTITUTED = {"nvfp4": "nvfp4_w4a16", "mxfp4_mxfp8": "mxfp4_w4a16", "int8_w8a8": "int8_w8a16"}
+# (checkpoint, exact activations, int8 instructions) to (class, tier, computes).
+SELECTIONS: list[tuple[str, bool, bool, tuple[str, str, str]]] = [
+    *((name, exact, True, (RESTORED, "kernel", name)) for name in WEIGHT_ONLY for exact in (False, True)),
+    *((name, False, False, (RESTORED, "kernel", computes)) for name, computes in SUBSTITUTED.items()),
+    *((name, True, False, (RESTORED, "emulation", name)) for name in ROUNDING),
+    *((name, False, True, (RESTORED, "emulation", name)) for name in ROUNDING if name not in SUBSTITUTED),
+    ("int8_w8a8", False, True, ("TorchInt8Experts", "kernel", "int8_w8a8")),
+    ("int8_w8a8", True, True, ("TorchInt8Experts", "kernel", "int8_w8a8")),
+]
+
+
+@pytest.mark.parametrize(("quant", "exact", "has_int8", "expected"), SELECTIONS)
+def test_what_a_cpu_chooses(
+    quant: str,
+    exact: bool,
+    has_int8: bool,
+    expected: tuple[str, str, str],
+    cpu_at_hand: Platform,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_quantized_mlp, "int8_matmul_is_fast", lambda: has_int8)
+    problem = problem_of(quant, exact_activations=exact)
+    selection = explain_backends(problem, cpu_at_hand)
+    assert chosen(selection) == expected
+    batched = dataclasses.replace(problem, activation_format="batched")
+    name = expected[0].replace("Experts", "BatchedExperts")
+    assert chosen(explain_backends(batched, cpu_at_hand)) == (name, *expected[1:])
+
+
+def test_every_scheme_has_a_backend_on_a_cpu() -> None:
+    assert {quant for quant, *_ in SELECTIONS} == set(QUANT_SCHEMES) - {"unquantized"}
+    for name in QUANT_SCHEMES:
+        assert explain_backends(problem_of(name), PLATFORM).backend == "torch"
+
+
+def test_missing_int8_instructions_are_a_reason(cpu_at_hand: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_quantized_mlp, "int8_matmul_is_fast", lambda: False)
+    decisions = explain_backends(problem_of("int8_w8a8"), cpu_at_hand).decisions
+    (int8,) = [decision for decision in decisions if decision.experts == "TorchInt8Experts"]
+    assert [(reason.code, reason.text) for reason in int8.reasons] == [
+        ("probe", "requires AVX-512 VNNI, without which torch multiplies int8 in a plain loop")
+    ]
+
+
+def test_only_emulations_warn() -> None:
+    with pytest.warns(EmulationWarning, match="fp8_block128"):
+        select_backend(problem_of("fp8_block128"), PLATFORM)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        select_backend(problem_of("nvfp4"), PLATFORM)
+
+
+# --- what is computed ---
+
+
+def test_the_kernel_knows_what_it_computes() -> None:
+    problem = problem_of("nvfp4")
+    kernel = kernel_of(problem)
+    assert kernel.experts.computes is QUANT_SCHEMES["nvfp4_w4a16"]
+    assert kernel.experts.problem.quant is QUANT_SCHEMES["nvfp4"]
+    exact = kernel_of(dataclasses.replace(problem, exact_activations=True))
+    assert exact.experts.computes is QUANT_SCHEMES["nvfp4"]
+    assert type(exact.experts)(problem, Platform("cpu")).computes is problem.quant
+
+
+def check(kernel: MoEKernel, weights: ExpertWeights, inputs: conformance.Inputs) -> torch.Tensor:
+    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    out = kernel(*call)
+    computes = kernel.experts.computes
+    truth = reference_experts(kernel.problem, weights, *call, kernel.expert_map, computes=computes)
+    # All of them keep gate and up in fp32 where they round activations.
+    bound = tolerance(computes, kernel.problem.dtype, truth.numel(), rounds_as_reference=True)
+    assert relative_error(out, truth) < bound
+    return out
+
+
+@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+@pytest.mark.parametrize("name", QUANT_SCHEMES)
+def test_within_the_closer_bound(name: str, activation_format: str) -> None:
+    problem = problem_of(name, activation_format=activation_format, exact_activations=True)
+    weights = conformance.make_weights(problem, CPU)
+    check(kernel_of(problem, weights), weights, conformance.make_inputs(problem, 63, "skewed", CPU))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("experts", [TorchInt8Experts, TorchInt8BatchedExperts])
+@pytest.mark.parametrize("sizes", [(130, 88), (33, 7), (64, 96), (1, 40), (40, 1), (1, 1)], ids=str)
+def test_int8_matmuls_on_any_cpu(experts: Any, dtype: str, sizes: tuple[int, int]) -> None:
+    """Slow without VNNI, and the same."""
+    (activation_format,) = experts.facts.activation_formats
+    problem = problem_of(
+        "int8_w8a8",
+        hidden_size=sizes[0],
+        intermediate_size=sizes[1],
+        dtype=dtype,
+        has_bias=True,
+        activation_format=activation_format,
+    )
+    weights = conformance.make_weights(problem, CPU)
+    (cell,) = [cell for cell in load_backends().cells if cell.experts is experts]
+    kernel = conformance.build(conformance.Case(cell, Platform("cpu"), problem), CPU, weights)
+    assert type(kernel.experts) is experts
+    for num_tokens in (1, 17):
+        check(kernel, weights, conformance.make_inputs(problem, num_tokens, "uniform", CPU))
+
+
+def test_int8_products_of_every_small_size() -> None:
+    """torch's int8 product of a single column reads past the weights' end."""
+    generator = torch.Generator().manual_seed(0)
+    for depth in (*range(1, 10), 31, 32, 33):
+        for num_rows in range(1, 21):
+            for columns in (1, 2, 3, 8, 17):
+                x = torch.randint(-128, 128, (num_rows, depth), dtype=torch.int8, generator=generator)
+                weight = torch.randint(-128, 128, (columns, depth), dtype=torch.int8, generator=generator)
+                found = torch_quantized_mlp.int8_matmul(x, weight)
+                assert torch.equal(found, (x.long() @ weight.long().t()).int()), (depth, num_rows, columns)
+
+
+def test_int8_sums_are_exact() -> None:
+    """Sums of 33 million on the way, of which fp32 keeps every second number, to a last one of -127."""
+    weight = torch.full((1, 2, 4096), 127, dtype=torch.int8)
+    weight[0, :, 2048:] = -127
+    weight[0, 0, 0] = 126
+    scale = torch.ones(1, 2, 1)
+    mlp = torch_quantized_mlp.Int8Mlp(
+        weight, weight, scale, scale, torch.relu, lambda x: (x.to(torch.int8), torch.ones(1, 1))
+    )
+    assert mlp._linear(torch.full((1, 4096), 127.0), weight[0], scale[0], None, 0).tolist() == [[-127.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor_dynamic", "fp8_tensor_static", "nvfp4"])
+@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+def test_what_goes_nowhere_changes_no_scale(name: str, activation_format: str) -> None:
+    """Unmapped tokens, and the rows that fill a batch or a bucket, may hold anything."""
+    problem = problem_of(name, activation_format=activation_format, exact_activations=True)
+    weights = conformance.make_weights(problem, CPU)
+    kernel = kernel_of(problem, weights)
+    inputs = conformance.make_inputs(problem, 9, "uniform", CPU)
+    inputs.topk_ids[4] = torch.tensor([-1, 6], dtype=torch.int32)
+    before = check(kernel, weights, inputs)
+    inputs.hidden_states[4] = float("nan")
+    after = check(kernel, weights, inputs)
+    assert torch.equal(after, before)
+
+
+def test_one_scale_for_a_call_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of("fp8_tensor_dynamic", top_k=3)
+    weights = conformance.make_weights(problem, CPU)
+    kernel = kernel_of(problem, weights)
+    inputs = conformance.make_inputs(problem, 200, "uniform", CPU)
+    inputs.hidden_states[-1] *= 10
+    whole = check(kernel, weights, inputs)
+    monkeypatch.setattr(torch_moe, "CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(torch_moe, "BLOCK_BYTES", 1)
+    assert torch_moe.chunk_num_tokens(200, 3, 130, 2) < 200
+    assert relative_error(check(kernel, weights, inputs), whole.float()) < 1e-3
+
+
+def test_no_routes_at_all() -> None:
+    for name in ("fp8_tensor_dynamic", "nvfp4_w4a16"):
+        problem = problem_of(name)
+        inputs = conformance.make_inputs(problem, 3, "uniform", CPU)
+        out = kernel_of(problem)(inputs.hidden_states, inputs.topk_weights, torch.full_like(inputs.topk_ids, -1))
+        assert not out.any()
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor_static", "nvfp4"])
+def test_static_scales_may_be_one_number_and_are_reloaded(name: str) -> None:
+    problem = problem_of(name, exact_activations=True)
+    weights = conformance.make_weights(problem, CPU)
+    assert weights.a13_scale is not None
+    assert weights.a2_scale is not None
+    one = dataclasses.replace(weights, a13_scale=weights.a13_scale.amax(), a2_scale=weights.a2_scale.amax())
+    kernel = kernel_of(problem, one)
+    inputs = conformance.make_inputs(problem, 17, "uniform", CPU)
+    check(kernel, one, inputs)
+    kernel.reload(weights)
+    check(kernel, weights, inputs)
+
+
+def test_gate_and_up_may_have_scales_of_their_own() -> None:
+    for name in ("fp8_tensor_dynamic", "nvfp4_w4a16"):
+        problem = problem_of(name)
+        weights = quantize_weights(conformance.make_plain_weights(problem, CPU), name, separate_halves=True)
+        check(kernel_of(problem, weights), weights, conformance.make_inputs(problem, 17, "uniform", CPU))
+
+
+# --- memory ---
+
+
+class LargestOutput(TorchDispatchMode):
+    """The largest tensor that any operation inside returns, in bytes; views count as what they show."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.num_bytes = max(self.num_bytes, out.nbytes)
+        return out
+
+
+@pytest.mark.parametrize("name", ["nvfp4_w4a16", "fp8_block128", "int4_w4a16_g128_zp", "mxfp8"])
+def test_some_rows_are_restored_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Biases, so that a block of rows has to find its own part of them.
+    problem = problem_of(name, hidden_size=512, intermediate_size=512, num_experts=2, has_bias=True)
+    weights = conformance.make_weights(problem, CPU)
+    inputs = conformance.make_inputs(problem, 3, "uniform", CPU)
+    whole = check(kernel_of(problem, weights), weights, inputs)
+    monkeypatch.setattr(quantize_module, "BLOCK_BYTES", 64 << 10)
+    kernel = kernel_of(problem, weights)
+    with LargestOutput() as largest:
+        out = kernel(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    assert torch.equal(out, whole)
+    # fp32 of one expert's w13 is 2 MiB; blocks of 128 x 128 need 128 rows, 256 KiB.
+    stored = max(tensor.nbytes for tensor in weights.tensors().values())
+    assert largest.num_bytes <= max(stored, 256 << 10)
+
+
+def test_weights_stay_packed() -> None:
+    for name in ("nvfp4_w4a16", "fp8_channel_token", "int8_w8a16"):
+        problem = problem_of(name)
+        weights = conformance.make_weights(problem, CPU)
+        kernel = kernel_of(problem, weights)
+        assert kernel.weights["w13"].data_ptr() == weights.w13.data_ptr()
+        assert kernel.weights.num_bytes == sum(tensor.nbytes for tensor in weights.tensors().values())
+
+
+def test_schemes_come_from_the_table() -> None:
+    """A new row of the table is served with no edit here."""
+    named = {scheme.name for scheme in (*torch_quantized_moe._WEIGHT_ONLY, *torch_quantized_moe._EMULATED)}
+    assert named == set(QUANT_SCHEMES) - {"unquantized"}

@@ -1,0 +1,233 @@
+"""The Triton kernels on packed weights against torch: interpreted on a CPU, or on a CUDA device.
+
+Products are compared with fp64 on restored weights. What is restored is exact, so the only roundings are those of sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from moereg.backends._triton.packing import fold_scales
+from moereg.backends.triton_packed_moe import TritonPackedExperts
+from moereg.experts import ExpertInputs
+from moereg.kernels.gemm.config import PACKED_RULES, GemmPair, GroupedGemmConfig, SinglePair, select_config
+from moereg.kernels.gemm.grouped import down_gemm
+from moereg.kernels.gemm.single import down_single, share_slices
+from moereg.kernels.packed.weights import STEP, PackedMatrix
+from moereg.kernels.rows.tiles import DirectRoutes
+from moereg.layouts import round_up
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.quantize import dequantize_weights
+from moereg.reference import reference_experts, relative_error
+from moereg.testing.interpreter import patch_interpreter
+from moereg.testing.tolerances import tolerance
+from moereg.tuning.inputs import random_weights
+from moereg.weights import ExpertWeights
+from tests.support import conformance
+
+DEVICE = conformance.test_device()
+SM90 = Platform.from_name("cuda:sm90")
+GROUPS = ("g32", "g64", "g128", "gall")
+SCHEMES = (
+    *(f"int4_w4a16_{group}{zero_points}" for group in GROUPS for zero_points in ("", "_zp")),
+    "int8_w8a16",
+    "mxfp4_w4a16",
+    "nvfp4_w4a16",
+)
+
+# Columns shared by warps on the matrix units, and a step cut into slices, one a warp.
+CONFIGS = {
+    "warps_share_columns": GroupedGemmConfig(16, 16, STEP, 1, 4, 2, True),
+    "long_step": GroupedGemmConfig(16, 16, 2 * STEP, 1, 4, 2, True),
+    "slices": GroupedGemmConfig(16, 16, STEP, 1, 2, 2, True, slices=2),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter() -> None:
+    if DEVICE.type == "cpu":
+        patch_interpreter()
+
+
+def make_weights(problem: MoEProblem) -> ExpertWeights:
+    return random_weights(problem, torch.Generator().manual_seed(0), DEVICE)
+
+
+def packed_w2(problem: MoEProblem, weights: ExpertWeights) -> PackedMatrix:
+    """The second matrix as the backend gives it to the kernels."""
+    experts = TritonPackedExperts(problem, SM90)
+    _, w2 = experts._matrices(experts.permute_weights(weights, problem))
+    assert isinstance(w2, PackedMatrix)
+    return w2
+
+
+# Slow where it is about neither: how products are cut up does not depend on the dtype.
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [
+        pytest.param(
+            dtype,
+            config,
+            id=f"{dtype}-{name}",
+            marks=[pytest.mark.slow] if dtype == "float16" and name != "warps_share_columns" else [],
+        )
+        for dtype in ("bfloat16", "float16")
+        for name, config in CONFIGS.items()
+    ],
+)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_products_are_those_of_restored_weights(scheme: str, dtype: str, config: GroupedGemmConfig) -> None:
+    # Rows of 200 elements: neither a step nor a block divides them.
+    problem = MoEProblem(
+        num_experts=2, top_k=1, hidden_size=24, intermediate_size=200, dtype=dtype, quant=scheme, activation="relu2"
+    )
+    weights = make_weights(problem)
+    restored = dequantize_weights(weights, torch.float64)[1]
+    num_tokens = 5
+    topk_ids = torch.tensor([[1], [0], [1], [1], [0]], dtype=torch.int32, device=DEVICE)
+    rows = torch.zeros(num_tokens, round_up(200, 64), dtype=problem.torch_dtype, device=DEVICE)
+    rows[:, :200] = torch.randn(num_tokens, 200, generator=torch.Generator().manual_seed(1)).to(rows)
+    out = torch.empty(num_tokens, 24, device=DEVICE)
+    plan = DirectRoutes(topk_ids, None, 2, config.block_m)
+    down_gemm(out, rows, packed_w2(problem, weights), plan, config)
+    for token, (expert,) in enumerate(topk_ids.tolist()):
+        terms = restored[expert] * rows[token, :200].double()
+        bound = terms.abs().sum(1) * 2**-21
+        assert ((out[token].double() - terms.sum(1)).abs() <= bound).all()
+
+
+# Schemes restore weights, which the products above show; one of them shows how several tokens share slices.
+@pytest.mark.parametrize(
+    ("scheme", "num_tokens"),
+    [
+        pytest.param(scheme, num_tokens, marks=[pytest.mark.slow] if num_tokens > 1 and number else [])
+        for number, scheme in enumerate(("int4_w4a16_g32_zp", "mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16"))
+        for num_tokens in (1, 3)
+    ],
+)
+def test_slices_give_the_layer(scheme: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = MoEProblem(
+        num_experts=4,
+        num_local_experts=3,
+        top_k=2,
+        hidden_size=136,
+        intermediate_size=72,
+        dtype="bfloat16",
+        quant=scheme,
+        activation="swigluoai",
+        has_bias=True,
+    )
+    config = CONFIGS["slices"]
+    monkeypatch.setattr(
+        "moereg.kernels.gemm.config.select_config", lambda *_, **__: GemmPair(config, config, sort_routes=False)
+    )
+    weights = make_weights(problem)
+    generator = torch.Generator().manual_seed(2)
+    hidden_states = torch.randn(num_tokens, 136, generator=generator).to(DEVICE, problem.torch_dtype)
+    topk_ids = torch.tensor([[3, 1], [0, 2], [3, 0]], dtype=torch.int32, device=DEVICE)[:num_tokens]
+    topk_weights = torch.rand(num_tokens, 2, generator=generator).to(DEVICE)
+    expert_map = torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=DEVICE)
+    experts = TritonPackedExperts(problem, SM90)
+    inputs = ExpertInputs(hidden_states, topk_weights, topk_ids, expert_map=expert_map)
+    out = torch.empty_like(hidden_states)
+    scratch = [torch.empty(*shape).to(out) for shape in experts.workspace_shapes(problem, num_tokens)]
+    experts.apply(out, inputs, experts.permute_weights(weights, problem), *scratch)
+    expected = reference_experts(problem, weights, hidden_states, topk_weights, topk_ids, expert_map)
+    assert relative_error(out, expected) <= tolerance(problem.quant, problem.dtype, out.numel())
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 8])
+@pytest.mark.parametrize(
+    "scheme", ["int4_w4a16_g128", "int4_w4a16_g32_zp", "int4_w4a16_gall", "mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16"]
+)
+def test_routes_of_one_token_are_added_up(scheme: str, pieces: int) -> None:
+    """Against fp64 sums on restored weights; among the routes one expert twice, one of nobody, one elsewhere."""
+    # Rows of 200 elements fill no whole number of steps, and 24 columns no whole number of tiles.
+    problem = MoEProblem(
+        num_experts=3,
+        top_k=1,
+        hidden_size=24,
+        intermediate_size=200,
+        dtype="bfloat16",
+        quant=scheme,
+        activation="relu2",
+    )
+    weights = make_weights(problem)
+    restored = dequantize_weights(weights, torch.float64)[1]
+    expert_map = torch.tensor([2, -1, 0, 1, 0], dtype=torch.int32, device=DEVICE)
+    ids = [3, 1, 0, 3, 7, 4, -1][: 8 // pieces]
+    local = [None if not 0 <= i < 5 or expert_map[i] < 0 else int(expert_map[i]) for i in ids]
+    topk_ids = torch.tensor([ids], dtype=torch.int32, device=DEVICE)
+    generator = torch.Generator().manual_seed(1)
+    topk_weights = torch.rand(1, len(ids), generator=generator).to(DEVICE)
+    bias = torch.randn(3, 24, generator=generator).to(DEVICE)
+    # Rows of routes that add nothing were never written.
+    rows = torch.full((len(ids), 256), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    for row, expert in zip(rows, local, strict=True):
+        if expert is not None:
+            row.zero_()[:200] = torch.randn(200, generator=generator).to(row)
+    out = torch.empty(1, 24, device=DEVICE)
+    config = GroupedGemmConfig(1, 16, STEP, 1, 8, 2, True, slices=8)
+    w2 = packed_w2(problem, weights)
+    down_single(out, rows, w2, topk_ids, expert_map, 5, config, bias=bias, topk_weights=topk_weights)
+    expected, bound = (torch.zeros(24, dtype=torch.float64, device=DEVICE) for _ in range(2))
+    for row, weight, expert in zip(rows, topk_weights[0].tolist(), local, strict=True):
+        if expert is not None:
+            terms = restored[expert] * row[:200].double()
+            expected += weight * (terms.sum(1) + bias[expert])
+            bound += weight * (terms.abs().sum(1) + bias[expert].abs()) * 2**-20
+    assert ((out[0].double() - expected).abs() <= bound).all()
+
+
+def test_more_routes_take_more_slices_and_fewer_stages() -> None:
+    config = GroupedGemmConfig(1, 16, STEP, 1, 8, 6, True, slices=8)
+    assert share_slices(config, 2) == (config, 4)
+    assert share_slices(config, 6) == (config, 1)
+    wide = dataclasses.replace(config, num_warps=16, slices=16, num_stages=3)
+    assert share_slices(config, 10) == (wide, 1)
+
+
+def test_devices_that_need_higher_tiles_get_them() -> None:
+    for tokens, rows in ((1, 0.06), (1, 1), (8, 0.5), (64, 4), (math.inf, 2)):
+        found = select_config(tokens, rows, 2, None, 4, 16)
+        assert isinstance(found, GemmPair)
+        assert found.gate_up.block_m >= 16
+        assert found.sort_routes == (tokens > 16)
+
+
+def test_callers_without_a_kernel_for_one_token_get_none() -> None:
+    assert isinstance(select_config(1, 1, 2, None, 4), SinglePair)
+    assert isinstance(select_config(1, 1, 2, None, 4, single=False), GemmPair)
+
+
+def test_every_rule_can_be_launched() -> None:
+    platform_bytes = 227 * 1024
+    for rule in PACKED_RULES:
+        assert isinstance(rule.configs, (GemmPair, SinglePair))
+        for config in (rule.configs.gate_up, rule.configs.down):
+            assert config.block_k % STEP == 0
+            assert config.slices in (1, config.num_warps)
+        assert rule.configs.gate_up.block_m == rule.configs.down.block_m
+        if isinstance(rule.configs, SinglePair):
+            assert rule.max_tokens == 1
+        else:
+            assert rule.configs.sort_routes or rule.max_tokens <= rule.configs.gate_up.block_m
+        for bits in (4, 8):
+            tokens = min(rule.max_tokens, 4096)
+            found = select_config(tokens, min(rule.max_rows_per_expert, 1000), 2, platform_bytes, bits)
+            assert dataclasses.replace(found, gate_up=rule.configs.gate_up, down=rule.configs.down) == rule.configs
+
+
+def test_scales_of_groups_of_zeros_do_not_count() -> None:
+    """A group of zeros has scale 1, next to which float16 would lose groups of small numbers."""
+    scale = torch.tensor([[127, 100, 99]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    codes, left = fold_scales(scale, torch.tensor([[False, True, True]]))
+    assert codes.tolist() == [[253, 253, 252]]
+    assert left.tolist() == [[2.0**-27]]
+    codes, left = fold_scales(scale, torch.tensor([[False, False, False]]))
+    assert left.isfinite().all()

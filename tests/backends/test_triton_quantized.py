@@ -1,0 +1,603 @@
+"""The Triton kernels of quantized weights and activations against torch: interpreted on a CPU, or on a CUDA device.
+
+Codes and scales have to be those of `moereg.quantize`, bit for bit. Products are compared with fp64 on restored codes:
+the only roundings are those of sums and, of 16-bit outputs, one of the output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from moereg.backends.triton_quantized_moe import TritonQuantizedExperts
+from moereg.experts import ExpertInputs
+from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
+from moereg.kernels.quantized import gemm as triton_quantized_gemm
+from moereg.kernels.quantized.config import CONFIG_RULES, select_quantized_config
+from moereg.kernels.quantized.gemm import (
+    fuses_quantizer,
+    quantized_down_gemm,
+    quantized_gate_up_gemm,
+)
+from moereg.kernels.quantized.rows import (
+    AMAX_PROGRAMS,
+    K_PAD,
+    QuantizedRows,
+    RouteIds,
+    RowFormat,
+    quantize_rows,
+    rows_of_plan,
+)
+from moereg.kernels.rows.sort import route_workspace_numel, sort_routes
+from moereg.kernels.rows.tiles import DirectRoutes
+from moereg.layouts import round_up
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.quant import WHOLE, QuantFormat, QuantScheme, get_scheme
+from moereg.quantize import (
+    Quantized,
+    activation_scale,
+    dequantize_activations,
+    dequantize_weights,
+    element_of,
+    quantize_activations,
+    quantize_weights,
+)
+from moereg.reference import reference_experts, relative_error
+from moereg.testing.faults import plant_faults
+from moereg.testing.interpreter import patch_interpreter
+from moereg.testing.tolerances import tolerance
+from moereg.weights import ExpertWeights
+from tests.support import conformance
+
+# The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
+]
+
+DEVICE = conformance.test_device()
+SM90 = Platform.from_name("cuda:sm90")
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+# Values that no list of names holds: kernels read the fields.
+E5M2 = QuantFormat("float8_e5m2", (1, WHOLE))
+OTHERS = (
+    QuantScheme("e5m2_token", E5M2, E5M2),
+    QuantScheme("e4m3_g64", None, QuantFormat("float8_e4m3fn", (1, 64))),
+    QuantScheme("int8_g128", None, QuantFormat("int8", (1, 128))),
+    QuantScheme("int8_tensor", None, QuantFormat("int8", (WHOLE, WHOLE))),
+    QuantScheme("int8_static", None, QuantFormat("int8", (WHOLE, WHOLE), static=True)),
+)
+NAMED = ("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic", "int8_w8a8", "mxfp8")
+# Scales of float8_e4m3fn, as the cells say.
+MULTIPLIES_NVFP4 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
+if MULTIPLIES_NVFP4:
+    NAMED += ("nvfp4",)
+SCHEMES = (*map(get_scheme, NAMED), *OTHERS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter() -> None:
+    if DEVICE.type == "cpu":
+        patch_interpreter()
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash((shape, seed)) % 2**31)
+    return torch.randn(shape, generator=generator).to(DEVICE)
+
+
+def row_format(scheme: QuantScheme) -> RowFormat:
+    problem = MoEProblem(num_experts=1, hidden_size=64, intermediate_size=64, top_k=1, quant=scheme)
+    return TritonQuantizedExperts(problem, SM90)._row_format()
+
+
+def make_rows(fmt: RowFormat, num_rows: int, columns: int) -> QuantizedRows:
+    """Codes and scales that nothing has written yet, 77 and 0.5 everywhere."""
+    padded = round_up(columns, K_PAD)
+    num_bytes = padded // 2 if fmt.dtype == torch.uint8 else padded
+    q = torch.full((num_rows, num_bytes), 77, dtype=torch.uint8, device=DEVICE).view(fmt.dtype)
+    scale = torch.full((num_rows, fmt.num_groups(padded)), 77 if fmt.e8m0 else 0.5, device=DEVICE)
+    own = torch.full((num_rows,), 0.5, device=DEVICE) if fmt.global_scale else None
+    return QuantizedRows(q, scale.to(fmt.scale_dtype), fmt.group, own)
+
+
+def select(rows: QuantizedRows, which: Any) -> QuantizedRows:
+    """Some of the rows."""
+    own = None if rows.global_scale is None else rows.global_scale[which]
+    return QuantizedRows(rows.q[which], rows.scale[which], rows.group, own)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As integers, with one NaN for all."""
+    if tensor.dtype == FP32:
+        tensor = torch.where(tensor.isnan(), torch.nan, tensor)
+        return tensor.view(torch.int32)
+    raw = tensor.view(torch.uint8).int()
+    return torch.where(tensor.float().isnan(), 127, raw) if tensor.dtype.is_floating_point else raw
+
+
+def assert_same(found: QuantizedRows, expected: Quantized, columns: int) -> None:
+    """Codes and scales of the same rows, and zeros behind the codes."""
+    if expected.scale_2 is not None:
+        assert_same_e2m1(found, expected, columns)
+        return
+    assert torch.equal(bits(found.q[:, :columns]), bits(expected.q))
+    scale = expected.scale
+    if scale.dtype == torch.float8_e8m0fnu:
+        assert torch.equal(found.scale[:, : scale.shape[1]], scale.view(torch.uint8))
+    else:
+        wanted = scale.expand(len(found.q), 1) if scale.dim() == 0 else scale
+        assert torch.equal(bits(found.scale[:, : wanted.shape[1]]), bits(wanted.contiguous()))
+    behind = found.q[:, columns:].float()
+    assert ((behind == 0) | behind.isnan() & found.scale.float().isnan().any()).all()
+
+
+def assert_same_e2m1(found: QuantizedRows, expected: Quantized, columns: int) -> None:
+    """The same of packed codes, but for codes without a meaning, those of groups whose scale is NaN."""
+    assert expected.scale_2 is not None
+    assert found.global_scale is not None
+    scale_2 = expected.scale_2.expand(len(found.q), 1)
+    assert torch.equal(bits(found.global_scale), bits(scale_2[:, 0].contiguous()))
+    num_groups, num_bytes = expected.scale.shape[1], -(-columns // 2)
+    assert torch.equal(bits(found.scale[:, :num_groups]), bits(expected.scale))
+    defined = ~(expected.scale.float() * scale_2).isnan().repeat_interleave(8, 1)[:, :num_bytes]
+    assert torch.equal(found.q[:, :num_bytes][defined], expected.q[defined])
+    assert (found.q[:, num_bytes:] == 0).all()
+    # Scales of groups that are only padding are finite, since they are multiplied.
+    assert (found.scale[:, num_groups:].float().isfinite() | scale_2.isnan()).all()
+
+
+def one_route_a_row(num_rows: int) -> RouteIds:
+    return RouteIds(torch.zeros(num_rows, 1, dtype=torch.int32, device=DEVICE), None, 1, 1)
+
+
+def quantize(x: torch.Tensor, scheme: QuantScheme, routes: Any = None, **keywords: Any) -> QuantizedRows:
+    """By the kernel, all rows."""
+    fmt = row_format(scheme)
+    out = make_rows(fmt, len(x), x.shape[1])
+    amax = torch.full((AMAX_PROGRAMS,), 77, dtype=torch.int32, device=DEVICE) if fmt.spans_rows else None
+    quantize_rows(out, x, fmt, routes or one_route_a_row(len(x)), amax=amax, **keywords)
+    return out
+
+
+def interesting_rows(columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random rows of every magnitude, ties between codes, zeros and subnormal numbers."""
+    x = random(12, columns) * torch.logspace(-9, 3, 12, base=4, device=DEVICE).unsqueeze(1)
+    x[3] = torch.arange(columns, device=DEVICE) / 16 - 7
+    x[3, 0] = 448.0  # A scale of 1, so that the others are ties of e4m3 and int8's halves.
+    x[4] = torch.arange(columns, device=DEVICE) / 2 - 63.5
+    x[4, 0] = 127.0
+    x[5] = 0
+    x[6] = 1e-40
+    x[7, : columns // 2] = 0
+    x[8] *= 1e-30
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize(("columns", "dtype"), [(384, BF16), (130, FP16), (1500, FP32), (64, BF16)])
+def test_codes_and_scales_are_those_of_quantize(scheme: QuantScheme, columns: int, dtype: torch.dtype) -> None:
+    x = interesting_rows(columns, dtype)
+    assert scheme.activation is not None
+    static = torch.tensor([0.03], device=DEVICE) if scheme.activation.static else None
+    expected = quantize_activations(x, scheme, None if static is None else static[0])
+    assert_same(quantize(x, scheme, static_scale=static), expected, columns)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_infinity_and_nan_are_those_of_quantize(scheme: QuantScheme) -> None:
+    x = random(5, 260)
+    x[1, 3], x[2, 200], x[3, 130], x[3, 0] = math.inf, math.nan, -math.inf, math.nan
+    assert scheme.activation is not None
+    static = torch.tensor([0.03], device=DEVICE) if scheme.activation.static else None
+    expected = quantize_activations(x, scheme, None if static is None else static[0])
+    assert_same(quantize(x, scheme, static_scale=static), expected, 260)
+
+
+def test_a_fault_in_rounding_shows() -> None:
+    """Multiplying by the inverse of a scale instead of dividing changes some codes, which the tests above would see."""
+    x = interesting_rows(384, BF16)
+    scheme = get_scheme("fp8_channel_token")
+    expected = quantize_activations(x, scheme)
+    wrong = element_of(get_scheme("fp8_channel_token").activation).encode(  # type: ignore[arg-type]
+        x.float() * (448.0 / x.float().abs().amax(1, keepdim=True))
+    )
+    assert not torch.equal(bits(wrong), bits(expected.q))
+
+
+def test_one_scale_spans_the_rows_that_count() -> None:
+    """Of tokens those with a route to a local expert; the others, however large, do not matter."""
+    scheme = get_scheme("fp8_tensor_dynamic")
+    x = random(6, 100).to(BF16)
+    x[2], x[4] = 1e4, math.nan
+    ids = torch.tensor([[0, 9], [3, -1], [3, 4], [1, 0], [-1, 7], [5, 1]], dtype=torch.int32, device=DEVICE)
+    expert_map = torch.tensor([0, 1, 2, -1, -1, -1], dtype=torch.int32, device=DEVICE)
+    found = quantize(x, scheme, RouteIds(ids, expert_map, 6, 3))
+    counted = [0, 3, 5]
+    expected = quantize_activations(x, scheme, activation_scale(x[counted].float().abs().amax(), scheme))
+    assert_same(found, expected, 100)
+
+
+def test_scales_of_experts_are_applied_to_their_routes() -> None:
+    scheme = get_scheme("fp8_tensor_static")
+    x = random(4, 130).to(BF16)
+    ids = torch.tensor([[0, 2], [1, 9], [2, 1], [-1, 0]], dtype=torch.int32, device=DEVICE)
+    static = torch.tensor([0.01, 0.5, 2.0], device=DEVICE)
+    fmt = row_format(scheme)
+    out = make_rows(fmt, 8, 130)
+    quantize_rows(out, x, fmt, RouteIds(ids, None, 3, 3), static_scale=static)
+    for route, expert in enumerate(ids.flatten().tolist()):
+        own = select(out, slice(route, route + 1))
+        if 0 <= expert < 3:
+            assert_same(own, quantize_activations(x[route // 2 : route // 2 + 1], scheme, static[expert]), 130)
+        else:
+            assert (own.q.view(torch.uint8) == 77).all(), "rows that are not in use are left out"
+
+
+def test_routing_weights_multiply_and_round_first() -> None:
+    scheme = get_scheme("fp8_block128")
+    x, weights = random(5, 130).to(BF16), random(5, 1).abs()
+    expected = quantize_activations((x.float() * weights).to(BF16), scheme)
+    assert_same(quantize(x, scheme, topk_weights=weights), expected, 130)
+
+
+CONFIG = GroupedGemmConfig(block_m=16, block_n=64, block_k=64, group_m=2, num_warps=4, num_stages=2)
+WIDE = dataclasses.replace(CONFIG, block_n=128, block_k=128, mask_rows=True)
+MATRIX_SCHEMES = (*map(get_scheme, NAMED), QuantScheme("e5m2_token", E5M2, E5M2))
+
+
+def make_problem(scheme: QuantScheme, hidden: int, intermediate: int, **keywords: Any) -> MoEProblem:
+    return MoEProblem(
+        **{
+            "num_experts": 4,
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "top_k": 2,
+            "quant": scheme,
+            **keywords,
+        }
+    )
+
+
+def make_weights(problem: MoEProblem) -> ExpertWeights:
+    plain = conformance.make_plain_weights(problem, DEVICE)
+    fmt = problem.quant.activation
+    static = torch.linspace(0.02, 0.05, 4, device=DEVICE) if fmt is not None and fmt.static else None
+    return quantize_weights(plain, problem.quant, a13_scale=static, a2_scale=static)
+
+
+def restored(rows: QuantizedRows, scheme: QuantScheme, columns: int) -> torch.Tensor:
+    """The numbers that the kernels' codes stand for."""
+    fmt = scheme.activation
+    assert fmt is not None
+    if rows.global_scale is not None:
+        return dequantize_activations(Quantized(rows.q, rows.scale, rows.global_scale[:, None]), scheme, columns, FP64)
+    scale = rows.scale if fmt.group[1] == WHOLE else rows.scale[:, : -(-columns // fmt.group[1])]
+    if rows.scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
+    values = rows.q[:, :columns].double()
+    spread = scale.double() if fmt.group[1] == WHOLE else scale.double().repeat_interleave(fmt.group[1], 1)[:, :columns]
+    return values * spread
+
+
+@dataclasses.dataclass
+class Stage:
+    """A layer's operands as its kernels take them; `built` makes them, which takes a second."""
+
+    scheme: QuantScheme
+    hidden: int
+    intermediate: int
+    config: GroupedGemmConfig
+    activation: str = "silu"
+    has_bias: bool = False
+    direct: bool = False
+
+    def __post_init__(self) -> None:
+        activation, bias = self.activation, self.has_bias
+        self.problem = make_problem(self.scheme, self.hidden, self.intermediate, activation=activation, has_bias=bias)
+        self.layer = TritonQuantizedExperts(self.problem, SM90)
+        self.fmt = self.layer._row_format()
+        if self.scheme.activation is not None and self.scheme.activation.group[1] not in (WHOLE, 16, 32):
+            self.config = dataclasses.replace(self.config, block_k=128)
+
+    def built(self) -> Stage:
+        """Itself."""
+        self.weights = make_weights(self.problem)
+        self.w13, self.w2 = dequantize_weights(self.weights, torch.float64)
+        self.permuted = self.layer.permute_weights(self.weights, self.problem)
+        num_tokens = 16 if self.direct else 21
+        inputs = conformance.make_inputs(self.problem, num_tokens, "unmapped", DEVICE)
+        self.topk_ids, self.topk_weights = inputs.topk_ids, inputs.topk_weights
+        self.num_routes = num_tokens * 2
+        if self.direct:
+            self.plan: Any = DirectRoutes(self.topk_ids, None, 4, 16)
+        else:
+            workspace = self.topk_ids.new_empty(route_workspace_numel(num_tokens, 2, 4, 16))
+            self.plan = sort_routes(self.topk_ids, None, 4, 4, 16, workspace)
+        ids = self.topk_ids.flatten()
+        self.valid = (ids >= 0) & (ids < 4)
+        # Row of each valid route, and the route.
+        self.routes = torch.nonzero(self.valid).flatten()
+        self.rows = self.routes if self.direct else self.plan.route_row[self.routes].long()
+        self.experts = ids[self.routes].long()
+        x = inputs.hidden_states
+        if self.fmt.static:
+            static = self.weights.a13_scale
+            self.tokens = make_rows(self.fmt, self.num_routes, self.hidden)
+            quantize_rows(self.tokens, x, self.fmt, RouteIds(self.topk_ids, None, 4, 4), static_scale=static)
+        else:
+            self.tokens = quantize(x, self.scheme)
+        return self
+
+    def gate_up(self, out: Any, **keywords: Any) -> None:
+        activation = self.problem.activation
+        quantized_gate_up_gemm(
+            out,
+            self.tokens,
+            self.layer._matrices(self.permuted, "w13"),
+            self.plan,
+            self.config,
+            top_k=2,
+            by_route=self.fmt.static,
+            activation=activation.name,
+            gated=activation.gated,
+            alpha=activation.alpha,
+            beta=activation.beta,
+            limit=activation.limit,
+            bias=self.permuted.get("w13_bias"),
+            **keywords,
+        )
+
+    def expected(self) -> torch.Tensor:
+        """What the first GEMM makes of each valid route, [routes, I] in fp64."""
+        x = restored(self.tokens, self.scheme, self.hidden)
+        x = x[self.routes if self.fmt.static else self.routes // 2]
+        x = torch.einsum("rk,rnk->rn", x, self.w13[self.experts])
+        if self.weights.w13_bias is not None:
+            x += self.weights.w13_bias[self.experts].double()
+        return self.problem.activation(x)
+
+
+STAGES = [Stage(scheme, 130, 200, CONFIG) for scheme in MATRIX_SCHEMES]
+STAGES += [Stage(scheme, 256, 128, WIDE, "swigluoai", has_bias=True) for scheme in MATRIX_SCHEMES]
+STAGES += [Stage(scheme, 130, 72, WIDE, "relu2", has_bias=True, direct=True) for scheme in MATRIX_SCHEMES]
+
+
+# Of the module, so that the tests of one stage follow each other and a process builds those alone that it runs.
+@pytest.fixture(
+    scope="module", params=STAGES, ids=lambda stage: f"{stage.scheme.name}-{stage.hidden}-{stage.activation}"
+)
+def stage(request: pytest.FixtureRequest) -> Stage:
+    found: Stage = request.param
+    return found.built()
+
+
+def poisoned(*shape: int) -> torch.Tensor:
+    return torch.full(shape, math.nan, device=DEVICE)
+
+
+def test_gate_up_gemm(stage: Stage) -> None:
+    padded = round_up(stage.intermediate, K_PAD)
+    out = poisoned(stage.num_routes, padded)
+    stage.gate_up(out)
+    found = out[stage.rows]
+    assert relative_error(found[:, : stage.intermediate], stage.expected()) < 2e-6
+    assert (found[:, stage.intermediate :] == 0).all()
+    untouched = torch.ones(stage.num_routes, dtype=torch.bool, device=DEVICE)
+    untouched[stage.rows] = False
+    assert out[untouched].isnan().all(), "rows that are not in use were written to"
+
+
+def test_codes_of_the_first_gemm_are_those_of_its_rounded_output(stage: Stage) -> None:
+    """Fused or not, the intermediate is quantized where the reference does it, by the same rules."""
+    padded = round_up(stage.intermediate, K_PAD)
+    plain = torch.full((stage.num_routes, padded), math.nan, dtype=BF16, device=DEVICE)
+    stage.gate_up(plain)
+    expected = plain[stage.rows][:, : stage.intermediate]
+    found = make_rows(stage.fmt, stage.num_routes, stage.intermediate)
+    own = rows_of_plan(stage.plan, 4)
+    static = stage.permuted.get("a2_scale")
+    if fuses_quantizer(stage.fmt, stage.config):
+        stage.gate_up(found, out_format=stage.fmt, rounded=BF16, static_scale=static)
+    else:
+        amax = torch.zeros(AMAX_PROGRAMS, dtype=torch.int32, device=DEVICE) if stage.fmt.spans_rows else None
+        quantize_rows(found, plain, stage.fmt, own, amax=amax)
+    in_use = select(found, stage.rows)
+    if static is None:
+        assert_same(in_use, quantize_activations(expected, stage.scheme), stage.intermediate)
+    else:
+        codes = quantize_activations(expected, stage.scheme, static[stage.experts].unsqueeze(1))
+        assert torch.equal(bits(in_use.q[:, : stage.intermediate]), bits(codes.q))
+        assert torch.equal(in_use.scale[:, 0], static[stage.experts])
+    untouched = torch.ones(stage.num_routes, dtype=torch.bool, device=DEVICE)
+    untouched[stage.rows] = False
+    assert (found.q[untouched].view(torch.uint8) == 77).all(), "rows that are not in use were written to"
+
+
+def test_some_stages_fuse_the_quantizer_and_some_do_not() -> None:
+    assert {fuses_quantizer(stage.fmt, stage.config) for stage in STAGES} == {True, False}
+
+
+def test_down_gemm(stage: Stage) -> None:
+    x = random(stage.num_routes, stage.intermediate)
+    if stage.fmt.static:
+        static = torch.tensor([0.03], device=DEVICE)
+        rows = quantize(x, stage.scheme, static_scale=static)
+    else:
+        rows = quantize(x, stage.scheme)
+    out = poisoned(stage.num_routes, stage.hidden)
+    bias = stage.permuted.get("w2_bias")
+    w2 = stage.layer._matrices(stage.permuted, "w2")
+    quantized_down_gemm(out, rows, w2, stage.plan, stage.config, bias=bias, topk_weights=stage.topk_weights)
+    x = restored(rows, stage.scheme, stage.intermediate)[stage.rows]
+    expected = torch.einsum("rk,rnk->rn", x, stage.w2[stage.experts])
+    if bias is not None:
+        expected += bias[stage.experts].double()
+    expected *= stage.topk_weights.flatten()[stage.routes, None].double()
+    assert relative_error(out[stage.routes], expected) < 2e-6
+    assert out[~stage.valid].isnan().all()
+
+
+@pytest.mark.parametrize("scheme", MATRIX_SCHEMES, ids=lambda scheme: scheme.name)
+def test_two_steps_a_turn_give_the_same_bits(scheme: QuantScheme) -> None:
+    """Groups of columns are scaled as they were; only loads move."""
+    stage = Stage(scheme, 1024, 128, WIDE).built()
+    static = torch.tensor([0.03], device=DEVICE) if stage.fmt.static else None
+    x = quantize(random(stage.num_routes, 1024), scheme, static_scale=static)
+    w13 = stage.layer._matrices(stage.permuted, "w13")
+    one_matrix = w13
+    if w13.global_scale is not None:
+        # The second product is of one half.
+        one_matrix = dataclasses.replace(w13, global_scale=w13.global_scale[:, :1].contiguous())
+    found = []
+    for block_k in (128, 256):
+        stage.config = dataclasses.replace(WIDE, block_k=block_k)
+        out, down = poisoned(stage.num_routes, 128), poisoned(stage.num_routes, 256)
+        stage.gate_up(out)
+        quantized_down_gemm(down, x, one_matrix, stage.plan, stage.config)
+        assert out[stage.rows].isfinite().all()
+        assert down[stage.routes].isfinite().all()
+        found.append((out, down))
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(bits(one), bits(two))
+
+
+@pytest.mark.parametrize(
+    ("depth", "block_k", "expected"),
+    [(1024, 256, (128, 2)), (768, 256, (128, 1)), (1152, 256, (128, 1)), (1024, 64, (64, 1))],
+)
+def test_several_steps_a_turn_where_a_row_has_enough(depth: int, block_k: int, expected: tuple[int, int]) -> None:
+    steps = triton_quantized_gemm._steps(dataclasses.replace(CONFIG, block_k=block_k), depth)
+    assert (steps["BLOCK_K"], steps["UNROLL"]) == expected
+
+
+def run_layer(problem: MoEProblem, weights: ExpertWeights, num_tokens: int, routing: str = "unmapped") -> float:
+    """Error of the layer on poisoned buffers of exactly the size that it asks for."""
+    layer = TritonQuantizedExperts(problem, SM90)
+    permuted = layer.permute_weights(weights, problem)
+    inputs = conformance.make_inputs(problem, num_tokens, routing, DEVICE)
+    expert_map = conformance.make_expert_map(problem, DEVICE)
+    dtype, guard = problem.torch_dtype, 256
+    scratch = [
+        torch.full((math.prod(shape) + 2 * guard,), math.nan, dtype=dtype, device=DEVICE)
+        for shape in layer.workspace_shapes(problem, num_tokens)
+    ]
+    out = torch.full_like(inputs.hidden_states, math.nan)
+    call = ExpertInputs(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, expert_map=expert_map)
+    layer.apply(out, call, permuted, *(buffer[guard:-guard] for buffer in scratch))
+    for buffer in scratch:
+        assert buffer[:guard].isnan().all(), "a kernel wrote in front of its workspace"
+        assert buffer[-guard:].isnan().all(), "a kernel wrote behind its workspace"
+    call_inputs = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    return relative_error(out, reference_experts(problem, conformance_weights(problem), *call_inputs, expert_map))
+
+
+def conformance_weights(problem: MoEProblem) -> ExpertWeights:
+    return conformance.make_weights(problem, DEVICE)
+
+
+@pytest.mark.parametrize("scheme", NAMED)
+@pytest.mark.parametrize(
+    ("num_tokens", "keywords"),
+    [
+        (1, {}),
+        (2, {"top_k": 1, "apply_router_weight_on_input": True, "has_bias": True}),
+        (17, {"num_experts": 8, "num_local_experts": 3, "placement": "map", "activation": "silu(limit=0.5)"}),
+    ],
+)
+def test_layer_rounds_where_the_reference_does(scheme: str, num_tokens: int, keywords: dict[str, Any]) -> None:
+    """A closer bound than conformance has: of a kernel from which only the order of sums differs."""
+    problem = make_problem(get_scheme(scheme), 130, 200, **{"dtype": "float16", **keywords})
+    error = run_layer(problem, conformance_weights(problem), num_tokens)
+    assert error < tolerance(problem.quant, "float16", num_tokens * 130, rounds_as_reference=True)
+
+
+# Slow: interpreted, 10 to 20 s a scheme; that the bound is close enough, test_faults shows of the reference.
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", NAMED)
+def test_planted_faults_show_against_the_closer_bound(scheme: str) -> None:
+    problem = make_problem(get_scheme(scheme), 130, 200, has_bias=True)
+    bound = tolerance(problem.quant, "bfloat16", 9 * 130, rounds_as_reference=True)
+    for name, faulty in plant_faults(conformance_weights(problem)):
+        # The bound of 4-bit activations is a tenth of the output and more, so faults are fewer times as large.
+        assert run_layer(problem, faulty, 9) > (2 if scheme == "nvfp4" else 3) * bound, name
+
+
+def test_permuted_weights_are_views_where_nothing_is_padded() -> None:
+    problem = make_problem(get_scheme("fp8_block128"), 256, 128)
+    weights = conformance_weights(problem)
+    permuted = TritonQuantizedExperts(problem, SM90).permute_weights(weights, problem)
+    for name, tensor in weights.tensors().items():
+        assert permuted[name].data_ptr() == tensor.data_ptr(), name
+
+
+@pytest.mark.parametrize("per_half", [False, True])
+def test_one_scale_a_matrix_becomes_one_a_half(per_half: bool) -> None:
+    problem = make_problem(get_scheme("fp8_tensor_dynamic"), 130, 200)
+    weights = conformance_weights(problem)
+    assert weights.w13_scale is not None
+    w13_scale = torch.rand(4, 2, device=DEVICE) if per_half else torch.rand(4, device=DEVICE)
+    weights = dataclasses.replace(weights, w13_scale=w13_scale)
+    layer = TritonQuantizedExperts(problem, SM90)
+    permuted = layer.permute_weights(weights, problem)
+    assert torch.equal(permuted["w13_scale"].squeeze(2), w13_scale.view(4, -1).expand(4, 2))
+    assert permuted["w2_scale"].shape == (4, 1, 1)
+    assert layer._matrices(permuted, "w13").group_rows == 200
+    assert permuted["w13"].shape == (4, 400, 256)
+    assert permuted["w2"].shape == (4, 130, 256)
+    assert (permuted["w13"].float()[:, :, 130:] == 0).all()
+
+
+def test_one_static_scale_for_all_experts_is_shared() -> None:
+    """Then a token is quantized once and not for each of its routes."""
+    problem = make_problem(get_scheme("fp8_tensor_static"), 130, 72)
+    weights = dataclasses.replace(
+        conformance_weights(problem),
+        a13_scale=torch.tensor(0.02, device=DEVICE),
+        a2_scale=torch.tensor(0.03, device=DEVICE),
+    )
+    layer = TritonQuantizedExperts(problem, SM90)
+    permuted = layer.permute_weights(weights, problem)
+    assert permuted["a13_scale"].shape == (1,)
+    assert permuted["a2_scale"].shape == (4,)
+    inputs = conformance.make_inputs(problem, 5, "uniform", DEVICE)
+    scratch = [torch.empty(shape, dtype=BF16, device=DEVICE) for shape in layer.workspace_shapes(problem, 5)]
+    out = torch.full_like(inputs.hidden_states, math.nan)
+    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    layer.apply(out, ExpertInputs(*call), permuted, *scratch)
+    bound = tolerance(problem.quant, "bfloat16", 5 * 130, rounds_as_reference=True)
+    assert relative_error(out, reference_experts(problem, weights, *call)) < bound
+
+
+def test_backend_refuses_what_overflows_its_offsets() -> None:
+    problem = make_problem(get_scheme("fp8_block128"), 32768, 40000)
+    (reason,) = TritonQuantizedExperts.unsupported_reasons(problem, SM90)
+    assert reason.startswith("requires fewer than 2**31")
+
+
+def test_config_rules_cover_every_number_of_rows() -> None:
+    for tokens, rows in ((1, 0.01), (1, 2.0), (2, 0.01), (16, 16), (17, 17), (100, 64), (10**6, 1e9)):
+        configs = select_quantized_config(tokens, rows, 2)
+        assert configs.gate_up.block_m == configs.down.block_m
+        assert configs.sort_routes or tokens <= configs.gate_up.block_m
+        assert K_PAD % configs.gate_up.block_n == 0
+        assert configs.gate_up.block_k % K_PAD == configs.down.block_k % K_PAD == 0, "a step is one group of 1 x 128"
+
+
+@pytest.mark.parametrize("shared_bytes", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
+@pytest.mark.parametrize("num_halves", [1, 2])
+def test_config_pipelines_fit_shared_memory(shared_bytes: int, num_halves: int) -> None:
+    for rule in CONFIG_RULES:
+        tokens = int(min(rule.max_tokens, 10**6))
+        configs: GemmPair = select_quantized_config(tokens, rule.max_rows_per_expert, num_halves, shared_bytes)
+        for config, halves in ((configs.gate_up, num_halves), (configs.down, 1)):
+            stage = (config.block_m + halves * config.block_n) * config.block_k
+            assert config.num_stages * stage <= shared_bytes

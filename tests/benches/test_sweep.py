@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from benches.h200 import sweep as sweep_configs
+from benches.h200.sweep import (
+    MODELS,
+    NUM_TOKENS,
+    candidates_of,
+    class_of,
+    make_problem,
+    report,
+    rotated,
+    row_candidates,
+    selecting,
+    shipped,
+    uses_gluon,
+)
+from moereg.backends._triton import interleaved
+from moereg.kernels.gemm import config as triton_gemm_config
+from moereg.kernels.gemm.config import GemmPair
+from moereg.kernels.hopper import gemm as gluon_grouped_gemm
+
+H200_SHARED_BYTES = 227 * 1024
+
+EACH_ROW = [(make_problem(model), tokens) for model, tokens in itertools.product(MODELS, NUM_TOKENS)]
+
+
+def test_the_sweep_splits_classes_where_the_backend_changes_kernels() -> None:
+    assert sweep_configs.GLUON_ROWS == interleaved._MIN_GLUON_ROWS
+    assert sweep_configs.GLUON_ROWS in sweep_configs.CLASS_ROWS
+
+
+def test_each_row_has_8_to_15_candidates_and_the_shipped_one_among_them() -> None:
+    for problem, tokens in EACH_ROW:
+        candidates = row_candidates(problem, tokens, H200_SHARED_BYTES)
+        assert 8 <= len(candidates) <= 15, (problem, tokens)
+        assert candidates[0] == shipped(problem, tokens, H200_SHARED_BYTES)
+        assert len({candidate.name for candidate in candidates}) == len(candidates)
+        rows = tokens * problem.top_k / problem.num_experts
+        assert candidates[0] in candidates_of(tokens, rows), "the class lacks the configuration that is shipped"
+
+
+def test_rows_of_a_class_have_the_same_candidates() -> None:
+    by_class: dict[str, set[frozenset[str]]] = {}
+    for problem, tokens in EACH_ROW:
+        names = frozenset(c.name for c in row_candidates(problem, tokens, H200_SHARED_BYTES))
+        by_class.setdefault(class_of(tokens, tokens * problem.top_k / problem.num_experts), set()).add(names)
+    assert len(by_class) == 8
+    assert all(len(names) == 1 for names in by_class.values())
+
+
+def test_candidates_fit_what_the_kernels_take() -> None:
+    for tokens, rows in ((1, 1), (16, 1), (64, 4), (256, 16), (256, 32), (1024, 64), (4096, 128), (4096, 256)):
+        for candidate in candidates_of(tokens, rows):
+            configs = candidate.configs
+            if isinstance(configs, GemmPair):
+                assert configs.gate_up.block_m == configs.down.block_m >= triton_gemm_config.MIN_BLOCK_M
+                assert configs.sort_routes or tokens <= configs.gate_up.block_m
+            if uses_gluon(tokens, rows):
+                for config in (configs.gate_up, configs.down):
+                    assert config.block_m + config.slack <= gluon_grouped_gemm.GUARD_ROWS
+                assert configs.gate_up.block_m == configs.down.block_m
+                assert configs.gate_up.slack == configs.down.slack
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (64, 4), (4096, 256)])
+def test_selecting_replaces_what_the_backend_asks_and_puts_it_back(tokens: int, rows: float) -> None:
+    modules: tuple[Any, ...] = (triton_gemm_config, gluon_grouped_gemm)
+    before = [module.select_config for module in modules]
+    candidate = candidates_of(tokens, rows)[-1]
+    with selecting(candidate):
+        module = modules[uses_gluon(tokens, rows)]
+        assert module.select_config(tokens, rows) is candidate.configs
+    assert [module.select_config for module in modules] == before
+
+
+def test_candidates_begin_on_different_inputs() -> None:
+    runs = [object() for _ in range(4)]
+    turned = [rotated(runs, number) for number in range(9)]  # type: ignore[arg-type]
+    for candidate in turned:
+        assert sorted(map(id, candidate)) == sorted(map(id, runs))
+    for place in range(4):
+        assert all(first[place] is not second[place] for first, second in itertools.pairwise(turned))
+
+
+def test_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    def row(model: str, a: float, b: float, **more: Any) -> dict[str, Any]:
+        times = {"a": a, "b": b}
+        return {
+            "model": model,
+            "tokens": 4,
+            "class": "few",
+            "shipped": "a",
+            "times_us": times,
+            "skipped": [],
+            "wrong": [],
+        } | more
+
+    good = [row("x", 1.0, 1.1), row("y", 1.0, 1.1), row("z", 1.1, 1.0)]
+    assert report(good, [], 1.0) == 0
+    text = capsys.readouterr().out
+    assert "worst ratio 1.100" in text
+    assert report([*good, row("v", 1.2, 1.0)], [], 1.0) == 1
+    assert "v T 4: ratio 1.200 (best b, chosen a)" in capsys.readouterr().out
+    assert report([*good[:2], row("z", 1.0, 1.0, wrong=["b"])], [], 1.0) == 1
+    assert report(good, [{"model": "w", "tokens": 1, "left_out": "out of time"}], 1.0) == 0
+    assert "left out: w T 1: out of time" in capsys.readouterr().out
+
+
+def test_a_machine_without_a_hopper_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moereg.platforms import Platform
+
+    monkeypatch.setattr("sys.argv", ["sweep_configs"])
+    monkeypatch.setattr(sweep_configs, "probe_platform", lambda: Platform.from_name("cuda:sm80"))
+    assert sweep_configs.main() == 3

@@ -1,0 +1,1 @@
+"""Programs that made the stored checkpoints."""

@@ -1,0 +1,108 @@
+"""Writes the ct_* directories with compressed-tensors 0.20.0: its presets, compressors and decompressors.
+
+Run as `python -m tests.checkpoints.generate.compressed_tensors`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import compressed_tensors
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+from tests.checkpoints.generate.generating import Model, save
+
+# Directory to preset, format, and what differs from the preset.
+CHECKPOINTS: Final[dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]]] = {
+    "ct_fp8_channel": ("FP8_DYNAMIC", "float-quantized", {}, {}),
+    "ct_fp8_block": ("FP8_BLOCK", "float-quantized", {}, {}),
+    "ct_fp8_tensor_static": ("FP8", "float-quantized", {}, {}),
+    "ct_fp8_tensor_dynamic": ("FP8", "float-quantized", {}, {"dynamic": True, "observer": None}),
+    "ct_fp8_tensor_token": ("FP8_DYNAMIC", "float-quantized", {"strategy": "tensor"}, {}),
+    "ct_int8": ("INT8", "int-quantized", {}, {}),
+    "ct_int8_w8a16": ("W8A16", "pack-quantized", {"strategy": "channel", "group_size": None}, {}),
+    "ct_int4": ("W4A16", "pack-quantized", {"group_size": 32}, {}),
+    "ct_int4_asymmetric": ("W4A16_ASYM", "pack-quantized", {"group_size": 32}, {}),
+    "ct_int4_channel": ("W4A16", "pack-quantized", {"strategy": "channel", "group_size": None}, {}),
+    "ct_nvfp4": ("NVFP4", "nvfp4-pack-quantized", {}, {}),
+    "ct_nvfp4_w4a16": ("NVFP4A16", "nvfp4-pack-quantized", {}, {}),
+    "ct_mxfp4_w4a16": ("MXFP4A16", "mxfp4-pack-quantized", {}, {}),
+    "ct_mxfp8": ("MXFP8", "mxfp8-quantized", {}, {}),
+}
+
+
+def _scheme(preset: str, layout: str, weights: dict[str, Any], activations: dict[str, Any]) -> QuantizationScheme:
+    known = preset_name_to_scheme(preset, ["Linear"]).model_dump()
+    known["format"] = layout
+    known["weights"].update(weights)
+    if activations:
+        known["input_activations"].update(activations)
+    return QuantizationScheme(**known)
+
+
+def _compressed(matrix: torch.Tensor, scheme: QuantizationScheme, layout: str) -> dict[str, torch.Tensor]:
+    """The tensors of a module: scales by compressed-tensors from minima and maxima, activations' made up."""
+    arguments = scheme.weights
+    rows, columns = matrix.shape
+    block = {
+        "tensor": (rows, columns),
+        "channel": (1, columns),
+        "block": tuple(arguments.block_structure or ()),
+        "group": (1, arguments.group_size),
+        "tensor_group": (1, arguments.group_size),
+    }[arguments.strategy]
+    blocks = matrix.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
+    low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
+    if arguments.strategy == "tensor":
+        low, high = low.reshape(1), high.reshape(1)
+    tensors = {"weight": matrix.bfloat16()}
+    global_scale = None
+    if arguments.strategy == "tensor_group":
+        global_scale = generate_gparam(matrix.amin().reshape(1), matrix.amax().reshape(1))
+        tensors["weight_global_scale"] = global_scale
+    scale, zero_point = calculate_qparams(low, high, arguments, global_scale)
+    tensors["weight_scale"] = scale if global_scale is not None else scale.bfloat16()
+    tensors["weight_zero_point"] = zero_point
+    compressor = BaseCompressor.get_value_from_registry(layout)
+    found = compressor.compress(tensors, scheme)
+    if scheme.input_activations is not None and scheme.input_activations.dynamic is False:
+        found["input_scale"] = matrix.abs().amax().reshape(1) / 20
+    if scheme.input_activations is not None and scheme.input_activations.dynamic == "local":
+        found["input_global_scale"] = 448 * 6 / matrix.abs().amax().reshape(1) / 8
+    return found
+
+
+def main() -> None:
+    """Writes the directories."""
+    for directory, (preset, layout, weights, activations) in CHECKPOINTS.items():
+        sizes = (128, 128) if "block" in directory else (64, 96)
+        model = Model(num_experts=2, hidden_size=sizes[0], intermediate_size=sizes[1], dtype=torch.bfloat16)
+        scheme = _scheme(preset, layout, weights, activations)
+        config = QuantizationConfig(
+            config_groups={"group_0": scheme},
+            format=layout,
+            ignore=["lm_head", "model.layers.0.mlp.gate"],
+            quantization_status="compressed",
+        )
+        tensors, dequantized = dict(model.tensors), {}
+        for module, matrix in model.matrices.items():
+            found = _compressed(matrix, scheme, layout)
+            tensors.update({f"{module}.{name}": tensor for name, tensor in found.items()})
+            restored = BaseCompressor.get_value_from_registry(layout).decompress(found, scheme)
+            dequantized[module] = restored["weight"]
+        save(
+            directory,
+            {**model.config, "quantization_config": json.loads(json.dumps(config.to_dict(), default=str))},
+            tensors,
+            dequantized,
+            f"compressed-tensors {compressed_tensors.__version__}",
+            row_step=8 if "block" in directory else 3,
+        )
+
+
+if __name__ == "__main__":
+    main()

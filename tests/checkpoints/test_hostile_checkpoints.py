@@ -1,0 +1,452 @@
+"""Files that were made to mislead, to crash or to take all time and memory: each is one printable line of an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moereg.checkpoints import _patterns, load_experts, moe_layers, read_problem
+from moereg.checkpoints._awq import awq_formats
+from moereg.checkpoints._compressed_tensors import compressed_tensors_formats
+from moereg.checkpoints._fp8 import fp8_formats
+from moereg.checkpoints._gptq import gptq_formats
+from moereg.checkpoints._mxfp4 import mxfp4_formats
+from moereg.checkpoints._patterns import Patterns
+from moereg.cli import main
+from moereg.config_entries import MOST_EXPERTS, MOST_LAYERS
+from moereg.errors import CheckpointError
+from moereg.routing import RouterSpec
+from tests.support.quantized_checkpoints import (
+    BLOCK,
+    CHECKPOINTS,
+    GATE_0,
+    changed,
+    config_of,
+    with_group,
+    with_settings,
+    with_tensor,
+)
+
+MODULE = f"{BLOCK}.experts.0.gate_proj"
+# Python's engine takes longer for it than anybody waits, and the other one until it is stopped.
+SLOW = r"(?:.|.)*(?!)"
+
+QWEN = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "entry", "value"),
+    [
+        (QWEN, "norm_topk_prob", "false"),
+        (QWEN, "norm_topk_prob", 1),
+        (QWEN, "num_experts_per_tok", 1.9),
+        (QWEN, "num_experts_per_tok", True),
+        (QWEN, "num_experts_per_tok", "2"),
+        (QWEN, "num_experts", 8.0),
+        (QWEN, "num_experts", 10**7),
+        (QWEN, "num_experts", 10**5000),
+        (DEEPSEEK, "norm_topk_prob", 1),
+        (DEEPSEEK, "n_group", "4"),
+        (DEEPSEEK, "routed_scaling_factor", float("nan")),
+        (DEEPSEEK, "routed_scaling_factor", float("inf")),
+        (DEEPSEEK, "routed_scaling_factor", True),
+        (DEEPSEEK, "routed_scaling_factor", "2.5"),
+        (DEEPSEEK, "routed_scaling_factor", 10**400),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else "huge" if value in (10**400, 10**5000) else str(value),
+)
+def test_router_entries_are_what_they_say_or_refused(config: dict[str, Any], entry: str, value: Any) -> None:
+    RouterSpec.from_config(config)
+    with pytest.raises(CheckpointError, match=rf"^{entry} of model type '\w+' must be .*, got .*; "):
+        RouterSpec.from_config({**config, entry: value})
+
+
+def test_a_spec_has_a_finite_scaling_factor() -> None:
+    with pytest.raises(ValueError, match="scaling_factor must be a finite number, got nan"):
+        RouterSpec(kind="grouped_softmax_topk", num_experts=8, top_k=2, scaling_factor=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("gptq", {"sym": "false"}, "sym must be true or false, got 'false'"),
+        ("gptq", {"sym": 0}, "sym must be true or false, got 0"),
+        ("gptq", {"desc_act": "false"}, "desc_act must be true or false, got 'false'"),
+        ("gptq", {"bits": 4.0}, "bits of quant method gptq must be 4, got 4.0"),
+        ("gptq", {"checkpoint_format": ["gptq"]}, "checkpoint_format must be a name, got ['gptq']"),
+        ("awq", {"zero_point": 1}, "zero_point of quant method awq must be True, got 1"),
+        ("awq", {"group_size": 32.0}, "group_size of quant method awq must be 32 or 64 or 128 or -1, got 32.0"),
+        ("fp8_block128", {"weight_block_size": [128, 128.0]}, "must be [128, 128], got [128, 128.0]"),
+        ("fp8_block128", {"ignored_layers": 0}, "ignored_layers must be a list of module names, got 0"),
+        ("modelopt_nvfp4", {"quant_algo": ["NVFP4"]}, "unknown quant_algo ['NVFP4']"),
+        ("modelopt_nvfp4", {"group_size": 16.0}, "group_size of quant_algo NVFP4 must be 16, got 16.0"),
+        ("ct_int8", {"sparsity_config": "dense"}, "sparsity_config must be an object, got 'dense'"),
+        ("ct_int8", {"config_groups": [{}]}, "config_groups must be an object of objects, got [{}]"),
+        ("ct_int8", {"format": ["int-quantized"]}, "format must be a name, got ['int-quantized']"),
+    ],
+)
+def test_quantization_entries_are_what_they_say_or_refused(
+    tmp_path: Path, name: str, settings: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(CheckpointError) as error:
+        load_experts(changed(tmp_path, name, with_settings(**settings)), 0)
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "changes", "expected"),
+    [
+        ("ct_int4", "", {"format": ["pack-quantized"]}, "format must be a name, got ['pack-quantized']"),
+        ("ct_int4", "", {"input_activations": "none"}, "input_activations must be an object, got 'none'"),
+        ("ct_int4", "weights", {"symmetric": "true"}, "symmetric must be true or false, got 'true'"),
+        ("ct_int4", "weights", {"type": "in", "num_bits": "t4"}, "type must be in ['float', 'int'], got 'in'"),
+        ("ct_int4", "weights", {"num_bits": 4.0}, "num_bits must be a whole number of at least 1, got 4.0"),
+        ("ct_int4", "weights", {"group_size": "32"}, "group_size must be a whole number of at least 1, got '32'"),
+        ("ct_int4", "weights", {"strategy": "block", "block_structure": 128}, "got int4 block 128 weights"),
+        ("ct_int8", "input_activations", {"dynamic": "yes"}, "dynamic must be in [True, False, 'local'], got 'yes'"),
+    ],
+)
+def test_compressed_tensors_groups_are_what_they_say_or_refused(
+    tmp_path: Path, name: str, part: str, changes: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(CheckpointError) as error:
+        load_experts(changed(tmp_path, name, with_group(part, **changes)), 0)
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "expected"),
+    [
+        ("num_experts", MOST_EXPERTS + 1, f"num_experts of model type 'qwen3_moe' must be at most {MOST_EXPERTS}"),
+        ("num_experts", 10**9, f"must be at most {MOST_EXPERTS}, got 1000000000"),
+        ("num_hidden_layers", 10**9, f"must be at most {MOST_LAYERS}, got 1000000000"),
+        ("hidden_size", 2**40, "must be at most 1048576"),
+        ("moe_intermediate_size", 10**4000, "must be at most 1048576, got <an integer of 13288 bits>"),
+        ("mlp_only_layers", list(range(MOST_LAYERS + 1)), f"must be a list of layer indices below {MOST_LAYERS}"),
+        ("mlp_only_layers", [-1], "must be a list of layer indices"),
+        ("num_experts_per_tok", True, "must be a whole number of at least 1, got True"),
+        ("hidden_act", {"name": "silu"}, "unknown hidden_act {'name': 'silu'}"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_sizes_that_no_model_has(tmp_path: Path, entry: str, value: Any, expected: str) -> None:
+    path = changed(tmp_path, "fp8_block128", lambda config, tensors: None)
+    config = config_of(path)
+    assert config["model_type"] == "qwen3_moe"
+    (path / "config.json").write_text(json.dumps({**config, entry: value}))
+    with pytest.raises(CheckpointError) as error:
+        load_experts(path, 0)
+    assert expected in str(error.value)
+    assert len(str(error.value)) < 1000
+
+
+def test_what_published_models_have_is_below_a_tenth_of_the_bounds() -> None:
+    # Switch-C, Llama 3.1 405B; its 126 layers and 53,248 are the largest of their kind.
+    assert MOST_EXPERTS >= 10 * 2048
+    assert MOST_LAYERS >= 10 * 126
+
+
+def test_the_first_missing_expert_ends_a_large_layer(tmp_path: Path) -> None:
+    path = changed(tmp_path, "fp8_block128", lambda config, tensors: config.update(num_experts=MOST_EXPERTS))
+    with pytest.raises(CheckpointError, match=r"experts.2.gate_proj.weight' is missing"):
+        read_problem(path, 0)
+
+
+FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "modules_to_not_convert": (fp8_formats, {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
+    "ignored_layers": (fp8_formats, {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
+    "mxfp4": (mxfp4_formats, {}),
+    "awq": (awq_formats, {"bits": 4, "group_size": 32}),
+    "dynamic": (gptq_formats, {"bits": 4, "group_size": 32}),
+    "ignore": (compressed_tensors_formats, config_of(CHECKPOINTS / "ct_int8")["quantization_config"]),
+    "targets": (compressed_tensors_formats, {}),
+}
+
+
+def _with_pattern(name: str, pattern: str) -> Any:
+    formats, config = FORMATS[name]
+    prefixed = f"re:{pattern}"
+    changes: dict[str, Any] = {
+        "ignored_layers": {"ignored_layers": [pattern]},
+        "dynamic": {"dynamic": {f"-:{pattern}": {}}},
+        "ignore": {"ignore": [prefixed]},
+        "targets": {"config_groups": {"group_0": {"targets": [prefixed]}}},
+    }.get(name, {"modules_to_not_convert": [pattern]})
+    return formats({**config, **changes})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_pattern_that_backtracks_without_end_is_stopped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_patterns, "_BUDGET_S", 0.05)
+    with pytest.raises(
+        CheckpointError, match=r"must hold patterns that together match in 0.05 s, got '.*\(\?:\.\|\.\)"
+    ):
+        _with_pattern(name, SLOW)(MODULE)
+
+
+def test_matches_that_are_short_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_patterns, "_BUDGET_S", 0.05)
+    matches = Patterns("ignore").expression(SLOW, SLOW)
+    with pytest.raises(CheckpointError, match=r"ignore must hold patterns that together match in 0.05 s"):  # noqa: PT012
+        for _ in range(1_000_000):
+            assert not matches("mlp")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("pattern", ["(" * 500 + ")" * 500, "(", "a{99999999999999999999}", r"(?P<a>x)(?P=b)"])
+def test_what_is_no_pattern_is_named(name: str, pattern: str) -> None:
+    with pytest.raises(CheckpointError, match="must hold names or regular expressions, got") as error:
+        _with_pattern(name, pattern)(MODULE)
+    assert len(str(error.value)) < 500
+
+
+# A target asks for a format instead of leaving the module out.
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"targets"}))
+def test_look_aheads_and_back_references_mean_what_they_do(name: str) -> None:
+    for pattern in (r"model\.layers\.0\.mlp(?!.*shared)", rf"{BLOCK}\.experts\.(\d)(?!\1)"):
+        assert _with_pattern(name, pattern)(MODULE) is None
+    assert _with_pattern(name, r"model\.layers\.(\d)\1\.mlp")(MODULE) is not None
+
+
+def test_patterns_that_only_a_join_would_break_are_read() -> None:
+    matches = Patterns("ignore").components([r"(?P<n>\d)\.up", r"(?P<n>\d)\.gate_proj", "(?i)LM_HEAD"])
+    assert matches(MODULE)
+    assert matches("lm_head")
+    assert not matches("model.layers.0.mlp.experts.0.down_proj")
+
+
+@pytest.mark.parametrize("pattern", ["mlp.gate", r"mlp\.gate", "mlp.(?:gate|up)", "m[l]p.gate", "mlp[.]gate|no|no"])
+def test_a_pattern_means_whole_components(pattern: str) -> None:
+    matches = Patterns("ignore").components([pattern])
+    for module in ("mlp.gate", "model.mlp.gate", "mlp.gate.weight", "model.layers.0.mlp.gate.a.b"):
+        assert matches(module), module
+    for module in ("mlp.gate_proj", "xmlp.gate", "model.xmlp.gate", "model.mlp.gates.a", "mlp", "gate"):
+        assert not matches(module), module
+
+
+@pytest.mark.parametrize(
+    "pattern", ["model.mlp*", "model.*gate", "model.mlp.gate", "model.mlp", "mod?l.mlp", "[m]odel"]
+)
+def test_a_name_with_stars_means_the_start(pattern: str) -> None:
+    matches = Patterns("ignore").wildcards([pattern])
+    assert matches("model.mlp.gate")
+    assert matches("model.mlp.gate.a")
+    for module in ("vision.model.mlp.gate", "models.mlp.gate", "mode.mlp.gate", "xmodel.mlp.gate"):
+        assert not matches(module), module
+
+
+def test_too_many_and_too_long_patterns() -> None:
+    for patterns in ([f"a+{number}" for number in range(3000)], ["a+" * 3000]):
+        with pytest.raises(CheckpointError, match="at most 2000 regular expressions of up to 4096 characters"):
+            Patterns("ignore").components(patterns)
+    assert Patterns("ignore").components([f"model.layers.{number}" for number in range(50_000)])("model.layers.7.mlp")
+
+
+NAMED = {
+    "deep": ("config.json", "[" * 100_000, "config.json must be readable JSON, got: maximum recursion depth"),
+    "deep_index": ("model.safetensors.index.json", '{"weight_map":' + "[" * 100_000, "must be readable JSON"),
+    "digits": ("config.json", f'{{"num_experts": 1{"0" * 5000}}}', "config.json must be readable JSON, got: Exceeds"),
+    "not_utf8": ("config.json", "{}\udcff", "config.json must be readable JSON"),
+    "numbered_files": ("model.safetensors.index.json", '{"weight_map": {"a": 5}}', "must map to files, got 5"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_json_that_is_no_config(tmp_path: Path, name: str) -> None:
+    file, content, expected = NAMED[name]
+    path = changed(tmp_path, "fp8_block128", lambda config, tensors: None)
+    (path / file).write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CheckpointError) as error:
+        load_experts(path, 0)
+    assert expected in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_a_config_of_a_size_that_none_has(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(CheckpointError, match=r"config.json must be at most 16.* MB, got more"):
+        moe_layers(tmp_path)
+
+
+def _sharded(path: Path, shard: str) -> Path:
+    changed(path, "fp8_block128", lambda config, tensors: None)
+    names = [name for name in _header(path / "model.safetensors") if name != "__metadata__"]
+    index = {"weight_map": {name: shard if name.startswith(GATE_0) else "model.safetensors" for name in names}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+def _header(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    header: dict[str, Any] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return header
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        f"{'x' * 300}.safetensors",
+        "a\0b.safetensors",
+        "\udc80.safetensors",
+        "\x1b]0;title\x07\x1b[31m.safetensors",
+        "two\nlines.safetensors",
+        "\u202egnp.safetensors",
+        "..",
+        "",
+    ],
+    ids=["long", "nul", "surrogate", "escape", "newline", "right_to_left", "parent", "empty"],
+)
+def test_a_shards_name_reaches_no_terminal(tmp_path: Path, shard: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _sharded(tmp_path, shard)
+    with pytest.raises(CheckpointError) as error:
+        load_experts(path, 0)
+    assert str(error.value).isprintable()
+    assert main(["run", "--checkpoint", str(path), "--json", "--platform", "cpu", "--tokens", "1"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err[-1:], err[:-1].isprintable()) == ("", "\n", True)
+
+
+def test_tensors_of_an_expert_without_a_number(tmp_path: Path) -> None:
+    for name in (f"{BLOCK}.experts.{'9' * 5000}.gate_proj.weight", f"{BLOCK}.experts.\u0663.gate_proj.weight"):
+        path = changed(tmp_path, "fp8_block128", with_tensor(name, torch.ones(1)))
+        with pytest.raises(CheckpointError, match="experts have no tensor such as '") as error:
+            load_experts(path, 0)
+        assert len(str(error.value)) < 1000
+
+
+def test_a_directorys_name_reaches_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = changed(tmp_path / "\x1b[31mred", "fp8_block128", lambda config, tensors: None)
+    assert main(["run", "--checkpoint", str(path), "--platform", "cpu", "--tokens", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert "red, layer 0" in out
+    assert (out + err).replace("\n", "").isprintable()
+
+
+def test_a_home_that_nobody_has(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CheckpointError, match="a checkpoint directory must exist, got '~nosuchuser/x'"):
+        load_experts("~nosuchuser/x", 0)
+    assert main(["run", "--checkpoint", "~nosuchuser/x"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["fp8_block128", "mxfp4"], ids=["separate", "fused"])
+def test_a_shard_that_ends_earlier_than_when_it_was_opened(tmp_path: Path, name: str) -> None:
+    # Large enough that what is cut off lies on other pages than what is left.
+    large = {f"x{number}": torch.zeros(2**18) for number in range(2)}
+    path = changed(tmp_path, name, lambda config, tensors: tensors.update(large))
+    shard = path / "model.safetensors"
+    # In a process of its own, which a mapping of the file would end with SIGBUS.
+    child = os.fork()
+    if not child:
+        try:
+            load_experts(path, 0, progress=lambda done, total: os.truncate(shard, 4096))
+        except CheckpointError as error:
+            (path / "error").write_text(str(error))
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    expected = f"{shard} (4096 bytes) must be the whole safetensors file of this checkpoint, got: "
+    assert (path / "error").read_text().startswith(expected)
+
+
+def test_one_expert_of_a_fused_tensor_is_all_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a file of which only the header and the first expert are there, the first expert can be read."""
+    from moereg.checkpoints._files import CheckpointFiles
+
+    tensor = torch.arange(4 * 6 * 8, dtype=torch.float32).view(4, 6, 8)
+    save_file({"w": tensor}, tmp_path / "model.safetensors")
+    with CheckpointFiles(tmp_path) as files:
+        assert [torch.equal(files.read("w", row), tensor[row]) for row in range(4)] == [True] * 4
+        (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[: -3 * 6 * 8 * 4])
+        assert torch.equal(files.read("w", 0), tensor[0])
+        with pytest.raises(CheckpointError, match="it ended 192 bytes before"):
+            files.read("w", 1)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\xff\xfe",
+        b"{",
+        b"[1]",
+        b"[" * 100_000,
+        b'{"v":{}}',
+        b'{"w":3}',
+        b'{"w":{"shape":[4,6,8]}}',
+        *(
+            b'{"w":{"dtype":"F32","shape":[4,6,8],"data_offsets":%s}}' % found
+            for found in (b"null", b"[]", b"{}", b'["a"]', b"[0.5]", b"[-99999]", b"[99999999999999999999]")
+        ),
+    ],
+    ids=lambda header: header[-40:].decode("ascii", "replace")[:40],
+)
+def test_a_header_that_changes_before_it_is_read_names_the_file(tmp_path: Path, header: bytes) -> None:
+    from moereg.checkpoints._files import CheckpointFiles
+
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.arange(4 * 6 * 8, dtype=torch.float32).view(4, 6, 8)}, path)
+    with CheckpointFiles(tmp_path) as files:
+        files.read("w")  # Opens it.
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(CheckpointError, match=f"^{re.escape(str(path))} .* its header changed while w was read"):
+            files.read("w", 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.float8_e8m0fnu])
+def test_rows_have_the_bits_of_their_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+    from moereg.checkpoints._files import CheckpointFiles
+
+    tensor = torch.arange(3 * 4 * 8, dtype=torch.uint8).view(3, -1).view(dtype)
+    save_file({"a": torch.zeros(3), "w": tensor}, tmp_path / "model.safetensors")
+    with CheckpointFiles(tmp_path) as files:
+        for row in range(3):
+            found = files.read("w", row)
+            assert found.dtype == dtype
+            assert torch.equal(found.view(torch.uint8), tensor[row].view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"layer": None}, "layer must be an integer, got None"),
+        ({"layer": "1"}, "layer must be an integer, got '1'"),
+        ({"layer": True}, "layer must be an integer, got True"),
+        ({"layer": 0, "num_local_experts": "2"}, "num_local_experts must be an integer, got '2'"),
+        ({"layer": 0, "ep_rank": 0.5}, "ep_rank must be an integer, got 0.5"),
+        ({"layer": 0, "device": "nothing"}, "device must be one that torch knows, .*, got 'nothing'"),
+        ({"layer": 0, "device": ""}, "device must be one that torch knows, .*, got ''"),
+        ({"layer": 0, "max_memory_fraction": float("nan")}, "max_memory_fraction must be above 0 and at most 1"),
+    ],
+    ids=lambda value: " ".join(f"{name} {item}" for name, item in value.items()) if isinstance(value, dict) else "",
+)
+def test_arguments_of_other_types(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=f"^{expected}"):
+        load_experts(CHECKPOINTS / "fp8_block128", **arguments)
+
+
+def test_a_problem_has_a_layer() -> None:
+    with pytest.raises(ValueError, match="layer must be an integer, got None"):
+        read_problem(CHECKPOINTS / "fp8_block128", None)  # type: ignore[arg-type]
+
+
+def test_names_that_escapes_make_longer_still_make_a_line(tmp_path: Path) -> None:
+    path = _sharded(tmp_path, "\x1b" * 100_000)
+    with pytest.raises(CheckpointError) as error:
+        load_experts(path, 0)
+    assert len(str(error.value)) <= 2000

@@ -1,0 +1,162 @@
+"""What the command line makes of numbers that are known: units, order, marks and whose loss it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moereg import cli
+from moereg.author import ExpertInputs, PermutedWeights
+from moereg.cli._bench import BenchResult
+from moereg.cli._run import RunResult
+from moereg.cli._show import show_bench, show_run
+from moereg.discovery import current_platform
+from moereg.dispatch import Decision, Selection, explain_backends, machine_reasons
+from moereg.problem import MoEProblem
+from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.tuning.compare import Measurement
+from moereg.tuning.roofline import Ceilings
+from moereg.tuning.timing import Timing
+from tests.support.fakes import FakeExperts
+
+SIZES = "--experts 8 --hidden 64 --intermediate 32 --top-k 2"
+PROBLEM = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+def selection_here() -> Selection:
+    return explain_backends(PROBLEM, "cpu")
+
+
+def test_run_gives_the_median_in_us_and_permuting_in_ms(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clock() -> Iterator[float]:
+        yield from (100.0, 102.5)
+
+    timing = Timing((7000.0, 1234.0, 20.0))
+    monkeypatch.setattr("moereg.tuning.compare.time_runs", lambda runs, device, rounds: dict.fromkeys(runs, timing))
+    ticks = clock()
+    monkeypatch.setattr("moereg.tuning.compare.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    assert cli.main(f"run {SIZES} --platform cpu --json".split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["time_us"], found["permute_ms"]) == (1234.0, 2500.0)
+
+
+def test_run_for_people_has_the_same_units(capsys: pytest.CaptureFixture[str]) -> None:
+    result = RunResult("layer", selection_here(), 64, 1e-3, None, 8e-3, 1234.4, 2500.0, 12 * 1024)
+    show_run(result)
+    out = capsys.readouterr().out
+    assert "1,234 us a call of 64 tokens" in out
+    assert "permuted in 2500 ms" in out
+    assert "1.00e-03, within the tolerance 8.0e-03" in out
+
+
+class ZeroExperts(FakeExperts):
+    """Adds nothing, whatever the weights are."""
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        out.zero_()
+
+
+def test_the_loss_is_the_schemes_whatever_the_backend_computes(
+    capsys: pytest.CaptureFixture[str], isolated_registry: BackendRegistry
+) -> None:
+    register_moe_backend("fake_zero", 1, ("int8_w8a16",), ("*",))(ZeroExperts)
+    losses = []
+    for name, code in (("torch", cli.OK), ("fake_zero", cli.WRONG_NUMBERS)):
+        assert cli.main(f"run {SIZES} --platform cpu --quant int8_w8a16 --require {name}".split()) == code
+        losses += re.findall(r"loss +(\S+) against fp32", capsys.readouterr().out)
+    right, wrong = losses
+    assert right == wrong
+    assert float(wrong) < 0.03
+
+
+def measured(decision: Decision, num_tokens: int, samples_us: tuple[float, ...]) -> Measurement:
+    return Measurement(
+        decision=decision,
+        num_tokens=num_tokens,
+        relative_error=1e-3 if samples_us else 1.0,
+        tolerance=8e-3,
+        failure="",
+        timing=Timing(samples_us) if samples_us else None,
+        flops=4e9,
+        num_bytes=3e6,
+        roofline_us=50.0,
+    )
+
+
+@pytest.fixture
+def bench_result() -> BenchResult:
+    """Three candidates: one of 200 us, one of 100 us, and one that is wrong."""
+    selection = selection_here()
+    assert selection.winner is not None
+    names = ("slow", "fast", "wrong")
+    decisions = [dataclasses.replace(selection.winner, backend=name) for name in names]
+    selection = dataclasses.replace(selection, decisions=tuple(decisions))
+    samples = ((180.0, 200.0, 260.0), (90.0, 100.0, 140.0), ())
+    rows = tuple(measured(decision, 16, times) for decision, times in zip(decisions, samples, strict=True))
+    measured_on = {"device": "a machine", "versions": {"torch": torch.__version__}, "commit": "", "date": "2026-01-02"}
+    return BenchResult("layer", selection, "uniform", measured_on, Ceilings(80.0, 60.0, "nothing"), rows)
+
+
+def test_bench_numbers_are_those_of_the_samples(bench_result: BenchResult) -> None:
+    rows: list[dict[str, Any]] = bench_result.to_dict()["rows"]
+    slow, fast, wrong = rows
+    assert (slow["time_us"], fast["time_us"]) == (200.0, 100.0)
+    # Deciles of three samples lie between them: a fifth of the way in from either end.
+    assert (fast["p10_us"], fast["p90_us"]) == (pytest.approx(92.0), pytest.approx(132.0))
+    assert (fast["tflops"], fast["gbps"], fast["share"]) == (pytest.approx(40.0), pytest.approx(30.0), 0.5)
+    assert wrong["passed"] is False
+    assert wrong["time_us"] != wrong["time_us"]  # Not a number.
+
+
+def test_bench_for_people_has_the_fastest_first_and_marks_it(
+    bench_result: BenchResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_bench(bench_result)
+    lines = capsys.readouterr().out.splitlines()
+    (fast,), (slow,), (wrong,) = (
+        [line.split() for line in lines if f" {name} " in line and "gets" not in line]
+        for name in ("fast", "slow", "wrong")
+    )
+    places = [next(i for i, line in enumerate(lines) if f" {name} " in line) for name in ("fast", "slow", "wrong")]
+    assert places == sorted(places)
+    assert fast == ["16", "fastest", "fast", "100.0", "92.0", "to", "132.0", "40", "30", "50.0%", "1.0e-03"]
+    assert slow == ["slow", "200.0", "184.0", "to", "248.0", "20", "15", "25.0%", "1.0e-03"]
+    assert wrong == ["wrong", "WRONG", "1.0e+00", ">", "8.0e-03"]
+
+
+def test_info_says_yes_where_the_cell_runs_here(
+    capsys: pytest.CaptureFixture[str], isolated_registry: BackendRegistry
+) -> None:
+    here, far = type("HereExperts", (FakeExperts,), {}), type("FarExperts", (FakeExperts,), {})
+    register_moe_backend("fake_here", 1, ("unquantized",), ("*",))(here)
+    register_moe_backend("fake_far", 1, ("unquantized",), ("tpu:v5e",))(far)
+    platform = current_platform()
+    runs = {cell.class_name: not machine_reasons(cell, platform) for cell in isolated_registry.cells}
+    assert (runs["HereExperts"], runs["FarExperts"]) == (True, False)
+    assert cli.main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, word in (("HereExperts", "yes"), ("FarExperts", "no")):
+        (row,) = [line.split() for line in lines if name in line]
+        assert word in row
+        assert {"yes": "no", "no": "yes"}[word] not in row[: row.index(word) + 1]

@@ -1,0 +1,282 @@
+"""The command line where standard output or standard error is closed, full or left: no noise, and the right code."""
+
+from __future__ import annotations
+
+import errno
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moereg import cli
+from moereg.cli._streams import guarded_streams
+
+ROOT = Path(__file__).parents[2]
+SIZES = "--experts 4 --hidden 16 --intermediate 8 --top-k 2 --platform cpu"
+FITS = {
+    "info": "info",
+    "explain": f"explain {SIZES}",
+    "run": f"run {SIZES} --tokens 2",
+    "bench": f"bench {SIZES} --tokens 2 --rounds 1",
+}
+# A line, and the code that it ends with where both streams are well.
+LINES = {
+    **{name: (line, cli.OK) for name, line in FITS.items()},
+    **{f"{name} json": (f"{line} --json", cli.OK) for name, line in FITS.items()},
+    "verbose": (f"{FITS['run']} -v", cli.OK),
+    "help": ("--help", cli.OK),
+    "version": ("--version", cli.OK),
+    "nothing fits": (f"explain {SIZES} --require triton --json", cli.NOTHING_FITS),
+    "bad input": (f"explain {SIZES} --hidden 0", cli.BAD_INPUT),
+    "bad option": ("explain --expert 3 --json", cli.BAD_INPUT),
+}
+STREAMS = ("well", "closed", "full", "left")
+# Every stream that is not well by itself, and both alike.
+PAIRS = [pair for pair in itertools.product(STREAMS, STREAMS) if "well" in pair or pair[0] == pair[1]]
+
+# Importing takes seconds, so one process does it and forks for each case, with the streams as a shell hands them over.
+FORKS = """
+import json, os, sys, tempfile
+from moereg.cli import _bench, main
+from moereg.discovery import load_backends
+from moereg.tuning.roofline import Ceilings
+
+load_backends()
+_bench.measure_ceilings = lambda dtype, device: Ceilings(0.1, 20.0, "nothing")
+main(["info", "--json"])  # Evidence is read once in a process.
+sys.stdout.flush()
+
+def hand_over(descriptor, state, path):
+    name = {1: "stdout", 2: "stderr"}[descriptor]
+    if state == "closed":
+        os.close(descriptor)
+        setattr(sys, name, None)
+        setattr(sys, f"__{name}__", None)
+        return
+    if state == "left":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open("/dev/full" if state == "full" else path, os.O_WRONLY | os.O_CREAT)
+    os.dup2(writer, descriptor)
+    os.close(writer)
+
+folder = tempfile.mkdtemp()
+found = {}
+for key, (line, out, err) in json.load(sys.stdin).items():
+    paths = [os.path.join(folder, f"{len(found)}.{name}") for name in ("out", "err")]
+    child = os.fork()
+    if child == 0:
+        hand_over(1, out, paths[0])
+        hand_over(2, err, paths[1])
+        code = main(line.split())
+        try:
+            # What the interpreter does when it ends, without the seconds that torch takes to go.
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:
+                    stream.flush()
+        except Exception:
+            code = 120
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    found[key] = [code, *(open(path).read() if os.path.exists(path) else None for path in paths)]
+print(json.dumps(found))
+"""
+
+
+def _ends(names: Iterable[str], pairs: Sequence[tuple[str, str]]) -> dict[str, tuple[int, str | None, str | None]]:
+    """By line, standard output and standard error: the code and what arrived."""
+    cases = {f"{name}/{out}/{err}": (LINES[name][0], out, err) for name in names for out, err in pairs}
+    process = subprocess.run(
+        [sys.executable, "-c", FORKS],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert process.returncode == 0, process.stderr
+    return {key: tuple(end) for key, end in json.loads(process.stdout.splitlines()[-1]).items()}
+
+
+def _check(ends: Mapping[str, tuple[int, str | None, str | None]]) -> None:
+    for key, (code, out, err) in ends.items():
+        name, out_state, _ = key.split("/")
+        line, usual = LINES[name]
+        # An error is written to standard error alone, so that standard output loses nothing.
+        lost = {"full": cli.OUTPUT_LOST, "left": cli.BROKEN_PIPE}.get(out_state, usual)
+        assert code == (usual if usual == cli.BAD_INPUT else lost), key
+        if out is not None:
+            assert bool(out) is (usual != cli.BAD_INPUT), key
+            assert "moereg:" not in out, key
+            assert not out or "--json" not in line or json.loads(out)["schema"] == 1, key
+        if err is not None:
+            assert "Traceback" not in err, key
+            assert "please report" not in err, key
+            assert "-v" in line or err.count("\n") == int(code in (cli.BAD_INPUT, cli.OUTPUT_LOST)), key
+            assert code != cli.OUTPUT_LOST or "standard output was lost: No space left on device" in err, key
+
+
+def test_streams_that_are_not_well() -> None:
+    pairs = [pair for pair in PAIRS if pair not in (("well", "well"), ("closed", "closed"), ("well", "left"))]
+    ends = _ends(("explain json", "bad input"), pairs)
+    assert len(ends) == 14
+    _check(ends)
+
+
+@pytest.mark.slow
+def test_streams_that_are_not_well_in_every_command() -> None:
+    ends = _ends(LINES, PAIRS)
+    assert len(ends) == 10 * len(LINES)
+    _check(ends)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code"),
+    [
+        ("2>&-", 2),
+        pytest.param(">&- 2>&- <&-", 2, marks=pytest.mark.slow),
+        pytest.param(">/dev/full 2>/dev/full", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_as_a_shell_hands_them_over(redirection: str, code: int) -> None:
+    line = f"{sys.executable} -m moereg nonsense {redirection}"
+    process = subprocess.run(line, shell=True, capture_output=True, text=True, check=False, timeout=240, cwd=ROOT)
+    assert (process.returncode, process.stdout, process.stderr) == (code, "", "")
+
+
+PRINTING = """
+import ctypes, os, sys
+from moereg.author import Experts, Facts, PermutedWeights, register_moe_backend
+
+moereg_api = "1"
+
+def shout(where):
+    print("python", where)
+    os.system(f"echo process {where}")
+    os.write(1, f"descriptor {where}\\n".encode())
+    ctypes.CDLL(None).puts(f"library {where}".encode())
+
+shout("import")
+
+@register_moe_backend(name="loud", priority=9999, quant_schemes=("unquantized",), platforms=("*",), probes=(
+    lambda platform: shout("probe"),
+))
+class LoudExperts(Experts):
+    facts = Facts(
+        activations=frozenset({"silu"}),
+        activation_formats=frozenset({"standard"}),
+        dtypes=frozenset({"bfloat16"}),
+        placements=frozenset({"contiguous"}),
+    )
+    layouts = ("canonical",)
+
+    @classmethod
+    def unsupported_reasons(cls, problem, platform):
+        shout("predicate")
+        return [404] if problem.hidden_size == 404 else []
+
+    def permute_weights(self, weights, problem):
+        shout("permute")
+        return PermutedWeights("canonical", weights.tensors())
+
+    def workspace_shapes(self, problem, num_tokens):
+        return (0,), (0,)
+
+    def apply(self, out, inputs, weights, workspace13, workspace2):
+        shout("apply")
+        out.fill_(7.0)
+"""
+
+
+def _run_with(folder: Path, name: str, source: str, line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    (folder / f"moereg_{name}.py").write_text(textwrap.dedent(source))
+    info = folder / f"moereg_{name}-1.2.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: moereg-{name}\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(f"[moereg.backends]\n{name} = moereg_{name}\n")
+    return subprocess.run(
+        [sys.executable, "-m", "moereg", *line.split()],
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+def test_what_plugins_print_is_not_the_result(tmp_path: Path) -> None:
+    process = _run_with(tmp_path, "loud", PRINTING, f"{FITS['run']} --json")
+    assert process.returncode == 1, process.stderr
+    found: dict[str, Any] = json.loads(process.stdout)
+    assert (found["backend"], found["passed"]) == ("loud", False)
+    for who in ("python", "process", "descriptor", "library"):
+        for where in ("import", "probe", "predicate", "permute", "apply"):
+            assert f"{who} {where}" in process.stderr
+
+
+def test_what_a_signal_or_lack_of_memory_ends_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(error: BaseException) -> int:
+        def collect() -> None:
+            raise error
+
+        monkeypatch.setattr(cli, "collect_info", collect)
+        return cli.main(["info", "--json"])
+
+    assert (raising(KeyboardInterrupt()), *capsys.readouterr()) == (cli.INTERRUPTED, "", "")
+    for error in (MemoryError("of 3 GB"), torch.OutOfMemoryError("of 3 GB\non a device")):
+        assert raising(error) == cli.BAD_INPUT
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith("moereg: not enough memory: of 3 GB")
+    for bug in (KeyError("ours\x1b[31m\nof two lines"), SystemExit(0), BrokenPipeError(errno.EPIPE, "not of stdout")):
+        assert raising(bug) == cli.INTERNAL_ERROR
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n"), "\x1b" in err) == ("", 1, False)
+        assert "internal error, please report it" in err
+
+
+def test_what_the_encoding_lacks_is_escaped(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    with guarded_streams():
+        print("H200 \u00e9 \udcff")
+        sys.stdout.flush()
+    assert raw.getvalue() == b"H200 \\xe9 \\udcff\n"
+
+
+IN_PROCESS = """
+import os
+from moereg.cli import main
+saved = os.dup(1)
+full = os.open("/dev/full", os.O_WRONLY)
+os.dup2(full, 1)
+code = main(["--version"])
+assert os.fstat(1).st_rdev == os.fstat(full).st_rdev, "standard output is another file"
+os.dup2(saved, 1)
+print(code)
+"""
+
+
+def test_a_program_that_calls_it_keeps_its_standard_output() -> None:
+    """Also where it was full: what moereg could not write is gone, and what the program writes then arrives."""
+    process = subprocess.run(
+        [sys.executable, "-c", IN_PROCESS], capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
+    )
+    assert (process.returncode, process.stdout) == (0, f"{cli.OUTPUT_LOST}\n"), process.stderr

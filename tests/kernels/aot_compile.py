@@ -1,0 +1,325 @@
+"""Compiles the Triton kernels for devices that are not there, exactly as their launchers would launch them.
+
+Run as a script, in a process of its own: a process whose Triton interprets kernels cannot compile them. Prints one JSON
+list with one object a compiled kernel.
+
+    python tests/kernels/aot_compile.py sm_90 [case ...]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.jit import JITFunction
+
+from moereg.kernels.gemm.config import GemvPair, SinglePair, select_config
+from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
+from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
+from moereg.kernels.gemm.single import down_single
+from moereg.kernels.launch.overlap import can_overlap
+from moereg.kernels.packed.weights import PackedMatrix
+from moereg.kernels.read import READ_CONFIGS, num_read_programs, read_words
+from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_batches
+from moereg.kernels.rows.copy import copy_rows
+from moereg.kernels.rows.reduce import reduce_routes, reduce_sorted_rows
+from moereg.kernels.rows.sort import RoutingConfig, route_workspace_numel, sort_routes
+from moereg.kernels.rows.tiles import DirectRoutes
+from moereg.quant import WHOLE, QuantFormat, get_scheme
+
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
+    "sm_89": (GPUTarget("cuda", 89, 32), 99 * 1024),
+    "sm_90": (GPUTarget("cuda", 90, 32), 227 * 1024),
+    "sm_100": (GPUTarget("cuda", 100, 32), 227 * 1024),
+    "sm_120": (GPUTarget("cuda", 120, 32), 99 * 1024),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
+}
+
+# What shows that a product runs on matrix units, in assembly; a tile too low for wgmma or tcgen05 uses mma.sync.
+MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "v_mfma")
+
+# tokens, experts, top_k, hidden, intermediate, dtype, activation, bias; in the batched format tokens are max_T
+CASES: dict[str, tuple[int, int, int, int, int, torch.dtype, str, bool]] = {
+    "one_token": (1, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "prefill": (4096, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "gpt_oss_prefill": (4096, 32, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
+    "middle": (512, 64, 8, 2048, 1408, torch.bfloat16, "silu", False),
+    "small": (128, 64, 8, 2048, 704, torch.float16, "gelu_tanh", False),
+    "odd": (4096, 8, 2, 511, 129, torch.bfloat16, "gelu", True),
+    "not_gated": (4096, 64, 4, 2688, 1856, torch.bfloat16, "relu2", False),
+    "fp32_decode": (16, 128, 8, 2048, 768, torch.float32, "silu", False),
+    "fp32_prefill": (4096, 128, 8, 2048, 768, torch.float32, "silu", False),
+    "batched_decode": (64, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "batched_prefill": (4096, 32, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
+    "int4_one_token": (1, 8, 2, 4096, 14336, torch.bfloat16, "silu", False),
+    "mxfp4_one_token": (1, 128, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
+    "int4_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "int4_g32_zp_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "mxfp4_decode": (16, 128, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
+    "nvfp4_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "int8_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "nvfp4_fp16_middle": (512, 64, 8, 2048, 1408, torch.float16, "silu", False),
+    "int4_prefill": (4096, 8, 2, 4096, 14336, torch.bfloat16, "silu", False),
+    "int4_gall_zp_prefill": (4096, 8, 2, 4096, 14336, torch.bfloat16, "silu", False),
+    "mxfp4_prefill": (4096, 128, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
+    "nvfp4_prefill": (4096, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+    "int8_prefill": (4096, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
+}
+# Cases with packed weights: scheme.
+PACKED = {
+    "int4_one_token": "int4_w4a16_g128",
+    "mxfp4_one_token": "mxfp4_w4a16",
+    "int4_decode": "int4_w4a16_g128",
+    "int4_g32_zp_decode": "int4_w4a16_g32_zp",
+    "mxfp4_decode": "mxfp4_w4a16",
+    "nvfp4_decode": "nvfp4_w4a16",
+    "int8_decode": "int8_w8a16",
+    "nvfp4_fp16_middle": "nvfp4_w4a16",
+    "int4_prefill": "int4_w4a16_g128",
+    "int4_gall_zp_prefill": "int4_w4a16_gall_zp",
+    "mxfp4_prefill": "mxfp4_w4a16",
+    "nvfp4_prefill": "nvfp4_w4a16",
+    "int8_prefill": "int8_w8a16",
+}
+
+
+class OfflineDriver(DriverBase):
+    """Answers for a target without a device. Triton keeps compiled kernels by device, so each target is another one."""
+
+    def __init__(self, target: GPUTarget, device: int) -> None:
+        self._target = target
+        self._device = device
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+    def get_empty_cache_for_benchmark(self) -> Any:
+        raise NotImplementedError
+
+    def clear_cache(self, cache: Any) -> None:
+        raise NotImplementedError
+
+
+@contextlib.contextmanager
+def compiling_only() -> Iterator[list[tuple[str, Any]]]:
+    """Turns launches into compilations; yields the list of (kernel name, compiled kernel) that they fill."""
+    compiled: list[tuple[str, Any]] = []
+    run = JITFunction.run
+
+    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append((self.__name__, kernel))
+        return kernel
+
+    JITFunction.run = warm_up
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+
+
+def launch_routing(shared_bytes: int) -> None:
+    """Sorting in one launch, sorting in three, both reductions, the copy, and the plan of the batched format."""
+    overlap = can_overlap(torch.device("meta"))
+    for tokens, experts in ((16, 128), (4096, 512)):
+        ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
+        expert_map = torch.empty(experts, dtype=torch.int32, device="meta")
+        numel = route_workspace_numel(tokens, 8, experts, 16)
+        workspace = ids.new_empty(numel)
+        plan = sort_routes(ids, expert_map, experts, experts, 16, workspace, RoutingConfig(), overlap=overlap)
+    rows = torch.empty(4096 * 8, 2048, dtype=torch.bfloat16, device="meta")
+    tokens_out = rows.new_empty(4096, 2048)
+    reduce_routes(tokens_out, rows, plan.route_expert, overlap=overlap)
+    reduce_sorted_rows(tokens_out, rows, plan.route_row, rows.new_empty(4096, 8, dtype=torch.float32), overlap=overlap)
+    copy_rows(rows, tokens_out, plan.route_row, overlap=overlap)
+    counts = torch.empty(1024, dtype=torch.int32, device="meta")
+    plan_batches(counts, 4096, 64, counts.new_empty(batch_workspace_numel(1024, 4096, 64)), overlap=overlap)
+
+
+def launch_reads(shared_bytes: int) -> None:
+    """Every way to measure the read bandwidth, on 4 GB."""
+    words = torch.empty(2**30, dtype=torch.int32, device="meta")
+    for config in READ_CONFIGS:
+        read_words(words.new_empty(num_read_programs(words.numel(), config, 132)), words, config)
+
+
+def empty_packed(fmt: QuantFormat, experts: int, rows: int, depth: int) -> PackedMatrix:
+    """Packed weights as `TritonPackedExperts` makes them."""
+
+    def empty(*shape: int, of: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(experts, *shape, dtype=of, device="meta")
+
+    by_row = fmt.group[1] == WHOLE
+    groups = 1 if by_row else math.ceil(depth / fmt.group[1])
+    words = math.ceil(groups / min(4, max(1, 128 // fmt.group[1]))) if groups > 1 else 1
+    folded = fmt.scale_dtype != "float32"
+    group_scale = empty(words, rows) if folded else empty(groups, rows, of=torch.float32)
+    return PackedMatrix(
+        empty(depth // 64, rows, 2 * fmt.bits),
+        fmt.dtype,
+        0 if by_row else fmt.group[1],
+        fmt.scale_dtype,
+        None if by_row else group_scale,
+        None if fmt.symmetric else empty(words, rows),
+        empty(rows, of=torch.float32) if by_row or folded else None,
+    )
+
+
+def launch_gemms(case: str, shared_bytes: int) -> None:
+    """A case's plan, which `main` leaves out, and both of its GEMMs."""
+    batched = case.startswith("batched")
+    tokens, experts, top_k, hidden, intermediate, dtype, activation, has_bias = CASES[case]
+    gated = activation != "relu2"
+    columns = (intermediate + 63) // 64 * 64
+    depth = (hidden + 63) // 64 * 64
+    routes = tokens * top_k
+    rows_of_out = experts * tokens if batched else routes
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    scheme = get_scheme(PACKED[case]) if case in PACKED else None
+    bits = None if scheme is None or scheme.weight is None else scheme.weight.bits
+    least = 16 if triton.runtime.driver.active.get_current_target().backend == "hip" else 1
+    configs = select_config(
+        math.inf if batched else tokens, routes / experts, dtype.itemsize, shared_bytes, bits, least
+    )
+    ids = empty(tokens, top_k, of=torch.int32)
+    intermediate_rows = empty(rows_of_out, columns)
+    rows = (2 if gated else 1) * columns
+    if scheme is None:
+        w13, w2 = empty(experts, rows, depth), empty(experts, hidden, columns)
+    else:
+        assert scheme.weight is not None
+        w13 = empty_packed(scheme.weight, experts, rows, depth)
+        w2 = empty_packed(scheme.weight, experts, hidden, columns)
+    overlap = can_overlap(ids.device)
+    first: dict[str, Any] = {
+        "activation": activation,
+        "gated": gated,
+        "alpha": 1.702 if activation == "swigluoai" else 1.0,
+        "beta": 1.0 if activation == "swigluoai" else 0.0,
+        "limit": 7.0 if activation == "swigluoai" else None,
+        "bias": empty(experts, rows) if has_bias else None,
+        "overlap": overlap,
+    }
+    second: dict[str, Any] = {
+        "bias": empty(experts, hidden) if has_bias else None,
+        "topk_weights": None if batched else empty(tokens, top_k, of=torch.float32),
+        "overlap": overlap,
+    }
+    hidden_states = empty(experts * tokens if batched else tokens, hidden)
+    if isinstance(configs, GemvPair):
+        assert isinstance(w13, torch.Tensor)
+        assert isinstance(w2, torch.Tensor)
+        gate_up_gemv(intermediate_rows, hidden_states, w13, ids, None, experts, configs.gate_up, **first)
+        down_gemv(hidden_states, intermediate_rows, w2, ids, None, experts, configs.down, **second)
+        return
+    plan: BlockMap | DirectRoutes
+    if isinstance(configs, SinglePair):
+        assert isinstance(w2, PackedMatrix)
+        plan = DirectRoutes(ids, None, experts, configs.gate_up.block_m)
+        gate_up_gemm(intermediate_rows, hidden_states, w13, plan, configs.gate_up, top_k=top_k, **first)
+        down_single(hidden_states, intermediate_rows, w2, ids, None, experts, configs.down, **second)
+        return
+    if batched:
+        numel = batch_workspace_numel(experts, tokens, configs.gate_up.block_m)
+        plan = plan_batches(empty(experts, of=torch.int32), tokens, configs.gate_up.block_m, ids.new_empty(numel))
+    elif configs.sort_routes:
+        numel = route_workspace_numel(tokens, top_k, experts, configs.gate_up.block_m)
+        plan = sort_routes(ids, None, experts, experts, configs.gate_up.block_m, ids.new_empty(numel))
+    else:
+        plan = DirectRoutes(ids, None, experts, configs.gate_up.block_m)
+    choices = 1 if batched else top_k
+    gate_up_gemm(intermediate_rows, hidden_states, w13, plan, configs.gate_up, top_k=choices, **first)
+    down_gemm(empty(rows_of_out, hidden), intermediate_rows, w2, plan, configs.down, **second)
+
+
+# Without products.
+PLAIN_CASES = {"routing": launch_routing, "read": launch_reads}
+
+
+def describe(target: str, case: str, name: str, kernel: Any) -> dict[str, Any]:
+    """Registers, spills and matrix instructions of a compiled kernel."""
+    assembly = kernel.asm["amdgcn" if target.startswith("gfx") else "ptx"]
+    row = {
+        "target": target,
+        "case": case,
+        "kernel": name.strip("_").removesuffix("_kernel"),
+        "shared_bytes": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+        "matrix": {word: assembly.count(word) for word in MATRIX_INSTRUCTIONS if word in assembly},
+    }
+    if target.startswith("gfx"):
+        row["registers"] = max(int(n) for n in re.findall(r"\.vgpr_count:\s+(\d+)", assembly))
+        row["spill_bytes"] = 4 * sum(int(n) for n in re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", assembly))
+    else:
+        row["registers"], row["spill_bytes"] = _cubin_usage(kernel.asm["cubin"])
+    return row
+
+
+def _cubin_usage(cubin: bytes) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    registers = [int(n) for n in re.findall(r"REG:(\d+)", text)]
+    stack = [int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", text)]
+    assert registers, text
+    return max(registers), sum(stack)
+
+
+def main() -> None:
+    """Compiles the named cases (all without names) for one target."""
+    target, *cases = sys.argv[1:]
+    gpu, shared_bytes = TARGETS[target]
+    triton.runtime.driver.set_active(OfflineDriver(gpu, 0))
+    rows = []
+    for case in cases or [*PLAIN_CASES, *CASES]:
+        with compiling_only() as compiled:
+            PLAIN_CASES[case](shared_bytes) if case in PLAIN_CASES else launch_gemms(case, shared_bytes)
+        rows += [describe(target, case, *one) for one in (compiled if case in PLAIN_CASES else compiled[-2:])]
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Compiles the Gluon kernels of every shipped rule for sm_90a, without a device; prints one JSON row each.
+
+Runs as a program of its own, since a process that interprets Triton cannot compile it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from moereg.kernels.hopper.gemm import CONFIG_RULES, GluonGemmConfig, _grouped_kernel, select_config
+from moereg.kernels.hopper.quantized_gemm import DOWN_CONFIG, GATE_UP_CONFIG, _quantized_grouped_kernel
+
+CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def _box(block: list[int]) -> str:
+    layout = gl.NVMMASharedLayout(min(128, 2 * block[-1]), 16, len(block))
+    return f"tensordesc<bf16{block},{layout!r}>"
+
+
+def compile_one(
+    name: str, config: GluonGemmConfig, is_gate_up: bool, by_token: bool, batched: bool = False
+) -> dict[str, Any]:
+    """The resources and instructions of one kernel; gated silu in the first GEMM, no bias."""
+    columns = config.block_n // (4 if is_gate_up else 2)
+    weights = [config.block_n // 16, 2, 8, 64] if is_gate_up else [1, config.block_n, 64]
+    signature = {
+        "out": _box([1, config.staged // columns, columns]),
+        "weights": _box(weights),
+        "rows": "*bf16" if by_token else _box([config.block_m // 2, 64]),
+        "tail_rows": "constexpr" if by_token else _box([config.slack, 64]),
+        "bias": "constexpr",
+        **dict.fromkeys(("sorted_routes", "block_expert", "block_row", "block_end", "num_blocks", "counter"), "*i32"),
+        **dict.fromkeys(("num_tiles_n", "group", "num_k", "num_columns", "hidden_chunks", "stride_chunks"), "i32"),
+        "max_tokens": "i32",
+    }
+    constants: dict[str, Any] = {
+        "BY_TOKEN": by_token,
+        "TOP_K": 8 if by_token else None,
+        "MASK_K": False,
+        "BLOCK_N": config.block_n,
+        "MAIN": config.block_m,
+        "TAIL": config.slack,
+        "STAGES": config.stages,
+        "ACTIVATION": "silu" if is_gate_up else None,
+        "GATED": is_gate_up,
+        "ALPHA": 1.0,
+        "BETA": 0.0,
+        "LIMIT": None,
+        "OVERLAP": True,
+        "bias": None,
+        **({"tail_rows": None} if by_token else {}),
+        **({"sorted_routes": None} if batched else {"max_tokens": None}),
+    }
+    return _compile(name, _grouped_kernel, signature, constants)
+
+
+def compile_quantized(name: str, dtype: str, is_gate_up: bool, grouped: bool) -> dict[str, Any]:
+    """The same of a kernel of 8-bit codes, `fp8e4nv` or `i8`; grouped scales make the first GEMM write codes."""
+    writes_codes = is_gate_up and grouped
+    config = GATE_UP_CONFIG if is_gate_up else DOWN_CONFIG
+    operand = repr(gl.NVMMASharedLayout(128, 8, 2))
+    stored = gl.NVMMASharedLayout(128, 8 if writes_codes else 16, 3)
+    out = [1, 64, 128] if writes_codes else [1, 64, 64]
+    signature = {
+        "out": f"tensordesc<{dtype if writes_codes else 'bf16'}{out},{stored!r}>",
+        "out_scale": "*fp32" if writes_codes else "constexpr",
+        "rows": f"tensordesc<{dtype}[64, 128],{operand}>",
+        "row_scale": "*fp32",
+        "weights": f"tensordesc<{dtype}[1, 128, 128],{gl.NVMMASharedLayout(128, 8, 3)!r}>",
+        "column_scale": "*fp32",
+        **dict.fromkeys(("block_expert", "block_row", "block_end", "num_blocks", "counter"), "*i32"),
+        **dict.fromkeys(("num_tiles_n", "group", "num_k", "num_columns", "group_rows"), "i32"),
+        **dict.fromkeys(("stride_row_scale", "stride_expert_scale", "stride_column_scale", "stride_out_scale"), "i32"),
+    }
+    constants: dict[str, Any] = {
+        "bias": None,
+        "GROUPED": grouped,
+        "ROUNDED": gl.bfloat16 if writes_codes else None,
+        "STAGES": config.stages,
+        "BUFFERS": 1 if writes_codes else config.buffers,
+        "ACTIVATION": "silu" if is_gate_up else None,
+        "GATED": is_gate_up,
+        "ALPHA": 1.0,
+        "BETA": 0.0,
+        "LIMIT": None,
+        "MASK_N": False,
+        "OVERLAP": True,
+        **({} if writes_codes else {"out_scale": None}),
+    }
+    return _compile(name, _quantized_grouped_kernel, signature, constants)
+
+
+def _compile(name: str, kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
+    names = kernel.arg_names
+    kinds = {**signature, **dict.fromkeys(constants, "constexpr")}
+    aligned = [
+        place for place, argument in enumerate(names) if kinds[argument].startswith("*") and argument != "counter"
+    ]
+    source = GluonASTSource(
+        fn=kernel,
+        signature={argument: kinds[argument] for argument in names},
+        constexprs={(names.index(argument),): value for argument, value in constants.items()},
+        attrs={(place,): [["tt.divisibility", 16]] for place in (*aligned, names.index("num_columns"))},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage, sass = (
+            subprocess.run([CUOBJDUMP, option, cubin.name], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "-sass")
+        )
+    return {
+        "name": name,
+        "registers": int(re.findall(r"REG:(\d+)", usage)[-1]),
+        "stack_bytes": int(re.findall(r"STACK:(\d+)", usage)[-1]),
+        "shared_bytes": compiled.metadata.shared,
+        "wgmma": len(re.findall("wgmma.mma_async", compiled.asm["ptx"])),
+        "bulk_tensor": len(re.findall(r"cp\.async\.bulk\.tensor", compiled.asm["ptx"])),
+        "spills": len(re.findall(r"\bSTL\b", sass)),
+    }
+
+
+if __name__ == "__main__":
+    done = set()
+    # In the batched format rows lie in order, so the rules are those of infinitely many columns.
+    batched_rules = [select_config(rule.max_rows_per_expert, math.inf) for rule in CONFIG_RULES]
+    for rule, batched in [*((rule, False) for rule in CONFIG_RULES), *((rule, True) for rule in batched_rules)]:
+        for name, config, is_gate_up in (("gate_up", rule.gate_up, True), ("down", rule.down, False)):
+            by_token = is_gate_up and not rule.copies_rows and not batched
+            if (config, is_gate_up, by_token, batched) not in done:
+                done.add((config, is_gate_up, by_token, batched))
+                source = " by token" if by_token else " batched" if batched else ""
+                label = f"{name} {config.block_m}x{config.block_n}{source}"
+                print(json.dumps(compile_one(label, config, is_gate_up, by_token, batched)), flush=True)
+    for dtype, grouped in (("fp8e4nv", True), ("fp8e4nv", False), ("i8", False)):
+        for name, is_gate_up in (("gate_up", True), ("down", False)):
+            label = f"{name} {dtype}{' grouped' * grouped}"
+            print(json.dumps(compile_quantized(label, dtype, is_gate_up, grouped)), flush=True)

@@ -1,0 +1,297 @@
+"""The Gluon kernels against torch, on a Hopper GPU only: Gluon has no interpreter.
+
+Tolerances as in `test_triton_kernels`: each kernel rounds once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moereg.dispatch import select_backend
+from moereg.kernels.gemm.reference import down_reference, gate_up_reference
+from moereg.kernels.rows.block_map import batch_workspace_numel, plan_batches
+from moereg.kernels.rows.copy import copy_rows, copy_rows_reference
+from moereg.kernels.rows.reduce import reduce_routes_reference, reduce_sorted_rows
+from moereg.kernels.rows.sort import RoutePlan, route_workspace_numel, sort_routes, sort_routes_reference
+from moereg.layer import make_kernel
+from moereg.problem import MoEProblem
+from moereg.reference import relative_error
+from moereg.weights import ExpertWeights
+from moereg.workspace import WORKSPACES
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+if HOPPER:
+    from moereg.kernels.hopper.consumer import GUARD_ROWS
+    from moereg.kernels.hopper.gemm import CONFIG_RULES, down_gemm, gate_up_gemm
+
+TOLERANCE = {torch.bfloat16: 2.0**-8 / math.sqrt(3) * 1.2, torch.float16: 2.0**-11 / math.sqrt(3) * 1.2}
+
+
+def nans(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, math.nan, dtype=dtype, device="cuda")
+
+
+def padded(experts: int, rows: int, columns: int, std: float, dtype: torch.dtype) -> torch.Tensor:
+    """[experts, rows, columns] in zeros up to multiples of 64 columns."""
+    weight = torch.zeros(experts, rows, -(-columns // 64) * 64, dtype=dtype, device="cuda")
+    weight[..., :columns].normal_(std=std)
+    return weight
+
+
+def route(tokens: int, experts: int, top_k: int, skew: float) -> torch.Tensor:
+    popularity = -skew * torch.log(torch.randperm(experts, device="cuda") + 1.0)
+    noise = -torch.log(-torch.log(torch.rand(tokens, experts, device="cuda")))
+    return (noise + popularity).topk(top_k, dim=1).indices.int()
+
+
+# rule, copied, tokens, global and local experts, top_k, hidden, intermediate (a multiple of 64), dtype, activation,
+# gated, skew, bias. Few, because each takes seconds to compile.
+CASES = [
+    (0, False, 500, 8, 8, 2, 512, 320, torch.bfloat16, "silu", True, 0.0, False),
+    (1, False, 1000, 16, 16, 4, 448, 192, torch.bfloat16, "swigluoai", True, 1.0, True),
+    (2, True, 3000, 32, 16, 4, 520, 320, torch.bfloat16, "gelu_tanh", True, 0.0, True),
+    (3, False, 4000, 16, 16, 4, 520, 192, torch.float16, "silu", True, 0.3, False),
+    (4, False, 3000, 16, 16, 4, 1024, 1856, torch.bfloat16, "relu2", False, 0.0, False),
+    (4, False, 4000, 16, 16, 4, 512, 320, torch.bfloat16, "silu", True, 1.0, True),
+    (3, False, 1, 8, 8, 2, 256, 128, torch.bfloat16, "gelu", True, 0.0, False),
+]
+
+
+@pytest.mark.parametrize(
+    (
+        "rule",
+        "copied",
+        "tokens",
+        "experts",
+        "local",
+        "top_k",
+        "hidden",
+        "inter",
+        "dtype",
+        "activation",
+        "gated",
+        "skew",
+        "has_bias",
+    ),
+    CASES,
+)
+def test_layer_of_kernels(
+    rule: int,
+    copied: bool,
+    tokens: int,
+    experts: int,
+    local: int,
+    top_k: int,
+    hidden: int,
+    inter: int,
+    dtype: torch.dtype,
+    activation: str,
+    gated: bool,
+    skew: float,
+    has_bias: bool,
+) -> None:
+    torch.manual_seed(tokens + rule)
+    gate_up, down = CONFIG_RULES[rule].gate_up, CONFIG_RULES[rule].down
+    ids = route(tokens, experts, top_k, skew)
+    expert_map = None
+    if local < experts:
+        expert_map = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
+        expert_map[5 : 5 + local] = torch.arange(local, dtype=torch.int32, device="cuda")
+    workspace = torch.empty(route_workspace_numel(tokens, top_k, local, 16), dtype=torch.int32, device="cuda")
+    plan = sort_routes(ids, expert_map, experts, local, gate_up.block_m, workspace, slack=gate_up.slack)
+    valid = assert_equal_plans(
+        plan, sort_routes_reference(ids, expert_map, experts, local, gate_up.block_m, gate_up.slack)
+    )
+
+    routes, halves = tokens * top_k, 2 if gated else 1
+    tokens_in = torch.randn(tokens, hidden, device="cuda").to(dtype)
+    w13 = padded(local, halves * inter, hidden, 2 * hidden**-0.5, dtype)
+    w2 = padded(local, hidden, inter, inter**-0.5, dtype)
+    b13 = torch.randn(local, halves * inter, device="cuda").to(dtype) if has_bias else None
+    b2 = torch.randn(local, hidden, device="cuda").to(dtype) if has_bias else None
+    weights = torch.rand(tokens, top_k, device="cuda")
+    # Low enough that many numbers are clamped.
+    clamps = {"alpha": 1.702, "beta": 1.0, "limit": 1.5} if activation == "swigluoai" else {}
+    rows = tokens_in
+    if copied:
+        rows = nans(routes, hidden, dtype=dtype)
+        copy_rows(rows, tokens_in, plan.route_row)
+        assert torch.equal(rows[:valid], copy_rows_reference(tokens_in, plan.route_row))
+
+    runs = []
+    for _ in range(3):
+        # As a sort leaves them; the GEMMs use them up.
+        plan.tile_counters.zero_()
+        mid, sorted_rows = nans(GUARD_ROWS + routes, inter, dtype=dtype), nans(GUARD_ROWS + routes, hidden, dtype=dtype)
+        gate_up_gemm(
+            mid,
+            rows,
+            w13,
+            plan,
+            gate_up,
+            top_k=None if copied else top_k,
+            activation=activation,
+            gated=gated,
+            bias=b13,
+            **clamps,
+        )
+        down_gemm(sorted_rows, mid, w2, plan, down, bias=b2)
+        out = nans(tokens, hidden, dtype=dtype)
+        reduce_sorted_rows(out, sorted_rows[GUARD_ROWS:], plan.route_row, weights)
+        runs.append((mid, sorted_rows, out))
+    for buffers in zip(*runs, strict=True):
+        assert all(torch.equal(buffers[0].view(torch.int16), other.view(torch.int16)) for other in buffers[1:])
+    mid, sorted_rows, out = runs[0]
+    for buffer in (mid, sorted_rows):
+        assert buffer[:GUARD_ROWS].isnan().all()
+        assert buffer[GUARD_ROWS + valid :].isnan().all()
+    expected = gate_up_reference(
+        tokens_in, w13, plan, top_k=top_k, activation=activation, gated=gated, bias=b13, **clamps
+    )
+    assert relative_error(mid[GUARD_ROWS:][:valid], expected) <= TOLERANCE[dtype]
+    by_route = down_reference(mid[GUARD_ROWS:], w2, plan, bias=b2)
+    expected = by_route[plan.sorted_routes[:valid].long()]
+    assert relative_error(sorted_rows[GUARD_ROWS:][:valid], expected) <= TOLERANCE[dtype]
+    expected = reduce_routes_reference(by_route * weights.flatten()[:, None], plan.route_expert, tokens)
+    assert relative_error(out, expected) <= 2 * TOLERANCE[dtype]
+
+
+# rule, experts, max_T, hidden, intermediate (a multiple of 64), dtype, activation, gated, bias.
+BATCHED_CASES = [
+    (0, 8, 100, 520, 320, torch.bfloat16, "silu", True, False),
+    (0, 6, 30, 256, 128, torch.bfloat16, "gelu", True, False),
+    (1, 8, 300, 448, 192, torch.bfloat16, "swigluoai", True, True),
+    (2, 6, 545, 520, 320, torch.float16, "gelu_tanh", True, True),
+    (2, 6, 1000, 1024, 448, torch.bfloat16, "relu2", False, False),
+    # More tiles than a GPU has multiprocessors.
+    (2, 12, 2000, 2048, 512, torch.bfloat16, "silu", True, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "experts", "max_tokens", "hidden", "inter", "dtype", "activation", "gated", "has_bias"), BATCHED_CASES
+)
+def test_batched_kernels(
+    rule: int,
+    experts: int,
+    max_tokens: int,
+    hidden: int,
+    inter: int,
+    dtype: torch.dtype,
+    activation: str,
+    gated: bool,
+    has_bias: bool,
+) -> None:
+    torch.manual_seed(max_tokens + rule)
+    gate_up, down = CONFIG_RULES[rule].gate_up, CONFIG_RULES[rule].down
+    counts = torch.randint(0, max_tokens + 1, (experts,), dtype=torch.int32, device="cuda")
+    # Whole experts next to empty ones: the box of the last rows must not reach into the neighbor.
+    counts[:4] = torch.tensor([max_tokens, 0, max_tokens - 1, 0])
+    valid = torch.arange(max_tokens, device="cuda") < counts[:, None]
+    workspace = torch.empty(batch_workspace_numel(experts, max_tokens, 16), dtype=torch.int32, device="cuda")
+    plan = plan_batches(counts, max_tokens, gate_up.block_m, workspace, slack=gate_up.slack)
+
+    halves = 2 if gated else 1
+    rows = torch.randn(experts, max_tokens, hidden, device="cuda").to(dtype)
+    rows[~valid] = math.nan
+    w13 = padded(experts, halves * inter, hidden, 2 * hidden**-0.5, dtype)
+    w2 = padded(experts, hidden, inter, inter**-0.5, dtype)
+    b13 = torch.randn(experts, halves * inter, device="cuda").to(dtype) if has_bias else None
+    b2 = torch.randn(experts, hidden, device="cuda").to(dtype) if has_bias else None
+    # Low enough that many numbers are clamped.
+    clamps = {"alpha": 1.702, "beta": 1.0, "limit": 1.5} if activation == "swigluoai" else {}
+    keywords = {"activation": activation, "gated": gated, "bias": b13, **clamps}
+
+    runs = []
+    for _ in range(3):
+        plan.tile_counters.zero_()
+        mid, out = nans(experts, max_tokens, inter, dtype=dtype), nans(experts + 1, max_tokens, hidden, dtype=dtype)
+        gate_up_gemm(mid, rows.view(-1, hidden), w13, plan, gate_up, top_k=None, **keywords)
+        down_gemm(out[:experts], mid, w2, plan, down, bias=b2)
+        for buffer in (mid[counts == 0], out[:experts][counts == 0], out[experts]):
+            assert buffer.isnan().all(), "a kernel wrote to the rows of another expert"
+        runs.append((mid[valid], out[:experts][valid]))
+    for buffers in zip(*runs, strict=True):
+        assert all(torch.equal(buffers[0].view(torch.int16), other.view(torch.int16)) for other in buffers[1:])
+    # As routes, one a row, of which those of the rows that do not count lead nowhere.
+    ids = torch.where(valid, torch.arange(experts, device="cuda")[:, None], -1).int().view(-1, 1)
+    routes = sort_routes_reference(ids, None, experts, experts, gate_up.block_m, gate_up.slack)
+    mid, found = runs[0]
+    expected = gate_up_reference(rows.view(-1, hidden), w13, routes, top_k=1, **keywords)
+    assert relative_error(mid, expected) <= TOLERANCE[dtype]
+    expected = down_reference(mid, w2, routes, bias=b2)[valid.flatten()]
+    assert relative_error(found, expected) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+def test_no_local_expert_is_chosen(by_token: bool) -> None:
+    tokens, experts, top_k, hidden, inter = 400, 8, 4, 256, 128
+    gate_up, down = CONFIG_RULES[0].gate_up, CONFIG_RULES[0].down
+    expert_map = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
+    # As addresses these reach far outside, whatever they are added to.
+    workspace = torch.full(
+        (route_workspace_numel(tokens, top_k, experts, 16),), 0x7FC07FC0, dtype=torch.int32, device="cuda"
+    )
+    ids = route(tokens, experts, top_k, 0.0)
+    plan = sort_routes(ids, expert_map, experts, experts, gate_up.block_m, workspace, slack=gate_up.slack)
+    assert int(plan.num_blocks) == 0
+    routes = tokens * top_k
+    rows = torch.randn(tokens if by_token else routes, hidden, device="cuda").bfloat16()
+    w13 = padded(experts, 2 * inter, hidden, 1.0, torch.bfloat16)
+    w2 = padded(experts, hidden, inter, 1.0, torch.bfloat16)
+    mid = nans(GUARD_ROWS + routes, inter, dtype=torch.bfloat16)
+    out = nans(GUARD_ROWS + routes, hidden, dtype=torch.bfloat16)
+    gate_up_gemm(mid, rows, w13, plan, gate_up, top_k=top_k if by_token else None, activation="silu", gated=True)
+    down_gemm(out, mid, w2, plan, down)
+    torch.cuda.synchronize()
+    assert mid.isnan().all()
+    assert out.isnan().all()
+
+
+def assert_equal_plans(plan: RoutePlan, reference: RoutePlan) -> int:
+    """Returns the number of valid routes."""
+    blocks = int(reference.num_blocks)
+    assert int(plan.num_blocks) == blocks
+    for name in ("block_expert", "block_row", "block_end"):
+        assert torch.equal(getattr(plan, name)[:blocks], getattr(reference, name))
+    assert torch.equal(plan.route_row, reference.route_row)
+    return reference.sorted_routes.numel()
+
+
+@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+def test_a_repeated_call_equals_a_first_one_on_other_tensors(activation_format: str) -> None:
+    sizes = {"num_experts": 16, "hidden_size": 512, "intermediate_size": 320, "top_k": 4}
+    problem = MoEProblem(**sizes, activation_format=activation_format)
+    weights = ExpertWeights(w13=padded(16, 640, 512, 0.1, torch.bfloat16), w2=padded(16, 512, 320, 0.1, torch.bfloat16))
+    selection = select_backend(problem, require="triton")
+    kernel = make_kernel(problem, weights, selection)
+    # One launch sorts up to 4,096 routes.
+    for tokens in (1, 16, 64, 500, 3000):
+        calls = [
+            (
+                torch.randn(tokens, 512, device="cuda").to(torch.bfloat16),
+                torch.rand(tokens, 4, device="cuda"),
+                route(tokens, 16, 4, 0.5),
+            )
+            for _ in range(2)
+        ]
+        kernel(*calls[0])
+        repeated = kernel(*calls[1])
+        # So that the repeated launches also see workspaces that moved: what the pool had is somebody else's meanwhile.
+        num_bytes = WORKSPACES.num_bytes
+        WORKSPACES.release()
+        others = [torch.full((num_bytes,), 255, dtype=torch.uint8, device="cuda") for _ in range(3)]
+        moved = kernel(*calls[1])
+        assert all((other == 255).all() for other in others), "a kernel wrote into workspaces that were given back"
+        first = make_kernel(problem, weights, selection)(*calls[1])
+        assert torch.equal(repeated, first)
+        assert torch.equal(moved, first)
+        assert not torch.equal(first, kernel(*calls[0]))

@@ -1,0 +1,396 @@
+"""Recorded launches, through the CUDA launcher of the Triton that is installed, with a fake C function at its end."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.nvidia import driver as nvidia
+
+from moereg.backends._triton.recorded import RecordedExperts
+from moereg.experts import ExpertInputs
+from moereg.kernels.launch import replay as triton_launch
+from moereg.kernels.launch.replay import launch, recording
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.weights import ExpertWeights, PermutedWeights
+
+META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
+BOX = "tensordesc<bf16[64,64],layout>"
+
+
+@dataclass(frozen=True)
+class FakeMap:
+    """A tensor map: what it was encoded from."""
+
+    arguments: tuple[Any, ...]
+
+
+class FakeDriver:
+    """Keeps what was launched and counts the encoded maps."""
+
+    def __init__(self) -> None:
+        self.stream = 7
+        self.launched: list[list[Any]] = []
+        self.encoded = 0
+        self.utils = SimpleNamespace(fill_tma_descriptor=self._encode, fill_tma_descriptor_tiled=self._encode)
+
+    def _encode(self, address: int, *others: Any) -> FakeMap:
+        self.encoded += 1
+        return FakeMap((address, *map(str, others)))
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream
+
+    def launch(self, *arguments: Any) -> None:
+        """The C function: notes its arguments, nested ones in line, tensors as addresses."""
+        flat = []
+        for argument in arguments:
+            flat += argument if isinstance(argument, (list, tuple)) else [argument]
+        self.launched.append([value.data_ptr() if isinstance(value, torch.Tensor) else value for value in flat])
+
+    def take(self) -> list[list[Any]]:
+        taken, self.launched = self.launched, []
+        return taken
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    fake = FakeDriver()
+    monkeypatch.setattr(triton.runtime.driver, "_active", fake, raising=False)
+    monkeypatch.setattr(nvidia, "PyCUtensorMap", FakeMap)
+    assert triton.runtime.driver.active is fake
+    return fake
+
+
+class Compiled(SimpleNamespace):
+    """A compiled kernel; unlike its base it can be referred to weakly."""
+
+
+class FakeKernel:
+    """A kernel with a compiled variant, launched as `JITFunction.run` does."""
+
+    def __init__(self, driver: FakeDriver, signature: dict[str, str], **launcher_attributes: Any) -> None:
+        self._driver = driver
+        self.arg_names = list(signature)
+        meta = [META for kind in signature.values() if kind.startswith("tensordesc")]
+        launcher = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
+        launcher.launch = nvidia.wrap_handle_tensordesc(driver.launch, signature, meta)
+        attributes = {
+            "num_ctas": 1,
+            "global_scratch_size": 0,
+            "global_scratch_align": 1,
+            "profile_scratch_size": 0,
+            "profile_scratch_align": 1,
+            "launch_cooperative_grid": False,
+            "launch_pdl": True,
+            "gsan_enabled": False,
+            "arg_annotations": "annotations",
+            "kernel_signature": "signature",
+            **launcher_attributes,
+        }
+        for name, value in attributes.items():
+            setattr(launcher, name, value)
+        self.compiled = Compiled(
+            run=launcher,
+            function=object(),
+            packed_metadata=(4, 1, 1024),
+            src=SimpleNamespace(signature=signature),
+            metadata=SimpleNamespace(tensordesc_meta=meta),
+        )
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*arguments: Any, **options: Any) -> Any:
+            named = dict(zip(self.arg_names, arguments, strict=False)) | options
+            compiled = self.compiled
+            x, y, z = (*grid, 1, 1)[:3]
+            values = [named[name] for name in self.arg_names]
+            compiled.run(
+                x, y, z, self._driver.stream, compiled.function, compiled.packed_metadata, None, None, None, *values
+            )
+            return compiled
+
+        return run
+
+
+@dataclass
+class Descriptor:
+    base: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
+
+
+def tensor(numel: int = 64) -> torch.Tensor:
+    return torch.zeros(numel, dtype=torch.int32)
+
+
+PLAIN = {"out": "*i32", "x": "*i32", "bias": "constexpr", "count": "i32", "BLOCK": "constexpr"}
+
+
+def launch_plain(kernel: FakeKernel, out: torch.Tensor, x: torch.Tensor) -> None:
+    # 4 is a number of warps too, which no argument of the same value may be taken for.
+    launch(kernel, (5, 2), out, x[16:], None, 4, BLOCK=64, num_warps=4)
+
+
+def test_a_replay_launches_the_same_with_other_pointers(driver: FakeDriver) -> None:
+    kernel = FakeKernel(driver, PLAIN)
+    out, x, other_out, other_x = tensor(), tensor(), tensor(), tensor()
+    with recording([out, None, x]) as record:
+        launch_plain(kernel, out, x)
+        launch_plain(kernel, x, out)
+    assert record.complete
+    assert len(driver.take()) == 2, "recording must launch once each"
+    driver.stream = 9
+    launch_plain(kernel, other_out, other_x)
+    launch_plain(kernel, other_x, other_out)
+    expected = driver.take()
+    assert expected[0] != expected[1]
+    for _ in range(2):
+        record.replay([other_out.data_ptr(), 0, other_x.data_ptr()])
+        assert driver.take() == expected
+    record.replay([out.data_ptr(), 0, other_x.data_ptr()])
+    mixed = driver.take()
+    launch_plain(kernel, out, other_x)
+    launch_plain(kernel, other_x, out)
+    assert mixed == driver.take()
+
+
+BOXES = {"out": BOX, "count": "i32", "x": "*i32", "rows": BOX}
+
+
+def launch_boxes(kernel: FakeKernel, out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
+    boxes = [Descriptor(base, (64, base.numel() // 64), (base.numel() // 64, 1)) for base in (out, rows[8:])]
+    launch(kernel, (132,), boxes[0], 4, x[4:], boxes[1])
+
+
+def test_a_replay_encodes_only_maps_whose_tensor_moved(driver: FakeDriver) -> None:
+    kernel = FakeKernel(driver, BOXES)
+    out, x, rows, other_x, other_rows = (tensor(4096) for _ in range(5))
+    with recording([out, x, rows]) as record:
+        launch_boxes(kernel, out, x, rows)
+    assert record.complete
+    driver.take()
+    for second, third in ((other_x, rows), (x, other_rows), (other_x, other_rows)):
+        launch_boxes(kernel, out, second, third)
+        expected = driver.take()
+        pointers = [out.data_ptr(), second.data_ptr(), third.data_ptr()]
+        record.replay(pointers)
+        assert driver.take() == expected
+        assert sum(isinstance(value, FakeMap) for value in expected[0]) == 2
+        before = driver.encoded
+        record.replay(list(pointers))
+        assert driver.take() == expected
+        assert driver.encoded == before
+    before = driver.encoded
+    record.replay([out.data_ptr(), x.data_ptr(), other_rows.data_ptr()])
+    assert driver.encoded == before, "no map's tensor moved"
+
+
+def test_a_recording_keeps_no_tensor(driver: FakeDriver) -> None:
+    kernel = FakeKernel(driver, BOXES)
+    tensors = [tensor(4096) for _ in range(3)]
+    with recording(tensors) as record:
+        launch_boxes(kernel, *tensors)
+    assert record.complete
+    driver.take()
+    references = [weakref.ref(one) for one in tensors]
+    del tensors
+    gc.collect()
+    assert [reference() for reference in references] == [None, None, None]
+
+
+def test_a_recording_keeps_its_kernels_loaded(driver: FakeDriver) -> None:
+    kernel = FakeKernel(driver, PLAIN)
+    out, x = tensor(), tensor()
+    with recording([out, x]) as record:
+        launch_plain(kernel, out, x)
+    reference = weakref.ref(kernel.compiled)
+    del kernel
+    gc.collect()
+    assert reference() is not None
+    del record
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize(
+    "attributes", [{"gsan_enabled": True}, {"global_scratch_size": 8}, {"profile_scratch_size": 8}]
+)
+def test_what_allocates_or_waits_at_each_launch_is_not_recorded(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, attributes: dict[str, Any]
+) -> None:
+    kernel = FakeKernel(driver, PLAIN)
+    with recording([tensor()]) as record:
+        for name, value in attributes.items():
+            monkeypatch.setattr(kernel.compiled.run, name, value)
+        record.add(kernel, kernel.compiled, (1,), (None, None, None, 4), {"BLOCK": 64})
+    assert not record.complete
+
+
+def test_an_unknown_triton_is_not_recorded(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, x = tensor(), tensor()
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    with recording([out, x]) as record:
+        launch_plain(FakeKernel(driver, PLAIN), out, x)
+    assert len(driver.take()) == 1
+    assert not record.complete
+
+
+def test_a_launcher_that_wraps_otherwise_is_not_recorded(driver: FakeDriver) -> None:
+    out, x, rows = tensor(4096), tensor(4096), tensor(4096)
+    kernel = FakeKernel(driver, BOXES)
+    wrapped = kernel.compiled.run.launch
+    kernel.compiled.run.launch = lambda *arguments: wrapped(*arguments)
+    with recording([out, x, rows]) as record:
+        launch_boxes(kernel, out, x, rows)
+    assert len(driver.take()) == 1
+    assert not record.complete
+
+
+def test_a_launch_with_a_tensor_of_nobody_is_a_bug(driver: FakeDriver) -> None:
+    out, x = tensor(), tensor()
+    with pytest.raises(AssertionError, match="does not know"), recording([out]):
+        launch_plain(FakeKernel(driver, PLAIN), out, x)
+    assert triton_launch._ACTIVE.recording is None
+
+
+# --- experts that record ---
+
+
+class OnGpu(torch.Tensor):
+    """Memory of the host that calls itself a GPU's."""
+
+    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+
+
+LAYER = {"out": "*i32", "x": "*i32", "ids": "*i32", "map": "*i32", "scratch": "*i32", "w13": "*i32", "rows": "i32"}
+
+
+class LaunchingExperts(RecordedExperts):
+    """Launches a kernel that is told how many rows there are."""
+
+    layouts = ("canonical",)
+    recorded_weights = ("w13", "w13_bias")
+
+    def __init__(self, kernel: FakeKernel) -> None:
+        problem = MoEProblem(num_experts=8, hidden_size=16, intermediate_size=16, top_k=2)
+        super().__init__(problem, Platform.from_name("cuda:sm90"))
+        self.kernel = kernel
+        self.launches = 0
+
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        raise NotImplementedError
+
+    def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        raise NotImplementedError
+
+    def _launch(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        self.launches += 1
+        rows = inputs.hidden_states.shape[-2]
+        x, ids, w13 = inputs.hidden_states, inputs.topk_ids, weights["w13"]
+        launch(self.kernel, (rows,), out, x, ids, inputs.expert_map, workspace13, w13, rows=rows)
+
+
+class RecordedLayer:
+    """A call of recorded experts on new tensors, and what came to be launched of it."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self._driver = driver
+        self.experts = LaunchingExperts(FakeKernel(driver, LAYER))
+        self._kept: list[torch.Tensor] = []
+
+    def tensor(self, *shape: int, shift: int = 0) -> torch.Tensor:
+        numel = 1
+        for size in shape:
+            numel *= size
+        # Torch's allocator aligns to 64 bytes; one element further is 4 bytes past that.
+        made = torch.zeros(numel + 4, dtype=torch.int32)[shift : shift + numel].view(shape).as_subclass(OnGpu)
+        self._kept.append(made)
+        return made
+
+    def __call__(
+        self, num_tokens: int, *, shift: int = 0, has_map: bool = True, hidden_size: int = 16, batches: int = 0
+    ) -> tuple[list[int | None], list[list[Any]]]:
+        shape = (batches, num_tokens, hidden_size) if batches else (num_tokens, hidden_size)
+        out, x, scratch = self.tensor(*shape), self.tensor(*shape, shift=shift), self.tensor(64)
+        weights, ids = self.tensor(num_tokens, 2), self.tensor(num_tokens, 2)
+        expert_map = self.tensor(8) if has_map else None
+        w13 = self.tensor(8, 16, 16)
+        inputs = ExpertInputs(x, weights, ids, expert_map=expert_map)
+        self.experts.apply(out, inputs, PermutedWeights("canonical", {"w13": w13}), scratch, self.tensor(64))
+        pointers = [each if each is None else each.data_ptr() for each in (out, x, ids, expert_map, scratch, w13)]
+        return [*pointers, num_tokens], self._driver.take()
+
+
+@pytest.fixture
+def layer(driver: FakeDriver) -> RecordedLayer:
+    return RecordedLayer(driver)
+
+
+def launched_with(found: list[list[Any]]) -> list[list[Any]]:
+    """Grid and arguments of each launch; between them is what a launcher adds."""
+    size = len(LAYER)
+    return [[*launched[:3], *launched[-size:]] for launched in found]
+
+
+def test_equal_calls_are_replayed_with_their_own_tensors(layer: RecordedLayer) -> None:
+    for number in range(3):
+        expected, found = layer(4)
+        assert launched_with(found) == [[4, 1, 1, *expected]], number
+    assert layer.experts.launches == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_tokens": 5}, {"has_map": False}, {"hidden_size": 32}, {"batches": 3}],
+    ids=lambda change: str(change),
+)
+def test_what_a_launch_depends_on_is_recorded_anew(layer: RecordedLayer, change: dict[str, Any]) -> None:
+    layer(4)
+    expected, found = layer(**{"num_tokens": 4, **change})
+    assert layer.experts.launches == 2
+    assert launched_with(found) == [[expected[-1], 1, 1, *expected]]
+    expected, found = layer(4)
+    assert layer.experts.launches == 2, "the first recording is still there"
+    assert launched_with(found) == [[4, 1, 1, *expected]]
+
+
+def test_pointers_that_are_not_aligned_are_never_replayed(layer: RecordedLayer) -> None:
+    layer(4)
+    for number in (2, 3):
+        expected, found = layer(4, shift=1)
+        assert expected[1] % 16 == 4
+        assert layer.experts.launches == number
+        assert launched_with(found) == [[4, 1, 1, *expected]]
+    layer(4)
+    assert layer.experts.launches == 3, "nor recorded"
+
+
+def test_recordings_are_bounded(layer: RecordedLayer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moereg.backends._triton.recorded._MAX_RECORDINGS", 2)
+    for num_tokens in (1, 2, 1, 3):
+        layer(num_tokens)
+    assert layer.experts.launches == 3
+    layer(1)
+    assert layer.experts.launches == 3, "the one that was used last stays"
+    layer(2)
+    assert layer.experts.launches == 4

@@ -1,0 +1,1 @@
+"""The conformance kit and the tests of tests."""

@@ -1,0 +1,221 @@
+"""Guard bands: what writes or reads where it must not is seen, and what does not passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from moereg.author import ExpertInputs, ExpertWeights, PermutedWeights
+from moereg.platforms import Platform
+from moereg.prepare_finalize import local_prepare_finalize
+from moereg.problem import MoEProblem
+from moereg.registry import register_moe_backend
+from moereg.testing import cases
+from moereg.testing.cases import Case
+from moereg.testing.checks import GuardedLayer, check_numbers
+from moereg.testing.guards import (
+    FORMS,
+    GuardedMemory,
+    GuardedPrepareFinalize,
+    GuardedWorkspaces,
+    guard_permuted,
+    guard_weights,
+)
+from moereg.testing.inputs import make_inputs, make_weights
+from moereg.workspace import WORKSPACES
+from tests.support.fakes import FakeExperts
+
+CPU = torch.device("cpu")
+PROBLEM = MoEProblem(num_experts=3, hidden_size=8, intermediate_size=4, top_k=2, dtype="bfloat16", has_bias=True)
+
+
+def shifted(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+    """As a kernel sees it whose addresses are off by so many elements."""
+    return tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() + elements)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_reads_beside_a_tensor_are_nan(dtype: torch.dtype) -> None:
+    memory = GuardedMemory(CPU)
+    tensor = memory.copy("x", torch.zeros(3, 5, dtype=dtype))
+    assert not tensor.float().isnan().any()
+    for elements in (15, -15, 1000, -1000):
+        assert shifted(tensor, elements).float().isnan().all()
+    memory.check()
+
+
+def test_integers_beside_a_tensor_are_negative() -> None:
+    tensor = GuardedMemory(CPU).copy("topk_ids", torch.zeros(3, 2, dtype=torch.int32))
+    assert (shifted(tensor, 6) == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("elements", "message"),
+    [(20, "memory 1 bytes behind x was written to"), (-1, "memory 1 bytes in front of x was written to")],
+)
+def test_writes_beside_a_tensor_are_named(elements: int, message: str) -> None:
+    memory = GuardedMemory(CPU)
+    memory.allocate("other", (4,), torch.float32)
+    tensor = memory.allocate("x", (4, 5), torch.uint8)
+    tensor.zero_()
+    memory.check()
+    shifted(tensor, elements).flatten()[:1].fill_(7)
+    with pytest.raises(AssertionError, match=f"^{message}$"):
+        memory.check()
+
+
+def test_a_frozen_tensor_must_not_change() -> None:
+    memory = GuardedMemory(CPU)
+    tensor = memory.copy("x", torch.arange(5, dtype=torch.int64))
+    memory.freeze()
+    memory.check()
+    tensor[2] = 7
+    with pytest.raises(AssertionError, match=r"^x was written to, at byte 16$"):
+        memory.check()
+    tensor[2] = 2
+    with pytest.raises(AssertionError, match=r"^x was written to, with what it held$"):
+        memory.check()
+
+
+@pytest.mark.parametrize("alignment", [64, 256, 512])
+def test_a_tensor_is_aligned_as_promised_and_no_more(alignment: int) -> None:
+    for numel in (0, 3, 1000):
+        address = GuardedMemory(CPU).allocate("x", (numel,), torch.float32, alignment=alignment).data_ptr()
+        assert address % (2 * alignment) == alignment or numel == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_holds_the_same_numbers(form: str) -> None:
+    weights = make_weights(PROBLEM, CPU)
+    memory = GuardedMemory(CPU)
+    guarded = guard_weights(memory, weights, form)
+    assert not guarded.w13.detach().isnan().any()
+    assert torch.equal(guarded.w13, weights.w13)
+    assert form == "expanded" or torch.equal(guarded.w2_bias, weights.w2_bias)
+    strides = {
+        "columns": (128, 16, 2),
+        "transposed": (64, 1, 8),
+    }
+    assert guarded.w13.stride() == strides.get(form, (64, 8, 1))
+    assert guarded.w2_bias.stride() == {"columns": (16, 2), "transposed": (1, 3), "expanded": (0, 0)}.get(form, (8, 1))
+    assert guarded.w13.requires_grad == (form == "parameter")
+    assert (guarded.w13.data_ptr() % 16 == 0) == (form != "offset")
+    memory.check()
+
+
+def test_permuted_weights_keep_strides_and_alignment() -> None:
+    memory = GuardedMemory(CPU)
+    views = guard_weights(memory, make_weights(PROBLEM, CPU), "offset").tensors()
+    views["w2"] = views["w2"].transpose(1, 2)
+    permuted = guard_permuted(memory, PermutedWeights("canonical", views, {"one": torch.ones(1)}))
+    for name, view in views.items():
+        assert torch.equal(permuted[name], view)
+        assert permuted[name].stride() == view.stride()
+        assert permuted[name].data_ptr() != view.data_ptr()
+        assert permuted[name].data_ptr() % 16 == 6
+    assert permuted["one"].data_ptr() % 16 == 0
+    memory.check()
+    permuted["one"].zero_()
+    with pytest.raises(AssertionError, match="permuted one was written to"):
+        memory.check()
+
+
+@pytest.mark.parametrize("fill", ["nan", "huge", "stale"])
+def test_workspaces_hold_what_is_asked_for(fill: str) -> None:
+    memory = GuardedMemory(CPU)
+    workspaces = GuardedWorkspaces(memory)
+    shapes = ((3, 5), (7,))
+    with workspaces.in_use():
+        first = WORKSPACES.take(shapes, torch.float16, CPU)
+        for tensor in first:
+            assert tensor.isnan().all()
+            assert tensor.data_ptr() % 512 == 256
+            tensor.fill_(2)
+        workspaces.fill = fill
+        again = WORKSPACES.take(shapes, torch.float16, CPU)
+    assert [tensor.data_ptr() for tensor in again] == [tensor.data_ptr() for tensor in first]
+    expected = {"nan": float("nan"), "huge": 6e4, "stale": 2.0}[fill]
+    for tensor in again:
+        torch.testing.assert_close(tensor, torch.full_like(tensor, expected), rtol=0, atol=0, equal_nan=True)
+    memory.check()
+    assert WORKSPACES.take(shapes, torch.float16, CPU)[0].data_ptr() != first[0].data_ptr()
+
+
+def test_rows_past_an_experts_count_are_nan() -> None:
+    problem = MoEProblem(num_experts=2, hidden_size=8, intermediate_size=4, top_k=1, activation_format="batched")
+    inputs = make_inputs(problem, 5, "one_expert", CPU)
+    prepare = GuardedPrepareFinalize(local_prepare_finalize("batched"), CPU)
+    prepared = prepare.prepare(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, problem, None)
+    rows, counts = prepared.inputs.hidden_states, prepared.inputs.expert_num_tokens
+    assert counts is not None
+    assert counts.tolist() == [0, 5]
+    assert rows[0].isnan().all()
+    assert torch.equal(rows[1], inputs.hidden_states)
+    assert shifted(rows, rows.numel()).isnan().all()
+    prepare.memory.check()
+    counts[0] = 1
+    with pytest.raises(AssertionError, match="prepared expert_num_tokens was written to"):
+        prepare.memory.check()
+
+
+Spoil = Callable[[torch.Tensor, ExpertInputs, PermutedWeights, torch.Tensor, torch.Tensor], None]
+SPOILS: dict[str, Spoil] = {
+    "hidden_states was written to": lambda out, inputs, *_: inputs.hidden_states[-1:].fill_(1),
+    "topk_ids was written to": lambda out, inputs, *_: inputs.topk_ids.neg_(),
+    "topk_weights was written to": lambda out, inputs, *_: inputs.topk_weights.neg_(),
+    "permuted w2 was written to": lambda out, inputs, weights, *_: weights["w2"][0].fill_(1),
+    "bytes behind out was written to": lambda out, *_: shifted(out, out.numel())[:1].fill_(1),
+    "bytes in front of out was written to": lambda out, *_: shifted(out, -8)[:1].fill_(1),
+    "bytes behind workspace13 was written to": lambda *args: shifted(args[3], args[3].numel())[:1].fill_(1),
+    "bytes behind workspace2 was written to": lambda *args: shifted(args[4], args[4].numel())[:1].fill_(1),
+    # What a load behind the last row and a product with zero do.
+    "rows [4] of 5 are not finite": lambda out, inputs, *_: out.add_(shifted(inputs.hidden_states, 8) * 0),
+    "rows [0, 1, 2, 3, 4] of 5 are not finite": lambda *args: args[0].add_(args[4].flatten()[0] * 0),
+}
+
+
+def case_of(experts: type[FakeExperts]) -> Case:
+    register_moe_backend(name="fresh", priority=1, quant_schemes=("unquantized",), platforms=("*",))(experts)
+    cell = next(cell for cell in cases.runnable_cells() if cell.name == "fresh")
+    return Case(cell, Platform.from_name("cpu"), PROBLEM)
+
+
+@pytest.mark.parametrize("message", SPOILS)
+def test_an_experts_class_that_leaves_its_tensors_is_caught(
+    message: str, isolated_registry: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Spoiling(FakeExperts):
+        def apply(
+            self,
+            out: torch.Tensor,
+            inputs: ExpertInputs,
+            weights: PermutedWeights,
+            workspace13: torch.Tensor,
+            workspace2: torch.Tensor,
+        ) -> None:
+            super().apply(out, inputs, weights, workspace13, workspace2)
+            SPOILS[message](out, inputs, weights, workspace13, workspace2)
+
+    monkeypatch.setattr("moereg.testing.checks.calls_of", lambda case, is_first: [(5, "uniform")])
+    case = case_of(Spoiling)
+    with pytest.raises(AssertionError, match=message.replace("[", r"\[").replace("]", r"\]")):
+        check_numbers(case)
+
+
+def test_an_experts_class_that_keeps_to_its_tensors_passes(isolated_registry: object) -> None:
+    check_numbers(case_of(FakeExperts), is_first=True)
+
+
+def test_permuting_must_not_write_canonical_weights(isolated_registry: object) -> None:
+    class Spoiling(FakeExperts):
+        def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+            assert weights.w13_bias is not None
+            weights.w13_bias.add_(1)
+            return super().permute_weights(weights, problem)
+
+    with pytest.raises(AssertionError, match="canonical w13_bias was written to"):
+        GuardedLayer(case_of(Spoiling), make_weights(PROBLEM, CPU))

@@ -1,0 +1,369 @@
+"""The ledger tells no more than was run: of which cell, by which rule, on which machine, and of which code."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import json
+import pathlib
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moereg.discovery import PluginStatus, load_backends
+from moereg.platforms import Platform, PlatformRule
+from moereg.registry import BackendCell, BackendRegistry, registering_origin
+from moereg.testing import ledger
+from moereg.testing.ledger import (
+    LedgerWarning,
+    Verification,
+    cell_digest,
+    evidence_of,
+    merge_ledger,
+    read_ledger,
+)
+from tests import conftest
+
+VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
+H200 = Platform("cuda", "sm90", "NVIDIA H200", versions=VERSIONS, probed=True)
+B200 = Platform("cuda", "sm100", "NVIDIA B200", versions=VERSIONS, probed=True)
+EPYC = Platform("cpu", "x86_64", "AMD EPYC", versions=VERSIONS, probed=True)
+
+BACKEND = """
+from moereg.author import register_moe_backend
+from tests.support.fakes import FakeExperts
+from .impl import VALUE
+
+
+@register_moe_backend("wheel_y", 5, ("unquantized",), ("cuda:sm80+", "rocm:gfx942", "cpu"))
+class WheelExperts(FakeExperts):
+    value = VALUE
+"""
+
+
+def builtin(experts: str, scheme: str, platform: Platform) -> BackendCell:
+    """The cell of an experts class that would serve a scheme there."""
+    found = [
+        cell
+        for cell in load_backends().cells
+        if cell.class_name == experts and scheme in {known.name for known in cell.schemes} and cell.rule_for(platform)
+    ]
+    (cell,) = found
+    return cell
+
+
+@pytest.fixture
+def wheel(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry
+) -> Iterator[pathlib.Path]:
+    """The package of a wheel with one cell, imported; its ledger is still to be written."""
+    root = tmp_path / "wheel_y"
+    root.mkdir()
+    for name, text in {"__init__": "", "impl": "VALUE = 1\n", "backend": BACKEND}.items():
+        (root / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("wheel_y.backend")
+    yield root
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wheel_y"]:
+        del sys.modules[name]
+
+
+def wheel_cell() -> BackendCell:
+    (cell,) = load_backends().by_name("wheel_y")
+    return cell
+
+
+def write(wheel: pathlib.Path, *records: Verification) -> None:
+    merge_ledger(wheel / ledger.FILE_NAME, records)
+
+
+def dated(record: Verification, date: str = "2026-11-22") -> Verification:
+    return dataclasses.replace(record, date=date)
+
+
+def test_evidence_says_what_was_run_and_what_was_not(wheel: pathlib.Path) -> None:
+    cell = wheel_cell()
+    assert str(evidence_of(cell)) == "not verified"
+    write(wheel, dated(Verification.of(cell, H200, 31)))
+    evidence = evidence_of(cell)
+    assert str(evidence) == "on sm90 (NVIDIA H200, 2026-11-22); not on sm80, gfx942, cpu"
+    assert evidence.missing == ("cuda:sm80", "rocm:gfx942", "cpu")
+    assert evidence.on(H200)
+    assert not evidence.on(B200)
+    assert not evidence.on(EPYC)
+    write(wheel, dated(Verification.of(cell, EPYC, 29), "2026-11-23"))
+    assert str(evidence_of(cell)) == (
+        "on cpu (AMD EPYC, 2026-11-23), sm90 (NVIDIA H200, 2026-11-22); not on sm80, gfx942"
+    )
+    (record, _) = evidence_of(cell).to_dict()["verified"]
+    assert list(record) == ["rule", "platform", "device", "versions", "commit", "date", "cases", "stale"]
+    assert (record["rule"], record["platform"], record["cases"]) == ("cpu", "cpu", 29)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"backend": "other"},
+        {"experts": "OtherExperts"},
+        {"schemes": ("unquantized", "mxfp8")},
+        {"tier": "emulation"},
+        {"rule": "cuda:sm90"},
+        {"rule": "cuda:sm90", "platform": "cuda:sm90"},
+        {"rule": "*"},
+        {"rule": "cpu", "platform": "cpu", "tier": "emulation"},
+    ],
+)
+def test_a_record_of_something_else_is_no_evidence(wheel: pathlib.Path, change: dict[str, Any]) -> None:
+    cell = wheel_cell()
+    write(wheel, dataclasses.replace(Verification.of(cell, H200, 31), **change))
+    assert str(evidence_of(cell)) == "not verified"
+
+
+def test_a_more_specific_rule_of_the_cell_takes_a_record_over(wheel: pathlib.Path) -> None:
+    cell = wheel_cell()
+    write(wheel, Verification.of(cell, H200, 31))
+    narrower = dataclasses.replace(cell, rules=(PlatformRule("cuda:sm90"), *cell.rules))
+    assert evidence_of(narrower).current == ()
+
+
+def test_the_emulation_of_one_gpu_is_no_evidence_for_the_kernel_of_another() -> None:
+    emulation, kernel = (builtin("TritonQuantizedExperts", "mxfp8", platform) for platform in (H200, B200))
+    assert (emulation.tier, kernel.tier) == ("emulation", "kernel")
+    record = Verification.of(emulation, H200, 32)
+    assert record.is_of(emulation)
+    assert not record.is_of(kernel)
+    assert not dataclasses.replace(record, platform="cuda:sm100").is_of(kernel)
+    assert str(evidence_of(kernel)) == "not verified"
+    with pytest.raises(ValueError, match=r"needs a platform in \(cuda:sm100\+\), got cuda:sm90; run it there"):
+        Verification.of(kernel, H200, 32)
+
+
+def test_changed_code_is_stale_until_it_is_run_again(wheel: pathlib.Path) -> None:
+    cell = wheel_cell()
+    write(wheel, dated(Verification.of(cell, H200, 31)))
+    (wheel / "impl.py").write_text('"""A docstring."""\n\nVALUE = 1  # A comment.\n')
+    assert evidence_of(cell).on(H200)
+    (wheel / "impl.py").write_text("VALUE = 1 + 1\n")
+    evidence = evidence_of(cell)
+    assert not evidence.on(H200)
+    assert [record["stale"] for record in evidence.to_dict()["verified"]] == [True]
+    assert str(evidence) == "before its code changed on sm90 (NVIDIA H200, 2026-11-22); not on sm80, gfx942, cpu"
+    assert "cuda:sm80" in evidence.missing
+    write(wheel, dated(Verification.of(cell, H200, 32), "2026-11-24"))
+    assert str(evidence_of(cell)) == "on sm90 (NVIDIA H200, 2026-11-24); not on sm80, gfx942, cpu"
+
+
+def test_code_that_cannot_be_read_is_not_what_was_run(wheel: pathlib.Path) -> None:
+    cell = wheel_cell()
+    write(wheel, dated(Verification.of(cell, H200, 31)))
+    (wheel / "impl.py").write_bytes(b"VALUE = 'caf\xe9'\n")
+    evidence = evidence_of(cell)
+    assert not evidence.on(H200)
+    assert str(evidence).startswith("with code that cannot be read now, on sm90 (NVIDIA H200")
+    write(wheel, Verification.of(cell, H200, 31))
+    assert not evidence_of(cell).current  # Two unknown digests are not the same code.
+
+
+GOOD: dict[str, Any] = {
+    "backend": "wheel_y",
+    "experts": "WheelExperts",
+    "schemes": ["unquantized"],
+    "rule": "cuda:sm80+",
+    "tier": "kernel",
+    "platform": "cuda:sm90",
+    "device": "NVIDIA H200",
+    "versions": {"torch": "2.11.0"},
+    "commit": "",
+    "date": "2026-11-22",
+    "cases": 31,
+    "digest": "0123456789abcdef",
+}
+
+
+def document(**changes: Any) -> bytes:
+    return json.dumps({"schema": 2, "records": [{**GOOD, **changes}]}).encode()
+
+
+MALFORMED = {
+    "no JSON": (b"{", "readable JSON, got JSONDecodeError"),
+    "no text": (b"\xff\xfe", "readable JSON, got UnicodeDecodeError"),
+    "too deep": (b"[" * 100_000, "readable JSON, got RecursionError"),
+    "too long a number": (b"1" * 10_000, "readable JSON, got ValueError"),
+    "no object": (b"[]", "object of schema 2, got 'list'"),
+    "another schema": (b'{"schema": 1, "records": []}', "object of schema 2, got 1"),
+    "no records": (b'{"schema": 2}', "records must be a list"),
+    "records of another type": (b'{"schema": 2, "records": {}}', "records must be a list"),
+    "a record of another type": (b'{"schema": 2, "records": ["x"]}', "records[0]: a record must be an object, got str"),
+    "a missing key": (b'{"schema": 2, "records": [{"backend": "x"}]}', "records[0]: a record must say its experts"),
+    "cases": (document(cases=True), "records[0]: cases must be an integer of at least 1, got True"),
+    "no cases": (document(cases=0), "cases must be an integer of at least 1, got 0"),
+    "schemes": (document(schemes="unquantized"), "schemes must be a list of names"),
+    "a scheme": (document(schemes=[["unquantized"]]), "schemes must be printable text"),
+    "versions": (document(versions=["2.11"]), "versions must be an object of texts"),
+    "a version": (document(versions={"torch": 2}), "versions['torch'] must be printable text, got 2"),
+    "date": (document(date="yesterday"), "records[0]: Invalid isoformat string"),
+    "digest": (document(digest=None), "digest must be printable text, got None"),
+    "platform": (document(platform="cuda"), "needs an architecture"),
+    "unknown platform": (document(platform="cuad:sm90"), "unknown platform 'cuad:sm90'"),
+    "rule": (document(rule="cuda:sm100+"), "rule 'cuda:sm100+' does not match platform 'cuda:sm90'"),
+    "escape": (document(device="\x1b[2J"), r"device must be printable text, got '\x1b[2J'"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_ledger_is_one_warning_and_no_evidence(wheel: pathlib.Path, name: str) -> None:
+    content, expected = MALFORMED[name]
+    path = wheel / ledger.FILE_NAME
+    path.write_bytes(content)
+    with pytest.warns(LedgerWarning) as warned:
+        assert str(evidence_of(wheel_cell())) == "not verified"
+    (text,) = [str(warning.message) for warning in warned]
+    assert text.startswith(f"the ledger of wheel_y.backend, {path}, is no evidence: ")
+    assert expected in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert str(evidence_of(wheel_cell())) == "not verified"  # Said once.
+        assert evidence_of(builtin("TorchDenseExperts", "unquantized", EPYC)).to_dict()["verified"]
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        merge_ledger(path, [])
+    assert path.read_bytes() == content
+
+
+def test_a_ledger_that_is_a_folder_is_malformed(wheel: pathlib.Path) -> None:
+    (wheel / ledger.FILE_NAME).mkdir()
+    with pytest.warns(LedgerWarning, match="IsADirectoryError"):
+        assert str(evidence_of(wheel_cell())) == "not verified"
+
+
+def test_more_than_is_known_is_left_aside(wheel: pathlib.Path) -> None:
+    (wheel / ledger.FILE_NAME).write_bytes(document(digest=cell_digest(wheel_cell()), seconds=3))
+    assert evidence_of(wheel_cell()).on(H200)
+
+
+def test_a_wheel_has_the_records_of_its_own_package_alone(
+    wheel: pathlib.Path, isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = wheel_cell()
+    write(wheel, Verification.of(cell, H200, 31))
+    assert evidence_of(cell).current
+    # The class of the one registered by another, with the first one's ledger speaking for it.
+    with registering_origin("child-wheel"):
+        from moereg.author import register_moe_backend
+
+        register_moe_backend("child", 5, ("unquantized",), ("cuda:sm80+",))(cell.experts)
+    (child,) = load_backends().by_name("child")
+    write(wheel, Verification.of(child, H200, 31))
+    assert evidence_of(child).current == ()
+    # An installed distribution's package is the one that its entry points name.
+    status = PluginStatus("moereg.backends", "child", "wheel_y.backend", "child-wheel 1.0", "loaded")
+    monkeypatch.setattr(ledger, "plugin_statuses", lambda: (status,))
+    assert evidence_of(child).current
+
+
+def test_records_are_merged_by_cell_and_device(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "ledger.json"
+    record = Verification.of(builtin("TritonExperts", "unquantized", H200), H200, 10)
+    merge_ledger(path, [record])
+    merge_ledger(path, [dataclasses.replace(record, cases=20), dataclasses.replace(record, device="NVIDIA H100")])
+    assert [(found.device, found.cases) for found in read_ledger(path)] == [("NVIDIA H100", 10), ("NVIDIA H200", 20)]
+    assert (record.versions, record.rule, record.tier) == (VERSIONS, "cuda:sm80+", "kernel")
+
+
+@pytest.mark.parametrize(
+    ("experts", "scheme", "module"),
+    [
+        ("TritonExperts", "unquantized", "moereg.kernels.rows.reduce"),
+        ("TritonExperts", "unquantized", "moereg.backends._triton.interleaved"),
+        ("TritonPackedExperts", "int8_w8a16", "moereg.backends.triton_moe"),
+    ],
+)
+def test_a_digest_follows_kernels_private_packages_and_base_classes(
+    experts: str, scheme: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moereg.testing import digest
+
+    cell, other = builtin(experts, scheme, H200), builtin("TorchDenseExperts", "unquantized", H200)
+    before = cell_digest(cell), cell_digest(other)
+    read, changed = digest._read, digest.module_file(module)
+
+    def edited(file: pathlib.Path) -> Any:
+        source = read(file)
+        return dataclasses.replace(source, digest="edited") if source is not None and file == changed else source
+
+    monkeypatch.setattr(digest, "_read", edited)
+    assert cell_digest(cell) != before[0]
+    assert cell_digest(other) == before[1]
+
+
+@pytest.fixture
+def conformance(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Conformance:
+    """A session of pytest with --ledger on an H200, which has seen nothing yet."""
+    for name, empty in (("_PASSED", {}), ("_FAILED", set()), ("_CRASHED", [])):
+        monkeypatch.setattr(conftest, name, empty)
+    monkeypatch.setattr("moereg.discovery.current_platform", lambda: H200)
+    return Conformance(tmp_path / "ledger.json")
+
+
+class Conformance:
+    """Reports results as pytest does."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+
+    def report(self, cell: BackendCell, outcome: str, is_named: bool = True) -> None:
+        """One call of a test of a cell; where its process crashed the cell is not named."""
+        properties = [("cell", conftest._key(cell))] if is_named else []
+        result = SimpleNamespace(
+            nodeid=f"tests/kit/test_conformance.py::test_it[{cell.name}-{cell.class_name}-cuda:sm90]",
+            user_properties=properties,
+            when="call",
+            passed=outcome == "passed",
+            failed=outcome == "failed",
+        )
+        conftest.pytest_runtest_logreport(result)  # type: ignore[arg-type]
+
+    def records(self) -> dict[str, int]:
+        """Experts classes of what is written at the end, with their cases."""
+        config = SimpleNamespace(getoption=lambda name: str(self.path))
+        conftest.pytest_sessionfinish(SimpleNamespace(config=config))  # type: ignore[arg-type]
+        return {record.experts: record.cases for record in read_ledger(self.path)}
+
+
+def test_a_run_records_what_passed_and_nothing_else(conformance: Conformance) -> None:
+    dense, grouped = (builtin(name, "unquantized", H200) for name in ("TorchDenseExperts", "TorchGroupedExperts"))
+    batched = builtin("TritonBatchedExperts", "unquantized", H200)
+    elsewhere = builtin("TorchPackedExperts", "unquantized", EPYC)
+    for cell, outcome in ((dense, "passed"), (dense, "passed"), (dense, "skipped"), (elsewhere, "passed")):
+        conformance.report(cell, outcome)
+    for outcome in ("passed", "failed", "passed"):
+        conformance.report(grouped, outcome)
+    conformance.report(batched, "passed")
+    conformance.report(batched, "failed", is_named=False)
+    assert conformance.records() == {"TorchDenseExperts": 2}
+
+
+def test_nothing_of_moereg_starts_a_program() -> None:
+    """A repository, an environment or a file that somebody else wrote could say which."""
+    starts = {"subprocess", "pty", "popen", "system", "execv", "execve", "execvp", "posix_spawn", "spawnv", "fork"}
+    for path in pathlib.Path(ledger.__file__).parents[1].rglob("*.py"):
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names |= {node.module} | ({alias.name for alias in node.names} if node.module == "os" else set())
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+                names.add(node.attr)
+        assert not names & starts, path
+
+
+def test_the_shipped_ledger_is_of_registered_cells_only() -> None:
+    path = pathlib.Path(ledger.__file__).parents[1] / ledger.FILE_NAME
+    for record in read_ledger(path):
+        assert [cell for cell in load_backends().cells if record.is_of(cell)], record

@@ -1,0 +1,313 @@
+"""The reference itself, against sums written as loops over single numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from moereg.problem import MoEProblem
+from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
+from moereg.quantize import (
+    activation_scale,
+    dequantize_weights,
+    quantize_dequantize_activations,
+    quantize_weights,
+    spans_tokens,
+)
+from moereg.reference import (
+    ROUNDS_INTERMEDIATE,
+    calibrate_activation_scales,
+    reference_experts,
+    relative_error,
+    scheme_loss,
+)
+from moereg.testing.tolerances import tolerance
+from moereg.weights import ExpertWeights
+from tests.support import conformance
+from tests.support.conformance import make_weights
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
+QUANTIZED = [name for name, scheme in QUANT_SCHEMES.items() if scheme.weight is not None]
+ROUNDING = [name for name, scheme in QUANT_SCHEMES.items() if scheme.activation is not None]
+
+
+def brute_force(
+    problem: MoEProblem, weights: ExpertWeights, x: torch.Tensor, topk_weights: torch.Tensor, local: list[list[int]]
+) -> torch.Tensor:
+    """silu and relu2 only, one multiplication at a time."""
+    w13, w2 = weights.w13.double().tolist(), weights.w2.double().tolist()
+    b13 = weights.w13_bias.double().tolist() if weights.w13_bias is not None else None
+    b2 = weights.w2_bias.double().tolist() if weights.w2_bias is not None else None
+    inter, hidden = problem.intermediate_size, problem.hidden_size
+    out = torch.zeros(len(x), hidden, dtype=torch.float64)
+    for token, experts in enumerate(local):
+        for slot, expert in enumerate(experts):
+            if expert < 0:
+                continue
+            weight = float(topk_weights[token, slot])
+            row = x[token].double().tolist()
+            if problem.apply_router_weight_on_input:
+                row = [value * weight for value in row]
+            gemm1 = [math.fsum(a * b for a, b in zip(row, line, strict=True)) for line in w13[expert]]
+            if b13:
+                gemm1 = [value + bias for value, bias in zip(gemm1, b13[expert], strict=True)]
+            if problem.activation.gated:
+                gate, up = gemm1[:inter], gemm1[inter:]
+                middle = [g / (1 + math.exp(-g)) * u for g, u in zip(gate, up, strict=True)]
+            else:
+                middle = [max(value, 0.0) ** 2 for value in gemm1]
+            for row_index, line in enumerate(w2[expert]):
+                value = math.fsum(a * b for a, b in zip(middle, line, strict=True))
+                if b2:
+                    value += b2[expert][row_index]
+                out[token, row_index] += value if problem.apply_router_weight_on_input else weight * value
+    return out
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"has_bias": True},
+    "not gated": {"activation": "relu2", "has_bias": True},
+    "weight on input": {"top_k": 1, "apply_router_weight_on_input": True, "has_bias": True},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_brute_force(name: str) -> None:
+    facts = {"num_experts": 4, "hidden_size": 6, "intermediate_size": 5, "top_k": 2, "dtype": "float32"}
+    problem = MoEProblem(**{**facts, **CASES[name]})
+    weights = make_weights(problem, CPU)
+    x = torch.randn(5, 6)
+    topk_weights = torch.rand(5, problem.top_k) + 0.1
+    ids = [[0, 3], [1, 2], [2, 0], [3, 1], [0, 1]]
+    ids = [row[: problem.top_k] for row in ids]
+    expected = brute_force(problem, weights, x, topk_weights, ids)
+    found = reference_experts(problem, weights, x, topk_weights, torch.tensor(ids), dtype=torch.float64)
+    assert found.dtype == torch.float64
+    assert relative_error(found, expected) < 1e-13
+    single = reference_experts(problem, weights, x, topk_weights, torch.tensor(ids))
+    assert single.dtype == torch.float32
+    assert 0 < relative_error(single, expected) < 1e-6
+
+
+@pytest.mark.parametrize("bad", [-1, -(2**31), 4, 2**31 - 1, 2**40])
+def test_ids_out_of_range_add_nothing(bad: int) -> None:
+    problem = MoEProblem(num_experts=4, hidden_size=6, intermediate_size=5, top_k=2, dtype="float32")
+    weights = make_weights(problem, CPU)
+    x, topk_weights = torch.randn(2, 6), torch.rand(2, 2)
+    found = reference_experts(problem, weights, x, topk_weights, torch.tensor([[bad, 2], [bad, bad]]))
+    one = MoEProblem(**{**problem.to_dict(), "top_k": 1})
+    expected = reference_experts(one, weights, x[:1], topk_weights[:1, 1:], torch.tensor([[2]]))
+    torch.testing.assert_close(found[:1], expected)
+    assert not found[1].any()
+
+
+def test_expert_map_renames_experts() -> None:
+    problem = MoEProblem(
+        num_experts=4,
+        num_local_experts=2,
+        hidden_size=6,
+        intermediate_size=5,
+        top_k=2,
+        dtype="float32",
+        placement="map",
+    )
+    weights = make_weights(problem, CPU)
+    x, topk_weights = torch.randn(3, 6), torch.rand(3, 2)
+    expert_map = torch.tensor([1, -1, -1, 0], dtype=torch.int32)
+    ids = torch.tensor([[0, 3], [1, 2], [3, 9]])
+    found = reference_experts(problem, weights, x, topk_weights, ids, expert_map, torch.float64)
+    expected = brute_force(problem, weights, x, topk_weights, [[1, 0], [-1, -1], [0, -1]])
+    assert relative_error(found, expected) < 1e-13
+    assert not found[1].any()
+
+
+def test_no_tokens() -> None:
+    problem = MoEProblem(num_experts=4, hidden_size=6, intermediate_size=5, top_k=2, dtype="float32")
+    empty = torch.zeros(0, 2)
+    out = reference_experts(problem, make_weights(problem, CPU), torch.zeros(0, 6), empty, empty.int())
+    assert out.shape == (0, 6)
+
+
+# --- quantized schemes ---
+
+
+def quantized_case(
+    name: str | QuantScheme, num_tokens: int = 6, **changes: Any
+) -> tuple[MoEProblem, ExpertWeights, conformance.Inputs]:
+    facts = {"num_experts": 4, "hidden_size": 70, "intermediate_size": 40, "top_k": 2, "quant": name}
+    problem = MoEProblem(**{**facts, **changes})
+    return problem, make_weights(problem, CPU), conformance.make_inputs(problem, num_tokens, "uniform", CPU)
+
+
+def slow_quantized(problem: MoEProblem, weights: ExpertWeights, inputs: conformance.Inputs) -> torch.Tensor:
+    """Route by route and matrix by matrix in fp64, on restored weights."""
+    scheme, local = problem.quant, inputs.topk_ids.tolist()
+    w13, w2 = dequantize_weights(weights, torch.float64)
+
+    def weighted_input(token: int, slot: int) -> torch.Tensor:
+        x = inputs.hidden_states[token].double()
+        if problem.apply_router_weight_on_input:
+            x = x * inputs.topk_weights[token, slot]
+            if scheme.activation is not None:
+                x = x.to(problem.torch_dtype).double()
+        return x
+
+    def scale_of(name: str, expert: int, whole_call: torch.Tensor | None) -> torch.Tensor | None:
+        static = weights.tensors().get(f"{name}_scale")
+        return whole_call if static is None else static.expand(problem.num_experts)[expert]
+
+    def rounded(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        return quantize_dequantize_activations(x[None], scheme, scale, torch.float64)[0]
+
+    def whole_call(rows: list[torch.Tensor]) -> torch.Tensor | None:
+        return activation_scale(torch.stack(rows).abs().max(), scheme) if spans_tokens(scheme) else None
+
+    routes = [
+        (token, slot, expert)
+        for token, experts in enumerate(local)
+        for slot, expert in enumerate(experts)
+        if 0 <= expert < problem.num_experts
+    ]
+    scale13 = whole_call([weighted_input(token, slot) for token, slot, _ in routes])
+    middles = []
+    for token, slot, expert in routes:
+        gemm1 = w13[expert] @ rounded(weighted_input(token, slot), scale_of("a13", expert, scale13))
+        if weights.w13_bias is not None:
+            gemm1 = gemm1 + weights.w13_bias[expert].double()
+        middle = problem.activation(gemm1)
+        middles.append(middle if scheme.activation is None else middle.to(problem.torch_dtype).double())
+    scale2 = whole_call(middles)
+    out = torch.zeros(len(local), problem.hidden_size, dtype=torch.float64)
+    for (token, slot, expert), middle in zip(routes, middles, strict=True):
+        gemm2 = w2[expert] @ rounded(middle, scale_of("a2", expert, scale2))
+        if weights.w2_bias is not None:
+            gemm2 = gemm2 + weights.w2_bias[expert].double()
+        weight = 1.0 if problem.apply_router_weight_on_input else float(inputs.topk_weights[token, slot])
+        out[token] += weight * gemm2
+    return out
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_matches_slow_loops(name: str, changes: dict[str, Any]) -> None:
+    problem, weights, inputs = quantized_case(name, **changes)
+    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    found = reference_experts(problem, weights, *call, dtype=torch.float64)
+    assert relative_error(found, slow_quantized(problem, weights, inputs)) < 1e-12
+    single = reference_experts(problem, weights, *call)
+    assert relative_error(single, found) < tolerance(problem.quant, problem.dtype, found.numel())
+
+
+@pytest.mark.parametrize(("name", "computes"), [("nvfp4", "nvfp4_w4a16"), ("mxfp4_mxfp8", "mxfp4_w4a16")])
+def test_follows_what_the_cell_computes(name: str, computes: str) -> None:
+    problem, weights, inputs = quantized_case(name)
+    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    plain = {field: tensor for field, tensor in weights.tensors().items() if not field.startswith("a")}
+    expected = reference_experts(
+        dataclasses.replace(problem, quant=QUANT_SCHEMES[computes]), ExpertWeights(**plain, quant=computes), *call
+    )
+    found = reference_experts(problem, weights, *call, computes=computes)
+    assert torch.equal(found, expected)
+    assert relative_error(found, reference_experts(problem, weights, *call)) > 0.01
+
+
+def test_what_cannot_be_computed() -> None:
+    problem, weights, inputs = quantized_case("nvfp4_w4a16")
+    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    text = r"^computes must have the weights of nvfp4_w4a16 and its activations or 16-bit ones, got nvfp4$"
+    with pytest.raises(ValueError, match=text):
+        reference_experts(problem, weights, *call, computes="nvfp4")
+    other = dataclasses.replace(problem, quant=QUANT_SCHEMES["mxfp8"])
+    with pytest.raises(ValueError, match=r"^the weights are nvfp4_w4a16 but the problem says mxfp8; make both name"):
+        reference_experts(other, weights, *call)
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_the_intermediate_is_rounded_before_it_is_quantized(name: str) -> None:
+    problem, weights, inputs = quantized_case(name, num_tokens=63)
+    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    rounded = reference_experts(problem, weights, *call)
+    assert ROUNDS_INTERMEDIATE
+    assert torch.equal(reference_experts(problem, weights, *call, rounds_intermediate=True), rounded)
+    error = relative_error(reference_experts(problem, weights, *call, rounds_intermediate=False), rounded)
+    assert 1e-4 < error < tolerance(name, problem.dtype, rounded.numel())
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_tokens_that_go_nowhere_change_no_scale(name: str) -> None:
+    """Padding may hold anything, also where one scale is for all tokens."""
+    problem, weights, inputs = quantized_case(name)
+    before = reference_experts(problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    x = torch.cat((inputs.hidden_states, torch.full_like(inputs.hidden_states[:1], 1e30)))
+    ids = torch.cat((inputs.topk_ids, torch.tensor([[-1, 4]], dtype=torch.int32)))
+    after = reference_experts(problem, weights, x, torch.cat((inputs.topk_weights, torch.ones(1, 2))), ids)
+    assert torch.equal(after[:-1], before)
+    assert not after[-1].any()
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor_static", "nvfp4"])
+def test_static_scales_may_be_one_number(name: str) -> None:
+    problem, weights, inputs = quantized_case(name)
+    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    one = dataclasses.replace(weights, a13_scale=torch.tensor(0.01), a2_scale=torch.tensor(0.005))
+    each = dataclasses.replace(weights, a13_scale=torch.full((4,), 0.01), a2_scale=torch.full((4,), 0.005))
+    found = reference_experts(problem, one, *call)
+    assert torch.equal(found, reference_experts(problem, each, *call))
+    assert relative_error(found, reference_experts(problem, weights, *call)) > 1e-3
+
+
+def test_calibration() -> None:
+    problem, _, inputs = quantized_case("unquantized")
+    weights = make_weights(problem, CPU)
+    ids = inputs.topk_ids.clamp(max=2)
+    call = (inputs.hidden_states, inputs.topk_weights, ids)
+    a13, a2 = calibrate_activation_scales(problem, weights, *call, "fp8_tensor_static")
+    tokens = [(ids == expert).any(1) for expert in range(4)]
+    expected = [inputs.hidden_states[rows].float().abs().max() / 448 for rows in tokens[:3]]
+    # Nothing went to the last expert: it gets the largest of the others.
+    assert a13.tolist() == [*map(float, expected), float(max(expected))]
+    assert a2.shape == (4,)
+    assert a2[3] == a2[:3].max()
+    static = quantize_weights(weights, "fp8_tensor_static", a13_scale=a13, a2_scale=a2)
+    quantized = dataclasses.replace(problem, quant=QUANT_SCHEMES["fp8_tensor_static"])
+    assert scheme_loss(quantized, static, weights, *call) < 0.1
+
+
+def test_loss_of_schemes() -> None:
+    """What the schemes themselves cost, in the order that their bits suggest."""
+    losses = {}
+    for name in ("int8_w8a16", "int8_w8a8", "fp8_block128", "int4_w4a16_g32", "nvfp4"):
+        problem, weights, inputs = quantized_case(name)
+        plain = conformance.make_plain_weights(problem, CPU)
+        losses[name] = scheme_loss(problem, weights, plain, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    assert list(losses) == sorted(losses, key=lambda name: losses[name])
+    assert 0.005 < losses["int8_w8a16"] < 0.03
+    assert 0.1 < losses["nvfp4"] < 0.4
+    problem, weights, inputs = quantized_case("unquantized")
+    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    assert scheme_loss(problem, weights, weights, *call) == 0
+
+
+def test_a_scheme_that_a_plugin_makes_up() -> None:
+    scheme = QuantScheme("int4_w4a8_g32", QuantFormat("uint4", (1, 32)), QuantFormat("float8_e4m3fn", (1, WHOLE)))
+    problem, weights, inputs = quantized_case(scheme)
+    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    found = reference_experts(problem, weights, *call, dtype=torch.float64)
+    assert relative_error(found, slow_quantized(problem, weights, inputs)) < 1e-12
+    assert relative_error(reference_experts(problem, weights, *call, computes="int4_w4a16_g32"), found) > 0.01
+
+
+def test_relative_error() -> None:
+    one = torch.tensor([3.0, 4.0])
+    assert relative_error(one, one) == 0
+    assert relative_error(one * 1.25, one) == pytest.approx(0.25)
+    assert math.isnan(relative_error(torch.tensor([3.0, math.nan]), one))
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0
+    assert relative_error(one, torch.zeros(2)) == 5.0
+    assert relative_error(torch.zeros(2), one) == 1.0

@@ -1,0 +1,413 @@
+"""Routing against transformers' own routers, and the rules around it.
+
+Comparisons with transformers scatter weights and ids into a dense [T,E] matrix, so that they do not depend on the order
+of the chosen experts: transformers leaves it unspecified for DeepSeek and does not return it for Llama 4. Where its
+order is specified (descending), ids are compared in order as well. Inputs are continuous, so ties do not occur.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    GptOssConfig,
+    Llama4Config,
+    Llama4TextConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.llama4.modeling_llama4 import Llama4Router
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from moereg.errors import CheckpointError, UnknownModelError, UnknownNameError
+from moereg.routing import (
+    RouterSpec,
+    grouped_sigmoid_topk,
+    grouped_softmax_topk,
+    llama4_topk,
+    softmax_topk,
+    topk_softmax,
+)
+
+HIDDEN_SIZE = 64
+DEEPSEEK_V2 = {"n_routed_experts": 24, "num_experts_per_tok": 6, "routed_scaling_factor": 16.0}
+DEEPSEEK_V3 = {"n_routed_experts": 32, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5}
+
+# id -> config class, its arguments, router class, whether transformers orders its choice.
+MODELS: dict[str, tuple[type, dict[str, Any], type, bool]] = {
+    "mixtral": (MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 2}, MixtralTopKRouter, True),
+    "qwen2_moe": (Qwen2MoeConfig, {"num_experts": 60, "num_experts_per_tok": 4}, Qwen2MoeTopKRouter, True),
+    "qwen2_moe-norm": (
+        Qwen2MoeConfig,
+        {"num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": True},
+        Qwen2MoeTopKRouter,
+        True,
+    ),
+    "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 128, "num_experts_per_tok": 8}, Qwen3MoeTopKRouter, True),
+    "qwen3_moe-norm": (
+        Qwen3MoeConfig,
+        {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
+        Qwen3MoeTopKRouter,
+        True,
+    ),
+    "olmoe": (OlmoeConfig, {"num_experts": 64, "num_experts_per_tok": 8}, OlmoeTopKRouter, True),
+    "gpt_oss": (GptOssConfig, {"num_local_experts": 32, "num_experts_per_tok": 4}, GptOssTopKRouter, True),
+    "deepseek_v2-greedy": (
+        DeepseekV2Config,
+        {**DEEPSEEK_V2, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+        DeepseekV2TopkRouter,
+        False,
+    ),
+    "deepseek_v2-groups": (
+        DeepseekV2Config,
+        {**DEEPSEEK_V2, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+        DeepseekV2TopkRouter,
+        False,
+    ),
+    "deepseek_v3": (DeepseekV3Config, {**DEEPSEEK_V3, "n_group": 8, "topk_group": 4}, DeepseekV3TopkRouter, False),
+    "deepseek_v3-one-group": (
+        DeepseekV3Config,
+        {**DEEPSEEK_V3, "n_group": 1, "topk_group": 1},
+        DeepseekV3TopkRouter,
+        False,
+    ),
+    "deepseek_v3-not-normalized": (
+        DeepseekV3Config,
+        {**DEEPSEEK_V3, "n_group": 4, "topk_group": 2, "norm_topk_prob": False},
+        DeepseekV3TopkRouter,
+        False,
+    ),
+    "llama4_text": (Llama4TextConfig, {"num_local_experts": 16, "num_experts_per_tok": 1}, Llama4Router, False),
+    "llama4_text-top-2": (Llama4TextConfig, {"num_local_experts": 16, "num_experts_per_tok": 2}, Llama4Router, False),
+}
+
+# All functions with small valid arguments for 8 experts.
+ROUTERS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "softmax_topk": lambda logits: softmax_topk(logits, 2, True),
+    "topk_softmax": lambda logits: topk_softmax(logits, 2),
+    "grouped_sigmoid_topk": lambda logits: grouped_sigmoid_topk(
+        logits, 2, 4, 2, torch.linspace(-1, 1, 8, device=logits.device), True, 2.5
+    ),
+    "grouped_softmax_topk": lambda logits: grouped_softmax_topk(logits, 2, 4, 2, 16.0),
+    "llama4_topk": lambda logits: llama4_topk(logits, 2),
+}
+
+
+def _build_router(name: str, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, RouterSpec]:
+    """transformers' router with random parameters and bias, and our spec read from its config."""
+    config_class, arguments, router_class, _ = MODELS[name]
+    config = config_class(hidden_size=HIDDEN_SIZE, **arguments)
+    router = router_class(config)
+    with torch.no_grad():
+        for parameter in router.parameters():
+            parameter.normal_(std=0.3)
+        for buffer in router.buffers():
+            buffer.normal_(std=0.2)
+    return router.to(dtype), RouterSpec.from_config(config.to_dict())
+
+
+def _route_with_transformers(
+    router: torch.nn.Module, hidden_states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Logits [T,E], dense weights [T,E], and ids [T,K] where the router returns them."""
+    with torch.no_grad():
+        outputs = router(hidden_states)
+    if isinstance(router, Llama4Router):
+        dense_weights, logits = outputs
+        return logits, dense_weights, None
+    logits, topk_weights, topk_ids = outputs
+    dense_weights = torch.zeros(logits.shape, dtype=topk_weights.dtype).scatter_(1, topk_ids.long(), topk_weights)
+    return logits, dense_weights, topk_ids
+
+
+def _dense(topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return torch.zeros(topk_ids.shape[0], num_experts).scatter_(1, topk_ids.long(), topk_weights)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_router_of_transformers(name: str) -> None:
+    torch.manual_seed(0)
+    router, spec = _build_router(name)
+    logits, dense_weights, topk_ids = _route_with_transformers(router, torch.randn(257, HIDDEN_SIZE))
+    our_weights, our_ids = spec.route(logits, getattr(router, "e_score_correction_bias", None))
+
+    assert our_weights.dtype == torch.float32
+    assert our_ids.dtype == torch.int32
+    assert our_weights.shape == our_ids.shape == (257, spec.top_k)
+    torch.testing.assert_close(_dense(our_weights, our_ids, spec.num_experts), dense_weights, rtol=1e-6, atol=1e-7)
+    if topk_ids is not None:
+        is_ordered = MODELS[name][3]
+        theirs, ours = (topk_ids, our_ids) if is_ordered else (topk_ids.sort().values, our_ids.sort().values)
+        assert torch.equal(theirs.to(torch.int32), ours)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe-norm", "gpt_oss", "llama4_text"])
+def test_bf16_logits_differ_by_the_rounding_of_the_weights_only(name: str) -> None:
+    torch.manual_seed(1)
+    router, spec = _build_router(name, torch.bfloat16)
+    logits, dense_weights, _ = _route_with_transformers(router, torch.randn(63, HIDDEN_SIZE, dtype=torch.bfloat16))
+    # Rounded logits tie; a tie at the border of the choice may go either way and is left out.
+    best = logits.float().sort(descending=True).values
+    is_unique = best[:, spec.top_k - 1] > best[:, spec.top_k]
+    assert is_unique.sum() > 30
+    our_dense = _dense(*spec.route(logits), spec.num_experts)
+    torch.testing.assert_close(our_dense[is_unique], dense_weights.float()[is_unique], rtol=2**-7, atol=0)
+
+
+def test_correction_bias_decides_who_is_chosen_but_not_with_what_weight() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    bias = torch.tensor([0.0, -1.0, 0.0, 1.0])
+    topk_weights, topk_ids = grouped_sigmoid_topk(logits, 2, 1, 1, bias, False, 1.0)
+    # Biased scores: 0.881, -0.269, 0.5, 1.269.
+    assert topk_ids.tolist() == [[3, 0]]
+    torch.testing.assert_close(topk_weights, torch.sigmoid(torch.tensor([[-1.0, 2.0]])))
+
+
+@pytest.mark.parametrize(
+    ("route", "expected"),
+    [
+        # Group 0 holds the best expert, group 1 the best pair.
+        (lambda logits: grouped_softmax_topk(logits, 2, 2, 1, 1.0), [0, 1]),
+        (lambda logits: grouped_sigmoid_topk(logits, 2, 2, 1, None, True, 1.0), [2, 3]),
+        (lambda logits: grouped_softmax_topk(logits, 2, 1, 1, 1.0), [0, 2]),
+    ],
+    ids=["best-expert", "best-pair", "no-groups"],
+)
+def test_group_scores(route: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], expected: list[int]) -> None:
+    assert route(torch.tensor([[3.0, -5.0, 2.0, 1.5]]))[1].tolist() == [expected]
+
+
+def test_experts_of_other_groups_are_out_whatever_the_scores() -> None:
+    """A correction bias below -1 makes every choice negative, so that 0 would be the best."""
+    logits = torch.tensor([[3.0, 2.0, -1.0, -2.0]])
+    _, topk_ids = grouped_sigmoid_topk(logits, 2, 2, 1, torch.full((4,), -2.0), True, 1.0)
+    assert sorted(topk_ids[0].tolist()) == [0, 1]
+    _, topk_ids = grouped_sigmoid_topk(logits.flip(1), 2, 2, 1, torch.full((4,), -2.0), True, 1.0)
+    assert sorted(topk_ids[0].tolist()) == [2, 3]
+
+
+def test_small_sigmoids_are_renormalized_all_the_same() -> None:
+    """The epsilon of DeepSeek-V3 is for sums that underflow, and nothing beside sigmoids of 1e-11."""
+    topk_weights, _ = grouped_sigmoid_topk(torch.full((1, 8), -25.0), 2, 1, 1, None, True, 1.0)
+    torch.testing.assert_close(topk_weights, torch.full((1, 2), 0.5))
+
+
+def test_weights_stay_finite_when_every_sigmoid_underflows() -> None:
+    topk_weights, _ = grouped_sigmoid_topk(torch.full((1, 8), -200.0), 2, 1, 1, None, True, 2.5)
+    assert torch.isfinite(topk_weights).all()
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_shapes_and_dtypes(name: str, num_tokens: int) -> None:
+    topk_weights, topk_ids = ROUTERS[name](torch.randn(num_tokens, 8, dtype=torch.bfloat16))
+    assert topk_weights.shape == topk_ids.shape == (num_tokens, 2)
+    assert (topk_weights.dtype, topk_ids.dtype) == (torch.float32, torch.int32)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_no_value_is_read_on_the_host(name: str) -> None:
+    # A meta tensor has no values: anything that would synchronize raises.
+    topk_weights, topk_ids = ROUTERS[name](torch.randn(5, 8, device="meta"))
+    assert topk_weights.is_meta
+    assert topk_ids.is_meta
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_input_is_not_changed_and_strides_do_not_matter(name: str) -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(8, 5).t()
+    before = logits.clone()
+    topk_weights, topk_ids = ROUTERS[name](logits)
+    assert torch.equal(logits, before)
+    expected_weights, expected_ids = ROUTERS[name](before.contiguous())
+    assert torch.equal(topk_ids, expected_ids)
+    torch.testing.assert_close(topk_weights, expected_weights)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: softmax_topk(torch.randn(2, 3, 8), 2, True), r"\[num_tokens, num_experts\], got \[2, 3, 8\]; flatten"),
+        (lambda: topk_softmax(torch.zeros(3, 8, dtype=torch.int32), 2), r"floating point, got torch.int32; pass"),
+        (lambda: llama4_topk(torch.randn(3, 8), 9), r"top_k must be in 1..num_experts, got top_k=9 with 8 .*; lower"),
+        (lambda: softmax_topk(torch.randn(3, 8), 0, True), r"got top_k=0 with 8 experts"),
+        (
+            lambda: grouped_softmax_topk(torch.randn(3, 8), 2, 3, 1, 1.0),
+            r"divisible by num_groups, got 8 experts in 3 groups; use",
+        ),
+        (lambda: grouped_softmax_topk(torch.randn(3, 8), 2, 0, 1, 1.0), r"got 8 experts in 0 groups"),
+        (
+            lambda: grouped_softmax_topk(torch.randn(3, 8), 2, 4, 5, 1.0),
+            r"must be in 1..num_groups, got topk_groups=5 of",
+        ),
+        (lambda: grouped_softmax_topk(torch.randn(3, 8), 3, 4, 1, 1.0), r"got top_k=3 with 2 experts in 1 of 4 groups"),
+        (
+            lambda: grouped_sigmoid_topk(torch.randn(3, 8), 2, 8, 4, None, True, 1.0),
+            r"two best experts, got 8 experts in 8 groups; use",
+        ),
+        (
+            lambda: grouped_sigmoid_topk(torch.randn(3, 8), 2, 2, 1, torch.zeros(4), True, 1.0),
+            r"correction_bias must be \[8\] .* got \[4\]; pass",
+        ),
+    ],
+)
+def test_bad_input_names_rule_value_and_cure(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+            RouterSpec(kind="softmax_topk", num_experts=8, top_k=2, renormalize=True),
+        ),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
+            RouterSpec(kind="softmax_topk", num_experts=128, top_k=8, renormalize=True),
+        ),
+        (
+            {"model_type": "olmoe", "num_experts": 64, "num_experts_per_tok": 8},
+            RouterSpec(kind="softmax_topk", num_experts=64, top_k=8),
+        ),
+        (
+            {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4},
+            RouterSpec(kind="topk_softmax", num_experts=32, top_k=4),
+        ),
+        (
+            # DeepSeek-V2-Lite: greedy ignores groups even where the file has some.
+            {
+                "model_type": "deepseek_v2",
+                "n_routed_experts": 64,
+                "num_experts_per_tok": 6,
+                "topk_method": "greedy",
+                "n_group": 8,
+                "topk_group": 3,
+                "routed_scaling_factor": 1.0,
+                "norm_topk_prob": False,
+                "scoring_func": "softmax",
+            },
+            RouterSpec(kind="grouped_softmax_topk", num_experts=64, top_k=6, fp32_logits=True),
+        ),
+        (
+            {
+                "model_type": "deepseek_v3",
+                "n_routed_experts": 256,
+                "num_experts_per_tok": 8,
+                "topk_method": "noaux_tc",
+                "scoring_func": "sigmoid",
+                "n_group": 8,
+                "topk_group": 4,
+                "routed_scaling_factor": 2.5,
+                "norm_topk_prob": True,
+            },
+            RouterSpec(
+                kind="grouped_sigmoid_topk",
+                num_experts=256,
+                top_k=8,
+                renormalize=True,
+                num_groups=8,
+                topk_groups=4,
+                scaling_factor=2.5,
+                has_correction_bias=True,
+                fp32_logits=True,
+            ),
+        ),
+        (
+            {
+                "model_type": "llama4",
+                "text_config": {"model_type": "llama4_text", "num_local_experts": 16, "num_experts_per_tok": 1},
+            },
+            RouterSpec(kind="llama4_topk", num_experts=16, top_k=1),
+        ),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_published_configs(config: dict[str, Any], expected: RouterSpec) -> None:
+    assert RouterSpec.from_config(config) == expected
+
+
+def test_llama4_config_of_transformers_holds_the_text_config() -> None:
+    spec = RouterSpec.from_config(Llama4Config().to_dict())
+    assert spec == RouterSpec(kind="llama4_topk", num_experts=16, top_k=1)
+    assert spec.apply_router_weight_on_input
+
+
+def test_only_llama4_weights_the_input() -> None:
+    assert not RouterSpec(kind="softmax_topk", num_experts=8, top_k=1).apply_router_weight_on_input
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        (
+            {"model_type": "qwen3_mo"},
+            UnknownModelError,
+            r"'qwen3_mo', did you mean 'qwen3_moe'\? \(known: deepseek_v2, .*olmoe",
+        ),
+        ({}, UnknownModelError, r"unknown model type None"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8},
+            CheckpointError,
+            r"num_experts_per_tok of model type 'mixtral' must be a whole number of at least 1, got none; take",
+        ),
+        (
+            {"model_type": "deepseek_v3", "scoring_func": "sqrtsoftplus"},
+            CheckpointError,
+            r"scoring_func .* in \['sigmoid'\], got 'sqrtsoftplus'",
+        ),
+        ({"model_type": "deepseek_v3", "topk_method": "greedy"}, CheckpointError, r"topk_method .* in \['noaux_tc'\]"),
+        (
+            {"model_type": "deepseek_v2", "norm_topk_prob": True},
+            CheckpointError,
+            r"norm_topk_prob .* in .*, got True",
+        ),
+        ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, CheckpointError, r"topk_method .* in \['greedy'"),
+    ],
+)
+def test_config_that_cannot_be_read(config: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        RouterSpec.from_config(config)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"kind": "softmax_top"}, UnknownNameError, r"'softmax_top', did you mean 'softmax_topk'"),
+        ({"kind": "topk_softmax", "scaling_factor": 2.5}, ValueError, r"does not use scaling_factor, got 2.5; leave"),
+        ({"kind": "llama4_topk", "renormalize": True}, ValueError, r"does not use renormalize"),
+        ({"kind": "softmax_topk", "has_correction_bias": True}, ValueError, r"takes no correction bias"),
+        ({"kind": "softmax_topk", "top_k": 9}, ValueError, r"top_k=9 with 8 experts"),
+        ({"kind": "grouped_softmax_topk", "num_groups": 3}, ValueError, r"8 experts in 3 groups"),
+    ],
+)
+def test_spec_refuses_what_it_would_ignore(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        RouterSpec(**{"num_experts": 8, "top_k": 2, **options})
+
+
+def test_spec_checks_logits_and_bias() -> None:
+    spec = RouterSpec(kind="grouped_sigmoid_topk", num_experts=8, top_k=2, has_correction_bias=True)
+    with pytest.raises(ValueError, match=r"num_experts=8 columns, got 4; pass"):
+        spec.route(torch.randn(3, 4), torch.zeros(8))
+    with pytest.raises(ValueError, match=r"must be \[E\] where has_correction_bias=True, got None"):
+        spec.route(torch.randn(3, 8))
+    with pytest.raises(ValueError, match=r"must be None where has_correction_bias=False, got a tensor"):
+        dataclasses.replace(spec, has_correction_bias=False).route(torch.randn(3, 8), torch.zeros(8))

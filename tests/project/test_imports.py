@@ -1,0 +1,138 @@
+"""Importing and selecting need no kernel library and touch no device, each in an interpreter of its own."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moereg
+
+PACKAGE = Path(moereg.__file__).parent
+HEAVY = ("triton", "flashinfer", "cutlass", "quack", "aiter", "jax", "transformers")
+PLATFORMS = ("cpu", "cuda:sm80", "cuda:sm90", "cuda:sm100", "cuda:sm120", "rocm:gfx942", "tpu:v5e")
+
+SELECT = f"""
+import json, sys
+import moereg
+loaded = [name for name in {HEAVY!r} if sys.modules.get(name)]
+problem = moereg.MoEProblem(num_experts=8, hidden_size=64, intermediate_size=64, top_k=2)
+winners = {{name: moereg.select_backend(problem, platform=name).backend for name in {PLATFORMS!r}}}
+winners["here"] = moereg.select_backend(problem).backend
+loaded += [name for name in {HEAVY!r} if sys.modules.get(name)]
+import torch
+print(json.dumps([winners, loaded, torch.cuda.is_initialized()]))
+"""
+
+
+def run(code: str, **environment: str) -> Any:
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def test_selecting_imports_no_kernel_library() -> None:
+    winners, loaded, initialized = run(SELECT)
+    assert loaded == []
+    assert not initialized
+    assert all(winners.values())
+
+
+def test_selecting_needs_no_kernel_library() -> None:
+    block = f"import sys\nfor name in {HEAVY!r}: sys.modules[name] = None\n"
+    winners, loaded, _ = run(block + SELECT)
+    assert loaded == []
+    # A named platform assumes what it requires; here is decided by what is installed, which is the same.
+    assert winners == run(SELECT)[0]
+
+
+def test_selecting_does_not_initialize_cuda() -> None:
+    refuse = """
+        import torch
+        def refuse(*args, **kwargs):
+            raise AssertionError("CUDA was initialized")
+        torch.cuda._lazy_init = refuse
+        torch.cuda.current_device = refuse
+        torch.cuda.get_device_capability = refuse
+    """
+    assert all(run(textwrap.dedent(refuse) + SELECT)[0].values())
+
+
+def test_importing_moereg_registers_nothing() -> None:
+    code = """
+        import json, sys
+        import moereg
+        from moereg.registry import REGISTRY
+        backends = [name for name in sys.modules if name.startswith("moereg.backends")]
+        print(json.dumps([len(REGISTRY.cells), backends]))
+    """
+    assert run(code) == [0, []]
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports_of(path: Path, anywhere: bool) -> set[str]:
+    """Names that a file imports, at its top level or anywhere."""
+    tree = ast.parse(path.read_text())
+    nodes = ast.walk(tree) if anywhere else iter(tree.body)
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_backend_is_named(path: Path) -> None:
+    place = path.relative_to(PACKAGE).parts
+    if place[0] in ("backends", "discovery.py"):
+        return
+    assert not {name for name in imports_of(path, anywhere=True) if name.startswith("moereg.backends")}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "backends").rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_backends_import_nothing_heavy(path: Path) -> None:
+    roots = {name.partition(".")[0] for name in imports_of(path, anywhere=False)}
+    assert not roots & set(HEAVY)
+    # Device code imports its language at its top, so it may only be imported inside functions.
+    kernels = {
+        name
+        for name in imports_of(path, anywhere=False)
+        if name.startswith("moereg.kernels") and not name.startswith("moereg.kernels.plain")
+    }
+    assert not kernels
+
+
+def test_public_names() -> None:
+    assert set(moereg.__all__) >= {
+        "Activation",
+        "ExpertWeights",
+        "MoEProblem",
+        "Platform",
+        "QuantScheme",
+        "make_kernel",
+        "register_moe_backend",
+        "select_backend",
+    }
+    assert all(hasattr(moereg, name) for name in moereg.__all__)
+    assert (PACKAGE / "py.typed").exists()

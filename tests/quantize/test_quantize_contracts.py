@@ -1,0 +1,288 @@
+"""Formats that well-kept libraries define, bit for bit: torchao, compressed-tensors and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, pack_uint4, unpack_uint4
+from torchao.prototype.mx_formats.mx_tensor import to_mx
+from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
+from torchao.quantization.quant_primitives import (
+    MappingType,
+    _choose_scale_float8,
+    _quantize_affine_float8,
+    choose_qparams_affine,
+    quantize_affine,
+)
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat
+from moereg.quantize import (
+    activation_scale,
+    dequantize_weights,
+    pack_nibbles,
+    quantize_activations,
+    quantize_weights,
+    unpack_nibbles,
+)
+from moereg.quantize.formats import element_of
+from moereg.weights import ExpertWeights
+
+ROWS, COLUMNS = 128, 256
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def matrix(seed: int = 0) -> torch.Tensor:
+    """[ROWS, COLUMNS] fp32 of bf16 values, each row of another magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, COLUMNS, generator=generator)
+    return (x * torch.exp(torch.randn(ROWS, 1, generator=generator))).bfloat16().float()
+
+
+def as_weights(w2: torch.Tensor) -> ExpertWeights:
+    return ExpertWeights(w13=torch.ones(1, 2 * COLUMNS, ROWS), w2=w2.unsqueeze(0))
+
+
+def ours(name: str, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, ExpertWeights]:
+    """Codes and scales of w2 as expert 0 has them."""
+    stored = quantize_weights(as_weights(w2), name)
+    assert stored.w2_scale is not None
+    return stored.w2[0], stored.w2_scale[0], stored
+
+
+def assert_same_but_for_ties(
+    expected: torch.Tensor, quotient: torch.Tensor, encode: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """A library that multiplies by the inverse of a scale may decide an exact tie otherwise than one that divides."""
+    differs = encode(quotient) != expected
+    assert differs.float().mean() < 1e-3
+    below, above = encode(quotient * (1 - 2.0**-22)), encode(quotient * (1 + 2.0**-22))
+    assert (below != above)[differs].all()
+    assert ((expected == below) | (expected == above)).all()
+
+
+# --- torchao ---
+
+
+def test_torchao_mxfp8() -> None:
+    codes, scale, _ = ours("mxfp8", matrix())
+    expected_scale, expected = to_mx(matrix(), torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+    assert torch.equal(bits(scale), bits(expected_scale))
+    assert torch.equal(bits(codes), bits(expected))
+    found = quantize_activations(matrix(), "mxfp4_mxfp8")
+    assert torch.equal(bits(found.q), bits(expected))
+    assert torch.equal(bits(found.scale), bits(expected_scale))
+
+
+def test_torchao_mxfp4() -> None:
+    codes, scale, _ = ours("mxfp4_w4a16", matrix())
+    expected_scale, expected = to_mx(matrix(), torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.RCEIL)
+    assert torch.equal(bits(scale), bits(expected_scale))
+    assert torch.equal(codes, expected)
+
+
+def test_torchao_floor_scales_saturate_where_ours_do_not() -> None:
+    """The choice that `choose_scale` documents: torchao's default clips what lies above 6 or 448 times its scale."""
+    x = torch.full((1, 32), 7.0)
+    floor, _ = to_mx(x, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.FLOOR)
+    assert floor.float().item() == 1.0
+    stored = quantize_weights(ExpertWeights(w13=torch.ones(1, 64, 1), w2=x.unsqueeze(0)), "mxfp4_w4a16")
+    assert stored.w2_scale is not None
+    assert stored.w2_scale.float().item() == 2.0
+
+
+def test_torchao_nvfp4() -> None:
+    codes, scale, stored = ours("nvfp4", matrix())
+    scale_2 = per_tensor_amax_to_scale(matrix().abs().max())
+    assert stored.w2_scale_2 is not None
+    assert torch.equal(stored.w2_scale_2[0], scale_2)
+    expected_scale, expected = nvfp4_quantize(matrix(), per_tensor_scale=scale_2)
+    # torchao keeps scales at e4m3's normal values; ours go on with subnormal ones, of which there are none here.
+    assert scale.float().min() >= torch.finfo(torch.float8_e4m3fn).smallest_normal
+    assert torch.equal(bits(scale), bits(expected_scale))
+    quotient = matrix() / (scale.float() * scale_2).repeat_interleave(16, 1)
+    element = element_of(QuantFormat("float4_e2m1fn", (1, 16)))
+    assert_same_but_for_ties(unpack_uint4(expected), quotient, lambda x: unpack_nibbles(element.encode(x), COLUMNS))
+    activations = quantize_activations(matrix(), "nvfp4", scale_2)
+    assert torch.equal(bits(activations.scale), bits(scale))
+    assert torch.equal(activations.q, codes)
+
+
+def test_torchao_nibble_order_and_e2m1() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 256) % 16
+    assert torch.equal(pack_nibbles(codes), pack_uint4(codes))
+    packed = torch.arange(256, dtype=torch.uint8).view(1, 256)
+    assert torch.equal(unpack_nibbles(packed, 512), unpack_uint4(packed))
+    magnitudes = f4_unpacked_to_f32(torch.arange(16, dtype=torch.uint8))
+    element = element_of(QuantFormat("float4_e2m1fn", (1, 16)))
+    assert torch.equal(element.decode(pack_nibbles(torch.arange(16, dtype=torch.uint8)), 16), magnitudes)
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("fp8_tensor_dynamic", (ROWS, COLUMNS)),
+        ("fp8_channel_token", (1, COLUMNS)),
+        ("fp8_block128", (128, 128)),
+    ],
+)
+def test_torchao_fp8_weights(name: str, block: tuple[int, int]) -> None:
+    codes, scale, _ = ours(name, matrix())
+    expected_scale = _choose_scale_float8(matrix(), list(block))
+    assert torch.equal(scale, expected_scale.view(scale.shape))
+    assert torch.equal(bits(codes), bits(_quantize_affine_float8(matrix(), expected_scale)))
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("fp8_tensor_dynamic", (ROWS, COLUMNS)),
+        ("fp8_channel_token", (1, COLUMNS)),
+        ("fp8_block128", (1, 128)),
+    ],
+)
+def test_torchao_fp8_activations(name: str, block: tuple[int, int]) -> None:
+    found = quantize_activations(matrix(), name)
+    expected_scale = _choose_scale_float8(matrix(), list(block))
+    assert torch.equal(found.scale, expected_scale.view(found.scale.shape))
+    assert torch.equal(bits(found.q), bits(_quantize_affine_float8(matrix(), expected_scale)))
+
+
+def test_torchao_int8_activations() -> None:
+    """With the reduced range that its int8 dynamic quantization uses."""
+    found = quantize_activations(matrix(), "int8_w8a8")
+    block = (1, COLUMNS)
+    scale, zero_point = choose_qparams_affine(
+        matrix(), MappingType.SYMMETRIC, block, torch.int8, -127, 127, eps=1e-30, zero_point_dtype=torch.int32
+    )
+    assert torch.equal(found.scale.squeeze(1), scale)
+    expected = quantize_affine(matrix(), block, scale, zero_point, torch.int8, -127, 127)
+    assert_same_but_for_ties(expected, matrix() / scale.unsqueeze(1), element_of(QuantFormat("int8", block)).encode)
+
+
+# --- compressed-tensors ---
+
+
+def extrema(x: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = x.view(ROWS // block[0], block[0], COLUMNS // block[1], block[1])
+    return blocks.amin((1, 3)), blocks.amax((1, 3))
+
+
+def group_of(name: str) -> tuple[int, int]:
+    fmt = QUANT_SCHEMES[name].weight
+    assert fmt is not None
+    return (ROWS if fmt.group[0] == WHOLE else fmt.group[0], COLUMNS if fmt.group[1] == WHOLE else fmt.group[1])
+
+
+ARGUMENTS = {
+    "fp8_tensor_dynamic": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    "fp8_channel_token": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    "fp8_block128": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+    "int8_w8a8": {"num_bits": 8, "type": "int", "strategy": "channel"},
+    "int8_w8a16": {"num_bits": 8, "type": "int", "strategy": "channel"},
+    **{
+        f"int4_w4a16_g{group}{suffix}": {
+            "num_bits": 4,
+            "type": "int",
+            "symmetric": not suffix,
+            **({"strategy": "channel"} if group == "all" else {"strategy": "group", "group_size": int(group)}),
+        }
+        for group in ("32", "64", "128", "all")
+        for suffix in ("", "_zp")
+    },
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_compressed_tensors_weights(name: str) -> None:
+    arguments = QuantizationArgs(**ARGUMENTS[name])
+    low, high = extrema(matrix(), group_of(name))
+    expected_scale, expected_zero = calculate_qparams(low, high, arguments)
+    expected = quantize(matrix(), expected_scale, expected_zero, arguments)
+    codes, scale, stored = ours(name, matrix())
+    assert torch.equal(scale.reshape(-1), expected_scale.reshape(-1))
+    if name.startswith("int4"):
+        # Signed there, with an offset of 8 here.
+        assert torch.equal(unpack_nibbles(codes, COLUMNS).float() - 8, expected)
+        assert torch.equal(codes.view(torch.int32), pack_to_int32(expected.to(torch.int8), 4))
+    else:
+        assert torch.equal(codes.float(), expected)
+    if not arguments.symmetric:
+        assert stored.w2_zero_point is not None
+        zero_point = unpack_nibbles(stored.w2_zero_point[0], scale.shape[-1])
+        assert torch.equal(zero_point.to(torch.int16) - 8, expected_zero.to(torch.int16))
+    restored = dequantize(expected, expected_scale, expected_zero, arguments)
+    assert torch.equal(dequantize_weights(stored, torch.float32)[1][0], restored)
+
+
+def test_compressed_tensors_zero_groups() -> None:
+    """It divides by an epsilon where ours has scale 1; both restore zeros."""
+    x = matrix()
+    x[3] = 0
+    arguments = QuantizationArgs(**ARGUMENTS["int8_w8a8"])
+    scale, zero = calculate_qparams(*extrema(x, (1, COLUMNS)), arguments)
+    codes, our_scale, _ = ours("int8_w8a8", x)
+    assert our_scale[3] == 1
+    assert 0 < scale[3] < 1e-6
+    assert torch.equal(codes.float(), quantize(x, scale, zero, arguments))
+
+
+def test_compressed_tensors_nvfp4() -> None:
+    # Its global scale is the inverse of ours; a largest magnitude of 2688 * 2^-k makes both exact.
+    x = matrix()
+    x[0, 0] = 2688.0 / 32
+    inverse = generate_gparam(x.min(), x.max())
+    assert inverse.item() == 32
+    arguments = QuantizationArgs(
+        num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype=torch.float8_e4m3fn
+    )
+    low, high = extrema(x, (1, 16))
+    expected_scale, _ = calculate_qparams(low, high, arguments, global_scale=inverse)
+    expected = quantize(x, expected_scale, None, arguments, global_scale=inverse)
+    codes, scale, stored = ours("nvfp4", x)
+    assert stored.w2_scale_2 is not None
+    assert stored.w2_scale_2.item() == 1 / 32
+    assert torch.equal(scale.float(), expected_scale)
+    assert torch.equal(codes, pack_fp4_to_uint8(expected))
+    restored = dequantize(expected, expected_scale, None, arguments, global_scale=inverse)
+    assert torch.equal(dequantize_weights(stored, torch.float32)[1][0], restored)
+
+
+# --- transformers ---
+
+
+def test_transformers_reads_our_mxfp4() -> None:
+    """As gpt-oss checkpoints hold it: blocks [E, N, groups, 16] and biased exponents; the result is transposed."""
+    generator = torch.Generator().manual_seed(2)
+    blocks = torch.randint(0, 256, (2, ROWS, COLUMNS // 32, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(100, 140, (2, ROWS, COLUMNS // 32), dtype=torch.uint8, generator=generator)
+    stored = ExpertWeights(
+        w13=torch.zeros(2, 2 * COLUMNS, ROWS // 2, dtype=torch.uint8),
+        w13_scale=torch.ones(2, 2 * COLUMNS, ROWS // 32).to(torch.float8_e8m0fnu),
+        w2=blocks.flatten(-2),
+        w2_scale=scales.view(torch.float8_e8m0fnu),
+        quant="mxfp4_w4a16",
+    )
+    for dtype in (torch.bfloat16, torch.float32):
+        expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+        assert torch.equal(dequantize_weights(stored, dtype)[1], expected.transpose(1, 2))
+
+
+def test_static_scales_are_the_calibration_of_the_field() -> None:
+    amax = torch.tensor(5.0)
+    assert activation_scale(amax, "fp8_tensor_static") == amax / 448
+    assert activation_scale(amax, "nvfp4") == per_tensor_amax_to_scale(amax)

@@ -1,0 +1,221 @@
+"""A backend that fails while a layer is built or run is named, whatever it raises."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from moereg import cli
+from moereg.dispatch import Selection, select_backend
+from moereg.errors import BackendError, is_lack_of_memory, stops_the_process
+from moereg.layer import MoEKernel, make_kernel
+from moereg.problem import MoEProblem
+from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.weights import ExpertWeights, PermutedWeights
+from tests.support.fakes import FakeExperts
+
+PROBLEM = MoEProblem(num_experts=4, hidden_size=16, intermediate_size=8, top_k=2)
+RUN = "run --experts 4 --hidden 16 --intermediate 8 --top-k 2 --tokens 3 --platform cpu"
+STEPS = ("__init__", "device_types", "permute_weights", "workspace_shapes", "apply")
+
+
+class _Hostile(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text either")
+
+
+def _raising(step: str, error: BaseException) -> type[FakeExperts]:
+    def method(*arguments: Any, **keywords: Any) -> Any:
+        raise error
+
+    kind = type("Failing", (FakeExperts,), {})
+    register_moe_backend("failing", 9999, ("unquantized",), ("*",))(kind)
+    # After registering, which compares signatures.
+    setattr(kind, step, classmethod(method) if step == "device_types" else method)
+    return kind
+
+
+def _returning(step: str, value: object) -> None:
+    kind = _raising(step, ValueError())
+    setattr(kind, step, lambda *arguments, **keywords: value)
+
+
+def _weights() -> ExpertWeights:
+    return ExpertWeights(w13=torch.ones(4, 16, 16).bfloat16(), w2=torch.ones(4, 16, 8).bfloat16())
+
+
+def _selection() -> Selection:
+    return select_backend(PROBLEM, require="failing")
+
+
+def _call(kernel: MoEKernel) -> torch.Tensor:
+    return kernel(torch.ones(3, 16).bfloat16(), torch.ones(3, 2), torch.tensor([[0, 1]] * 3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("error", [RuntimeError("two\nlines \x1b[31m"), SystemExit(3), GeneratorExit(), _Hostile()])
+def test_what_a_backend_raises_is_named(isolated_registry: BackendRegistry, step: str, error: BaseException) -> None:
+    kind = _raising(step, error)
+    with pytest.raises(BackendError) as raised:
+        _call(make_kernel(PROBLEM, _weights(), _selection()))
+    assert raised.value.__cause__ is error
+    assert (raised.value.backend, raised.value.origin) == ("failing", kind.__module__)
+    text = str(raised.value)
+    assert text.isprintable()
+    texts = {
+        "RuntimeError": r"RuntimeError: two lines \x1b[31m",
+        "SystemExit": "SystemExit: 3",
+        "GeneratorExit": "GeneratorExit: no message",
+        "_Hostile": "_Hostile: a message that cannot be shown",
+    }
+    assert text == (
+        f"backend 'failing' of {kind.__module__} raised in Failing.{step}: {texts[type(error).__name__]}; do without "
+        "it (--deny failing, or deny='failing' in code) and report it to its authors"
+    )
+    copied = pickle.loads(pickle.dumps(raised.value))
+    assert (str(copied), copied.backend) == (text, "failing")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyboardInterrupt(),
+        MemoryError("no memory"),
+        torch.OutOfMemoryError("no memory of the device"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+    ],
+    ids=["interrupted", "python", "device", "linux", "windows"],
+)
+def test_what_is_not_the_backends_doing_passes(isolated_registry: BackendRegistry, error: BaseException) -> None:
+    _raising("apply", error)
+    kernel = make_kernel(PROBLEM, _weights(), _selection())
+    with pytest.raises(type(error)) as raised:
+        _call(kernel)
+    assert raised.value is error
+
+
+def test_what_torch_says_of_the_cpus_memory_is_lack_of_memory(
+    isolated_registry: BackendRegistry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**55, dtype=torch.uint8)
+    assert is_lack_of_memory(raised.value)
+    assert not is_lack_of_memory(_Hostile())
+    _raising("apply", raised.value)
+    assert cli.main(RUN.split()) == cli.BAD_INPUT
+    assert "moereg: not enough memory: " in capsys.readouterr().err
+
+
+def test_a_signal_that_ends_the_process_passes(isolated_registry: BackendRegistry) -> None:
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(143)
+
+    def apply(self: FakeExperts, *arguments: Any, **keywords: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    kind = _raising("apply", SystemExit())
+    kind.apply = apply  # type: ignore[method-assign,assignment]
+    kernel = make_kernel(PROBLEM, _weights(), _selection())
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            _call(kernel)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stops_the_process(KeyboardInterrupt())
+    assert not stops_the_process(SystemExit())
+
+
+@pytest.mark.parametrize(
+    ("step", "value", "text"),
+    [
+        ("permute_weights", None, "returned no PermutedWeights from Failing.permute_weights: None;"),
+        ("permute_weights", {"w13": 1}, "returned no PermutedWeights from Failing.permute_weights: {'w13': 1};"),
+        (
+            "permute_weights",
+            PermutedWeights("canonical", {}),
+            "returned no tensors from Failing.permute_weights: PermutedWeights(",
+        ),
+        (
+            "permute_weights",
+            PermutedWeights("canonical", {"w13": [3, 4]}),  # type: ignore[list-item]
+            "returned no tensors from Failing.permute_weights: PermutedWeights(",
+        ),
+        (
+            "permute_weights",
+            PermutedWeights("other", {"w13": torch.ones(4)}),
+            "returned an undeclared layout from Failing.permute_weights: 'other', and its class declares canonical;",
+        ),
+        (
+            "permute_weights",
+            PermutedWeights("canonical", {"w13": torch.ones(4, device="meta")}),
+            "returned tensors of another device from Failing.permute_weights: meta, and the weights are on cpu;",
+        ),
+        (
+            "workspace_shapes",
+            ((8,), (10**30,)),
+            f"returned no two shapes from Failing.workspace_shapes: ((8,), ({10**30},));",
+        ),
+        ("workspace_shapes", ((2**40, 2**40), (8,)), "returned no two shapes from Failing.workspace_shapes: (("),
+        ("workspace_shapes", ((8,), (0, 2**70)), "returned no two shapes from Failing.workspace_shapes: ((8,), (0, "),
+        ("workspace_shapes", (8,), "returned no two shapes from Failing.workspace_shapes: (8,);"),
+        ("workspace_shapes", ((8,), (-1,)), "returned no two shapes from Failing.workspace_shapes: ((8,), (-1,));"),
+        ("workspace_shapes", ((8,), 3), "returned no two shapes from Failing.workspace_shapes: ((8,), 3);"),
+        ("workspace_shapes", ((8,), (1.5,)), "returned no two shapes from Failing.workspace_shapes: ((8,), (1.5,));"),
+    ],
+)
+def test_what_a_backend_returns_is_checked(
+    isolated_registry: BackendRegistry, step: str, value: object, text: str
+) -> None:
+    _returning(step, value)
+    with pytest.raises(BackendError) as raised:
+        _call(make_kernel(PROBLEM, _weights(), _selection()))
+    assert text in str(raised.value)
+
+
+def test_a_reload_that_fails_is_named_too(isolated_registry: BackendRegistry) -> None:
+    kind = _raising("permute_weights", RuntimeError("not twice"))
+    kind.permute_weights = FakeExperts.permute_weights  # type: ignore[method-assign]
+    kernel = make_kernel(PROBLEM, _weights(), _selection())
+
+    def permute_weights(*arguments: object) -> None:
+        raise RuntimeError("not twice")
+
+    kind.permute_weights = permute_weights  # type: ignore[method-assign,assignment]
+    with pytest.raises(BackendError, match=r"raised in Failing.permute_weights: RuntimeError: not twice"):
+        kernel.reload(_weights())
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("error", [RuntimeError("a bug\nof two lines"), SystemExit(0)])
+def test_run_counts_it_as_wrong(
+    isolated_registry: BackendRegistry, capsys: pytest.CaptureFixture[str], step: str, error: BaseException
+) -> None:
+    kind = _raising(step, error)
+    line = RUN.split()
+    assert cli.main([*line, "--json"]) == 1
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert (found["backend"], found["passed"], found["relative_error"]) == ("failing", False, None)
+    text = f"backend 'failing' of {kind.__module__} raised in Failing.{step}: {type(error).__name__}: "
+    assert found["failure"].startswith(text)
+    assert "Traceback" not in captured.err
+    assert cli.main(line) == 1
+    captured = capsys.readouterr()
+    assert text in " ".join(captured.out.split())
+    assert "Traceback" not in captured.err
+    assert cli.main([*line, "-v", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["failure"] == found["failure"]
+    assert "Traceback" in captured.err
+
+
+def test_a_layer_that_runs_has_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*RUN.split(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["failure"] is None

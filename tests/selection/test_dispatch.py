@@ -1,0 +1,851 @@
+"""Selection as tables: (platform, problem, request) to winner and reasons, on a registry of fakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import re
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from moereg import dispatch
+from moereg import selection as selections
+from moereg.activations import Activation
+from moereg.dispatch import EmulationWarning, explain_backends, select_backend
+from moereg.errors import RequestError, UnknownBackendError, UnknownSchemeError, UnsupportedProblemError
+from moereg.experts import REASON_CODES, Facts
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.quant import QuantFormat, QuantScheme
+from moereg.registry import BackendRegistry, register_moe_backend, registering_origin
+from moereg.request import Request
+from moereg.selection import Decision, Selection, nearest_by_backend
+from tests.support.fakes import EVERYTHING, FakeExperts
+
+H100 = Platform("cuda", "sm90", "NVIDIA H100", versions={"some-library": "2.1"}, probed=True)
+
+
+@pytest.fixture
+def fakes(isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch) -> Iterator[BackendRegistry]:
+    """A registry that a test fills; nothing of other tests is remembered."""
+    isolated_registry.restore(())
+    monkeypatch.setattr(dispatch, "_PROBED", {})
+    monkeypatch.setattr(dispatch, "_LOGGED", set())
+    return isolated_registry
+
+
+def experts_class(name: str = "Fake", **members: Any) -> type[FakeExperts]:
+    return type(name, (FakeExperts,), members)
+
+
+def add(name: str, priority: int = 10, experts: type[FakeExperts] | None = None, **changes: Any) -> None:
+    keywords: dict[str, Any] = {"quant_schemes": ("unquantized",), "platforms": ("cuda:sm80+",), **changes}
+    origin = keywords.pop("origin", "tests")
+    with registering_origin(origin):
+        register_moe_backend(name, priority, **keywords)(experts or experts_class(name.title()))
+
+
+def problem_of(**changes: Any) -> MoEProblem:
+    return MoEProblem(**{"num_experts": 8, "hidden_size": 64, "intermediate_size": 96, "top_k": 2, **changes})
+
+
+def codes(selection: Selection, backend: str) -> list[list[str]]:
+    return [
+        [reason.code for reason in decision.reasons] for decision in selection.decisions if decision.backend == backend
+    ]
+
+
+# Every reason code, from a cell that fails for it alone.
+
+
+def raising(cls: type, problem: MoEProblem, platform: Platform) -> list[str]:
+    raise KeyError("hidden")
+
+
+def leaving(cls: type, problem: MoEProblem, platform: Platform) -> list[str]:
+    raise SystemExit(3)
+
+
+def leaving_probe(platform: Platform) -> str | None:
+    raise SystemExit(3)
+
+
+NARROW = Facts(
+    activations=frozenset({"silu"}),
+    activation_formats=frozenset({"standard"}),
+    dtypes=frozenset({"bfloat16"}),
+    placements=frozenset({"contiguous"}),
+    requires_multiple={"hidden_size": 64, "intermediate_size": 32},
+    max_experts=8,
+    max_num_tokens=128,
+)
+# code, changes to the registration, members of the class, changes to the problem, request, text
+REASONS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
+    (
+        "platform",
+        {"platforms": ("rocm:gfx942", "cpu")},
+        {},
+        {},
+        {},
+        "requires platform in (rocm:gfx942, cpu), got cuda:sm90",
+    ),
+    ("package", {"requires": ("absent>=1",)}, {}, {}, {}, "requires absent>=1, which is not installed"),
+    ("package", {"requires": ("Some_Library>=3",)}, {}, {}, {}, "requires Some_Library>=3, got 2.1"),
+    ("probe", {"probes": (lambda platform: "requires nvcc, got none",)}, {}, {}, {}, "requires nvcc, got none"),
+    ("denied", {}, {}, {}, {"deny": "sole"}, "denied by the request (sole)"),
+    ("not_required", {}, {}, {}, {"require": "other"}, "requires a backend in (other), got sole"),
+    ("opt_in", {"opt_in": True}, {}, {}, {}, "is opt-in: name it in require or prefer"),
+    ("quant_scheme", {}, {}, {"quant": "nvfp4"}, {}, "requires weights in (unquantized), got nvfp4"),
+    ("activation", {}, {"facts": NARROW}, {"activation": "gelu"}, {}, "requires activation in (silu), got gelu"),
+    (
+        "activation",
+        {},
+        {"facts": NARROW},
+        {"activation": Activation("silu", alpha=2.0)},
+        {},
+        "requires alpha=1 and beta=0, got silu(alpha=2.0)",
+    ),
+    (
+        "swiglu_limit",
+        {},
+        {"facts": NARROW},
+        {"activation": "silu(limit=7.0)"},
+        {},
+        "does not apply the swiglu clamp, got limit 7.0",
+    ),
+    ("bias", {}, {"facts": NARROW}, {"has_bias": True}, {}, "does not apply biases, got has_bias=True"),
+    ("dtype", {}, {"facts": NARROW}, {"dtype": "float16"}, {}, "requires dtype in (bfloat16), got float16"),
+    (
+        "activation_format",
+        {},
+        {"facts": NARROW},
+        {"activation_format": "batched"},
+        {},
+        "requires activation format in (standard), got batched",
+    ),
+    ("placement", {}, {"facts": NARROW}, {"placement": "map"}, {}, "requires placement in (contiguous), got map"),
+    (
+        "router_weight_on_input",
+        {},
+        {"facts": NARROW},
+        {"top_k": 1, "apply_router_weight_on_input": True},
+        {},
+        "does not scale inputs by the routing weight, got apply_router_weight_on_input=True",
+    ),
+    ("alignment", {}, {"facts": NARROW}, {"hidden_size": 96}, {}, "requires hidden_size % 64 == 0, got 96"),
+    ("size", {}, {"facts": NARROW}, {"num_experts": 9}, {}, "requires num_local_experts <= 8, got 9"),
+    ("size", {}, {"facts": NARROW}, {"max_num_tokens": 129}, {}, "requires max_num_tokens <= 128, got 129"),
+    # Fail closed: a call might have more.
+    ("size", {}, {"facts": NARROW}, {"max_num_tokens": None}, {}, "requires max_num_tokens <= 128, got None"),
+    (
+        "graph_capture",
+        {},
+        {"facts": NARROW},
+        {"graph_capture": True},
+        {},
+        "cannot be captured in a CUDA graph, got graph_capture=True",
+    ),
+    (
+        "deterministic",
+        {},
+        {"facts": NARROW},
+        {"deterministic": True},
+        {},
+        "does not give the same bits each time, got deterministic=True",
+    ),
+    (
+        "precision",
+        {"quant_schemes": ("nvfp4_w4a16",)},
+        {},
+        {"quant": "nvfp4", "exact_activations": True},
+        {},
+        "requires activations as nvfp4 has them, got nvfp4_w4a16 instead",
+    ),
+    (
+        "backend",
+        {},
+        {"unsupported_reasons": classmethod(lambda cls, problem, platform: ["requires top_k == 4, got 2"])},
+        {},
+        {},
+        "requires top_k == 4, got 2",
+    ),
+    (
+        "predicate_error",
+        {},
+        {"unsupported_reasons": classmethod(raising)},
+        {},
+        {},
+        "its predicate raised KeyError: 'hidden'",
+    ),
+    (
+        "predicate_error",
+        {},
+        {"unsupported_reasons": classmethod(lambda cls, problem, platform: "requires more")},
+        {},
+        {},
+        "its predicate raised TypeError: it has to return a list of texts, got 'requires more'",
+    ),
+    (
+        "predicate_error",
+        {"probes": (lambda platform: 1 // 0,)},
+        {},
+        {},
+        {},
+        "its probe <lambda> raised ZeroDivisionError: ",
+    ),
+    (
+        "predicate_error",
+        {},
+        {"unsupported_reasons": classmethod(leaving)},
+        {},
+        {},
+        "its predicate raised SystemExit: 3",
+    ),
+    ("predicate_error", {"probes": (leaving_probe,)}, {}, {}, {}, "its probe leaving_probe raised SystemExit: 3"),
+    ("backend", {}, {"unsupported_reasons": classmethod(lambda cls, problem, platform: [404])}, {}, {}, "404"),
+    (
+        "backend",
+        {},
+        {"unsupported_reasons": classmethod(lambda cls, problem, platform: ["of\ntwo \x1b[31mlines"])},
+        {},
+        {},
+        r"of two \x1b[31mlines",
+    ),
+    ("probe", {"probes": (lambda platform: {"no": "text"},)}, {}, {}, {}, "{'no': 'text'}"),
+]
+
+
+def test_every_reason_code_is_covered() -> None:
+    assert {row[0] for row in REASONS} == set(REASON_CODES)
+    assert set(selections._CURES) == set(REASON_CODES)
+
+
+@pytest.mark.parametrize(
+    ("code", "registration", "members", "problem", "request_", "text"),
+    REASONS,
+    ids=[f"{row[0]}-{row[5]}" for row in REASONS],
+)
+def test_one_reason(
+    fakes: BackendRegistry,
+    code: str,
+    registration: dict[str, Any],
+    members: dict[str, Any],
+    problem: dict[str, Any],
+    request_: dict[str, Any],
+    text: str,
+) -> None:
+    add("sole", 100, experts_class("Sole", **members), **registration)
+    add("other", 1, quant_schemes=("unquantized", "nvfp4"), platforms=("*",))
+    facts = {"max_num_tokens": 128, **problem}
+    selection = explain_backends(problem_of(**facts), H100, **request_)
+    (sole,) = (decision for decision in selection.decisions if decision.backend == "sole")
+    assert [reason.code for reason in sole.reasons] == [code]
+    assert sole.reasons[0].text.startswith(text)
+    assert not sole.accepted
+    # Whatever is wrong with one backend, the other serves.
+    if code != "activation_format":
+        assert selection.backend == "other"
+    # Without that change nothing speaks against it.
+    add("control", 100, experts_class("Control", facts=EVERYTHING), quant_schemes=("unquantized",))
+    assert explain_backends(problem_of(max_num_tokens=128), H100, require="control").backend == "control"
+
+
+def test_all_reasons_are_given(fakes: BackendRegistry) -> None:
+    def two(cls: type, problem: MoEProblem, platform: Platform) -> list[str]:
+        return ["requires one thing, got none", "requires another, got none"]
+
+    members = {"facts": NARROW, "unsupported_reasons": classmethod(two)}
+    add("sole", 1, experts_class("Sole", **members), platforms=("cpu",), opt_in=True, requires=("absent",))
+    problem = problem_of(dtype="float32", has_bias=True, hidden_size=65, intermediate_size=33, quant="nvfp4")
+    selection = explain_backends(problem, H100)
+    assert codes(selection, "sole") == [
+        [
+            "quant_scheme",
+            "platform",
+            "package",
+            "opt_in",
+            "bias",
+            "dtype",
+            "alignment",
+            "alignment",
+            "size",
+            "backend",
+            "backend",
+        ]
+    ]
+    assert selection.backend is None
+    assert selection.source is None
+    assert selection.plan == ()
+
+
+# Order.
+
+
+def test_priority_then_name_then_class(fakes: BackendRegistry) -> None:
+    add("slow", 5)
+    add("b_tied", 10)
+    add("a_tied", 10, experts_class("Second"))
+    add("a_tied", 10, experts_class("First"))
+    add("fast", 99, opt_in=True)
+    selection = select_backend(problem_of(), H100)
+    assert [(decision.backend, decision.experts) for decision in selection.decisions] == [
+        ("a_tied", "First"),
+        ("a_tied", "Second"),
+        ("b_tied", "B_Tied"),
+        ("slow", "Slow"),
+        ("fast", "Fast"),
+    ]
+    assert selection.source == "priority"
+    assert selection.plan == ((None, selection.decisions[0]),)
+    assert selection.winner is selection.decisions[0]
+
+
+REQUESTS: list[tuple[dict[str, Any], dict[str, str], str | None, str | None]] = [
+    ({}, {}, "fast", "priority"),
+    ({"require": "slow"}, {}, "slow", "required"),
+    ({"require": ("slow", "middle")}, {}, "middle", "required"),
+    ({"require": "slow, middle"}, {}, "middle", "required"),
+    ({"prefer": "slow"}, {}, "slow", "preferred"),
+    ({"prefer": ("slow", "middle")}, {}, "slow", "preferred"),
+    ({"prefer": "elsewhere"}, {}, "fast", "priority"),
+    ({"prefer": ("elsewhere", "middle")}, {}, "middle", "preferred"),
+    ({"prefer": "chosen"}, {}, "chosen", "preferred"),
+    ({"require": "chosen"}, {}, "chosen", "required"),
+    ({"deny": "fast"}, {}, "middle", "priority"),
+    ({"deny": ("fast", "middle")}, {}, "slow", "priority"),
+    ({"require": ("fast", "slow"), "prefer": "slow"}, {}, "slow", "required"),
+    ({"prefer": "fast", "deny": "fast"}, {}, "middle", "priority"),
+    ({"require": "elsewhere"}, {}, None, None),
+    # Environment, and arguments over it; denials add up.
+    ({}, {"REQUIRE": "slow"}, "slow", "required"),
+    ({}, {"PREFER": "middle,slow"}, "middle", "preferred"),
+    ({}, {"DENY": "fast"}, "middle", "priority"),
+    ({"require": "middle"}, {"REQUIRE": "slow"}, "middle", "required"),
+    ({"prefer": "middle"}, {"PREFER": "slow"}, "middle", "preferred"),
+    ({"prefer": "middle"}, {"REQUIRE": "slow"}, "slow", "required"),
+    ({"deny": "fast"}, {"DENY": "middle"}, "slow", "priority"),
+    # Per scheme: the problem is unquantized.
+    ({"require": "unquantized=slow,nvfp4=fast"}, {}, "slow", "required"),
+    ({"require": {"unquantized": "slow", "nvfp4": ("fast",)}}, {}, "slow", "required"),
+    ({"require": {"unquantized": "slow,middle"}}, {}, "middle", "required"),
+    ({"require": ("nvfp4=fast", "slow")}, {}, "slow", "required"),
+    ({"prefer": "nvfp4=slow"}, {}, "fast", "priority"),
+    ({"require": "middle, unquantized = slow"}, {}, "slow", "required"),
+    ({"require": "nvfp4=fast"}, {"REQUIRE": "slow"}, "slow", "required"),
+    ({"require": "nvfp4=fast"}, {"REQUIRE": "nvfp4=slow"}, "fast", "priority"),
+    ({"require": "middle"}, {"REQUIRE": "unquantized=slow"}, "middle", "required"),
+    ({"deny": "unquantized=fast"}, {"DENY": "nvfp4=middle"}, "middle", "priority"),
+    ({"deny": "fast,unquantized=middle"}, {}, "slow", "priority"),
+    ({"require": ""}, {"REQUIRE": "  "}, "fast", "priority"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "environment", "winner", "source"), REQUESTS, ids=str)
+def test_requests(
+    fakes: BackendRegistry,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, Any],
+    environment: dict[str, str],
+    winner: str | None,
+    source: str | None,
+) -> None:
+    for priority, name in ((30, "fast"), (20, "middle"), (10, "slow")):
+        add(name, priority)
+    add("chosen", 40, opt_in=True)
+    add("elsewhere", 50, platforms=("rocm:gfx942",))
+    for word, names in environment.items():
+        monkeypatch.setenv(f"MOEREG_{word}", names)
+    selection = explain_backends(problem_of(), H100, **arguments)
+    assert (selection.backend, selection.source) == (winner, source)
+    if winner is None:
+        with pytest.raises(UnsupportedProblemError):
+            select_backend(problem_of(), H100, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        ({"require": "one", "deny": "one"}, {}),
+        ({"require": ("one", "two"), "deny": {"unquantized": "one"}}, {}),
+        ({"deny": "one"}, {"REQUIRE": "one"}),
+        ({"require": "one"}, {"DENY": "one"}),
+    ],
+    ids=str,
+)
+def test_required_and_denied(
+    fakes: BackendRegistry, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], environment: dict[str, str]
+) -> None:
+    add("one")
+    add("two")
+    for word, names in environment.items():
+        monkeypatch.setenv(f"MOEREG_{word}", names)
+    with pytest.raises(
+        RequestError, match=r"^backend 'one' is both required and denied; remove it from one of the two$"
+    ):
+        explain_backends(problem_of(), H100, **arguments)
+
+
+@pytest.mark.parametrize("word", ["require", "prefer", "deny"])
+@pytest.mark.parametrize("from_environment", [False, True])
+def test_unknown_names(
+    fakes: BackendRegistry, monkeypatch: pytest.MonkeyPatch, word: str, from_environment: bool
+) -> None:
+    add("triton_like")
+    add("torch_like")
+
+    def ask(names: str) -> None:
+        if from_environment:
+            monkeypatch.setenv(f"MOEREG_{word.upper()}", names)
+            explain_backends(problem_of(), H100)
+        else:
+            explain_backends(problem_of(), H100, **{word: names})
+
+    text = "unknown backend 'tritonlike', did you mean 'triton_like'? (known: torch_like, triton_like)"
+    with pytest.raises(UnknownBackendError, match=f"^{re.escape(text)}$"):
+        ask("tritonlike")
+    with pytest.raises(UnknownSchemeError, match=r"^unknown quant scheme 'nvfp5', did you mean 'nvfp4'\?"):
+        ask("nvfp5=triton_like")
+
+
+def test_requests_may_name_a_plugins_scheme(fakes: BackendRegistry) -> None:
+    scheme = QuantScheme("int4_w4a8_g128", QuantFormat("uint4", (1, 128)), QuantFormat("float8_e4m3fn", (1, -1)))
+    add("one", 1, quant_schemes=(scheme,))
+    add("two", 2, quant_schemes=(scheme,))
+    assert select_backend(problem_of(quant=scheme), H100, require="int4_w4a8_g128=one").backend == "one"
+    assert select_backend(problem_of(quant=scheme), H100).winner.computes == "int4_w4a8_g128"  # type: ignore[union-attr]
+
+
+# Schemes.
+
+
+def test_substitutes_and_exact_activations(fakes: BackendRegistry) -> None:
+    add("half", 20, quant_schemes=("nvfp4_w4a16",))
+    add("exact", 10, quant_schemes=("nvfp4",))
+    add("both", 5, quant_schemes=("nvfp4_w4a16", "nvfp4"))
+    selection = select_backend(problem_of(quant="nvfp4"), H100)
+    assert [(decision.backend, decision.computes) for decision in selection.decisions] == [
+        ("half", "nvfp4_w4a16"),
+        ("exact", "nvfp4"),
+        ("both", "nvfp4"),
+    ]
+    strict = select_backend(problem_of(quant="nvfp4", exact_activations=True), H100)
+    assert strict.backend == "exact"
+    assert codes(strict, "half") == [["precision"]]
+    # The other way round the activations would be rounded more than the checkpoint says.
+    other = explain_backends(problem_of(quant="nvfp4_w4a16"), H100)
+    assert [(decision.backend, decision.accepted) for decision in other.decisions] == [
+        ("half", True),
+        ("both", True),
+        ("exact", False),
+    ]
+    assert codes(other, "exact") == [["quant_scheme"]]
+
+
+def test_emulation_comes_last_and_warns(fakes: BackendRegistry) -> None:
+    add("emulated", 1000, tier="emulation")
+    with pytest.warns(
+        EmulationWarning, match=r"^only an emulation fits E8 .* on cuda:sm90: emulated; its numbers are right, "
+    ) as caught:
+        assert select_backend(problem_of(), H100).backend == "emulated"
+    assert caught[0].filename == __file__
+    add("real", 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert select_backend(problem_of(), H100).backend == "real"
+        # Never beats a kernel, preferred or not.
+        assert select_backend(problem_of(), H100, prefer="emulated").backend == "real"
+    with pytest.warns(EmulationWarning):
+        assert select_backend(problem_of(), H100, require="emulated").backend == "emulated"
+
+
+# Platforms.
+
+
+def test_the_most_specific_rule_of_a_class_stands(fakes: BackendRegistry) -> None:
+    layered = experts_class("Layered")
+    for priority, rule in ((1, "*"), (2, "cuda"), (3, "cuda:sm80+"), (4, "cuda:sm100f"), (5, "cuda:sm100")):
+        # Less specific rules have the higher priority here: it must not matter.
+        add("layered", 10 - priority, layered, platforms=(rule,))
+    expected = {
+        "cpu": ("*", 9),
+        "cuda:sm75": ("cuda", 8),
+        "cuda:sm90": ("cuda:sm80+", 7),
+        "cuda:sm103": ("cuda:sm100f", 6),
+        "cuda:sm100": ("cuda:sm100", 5),
+    }
+    for name, (rule, priority) in expected.items():
+        selection = select_backend(problem_of(), name)
+        accepted = [decision for decision in selection.decisions if decision.accepted]
+        assert [(decision.rule, decision.priority) for decision in accepted] == [(rule, priority)], name
+
+
+def test_specificity_counts_among_cells_that_compute_the_same(fakes: BackendRegistry) -> None:
+    both = experts_class("Both")
+    add("both", 1, both, quant_schemes=("nvfp4",), platforms=("*",))
+    add("both", 2, both, quant_schemes=("nvfp4_w4a16",), platforms=("cuda:sm90",))
+    selection = explain_backends(problem_of(quant="nvfp4"), H100)
+    assert {decision.computes for decision in selection.decisions if decision.accepted} == {"nvfp4", "nvfp4_w4a16"}
+
+
+def test_cells_that_do_not_match_all_say_so(fakes: BackendRegistry) -> None:
+    layered = experts_class("Layered")
+    add("layered", 1, layered, platforms=("cuda:sm90",))
+    add("layered", 2, layered, platforms=("rocm:gfx942",))
+    selection = explain_backends(problem_of(), "cpu")
+    assert {decision.reasons[0].text for decision in selection.decisions} == {
+        "requires platform in (cuda:sm90), got cpu",
+        "requires platform in (rocm:gfx942), got cpu",
+    }
+
+
+def test_a_named_platform_assumes_and_says_so(fakes: BackendRegistry) -> None:
+    calls: list[Platform] = []
+
+    def toolchain(platform: Platform) -> str | None:
+        calls.append(platform)
+        return "requires nvcc, got none"
+
+    class Callable_:
+        def __call__(self, platform: Platform) -> str | None:
+            return toolchain(platform)
+
+    add("needy", requires=("absent>=1", "some-library>=9"), probes=(toolchain, Callable_()))
+    named = select_backend(problem_of(), "cuda:sm90")
+    assert named.winner is not None
+    assert named.winner.assumes == ("absent>=1", "some-library>=9", "probe toolchain", "probe Callable_")
+    assert named.to_dict()["platform_source"] == "named"
+    assert not calls
+    probed = explain_backends(problem_of(), H100)
+    assert [reason.text for reason in probed.decisions[0].reasons] == [
+        "requires absent>=1, which is not installed",
+        "requires some-library>=9, got 2.1",
+        "requires nvcc, got none",
+        "requires nvcc, got none",
+    ]
+    assert probed.decisions[0].assumes == ()
+    assert probed.to_dict()["platform_source"] == "probed"
+
+
+@pytest.mark.parametrize(
+    ("requirement", "version", "met"),
+    [
+        ("some-library", "2.1", True),
+        ("some-library>=2,<3", "2.1", True),
+        ("some-library>=2", "3.0.0.dev1+git123", True),
+        ("some_library==2.1.*", "2.1.7", True),
+        ("some.library>=2.2", "2.1", False),
+        ("some-library>=2", "unknown", False),
+    ],
+)
+def test_versions(fakes: BackendRegistry, requirement: str, version: str, met: bool) -> None:
+    add("needy", requires=(requirement,))
+    platform = dataclasses.replace(H100, versions={"some-library": version})
+    assert (explain_backends(problem_of(), platform).backend == "needy") == met
+
+
+def test_probes_run_once_and_only_where_the_platform_fits(fakes: BackendRegistry) -> None:
+    calls: list[str] = []
+
+    def probe(platform: Platform) -> str | None:
+        calls.append(str(platform))
+        time.sleep(0.02)
+        return None
+
+    add("here", platforms=("cuda:sm90",), probes=(probe,))
+    add("elsewhere", platforms=("rocm:gfx942",), probes=(probe,))
+    threads = [threading.Thread(target=explain_backends, args=(problem_of(top_k=k), H100)) for k in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == ["cuda:sm90"]
+    explain_backends(problem_of(), dataclasses.replace(H100, arch="sm100"))
+    assert calls == ["cuda:sm90"]
+
+
+def test_what_a_probe_said_is_of_its_platform(fakes: BackendRegistry) -> None:
+    def small(platform: Platform) -> str | None:
+        return "requires a larger device" if platform.memory_bytes < 2**30 else None
+
+    def large(platform: Platform) -> str | None:
+        return "requires a smaller device" if platform.memory_bytes >= 2**30 else None
+
+    add("probed", probes=(small,))
+    add("probed_too", probes=(large,))
+    for memory_bytes, backend in ((2**33, "probed"), (2**20, "probed_too"), (2**33, "probed")):
+        assert explain_backends(problem_of(), dataclasses.replace(H100, memory_bytes=memory_bytes)).backend == backend
+
+
+@pytest.mark.parametrize("place", ["predicate", "probe"])
+def test_what_stops_the_process_is_no_reason(fakes: BackendRegistry, place: str) -> None:
+    def predicate(cls: type, problem: MoEProblem, platform: Platform) -> list[str]:
+        raise KeyboardInterrupt
+
+    def probe(platform: Platform) -> str | None:
+        raise KeyboardInterrupt
+
+    members = {"unsupported_reasons": classmethod(predicate)} if place == "predicate" else {}
+    add("sole", 1, experts_class("Sole", **members), probes=(probe,) if place == "probe" else ())
+    with pytest.raises(KeyboardInterrupt):
+        explain_backends(problem_of(), H100)
+
+
+def test_a_predicate_without_an_end(fakes: BackendRegistry) -> None:
+    members = {"unsupported_reasons": classmethod(lambda cls, problem, platform: itertools.repeat("no"))}
+    add("sole", 1, experts_class("Sole", **members))
+    (decision,) = explain_backends(problem_of(), H100).decisions
+    assert {reason.text for reason in decision.reasons} == {"no"}
+
+
+# Texts and JSON.
+
+
+def fill(registry: BackendRegistry) -> None:
+    add(
+        "aligned",
+        50,
+        experts_class("AlignedExperts", facts=dataclasses.replace(EVERYTHING, requires_multiple={"hidden_size": 128})),
+    )
+    add("far", 40, experts_class("FarExperts", facts=NARROW), platforms=("rocm:gfx942",))
+    add("shy", 30, experts_class("ShyExperts", facts=NARROW), opt_in=True)
+    add("quantized", 20, experts_class("QuantizedExperts"), quant_schemes=("nvfp4", "mxfp8"))
+    # A second class of a backend is shown only where it is nearer.
+    add("aligned", 1, experts_class("WorseExperts", facts=NARROW))
+
+
+def test_unsupported_text(fakes: BackendRegistry) -> None:
+    fill(fakes)
+    problem = problem_of(has_bias=True, activation="gelu")
+    with pytest.raises(UnsupportedProblemError) as raised:
+        select_backend(problem, "cuda:sm90")
+    assert str(raised.value).splitlines() == [
+        "no backend fits E8 H64 I96 k2 bfloat16 unquantized gelu, has_bias on cuda:sm90; nearest is aligned: requires "
+        "hidden_size % 128 == 0, got 64 (pad the weights to that multiple)",
+        "  aligned (AlignedExperts): requires hidden_size % 128 == 0, got 64",
+        "  quantized (QuantizedExperts): requires weights in (nvfp4, mxfp8), got unquantized",
+        "  far (FarExperts): requires platform in (rocm:gfx942), got cuda:sm90; requires activation in (silu), got "
+        "gelu; does not apply biases, got has_bias=True; requires max_num_tokens <= 128, got None",
+        "  shy (ShyExperts): is opt-in: name it in require or prefer; requires activation in (silu), got gelu; does "
+        "not apply biases, got has_bias=True; requires max_num_tokens <= 128, got None",
+    ]
+    selection = raised.value.selection
+    assert selection.winner is None
+    assert len(selection.decisions) == 5
+    assert isinstance(raised.value, NotImplementedError)
+
+
+def test_no_backend_at_all(fakes: BackendRegistry) -> None:
+    with pytest.raises(UnsupportedProblemError, match="no backend is registered"):
+        select_backend(problem_of(), H100)
+
+
+def test_require_never_falls_back(fakes: BackendRegistry) -> None:
+    fill(fakes)
+    add("fine", 1)
+    assert select_backend(problem_of(), H100).backend == "fine"
+    with pytest.raises(UnsupportedProblemError, match=r"nearest is aligned: requires hidden_size % 128 == 0, got 64"):
+        select_backend(problem_of(), H100, require="aligned")
+
+
+def test_table(fakes: BackendRegistry) -> None:
+    fill(fakes)
+    lines = select_backend(problem_of(hidden_size=128), "cuda:sm90").table().splitlines()
+    assert lines[:3] == [
+        "problem   E8 H128 I96 k2 bfloat16 unquantized silu",
+        "platform  cuda:sm90",
+        "chosen    aligned (AlignedExperts, cuda:sm80+, computes unquantized, priority 50)",
+    ]
+    assert "          - is opt-in: name it in require or prefer [opt_in]" in lines
+
+
+@pytest.mark.parametrize("hidden_size", [64, 128])
+def test_json_round_trip(fakes: BackendRegistry, hidden_size: int) -> None:
+    fill(fakes)
+    problem = problem_of(hidden_size=hidden_size, activation="silu(limit=7.0)")
+    selection = explain_backends(problem, "cuda:sm90", prefer=("aligned", "shy"), deny="far")
+    text = json.dumps(selection.to_dict(), allow_nan=False)
+    again = Selection.from_dict(json.loads(text))
+    assert again == selection
+    assert again.fingerprint == selection.fingerprint
+    assert [decision.cell for decision in again.decisions] == [decision.cell for decision in selection.decisions]
+    assert json.dumps(again.to_dict()) == text
+
+
+def test_json_shape(fakes: BackendRegistry) -> None:
+    fill(fakes)
+    values = explain_backends(problem_of(), H100, deny="far").to_dict()
+    assert list(values) == [
+        "schema",
+        "problem",
+        "platform",
+        "platform_source",
+        "request",
+        "selected",
+        "source",
+        "decisions",
+    ]
+    assert values["schema"] == 1
+    assert values["selected"] is None
+    assert values["request"] == {"require": [], "prefer": [], "deny": ["far"]}
+    assert values["decisions"][0] == {
+        "backend": "aligned",
+        "experts": "AlignedExperts",
+        "rule": "cuda:sm80+",
+        "computes": "unquantized",
+        "accepted": False,
+        "priority": 50,
+        "tier": "kernel",
+        "origin": "tests",
+        "assumes": [],
+        "reasons": [{"code": "alignment", "text": "requires hidden_size % 128 == 0, got 64"}],
+    }
+
+
+def test_json_of_a_backend_that_is_not_here(fakes: BackendRegistry) -> None:
+    add("one")
+    values = select_backend(problem_of(), "cuda:sm90").to_dict()
+    values["decisions"][0]["backend"] = values["selected"] = "gone"
+    again = Selection.from_dict(values)
+    assert again.backend == "gone"
+    assert again.winner is not None
+    assert again.winner.cell is None
+
+
+def test_json_says_whether_the_machine_was_there(fakes: BackendRegistry) -> None:
+    add("one")
+    probed, named = (explain_backends(problem_of(), platform) for platform in (H100, "cuda:sm90"))
+    for selection, source in ((probed, "probed"), (named, "named")):
+        values = selection.to_dict()
+        assert values["platform_source"] == source
+        again = Selection.from_dict(values)
+        assert again.platform.probed is (source == "probed")
+        assert again.to_dict() == values
+
+
+def test_json_finds_the_cell_of_the_scheme_and_rule(fakes: BackendRegistry) -> None:
+    experts = experts_class("One")
+    add("one", 30, experts, quant_schemes=("nvfp4",))
+    add("one", 20, experts, quant_schemes=("mxfp8",))
+    add("one", 10, experts, quant_schemes=("mxfp8",), platforms=("rocm:gfx942",))
+    add("one", 5, experts_class("Other"), quant_schemes=("mxfp8",))
+    for platform, priority in (("cuda:sm90", 20), ("rocm:gfx942", 10)):
+        selection = explain_backends(problem_of(quant="mxfp8"), platform)
+        again = Selection.from_dict(selection.to_dict())
+        cells = [decision.cell for decision in again.decisions]
+        assert cells == [decision.cell for decision in selection.decisions]
+        assert cells[0] is not None
+        assert cells[0].priority == priority
+
+
+@pytest.mark.parametrize("change", ["backend", "experts", "computes", "origin"])
+def test_a_fingerprint_is_of_everything_that_runs(fakes: BackendRegistry, change: str) -> None:
+    add("one")
+    selection = select_backend(problem_of(), H100)
+    assert selection.winner is not None
+    winner = dataclasses.replace(selection.winner, **{change: "another"})
+    assert dataclasses.replace(selection, decisions=(winner,)).fingerprint != selection.fingerprint
+    same = dataclasses.replace(selection.winner, priority=1, rule="*")
+    assert dataclasses.replace(selection, decisions=(same,)).fingerprint == selection.fingerprint
+
+
+def test_the_nearest_of_as_many_reasons_is_the_first(fakes: BackendRegistry) -> None:
+    # The higher priority first; what another request would cure comes before another machine, however late.
+    facts = dataclasses.replace(EVERYTHING, bias=False)
+    for name, priority in (("Second", 20), ("First", 30), ("Third", 10)):
+        add("one", priority, experts_class(name, facts=facts))
+    selection = explain_backends(problem_of(has_bias=True), H100)
+    assert [decision.experts for decision in selection.decisions] == ["First", "Second", "Third"]
+    assert [decision.experts for decision in nearest_by_backend(selection.decisions)] == ["First"]
+    selection = explain_backends(problem_of(), "rocm:gfx942")
+    assert [decision.experts for decision in nearest_by_backend(selection.decisions)] == ["First"]
+    add("one", 1, experts_class("Shy"), platforms=("rocm:gfx942",), opt_in=True)
+    selection = explain_backends(problem_of(), "rocm:gfx942")
+    assert [decision.experts for decision in nearest_by_backend(selection.decisions)] == ["Shy"]
+
+
+def test_json_of_another_schema() -> None:
+    with pytest.raises(ValueError, match="a selection must have schema 1, got 2; write it again"):
+        Selection.from_dict({"schema": 2})
+
+
+def test_fingerprint(fakes: BackendRegistry) -> None:
+    add("one", 2, quant_schemes=("unquantized", "nvfp4"))
+    add("two", 1)
+
+    def fingerprint(platform: Any = H100, require: Any = None, **changes: Any) -> str:
+        return select_backend(problem_of(**changes), platform, require=require).fingerprint
+
+    base = fingerprint()
+    assert re.fullmatch(r"[0-9a-f]{16}", base)
+    same = [
+        fingerprint(num_local_experts=4),
+        fingerprint(max_num_tokens=9),
+        fingerprint(require="one"),
+        fingerprint(platform="cuda:sm90"),
+        fingerprint(activation=Activation("silu")),
+    ]
+    assert set(same) == {base}
+    different = [
+        fingerprint(require="two"),
+        fingerprint(platform="cuda:sm100"),
+        fingerprint(hidden_size=128),
+        fingerprint(quant="nvfp4"),
+        fingerprint(has_bias=True),
+        fingerprint(placement="map"),
+    ]
+    assert len({base, *different}) == len(different) + 1
+
+
+def test_one_log_line_a_layer_shape(fakes: BackendRegistry, caplog: pytest.LogCaptureFixture) -> None:
+    add("fast", 2)
+    add("slow", 1)
+    with caplog.at_level(logging.INFO, logger="moereg"):
+        for _ in range(3):
+            select_backend(problem_of(), H100)
+        select_backend(problem_of(top_k=3), H100)
+        explain_backends(problem_of(top_k=4), H100)
+    chosen = "bfloat16 unquantized silu on cuda:sm90: fast (Fast), computes unquantized, by priority; next: slow"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"MoE E8 H64 I96 k2 {chosen}",
+        f"MoE E8 H64 I96 k3 {chosen}",
+    ]
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+def test_nothing_is_measured_yet(fakes: BackendRegistry) -> None:
+    add("fast", 2)
+    assert select_backend(problem_of(), H100).source == "priority"
+
+
+def test_resolving_a_request_is_separate_from_deciding(fakes: BackendRegistry) -> None:
+    add("one")
+    request = Request.resolve("unquantized", prefer="one", environ={"MOEREG_DENY": "one"})
+    assert request == Request(prefer=("one",), deny=("one",))
+    assert request.to_dict() == {"require": [], "prefer": ["one"], "deny": ["one"]}
+
+
+def test_ranking_is_pure_and_total() -> None:
+    facts = {"experts": "Some", "rule": "*", "computes": "unquantized", "tier": "kernel", "origin": "tests"}
+    decisions = [Decision(backend=name, priority=place % 3, **facts) for place, name in enumerate("dcbae")]
+    first = dispatch.rank(decisions, Request())
+    assert dispatch.rank(reversed(decisions), Request()) == first
+    assert [decision.backend for decision in first] == ["b", "c", "e", "a", "d"]
+
+
+def test_selecting_is_fast(fakes: BackendRegistry) -> None:
+    for number in range(40):
+        add(f"backend_{number}", number, requires=("some-library>=2",), platforms=("cuda:sm80+", "rocm:gfx942"))
+    problem, seconds = problem_of(), []
+    for _ in range(50):
+        # Of this thread alone, since other work on the machine takes time from it.
+        start = time.thread_time()
+        select_backend(problem, H100)
+        seconds.append(time.thread_time() - start)
+    assert min(seconds) < 1e-3

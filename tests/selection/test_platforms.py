@@ -1,0 +1,380 @@
+"""Platforms as values, the rules that match them, and probing without touching the device."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from moereg import platforms
+from moereg.errors import UnknownPlatformError
+from moereg.platforms import (
+    KINDS,
+    Platform,
+    PlatformKind,
+    PlatformRule,
+    Specificity,
+    gpu_clocks,
+    installed_versions,
+    probe_platform,
+    register_platform_kind,
+)
+
+PLATFORMS = (
+    "cpu",
+    "cuda:sm80",
+    "cuda:sm89",
+    "cuda:sm90",
+    "cuda:sm100",
+    "cuda:sm103",
+    "cuda:sm120",
+    "rocm:gfx942",
+    "tpu:v5e",
+)
+MATCHES = {
+    "*": set(PLATFORMS),
+    "cpu": {"cpu"},
+    "cuda": {"cuda:sm80", "cuda:sm89", "cuda:sm90", "cuda:sm100", "cuda:sm103", "cuda:sm120"},
+    "rocm": {"rocm:gfx942"},
+    "cuda:sm90": {"cuda:sm90"},
+    "cuda:sm80+": {"cuda:sm80", "cuda:sm89", "cuda:sm90", "cuda:sm100", "cuda:sm103", "cuda:sm120"},
+    "cuda:sm89+": {"cuda:sm89", "cuda:sm90", "cuda:sm100", "cuda:sm103", "cuda:sm120"},
+    "cuda:sm100+": {"cuda:sm100", "cuda:sm103", "cuda:sm120"},
+    "cuda:sm80f": {"cuda:sm80", "cuda:sm89"},
+    "cuda:sm100f": {"cuda:sm100", "cuda:sm103"},
+    "cuda:sm103f": {"cuda:sm103"},
+    "cuda:sm120f": {"cuda:sm120"},
+    # No capability number crosses vendors, however large.
+    "rocm:gfx942": {"rocm:gfx942"},
+    "rocm:gfx90a": set(),
+    "tpu:v5e": {"tpu:v5e"},
+}
+
+
+@pytest.mark.parametrize("rule", MATCHES)
+def test_matches(rule: str) -> None:
+    assert {name for name in PLATFORMS if PlatformRule(rule).matches(Platform.from_name(name))} == MATCHES[rule]
+
+
+def test_a_platform_without_arch_matches_its_kind_only() -> None:
+    somewhere = Platform("rocm")
+    assert PlatformRule("rocm").matches(somewhere)
+    assert not PlatformRule("rocm:gfx942").matches(somewhere)
+    assert not PlatformRule("cuda:sm80+").matches(Platform("cuda"))
+
+
+def test_specificity_orders_rules() -> None:
+    rules = ("*", "cuda", "cuda:sm90+", "cuda:sm90f", "cuda:sm90")
+    found = [PlatformRule(rule).specificity for rule in rules]
+    assert found == [
+        Specificity.ANY,
+        Specificity.KIND,
+        Specificity.AT_LEAST,
+        Specificity.FAMILY,
+        Specificity.EXACT,
+    ]
+    assert found == sorted(set(found))
+
+
+OVERLAPS = {
+    ("*", "*"): True,
+    ("*", "cpu"): False,
+    ("cuda", "cuda"): True,
+    ("cuda", "rocm"): False,
+    ("cuda:sm90", "cuda:sm90"): True,
+    ("cuda:sm90", "cuda:sm100"): False,
+    ("cuda:sm90", "cuda:sm80+"): False,
+    ("cuda:sm80+", "cuda:sm90+"): True,
+    ("cuda:sm100f", "cuda:sm103f"): True,
+    ("cuda:sm100f", "cuda:sm120f"): False,
+    ("cuda:sm100f", "cuda:sm100+"): False,
+}
+
+
+@pytest.mark.parametrize(("first", "second"), OVERLAPS)
+def test_overlaps(first: str, second: str) -> None:
+    one, other = PlatformRule(first), PlatformRule(second)
+    assert one.overlaps(other) is other.overlaps(one) is OVERLAPS[first, second]
+
+
+def test_rules_that_do_not_overlap_never_tie() -> None:
+    for first, second in itertools.combinations(map(PlatformRule, MATCHES), 2):
+        both = [name for name in PLATFORMS if all(rule.matches(Platform.from_name(name)) for rule in (first, second))]
+        if both and first.specificity == second.specificity:
+            assert first.overlaps(second), (first, second, both)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("gpu", "unknown platform kind 'gpu'"),
+        ("Cuda:sm90", "unknown platform kind 'Cuda', did you mean 'cuda'?"),
+        (" cuda:sm90", "unknown platform kind ' cuda'"),
+        ("", "unknown platform kind ''"),
+        ("**", "unknown platform kind '**'"),
+        ("cuda:90", r"platform rule 'cuda:90': cuda architectures match 'sm\\d{2,3}', got '90'"),
+        ("cuda:sm90a", r"platform rule 'cuda:sm90a': cuda architectures match 'sm\\d{2,3}', got 'sm90a'"),
+        ("cuda:sm80++", r"platform rule 'cuda:sm80++': cuda architectures match 'sm\\d{2,3}', got 'sm80+'"),
+        ("cuda:", r"platform rule 'cuda:': cuda architectures match 'sm\\d{2,3}', got ''"),
+        ("cuda:+", r"platform rule 'cuda:+': cuda architectures match 'sm\\d{2,3}', got ''"),
+        ("rocm:gfx942+", "platform rule 'rocm:gfx942+': rocm architectures have no order; name each one exactly"),
+        ("cpu+", "unknown platform kind 'cpu+', did you mean 'cpu'?"),
+    ],
+)
+def test_bad_rules(text: str, error: str) -> None:
+    with pytest.raises(UnknownPlatformError) as raised:
+        PlatformRule(text)
+    assert str(raised.value).startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("cuda", "platform 'cuda' needs an architecture, for instance 'cuda:sm90'"),
+        (
+            "cuda:hopper",
+            r"unknown platform arch 'hopper': cuda architectures match 'sm\\d{2,3}', for instance 'cuda:sm90'",
+        ),
+        ("rocm:sm90", "unknown platform arch 'sm90': rocm architectures match 'gfx[0-9a-f]{3,4}'"),
+        ("cude:sm90", "unknown platform 'cude:sm90', did you mean 'cuda:sm90'?"),
+    ],
+)
+def test_bad_names(name: str, error: str) -> None:
+    with pytest.raises(UnknownPlatformError) as raised:
+        Platform.from_name(name)
+    assert str(raised.value).startswith(error)
+
+
+@pytest.mark.parametrize("name", PLATFORMS)
+def test_names_round_trip(name: str) -> None:
+    platform = Platform.from_name(name)
+    assert str(platform) == name
+    assert not platform.probed
+    assert not platform.versions
+
+
+def test_values_compare_without_versions() -> None:
+    one = Platform("cuda", "sm90", versions={"triton": "3.6"})
+    assert one == Platform("cuda", "sm90")
+    assert hash(one) == hash(Platform("cuda", "sm90"))
+    assert one != Platform("cuda", "sm90", probed=True)
+
+
+@pytest.fixture
+def kinds() -> Iterator[None]:
+    before = dict(KINDS)
+    yield
+    KINDS.clear()
+    KINDS.update(before)
+
+
+@pytest.mark.usefixtures("kinds")
+def test_a_plugin_orders_its_own_archs() -> None:
+    with pytest.raises(UnknownPlatformError):
+        PlatformRule("quux:q7f")
+    kind = PlatformKind("quux", "privateuseone", r"q\d+f?", lambda arch: int(arch.strip("qf")))
+    register_platform_kind(kind)
+    register_platform_kind(kind)
+    assert PlatformRule("quux:q7+").matches(Platform("quux", "q12"))
+    assert not PlatformRule("quux:q7+").matches(Platform("quux", "q3"))
+    # The kind has no families, so the letter belongs to the arch; nor did the failure above leave anything behind.
+    assert PlatformRule("quux:q7f").specificity == Specificity.EXACT
+    assert PlatformRule("quux:q7f").matches(Platform("quux", "q7f"))
+    assert Platform("quux", "q12").device_type == "privateuseone"
+    assert Platform("quux", "q12").device_type != Platform("cuda", "sm90").device_type
+    with pytest.raises(ValueError, match=r"platform kind 'quux' is already registered as .*; choose another name"):
+        register_platform_kind(PlatformKind("quux", "cpu", ".*"))
+
+
+class Nvml:
+    """What of NVML's C library the probe calls."""
+
+    devices: ClassVar[dict[int, tuple[int, int, str, int]]] = {
+        0: (9, 0, "NVIDIA H200", 150_754_820_096),
+        1: (10, 3, "NVIDIA B300", 288 * 2**30),
+    }
+    uuids: ClassVar[dict[str, int]] = {"GPU-aaaa": 0, "GPU-bbbb": 1}
+
+    def __init__(self, init_code: int = 0, compute_code: int = 0) -> None:
+        self.init_code, self.compute_code, self.shut_down = init_code, compute_code, 0
+
+    def nvmlInit_v2(self) -> int:
+        return self.init_code
+
+    def nvmlShutdown(self) -> int:
+        self.shut_down += 1
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
+        handle._obj.value = index + 1
+        return 0 if index in self.devices else 6
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+        handle._obj.value = self.uuids.get(uuid.decode(), 0) + 1
+        return 0 if uuid.decode() in self.uuids else 6
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> int:
+        major._obj.value, minor._obj.value = self.devices[handle.value - 1][:2]
+        return self.compute_code
+
+    def nvmlDeviceGetName(self, handle: Any, name: Any, length: Any) -> int:
+        name.value = self.devices[handle.value - 1][2].encode()
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:
+        memory._obj[0] = self.devices[handle.value - 1][3]
+        return 0
+
+    def nvmlDeviceGetClockInfo(self, handle: Any, domain: int, clock: Any) -> int:
+        clock._obj.value = {1: 1500, 2: 3200}[domain] + handle.value
+        return 0
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: Any, domain: int, clock: Any) -> int:
+        clock._obj.value = {1: 1980, 2: 3201}[domain]
+        return 3 if domain == 2 else 0
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any, milliwatts: Any) -> int:
+        milliwatts._obj.value = 700_000
+        return 0
+
+
+@pytest.fixture
+def cuda_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A torch built for CUDA that must not be initialized, on a machine with two GPUs."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("CUDA was initialized")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", refuse)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    probe_platform.cache_clear()
+    yield monkeypatch
+    probe_platform.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("visible", "arch", "device_name"),
+    [
+        (None, "sm90", "NVIDIA H200"),
+        ("0", "sm90", "NVIDIA H200"),
+        ("1", "sm103", "NVIDIA B300"),
+        ("1,0", "sm103", "NVIDIA B300"),
+        (" 1 , 0", "sm103", "NVIDIA B300"),
+        ("GPU-bbbb", "sm103", "NVIDIA B300"),
+        ("GPU-aaaa,GPU-bbbb", "sm90", "NVIDIA H200"),
+    ],
+)
+def test_probe_reads_the_first_visible_gpu(
+    cuda_machine: pytest.MonkeyPatch, visible: str | None, arch: str, device_name: str
+) -> None:
+    nvml = Nvml()
+    cuda_machine.setattr(ctypes, "CDLL", lambda name: nvml)
+    if visible is not None:
+        cuda_machine.setenv("CUDA_VISIBLE_DEVICES", visible)
+    platform = probe_platform()
+    assert (platform.kind, platform.arch, platform.device_name) == ("cuda", arch, device_name)
+    assert platform.memory_bytes > 2**37 - 1
+    assert platform.probed
+    assert platform.versions["torch"] == torch.__version__
+    assert nvml.shut_down == 1
+
+
+def test_probe_asks_once(cuda_machine: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    cuda_machine.setattr(ctypes, "CDLL", lambda name: opened.append(name) or Nvml())
+    assert probe_platform() is probe_platform()
+    assert opened == ["libnvidia-ml.so.1"]
+
+
+@pytest.mark.parametrize("broken", ["no library", "no driver", "unknown uuid", "failing call"])
+def test_probe_without_nvml_asks_the_runtime(cuda_machine: pytest.MonkeyPatch, broken: str) -> None:
+    def open_library(name: str) -> Nvml:
+        if broken == "no library":
+            raise OSError(name)
+        return Nvml(init_code=9 * (broken == "no driver"), compute_code=3 * (broken == "failing call"))
+
+    cuda_machine.setattr(ctypes, "CDLL", open_library)
+    if broken == "unknown uuid":
+        cuda_machine.setenv("CUDA_VISIBLE_DEVICES", "GPU-cccc")
+    properties = SimpleNamespace(major=8, minor=9, name="NVIDIA L40S", total_memory=48 * 2**30)
+    cuda_machine.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert probe_platform() == Platform("cuda", "sm89", "NVIDIA L40S", 48 * 2**30, probed=True)
+
+
+def test_clocks_are_the_first_visible_gpus_and_may_be_missing(cuda_machine: pytest.MonkeyPatch) -> None:
+    nvml = Nvml()
+    cuda_machine.setattr(ctypes, "CDLL", lambda name: nvml)
+    cuda_machine.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert gpu_clocks() == {"sm_mhz": 1502, "max_sm_mhz": 1980, "memory_mhz": 3202, "power_limit_w": 700}
+    assert nvml.shut_down == 1
+    cuda_machine.setenv("CUDA_VISIBLE_DEVICES", "GPU-cccc")
+    assert gpu_clocks() == {}
+
+    def no_library(name: str) -> Nvml:
+        raise OSError(name)
+
+    cuda_machine.setattr(ctypes, "CDLL", no_library)
+    assert gpu_clocks() == {}
+
+
+def test_hidden_gpus_are_not_there(cuda_machine: pytest.MonkeyPatch) -> None:
+    # torch counts none where CUDA_VISIBLE_DEVICES is the empty string.
+    cuda_machine.setenv("CUDA_VISIBLE_DEVICES", "")
+    cuda_machine.setattr(torch.cuda, "device_count", lambda: 0)
+    cuda_machine.setattr(ctypes, "CDLL", lambda name: pytest.fail("NVML must not be asked"))
+    platform = probe_platform()
+    assert platform.kind == "cpu"
+    assert platform.probed
+    assert platform.memory_bytes > 0
+
+
+def test_probe_rocm(cuda_machine: pytest.MonkeyPatch) -> None:
+    cuda_machine.setattr(torch.version, "cuda", None)
+    cuda_machine.setattr(torch.version, "hip", "7.0")
+    properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-", name="AMD MI300X", total_memory=192 * 2**30)
+    cuda_machine.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    platform = probe_platform()
+    assert str(platform) == "rocm:gfx942"
+    assert platform.device_type == "cuda"
+
+
+def test_versions_are_of_canonical_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for folder, text in (
+        ("some_Dotted.Name-1.5.dist-info", "Metadata-Version: 2.1\nName: Some_Dotted.Name\nVersion: 1.5\n"),
+        ("nameless-1.0.dist-info", "Metadata-Version: 2.1\nVersion: 1.0\n"),
+        ("leftover-1.0.dist-info", None),
+    ):
+        (tmp_path / folder).mkdir()
+        if text is not None:
+            (tmp_path / folder / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    versions = installed_versions()
+    assert versions["some-dotted-name"] == "1.5"
+    # What an interrupted uninstall leaves behind is not installed, and stops nobody.
+    assert "leftover" not in versions
+    assert versions["torch"] == torch.__version__
+
+
+def test_no_other_module_reads_devices() -> None:
+    words = ("get_device_capability", "get_device_properties", "device_count(", "get_device_name", "libnvidia-ml")
+    package = Path(platforms.__file__).parent
+    allowed = {"platforms.py"}
+    offenders = {
+        (str(path.relative_to(package)), word)
+        for path in package.rglob("*.py")
+        if path.name not in allowed
+        and path.relative_to(package).parts[0] in ("dispatch.py", "registry.py", "layer.py", "backends")
+        for word in words
+        if word in path.read_text()
+    }
+    assert not offenders

@@ -1,0 +1,523 @@
+"""Selection for quantized weights on named platforms, with the backends that moereg ships: winner, or every reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import warnings
+from typing import Any, Final
+
+import pytest
+import torch
+
+from moereg.cli import main
+from moereg.discovery import load_backends
+from moereg.dispatch import EmulationWarning, explain_backends, select_backend
+from moereg.errors import RequestError, UnknownSchemeError, UnsupportedProblemError
+from moereg.experts import Facts
+from moereg.layer import make_kernel
+from moereg.problem import MoEProblem
+from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
+from moereg.reference import reference_experts, relative_error
+from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.selection import Decision, Selection
+from moereg.testing.tolerances import tolerance
+from tests.support import conformance
+from tests.support.fakes import EVERYTHING, FakeExperts
+
+PLATFORMS: Final = ("cuda:sm80", "cuda:sm90", "cuda:sm100", "rocm:gfx942", "cpu")
+# Other backends may join; these tables are about the two that come with moereg.
+SHIPPED: Final = ("triton", "torch")
+
+QUANTIZED: Final = tuple(name for name, scheme in QUANT_SCHEMES.items() if scheme.weight is not None)
+FP8: Final = tuple(name for name in QUANTIZED if name.startswith("fp8_"))
+WEIGHT_ONLY: Final = tuple(name for name in QUANTIZED if QUANT_SCHEMES[name].activation is None)
+
+
+def problem_of(quant: str | QuantScheme, **changes: Any) -> MoEProblem:
+    sizes = {"num_experts": 8, "hidden_size": 2048, "intermediate_size": 768, "top_k": 2}
+    return MoEProblem(**{**sizes, "quant": quant, **changes})
+
+
+def explain(quant: str | QuantScheme, platform: str, **changes: Any) -> Selection:
+    return explain_backends(problem_of(quant, **changes), platform, require=SHIPPED)
+
+
+def chosen(selection: Selection) -> tuple[str, str, str] | None:
+    """Backend, what it computes and its tier."""
+    winner = selection.winner
+    return None if winner is None else (winner.backend, winner.computes, winner.tier)
+
+
+def texts(decision: Decision) -> list[str]:
+    return [f"{reason.code}: {reason.text}" for reason in decision.reasons]
+
+
+def of_backend(selection: Selection, backend: str) -> list[Decision]:
+    return [decision for decision in selection.decisions if decision.backend == backend]
+
+
+# Who serves what.
+
+KEPT_AT_16_BITS: Final = {"nvfp4": "nvfp4_w4a16", "mxfp4_mxfp8": "mxfp4_w4a16"}
+SERVED_ON_GPUS: Final = {**{name: name for name in WEIGHT_ONLY}, "int8_w8a8": "int8_w8a8", **KEPT_AT_16_BITS}
+# Platform, and what is computed for each scheme that a kernel serves there in the standard format.
+KERNELS: Final[dict[str, dict[str, str]]] = {
+    "cuda:sm80": SERVED_ON_GPUS,
+    "rocm:gfx942": SERVED_ON_GPUS,
+    "cuda:sm90": {**SERVED_ON_GPUS, **{name: name for name in FP8}},
+    "cuda:sm100": {**SERVED_ON_GPUS, **{name: name for name in (*FP8, "mxfp8", "mxfp4_mxfp8", "nvfp4")}},
+    "cpu": SERVED_ON_GPUS,
+}
+EMULATIONS: Final = {"cuda:sm90": {"mxfp8"}, "cpu": {"mxfp8", *FP8}}
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_standard_format(scheme: str, platform: str) -> None:
+    backend = "torch" if platform == "cpu" else "triton"
+    expected = None
+    if scheme in KERNELS[platform]:
+        expected = (backend, KERNELS[platform][scheme], "kernel")
+    elif scheme in EMULATIONS.get(platform, ()):
+        expected = (backend, scheme, "emulation")
+    assert chosen(explain(scheme, platform)) == expected
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_batched_format_picks_the_batched_cell(scheme: str, platform: str) -> None:
+    selection = explain(scheme, platform, activation_format="batched")
+    winner = selection.winner
+    standard = explain(scheme, platform)
+    assert chosen(selection) == chosen(standard)
+    if winner is None:
+        return
+    assert winner.cell is not None
+    assert winner.cell.facts.activation_formats == {"batched"}
+    assert winner.backend == ("torch" if platform == "cpu" else "triton")
+    assert standard.winner is not None
+    assert (winner.backend, winner.experts) != (standard.winner.backend, standard.winner.experts)
+
+
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_every_scheme_runs_on_a_cpu_exactly(scheme: str) -> None:
+    for dtype, activation_format in itertools.product(("bfloat16", "float16", "float32"), ("standard", "batched")):
+        facts = {"dtype": dtype, "activation_format": activation_format, "exact_activations": True}
+        winner = explain(scheme, "cpu", **facts).winner
+        assert winner is not None
+        assert winner.computes == scheme
+
+
+def test_32_bits_on_gpus() -> None:
+    """Products of packed weights and of fp8 codes have no 32-bit form; those of int8 codes are exact."""
+    assert chosen(explain("int8_w8a8", "cuda:sm90", dtype="float32")) == ("triton", "int8_w8a8", "kernel")
+    for scheme in ("fp8_block128", "int4_w4a16_g128", "nvfp4"):
+        selection = explain(scheme, "cuda:sm90", dtype="float32")
+        assert chosen(selection) is None
+        (nearest, *_) = of_backend(selection, "triton")
+        assert texts(nearest) == ["dtype: requires dtype in (bfloat16, float16), got float32"]
+
+
+# A scheme that nothing multiplies as it is.
+
+
+# Schemes and platforms on which their activations stay at 16 bits.
+KEPT: Final = [
+    (scheme, platform)
+    for scheme, platform in itertools.product(KEPT_AT_16_BITS, PLATFORMS)
+    if KERNELS[platform][scheme] != scheme
+]
+
+
+@pytest.mark.parametrize(("scheme", "platform"), KEPT)
+def test_activations_kept_at_16_bits_are_stated(scheme: str, platform: str) -> None:
+    selection = explain(scheme, platform)
+    computed = KEPT_AT_16_BITS[scheme]
+    assert selection.winner is not None
+    assert selection.winner.computes == computed
+    assert f"computes {computed}," in selection.table()
+    assert selection.to_dict()["decisions"][0]["computes"] == computed
+
+
+@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+@pytest.mark.parametrize(("scheme", "platform"), KEPT)
+def test_an_emulation_is_left_where_16_bits_are_refused(scheme: str, platform: str, activation_format: str) -> None:
+    problem = problem_of(scheme, exact_activations=True, activation_format=activation_format)
+    with pytest.warns(EmulationWarning):
+        selection = select_backend(problem, platform, require=SHIPPED)
+    backend = "torch" if platform == "cpu" else "triton"
+    assert chosen(selection) == (backend, scheme, "emulation")
+    refused = [row for row in of_backend(selection, backend) if row.computes == KEPT_AT_16_BITS[scheme]]
+    assert refused
+    for decision in refused:
+        reason = f"precision: requires activations as {scheme} has them, got {KEPT_AT_16_BITS[scheme]} instead"
+        assert reason in texts(decision)
+
+
+@pytest.mark.parametrize("platform", [own for name, own in KEPT if name == "mxfp4_mxfp8" and own != "cpu"])
+def test_activations_kept_at_16_bits_can_be_refused(platform: str) -> None:
+    """Numbers of e4m3 times a power of two may not fit float16, so its emulation does not take that."""
+    with pytest.raises(UnsupportedProblemError) as error:
+        select_backend(problem_of("mxfp4_mxfp8", exact_activations=True, dtype="float16"), platform, require=SHIPPED)
+    reason = "requires activations as mxfp4_mxfp8 has them, got mxfp4_w4a16 instead"
+    assert f"nearest is triton: {reason} (ask without exact_activations)" in str(error.value)
+
+
+def test_every_reason_of_a_refused_scheme() -> None:
+    with pytest.raises(UnsupportedProblemError) as error:
+        select_backend(problem_of("mxfp8", activation_format="batched"), "cuda:sm80")
+    reasons = [(decision.experts, texts(decision)) for decision in of_backend(error.value.selection, "triton")]
+    for rule in ("cuda:sm100+", "cuda:sm90"):
+        refused = f"platform: requires platform in ({rule}), got cuda:sm80"
+        batched = "activation_format: requires activation format in (standard), got batched"
+        assert ("TritonQuantizedExperts", [refused, batched]) in reasons
+        assert ("TritonQuantizedBatchedExperts", [refused]) in reasons
+    assert str(error.value).startswith("no backend fits E8 H2048 I768 k2 bfloat16 mxfp8 silu, batched on cuda:sm80")
+    for text in ("triton (TritonQuantizedBatchedExperts): requires platform in (cuda:sm100+)", "torch ("):
+        assert text in str(error.value)
+
+
+# Requests.
+
+
+def test_require_never_falls_back() -> None:
+    with pytest.raises(UnsupportedProblemError) as error:
+        select_backend(problem_of("int4_w4a16_g128", dtype="float32"), "cuda:sm90", require="torch")
+    selection = error.value.selection
+    assert [text for decision in of_backend(selection, "torch") for text in texts(decision)][:1] == [
+        "platform: requires platform in (cpu), got cuda:sm90"
+    ]
+    for decision in of_backend(selection, "triton"):
+        assert "not_required: requires a backend in (torch), got triton" in texts(decision)
+        assert "dtype: requires dtype in (bfloat16, float16), got float32" in texts(decision)
+    for reason in ("requires platform in (cpu)", "requires a backend in (torch)", "requires dtype in"):
+        assert reason in str(error.value)
+
+
+# Platform, scheme, request, then backend and source; None where nothing fits.
+REQUESTS: Final[list[tuple[str, str, dict[str, Any], tuple[str, str] | None]]] = [
+    ("cuda:sm90", "fp8_block128", {"require": "triton"}, ("triton", "required")),
+    ("cuda:sm90", "fp8_block128", {"require": "torch"}, None),
+    ("cuda:sm90", "fp8_block128", {"require": ("torch", "triton")}, ("triton", "required")),
+    ("cuda:sm90", "fp8_block128", {"prefer": "torch"}, ("triton", "priority")),
+    ("cuda:sm90", "fp8_block128", {"prefer": ("torch", "triton")}, ("triton", "preferred")),
+    ("cuda:sm90", "fp8_block128", {"deny": "triton"}, None),
+    ("cuda:sm90", "fp8_block128", {"deny": "torch"}, ("triton", "priority")),
+    ("cuda:sm90", "nvfp4", {"require": "triton", "prefer": "torch"}, ("triton", "required")),
+    ("cuda:sm90", "nvfp4", {"require": "triton", "deny": "torch"}, ("triton", "required")),
+    ("cuda:sm90", "nvfp4", {"prefer": "triton", "deny": "triton"}, None),
+    ("cuda:sm90", "nvfp4", {"require": "nvfp4=triton,mxfp8=torch"}, ("triton", "required")),
+    ("cuda:sm90", "mxfp8", {"require": "nvfp4=triton,mxfp8=torch"}, None),
+    ("cuda:sm90", "nvfp4", {"deny": "mxfp8=triton"}, ("triton", "priority")),
+    ("cuda:sm90", "nvfp4_w4a16", {"deny": "nvfp4=triton"}, ("triton", "priority")),
+    ("rocm:gfx942", "int4_w4a16_g64_zp", {"prefer": {"int4_w4a16_g64_zp": "triton"}}, ("triton", "preferred")),
+    ("cpu", "int8_w8a8", {"require": "triton"}, None),
+    ("cpu", "int8_w8a8", {"prefer": "triton"}, ("torch", "priority")),
+    ("cpu", "int8_w8a8", {"deny": "triton"}, ("torch", "priority")),
+]
+
+
+@pytest.mark.parametrize(("platform", "scheme", "request_", "expected"), REQUESTS, ids=str)
+def test_requests(platform: str, scheme: str, request_: dict[str, Any], expected: tuple[str, str] | None) -> None:
+    selection = explain_backends(problem_of(scheme), platform, **request_)
+    found = None if selection.winner is None else (selection.winner.backend, selection.source)
+    assert found == expected
+    if expected is None:
+        assert all(decision.reasons for decision in selection.decisions)
+
+
+@pytest.mark.parametrize("words", [{"require": "triton", "prefer": "torch"}, {"require": ("torch", "triton")}])
+def test_required_and_denied(words: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="backend 'triton' is both required and denied"):
+        select_backend(problem_of("nvfp4"), "cuda:sm90", deny="nvfp4=triton", **words)
+
+
+# Emulation.
+
+
+@pytest.mark.parametrize(
+    ("scheme", "platform", "facts"),
+    [
+        ("mxfp8", "cuda:sm90", {}),
+        ("mxfp8", "cpu", {}),
+        ("fp8_block128", "cpu", {}),
+        ("nvfp4", "cpu", {"exact_activations": True}),
+        ("nvfp4", "cuda:sm90", {"exact_activations": True}),
+    ],
+)
+def test_emulation_is_the_last_resort_and_warns(scheme: str, platform: str, facts: dict[str, Any]) -> None:
+    problem = problem_of(scheme, **facts)
+    with pytest.warns(EmulationWarning, match=f"only an emulation fits .*{scheme}.* on {platform}"):
+        selection = select_backend(problem, platform, require=SHIPPED)
+    assert {decision.tier for decision in selection.decisions if decision.accepted} == {"emulation"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "platform"), [("nvfp4", "cpu"), ("int8_w8a8", "cpu"), ("mxfp4_mxfp8", "cpu"), ("nvfp4", "cuda:sm90")]
+)
+def test_kernels_beat_emulations_and_warn_nobody(scheme: str, platform: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        selection = select_backend(problem_of(scheme), platform, require=SHIPPED)
+    tiers = [decision.tier for decision in selection.decisions if decision.accepted]
+    assert tiers == sorted(tiers, key=("kernel", "emulation").index)
+    assert tiers[0] == "kernel"
+
+
+def add(name: str, schemes: tuple[str | QuantScheme, ...], facts: Facts = EVERYTHING, **registration: Any) -> None:
+    keywords: dict[str, Any] = {"priority": 10_000, "platforms": ("*",), **registration}
+    register_moe_backend(name, quant_schemes=schemes, **keywords)(type("Added", (FakeExperts,), {"facts": facts}))
+
+
+def test_no_priority_and_no_preference_puts_an_emulation_first(isolated_registry: BackendRegistry) -> None:
+    add("emulating", ("nvfp4",), tier="emulation")
+    problem = problem_of("nvfp4")
+    assert select_backend(problem, "cuda:sm90").backend == "triton"
+    assert select_backend(problem, "cuda:sm90", prefer="emulating").backend == "triton"
+    with pytest.warns(EmulationWarning):
+        assert select_backend(problem, "cuda:sm90", require="emulating").backend == "emulating"
+    # What keeps activations at 16 bits is no answer here, so the emulation is.
+    exact = dataclasses.replace(problem, exact_activations=True)
+    with pytest.warns(EmulationWarning):
+        assert select_backend(exact, "cuda:sm90", require=("emulating", *SHIPPED)).backend == "emulating"
+
+
+def test_an_opt_in_cell_waits_to_be_named(isolated_registry: BackendRegistry) -> None:
+    add("chosen", ("nvfp4",), opt_in=True)
+    problem = problem_of("nvfp4")
+    selection = select_backend(problem, "cuda:sm120")
+    assert selection.backend == "triton"
+    (waiting,) = of_backend(selection, "chosen")
+    assert texts(waiting) == ["opt_in: is opt-in: name it in require or prefer"]
+    for request in ({"require": "chosen"}, {"prefer": "nvfp4=chosen"}):
+        assert chosen(select_backend(problem, "cuda:sm120", **request)) == ("chosen", "nvfp4", "kernel")
+    assert select_backend(problem, "cuda:sm120", prefer="mxfp8=chosen").backend == "triton"
+
+
+def test_a_name_stands_for_both_formats(isolated_registry: BackendRegistry) -> None:
+    batched = dataclasses.replace(EVERYTHING, activation_formats=frozenset({"batched"}))
+    add("cutedsl", ("nvfp4",), platforms=("cuda:sm100f",))
+    add("cutedsl", ("nvfp4",), batched, platforms=("cuda:sm100f",))
+    for activation_format in ("standard", "batched"):
+        problem = problem_of("nvfp4", activation_format=activation_format)
+        winner = select_backend(problem, "cuda:sm103", require="cutedsl").winner
+        assert winner is not None
+        assert winner.cell is not None
+        assert winner.cell.facts.activation_formats == {activation_format}
+
+
+def test_what_the_environment_requires_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEREG_REQUIRE", "fp8_block128=torch")
+    assert select_backend(problem_of("nvfp4"), "cuda:sm90").backend == "triton"
+    with pytest.raises(UnsupportedProblemError, match=r"requires platform in \(cpu\), got cuda:sm90"):
+        select_backend(problem_of("fp8_block128"), "cuda:sm90")
+    assert select_backend(problem_of("fp8_block128"), "cuda:sm90", require="triton").source == "required"
+
+
+# Facts that a cell has to declare, beside the shipped ones on the same problem.
+
+NARROW: Final = Facts(
+    activations=frozenset({"silu", "swigluoai"}),
+    activation_formats=frozenset({"standard"}),
+    dtypes=frozenset({"bfloat16"}),
+    placements=frozenset({"contiguous"}),
+    requires_multiple={"hidden_size": 256, "intermediate_size": 128},
+)
+UNDECLARED: Final[list[tuple[str, dict[str, Any], str]]] = [
+    ("nvfp4", {"activation": "silu(limit=7.0)"}, "swiglu_limit: does not apply the swiglu clamp, got limit 7.0"),
+    ("nvfp4", {"has_bias": True}, "bias: does not apply biases, got has_bias=True"),
+    ("nvfp4", {"dtype": "float16"}, "dtype: requires dtype in (bfloat16), got float16"),
+    ("nvfp4", {"hidden_size": 2176}, "alignment: requires hidden_size % 256 == 0, got 2176"),
+    ("nvfp4", {"intermediate_size": 704}, "alignment: requires intermediate_size % 128 == 0, got 704"),
+    (
+        "nvfp4",
+        {"activation_format": "batched"},
+        "activation_format: requires activation format in (standard), got batched",
+    ),
+    (
+        "int4_w4a16_g128_zp",
+        {},
+        "quant_scheme: requires weights in (nvfp4, int4_w4a16_g128), got int4_w4a16_g128_zp",
+    ),
+    ("int4_w4a16_g64", {}, "quant_scheme: requires weights in (nvfp4, int4_w4a16_g128), got int4_w4a16_g64"),
+    ("int4_w4a16_gall", {}, "quant_scheme: requires weights in (nvfp4, int4_w4a16_g128), got int4_w4a16_gall"),
+    # Its activations are in 4 bits, which a checkpoint of 16-bit ones does not allow.
+    ("nvfp4_w4a16", {}, "quant_scheme: requires activations as in (nvfp4), got nvfp4_w4a16"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "facts", "text"), UNDECLARED, ids=[row[2] for row in UNDECLARED])
+def test_what_is_not_declared_is_rejected(
+    isolated_registry: BackendRegistry, scheme: str, facts: dict[str, Any], text: str
+) -> None:
+    add("narrow", ("nvfp4", "int4_w4a16_g128"), NARROW)
+    assert select_backend(problem_of("nvfp4"), "cuda:sm90").backend == "narrow"
+    assert select_backend(problem_of("int4_w4a16_g128"), "cuda:sm90").backend == "narrow"
+    selection = select_backend(problem_of(scheme, **facts), "cuda:sm90")
+    assert selection.backend == "triton"
+    (narrow,) = of_backend(selection, "narrow")
+    assert texts(narrow) == [text]
+    with pytest.raises(UnsupportedProblemError, match=re.escape(text.partition(": ")[2])):
+        select_backend(problem_of(scheme, **facts), "cuda:sm90", require="narrow")
+
+
+def test_a_cell_that_declares_nothing_takes_nothing(isolated_registry: BackendRegistry) -> None:
+    add("silent", ("nvfp4",), Facts())
+    problem = problem_of("nvfp4", activation="swigluoai", has_bias=True, graph_capture=True, deterministic=True)
+    (silent,) = of_backend(explain_backends(problem, "cuda:sm90"), "silent")
+    assert {reason.code for reason in silent.reasons} == {
+        *("activation", "swiglu_limit", "bias", "dtype", "activation_format", "placement", "graph_capture"),
+        "deterministic",
+    }
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_a_clamp_leaves_only_backends_that_apply_it(scheme: str, platform: str) -> None:
+    for activation in ("silu(limit=7.0)", "swigluoai"):
+        selection = explain_backends(problem_of(scheme, activation=activation), platform)
+        for decision in selection.decisions:
+            assert decision.cell is not None
+            named = any(reason.code == "swiglu_limit" for reason in decision.reasons)
+            assert named is not decision.cell.facts.swiglu_limit
+
+
+# Schemes that nobody registered.
+
+UNREGISTERED: Final = {
+    scheme.name: scheme
+    for scheme in (
+        QuantScheme("int4_w4a16_g48", QuantFormat("uint4", (1, 48))),
+        QuantScheme("int4_w4a16_g256", QuantFormat("uint4", (1, 256))),
+        QuantScheme("int4_tensor", QuantFormat("uint4", (WHOLE, WHOLE))),
+        QuantScheme("int8_g32", QuantFormat("int8", (1, 32))),
+        QuantScheme("uint8_g32_zp", QuantFormat("uint8", (1, 32), symmetric=False)),
+        QuantScheme("mxint4", QuantFormat("uint4", (1, 32), scale_dtype="float8_e8m0fnu")),
+        QuantScheme("e5m2", QuantFormat("float8_e5m2", (1, WHOLE)), QuantFormat("float8_e5m2", (1, WHOLE))),
+        QuantScheme("fp8_block64", QuantFormat("float8_e4m3fn", (64, 64)), QuantFormat("float8_e4m3fn", (1, 64))),
+        QuantScheme("fp8_w8a16", QuantFormat("float8_e4m3fn", (128, 128)), None),
+        QuantScheme("activations_only", None, QuantFormat("float8_e4m3fn", (1, WHOLE))),
+        # A known name does not make a known scheme.
+        QuantScheme("int4_w4a16_g128", QuantFormat("uint4", (1, 48))),
+    )
+}
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("name", UNREGISTERED)
+def test_what_nobody_registered_is_refused_by_what_it_is(name: str, platform: str) -> None:
+    scheme = UNREGISTERED[name]
+    selection = explain(scheme, platform)
+    if selection.winner is not None:
+        # 16-bit weights run with 16-bit activations.
+        assert (scheme.weight, selection.winner.computes) == (None, "unquantized")
+        return
+    for decision in selection.decisions:
+        assert f"got {scheme.description}" in decision.reasons[0].text
+    with pytest.raises(UnsupportedProblemError) as error:
+        select_backend(problem_of(scheme), platform, require=SHIPPED)
+    assert str(scheme.weight) in str(error.value)
+    assert "; no backend computes this scheme: use a checkpoint of one that is named below\n" in str(error.value)
+    # All that a backend reads on this platform, not only the first of its cells.
+    if platform == "cuda:sm90":
+        for known in ("fp8_block128", "int4_w4a16_g128", "nvfp4_w4a16", "int8_w8a8", "unquantized"):
+            assert f"{known}," in str(error.value) or f"{known})" in str(error.value)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_no_value_breaks_a_predicate(platform: str) -> None:
+    schemes = [*QUANT_SCHEMES.values(), *UNREGISTERED.values()]
+    for scheme, activation_format in itertools.product(schemes, ("standard", "batched")):
+        for sizes in ({}, {"hidden_size": 33, "intermediate_size": 7}, {"hidden_size": 2**20, "top_k": 1}):
+            selection = explain_backends(problem_of(scheme, activation_format=activation_format, **sizes), platform)
+            found = {reason.code for decision in selection.decisions for reason in decision.reasons}
+            assert "predicate_error" not in found
+            assert Selection.from_dict(json.loads(json.dumps(selection.to_dict()))).problem == selection.problem
+
+
+RENAMED: Final = [
+    (QuantScheme("mine", QuantFormat("uint4", (1, 128))), "int4_w4a16_g128"),
+    (dataclasses.replace(QUANT_SCHEMES["fp8_block128"], name="deepseek"), "fp8_block128"),
+    (dataclasses.replace(QUANT_SCHEMES["int8_w8a8"], name="mine"), "int8_w8a8"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "computes"), RENAMED, ids=lambda value: getattr(value, "name", value))
+def test_a_known_format_under_another_name_is_served(scheme: QuantScheme, computes: str) -> None:
+    for exact in (False, True):
+        winner = explain(scheme, "cuda:sm90", exact_activations=exact).winner
+        assert winner is not None
+        assert (winner.computes, winner.tier) == (computes, "kernel")
+
+
+def test_activations_of_an_unknown_format_are_kept_at_16_bits() -> None:
+    scheme = QuantScheme("int4_w4a8_g128", QuantFormat("uint4", (1, 128)), QuantFormat("float8_e4m3fn", (1, WHOLE)))
+    for platform in PLATFORMS:
+        assert chosen(explain(scheme, platform)) in {
+            (backend, "int4_w4a16_g128", "kernel") for backend in ("triton", "torch")
+        }
+        refused = explain(scheme, platform, exact_activations=True)
+        assert refused.winner is None
+        assert f"requires activations as {scheme.name} has them" in refused.table()
+
+
+INT4_W4A8: Final = QuantScheme("int4_w4a8_g32", QuantFormat("uint4", (1, 32)), QuantFormat("float8_e4m3fn", (1, WHOLE)))
+
+
+@pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
+@pytest.mark.parametrize("scheme", [*(scheme for scheme, _ in RENAMED), INT4_W4A8], ids=lambda scheme: scheme.name)
+def test_what_is_served_under_another_name_is_right(scheme: QuantScheme) -> None:
+    problem = MoEProblem(num_experts=4, hidden_size=256, intermediate_size=128, top_k=2, quant=scheme)
+    weights = conformance.make_weights(problem, torch.device("cpu"))
+    inputs = conformance.make_inputs(problem, 17, "uniform", torch.device("cpu"))
+    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    kernel = make_kernel(problem, weights, select_backend(problem, "cpu", require="torch"))
+    out, computes = kernel(*call), kernel.experts.computes
+    truth = reference_experts(problem, weights, *call, computes=computes)
+    assert relative_error(out, truth) <= tolerance(computes, problem.dtype, out.numel())
+
+
+def test_of_two_forms_a_cell_computes_the_exact_one(isolated_registry: BackendRegistry) -> None:
+    add("both", ("nvfp4_w4a16", "nvfp4"))
+    for scheme in (QUANT_SCHEMES["nvfp4"], dataclasses.replace(QUANT_SCHEMES["nvfp4"], name="mine")):
+        selection = select_backend(problem_of(scheme, exact_activations=True), "cuda:sm100", require="both")
+        assert chosen(selection) == ("both", "nvfp4", "kernel")
+
+
+def test_a_request_may_name_the_problems_own_scheme() -> None:
+    scheme = QuantScheme("mine", QuantFormat("uint4", (1, 128)))
+    selection = explain_backends(problem_of(scheme), "cuda:sm90", prefer="mine=triton,nvfp4=torch")
+    assert (selection.backend, selection.source) == ("triton", "preferred")
+    with pytest.raises(UnknownSchemeError, match="unknown quant scheme 'mine'"):
+        explain_backends(problem_of("nvfp4"), "cuda:sm90", prefer="mine=triton")
+
+
+# At the command line.
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "selected", "computes"),
+    [
+        (["--quant", "nvfp4", "--platform", "cuda:sm90"], 0, "triton", "nvfp4_w4a16"),
+        (["--quant", "mxfp4_mxfp8", "--platform", "cuda:sm90", "--swiglu-limit", "7"], 0, "triton", "mxfp4_w4a16"),
+        (["--quant", "mxfp8", "--platform", "cuda:sm80"], 3, None, None),
+        (["--quant", "fp8_block128", "--platform", "cuda:sm90", "--require", "torch"], 3, None, None),
+    ],
+)
+def test_explain(
+    flags: list[str], code: int, selected: str | None, computes: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "--model", "qwen3-30b-a3b", "--json", *flags]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert found["selected"] == selected
+    if selected is None:
+        assert all(decision["reasons"] for decision in found["decisions"])
+    else:
+        assert found["decisions"][0]["computes"] == computes
+
+
+def test_tables_are_about_registered_backends() -> None:
+    assert set(SHIPPED) <= {cell.name for cell in load_backends().cells}

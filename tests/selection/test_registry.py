@@ -1,0 +1,418 @@
+"""Registration: validated before it is stored, errors that name both parties, and what the built-ins have to keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+import pytest
+
+from moereg.author import Experts, Facts
+from moereg.discovery import load_backends
+from moereg.dispatch import evaluate
+from moereg.errors import RegistrationError
+from moereg.experts import ExpertInputs
+from moereg.platforms import Platform, PlatformRule
+from moereg.problem import MoEProblem
+from moereg.quant import QUANT_SCHEMES, QuantFormat, QuantScheme
+from moereg.registry import BUILTIN, BackendCell, BackendRegistry, register_moe_backend, registering_origin
+from moereg.request import Request
+from moereg.weights import PermutedWeights
+from tests.support.fakes import EVERYTHING, FakeExperts
+
+SM90, SM100 = Platform.from_name("cuda:sm90"), Platform.from_name("cuda:sm100")
+
+
+def register(registry: BackendRegistry, experts: Any = FakeExperts, origin: str = "stranger", **changes: Any) -> Any:
+    keywords = {"name": "fake", "priority": 10, "quant_schemes": ("unquantized",), "platforms": ("cuda:sm80+",)}
+    with registering_origin(origin):
+        return register_moe_backend(**{**keywords, **changes}, registry=registry)(experts)
+
+
+class Unhashable(list[int]):
+    """A callable by which no answer can be kept."""
+
+    def __call__(self, platform: Platform) -> None: ...
+
+    def __repr__(self) -> str:
+        return "an unhashable"
+
+
+def refused(text: str, registry: BackendRegistry | None = None, **changes: Any) -> None:
+    """Registers and expects `text`, with nothing stored."""
+    registry = registry or BackendRegistry()
+    before, version = registry.cells, registry.version
+    with pytest.raises(RegistrationError, match=re.escape(text)):
+        register(registry, **changes)
+    assert registry.cells == before
+    assert registry.version == version
+
+
+def test_stacked_decorators_are_rectangles() -> None:
+    registry = BackendRegistry()
+
+    @register_moe_backend("stacked", 100, ("unquantized",), ("cuda:sm90", "rocm:gfx942"), registry=registry)
+    @register_moe_backend("stacked", 80, ("nvfp4", "nvfp4_w4a16"), ("cuda:sm100+",), opt_in=True, registry=registry)
+    @register_moe_backend("stacked", 1, ("mxfp8",), ("*",), tier="emulation", registry=registry)
+    class Stacked(FakeExperts):
+        pass
+
+    assert isinstance(Stacked, type)
+    found = [
+        (
+            cell.priority,
+            [scheme.name for scheme in cell.schemes],
+            [rule.text for rule in cell.rules],
+            cell.opt_in,
+            cell.tier,
+        )
+        for cell in registry.cells
+    ]
+    assert found == [
+        (1, ["mxfp8"], ["*"], False, "emulation"),
+        (80, ["nvfp4", "nvfp4_w4a16"], ["cuda:sm100+"], True, "kernel"),
+        (100, ["unquantized"], ["cuda:sm90", "rocm:gfx942"], False, "kernel"),
+    ]
+    assert {cell.experts for cell in registry.cells} == {Stacked}
+    assert registry.names == ("stacked",)
+    assert len(registry.by_name("stacked")) == 3
+    assert registry.by_name("other") == ()
+
+
+@pytest.mark.parametrize("name", ["", "_", "Fake", "fake-1", "fake=1", "fa ke", "fäke", 3])
+def test_bad_names(name: Any) -> None:
+    refused(
+        f"backend {name!r} (FakeExperts of stranger): a name is lower-case letters, digits and underscores", name=name
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"priority": 1.5}, "priority must be an integer, got 1.5"),
+        ({"priority": True}, "priority must be an integer, got True"),
+        ({"tier": "slow"}, "tier must be one of ('kernel', 'emulation'), got 'slow'"),
+        ({"opt_in": "yes"}, "opt_in must be True or False, got 'yes'"),
+        ({"quant_schemes": "nvfp4"}, "quant_schemes must be a tuple of names, got the string 'nvfp4'"),
+        ({"quant_schemes": ()}, "quant_schemes must name at least one scheme"),
+        (
+            {"quant_schemes": ("nvfp5",)},
+            "unknown quant scheme 'nvfp5', did you mean 'nvfp4'?",
+        ),
+        (
+            {"quant_schemes": (QuantScheme("nvfp4", QuantFormat("int8", (1, -1))),)},
+            "scheme name 'nvfp4' is moereg's for QuantScheme(name='nvfp4'",
+        ),
+        ({"platforms": "cpu"}, "platforms must be a tuple of rules, got the string 'cpu'"),
+        ({"platforms": ()}, "platforms must name at least one rule"),
+        ({"platforms": ("gpux",)}, "unknown platform kind 'gpux'"),
+        (
+            {"platforms": ("cuda:sm80+", "cuda:sm90+")},
+            "rules cuda:sm80+ and cuda:sm90+ are equally specific and overlap; keep one",
+        ),
+        ({"requires": "triton>=3.6"}, "requires must be a tuple of requirements, got the string 'triton>=3.6'"),
+        ({"requires": ("triton>>3",)}, "requires 'triton>>3' is not a version range"),
+        ({"probes": (3,)}, "probes must be a tuple of functions that take a Platform, got (3,)"),
+        ({"probes": (Unhashable(),)}, "probes must be a tuple of functions that take a Platform, got (an unhashable,)"),
+        ({"probes": repr}, "probes must be a tuple of functions that take a Platform, got <built-in function repr>"),
+        ({"color": "red"}, "unknown fact 'color' (known: activation_formats, activation_scalars, activations, bias"),
+    ],
+)
+def test_bad_keywords(changes: dict[str, Any], text: str) -> None:
+    refused(text, **changes)
+
+
+def subclass(**members: Any) -> type[FakeExperts]:
+    return type("Odd", (FakeExperts,), members)
+
+
+def with_facts(**changes: Any) -> type[FakeExperts]:
+    return subclass(facts=dataclasses.replace(EVERYTHING, **changes))
+
+
+class NoApply(Experts):
+    facts = EVERYTHING
+    layouts = ("canonical",)
+
+    def permute_weights(self, weights: Any, problem: Any) -> Any:
+        raise NotImplementedError
+
+    def workspace_shapes(self, problem: Any, num_tokens: int) -> Any:
+        return (0,), (0,)
+
+
+@pytest.mark.parametrize(
+    ("experts", "text"),
+    [
+        (lambda: None, "the decorated class must subclass moereg.author.Experts"),
+        (dict, "the decorated class must subclass moereg.author.Experts"),
+        (NoApply, "abstract methods are missing: apply"),
+        (
+            subclass(apply=lambda self, out, inputs, weights, workspace: None),
+            "apply must take (self, out, inputs, weights, workspace13, workspace2), "
+            "got (self, out, inputs, weights, workspace); the dispatcher passes them by these names",
+        ),
+        (
+            subclass(unsupported_reasons=classmethod(lambda cls, problem: [])),
+            "unsupported_reasons must take (problem, platform), got (problem)",
+        ),
+        (
+            subclass(__init__=lambda self, problem: None),
+            "__init__ must take (self, problem, platform, computes), got (self, problem)",
+        ),
+        (subclass(facts={}), "facts must be a moereg.author.Facts, got dict"),
+        (subclass(input_form="fp8"), "input_form must be one of ('unquantized', 'quantized'), got 'fp8'"),
+        (subclass(output_form="sum"), "output_form must be one of ('reduced', 'per_route', 'per_expert'), got 'sum'"),
+        (subclass(layouts=()), "layouts must be a tuple of at least one layout of permuted weights, got ()"),
+        (
+            subclass(layouts="canonical"),
+            "layouts must be a tuple of at least one layout of permuted weights, got 'canonical'",
+        ),
+        (with_facts(activations="silu"), "activations must be a frozenset of names, got 'silu'"),
+        (with_facts(dtypes=frozenset({"bf16"})), "unknown name in dtypes 'bf16'"),
+        (with_facts(placements=frozenset({"any"})), "unknown name in placements 'any' (known: contiguous, map)"),
+        (with_facts(bias="yes"), "bias must be True or False, got 'yes'"),
+        (with_facts(max_experts=0), "max_experts must be None or an integer of at least 1, got 0"),
+        (with_facts(requires_multiple=128), "requires_multiple must map problem fields to divisors, got 128"),
+        (
+            with_facts(requires_multiple={"hiden_size": 8}),
+            "unknown size in requires_multiple 'hiden_size', did you mean 'hidden_size'?",
+        ),
+        (
+            with_facts(requires_multiple={"hidden_size": 0}),
+            "requires_multiple['hidden_size'] must be an integer of at least 1, got 0",
+        ),
+        (with_facts(pads_to={"dtype": 8}), "unknown size in pads_to 'dtype'"),
+    ],
+)
+def test_bad_classes(experts: Any, text: str) -> None:
+    refused(text, experts=experts)
+
+
+def test_a_predicate_that_is_no_classmethod_is_refused() -> None:
+    class Plain(FakeExperts):
+        def unsupported_reasons(self, problem: Any, platform: Any) -> list[str]:  # type: ignore[override]
+            return []
+
+    refused("unsupported_reasons must take (problem, platform), got (self, problem, platform)", experts=Plain)
+
+
+def test_narrowing() -> None:
+    registry = BackendRegistry()
+    register(
+        registry,
+        with_facts(requires_multiple={"hidden_size": 8}, max_experts=64),
+        bias=False,
+        dtypes={"bfloat16"},
+        requires_multiple={"hidden_size": 16, "intermediate_size": 4},
+        max_experts=32,
+        max_num_tokens=128,
+    )
+    facts = registry.cells[0].facts
+    assert facts.bias is False
+    assert facts.dtypes == frozenset({"bfloat16"})
+    assert facts.requires_multiple == {"hidden_size": 16, "intermediate_size": 4}
+    assert (facts.max_experts, facts.max_num_tokens) == (32, 128)
+    assert facts.activations == EVERYTHING.activations
+    assert EVERYTHING.bias is True
+
+
+def test_narrowed_facts_are_what_counts() -> None:
+    registry = BackendRegistry()
+    register(registry, bias=False)
+    problem = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2, has_bias=True)
+    decision = evaluate(registry.cells[0], problem, SM90, Request())
+    assert [reason.code for reason in decision.reasons] == ["bias"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "narrowed"),
+    [
+        ({"bias": False}, {"bias": True}),
+        ({"dtypes": frozenset({"bfloat16"})}, {"dtypes": ("bfloat16", "float16")}),
+        ({"requires_multiple": {"hidden_size": 8}}, {"requires_multiple": {}}),
+        ({"requires_multiple": {"hidden_size": 8}}, {"requires_multiple": {"hidden_size": 4}}),
+        ({"requires_multiple": {"hidden_size": 8}}, {"requires_multiple": {"hidden_size": 12}}),
+        ({"max_experts": 64}, {"max_experts": 65}),
+        ({"max_experts": 64}, {"max_experts": None}),
+    ],
+)
+def test_narrowing_never_widens(facts: dict[str, Any], narrowed: dict[str, Any]) -> None:
+    refused("a decorator may narrow the class's facts, never widen them", experts=with_facts(**facts), **narrowed)
+
+
+@pytest.mark.parametrize("narrowed", [{"dtypes": 3}, {"dtypes": ("bf16",)}, {"max_experts": "8"}, {"bias": 0}])
+def test_narrowing_is_checked(narrowed: dict[str, Any]) -> None:
+    refused(f"{next(iter(narrowed))}", **narrowed)
+
+
+def test_a_name_belongs_to_one_distribution() -> None:
+    registry = BackendRegistry()
+    register(registry, origin="moereg-one")
+    refused(
+        "backend name 'fake' belongs to moereg-one (FakeExperts); Odd of moereg-two needs another name",
+        registry,
+        experts=subclass(),
+        origin="moereg-two",
+    )
+    # The same distribution may add classes to its name.
+    register(registry, subclass(), origin="moereg-one")
+    assert len(registry.by_name("fake")) == 2
+
+
+def test_a_name_of_moereg_cannot_be_taken(isolated_registry: BackendRegistry) -> None:
+    for name in [cell.name for cell in isolated_registry.cells if cell.origin == BUILTIN]:
+        refused(f"backend name {name!r} belongs to builtin", isolated_registry, experts=subclass(), name=name)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        ("cuda:sm90", "cuda:sm90", "rules cuda:sm90 (priority 10) and cuda:sm90 (priority 20)"),
+        ("cuda:sm80+", "cuda:sm89+", "rules cuda:sm80+ (priority 10) and cuda:sm89+ (priority 20)"),
+        ("cuda:sm100f", "cuda:sm103f", "rules cuda:sm100f (priority 10) and cuda:sm103f (priority 20)"),
+        ("*", "*", "rules * (priority 10) and * (priority 20)"),
+    ],
+)
+def test_equal_specificity_is_refused(first: str, second: str, text: str) -> None:
+    registry = BackendRegistry()
+    register(registry, quant_schemes=("nvfp4", "mxfp8"), platforms=(first,))
+    refused(
+        f"FakeExperts of stranger registers 'fake' twice for scheme mxfp8: {text} are equally specific and match the "
+        "same platforms; keep one decorator or name architectures exactly",
+        registry,
+        quant_schemes=("unquantized", "mxfp8"),
+        platforms=(second,),
+        priority=20,
+    )
+    # Another scheme, another class or a more specific rule is no conflict.
+    register(registry, platforms=(second,), quant_schemes=("int8_w8a8",))
+    register(registry, subclass(), platforms=(second,), quant_schemes=("mxfp8",))
+    register(registry, platforms=("rocm:gfx942",), quant_schemes=("mxfp8",))
+
+
+def test_plugin_schemes_are_values() -> None:
+    registry = BackendRegistry()
+    scheme = QuantScheme("int4_w4a8_g128", QuantFormat("uint4", (1, 128)), QuantFormat("float8_e4m3fn", (1, -1)))
+    register(registry, quant_schemes=(scheme,))
+    (one,) = registry.cells
+    assert one.scheme_for(scheme) is scheme
+    assert one.scheme_for(QUANT_SCHEMES["int4_w4a16_g128"]) is None
+    refused(
+        "scheme name 'int4_w4a8_g128' of backend 'other' of stranger is QuantScheme(name='int4_w4a8_g128'",
+        registry,
+        name="other",
+        quant_schemes=(QuantScheme("int4_w4a8_g128", QuantFormat("uint4", (1, 32))),),
+    )
+
+
+def test_scheme_for_prefers_the_checkpoints_own() -> None:
+    registry = BackendRegistry()
+    register(registry, quant_schemes=("nvfp4_w4a16", "nvfp4"))
+    register(registry, subclass(), quant_schemes=("nvfp4_w4a16",))
+    both, half = registry.cells
+    assert both.scheme_for(QUANT_SCHEMES["nvfp4"]) is QUANT_SCHEMES["nvfp4"]
+    assert half.scheme_for(QUANT_SCHEMES["nvfp4"]) is QUANT_SCHEMES["nvfp4_w4a16"]
+    assert half.scheme_for(QUANT_SCHEMES["unquantized"]) is None
+
+
+def test_equal_formats_of_another_name_come_before_16_bits() -> None:
+    registry = BackendRegistry()
+    nvfp4 = QUANT_SCHEMES["nvfp4"]
+    mine = QuantScheme("mine", nvfp4.weight, nvfp4.activation)
+    register(registry, quant_schemes=("nvfp4_w4a16", mine))
+    assert registry.cells[0].scheme_for(nvfp4) is mine
+
+
+def test_rule_for_is_the_most_specific() -> None:
+    registry = BackendRegistry()
+    register(registry, platforms=("*", "cuda:sm80+", "cuda:sm100f", "cuda:sm100"))
+    (one,) = registry.cells
+    assert one.rule_for(SM90) == PlatformRule("cuda:sm80+")
+    assert one.rule_for(SM100) == PlatformRule("cuda:sm100")
+    assert one.rule_for(Platform.from_name("cuda:sm103")) == PlatformRule("cuda:sm100f")
+    assert one.rule_for(Platform.from_name("cpu")) == PlatformRule("*")
+
+
+def test_adoption_is_for_what_a_direct_import_registered() -> None:
+    registry = BackendRegistry()
+    register(registry, origin=FakeExperts.__module__)
+    register(registry, subclass(), origin="somebody", name="other")
+    adopted = registry.adopt("tests.support.fakes", "moereg-fakes")
+    assert [cell.origin for cell in registry.cells] == ["moereg-fakes", "somebody"]
+    assert adopted == registry.cells[:1]
+    assert registry.adopt("tests.support.fakes", "moereg-fakes") == ()
+    assert registry.adopt("tests.fa", "moereg-fa") == ()
+
+
+def test_snapshot_and_restore() -> None:
+    registry = BackendRegistry()
+    register(registry)
+    before, version = registry.snapshot(), registry.version
+    register(registry, name="second")
+    assert registry.version > version
+    registry.restore(before)
+    assert registry.cells == before
+    assert registry.version > version + 1
+
+
+# What the built-ins have to keep.
+
+
+def builtins() -> list[BackendCell]:
+    return [cell for cell in load_backends().cells if cell.origin == BUILTIN]
+
+
+@pytest.mark.parametrize("one", builtins(), ids=lambda one: f"{one.class_name}-{one.rules[0]}")
+def test_builtin_declares_its_own_facts(one: BackendCell) -> None:
+    assert one.facts.dtypes
+    assert one.facts.activations
+    assert one.facts.activation_formats
+    assert one.facts.placements
+    assert one.facts != Facts()
+    assert one.experts.__doc__
+    assert all(layout for layout in one.experts.layouts)
+
+
+def tied_pairs(cells: list[BackendCell], platforms: list[Platform]) -> list[tuple[str, str, str, str]]:
+    """Backends that would be accepted with one priority for one problem."""
+    found = []
+    for platform, scheme in itertools.product(platforms, QUANT_SCHEMES.values()):
+        standing = [cell for cell in cells if cell.rule_for(platform) and cell.scheme_for(scheme) and not cell.opt_in]
+        for one, other in itertools.combinations(standing, 2):
+            meet = one.facts.activation_formats & other.facts.activation_formats
+            if one.name != other.name and (one.priority, one.tier) == (other.priority, other.tier) and meet:
+                found.append((one.name, other.name, str(platform), scheme.name))
+    return found
+
+
+PLATFORMS = [
+    *(Platform.from_name(f"cuda:sm{number}") for number in (75, 80, 86, 89, 90, 100, 103, 110, 120, 121)),
+    *(Platform.from_name(name) for name in ("rocm:gfx942", "rocm:gfx950", "cpu", "tpu:v5e", "npu:910b", "xpu:pvc")),
+]
+
+
+def test_builtins_never_tie() -> None:
+    assert not tied_pairs(builtins(), PLATFORMS)
+
+
+def test_ties_are_found() -> None:
+    registry = BackendRegistry()
+    register(registry, name="one", platforms=("cuda:sm80+",))
+    register(registry, subclass(), name="other", platforms=("cuda:sm90",))
+    assert tied_pairs(list(registry.cells), PLATFORMS) == [("one", "other", "cuda:sm90", "unquantized")]
+
+
+def test_author_surface() -> None:
+    import moereg.author
+
+    assert moereg.author.API_VERSION == "1"
+    for name in ("Experts", "ExpertInputs", "PermutedWeights", "register_moe_backend", "API_VERSION"):
+        assert name in moereg.author.__all__
+    assert moereg.author.ExpertInputs is ExpertInputs
+    assert moereg.author.PermutedWeights is PermutedWeights
+    # New fields of what apply sees have defaults, so that a backend written today keeps working.
+    required = [field.name for field in dataclasses.fields(ExpertInputs) if field.default is dataclasses.MISSING]
+    assert required == ["hidden_states", "topk_weights", "topk_ids"]

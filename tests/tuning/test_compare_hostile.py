@@ -1,0 +1,502 @@
+"""`run` and `bench` cannot be fooled: who writes what is not its own is named, and everybody else is right."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from moereg import cli
+from moereg.author import ExpertInputs, ExpertWeights, PermutedWeights
+from moereg.cli._layer import random_layer
+from moereg.dispatch import explain_backends
+from moereg.problem import MoEProblem
+from moereg.reference import reference_experts, relative_error
+from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.testing.tolerances import layer_tolerance
+from moereg.tuning.compare import Comparison, Measurement
+from moereg.tuning.inputs import random_calls, random_weights
+from moereg.tuning.roofline import Ceilings
+from moereg.tuning.watched import WatchedTensors, same_bytes
+from tests.support.fakes import FakeExperts
+
+CPU = torch.device("cpu")
+CEILINGS = Ceilings(matmul_tflops=0.1, read_gbps=10.0, read_by="nothing")
+PROBLEM = MoEProblem(num_experts=4, hidden_size=32, intermediate_size=16, top_k=2)
+
+Deed = Callable[[torch.Tensor, ExpertInputs, PermutedWeights], object]
+
+
+@pytest.fixture(autouse=True)
+def _small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are made often here, and drawing the numbers that they are cut from is what takes time."""
+    monkeypatch.setattr("moereg.tuning.inputs._POOL_NUMEL", 4099)
+
+
+class SharingExperts(FakeExperts):
+    """Right, and runs on the canonical weights that all share."""
+
+
+class PermutingExperts(FakeExperts):
+    """Does something to the canonical weights while it permutes."""
+
+    deed: Callable[[ExpertWeights], object]
+
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        type(self).deed(weights)
+        return super().permute_weights(weights, problem)
+
+
+class DoingExperts(FakeExperts):
+    """Right, and does something else as well from some call on, up to another."""
+
+    deed: Deed
+    calls = (1, math.inf)
+    instead = False
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        self.count = getattr(self, "count", 0) + 1
+        is_due = self.calls[0] <= self.count <= self.calls[1]
+        if not (is_due and self.instead):
+            super().apply(out, inputs, weights, workspace13, workspace2)
+        if is_due:
+            type(self).deed(out, inputs, weights)
+
+
+def permuting(deed: Callable[[ExpertWeights], object]) -> type[FakeExperts]:
+    return type("Permuting", (PermutingExperts,), {"deed": staticmethod(deed), "__module__": __name__})
+
+
+def doing(deed: Deed, first: float = 1, last: float = math.inf, instead: bool = False) -> type[FakeExperts]:
+    members = {"deed": staticmethod(deed), "calls": (first, last), "instead": instead, "__module__": __name__}
+    return type("Doing", (DoingExperts,), members)
+
+
+def zero(name: str, through_data: bool = False) -> Deed:
+    def deed(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+        (weights[name].data if through_data else weights[name]).zero_()
+
+    return deed
+
+
+def raises(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+    raise RuntimeError("tired")
+
+
+def measure(
+    hostile: type[FakeExperts],
+    num_tokens: int = 5,
+    rounds: int = 3,
+    make_weights: Callable[[], ExpertWeights] | None = None,
+) -> dict[str, Measurement]:
+    """What a comparison says of the hostile one, which comes first, and of an honest one on either side."""
+    for name, priority, experts in (
+        ("fake_before", 100_001, type("Before", (SharingExperts,), {})),
+        ("fake_hostile", 100_000, hostile),
+        ("fake_after", 99_999, type("After", (SharingExperts,), {})),
+    ):
+        register_moe_backend(name, priority, ("unquantized",), ("*",))(experts)
+    selection = explain_backends(PROBLEM, require=["fake_before", "fake_hostile", "fake_after", "torch"])
+    is_given = make_weights is not None
+    make_weights = make_weights or functools.partial(_weights, PROBLEM)
+    inputs = {num_tokens: random_calls(PROBLEM, num_tokens, "uniform", 0, CPU)[:3]}
+    comparison = Comparison(selection, make_weights, inputs, layer_tolerance)
+    found = {row.decision.experts: row for row in comparison.measure(num_tokens, CEILINGS, rounds)}
+    pristine = {} if is_given else make_weights().tensors()
+    assert is_given or all(torch.equal(tensor, pristine[name]) for name, tensor in comparison.weights.tensors().items())
+    return found
+
+
+def _weights(problem: MoEProblem) -> ExpertWeights:
+    return random_weights(problem, torch.Generator().manual_seed(0), CPU)
+
+
+def check_others(found: dict[str, Measurement], hostile: str) -> Measurement:
+    """The row of the hostile one; all others have to be right and timed."""
+    row = found.pop(hostile)
+    assert {"Before", "After"} < set(found)
+    for other in found.values():
+        assert other.passed, other
+        assert other.timing is not None
+        assert other.relative_error < 5e-3
+    assert not row.passed
+    assert row.timing is None
+    return row
+
+
+PERMUTES: dict[str, tuple[Callable[[ExpertWeights], object], str]] = {
+    "doubles": (lambda weights: weights.w13.mul_(2), "w13"),
+    "doubles and halves": (lambda weights: weights.w2.mul_(2).div_(2), "w2"),
+    "unseen by torch": (lambda weights: weights.w13.data.mul_(2), "w13"),
+    "same sum": (lambda weights: weights.w13.data.copy_(weights.w13.flip(1)), "w13"),
+    "frees": (lambda weights: weights.w2.untyped_storage().resize_(0), "w2"),
+}
+
+
+@pytest.mark.parametrize("name", PERMUTES)
+def test_writing_the_weights_while_permuting(isolated_registry: BackendRegistry, name: str) -> None:
+    deed, tensor = PERMUTES[name]
+    row = check_others(measure(permuting(deed)), "Permuting")
+    assert row.damage == f"permute_weights wrote to the layer's weights ({tensor})"
+
+
+def test_other_memory_for_the_tensor_is_nobodys_but_its_own(isolated_registry: BackendRegistry) -> None:
+    def swap(weights: ExpertWeights) -> None:
+        weights.w13.data = torch.zeros_like(weights.w13)
+
+    row = check_others(measure(permuting(swap)), "Permuting")
+    assert not row.damage
+    assert row.relative_error == 1
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize("first", [1, 2, 7])
+def test_writing_shared_weights_in_a_call(isolated_registry: BackendRegistry, first: int, through_data: bool) -> None:
+    """In the first call, in the one before timing, and in the middle of it."""
+    row = check_others(measure(doing(zero("w2", through_data), first)), "Doing")
+    assert row.damage == "apply wrote to the layer's weights (w2)"
+
+
+def test_writing_shared_weights_once_while_all_run_in_turns(isolated_registry: BackendRegistry) -> None:
+    found = measure(doing(zero("w2", through_data=True), 7, 7))
+    for row in found.values():
+        assert not row.passed
+        assert row.damage.startswith("one of fake_before, fake_hostile, fake_after, ")
+        assert row.damage.endswith(" wrote to the layer's weights (w2), once")
+
+
+@pytest.mark.parametrize("first", [1, 7])
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("hidden_states", lambda tensor: tensor.zero_()),
+        ("hidden_states", lambda tensor: tensor.mul_(1)),
+        ("topk_weights", lambda tensor: tensor.data.mul_(3)),
+        ("topk_ids", lambda tensor: tensor.data.fill_(0)),
+    ],
+)
+def test_writing_inputs(
+    isolated_registry: BackendRegistry, first: int, name: str, write: Callable[[torch.Tensor], object]
+) -> None:
+    def deed(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+        write(getattr(inputs, name))
+
+    row = check_others(measure(doing(deed, first)), "Doing")
+    assert row.damage == f"apply wrote to its inputs ({name})"
+
+
+def more(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+    out.mul_(1.5)
+
+
+@pytest.mark.parametrize("first", [2, 5, 9])
+def test_right_at_first_and_wrong_later(isolated_registry: BackendRegistry, first: int) -> None:
+    row = check_others(measure(doing(more, first)), "Doing")
+    assert row.relative_error == pytest.approx(0.5, rel=0.05)
+    assert not row.damage
+
+
+def test_leaving_what_was_there_before(isolated_registry: BackendRegistry) -> None:
+    """Does nothing where its output has been right once."""
+    row = check_others(measure(doing(lambda out, inputs, weights: None, 6, instead=True)), "Doing")
+    assert math.isnan(row.relative_error)
+
+
+def test_wrong_for_other_inputs(isolated_registry: BackendRegistry) -> None:
+    first = random_calls(PROBLEM, 5, "uniform", 0, CPU)[0].hidden_states
+
+    def deed(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+        if not torch.equal(inputs.hidden_states, first):
+            out.mul_(1.5)
+
+    row = check_others(measure(doing(deed)), "Doing")
+    assert row.relative_error == pytest.approx(0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("first", [2, 7, 9])
+def test_raising_later_takes_no_other_down(isolated_registry: BackendRegistry, first: int) -> None:
+    row = check_others(measure(doing(raises, first)), "Doing")
+    assert "RuntimeError: tired" in row.failure
+    assert row.error is not None
+
+
+FAULT = "CUDA error: an illegal memory access was encountered"
+
+
+def _patch_device(monkeypatch: pytest.MonkeyPatch, is_lost: Callable[[], object]) -> None:
+    """A device whose faults show in whatever waits for it next, and in all that follows."""
+
+    def fails(*arguments: object) -> None:
+        if is_lost():
+            raise RuntimeError(FAULT)
+
+    def error_of(out: torch.Tensor, reference: torch.Tensor) -> float:
+        fails()
+        return relative_error(out, reference)
+
+    for module in ("compare", "culprits", "timing", "watched"):
+        monkeypatch.setattr(f"moereg.tuning.{module}.wait_for", fails)
+    monkeypatch.setattr("moereg.tuning.compare.relative_error", error_of)
+
+
+def test_a_fault_that_shows_when_outputs_are_compared_is_named(
+    isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[bool] = []
+    _patch_device(monkeypatch, lambda: lost)
+    found = measure(doing(lambda out, inputs, weights: lost.append(True)))
+    origin = __name__
+    assert found["Doing"].failure.startswith(
+        f"backend 'fake_hostile' of {origin} raised in Doing.apply: RuntimeError: {FAULT}; do without it (--deny fake_h"
+    )
+    for name in set(found) - {"Doing"}:
+        assert found[name].failure == (
+            f"not measured, since backend 'fake_hostile' of {origin} took the device down in apply: RuntimeError: "
+            f"{FAULT}; do without it (--deny fake_hostile)"
+        )
+    assert len(lost) == 1
+    assert found["Before"].relative_error < 5e-3
+    assert math.isnan(found["After"].relative_error)
+    assert not any(row.passed for row in found.values())
+
+
+def test_a_device_that_is_lost_while_permuting_has_a_name(
+    isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[bool] = []
+    _patch_device(monkeypatch, lambda: lost)
+    found = measure(permuting(lambda weights: lost.append(True)))
+    assert f"raised in Permuting.permute_weights: RuntimeError: {FAULT}" in found["Permuting"].failure
+    assert "took the device down in permute_weights" in found["After"].failure
+
+
+def test_a_device_that_is_lost_while_all_run_in_turns_names_all(
+    isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[bool] = []
+    _patch_device(monkeypatch, lambda: lost)
+    found = measure(doing(lambda out, inputs, weights: lost.append(True), 4))
+    for row in found.values():
+        assert not row.passed
+        assert row.failure.startswith(f"backend 'fake_before' of abc or backend 'fake_hostile' of {__name__} or ")
+        assert "run them one by one" in row.failure
+
+
+def test_weights_that_cannot_be_made_anew_name_who_wrote_them(isolated_registry: BackendRegistry) -> None:
+    """By then nothing holds what the writer ran on: that is what may take the memory."""
+    permuted: list[weakref.ref[PermutedWeights]] = []
+
+    def deed(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+        permuted.append(weakref.ref(weights))
+        weights["w2"].zero_()
+
+    def make_weights() -> ExpertWeights:
+        if permuted:
+            assert permuted[0]() is None
+            raise MemoryError("of 3 GB")
+        return _weights(PROBLEM)
+
+    found = measure(doing(deed), make_weights=make_weights)
+    assert found["Doing"].damage == "apply wrote to the layer's weights (w2)"
+    text = (
+        f"backend 'fake_hostile' of {__name__} wrote to the layer's weights, which could not be made anew: "
+        "MemoryError: of 3 GB; do without it (--deny fake_hostile)"
+    )
+    assert found["Doing"].failure == text
+    assert found["After"].failure == f"not measured, since {text}"
+
+
+def zeroes_and_raises(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+    weights["w2"].data.zero_()
+    raise RuntimeError("tired")
+
+
+@pytest.mark.parametrize("first", [1, 2, 4, 7])
+def test_writing_shared_weights_and_raising_harms_nobody_else(isolated_registry: BackendRegistry, first: int) -> None:
+    row = check_others(measure(doing(zeroes_and_raises, first)), "Doing")
+    assert "RuntimeError: tired" in row.failure
+    assert row.damage == "apply wrote to the layer's weights (w2)"
+
+
+class ComputingExperts(FakeExperts):
+    """The reference of what its cell computes."""
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        canonical = ExpertWeights(**{name: weights[name] for name in weights.per_expert}, quant=self.problem.quant)
+        call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+        out.copy_(reference_experts(self.problem, canonical, *call, computes=self.computes))
+
+
+def test_each_candidate_is_checked_against_what_it_computes(isolated_registry: BackendRegistry) -> None:
+    """A cell of the same weights that leaves activations at 16 bits has another reference."""
+    problem = MoEProblem(num_experts=2, hidden_size=128, intermediate_size=128, top_k=1, quant="nvfp4")
+    for name, scheme in (("fake_rounded", "nvfp4"), ("fake_plain", "nvfp4_w4a16")):
+        register_moe_backend(name, 1, (scheme,), ("*",))(type(name.title(), (ComputingExperts,), {}))
+    selection = explain_backends(problem, require=["fake_rounded", "fake_plain"])
+    inputs = {8: random_calls(problem, 8, "uniform", 0, CPU)[:1]}
+    comparison = Comparison(selection, functools.partial(_weights, problem), inputs, layer_tolerance)
+    found = {row.decision.backend: row for row in comparison.measure(8, CEILINGS, 1)}
+    assert {name: row.decision.computes for name, row in found.items()} == {
+        "fake_rounded": "nvfp4",
+        "fake_plain": "nvfp4_w4a16",
+    }
+    for row in found.values():
+        assert row.passed
+        assert row.relative_error < 4e-3
+    rounded, plain = (comparison.reference(row.decision, 8) for row in found.values())
+    assert not torch.allclose(rounded, plain, rtol=0.02, atol=0.02)
+
+
+def test_everything_is_made_before_a_backend_runs(isolated_registry: BackendRegistry) -> None:
+    """Whatever a backend does in permute_weights, weights and references are there by then and are not made again."""
+    made: list[str] = []
+
+    def make_weights() -> ExpertWeights:
+        made.append("weights")
+        return _weights(PROBLEM)
+
+    experts = permuting(lambda weights: made.append("permuted"))
+    register_moe_backend("fake_hostile", 1, ("unquantized",), ("*",))(experts)
+    selection = explain_backends(PROBLEM, require="fake_hostile")
+    inputs = {count: random_calls(PROBLEM, count, "uniform", 0, CPU)[:2] for count in (1, 3)}
+    comparison = Comparison(selection, make_weights, inputs, layer_tolerance)
+    assert made == ["weights", "permuted"]
+    assert all(row.passed for count in inputs for row in comparison.measure(count, None, 1))
+    assert made == ["weights", "permuted"]
+
+
+# --- the command line ---
+
+LINE = "--experts 4 --hidden 32 --intermediate 16 --top-k 2"
+
+
+@pytest.mark.parametrize(
+    ("experts", "expected"),
+    [
+        (permuting(PERMUTES["doubles"][0]), "permute_weights wrote to the layer's weights (w13)"),
+        (doing(zero("w2"), 2), "apply wrote to the layer's weights (w2)"),
+        (doing(zero("w2")), "apply wrote to the layer's weights (w2)"),
+        (doing(zero("w2"), 4), "apply wrote to the layer's weights (w2)"),
+        (doing(zero("w2", through_data=True), 4), "apply wrote to the layer's weights (w2)"),
+        (doing(lambda out, inputs, weights: inputs.hidden_states.zero_()), "apply wrote to its inputs (hidden_states)"),
+    ],
+)
+def test_run_names_what_a_backend_wrote(
+    isolated_registry: BackendRegistry, capsys: pytest.CaptureFixture[str], experts: type[FakeExperts], expected: str
+) -> None:
+    register_moe_backend("fake_hostile", 1, ("unquantized",), ("*",))(experts)
+    assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile --json".split()) == cli.WRONG_NUMBERS
+    found = json.loads(capsys.readouterr().out)
+    assert (found["damage"], found["passed"], found["time_us"]) == (expected, False, None)
+    assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile".split()) == cli.WRONG_NUMBERS
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"WRONG: fake_hostile of {__name__}: {expected}" in out
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_run_names_who_ran_where_the_device_failed(
+    isolated_registry: BackendRegistry,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    first: int,
+) -> None:
+    lost: list[bool] = []
+    _patch_device(monkeypatch, lambda: lost)
+    experts = doing(lambda out, inputs, weights: lost.append(True), first)
+    register_moe_backend("fake_hostile", 1, ("unquantized",), ("*",))(experts)
+    assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile --json".split()) == cli.WRONG_NUMBERS
+    found = json.loads(capsys.readouterr().out)
+    assert found["failure"].startswith(f"backend 'fake_hostile' of {__name__} ")
+    assert FAULT in found["failure"]
+    assert (found["passed"], found["time_us"]) == (False, None)
+
+
+def test_bench_names_what_a_backend_wrote_and_the_others_are_right(
+    isolated_registry: BackendRegistry, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moereg.cli._bench.measure_ceilings", lambda dtype, device: CEILINGS)
+    register_moe_backend("fake_doubles", 100_000, ("unquantized",), ("*",))(permuting(PERMUTES["doubles"][0]))
+    register_moe_backend("fake_zeroes", 99_999, ("unquantized",), ("*",))(doing(zero("w13")))
+    register_moe_backend("fake_right", 99_998, ("unquantized",), ("*",))(type("Right", (SharingExperts,), {}))
+    line = f"bench {LINE} --tokens 2,3 --rounds 2 --deny triton"
+    assert cli.main(f"{line} --json".split()) == cli.WRONG_NUMBERS
+    found = json.loads(capsys.readouterr().out)
+    damages = {(row["backend"], row["tokens"]): row["damage"] for row in found["rows"] if row["damage"]}
+    assert damages == {
+        (name, count): f"{step} wrote to the layer's weights (w13)"
+        for name, step in (("fake_doubles", "permute_weights"), ("fake_zeroes", "apply"))
+        for count in (2, 3)
+    }
+    others = [row for row in found["rows"] if not row["damage"]]
+    assert {row["backend"] for row in others} == {"fake_right", "torch"}
+    assert all(row["passed"] and row["time_us"] > 0 for row in others)
+    assert cli.main(line.split()) == cli.WRONG_NUMBERS
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"fake_zeroes of {__name__} is WRONG at 2 tokens: apply wrote to the layer's weights (w13)" in out
+
+
+# --- what watches ---
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.float32])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 8)])
+def test_each_byte_is_watched(dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moereg.tuning.watched._CPU_WORDS", 4)  # Several pieces of a few bytes.
+    base = torch.arange(2000, dtype=torch.int16).to(torch.uint8)
+    tensor = base[8 : 8 + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+    watched = WatchedTensors({"it": tensor, "other": torch.zeros(3)})
+    assert watched.written() == ()
+    seen = tensor.detach().data.view(-1).view(torch.uint8)
+    for place in range(len(seen)):
+        seen[place] ^= 0x80
+        assert watched.written() == ("it",)
+        seen[place] ^= 0x80
+    base.data[:8] = 99
+    watched.renew()
+    assert watched.written() == ()
+
+
+def test_what_changes_places_is_seen_and_put_back() -> None:
+    tensor = torch.arange(64.0).reshape(8, 8)
+    pristine = tensor.clone()
+    watched = WatchedTensors({"it": tensor})
+    view = tensor[1:]
+    tensor.data.copy_(tensor.flip(0))
+    assert watched.written() == ("it",)
+    watched.restore({"it": pristine})
+    assert torch.equal(view, pristine[1:])
+    assert watched.written() == ()
+    tensor.untyped_storage().resize_(0)
+    assert watched.written() == ("it",)
+    watched.restore({"it": pristine})
+    assert torch.equal(view, pristine[1:])
+
+
+def test_bytes_are_compared_as_bytes() -> None:
+    assert same_bytes(torch.tensor([math.nan]), torch.tensor([math.nan]))
+    assert not same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+def test_a_layer_is_made_twice_alike() -> None:
+    """What was written is made anew from the seed."""
+    one, other = (random_layer(PROBLEM, 3, CPU, lambda done, total: None).weights for _ in range(2))
+    assert torch.equal(one.w13, other.w13)

@@ -1,0 +1,120 @@
+"""Rooflines count what a call needs; ceilings are measured."""
+
+from __future__ import annotations
+
+import builtins
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moereg.problem import MoEProblem
+from moereg.tuning import roofline
+from moereg.tuning.inputs import Call
+from moereg.tuning.roofline import Ceilings, Work, expert_bytes, measure_ceilings, roofline_us, work_of
+from moereg.tuning.timing import Timing
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {"num_experts": 8, "hidden_size": 64, "intermediate_size": 32, "top_k": 2}
+
+
+def call(ids: list[list[int]]) -> Call:
+    topk_ids = torch.tensor(ids, dtype=torch.int32)
+    return Call(torch.zeros(len(ids), 64, dtype=torch.bfloat16), torch.ones(topk_ids.shape), topk_ids)
+
+
+def test_bytes_of_an_expert() -> None:
+    matrices = 3 * 64 * 32
+    assert expert_bytes(MoEProblem(**SIZES)) == 2 * matrices
+    assert expert_bytes(MoEProblem(**SIZES, dtype="float32", activation="relu2")) == 4 * 2 * 64 * 32
+    assert expert_bytes(MoEProblem(**SIZES, has_bias=True)) == 2 * (matrices + 2 * 32 + 64)
+    scaled = MoEProblem(**{**SIZES, "hidden_size": 256, "intermediate_size": 128, "quant": "fp8_block128"})
+    assert expert_bytes(scaled) == 3 * 256 * 128 + 4 * (2 * 2 + 2 * 1)
+
+
+def test_only_active_experts_are_moved() -> None:
+    problem = MoEProblem(**SIZES)
+    one, activations = expert_bytes(problem), 2 * 3 * 64 * 2
+    assert work_of(problem, call([[1, 2], [2, 1], [1, 7]])) == Work(2 * 6 * 3 * 64 * 32, 3 * one + activations)
+    assert work_of(problem, call([[0, 1], [2, 3], [4, 5]])).num_bytes == 6 * one + activations
+
+
+def test_other_ranks_experts_are_not_this_ones_work() -> None:
+    problem = MoEProblem(**SIZES, num_local_experts=4)
+    found = work_of(problem, call([[1, 5], [6, 7], [-1, 8]]))
+    assert found == Work(2 * 1 * 3 * 64 * 32, expert_bytes(problem) + 2 * 3 * 64 * 2)
+
+
+def test_the_roofline_is_the_larger_of_both_times() -> None:
+    ceilings = Ceilings(matmul_tflops=2.0, read_gbps=1000.0, read_by="")
+    assert roofline_us([Work(flops=2e6, num_bytes=5e6)], ceilings) == pytest.approx(5.0)
+    assert roofline_us([Work(flops=2e7, num_bytes=5e6)], ceilings) == pytest.approx(10.0)
+    assert roofline_us([Work(2e6, 5e6), Work(2e7, 5e6)], ceilings) == pytest.approx(7.5)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_CPU_READ_BYTES", 1 << 24)
+    monkeypatch.setattr(roofline, "_CPU_MATMUL_SIZES", (64, 128))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ceilings_of_this_machine(dtype: torch.dtype) -> None:
+    found = measure_ceilings(dtype, CPU)
+    assert 1e-6 < found.matmul_tflops < 1e3
+    assert 0.01 < found.read_gbps < 1e4
+    assert found.read_by in {f"torch sum of {name}" for name in ("float32", "float64", "bfloat16")}
+
+
+def test_a_product_counts_additions_and_multiplications(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_CPU_MATMUL_SIZES", (64, 100))
+    times = iter([(900.0, 800.0), (50.0, 40.0)])
+    monkeypatch.setattr(roofline, "time_runs", lambda runs, device, rounds: {"": Timing(next(times))})
+    assert roofline._cpu_matmul_tflops(torch.float32) == pytest.approx(2 * 100**3 / 40e-6 / 1e12)
+
+
+def test_only_the_settled_samples_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a GPU falls while it works: the first samples are of one that it cannot keep."""
+    now = 0.0
+
+    def time_runs(runs: Any, device: torch.device, rounds: int) -> dict[str, Timing]:
+        nonlocal now
+        now += 0.5
+        return {"": Timing((10.0,) * 8 if now < 1.2 else (30.0,) * 8)}
+
+    monkeypatch.setattr(roofline, "time_runs", time_runs)
+    monkeypatch.setattr(roofline, "time", SimpleNamespace(perf_counter=lambda: now))
+    assert roofline.settled_us(lambda: None, CPU) == 30.0
+
+
+@pytest.mark.usefixtures("small")
+def test_a_small_machine_reads_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    real = roofline._readers
+
+    def readers(buffer: torch.Tensor) -> Any:
+        read.append(buffer.nbytes)
+        return real(buffer)
+
+    monkeypatch.setattr(roofline, "_readers", readers)
+    monkeypatch.setattr(roofline, "free_memory_bytes", lambda device: 20 << 20)
+    measure_ceilings(torch.float32, CPU)
+    assert read == [6 << 20]
+
+
+def test_without_triton_torch_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def no_triton(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("moereg.kernels.read"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_triton)
+    buffer = torch.zeros(1024, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
+    names = [name for name, _ in roofline._readers(buffer)]
+    assert names
+    assert all(name.startswith("torch sum of") for name in names)
