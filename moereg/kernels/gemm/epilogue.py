@@ -1,0 +1,30 @@
+"""What the first product of a layer does to its sums before it stores them; a layer builds it once. Needs no triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GateUpEpilogue:
+    """Bias, then activation: `f(min(gate, limit)) * (clamp(up, -limit, limit) + beta)`, or `f(x)` where not gated.
+
+    Sizes: E local experts, R rows of an expert's w13 as the kernel takes it: both halves where gated, padding included.
+
+    Attributes:
+        activation: f: `silu` and `swigluoai` (`x * sigmoid(alpha * x)`), `gelu`, `gelu_tanh` or `relu2`.
+        gated: whether w13 holds gates.
+        alpha: slope inside the sigmoid.
+        beta: added to the clamped up half; only where gated.
+        limit: the clamp, or None; only where gated.
+        bias: [E, R] in the order of w13's rows, rows contiguous, any float dtype; None: no bias.
+    """
+
+    activation: str
+    gated: bool
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float | None = None
+    bias: torch.Tensor | None = None
