@@ -12,8 +12,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from moereg.discovery import current_platform, load_backends
 from moereg.tuning.timing import wait_for
-from tests import conformance
-from tests.conformance import Case
+from tests.support import conformance
+from tests.support.conformance import Case
 
 SIZES = {"num_experts": 32, "hidden_size": 512, "intermediate_size": 256, "top_k": 4}
 DEVICE = conformance.test_device()
