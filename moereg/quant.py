@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import torch
 
 from moereg.arguments import check_flag, check_mapping, check_one_of, check_text, within
 from moereg.errors import ArgumentError, UnknownSchemeError, shown, unknown_name_message
 
-__all__ = ["QUANT_SCHEMES", "WHOLE", "QuantFormat", "QuantScheme", "TensorRow", "get_scheme"]
+__all__ = [
+    "MATRICES",
+    "QUANT_SCHEMES",
+    "TENSOR_ROLES",
+    "WHOLE",
+    "QuantFormat",
+    "QuantScheme",
+    "TensorRole",
+    "TensorRow",
+    "get_scheme",
+    "tensor_name",
+]
 
 WHOLE: Final = -1
 """Group extent that means the whole dimension."""
@@ -146,21 +157,50 @@ def _known_fields(
     return values
 
 
+MATRICES: Final = ("w13", "w2")
+"""The two expert matrices of a layer, by field of `ExpertWeights`."""
+
+TensorRole = Literal["weight", "bias", "scale", "scale_2", "activation_scale", "zero_point"]
+"""What a tensor is to its matrix."""
+
+
+def tensor_name(matrix: str, role: TensorRole) -> str:
+    """Field of `ExpertWeights` that holds a matrix's tensor of some role: `w13`, `w13_scale`, `a13_scale`."""
+    if role == "weight":
+        return matrix
+    if role == "activation_scale":
+        return f"a{matrix.removeprefix('w')}_scale"
+    return f"{matrix}_{role}"
+
+
+TENSOR_ROLES: Final[Mapping[str, TensorRole]] = {
+    tensor_name(matrix, role): role for role in get_args(TensorRole) for matrix in MATRICES
+}
+"""The role of every tensor of `ExpertWeights`, by field and in the fields' order."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorRow:
     """One tensor that a scheme needs: its dtype and the shapes that are accepted.
 
     Attributes:
-        name: Field of `ExpertWeights`.
+        matrix: `w13` or `w2`.
+        role: What the tensor is to that matrix.
         dtype: Torch dtype, or None for the problem's.
         shapes: Accepted shapes, the usual one first.
         required: False where the tensor may be absent.
     """
 
-    name: str
+    matrix: str
+    role: TensorRole
     dtype: torch.dtype | None
     shapes: tuple[tuple[int, ...], ...]
     required: bool = True
+
+    @property
+    def name(self) -> str:
+        """Field of `ExpertWeights`."""
+        return tensor_name(self.matrix, self.role)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,26 +274,28 @@ class QuantScheme:
             "w2": (hidden_size, intermediate_size),
         }
         rows: list[TensorRow] = []
-        for name, (size_n, size_k) in sizes.items():
+        for matrix, (size_n, size_k) in sizes.items():
             if has_bias:
-                rows.append(TensorRow(f"{name}_bias", None, ((num_experts, size_n),)))
+                rows.append(TensorRow(matrix, "bias", None, ((num_experts, size_n),)))
             if self.weight is None:
-                rows.append(TensorRow(name, None, ((num_experts, size_n, size_k),)))
+                rows.append(TensorRow(matrix, "weight", None, ((num_experts, size_n, size_k),)))
                 continue
             fmt = self.weight
-            rows.append(TensorRow(name, fmt.storage_dtype, ((num_experts, size_n, fmt.packed_columns(size_k)),)))
+            packed_shape = (num_experts, size_n, fmt.packed_columns(size_k))
+            rows.append(TensorRow(matrix, "weight", fmt.storage_dtype, (packed_shape,)))
             scale_shape = fmt.scale_shape(num_experts, size_n, size_k)
-            halves = ((num_experts, num_halves),) if name == "w13" else ()
+            halves = ((num_experts, num_halves),) if matrix == "w13" else ()
             per_half = halves if scale_shape == (num_experts,) else ()
-            rows.append(TensorRow(f"{name}_scale", getattr(torch, fmt.scale_dtype), (scale_shape, *per_half)))
+            rows.append(TensorRow(matrix, "scale", getattr(torch, fmt.scale_dtype), (scale_shape, *per_half)))
             if fmt.global_scale:
-                rows.append(TensorRow(f"{name}_scale_2", torch.float32, ((num_experts,), *halves)))
+                rows.append(TensorRow(matrix, "scale_2", torch.float32, ((num_experts,), *halves)))
             if not fmt.symmetric:
                 zero_shape = (num_experts, scale_shape[1], fmt.packed_columns(scale_shape[2]))
-                rows.append(TensorRow(f"{name}_zero_point", torch.uint8, (zero_shape,)))
+                rows.append(TensorRow(matrix, "zero_point", torch.uint8, (zero_shape,)))
             if self.activation is not None and (self.activation.static or self.activation.global_scale):
-                field = f"a{name[1:]}_scale"
-                rows.append(TensorRow(field, torch.float32, ((num_experts,), ()), required=self.activation.static))
+                shapes = ((num_experts,), ())
+                is_static = self.activation.static
+                rows.append(TensorRow(matrix, "activation_scale", torch.float32, shapes, required=is_static))
         return tuple(rows)
 
 

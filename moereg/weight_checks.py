@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from moereg.quant import WHOLE, QuantFormat, QuantScheme, TensorRow
+from moereg.quant import TENSOR_ROLES, WHOLE, QuantFormat, QuantScheme, TensorRow
 
 __all__ = ["DEBUG_VARIABLE", "check_row", "check_scale", "check_zero_points", "checks_values"]
 
@@ -32,7 +32,7 @@ def check_row(row: TensorRow, tensor: torch.Tensor | None, scheme: QuantScheme) 
     if tuple(tensor.shape) not in row.shapes:
         raise ValueError(
             f"{row.name} must have shape {_shapes(row)} in scheme {scheme.name}, got {list(tensor.shape)}"
-            f"{_shape_cure(row.name, scheme.weight)}"
+            f"{_shape_cure(row, scheme.weight)}"
         )
     if row.dtype is not None and tensor.dtype != row.dtype:
         raise ValueError(
@@ -45,13 +45,13 @@ def check_row(row: TensorRow, tensor: torch.Tensor | None, scheme: QuantScheme) 
         )
 
 
-def _shape_cure(name: str, fmt: QuantFormat | None) -> str:
+def _shape_cure(row: TensorRow, fmt: QuantFormat | None) -> str:
     """What a tensor of a quantized scheme holds, as the end of an error."""
     if fmt is None:
         return ""
-    if name.endswith("_zero_point"):
+    if row.role == "zero_point":
         return "; pass one for each group, two 4-bit ones to a byte along a row's groups"
-    if not name.endswith("_scale") or name.startswith("a"):
+    if row.role != "scale":
         return ""
     if fmt.group == (WHOLE, WHOLE):
         return "; pass one for each expert, or of w13 one for gate and one for up"
@@ -61,7 +61,7 @@ def _shape_cure(name: str, fmt: QuantFormat | None) -> str:
 
 def _dtype_cure(row: TensorRow, tensor: torch.Tensor) -> str:
     assert row.dtype is not None
-    if row.name in ("w13", "w2") and tensor.dtype.itemsize > 1:
+    if row.role == "weight" and tensor.dtype.itemsize > 1:
         return "quantize with moereg.quantize.quantize_weights, or leave quant out"
     if tensor.dtype in (torch.uint8, torch.int8) and row.dtype.itemsize == 1:
         return f"view its bytes as {row.dtype} if they are that"
@@ -87,7 +87,7 @@ def check_scale(name: str, scale: torch.Tensor) -> None:
     if largest is not None and int(scale.view(torch.uint8).max()) <= largest:
         return
     values = scale.detach().float()
-    is_activation = name.startswith("a")
+    is_activation = TENSOR_ROLES[name] == "activation_scale"
     bad = ~(values.isfinite() & (values > 0 if is_activation else values >= 0))
     if not bad.any():
         return

@@ -12,7 +12,7 @@ import torch
 from moereg.arguments import check_device, check_instance
 from moereg.errors import ArgumentError, described
 from moereg.problem import MoEProblem
-from moereg.quant import QuantScheme, get_scheme
+from moereg.quant import MATRICES, TENSOR_ROLES, QuantScheme, TensorRole, get_scheme, tensor_name
 from moereg.weight_checks import check_row, check_scale, check_zero_points, checks_values
 
 __all__ = ["ExpertWeights", "PermutedWeights"]
@@ -147,11 +147,15 @@ class ExpertWeights:
         # A fake tensor says that it is on a CPU and has no values.
         if type(self.w13) not in (torch.Tensor, torch.nn.Parameter) or not checks_values(self.w13.device):
             return
-        for name, tensor in self.tensors().items():
-            if name.endswith(("_scale", "_scale_2")):
-                check_scale(name, tensor)
-            elif name.endswith("_zero_point") and self.scheme.weight is not None and self.scheme.weight.bits == 4:
-                check_zero_points(name, tensor, self.tensors()[name.replace("zero_point", "scale")].shape[-1])
+        for name, scale in self.tensors("scale", "scale_2", "activation_scale").items():
+            check_scale(name, scale)
+        if self.scheme.weight is None or self.scheme.weight.bits != 4:
+            return
+        zero_points, scales = self.tensors("zero_point"), self.tensors("scale")
+        for matrix in MATRICES:
+            name = tensor_name(matrix, "zero_point")
+            if name in zero_points:
+                check_zero_points(name, zero_points[name], scales[tensor_name(matrix, "scale")].shape[-1])
 
     @property
     def scheme(self) -> QuantScheme:
@@ -159,9 +163,9 @@ class ExpertWeights:
         assert isinstance(self.quant, QuantScheme)
         return self.quant
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that are there, by field name."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    def tensors(self, *roles: TensorRole) -> dict[str, torch.Tensor]:
+        """The tensors that are there, by field name; of some roles only, where any are named."""
+        values = {name: getattr(self, name) for name, role in TENSOR_ROLES.items() if not roles or role in roles}
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def to(self, device: torch.device | str) -> ExpertWeights:
@@ -219,9 +223,9 @@ class ExpertWeights:
                     f"{name} must be {expected} for {problem}, got {found}; "
                     "correct the problem's sizes or pass the weights of this rank"
                 )
-        for name, tensor in self.tensors().items():
-            is_bias = name.endswith("_bias")
-            if not is_bias and (self.scheme.weight is not None or name not in sizes):
+        for name, tensor in self.tensors("weight", "bias").items():
+            is_bias = TENSOR_ROLES[name] == "bias"
+            if not is_bias and self.scheme.weight is not None:
                 continue
             allowed = (problem.torch_dtype, torch.float32) if is_bias else (problem.torch_dtype,)
             if tensor.dtype not in allowed:

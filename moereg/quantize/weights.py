@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Final
 
 import torch
 
 from moereg.ambient import in_plain_torch
-from moereg.quant import WHOLE, QuantFormat, QuantScheme, get_scheme
+from moereg.quant import MATRICES, WHOLE, QuantFormat, QuantScheme, TensorRole, get_scheme, tensor_name
 from moereg.quantize.formats import Quantized, element_of, restore, spread_zero_points, total_scale
 from moereg.quantize.groups import group_extrema, group_rows
 from moereg.quantize.scales import choose_scale, global_scale
@@ -19,7 +18,6 @@ __all__ = ["dequantize_rows", "dequantize_weights", "expert_matrix", "quantize_w
 
 # In fp32; ten temporaries of this size are all that is needed beside input and output, and they stay in cache.
 BLOCK_BYTES: Final = 4 << 20
-_MATRICES: Final = ("w13", "w2")
 
 
 @in_plain_torch
@@ -61,7 +59,7 @@ def quantize_weights(
     given = {"w13_bias": weights.w13_bias, "w2_bias": weights.w2_bias, "a13_scale": a13_scale, "a2_scale": a2_scale}
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     for row in rows:
-        if row.name not in ("a13_scale", "a2_scale"):
+        if row.role != "activation_scale":
             shape = row.shapes[-1] if separate_halves else row.shapes[0]
             tensors[row.name] = torch.empty(shape, dtype=row.dtype, device=weights.w13.device)
         elif row.required and row.name not in tensors:
@@ -69,7 +67,7 @@ def quantize_weights(
                 f"scheme {scheme.name} has static activation scales; pass {row.name}=..., "
                 "for example from moereg.reference.calibrate_activation_scales"
             )
-    for name in _MATRICES:
+    for name in MATRICES:
         halves = weights.num_halves if separate_halves and name == "w13" else 1
         for expert, matrix in enumerate(getattr(weights, name)):
             try:
@@ -79,8 +77,8 @@ def quantize_weights(
                     f"weights must be finite to be quantized, got infinity or NaN in {name} of expert {expert}; "
                     "look at the checkpoint"
                 ) from None
-            for suffix, value in _named(quantized):
-                target = tensors[f"{name}{suffix}"][expert]
+            for role, value in _by_role(quantized).items():
+                target = tensors[tensor_name(name, role)][expert]
                 target.copy_(value.view(target.shape))
     return ExpertWeights(**tensors, quant=scheme)
 
@@ -125,11 +123,13 @@ def expert_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int) -
         name: `w13` or `w2`.
         expert: Local expert.
     """
-    values = (tensors.get(f"{name}{suffix}") for suffix in ("", "_scale", "_scale_2", "_zero_point"))
-    q, scale, scale_2, zero_point = (None if value is None else value[expert] for value in values)
-    assert q is not None
-    assert scale is not None
-    return Quantized(q, scale, scale_2, zero_point)
+    scale_2, zero_point = (tensors.get(tensor_name(name, role)) for role in ("scale_2", "zero_point"))
+    return Quantized(
+        tensors[name][expert],
+        tensors[tensor_name(name, "scale")][expert],
+        None if scale_2 is None else scale_2[expert],
+        None if zero_point is None else zero_point[expert],
+    )
 
 
 def dequantize_rows(matrix: Quantized, fmt: QuantFormat, columns: int, rows: slice, dtype: torch.dtype) -> torch.Tensor:
@@ -162,11 +162,14 @@ class _NotFiniteError(ValueError):
     pass
 
 
-def _named(quantized: Quantized) -> Iterator[tuple[str, torch.Tensor]]:
-    for field in dataclasses.fields(quantized):
-        value = getattr(quantized, field.name)
-        if value is not None:
-            yield "" if field.name == "q" else f"_{field.name}", value
+def _by_role(quantized: Quantized) -> dict[TensorRole, torch.Tensor]:
+    parts: dict[TensorRole, torch.Tensor | None] = {
+        "weight": quantized.q,
+        "scale": quantized.scale,
+        "scale_2": quantized.scale_2,
+        "zero_point": quantized.zero_point,
+    }
+    return {role: tensor for role, tensor in parts.items() if tensor is not None}
 
 
 def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int) -> Quantized:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moereg.errors import UnknownSchemeError
 from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, QuantFormat, QuantScheme
+from moereg.quant import QUANT_SCHEMES, TENSOR_ROLES, QuantFormat, QuantScheme
 from moereg.weight_checks import checks_values
 from moereg.weights import ExpertWeights, PermutedWeights
 
@@ -43,6 +44,19 @@ def test_every_scheme_can_be_made(name: str, has_bias: bool) -> None:
     weights.check_against(problem_of(quant=name, has_bias=has_bias))
     assert weights.scheme is QUANT_SCHEMES[name]
     assert ("w13_bias" in weights.tensors()) == has_bias
+
+
+def test_every_tensor_has_a_role() -> None:
+    fields = [field.name for field in dataclasses.fields(ExpertWeights) if field.name != "quant"]
+    assert list(TENSOR_ROLES) == fields
+
+
+def test_tensors_of_some_roles() -> None:
+    weights = of_scheme("nvfp4", has_bias=True)
+    assert list(weights.tensors("bias")) == ["w13_bias", "w2_bias"]
+    assert list(weights.tensors("scale_2", "weight")) == ["w13", "w2", "w13_scale_2", "w2_scale_2"]
+    assert weights.tensors("zero_point") == {}
+    assert set(weights.tensors()) == {row.name for row in QUANT_SCHEMES["nvfp4"].tensor_rows(E, H, I, 2, has_bias=True)}
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> torch.Tensor:

@@ -128,9 +128,9 @@ def test_only_dynamic_global_scales_are_optional(name: str) -> None:
 @pytest.mark.parametrize("name", QUANT_SCHEMES)
 def test_biases_are_never_quantized(name: str) -> None:
     rows = QUANT_SCHEMES[name].tensor_rows(E, H, I, num_halves=2, has_bias=True)
-    assert {row for row in rows if row.name.endswith("_bias")} == {
-        TensorRow("w13_bias", None, ((E, 2 * I),)),
-        TensorRow("w2_bias", None, ((E, H),)),
+    assert {row for row in rows if row.role == "bias"} == {
+        TensorRow("w13", "bias", None, ((E, 2 * I),)),
+        TensorRow("w2", "bias", None, ((E, H),)),
     }
 
 
