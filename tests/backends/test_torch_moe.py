@@ -26,8 +26,7 @@ from moereg.backends.torch_moe import (
     TorchPackedExperts,
 )
 from moereg.experts import ExpertInputs, Experts, fact_reasons
-from moereg.kernels.plain import device as torch_device_moe
-from moereg.kernels.plain import host as torch_moe
+from moereg.kernels.plain import device, host
 from moereg.platforms import Platform
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize
 from moereg.problem import MoEProblem
@@ -249,11 +248,11 @@ def test_chunk_boundaries(experts_class: type[Experts], monkeypatch: pytest.Monk
     problem = make_problem(top_k=3, activation_format=format_of(experts_class))
     inputs, weights = make_inputs(problem, 257), make_weights(problem)
     whole = run(experts_class, problem, inputs, weights)
-    monkeypatch.setattr(torch_moe, "CHUNK_BYTES", 20_000)
-    monkeypatch.setattr(torch_device_moe, "CHUNK_BYTES", 20_000)
-    monkeypatch.setattr(torch_moe, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(torch_moe, "GATHER_ONCE_BYTES", 1)
-    assert torch_moe.chunk_num_tokens(257, 3, 64, 2) < 257
+    monkeypatch.setattr(host, "CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(device, "CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(host, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(host, "GATHER_ONCE_BYTES", 1)
+    assert host.chunk_num_tokens(257, 3, 64, 2) < 257
     chunked = run(experts_class, problem, inputs, weights)
     assert relative_error(chunked, reference(problem, inputs, weights)) < TOLERANCE["bfloat16"]
     assert relative_error(chunked, whole.float()) < TOLERANCE["bfloat16"]
@@ -280,8 +279,8 @@ def test_float16_weights_are_converted_once_a_call(
     problem = make_problem(dtype="float16", activation_format=format_of(experts_class))
     inputs, weights = make_inputs(problem, 65), make_weights(problem)
     whole = run(experts_class, problem, inputs, weights)
-    monkeypatch.setattr(torch_device_moe, "CHUNK_BYTES", 20_000)
-    assert torch_device_moe.chunk_num_tokens(65, 1, 64, 2 * 96) < 65
+    monkeypatch.setattr(device, "CHUNK_BYTES", 20_000)
+    assert device.chunk_num_tokens(65, 1, 64, 2 * 96) < 65
     with CountConversions(weights) as conversions:
         chunked = run(experts_class, problem, inputs, weights)
     assert conversions.count == 2 * problem.num_experts
@@ -291,12 +290,12 @@ def test_float16_weights_are_converted_once_a_call(
 def test_temporaries_are_bounded() -> None:
     for hidden_size, intermediate_size, top_k in ((2048, 768, 8), (7168, 2048, 8), (6144, 16384, 2)):
         for itemsize in (2, 4):
-            rows = torch_moe.routed_rows(1 << 20, top_k, hidden_size, itemsize)
+            rows = host.routed_rows(1 << 20, top_k, hidden_size, itemsize)
             routed_bytes = rows * hidden_size * itemsize
-            block = torch_moe.row_block(hidden_size, 2 * intermediate_size, itemsize)
+            block = host.row_block(hidden_size, 2 * intermediate_size, itemsize)
             block_bytes = block * 2 * (hidden_size + 2 * intermediate_size) * itemsize
             assert routed_bytes + block_bytes <= 256 << 20
-            assert rows == torch_moe.routed_rows(1 << 21, top_k, hidden_size, itemsize)
+            assert rows == host.routed_rows(1 << 21, top_k, hidden_size, itemsize)
 
 
 def test_workspaces_are_monotone_in_tokens() -> None:
@@ -307,10 +306,10 @@ def test_workspaces_are_monotone_in_tokens() -> None:
 
 
 def test_buckets_are_few_and_small() -> None:
-    for rows in range(1, torch_moe.MAX_BLOCK_ROWS + 1):
-        given = torch_moe.bucket_rows(rows)
-        assert rows <= given <= max(torch_moe.MIN_ROWS, rows + rows // 16)
-    assert len({torch_moe.bucket_rows(rows) for rows in range(1, torch_moe.MAX_BLOCK_ROWS + 1)}) <= 112
+    for rows in range(1, host.MAX_BLOCK_ROWS + 1):
+        given = host.bucket_rows(rows)
+        assert rows <= given <= max(host.MIN_ROWS, rows + rows // 16)
+    assert len({host.bucket_rows(rows) for rows in range(1, host.MAX_BLOCK_ROWS + 1)}) <= 112
 
 
 def test_canonical_layout_is_read_too() -> None:

@@ -11,12 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moereg import dispatch
-from moereg.backends import torch_quantized_moe
-from moereg.backends.torch_quantized_moe import TorchInt8BatchedExperts, TorchInt8Experts
+from moereg.backends import torch_moe
+from moereg.backends.torch_moe import TorchInt8BatchedExperts, TorchInt8Experts
 from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import EmulationWarning, Selection, explain_backends, select_backend
-from moereg.kernels.plain import host as torch_moe
-from moereg.kernels.plain import quantized_mlp as torch_quantized_mlp
+from moereg.kernels.plain import host, quantized_mlp
 from moereg.layer import MoEKernel, make_kernel
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
@@ -91,7 +90,7 @@ def test_what_a_cpu_chooses(
     cpu_at_hand: Platform,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch_quantized_mlp, "int8_matmul_is_fast", lambda: has_int8)
+    monkeypatch.setattr(quantized_mlp, "int8_matmul_is_fast", lambda: has_int8)
     problem = problem_of(quant, exact_activations=exact)
     selection = explain_backends(problem, cpu_at_hand)
     assert chosen(selection) == expected
@@ -107,7 +106,7 @@ def test_every_scheme_has_a_backend_on_a_cpu() -> None:
 
 
 def test_missing_int8_instructions_are_a_reason(cpu_at_hand: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_quantized_mlp, "int8_matmul_is_fast", lambda: False)
+    monkeypatch.setattr(quantized_mlp, "int8_matmul_is_fast", lambda: False)
     decisions = explain_backends(problem_of("int8_w8a8"), cpu_at_hand).decisions
     (int8,) = [decision for decision in decisions if decision.experts == "TorchInt8Experts"]
     assert [(reason.code, reason.text) for reason in int8.reasons] == [
@@ -185,7 +184,7 @@ def test_int8_products_of_every_small_size() -> None:
             for columns in (1, 2, 3, 8, 17):
                 x = torch.randint(-128, 128, (num_rows, depth), dtype=torch.int8, generator=generator)
                 weight = torch.randint(-128, 128, (columns, depth), dtype=torch.int8, generator=generator)
-                found = torch_quantized_mlp.int8_matmul(x, weight)
+                found = quantized_mlp.int8_matmul(x, weight)
                 assert torch.equal(found, (x.long() @ weight.long().t()).int()), (depth, num_rows, columns)
 
 
@@ -195,7 +194,7 @@ def test_int8_sums_are_exact() -> None:
     weight[0, :, 2048:] = -127
     weight[0, 0, 0] = 126
     scale = torch.ones(1, 2, 1)
-    mlp = torch_quantized_mlp.Int8Mlp(
+    mlp = quantized_mlp.Int8Mlp(
         weight, weight, scale, scale, torch.relu, lambda x: (x.to(torch.int8), torch.ones(1, 1))
     )
     assert mlp._linear(torch.full((1, 4096), 127.0), weight[0], scale[0], None, 0).tolist() == [[-127.0, 0.0]]
@@ -223,9 +222,9 @@ def test_one_scale_for_a_call_of_several_chunks(monkeypatch: pytest.MonkeyPatch)
     inputs = conformance.make_inputs(problem, 200, "uniform", CPU)
     inputs.hidden_states[-1] *= 10
     whole = check(kernel, weights, inputs)
-    monkeypatch.setattr(torch_moe, "CHUNK_BYTES", 20_000)
-    monkeypatch.setattr(torch_moe, "BLOCK_BYTES", 1)
-    assert torch_moe.chunk_num_tokens(200, 3, 130, 2) < 200
+    monkeypatch.setattr(host, "CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(host, "BLOCK_BYTES", 1)
+    assert host.chunk_num_tokens(200, 3, 130, 2) < 200
     assert relative_error(check(kernel, weights, inputs), whole.float()) < 1e-3
 
 
@@ -301,5 +300,5 @@ def test_weights_stay_packed() -> None:
 
 def test_schemes_come_from_the_table() -> None:
     """A new row of the table is served with no edit here."""
-    named = {scheme.name for scheme in (*torch_quantized_moe._WEIGHT_ONLY, *torch_quantized_moe._EMULATED)}
+    named = {scheme.name for scheme in (*torch_moe._WEIGHT_ONLY, *torch_moe._EMULATED)}
     assert named == set(QUANT_SCHEMES) - {"unquantized"}

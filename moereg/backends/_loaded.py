@@ -1,0 +1,101 @@
+"""A claims page and what runs behind it: how an experts class loads its implementation.
+
+A page, `<name>_moe.py`, declares each class: decorators, `facts`, `layouts`, `unsupported_reasons`. Selecting imports
+the pages, so a page imports no kernels. What runs stands in a private package, `_<name>/`, as an `Implementation`,
+whose module imports its kernels at the top. The class says in `_load` where that is:
+
+    class TritonExperts(LoadedExperts):
+        facts = ...
+        layouts = ...
+
+        def _load(self) -> Implementation:
+            from moereg.backends._triton import plain
+
+            return plain.Standard(self)
+
+`_load` runs once an instance, when a layer first permutes weights, sizes its workspaces or calls. Its import is a plain
+statement, because the digest of a class's code (`moereg.testing.digest`) follows import statements.
+
+None of this is needed for a backend: a class may as well subclass `moereg.author.Experts` and do its work itself.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from typing import NamedTuple
+
+import torch
+
+from moereg.experts import ExpertInputs, Experts
+from moereg.problem import MoEProblem
+from moereg.weights import ExpertWeights, PermutedWeights
+
+__all__ = ["Call", "Implementation", "LoadedExperts"]
+
+
+class Call(NamedTuple):
+    """One call of a layer: the arguments of `Experts.apply`, which travel together."""
+
+    out: torch.Tensor
+    inputs: ExpertInputs
+    weights: PermutedWeights
+    workspace13: torch.Tensor
+    workspace2: torch.Tensor
+
+
+class Implementation(abc.ABC):
+    """What an experts class does, as said at the methods of `Experts`; the problem is the instance's.
+
+    Attributes:
+        problem, platform, computes: As in the experts.
+        layouts: The class's.
+    """
+
+    def __init__(self, experts: Experts) -> None:
+        """Takes what it needs from the experts, and keeps no reference to them."""
+        self.problem = experts.problem
+        self.platform = experts.platform
+        self.computes = experts.computes
+        self.layouts = experts.layouts
+
+    @abc.abstractmethod
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """See `Experts.permute_weights`."""
+
+    @abc.abstractmethod
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """See `Experts.workspace_shapes`."""
+
+    @abc.abstractmethod
+    def run(self, call: Call) -> None:
+        """See `Experts.apply`."""
+
+
+class LoadedExperts(Experts):
+    """Experts that hand their work on to an implementation; a subclass declares, and says where it is."""
+
+    @functools.cached_property
+    def implementation(self) -> Implementation:
+        """What runs, loaded at the first use."""
+        return self._load()
+
+    @abc.abstractmethod
+    def _load(self) -> Implementation:
+        """Imports the implementation and makes one of `self`."""
+
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        return self.implementation.permute_weights(weights)
+
+    def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.implementation.workspace_shapes(num_tokens)
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        self.implementation.run(Call(out, inputs, weights, workspace13, workspace2))

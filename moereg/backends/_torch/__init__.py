@@ -1,0 +1,1 @@
+"""What runs behind the claims of `torch_moe`."""

@@ -1,0 +1,59 @@
+"""What the implementations of `torch` share: how a CPU runs experts whose matmuls are given, in either format."""
+
+from __future__ import annotations
+
+import abc
+
+from moereg.backends._loaded import Call, Implementation
+from moereg.kernels.plain import host
+from moereg.kernels.plain.mlp import ExpertMlp
+
+CANONICAL = "canonical"
+
+
+class HostImplementation(Implementation):
+    """Standard format: routes are sorted on the host, and each active expert's rows run through `_mlp`."""
+
+    @abc.abstractmethod
+    def _mlp(self, call: Call) -> ExpertMlp:
+        """The experts' matmuls."""
+
+    @property
+    def _w13_rows(self) -> int:
+        return self.problem.activation.num_halves * self.problem.intermediate_size
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """None, and the routed rows of a chunk of tokens."""
+        problem = self.problem
+        rows = host.routed_rows(num_tokens, problem.top_k, problem.hidden_size, problem.torch_dtype.itemsize)
+        return (0,), (rows, problem.hidden_size)
+
+    def run(self, call: Call) -> None:
+        inputs = call.inputs
+        host.host_experts(
+            call.out,
+            inputs.hidden_states,
+            inputs.topk_weights,
+            inputs.topk_ids,
+            self._mlp(call),
+            num_local_experts=self.problem.num_local_experts,
+            w13_rows=self._w13_rows,
+            workspace=call.workspace2,
+            expert_map=inputs.expert_map,
+            apply_router_weight_on_input=self.problem.apply_router_weight_on_input,
+        )
+
+
+class HostBatchedImplementation(HostImplementation):
+    """Batched format: as in the standard one, on the rows that prepare laid out for each expert."""
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """None: results go straight to `out`."""
+        return (0,), (0,)
+
+    def run(self, call: Call) -> None:
+        inputs = call.inputs
+        assert inputs.expert_num_tokens is not None
+        host.host_batched_experts(
+            call.out, inputs.hidden_states, inputs.expert_num_tokens, self._mlp(call), w13_rows=self._w13_rows
+        )

@@ -1,0 +1,126 @@
+"""`torch` for 16- and 32-bit weights: on CPUs in oneDNN's order, on other devices as checkpoints mean them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from moereg.backends._loaded import Call, Implementation
+from moereg.backends._torch.calls import CANONICAL, HostBatchedImplementation, HostImplementation
+from moereg.kernels.plain import device, mlp
+from moereg.layouts import aligned
+from moereg.weights import ExpertWeights, PermutedWeights
+
+ONEDNN_FUSED: Final = "onednn_gate_up_down"
+ONEDNN: Final = "onednn_w13_w2"
+
+
+class Host(HostImplementation):
+    """CPU, standard format."""
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """Packs every expert, or keeps views of the canonical tensors where packing does not pay."""
+        problem = self.problem
+        biases = {name: tensor for name, tensor in weights.tensors().items() if name.endswith("_bias")}
+        if not mlp.packing_is_faster(problem.torch_dtype, is_intel="Intel" in self.platform.device_name):
+            return PermutedWeights(CANONICAL, {"w13": weights.w13, "w2": weights.w2, **biases})
+        down = mlp.pack_experts(weights.w2)
+        # oneDNN's fused product takes biases of the matmul's dtype only, and rounding fp32 ones would lose precision.
+        has_wide_bias = weights.w13_bias is not None and weights.w13_bias.dtype != problem.torch_dtype
+        if has_wide_bias or self._post_op is None:
+            return PermutedWeights(ONEDNN, {"w13": mlp.pack_experts(weights.w13), "w2": down, **biases})
+        gate, up = weights.w13.chunk(2, dim=1)
+        halves = {"gate": mlp.pack_experts(gate), "up": mlp.pack_experts(up)}
+        return PermutedWeights(ONEDNN_FUSED, {**halves, "down": down, **biases})
+
+    def _mlp(self, call: Call) -> mlp.ExpertMlp:
+        activation, dtype, weights = self.problem.activation, self.problem.torch_dtype, call.weights
+        biases = (weights.get("w13_bias"), weights.get("w2_bias"))
+        narrow: mlp.ExpertMlp
+        wide: mlp.ExpertMlp
+        if weights.layout == CANONICAL:
+            is_emulated = mlp.dtype_is_emulated(dtype)
+            narrow = wide = mlp.PlainMlp(weights["w13"], weights["w2"], activation, *biases, is_emulated)
+        elif weights.layout == ONEDNN:
+            w13, w2 = weights.experts("w13"), weights.experts("w2")
+            narrow = mlp.PackedMlp(w13, w2, activation, *biases)
+            wide = mlp.UnpackingMlp((w13,), w2, activation, *biases)
+        else:
+            assert self._post_op is not None
+            gate, up, down = (weights.experts(name) for name in ("gate", "up", "down"))
+            narrow = mlp.PackedFusedMlp(gate, up, down, self._post_op, *biases)
+            wide = mlp.UnpackingMlp((gate, up), down, activation, *biases)
+        # The other dtypes have the range of fp32.
+        return mlp.RepeatingMlp(narrow, wide) if dtype == torch.float16 else narrow
+
+    @property
+    def _post_op(self) -> tuple[str, str] | None:
+        activation = self.problem.activation
+        return mlp.fused_post_op(activation.name, activation.alpha, activation.beta, activation.limit)
+
+
+class HostBatched(HostBatchedImplementation, Host):
+    """CPU, batched format."""
+
+
+class _Canonical(Implementation):
+    """Weights as checkpoints mean them; nothing to permute, no workspace."""
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """Views of the canonical tensors."""
+        return PermutedWeights(CANONICAL, weights.tensors())
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """None: torch's allocator serves temporaries, also while a graph is captured."""
+        return (0,), (0,)
+
+
+class Dense(_Canonical):
+    """Any device, standard format: every expert sees every token."""
+
+    _experts = staticmethod(device.dense_experts)
+
+    def run(self, call: Call) -> None:
+        inputs, weights = call.inputs, call.weights
+        self._experts(
+            call.out,
+            inputs.hidden_states,
+            inputs.topk_weights,
+            inputs.topk_ids,
+            weights["w13"],
+            weights["w2"],
+            self.problem.activation,
+            w13_bias=weights.get("w13_bias"),
+            w2_bias=weights.get("w2_bias"),
+            expert_map=inputs.expert_map,
+            apply_router_weight_on_input=self.problem.apply_router_weight_on_input,
+        )
+
+
+class Grouped(Dense):
+    """GPUs for which torch has a grouped matmul, standard format."""
+
+    _experts = staticmethod(device.grouped_experts)
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """Views of the canonical tensors where they begin at a multiple of 16 bytes, which the grouped matmul wants."""
+        return PermutedWeights(CANONICAL, {name: aligned(tensor) for name, tensor in weights.tensors().items()})
+
+
+class Batched(_Canonical):
+    """Any device, batched format: two batched matmuls over all rows."""
+
+    def run(self, call: Call) -> None:
+        inputs, weights = call.inputs, call.weights
+        assert inputs.expert_num_tokens is not None
+        device.batched_experts(
+            call.out,
+            inputs.hidden_states,
+            inputs.expert_num_tokens,
+            weights["w13"],
+            weights["w2"],
+            self.problem.activation,
+            w13_bias=weights.get("w13_bias"),
+            w2_bias=weights.get("w2_bias"),
+        )
