@@ -11,7 +11,7 @@ import torch
 from moereg.checkpoints._formats import (
     FLOATS,
     FormatOf,
-    Matrix,
+    Projection,
     StorageFormat,
     StoredTensor,
     check_divides,
@@ -25,16 +25,16 @@ from moereg.quantize import pack_nibbles
 
 __all__ = ["awq_formats"]
 
-# Of eight neighboring rows, in the order of a word's nibbles from the lowest.
+# A word holds eight neighboring rows; these, from its lowest nibble up.
 _ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def awq_formats(config: Mapping[str, Any]) -> FormatOf:
     """The formats of a checkpoint of this method.
 
-    `qweight` [K, N/8] int32: eight neighboring rows of a column to a word, unsigned, nibble i the row `_ORDER[i]`.
-    `qzeros` [G, N/8] int32: zero points in the same order, as they are. `scales` [G, N]. A weight is
-    (q - zero point) * scale.
+    `qweight` [K, N/8] int32: eight neighboring rows of a column to a word, unsigned, nibble i of row `_ORDER[i]`.
+    `qzeros` [G, N/8] int32: zero points in the same order, without an offset. `scales` [G, N]. A weight is
+    (code - zero point) * scale.
     Source: modules/linear/gemm.py and utils/packing_utils.py of AutoAWQ 0.2.9.
 
     Args:
@@ -53,29 +53,29 @@ def awq_formats(config: Mapping[str, Any]) -> FormatOf:
     key = "modules_to_not_convert"
     is_ignored = Patterns(key).components(read_names(config, key))
     scheme = int4_scheme("awq", config, is_symmetric=False)
-    packed = StorageFormat(f"awq {scheme.name}", scheme, functools.partial(_tensors, scheme))
-    return lambda module: None if is_ignored(module) else packed
+    storage = StorageFormat(f"awq {scheme.name}", scheme, functools.partial(_tensors, scheme))
+    return lambda module: None if is_ignored(module) else storage
 
 
-def _tensors(scheme: QuantScheme, matrix: Matrix) -> Sequence[StoredTensor]:
+def _tensors(scheme: QuantScheme, projection: Projection) -> Sequence[StoredTensor]:
     assert scheme.weight is not None
-    size = matrix.columns if scheme.weight.group[1] == WHOLE else scheme.weight.group[1]
-    check_divides(matrix, size)
-    if matrix.rows % 8 or matrix.columns % 2:
+    size = projection.columns if scheme.weight.group[1] == WHOLE else scheme.weight.group[1]
+    check_divides(projection, size)
+    if projection.rows % 8 or projection.columns % 2:
         raise CheckpointError(
-            f"the rows of {matrix.module} must be a multiple of 8 and its columns of 2 in quant method awq, got "
-            f"{matrix.rows} and {matrix.columns}; use the config.json that belongs to these tensors"
+            f"the rows of {projection.module} must be a multiple of 8 and its columns of 2 in quant method awq, got "
+            f"{projection.rows} and {projection.columns}; use the config.json that belongs to these tensors"
         )
-    num_groups = matrix.columns // size
+    num_groups = projection.columns // size
     return (
-        StoredTensor(".qweight", ((matrix.columns, matrix.rows // 8),), ("I32",), "w{}", _rows),
-        StoredTensor(".scales", ((num_groups, matrix.rows),), FLOATS, "w{}_scale", _transposed),
-        StoredTensor(".qzeros", ((num_groups, matrix.rows // 8),), ("I32",), "w{}_zero_point", _zero_points),
+        StoredTensor(".qweight", ((projection.columns, projection.rows // 8),), ("I32",), "w{}", _codes),
+        StoredTensor(".scales", ((num_groups, projection.rows),), FLOATS, "w{}_scale", _transposed),
+        StoredTensor(".qzeros", ((num_groups, projection.rows // 8),), ("I32",), "w{}_zero_point", _zero_points),
     )
 
 
-def _rows(stored: torch.Tensor) -> torch.Tensor:
-    # Two columns at a time, nibbles of both to one byte: [K/2, N/8, 4] twice, for a word's even and odd nibbles.
+def _codes(stored: torch.Tensor) -> torch.Tensor:
+    # Nibbles of two neighboring columns become one byte: [K/2, N/8, 4] for a word's even nibbles and for its odd ones.
     columns = word_bytes(stored).unflatten(1, (-1, 4))
     even, odd = columns[0::2], columns[1::2]
     low, high = even & 15 | odd << 4, even >> 4 | odd & 240
@@ -83,12 +83,12 @@ def _rows(stored: torch.Tensor) -> torch.Tensor:
 
 
 def _zero_points(stored: torch.Tensor) -> torch.Tensor:
-    codes = word_bytes(stored).unflatten(1, (-1, 4))
-    return pack_nibbles(_in_order(codes & 15, codes >> 4).mT)
+    pairs = word_bytes(stored).unflatten(1, (-1, 4))
+    return pack_nibbles(_in_order(pairs & 15, pairs >> 4).mT)
 
 
 def _in_order(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
-    """Values of words' even and odd nibbles [..., N/8, 4], as rows in their order [..., N]."""
+    """Puts the even and odd nibbles of words, [..., N/8, 4] each, in the order of rows, [..., N]."""
     values = torch.stack((even, odd), dim=-1).flatten(-2)
     return values[..., torch.tensor(_ORDER, device=even.device).argsort()].flatten(-2)
 

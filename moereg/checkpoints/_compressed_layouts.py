@@ -1,4 +1,4 @@
-"""The tensors that compressed-tensors stores for a matrix, by format and element type."""
+"""The tensors that compressed-tensors stores for a projection, by format and element type."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from moereg.checkpoints._formats import FLOATS, Matrix, StoredTensor, as_is, check_divides, one_number
+from moereg.checkpoints._formats import FLOATS, Projection, StoredTensor, as_is, check_divides, one_number
 from moereg.checkpoints._fp8 import block_tensors
 from moereg.checkpoints._words import canonical_zero_points, word_bytes
 from moereg.errors import CheckpointError
@@ -20,7 +20,7 @@ __all__ = ["LAYOUTS"]
 _NUMBER: Final = ((1,), ())
 
 
-def _naive(scheme: QuantScheme, is_tensor: bool, matrix: Matrix) -> Sequence[StoredTensor]:
+def _naive(scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
     """`weight` [N,K] e4m3 or int8 and `weight_scale`: [1], [N,1], or one for each block.
 
     A static scale of the activations is `input_scale` [1].
@@ -29,11 +29,11 @@ def _naive(scheme: QuantScheme, is_tensor: bool, matrix: Matrix) -> Sequence[Sto
     fmt = scheme.weight
     assert fmt is not None
     if WHOLE not in fmt.group:
-        return block_tensors(matrix, "weight_scale")
+        return block_tensors(projection, "weight_scale")
     dtype = "I8" if fmt.dtype == "int8" else "F8_E4M3"
-    shapes, convert = (_NUMBER, one_number) if is_tensor else (((matrix.rows, 1),), as_is)
+    shapes, convert = (_NUMBER, one_number) if is_tensor else (((projection.rows, 1),), as_is)
     tensors = [
-        StoredTensor(".weight", ((matrix.rows, matrix.columns),), (dtype,), "w{}", as_is),
+        StoredTensor(".weight", ((projection.rows, projection.columns),), (dtype,), "w{}", as_is),
         StoredTensor(".weight_scale", shapes, FLOATS, "w{}_scale", convert),
     ]
     if scheme.activation is not None and scheme.activation.static:
@@ -41,43 +41,42 @@ def _naive(scheme: QuantScheme, is_tensor: bool, matrix: Matrix) -> Sequence[Sto
     return tensors
 
 
-def _packed_integers(scheme: QuantScheme, is_tensor: bool, matrix: Matrix) -> Sequence[StoredTensor]:
+def _packed_integers(scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
     """`weight_packed` [N, ceil(K/8)] int32 (8 bits: K/4), `weight_scale` [N,G] and `weight_shape`, N and K.
 
-    Codes are signed integers plus 8 (128), packed along K from the lowest bits on; in the last word of a row what is
-    left is 0. `weight_zero_point` [ceil(N/8), G] int32 has the same offset and is packed along N.
+    Codes are signed integers plus 8 (128), packed along K from the lowest bits on; the unused bits of a row's last word
+    are 0. `weight_zero_point` [ceil(N/8), G] int32 has the same offset and is packed along N.
     Source: compressors/pack_quantized of compressed-tensors 0.20.0.
     """
     fmt = scheme.weight
     assert fmt is not None
-    size = matrix.columns if fmt.group[1] == WHOLE else fmt.group[1]
-    check_divides(matrix, size)
-    num_groups = matrix.columns // size
-    words = (matrix.rows, -(-matrix.columns * fmt.bits // 32))
-    codes = _int4_rows if fmt.bits == 4 else _int8_rows
+    size = projection.columns if fmt.group[1] == WHOLE else fmt.group[1]
+    check_divides(projection, size)
+    num_groups = projection.columns // size
+    shape = (projection.rows, -(-projection.columns * fmt.bits // 32))
+    codes = _int4_codes if fmt.bits == 4 else _int8_codes
     tensors = [
-        StoredTensor(".weight_packed", (words,), ("I32",), "w{}", functools.partial(codes, columns=matrix.columns)),
-        StoredTensor(".weight_scale", ((matrix.rows, num_groups),), FLOATS, "w{}_scale", as_is),
-        StoredTensor(".weight_shape", ((2,),), ("I64", "I32"), None, functools.partial(_check_shape, matrix)),
+        StoredTensor(".weight_packed", (shape,), ("I32",), "w{}", functools.partial(codes, columns=projection.columns)),
+        StoredTensor(".weight_scale", ((projection.rows, num_groups),), FLOATS, "w{}_scale", as_is),
+        StoredTensor(".weight_shape", ((2,),), ("I64", "I32"), None, functools.partial(_check_shape, projection)),
     ]
     if not fmt.symmetric:
-        convert = functools.partial(_zero_points, rows=matrix.rows)
-        shape = (-(-matrix.rows // 8), num_groups)
+        convert = functools.partial(_zero_points, rows=projection.rows)
+        shape = (-(-projection.rows // 8), num_groups)
         tensors.append(StoredTensor(".weight_zero_point", (shape,), ("I32",), "w{}_zero_point", convert))
     return tensors
 
 
-def _nvfp4(scheme: QuantScheme, is_tensor: bool, matrix: Matrix) -> Sequence[StoredTensor]:
+def _nvfp4(scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
     """`weight_packed` [N,K/2] uint8, low nibble the even column, `weight_scale` [N,K/16] e4m3 and two global scales.
 
-    `weight_global_scale` and `input_global_scale` [1] fp32 are what numbers are multiplied by to be quantized: the
-    inverse of what restores them.
+    Quantizing multiplies by `weight_global_scale` and `input_global_scale` [1] fp32, so restoring divides by them.
     Source: compressors/nvfp4 and quantization/lifecycle/forward.py of compressed-tensors 0.20.0.
     """
-    check_divides(matrix, 16)
+    check_divides(projection, 16)
     tensors = [
-        StoredTensor(".weight_packed", ((matrix.rows, matrix.columns // 2),), ("U8",), "w{}", as_is),
-        StoredTensor(".weight_scale", ((matrix.rows, matrix.columns // 16),), ("F8_E4M3",), "w{}_scale", as_is),
+        StoredTensor(".weight_packed", ((projection.rows, projection.columns // 2),), ("U8",), "w{}", as_is),
+        StoredTensor(".weight_scale", ((projection.rows, projection.columns // 16),), ("F8_E4M3",), "w{}_scale", as_is),
         StoredTensor(".weight_global_scale", _NUMBER, FLOATS, "w{}_scale_2", _inverse),
     ]
     if scheme.activation is not None:
@@ -85,31 +84,31 @@ def _nvfp4(scheme: QuantScheme, is_tensor: bool, matrix: Matrix) -> Sequence[Sto
     return tensors
 
 
-def _float4(scheme: QuantScheme, is_tensor: bool, matrix: Matrix) -> Sequence[StoredTensor]:
+def _float4(scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
     """mxfp4: `weight_packed` [N,K/2] uint8, low nibble the even column, `weight_scale` [N,K/32] uint8, codes of e8m0.
 
     Source: compressors/mxfp4 and mx_utils.py of compressed-tensors 0.20.0.
     """
-    packed = StoredTensor(".weight_packed", ((matrix.rows, matrix.columns // 2),), ("U8",), "w{}", as_is)
-    return packed, _exponents(matrix)
+    packed = StoredTensor(".weight_packed", ((projection.rows, projection.columns // 2),), ("U8",), "w{}", as_is)
+    return packed, _exponents(projection)
 
 
-def _mxfp8(scheme: QuantScheme, is_tensor: bool, matrix: Matrix) -> Sequence[StoredTensor]:
+def _mxfp8(scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
     """`weight` [N,K] e4m3 and `weight_scale` [N,K/32] uint8, codes of e8m0.
 
     Source: compressors/mxfp8 and mx_utils.py of compressed-tensors 0.20.0.
     """
-    weight = StoredTensor(".weight", ((matrix.rows, matrix.columns),), ("F8_E4M3",), "w{}", as_is)
-    return weight, _exponents(matrix)
+    weight = StoredTensor(".weight", ((projection.rows, projection.columns),), ("F8_E4M3",), "w{}", as_is)
+    return weight, _exponents(projection)
 
 
-def _exponents(matrix: Matrix) -> StoredTensor:
-    check_divides(matrix, 32)
-    shape = (matrix.rows, matrix.columns // 32)
-    return StoredTensor(".weight_scale", (shape,), ("U8", "F8_E8M0"), "w{}_scale", _as_e8m0)
+def _exponents(projection: Projection) -> StoredTensor:
+    check_divides(projection, 32)
+    shape = (projection.rows, projection.columns // 32)
+    return StoredTensor(".weight_scale", (shape,), ("U8", "F8_E8M0"), "w{}_scale", _e8m0_scales)
 
 
-def _as_e8m0(stored: torch.Tensor) -> torch.Tensor:
+def _e8m0_scales(stored: torch.Tensor) -> torch.Tensor:
     return stored.view(torch.float8_e8m0fnu)
 
 
@@ -123,11 +122,11 @@ def _inverse(stored: torch.Tensor) -> torch.Tensor:
     return 1 / number
 
 
-def _int4_rows(stored: torch.Tensor, columns: int) -> torch.Tensor:
+def _int4_codes(stored: torch.Tensor, columns: int) -> torch.Tensor:
     return word_bytes(stored)[:, : -(-columns // 2)]
 
 
-def _int8_rows(stored: torch.Tensor, columns: int) -> torch.Tensor:
+def _int8_codes(stored: torch.Tensor, columns: int) -> torch.Tensor:
     return (word_bytes(stored)[:, :columns] ^ 128).view(torch.int8)
 
 
@@ -135,16 +134,16 @@ def _zero_points(stored: torch.Tensor, rows: int) -> torch.Tensor:
     return canonical_zero_points(stored.mT, rows)
 
 
-def _check_shape(matrix: Matrix, stored: torch.Tensor) -> torch.Tensor:
-    if stored.tolist() != [matrix.rows, matrix.columns]:
+def _check_shape(projection: Projection, stored: torch.Tensor) -> torch.Tensor:
+    if stored.tolist() != [projection.rows, projection.columns]:
         raise CheckpointError(
-            f"it must be {[matrix.rows, matrix.columns]} where config.json has these sizes, got {stored.tolist()}; use "
-            "the config.json that belongs to these tensors"
+            f"it must be {[projection.rows, projection.columns]} where config.json has these sizes, got "
+            f"{stored.tolist()}; use the config.json that belongs to these tensors"
         )
     return stored
 
 
-_Layout = Callable[[QuantScheme, bool, Matrix], Sequence[StoredTensor]]
+_Layout = Callable[[QuantScheme, bool, Projection], Sequence[StoredTensor]]
 
 LAYOUTS: Final[Mapping[tuple[str, str, str], _Layout]] = MappingProxyType(
     {
@@ -161,5 +160,5 @@ LAYOUTS: Final[Mapping[tuple[str, str, str], _Layout]] = MappingProxyType(
 )
 """By the config's `format`, the element type and the type of the group scales.
 
-Arguments: the scheme, whether a matrix has one scale in all, and the matrix.
+Arguments: the scheme, whether one scale is for the whole projection, and the projection.
 """

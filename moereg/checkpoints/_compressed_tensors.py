@@ -1,4 +1,4 @@
-"""`quant_method: compressed-tensors`, what llm-compressor writes: which scheme and which layout a module has."""
+"""`quant_method: compressed-tensors`, what llm-compressor writes: the scheme and the layout of each module."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _NO_ACTIVATIONS: Final = "16-bit"
 _ORDERS: Final = ("group", "dynamic", True)
 _NO_ORDERS: Final = ("weight", "static", False, None)
 _STRATEGIES: Final = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head", None)
-# Weights and activations as `_describe` spells them.
+# By weights and activations, as `_describe` spells them.
 _SCHEMES: Final = {
     ("float8 tensor", "float8 static tensor"): "fp8_tensor_static",
     ("float8 tensor", "float8 dynamic tensor"): "fp8_tensor_dynamic",
-    # One scale a matrix is as well the same scale for each of its rows.
+    # One scale for the matrix is the same scale for each of its rows.
     ("float8 tensor", "float8 dynamic token"): "fp8_channel_token",
     ("float8 channel", "float8 dynamic token"): "fp8_channel_token",
     ("float8 block 128x128", "float8 dynamic group 128"): "fp8_block128",
@@ -57,15 +57,15 @@ _SCHEMES: Final = {
 def compressed_tensors_formats(config: Mapping[str, Any]) -> FormatOf:
     """The formats of a checkpoint of this method.
 
-    `config_groups` name modules by class, name or, after `re:`, a regular expression that matches from the start; more
-    exact ones come first. `ignore` takes modules out of all of them.
+    `config_groups` name modules by class, by name or, after `re:`, by a regular expression that matches from the start;
+    the most exact one counts. `ignore` takes modules out of all of them.
     Source: quantization/quant_config.py and utils/match.py of compressed-tensors 0.20.0.
 
     Args:
         config: `quantization_config`.
 
     Raises:
-        CheckpointError: A setting is not known, from the function that is returned too.
+        CheckpointError: A setting is not known; the function that is returned raises it too.
     """
     if config.get("config_groups") is None:
         raise CheckpointError(
@@ -95,7 +95,7 @@ def compressed_tensors_formats(config: Mapping[str, Any]) -> FormatOf:
 
 
 def _matcher(patterns: Patterns, targets: Sequence[str]) -> Callable[[str], int]:
-    """How exactly the best of some targets names a module: 3 its name, 2 an expression, 1 its class, 0 not at all."""
+    """How exactly targets name a module: 3 by its name, 2 by an expression, 1 by its class, 0 not at all."""
     names = frozenset(targets)
     expressions = [
         patterns.expression(target, target.removeprefix("re:"))
@@ -112,7 +112,7 @@ def _matcher(patterns: Patterns, targets: Sequence[str]) -> Callable[[str], int]
 
 
 def _format(group: Mapping[str, Any], default: str | None) -> StorageFormat:
-    """The format of modules of a group."""
+    """The format of the modules of a group."""
     layout = read_name(group, "format") or default or ""
     scheme = _scheme(group)
     assert scheme.weight is not None
@@ -146,7 +146,7 @@ def _describe(group: Mapping[str, Any], side: str) -> str:
         return _NO_ACTIVATIONS
     words = [] if read_flag(arguments, "symmetric", default=True) else ["asymmetric"]
     if read_choice(arguments, "actorder", (*_ORDERS, *_NO_ORDERS), None) in _ORDERS:
-        # Groups of columns that are not neighbors, others in each matrix: gate and up could not share a w13.
+        # Groups whose columns are not neighbors. They differ between gate and up, which therefore cannot share w13.
         words.append("activation-ordered")
     kind = read_choice(arguments, "type", ("float", "int"), None)
     words.append(f"{kind}{read_count(arguments, 'num_bits', maximum=64)}")

@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: config.json, and safetensors that are opened when a tensor is asked for."""
+"""The files of a checkpoint directory: config.json, and safetensors files, which are opened when they are needed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from moereg.checkpoints._rows import ShardRows
 from moereg.errors import CheckpointError, shown
 from moereg.memory import format_bytes
 
-__all__ = ["CheckpointFiles", "TensorHeader"]
+__all__ = ["CheckpointFiles", "TensorHeader", "config_errors"]
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 _MODEL_OPT: Final = "hf_quant_config.json"
-# Ten times what published models have, where a list of quantized modules or an index of 200,000 tensors is largest.
+# Bytes, ten times what published models have: a list of quantized modules, and an index of 200,000 tensors.
 _LARGEST_CONFIG: Final = 16 * 2**20
 _LARGEST_INDEX: Final = 256 * 2**20
-# Pickles run code when they are loaded, so they are named in the error and never opened.
+# Loading a pickle runs its code, so pickles are named in the error and never opened.
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth")
 
 
@@ -46,7 +46,7 @@ class TensorHeader:
 
 
 class CheckpointFiles(contextlib.ExitStack):
-    """A checkpoint directory. Each shard is opened once, when a tensor of it is first asked for; closes them on exit.
+    """A checkpoint directory. Opens each shard once, when a tensor in it is first needed; closes them on exit.
 
     Attributes:
         path: The directory.
@@ -146,7 +146,7 @@ class CheckpointFiles(contextlib.ExitStack):
     def read(self, name: str, row: int | None = None) -> torch.Tensor:
         """The tensor, or only its row along dim 0, on the CPU."""
         file = self._file_of(name)
-        # Rows would be made on the default device.
+        # Otherwise rows would be made on the default device, whichever the caller has set.
         with _named_errors(self.path / file), torch.device("cpu"):
             shard = self._shard(file)
             if row is not None:
@@ -168,7 +168,7 @@ class CheckpointFiles(contextlib.ExitStack):
         if file in self._shards:
             return self._shards[file]
         shard_path = self.path / file
-        # An index from elsewhere must not name files outside the checkpoint.
+        # A stranger's index must not reach files outside the checkpoint.
         if Path(file).name != file:
             raise CheckpointError(
                 f"{_INDEX} must name files of its own directory, got {shown(file)}; download it again"
@@ -176,7 +176,7 @@ class CheckpointFiles(contextlib.ExitStack):
         if not os.path.isfile(shard_path):
             raise CheckpointError(f"{_INDEX} names {shard_path}, which is missing; download that file")
         with _named_errors(shard_path):
-            # Not mapped: where a file that is mapped gets shorter, whoever reads on is killed.
+            # Not mapped: a process is killed when it reads from a mapping beyond the end of a file that got shorter.
             shard = self.enter_context(safe_open(shard_path, framework="pt", backend="pread"))
             self._rows[file] = self.enter_context(ShardRows(shard_path))
         self._shards[file] = shard
@@ -185,7 +185,7 @@ class CheckpointFiles(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def _named_errors(shard_path: Path) -> Iterator[None]:
-    """Errors of safetensors do not say which file they are about."""
+    """Names the file in errors of safetensors, which do not."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -194,6 +194,15 @@ def _named_errors(shard_path: Path) -> Iterator[None]:
             f"{shard_path} ({size}) must be the whole safetensors file of this checkpoint, got: {error}; download that "
             "file again"
         ) from error
+
+
+@contextlib.contextmanager
+def config_errors(files: CheckpointFiles) -> Iterator[None]:
+    """Names config.json in errors about its values."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{files.path / 'config.json'}: {error}") from error
 
 
 def _read_json_object(path: Path, largest: int) -> Mapping[str, Any]:

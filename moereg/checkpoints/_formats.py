@@ -1,4 +1,4 @@
-"""How checkpoints store a matrix of an expert: the vocabulary in which the format families of this package answer."""
+"""How checkpoints store a matrix of an expert: what the modules of `quant_method`s answer with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moereg.quant import QuantScheme
 __all__ = [
     "FLOATS",
     "FormatOf",
-    "Matrix",
+    "Projection",
     "StorageFormat",
     "StoredTensor",
     "as_is",
@@ -29,13 +29,13 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrix:
-    """One matrix of an expert as it should be.
+class Projection:
+    """One matrix of an expert, or of all experts where they are fused, with the sizes that config.json says.
 
     Attributes:
-        module: Its name in the checkpoint, for errors.
+        module: Name of its module in the checkpoint.
         rows, columns: N and K, of one expert.
-        is_half: Only the gate rows or only the up rows of w13.
+        is_half: Whether it is only the gate rows or only the up rows of w13.
     """
 
     module: str
@@ -46,14 +46,14 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """One tensor that a format stores for a matrix.
+    """One tensor that a format stores for a projection.
 
     Attributes:
-        suffix: Of its name, after the module's; with the dot where there is one.
-        shapes: Accepted ones, of one expert.
-        dtypes: Accepted ones, as safetensors spells them.
-        field: Of `ExpertWeights`, {} standing for 13 or 2; None where the tensor is only checked.
-        convert: From the tensor as stored to the field's canonical rows. Raises CheckpointError where its numbers
+        suffix: What its name adds to the module's; begins with a dot where there is one.
+        shapes: Accepted shapes, of one expert.
+        dtypes: Accepted dtypes, as safetensors spells them.
+        field: Field of `ExpertWeights`, with {} for 13 or 2; None where the tensor is only checked.
+        convert: Makes canonical rows of the field from the stored tensor. Raises CheckpointError where its numbers
             contradict the format.
         required: Whether the tensor has to be there.
     """
@@ -71,15 +71,15 @@ class StorageFormat:
     """How the experts of a layer are stored.
 
     Attributes:
-        name: For errors; two formats of one name are the same.
-        scheme: That the weights are of.
-        tensors: What a matrix consists of. Raises CheckpointError where its sizes do not fit.
-        is_fused: All experts are in one tensor, dim 0 the expert.
+        name: For errors; formats of one name are equal.
+        scheme: Scheme of the weights.
+        tensors: Lists the stored tensors of a projection. Raises CheckpointError where its sizes do not fit.
+        is_fused: Whether all experts are in one tensor, with dim 0 the expert.
     """
 
     name: str
     scheme: QuantScheme
-    tensors: Callable[[Matrix], Sequence[StoredTensor]] = dataclasses.field(compare=False)
+    tensors: Callable[[Projection], Sequence[StoredTensor]] = dataclasses.field(compare=False)
     is_fused: bool = False
 
 
@@ -88,10 +88,10 @@ FormatOf = Callable[[str], "StorageFormat | None"]
 
 
 def unquantized_format(is_fused: bool, is_transposed: bool) -> StorageFormat:
-    """16-bit or 32-bit weights, [N,K], or [K,N] where transposed."""
+    """Weights of 16 or 32 bits, stored as [N,K], or as [K,N] where transposed."""
 
-    def tensors(matrix: Matrix) -> Sequence[StoredTensor]:
-        shape = (matrix.rows, matrix.columns)
+    def tensors(projection: Projection) -> Sequence[StoredTensor]:
+        shape = (projection.rows, projection.columns)
         shape, convert = (shape[::-1], _transposed) if is_transposed else (shape, as_is)
         return (StoredTensor("" if is_fused else ".weight", (shape,), FLOATS, "w{}", convert),)
 
@@ -99,7 +99,7 @@ def unquantized_format(is_fused: bool, is_transposed: bool) -> StorageFormat:
 
 
 def as_is(stored: torch.Tensor) -> torch.Tensor:
-    """What is stored is canonical."""
+    """The stored tensor is canonical already."""
     return stored
 
 
@@ -108,18 +108,18 @@ def _transposed(stored: torch.Tensor) -> torch.Tensor:
 
 
 def one_number(stored: torch.Tensor) -> torch.Tensor:
-    """A number that is stored as [1] or []."""
+    """A number that is stored as [1] or [], as []."""
     return stored.reshape(())
 
 
-def check_divides(matrix: Matrix, group_size: int) -> None:
+def check_divides(projection: Projection, group_size: int) -> None:
     """Checks that groups of columns cover a row.
 
     Raises:
-        CheckpointError: They do not.
+        CheckpointError: They do not cover it.
     """
-    if matrix.columns % group_size:
+    if projection.columns % group_size:
         raise CheckpointError(
-            f"the columns of {matrix.module} must be a multiple of the group size, got {matrix.columns} columns in "
-            f"groups of {group_size}; use the config.json that belongs to these tensors"
+            f"the columns of {projection.module} must be a multiple of the group size, got {projection.columns} "
+            f"columns in groups of {group_size}; use the config.json that belongs to these tensors"
         )

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from moereg.checkpoints._formats import (
     FormatOf,
-    Matrix,
+    Projection,
     StorageFormat,
     StoredTensor,
     as_is,
@@ -34,7 +34,7 @@ def fp8_formats(config: Mapping[str, Any]) -> FormatOf:
         config: `quantization_config`.
 
     Raises:
-        CheckpointError: It says something else.
+        CheckpointError: A setting is not one of these.
     """
     expected: dict[str, Sequence[Any]] = {
         "fmt": ("e4m3", None),
@@ -49,31 +49,32 @@ def fp8_formats(config: Mapping[str, Any]) -> FormatOf:
             )
     ignored = [name for key in ("modules_to_not_convert", "ignored_layers") for name in read_names(config, key)]
     is_ignored = Patterns("modules_to_not_convert").components(ignored)
-    block = StorageFormat("fp8 in blocks of 128 x 128", get_scheme("fp8_block128"), _tensors)
-    return lambda module: None if is_ignored(module) else block
+    storage = StorageFormat("fp8 in blocks of 128 x 128", get_scheme("fp8_block128"), _tensors)
+    return lambda module: None if is_ignored(module) else storage
 
 
-def _tensors(matrix: Matrix) -> Sequence[StoredTensor]:
-    return block_tensors(matrix, "weight_scale_inv")
+def _tensors(projection: Projection) -> Sequence[StoredTensor]:
+    return block_tensors(projection, "weight_scale_inv")
 
 
-def block_tensors(matrix: Matrix, scale_name: str) -> Sequence[StoredTensor]:
-    """Codes and the scales of their blocks.
+def block_tensors(projection: Projection, scale_name: str) -> Sequence[StoredTensor]:
+    """The codes of a projection and the scales of their blocks.
 
     Args:
-        matrix: What they are of.
-        scale_name: What the scales are called.
+        projection: The matrix that they are of.
+        scale_name: Name of the scales' tensor, after the module's.
 
     Raises:
         CheckpointError: Gate and up would share a block in w13.
     """
-    if matrix.is_half and matrix.rows % _BLOCK:
+    if projection.is_half and projection.rows % _BLOCK:
         raise CheckpointError(
-            f"the rows of {matrix.module} must be a multiple of {_BLOCK}, or one block of w13 would hold gate and up "
-            f"rows under one scale, got {matrix.rows}; shard the layer by experts instead, or use the bfloat16 release"
+            f"the rows of {projection.module} must be a multiple of {_BLOCK}, or one block of w13 would hold gate and "
+            f"up rows under one scale, got {projection.rows}; shard the layer by experts instead, or use the bfloat16 "
+            "release"
         )
-    shape = (matrix.rows, matrix.columns)
-    blocks = (-(-matrix.rows // _BLOCK), -(-matrix.columns // _BLOCK))
+    shape = (projection.rows, projection.columns)
+    blocks = (-(-projection.rows // _BLOCK), -(-projection.columns // _BLOCK))
     return (
         StoredTensor(".weight", (shape,), ("F8_E4M3",), "w{}", as_is),
         StoredTensor(f".{scale_name}", (blocks,), ("F32", "BF16", "F16", "F8_E8M0"), "w{}_scale", as_is),

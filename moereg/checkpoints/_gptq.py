@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from moereg.checkpoints._formats import FLOATS, FormatOf, Matrix, StorageFormat, StoredTensor, check_divides
+from moereg.checkpoints._formats import FLOATS, FormatOf, Projection, StorageFormat, StoredTensor, check_divides
 from moereg.checkpoints._patterns import Match, Patterns
 from moereg.checkpoints._words import canonical_zero_points, int4_scheme, word_bytes
 from moereg.config_entries import read_flag, read_name, read_objects
@@ -27,10 +27,13 @@ def gptq_formats(config: Mapping[str, Any]) -> FormatOf:
     """The formats of a checkpoint of this method.
 
     `qweight` [K/8, N] int32: eight neighboring columns of a row to a word, the first in the lowest bits, unsigned.
-    `qzeros` [G, ceil(N/8)] int32: zero points, packed along N; version 1 (`gptq`, also where none is named) stores them
-    minus one, subtracted from whole words, version 2 (`gptq_v2`) as they are. `scales` [G, N]. `g_idx` [K] has the
-    group of each column. A weight is (q - zero point) * scale. `dynamic` has settings for modules that match an
-    expression from the start; those that match one after `-:` are left unquantized.
+    `qzeros` [G, ceil(N/8)] int32: zero points, packed along N. Version 1 (`gptq`, the default) subtracts one from each
+    before it packs them, version 2 (`gptq_v2`) does not. `scales` [G, N]. `g_idx` [K]: the group of each column. A
+    weight is (code - zero point) * scale.
+
+    `dynamic` has settings for modules by regular expressions, which match from the start. Modules that match one after
+    `-:` are left unquantized.
+
     Source: nn_modules/qlinear/__init__.py (`pack_original`), utils/model.py (`convert_gptq_v1_to_v2_format_module`) and
     quantization/config.py of GPTQModel 7.6.0; qlinear_cuda_old.py of AutoGPTQ.
 
@@ -38,13 +41,13 @@ def gptq_formats(config: Mapping[str, Any]) -> FormatOf:
         config: `quantization_config`.
 
     Raises:
-        CheckpointError: A setting is not known, from the function that is returned too.
+        CheckpointError: A setting is not known; the function that is returned raises it too.
     """
     patterns = Patterns("dynamic")
     rules: list[tuple[Match, Callable[[], StorageFormat | None]]] = []
     for pattern, changes in read_objects(config, "dynamic").items():
         sign, expression = (pattern[0], pattern[2:]) if pattern[:2] in ("-:", "+:") else ("+", pattern)
-        # A rule that no expert meets may ask for what moereg does not know.
+        # Parsed when a module first matches: a rule for other modules may hold settings that moereg does not know.
         rule = functools.cache(functools.partial(_format, {**config, **changes})) if sign == "+" else lambda: None
         rules.append((patterns.expression(pattern, expression), rule))
     default = functools.cache(functools.partial(_format, config))
@@ -64,31 +67,31 @@ def _format(config: Mapping[str, Any]) -> StorageFormat:
     return StorageFormat(f"{version} {scheme.name}{' desc_act' * is_ordered}", scheme, tensors)
 
 
-def _tensors(scheme: QuantScheme, version: str, is_ordered: bool, matrix: Matrix) -> Sequence[StoredTensor]:
+def _tensors(scheme: QuantScheme, version: str, is_ordered: bool, projection: Projection) -> Sequence[StoredTensor]:
     assert scheme.weight is not None
-    size = matrix.columns if scheme.weight.group[1] == WHOLE else scheme.weight.group[1]
-    check_divides(matrix, size)
-    check_divides(matrix, 8)
-    num_groups = matrix.columns // size
+    size = projection.columns if scheme.weight.group[1] == WHOLE else scheme.weight.group[1]
+    check_divides(projection, size)
+    check_divides(projection, 8)
+    num_groups = projection.columns // size
     zeros = functools.partial(
-        _zero_points if not scheme.weight.symmetric else _check_zero_points, rows=matrix.rows, version=version
+        _zero_points if not scheme.weight.symmetric else _check_zero_points, rows=projection.rows, version=version
     )
     field = None if scheme.weight.symmetric else "w{}_zero_point"
     order = functools.partial(_check_order, group_size=size)
     return (
-        StoredTensor(".qweight", ((matrix.columns // 8, matrix.rows),), ("I32",), "w{}", _rows),
-        StoredTensor(".scales", ((num_groups, matrix.rows),), FLOATS, "w{}_scale", _transposed),
-        StoredTensor(".qzeros", ((num_groups, -(-matrix.rows // 8)),), ("I32",), field, zeros),
-        StoredTensor(".g_idx", ((matrix.columns,),), ("I32", "I64"), None, order, required=is_ordered),
+        StoredTensor(".qweight", ((projection.columns // 8, projection.rows),), ("I32",), "w{}", _codes),
+        StoredTensor(".scales", ((num_groups, projection.rows),), FLOATS, "w{}_scale", _transposed),
+        StoredTensor(".qzeros", ((num_groups, -(-projection.rows // 8)),), ("I32",), field, zeros),
+        StoredTensor(".g_idx", ((projection.columns,),), ("I32", "I64"), None, order, required=is_ordered),
         # AutoGPTQ wrote zeros for modules without a bias.
-        StoredTensor(".bias", ((matrix.rows,),), FLOATS, None, _check_no_bias, required=False),
+        StoredTensor(".bias", ((projection.rows,),), FLOATS, None, _check_no_bias, required=False),
     )
 
 
-def _rows(stored: torch.Tensor) -> torch.Tensor:
-    # [K/8, N] words to [K/8, N, 4] bytes, each two neighboring columns, to [N, K/2].
-    columns: torch.Tensor = word_bytes(stored).unflatten(1, (-1, 4))
-    return columns.movedim(1, 0).flatten(1)
+def _codes(stored: torch.Tensor) -> torch.Tensor:
+    # A byte holds two neighboring columns.
+    pairs: torch.Tensor = word_bytes(stored).unflatten(1, (-1, 4))  # [K/8, N, 4]
+    return pairs.movedim(1, 0).flatten(1)  # [N, K/2]
 
 
 def _transposed(stored: torch.Tensor) -> torch.Tensor:

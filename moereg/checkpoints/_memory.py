@@ -1,4 +1,4 @@
-"""Refuses a layer that would not fit, before anything is allocated."""
+"""Rejects a layer that would not fit into memory, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def check_fits(
 
     Args:
         subject: What is loaded, for the message.
-        expert_bytes: Of one expert on the device.
-        num_experts: That are loaded.
-        dtype: That they are loaded in, or the scheme of quantized ones.
-        device: That they are loaded to.
-        max_fraction: Of free memory that they may take.
+        expert_bytes: Bytes of one expert on the device.
+        num_experts: How many are loaded.
+        dtype: Dtype that they are loaded in, or the scheme of quantized ones.
+        device: Where they are loaded to.
+        max_fraction: Share of the free memory that they may take.
 
     Raises:
-        TooLargeError: They do not.
+        TooLargeError: They do not fit.
     """
     free_bytes = free_memory_bytes(device)
     if free_bytes is None or expert_bytes * (num_experts + 1) <= max_fraction * free_bytes:

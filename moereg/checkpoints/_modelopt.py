@@ -1,4 +1,4 @@
-"""`quant_method: modelopt`, what NVIDIA's ModelOpt exports: nvfp4 and fp8 with one scale a matrix."""
+"""`quant_method: modelopt`, what NVIDIA's ModelOpt exports: nvfp4, and fp8 with one scale for each matrix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from moereg.checkpoints._formats import (
     FormatOf,
-    Matrix,
+    Projection,
     StorageFormat,
     StoredTensor,
     as_is,
@@ -29,8 +29,8 @@ _NUMBER: Final = ((), (1,))
 def modelopt_formats(config: Mapping[str, Any]) -> FormatOf:
     """The formats of a checkpoint of this method.
 
-    `quant_algo` names one format for all modules but those in `exclude_modules` (hf_quant_config.json) or `ignore`
-    (config.json): names, or beginnings of names with a star.
+    `quant_algo` names one format for all modules except those in `exclude_modules` (hf_quant_config.json) or `ignore`
+    (config.json), which list names, or beginnings of names with a star.
     Source: export/quant_utils.py and export/convert_hf_config.py of nvidia-modelopt 0.47.0.
 
     Args:
@@ -52,40 +52,42 @@ def modelopt_formats(config: Mapping[str, Any]) -> FormatOf:
         )
     patterns = [name for key in ("exclude_modules", "ignore") for name in read_names(config, key)]
     is_excluded = Patterns("exclude_modules").wildcards(patterns)
-    stored = StorageFormat(f"modelopt {algorithm}", get_scheme(scheme), tensors)
-    return lambda module: None if is_excluded(module) else stored
+    storage = StorageFormat(f"modelopt {algorithm}", get_scheme(scheme), tensors)
+    return lambda module: None if is_excluded(module) else storage
 
 
-def _nvfp4(matrix: Matrix) -> Sequence[StoredTensor]:
+def _nvfp4(projection: Projection) -> Sequence[StoredTensor]:
     """`weight` [N,K/2] uint8, low nibble the even column, `weight_scale` [N,K/16] e4m3, `weight_scale_2` [] fp32.
 
     A weight is code * weight_scale * weight_scale_2.
     Source: quantization/qtensor/nvfp4_tensor.py of nvidia-modelopt 0.47.0.
     """
-    check_divides(matrix, _GROUP)
+    check_divides(projection, _GROUP)
     return (
-        StoredTensor(".weight", ((matrix.rows, matrix.columns // 2),), ("U8",), "w{}", as_is),
-        StoredTensor(".weight_scale", ((matrix.rows, matrix.columns // _GROUP),), ("F8_E4M3",), "w{}_scale", as_is),
+        StoredTensor(".weight", ((projection.rows, projection.columns // 2),), ("U8",), "w{}", as_is),
+        StoredTensor(
+            ".weight_scale", ((projection.rows, projection.columns // _GROUP),), ("F8_E4M3",), "w{}_scale", as_is
+        ),
         StoredTensor(".weight_scale_2", _NUMBER, ("F32",), "w{}_scale_2", one_number),
     )
 
 
-def _nvfp4_with_activations(matrix: Matrix) -> Sequence[StoredTensor]:
-    """The same and `input_scale` [] fp32, the global scale of activations: amax / (6 * 448)."""
-    return (*_nvfp4(matrix), _INPUT_SCALE)
+def _nvfp4_with_activations(projection: Projection) -> Sequence[StoredTensor]:
+    """As `_nvfp4`, and `input_scale` [] fp32, the global scale of activations: amax / (6 * 448)."""
+    return (*_nvfp4(projection), _INPUT_SCALE)
 
 
-def _fp8(matrix: Matrix) -> Sequence[StoredTensor]:
-    """`weight` [N,K] e4m3, `weight_scale` and `input_scale` [] fp32, both multiply."""
+def _fp8(projection: Projection) -> Sequence[StoredTensor]:
+    """`weight` [N,K] e4m3, `weight_scale` and `input_scale` [] fp32, which both multiply."""
     return (
-        StoredTensor(".weight", ((matrix.rows, matrix.columns),), ("F8_E4M3",), "w{}", as_is),
+        StoredTensor(".weight", ((projection.rows, projection.columns),), ("F8_E4M3",), "w{}", as_is),
         StoredTensor(".weight_scale", _NUMBER, ("F32",), "w{}_scale", one_number),
         _INPUT_SCALE,
     )
 
 
 _INPUT_SCALE: Final = StoredTensor(".input_scale", _NUMBER, ("F32",), "a{}_scale", one_number)
-_ALGORITHMS: Final[Mapping[str, tuple[str, Callable[[Matrix], Sequence[StoredTensor]]]]] = MappingProxyType(
+_ALGORITHMS: Final[Mapping[str, tuple[str, Callable[[Projection], Sequence[StoredTensor]]]]] = MappingProxyType(
     {
         "FP8": ("fp8_tensor_static", _fp8),
         "NVFP4": ("nvfp4", _nvfp4_with_activations),

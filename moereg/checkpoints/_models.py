@@ -1,4 +1,4 @@
-"""One row a model type: what its tensors are called, how they are stored, which layers have experts.
+"""One row for each model type: names and order of its tensors, and which layers have experts.
 
 Adding a model is adding a row here and, where it routes in a new way, a reader in `moereg.routing`.
 """
@@ -36,7 +36,7 @@ def _qwen_layers(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
 
 def _deepseek_layers(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
     first = read_count(config, "first_k_dense_replace", minimum=0)
-    # transformers ignores the frequency, the publisher's own code reads it; every published file says 1.
+    # transformers ignores the frequency, and the publisher's own code reads it; every published file says 1.
     frequency = read_count(config, "moe_layer_freq", default=1)
     return (layer for layer in range(first, num_layers) if layer % frequency == 0)
 
@@ -76,11 +76,11 @@ class ModelType:
         blocks: Module of a layer that holds router and experts: as released, then as transformers calls it.
         router: Module of the block that holds the router's weight.
         projections: Gate, up and down of one expert; None where the model is only released fused.
-        intermediate_size: Config entry of I.
-        moe_layers: From config and number of layers, the layers that have experts.
-        activation: From config, what happens between the matmuls.
+        intermediate_size: Entry of the config that has I.
+        moe_layers: Lists the layers with experts, from the config and the number of layers.
+        activation: Makes the activation between the matmuls, from the config.
         is_transposed: Fused tensors are [E,in,out] instead of [E,out,in].
-        is_interleaved: Fused gate and up alternate, instead of all of gate first.
+        is_interleaved: Rows of fused gate and up alternate; otherwise all of gate comes first.
         has_bias: Experts and router have biases.
     """
 

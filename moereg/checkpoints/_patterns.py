@@ -1,7 +1,7 @@
-"""Patterns out of config files, which are programs of strangers: they run under a limit of time.
+"""Patterns of config files. They are programs that strangers wrote, so they run under a limit of time.
 
-Real checkpoints use look-aheads and back references, so the engine has to be one that backtracks, and one that can be
-stopped; Python's own cannot.
+Real checkpoints use look-aheads and back references, which need an engine that backtracks, and a limit needs one that
+can be stopped. Python's own cannot.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ __all__ = ["Match", "Patterns"]
 
 # Seconds of CPU time for all patterns of a file. 40 of them on 256 experts take a tenth of it.
 _BUDGET_S: Final = 1.5
-# Of the clock. Reading it costs a tenth of what reading the CPU time costs, which a match is not worth.
+# Seconds of the clock between two looks at the CPU time, which takes ten times as long to read.
 _SHORT_S: Final = 0.02
 _LONGEST: Final = 4_096
 _MOST: Final = 2_000
-# Nothing in it can backtrack, and a dot stands for itself: every published list of modules but for a few.
+# Nothing here can backtrack, and a dot stands for itself. Nearly every published list of modules is of this kind.
 _PLAIN: Final = re.compile(r"[\w./-]*")
 
 Match = Callable[[str], bool]
-"""Whether a module is meant, by its name in the checkpoint."""
+"""Whether a pattern means a module, by the module's name in the checkpoint."""
 
 
 class Patterns:
     """Compiles and runs the patterns of one config file.
 
     Args:
-        field: Entry that has them, for errors.
+        field: Entry of the config that has them, for errors.
 
     Raises:
         CheckpointError: From every method and from what it returns: a pattern is invalid, or takes too long.
@@ -49,7 +49,7 @@ class Patterns:
         self._looked_at = time.perf_counter()
 
     def components(self, patterns: Iterable[str]) -> Match:
-        """Whether a module, or one that holds it, is named by any of some patterns.
+        """Whether any of some patterns names a module or one that holds it.
 
         A pattern is a regular expression for whole components of the name: `mlp.gate` matches neither `mlp.gate_proj`
         nor `xmlp.gate`. transformers' `should_convert_module` draws the same boundary.
@@ -59,9 +59,9 @@ class Patterns:
         return lambda module: _names_part(module, plain) or any(search(module) for search in searches)
 
     def wildcards(self, patterns: Iterable[str]) -> Match:
-        """Whether a module, or one that holds it, is one of some names, which may have stars as file names do."""
+        """Whether any of some names, with stars as in file names, means a module or one that holds it."""
         names, globs = _divide(patterns, lambda pattern: not set(pattern) & set("*?["))
-        # A name that is left out is so with all that is in it.
+        # A pattern for a module also means all modules inside it.
         matches = [
             self.expression(glob, _without_anchor(fnmatch.translate(some)))
             for glob in globs
@@ -73,9 +73,9 @@ class Patterns:
         """Whether a regular expression matches a module.
 
         Args:
-            text: As the config has it, for errors.
-            expression: What it means.
-            is_anywhere: Not only from the module's start.
+            text: The config's own text, for errors.
+            expression: The regular expression that the text means.
+            is_anywhere: Whether it may match after the start of the module's name.
         """
         self._num_compiled += 1
         if self._num_compiled > _MOST or len(expression) > _LONGEST:
@@ -90,7 +90,7 @@ class Patterns:
     def _run(self, text: str, work: Callable[[], Any]) -> Any:
         try:
             if time.perf_counter() - self._looked_at > _SHORT_S:
-                self._look()
+                self._look_at_clock()
             return work()
         except TimeoutError:
             raise CheckpointError(
@@ -103,8 +103,8 @@ class Patterns:
                 f"({str(error) or type(error).__name__}); correct it"
             ) from None
 
-    def _look(self) -> None:
-        """Looks how much time is left."""
+    def _look_at_clock(self) -> None:
+        """Updates how much time is left."""
         self._left_s = self._end_s - time.thread_time()
         if self._left_s <= 0:
             raise TimeoutError
@@ -112,7 +112,7 @@ class Patterns:
 
 
 def _divide(patterns: Iterable[str], is_name: Callable[[str], bool]) -> tuple[frozenset[str], list[str]]:
-    """Names, and other patterns in their order."""
+    """Plain names, and the other patterns in their order."""
     unique = dict.fromkeys(patterns)
     names = frozenset(pattern for pattern in unique if is_name(pattern))
     return names, [pattern for pattern in unique if pattern not in names]
@@ -134,5 +134,5 @@ def _names_start(module: str, names: frozenset[str]) -> bool:
 
 
 def _without_anchor(expression: str) -> str:
-    r"""Python spells the end of a text `\Z` or, from 3.14, `\z`; the other engine may know only one of them."""
+    r"""Python spells the end of a text `\Z` or, from 3.14, `\z`; the other engine may know only one of these."""
     return f"{expression[:-2]}$(?!\\n)"

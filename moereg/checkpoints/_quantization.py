@@ -1,4 +1,4 @@
-"""Which format the experts of a layer are stored in, as config.json or hf_quant_config.json says."""
+"""The format that the experts of a layer are stored in, as config.json or hf_quant_config.json says."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], FormatOf]]] = MappingP
         "mxfp4": mxfp4_formats,
     }
 )
-"""By `quant_method`: from the config to the format of each module."""
+"""By `quant_method`: makes the formats of modules from the config."""
 
 
 def quantized_format(files: CheckpointFiles, modules: Sequence[str]) -> StorageFormat | None:
-    """The one format of some modules; None where they are not quantized.
+    """The format that modules have in common; None where they are not quantized.
 
     Args:
         files: Checkpoint.
         modules: The experts' projections, by their names in the checkpoint.
 
     Raises:
-        CheckpointError: The method or one of its settings is not known, or modules differ.
+        CheckpointError: The method or one of its settings is not known, or the modules' formats differ.
     """
     if files.quantization is None:
         return None

@@ -1,4 +1,4 @@
-"""Single rows of a safetensors file's tensors, for layers whose experts are all in one tensor."""
+"""Reads single rows of tensors in a safetensors file, for layers that store all experts in one tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 __all__ = ["ShardRows"]
 
-# Those that formats of fused experts store.
+# Dtypes that formats of fused experts store.
 _DTYPES: Final = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -24,18 +24,18 @@ _DTYPES: Final = {
     "U8": torch.uint8,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-# As safetensors limits it.
+# Bytes, the limit that safetensors has.
 _LARGEST_HEADER: Final = 100_000_000
 
 
 class ShardRows(contextlib.ExitStack):
     """A file that safetensors has opened and found valid; closed on exit.
 
-    The library reads the whole tensor for each of its rows, unless it maps the file; and a process that reads in a
-    mapping what another has cut off is killed.
+    safetensors itself reads the whole tensor for each row unless it maps the file, and a process is killed when it
+    reads from a mapping what another process has cut off.
 
     Args:
-        path: Of the file.
+        path: The file.
 
     Raises:
         OSError: From every method: the file cannot be read.
@@ -53,16 +53,17 @@ class ShardRows(contextlib.ExitStack):
         """A row along dim 0, on the CPU; nothing else is read.
 
         Args:
-            name: Of the tensor.
-            row: From 0 to the tensor's last.
-            dtype: Of the tensor, as safetensors spells it.
-            shape: Of the tensor.
+            name: Name of the tensor.
+            row: Index of the row.
+            dtype: Dtype of the tensor, as safetensors spells it.
+            shape: Shape of the whole tensor.
         """
         num_bytes = math.prod(shape[1:]) * _DTYPES[dtype].itemsize
         try:
             start = self._start_of(name, dtype, shape)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            # Safetensors found it valid, so it was written since; half of a header raises whatever JSON can.
+            # safetensors found the header valid, so somebody has written to it since, and half of a header raises any
+            # error that JSON knows.
             raise SafetensorError(f"its header changed while {name} was read") from error
         stored = self._read(start + row * num_bytes, num_bytes)
         return stored.view(_DTYPES[dtype]).view(tuple(shape[1:]))

@@ -1,4 +1,4 @@
-"""Integer codes that checkpoints pack into int32 words, and the schemes of 4-bit ones."""
+"""Integer codes that checkpoints pack into int32 words, and the schemes of 4-bit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def int4_scheme(method: str, config: Mapping[str, Any], is_symmetric: bool) -> Q
         is_symmetric: Whether there are no zero points.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: No scheme has these numbers of bits and columns.
     """
     for key, known in (("bits", (4,)), ("group_size", tuple(_GROUP_SIZES))):
         if not is_one_of(config.get(key), known):
@@ -40,7 +40,7 @@ def int4_scheme(method: str, config: Mapping[str, Any], is_symmetric: bool) -> Q
 def word_bytes(words: torch.Tensor) -> torch.Tensor:
     """The bytes of words, lowest first.
 
-    Of 4-bit codes that are the canonical bytes: low nibble first along the last dimension.
+    Bytes of 4-bit codes are canonical this way: two codes each, the low nibble first along the last dimension.
 
     Args:
         words: [..., W] int32.
@@ -52,7 +52,7 @@ def word_bytes(words: torch.Tensor) -> torch.Tensor:
 
 
 def canonical_zero_points(words: torch.Tensor, rows: int) -> torch.Tensor:
-    """Zero points that are packed along the rows of a matrix, packed along its groups instead.
+    """Packs zero points along the groups of a projection, where the words pack them along its rows.
 
     Args:
         words: [G, ceil(N/8)] int32.

@@ -31,15 +31,15 @@ MUTANTS: Final = (
     Mutant(
         "gate and up in halves where they are interleaved",
         "moereg/checkpoints/_parts.py",
-        old=("            gate_rows.copy_(source[0::2])\n            up_rows.copy_(source[1::2])"),
-        new=("            gate_rows.copy_(source.chunk(2)[0])\n            up_rows.copy_(source.chunk(2)[1])"),
+        old=("            gate_rows.copy_(canonical[0::2])\n            up_rows.copy_(canonical[1::2])"),
+        new=("            gate_rows.copy_(canonical.chunk(2)[0])\n            up_rows.copy_(canonical.chunk(2)[1])"),
         tests=("tests/checkpoints/test_checkpoints.py::test_a_layer_computes_what_the_saved_module_computes",),
     ),
     Mutant(
         "the last of two static scales stands",
         "moereg/checkpoints/_parts.py",
-        old="source if self.half == 0 else torch.maximum(target, source.to(target))",
-        new="source",
+        old="canonical if self.half == 0 else torch.maximum(rows, canonical.to(rows))",
+        new="canonical",
         tests=("tests/checkpoints/test_quantized_checkpoints.py::test_gate_and_up_share_the_larger_static_scale",),
     ),
     Mutant(
@@ -72,9 +72,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a rank reads all experts",
-        "moereg/checkpoints/_plan.py",
-        old="listed = list(list_parts(model, problem, stored, experts_root, expert))",
-        new="listed = list(list_parts(model, problem, stored, experts_root, expert - experts.start))",
+        "moereg/checkpoints/_manifest.py",
+        old="listed = list(list_parts(model, sizes, storage, experts_root, expert))",
+        new="listed = list(list_parts(model, sizes, storage, experts_root, expert - experts.start))",
         tests=("tests/checkpoints/test_checkpoints.py::test_a_rank_reads_only_its_own_experts",),
     ),
     Mutant(
@@ -93,14 +93,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the correction bias is rounded",
-        "moereg/checkpoints/__init__.py",
-        old="read(plan.correction_bias, torch.float32)",
-        new="read(plan.correction_bias, problem.torch_dtype)",
+        "moereg/checkpoints/_load.py",
+        old="read(manifest.correction_bias, torch.float32)",
+        new="read(manifest.correction_bias, problem.torch_dtype)",
         tests=("tests/checkpoints/test_checkpoints.py::test_correction_bias_keeps_32_bits",),
     ),
     Mutant(
         "the router's logits are always 16-bit",
-        "moereg/checkpoints/__init__.py",
+        "moereg/checkpoints/_layer.py",
         old="torch.float32 if self.router.fp32_logits else self.router_weight.dtype",
         new="self.router_weight.dtype",
         tests=("tests/checkpoints/test_checkpoints.py::test_route_equals_the_models_own_router",),

@@ -1,0 +1,86 @@
+"""A layer that was read: its experts, and the router that feeds them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from moereg.ambient import in_plain_torch
+from moereg.layer import MoEKernel, make_kernel
+from moereg.problem import MoEProblem
+from moereg.routing import RouterSpec
+from moereg.selection import Selection
+from moereg.weights import ExpertWeights
+
+__all__ = ["CheckpointLayer"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CheckpointLayer:
+    """The routed experts of one layer of a checkpoint, and the router that feeds them.
+
+    Attributes:
+        problem: The layer, in the dtype that it was loaded in.
+        weights: Canonical, local experts only; quantized where the checkpoint is.
+        model_type: As config.json says it; for multimodal models that of the language model.
+        layer: Index in the whole model.
+        router: How the model routes.
+        router_weight: [E,H], all experts, in the problem's dtype.
+        router_bias: [E] in the problem's dtype, or None.
+        correction_bias: [E] fp32, DeepSeek-V3's bias for the choice, or None.
+        ep_rank: Local experts are those from `ep_rank * num_local_experts` on.
+    """
+
+    problem: MoEProblem
+    weights: ExpertWeights
+    model_type: str
+    layer: int
+    router: RouterSpec
+    router_weight: torch.Tensor
+    router_bias: torch.Tensor | None = None
+    correction_bias: torch.Tensor | None = None
+    ep_rank: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of experts and router."""
+        router = (self.router_weight, self.router_bias, self.correction_bias)
+        tensors = [*self.weights.tensors().values(), *(tensor for tensor in router if tensor is not None)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @in_plain_torch
+    def route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Routes as the checkpoint's own router does, logits in the dtype that the model computes them in.
+
+        Args:
+            hidden_states: [T,H] in the problem's dtype, on the weights' device.
+
+        Returns:
+            topk_weights [T,K] fp32 and topk_ids [T,K] int32, global experts. Models that round the weights to the
+            dtype of their logits differ by that rounding.
+
+        Raises:
+            ValueError: hidden_states have another shape, dtype or device.
+        """
+        expected = (self.problem.hidden_size, self.router_weight.dtype, self.router_weight.device)
+        columns = hidden_states.shape[1] if hidden_states.dim() == 2 else None
+        if (columns, hidden_states.dtype, hidden_states.device) != expected:
+            raise ValueError(
+                f"hidden_states must be [T,{expected[0]}] {expected[1]} on {expected[2]}, got "
+                f"{list(hidden_states.shape)} {hidden_states.dtype} on {hidden_states.device}; convert them"
+            )
+        dtype = torch.float32 if self.router.fp32_logits else self.router_weight.dtype
+        bias = None if self.router_bias is None else self.router_bias.to(dtype)
+        logits = torch.nn.functional.linear(hidden_states.to(dtype), self.router_weight.to(dtype), bias)
+        return self.router.route(logits, self.correction_bias)
+
+    def make_kernel(self, selection: Selection | None = None, **keywords: Any) -> MoEKernel:
+        """`moereg.make_kernel` for this layer and the rank whose experts it holds.
+
+        Args:
+            selection: From `select_backend(layer.problem)`; made here where None.
+            **keywords: As `make_kernel` takes them, but for `ep_rank`.
+        """
+        return make_kernel(self.problem, self.weights, selection, ep_rank=self.ep_rank, **keywords)

@@ -1,0 +1,134 @@
+"""Reads one layer into canonical weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+
+from moereg.arguments import check_device
+from moereg.checkpoints._files import CheckpointFiles
+from moereg.checkpoints._layer import CheckpointLayer
+from moereg.checkpoints._manifest import LayerManifest, list_layer
+from moereg.checkpoints._memory import check_fits
+from moereg.errors import ArgumentError, CheckpointError, shown
+from moereg.problem import MoEProblem
+from moereg.weights import ExpertWeights
+
+__all__ = ["load_experts"]
+
+
+def load_experts(
+    path: str | os.PathLike[str],
+    layer: int,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    max_memory_fraction: float = 0.6,
+    *,
+    num_local_experts: int | None = None,
+    ep_rank: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> CheckpointLayer:
+    """Reads the routed experts and the router of one layer.
+
+    Experts are read one by one into the canonical tensors, so that the peak is the layer and one expert.
+
+    Args:
+        path: Checkpoint directory.
+        layer: Index in the whole model.
+        dtype: Dtype to load in, or to run quantized experts in; the checkpoint's where None.
+        device: Where to load to.
+        max_memory_fraction: Share of the device's free memory that the layer may take.
+        num_local_experts: Experts of this rank; all where None.
+        ep_rank: Which experts: those from `ep_rank * num_local_experts` on. Other experts' shards are not opened.
+        progress: Called after each expert, with how many have been read and how many there are.
+
+    Returns:
+        The layer; its tensors do not alias the files.
+
+    Raises:
+        CheckpointError: The layer cannot be read; the message says why.
+        TooLargeError: The layer would not fit in the memory that is free.
+        ValueError: The rank's experts are not experts of the layer, or an argument is out of range.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"path must be a directory of a checkpoint, got {shown(path)}")
+    if not (type(max_memory_fraction) in (int, float) and 0 < max_memory_fraction <= 1):
+        raise ArgumentError(f"max_memory_fraction must be above 0 and at most 1, got {shown(max_memory_fraction)}")
+    device = check_device("device", device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(device)!r} needs a GPU that this torch build can use; leave it out for the CPU")
+    with CheckpointFiles(path) as files:
+        manifest = list_layer(files, layer, num_local_experts, ep_rank)
+        overrides: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+        problem = dataclasses.replace(manifest.problem, **overrides)
+        specs = _field_specs(problem, {part.field for parts in manifest.parts for part in parts})
+        expert_bytes = sum(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in specs.values())
+        subject = f"layer {layer} of {str(files.path)!r}"
+        held_as = problem.dtype if problem.quant.weight is None else problem.quant.name
+        check_fits(subject, expert_bytes, problem.num_local_experts, held_as, device, max_memory_fraction)
+        fields = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in specs.items()}
+        for local_expert, parts in enumerate(manifest.parts):
+            for part in parts:
+                stored = files.read(part.name, part.row)
+                try:
+                    part.copy_to(fields, local_expert, stored)
+                except ValueError as error:
+                    raise CheckpointError(f"{part.name} of {str(files.path)!r}: {error}") from error
+            if progress is not None:
+                progress(local_expert + 1, len(manifest.parts))
+        try:
+            weights = ExpertWeights(**fields, quant=problem.quant)
+        except ValueError as error:
+            raise CheckpointError(f"{subject}: {error}") from error
+        return _with_router(files, manifest, problem, layer, weights, ep_rank)
+
+
+def _with_router(
+    files: CheckpointFiles,
+    manifest: LayerManifest,
+    problem: MoEProblem,
+    layer: int,
+    weights: ExpertWeights,
+    ep_rank: int,
+) -> CheckpointLayer:
+    def read(name: str | None, dtype: torch.dtype) -> torch.Tensor | None:
+        return None if name is None else files.read(name).to(weights.w13.device, dtype, copy=True)
+
+    router_weight = read(manifest.router_weight, problem.torch_dtype)
+    assert router_weight is not None
+    return CheckpointLayer(
+        problem,
+        weights,
+        manifest.model_type,
+        layer,
+        manifest.router,
+        router_weight,
+        # transformers loads the router in the model's dtype, but keeps the correction bias in fp32.
+        router_bias=read(manifest.router_bias, problem.torch_dtype),
+        correction_bias=read(manifest.correction_bias, torch.float32),
+        ep_rank=ep_rank,
+    )
+
+
+def _field_specs(problem: MoEProblem, fields: Container[str | None]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the fields of `ExpertWeights` that the layer has. Gate and up keep scales of their own."""
+    rows = problem.quant.tensor_rows(
+        problem.num_local_experts,
+        problem.hidden_size,
+        problem.intermediate_size,
+        problem.activation.num_halves,
+        problem.has_bias,
+    )
+    return {
+        row.name: (
+            row.shapes[-1] if row.name.startswith("w") else row.shapes[0],
+            problem.torch_dtype if row.dtype is None else row.dtype,
+        )
+        for row in rows
+        if row.name in fields
+    }
