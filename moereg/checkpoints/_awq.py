@@ -68,9 +68,9 @@ def _tensors(scheme: QuantScheme, projection: Projection) -> Sequence[StoredTens
         )
     num_groups = projection.columns // size
     return (
-        StoredTensor(".qweight", ((projection.columns, projection.rows // 8),), ("I32",), "w{}", _codes),
-        StoredTensor(".scales", ((num_groups, projection.rows),), FLOATS, "w{}_scale", _transposed),
-        StoredTensor(".qzeros", ((num_groups, projection.rows // 8),), ("I32",), "w{}_zero_point", _zero_points),
+        StoredTensor(".qweight", ((projection.columns, projection.rows // 8),), ("I32",), "weight", _codes),
+        StoredTensor(".scales", ((num_groups, projection.rows),), FLOATS, "scale", _transposed),
+        StoredTensor(".qzeros", ((num_groups, projection.rows // 8),), ("I32",), "zero_point", _zero_points),
     )
 
 

@@ -33,11 +33,11 @@ def _naive(scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequ
     dtype = "I8" if fmt.dtype == "int8" else "F8_E4M3"
     shapes, convert = (_NUMBER, one_number) if is_tensor else (((projection.rows, 1),), as_is)
     tensors = [
-        StoredTensor(".weight", ((projection.rows, projection.columns),), (dtype,), "w{}", as_is),
-        StoredTensor(".weight_scale", shapes, FLOATS, "w{}_scale", convert),
+        StoredTensor(".weight", ((projection.rows, projection.columns),), (dtype,), "weight", as_is),
+        StoredTensor(".weight_scale", shapes, FLOATS, "scale", convert),
     ]
     if scheme.activation is not None and scheme.activation.static:
-        tensors.append(StoredTensor(".input_scale", _NUMBER, FLOATS, "a{}_scale", one_number))
+        tensors.append(StoredTensor(".input_scale", _NUMBER, FLOATS, "activation_scale", one_number))
     return tensors
 
 
@@ -54,16 +54,18 @@ def _packed_integers(scheme: QuantScheme, is_tensor: bool, projection: Projectio
     check_divides(projection, size)
     num_groups = projection.columns // size
     shape = (projection.rows, -(-projection.columns * fmt.bits // 32))
-    codes = _int4_codes if fmt.bits == 4 else _int8_codes
+    codes = functools.partial(_int4_codes if fmt.bits == 4 else _int8_codes, columns=projection.columns)
     tensors = [
-        StoredTensor(".weight_packed", (shape,), ("I32",), "w{}", functools.partial(codes, columns=projection.columns)),
-        StoredTensor(".weight_scale", ((projection.rows, num_groups),), FLOATS, "w{}_scale", as_is),
+        StoredTensor(
+            ".weight_packed", (shape,), ("I32",), "weight", functools.partial(codes, columns=projection.columns)
+        ),
+        StoredTensor(".weight_scale", ((projection.rows, num_groups),), FLOATS, "scale", as_is),
         StoredTensor(".weight_shape", ((2,),), ("I64", "I32"), None, functools.partial(_check_shape, projection)),
     ]
     if not fmt.symmetric:
         convert = functools.partial(_zero_points, rows=projection.rows)
         shape = (-(-projection.rows // 8), num_groups)
-        tensors.append(StoredTensor(".weight_zero_point", (shape,), ("I32",), "w{}_zero_point", convert))
+        tensors.append(StoredTensor(".weight_zero_point", (shape,), ("I32",), "zero_point", convert))
     return tensors
 
 
@@ -75,12 +77,12 @@ def _nvfp4(scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequ
     """
     check_divides(projection, 16)
     tensors = [
-        StoredTensor(".weight_packed", ((projection.rows, projection.columns // 2),), ("U8",), "w{}", as_is),
-        StoredTensor(".weight_scale", ((projection.rows, projection.columns // 16),), ("F8_E4M3",), "w{}_scale", as_is),
-        StoredTensor(".weight_global_scale", _NUMBER, FLOATS, "w{}_scale_2", _inverse),
+        StoredTensor(".weight_packed", ((projection.rows, projection.columns // 2),), ("U8",), "weight", as_is),
+        StoredTensor(".weight_scale", ((projection.rows, projection.columns // 16),), ("F8_E4M3",), "scale", as_is),
+        StoredTensor(".weight_global_scale", _NUMBER, FLOATS, "scale_2", _inverse),
     ]
     if scheme.activation is not None:
-        tensors.append(StoredTensor(".input_global_scale", _NUMBER, FLOATS, "a{}_scale", _inverse))
+        tensors.append(StoredTensor(".input_global_scale", _NUMBER, FLOATS, "activation_scale", _inverse))
     return tensors
 
 
@@ -89,7 +91,7 @@ def _float4(scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Seq
 
     Source: compressors/mxfp4 and mx_utils.py of compressed-tensors 0.20.0.
     """
-    packed = StoredTensor(".weight_packed", ((projection.rows, projection.columns // 2),), ("U8",), "w{}", as_is)
+    packed = StoredTensor(".weight_packed", ((projection.rows, projection.columns // 2),), ("U8",), "weight", as_is)
     return packed, _exponents(projection)
 
 
@@ -98,14 +100,14 @@ def _mxfp8(scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequ
 
     Source: compressors/mxfp8 and mx_utils.py of compressed-tensors 0.20.0.
     """
-    weight = StoredTensor(".weight", ((projection.rows, projection.columns),), ("F8_E4M3",), "w{}", as_is)
+    weight = StoredTensor(".weight", ((projection.rows, projection.columns),), ("F8_E4M3",), "weight", as_is)
     return weight, _exponents(projection)
 
 
 def _exponents(projection: Projection) -> StoredTensor:
     check_divides(projection, 32)
     shape = (projection.rows, projection.columns // 32)
-    return StoredTensor(".weight_scale", (shape,), ("U8", "F8_E8M0"), "w{}_scale", _e8m0_scales)
+    return StoredTensor(".weight_scale", (shape,), ("U8", "F8_E8M0"), "scale", _e8m0_scales)
 
 
 def _e8m0_scales(stored: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from moereg.errors import CheckpointError
-from moereg.quant import QuantScheme
+from moereg.quant import QuantScheme, TensorRole
 
 __all__ = [
     "FLOATS",
@@ -52,8 +52,8 @@ class StoredTensor:
         suffix: What its name adds to the module's; begins with a dot where there is one.
         shapes: Accepted shapes, of one expert.
         dtypes: Accepted dtypes, as safetensors spells them.
-        field: Field of `ExpertWeights`, with {} for 13 or 2; None where the tensor is only checked.
-        convert: Makes canonical rows of the field from the stored tensor. Raises CheckpointError where its numbers
+        role: What it is to w13 or w2 in `ExpertWeights`; None where the tensor is only checked.
+        convert: Makes canonical rows of that field from the stored tensor. Raises CheckpointError where its numbers
             contradict the format.
         required: Whether the tensor has to be there.
     """
@@ -61,7 +61,7 @@ class StoredTensor:
     suffix: str
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
-    field: str | None
+    role: TensorRole | None
     convert: Convert
     required: bool = True
 
@@ -93,7 +93,7 @@ def unquantized_format(is_fused: bool, is_transposed: bool) -> StorageFormat:
     def tensors(projection: Projection) -> Sequence[StoredTensor]:
         shape = (projection.rows, projection.columns)
         shape, convert = (shape[::-1], _transposed) if is_transposed else (shape, as_is)
-        return (StoredTensor("" if is_fused else ".weight", (shape,), FLOATS, "w{}", convert),)
+        return (StoredTensor("" if is_fused else ".weight", (shape,), FLOATS, "weight", convert),)
 
     return StorageFormat("unquantized", QuantScheme("unquantized"), tensors, is_fused)
 

@@ -76,6 +76,6 @@ def block_tensors(projection: Projection, scale_name: str) -> Sequence[StoredTen
     shape = (projection.rows, projection.columns)
     blocks = (-(-projection.rows // _BLOCK), -(-projection.columns // _BLOCK))
     return (
-        StoredTensor(".weight", (shape,), ("F8_E4M3",), "w{}", as_is),
-        StoredTensor(f".{scale_name}", (blocks,), ("F32", "BF16", "F16", "F8_E8M0"), "w{}_scale", as_is),
+        StoredTensor(".weight", (shape,), ("F8_E4M3",), "weight", as_is),
+        StoredTensor(f".{scale_name}", (blocks,), ("F32", "BF16", "F16", "F8_E8M0"), "scale", as_is),
     )

@@ -13,7 +13,7 @@ from moereg.checkpoints._patterns import Match, Patterns
 from moereg.checkpoints._words import canonical_zero_points, int4_scheme, word_bytes
 from moereg.config_entries import read_flag, read_name, read_objects
 from moereg.errors import CheckpointError, shown
-from moereg.quant import WHOLE, QuantScheme
+from moereg.quant import WHOLE, QuantScheme, TensorRole
 from moereg.quantize import unpack_nibbles
 
 __all__ = ["gptq_formats"]
@@ -76,12 +76,12 @@ def _tensors(scheme: QuantScheme, version: str, is_ordered: bool, projection: Pr
     zeros = functools.partial(
         _zero_points if not scheme.weight.symmetric else _check_zero_points, rows=projection.rows, version=version
     )
-    field = None if scheme.weight.symmetric else "w{}_zero_point"
+    role: TensorRole | None = None if scheme.weight.symmetric else "zero_point"
     order = functools.partial(_check_order, group_size=size)
     return (
-        StoredTensor(".qweight", ((projection.columns // 8, projection.rows),), ("I32",), "w{}", _codes),
-        StoredTensor(".scales", ((num_groups, projection.rows),), FLOATS, "w{}_scale", _transposed),
-        StoredTensor(".qzeros", ((num_groups, -(-projection.rows // 8)),), ("I32",), field, zeros),
+        StoredTensor(".qweight", ((projection.columns // 8, projection.rows),), ("I32",), "weight", _codes),
+        StoredTensor(".scales", ((num_groups, projection.rows),), FLOATS, "scale", _transposed),
+        StoredTensor(".qzeros", ((num_groups, -(-projection.rows // 8)),), ("I32",), role, zeros),
         StoredTensor(".g_idx", ((projection.columns,),), ("I32", "I64"), None, order, required=is_ordered),
         # AutoGPTQ wrote zeros for modules without a bias.
         StoredTensor(".bias", ((projection.rows,),), FLOATS, None, _check_no_bias, required=False),

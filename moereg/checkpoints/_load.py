@@ -126,7 +126,7 @@ def _field_specs(problem: MoEProblem, fields: Container[str | None]) -> dict[str
     )
     return {
         row.name: (
-            row.shapes[-1] if row.name.startswith("w") else row.shapes[0],
+            row.shapes[0] if row.role == "activation_scale" else row.shapes[-1],
             problem.torch_dtype if row.dtype is None else row.dtype,
         )
         for row in rows

@@ -103,7 +103,7 @@ def list_layer(
     router_shapes: dict[str, tuple[int, ...]] = {router_weight: (*bias_shape, sizes.hidden_size)}
     router_shapes.update({name: bias_shape for name in (router_bias, correction_bias) if name is not None})
     for name, shape in router_shapes.items():
-        _check_header(files, sizes, storage.name, ExpertPart(name, (shape,), FLOATS, None))
+        _check_header(files, sizes, storage.name, ExpertPart(name, (shape,), FLOATS))
     with config_errors(files):
         problem = MoEProblem(
             **dataclasses.asdict(sizes),

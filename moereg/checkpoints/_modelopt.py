@@ -64,11 +64,9 @@ def _nvfp4(projection: Projection) -> Sequence[StoredTensor]:
     """
     check_divides(projection, _GROUP)
     return (
-        StoredTensor(".weight", ((projection.rows, projection.columns // 2),), ("U8",), "w{}", as_is),
-        StoredTensor(
-            ".weight_scale", ((projection.rows, projection.columns // _GROUP),), ("F8_E4M3",), "w{}_scale", as_is
-        ),
-        StoredTensor(".weight_scale_2", _NUMBER, ("F32",), "w{}_scale_2", one_number),
+        StoredTensor(".weight", ((projection.rows, projection.columns // 2),), ("U8",), "weight", as_is),
+        StoredTensor(".weight_scale", ((projection.rows, projection.columns // _GROUP),), ("F8_E4M3",), "scale", as_is),
+        StoredTensor(".weight_scale_2", _NUMBER, ("F32",), "scale_2", one_number),
     )
 
 
@@ -80,13 +78,13 @@ def _nvfp4_with_activations(projection: Projection) -> Sequence[StoredTensor]:
 def _fp8(projection: Projection) -> Sequence[StoredTensor]:
     """`weight` [N,K] e4m3, `weight_scale` and `input_scale` [] fp32, which both multiply."""
     return (
-        StoredTensor(".weight", ((projection.rows, projection.columns),), ("F8_E4M3",), "w{}", as_is),
-        StoredTensor(".weight_scale", _NUMBER, ("F32",), "w{}_scale", one_number),
+        StoredTensor(".weight", ((projection.rows, projection.columns),), ("F8_E4M3",), "weight", as_is),
+        StoredTensor(".weight_scale", _NUMBER, ("F32",), "scale", one_number),
         _INPUT_SCALE,
     )
 
 
-_INPUT_SCALE: Final = StoredTensor(".input_scale", _NUMBER, ("F32",), "a{}_scale", one_number)
+_INPUT_SCALE: Final = StoredTensor(".input_scale", _NUMBER, ("F32",), "activation_scale", one_number)
 _ALGORITHMS: Final[Mapping[str, tuple[str, Callable[[Projection], Sequence[StoredTensor]]]]] = MappingProxyType(
     {
         "FP8": ("fp8_tensor_static", _fp8),

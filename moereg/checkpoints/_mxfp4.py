@@ -47,8 +47,8 @@ def _tensors(projection: Projection) -> Sequence[StoredTensor]:
     check_divides(projection, _GROUP)
     groups = (projection.rows, projection.columns // _GROUP)
     return (
-        StoredTensor("_blocks", ((*groups, _GROUP // 2),), ("U8",), "w{}", _codes),
-        StoredTensor("_scales", (groups,), ("U8", "F8_E8M0"), "w{}_scale", _scales),
+        StoredTensor("_blocks", ((*groups, _GROUP // 2),), ("U8",), "weight", _codes),
+        StoredTensor("_scales", (groups,), ("U8", "F8_E8M0"), "scale", _scales),
     )
 
 

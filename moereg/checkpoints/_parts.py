@@ -10,6 +10,7 @@ import torch
 
 from moereg.checkpoints._formats import FLOATS, Convert, Projection, StorageFormat, as_is
 from moereg.checkpoints._models import ModelType
+from moereg.quant import TensorRole, tensor_name
 from moereg.weight_checks import check_scale
 
 __all__ = ["ExpertPart", "LayerSizes", "list_modules", "list_parts"]
@@ -34,8 +35,9 @@ class ExpertPart:
         name: The tensor's name in the checkpoint.
         shapes: Accepted shapes.
         dtypes: Accepted dtypes, as safetensors spells them.
-        field: Field of `ExpertWeights` that it becomes; None where the tensor is only checked.
-        convert: Makes canonical rows of the field from what is stored.
+        matrix: `w13` or `w2`, which it belongs to; empty where it belongs to neither.
+        role: What it is to that matrix; None where the tensor is only checked.
+        convert: Makes canonical rows of its field from what is stored.
         half: Which half of the expert's w13 it is: 0 gate, 1 up; None where it is the whole field.
         row: Row of the fused tensor; None where the tensor belongs to this expert alone.
         is_interleaved: Whether gate and up rows alternate.
@@ -45,12 +47,18 @@ class ExpertPart:
     name: str
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
-    field: str | None
+    matrix: str = ""
+    role: TensorRole | None = None
     convert: Convert = as_is
     half: int | None = None
     row: int | None = None
     is_interleaved: bool = False
     required: bool = True
+
+    @property
+    def field(self) -> str | None:
+        """Field of `ExpertWeights` that it becomes; None where the tensor is only checked."""
+        return None if self.role is None else tensor_name(self.matrix, self.role)
 
     def copy_to(self, fields: Mapping[str, torch.Tensor], expert: int, stored: torch.Tensor) -> None:
         """Writes the canonical rows of what is stored into the expert's slice of the field.
@@ -66,7 +74,7 @@ class ExpertPart:
         canonical = self.convert(stored)
         if self.field is None:
             return
-        if self.field.endswith(("_scale", "_scale_2")):
+        if self.role in ("scale", "scale_2", "activation_scale"):
             # Checked here, where every part is on the CPU and gate and up are still apart.
             check_scale(self.field, canonical)
         rows = fields[self.field][expert]
@@ -121,17 +129,18 @@ def _fused_parts(
     model: ModelType, sizes: LayerSizes, storage: StorageFormat, experts_root: str, expert: int
 ) -> Iterator[ExpertPart]:
     gate_up, down = (f"{experts_root}{name}" for name in _FUSED)
-    for which, projection in (
-        ("13", Projection(gate_up, 2 * sizes.intermediate_size, sizes.hidden_size)),
-        ("2", Projection(down, sizes.hidden_size, sizes.intermediate_size)),
+    for matrix, projection in (
+        ("w13", Projection(gate_up, 2 * sizes.intermediate_size, sizes.hidden_size)),
+        ("w2", Projection(down, sizes.hidden_size, sizes.intermediate_size)),
     ):
-        is_interleaved = model.is_interleaved and which == "13"
+        is_interleaved = model.is_interleaved and matrix == "w13"
         for tensor in storage.tensors(projection):
             yield ExpertPart(
                 f"{projection.module}{tensor.suffix}",
                 tuple((sizes.num_experts, *shape) for shape in tensor.shapes),
                 tensor.dtypes,
-                tensor.field and tensor.field.format(which),
+                matrix,
+                tensor.role,
                 tensor.convert,
                 row=expert,
                 is_interleaved=is_interleaved,
@@ -142,7 +151,8 @@ def _fused_parts(
                 f"{projection.module}_bias",
                 ((sizes.num_experts, projection.rows),),
                 FLOATS,
-                f"w{which}_bias",
+                matrix,
+                "bias",
                 row=expert,
                 is_interleaved=is_interleaved,
             )
@@ -154,17 +164,18 @@ def _separate_parts(
     assert model.projections is not None and not model.has_bias, "no known model has separate experts with biases"
     hidden_size, intermediate_size = sizes.hidden_size, sizes.intermediate_size
     gate, up, down = (f"{experts_root}{expert}.{name}" for name in model.projections)
-    for which, half, projection in (
-        ("13", 0, Projection(gate, intermediate_size, hidden_size, is_half=True)),
-        ("13", 1, Projection(up, intermediate_size, hidden_size, is_half=True)),
-        ("2", None, Projection(down, hidden_size, intermediate_size)),
+    for matrix, half, projection in (
+        ("w13", 0, Projection(gate, intermediate_size, hidden_size, is_half=True)),
+        ("w13", 1, Projection(up, intermediate_size, hidden_size, is_half=True)),
+        ("w2", None, Projection(down, hidden_size, intermediate_size)),
     ):
         for tensor in storage.tensors(projection):
             yield ExpertPart(
                 f"{projection.module}{tensor.suffix}",
                 tensor.shapes,
                 tensor.dtypes,
-                tensor.field and tensor.field.format(which),
+                matrix,
+                tensor.role,
                 tensor.convert,
                 half=half,
                 required=tensor.required,
