@@ -170,7 +170,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "rules of one family never overlap",
-        "moereg/platforms.py",
+        "moereg/platforms/rules.py",
         old='return suffix == "+" or len(families) == 1',
         new='return suffix == "+"',
         tests=("tests/selection/test_platforms.py::test_overlaps",),

@@ -1,0 +1,100 @@
+"""What NVML, the driver's C library, says of the first visible NVIDIA GPU. Initializes no CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+__all__ = ["GpuFacts", "gpu_clocks", "gpu_facts"]
+
+
+class GpuFacts(NamedTuple):
+    """What a GPU is.
+
+    Attributes:
+        major, minor: Compute capability.
+        name: As the driver says it.
+        memory_bytes: Of the device.
+    """
+
+    major: int
+    minor: int
+    name: str
+    memory_bytes: int
+
+
+def gpu_facts() -> GpuFacts | None:
+    """What the first visible GPU is; None where NVML is missing or does not say."""
+    with _first_visible() as found:
+        if found is None:
+            return None
+        nvml, handle = found
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        name = ctypes.create_string_buffer(96)
+        memory = (ctypes.c_ulonglong * 3)()
+        results = (
+            nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)),
+            nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(96)),
+            nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)),
+        )
+        if any(results):
+            return None
+        return GpuFacts(major.value, minor.value, name.value.decode(), int(memory[0]))
+
+
+_CLOCK_DOMAINS: Final = {"sm": 1, "memory": 2}
+"""NVML's numbers of them."""
+
+
+def gpu_clocks() -> dict[str, int]:
+    """What the first visible GPU runs at now; what NVML does not say is left out.
+
+    Returns:
+        `sm_mhz`, `max_sm_mhz`, `memory_mhz`, `max_memory_mhz` and `power_limit_w`; empty without NVML.
+    """
+    clocks: dict[str, int] = {}
+    with _first_visible() as found:
+        if found is None:
+            return clocks
+        nvml, handle = found
+        value = ctypes.c_uint()
+        for name, domain in _CLOCK_DOMAINS.items():
+            if nvml.nvmlDeviceGetClockInfo(handle, domain, ctypes.byref(value)) == 0:
+                clocks[f"{name}_mhz"] = value.value
+            if nvml.nvmlDeviceGetMaxClockInfo(handle, domain, ctypes.byref(value)) == 0:
+                clocks[f"max_{name}_mhz"] = value.value
+        if nvml.nvmlDeviceGetEnforcedPowerLimit(handle, ctypes.byref(value)) == 0:
+            clocks["power_limit_w"] = value.value // 1000
+    return clocks
+
+
+@contextlib.contextmanager
+def _first_visible() -> Iterator[tuple[Any, Any] | None]:
+    """NVML and its handle of the first visible device, or None where either is missing."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        yield None
+        return
+    if nvml.nvmlInit_v2() != 0:
+        yield None
+        return
+    try:
+        handle = _handle(nvml)
+        yield None if handle is None else (nvml, handle)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _handle(nvml: object) -> object | None:
+    handle = ctypes.c_void_p()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+    if visible.isdigit():
+        # CUDA numbers devices fastest first unless told otherwise; on hosts with one model both orders agree.
+        code = nvml.nvmlDeviceGetHandleByIndex_v2(int(visible), ctypes.byref(handle))  # type: ignore[attr-defined]
+    else:
+        code = nvml.nvmlDeviceGetHandleByUUID(visible.encode(), ctypes.byref(handle))  # type: ignore[attr-defined]
+    return handle if code == 0 else None

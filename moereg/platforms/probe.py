@@ -1,0 +1,71 @@
+"""The platform of the machine at hand, and what is installed there."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform as host
+
+import importlib_metadata
+import torch
+from packaging.utils import canonicalize_name
+
+from moereg.platforms.nvml import GpuFacts, gpu_facts
+from moereg.platforms.platform import Platform
+
+__all__ = ["installed_versions", "probe_platform"]
+
+
+@functools.lru_cache(maxsize=1)
+def probe_platform() -> Platform:
+    """The platform of this machine, probed once in a process. Initializes no device where NVML is there.
+
+    An accelerator is reported where this torch build can use it. NVML says what a CUDA device is, torch where NVML is
+    missing. CUDA_VISIBLE_DEVICES is honored.
+    """
+    versions = installed_versions()
+    if torch.version.hip and torch.cuda.device_count() > 0:
+        return _probe_rocm(versions)
+    if torch.version.cuda and torch.cuda.device_count() > 0:
+        return _probe_cuda(versions)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Platform("cpu", host.machine().lower(), _cpu_name(), memory, versions, probed=True)
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the installed distributions by canonical name; the first on the path counts, as for imports."""
+    found: dict[str, str] = {}
+    for distribution in importlib_metadata.distributions():
+        try:
+            name, version = distribution.metadata["Name"], distribution.version
+        except (KeyError, OSError, TypeError):
+            continue  # An interrupted uninstall leaves no metadata; importlib_metadata's versions differ in the error.
+        if name and version:
+            found.setdefault(canonicalize_name(name), version)
+    return found
+
+
+def _probe_cuda(versions: dict[str, str]) -> Platform:
+    gpu = gpu_facts()
+    if gpu is None:
+        # No NVML: the runtime is the only one to ask, at the price of initializing CUDA.
+        properties = torch.cuda.get_device_properties(0)
+        gpu = GpuFacts(properties.major, properties.minor, properties.name, properties.total_memory)
+    return Platform("cuda", f"sm{gpu.major}{gpu.minor}", gpu.name, gpu.memory_bytes, versions, probed=True)
+
+
+def _probe_rocm(versions: dict[str, str]) -> Platform:
+    properties = torch.cuda.get_device_properties(0)
+    arch = properties.gcnArchName.split(":")[0]
+    return Platform("rocm", arch, properties.name, properties.total_memory, versions, probed=True)
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return host.processor() or host.machine()

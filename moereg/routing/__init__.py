@@ -1,0 +1,17 @@
+"""Choosing experts as models do it: from router logits to the weights and ids that a kernel takes.
+
+Pure torch, no host synchronization, T = 0 included. Every function returns fp32 weights and int32 ids, both [T,K],
+with the best choice first. Models that round the weights to the dtype of their logits differ by that rounding only.
+"""
+
+from moereg.routing.spec import RouterSpec
+from moereg.routing.topk import grouped_sigmoid_topk, grouped_softmax_topk, llama4_topk, softmax_topk, topk_softmax
+
+__all__ = [
+    "RouterSpec",
+    "grouped_sigmoid_topk",
+    "grouped_softmax_topk",
+    "llama4_topk",
+    "softmax_topk",
+    "topk_softmax",
+]

@@ -1,0 +1,149 @@
+"""How one model routes, as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+from moereg.arguments import check_count, check_flag, check_instance, check_number, check_one_of
+from moereg.routing.configs import read_router
+from moereg.routing.sizes import check_groups, check_top_k
+from moereg.routing.topk import grouped_sigmoid_topk, grouped_softmax_topk, llama4_topk, softmax_topk, topk_softmax
+
+__all__ = ["RouterSpec"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _RouterKind:
+    """A routing function, and which options of a `RouterSpec` it takes by the same name."""
+
+    route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    options: tuple[str, ...] = ()
+    takes_correction_bias: bool = False
+    apply_router_weight_on_input: bool = False
+
+
+_ROUTER_KINDS: Final[Mapping[str, _RouterKind]] = {
+    "softmax_topk": _RouterKind(softmax_topk, ("renormalize",)),
+    "topk_softmax": _RouterKind(topk_softmax),
+    "grouped_sigmoid_topk": _RouterKind(
+        grouped_sigmoid_topk,
+        ("num_groups", "topk_groups", "renormalize", "scaling_factor"),
+        takes_correction_bias=True,
+    ),
+    "grouped_softmax_topk": _RouterKind(grouped_softmax_topk, ("num_groups", "topk_groups", "scaling_factor")),
+    "llama4_topk": _RouterKind(llama4_topk, apply_router_weight_on_input=True),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """How one model routes.
+
+    Attributes:
+        kind: Name of a routing function of `moereg.routing`.
+        num_experts: Global number of routed experts.
+        top_k: Experts for each token.
+        renormalize: Whether the chosen weights are divided by their sum.
+        num_groups: Groups of experts; 1 means no groups.
+        topk_groups: Groups that a token may choose from.
+        scaling_factor: Folded into the weights.
+        has_correction_bias: Whether `route` needs a bias [E] for the choice.
+        fp32_logits: Whether the model computes its logits in fp32 even where hidden states and router weight are
+            16-bit. The caller computes the logits, so it is the caller who does that: rounded ones choose otherwise.
+
+    Raises:
+        UnknownNameError: `kind` is not known.
+        ValueError: Sizes do not fit together, or an option is set that the kind would ignore.
+    """
+
+    kind: str
+    num_experts: int
+    top_k: int
+    renormalize: bool = False
+    num_groups: int = 1
+    topk_groups: int = 1
+    scaling_factor: float = 1.0
+    has_correction_bias: bool = False
+    fp32_logits: bool = False
+
+    def __post_init__(self) -> None:
+        check_one_of("router kind", self.kind, tuple(_ROUTER_KINDS))
+        check_count("num_experts", self.num_experts)
+        for name in ("renormalize", "has_correction_bias", "fp32_logits"):
+            check_flag(name, getattr(self, name))
+        check_number("scaling_factor", self.scaling_factor)
+        check_top_k(self.num_experts, self.top_k)
+        check_groups(self.num_experts, self.top_k, self.num_groups, self.topk_groups)
+        kind = _ROUTER_KINDS[self.kind]
+        # An option that is silently ignored would be wrong numbers.
+        for field in dataclasses.fields(self):
+            if (
+                field.name in ("renormalize", "num_groups", "topk_groups", "scaling_factor")
+                and field.name not in kind.options
+                and getattr(self, field.name) != field.default
+            ):
+                raise ValueError(
+                    f"router kind {self.kind!r} does not use {field.name}, got {getattr(self, field.name)}; "
+                    "leave it out"
+                )
+        if self.has_correction_bias and not kind.takes_correction_bias:
+            raise ValueError(f"router kind {self.kind!r} takes no correction bias; leave has_correction_bias out")
+
+    @property
+    def apply_router_weight_on_input(self) -> bool:
+        """Whether the weight multiplies the expert's input instead of its output."""
+        return _ROUTER_KINDS[self.kind].apply_router_weight_on_input
+
+    def route(
+        self, router_logits: torch.Tensor, correction_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chooses experts.
+
+        Args:
+            router_logits: [T,E], any floating dtype.
+            correction_bias: [E]; given exactly where `has_correction_bias`.
+
+        Returns:
+            topk_weights [T,K] fp32 and topk_ids [T,K] int32.
+
+        Raises:
+            ValueError: The logits are not [T,E] for this spec's E, or the bias is missing or not expected.
+        """
+        check_instance("router_logits", router_logits, torch.Tensor, "pass scores of the router, [num_tokens, E]")
+        if router_logits.dim() == 2 and router_logits.shape[1] != self.num_experts:
+            raise ValueError(
+                f"router_logits must have num_experts={self.num_experts} columns, got {router_logits.shape[1]}; "
+                "pass the logits of all experts, not of one rank's"
+            )
+        if (correction_bias is not None) != self.has_correction_bias:
+            expected, found = ("[E]", "None") if self.has_correction_bias else ("None", "a tensor")
+            raise ValueError(
+                f"correction_bias must be {expected} where has_correction_bias={self.has_correction_bias}, "
+                f"got {found}; pass this layer's e_score_correction_bias exactly where the model has one"
+            )
+        kind = _ROUTER_KINDS[self.kind]
+        options: dict[str, Any] = {name: getattr(self, name) for name in kind.options}
+        if kind.takes_correction_bias:
+            options["correction_bias"] = correction_bias
+        return kind.route(router_logits, self.top_k, **options)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RouterSpec:
+        """Reads a Hugging Face `config.json`.
+
+        Args:
+            config: The parsed file; its `model_type` decides how the rest is read.
+
+        Returns:
+            The spec of the model's Mixture-of-Experts layers.
+
+        Raises:
+            UnknownModelError: The model type is missing or not known.
+            CheckpointError: A size is missing, or the file asks for a routing that the model type does not define.
+            ValueError: The sizes do not fit together.
+        """
+        return cls(**read_router(config))
