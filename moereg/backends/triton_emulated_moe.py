@@ -146,7 +146,6 @@ class TritonEmulatedExperts(_EmulatedExperts, TritonPackedExperts):
         by_route = a13_scale is not None and a13_scale.numel() > 1
         num_rows = num_routes if by_route else num_tokens
         rows = behind[: num_rows * hidden_size].view(num_rows, hidden_size)
-        weight_on_input = problem.apply_router_weight_on_input
         requantize_rows(
             rows,
             inputs.hidden_states,
@@ -154,14 +153,22 @@ class TritonEmulatedExperts(_EmulatedExperts, TritonPackedExperts):
             factors=factors,
             static_scale=a13_scale,
             route_expert=plan.route_expert if by_route else None,
-            topk_weights=inputs.topk_weights if weight_on_input else None,
+            topk_weights=inputs.topk_weights if problem.apply_router_weight_on_input else None,
             overlap=overlap,
         )
-        gate_up: dict[str, Any] = {**self._gate_up_keywords(weights), "topk_weights": factors, "overlap": overlap}
         w13, w2 = self._matrices(weights)
         intermediate = workspace13[:num_routes]
-        top_k = 1 if by_route else problem.top_k
-        gate_up_gemm(intermediate, rows, w13, plan, configs.gate_up, top_k=top_k, **gate_up)
+        gate_up_gemm(
+            intermediate,
+            rows,
+            w13,
+            plan,
+            configs.gate_up,
+            self._epilogue(weights),
+            top_k=1 if by_route else problem.top_k,
+            route_factors=factors,
+            overlap=overlap,
+        )
         requantize_rows(
             intermediate, intermediate, grid, factors=factors, static_scale=a2_scale, plan=plan, overlap=overlap
         )
@@ -173,7 +180,8 @@ class TritonEmulatedExperts(_EmulatedExperts, TritonPackedExperts):
             plan,
             configs.down,
             bias=weights.get("w2_bias"),
-            topk_weights=None if weight_on_input else inputs.topk_weights,
+            topk_weights=inputs.topk_weights,
+            apply_router_weight_on_input=problem.apply_router_weight_on_input,
             row_factors=factors,
             overlap=overlap,
         )
@@ -236,9 +244,18 @@ class TritonEmulatedBatchedExperts(_EmulatedExperts, TritonPackedBatchedExperts)
         requantize: dict[str, Any] = {"factors": factors, "expert_num_tokens": counts, "overlap": overlap}
         hidden_rows = inputs.hidden_states.view(num_rows, hidden_size)
         requantize_rows(rows, hidden_rows, grid, static_scale=weights.get("a13_scale"), **requantize)
-        gate_up: dict[str, Any] = {**self._gate_up_keywords(weights), "topk_weights": factors, "overlap": overlap}
         w13, w2 = self._matrices(weights)
-        gate_up_gemm(intermediate, rows, w13, plan, configs.gate_up, top_k=1, **gate_up)
+        gate_up_gemm(
+            intermediate,
+            rows,
+            w13,
+            plan,
+            configs.gate_up,
+            self._epilogue(weights),
+            top_k=1,
+            route_factors=factors,
+            overlap=overlap,
+        )
         requantize_rows(intermediate, intermediate, grid, static_scale=weights.get("a2_scale"), **requantize)
         w2_bias = weights.get("w2_bias")
         down_gemm(rows, intermediate, w2, plan, configs.down, bias=w2_bias, row_factors=factors, overlap=overlap)

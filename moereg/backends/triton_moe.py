@@ -86,33 +86,27 @@ class TritonExperts(InterleavedExperts):
         )
         overlap = can_overlap(hidden_states.device)
         intermediate = workspace13[:num_routes]
-        weight_on_input = problem.apply_router_weight_on_input
-        gate_up_keywords: dict[str, Any] = {
-            **self._gate_up_keywords(weights),
-            "topk_weights": inputs.topk_weights if weight_on_input else None,
-            "overlap": overlap,
-        }
-        down_keywords: dict[str, Any] = {
-            "bias": weights.get("w2_bias"),
-            "topk_weights": None if weight_on_input else inputs.topk_weights,
+        epilogue, w2_bias = self._epilogue(weights), weights.get("w2_bias")
+        both: dict[str, Any] = {
+            "topk_weights": inputs.topk_weights,
+            "apply_router_weight_on_input": problem.apply_router_weight_on_input,
             "overlap": overlap,
         }
         w13, w2 = self._matrices(weights)
         if isinstance(configs, GemvPair):
             assert isinstance(w13, torch.Tensor)
             assert isinstance(w2, torch.Tensor)
-            ids = (topk_ids, expert_map, problem.num_experts)
-            gate_up_gemv(intermediate, hidden_states, w13, *ids, configs.gate_up, **gate_up_keywords)
-            down_gemv(out, intermediate, w2, *ids, configs.down, **down_keywords)
+            routes = DirectRoutes(topk_ids, expert_map, problem.num_experts, num_tokens)
+            gate_up_gemv(intermediate, hidden_states, w13, routes, configs.gate_up, epilogue, **both)
+            down_gemv(out, intermediate, w2, routes, configs.down, bias=w2_bias, **both)
             return
         if isinstance(configs, SinglePair):
             assert isinstance(w2, PackedMatrix)
-            ids = (topk_ids, expert_map, problem.num_experts)
-            routes = DirectRoutes(*ids, configs.gate_up.block_m)
+            routes = DirectRoutes(topk_ids, expert_map, problem.num_experts, configs.gate_up.block_m)
             gate_up_gemm(
-                intermediate, hidden_states, w13, routes, configs.gate_up, top_k=problem.top_k, **gate_up_keywords
+                intermediate, hidden_states, w13, routes, configs.gate_up, epilogue, top_k=problem.top_k, **both
             )
-            down_single(out, intermediate, w2, *ids, configs.down, **down_keywords)
+            down_single(out, intermediate, w2, routes, configs.down, bias=w2_bias, **both)
             return
         plan_numel = _plan_numel(problem, num_tokens)
         route_rows = workspace2[plan_numel : plan_numel + num_routes * hidden_size].view(num_routes, hidden_size)
@@ -129,10 +123,10 @@ class TritonExperts(InterleavedExperts):
             )
         else:
             plan = DirectRoutes(topk_ids, expert_map, problem.num_experts, configs.gate_up.block_m)
-        gate_up_gemm(intermediate, hidden_states, w13, plan, configs.gate_up, top_k=problem.top_k, **gate_up_keywords)
+        gate_up_gemm(intermediate, hidden_states, w13, plan, configs.gate_up, epilogue, top_k=problem.top_k, **both)
         # Rows in the dtype of the activations: fp32 would double the layer's largest buffer and its traffic to save a
         # rounding that the output makes anyway.
-        down_gemm(route_rows, intermediate, w2, plan, configs.down, **down_keywords)
+        down_gemm(route_rows, intermediate, w2, plan, configs.down, bias=w2_bias, **both)
         reduce_routes(
             out,
             route_rows,
@@ -278,8 +272,8 @@ class TritonBatchedExperts(InterleavedExperts):
             w13,
             plan,
             configs.gate_up,
+            self._epilogue(weights),
             top_k=1,
-            **self._gate_up_keywords(weights),
             overlap=overlap,
         )
         down_gemm(

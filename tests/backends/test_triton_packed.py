@@ -174,7 +174,8 @@ def test_routes_of_one_token_are_added_up(scheme: str, pieces: int) -> None:
     out = torch.empty(1, 24, device=DEVICE)
     config = GroupedGemmConfig(1, 16, STEP, 1, 8, 2, True, slices=8)
     w2 = packed_w2(problem, weights)
-    down_single(out, rows, w2, topk_ids, expert_map, 5, config, bias=bias, topk_weights=topk_weights)
+    routes = DirectRoutes(topk_ids, expert_map, 5, config.block_m)
+    down_single(out, rows, w2, routes, config, bias=bias, topk_weights=topk_weights)
     expected, bound = (torch.zeros(24, dtype=torch.float64, device=DEVICE) for _ in range(2))
     for row, weight, expert in zip(rows, topk_weights[0].tolist(), local, strict=True):
         if expert is not None:

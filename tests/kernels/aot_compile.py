@@ -29,6 +29,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 from moereg.kernels.gemm.config import GemvPair, SinglePair, select_config
+from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.single import down_single
@@ -230,15 +231,8 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
         w13 = empty_packed(scheme.weight, experts, rows, depth)
         w2 = empty_packed(scheme.weight, experts, hidden, columns)
     overlap = can_overlap(ids.device)
-    first: dict[str, Any] = {
-        "activation": activation,
-        "gated": gated,
-        "alpha": 1.702 if activation == "swigluoai" else 1.0,
-        "beta": 1.0 if activation == "swigluoai" else 0.0,
-        "limit": 7.0 if activation == "swigluoai" else None,
-        "bias": empty(experts, rows) if has_bias else None,
-        "overlap": overlap,
-    }
+    scalars = {"alpha": 1.702, "beta": 1.0, "limit": 7.0} if activation == "swigluoai" else {}
+    epilogue = GateUpEpilogue(activation, gated, **scalars, bias=empty(experts, rows) if has_bias else None)
     second: dict[str, Any] = {
         "bias": empty(experts, hidden) if has_bias else None,
         "topk_weights": None if batched else empty(tokens, top_k, of=torch.float32),
@@ -248,15 +242,18 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
     if isinstance(configs, GemvPair):
         assert isinstance(w13, torch.Tensor)
         assert isinstance(w2, torch.Tensor)
-        gate_up_gemv(intermediate_rows, hidden_states, w13, ids, None, experts, configs.gate_up, **first)
-        down_gemv(hidden_states, intermediate_rows, w2, ids, None, experts, configs.down, **second)
+        direct = DirectRoutes(ids, None, experts, tokens)
+        gate_up_gemv(intermediate_rows, hidden_states, w13, direct, configs.gate_up, epilogue, overlap=overlap)
+        down_gemv(hidden_states, intermediate_rows, w2, direct, configs.down, **second)
         return
     plan: BlockMap | DirectRoutes
     if isinstance(configs, SinglePair):
         assert isinstance(w2, PackedMatrix)
-        plan = DirectRoutes(ids, None, experts, configs.gate_up.block_m)
-        gate_up_gemm(intermediate_rows, hidden_states, w13, plan, configs.gate_up, top_k=top_k, **first)
-        down_single(hidden_states, intermediate_rows, w2, ids, None, experts, configs.down, **second)
+        direct = DirectRoutes(ids, None, experts, configs.gate_up.block_m)
+        gate_up_gemm(
+            intermediate_rows, hidden_states, w13, direct, configs.gate_up, epilogue, top_k=top_k, overlap=overlap
+        )
+        down_single(hidden_states, intermediate_rows, w2, direct, configs.down, **second)
         return
     if batched:
         numel = batch_workspace_numel(experts, tokens, configs.gate_up.block_m)
@@ -266,8 +263,16 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
         plan = sort_routes(ids, None, experts, experts, configs.gate_up.block_m, ids.new_empty(numel))
     else:
         plan = DirectRoutes(ids, None, experts, configs.gate_up.block_m)
-    choices = 1 if batched else top_k
-    gate_up_gemm(intermediate_rows, hidden_states, w13, plan, configs.gate_up, top_k=choices, **first)
+    gate_up_gemm(
+        intermediate_rows,
+        hidden_states,
+        w13,
+        plan,
+        configs.gate_up,
+        epilogue,
+        top_k=1 if batched else top_k,
+        overlap=overlap,
+    )
     down_gemm(empty(rows_of_out, hidden), intermediate_rows, w2, plan, configs.down, **second)
 
 

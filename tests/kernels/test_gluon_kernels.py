@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from moereg.dispatch import select_backend
+from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.reference import down_reference, gate_up_reference
 from moereg.kernels.rows.block_map import batch_workspace_numel, plan_batches
 from moereg.kernels.rows.copy import copy_rows, copy_rows_reference
@@ -153,9 +154,8 @@ def test_layer_of_kernels(
     for buffer in (mid, sorted_rows):
         assert buffer[:GUARD_ROWS].isnan().all()
         assert buffer[GUARD_ROWS + valid :].isnan().all()
-    expected = gate_up_reference(
-        tokens_in, w13, plan, top_k=top_k, activation=activation, gated=gated, bias=b13, **clamps
-    )
+    epilogue = GateUpEpilogue(activation, gated, **clamps, bias=b13)
+    expected = gate_up_reference(tokens_in, w13, plan, epilogue, top_k=top_k)
     assert relative_error(mid[GUARD_ROWS:][:valid], expected) <= TOLERANCE[dtype]
     by_route = down_reference(mid[GUARD_ROWS:], w2, plan, bias=b2)
     expected = by_route[plan.sorted_routes[:valid].long()]
@@ -225,7 +225,7 @@ def test_batched_kernels(
     ids = torch.where(valid, torch.arange(experts, device="cuda")[:, None], -1).int().view(-1, 1)
     routes = sort_routes_reference(ids, None, experts, experts, gate_up.block_m, gate_up.slack)
     mid, found = runs[0]
-    expected = gate_up_reference(rows.view(-1, hidden), w13, routes, top_k=1, **keywords)
+    expected = gate_up_reference(rows.view(-1, hidden), w13, routes, GateUpEpilogue(**keywords), top_k=1)
     assert relative_error(mid, expected) <= TOLERANCE[dtype]
     expected = down_reference(mid, w2, routes, bias=b2)[valid.flatten()]
     assert relative_error(found, expected) <= TOLERANCE[dtype]

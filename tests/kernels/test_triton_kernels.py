@@ -30,6 +30,7 @@ from moereg.kernels.gemm.config import (
     GroupedGemmConfig,
     select_config,
 )
+from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.reference import down_reference, gate_up_reference
@@ -326,18 +327,16 @@ def test_gate_up_gemm(case: StageCase) -> None:
     topk_weights = random(case.num_tokens, case.top_k, dtype=FP32).abs() if case.weights else None
     ids = route(case.kind, case.num_tokens, case.top_k, case.num_experts)
     plan = make_plan(ids, None, case.num_experts, case.num_experts, case.config.block_m)
+    epilogue = GateUpEpilogue(case.activation, gated, **case.scalars, bias=bias)
     keywords: dict[str, Any] = {
         "top_k": case.top_k,
-        "activation": case.activation,
-        "gated": gated,
-        "bias": bias,
         "topk_weights": topk_weights,
-        **case.scalars,
+        "apply_router_weight_on_input": case.weights,
     }
     out = Guarded(ids.numel(), columns, dtype=case.dtype)
-    gate_up_gemm(out.tensor, hidden_states, w13, plan, case.config, **keywords)
+    gate_up_gemm(out.tensor, hidden_states, w13, plan, case.config, epilogue, **keywords)
     out.check()
-    reference = gate_up_reference(hidden_states, w13, plan, **keywords)
+    reference = gate_up_reference(hidden_states, w13, plan, epilogue, **keywords)
     valid = reference.shape[0]
     assert out.tensor[valid:].isnan().all()
     assert (out.tensor[:valid, case.intermediate_size :] == 0).all()
@@ -425,7 +424,7 @@ def test_order_within_an_expert_does_not_change_bits() -> None:
             if flip:
                 plan.sorted_routes[row:end] = plan.sorted_routes[row:end].flip(0)
         intermediate, rows = (Guarded(66, 64, dtype=BF16).tensor for _ in range(2))
-        gate_up_gemm(intermediate, hidden_states, w13, plan, WIDE, top_k=2, activation="silu", gated=True)
+        gate_up_gemm(intermediate, hidden_states, w13, plan, WIDE, GateUpEpilogue("silu", True), top_k=2)
         down_gemm(rows, intermediate, w2, plan, WIDE)
         results.append(rows)
     assert torch.equal(*results)
@@ -457,33 +456,27 @@ def test_unsorted_stages_agree_with_sorted_ones(case: StageCase, way: str) -> No
     topk_weights = random(tokens, top_k, dtype=FP32).abs()
     ids = route(case.kind, tokens, top_k, experts)
     plan = make_plan(ids, None, experts, experts, 16)
-    first: dict[str, Any] = {
-        "activation": case.activation,
-        "gated": gated,
-        "bias": w13_bias,
-        "topk_weights": topk_weights if case.weights else None,
-        **case.scalars,
-    }
-    second: dict[str, Any] = {"bias": w2_bias, "topk_weights": None if case.weights else topk_weights}
+    epilogue = GateUpEpilogue(case.activation, gated, **case.scalars, bias=w13_bias)
+    both: dict[str, Any] = {"topk_weights": topk_weights, "apply_router_weight_on_input": case.weights}
     intermediate = Guarded(ids.numel(), columns, dtype=case.dtype)
     valid = plan.route_expert >= 0
     order = plan.sorted_routes[: int(valid.sum())].long()
+    direct = DirectRoutes(ids, None, experts, max(16, 1 << (tokens - 1).bit_length()))
     if way == "gemv":
-        gate_up_gemv(intermediate.tensor, hidden_states, w13, ids, None, experts, GemvConfig(16, 128, 4, 2), **first)
+        gate_up_gemv(intermediate.tensor, hidden_states, w13, direct, GemvConfig(16, 128, 4, 2), epilogue, **both)
     else:
-        direct = DirectRoutes(ids, None, experts, max(16, 1 << (tokens - 1).bit_length()))
         config = GroupedGemmConfig(direct.block_m, 32, 128, 1, 4, 2, True)
-        gate_up_gemm(intermediate.tensor, hidden_states, w13, direct, config, top_k=top_k, **first)
+        gate_up_gemm(intermediate.tensor, hidden_states, w13, direct, config, epilogue, top_k=top_k, **both)
     intermediate.check()
     assert intermediate.tensor[~valid].isnan().all()
-    reference = gate_up_reference(hidden_states, w13, plan, top_k=top_k, **first)
+    reference = gate_up_reference(hidden_states, w13, plan, epilogue, top_k=top_k, **both)
     if len(order):
         assert relative_error(intermediate.tensor[order], reference) < bound(case.dtype, 1)
 
-    by_route = down_reference(intermediate.tensor[order], w2, plan, **second)
+    by_route = down_reference(intermediate.tensor[order], w2, plan, bias=w2_bias, **both)
     if way == "gemv":
         out = Guarded(tokens, case.hidden_size, dtype=case.dtype)
-        down_gemv(out.tensor, intermediate.tensor, w2, ids, None, experts, GemvConfig(8, 64, 4, 2), **second)
+        down_gemv(out.tensor, intermediate.tensor, w2, direct, GemvConfig(8, 64, 4, 2), bias=w2_bias, **both)
         out.check()
         expected = reduce_routes_reference(by_route, plan.route_expert, tokens)
         if not len(order):
@@ -492,7 +485,7 @@ def test_unsorted_stages_agree_with_sorted_ones(case: StageCase, way: str) -> No
         assert relative_error(out.tensor, expected) < bound(case.dtype, 1)
     else:
         out = Guarded(ids.numel(), case.hidden_size, dtype=case.dtype)
-        down_gemm(out.tensor, intermediate.tensor, w2, direct, config, **second)
+        down_gemm(out.tensor, intermediate.tensor, w2, direct, config, bias=w2_bias, **both)
         out.check()
         assert out.tensor[~valid].isnan().all()
         if len(order):

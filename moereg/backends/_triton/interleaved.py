@@ -18,6 +18,7 @@ from moereg.weights import ExpertWeights, PermutedWeights
 if TYPE_CHECKING:
     from typing import TypeAlias
 
+    from moereg.kernels.gemm.epilogue import GateUpEpilogue
     from moereg.kernels.packed.weights import PackedMatrix
 
     Matrix: TypeAlias = torch.Tensor | PackedMatrix
@@ -144,6 +145,11 @@ class InterleavedExperts(RecordedExperts):
             "limit": activation.limit,
             "bias": weights.get("w13_bias"),
         }
+
+    def _epilogue(self, weights: PermutedWeights) -> GateUpEpilogue:
+        from moereg.kernels.gemm.epilogue import GateUpEpilogue
+
+        return GateUpEpilogue(**self._gate_up_keywords(weights))
 
 
 def permute_biases(weights: ExpertWeights, halves: int) -> dict[str, torch.Tensor]:

@@ -14,10 +14,11 @@ import triton.language as tl
 
 from moereg.kernels.gemm.activation import activate_pairs
 from moereg.kernels.gemm.config import GemvConfig
+from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.sort import load_local_expert
-from moereg.kernels.rows.tiles import reaches_past
+from moereg.kernels.rows.tiles import DirectRoutes, reaches_past
 
 
 @triton.jit
@@ -151,18 +152,12 @@ def gate_up_gemv(
     out: torch.Tensor,
     hidden_states: torch.Tensor,
     w13: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_experts: int,
+    routes: DirectRoutes,
     config: GemvConfig,
+    epilogue: GateUpEpilogue,
     *,
-    activation: str,
-    gated: bool,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    limit: float | None = None,
-    bias: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
     overlap: bool = False,
 ) -> None:
     """Writes `act(hidden_states[token] @ w13[expert].T + bias)` for every route with a local expert.
@@ -171,19 +166,14 @@ def gate_up_gemv(
         out: [N, I_pad], rows contiguous, by route: rows of other routes stay as they are.
         hidden_states: [T, H] bf16, fp16 or fp32, rows contiguous.
         w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; same dtype.
-        topk_ids: [T, K] int32, contiguous: ids outside [0, num_experts) belong to no expert.
-        expert_map: [num_experts] int32, local expert or -1; None: identity.
-        num_experts: number of ids.
+        routes: of any number of tokens, whatever its `block_m`.
         config: launch configuration.
-        activation: as for `gate_up_gemm`, like the next seven.
-        gated: whether w13 holds gates.
-        alpha: slope inside the sigmoid.
-        beta: added to the clamped up half.
-        limit: the clamp, or None.
-        bias: [E, 2 * I_pad] or [E, I_pad], or None.
-        topk_weights: [T, K] fp32: multiplies the product before the bias; None: no weight.
+        epilogue: bias and activation.
+        topk_weights: [T, K] fp32 contiguous, or None for no weight.
+        apply_router_weight_on_input: whether `topk_weights` multiply this product, before the bias, and not the second.
         overlap: whether the next kernel was launched to start early.
     """
+    topk_ids, bias = routes.topk_ids, epilogue.bias
     num_columns = w13.shape[1]
     hidden_size = hidden_states.shape[1]
     assert topk_ids.is_contiguous() and hidden_states.stride(1) == w13.stride(2) == out.stride(1) == 1
@@ -195,10 +185,10 @@ def gate_up_gemv(
         hidden_states,
         w13,
         bias,
-        topk_weights,
+        topk_weights if apply_router_weight_on_input else None,
         topk_ids,
-        expert_map,
-        num_experts,
+        routes.expert_map,
+        routes.num_experts,
         w13.shape[0],
         hidden_size,
         num_columns,
@@ -209,11 +199,11 @@ def gate_up_gemv(
         0 if bias is None else bias.stride(0),
         out.stride(0),
         TOP_K=topk_ids.shape[1],
-        ACTIVATION=activation,
-        GATED=gated,
-        ALPHA=alpha,
-        BETA=beta,
-        LIMIT=limit,
+        ACTIVATION=epilogue.activation,
+        GATED=epilogue.gated,
+        ALPHA=epilogue.alpha,
+        BETA=epilogue.beta,
+        LIMIT=epilogue.limit,
         MASK_K=reaches_past(hidden_size, hidden_size, config.block_k),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -227,13 +217,12 @@ def down_gemv(
     out: torch.Tensor,
     intermediate: torch.Tensor,
     w2: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_experts: int,
+    routes: DirectRoutes,
     config: GemvConfig,
     *,
     bias: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
     overlap: bool = False,
 ) -> None:
     """Writes the sum over a token's routes of `(intermediate[route] @ w2[expert].T + bias) * topk_weight`.
@@ -242,14 +231,14 @@ def down_gemv(
         out: [T, H], rows contiguous: overwritten; zeros where no route has a local expert.
         intermediate: [N, I_pad] bf16, fp16 or fp32, rows contiguous, from `gate_up_gemv`.
         w2: [E, H, I_pad], same dtype.
-        topk_ids: [T, K] int32, contiguous.
-        expert_map: [num_experts] int32 or None.
-        num_experts: number of ids.
+        routes: as for `gate_up_gemv`.
         config: launch configuration.
         bias: [E, H], any float dtype, or None.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
+        apply_router_weight_on_input: whether `topk_weights` multiplied the first product, and do not count here.
         overlap: whether to start while `gate_up_gemv` with `overlap`, launched just before, still runs.
     """
+    topk_ids = routes.topk_ids
     num_columns = w2.shape[1]
     reduced = w2.shape[2]
     assert topk_ids.is_contiguous() and intermediate.stride(1) == w2.stride(2) == out.stride(1) == 1
@@ -261,10 +250,10 @@ def down_gemv(
         intermediate,
         w2,
         bias,
-        topk_weights,
+        None if apply_router_weight_on_input else topk_weights,
         topk_ids,
-        expert_map,
-        num_experts,
+        routes.expert_map,
+        routes.num_experts,
         w2.shape[0],
         reduced,
         num_columns,

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from moereg.kernels.gemm.activation import activate_pairs
 from moereg.kernels.gemm.config import GroupedGemmConfig
+from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.operand import operand_of, product
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
@@ -37,7 +38,7 @@ def _gate_up_kernel(
     zero_point,
     row_scale,
     bias,
-    topk_weights,
+    route_factors,
     topk_ids,
     expert_map,
     num_tokens,
@@ -153,8 +154,8 @@ def _gate_up_kernel(
         # Not earlier: the few programs of the second GEMM would crowd onto the multiprocessors that are free first.
         release_next(OVERLAP)
 
-    if topk_weights is not None:
-        x *= tl.load(topk_weights + routes)[:, None]
+    if route_factors is not None:
+        x *= tl.load(route_factors + routes)[:, None]
     if bias is not None:
         x += tl.load(bias + expert.to(tl.int64) * stride_bias + columns).to(tl.float32)[None, :]
     y = activate_pairs(x, GATED, ACTIVATION, ALPHA, BETA, LIMIT)
@@ -305,21 +306,17 @@ def gate_up_gemm(
     w13: torch.Tensor | PackedMatrix,
     plan: BlockMap | DirectRoutes,
     config: GroupedGemmConfig,
+    epilogue: GateUpEpilogue,
     *,
     top_k: int,
-    activation: str,
-    gated: bool,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    limit: float | None = None,
-    bias: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    route_factors: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
     """Writes `act(hidden_states[token] @ w13[expert].T + bias)` for every sorted row.
 
-    Where gated, column 2j of the product is gate j and column 2j + 1 is up j, and the activation is
-    `f(min(gate, limit)) * (clamp(up, -limit, limit) + beta)`. Accumulation and activation are in fp32.
+    Where gated, column 2j of the product is gate j and column 2j + 1 is up j. Accumulation and epilogue are in fp32.
 
     Args:
         out: [N, I_pad], dtype of the activations, rows contiguous: overwritten up to the last valid row. Columns
@@ -331,14 +328,12 @@ def gate_up_gemm(
             multiple of 64, fewer than 2**31 elements per expert. Or packed, for 16-bit activations.
         plan: from `sort_routes` or `plan_batches` with `config.block_m`.
         config: launch configuration.
+        epilogue: bias and activation.
         top_k: K; 1 in the batched format.
-        activation: `silu` and `swigluoai` (`x * sigmoid(alpha * x)`), `gelu`, `gelu_tanh` or `relu2`.
-        gated: whether w13 holds gates.
-        alpha: slope inside the sigmoid.
-        beta: added to the clamped up half; only where gated.
-        limit: the clamp, or None; only where gated.
-        bias: [E, 2 * I_pad] or [E, I_pad] in w13's row order, any float dtype, or None.
-        topk_weights: [T, K] fp32 contiguous: multiplies the product before the bias; None: no weight.
+        topk_weights: [T, K] fp32 contiguous, or None for no weight.
+        apply_router_weight_on_input: whether `topk_weights` multiply this product, before the bias, and not the second.
+        route_factors: [N] fp32 contiguous, by route: multiplies the product before the bias, where the router's weights
+            do not; None: no factor.
         overlap: whether to start while the planning kernel, if any, still runs, and to let `down_gemm` start early.
     """
     operand = operand_of(w13, config)
@@ -347,7 +342,11 @@ def gate_up_gemm(
     step = config.block_k * config.slices
     assert config.block_m == plan.block_m and depth % WEIGHT_PAD == 0 and hidden_size <= depth
     assert hidden_states.stride(1) == out.stride(1) == 1
-    assert out.shape[1] == num_columns // (2 if gated else 1)
+    assert out.shape[1] == num_columns // (2 if epilogue.gated else 1)
+    if apply_router_weight_on_input:
+        assert route_factors is None
+        route_factors = topk_weights
+    bias = epilogue.bias
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
     launch(
         _gate_up_kernel,
@@ -356,7 +355,7 @@ def gate_up_gemm(
         hidden_states,
         *operand.tensors,
         bias,
-        topk_weights,
+        route_factors,
         *plan_arguments(plan, operand.num_experts),
         hidden_size,
         depth,
@@ -370,11 +369,11 @@ def gate_up_gemm(
         SINGLE=isinstance(plan, DirectRoutes) and plan.single,
         TOP_K=top_k,
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
-        ACTIVATION=activation,
-        GATED=gated,
-        ALPHA=alpha,
-        BETA=beta,
-        LIMIT=limit,
+        ACTIVATION=epilogue.activation,
+        GATED=epilogue.gated,
+        ALPHA=epilogue.alpha,
+        BETA=epilogue.beta,
+        LIMIT=epilogue.limit,
         MASK_ROWS=config.mask_rows,
         MASK_A=reaches_past(hidden_size, depth, step),
         MASK_B=reaches_past(depth, depth, step),
@@ -400,6 +399,7 @@ def down_gemm(
     *,
     bias: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
     row_factors: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
@@ -417,6 +417,7 @@ def down_gemm(
         config: launch configuration.
         bias: [E, H], any float dtype, or None.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
+        apply_router_weight_on_input: whether `topk_weights` multiplied the first product, and do not count here.
         row_factors: [N] fp32 contiguous, in the order of `intermediate`: multiplies the product before the bias; None:
             no factor.
         overlap: whether to start while `gate_up_gemm` with `overlap`, launched just before, still runs.
@@ -435,7 +436,7 @@ def down_gemm(
         intermediate,
         *operand.tensors,
         bias,
-        topk_weights,
+        None if apply_router_weight_on_input else topk_weights,
         row_factors,
         *plan_arguments(plan, operand.num_experts),
         reduced,

@@ -8,6 +8,7 @@ import math
 import torch
 
 from moereg.kernels.gemm.activation import activate_reference
+from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.rows.sort import RoutePlan
 
 
@@ -15,15 +16,11 @@ def gate_up_reference(
     hidden_states: torch.Tensor,
     w13: torch.Tensor,
     plan: RoutePlan,
+    epilogue: GateUpEpilogue,
     *,
     top_k: int,
-    activation: str,
-    gated: bool,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    limit: float | None = None,
-    bias: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
     """What `gate_up_gemm` writes, in torch and fp32, expert by expert; synchronizes.
 
@@ -35,19 +32,20 @@ def gate_up_reference(
     """
     offsets = plan.expert_offsets.tolist()
     num_columns = w13.shape[1]
+    gated, activation, alpha, limit = epilogue.gated, epilogue.activation, epilogue.alpha, epilogue.limit
     out = hidden_states.new_empty(offsets[-1], num_columns // (2 if gated else 1), dtype=torch.float32)
     for expert, (row, end) in enumerate(itertools.pairwise(offsets)):
         routes = plan.sorted_routes[row:end].long()
         x = hidden_states[routes // top_k].float() @ w13[expert, :, : hidden_states.shape[1]].float().T
-        if topk_weights is not None:
+        if topk_weights is not None and apply_router_weight_on_input:
             x *= topk_weights.flatten()[routes, None]
-        if bias is not None:
-            x += bias[expert].float()
+        if epilogue.bias is not None:
+            x += epilogue.bias[expert].float()
         if gated:
             gate, up = x[:, 0::2], x[:, 1::2]
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            out[row:end] = activate_reference(gate, activation, alpha) * (up + beta)
+            out[row:end] = activate_reference(gate, activation, alpha) * (up + epilogue.beta)
         else:
             out[row:end] = activate_reference(x, activation, alpha)
     return out
@@ -60,6 +58,7 @@ def down_reference(
     *,
     bias: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
     """What `down_gemm` writes, in torch and fp32, expert by expert; synchronizes.
 
@@ -76,7 +75,7 @@ def down_reference(
         x = intermediate[row:end].float() @ w2[expert].float().T
         if bias is not None:
             x += bias[expert].float()
-        if topk_weights is not None:
+        if topk_weights is not None and not apply_router_weight_on_input:
             x *= topk_weights.flatten()[routes, None]
         out[routes] = x
     return out

@@ -20,7 +20,7 @@ from moereg.kernels.launch.replay import launch
 from moereg.kernels.packed.product import accumulate_slices
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.rows.sort import load_local_expert
-from moereg.kernels.rows.tiles import reaches_past
+from moereg.kernels.rows.tiles import DirectRoutes, reaches_past
 
 # A route takes a warp at least: 512 threads, the most that was compiled for.
 MAX_TOP_K = 16
@@ -129,13 +129,12 @@ def down_single(
     out: torch.Tensor,
     intermediate: torch.Tensor,
     w2: PackedMatrix,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_experts: int,
+    routes: DirectRoutes,
     config: GroupedGemmConfig,
     *,
     bias: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
     overlap: bool = False,
 ) -> None:
     """Writes the sum over a token's routes of `(intermediate[route] @ w2[expert].T + bias) * topk_weight`.
@@ -144,19 +143,19 @@ def down_single(
         out: [1, H], rows contiguous: overwritten; zeros where no route has a local expert.
         intermediate: [N, I_pad] bf16 or fp16, rows contiguous; those of routes without a local expert may be NaN.
         w2: packed, H rows of I_pad elements.
-        topk_ids: [1, K] int32, contiguous, K at most `MAX_TOP_K`: ids outside [0, num_experts) belong to no expert.
-        expert_map: [num_experts] int32, local expert or -1; None: identity.
-        num_experts: number of ids.
+        routes: of one token, K at most `MAX_TOP_K`.
         config: launch configuration, of more than one slice; gets as many as there are routes, at the price of stages.
         bias: [E, H], any float dtype, or None.
         topk_weights: [1, K] fp32 contiguous, or None for no weight.
+        apply_router_weight_on_input: whether `topk_weights` multiplied the first product, and do not count here.
         overlap: whether to start while the kernel in front, launched with `overlap`, still runs.
     """
+    topk_ids = routes.topk_ids
     top_k = topk_ids.shape[1]
     config, pieces = share_slices(config, top_k)
     operand = operand_of(w2, config)
     num_columns, depth = operand.num_columns, operand.depth
-    assert config.slices > 1 and topk_ids.shape[0] == 1 and topk_ids.is_contiguous() and top_k <= MAX_TOP_K
+    assert config.slices > 1 and routes.single and topk_ids.is_contiguous() and top_k <= MAX_TOP_K
     assert intermediate.stride(1) == out.stride(1) == 1 and intermediate.shape[1] == depth
     launch(
         _down_single_kernel,
@@ -165,10 +164,10 @@ def down_single(
         intermediate,
         *operand.tensors,
         bias,
-        topk_weights,
+        None if apply_router_weight_on_input else topk_weights,
         topk_ids,
-        expert_map,
-        num_experts,
+        routes.expert_map,
+        routes.num_experts,
         operand.num_experts,
         depth,
         num_columns,
