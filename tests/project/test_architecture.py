@@ -1,0 +1,166 @@
+"""The documents against the tree: layers, paths, links, names, commands and their options are as they say."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import typer.main
+
+from moereg.cli import app
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # import-linter brings it
+
+ROOT: Final = Path(__file__).parents[2]
+PAGE: Final = ROOT / "docs" / "architecture.md"
+DOCUMENTS: Final = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+_SUFFIXES: Final = (".py", ".md", ".json", ".toml", ".txt", ".svg")
+_COMMANDS: Final[dict[str, Any]] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def contract_layers(container: str) -> list[set[str]]:
+    """The layers of import-linter's contract on a package, without modules that do not exist."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    (found,) = (contract for contract in contracts if contract.get("containers") == [container])
+    layers = [{name.strip(" ()") for name in layer.split("|")} for layer in found["layers"]]
+    existing = [{name for name in layer if importlib.util.find_spec(f"{container}.{name}")} for layer in layers]
+    return [layer for layer in existing if layer]
+
+
+def page_layers(text: str, container: str) -> list[set[str]]:
+    """The layers of the block that begins with "layers" and the package's name: names up to two spaces."""
+    (block,) = re.findall(rf"^```layers {re.escape(container)}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [{name.strip() for name in line.split("  ")[0].split("|")} for line in block.splitlines()]
+
+
+def code(text: str) -> Iterator[str]:
+    """Code spans, and the lines of console blocks without their prompts and comments."""
+    for block in re.findall(r"^ *```console\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        yield from (line.strip().removeprefix("$ ").partition("  #")[0].strip() for line in block.splitlines())
+    without_blocks = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", without_blocks))
+
+
+@functools.cache
+def tracked() -> tuple[str, ...]:
+    """Files and folders of the tree, folders with a slash at the end, each with a slash in front."""
+    folders = ("moereg", "tests", "benches", "docs", ".ci")
+    paths = [*ROOT.iterdir(), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    return tuple(f"/{path.relative_to(ROOT)}{'/' if path.is_dir() else ''}" for path in paths)
+
+
+@functools.cache
+def words() -> frozenset[str]:
+    """Every word of the Python code and the configuration."""
+    files = [*(ROOT / "moereg").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), ROOT / "pyproject.toml"]
+    return frozenset(word for file in files if file != Path(__file__) for word in re.findall(r"\w+", file.read_text()))
+
+
+def is_path(span: str) -> bool:
+    return re.fullmatch(r"[\w./-]+", span) is not None and (span.endswith((*_SUFFIXES, "/")))
+
+
+def missing_paths(text: str) -> list[str]:
+    spans = {span for span in code(text) if is_path(span)}
+    return sorted(span for span in spans if not any(path.endswith(f"/{span}") for path in tracked()))
+
+
+def missing_modules(text: str) -> list[str]:
+    names = {name for span in code(text) for name in re.findall(r"(?<![\w./])moereg(?:\.[a-z_]\w*)+(?![\w/])", span)}
+    return sorted(name for name in names if not _resolves(name))
+
+
+def _resolves(name: str) -> bool:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return importlib.util.find_spec(name) is not None or hasattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError:
+        return hasattr(importlib.import_module(module), attribute)
+
+
+def missing_words(text: str) -> list[str]:
+    spans = {span.partition("(")[0] for span in code(text)}
+    names = {span for span in spans if re.fullmatch(r"\w*(_|[a-z][A-Z])\w*", span)} - words()
+    # What ends or begins with an underscore may be said of many names: `num_`, `_bytes`.
+    is_part = {name for name in names for word in words() if _is_affix(name, word)}
+    return sorted(names - is_part)
+
+
+def _is_affix(name: str, word: str) -> bool:
+    return (name.endswith("_") and word.startswith(name)) or (name.startswith("_") and word.endswith(name))
+
+
+def wrong_commands(text: str) -> list[str]:
+    """Commands that neither moereg nor the Makefile has, and options that a command does not know."""
+    targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    wrong = []
+    for span in code(text):
+        program, *arguments = span.split() or [""]
+        if program == "make" and arguments and arguments[0] not in targets:
+            wrong.append(span)
+        if program != "moereg" or not arguments or arguments[0].startswith("-"):
+            continue
+        options = {name for found in _COMMANDS.values() for option in found.params for name in option.opts}
+        if (command := _COMMANDS.get(arguments[0])) is not None:
+            options = {name for option in command.params for name in option.opts} | {"--help"}
+        if command is None or {argument for argument in arguments if argument.startswith("--")} - options:
+            wrong.append(span)
+    return wrong
+
+
+def broken_links(text: str, folder: Path) -> list[str]:
+    broken = []
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        path, _, anchor = target.partition("#")
+        exists = not path or (folder / path).exists()
+        if not exists or (anchor and anchor not in _anchors((folder / path).read_text() if path else text)):
+            broken.append(target)
+    return broken
+
+
+def _anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("container", ["moereg", "moereg.kernels"])
+def test_layers_are_those_of_the_contracts(container: str) -> None:
+    assert page_layers(PAGE.read_text(), container) == contract_layers(container)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.name))
+def test_what_documents_name_exists(document: Path) -> None:
+    text = document.read_text()
+    assert not missing_paths(text)
+    assert not missing_modules(text)
+    assert not wrong_commands(text)
+    assert not broken_links(text, document.parent)
+
+
+@pytest.mark.parametrize("document", [PAGE, ROOT / "CONTRIBUTING.md"], ids=lambda path: str(path.name))
+def test_names_in_the_text_are_names_of_the_code(document: Path) -> None:
+    assert not missing_words(document.read_text())
+
+
+def test_what_does_not_exist_is_found() -> None:
+    text = (
+        "`moereg/nowhere.py`, `moereg.nowhere`, `moereg.layer.nobody`, `no_such_name`, `moereg undo`, `make nothing`,\n"
+        "`moereg explain --sideways`, [there](nowhere.md), [here](#nowhere), `moereg/layer.py`, `moereg run --json`\n"
+    )
+    assert missing_paths(text) == ["moereg/nowhere.py"]
+    assert missing_modules(text) == ["moereg.layer.nobody", "moereg.nowhere"]
+    assert missing_words(text) == ["no_such_name"]
+    assert wrong_commands(text) == ["moereg undo", "make nothing", "moereg explain --sideways"]
+    assert broken_links(text, ROOT) == ["nowhere.md", "#nowhere"]
+    assert page_layers("```layers moereg\ncli    commands\na | b\n```\n", "moereg") == [{"cli"}, {"a", "b"}]
