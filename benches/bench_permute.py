@@ -11,12 +11,12 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from moereg.discovery import current_platform, load_backends
+from moereg.testing.cases import Case, claimed_problems, default_device, runnable_platform
+from moereg.testing.inputs import make_weights
 from moereg.tuning.timing import wait_for
-from tests.support import conformance
-from tests.support.conformance import Case
 
 SIZES = {"num_experts": 32, "hidden_size": 512, "intermediate_size": 256, "top_k": 4}
-DEVICE = conformance.test_device()
+DEVICE = default_device()
 
 
 def _cases() -> list[Case]:
@@ -24,9 +24,9 @@ def _cases() -> list[Case]:
     here = current_platform()
     found = []
     for cell in load_backends().cells:
-        if conformance.runnable_platform(cell) != here:
+        if runnable_platform(cell) != here:
             continue
-        claimed = next(iter(conformance.claimed_problems(cell)))
+        claimed = next(iter(claimed_problems(cell)))
         problem = type(claimed)(**{**claimed.to_dict(), **SIZES, "num_local_experts": None})
         found.append(Case(cell, here, problem))
     return found
@@ -34,7 +34,7 @@ def _cases() -> list[Case]:
 
 @pytest.mark.parametrize("case", _cases(), ids=lambda case: f"{case.cell.name}-{case.cell.class_name}")
 def bench_permute_weights(benchmark: BenchmarkFixture, case: Case) -> None:
-    weights = conformance.make_weights(case.problem, DEVICE)
+    weights = make_weights(case.problem, DEVICE)
     experts = case.cell.experts(case.problem, case.platform, case.computes)
     benchmark.group = f"permute {case.problem}"
     benchmark.extra_info["weight_bytes"] = experts.permute_weights(weights, case.problem).num_bytes

@@ -56,9 +56,7 @@ def _packed_integers(scheme: QuantScheme, is_tensor: bool, projection: Projectio
     shape = (projection.rows, -(-projection.columns * fmt.bits // 32))
     codes = functools.partial(_int4_codes if fmt.bits == 4 else _int8_codes, columns=projection.columns)
     tensors = [
-        StoredTensor(
-            ".weight_packed", (shape,), ("I32",), "weight", functools.partial(codes, columns=projection.columns)
-        ),
+        StoredTensor(".weight_packed", (shape,), ("I32",), "weight", codes),
         StoredTensor(".weight_scale", ((projection.rows, num_groups),), FLOATS, "scale", as_is),
         StoredTensor(".weight_shape", ((2,),), ("I64", "I32"), None, functools.partial(_check_shape, projection)),
     ]

@@ -19,10 +19,10 @@ from moereg.experts import ExpertInputs
 from moereg.layer import make_kernel
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
+from moereg.testing.inputs import make_weights
 from moereg.testing.tolerances import tolerance
 from moereg.tuning.inputs import random_call
 from moereg.workspace import WORKSPACES
-from tests.support import conformance
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -75,7 +75,7 @@ def test_layers(
         **keywords,
     )
     device = torch.device("cuda")
-    weights = conformance.make_weights(problem, device)
+    weights = make_weights(problem, device)
     expert_map = None
     if problem.placement == "map":
         expert_map = torch.full((experts,), -1, dtype=torch.int32, device=device)
@@ -101,7 +101,7 @@ def test_layers(
 def test_experts_of_few_and_of_many_rows(scheme: str) -> None:
     """All tokens to two experts, then counts about the border of a warpgroup and of a tile."""
     problem = MoEProblem(num_experts=8, hidden_size=256, intermediate_size=256, top_k=1, quant=scheme)
-    weights = conformance.make_weights(problem, torch.device("cuda"))
+    weights = make_weights(problem, torch.device("cuda"))
     kernel = make_kernel(problem, weights, select_backend(problem, require="triton"))
     for counts in ((900, 0, 0, 0, 0, 0, 0, 37), (1, 63, 64, 65, 127, 128, 129, 300), (192, 193, 1, 2, 3, 256, 257, 0)):
         experts = torch.arange(8, device="cuda").repeat_interleave(torch.tensor(counts, device="cuda"))

@@ -23,9 +23,10 @@ from moereg.quant import QUANT_SCHEMES, QuantScheme
 from moereg.quantize import quantize_weights
 from moereg.quantize import weights as quantize_module
 from moereg.reference import reference_experts, relative_error
+from moereg.testing.cases import Case, build
+from moereg.testing.inputs import Inputs, make_inputs, make_plain_weights, make_weights
 from moereg.testing.tolerances import tolerance
 from moereg.weights import ExpertWeights
-from tests.support import conformance
 
 CPU = torch.device("cpu")
 PLATFORM = "cpu"
@@ -48,7 +49,7 @@ def problem_of(quant: str | QuantScheme, **changes: Any) -> MoEProblem:
 
 
 def kernel_of(problem: MoEProblem, weights: ExpertWeights | None = None, **options: Any) -> MoEKernel:
-    weights = conformance.make_weights(problem, CPU) if weights is None else weights
+    weights = make_weights(problem, CPU) if weights is None else weights
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationWarning)
         return make_kernel(problem, weights, **{"selection": select_backend(problem, PLATFORM), **options})
@@ -135,7 +136,7 @@ def test_the_kernel_knows_what_it_computes() -> None:
     assert type(exact.experts)(problem, Platform("cpu")).computes is problem.quant
 
 
-def check(kernel: MoEKernel, weights: ExpertWeights, inputs: conformance.Inputs) -> torch.Tensor:
+def check(kernel: MoEKernel, weights: ExpertWeights, inputs: Inputs) -> torch.Tensor:
     call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
     out = kernel(*call)
     computes = kernel.experts.computes
@@ -150,8 +151,8 @@ def check(kernel: MoEKernel, weights: ExpertWeights, inputs: conformance.Inputs)
 @pytest.mark.parametrize("name", QUANT_SCHEMES)
 def test_within_the_closer_bound(name: str, activation_format: str) -> None:
     problem = problem_of(name, activation_format=activation_format, exact_activations=True)
-    weights = conformance.make_weights(problem, CPU)
-    check(kernel_of(problem, weights), weights, conformance.make_inputs(problem, 63, "skewed", CPU))
+    weights = make_weights(problem, CPU)
+    check(kernel_of(problem, weights), weights, make_inputs(problem, 63, "skewed", CPU))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -168,12 +169,12 @@ def test_int8_matmuls_on_any_cpu(experts: Any, dtype: str, sizes: tuple[int, int
         has_bias=True,
         activation_format=activation_format,
     )
-    weights = conformance.make_weights(problem, CPU)
+    weights = make_weights(problem, CPU)
     (cell,) = [cell for cell in load_backends().cells if cell.experts is experts]
-    kernel = conformance.build(conformance.Case(cell, Platform("cpu"), problem), CPU, weights)
+    kernel = build(Case(cell, Platform("cpu"), problem), weights)
     assert type(kernel.experts) is experts
     for num_tokens in (1, 17):
-        check(kernel, weights, conformance.make_inputs(problem, num_tokens, "uniform", CPU))
+        check(kernel, weights, make_inputs(problem, num_tokens, "uniform", CPU))
 
 
 def test_int8_products_of_every_small_size() -> None:
@@ -205,9 +206,9 @@ def test_int8_sums_are_exact() -> None:
 def test_what_goes_nowhere_changes_no_scale(name: str, activation_format: str) -> None:
     """Unmapped tokens, and the rows that fill a batch or a bucket, may hold anything."""
     problem = problem_of(name, activation_format=activation_format, exact_activations=True)
-    weights = conformance.make_weights(problem, CPU)
+    weights = make_weights(problem, CPU)
     kernel = kernel_of(problem, weights)
-    inputs = conformance.make_inputs(problem, 9, "uniform", CPU)
+    inputs = make_inputs(problem, 9, "uniform", CPU)
     inputs.topk_ids[4] = torch.tensor([-1, 6], dtype=torch.int32)
     before = check(kernel, weights, inputs)
     inputs.hidden_states[4] = float("nan")
@@ -217,9 +218,9 @@ def test_what_goes_nowhere_changes_no_scale(name: str, activation_format: str) -
 
 def test_one_scale_for_a_call_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of("fp8_tensor_dynamic", top_k=3)
-    weights = conformance.make_weights(problem, CPU)
+    weights = make_weights(problem, CPU)
     kernel = kernel_of(problem, weights)
-    inputs = conformance.make_inputs(problem, 200, "uniform", CPU)
+    inputs = make_inputs(problem, 200, "uniform", CPU)
     inputs.hidden_states[-1] *= 10
     whole = check(kernel, weights, inputs)
     monkeypatch.setattr(host, "CHUNK_BYTES", 20_000)
@@ -231,7 +232,7 @@ def test_one_scale_for_a_call_of_several_chunks(monkeypatch: pytest.MonkeyPatch)
 def test_no_routes_at_all() -> None:
     for name in ("fp8_tensor_dynamic", "nvfp4_w4a16"):
         problem = problem_of(name)
-        inputs = conformance.make_inputs(problem, 3, "uniform", CPU)
+        inputs = make_inputs(problem, 3, "uniform", CPU)
         out = kernel_of(problem)(inputs.hidden_states, inputs.topk_weights, torch.full_like(inputs.topk_ids, -1))
         assert not out.any()
 
@@ -239,12 +240,12 @@ def test_no_routes_at_all() -> None:
 @pytest.mark.parametrize("name", ["fp8_tensor_static", "nvfp4"])
 def test_static_scales_may_be_one_number_and_are_reloaded(name: str) -> None:
     problem = problem_of(name, exact_activations=True)
-    weights = conformance.make_weights(problem, CPU)
+    weights = make_weights(problem, CPU)
     assert weights.a13_scale is not None
     assert weights.a2_scale is not None
     one = dataclasses.replace(weights, a13_scale=weights.a13_scale.amax(), a2_scale=weights.a2_scale.amax())
     kernel = kernel_of(problem, one)
-    inputs = conformance.make_inputs(problem, 17, "uniform", CPU)
+    inputs = make_inputs(problem, 17, "uniform", CPU)
     check(kernel, one, inputs)
     kernel.reload(weights)
     check(kernel, weights, inputs)
@@ -253,8 +254,8 @@ def test_static_scales_may_be_one_number_and_are_reloaded(name: str) -> None:
 def test_gate_and_up_may_have_scales_of_their_own() -> None:
     for name in ("fp8_tensor_dynamic", "nvfp4_w4a16"):
         problem = problem_of(name)
-        weights = quantize_weights(conformance.make_plain_weights(problem, CPU), name, separate_halves=True)
-        check(kernel_of(problem, weights), weights, conformance.make_inputs(problem, 17, "uniform", CPU))
+        weights = quantize_weights(make_plain_weights(problem, CPU), name, separate_halves=True)
+        check(kernel_of(problem, weights), weights, make_inputs(problem, 17, "uniform", CPU))
 
 
 # --- memory ---
@@ -276,8 +277,8 @@ class LargestOutput(TorchDispatchMode):
 def test_some_rows_are_restored_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Biases, so that a block of rows has to find its own part of them.
     problem = problem_of(name, hidden_size=512, intermediate_size=512, num_experts=2, has_bias=True)
-    weights = conformance.make_weights(problem, CPU)
-    inputs = conformance.make_inputs(problem, 3, "uniform", CPU)
+    weights = make_weights(problem, CPU)
+    inputs = make_inputs(problem, 3, "uniform", CPU)
     whole = check(kernel_of(problem, weights), weights, inputs)
     monkeypatch.setattr(quantize_module, "BLOCK_BYTES", 64 << 10)
     kernel = kernel_of(problem, weights)
@@ -292,7 +293,7 @@ def test_some_rows_are_restored_at_a_time(name: str, monkeypatch: pytest.MonkeyP
 def test_weights_stay_packed() -> None:
     for name in ("nvfp4_w4a16", "fp8_channel_token", "int8_w8a16"):
         problem = problem_of(name)
-        weights = conformance.make_weights(problem, CPU)
+        weights = make_weights(problem, CPU)
         kernel = kernel_of(problem, weights)
         assert kernel.weights["w13"].data_ptr() == weights.w13.data_ptr()
         assert kernel.weights.num_bytes == sum(tensor.nbytes for tensor in weights.tensors().values())

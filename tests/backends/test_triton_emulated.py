@@ -20,11 +20,12 @@ from moereg.problem import MoEProblem
 from moereg.quant import get_scheme
 from moereg.quantize import dequantize_activations, quantize_activations, quantize_dequantize_activations
 from moereg.reference import reference_experts, relative_error
+from moereg.testing.cases import Case, build, default_device
 from moereg.testing.faults import plant_faults
+from moereg.testing.inputs import make_expert_map, make_inputs, make_weights
 from moereg.testing.interpreter import patch_interpreter
 from moereg.testing.tolerances import tolerance
 from moereg.weights import ExpertWeights
-from tests.support import conformance
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
 pytestmark = [
@@ -33,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
 ]
 
-DEVICE = conformance.test_device()
+DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")
 BF16, FP16 = torch.bfloat16, torch.float16
 SCHEMES = ("nvfp4", "mxfp4_mxfp8")
@@ -213,10 +214,10 @@ def run_layer(
 ) -> float:
     """Error of the layer on poisoned buffers of exactly the size that it asks for."""
     layer = TritonEmulatedExperts(problem, SM90)
-    weights = conformance.make_weights(problem, DEVICE) if weights is None else weights
+    weights = make_weights(problem, DEVICE) if weights is None else weights
     permuted = layer.permute_weights(weights if faulty is None else faulty, problem)
-    inputs = conformance.make_inputs(problem, num_tokens, "unmapped", DEVICE)
-    expert_map = conformance.make_expert_map(problem, DEVICE)
+    inputs = make_inputs(problem, num_tokens, "unmapped", DEVICE)
+    expert_map = make_expert_map(problem, DEVICE)
     dtype, guard = problem.torch_dtype, 256
     scratch = [
         torch.full((math.prod(shape) + 2 * guard,), math.nan, dtype=dtype, device=DEVICE)
@@ -259,7 +260,7 @@ def test_layer_rounds_where_the_reference_does(
 ) -> None:
     """A closer bound than conformance has: of a kernel from which only the order of sums differs."""
     problem = make_problem(scheme, dtype=str(dtype).removeprefix("torch."), **keywords)
-    weights = conformance.make_weights(problem, DEVICE)
+    weights = make_weights(problem, DEVICE)
     bound = tolerance(problem.quant, problem.dtype, num_tokens * 130, rounds_as_reference=True)
     assert run_layer(problem, num_tokens, weights) < bound
 
@@ -271,7 +272,7 @@ def test_global_scales_come_from_tokens_or_are_shared(
 ) -> None:
     problem = make_problem("nvfp4", dtype=dtype, has_bias=True)
     bound = tolerance(problem.quant, dtype, 9 * 130, rounds_as_reference=True)
-    assert run_layer(problem, 9, change(conformance.make_weights(problem, DEVICE))) < bound
+    assert run_layer(problem, 9, change(make_weights(problem, DEVICE))) < bound
 
 
 @pytest.mark.parametrize(
@@ -283,13 +284,13 @@ def test_batched_layer(
     scheme: str, dtype: torch.dtype, change: Callable[[ExpertWeights], ExpertWeights] | None
 ) -> None:
     problem = make_problem(scheme, dtype=str(dtype).removeprefix("torch."), activation_format="batched", has_bias=True)
-    weights = conformance.make_weights(problem, DEVICE)
+    weights = make_weights(problem, DEVICE)
     if change is not None:
         weights = change(weights)
     cells = [cell for cell in load_backends().cells if cell.experts is TritonEmulatedBatchedExperts]
     (cell,) = [cell for cell in cells if problem.quant in cell.schemes]
-    kernel = conformance.build(conformance.Case(cell, SM90, problem), DEVICE, weights)
-    inputs = conformance.make_inputs(problem, 9, "unmapped", DEVICE)
+    kernel = build(Case(cell, SM90, problem), weights)
+    inputs = make_inputs(problem, 9, "unmapped", DEVICE)
     call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
     bound = tolerance(problem.quant, problem.dtype, 9 * 130, rounds_as_reference=True)
     assert relative_error(kernel(*call), reference_experts(problem, weights, *call)) < bound
@@ -300,7 +301,7 @@ def test_batched_layer(
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_planted_faults_show_against_the_closer_bound(scheme: str) -> None:
     problem = make_problem(scheme, has_bias=True)
-    weights = conformance.make_weights(problem, DEVICE)
+    weights = make_weights(problem, DEVICE)
     bound = tolerance(problem.quant, "bfloat16", 9 * 130, rounds_as_reference=True)
     for name, faulty in plant_faults(weights):
         assert run_layer(problem, 9, weights, faulty) > 2 * bound, name

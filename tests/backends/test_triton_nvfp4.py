@@ -26,6 +26,7 @@ from moereg.platforms import Platform
 from moereg.quant import get_scheme
 from moereg.quantize import Quantized, dequantize_activations, quantize_activations
 from moereg.reference import reference_experts, relative_error
+from moereg.testing.inputs import make_expert_map, make_inputs, make_weights
 from moereg.testing.interpreter import patch_interpreter
 from moereg.testing.tolerances import tolerance
 from moereg.weights import ExpertWeights
@@ -47,7 +48,6 @@ from tests.backends.test_triton_quantized import (
 )
 from tests.backends.test_triton_quantized_batched import Batches, batched_problem
 from tests.kernels.test_triton_kernels import Guarded
-from tests.support import conformance
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
 pytestmark = [
@@ -205,8 +205,8 @@ def run_layer(problem: Any, num_tokens: int, weights: ExpertWeights) -> float:
     """Error of the layer on workspaces of exactly the size that it asks for, full of NaN."""
     layer = TritonQuantizedExperts(problem, SM100)
     permuted = layer.permute_weights(weights, problem)
-    inputs = conformance.make_inputs(problem, num_tokens, "unmapped", DEVICE)
-    expert_map = conformance.make_expert_map(problem, DEVICE)
+    inputs = make_inputs(problem, num_tokens, "unmapped", DEVICE)
+    expert_map = make_expert_map(problem, DEVICE)
     shapes = layer.workspace_shapes(problem, num_tokens)
     scratch = [Guarded(*shape, dtype=problem.torch_dtype) for shape in shapes]
     out = torch.full_like(inputs.hidden_states, math.nan)
@@ -224,7 +224,7 @@ def test_global_scales_come_from_tokens_or_are_shared(
 ) -> None:
     problem = make_problem(NVFP4, 130, 200, **keywords)
     bound = tolerance(NVFP4, problem.dtype, num_tokens * 130, rounds_as_reference=True)
-    assert run_layer(problem, num_tokens, change(conformance.make_weights(problem, DEVICE))) < bound
+    assert run_layer(problem, num_tokens, change(make_weights(problem, DEVICE))) < bound
 
 
 @pytest.mark.parametrize("change", [without_static_scales, with_shared_scales])
@@ -248,7 +248,7 @@ def test_higher_tiles(max_tokens: int, counts: list[int]) -> None:
 @pytest.mark.parametrize("per_half", [False, True])
 def test_global_scales_of_weights_become_one_a_half(per_half: bool) -> None:
     problem = make_problem(NVFP4, 130, 200)
-    weights = conformance.make_weights(problem, DEVICE)
+    weights = make_weights(problem, DEVICE)
     scale = torch.rand((4, 2) if per_half else (4,), device=DEVICE) / 1000
     weights = dataclasses.replace(weights, w13_scale_2=scale)
     permuted = TritonQuantizedExperts(problem, SM100).permute_weights(weights, problem)
@@ -265,4 +265,4 @@ def test_scales_are_padded_where_a_row_is() -> None:
     """A hidden size of 2880 ends within a step of 128 columns."""
     problem = make_problem(NVFP4, 2880, 64, num_experts=2, top_k=1)
     bound = tolerance(NVFP4, problem.dtype, 3 * 2880, rounds_as_reference=True)
-    assert run_layer(problem, 3, conformance.make_weights(problem, DEVICE)) < bound
+    assert run_layer(problem, 3, make_weights(problem, DEVICE)) < bound

@@ -24,13 +24,13 @@ from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quantize import dequantize_weights
 from moereg.reference import reference_experts, relative_error
+from moereg.testing.cases import default_device
 from moereg.testing.interpreter import patch_interpreter
 from moereg.testing.tolerances import tolerance
 from moereg.tuning.inputs import random_weights
 from moereg.weights import ExpertWeights
-from tests.support import conformance
 
-DEVICE = conformance.test_device()
+DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")
 GROUPS = ("g32", "g64", "g128", "gall")
 SCHEMES = (

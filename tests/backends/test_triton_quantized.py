@@ -49,11 +49,12 @@ from moereg.quantize import (
     quantize_weights,
 )
 from moereg.reference import reference_experts, relative_error
+from moereg.testing.cases import default_device
 from moereg.testing.faults import plant_faults
+from moereg.testing.inputs import make_expert_map, make_inputs, make_plain_weights, make_weights
 from moereg.testing.interpreter import patch_interpreter
 from moereg.testing.tolerances import tolerance
 from moereg.weights import ExpertWeights
-from tests.support import conformance
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
 pytestmark = [
@@ -62,7 +63,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
 ]
 
-DEVICE = conformance.test_device()
+DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -267,8 +268,8 @@ def make_problem(scheme: QuantScheme, hidden: int, intermediate: int, **keywords
     )
 
 
-def make_weights(problem: MoEProblem) -> ExpertWeights:
-    plain = conformance.make_plain_weights(problem, DEVICE)
+def make_stage_weights(problem: MoEProblem) -> ExpertWeights:
+    plain = make_plain_weights(problem, DEVICE)
     fmt = problem.quant.activation
     static = torch.linspace(0.02, 0.05, 4, device=DEVICE) if fmt is not None and fmt.static else None
     return quantize_weights(plain, problem.quant, a13_scale=static, a2_scale=static)
@@ -310,11 +311,11 @@ class Stage:
 
     def built(self) -> Stage:
         """Itself."""
-        self.weights = make_weights(self.problem)
+        self.weights = make_stage_weights(self.problem)
         self.w13, self.w2 = dequantize_weights(self.weights, torch.float64)
         self.permuted = self.layer.permute_weights(self.weights, self.problem)
         num_tokens = 16 if self.direct else 21
-        inputs = conformance.make_inputs(self.problem, num_tokens, "unmapped", DEVICE)
+        inputs = make_inputs(self.problem, num_tokens, "unmapped", DEVICE)
         self.topk_ids, self.topk_weights = inputs.topk_ids, inputs.topk_weights
         self.num_routes = num_tokens * 2
         if self.direct:
@@ -483,8 +484,8 @@ def run_layer(problem: MoEProblem, weights: ExpertWeights, num_tokens: int, rout
     """Error of the layer on poisoned buffers of exactly the size that it asks for."""
     layer = TritonQuantizedExperts(problem, SM90)
     permuted = layer.permute_weights(weights, problem)
-    inputs = conformance.make_inputs(problem, num_tokens, routing, DEVICE)
-    expert_map = conformance.make_expert_map(problem, DEVICE)
+    inputs = make_inputs(problem, num_tokens, routing, DEVICE)
+    expert_map = make_expert_map(problem, DEVICE)
     dtype, guard = problem.torch_dtype, 256
     scratch = [
         torch.full((math.prod(shape) + 2 * guard,), math.nan, dtype=dtype, device=DEVICE)
@@ -501,7 +502,7 @@ def run_layer(problem: MoEProblem, weights: ExpertWeights, num_tokens: int, rout
 
 
 def conformance_weights(problem: MoEProblem) -> ExpertWeights:
-    return conformance.make_weights(problem, DEVICE)
+    return make_weights(problem, DEVICE)
 
 
 @pytest.mark.parametrize("scheme", NAMED)
@@ -568,7 +569,7 @@ def test_one_static_scale_for_all_experts_is_shared() -> None:
     permuted = layer.permute_weights(weights, problem)
     assert permuted["a13_scale"].shape == (1,)
     assert permuted["a2_scale"].shape == (4,)
-    inputs = conformance.make_inputs(problem, 5, "uniform", DEVICE)
+    inputs = make_inputs(problem, 5, "uniform", DEVICE)
     scratch = [torch.empty(shape, dtype=BF16, device=DEVICE) for shape in layer.workspace_shapes(problem, 5)]
     out = torch.full_like(inputs.hidden_states, math.nan)
     call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)

@@ -24,6 +24,7 @@ from moereg.quant import QuantScheme, get_scheme
 from moereg.quantize import quantize_activations
 from moereg.reference import reference_experts, relative_error
 from moereg.testing.faults import plant_faults
+from moereg.testing.inputs import make_weights
 from moereg.testing.interpreter import patch_interpreter
 from moereg.testing.tolerances import tolerance
 from moereg.weights import ExpertWeights
@@ -46,7 +47,6 @@ from tests.backends.test_triton_quantized import (
     select,
 )
 from tests.kernels.test_triton_kernels import Guarded, on_gpu
-from tests.support import conformance
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
 pytestmark = [
@@ -143,7 +143,7 @@ class Batches:
 
     def __post_init__(self) -> None:
         # The conformance kit's router knows tokens, which are the same in either format.
-        self.weights = conformance.make_weights(self.problem, DEVICE)
+        self.weights = make_weights(self.problem, DEVICE)
         shape = (self.problem.num_local_experts, self.max_tokens, self.problem.hidden_size)
         held = [min(max(count, 0), self.max_tokens) for count in self.counts]
         self.valid = rows_that_count(held, self.max_tokens)

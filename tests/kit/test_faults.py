@@ -17,10 +17,10 @@ from moereg.quant import QUANT_SCHEMES
 from moereg.quantize import dequantize_weights, quantize_weights, unpack_nibbles
 from moereg.reference import reference_experts, relative_error
 from moereg.testing import faults
-from moereg.testing.cases import select_cell
+from moereg.testing.cases import Case, select_cell
 from moereg.testing.faults import FAULTS, plant_faults
+from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
 from moereg.testing.tolerances import tolerance
-from tests.support import conformance
 
 CPU = torch.device("cpu")
 CPU_PLATFORM = Platform.from_name("cpu")
@@ -68,7 +68,7 @@ def spread_problem(name: str) -> MoEProblem:
 
 @pytest.mark.parametrize("name", QUANT_SCHEMES)
 def test_what_is_planted(name: str) -> None:
-    weights = conformance.make_weights(spread_problem(name), CPU)
+    weights = make_weights(spread_problem(name), CPU)
     before = {field: tensor.clone() for field, tensor in weights.tensors().items()}
     assert {fault for fault, _ in plant_faults(weights)} == planted_in(name)
     for field, tensor in weights.tensors().items():
@@ -78,8 +78,8 @@ def test_what_is_planted(name: str) -> None:
 @pytest.mark.parametrize("name", QUANT_SCHEMES)
 def test_every_fault_is_caught_in_the_reference(name: str) -> None:
     problem = MoEProblem(num_experts=6, hidden_size=128, intermediate_size=64, top_k=2, quant=name, has_bias=True)
-    weights = conformance.make_weights(problem, CPU)
-    inputs = conformance.make_inputs(problem, 17, "uniform", CPU)
+    weights = make_weights(problem, CPU)
+    inputs = make_inputs(problem, 17, "uniform", CPU)
     call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
     truth = reference_experts(problem, weights, *call)
     bound = tolerance(problem.quant, problem.dtype, truth.numel())
@@ -98,8 +98,8 @@ def test_every_fault_is_caught_in_a_kernel(name: str, activation_format: str) ->
     selection = select_backend(problem, "cpu", require="torch")
     assert selection.winner is not None
     assert selection.winner.computes == name
-    weights = conformance.make_weights(problem, CPU)
-    inputs = conformance.make_inputs(problem, 17, "uniform", CPU)
+    weights = make_weights(problem, CPU)
+    inputs = make_inputs(problem, 17, "uniform", CPU)
     call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
     truth = reference_experts(problem, weights, *call)
     bound = tolerance(problem.quant, problem.dtype, truth.numel())
@@ -115,9 +115,9 @@ def test_every_fault_is_caught_in_a_kernel(name: str, activation_format: str) ->
 def test_activations_that_were_not_rounded_are_told_apart(name: str, kept_name: str) -> None:
     """The bound is wide enough for them, but the reference that does not round them either is nearer."""
     problem = dataclasses.replace(spread_problem(name), exact_activations=False)
-    inputs = conformance.make_inputs(problem, 17, "uniform", CPU)
+    inputs = make_inputs(problem, 17, "uniform", CPU)
     call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    weights = conformance.make_weights(problem, CPU)
+    weights = make_weights(problem, CPU)
     kept = QUANT_SCHEMES[kept_name]
     truth, unrounded = (reference_experts(problem, weights, *call, computes=scheme) for scheme in (problem.quant, kept))
     (cell,) = {
@@ -125,7 +125,7 @@ def test_activations_that_were_not_rounded_are_told_apart(name: str, kept_name: 
         for cell in load_backends().by_name("torch")
         if cell.class_name == "TorchQuantizedExperts" and kept in cell.schemes
     }
-    out = make_kernel(problem, weights, select_cell(conformance.Case(cell, CPU_PLATFORM, problem)))(*call)
+    out = make_kernel(problem, weights, select_cell(Case(cell, CPU_PLATFORM, problem)))(*call)
     assert relative_error(out, truth) < tolerance(name, problem.dtype, out.numel())
     assert relative_error(out, unrounded) < relative_error(out, truth)
 
@@ -134,7 +134,7 @@ def test_faults_are_what_they_say() -> None:
     problem = MoEProblem(
         num_experts=3, hidden_size=64, intermediate_size=32, top_k=2, quant="int4_w4a16_g32_zp", has_bias=True
     )
-    weights = conformance.make_weights(problem, CPU)
+    weights = make_weights(problem, CPU)
     w13, _ = dequantize_weights(weights, torch.float32)
 
     swapped = faults.gate_up_swapped(weights)
@@ -164,7 +164,7 @@ def test_faults_are_what_they_say() -> None:
 
 def test_scales_of_whole_matrices_move_to_the_next_expert() -> None:
     problem = MoEProblem(num_experts=3, hidden_size=64, intermediate_size=32, top_k=2, quant="fp8_tensor_dynamic")
-    plain = conformance.make_plain_weights(problem, CPU)
+    plain = make_plain_weights(problem, CPU)
     weights = quantize_weights(plain, problem.quant, separate_halves=True)
     shifted = faults.scale_off_by_one_group(weights, "w2")
     assert shifted is not None
@@ -180,9 +180,9 @@ def test_scales_of_whole_matrices_move_to_the_next_expert() -> None:
 
 def test_faults_that_weights_cannot_have() -> None:
     problem = MoEProblem(num_experts=1, hidden_size=8, intermediate_size=4, top_k=1, activation="relu2")
-    weights = conformance.make_weights(problem, CPU)
+    weights = make_weights(problem, CPU)
     assert not list(plant_faults(weights))
     one = dataclasses.replace(problem, quant=QUANT_SCHEMES["fp8_block128"])
-    names = {name for name, _ in plant_faults(conformance.make_weights(one, CPU))}
+    names = {name for name, _ in plant_faults(make_weights(one, CPU))}
     assert not names, "one group and one expert leave nothing to mix up"
     assert set(FAULTS) >= {"gate and up swapped", "nibbles swapped"}

@@ -15,9 +15,9 @@ from moereg.quantize import activation_scale, dequantize_weights, quantize_dequa
 from moereg.reference import reference_experts, relative_error
 from moereg.testing.cases import runnable_cells
 from moereg.testing.drawing import draw_layer, limits_of, redraw
+from moereg.testing.inputs import Inputs, make_inputs, make_weights
 from moereg.testing.tolerances import LARGEST_BOUND, layer_tolerance, tolerance
 from moereg.weights import ExpertWeights
-from tests.support import conformance
 
 CPU = torch.device("cpu")
 ROUNDING = [name for name, scheme in QUANT_SCHEMES.items() if scheme.activation is not None]
@@ -35,9 +35,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts).sum(0)
 
 
-def simulated(
-    problem: MoEProblem, weights: ExpertWeights, inputs: conformance.Inputs, stores_gate_up: bool
-) -> torch.Tensor:
+def simulated(problem: MoEProblem, weights: ExpertWeights, inputs: Inputs, stores_gate_up: bool) -> torch.Tensor:
     """A kernel that stores intermediate and each route's output in the problem's dtype, gate and up too where asked.
 
     One whose activations are not quantized also rounds restored weights.
@@ -83,9 +81,9 @@ def errors(name: str, dtype: str, stores_gate_up: bool) -> list[tuple[float, int
             dtype=dtype,
             quant=name,
         )
-        weights = conformance.make_weights(problem, CPU)
+        weights = make_weights(problem, CPU)
         for num_tokens, seed in ((1, 1), (2, 2), (17, 3), (63, 4)):
-            inputs = conformance.make_inputs(problem, num_tokens, "uniform", CPU, seed)
+            inputs = make_inputs(problem, num_tokens, "uniform", CPU, seed)
             truth = reference_experts(problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
             out = simulated(problem, weights, inputs, stores_gate_up)
             found.append((relative_error(out, truth), truth.numel()))
@@ -241,9 +239,9 @@ def test_right_kernels_for_small_e2m1_layers_pass(size: int, activation: str) ->
     problem = MoEProblem(
         num_experts=1, hidden_size=size, intermediate_size=size, top_k=1, quant="nvfp4", activation=activation
     )
-    weights = conformance.make_weights(problem, CPU)
+    weights = make_weights(problem, CPU)
     for seed in range(50):
-        inputs = conformance.make_inputs(problem, 1, "uniform", CPU, seed)
+        inputs = make_inputs(problem, 1, "uniform", CPU, seed)
         truth = reference_experts(problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
         out = simulated(problem, weights, inputs, stores_gate_up=True)
         assert relative_error(out, truth) < layer_tolerance(problem, 1)

@@ -22,8 +22,8 @@ from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES
 from moereg.quantize import dequantize_activations, dequantize_weights, quantize_activations, quantize_weights
 from moereg.reference import calibrate_activation_scales, reference_experts
+from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
 from moereg.weights import ExpertWeights
-from tests.support.conformance import make_inputs, make_plain_weights, make_weights
 from tests.support.quantized_checkpoints import CHECKPOINTS
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]

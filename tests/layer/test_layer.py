@@ -30,9 +30,9 @@ from moereg.reference import reference_experts, relative_error
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.request import Request
 from moereg.selection import Selection
+from moereg.testing.inputs import Inputs, make_inputs, make_weights
 from moereg.testing.tolerances import tolerance
 from moereg.weights import ExpertWeights, PermutedWeights
-from tests.support.conformance import Inputs, make_inputs, make_weights
 from tests.support.fakes import EVERYTHING, BatchedExperts, FakeExperts, PerRouteExperts, WrongExperts
 
 CPU = torch.device("cpu")
@@ -767,7 +767,7 @@ import sys
 import torch
 import torch.distributed as dist
 import moereg
-from tests.support.conformance import make_weights
+from moereg.testing.inputs import make_weights
 
 rank, store, require = int(sys.argv[1]), sys.argv[2], sys.argv[3].split(",")[int(sys.argv[1])]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)

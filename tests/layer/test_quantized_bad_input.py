@@ -12,8 +12,8 @@ from moereg.dispatch import select_backend
 from moereg.layer import make_kernel
 from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES, TensorRow
+from moereg.testing.inputs import make_weights
 from moereg.weights import ExpertWeights
-from tests.support import conformance
 
 CPU: Final = torch.device("cpu")
 QUANTIZED: Final = tuple(name for name, scheme in QUANT_SCHEMES.items() if scheme.weight is not None)
@@ -31,7 +31,7 @@ def problem_of(scheme: str, **changes: Any) -> MoEProblem:
 
 
 def weights_of(scheme: str) -> ExpertWeights:
-    return conformance.make_weights(problem_of(scheme), CPU)
+    return make_weights(problem_of(scheme), CPU)
 
 
 def rows_of(scheme: str) -> list[TensorRow]:

@@ -25,10 +25,9 @@ from moereg.reference import (
     relative_error,
     scheme_loss,
 )
+from moereg.testing.inputs import Inputs, make_inputs, make_plain_weights, make_weights
 from moereg.testing.tolerances import tolerance
 from moereg.weights import ExpertWeights
-from tests.support import conformance
-from tests.support.conformance import make_weights
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -139,13 +138,13 @@ def test_no_tokens() -> None:
 
 def quantized_case(
     name: str | QuantScheme, num_tokens: int = 6, **changes: Any
-) -> tuple[MoEProblem, ExpertWeights, conformance.Inputs]:
+) -> tuple[MoEProblem, ExpertWeights, Inputs]:
     facts = {"num_experts": 4, "hidden_size": 70, "intermediate_size": 40, "top_k": 2, "quant": name}
     problem = MoEProblem(**{**facts, **changes})
-    return problem, make_weights(problem, CPU), conformance.make_inputs(problem, num_tokens, "uniform", CPU)
+    return problem, make_weights(problem, CPU), make_inputs(problem, num_tokens, "uniform", CPU)
 
 
-def slow_quantized(problem: MoEProblem, weights: ExpertWeights, inputs: conformance.Inputs) -> torch.Tensor:
+def slow_quantized(problem: MoEProblem, weights: ExpertWeights, inputs: Inputs) -> torch.Tensor:
     """Route by route and matrix by matrix in fp64, on restored weights."""
     scheme, local = problem.quant, inputs.topk_ids.tolist()
     w13, w2 = dequantize_weights(weights, torch.float64)
@@ -284,7 +283,7 @@ def test_loss_of_schemes() -> None:
     losses = {}
     for name in ("int8_w8a16", "int8_w8a8", "fp8_block128", "int4_w4a16_g32", "nvfp4"):
         problem, weights, inputs = quantized_case(name)
-        plain = conformance.make_plain_weights(problem, CPU)
+        plain = make_plain_weights(problem, CPU)
         losses[name] = scheme_loss(problem, weights, plain, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
     assert list(losses) == sorted(losses, key=lambda name: losses[name])
     assert 0.005 < losses["int8_w8a16"] < 0.03

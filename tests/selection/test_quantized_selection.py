@@ -23,8 +23,8 @@ from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
 from moereg.reference import reference_experts, relative_error
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.selection import Decision, Selection
+from moereg.testing.inputs import make_inputs, make_weights
 from moereg.testing.tolerances import tolerance
-from tests.support import conformance
 from tests.support.fakes import EVERYTHING, FakeExperts
 
 PLATFORMS: Final = ("cuda:sm80", "cuda:sm90", "cuda:sm100", "rocm:gfx942", "cpu")
@@ -471,8 +471,8 @@ INT4_W4A8: Final = QuantScheme("int4_w4a8_g32", QuantFormat("uint4", (1, 32)), Q
 @pytest.mark.parametrize("scheme", [*(scheme for scheme, _ in RENAMED), INT4_W4A8], ids=lambda scheme: scheme.name)
 def test_what_is_served_under_another_name_is_right(scheme: QuantScheme) -> None:
     problem = MoEProblem(num_experts=4, hidden_size=256, intermediate_size=128, top_k=2, quant=scheme)
-    weights = conformance.make_weights(problem, torch.device("cpu"))
-    inputs = conformance.make_inputs(problem, 17, "uniform", torch.device("cpu"))
+    weights = make_weights(problem, torch.device("cpu"))
+    inputs = make_inputs(problem, 17, "uniform", torch.device("cpu"))
     call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
     kernel = make_kernel(problem, weights, select_backend(problem, "cpu", require="torch"))
     out, computes = kernel(*call), kernel.experts.computes
