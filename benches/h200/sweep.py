@@ -26,7 +26,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -36,6 +36,8 @@ from benches.h200.table import make_call, make_weights
 from moereg.dispatch import select_backend
 from moereg.kernels.gemm import config as triton_gemm_config
 from moereg.kernels.gemm.config import GemmPair, GemvConfig, GemvPair, GroupedGemmConfig, max_shared_bytes
+from moereg.kernels.hopper import config as hopper_config
+from moereg.kernels.hopper.config import GluonConfigRule
 from moereg.layer import MoEKernel, make_kernel
 from moereg.layouts import round_up
 from moereg.platforms import probe_platform
@@ -59,7 +61,7 @@ SECONDS: Final = 0.1
 CLASS_ROWS: Final = (11, 22, 40, 80, 176)
 GLUON_ROWS: Final = 40
 
-Configs = Any  # GemvPair, GemmPair or GluonConfigRule: the last one imports Gluon, which not every machine has.
+Configs: TypeAlias = GemvPair | GemmPair | GluonConfigRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,16 +143,17 @@ def _gemm_pairs(name: str) -> Iterator[GemmPair]:
 
 def _gluon_rules() -> Iterator[Configs]:
     """The shipped rules' tiles in all pairs that may share a plan: by token, by token with a shorter ring, copied."""
-    from moereg.kernels.hopper.gemm import CONFIG_RULES, GluonConfigRule
-
-    first = dict.fromkeys(rule.gate_up for rule in CONFIG_RULES)
-    second = dict.fromkeys(rule.down for rule in CONFIG_RULES)
-    for pair in itertools.product(first, second):
-        if (pair[0].block_m, pair[0].slack) == (pair[1].block_m, pair[1].slack):
-            shorter = [dataclasses.replace(config, stages=config.stages - 1) for config in pair]
-            yield GluonConfigRule(math.inf, 0, False, *pair)
-            yield GluonConfigRule(math.inf, 0, False, *shorter)
-            yield GluonConfigRule(math.inf, 0, True, *pair)
+    first = dict.fromkeys(rule.gate_up for rule in hopper_config.CONFIG_RULES)
+    second = dict.fromkeys(rule.down for rule in hopper_config.CONFIG_RULES)
+    for gate_up, down in itertools.product(first, second):
+        if (gate_up.block_m, gate_up.slack) == (down.block_m, down.slack):
+            pair = GluonConfigRule(gate_up=gate_up, down=down)
+            yield pair
+            yield GluonConfigRule(
+                gate_up=dataclasses.replace(gate_up, stages=gate_up.stages - 1),
+                down=dataclasses.replace(down, stages=down.stages - 1),
+            )
+            yield dataclasses.replace(pair, copies_rows=True)
 
 
 def candidates_of(num_tokens: int, rows_per_expert: float) -> list[Candidate]:
@@ -173,10 +176,10 @@ def shipped(problem: MoEProblem, num_tokens: int, shared_bytes: int | None) -> C
     rows = num_tokens * problem.top_k / problem.num_experts
     configs: Configs
     if uses_gluon(num_tokens, rows):
-        from moereg.kernels.hopper.gemm import select_config
-
         columns = problem.activation.num_halves * round_up(problem.intermediate_size, 64)
-        configs = dataclasses.replace(select_config(rows, columns), max_rows_per_expert=math.inf, min_columns=0)
+        configs = dataclasses.replace(
+            hopper_config.select_config(rows, columns), max_rows_per_expert=math.inf, min_columns=0
+        )
     else:
         configs = triton_gemm_config.select_config(num_tokens, rows, problem.torch_dtype.itemsize, shared_bytes)
     return Candidate(describe(configs), configs)
@@ -195,9 +198,7 @@ def selecting(candidate: Candidate) -> Iterator[None]:
     if isinstance(candidate.configs, (GemvPair, GemmPair)):
         module: Any = triton_gemm_config
     else:
-        from moereg.kernels.hopper import gemm as gluon_grouped_gemm
-
-        module = gluon_grouped_gemm
+        module = hopper_config
     real = module.select_config
     module.select_config = lambda *arguments, **keywords: candidate.configs
     try:

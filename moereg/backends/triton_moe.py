@@ -154,12 +154,14 @@ class TritonExperts(InterleavedExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        from moereg.kernels.hopper.consumer import GUARD_ROWS
-        from moereg.kernels.hopper.gemm import down_gemm, gate_up_gemm, select_config
+        from moereg.kernels.gemm.epilogue import GateUpEpilogue
+        from moereg.kernels.hopper.config import select_config
+        from moereg.kernels.hopper.gemm import down_gemm, gate_up_gemm
         from moereg.kernels.launch.overlap import can_overlap
         from moereg.kernels.rows.copy import copy_rows
         from moereg.kernels.rows.reduce import reduce_sorted_rows
         from moereg.kernels.rows.sort import sort_routes
+        from moereg.kernels.sizes import GUARD_ROWS
 
         assert GUARD_ROWS == _GUARD_ROWS, "the workspaces were sized for another guard"
         problem = self.problem
@@ -193,8 +195,8 @@ class TritonExperts(InterleavedExperts):
             weights["w13"],
             plan,
             config.gate_up,
+            GateUpEpilogue(**self._gate_up_keywords(weights)),
             top_k=None if config.copies_rows else problem.top_k,
-            **self._gate_up_keywords(weights),
             overlap=overlap,
         )
         w2, w2_bias = weights["w2"], weights.get("w2_bias")
@@ -298,7 +300,9 @@ class TritonBatchedExperts(InterleavedExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        from moereg.kernels.hopper.gemm import down_gemm, gate_up_gemm, select_config
+        from moereg.kernels.gemm.epilogue import GateUpEpilogue
+        from moereg.kernels.hopper.config import select_config
+        from moereg.kernels.hopper.gemm import down_gemm, gate_up_gemm
         from moereg.kernels.launch.overlap import can_overlap
         from moereg.kernels.rows.block_map import plan_batches
 
@@ -321,8 +325,8 @@ class TritonBatchedExperts(InterleavedExperts):
             weights["w13"],
             plan,
             config.gate_up,
+            GateUpEpilogue(**self._gate_up_keywords(weights)),
             top_k=None,
-            **self._gate_up_keywords(weights),
             overlap=overlap,
         )
         w2, w2_bias = weights["w2"], weights.get("w2_bias")

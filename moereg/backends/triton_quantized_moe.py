@@ -334,15 +334,17 @@ class TritonQuantizedExperts(RecordedExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        from moereg.kernels.hopper import consumer as gluon_consumer
-        from moereg.kernels.hopper.quantized_gemm import BLOCK_M, quantized_down_gemm, quantized_gate_up_gemm
+        from moereg.kernels import sizes
+        from moereg.kernels.gemm.epilogue import GateUpEpilogue
+        from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M
+        from moereg.kernels.hopper.quantized_gemm import quantized_down_gemm, quantized_gate_up_gemm
         from moereg.kernels.launch.overlap import can_overlap
         from moereg.kernels.quantized.rows import QuantizedRows, quantize_rows
         from moereg.kernels.quantized.rows_sorted import quantize_to_sorted_rows
         from moereg.kernels.rows.reduce import reduce_sorted_rows
         from moereg.kernels.rows.sort import sort_routes
 
-        assert gluon_consumer.GUARD_ROWS == GUARD_ROWS, "the workspaces were sized for another guard"
+        assert sizes.GUARD_ROWS == GUARD_ROWS, "the workspaces were sized for another guard"
         problem, fmt, activation = self.problem, self._row_format(), self.problem.activation
         num_tokens, hidden_size = inputs.hidden_states.shape
         num_routes = num_tokens * problem.top_k
@@ -355,7 +357,7 @@ class TritonQuantizedExperts(RecordedExperts):
             inputs.expert_map,
             problem.num_experts,
             problem.num_local_experts,
-            BLOCK_M,
+            QUANTIZED_BLOCK_M,
             workspace2.view(torch.uint8)[:plan_bytes].view(torch.int32),
             overlap=overlap,
         )
@@ -376,22 +378,22 @@ class TritonQuantizedExperts(RecordedExperts):
         pieces = intermediate_pieces(problem, self._activation_format, num_rows)
         intermediate, _, codes, scales = cut(workspace13.view(torch.uint8), pieces)
         scales = by_group(scales)
-        gate_up: dict[str, Any] = {
-            "activation": activation.name,
-            "gated": activation.gated,
-            "alpha": activation.alpha,
-            "beta": activation.beta,
-            "limit": activation.limit,
-            "bias": weights.get("w13_bias"),
-            "overlap": overlap,
-        }
+        epilogue = GateUpEpilogue(
+            activation=activation.name,
+            gated=activation.gated,
+            alpha=activation.alpha,
+            beta=activation.beta,
+            limit=activation.limit,
+            bias=weights.get("w13_bias"),
+        )
         w13, w2 = self._matrices(weights, "w13"), self._matrices(weights, "w2")
         rows = QuantizedRows(codes[GUARD_ROWS:], scales[GUARD_ROWS:], fmt.group)
         if fmt.group:
             behind_guard = QuantizedRows(codes, scales[GUARD_ROWS:], fmt.group)
-            quantized_gate_up_gemm(behind_guard, tokens, w13, plan, **gate_up, rounded=problem.torch_dtype)
+            rounded = problem.torch_dtype
+            quantized_gate_up_gemm(behind_guard, tokens, w13, plan, epilogue, rounded=rounded, overlap=overlap)
         else:
-            quantized_gate_up_gemm(intermediate, tokens, w13, plan, **gate_up)
+            quantized_gate_up_gemm(intermediate, tokens, w13, plan, epilogue, overlap=overlap)
             quantize_rows(rows, intermediate[GUARD_ROWS:], fmt, plan, overlap=overlap)
         (sorted_rows,) = cut(behind_plan, (((num_rows, hidden_size), problem.torch_dtype),))
         quantized_down_gemm(sorted_rows, rows, w2, plan, bias=weights.get("w2_bias"), overlap=overlap)

@@ -24,7 +24,8 @@ from benches.h200.sweep import (
 from moereg.backends._triton import interleaved
 from moereg.kernels.gemm import config as triton_gemm_config
 from moereg.kernels.gemm.config import GemmPair
-from moereg.kernels.hopper import gemm as gluon_grouped_gemm
+from moereg.kernels.hopper import config as hopper_config
+from moereg.kernels.sizes import GUARD_ROWS
 
 H200_SHARED_BYTES = 227 * 1024
 
@@ -64,14 +65,14 @@ def test_candidates_fit_what_the_kernels_take() -> None:
                 assert configs.sort_routes or tokens <= configs.gate_up.block_m
             if uses_gluon(tokens, rows):
                 for config in (configs.gate_up, configs.down):
-                    assert config.block_m + config.slack <= gluon_grouped_gemm.GUARD_ROWS
+                    assert config.block_m + config.slack <= GUARD_ROWS
                 assert configs.gate_up.block_m == configs.down.block_m
                 assert configs.gate_up.slack == configs.down.slack
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (64, 4), (4096, 256)])
 def test_selecting_replaces_what_the_backend_asks_and_puts_it_back(tokens: int, rows: float) -> None:
-    modules: tuple[Any, ...] = (triton_gemm_config, gluon_grouped_gemm)
+    modules: tuple[Any, ...] = (triton_gemm_config, hopper_config)
     before = [module.select_config for module in modules]
     candidate = candidates_of(tokens, rows)[-1]
     with selecting(candidate):

@@ -18,8 +18,15 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from moereg.kernels.hopper.gemm import CONFIG_RULES, GluonGemmConfig, _grouped_kernel, select_config
-from moereg.kernels.hopper.quantized_gemm import DOWN_CONFIG, GATE_UP_CONFIG, _quantized_grouped_kernel
+from moereg.kernels.hopper.config import (
+    CONFIG_RULES,
+    QUANTIZED_DOWN,
+    QUANTIZED_GATE_UP,
+    GluonGemmConfig,
+    select_config,
+)
+from moereg.kernels.hopper.gemm import _grouped_kernel
+from moereg.kernels.hopper.quantized_gemm import _quantized_grouped_kernel
 
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -69,7 +76,7 @@ def compile_one(
 def compile_quantized(name: str, dtype: str, is_gate_up: bool, grouped: bool) -> dict[str, Any]:
     """The same of a kernel of 8-bit codes, `fp8e4nv` or `i8`; grouped scales make the first GEMM write codes."""
     writes_codes = is_gate_up and grouped
-    config = GATE_UP_CONFIG if is_gate_up else DOWN_CONFIG
+    config = QUANTIZED_GATE_UP if is_gate_up else QUANTIZED_DOWN
     operand = repr(gl.NVMMASharedLayout(128, 8, 2))
     stored = gl.NVMMASharedLayout(128, 8 if writes_codes else 16, 3)
     out = [1, 64, 128] if writes_codes else [1, 64, 64]

@@ -15,10 +15,12 @@ pytest.importorskip("triton")
 from moereg.dispatch import select_backend
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.reference import down_reference, gate_up_reference
+from moereg.kernels.hopper.config import CONFIG_RULES
 from moereg.kernels.rows.block_map import batch_workspace_numel, plan_batches
 from moereg.kernels.rows.copy import copy_rows, copy_rows_reference
 from moereg.kernels.rows.reduce import reduce_routes_reference, reduce_sorted_rows
 from moereg.kernels.rows.sort import RoutePlan, route_workspace_numel, sort_routes, sort_routes_reference
+from moereg.kernels.sizes import GUARD_ROWS
 from moereg.layer import make_kernel
 from moereg.problem import MoEProblem
 from moereg.reference import relative_error
@@ -30,8 +32,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
 if HOPPER:
-    from moereg.kernels.hopper.consumer import GUARD_ROWS
-    from moereg.kernels.hopper.gemm import CONFIG_RULES, down_gemm, gate_up_gemm
+    from moereg.kernels.hopper.gemm import down_gemm, gate_up_gemm
 
 TOLERANCE = {torch.bfloat16: 2.0**-8 / math.sqrt(3) * 1.2, torch.float16: 2.0**-11 / math.sqrt(3) * 1.2}
 
@@ -121,6 +122,7 @@ def test_layer_of_kernels(
     weights = torch.rand(tokens, top_k, device="cuda")
     # Low enough that many numbers are clamped.
     clamps = {"alpha": 1.702, "beta": 1.0, "limit": 1.5} if activation == "swigluoai" else {}
+    epilogue = GateUpEpilogue(activation, gated, **clamps, bias=b13)
     rows = tokens_in
     if copied:
         rows = nans(routes, hidden, dtype=dtype)
@@ -132,18 +134,7 @@ def test_layer_of_kernels(
         # As a sort leaves them; the GEMMs use them up.
         plan.tile_counters.zero_()
         mid, sorted_rows = nans(GUARD_ROWS + routes, inter, dtype=dtype), nans(GUARD_ROWS + routes, hidden, dtype=dtype)
-        gate_up_gemm(
-            mid,
-            rows,
-            w13,
-            plan,
-            gate_up,
-            top_k=None if copied else top_k,
-            activation=activation,
-            gated=gated,
-            bias=b13,
-            **clamps,
-        )
+        gate_up_gemm(mid, rows, w13, plan, gate_up, epilogue, top_k=None if copied else top_k)
         down_gemm(sorted_rows, mid, w2, plan, down, bias=b2)
         out = nans(tokens, hidden, dtype=dtype)
         reduce_sorted_rows(out, sorted_rows[GUARD_ROWS:], plan.route_row, weights)
@@ -214,7 +205,7 @@ def test_batched_kernels(
     for _ in range(3):
         plan.tile_counters.zero_()
         mid, out = nans(experts, max_tokens, inter, dtype=dtype), nans(experts + 1, max_tokens, hidden, dtype=dtype)
-        gate_up_gemm(mid, rows.view(-1, hidden), w13, plan, gate_up, top_k=None, **keywords)
+        gate_up_gemm(mid, rows.view(-1, hidden), w13, plan, gate_up, GateUpEpilogue(**keywords), top_k=None)
         down_gemm(out[:experts], mid, w2, plan, down, bias=b2)
         for buffer in (mid[counts == 0], out[:experts][counts == 0], out[experts]):
             assert buffer.isnan().all(), "a kernel wrote to the rows of another expert"
@@ -249,7 +240,8 @@ def test_no_local_expert_is_chosen(by_token: bool) -> None:
     w2 = padded(experts, hidden, inter, 1.0, torch.bfloat16)
     mid = nans(GUARD_ROWS + routes, inter, dtype=torch.bfloat16)
     out = nans(GUARD_ROWS + routes, hidden, dtype=torch.bfloat16)
-    gate_up_gemm(mid, rows, w13, plan, gate_up, top_k=top_k if by_token else None, activation="silu", gated=True)
+    epilogue = GateUpEpilogue("silu", gated=True)
+    gate_up_gemm(mid, rows, w13, plan, gate_up, epilogue, top_k=top_k if by_token else None)
     down_gemm(out, mid, w2, plan, down)
     torch.cuda.synchronize()
     assert mid.isnan().all()

@@ -11,10 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from moereg.kernels.hopper.ring import locate, multiply, reinterpret
 from moereg.kernels.hopper.turns import NO_TILE, take_tile
+from moereg.kernels.sizes import GUARD_ROWS
 
-# Unused rows in front of the rows that these kernels write. A tensor map that ends where an expert's rows end lets the
-# hardware drop what a box holds of the next expert's; it begins this many rows, the longest tile, before that end.
-GUARD_ROWS = 288
 _GUARD = gl.constexpr(GUARD_ROWS)
 
 # Triton 3.8 renamed these two; 3.9 removed the old names.

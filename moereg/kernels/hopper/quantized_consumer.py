@@ -17,12 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moereg.kernels.hopper.consumer import GUARD_ROWS, activate, barrier, store_box
+from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M
+from moereg.kernels.hopper.consumer import activate, barrier, store_box
 from moereg.kernels.hopper.ring import locate, next_slot, reinterpret
 from moereg.kernels.hopper.turns import NO_TILE, take_tile
+from moereg.kernels.sizes import GUARD_ROWS
 
 # Rows of a tile, and of a warpgroup; columns of a half, which is a block of scales and a group of codes.
-ROWS = gl.constexpr(128)
+ROWS = gl.constexpr(QUANTIZED_BLOCK_M)
 OWN_ROWS = gl.constexpr(64)
 COLUMNS = gl.constexpr(128)
 

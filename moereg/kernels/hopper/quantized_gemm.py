@@ -7,8 +7,7 @@ scales stay in canonical order. Sizes as in `triton_quantized_gemm`; rows come i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -17,8 +16,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from moereg.kernels.hopper.consumer import GUARD_ROWS
-from moereg.kernels.hopper.gemm import L2_GROUP, L2_SHARE_BYTES, num_multiprocessors, tensor_map
+from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.hopper.config import (
+    QUANTIZED_BLOCK_M,
+    QUANTIZED_DOWN,
+    QUANTIZED_GATE_UP,
+    GluonQuantizedConfig,
+    select_group_m,
+)
+from moereg.kernels.hopper.gemm import clipped_map, num_multiprocessors, tensor_map
 from moereg.kernels.hopper.quantized_consumer import COLUMNS, OWN_ROWS, ROWS, STEP, consume_codes
 from moereg.kernels.hopper.ring import load_box, load_chunks, locate, next_slot, reinterpret
 from moereg.kernels.hopper.turns import NO_TILE, TURNS, announce_tile, next_tile
@@ -32,27 +38,8 @@ from moereg.kernels.rows.sort import RoutePlan
 _CONSUMER_REGISTERS = gl.constexpr(232)
 _PRODUCER_REGISTERS = gl.constexpr(40)
 
-BLOCK_M: Final = ROWS.value
-"""Rows of a tile; the plan's."""
-
 _TRITON_DTYPES: Final = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
-
-@dataclass(frozen=True, slots=True)
-class GluonQuantizedConfig:
-    """Launch configuration of one grouped GEMM.
-
-    Attributes:
-        stages: depth of the ring, 48 KiB each.
-        buffers: staged stores of each warpgroup, 8 KiB each.
-    """
-
-    stages: int = 4
-    buffers: int = 2
-
-
-GATE_UP_CONFIG: Final = GluonQuantizedConfig()
-DOWN_CONFIG: Final = GluonQuantizedConfig()
 
 # Columns of a staged store of 16-bit numbers, 128 bytes.
 _CHUNK: Final = 64
@@ -232,19 +219,36 @@ def _quantized_grouped_kernel(
     # fmt: on
 
 
+class _Product(NamedTuple):
+    """One of the two products, as `_launch` takes it.
+
+    Attributes:
+        out: as for `quantized_gate_up_gemm` and `quantized_down_gemm`.
+        rows: of activations.
+        weight: [E, columns of the product, reduced dimension].
+        bias: [E, columns of the product], or None.
+        epilogue: of the first product, or None.
+        rounded: dtype that numbers are rounded to before they are quantized, or None.
+        tile_counter: the product's own, of the plan.
+    """
+
+    out: torch.Tensor | QuantizedRows
+    rows: QuantizedRows
+    weight: QuantizedMatrices
+    bias: torch.Tensor | None
+    epilogue: GateUpEpilogue | None
+    rounded: torch.dtype | None
+    tile_counter: torch.Tensor
+
+
 def quantized_gate_up_gemm(
     out: torch.Tensor | QuantizedRows,
     rows: QuantizedRows,
     w13: QuantizedMatrices,
     plan: RoutePlan,
-    config: GluonQuantizedConfig = GATE_UP_CONFIG,
+    epilogue: GateUpEpilogue,
+    config: GluonQuantizedConfig = QUANTIZED_GATE_UP,
     *,
-    activation: str,
-    gated: bool,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    limit: float | None = None,
-    bias: torch.Tensor | None = None,
     rounded: torch.dtype | None = None,
     overlap: bool = False,
 ) -> None:
@@ -257,20 +261,22 @@ def quantized_gate_up_gemm(
         rows: [N, H_pad] in sorted order, scales [N, H_pad / 128] fp32, those of a group together, or [N, 1].
         w13: [E, 2 * I, H_pad] gate first, or [E, I, H_pad] where not gated; scales by blocks of 128 x 128 with I a
             multiple of 128, or by rows.
-        plan: from `sort_routes` with `BLOCK_M` and no slack; its first counter is used up.
+        plan: from `sort_routes` with `QUANTIZED_BLOCK_M` and no slack; its first tile counter is used up.
+        epilogue: bias, in the order of w13's rows, and activation.
         config: launch configuration.
-        activation: as for `triton_quantized_gemm.quantized_gate_up_gemm`, like the next five.
-        gated: whether w13 holds gates.
-        alpha: slope inside the sigmoid.
-        beta: added to the clamped up half; only where gated.
-        limit: the clamp, or None; only where gated.
-        bias: [E, 2 * I] or [E, I] contiguous, any float dtype, or None.
         rounded: dtype that numbers are rounded to before they are quantized; given with codes.
         overlap: whether to start while the kernel in front still runs, and to let the next one start early.
     """
-    # fmt: off
-    _launch(out, rows, w13, plan, 0, config, activation, gated, alpha, beta, limit, bias, rounded, overlap)
-    # fmt: on
+    product = _Product(
+        out=out,
+        rows=rows,
+        weight=w13,
+        bias=epilogue.bias,
+        epilogue=epilogue,
+        rounded=rounded,
+        tile_counter=plan.tile_counters,
+    )
+    _launch(product, plan, config, overlap=overlap)
 
 
 def quantized_down_gemm(
@@ -278,7 +284,7 @@ def quantized_down_gemm(
     intermediate: QuantizedRows,
     w2: QuantizedMatrices,
     plan: RoutePlan,
-    config: GluonQuantizedConfig = DOWN_CONFIG,
+    config: GluonQuantizedConfig = QUANTIZED_DOWN,
     *,
     bias: torch.Tensor | None = None,
     overlap: bool = False,
@@ -290,89 +296,77 @@ def quantized_down_gemm(
             guard up to the last valid row, in sorted order.
         intermediate: codes and scales [N, ...] of rows behind the guard, as `quantized_gate_up_gemm` wrote them.
         w2: [E, H, I_pad].
-        plan: as for `quantized_gate_up_gemm`; its second counter.
+        plan: as for `quantized_gate_up_gemm`; its second tile counter is used up.
         config: launch configuration.
         bias: [E, H] contiguous, any float dtype, or None.
         overlap: as for `quantized_gate_up_gemm`.
     """
-    _launch(out, intermediate, w2, plan, 1, config, None, False, 1.0, 0.0, None, bias, None, overlap)
+    product = _Product(
+        out=out,
+        rows=intermediate,
+        weight=w2,
+        bias=bias,
+        epilogue=None,
+        rounded=None,
+        tile_counter=plan.tile_counters[1:],
+    )
+    _launch(product, plan, config, overlap=overlap)
 
 
-def _launch(
-    out: torch.Tensor | QuantizedRows,
-    rows: QuantizedRows,
-    matrices: QuantizedMatrices,
-    plan: RoutePlan,
-    number: int,
-    config: GluonQuantizedConfig,
-    activation: str | None,
-    gated: bool,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    bias: torch.Tensor | None,
-    rounded: torch.dtype | None,
-    overlap: bool,
-) -> None:
-    _, num_columns, depth = matrices.q.shape
+def _launch(product: _Product, plan: RoutePlan, config: GluonQuantizedConfig, *, overlap: bool) -> None:
+    out, rows, weight, epilogue = product.out, product.rows, product.weight, product.epilogue
+    _, num_columns, depth = weight.q.shape
     grouped = rows.group > 0
+    gated = epilogue is not None and epilogue.gated
     target, out_scale = (out.q, out.scale) if isinstance(out, QuantizedRows) else (out, None)
-    assert plan.block_m == BLOCK_M and plan.slack == 0 and depth % STEP.value == 0 and rows.q.shape[1] == depth
-    assert target.is_contiguous() and matrices.q.is_contiguous() and rows.q.stride(1) == 1
-    assert grouped == (matrices.group_columns > 0) and rows.group in (0, STEP.value)
+    assert plan.block_m == QUANTIZED_BLOCK_M and plan.slack == 0
+    assert depth % STEP.value == 0 and rows.q.shape[1] == depth
+    assert target.is_contiguous() and weight.q.is_contiguous() and rows.q.stride(1) == 1
+    assert grouped == (weight.group_columns > 0) and rows.group in (0, STEP.value)
     assert rows.scale.stride(0) == 1 and (out_scale is None or out_scale.stride(0) == 1)
-    assert (out_scale is None) == (rounded is None)
+    assert (out_scale is None) == (product.rounded is None)
     # The epilogue's codes.
     assert out_scale is None or target.dtype == torch.float8_e4m3fn
-    halves = 2 if gated else 1
-    columns = num_columns // halves
+    columns = num_columns // (2 if gated else 1)
     # Each half of a tile lies within one row of blocks; of up, only where those of gate end with a block.
-    assert matrices.group_rows == (COLUMNS.value if grouped else 1)
+    assert weight.group_rows == (COLUMNS.value if grouped else 1)
     assert not (grouped and gated) or columns % COLUMNS.value == 0
-    width = target.shape[1]
     out_columns = _CHUNK if out_scale is None else COLUMNS.value
-    # Anchored at an expert's end: [end, GUARD_ROWS - rows + i] is row i of the tile of `rows` rows that ends there.
-    clipped_out = tensor_map(
-        target,
-        (target.shape[0] - GUARD_ROWS + 1, GUARD_ROWS, width),
-        (width, width, 1),
-        (1, OWN_ROWS.value, out_columns),
-    )
     launch(
         _quantized_grouped_kernel,
         (num_multiprocessors(target.device),),
-        clipped_out,
-        out_scale,
-        tensor_map(rows.q, rows.q.shape, rows.q.stride(), (OWN_ROWS.value, STEP.value)),
-        rows.scale,
-        tensor_map(matrices.q, matrices.q.shape, matrices.q.stride(), (1, COLUMNS.value, STEP.value)),
-        matrices.scale,
-        bias,
-        plan.block_expert,
-        plan.block_row,
-        plan.block_end,
-        plan.num_blocks,
-        plan.tile_counters[number:],
-        triton.cdiv(columns, COLUMNS.value * (1 if gated else 2)),
-        1 if num_columns * depth <= L2_SHARE_BYTES else L2_GROUP,
-        depth // STEP.value,
-        num_columns,
-        matrices.group_rows,
-        rows.scale.stride(1),
-        matrices.scale.stride(0),
-        matrices.scale.stride(1),
-        0 if out_scale is None else out_scale.stride(1),
+        out=clipped_map(target, (1, OWN_ROWS.value, out_columns)),
+        out_scale=out_scale,
+        rows=tensor_map(rows.q, rows.q.shape, rows.q.stride(), (OWN_ROWS.value, STEP.value)),
+        row_scale=rows.scale,
+        weights=tensor_map(weight.q, weight.q.shape, weight.q.stride(), (1, COLUMNS.value, STEP.value)),
+        column_scale=weight.scale,
+        bias=product.bias,
+        block_expert=plan.block_expert,
+        block_row=plan.block_row,
+        block_end=plan.block_end,
+        num_blocks=plan.num_blocks,
+        counter=product.tile_counter,
+        num_tiles_n=triton.cdiv(columns, COLUMNS.value * (1 if gated else 2)),
+        group=select_group_m(num_columns * depth),
+        num_k=depth // STEP.value,
+        num_columns=num_columns,
+        group_rows=weight.group_rows,
+        stride_row_scale=rows.scale.stride(1),
+        stride_expert_scale=weight.scale.stride(0),
+        stride_column_scale=weight.scale.stride(1),
+        stride_out_scale=0 if out_scale is None else out_scale.stride(1),
         GROUPED=grouped,
-        ROUNDED=None if rounded is None else _TRITON_DTYPES[rounded],
+        ROUNDED=None if product.rounded is None else _TRITON_DTYPES[product.rounded],
         STAGES=config.stages,
         # A half of codes takes 8 KiB too.
         BUFFERS=config.buffers if out_scale is None else 1,
-        ACTIVATION=activation,
+        ACTIVATION=None if epilogue is None else epilogue.activation,
         GATED=gated,
-        ALPHA=alpha,
-        BETA=beta,
-        LIMIT=limit,
-        MASK_N=activation is not None and columns % COLUMNS.value != 0,
+        ALPHA=1.0 if epilogue is None else epilogue.alpha,
+        BETA=0.0 if epilogue is None else epilogue.beta,
+        LIMIT=None if epilogue is None else epilogue.limit,
+        MASK_N=epilogue is not None and columns % COLUMNS.value != 0,
         OVERLAP=overlap,
         num_warps=4,
         **overlap_options(overlap),

@@ -1,0 +1,123 @@
+"""Launch configurations of the products on Hopper, and the rule that picks one: data, without device code."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+QUANTIZED_BLOCK_M: Final = 128
+"""Rows of a tile of the kernels with 8-bit codes; equal to the plan's, which has no slack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GluonGemmConfig:
+    """Launch configuration of one grouped GEMM.
+
+    Attributes:
+        block_m: rows of a tile: wgmma's N side; equal to the plan's.
+        block_n: columns of the weight product per tile (gate and up count as two); each warpgroup takes one half.
+        slack: rows by which a tile may be longer; equal to the plan's.
+        stages: slots of the ring.
+        staged: elements of one staged store, of which each warpgroup has two; 4 KiB each is what four stages leave.
+    """
+
+    block_m: int
+    block_n: int
+    slack: int = 32
+    stages: int = 4
+    staged: int = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GluonQuantizedConfig:
+    """Launch configuration of one grouped GEMM with 8-bit codes.
+
+    Attributes:
+        stages: slots of the ring, 48 KiB each.
+        buffers: staged stores of each warpgroup, 8 KiB each.
+    """
+
+    stages: int = 4
+    buffers: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GluonConfigRule:
+    """One row of the table of shipped configurations.
+
+    Attributes:
+        max_rows_per_expert: applies up to this average of rows per expert,
+        min_columns: and from this many rows of an expert's w13 on.
+        copies_rows: whether the tokens are first copied to the sorted rows of their routes.
+        gate_up: configuration of the first GEMM.
+        down: configuration of the second, with the same `block_m` and `slack`.
+    """
+
+    max_rows_per_expert: float = math.inf
+    min_columns: int = 0
+    copies_rows: bool = False
+    gate_up: GluonGemmConfig
+    down: GluonGemmConfig
+
+
+# The first match counts. Measured on an H200 with 32 to 8192 rows an expert, 2026-11-20 and 21.
+#
+# Tiles of 256 x 128 and 128 x 256 read as many bytes a product. The former are faster by 1 to 12 % where rows come as
+# boxes, but where they are copied token by token, by 16 bytes, that costs 8 to 14 % of the former and 3 to 6 % of the
+# latter, which copy half as many; yet at 256 rows an expert the latter lose more by a short second tile.
+#
+# To copy the tokens into sorted order first takes time with rows x H and saves with rows x H x columns: 162 us for 150
+# at 2,048 columns (olmoe-1b-7b), 145 for 460 at 5,760 (gpt-oss-120b).
+CONFIG_RULES: Final = (
+    GluonConfigRule(
+        max_rows_per_expert=80,
+        gate_up=GluonGemmConfig(block_m=64, block_n=256),
+        down=GluonGemmConfig(block_m=64, block_n=256),
+    ),
+    GluonConfigRule(
+        max_rows_per_expert=176,
+        gate_up=GluonGemmConfig(block_m=128, block_n=256),
+        down=GluonGemmConfig(block_m=128, block_n=256),
+    ),
+    GluonConfigRule(
+        min_columns=4096,
+        copies_rows=True,
+        gate_up=GluonGemmConfig(block_m=256, block_n=128),
+        down=GluonGemmConfig(block_m=256, block_n=128),
+    ),
+    GluonConfigRule(
+        max_rows_per_expert=400,
+        gate_up=GluonGemmConfig(block_m=256, block_n=128),
+        down=GluonGemmConfig(block_m=256, block_n=128),
+    ),
+    GluonConfigRule(
+        gate_up=GluonGemmConfig(block_m=128, block_n=256),
+        down=GluonGemmConfig(block_m=128, block_n=256),
+    ),
+)
+
+QUANTIZED_GATE_UP: Final = GluonQuantizedConfig()
+QUANTIZED_DOWN: Final = GluonQuantizedConfig()
+
+# The L2 does not keep an expert's matrix that is larger until the next tile of rows of the same expert.
+_L2_SHARE_BYTES: Final = 48 * 2**20
+
+# Tiles of rows that share its columns then. For smaller matrices 1 is as good as any, or better by up to 11 %
+# (gpt-oss-120b).
+_L2_GROUP_M: Final = 4
+
+
+def select_config(rows_per_expert: float, num_columns: float) -> GluonConfigRule:
+    """Returns the rule for an average number of rows per expert and the rows of an expert's w13.
+
+    Infinitely many of these give the rule for rows that lie in order already, as in the batched format.
+    """
+    return next(
+        rule for rule in CONFIG_RULES if rows_per_expert <= rule.max_rows_per_expert and num_columns >= rule.min_columns
+    )
+
+
+def select_group_m(matrix_bytes: int) -> int:
+    """Returns how many tiles of rows share the columns of an expert's matrix before the next columns are taken."""
+    return 1 if matrix_bytes <= _L2_SHARE_BYTES else _L2_GROUP_M
