@@ -29,29 +29,40 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def interleave_gate_up(w13: torch.Tensor) -> torch.Tensor:
+def interleave_gate_up(w13: torch.Tensor, out: torch.Tensor | None = None, dim: int = -2) -> torch.Tensor:
     """Rows [g0..gI-1, u0..uI-1] become [g0, u0, g1, u1, ...].
 
     Args:
-        w13 [..., 2I, H] weights or, with H absent, [..., 2I] biases given as [..., 2I, 1].
+        w13: [..., 2I, H], gate rows first.
+        out: Of the same shape, to write into, of any strides and sharing no memory with w13; a new contiguous tensor
+            where None.
+        dim: Of the rows; -1 for biases [..., 2I].
 
     Returns:
-        Same shape, a new contiguous tensor.
+        `out`.
     """
-    gate, up = w13.chunk(2, dim=-2)
-    return torch.stack((gate, up), dim=-2).flatten(-3, -2)
+    if out is None:
+        out = torch.empty_like(w13, memory_format=torch.contiguous_format)
+    dim %= w13.dim()
+    out.unflatten(dim, (-1, 2)).copy_(w13.unflatten(dim, (2, -1)).transpose(dim, dim + 1))
+    return out
 
 
-def deinterleave_gate_up(w13: torch.Tensor) -> torch.Tensor:
+def deinterleave_gate_up(w13: torch.Tensor, out: torch.Tensor | None = None, dim: int = -2) -> torch.Tensor:
     """Inverse of `interleave_gate_up`; checkpoints such as gpt-oss store the interleaved order.
 
     Args:
-        w13 [..., 2I, H], rows alternate gate and up.
+        w13: [..., 2I, H], rows alternate gate and up.
+        out, dim: As in `interleave_gate_up`.
 
     Returns:
-        Same shape, gate rows first, a new contiguous tensor.
+        `out`, gate rows first.
     """
-    return torch.cat((w13[..., 0::2, :], w13[..., 1::2, :]), dim=-2)
+    if out is None:
+        out = torch.empty_like(w13, memory_format=torch.contiguous_format)
+    dim %= w13.dim()
+    out.unflatten(dim, (2, -1)).copy_(w13.unflatten(dim, (-1, 2)).transpose(dim, dim + 1))
+    return out
 
 
 def pad_columns(weight: torch.Tensor, columns: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from moereg.checkpoints._formats import FLOATS, Convert, Projection, StorageFormat, as_is
 from moereg.checkpoints._models import ModelType
+from moereg.layouts import deinterleave_gate_up
 from moereg.quant import TensorRole, tensor_name
 from moereg.weight_checks import check_scale
 
@@ -79,9 +80,7 @@ class ExpertPart:
             check_scale(self.field, canonical)
         rows = fields[self.field][expert]
         if self.is_interleaved:
-            gate_rows, up_rows = rows.chunk(2)
-            gate_rows.copy_(canonical[0::2])
-            up_rows.copy_(canonical[1::2])
+            deinterleave_gate_up(canonical, out=rows, dim=0)
         elif self.half is None:
             rows.copy_(canonical)
         elif rows.dim():

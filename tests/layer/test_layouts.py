@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,6 +46,24 @@ def test_deinterleaving_copies() -> None:
 def test_bias_as_one_column() -> None:
     bias = numbered(2, 6)
     assert interleave_gate_up(bias.unsqueeze(-1)).squeeze(-1).tolist() == [[0, 3, 1, 4, 2, 5], [6, 9, 7, 10, 8, 11]]
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_rows_of_another_dimension(dim: int) -> None:
+    bias = numbered(2, 6)
+    assert interleave_gate_up(bias, dim=dim).tolist() == [[0, 3, 1, 4, 2, 5], [6, 9, 7, 10, 8, 11]]
+    assert torch.equal(deinterleave_gate_up(interleave_gate_up(bias, dim=dim), dim=dim), bias)
+
+
+@pytest.mark.parametrize("reorder", [interleave_gate_up, deinterleave_gate_up])
+def test_reorders_into_a_part_of_a_larger_tensor(reorder: Callable[..., torch.Tensor]) -> None:
+    w13 = numbered(6, 3)
+    larger = torch.full((8, 5), -1, dtype=torch.int32)
+    part = larger[:6, 1:4]
+    assert reorder(w13, out=part) is part
+    assert torch.equal(part, reorder(w13))
+    # The part holds 0 and up.
+    assert (larger == -1).sum() == larger.numel() - w13.numel()
 
 
 @settings(deadline=None, max_examples=50)

@@ -9,7 +9,7 @@ import torch
 
 from moereg.backends._triton.recorded import RecordedExperts
 from moereg.experts import ExpertInputs, Facts
-from moereg.layouts import aligned, pad_columns, round_up
+from moereg.layouts import aligned, interleave_gate_up, pad_columns, round_up
 from moereg.platforms import Platform, PlatformRule
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
@@ -174,9 +174,11 @@ def interleave_and_pad(w13: torch.Tensor, halves: int, columns: int | None = Non
     if halves == 1 and (rows, width) == (padded_rows, padded_columns):
         return aligned(w13)
     permuted = w13.new_zeros(num_experts, padded_rows, padded_columns)
-    for target, source in zip(permuted, w13, strict=True):
-        for half, part in enumerate(source.chunk(halves)):
-            target[half:rows:halves, :width] = part
+    for expert, padded in zip(w13, permuted[:, :rows, :width], strict=True):
+        if halves == 2:
+            interleave_gate_up(expert, out=padded)
+        else:
+            padded.copy_(expert)
     return permuted
 
 

@@ -31,8 +31,8 @@ MUTANTS: Final = (
     Mutant(
         "gate and up in halves where they are interleaved",
         "moereg/checkpoints/_parts.py",
-        old=("            gate_rows.copy_(canonical[0::2])\n            up_rows.copy_(canonical[1::2])"),
-        new=("            gate_rows.copy_(canonical.chunk(2)[0])\n            up_rows.copy_(canonical.chunk(2)[1])"),
+        old="deinterleave_gate_up(canonical, out=rows, dim=0)",
+        new="rows.copy_(canonical)",
         tests=("tests/checkpoints/test_checkpoints.py::test_a_layer_computes_what_the_saved_module_computes",),
     ),
     Mutant(

@@ -115,9 +115,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         "up before gate",
-        "moereg/backends/_triton/interleaved.py",
-        old="target[half:rows:halves, :width] = part",
-        new="target[halves - 1 - half : rows : halves, :width] = part",
+        "moereg/layouts.py",
+        old="copy_(w13.unflatten(dim, (2, -1)).transpose(dim, dim + 1))",
+        new="copy_(w13.unflatten(dim, (2, -1)).flip(dim).transpose(dim, dim + 1))",
         tests=("tests/kernels/test_triton_kernels.py::test_layer[one_token]",),
     ),
     Mutant(
