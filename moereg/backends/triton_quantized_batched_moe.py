@@ -8,9 +8,6 @@ import math
 import torch
 
 from moereg.backends._triton.quantized_workspace import (
-    ALIGNMENT,
-    AMAX_PROGRAMS,
-    K_PAD,
     cut,
     intermediate_pieces,
     piece_bytes,
@@ -18,6 +15,7 @@ from moereg.backends._triton.quantized_workspace import (
 )
 from moereg.backends.triton_quantized_moe import TritonQuantizedExperts
 from moereg.experts import ExpertInputs
+from moereg.kernels.sizes import WORKSPACE_ALIGNMENT
 from moereg.layouts import round_up
 from moereg.problem import MoEProblem
 from moereg.registry import register_moe_backend
@@ -93,15 +91,14 @@ class TritonQuantizedBatchedExperts(TritonQuantizedExperts):
     ) -> None:
         from moereg.kernels.gemm.config import max_shared_bytes
         from moereg.kernels.launch.overlap import can_overlap
-        from moereg.kernels.quantized import rows as triton_quantize
         from moereg.kernels.quantized.config import select_quantized_config
-        from moereg.kernels.quantized.gemm import fuses_quantizer, quantized_down_gemm, quantized_gate_up_gemm
+        from moereg.kernels.quantized.gemm import quantized_down_gemm, quantized_gate_up_gemm
+        from moereg.kernels.quantized.operands import CodedOutput, Quantizer
         from moereg.kernels.quantized.rows_batched import quantize_batched_rows
         from moereg.kernels.rows.block_map import plan_batches
 
-        assert (triton_quantize.K_PAD, triton_quantize.AMAX_PROGRAMS) == (K_PAD, AMAX_PROGRAMS)
         assert inputs.expert_num_tokens is not None
-        problem, fmt, activation = self.problem, self._row_format(), self.problem.activation
+        problem, fmt = self.problem, self._row_format()
         num_experts, max_tokens, hidden_size = inputs.hidden_states.shape
         num_rows = num_experts * max_tokens
         overlap = can_overlap(out.device)
@@ -109,7 +106,7 @@ class TritonQuantizedBatchedExperts(TritonQuantizedExperts):
         configs = select_quantized_config(
             math.inf,
             max_tokens * problem.top_k / problem.num_experts,
-            activation.num_halves,
+            problem.activation.num_halves,
             max_shared_bytes(out.device),
         )
         plan_bytes = _plan_bytes(problem, max_tokens)
@@ -130,35 +127,24 @@ class TritonQuantizedBatchedExperts(TritonQuantizedExperts):
         quantize_batched_rows(
             tokens,
             inputs.hidden_states.view(num_rows, hidden_size),
-            fmt,
+            Quantizer(fmt, weights.get("a13_scale"), amax_of_all),
             plan,
-            amax=amax_of_all,
-            static_scale=weights.get("a13_scale"),
             overlap=overlap,
         )
-        fuses, a2_scale = fuses_quantizer(fmt, configs.gate_up), weights.get("a2_scale")
+        quantizer = Quantizer(fmt, weights.get("a2_scale"), amax_of_all)
+        fuses = fmt.fits_tile(configs.gate_up.block_n)
         quantized_gate_up_gemm(
-            rows if fuses else intermediate,
+            CodedOutput(rows, quantizer, problem.torch_dtype) if fuses else intermediate,
             tokens,
             self._matrices(weights, "w13"),
             plan,
             configs.gate_up,
+            self._epilogue(weights),
             top_k=1,
-            activation=activation.name,
-            gated=activation.gated,
-            alpha=activation.alpha,
-            beta=activation.beta,
-            limit=activation.limit,
-            bias=weights.get("w13_bias"),
-            out_format=fmt if fuses else None,
-            rounded=problem.torch_dtype if fuses else None,
-            static_scale=a2_scale if fuses else None,
             overlap=overlap,
         )
         if not fuses:
-            quantize_batched_rows(
-                rows, intermediate, fmt, plan, amax=amax_of_all, static_scale=a2_scale, overlap=overlap
-            )
+            quantize_batched_rows(rows, intermediate, quantizer, plan, overlap=overlap)
         quantized_down_gemm(
             out.view(num_rows, hidden_size),
             rows,
@@ -175,4 +161,4 @@ def _plan_bytes(problem: MoEProblem, max_tokens: int) -> int:
     from moereg.kernels.quantized.config import MIN_BLOCK_M
     from moereg.kernels.rows.block_map import batch_workspace_numel
 
-    return round_up(4 * batch_workspace_numel(problem.num_local_experts, max_tokens, MIN_BLOCK_M), ALIGNMENT)
+    return round_up(4 * batch_workspace_numel(problem.num_local_experts, max_tokens, MIN_BLOCK_M), WORKSPACE_ALIGNMENT)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from moereg.backends._triton.quantized_workspace import (
-    ALIGNMENT,
-    AMAX_PROGRAMS,
-    GUARD_ROWS,
-    K_PAD,
     by_group,
     cut,
     intermediate_pieces,
@@ -20,6 +16,7 @@ from moereg.backends._triton.quantized_workspace import (
 )
 from moereg.backends._triton.recorded import RecordedExperts
 from moereg.experts import ExpertInputs, Facts
+from moereg.kernels.sizes import CODE_PAD, GUARD_ROWS, WORKSPACE_ALIGNMENT
 from moereg.layouts import aligned, pad_columns, round_up
 from moereg.platforms import Platform, PlatformRule
 from moereg.problem import MoEProblem
@@ -29,8 +26,8 @@ from moereg.registry import register_moe_backend
 from moereg.weights import ExpertWeights, PermutedWeights
 
 if TYPE_CHECKING:
-    from moereg.kernels.quantized.products import QuantizedMatrices
-    from moereg.kernels.quantized.rows import QuantizedRows, RowFormat
+    from moereg.kernels.gemm.epilogue import GateUpEpilogue
+    from moereg.kernels.quantized.operands import QuantizedMatrices, QuantizedRows, RowFormat
 
 _E8M0: Final = "float8_e8m0fnu"
 
@@ -108,7 +105,7 @@ class TritonQuantizedExperts(RecordedExperts):
         router_weight_on_input=True,
         graph_capture=True,
         deterministic=True,
-        pads_to={"hidden_size": K_PAD, "intermediate_size": K_PAD},
+        pads_to={"hidden_size": CODE_PAD, "intermediate_size": CODE_PAD},
         # The scan over experts keeps one value an expert and thread in registers.
         max_experts=1024,
     )
@@ -128,7 +125,7 @@ class TritonQuantizedExperts(RecordedExperts):
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
         """Sizes beyond the kernels' 32-bit offsets within one expert."""
         rows = problem.activation.num_halves * problem.intermediate_size
-        hidden, intermediate = (round_up(size, K_PAD) for size in (problem.hidden_size, problem.intermediate_size))
+        hidden, intermediate = (round_up(size, CODE_PAD) for size in (problem.hidden_size, problem.intermediate_size))
         elements = max(rows * hidden, problem.hidden_size * intermediate)
         if elements >= 2**31:
             return [f"requires fewer than 2**31 elements in one expert's w13 and w2, got {elements}"]
@@ -150,7 +147,7 @@ class TritonQuantizedExperts(RecordedExperts):
         for name, columns in (("w13", problem.hidden_size), ("w2", problem.intermediate_size)):
             tensors = weights.tensors()
             # As bytes, since not everything pads 8-bit floats; zero bytes are zeros.
-            num_bytes = round_up(columns, K_PAD) * fmt.bits // 8
+            num_bytes = round_up(columns, CODE_PAD) * fmt.bits // 8
             padded = aligned(pad_columns(tensors[name].view(torch.uint8), num_bytes))
             per_expert[name] = padded.view(fmt.storage_dtype)
             per_expert[f"{name}_scale"] = self._permute_scale(name, tensors[f"{name}_scale"], columns)
@@ -168,7 +165,7 @@ class TritonQuantizedExperts(RecordedExperts):
         assert fmt is not None
         if scale.dim() < 3:
             scale = self._one_a_half(name, scale).unsqueeze(2)
-        num_groups = 1 if fmt.group[1] == WHOLE else round_up(columns, K_PAD) // fmt.group[1]
+        num_groups = 1 if fmt.group[1] == WHOLE else round_up(columns, CODE_PAD) // fmt.group[1]
         if fmt.global_scale:
             # Zeros scale zeros. As bytes, as codes are padded.
             return aligned(pad_columns(scale.view(torch.uint8), num_groups)).view(scale.dtype)
@@ -211,15 +208,14 @@ class TritonQuantizedExperts(RecordedExperts):
     ) -> None:
         from moereg.kernels.gemm.config import max_shared_bytes
         from moereg.kernels.launch.overlap import can_overlap
-        from moereg.kernels.quantized import rows as triton_quantize
         from moereg.kernels.quantized.config import select_quantized_config
-        from moereg.kernels.quantized.gemm import fuses_quantizer, quantized_down_gemm, quantized_gate_up_gemm
+        from moereg.kernels.quantized.gemm import quantized_down_gemm, quantized_gate_up_gemm
+        from moereg.kernels.quantized.operands import CodedOutput, Quantizer
         from moereg.kernels.quantized.rows import RouteIds, quantize_rows, rows_of_plan
         from moereg.kernels.rows.reduce import reduce_routes
         from moereg.kernels.rows.sort import RoutePlan, sort_routes
         from moereg.kernels.rows.tiles import DirectRoutes
 
-        assert (triton_quantize.K_PAD, triton_quantize.AMAX_PROGRAMS) == (K_PAD, AMAX_PROGRAMS)
         if self._warp_specialized(inputs):
             self._launch_gluon(out, inputs, weights, workspace13, workspace2)
             return
@@ -257,35 +253,31 @@ class TritonQuantizedExperts(RecordedExperts):
         quantize_rows(
             tokens,
             hidden_states,
-            fmt,
+            Quantizer(fmt, a13_scale, amax_of_all),
             RouteIds(topk_ids, expert_map, *experts),
-            amax=amax_of_all,
-            static_scale=a13_scale,
             topk_weights=inputs.topk_weights if weight_on_input else None,
             # Of the sort, next to which it runs.
             independent=True,
             # Without a sort it is the layer's first kernel.
             overlap=overlap and configs.sort_routes,
         )
-        gate_up: dict[str, Any] = {
-            "top_k": problem.top_k,
-            "by_route": by_route,
-            "activation": activation.name,
-            "gated": activation.gated,
-            "alpha": activation.alpha,
-            "beta": activation.beta,
-            "limit": activation.limit,
-            "bias": weights.get("w13_bias"),
-            "overlap": overlap,
-        }
+        quantizer = Quantizer(fmt, a2_scale, amax_of_all)
+        fuses = fmt.fits_tile(configs.gate_up.block_n)
         w13, w2 = self._matrices(weights, "w13"), self._matrices(weights, "w2")
-        if fuses_quantizer(fmt, configs.gate_up):
-            gate_up |= {"out_format": fmt, "rounded": problem.torch_dtype, "static_scale": a2_scale}
-            quantized_gate_up_gemm(rows, tokens, w13, plan, configs.gate_up, **gate_up)
-        else:
-            quantized_gate_up_gemm(intermediate, tokens, w13, plan, configs.gate_up, **gate_up)
+        quantized_gate_up_gemm(
+            CodedOutput(rows, quantizer, problem.torch_dtype) if fuses else intermediate,
+            tokens,
+            w13,
+            plan,
+            configs.gate_up,
+            self._epilogue(weights),
+            top_k=problem.top_k,
+            by_route=by_route,
+            overlap=overlap,
+        )
+        if not fuses:
             own = rows_of_plan(plan, problem.num_local_experts)
-            quantize_rows(rows, intermediate, fmt, own, amax=amax_of_all, static_scale=a2_scale, overlap=overlap)
+            quantize_rows(rows, intermediate, quantizer, own, overlap=overlap)
         (route_rows,) = cut(behind_plan, (((num_routes, hidden_size), problem.torch_dtype),))
         quantized_down_gemm(
             route_rows,
@@ -320,7 +312,7 @@ class TritonQuantizedExperts(RecordedExperts):
             and fmt.group[0] != WHOLE
             and fmt.scale_dtype == "float32"
             # Blocks of gate's scales end where up's begin.
-            and (not grouped or problem.intermediate_size % K_PAD == 0)
+            and (not grouped or problem.intermediate_size % CODE_PAD == 0)
             and problem.torch_dtype.itemsize == 2
             # Rows are stored in boxes, which begin at multiples of 16 bytes.
             and problem.hidden_size % 8 == 0
@@ -334,18 +326,16 @@ class TritonQuantizedExperts(RecordedExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        from moereg.kernels import sizes
-        from moereg.kernels.gemm.epilogue import GateUpEpilogue
         from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M
         from moereg.kernels.hopper.quantized_gemm import quantized_down_gemm, quantized_gate_up_gemm
         from moereg.kernels.launch.overlap import can_overlap
-        from moereg.kernels.quantized.rows import QuantizedRows, quantize_rows
+        from moereg.kernels.quantized.operands import QuantizedRows, Quantizer
+        from moereg.kernels.quantized.rows import quantize_rows
         from moereg.kernels.quantized.rows_sorted import quantize_to_sorted_rows
         from moereg.kernels.rows.reduce import reduce_sorted_rows
         from moereg.kernels.rows.sort import sort_routes
 
-        assert sizes.GUARD_ROWS == GUARD_ROWS, "the workspaces were sized for another guard"
-        problem, fmt, activation = self.problem, self._row_format(), self.problem.activation
+        problem, fmt = self.problem, self._row_format()
         num_tokens, hidden_size = inputs.hidden_states.shape
         num_routes = num_tokens * problem.top_k
         num_rows = GUARD_ROWS + num_routes
@@ -378,14 +368,7 @@ class TritonQuantizedExperts(RecordedExperts):
         pieces = intermediate_pieces(problem, self._activation_format, num_rows)
         intermediate, _, codes, scales = cut(workspace13.view(torch.uint8), pieces)
         scales = by_group(scales)
-        epilogue = GateUpEpilogue(
-            activation=activation.name,
-            gated=activation.gated,
-            alpha=activation.alpha,
-            beta=activation.beta,
-            limit=activation.limit,
-            bias=weights.get("w13_bias"),
-        )
+        epilogue = self._epilogue(weights)
         w13, w2 = self._matrices(weights, "w13"), self._matrices(weights, "w2")
         rows = QuantizedRows(codes[GUARD_ROWS:], scales[GUARD_ROWS:], fmt.group)
         if fmt.group:
@@ -394,14 +377,27 @@ class TritonQuantizedExperts(RecordedExperts):
             quantized_gate_up_gemm(behind_guard, tokens, w13, plan, epilogue, rounded=rounded, overlap=overlap)
         else:
             quantized_gate_up_gemm(intermediate, tokens, w13, plan, epilogue, overlap=overlap)
-            quantize_rows(rows, intermediate[GUARD_ROWS:], fmt, plan, overlap=overlap)
+            quantize_rows(rows, intermediate[GUARD_ROWS:], Quantizer(fmt), plan, overlap=overlap)
         (sorted_rows,) = cut(behind_plan, (((num_rows, hidden_size), problem.torch_dtype),))
         quantized_down_gemm(sorted_rows, rows, w2, plan, bias=weights.get("w2_bias"), overlap=overlap)
         route_weights = None if weight_on_input else topk_weights
         reduce_sorted_rows(out, sorted_rows[GUARD_ROWS:], plan.route_row, route_weights, overlap=overlap)
 
+    def _epilogue(self, weights: PermutedWeights) -> GateUpEpilogue:
+        from moereg.kernels.gemm.epilogue import GateUpEpilogue
+
+        activation = self.problem.activation
+        return GateUpEpilogue(
+            activation=activation.name,
+            gated=activation.gated,
+            alpha=activation.alpha,
+            beta=activation.beta,
+            limit=activation.limit,
+            bias=weights.get("w13_bias"),
+        )
+
     def _row_format(self) -> RowFormat:
-        from moereg.kernels.quantized.rows import RowFormat
+        from moereg.kernels.quantized.operands import RowFormat
 
         fmt = self._activation_format
         element = element_of(fmt)
@@ -417,12 +413,12 @@ class TritonQuantizedExperts(RecordedExperts):
         )
 
     def _quantized_rows(self, codes: torch.Tensor, scales: torch.Tensor, *global_scale: torch.Tensor) -> QuantizedRows:
-        from moereg.kernels.quantized.rows import QuantizedRows
+        from moereg.kernels.quantized.operands import QuantizedRows
 
         return QuantizedRows(codes, scales, _group_columns(self._activation_format), *global_scale)
 
     def _matrices(self, weights: PermutedWeights, name: str) -> QuantizedMatrices:
-        from moereg.kernels.quantized.products import QuantizedMatrices
+        from moereg.kernels.quantized.operands import QuantizedMatrices
 
         fmt = self.computes.weight
         assert fmt is not None
@@ -441,4 +437,4 @@ def _plan_bytes(problem: MoEProblem, num_tokens: int) -> int:
     from moereg.kernels.rows.sort import route_workspace_numel
 
     ints = route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, MIN_BLOCK_M)
-    return round_up(4 * ints, ALIGNMENT)
+    return round_up(4 * ints, WORKSPACE_ALIGNMENT)

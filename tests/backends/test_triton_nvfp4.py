@@ -19,6 +19,7 @@ import triton.language as tl
 from moereg.backends.triton_quantized_moe import TritonQuantizedExperts
 from moereg.experts import ExpertInputs
 from moereg.kernels.quantized.config import select_quantized_config
+from moereg.kernels.quantized.operands import Quantizer
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows
 from moereg.kernels.quantized.rows_batched import quantize_batched_rows
 from moereg.kernels.rows.sort import RoutePlan, route_workspace_numel, sort_routes
@@ -155,7 +156,7 @@ def test_static_global_scales(static: float, columns: int) -> None:
 def test_rows_of_routes_have_their_experts_scales() -> None:
     x = random(5, 130).to(BF16)
     out = make_rows(row_format(NVFP4), 10, 130)
-    quantize_rows(out, x, row_format(NVFP4), RouteIds(IDS, None, 4, 4), static_scale=STATIC)
+    quantize_rows(out, x, Quantizer(row_format(NVFP4), STATIC), RouteIds(IDS, None, 4, 4))
     for route, expert in enumerate(IDS.flatten().tolist()):
         own = select(out, slice(route, route + 1))
         if expert not in range(4):
@@ -174,7 +175,7 @@ def sorted_plan(ids: torch.Tensor) -> RoutePlan:
 def test_sorted_rows(scale: torch.Tensor | None, columns: int) -> None:
     x, plan = random(10, columns).to(BF16), sorted_plan(IDS)
     out = make_rows(row_format(NVFP4), 10, columns)
-    quantize_rows(out, x, row_format(NVFP4), plan, static_scale=scale)
+    quantize_rows(out, x, Quantizer(row_format(NVFP4), scale), plan)
     num_rows = int(plan.expert_offsets[-1])
     assert num_rows == 8
     assert (out.q[num_rows:] == 77).all(), "rows that are not in use were written to"
@@ -191,7 +192,7 @@ def test_batched_rows(scale: torch.Tensor | None) -> None:
     for row in range(12):
         if row % 3 >= counts[row // 3]:
             x[row] = math.nan
-    quantize_batched_rows(out, x, row_format(NVFP4), make_batches(counts, 3, 16), static_scale=scale)
+    quantize_batched_rows(out, x, Quantizer(row_format(NVFP4), scale), make_batches(counts, 3, 16))
     for row in range(12):
         found, expert = select(out, slice(row, row + 1)), row // 3
         if row % 3 >= counts[expert]:

@@ -19,22 +19,17 @@ from moereg.experts import ExpertInputs
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
 from moereg.kernels.quantized import gemm as triton_quantized_gemm
 from moereg.kernels.quantized.config import CONFIG_RULES, select_quantized_config
-from moereg.kernels.quantized.gemm import (
-    fuses_quantizer,
-    quantized_down_gemm,
-    quantized_gate_up_gemm,
-)
-from moereg.kernels.quantized.rows import (
-    AMAX_PROGRAMS,
-    K_PAD,
+from moereg.kernels.quantized.gemm import quantized_down_gemm, quantized_gate_up_gemm
+from moereg.kernels.quantized.operands import (
+    CodedOutput,
     QuantizedRows,
-    RouteIds,
+    Quantizer,
     RowFormat,
-    quantize_rows,
-    rows_of_plan,
 )
+from moereg.kernels.quantized.rows import RouteIds, quantize_rows, rows_of_plan
 from moereg.kernels.rows.sort import route_workspace_numel, sort_routes
 from moereg.kernels.rows.tiles import DirectRoutes
+from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD
 from moereg.layouts import round_up
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
@@ -102,7 +97,7 @@ def row_format(scheme: QuantScheme) -> RowFormat:
 
 def make_rows(fmt: RowFormat, num_rows: int, columns: int) -> QuantizedRows:
     """Codes and scales that nothing has written yet, 77 and 0.5 everywhere."""
-    padded = round_up(columns, K_PAD)
+    padded = round_up(columns, CODE_PAD)
     num_bytes = padded // 2 if fmt.dtype == torch.uint8 else padded
     q = torch.full((num_rows, num_bytes), 77, dtype=torch.uint8, device=DEVICE).view(fmt.dtype)
     scale = torch.full((num_rows, fmt.num_groups(padded)), 77 if fmt.e8m0 else 0.5, device=DEVICE)
@@ -160,12 +155,25 @@ def one_route_a_row(num_rows: int) -> RouteIds:
     return RouteIds(torch.zeros(num_rows, 1, dtype=torch.int32, device=DEVICE), None, 1, 1)
 
 
-def quantize(x: torch.Tensor, scheme: QuantScheme, routes: Any = None, **keywords: Any) -> QuantizedRows:
+def quantizer(fmt: RowFormat, static_scale: torch.Tensor | None = None) -> Quantizer:
+    """With room for the largest magnitudes where one scale spans the rows."""
+    amax = torch.full((AMAX_PROGRAMS,), 77, dtype=torch.int32, device=DEVICE) if fmt.spans_rows else None
+    return Quantizer(fmt, static_scale, amax)
+
+
+def quantize(
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    routes: RouteIds | None = None,
+    *,
+    static_scale: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+) -> QuantizedRows:
     """By the kernel, all rows."""
     fmt = row_format(scheme)
     out = make_rows(fmt, len(x), x.shape[1])
-    amax = torch.full((AMAX_PROGRAMS,), 77, dtype=torch.int32, device=DEVICE) if fmt.spans_rows else None
-    quantize_rows(out, x, fmt, routes or one_route_a_row(len(x)), amax=amax, **keywords)
+    own = one_route_a_row(len(x)) if routes is None else routes
+    quantize_rows(out, x, quantizer(fmt, static_scale), own, topk_weights=topk_weights)
     return out
 
 
@@ -234,7 +242,7 @@ def test_scales_of_experts_are_applied_to_their_routes() -> None:
     static = torch.tensor([0.01, 0.5, 2.0], device=DEVICE)
     fmt = row_format(scheme)
     out = make_rows(fmt, 8, 130)
-    quantize_rows(out, x, fmt, RouteIds(ids, None, 3, 3), static_scale=static)
+    quantize_rows(out, x, quantizer(fmt, static), RouteIds(ids, None, 3, 3))
     for route, expert in enumerate(ids.flatten().tolist()):
         own = select(out, slice(route, route + 1))
         if 0 <= expert < 3:
@@ -333,28 +341,21 @@ class Stage:
         if self.fmt.static:
             static = self.weights.a13_scale
             self.tokens = make_rows(self.fmt, self.num_routes, self.hidden)
-            quantize_rows(self.tokens, x, self.fmt, RouteIds(self.topk_ids, None, 4, 4), static_scale=static)
+            quantize_rows(self.tokens, x, Quantizer(self.fmt, static), RouteIds(self.topk_ids, None, 4, 4))
         else:
             self.tokens = quantize(x, self.scheme)
         return self
 
-    def gate_up(self, out: Any, **keywords: Any) -> None:
-        activation = self.problem.activation
+    def gate_up(self, out: torch.Tensor | CodedOutput) -> None:
         quantized_gate_up_gemm(
             out,
             self.tokens,
             self.layer._matrices(self.permuted, "w13"),
             self.plan,
             self.config,
+            self.layer._epilogue(self.permuted),
             top_k=2,
             by_route=self.fmt.static,
-            activation=activation.name,
-            gated=activation.gated,
-            alpha=activation.alpha,
-            beta=activation.beta,
-            limit=activation.limit,
-            bias=self.permuted.get("w13_bias"),
-            **keywords,
         )
 
     def expected(self) -> torch.Tensor:
@@ -386,7 +387,7 @@ def poisoned(*shape: int) -> torch.Tensor:
 
 
 def test_gate_up_gemm(stage: Stage) -> None:
-    padded = round_up(stage.intermediate, K_PAD)
+    padded = round_up(stage.intermediate, CODE_PAD)
     out = poisoned(stage.num_routes, padded)
     stage.gate_up(out)
     found = out[stage.rows]
@@ -399,18 +400,17 @@ def test_gate_up_gemm(stage: Stage) -> None:
 
 def test_codes_of_the_first_gemm_are_those_of_its_rounded_output(stage: Stage) -> None:
     """Fused or not, the intermediate is quantized where the reference does it, by the same rules."""
-    padded = round_up(stage.intermediate, K_PAD)
+    padded = round_up(stage.intermediate, CODE_PAD)
     plain = torch.full((stage.num_routes, padded), math.nan, dtype=BF16, device=DEVICE)
     stage.gate_up(plain)
     expected = plain[stage.rows][:, : stage.intermediate]
     found = make_rows(stage.fmt, stage.num_routes, stage.intermediate)
     own = rows_of_plan(stage.plan, 4)
     static = stage.permuted.get("a2_scale")
-    if fuses_quantizer(stage.fmt, stage.config):
-        stage.gate_up(found, out_format=stage.fmt, rounded=BF16, static_scale=static)
+    if stage.fmt.fits_tile(stage.config.block_n):
+        stage.gate_up(CodedOutput(found, quantizer(stage.fmt, static), BF16))
     else:
-        amax = torch.zeros(AMAX_PROGRAMS, dtype=torch.int32, device=DEVICE) if stage.fmt.spans_rows else None
-        quantize_rows(found, plain, stage.fmt, own, amax=amax)
+        quantize_rows(found, plain, quantizer(stage.fmt), own)
     in_use = select(found, stage.rows)
     if static is None:
         assert_same(in_use, quantize_activations(expected, stage.scheme), stage.intermediate)
@@ -424,7 +424,7 @@ def test_codes_of_the_first_gemm_are_those_of_its_rounded_output(stage: Stage) -
 
 
 def test_some_stages_fuse_the_quantizer_and_some_do_not() -> None:
-    assert {fuses_quantizer(stage.fmt, stage.config) for stage in STAGES} == {True, False}
+    assert {stage.fmt.fits_tile(stage.config.block_n) for stage in STAGES} == {True, False}
 
 
 def test_down_gemm(stage: Stage) -> None:
@@ -589,8 +589,10 @@ def test_config_rules_cover_every_number_of_rows() -> None:
         configs = select_quantized_config(tokens, rows, 2)
         assert configs.gate_up.block_m == configs.down.block_m
         assert configs.sort_routes or tokens <= configs.gate_up.block_m
-        assert K_PAD % configs.gate_up.block_n == 0
-        assert configs.gate_up.block_k % K_PAD == configs.down.block_k % K_PAD == 0, "a step is one group of 1 x 128"
+        assert CODE_PAD % configs.gate_up.block_n == 0
+        assert configs.gate_up.block_k % CODE_PAD == configs.down.block_k % CODE_PAD == 0, (
+            "a step is one group of 1 x 128"
+        )
 
 
 @pytest.mark.parametrize("shared_bytes", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])

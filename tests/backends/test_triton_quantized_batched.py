@@ -16,7 +16,7 @@ from moereg.backends.triton_quantized_batched_moe import TritonQuantizedBatchedE
 from moereg.backends.triton_quantized_moe import TritonQuantizedExperts
 from moereg.dispatch import explain_backends
 from moereg.experts import ExpertInputs, fact_reasons
-from moereg.kernels.quantized.rows import AMAX_PROGRAMS, QuantizedRows
+from moereg.kernels.quantized.operands import QuantizedRows
 from moereg.kernels.quantized.rows_batched import quantize_batched_rows
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.problem import MoEProblem
@@ -42,6 +42,7 @@ from tests.backends.test_triton_quantized import (
     interesting_rows,
     make_problem,
     make_rows,
+    quantizer,
     random,
     row_format,
     select,
@@ -71,12 +72,13 @@ def rows_that_count(counts: list[int], max_tokens: int) -> torch.Tensor:
     return torch.arange(max_tokens, device=DEVICE) < held
 
 
-def quantize(x: torch.Tensor, scheme: QuantScheme, plan: BlockMap, **keywords: Any) -> QuantizedRows:
+def quantize(
+    x: torch.Tensor, scheme: QuantScheme, plan: BlockMap, static_scale: torch.Tensor | None = None
+) -> QuantizedRows:
     """By the kernel, the rows of the plan."""
     fmt = row_format(scheme)
     out = make_rows(fmt, len(x), x.shape[1])
-    amax = torch.full((AMAX_PROGRAMS,), 77, dtype=torch.int32, device=DEVICE) if fmt.spans_rows else None
-    quantize_batched_rows(out, x, fmt, plan, amax=amax, **keywords)
+    quantize_batched_rows(out, x, quantizer(fmt, static_scale), plan)
     return out
 
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from moereg.kernels.quantized.rows import QuantizedRows, RowFormat
+from moereg.kernels.quantized.operands import QuantizedRows, RowFormat
 from moereg.kernels.quantized.rows_sorted import quantize_to_sorted_rows
 from moereg.quant import QUANT_SCHEMES
 from moereg.quantize import quantize_activations

@@ -8,17 +8,10 @@ from typing import Final
 
 import torch
 
+from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD, WORKSPACE_ALIGNMENT
 from moereg.layouts import round_up
 from moereg.problem import MoEProblem
 from moereg.quant import WHOLE, QuantFormat
-
-# As the kernels have them; repeated because this module must import without triton.
-K_PAD: Final = 128
-AMAX_PROGRAMS: Final = 256
-GUARD_ROWS: Final = 288
-
-# Of pieces of a workspace, so that pointers stay aligned whatever the number of tokens.
-ALIGNMENT: Final = 256
 
 # As scales are stored; kernels read powers of two as bytes.
 _SCALE_DTYPES: Final = {"float8_e8m0fnu": torch.uint8, "float8_e4m3fn": torch.float8_e4m3fn}
@@ -29,7 +22,7 @@ Piece = tuple[tuple[int, ...], torch.dtype]
 
 def row_pieces(fmt: QuantFormat, rows: int, columns: int) -> tuple[Piece, ...]:
     """Codes and scales of rows, and global scales where the format has them."""
-    padded = round_up(columns, K_PAD)
+    padded = round_up(columns, CODE_PAD)
     groups = 1 if fmt.group[1] == WHOLE else padded // fmt.group[1]
     codes = ((rows, fmt.packed_columns(padded)), fmt.storage_dtype)
     scales = ((rows, groups), _SCALE_DTYPES.get(fmt.scale_dtype, torch.float32))
@@ -39,7 +32,7 @@ def row_pieces(fmt: QuantFormat, rows: int, columns: int) -> tuple[Piece, ...]:
 def intermediate_pieces(problem: MoEProblem, fmt: QuantFormat, num_routes: int) -> tuple[Piece, ...]:
     """The intermediate, the largest magnitudes that programs found, and codes and scales."""
     size = problem.intermediate_size
-    plain = ((num_routes, round_up(size, K_PAD)), problem.torch_dtype)
+    plain = ((num_routes, round_up(size, CODE_PAD)), problem.torch_dtype)
     return (plain, ((AMAX_PROGRAMS,), torch.int32), *row_pieces(fmt, num_routes, size))
 
 
@@ -49,18 +42,18 @@ def token_pieces(problem: MoEProblem, fmt: QuantFormat, num_tokens: int, by_rout
 
 
 def by_group(scales: torch.Tensor) -> torch.Tensor:
-    """The memory of scales [R, G] as scales of the same shape whose groups lie together."""
+    """Column-major view: a group's scales are contiguous."""
     return scales.view(scales.shape[1], scales.shape[0]).T if scales.shape[1] > 1 else scales
 
 
 def piece_bytes(piece: Piece) -> int:
-    """That a part takes, up to the next one."""
+    """Bytes of a piece, padding included."""
     shape, dtype = piece
-    return round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT)
+    return round_up(math.prod(shape) * dtype.itemsize, WORKSPACE_ALIGNMENT)
 
 
 def cut(buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """Consecutive views of the first bytes of a buffer of uint8."""
+    """Consecutive views of the front of a uint8 buffer."""
     views, start = [], 0
     for shape, dtype in pieces:
         end = start + math.prod(shape) * dtype.itemsize

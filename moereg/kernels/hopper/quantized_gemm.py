@@ -30,8 +30,7 @@ from moereg.kernels.hopper.ring import load_box, load_chunks, locate, next_slot,
 from moereg.kernels.hopper.turns import NO_TILE, TURNS, announce_tile, next_tile
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.quantized.products import QuantizedMatrices
-from moereg.kernels.quantized.rows import QuantizedRows
+from moereg.kernels.quantized.operands import QuantizedMatrices, QuantizedRows
 from moereg.kernels.rows.sort import RoutePlan
 
 # All registers of 384 threads: both consumers', then the producer's.

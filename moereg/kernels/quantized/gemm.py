@@ -13,10 +13,12 @@ import triton.language as tl
 
 from moereg.kernels.gemm.activation import activate, activate_halves
 from moereg.kernels.gemm.config import GroupedGemmConfig
+from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
+from moereg.kernels.quantized.codes import encode, quantize_tile
+from moereg.kernels.quantized.operands import CodedOutput, QuantizedMatrices, QuantizedRows
 from moereg.kernels.quantized.products import (
-    QuantizedMatrices,
     codes_in_byte,
     scale_globally,
     scale_total,
@@ -25,9 +27,9 @@ from moereg.kernels.quantized.products import (
     scales_of_columns,
     scales_of_rows,
 )
-from moereg.kernels.quantized.rows import K_PAD, QuantizedRows, RowFormat, encode, quantize_tile
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.tiles import DirectRoutes, direct_rows, plan_arguments, tile_of_program
+from moereg.kernels.sizes import CODE_PAD
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -342,32 +344,16 @@ def _quantized_down_kernel(
     tl.store(out_pointers, x.to(out.dtype.element_ty), mask=mask)
 
 
-def fuses_quantizer(fmt: RowFormat, config: GroupedGemmConfig) -> bool:
-    """Whether the first GEMM can write codes: a scale is known without the rows, or its group lies within a tile.
-
-    A global scale is that of a whole row.
-    """
-    return fmt.static or (not fmt.global_scale and fmt.group > 0 and config.block_n % fmt.group == 0)
-
-
 def quantized_gate_up_gemm(
-    out: torch.Tensor | QuantizedRows,
+    out: torch.Tensor | CodedOutput,
     hidden_states: QuantizedRows,
     w13: QuantizedMatrices,
     plan: BlockMap | DirectRoutes,
     config: GroupedGemmConfig,
+    epilogue: GateUpEpilogue,
     *,
     top_k: int,
     by_route: bool = False,
-    activation: str,
-    gated: bool,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    limit: float | None = None,
-    bias: torch.Tensor | None = None,
-    out_format: RowFormat | None = None,
-    rounded: torch.dtype | None = None,
-    static_scale: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
     """Writes `act(hidden_states[token] @ w13[expert].T + bias)` for every sorted row, or codes of it.
@@ -377,42 +363,39 @@ def quantized_gate_up_gemm(
     Args:
         out: [N, I_pad] bf16, fp16 or fp32, rows contiguous: overwritten up to the last valid row, with zeros from
             column I on. By route for `DirectRoutes`; [E * max_T, I_pad] in the batched format, valid rows overwritten.
-            Or codes and scales of the same, see `fuses_quantizer`.
+            Or codes and scales of the same.
         hidden_states: [T, H_pad], or [N, H_pad] by route, or [E * max_T, H_pad] in the batched format.
         w13: [E, 2 * I, H_pad] gate first, or [E, I, H_pad] where not gated; scales of both halves by canonical row,
             global ones for each half.
         plan: from `sort_routes` or `plan_batches` with `config.block_m`.
         config: launch configuration; `block_n` divides 128 and counts gate and up once.
+        epilogue: with a bias [E, 2 * I] or [E, I].
         top_k: K; 1 in the batched format.
         by_route: whether a route has a row of hidden states of its own.
-        activation: as for `gate_up_gemm`, like the next four.
-        gated: whether w13 holds gates.
-        alpha: slope inside the sigmoid.
-        beta: added to the clamped up half; only where gated.
-        limit: the clamp, or None; only where gated.
-        bias: [E, 2 * I] or [E, I], any float dtype, or None.
-        out_format: of `out`, where that is quantized.
-        rounded: dtype that numbers are rounded to before they are quantized.
-        static_scale: [E] fp32, scales of `out` where its format says that they are given.
         overlap: whether to start while the kernel in front, the last one of plan and hidden states, still runs.
     """
-    num_columns, depth = w13.q.shape[1] // (2 if gated else 1), w13.depth
-    block_n = config.block_n
-    target = out.q if isinstance(out, QuantizedRows) else out
-    padded = out.depth if isinstance(out, QuantizedRows) else out.shape[1]
-    assert config.block_m == plan.block_m and K_PAD % block_n == 0 and padded % K_PAD == 0 and num_columns <= padded
+    halves = 2 if epilogue.gated else 1
+    num_columns, depth, block_n, bias = w13.q.shape[1] // halves, w13.depth, config.block_n, epilogue.bias
+    if isinstance(out, CodedOutput):
+        fmt, static_scale = out.quantizer.fmt, out.quantizer.static_scale
+        assert fmt.fits_tile(block_n)
+        target, out_scale, out_depth = out.rows.q, out.rows.scale, out.rows.depth
+        rounded, out_group, min_code, max_code = _TRITON_DTYPES[out.rounded], fmt.group, fmt.min_code, fmt.max_code
+    else:
+        target, out_scale, static_scale, out_depth = out, None, None, out.shape[1]
+        rounded, out_group, min_code, max_code = None, 0, 0.0, 0.0
+    assert (
+        config.block_m == plan.block_m and CODE_PAD % block_n == out_depth % CODE_PAD == 0 and num_columns <= out_depth
+    )
     assert hidden_states.depth == depth and target.stride(1) == 1
-    assert w13.global_scale is None or w13.global_scale.shape[1] == (2 if gated else 1)
+    assert w13.global_scale is None or w13.global_scale.shape[1] == halves
     _check_steps(hidden_states, w13, config)
-    num_tiles_n = padded // block_n
-    fmt = out_format if isinstance(out, QuantizedRows) else None
-    assert fmt is None or (fuses_quantizer(fmt, config) and rounded is not None)
-    is_masked = num_columns % block_n != 0 or num_columns != padded
+    num_tiles_n = out_depth // block_n
     launch(
         _quantized_gate_up_kernel,
         (plan.max_blocks * num_tiles_n,),
         target,
-        out.scale if isinstance(out, QuantizedRows) else None,
+        out_scale,
         static_scale,
         hidden_states.q,
         hidden_states.scale,
@@ -434,7 +417,7 @@ def quantized_gate_up_gemm(
         w13.scale.stride(1),
         0 if bias is None else bias.stride(0),
         target.stride(0),
-        out.scale.stride(0) if isinstance(out, QuantizedRows) else 0,
+        0 if out_scale is None else out_scale.stride(0),
         0 if static_scale is None else static_scale.stride(0),
         SORTED=isinstance(plan, BlockMap),
         SOURCE=1 if by_route else top_k,
@@ -444,17 +427,17 @@ def quantized_gate_up_gemm(
         B_GROUP=w13.group_columns,
         FORMAT=_DOT_FORMATS.get(hidden_states.q.dtype),
         UNIFORM=w13.group_rows % block_n == 0 and num_columns % block_n == 0,
-        ROUNDED=None if rounded is None else _TRITON_DTYPES[rounded],
-        OUT_GROUP=0 if fmt is None else fmt.group,
-        MIN_CODE=0.0 if fmt is None else fmt.min_code,
-        MAX_CODE=0.0 if fmt is None else fmt.max_code,
-        ACTIVATION=activation,
-        GATED=gated,
-        ALPHA=alpha,
-        BETA=beta,
-        LIMIT=limit,
+        ROUNDED=rounded,
+        OUT_GROUP=out_group,
+        MIN_CODE=min_code,
+        MAX_CODE=max_code,
+        ACTIVATION=epilogue.activation,
+        GATED=epilogue.gated,
+        ALPHA=epilogue.alpha,
+        BETA=epilogue.beta,
+        LIMIT=epilogue.limit,
         MASK_ROWS=config.mask_rows,
-        MASK_N=is_masked,
+        MASK_N=num_columns % block_n != 0 or num_columns != out_depth,
         BLOCK_M=config.block_m,
         BLOCK_N=block_n,
         **_steps(config, depth),
@@ -550,7 +533,7 @@ def _steps(config: GroupedGemmConfig, depth: int) -> dict[str, int]:
     A step lies within one group of 128. Two of them to a turn read runs of 256 bytes of a row, which DRAM hands out 4 %
     faster (measured on an H200); rows of fewer than four turns are over before that pays.
     """
-    step = min(config.block_k, K_PAD)
+    step = min(config.block_k, CODE_PAD)
     several = depth % config.block_k == 0 and depth >= 4 * config.block_k
     return {"BLOCK_K": step, "UNROLL": config.block_k // step if several else 1}
 
@@ -573,7 +556,7 @@ _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.
 
 def _check_steps(rows: QuantizedRows, matrices: QuantizedMatrices, config: GroupedGemmConfig) -> None:
     """A step of the main loop lies within one group of each operand, or hardware scales within it."""
-    step = min(config.block_k, K_PAD)
+    step = min(config.block_k, CODE_PAD)
     assert config.block_k % step == rows.depth % step == 0 and matrices.q.stride(2) == rows.q.stride(1) == 1
     assert (matrices.global_scale is None) == (rows.global_scale is None) == (rows.scale.dtype != torch.float8_e4m3fn)
     # Codes of 4 bits are multiplied by ones of 8 where powers of two scale both.

@@ -2,37 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QuantizedMatrices:
-    """Codes and scales of one matrix for each expert.
-
-    Attributes:
-        q: [E, N, K_pad] codes, columns contiguous, zeros from column K on, fewer than 2**31 elements per expert; or
-            [E, N, K_pad / 2] uint8, two float4_e2m1fn codes each, the first in the low half.
-        scale: [E, groups of rows, groups of columns] fp32, uint8 where they are powers of two, or float8_e4m3fn where
-            there are global ones; contiguous.
-        group_rows: Rows that share a scale.
-        group_columns: Columns that do; 0: all.
-        global_scale: [E, halves] fp32, contiguous, of gate and of up where the matrix has both; or None.
-    """
-
-    q: torch.Tensor
-    scale: torch.Tensor
-    group_rows: int
-    group_columns: int
-    global_scale: torch.Tensor | None = None
-
-    @property
-    def depth(self) -> int:
-        """K_pad."""
-        return self.q.shape[2] * (2 if self.q.dtype == torch.uint8 else 1)
 
 
 @triton.constexpr_function

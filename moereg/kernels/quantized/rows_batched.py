@@ -1,7 +1,7 @@
-"""Quantizes the rows that a `BlockMap` names, each where it lies, in Triton; see `triton_quantize`.
+"""Quantizes the rows that a `BlockMap` names, each where it lies, in Triton; see `rows`.
 
 This is the batched format: E local experts have room for max_T rows each, R = E * max_T rows of K columns, `K_pad`
-columns of the codes, G groups of a row. Rows that no tile covers are neither read nor written.
+columns of the codes, in code `depth`, G groups of a row. Rows that no tile covers are neither read nor written.
 """
 
 from __future__ import annotations
@@ -14,30 +14,20 @@ import triton.language as tl
 
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.quantized.rows import (
-    AMAX_PROGRAMS,
-    K_PAD,
-    QuantizedRows,
-    RowFormat,
-    block_of_rows,
-    check_rows,
-    divide,
-    encode,
-    load_rows,
-    quantize_tile,
-    scale_of_bits,
-)
+from moereg.kernels.quantized.codes import divide, encode, load_rows, quantize_tile, scale_of_bits
+from moereg.kernels.quantized.operands import QuantizedRows, Quantizer
 from moereg.kernels.quantized.small_floats import amax_bits, quantize_e2m1
 from moereg.kernels.rows.block_map import BlockMap
+from moereg.kernels.sizes import AMAX_PROGRAMS
 
-# Programs that share the rows: there is room for all tokens at every expert, so most rows are usually not in use, and a
-# program for each would end at once.
+# Programs that share the rows. There is room for all tokens at every expert, so most rows are usually not in use, and
+# most programs of one row each would end at once.
 _ROW_PROGRAMS: Final = 4096
 
 
 @triton.jit
 def _row_in_tiles(slot, block_expert, block_row, block_end, BLOCK_M: tl.constexpr):
-    """The row at one place of the tiles laid end to end, its expert, and whether it is one that counts."""
+    """The row at one place of the tiles laid end to end, its expert, and whether it is in use."""
     block = slot // BLOCK_M
     row = tl.load(block_row + block) + slot % BLOCK_M
     return row, tl.load(block_expert + block), row < tl.load(block_end + block)
@@ -60,11 +50,11 @@ def _amax_batched_kernel(
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
     columns = tl.arange(0, BLOCK)
-    largest = tl.zeros([BLOCK], dtype=tl.int32)
+    largest = tl.zeros([BLOCK], dtype=tl.int32)  # bits, which are ordered as magnitudes are
     for slot in range(tl.program_id(0), tl.load(num_blocks) * BLOCK_M, tl.num_programs(0)):
         row, _, counts = _row_in_tiles(slot, block_expert, block_row, block_end, BLOCK_M)
         columns_in_use = tl.where(counts, size, 0)
-        values = load_rows(x, None, row + tl.zeros([1], tl.int32), None, columns, columns_in_use, stride_x)
+        values = load_rows(x, None, row + tl.zeros([1], tl.int32), None, columns, columns_in_use, stride_x)  # [BLOCK]
         largest = tl.maximum(largest, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     tl.store(amax + tl.program_id(0), tl.max(largest, 0))
 
@@ -82,7 +72,7 @@ def _quantize_batched_kernel(
     block_end,
     num_blocks,
     size,
-    padded_size,
+    depth,
     stride_x,
     stride_q,
     stride_scales,
@@ -100,11 +90,11 @@ def _quantize_batched_kernel(
     release_next(OVERLAP)
     DTYPE: tl.constexpr = q.dtype.element_ty
     first = tl.program_id(1) * BLOCK
-    columns = first + tl.arange(0, BLOCK)[None, :]
+    columns = first + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     for slot in range(tl.program_id(0), tl.load(num_blocks) * BLOCK_M, tl.num_programs(0)):
         row, expert, counts = _row_in_tiles(slot, block_expert, block_row, block_end, BLOCK_M)
         if counts:
-            values = load_rows(x, None, row + tl.zeros([1, 1], tl.int32), None, columns, size, stride_x)
+            values = load_rows(x, None, row + tl.zeros([1, 1], tl.int32), None, columns, size, stride_x)  # [1, BLOCK]
             own_q = q + row.to(tl.int64) * stride_q
             own_scales = scales + row.to(tl.int64) * stride_scales
             if GROUP:
@@ -112,7 +102,7 @@ def _quantize_batched_kernel(
                     if static_scale is not None:
                         global_scale = tl.load(static_scale + expert * stride_static)
                     else:
-                        # Of a whole row, which one program has.
+                        # Made from a whole row, which one program has.
                         global_scale, _ = scale_of_bits(tl.max(amax_bits(values, 1), 0), MAX_CODE * 448.0, False)
                     if first == 0:
                         tl.store(global_scales + row, global_scale)
@@ -120,11 +110,11 @@ def _quantize_batched_kernel(
                 else:
                     codes, stored = quantize_tile(values, DTYPE, GROUP, MIN_CODE, MAX_CODE, E8M0)
                     stored = stored.to(scales.dtype.element_ty)
-                groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
-                tl.store(own_scales + groups, stored, mask=groups < padded_size // GROUP)
+                groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]  # [1, BLOCK / GROUP]
+                tl.store(own_scales + groups, stored, mask=groups < depth // GROUP)
             else:
                 if static_scale is not None:
-                    # The quotient may be anything.
+                    # A real division: the quotient may be of any size, which `divide` does not allow.
                     stored = tl.load(static_scale + expert * stride_static)
                     values = tl.div_rn(values, tl.zeros([1, BLOCK], tl.float32) + stored)
                 else:
@@ -134,52 +124,44 @@ def _quantize_batched_kernel(
                         bits = tl.max(amax_bits(values, 1), 0)
                     scale, stored = scale_of_bits(bits, MAX_CODE, E8M0)
                     values = divide(values, tl.zeros([1, 1], tl.float32) + scale)
-                codes = encode(values, DTYPE, MIN_CODE, MAX_CODE)
+                codes = encode(values, DTYPE, MIN_CODE, MAX_CODE)  # [1, BLOCK]
                 tl.store(own_scales, stored.to(scales.dtype.element_ty))
             if global_scales is not None:
-                pairs = first // 2 + tl.arange(0, BLOCK // 2)[None, :]
-                tl.store(own_q + pairs, codes, mask=pairs < padded_size // 2)
+                pairs = first // 2 + tl.arange(0, BLOCK // 2)[None, :]  # [1, BLOCK / 2]
+                tl.store(own_q + pairs, codes, mask=pairs < depth // 2)
             else:
-                tl.store(own_q + columns, codes, mask=columns < padded_size)
+                tl.store(own_q + columns, codes, mask=columns < depth)
 
 
 def quantize_batched_rows(
-    out: QuantizedRows,
-    x: torch.Tensor,
-    fmt: RowFormat,
-    plan: BlockMap,
-    *,
-    amax: torch.Tensor | None = None,
-    static_scale: torch.Tensor | None = None,
-    overlap: bool = False,
+    out: QuantizedRows, x: torch.Tensor, quantizer: Quantizer, plan: BlockMap, *, overlap: bool = False
 ) -> None:
-    """Writes codes and scales of the rows that count: one launch, two where one scale spans them.
+    """Writes codes and scales of the rows in use: one launch, two where one scale spans them.
 
     Args:
-        out: Codes, scales and global ones where there are such: overwritten in the rows that count.
-        x: [R, K] bf16, fp16 or fp32, rows contiguous; rows that do not count may be NaN.
-        fmt: What to make of them.
-        plan: From `plan_batches` without slack: which rows count, and whose they are.
-        amax: [AMAX_PROGRAMS] int32, overwritten, where one dynamic scale spans the rows.
-        static_scale: fp32 [1], or [E], where scales or global ones are given.
+        out: codes, scales and global ones where the format has them: overwritten in the rows in use.
+        x: [R, K] bf16, fp16 or fp32, rows contiguous; rows that are not in use may be NaN.
+        quantizer: what to make of them.
+        plan: from `plan_batches` without slack: which rows are in use, and whose they are.
         overlap: whether to start while the kernel in front, which may be the one that writes `x` or `plan`, still runs.
     """
-    num_rows, padded = out.q.shape[0], out.depth
-    size = x.shape[1]
-    assert padded % K_PAD == 0 and size <= padded and x.shape[0] == num_rows
-    check_rows(out, x, fmt, amax, static_scale)
+    quantizer.check(out, x)
+    fmt, static_scale, amax = quantizer.fmt, quantizer.static_scale, quantizer.amax
+    depth, size = out.depth, x.shape[1]
+    assert x.shape[0] == out.q.shape[0]
     assert plan.slack == 0, "a tile that is longer than the others would lose rows"
-    tiles = (plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks)
-    block = block_of_rows(padded, fmt, static_scale)
+    block = quantizer.columns_of_program(depth)
     num_warps = min(8, max(1, block // 512))
     if amax is not None:
-        assert amax.numel() == AMAX_PROGRAMS
         launch(
             _amax_batched_kernel,
             (AMAX_PROGRAMS,),
             amax,
             x,
-            *tiles,
+            plan.block_expert,
+            plan.block_row,
+            plan.block_end,
+            plan.num_blocks,
             size,
             x.stride(0),
             BLOCK_M=plan.block_m,
@@ -190,20 +172,23 @@ def quantize_batched_rows(
         )
     launch(
         _quantize_batched_kernel,
-        (min(plan.max_blocks * plan.block_m, _ROW_PROGRAMS), triton.cdiv(padded, block)),
+        (min(plan.max_blocks * plan.block_m, _ROW_PROGRAMS), triton.cdiv(depth, block)),
         out.q,
         out.scale,
         out.global_scale,
         x,
         static_scale,
         amax,
-        *tiles,
+        plan.block_expert,
+        plan.block_row,
+        plan.block_end,
+        plan.num_blocks,
         size,
-        padded,
+        depth,
         x.stride(0),
         out.q.stride(0),
         out.scale.stride(0),
-        int(static_scale is not None and static_scale.numel() > 1),
+        int(quantizer.by_expert),
         GROUP=fmt.group,
         MIN_CODE=fmt.min_code,
         MAX_CODE=fmt.max_code,

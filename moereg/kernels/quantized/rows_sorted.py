@@ -1,6 +1,6 @@
-"""Quantizes tokens straight to the sorted rows of their routes, in Triton; see `triton_quantize`.
+"""Quantizes tokens straight to the sorted rows of their routes, in Triton; see `rows`.
 
-Sizes: T tokens, K choices per token, H hidden, `H_pad` columns of the codes, G groups of a row.
+Sizes: T tokens, K choices per token, H hidden, `H_pad` columns of the codes, in code `depth`, G groups of a row.
 """
 
 from __future__ import annotations
@@ -11,23 +11,16 @@ import triton.language as tl
 
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.quantized.rows import (
-    K_PAD,
-    QuantizedRows,
-    RowFormat,
-    divide,
-    encode,
-    load_rows,
-    quantize_tile,
-    scale_of_bits,
-)
+from moereg.kernels.quantized.codes import divide, encode, load_rows, quantize_tile, scale_of_bits
+from moereg.kernels.quantized.operands import QuantizedRows, RowFormat
 from moereg.kernels.quantized.small_floats import amax_bits
+from moereg.kernels.sizes import CODE_PAD
 
 # Columns of a program where groups do not make it take a whole row.
 _GROUPED_BLOCK = 1024
 
 
-# The stride between groups is the number of routes, and its divisibility says nothing.
+# The stride between groups is the number of routes, which may or may not be a multiple of 16: not worth a variant.
 @triton.jit(do_not_specialize=["stride_group_scale"])
 def _quantize_to_sorted_kernel(
     q,
@@ -36,7 +29,7 @@ def _quantize_to_sorted_kernel(
     topk_weights,
     route_row,
     size,
-    padded_size,
+    depth,
     stride_x,
     stride_q,
     stride_row_scale,
@@ -53,21 +46,21 @@ def _quantize_to_sorted_kernel(
     # By token and not by row, so that a token is read and encoded once.
     token = tl.program_id(0)
     first = tl.program_id(1) * BLOCK
-    columns = first + tl.arange(0, BLOCK)[None, :]
-    values = load_rows(x, topk_weights, token + tl.zeros([1, 1], tl.int32), None, columns, size, stride_x)
+    columns = first + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    values = load_rows(x, topk_weights, token + tl.zeros([1, 1], tl.int32), None, columns, size, stride_x)  # [1, BLOCK]
     DTYPE: tl.constexpr = q.dtype.element_ty
     if GROUP:
-        codes, stored = quantize_tile(values, DTYPE, GROUP, MIN_CODE, MAX_CODE, False)
-        groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :].to(tl.int64)
-        in_row = groups < padded_size // GROUP
+        codes, stored = quantize_tile(values, DTYPE, GROUP, MIN_CODE, MAX_CODE, False)  # [1, BLOCK], [1, BLOCK / GROUP]
+        groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :].to(tl.int64)  # [1, BLOCK / GROUP]
+        in_row = groups < depth // GROUP
     else:
-        scale, stored = scale_of_bits(amax_bits(values, 1), MAX_CODE, False)
-        codes = encode(divide(values, scale[:, None]), DTYPE, MIN_CODE, MAX_CODE)
+        scale, stored = scale_of_bits(amax_bits(values, 1), MAX_CODE, False)  # [1] each
+        codes = encode(divide(values, scale[:, None]), DTYPE, MIN_CODE, MAX_CODE)  # [1, BLOCK]
         groups = tl.arange(0, 1).to(tl.int64)
         in_row = groups == 0
     for k in tl.static_range(TOP_K):
         row = tl.load(route_row + token * TOP_K + k).to(tl.int64)
-        tl.store(q + row * stride_q + columns, codes, mask=(columns < padded_size) & (row >= 0))
+        tl.store(q + row * stride_q + columns, codes, mask=(columns < depth) & (row >= 0))
         tl.store(scales + row * stride_row_scale + groups * stride_group_scale, stored, mask=in_row & (row >= 0))
 
 
@@ -91,23 +84,22 @@ def quantize_to_sorted_rows(
         overlap: whether to start while the kernel that writes `route_row` still runs.
     """
     num_tokens, size = x.shape
-    padded = out.q.shape[1]
+    depth = out.q.shape[1]
     assert out.q.shape[0] == route_row.numel() and route_row.numel() % num_tokens == 0
-    assert padded % K_PAD == 0 and size <= padded
+    assert depth % CODE_PAD == 0 and size <= depth
     assert x.stride(1) == out.q.stride(1) == 1
     assert not (fmt.static or fmt.spans_rows or fmt.e8m0 or fmt.global_scale)
-    block = min(_GROUPED_BLOCK if fmt.group else padded, triton.next_power_of_2(padded))
-    block = triton.next_power_of_2(block)
+    block = triton.next_power_of_2(min(_GROUPED_BLOCK, depth) if fmt.group else depth)
     launch(
         _quantize_to_sorted_kernel,
-        (num_tokens, triton.cdiv(padded, block)),
+        (num_tokens, triton.cdiv(depth, block)),
         out.q,
         out.scale,
         x,
         topk_weights,
         route_row,
         size,
-        padded,
+        depth,
         x.stride(0),
         out.q.stride(0),
         out.scale.stride(0),

@@ -9,7 +9,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS: Final = (
     Mutant(
         "powers of two are rounded down",
-        "moereg/kernels/quantized/rows.py",
+        "moereg/kernels/quantized/codes.py",
         old="(scale_bits + 0x7FFFFF) >> 23",
         new="scale_bits >> 23",
         tests=(
@@ -25,14 +25,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the weighted input is not rounded",
-        "moereg/kernels/quantized/rows.py",
+        "moereg/kernels/quantized/codes.py",
         old="(values * tl.load(topk_weights + source)).to(x.dtype.element_ty).to(tl.float32)",
         new="values * tl.load(topk_weights + source)",
         tests=("tests/backends/test_triton_quantized.py::test_routing_weights_multiply_and_round_first",),
     ),
     Mutant(
         "ties of int8 go up",
-        "moereg/kernels/quantized/rows.py",
+        "moereg/kernels/quantized/codes.py",
         old="(values + 12582912.0) - 12582912.0",
         new="tl.floor(values + 0.5)",
         tests=(

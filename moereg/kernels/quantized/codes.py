@@ -1,0 +1,91 @@
+"""Reads rows and makes scales and codes of them, in registers, in Triton: bit for bit what `moereg.quantize` makes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moereg.kernels.quantized.small_floats import amax_bits
+
+
+@triton.jit
+def load_rows(x, topk_weights, source, in_use, columns, size, stride):
+    """Columns of the rows `source` of x as fp32, times their weights, zeros from column `size` on.
+
+    Args:
+        source: [M, 1] rows of x; [1] and `columns` [N] also work.
+        in_use: [M, 1], rows to read; None: all.
+        columns: [1, N].
+        size: K.
+    """
+    mask = columns < size
+    if in_use is not None:
+        mask = mask & in_use  # [M, N]
+        # Rows not in use are not stored, so any weight will do.
+        source = tl.where(in_use, source, 0)
+    values = tl.load(x + source.to(tl.int64) * stride + columns, mask=mask, other=0.0).to(tl.float32)  # [M, N]
+    if topk_weights is not None:
+        # The reference rounds the weighted input to the dtype of x.
+        values = (values * tl.load(topk_weights + source)).to(x.dtype.element_ty).to(tl.float32)
+    return values
+
+
+@triton.jit
+def scale_of_bits(bits, MAX_CODE: tl.constexpr, E8M0: tl.constexpr):
+    """Scales that map the largest magnitudes to the largest code.
+
+    Returns:
+        The divisor in fp32 and the value to store: the same, or the exponents as int32; both of the shape of `bits`.
+    """
+    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, MAX_CODE, tl.float32))
+    if E8M0:
+        # Round up to a power of two, 2^-127 at least. That one is subnormal in fp32.
+        scale_bits = scale.to(tl.int32, bitcast=True)
+        code = tl.where(scale_bits <= 0x400000, 0, (scale_bits + 0x7FFFFF) >> 23)
+        code = tl.where(bits == 0, 127, tl.where(bits >= 0x7F800000, 255, code))
+        scale_bits = tl.where(code == 0, 0x400000, tl.where(code == 255, 0x7FC00000, code << 23))
+        return scale_bits.to(tl.float32, bitcast=True), code
+    else:
+        scale = tl.where(bits == 0, 1.0, tl.maximum(scale, 1.1754943508222875e-38))
+        scale = tl.where(bits >= 0x7F800000, float("nan"), scale)
+        return scale, scale
+
+
+@triton.jit
+def divide(x, scale):
+    """X / scale, correctly rounded; scales broadcast to the shape of x, and quotients must not overflow.
+
+    One reciprocal a scale, then one Newton step a number: three instructions instead of a division's twenty.
+    """
+    reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    quotient = x * reciprocal
+    # In this order zeros keep their sign even where -x is 0 - x, as in Triton 3.6: x is the only zero that is negated.
+    surplus = tl.fma(quotient, tl.broadcast_to(scale, x.shape), -x)
+    return tl.fma(surplus, tl.broadcast_to(-reciprocal, x.shape), quotient)
+
+
+@triton.jit
+def encode(values, DTYPE: tl.constexpr, MIN_CODE: tl.constexpr, MAX_CODE: tl.constexpr):
+    """Codes of numbers that are already divided by their scale: nearest, ties to even, saturated."""
+    # Comparisons keep NaN, which a minimum would replace.
+    values = tl.where(values > MAX_CODE, MAX_CODE, tl.where(values < MIN_CODE, MIN_CODE, values))
+    if DTYPE.is_int():
+        # Integers have no NaN. At 1.5 * 2^23 the last place is 1, so adding it rounds.
+        values = tl.where(values == values, (values + 12582912.0) - 12582912.0, 0.0)
+    return values.to(DTYPE)
+
+
+@triton.jit
+def quantize_tile(
+    x,
+    DTYPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MIN_CODE: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+    E8M0: tl.constexpr,
+):
+    """Codes [M, N] of x [M, N] fp32 in groups of GROUP columns, and scales to store, [M, N / GROUP]."""
+    grouped = tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))  # [M, N / GROUP, GROUP]
+    scale, stored = scale_of_bits(amax_bits(grouped, 2), MAX_CODE, E8M0)  # [M, N / GROUP] each
+    codes = encode(divide(grouped, tl.expand_dims(scale, 2)), DTYPE, MIN_CODE, MAX_CODE)  # [M, N / GROUP, GROUP]
+    return tl.reshape(codes, (x.shape[0], x.shape[1])), stored

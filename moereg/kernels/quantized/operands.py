@@ -1,0 +1,162 @@
+"""Rows and matrices of codes with their scales, and how rows become codes: values of the host, without triton.
+
+Sizes: R rows, K columns, `K_pad` columns of the codes, in code `depth`, G groups of a row, E local experts, N rows of a
+matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD
+
+# Columns of a program where no scale makes it take a whole row.
+_GROUPED_BLOCK: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """The codes and scales that rows become.
+
+    Attributes:
+        dtype: of the codes: an 8-bit float or int8, or uint8 for two float4_e2m1fn.
+        min_code: smallest code.
+        max_code: largest code, to which the largest magnitude of a group is mapped.
+        group: columns that share a scale, a power of two that divides `CODE_PAD`; 0: the whole row.
+        e8m0: whether scales are powers of two, stored as uint8; else they are fp32.
+        spans_rows: whether one dynamic scale is for all rows in use.
+        static: whether scales are given.
+        global_scale: whether scales are float8_e4m3fn on top of a global one for each row, which may be given; of
+            float4_e2m1fn.
+    """
+
+    dtype: torch.dtype
+    min_code: float
+    max_code: float
+    group: int = 0
+    e8m0: bool = False
+    spans_rows: bool = False
+    static: bool = False
+    global_scale: bool = False
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Of stored scales."""
+        if self.global_scale:
+            return torch.float8_e4m3fn
+        return torch.uint8 if self.e8m0 else torch.float32
+
+    def num_groups(self, depth: int) -> int:
+        """G of rows of `depth` codes."""
+        return depth // self.group if self.group else 1
+
+    def fits_tile(self, columns: int) -> bool:
+        """Whether a GEMM can write codes: a scale is known without the rows, or its group lies within a tile.
+
+        A global scale is that of a whole row.
+        """
+        return self.static or (not self.global_scale and self.group > 0 and columns % self.group == 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedRows:
+    """Codes and scales of rows.
+
+    Attributes:
+        q: [R, K_pad] codes, rows contiguous, zeros from column K on; or [R, K_pad / 2] uint8, two float4_e2m1fn codes
+            each, the first in the low half.
+        scale: [R, G] fp32, uint8 where they are powers of two, or float8_e4m3fn where there are global ones.
+        group: columns that share a scale; 0: the whole row.
+        global_scale: [R] fp32, contiguous, or None.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    group: int
+    global_scale: torch.Tensor | None = None
+
+    @property
+    def depth(self) -> int:
+        """K_pad."""
+        return self.q.shape[1] * (2 if self.q.dtype == torch.uint8 else 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedMatrices:
+    """Codes and scales of one matrix for each expert.
+
+    Attributes:
+        q: [E, N, K_pad] codes, columns contiguous, zeros from column K on, fewer than 2**31 elements per expert; or
+            [E, N, K_pad / 2] uint8, two float4_e2m1fn codes each, the first in the low half.
+        scale: [E, groups of rows, groups of columns] fp32, uint8 where they are powers of two, or float8_e4m3fn where
+            there are global ones; contiguous.
+        group_rows: rows that share a scale.
+        group_columns: columns that do; 0: all.
+        global_scale: [E, halves] fp32, contiguous, of gate and of up where the matrix has both; or None.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    group_rows: int
+    group_columns: int
+    global_scale: torch.Tensor | None = None
+
+    @property
+    def depth(self) -> int:
+        """K_pad."""
+        return self.q.shape[2] * (2 if self.q.dtype == torch.uint8 else 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantizer:
+    """How rows become codes, with the tensors that this takes.
+
+    Attributes:
+        fmt: of the codes and scales.
+        static_scale: fp32 [1], or [E], where scales or global ones are given.
+        amax: [AMAX_PROGRAMS] int32, overwritten, where one dynamic scale spans the rows.
+    """
+
+    fmt: RowFormat
+    static_scale: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether scales differ between experts."""
+        return self.static_scale is not None and self.static_scale.numel() > 1
+
+    def check(self, out: QuantizedRows, x: torch.Tensor) -> None:
+        """Asserts what every kernel that quantizes rows x to `out` asks of its operands."""
+        fmt, depth = self.fmt, out.depth
+        assert depth % CODE_PAD == 0 and x.shape[1] <= depth
+        assert x.stride(1) == out.q.stride(1) == out.scale.stride(1) == 1 and out.q.dtype == fmt.dtype
+        assert out.scale.shape == (out.q.shape[0], fmt.num_groups(depth)) and out.group == fmt.group
+        assert fmt.spans_rows == (self.amax is not None) and fmt.global_scale == (out.global_scale is not None)
+        assert self.amax is None or self.amax.numel() == AMAX_PROGRAMS
+        assert fmt.global_scale or fmt.static == (self.static_scale is not None)
+        assert not fmt.global_scale or (fmt.dtype == torch.uint8 and fmt.max_code == 6.0), "written for float4_e2m1fn"
+
+    def columns_of_program(self, depth: int) -> int:
+        """A power of two: a whole row where its scale, or its global one, is made from it."""
+        takes_parts = self.fmt.group and not (self.fmt.global_scale and self.static_scale is None)
+        columns = min(_GROUPED_BLOCK, depth) if takes_parts else depth
+        return 1 << (columns - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedOutput:
+    """Rows that a GEMM rounds and quantizes before it stores them.
+
+    Attributes:
+        rows: overwritten.
+        quantizer: with a format that fits the GEMM's tiles, see `RowFormat.fits_tile`.
+        rounded: dtype that numbers are rounded to before they are quantized, where the reference rounds.
+    """
+
+    rows: QuantizedRows
+    quantizer: Quantizer
+    rounded: torch.dtype
