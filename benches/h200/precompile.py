@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moereg.backends._loaded import Call
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs
 from moereg.platforms import probe_platform
@@ -86,7 +87,8 @@ class EmptyLayer:
             empty(num_tokens, problem.top_k, dtype=torch.int32),
         )
         scratch = [empty(*shape, dtype=dtype) for shape in self.experts.workspace_shapes(problem, num_tokens)]
-        self.experts._launch(torch.empty_like(tokens), inputs, self.weights, *scratch)
+        call = Call(torch.empty_like(tokens), inputs, self.weights, *scratch)
+        self.experts.implementation.launch(call)
 
 
 def precompile(rows: Iterable[tuple[MoEProblem, int]]) -> None:

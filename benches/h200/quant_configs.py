@@ -98,7 +98,7 @@ def time_candidates(kernel: MoEKernel, problem: MoEProblem, calls: Sequence[Call
     found: dict[str, float] = {}
     for number, configs in enumerate(row_candidates(problem, len(calls[0].hidden_states))):
         # What was recorded belongs to the candidate before.
-        kernel.experts._recordings.clear()  # type: ignore[attr-defined]
+        kernel.experts.implementation.recordings.clear()  # type: ignore[attr-defined]
         outs[0].fill_(math.nan)
         with selecting(configs):
             try:
@@ -110,6 +110,6 @@ def time_candidates(kernel: MoEKernel, problem: MoEProblem, calls: Sequence[Call
                 found[describe(configs)] = math.nan
                 continue
             runs[describe(configs)] = rotated(kernel_runs(kernel, calls, outs), number)
-    kernel.experts._recordings.clear()  # type: ignore[attr-defined]
+    kernel.experts.implementation.recordings.clear()  # type: ignore[attr-defined]
     timings = time_runs(runs, outs[0].device, seconds=SECONDS)
     return found | {name: timing.median_us for name, timing in timings.items()}

@@ -230,7 +230,7 @@ def time_candidates(
     wrong: list[str] = []
     for number, candidate in enumerate(candidates):
         # What was recorded belongs to the candidate before.
-        kernel.experts._recordings.clear()  # type: ignore[attr-defined]
+        kernel.experts.implementation.recordings.clear()  # type: ignore[attr-defined]
         outs[0].fill_(math.nan)
         with selecting(candidate):
             try:
@@ -246,7 +246,7 @@ def time_candidates(
             own = kernel_runs(kernel, calls, outs)
         # Candidates run in turns, each on the input behind that of the one before: weights in the L2 would be its gift.
         runs[candidate.name] = rotated(own, number)
-    kernel.experts._recordings.clear()  # type: ignore[attr-defined]
+    kernel.experts.implementation.recordings.clear()  # type: ignore[attr-defined]
     timings = time_runs(runs, outs[0].device, ROUNDS, SECONDS)
     return {name: timing.median_us for name, timing in timings.items()}, skipped, wrong
 

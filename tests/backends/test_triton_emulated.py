@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.backends.triton_emulated_moe import TritonEmulatedBatchedExperts, TritonEmulatedExperts
+from moereg.backends._triton import emulated
+from moereg.backends.triton_moe import TritonEmulatedBatchedExperts, TritonEmulatedExperts
 from moereg.discovery import load_backends
 from moereg.experts import ExpertInputs
 from moereg.kernels.quantized.emulate import SmallFloats, requantize_rows
@@ -55,7 +56,7 @@ def make_problem(scheme: str, hidden: int = 130, intermediate: int = 200, **keyw
 
 
 def grid_of(scheme: str) -> SmallFloats:
-    return TritonEmulatedExperts(make_problem(scheme), SM90)._grid()
+    return emulated.Standard(TritonEmulatedExperts(make_problem(scheme), SM90)).grid()
 
 
 def random(*shape: int) -> torch.Tensor:

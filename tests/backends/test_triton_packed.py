@@ -11,8 +11,9 @@ import math
 import pytest
 import torch
 
+from moereg.backends._triton import packed
 from moereg.backends._triton.packing import fold_scales
-from moereg.backends.triton_packed_moe import TritonPackedExperts
+from moereg.backends.triton_moe import TritonPackedExperts
 from moereg.experts import ExpertInputs
 from moereg.kernels.gemm.config import PACKED_RULES, GemmPair, GroupedGemmConfig, SinglePair, select_config
 from moereg.kernels.gemm.grouped import down_gemm
@@ -60,8 +61,8 @@ def make_weights(problem: MoEProblem) -> ExpertWeights:
 
 def packed_w2(problem: MoEProblem, weights: ExpertWeights) -> PackedMatrix:
     """The second matrix as the backend gives it to the kernels."""
-    experts = TritonPackedExperts(problem, SM90)
-    _, w2 = experts._matrices(experts.permute_weights(weights, problem))
+    experts = packed.Standard(TritonPackedExperts(problem, SM90))
+    _, w2 = experts.matrices(experts.permute_weights(weights))
     assert isinstance(w2, PackedMatrix)
     return w2
 

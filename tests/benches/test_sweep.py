@@ -21,7 +21,7 @@ from benches.h200.sweep import (
     shipped,
     uses_gluon,
 )
-from moereg.backends._triton import interleaved
+from moereg.backends._triton import ways
 from moereg.kernels.gemm import config as triton_gemm_config
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.hopper import config as hopper_config
@@ -33,7 +33,7 @@ EACH_ROW = [(make_problem(model), tokens) for model, tokens in itertools.product
 
 
 def test_the_sweep_splits_classes_where_the_backend_changes_kernels() -> None:
-    assert sweep_configs.GLUON_ROWS == interleaved._MIN_GLUON_ROWS
+    assert sweep_configs.GLUON_ROWS == ways.MIN_GLUON_ROWS
     assert sweep_configs.GLUON_ROWS in sweep_configs.CLASS_ROWS
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-from moereg.backends.triton_emulated_moe import TritonEmulatedBatchedExperts, TritonEmulatedExperts
+from moereg.backends.triton_moe import TritonEmulatedBatchedExperts, TritonEmulatedExperts
 from moereg.experts import ExpertInputs
 from moereg.kernels.gemm import config as triton_gemm_config
 from moereg.platforms import Platform
@@ -60,7 +60,7 @@ def launch_layer(target: str, case: str) -> None:
         expert_num_tokens=empty(8, dtype=torch.int32) if batched else None,
     )
     scratch = [empty(*shape) for shape in layer.workspace_shapes(problem, tokens)]
-    layer._launch(torch.empty_like(hidden_states), inputs, weights, *scratch)
+    layer.apply(torch.empty_like(hidden_states), inputs, weights, *scratch)
 
 
 def main() -> None:

@@ -7,15 +7,16 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import triton
 from triton.backends.nvidia import driver as nvidia
 
-from moereg.backends._triton.recorded import RecordedExperts
-from moereg.experts import ExpertInputs
+from moereg.backends._loaded import Call, LoadedExperts
+from moereg.backends._triton.recorded import Recorded
+from moereg.experts import ExpertInputs, Experts
 from moereg.kernels.launch import replay as triton_launch
 from moereg.kernels.launch.replay import launch, recording
 from moereg.platforms import Platform
@@ -278,36 +279,40 @@ class OnGpu(torch.Tensor):
 LAYER = {"out": "*i32", "x": "*i32", "ids": "*i32", "map": "*i32", "scratch": "*i32", "w13": "*i32", "rows": "i32"}
 
 
-class LaunchingExperts(RecordedExperts):
+class Launching(Recorded):
     """Launches a kernel that is told how many rows there are."""
 
-    layouts = ("canonical",)
     recorded_weights = ("w13", "w13_bias")
+
+    def __init__(self, experts: Experts, kernel: FakeKernel) -> None:
+        super().__init__(experts)
+        self.kernel = kernel
+        self.launches = 0
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        raise NotImplementedError
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        raise NotImplementedError
+
+    def launch(self, call: Call) -> None:
+        self.launches += 1
+        inputs = call.inputs
+        rows = inputs.hidden_states.shape[-2]
+        tensors = (call.out, inputs.hidden_states, inputs.topk_ids, inputs.expert_map, call.workspace13)
+        launch(self.kernel, (rows,), *tensors, call.weights["w13"], rows=rows)
+
+
+class LaunchingExperts(LoadedExperts):
+    layouts = ("canonical",)
 
     def __init__(self, kernel: FakeKernel) -> None:
         problem = MoEProblem(num_experts=8, hidden_size=16, intermediate_size=16, top_k=2)
         super().__init__(problem, Platform.from_name("cuda:sm90"))
         self.kernel = kernel
-        self.launches = 0
 
-    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
-        raise NotImplementedError
-
-    def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        raise NotImplementedError
-
-    def _launch(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        self.launches += 1
-        rows = inputs.hidden_states.shape[-2]
-        x, ids, w13 = inputs.hidden_states, inputs.topk_ids, weights["w13"]
-        launch(self.kernel, (rows,), out, x, ids, inputs.expert_map, workspace13, w13, rows=rows)
+    def _load(self) -> Launching:
+        return Launching(self, self.kernel)
 
 
 class RecordedLayer:
@@ -316,6 +321,7 @@ class RecordedLayer:
     def __init__(self, driver: FakeDriver) -> None:
         self._driver = driver
         self.experts = LaunchingExperts(FakeKernel(driver, LAYER))
+        self.launching = cast(Launching, self.experts.implementation)
         self._kept: list[torch.Tensor] = []
 
     def tensor(self, *shape: int, shift: int = 0) -> torch.Tensor:
@@ -356,7 +362,7 @@ def test_equal_calls_are_replayed_with_their_own_tensors(layer: RecordedLayer) -
     for number in range(3):
         expected, found = layer(4)
         assert launched_with(found) == [[4, 1, 1, *expected]], number
-    assert layer.experts.launches == 1
+    assert layer.launching.launches == 1
 
 
 @pytest.mark.parametrize(
@@ -367,10 +373,10 @@ def test_equal_calls_are_replayed_with_their_own_tensors(layer: RecordedLayer) -
 def test_what_a_launch_depends_on_is_recorded_anew(layer: RecordedLayer, change: dict[str, Any]) -> None:
     layer(4)
     expected, found = layer(**{"num_tokens": 4, **change})
-    assert layer.experts.launches == 2
+    assert layer.launching.launches == 2
     assert launched_with(found) == [[expected[-1], 1, 1, *expected]]
     expected, found = layer(4)
-    assert layer.experts.launches == 2, "the first recording is still there"
+    assert layer.launching.launches == 2, "the first recording is still there"
     assert launched_with(found) == [[4, 1, 1, *expected]]
 
 
@@ -379,18 +385,18 @@ def test_pointers_that_are_not_aligned_are_never_replayed(layer: RecordedLayer) 
     for number in (2, 3):
         expected, found = layer(4, shift=1)
         assert expected[1] % 16 == 4
-        assert layer.experts.launches == number
+        assert layer.launching.launches == number
         assert launched_with(found) == [[4, 1, 1, *expected]]
     layer(4)
-    assert layer.experts.launches == 3, "nor recorded"
+    assert layer.launching.launches == 3, "nor recorded"
 
 
 def test_recordings_are_bounded(layer: RecordedLayer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moereg.backends._triton.recorded._MAX_RECORDINGS", 2)
     for num_tokens in (1, 2, 1, 3):
         layer(num_tokens)
-    assert layer.experts.launches == 3
+    assert layer.launching.launches == 3
     layer(1)
-    assert layer.experts.launches == 3, "the one that was used last stays"
+    assert layer.launching.launches == 3, "the one that was used last stays"
     layer(2)
-    assert layer.experts.launches == 4
+    assert layer.launching.launches == 4

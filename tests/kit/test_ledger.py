@@ -279,7 +279,7 @@ def test_records_are_merged_by_cell_and_device(tmp_path: pathlib.Path) -> None:
     ("experts", "scheme", "module"),
     [
         ("TritonExperts", "unquantized", "moereg.kernels.rows.reduce"),
-        ("TritonExperts", "unquantized", "moereg.backends._triton.interleaved"),
+        ("TritonExperts", "unquantized", "moereg.backends._triton.plain"),
         ("TritonPackedExperts", "int8_w8a16", "moereg.backends.triton_moe"),
     ],
 )

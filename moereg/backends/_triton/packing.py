@@ -8,18 +8,15 @@ from typing import Final
 import torch
 from torch.nn.functional import pad
 
+from moereg.kernels.packed.weights import BLOCK
 from moereg.layouts import round_up
 from moereg.quant import WHOLE, QuantFormat
-from moereg.quantize import Quantized, unpack_nibbles
+from moereg.quantize import Quantized, expert_matrix, unpack_nibbles
 from moereg.weights import ExpertWeights
-
-# As the kernels have them; repeated because this module must import without triton.
-BLOCK: Final = 64
 
 # Elements whose codes of groups share a word, where that takes no more than four of them.
 _WORD_SPAN: Final = 128
 
-_INTEGERS: Final = ("uint4", "int8")
 _FLOAT4: Final = "float4_e2m1fn"
 # Scales that a 4-bit float takes in without rounding.
 _FOLDED_SCALES: Final = ("float8_e8m0fnu", "float8_e4m3fn")
@@ -32,25 +29,6 @@ _FLOAT4_PLACES: Final = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13
 
 # Rows [R, ...] of a canonical matrix to the order of the kernels, new rows zero.
 ArrangeRows = Callable[[torch.Tensor], torch.Tensor]
-
-
-def unsupported_format(fmt: QuantFormat) -> list[str]:
-    """Why the kernels cannot read a format, as lowercase clauses; empty where they can."""
-    reasons = []
-    rows, columns = fmt.group
-    scaled = (fmt.dtype == _FLOAT4 and fmt.scale_dtype in _FOLDED_SCALES) or (
-        fmt.dtype in _INTEGERS and fmt.scale_dtype == "float32"
-    )
-    if not scaled:
-        reasons.append(
-            "requires integers of 4 or 8 bits with float32 scales or float4_e2m1fn with 8-bit scales, "
-            f"got {fmt.dtype} with {fmt.scale_dtype}"
-        )
-    whole_row = columns == WHOLE and fmt.dtype in _INTEGERS
-    power = columns >= 16 and columns & (columns - 1) == 0
-    if not (whole_row and rows in (1, WHOLE)) and not (rows == 1 and power):
-        reasons.append(f"requires groups within a row of a power of two from 16 on, got {fmt.group}")
-    return reasons
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -84,14 +62,12 @@ def pack_matrices(weights: ExpertWeights, name: str, fmt: QuantFormat, arrange: 
     Args:
         weights: Canonical.
         name: `w13` or `w2`.
-        fmt: Its format, one without `unsupported_format`.
+        fmt: Its format, one that the claims let through.
         arrange: The order of its rows.
 
     Returns:
-        Fields of `PackedMatrix` by the name of the matrix and theirs, `w13` for the words.
+        Fields of `PackedMatrix`, keys `<matrix>_<field>`; words under `<matrix>`.
     """
-    from moereg.quantize import expert_matrix
-
     columns = weights.hidden_size if name == "w13" else weights.intermediate_size
     tensors = weights.tensors()
     packed: dict[str, torch.Tensor] = {}

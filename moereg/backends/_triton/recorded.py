@@ -1,4 +1,4 @@
-"""Experts whose launches are recorded at the first call of a size and replayed at later ones."""
+"""Implementations whose launches are recorded at the first call of a size and replayed at later ones."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from moereg.backends._loaded import Call, Implementation
 from moereg.experts import ExpertInputs, Experts
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
-from moereg.weights import PermutedWeights
+from moereg.weights import ExpertWeights, PermutedWeights
 
 if TYPE_CHECKING:
     from moereg.kernels.launch.replay import LaunchRecording
@@ -24,33 +25,28 @@ _POINTER_ALIGNMENT = 16
 _MAX_RECORDINGS = 128
 
 
-class RecordedExperts(Experts):
-    """A subclass says which tensors of its weights kernels are given, and launches."""
+class Recorded(Implementation):
+    """A subclass says which tensors of its weights kernels are given, and launches.
+
+    Attributes:
+        recordings: By strides, tokens, device and which tensors there are; the problem fixes everything else that a
+            launch depends on but pointers. The latest used is last.
+    """
 
     recorded_weights: ClassVar[tuple[str, ...]] = ()
     """Names, of those that may be absent too."""
 
-    def __init__(self, problem: MoEProblem, platform: Platform, computes: QuantScheme | None = None) -> None:
-        super().__init__(problem, platform, computes)
-        # By strides, tokens, device and which tensors there are; the problem fixes everything else that a launch
-        # depends on but pointers. The latest used is last.
-        self._recordings: dict[tuple[tuple[int, ...], int, int, int | None, int], LaunchRecording] = {}
+    def __init__(self, experts: Experts) -> None:
+        super().__init__(experts)
+        self.recordings: dict[tuple[tuple[int, ...], int, int, int | None, int], LaunchRecording] = {}
 
-    @classmethod
-    def device_types(cls, platform: Platform) -> tuple[str, ...]:
-        """The platform's, and the CPU where Triton's interpreter was asked for."""
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        return (platform.device_type, "cpu") if interpreted else (platform.device_type,)
+    @abc.abstractmethod
+    def launch(self, call: Call) -> None:
+        """`run` without a recording."""
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def run(self, call: Call) -> None:
         """A few launches; no allocation, no host synchronization."""
+        out, inputs, weights, workspace13, workspace2 = call
         tensors = (
             out,
             inputs.hidden_states,
@@ -70,24 +66,50 @@ class RecordedExperts(Experts):
             if not pointer:
                 missing |= 1 << number
         if device.type != "cuda" or all_bits % _POINTER_ALIGNMENT:
-            self._launch(out, inputs, weights, workspace13, workspace2)
+            self.launch(call)
             return
         hidden_states = inputs.hidden_states
         # The last dimension but one is tokens in either format.
         key = (hidden_states.stride(), hidden_states.shape[-2], out.stride(-2), device.index, missing)
-        recorded = self._recordings.pop(key, None)
+        recorded = self.recordings.pop(key, None)
         if recorded is None:
             from moereg.kernels.launch.replay import recording
 
             with recording(tensors) as recorded:
-                self._launch(out, inputs, weights, workspace13, workspace2)
-            if len(self._recordings) >= _MAX_RECORDINGS:
-                self._recordings.pop(next(iter(self._recordings)), None)
+                self.launch(call)
+            if len(self.recordings) >= _MAX_RECORDINGS:
+                self.recordings.pop(next(iter(self.recordings)), None)
         elif recorded.complete:
             recorded.replay(pointers)
         else:
-            self._launch(out, inputs, weights, workspace13, workspace2)
-        self._recordings[key] = recorded
+            self.launch(call)
+        self.recordings[key] = recorded
+
+
+class RecordedExperts(Experts):
+    """For classes that have no implementation apart from themselves."""
+
+    recorded_weights: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, problem: MoEProblem, platform: Platform, computes: QuantScheme | None = None) -> None:
+        super().__init__(problem, platform, computes)
+        self.implementation = _RecordedSelf(self)
+
+    @classmethod
+    def device_types(cls, platform: Platform) -> tuple[str, ...]:
+        """The platform's, and the CPU where Triton's interpreter was asked for."""
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return (platform.device_type, "cpu") if interpreted else (platform.device_type,)
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        self.implementation.run(Call(out, inputs, weights, workspace13, workspace2))
 
     @abc.abstractmethod
     def _launch(
@@ -99,3 +121,19 @@ class RecordedExperts(Experts):
         workspace2: torch.Tensor,
     ) -> None:
         """`apply` without a recording."""
+
+
+class _RecordedSelf(Recorded):
+    def __init__(self, experts: RecordedExperts) -> None:
+        super().__init__(experts)
+        self._experts = experts
+        self.recorded_weights = experts.recorded_weights  # type: ignore[misc]
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        raise NotImplementedError
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        raise NotImplementedError
+
+    def launch(self, call: Call) -> None:
+        self._experts._launch(*call)

@@ -19,14 +19,8 @@ from moereg.kernels.launch.overlap import overlap_options, release_next, wait_fo
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.rows.block_map import BlockMap
-from moereg.kernels.rows.tiles import (
-    WEIGHT_PAD,
-    DirectRoutes,
-    direct_rows,
-    plan_arguments,
-    reaches_past,
-    tile_of_program,
-)
+from moereg.kernels.rows.tiles import DirectRoutes, direct_rows, plan_arguments, reaches_past, tile_of_program
+from moereg.kernels.sizes import WEIGHT_PAD
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -20,7 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK: Final = 64
+from moereg.kernels.sizes import WEIGHT_PAD
+
+# Rows of the intermediate end with a block.
+BLOCK: Final = WEIGHT_PAD
 
 # Reduced elements of a step of the main loop, or of each slice of one, are a multiple of this.
 STEP: Final = 128

@@ -14,9 +14,6 @@ import triton.language as tl
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.sort import RoutePlan, load_local_expert
 
-# The reduced dimension of permuted weights is a multiple of this.
-WEIGHT_PAD = 64
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DirectRoutes:

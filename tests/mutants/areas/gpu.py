@@ -80,9 +80,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         "no rows of guard in front of sorted rows",
-        "moereg/backends/triton_moe.py",
-        old="_GUARD_ROWS = 288",
-        new="_GUARD_ROWS = 0",
+        "moereg/backends/_triton/plain.py",
+        old="rows = GUARD_ROWS + num_tokens * problem.top_k",
+        new="rows = num_tokens * problem.top_k",
         tests=(f"{_REPEATED}[standard]",),
     ),
     Mutant(

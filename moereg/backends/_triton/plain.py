@@ -1,0 +1,152 @@
+"""16- and 32-bit weights with the rows of gate and up alternating."""
+
+from __future__ import annotations
+
+import abc
+import math
+from typing import ClassVar
+
+import torch
+
+from moereg.backends._loaded import Call
+from moereg.backends._triton import ways, workspace
+from moereg.backends._triton.recorded import Recorded
+from moereg.experts import Experts
+from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.hopper import config as hopper
+from moereg.kernels.launch.overlap import can_overlap
+from moereg.kernels.sizes import GUARD_ROWS, WEIGHT_PAD
+from moereg.layouts import aligned, interleave_gate_up, pad_columns, round_up
+from moereg.platforms import PlatformRule
+from moereg.weights import ExpertWeights, PermutedWeights
+
+
+class Interleaved(Recorded):
+    """What does not depend on the activation format; a subclass sizes its workspaces and selects a way."""
+
+    recorded_weights: ClassVar[tuple[str, ...]] = ("w13", "w2", "w13_bias", "w2_bias")
+
+    packed_bits: int | None = None
+    """Bits of a packed weight; None where weights have the dtype of the activations."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__(experts)
+        # Compiled for one architecture's own instructions.
+        self.has_gluon = PlatformRule("cuda:sm90").matches(self.platform)
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """Interleaves gate and up row by row and zero-pads H of w13 and I of both to multiples of 64.
+
+        Returns:
+            `w13` [E, 2 * I_pad, H_pad] (row 2j gate j, row 2j + 1 up j; [E, I_pad, H_pad] where not gated), `w2`
+            [E, H, I_pad], and where there are biases `w13_bias` [E, 2 * I_pad] and `w2_bias` [E, H].
+        """
+        halves = self.problem.activation.num_halves
+        per_expert = {
+            "w13": interleave_and_pad(weights.w13, halves),
+            "w2": _pad_experts(weights.w2),
+        }
+        return PermutedWeights(self.layouts[0], {**per_expert, **permute_biases(weights, halves)})
+
+    def launch(self, call: Call) -> None:
+        self.select(call).run(self.work(call))
+
+    @abc.abstractmethod
+    def select(self, call: Call) -> ways.Way:
+        """The way that a call takes."""
+
+    def work(self, call: Call) -> ways.Work:
+        """A call with what its weights are."""
+        activation, weights = self.problem.activation, call.weights
+        w13, w2 = self.matrices(weights)
+        epilogue = GateUpEpilogue(
+            activation=activation.name,
+            gated=activation.gated,
+            alpha=activation.alpha,
+            beta=activation.beta,
+            limit=activation.limit,
+            bias=weights.get("w13_bias"),
+        )
+        overlap = can_overlap(call.out.device)
+        return ways.Work(self.problem, call, w13, w2, epilogue, weights.get("w2_bias"), overlap)
+
+    def matrices(self, weights: PermutedWeights) -> tuple[ways.Weights, ways.Weights]:
+        """w13 and w2 as the kernels take them."""
+        return weights["w13"], weights["w2"]
+
+    def fits_gluon(self, hidden_states: torch.Tensor, rows_per_expert: float) -> bool:
+        """Whether the Gluon kernels can read the rows of a call, and there are enough an expert for them to pay."""
+        return self.has_gluon and ways.fits_gluon(hidden_states, rows_per_expert)
+
+
+class Standard(Interleaved):
+    """Standard format."""
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The intermediate [N, I_pad]; then, flat, the plan of the routes and the rows [N, H] to be reduced."""
+        problem = self.problem
+        rows = GUARD_ROWS + num_tokens * problem.top_k
+        return (
+            (rows, round_up(problem.intermediate_size, WEIGHT_PAD)),
+            (workspace.route_plan_numel(problem, num_tokens) + rows * problem.hidden_size,),
+        )
+
+    def select(self, call: Call) -> ways.Way:
+        problem, hidden_states = self.problem, call.inputs.hidden_states
+        rows_per_expert = call.inputs.topk_ids.numel() / problem.num_experts
+        if (
+            self.fits_gluon(hidden_states, rows_per_expert)
+            and not problem.apply_router_weight_on_input
+            # Tokens are copied at 32-bit offsets.
+            and hidden_states.shape[0] * hidden_states.stride(0) < 2**31
+        ):
+            return ways.Hopper(hopper.select_config(rows_per_expert, call.weights["w13"].shape[1]))
+        return ways.select(problem, hidden_states, rows_per_expert, self.packed_bits)
+
+
+class Batched(Interleaved):
+    """Batched format."""
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The intermediate [E, max_T, I_pad]; then the plan of the tiles."""
+        problem = self.problem
+        columns = round_up(problem.intermediate_size, WEIGHT_PAD)
+        intermediate = (problem.num_local_experts, num_tokens, columns)
+        return intermediate, (workspace.batch_plan_numel(problem, num_tokens),)
+
+    def select(self, call: Call) -> ways.Way:
+        problem, hidden_states = self.problem, call.inputs.hidden_states
+        rows_per_expert = ways.batched_rows_per_expert(problem, hidden_states.shape[1])
+        if self.fits_gluon(hidden_states, rows_per_expert):
+            # Rows are boxes already, and none are copied.
+            return ways.HopperBatched(hopper.select_config(rows_per_expert, math.inf))
+        return ways.Batched(ways.select_tiles(math.inf, rows_per_expert, hidden_states, self.packed_bits))
+
+
+def permute_biases(weights: ExpertWeights, halves: int) -> dict[str, torch.Tensor]:
+    """`w13_bias` [E, 2 * I_pad] interleaved and `w2_bias` [E, H], where there are biases."""
+    if weights.w13_bias is None or weights.w2_bias is None:
+        return {}
+    # A bias is a weight with one column, which is not padded.
+    w13_bias = interleave_and_pad(weights.w13_bias.unsqueeze(2), halves, columns=1).squeeze(2)
+    return {"w13_bias": w13_bias, "w2_bias": aligned(weights.w2_bias)}
+
+
+def interleave_and_pad(w13: torch.Tensor, halves: int, columns: int | None = None) -> torch.Tensor:
+    """[E, halves * I, C], gate first, to [E, halves * I_pad, C_pad] interleaved; a view where that changes nothing."""
+    num_experts, rows, width = w13.shape
+    padded_rows = halves * round_up(rows // halves, WEIGHT_PAD)
+    padded_columns = round_up(width, WEIGHT_PAD) if columns is None else columns
+    if halves == 1 and (rows, width) == (padded_rows, padded_columns):
+        return aligned(w13)
+    permuted = w13.new_zeros(num_experts, padded_rows, padded_columns)
+    for expert, padded in zip(w13, permuted[:, :rows, :width], strict=True):
+        if halves == 2:
+            interleave_gate_up(expert, out=padded)
+        else:
+            padded.copy_(expert)
+    return permuted
+
+
+def _pad_experts(weight: torch.Tensor) -> torch.Tensor:
+    return aligned(pad_columns(weight, round_up(weight.shape[2], WEIGHT_PAD)))

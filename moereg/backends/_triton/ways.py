@@ -1,0 +1,413 @@
+"""The ways through a layer: a rule selects one for a call, with its configurations, and it runs.
+
+| way | rows | launches |
+|---|---|---|
+| `Gemv` | one token | a vector times each chosen expert's matrices, twice; the second adds up the routes |
+| `Single` | one token, packed weights | the tokens' tiles, then a kernel that adds up the routes |
+| `Direct` | up to 16 tokens | tiles whose rows are the tokens themselves, and a reduction |
+| `Sorted` | more | a sort, tiles of sorted routes, and a reduction |
+| `Hopper` | from 40 an expert on | a sort, warp-specialized tiles, and a reduction |
+| `Batched`, `HopperBatched` | [E, max_T, H] | a plan of tiles over each expert's rows, then the products |
+
+Sizes: T tokens, K choices of each, N = T * K routes, H hidden size, I_pad padded intermediate size.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import torch
+
+from moereg.backends._loaded import Call
+from moereg.backends._triton.workspace import batch_plan_numel, route_plan_numel
+from moereg.kernels.gemm import config as gemm
+from moereg.kernels.gemm.config import GemmPair, GemvPair, GroupedGemmConfig, SinglePair
+from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
+from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
+from moereg.kernels.gemm.single import MAX_TOP_K, down_single
+from moereg.kernels.hopper import gemm as hopper
+from moereg.kernels.hopper.config import GluonConfigRule
+from moereg.kernels.packed.weights import PackedMatrix
+from moereg.kernels.rows.block_map import BlockMap, plan_batches
+from moereg.kernels.rows.copy import copy_rows
+from moereg.kernels.rows.reduce import reduce_routes, reduce_sorted_rows
+from moereg.kernels.rows.sort import RoutePlan, sort_routes
+from moereg.kernels.rows.tiles import DirectRoutes
+from moereg.kernels.sizes import GUARD_ROWS
+from moereg.problem import MoEProblem
+
+Weights: TypeAlias = torch.Tensor | PackedMatrix
+
+MIN_GLUON_ROWS: Final = 40
+"""Up to this many rows an expert the Gluon kernels' tiles would be mostly padding.
+
+On an H200 they lose 3 % at 32 rows (gpt-oss-120b, 1,024 tokens) and win 6 % at 64 (qwen3-30b-a3b, 1,024 tokens).
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What a way is told of a call: all that every launch of it reads.
+
+    Attributes:
+        problem: the layer.
+        call: tensors and workspaces.
+        w13, w2: permuted.
+        epilogue: of the first product.
+        w2_bias: [E, H], or None.
+        overlap: whether a launch may start before the one in front of it has ended.
+    """
+
+    problem: MoEProblem
+    call: Call
+    w13: Weights
+    w2: Weights
+    epilogue: GateUpEpilogue
+    w2_bias: torch.Tensor | None
+    overlap: bool
+
+    @property
+    def num_routes(self) -> int:
+        """N."""
+        return self.call.inputs.topk_ids.numel()
+
+    def direct_routes(self, block_m: int) -> DirectRoutes:
+        """The routes of few tokens as they come."""
+        inputs = self.call.inputs
+        return DirectRoutes(inputs.topk_ids, inputs.expert_map, self.problem.num_experts, block_m)
+
+    def sort_routes(self, block_m: int, slack: int = 0) -> RoutePlan:
+        """The routes sorted by expert; the plan lies in front of the second workspace."""
+        problem, inputs = self.problem, self.call.inputs
+        numel = route_plan_numel(problem, len(inputs.topk_ids))
+        return sort_routes(
+            inputs.topk_ids,
+            inputs.expert_map,
+            problem.num_experts,
+            problem.num_local_experts,
+            block_m,
+            self.call.workspace2[:numel].view(torch.int32),
+            slack=slack,
+            overlap=self.overlap,
+        )
+
+    def plan_batches(self, block_m: int, slack: int = 0) -> BlockMap:
+        """Tiles over the rows that count in the batched format; the plan lies in front of the second workspace."""
+        inputs = self.call.inputs
+        assert inputs.expert_num_tokens is not None
+        max_tokens = inputs.hidden_states.shape[1]
+        numel = batch_plan_numel(self.problem, max_tokens)
+        words = self.call.workspace2[:numel].view(torch.int32)
+        return plan_batches(inputs.expert_num_tokens, max_tokens, block_m, words, slack=slack, overlap=self.overlap)
+
+    def behind_plan(self, first: int, num_rows: int) -> torch.Tensor:
+        """Rows [num_rows, H] in the second workspace, from this element behind the plan of the routes on."""
+        hidden_size = self.problem.hidden_size
+        start = route_plan_numel(self.problem, len(self.call.inputs.topk_ids)) + first
+        return self.call.workspace2[start : start + num_rows * hidden_size].view(num_rows, hidden_size)
+
+    def reduce(self, route_rows: torch.Tensor) -> None:
+        """Adds up each token's rows, [N, H], which are weighted already."""
+        inputs = self.call.inputs
+        reduce_routes(
+            self.call.out,
+            route_rows,
+            inputs.topk_ids,
+            expert_map=inputs.expert_map,
+            num_experts=self.problem.num_experts,
+            num_local_experts=self.problem.num_local_experts,
+            overlap=self.overlap,
+        )
+
+
+class Way(abc.ABC):
+    """One way through a layer, selected for a call."""
+
+    @abc.abstractmethod
+    def run(self, work: Work) -> None:
+        """Launches everything."""
+
+
+def select(
+    problem: MoEProblem, hidden_states: torch.Tensor, rows_per_expert: float, packed_bits: int | None
+) -> Gemv | Single | Direct | Sorted:
+    """The way of a call in the standard format on the Triton kernels.
+
+    Args:
+        problem: the layer.
+        hidden_states: [T, H].
+        rows_per_expert: the average.
+        packed_bits: of a weight, where weights are packed.
+    """
+    device = hidden_states.device
+    configs = gemm.select_config(
+        hidden_states.shape[0],
+        rows_per_expert,
+        hidden_states.element_size(),
+        gemm.max_shared_bytes(device),
+        packed_bits,
+        gemm.least_block_m(device),
+        single=problem.top_k <= MAX_TOP_K,
+    )
+    if isinstance(configs, GemvPair):
+        return Gemv(configs)
+    if isinstance(configs, SinglePair):
+        return Single(configs)
+    return Sorted(configs) if configs.sort_routes else Direct(configs)
+
+
+def select_tiles(
+    num_tokens: float, rows_per_expert: float, hidden_states: torch.Tensor, packed_bits: int | None
+) -> GemmPair:
+    """Configurations of the grouped GEMMs, for rows that come with a plan however few they are.
+
+    Args:
+        num_tokens: T; infinity in the batched format.
+        rows_per_expert: the average.
+        hidden_states: [T, H] or [E, max_T, H].
+        packed_bits: of a weight, where weights are packed.
+    """
+    device = hidden_states.device
+    configs = gemm.select_config(
+        num_tokens,
+        rows_per_expert,
+        hidden_states.element_size(),
+        gemm.max_shared_bytes(device),
+        packed_bits,
+        gemm.least_block_m(device),
+        single=False,
+    )
+    assert isinstance(configs, GemmPair)
+    return configs
+
+
+def batched_rows_per_expert(problem: MoEProblem, max_tokens: int) -> float:
+    """Rows an expert in the batched format, as far as the host knows: only the device knows the counts.
+
+    Sizes say as much as max_T does: moereg's own prepare makes it the number of tokens, as does a dispatch that has to
+    have room for every token at one expert, and then this is the average.
+    """
+    return max_tokens * problem.top_k / problem.num_experts
+
+
+def fits_gluon(hidden_states: torch.Tensor, rows_per_expert: float) -> bool:
+    """Whether the Gluon kernels can read the rows of a call, and there are enough an expert for them to pay."""
+    return (
+        hidden_states.device.type != "cpu"
+        and hidden_states.element_size() == 2
+        and rows_per_expert > MIN_GLUON_ROWS
+        # Rows are copied by 16 bytes.
+        and hidden_states.shape[-1] % 8 == hidden_states.stride(-2) % 8 == hidden_states.data_ptr() % 16 == 0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Gemv(Way):
+    """One token: every route is a vector; routes are neither sorted nor stored."""
+
+    configs: GemvPair
+
+    def run(self, work: Work) -> None:
+        call, inputs = work.call, work.call.inputs
+        on_input = work.problem.apply_router_weight_on_input
+        assert isinstance(work.w13, torch.Tensor) and isinstance(work.w2, torch.Tensor)
+        routes = work.direct_routes(block_m=1)
+        intermediate = call.workspace13[: work.num_routes]  # [K, I_pad]
+        gate_up_gemv(
+            intermediate,
+            inputs.hidden_states,
+            work.w13,
+            routes,
+            self.configs.gate_up,
+            work.epilogue,
+            topk_weights=inputs.topk_weights,
+            apply_router_weight_on_input=on_input,
+            overlap=work.overlap,
+        )
+        down_gemv(
+            call.out,
+            intermediate,
+            work.w2,
+            routes,
+            self.configs.down,
+            bias=work.w2_bias,
+            topk_weights=inputs.topk_weights,
+            apply_router_weight_on_input=on_input,
+            overlap=work.overlap,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Single(Way):
+    """One token, packed weights: the second product adds up the routes itself."""
+
+    configs: SinglePair
+
+    def run(self, work: Work) -> None:
+        call, inputs = work.call, work.call.inputs
+        assert isinstance(work.w2, PackedMatrix)
+        routes = work.direct_routes(self.configs.gate_up.block_m)
+        intermediate = call.workspace13[: work.num_routes]  # [K, I_pad]
+        _gate_up(work, intermediate, routes, self.configs.gate_up)
+        down_single(
+            call.out,
+            intermediate,
+            work.w2,
+            routes,
+            self.configs.down,
+            bias=work.w2_bias,
+            topk_weights=inputs.topk_weights,
+            apply_router_weight_on_input=work.problem.apply_router_weight_on_input,
+            overlap=work.overlap,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Direct(Way):
+    """Few tokens: row t of every tile is token t, and nothing is sorted."""
+
+    configs: GemmPair
+
+    def run(self, work: Work) -> None:
+        _run_tiles(work, work.direct_routes(self.configs.gate_up.block_m), self.configs)
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted(Way):
+    """Routes are sorted by expert, and tiles lie over the sorted routes."""
+
+    configs: GemmPair
+
+    def run(self, work: Work) -> None:
+        _run_tiles(work, work.sort_routes(self.configs.gate_up.block_m), self.configs)
+
+
+def _run_tiles(work: Work, plan: RoutePlan | DirectRoutes, configs: GemmPair) -> None:
+    """Both products over tiles of rows, then the sum over each token's routes."""
+    intermediate = work.call.workspace13[: work.num_routes]  # [N, I_pad]
+    _gate_up(work, intermediate, plan, configs.gate_up)
+    # Rows in the dtype of the activations: fp32 would double the layer's largest buffer and its traffic to save a
+    # rounding that the output makes anyway.
+    route_rows = work.behind_plan(0, work.num_routes)  # [N, H]
+    down_gemm(
+        route_rows,
+        intermediate,
+        work.w2,
+        plan,
+        configs.down,
+        bias=work.w2_bias,
+        topk_weights=work.call.inputs.topk_weights,
+        apply_router_weight_on_input=work.problem.apply_router_weight_on_input,
+        overlap=work.overlap,
+    )
+    work.reduce(route_rows)
+
+
+def _gate_up(work: Work, out: torch.Tensor, plan: RoutePlan | DirectRoutes, config: GroupedGemmConfig) -> None:
+    """The first product of the tokens' routes."""
+    inputs = work.call.inputs
+    gate_up_gemm(
+        out,
+        inputs.hidden_states,
+        work.w13,
+        plan,
+        config,
+        work.epilogue,
+        top_k=work.problem.top_k,
+        topk_weights=inputs.topk_weights,
+        apply_router_weight_on_input=work.problem.apply_router_weight_on_input,
+        overlap=work.overlap,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Hopper(Way):
+    """Routes are sorted, and persistent warp-specialized programs take tiles of them; both buffers have a guard."""
+
+    config: GluonConfigRule
+
+    def run(self, work: Work) -> None:
+        call, inputs, config = work.call, work.call.inputs, self.config
+        assert isinstance(work.w13, torch.Tensor) and isinstance(work.w2, torch.Tensor)
+        plan = work.sort_routes(config.gate_up.block_m, config.gate_up.slack)
+        intermediate = call.workspace13[: GUARD_ROWS + work.num_routes]  # [guard + N, I_pad]
+        sorted_rows = work.behind_plan(0, GUARD_ROWS + work.num_routes)  # [guard + N, H]
+        rows: torch.Tensor = inputs.hidden_states
+        if config.copies_rows:
+            # The second GEMM's output is not there yet.
+            rows = sorted_rows[GUARD_ROWS:]
+            copy_rows(rows, inputs.hidden_states, plan.route_row, overlap=work.overlap)
+        hopper.gate_up_gemm(
+            intermediate,
+            rows,
+            work.w13,
+            plan,
+            config.gate_up,
+            work.epilogue,
+            top_k=None if config.copies_rows else work.problem.top_k,
+            overlap=work.overlap,
+        )
+        hopper.down_gemm(sorted_rows, intermediate, work.w2, plan, config.down, bias=work.w2_bias, overlap=work.overlap)
+        reduce_sorted_rows(
+            call.out, sorted_rows[GUARD_ROWS:], plan.route_row, inputs.topk_weights, overlap=work.overlap
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Batched(Way):
+    """Rows lie by expert already: tiles over those that count."""
+
+    configs: GemmPair
+
+    def run(self, work: Work) -> None:
+        call, configs = work.call, self.configs
+        num_rows = call.out.shape[0] * call.out.shape[1]
+        plan = work.plan_batches(configs.gate_up.block_m)
+        intermediate = call.workspace13.view(num_rows, -1)  # [E * max_T, I_pad]
+        gate_up_gemm(
+            intermediate,
+            call.inputs.hidden_states.view(num_rows, -1),
+            work.w13,
+            plan,
+            configs.gate_up,
+            work.epilogue,
+            top_k=1,
+            overlap=work.overlap,
+        )
+        down_gemm(
+            call.out.view(num_rows, -1),
+            intermediate,
+            work.w2,
+            plan,
+            configs.down,
+            bias=work.w2_bias,
+            overlap=work.overlap,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HopperBatched(Way):
+    """As `Batched`, with persistent warp-specialized programs."""
+
+    config: GluonConfigRule
+
+    def run(self, work: Work) -> None:
+        call, config = work.call, self.config
+        assert isinstance(work.w13, torch.Tensor) and isinstance(work.w2, torch.Tensor)
+        plan = work.plan_batches(config.gate_up.block_m, config.gate_up.slack)
+        hopper.gate_up_gemm(
+            call.workspace13,
+            call.inputs.hidden_states.view(-1, work.problem.hidden_size),
+            work.w13,
+            plan,
+            config.gate_up,
+            work.epilogue,
+            top_k=None,
+            overlap=work.overlap,
+        )
+        hopper.down_gemm(
+            call.out, call.workspace13, work.w2, plan, config.down, bias=work.w2_bias, overlap=work.overlap
+        )
