@@ -120,6 +120,42 @@ class WrongExperts(FakeExperts):
         out.mul_(1.5)
 
 
+class NanExperts(FakeExperts):
+    """Leaves one value that is not a number."""
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        super().apply(out, inputs, weights, workspace13, workspace2)
+        out[-1, -1] = float("nan")
+
+
+class LeavingExperts(FakeExperts):
+    """Leaves its output as it was."""
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        return None
+
+
+class RaisingExperts(FakeExperts):
+    """Has a bug."""
+
+    def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        raise RuntimeError("a bug\nof two lines")
+
+
 def _expert(problem: MoEProblem, weights: PermutedWeights, expert: int, x: torch.Tensor) -> Any:
     gemm1 = x @ weights["w13"][expert].float().T
     if "w13_bias" in weights.per_expert:

@@ -12,14 +12,14 @@ MUTANTS: Final = (
         "moereg/cli/_run.py",
         old="return self.relative_error <= self.tolerance  #",
         new="return not self.relative_error <= self.tolerance  #",
-        tests=("tests/cli/test_cli.py::test_the_local_experts_that_a_refusal_names_fit",),
+        tests=("tests/cli/test_run.py::test_the_local_experts_that_a_refusal_names_fit",),
     ),
     Mutant(
         "not a number passes",
         "moereg/cli/_run.py",
         old="return self.relative_error <= self.tolerance  #",
         new="return not self.relative_error > self.tolerance  #",
-        tests=("tests/cli/test_cli.py::test_not_a_number_is_null_and_exit_1",),
+        tests=("tests/cli/test_run.py::test_not_a_number_is_null_and_exit_1",),
     ),
     Mutant(
         "the reference computes the checkpoint's activations",
@@ -33,7 +33,7 @@ MUTANTS: Final = (
         "moereg/cli/_run.py",
         old="layer = with_experts[0]",
         new="layer = with_experts[-1]",
-        tests=("tests/cli/test_cli.py::test_a_checkpoint_is_named",),
+        tests=("tests/cli/test_run_checkpoint.py::test_a_checkpoint_is_named",),
     ),
     Mutant(
         "time in milliseconds",
@@ -54,7 +54,7 @@ MUTANTS: Final = (
         "moereg/cli/_bench.py",
         old="return all(row.passed for row in self.rows)",
         new="return any(row.passed for row in self.rows)",
-        tests=("tests/cli/test_cli.py::test_bench_gives_a_wrong_backend_no_time",),
+        tests=("tests/cli/test_bench.py::test_bench_gives_a_wrong_backend_no_time",),
     ),
     Mutant(
         "slowest first",
@@ -75,7 +75,7 @@ MUTANTS: Final = (
         "moereg/cli/__init__.py",
         old="return OK if selection.winner else NOTHING_FITS",
         new="return OK",
-        tests=("tests/cli/test_cli.py::test_nothing_fits_is_exit_3_with_every_reason",),
+        tests=("tests/cli/test_explain.py::test_nothing_fits_is_exit_3_with_every_reason",),
     ),
     Mutant(
         "wrong numbers exit as right ones",
@@ -87,14 +87,14 @@ MUTANTS: Final = (
             "    return OK if result.passed else WRONG_NUMBERS"
         ),
         new=("        show_run(result)\n    if result.passed is None:\n        return NOTHING_FITS\n    return OK"),
-        tests=("tests/cli/test_cli.py::test_wrong_numbers_are_exit_1",),
+        tests=("tests/cli/test_run.py::test_wrong_numbers_are_exit_1",),
     ),
     Mutant(
         "a run's verdict is always right",
         "moereg/cli/_show.py",
         old='style="bold green") if result.passed else Text("WRONG"',
         new='style="bold green") if True else Text("WRONG"',
-        tests=("tests/cli/test_cli.py::test_wrong_numbers_are_exit_1",),
+        tests=("tests/cli/test_run.py::test_wrong_numbers_are_exit_1",),
     ),
     Mutant(
         "milliseconds under us",

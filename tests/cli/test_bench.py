@@ -1,0 +1,210 @@
+"""`moereg bench`: what it compares, refuses and draws."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moereg.cli import _memory as cli_memory
+from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.tuning.roofline import Ceilings
+from tests.cli.command import SIZES, Call, CallJson, strict_json
+from tests.support.fakes import FakeExperts, LeavingExperts, NanExperts, RaisingExperts, WrongExperts
+
+BENCH_KEYS = ["schema", "problem", "platform", "device", "versions", "commit", "date", "routing", "ceilings", "rows"]
+BENCH_KEYS += ["skipped"]
+ROW_KEYS = ["backend", "experts", "tokens", "relative_error", "tolerance", "passed"]
+ROW_KEYS += ["failure", "damage", "time_us", "p10_us", "p90_us", "tflops", "gbps", "roofline_us", "share"]
+RATES = ["time_us", "p10_us", "p90_us", "tflops", "gbps", "share"]
+BENCH = f"bench {SIZES} --rounds 2 --tokens 16,1"
+
+
+@pytest.fixture
+def ceilings(monkeypatch: pytest.MonkeyPatch) -> Ceilings:
+    """Known ones, at once."""
+    known = Ceilings(matmul_tflops=0.1, read_gbps=20.0, read_by="nothing")
+    monkeypatch.setattr("moereg.cli._bench.measure_ceilings", lambda dtype, device: known)
+    return known
+
+
+def _check_bench(found: dict[str, Any]) -> None:
+    assert list(found) == BENCH_KEYS
+    assert found["schema"] == 1
+    assert list(found["ceilings"]) == ["matmul_tflops", "read_gbps", "read_by"]
+    for row in found["rows"]:
+        assert list(row) == ROW_KEYS
+        assert all((row[name] is not None) is row["passed"] for name in RATES)
+    for skipped in found["skipped"]:
+        assert list(skipped) == ["backend", "reasons"]
+        assert skipped["reasons"]
+        assert all(list(reason) == ["code", "text"] for reason in skipped["reasons"])
+
+
+def test_bench_compares_all_that_fit(call_json: CallJson, ceilings: Ceilings) -> None:
+    code, found = call_json(BENCH)
+    _check_bench(found)
+    assert code == 0
+    accepted = [decision for decision in call_json(f"explain {SIZES}")[1]["decisions"] if decision["accepted"]]
+    expected = [(decision["backend"], decision["experts"]) for decision in accepted]
+    for num_tokens in (1, 16):
+        rows = [row for row in found["rows"] if row["tokens"] == num_tokens]
+        assert [(row["backend"], row["experts"]) for row in rows] == expected
+    assert [row["tokens"] for row in found["rows"]] == sorted(row["tokens"] for row in found["rows"])
+    assert found["problem"]["max_num_tokens"] == 16
+    assert (found["platform"], found["routing"]) == ("cpu", "uniform")
+    assert found["ceilings"] == vars(ceilings)
+    assert found["versions"]["torch"] == torch.__version__
+    assert "triton" in {skipped["backend"] for skipped in found["skipped"]}
+    for row in found["rows"]:
+        assert row["passed"] is True
+        assert 0 < row["relative_error"] <= row["tolerance"]
+        assert row["share"] == pytest.approx(row["roofline_us"] / row["time_us"])
+        flops = 2 * row["tokens"] * 2 * 3 * 64 * 32
+        assert row["tflops"] * row["time_us"] * 1e6 == pytest.approx(flops)
+
+
+def test_bench_for_people(call: Call, ceilings: Ceilings) -> None:
+    code, out, err = call(f"{BENCH} --routing zipf")
+    assert code == 0
+    assert not err or "..." in err, err
+    assert out.count("fastest") == 2
+    for text in ("E8 H64 I32 k2", "% of roofline", "TorchPackedExperts", "0.1 TFLOP/s", "20 GB/s", "zipf routing"):
+        assert text in out
+    assert "a layer gets torch (TorchPackedExperts): chosen by priority" in out
+    assert "not compared: triton (TritonExperts): requires platform in" in out
+
+
+def test_bench_measures_the_ceilings_of_this_machine(call_json: CallJson, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moereg.tuning.roofline._CPU_READ_BYTES", 1 << 24)
+    monkeypatch.setattr("moereg.tuning.roofline._CPU_MATMUL_SIZES", (128,))
+    code, found = call_json(f"bench {SIZES} --dtype float32 --rounds 1 --tokens 2 --require torch")
+    _check_bench(found)
+    assert code == 0
+    assert found["ceilings"]["matmul_tflops"] > 0
+    assert found["ceilings"]["read_gbps"] > 0
+    assert found["ceilings"]["read_by"].startswith("torch sum")
+    assert all(row["roofline_us"] > 0 for row in found["rows"])
+    skipped = {skipped["backend"]: skipped["reasons"] for skipped in found["skipped"]}
+    assert {"platform", "not_required"} <= {reason["code"] for reason in skipped["triton"]}
+
+
+@pytest.mark.usefixtures("ceilings")
+def test_bench_gives_a_wrong_backend_no_time(
+    call: Call, call_json: CallJson, isolated_registry: BackendRegistry
+) -> None:
+    register_moe_backend("fake_wrong", 99, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
+    code, found = call_json(BENCH)
+    _check_bench(found)
+    assert code == 1
+    wrong = [row for row in found["rows"] if row["backend"] == "fake_wrong"]
+    assert len(wrong) == 2
+    for row in wrong:
+        assert row["passed"] is False
+        assert row["relative_error"] == pytest.approx(0.5, rel=0.05)
+    assert all(row["passed"] for row in found["rows"] if row["backend"] != "fake_wrong")
+    code, out, _ = call(BENCH)
+    assert code == 1
+    assert out.count("WRONG") == 2
+    assert "5.0e-01 > " in out
+    assert out.count("fastest") == 2
+
+
+@pytest.mark.usefixtures("ceilings")
+@pytest.mark.parametrize("kind", [NanExperts, LeavingExperts])
+def test_bench_sees_what_was_not_written(
+    call_json: CallJson, isolated_registry: BackendRegistry, kind: type[FakeExperts]
+) -> None:
+    register_moe_backend("fake_nan", 1, ("unquantized",), ("*",))(type("Nan", (kind,), {}))
+    code, found = call_json(f"{BENCH} --require fake_nan")
+    _check_bench(found)
+    assert code == 1
+    assert [(row["relative_error"], row["passed"]) for row in found["rows"]] == [(None, False)] * 2
+
+
+@pytest.mark.usefixtures("ceilings")
+def test_a_backend_that_fails_takes_no_other_down(
+    call: Call, call_json: CallJson, isolated_registry: BackendRegistry
+) -> None:
+    register_moe_backend("fake_raising", 1, ("unquantized",), ("*",))(type("Raising", (RaisingExperts,), {}))
+    code, found = call_json(BENCH)
+    _check_bench(found)
+    assert code == 1
+    assert {row["backend"]: row["passed"] for row in found["rows"]} == {"torch": True, "fake_raising": False}
+    failures = {row["backend"]: row["failure"] for row in found["rows"]}
+    assert failures["torch"] is None
+    assert "raised in Raising.workspace_shapes: RuntimeError: a bug of two lines" in failures["fake_raising"]
+    code, out, _ = call(BENCH)
+    assert code == 1
+    assert "fake_raising failed at 16 tokens: " in out
+    assert "RuntimeError: a bug" in out
+
+
+@pytest.mark.parametrize("line", ["--require triton", "--quant fp8_block128 --require triton", "--deny torch"])
+def test_nothing_fits_to_bench_is_exit_3(call: Call, call_json: CallJson, line: str) -> None:
+    code, found = call_json(f"{BENCH} --platform cpu {line}")
+    _check_bench(found)
+    assert (code, found["rows"]) == (3, [])
+    assert set(found["ceilings"].values()) == {None}
+    assert {skipped["backend"] for skipped in found["skipped"]} >= {"torch", "triton"}
+    code, out, err = call(f"{BENCH} --platform cpu {line} --plot nothing.png")
+    assert (code, err) == (3, "")
+    assert "nothing fits" in out
+    assert not Path("nothing.png").exists()
+
+
+def test_a_bench_that_does_not_fit_names_what_makes_it_smaller(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_memory, "free_memory_bytes", lambda device: 10**6)
+    code, out, err = call("bench --model qwen3-30b-a3b --dtype float32 --json")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "permuted for 2 kernels" in err
+    for cure in ("--dtype bfloat16", "--require with fewer backends"):
+        assert cure in err
+
+
+@pytest.mark.usefixtures("ceilings")
+@pytest.mark.parametrize("name", ["bench.png", "bench.svg"])
+def test_bench_draws_a_plot(call: Call, isolated_registry: BackendRegistry, tmp_path: Path, name: str) -> None:
+    register_moe_backend("fake_wrong", 99, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
+    code, out, _ = call(f"{BENCH} --plot {tmp_path / name} --json")
+    assert code == 1
+    assert strict_json(out)["rows"]
+    written = (tmp_path / name).read_bytes()
+    if name.endswith(".png"):
+        assert written.startswith(b"\x89PNG")
+        width, height = (int.from_bytes(written[start : start + 4], "big") for start in (16, 20))
+        assert width > 1000
+        assert height > 500
+    else:
+        for text in (b"TorchPackedExperts", b"roofline", b"fake_wrong, wrong at 1, 16", b"E8 H64 I32 k2", b"tokens"):
+            assert text in written
+
+
+@pytest.mark.usefixtures("ceilings")
+def test_a_plot_of_nothing_right(call: Call, isolated_registry: BackendRegistry, tmp_path: Path) -> None:
+    register_moe_backend("fake_wrong", 99, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
+    code, _, err = call(f"{BENCH} --require fake_wrong --plot {tmp_path / 'bench.png'}")
+    assert code == 1
+    assert "Warning" not in err
+    assert (tmp_path / "bench.png").exists()
+
+
+@pytest.mark.parametrize("json", ["", " --json"])
+def test_a_plot_that_cannot_be_written_is_said_before_anything_runs(call: Call, tmp_path: Path, json: str) -> None:
+    (tmp_path / "folder.png").mkdir()
+    code, out, err = call(f"{BENCH} --plot {tmp_path / 'folder.png'}{json}")
+    assert (code, out) == (2, "")
+    assert "needs a file that can be written" in err
+    assert "comparing" not in err
+
+
+def test_a_plot_needs_matplotlib_before_anything_runs(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("matplotlib", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("moereg.cli._bench.measure_ceilings", None)
+    code, out, err = call(f"{BENCH} --plot bench.png")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "pip install 'moereg[plot]'" in err

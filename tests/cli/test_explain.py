@@ -1,0 +1,152 @@
+"""`moereg explain`: what it chooses for other machines, its keys, its requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from moereg import cli
+from moereg.experts import REASON_CODES
+from moereg.problem import MoEProblem
+from moereg.shapes import get_shape
+from moereg.testing import ledger
+from moereg.testing.ledger import Verification
+from tests.cli.command import SELECTION_KEYS, SIZES, Call, CallJson
+
+EXPLAIN_KEYS = [*SELECTION_KEYS, "verification"]
+DECISION_KEYS = ["backend", "experts", "rule", "computes", "accepted", "priority", "tier", "origin"]
+DECISION_KEYS += ["assumes", "reasons"]
+
+
+@pytest.mark.parametrize("platform", ["cuda:sm90", "cuda:sm100", "rocm:gfx942", "cpu"])
+def test_what_another_machine_would_choose(call_json: CallJson, platform: str) -> None:
+    code, found = call_json(f"explain --model qwen3-30b-a3b --platform {platform}")
+    assert code == 0
+    assert (found["platform"], found["platform_source"]) == (platform, "named")
+    assert found["selected"] == found["decisions"][0]["backend"] == ("torch" if platform == "cpu" else "triton")
+    assert list(found) == EXPLAIN_KEYS
+    keywords = get_shape("qwen3-30b-a3b").problem_keywords()
+    assert found["problem"] == MoEProblem(**keywords).to_dict()
+    assert all(isinstance(value, (str, int, type(None))) for value in found["problem"].values())
+
+
+def test_explain_json_has_exactly_the_keys(call_json: CallJson) -> None:
+    code, found = call_json(f"explain {SIZES}")
+    assert code == 0
+    assert list(found) == EXPLAIN_KEYS
+    assert (found["schema"], found["source"], found["platform_source"]) == (1, "priority", "probed")
+    assert list(found["request"]) == ["require", "prefer", "deny"]
+    assert all(list(decision) == DECISION_KEYS for decision in found["decisions"])
+    accepted = [decision["accepted"] for decision in found["decisions"]]
+    assert accepted == sorted(accepted, reverse=True)
+    reasons = [reason for decision in found["decisions"] for reason in decision["reasons"]]
+    assert reasons
+    assert all(list(reason) == ["code", "text"] and reason["code"] in REASON_CODES for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("--require triton --platform cpu", "platform"),
+        ("--deny torch,triton --platform cuda:sm90", "denied"),
+        ("--require triton --platform cuda:sm75", "platform"),
+        ("--quant mxfp8 --platform cuda:sm80", "platform"),
+    ],
+)
+def test_nothing_fits_is_exit_3_with_every_reason(call: Call, call_json: CallJson, line: str, code: str) -> None:
+    exit_code, found = call_json(f"explain {SIZES} {line}")
+    assert exit_code == 3
+    assert list(found) == EXPLAIN_KEYS
+    assert (found["selected"], found["source"]) == (None, None)
+    assert all(decision["reasons"] for decision in found["decisions"])
+    assert code in {reason["code"] for decision in found["decisions"] for reason in decision["reasons"]}
+    exit_code, out, err = call(f"explain {SIZES} {line}")
+    assert (exit_code, err) == (3, "")
+    for text in ("nothing fits", f"[{code}]", "torch"):
+        assert text in out
+
+
+def test_requests_reach_the_dispatcher(call_json: CallJson) -> None:
+    line = f"explain {SIZES} --platform cuda:sm90"
+    assert call_json(f"{line} --require torch")[1]["source"] == "required"
+    assert call_json(f"{line} --prefer unquantized=torch,nvfp4=triton")[1]["selected"] == "torch"
+    assert call_json(f"{line} --prefer torch")[1]["source"] == "preferred"
+    found = call_json(f"{line} --deny triton --require unquantized=torch")[1]
+    assert found["request"] == {"require": ["torch"], "prefer": [], "deny": ["triton"]}
+
+
+def test_options_override_the_model(call_json: CallJson) -> None:
+    line = (
+        "explain --model gpt-oss-20b --hidden 128 --dtype fp16 --no-bias --swiglu-limit 3.5 --num-local-experts 4 "
+        "--activation-format batched --graph-capture --deterministic --exact-activations --tokens 17 --platform cpu"
+    )
+    problem = call_json(line)[1]["problem"]
+    expected = MoEProblem(
+        num_experts=32,
+        hidden_size=128,
+        intermediate_size=2880,
+        top_k=4,
+        dtype="float16",
+        activation="swigluoai(limit=3.5)",
+        num_local_experts=4,
+        activation_format="batched",
+        graph_capture=True,
+        deterministic=True,
+        exact_activations=True,
+        max_num_tokens=17,
+    )
+    assert problem == expected.to_dict()
+    assert call_json("explain --model gpt-oss-20b --platform cpu")[1]["problem"]["has_bias"] is True
+    scout = call_json("explain --model llama-4-scout --platform cpu --tokens 0")[1]["problem"]
+    assert scout["apply_router_weight_on_input"] is True
+    assert scout.get("max_num_tokens") is None
+
+
+def test_explain_for_people(call: Call) -> None:
+    code, out, err = call("explain --model qwen3-30b-a3b --platform cuda:sm90")
+    assert (code, err) == (0, "")
+    for text in ("qwen3-30b-a3b", "E128 H2048 I768 k8", "cuda:sm90 (named", "TritonExperts", "cuda:sm80+"):
+        assert text in out
+    assert "assumed of cuda:sm90: triton>=3.6" in out
+    assert "triton: chosen by priority" in out
+    assert out.index("TritonExperts") < out.index("TorchDenseExperts")
+    code, out, _ = call(f"explain {SIZES} --platform cpu")
+    assert "requires platform in (cuda:sm80+, rocm:gfx942), got cpu [platform]" in out
+
+
+def test_explain_says_whether_its_choice_was_verified(
+    call: Call, call_json: CallJson, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "explain --model qwen3-30b-a3b --quant mxfp8"
+    code, out, _ = call(f"{line} --platform cuda:sm100")
+    assert (code, out.splitlines()[-1]) == (0, "not verified on sm100")
+    assert call_json(f"{line} --platform cuda:sm100")[1]["verification"] == {
+        "verified": [],
+        "not_verified": ["cuda:sm100"],
+        "verified_on_platform": False,
+    }
+    record = {"backend": "triton", "experts": "TritonQuantizedExperts", "schemes": ("mxfp8",), "rule": "cuda:sm90"}
+    record |= {"tier": "emulation", "platform": "cuda:sm90", "device": "NVIDIA H200", "versions": {}, "commit": ""}
+    made = Verification(**record, date="2026-11-22", cases=3, digest="of the code")  # type: ignore[arg-type]
+    monkeypatch.setattr(ledger, "_own_records", lambda cell: (made,))
+    monkeypatch.setattr(ledger, "cell_digest", lambda cell: "of the code")
+    line += " --platform cuda:sm90 --require triton"
+    assert call(line)[1].splitlines()[-1] == "verified on sm90 (NVIDIA H200, 2026-11-22)"
+    found = call_json(line)[1]["verification"]
+    assert found["verified_on_platform"] is True
+    assert found["verified"][0]["stale"] is False
+    monkeypatch.setattr(ledger, "cell_digest", lambda cell: "of other code")
+    changed = "not verified on sm90; verified before its code changed on sm90 (NVIDIA H200, 2026-11-22)"
+    assert call(line)[1].splitlines()[-1] == changed
+    assert call_json(line)[1]["verification"]["verified_on_platform"] is False
+    assert call_json(f"explain {SIZES} --require triton --platform cpu")[1]["verification"] is None
+
+
+@pytest.mark.parametrize("text", [",", "unquantized=", " , ,"])
+def test_a_request_that_names_nothing(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", *SIZES.split(), "--require", text]) == 2
+    assert "must name a backend" in (error := capsys.readouterr().err) or "names backends" in error
+
+
+def test_only_the_limit_can_be_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", *SIZES.split(), "--activation", "silu(alpha=None)"]) == 2
+    assert "is not a name with scalars" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""`moereg info`: its keys, what it says of evidence and of backends that cannot run."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moereg
+from moereg.platforms import Platform
+from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
+from tests.cli.command import Call, CallJson
+from tests.support.fakes import FakeExperts
+
+INFO_KEYS = ["schema", "version", "platform", "backends", "plugins"]
+BACKEND_KEYS = ["name", "origin", "cells", "available", "reasons"]
+CELL_KEYS = ["experts", "quant_schemes", "platforms", "priority", "tier", "verified", "not_verified"]
+PLUGIN_KEYS = ["group", "name", "value", "distribution", "status", "error"]
+
+
+def test_info_json_has_exactly_the_keys(call_json: CallJson) -> None:
+    code, found = call_json("info")
+    assert code == 0
+    assert list(found) == INFO_KEYS
+    assert (found["schema"], found["version"]) == (1, moereg.__version__)
+    assert all(list(plugin) == PLUGIN_KEYS for plugin in found["plugins"])
+    names = [backend["name"] for backend in found["backends"]]
+    assert names == sorted(set(names))
+    assert "torch" in names
+    for backend in found["backends"]:
+        assert list(backend) == BACKEND_KEYS
+        assert backend["cells"]
+        assert all(list(cell) == CELL_KEYS for cell in backend["cells"])
+        assert backend["available"] is not bool(backend["reasons"])
+        assert all(reason["code"] in ("platform", "package", "probe") for reason in backend["reasons"])
+
+
+def _mxfp8_cells(info: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    triton = next(backend for backend in info["backends"] if backend["name"] == "triton")
+    return {
+        cell["platforms"][0]: cell
+        for cell in triton["cells"]
+        if cell["experts"] == "TritonQuantizedExperts" and cell["quant_schemes"] == ["mxfp8"]
+    }
+
+
+def test_info_shows_where_a_cell_was_verified_and_where_not(call: Call, call_json: CallJson) -> None:
+    cells = _mxfp8_cells(call_json("info")[1])
+    # The emulation of sm90 was run on an H200; the kernel of sm100 has the same class and scheme and was not.
+    assert {record["device"] for record in cells["cuda:sm90"]["verified"]} == {"NVIDIA H200"}
+    assert cells["cuda:sm100+"]["verified"] == []
+    assert cells["cuda:sm100+"]["not_verified"] == ["cuda:sm100"]
+    out = call("info")[1]
+    assert "sm90 (NVIDIA H200," in re.sub(r"\s+", " ", out)
+    assert "not verified" in out
+
+
+@pytest.mark.parametrize("content", ["{", '{"schema": 2, "records": [{}]}', '{"records": [{"backend": 1}]}'])
+def test_a_broken_ledger_is_a_warning(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "wheel_z").mkdir()
+    (tmp_path / "wheel_z" / "moereg_ledger.json").write_text(content)
+    source = "from tests.support.fakes import FakeExperts\n\n\nclass Fake(FakeExperts):\n    pass\n"
+    (tmp_path / "wheel_z" / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fake = __import__("wheel_z").Fake
+    del sys.modules["wheel_z"]
+    before = REGISTRY.snapshot()
+    try:
+        register_moe_backend("fake_broken_ledger", 1, ("unquantized",), ("*",))(fake)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            code, out, _ = call("info")
+    finally:
+        REGISTRY.restore(before)
+    assert code == 0
+    assert "fake_broken_ledger" in re.sub(r"\s+", "", out)
+    assert len([warning for warning in warned if "wheel_z" in str(warning.message)]) == 1
+
+
+def test_info_says_why_a_backend_cannot_run(
+    call: Call, call_json: CallJson, isolated_registry: BackendRegistry
+) -> None:
+    def no_compiler(platform: Platform) -> str | None:
+        return "requires a compiler, got none"
+
+    register = register_moe_backend
+    register("fake_here", 1, ("unquantized",), ("*",))(type("Here", (FakeExperts,), {}))
+    lacking = type("Lacking", (FakeExperts,), {})
+    register("fake_lacking", 1, ("unquantized",), ("*",), requires=("no-such-package>=2",))(lacking)
+    register("fake_lacking", 1, ("nvfp4",), ("*",), requires=("no-such-package>=2",), probes=(no_compiler,))(lacking)
+    register("fake_far", 2, ("unquantized",), ("tpu:v5e",))(type("Far", (FakeExperts,), {}))
+    backends = {backend["name"]: backend for backend in call_json("info")[1]["backends"]}
+    assert backends["fake_here"]["available"] is True
+    assert backends["fake_here"]["origin"] == "abc"
+    missing = {"code": "package", "text": "requires no-such-package>=2, which is not installed"}
+    assert backends["fake_lacking"]["reasons"] == [missing, {"code": "probe", "text": "requires a compiler, got none"}]
+    assert [reason["code"] for reason in backends["fake_far"]["reasons"]] == ["platform"]
+    code, out, err = call("info")
+    assert (code, err) == (0, "")
+    for text in ("moereg ", "Lacking", "tpu:v5e", "fake_lacking (abc) cannot run here", "[package]"):
+        assert text in out
