@@ -19,121 +19,29 @@ from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.testing.tolerances import layer_tolerance
-from moereg.tuning.compare import Comparison, Measurement
-from moereg.tuning.inputs import random_calls, random_weights
-from moereg.tuning.roofline import Ceilings
-from moereg.tuning.watched import WatchedTensors, same_bytes
+from moereg.tuning.compare import Comparison
+from moereg.tuning.inputs import random_calls
 from tests.support.fakes import FakeExperts
-
-CPU = torch.device("cpu")
-CEILINGS = Ceilings(matmul_tflops=0.1, read_gbps=10.0, read_by="nothing")
-PROBLEM = MoEProblem(num_experts=4, hidden_size=32, intermediate_size=16, top_k=2)
-
-Deed = Callable[[torch.Tensor, ExpertInputs, PermutedWeights], object]
+from tests.tuning.hostile import (
+    CEILINGS,
+    CPU,
+    HOSTILE,
+    PROBLEM,
+    SharingExperts,
+    check_others,
+    doing,
+    layer_weights,
+    measure,
+    permuting,
+    raises,
+    zero,
+)
 
 
 @pytest.fixture(autouse=True)
 def _small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are made often here, and drawing the numbers that they are cut from is what takes time."""
     monkeypatch.setattr("moereg.tuning.inputs._POOL_NUMEL", 4099)
-
-
-class SharingExperts(FakeExperts):
-    """Right, and runs on the canonical weights that all share."""
-
-
-class PermutingExperts(FakeExperts):
-    """Does something to the canonical weights while it permutes."""
-
-    deed: Callable[[ExpertWeights], object]
-
-    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
-        type(self).deed(weights)
-        return super().permute_weights(weights, problem)
-
-
-class DoingExperts(FakeExperts):
-    """Right, and does something else as well from some call on, up to another."""
-
-    deed: Deed
-    calls = (1, math.inf)
-    instead = False
-
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        self.count = getattr(self, "count", 0) + 1
-        is_due = self.calls[0] <= self.count <= self.calls[1]
-        if not (is_due and self.instead):
-            super().apply(out, inputs, weights, workspace13, workspace2)
-        if is_due:
-            type(self).deed(out, inputs, weights)
-
-
-def permuting(deed: Callable[[ExpertWeights], object]) -> type[FakeExperts]:
-    return type("Permuting", (PermutingExperts,), {"deed": staticmethod(deed), "__module__": __name__})
-
-
-def doing(deed: Deed, first: float = 1, last: float = math.inf, instead: bool = False) -> type[FakeExperts]:
-    members = {"deed": staticmethod(deed), "calls": (first, last), "instead": instead, "__module__": __name__}
-    return type("Doing", (DoingExperts,), members)
-
-
-def zero(name: str, through_data: bool = False) -> Deed:
-    def deed(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
-        (weights[name].data if through_data else weights[name]).zero_()
-
-    return deed
-
-
-def raises(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
-    raise RuntimeError("tired")
-
-
-def measure(
-    hostile: type[FakeExperts],
-    num_tokens: int = 5,
-    rounds: int = 3,
-    make_weights: Callable[[], ExpertWeights] | None = None,
-) -> dict[str, Measurement]:
-    """What a comparison says of the hostile one, which comes first, and of an honest one on either side."""
-    for name, priority, experts in (
-        ("fake_before", 100_001, type("Before", (SharingExperts,), {})),
-        ("fake_hostile", 100_000, hostile),
-        ("fake_after", 99_999, type("After", (SharingExperts,), {})),
-    ):
-        register_moe_backend(name, priority, ("unquantized",), ("*",))(experts)
-    selection = explain_backends(PROBLEM, require=["fake_before", "fake_hostile", "fake_after", "torch"])
-    is_given = make_weights is not None
-    make_weights = make_weights or functools.partial(_weights, PROBLEM)
-    inputs = {num_tokens: random_calls(PROBLEM, num_tokens, "uniform", 0, CPU)[:3]}
-    comparison = Comparison(selection, make_weights, inputs, layer_tolerance)
-    found = {row.decision.experts: row for row in comparison.measure(num_tokens, CEILINGS, rounds)}
-    pristine = {} if is_given else make_weights().tensors()
-    assert is_given or all(torch.equal(tensor, pristine[name]) for name, tensor in comparison.weights.tensors().items())
-    return found
-
-
-def _weights(problem: MoEProblem) -> ExpertWeights:
-    return random_weights(problem, torch.Generator().manual_seed(0), CPU)
-
-
-def check_others(found: dict[str, Measurement], hostile: str) -> Measurement:
-    """The row of the hostile one; all others have to be right and timed."""
-    row = found.pop(hostile)
-    assert {"Before", "After"} < set(found)
-    for other in found.values():
-        assert other.passed, other
-        assert other.timing is not None
-        assert other.relative_error < 5e-3
-    assert not row.passed
-    assert row.timing is None
-    return row
 
 
 PERMUTES: dict[str, tuple[Callable[[ExpertWeights], object], str]] = {
@@ -257,13 +165,12 @@ def test_a_fault_that_shows_when_outputs_are_compared_is_named(
     lost: list[bool] = []
     _patch_device(monkeypatch, lambda: lost)
     found = measure(doing(lambda out, inputs, weights: lost.append(True)))
-    origin = __name__
     assert found["Doing"].failure.startswith(
-        f"backend 'fake_hostile' of {origin} raised in Doing.apply: RuntimeError: {FAULT}; do without it (--deny fake_h"
+        f"backend 'fake_hostile' of {HOSTILE} raised in Doing.apply: RuntimeError: {FAULT}; do without it (--deny fake"
     )
     for name in set(found) - {"Doing"}:
         assert found[name].failure == (
-            f"not measured, since backend 'fake_hostile' of {origin} took the device down in apply: RuntimeError: "
+            f"not measured, since backend 'fake_hostile' of {HOSTILE} took the device down in apply: RuntimeError: "
             f"{FAULT}; do without it (--deny fake_hostile)"
         )
     assert len(lost) == 1
@@ -290,7 +197,7 @@ def test_a_device_that_is_lost_while_all_run_in_turns_names_all(
     found = measure(doing(lambda out, inputs, weights: lost.append(True), 4))
     for row in found.values():
         assert not row.passed
-        assert row.failure.startswith(f"backend 'fake_before' of abc or backend 'fake_hostile' of {__name__} or ")
+        assert row.failure.startswith(f"backend 'fake_before' of abc or backend 'fake_hostile' of {HOSTILE} or ")
         assert "run them one by one" in row.failure
 
 
@@ -306,12 +213,12 @@ def test_weights_that_cannot_be_made_anew_name_who_wrote_them(isolated_registry:
         if permuted:
             assert permuted[0]() is None
             raise MemoryError("of 3 GB")
-        return _weights(PROBLEM)
+        return layer_weights(PROBLEM)
 
     found = measure(doing(deed), make_weights=make_weights)
     assert found["Doing"].damage == "apply wrote to the layer's weights (w2)"
     text = (
-        f"backend 'fake_hostile' of {__name__} wrote to the layer's weights, which could not be made anew: "
+        f"backend 'fake_hostile' of {HOSTILE} wrote to the layer's weights, which could not be made anew: "
         "MemoryError: of 3 GB; do without it (--deny fake_hostile)"
     )
     assert found["Doing"].failure == text
@@ -353,7 +260,7 @@ def test_each_candidate_is_checked_against_what_it_computes(isolated_registry: B
         register_moe_backend(name, 1, (scheme,), ("*",))(type(name.title(), (ComputingExperts,), {}))
     selection = explain_backends(problem, require=["fake_rounded", "fake_plain"])
     inputs = {8: random_calls(problem, 8, "uniform", 0, CPU)[:1]}
-    comparison = Comparison(selection, functools.partial(_weights, problem), inputs, layer_tolerance)
+    comparison = Comparison(selection, functools.partial(layer_weights, problem), inputs, layer_tolerance)
     found = {row.decision.backend: row for row in comparison.measure(8, CEILINGS, 1)}
     assert {name: row.decision.computes for name, row in found.items()} == {
         "fake_rounded": "nvfp4",
@@ -372,7 +279,7 @@ def test_everything_is_made_before_a_backend_runs(isolated_registry: BackendRegi
 
     def make_weights() -> ExpertWeights:
         made.append("weights")
-        return _weights(PROBLEM)
+        return layer_weights(PROBLEM)
 
     experts = permuting(lambda weights: made.append("permuted"))
     register_moe_backend("fake_hostile", 1, ("unquantized",), ("*",))(experts)
@@ -383,8 +290,6 @@ def test_everything_is_made_before_a_backend_runs(isolated_registry: BackendRegi
     assert all(row.passed for count in inputs for row in comparison.measure(count, None, 1))
     assert made == ["weights", "permuted"]
 
-
-# --- the command line ---
 
 LINE = "--experts 4 --hidden 32 --intermediate 16 --top-k 2"
 
@@ -409,7 +314,7 @@ def test_run_names_what_a_backend_wrote(
     assert (found["damage"], found["passed"], found["time_us"]) == (expected, False, None)
     assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile".split()) == cli.WRONG_NUMBERS
     out = " ".join(capsys.readouterr().out.split())
-    assert f"WRONG: fake_hostile of {__name__}: {expected}" in out
+    assert f"WRONG: fake_hostile of {HOSTILE}: {expected}" in out
 
 
 @pytest.mark.parametrize("first", [1, 4])
@@ -425,7 +330,7 @@ def test_run_names_who_ran_where_the_device_failed(
     register_moe_backend("fake_hostile", 1, ("unquantized",), ("*",))(experts)
     assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile --json".split()) == cli.WRONG_NUMBERS
     found = json.loads(capsys.readouterr().out)
-    assert found["failure"].startswith(f"backend 'fake_hostile' of {__name__} ")
+    assert found["failure"].startswith(f"backend 'fake_hostile' of {HOSTILE} ")
     assert FAULT in found["failure"]
     assert (found["passed"], found["time_us"]) == (False, None)
 
@@ -451,49 +356,7 @@ def test_bench_names_what_a_backend_wrote_and_the_others_are_right(
     assert all(row["passed"] and row["time_us"] > 0 for row in others)
     assert cli.main(line.split()) == cli.WRONG_NUMBERS
     out = " ".join(capsys.readouterr().out.split())
-    assert f"fake_zeroes of {__name__} is WRONG at 2 tokens: apply wrote to the layer's weights (w13)" in out
-
-
-# --- what watches ---
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.float32])
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 8)])
-def test_each_byte_is_watched(dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moereg.tuning.watched._CPU_WORDS", 4)  # Several pieces of a few bytes.
-    base = torch.arange(2000, dtype=torch.int16).to(torch.uint8)
-    tensor = base[8 : 8 + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
-    watched = WatchedTensors({"it": tensor, "other": torch.zeros(3)})
-    assert watched.written() == ()
-    seen = tensor.detach().data.view(-1).view(torch.uint8)
-    for place in range(len(seen)):
-        seen[place] ^= 0x80
-        assert watched.written() == ("it",)
-        seen[place] ^= 0x80
-    base.data[:8] = 99
-    watched.renew()
-    assert watched.written() == ()
-
-
-def test_what_changes_places_is_seen_and_put_back() -> None:
-    tensor = torch.arange(64.0).reshape(8, 8)
-    pristine = tensor.clone()
-    watched = WatchedTensors({"it": tensor})
-    view = tensor[1:]
-    tensor.data.copy_(tensor.flip(0))
-    assert watched.written() == ("it",)
-    watched.restore({"it": pristine})
-    assert torch.equal(view, pristine[1:])
-    assert watched.written() == ()
-    tensor.untyped_storage().resize_(0)
-    assert watched.written() == ("it",)
-    watched.restore({"it": pristine})
-    assert torch.equal(view, pristine[1:])
-
-
-def test_bytes_are_compared_as_bytes() -> None:
-    assert same_bytes(torch.tensor([math.nan]), torch.tensor([math.nan]))
-    assert not same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert f"fake_zeroes of {HOSTILE} is WRONG at 2 tokens: apply wrote to the layer's weights (w13)" in out
 
 
 def test_a_layer_is_made_twice_alike() -> None:

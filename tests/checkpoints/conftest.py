@@ -1,0 +1,64 @@
+"""Checkpoints to read, and records of what was opened and read of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from moereg.checkpoints import _files
+from tests.checkpoints.small_checkpoint import write_checkpoint
+
+if TYPE_CHECKING:
+    from tests.checkpoints.saved_models import Save, Saved
+
+
+@pytest.fixture(scope="session")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """Makes the small model of a case and saves it, once for each dtype."""
+    from tests.checkpoints.saved_models import CASES, save_model  # Imports transformers, which few tests here need.
+
+    done: dict[tuple[str, torch.dtype], Saved] = {}
+
+    def make(name: str, dtype: torch.dtype) -> Saved:
+        if (name, dtype) not in done:
+            done[name, dtype] = save_model(CASES[name], dtype, tmp_path_factory.mktemp(name))
+        return done[name, dtype]
+
+    return make
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the shards that were opened, in order."""
+    names: list[str] = []
+    real = _files.safe_open
+
+    def counting(path: Path, **options: str) -> Any:
+        names.append(Path(path).name)
+        return real(path, **options)
+
+    monkeypatch.setattr(_files, "safe_open", counting)
+    return names
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
+    """Tensors whose data was read, and which row of them."""
+    calls: list[tuple[str, int | None]] = []
+    real = _files.CheckpointFiles.read
+
+    def recording(self: Any, name: str, row: int | None = None) -> torch.Tensor:
+        calls.append((name, row))
+        return real(self, name, row)
+
+    monkeypatch.setattr(_files.CheckpointFiles, "read", recording)
+    return calls
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path, sharded=True)
+    return tmp_path

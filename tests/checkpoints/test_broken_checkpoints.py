@@ -1,0 +1,205 @@
+"""What can be wrong with a checkpoint: each breaks a good one, and the error names the rule, the value and the file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moereg.checkpoints import load_experts, moe_layers, read_problem
+from moereg.errors import CheckpointError
+from tests.checkpoints.small_checkpoint import CONFIG, EXPERTS, ROUTER, small_tensors, write_checkpoint
+
+# What can be wrong with a checkpoint: each breaks a good one; the error names the rule, the value and the file.
+
+Break = Callable[[Path], None]
+
+
+def _config(**changes: Any) -> Break:
+    """Writes the config with changes; a value of ... removes the entry."""
+    config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not ...}
+    return lambda path: write_checkpoint(path, config)
+
+
+def _with_tensors(changes: dict[str, torch.Tensor | None]) -> Break:
+    tensors = {name: tensor for name, tensor in {**small_tensors(), **changes}.items() if tensor is not None}
+    return lambda path: write_checkpoint(path, tensors=tensors, sharded=True)
+
+
+def _text(file: str, content: str) -> Break:
+    return lambda path: (path / file).write_text(content) and None
+
+
+def _remove(*files: str) -> Break:
+    def remove(path: Path) -> None:
+        for file in files:
+            (path / file).unlink()
+
+    return remove
+
+
+def _truncate(file: str, num_bytes: int) -> Break:
+    return lambda path: (path / file).write_bytes((path / file).read_bytes()[:num_bytes]) and None
+
+
+def _only_pickles(path: Path) -> None:
+    _remove("model.safetensors.index.json")(path)
+    (path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
+
+
+def _rename_in_index(old: str, new: str) -> Break:
+    def rename(path: Path) -> None:
+        index = path / "model.safetensors.index.json"
+        index.write_text(index.read_text().replace(old, new))
+
+    return rename
+
+
+GATE_0, DOWN_3 = f"{EXPERTS}.0.gate_proj.weight", f"{EXPERTS}.3.down_proj.weight"
+BROKEN: dict[str, tuple[Break, tuple[str, ...]]] = {
+    "no_config": (_remove("config.json"), ("must hold config.json", "{path}", "nothing is downloaded")),
+    "config_not_json": (_text("config.json", "{"), ("{path}/config.json must be readable JSON", "download")),
+    "config_not_object": (_text("config.json", "[]"), ("{path}/config.json must hold a JSON object, got list",)),
+    "no_model_type": (_config(model_type=...), ("{path}/config.json must hold model_type, got None",)),
+    "unknown_model_type": (
+        _config(model_type="qwen3_mo"),
+        ("{path}/config.json", "unknown model type 'qwen3_mo', did you mean 'qwen3_moe'?", "known:", "mixtral"),
+    ),
+    "unknown_activation": (
+        _config(hidden_act="mish"),
+        ("{path}/config.json", "unknown hidden_act 'mish'", "gelu_pytorch_tanh"),
+    ),
+    "no_num_layers": (_config(num_hidden_layers=...), ("{path}/config.json", "num_hidden_layers", "got none")),
+    "bad_size": (_config(moe_intermediate_size=0), ("{path}/config.json", "moe_intermediate_size", "got 0")),
+    "size_not_number": (_config(hidden_size="wide"), ("{path}/config.json", "hidden_size", "got 'wide'")),
+    "no_num_experts": (_config(num_experts=...), ("{path}/config.json", "num_experts")),
+    "top_k_too_large": (_config(num_experts_per_tok=5), ("{path}/config.json", "top_k=5")),
+    "dense_layers_not_list": (_config(mlp_only_layers=3), ("{path}/config.json", "mlp_only_layers", "list", "got 3")),
+    "limit_not_number": (
+        _config(model_type="gpt_oss", intermediate_size=6, swiglu_limit="7"),
+        ("{path}/config.json", "swiglu_limit", "number", "got '7'"),
+    ),
+    "no_index_of_dense": (
+        _config(model_type="deepseek_v2", first_k_dense_replace=...),
+        ("{path}/config.json", "first_k_dense_replace", "got none"),
+    ),
+    "no_quant_method": (
+        lambda path: write_checkpoint(path, {"text_config": CONFIG, "quantization_config": {"bits": 4}}),
+        ("{path}/config.json", "must name its quant_method, got None", "known: awq", "fp8"),
+    ),
+    "unknown_quant_method": (
+        _config(quantization_config={"quant_method": "fp9"}),
+        ("{path}/config.json", "unknown quant method 'fp9', did you mean 'fp8'?", "bfloat16 release"),
+    ),
+    "quant_config_not_object": (
+        _config(quantization_config="fp8"),
+        ("{path}/config.json", "quantization_config must be a JSON object, got 'fp8'"),
+    ),
+    "quantized_tensors_unsaid": (
+        _with_tensors({DOWN_3: torch.zeros(8, 6, dtype=torch.float8_e4m3fn)}),
+        (
+            f"{DOWN_3} must be BF16 or F16 or F32",
+            "unquantized",
+            "F8_E4M3",
+            "{path}/experts1.safetensors",
+            "config.json",
+        ),
+    ),
+    "scale_tensors_unsaid": (
+        _with_tensors({f"{GATE_0}_scale_inv": torch.ones(1, 1)}),
+        ("unquantized experts have no tensor such as", f"{GATE_0}_scale_inv", "{path}/experts0.safetensors"),
+    ),
+    "missing_shard": (
+        _remove("experts1.safetensors"),
+        ("model.safetensors.index.json names {path}/experts1.safetensors, which is missing", "download"),
+    ),
+    "index_not_json": (_text("model.safetensors.index.json", ""), ("{path}/model.safetensors.index.json", "JSON")),
+    "index_without_map": (
+        _text("model.safetensors.index.json", "{}"),
+        ("{path}/model.safetensors.index.json must hold a weight_map",),
+    ),
+    "index_outside": (
+        _rename_in_index("experts1.safetensors", "../experts1.safetensors"),
+        ("must name files of its own directory, got '../experts1.safetensors'",),
+    ),
+    "index_of_another_file": (
+        _rename_in_index("experts1.safetensors", "experts0.safetensors"),
+        ("{path}/experts0.safetensors", f"{EXPERTS}.2.gate_proj.weight"),
+    ),
+    "truncated": (_truncate("experts1.safetensors", -1), ("{path}/experts1.safetensors (", "bytes)", "download")),
+    "empty_file": (_truncate("router.safetensors", 0), ("{path}/router.safetensors (0 bytes)", "download")),
+    "lfs_pointer": (
+        _text("experts0.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        ("{path}/experts0.safetensors (", "download"),
+    ),
+    "missing_tensor": (
+        _with_tensors({DOWN_3: None}),
+        (f"tensor {DOWN_3!r} is missing from {{path}}/model.safetensors.index.json", "download"),
+    ),
+    "missing_router": (
+        _with_tensors({ROUTER: None}),
+        ("router of layer 1 is missing from '{path}'", ROUTER, "download"),
+    ),
+    "wrong_hidden_size": (
+        _config(hidden_size=10),
+        (f"{GATE_0} must be [6, 10]", "H=10", "got [6, 8] in {path}/model.safetensors"),
+    ),
+    "wrong_intermediate_size": (
+        _config(moe_intermediate_size=7),
+        (f"{GATE_0} must be [7, 8]", "I=7", "got [6, 8] in {path}/model.safetensors"),
+    ),
+    "too_many_experts": (
+        _config(num_experts=5),
+        (f"tensor '{EXPERTS}.4.gate_proj.weight' is missing from {{path}}/model.safetensors",),
+    ),
+    "too_few_experts": (
+        _config(num_experts=3),
+        (f"{ROUTER} must be [3, 8]", "E=3", "got [4, 8] in {path}/model.safetensors"),
+    ),
+    "mixed_dtypes": (
+        _with_tensors({DOWN_3: torch.zeros(8, 6)}),
+        ("must have one dtype", f"BF16 for {GATE_0} in experts0", f"F32 for {DOWN_3} in experts1", "{path}"),
+    ),
+    "pickles": (_only_pickles, ("only safetensors", "pytorch_model-00001-of-00002.bin", "{path}", "save_pretrained")),
+    "no_weights": (_remove("model.safetensors.index.json"), ("got neither in '{path}'",)),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_checkpoint_is_one_clear_error(sharded: Path, name: str) -> None:
+    break_it, expected = BROKEN[name]
+    load_experts(sharded, 1)
+    if name in ("wrong_hidden_size", "wrong_intermediate_size", "too_many_experts", "too_few_experts"):
+        (sharded / "model.safetensors.index.json").unlink()
+    break_it(sharded)
+    for read in (load_experts, read_problem):
+        with pytest.raises(CheckpointError) as error:
+            read(sharded, 1)
+        message = str(error.value)
+        assert "\n" not in message
+        for part in expected:
+            assert part.replace("{path}", str(sharded)) in message
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (0, "layer 0 of {path!r} is dense, but a layer with experts is needed; those are 1-2"),
+        (3, "layer must be in 0..2 for {path!r}, got 3; its layers with experts are 1-2"),
+        (-1, "layer must be in 0..2 for {path!r}, got -1; its layers with experts are 1-2"),
+    ],
+)
+def test_layers_without_experts(sharded: Path, layer: int, expected: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(expected.format(path=str(sharded)))):
+        load_experts(sharded, layer)
+
+
+def test_unreadable_directory(tmp_path: Path) -> None:
+    for path in (tmp_path / "nothing", "Qwen/Qwen3-30B-A3B"):
+        with pytest.raises(CheckpointError, match="nothing is downloaded") as error:
+            moe_layers(path)
+        assert str(path) in str(error.value)
