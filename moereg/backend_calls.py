@@ -11,10 +11,11 @@ import torch
 from moereg.ambient import plain_torch
 from moereg.errors import BackendError, MoeregError, described, is_lack_of_memory, shown, stops_the_process
 from moereg.experts import Experts
+from moereg.platforms import KINDS
 from moereg.selection import Decision, Selection
 from moereg.weights import ExpertWeights, PermutedWeights
 
-__all__ = ["device_types", "make_experts", "named", "permute", "raise_named", "workspace_shapes"]
+__all__ = ["make_experts", "named", "permute", "raise_named", "workspace_shapes"]
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -23,7 +24,7 @@ _MOST_ELEMENTS: Final = 2**48
 
 
 def make_experts(selection: Selection, decision: Decision) -> Experts:
-    """The launch plan of a candidate whose cell is registered here.
+    """The experts class of a candidate whose cell is registered here, made for the selection's problem.
 
     Raises:
         BackendError: It raised.
@@ -36,25 +37,15 @@ def make_experts(selection: Selection, decision: Decision) -> Experts:
         raise_named(selection, "__init__", error)
 
 
-def device_types(selection: Selection, experts: Experts) -> tuple[str, ...]:
-    """Types of devices that tensors may be on.
-
-    Raises:
-        BackendError: It raised.
-    """
-    try:
-        return tuple(map(str, experts.device_types(selection.platform)))
-    except BaseException as error:
-        raise_named(selection, "device_types", error)
-
-
 def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> PermutedWeights:
-    """The weights in the layout of a launch plan.
+    """The weights in a layout that the experts read.
 
     Raises:
         BackendError: It raised, or returned something else, no tensor, a layout that its class does not declare, or
             tensors of another device.
+        ValueError: The experts do not run where the weights are.
     """
+    _check_device(selection, experts, weights.w13.device)
     try:
         # Tensors of inference mode could not be reloaded outside it.
         with plain_torch(), torch.inference_mode(False):
@@ -74,6 +65,18 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
         found = f"{device}, and the weights are on {weights.w13.device}"
         raise _backend_error(selection, "permute_weights", "returned tensors of another device from", found)
     return permuted
+
+
+def _check_device(selection: Selection, experts: Experts, device: torch.device) -> None:
+    try:
+        allowed = tuple(map(str, experts.device_types(selection.platform)))
+    except BaseException as error:
+        raise_named(selection, "device_types", error)
+    if device.type not in allowed:
+        raise ValueError(
+            f"{type(experts).__name__} for {selection.platform} needs weights on a {' or '.join(allowed)} device, "
+            f"got {device}; move the weights there or select for the platform of {device} (kinds: {', '.join(KINDS)})"
+        )
 
 
 def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) -> Shapes:

@@ -14,14 +14,13 @@ import torch
 from moereg import backend_calls
 from moereg.ambient import fp32_is_exact, plain_torch
 from moereg.arguments import check_count, check_instance
-from moereg.dispatch import Selection, select_backend
+from moereg.call_checks import check_call, check_no_alias, check_values
+from moereg.dispatch import Decision, Selection, select_backend
 from moereg.errors import LayoutMismatchError
 from moereg.experts import Experts
-from moereg.layer_checks import check_expert_map, check_routing, check_tensor, overlaps
-from moereg.platforms import KINDS
-from moereg.prepare_finalize import PrepareFinalize, local_prepare_finalize
+from moereg.placement import resolve_expert_map
+from moereg.prepare_finalize import PrepareFinalize, resolve_prepare_finalize
 from moereg.problem import MoEProblem
-from moereg.weight_checks import checks_values
 from moereg.weights import ExpertWeights, PermutedWeights
 from moereg.workspace import WORKSPACES
 
@@ -36,7 +35,7 @@ class MoEKernel:
     Attributes:
         problem: The layer.
         selection: How the backend was chosen.
-        experts: The launch plan.
+        experts: The chosen class, made for this layer.
         weights: What it runs on; the canonical weights are not kept.
         expert_map: [num_experts] int32 on the weights' device, local expert or -1; update it in place. None where all
             experts are local.
@@ -100,7 +99,7 @@ class MoEKernel:
                 MOEREG_DEBUG=1, also NaN in topk_weights, an expert named twice by a token, or a value of expert_map out
                 of range. Compiled code makes the same checks when it runs.
         """
-        self._check_inputs(hidden_states, topk_weights, topk_ids, out)
+        check_call(self.problem, self._device, hidden_states, topk_weights, topk_ids, out)
         is_own = out is None
         if out is None:
             out = torch.empty_like(hidden_states)
@@ -134,7 +133,6 @@ class MoEKernel:
         """
         check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
         weights.check_against(self.problem)
-        _check_device(self.selection, self.experts, weights.w13.device)
         permuted = backend_calls.permute(self.selection, self.experts, weights)
         # In inference mode tensors of either kind may be written into; without it, those made in it may not.
         with plain_torch(), torch.inference_mode():
@@ -149,14 +147,9 @@ class MoEKernel:
         is_own: bool = False,
     ) -> None:
         """Checks addresses and values, which tensors do not have while code is compiled, and runs the layer."""
-        if not is_own and overlaps(out, (hidden_states, topk_weights, topk_ids)):
-            raise ValueError(
-                "out must not alias an input: it is overwritten while inputs are read; pass another tensor"
-            )
-        if checks_values(self._device):
-            check_routing(topk_weights, topk_ids, self.problem)
-            if self.expert_map is not None:
-                check_expert_map(self.expert_map, self.problem)
+        if not is_own:
+            check_no_alias(out, (hidden_states, topk_weights, topk_ids))
+        check_values(self.problem, self._device, topk_weights, topk_ids, self.expert_map)
         self._run(hidden_states, topk_weights, topk_ids, out)
 
     def _run(
@@ -200,30 +193,6 @@ class MoEKernel:
             backend_calls.raise_named(self.selection, "apply", error)
         if experts.output_form != "reduced":
             self._prepare_finalize.finalize(out, expert_out, prepared, problem)
-
-    def _check_inputs(
-        self,
-        hidden_states: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        out: torch.Tensor | None,
-    ) -> None:
-        problem, device = self.problem, self._device
-        # What is no tensor at all is said by the checks below.
-        is_tensor = isinstance(hidden_states, torch.Tensor)
-        num_tokens = hidden_states.shape[0] if is_tensor and hidden_states.dim() else 0
-        rows = (num_tokens, problem.hidden_size)
-        routes = (num_tokens, problem.top_k)
-        dtype = problem.torch_dtype
-        check_tensor("hidden_states", hidden_states, rows, dtype, dtype, device)
-        check_tensor("topk_weights", topk_weights, routes, torch.float32, torch.float32, device)
-        check_tensor("topk_ids", topk_ids, routes, torch.int32, torch.int64, device)
-        if out is not None:
-            check_tensor("out", out, rows, dtype, dtype, device)
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or topk_weights.requires_grad):
-            raise ValueError("moereg is for inference: inputs must not require grad; call it under torch.no_grad()")
-        if problem.max_num_tokens is not None and num_tokens > problem.max_num_tokens:
-            raise ValueError(f"the problem says max_num_tokens={problem.max_num_tokens}, got {num_tokens} tokens")
 
     def __repr__(self) -> str:
         winner = self.selection.winner
@@ -301,10 +270,21 @@ def make_kernel(
     """
     check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
     check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
-    check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # Its range is said below.
+    check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # `resolve_expert_map` says its range.
     weights.check_against(problem)
+    prepare_finalize = resolve_prepare_finalize(problem, prepare_finalize)
+    expert_map = resolve_expert_map(problem, ep_rank, expert_map, weights.w13.device)
     if selection is None:
         selection = select_backend(problem)
+    winner = _check_selection(selection, problem)
+    if group is not None:
+        _check_same_everywhere(selection, group)
+    experts = backend_calls.make_experts(selection, winner)
+    permuted = backend_calls.permute(selection, experts, weights)
+    return MoEKernel(problem, selection, experts, permuted, prepare_finalize, expert_map)
+
+
+def _check_selection(selection: Selection, problem: MoEProblem) -> Decision:
     check_instance("selection", selection, Selection, "make one with select_backend(problem)")
     if selection.problem != problem:
         raise ValueError(f"the selection was made for {selection.problem}, got {problem}; select again")
@@ -313,61 +293,7 @@ def make_kernel(
         raise ValueError(
             f"the selection has no backend that is registered here (it names {selection.backend!r}); select again"
         )
-    experts = backend_calls.make_experts(selection, winner)
-    _check_device(selection, experts, weights.w13.device)
-    if prepare_finalize is None:
-        prepare_finalize = local_prepare_finalize(problem.activation_format)
-    check_instance("prepare_finalize", prepare_finalize, PrepareFinalize, "leave it out for the one of the format")
-    if prepare_finalize.activation_format != problem.activation_format:
-        raise ValueError(
-            f"prepare_finalize {prepare_finalize.name!r} makes the {prepare_finalize.activation_format} format but the "
-            f"problem says {problem.activation_format}; choose it first and put its format in the problem"
-        )
-    if group is not None:
-        _check_same_everywhere(selection, group)
-    expert_map = _expert_map(problem, ep_rank, expert_map, weights.w13.device)
-    permuted = backend_calls.permute(selection, experts, weights)
-    return MoEKernel(problem, selection, experts, permuted, prepare_finalize, expert_map)
-
-
-def _check_device(selection: Selection, experts: Experts, device: torch.device) -> None:
-    allowed = backend_calls.device_types(selection, experts)
-    if device.type not in allowed:
-        raise ValueError(
-            f"{type(experts).__name__} for {selection.platform} needs weights on a {' or '.join(allowed)} device, "
-            f"got {device}; move the weights there or select for the platform of {device} (kinds: {', '.join(KINDS)})"
-        )
-
-
-def _expert_map(
-    problem: MoEProblem, ep_rank: int, expert_map: torch.Tensor | None, device: torch.device
-) -> torch.Tensor | None:
-    if problem.placement == "map":
-        if expert_map is None:
-            raise ValueError("placement 'map' needs expert_map, int32 [num_experts] with the local expert or -1")
-        check_tensor("expert_map", expert_map, (problem.num_experts,), torch.int32, torch.int32, device)
-        if device.type != "meta":
-            check_expert_map(expert_map, problem)
-        return expert_map
-    if expert_map is not None:
-        raise ValueError("expert_map needs placement='map' in the problem, got placement='contiguous'")
-    if not problem.is_expert_parallel:
-        if ep_rank != 0:
-            raise ValueError(f"ep_rank must be 0 where all experts are local, got {ep_rank}")
-        return None
-    if ep_rank and problem.num_experts % problem.num_local_experts:
-        raise ValueError(
-            f"contiguous placement needs num_experts % num_local_experts == 0, got {problem.num_experts} and "
-            f"{problem.num_local_experts}; give uneven ranks placement='map' and an expert_map"
-        )
-    first = ep_rank * problem.num_local_experts
-    if ep_rank < 0 or first + problem.num_local_experts > problem.num_experts:
-        raise ValueError(
-            f"ep_rank must be in [0, {problem.num_experts // problem.num_local_experts}) for "
-            f"{problem.num_local_experts} of {problem.num_experts} experts a rank, got {ep_rank}"
-        )
-    local = torch.arange(problem.num_experts, dtype=torch.int32, device=device) - first
-    return torch.where((local >= 0) & (local < problem.num_local_experts), local, -1)
+    return winner
 
 
 def _check_same_everywhere(selection: Selection, group: Any) -> None:

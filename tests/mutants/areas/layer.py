@@ -16,7 +16,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "contiguous ranks are off by one expert",
-        "moereg/layer.py",
+        "moereg/placement.py",
         old="first = ep_rank * problem.num_local_experts",
         new="first = ep_rank * problem.num_local_experts + 1",
         tests=("tests/layer/test_layer.py::test_contiguous_ranks_sum_to_the_whole",),
@@ -107,7 +107,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "outputs that overlap an input in part are taken",
-        "moereg/layer_checks.py",
+        "moereg/call_checks.py",
         old="if address and address < end and start < address + tensor.nbytes:",
         new="if address and address == start:",
         tests=("tests/layer/test_layer.py::test_out_aliases_no_input",),
@@ -128,7 +128,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "expert 0 named twice goes unnoticed",
-        "moereg/layer_checks.py",
+        "moereg/call_checks.py",
         old="known = (ordered[:, 1:] >= 0)",
         new="known = (ordered[:, 1:] > 0)",
         tests=("tests/layer/test_layer_calls.py::test_any_expert_named_twice_is_refused",),
@@ -142,14 +142,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "twice the tokens that were promised",
-        "moereg/layer.py",
+        "moereg/call_checks.py",
         old="num_tokens > problem.max_num_tokens:",
         new="num_tokens > 2 * problem.max_num_tokens:",
         tests=("tests/layer/test_layer.py::test_max_num_tokens_is_kept",),
     ),
     Mutant(
         "the map holds an expert more than there are",
-        "moereg/layer.py",
+        "moereg/placement.py",
         old="(local < problem.num_local_experts), local, -1)",
         new="(local <= problem.num_local_experts), local, -1)",
         tests=("tests/layer/test_layer.py::test_contiguous_ranks_sum_to_the_whole",),
