@@ -13,8 +13,10 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import io
+import itertools
 import json
 import pathlib
+import re
 import token
 import tokenize
 import warnings
@@ -36,7 +38,9 @@ _Position = tuple[int, int]
 """Line from 1 on, column from 0 on, in characters."""
 
 
-def code_digest(module: str, counts: Callable[[str], bool], except_data: Iterable[str] = ()) -> str:
+def code_digest(
+    module: str, counts: Callable[[str], bool], except_data: Iterable[str] = (), of: str | None = None
+) -> str:
     """A digest of a module and of what it imports, directly or not, anywhere in it.
 
     JSON files beside the modules count too: they hold launch configurations.
@@ -45,24 +49,29 @@ def code_digest(module: str, counts: Callable[[str], bool], except_data: Iterabl
         module: Its full name.
         counts: Whether a module of that name is followed.
         except_data: Names of JSON files that do not count.
+        of: A class of the module. Classes and functions beside it do not count where nothing of it names them, and
+            neither do their imports; they do where another module that counts imports this one.
 
     Returns:
         Hexadecimal, or `UNKNOWN` where one of the modules cannot be read.
     """
-    pending, digests, folders = [module], {}, set()
+    pending: list[tuple[str, str | None]] = [(module, of)]
+    digests: dict[tuple[str, str | None], str] = {}
+    folders = set()
     while pending:
-        name = pending.pop()
-        if name in digests:
+        part = pending.pop()
+        if part in digests:
             continue
+        name, only = part
         file = module_file(name)
-        source = None if file is None else _read(file)
+        source = None if file is None else _read(file, only)
         if file is None or source is None:
             return UNKNOWN
-        digests[name] = source.digest
+        digests[part] = source.digest
         folders.add(file.parent)
         package = name if file.stem == "__init__" else name.rpartition(".")[0]
-        pending += _imported(source, package, counts)
-    lines = [f"{name} {digests[name]}" for name in sorted(digests)]
+        pending += [(imported, None) for imported in _imported(source, package, counts)]
+    lines = sorted(f"{name} {digest}" for (name, _), digest in digests.items())
     data = (file for folder in folders for file in folder.glob("*.json") if file.name not in except_data)
     lines += sorted(f"{file.name} {_data_digest(file)}" for file in data)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
@@ -80,7 +89,10 @@ def source_digest(source: bytes) -> str:
     Raises:
         SyntaxError, ValueError: It is not a module's.
     """
-    text = _text(source)
+    return _text_digest(_text(source))
+
+
+def _text_digest(text: str) -> str:
     tree = _parsed(text)
     lines = text.split("\n")
     left_out = [
@@ -157,29 +169,84 @@ class _Source:
     imports: frozenset[tuple[int, str, tuple[str, ...]]]
 
 
-def _read(file: pathlib.Path) -> _Source | None:
+def _read(file: pathlib.Path, only: str | None = None) -> _Source | None:
     try:
         status = file.stat()
     except OSError:
         return None
-    return _read_once(file, status.st_mtime_ns, status.st_size)
+    return _read_once(file, only, status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_once(file: pathlib.Path, _changed_ns: int, _num_bytes: int) -> _Source | None:
+def _read_once(file: pathlib.Path, only: str | None, _changed_ns: int, _num_bytes: int) -> _Source | None:
     try:
         source = file.read_bytes()
         if file.suffix != ".py":
             return _Source(hashlib.sha256(source).hexdigest(), frozenset())
+        text = _text(source) if only is None else _text_of(only, _text(source))
         imports: set[tuple[int, str, tuple[str, ...]]] = set()
-        for node in ast.walk(_parsed(_text(source))):
+        for node in ast.walk(_parsed(text)):
             if isinstance(node, ast.Import):
                 imports |= {(0, alias.name, ()) for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 imports.add((node.level, node.module or "", tuple(alias.name for alias in node.names)))
-        return _Source(source_digest(source), frozenset(imports))
+        return _Source(_text_digest(text), frozenset(imports))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError, tokenize.TokenError):
         return None  # It is broken, or of a later Python.
+
+
+def _text_of(name: str, text: str) -> str:
+    """The text of a module without the definitions that a class in it has nothing to do with.
+
+    What counts are the class, statements that define neither a class nor a plain function, and what these name.
+    """
+    definitions: dict[str, list[ast.stmt]] = {}
+    reached: list[ast.AST] = []
+    for statement in _parsed(text).body:
+        if defined := _defined(statement):
+            definitions.setdefault(defined, []).append(statement)
+        else:
+            reached.append(statement)
+    if name not in definitions:
+        return text
+    reached += definitions.pop(name)
+    while reached:
+        for named in _names(reached.pop()):
+            reached += definitions.pop(named, [])
+    lines = text.split("\n")
+    kept = [True] * len(lines)
+    for statement in itertools.chain.from_iterable(definitions.values()):
+        starts = [statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", []))]
+        assert statement.end_lineno is not None
+        for line in range(min(starts) - 1, statement.end_lineno):
+            kept[line] = False
+    return "\n".join(itertools.compress(lines, kept))
+
+
+def _defined(statement: ast.stmt) -> str | None:
+    """What a statement defines without doing anything else: a class, a plain function, or what a star imports."""
+    if isinstance(statement, ast.ClassDef):
+        return statement.name
+    if isinstance(statement, ast.FunctionDef) and not statement.decorator_list:
+        return statement.name
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return next((node.id for node in targets if isinstance(node, ast.Name) and node.id == "__all__"), None)
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    """What the code names, words of its strings included; a docstring names nothing."""
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"\w+", node.value)
+        pending += ast.iter_child_nodes(node)
 
 
 def _imported(source: _Source, package: str, counts: Callable[[str], bool]) -> set[str]:

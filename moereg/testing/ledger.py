@@ -164,7 +164,7 @@ def _text(name: str, value: object) -> str:
 
 
 def cell_digest(cell: BackendCell) -> str:
-    """A digest of a cell's code: its backend module and what that imports, as far as it belongs to backends.
+    """A digest of a cell's code: its class, and what that names and imports, as far as it belongs to backends.
 
     Of moereg that is its backends with their private packages, its kernels and its layouts; of a wheel its package.
     """
@@ -174,7 +174,7 @@ def cell_digest(cell: BackendCell) -> str:
     def counts(name: str) -> bool:
         return f"{name}.".startswith(_OWN_CODE if root == _PACKAGE else f"{root}.")
 
-    return code_digest(module, counts, except_data=(FILE_NAME,))
+    return code_digest(module, counts, except_data=(FILE_NAME,), of=cell.experts.__qualname__)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -169,6 +169,77 @@ def test_a_digest_follows_all_kinds_of_imports(package: pathlib.Path) -> None:
     assert "wheel_x" not in sys.modules
 
 
+PAGE = '''"""Two classes: `Second` beside `First`."""
+from moereg.author import Experts
+__all__ = ["First", "Second"]
+LIMIT = 64
+
+def helper():
+    return LIMIT
+
+def other_helper():
+    from . import unused
+
+class Base(Experts):
+    def load(self):
+        return helper()
+
+@register("first")
+class First(Base):
+    """As `Second`."""
+    def load(self):
+        from .inner import second
+
+@register(
+    "second"
+)
+class Second(Base):
+    def load(self):
+        from . import third
+        return other_helper()
+'''
+
+
+@pytest.mark.parametrize(
+    ("change", "changes_first"),
+    [
+        (("LIMIT = 64", "LIMIT = 128"), True),
+        (("return LIMIT", "return -LIMIT"), True),
+        (("class Base(Experts)", "class Base(object)"), True),
+        (('@register("first")', '@register("1st")'), True),
+        (("from .inner import second", "from .inner import deep"), True),
+        (('"second"\n)', '"2nd"\n)'), False),
+        (("from . import unused", "from . import fourth"), False),
+        (("from . import third", "from . import first"), False),
+        (("As `Second`", "Unlike `Second`"), False),
+        (('["First", "Second"]', '["First"]'), False),
+        # Where the class names the other one, even in a string, that counts.
+        (('"""As `Second`."""', 'second = "Second"'), True),
+    ],
+    ids=str,
+)
+def test_a_class_counts_with_what_it_names(package: pathlib.Path, change: tuple[str, str], changes_first: bool) -> None:
+    def digest_of(name: str) -> str:
+        return code_digest("wheel_x.backend", lambda module: module.startswith("wheel_x"), of=name)
+
+    page = package / "backend.py"
+    page.write_text(PAGE)
+    first, second = digest_of("First"), digest_of("Second")
+    assert len({first, second, UNKNOWN}) == 3
+    page.write_text(PAGE.replace(*change))
+    assert PAGE.replace(*change) != PAGE
+    assert (digest_of("First") != first) == changes_first
+    page.write_text(PAGE)
+    (package / "third.py").write_text("x = 3")
+    assert digest_of("First") == first
+    assert digest_of("Second") != second
+    # A module that the class imports may use anything of the page.
+    (package / "inner" / "second.py").write_text("from ..backend import Second")
+    whole = digest_of("First")
+    (package / "unused.py").write_text("x = 2")
+    assert digest_of("First") != whole
+
+
 def test_launch_configurations_count_by_value(package: pathlib.Path) -> None:
     before = wheel_digest()
     (package / "configs.json").write_text('{"warps": 4,\n "block": 64}')
