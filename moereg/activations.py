@@ -14,7 +14,7 @@ from moereg.errors import ArgumentError, shown
 
 __all__ = ["ACTIVATIONS", "Activation"]
 
-# What every dtype that activations are computed in can take as a scalar.
+# The largest scalar that every computed dtype can hold.
 _LARGEST: Final = torch.finfo(torch.bfloat16).max
 
 
@@ -36,7 +36,7 @@ class Activation:
 
     Raises:
         UnknownNameError: The name is not known.
-        ArgumentError: A scalar is not finite or means nothing for the activation, or `gated` is not as it is.
+        ArgumentError: A scalar is not finite or has no meaning for the activation, or `gated` contradicts the name.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Activation:
             [..., I], same dtype, a new tensor.
 
         Raises:
-            ArgumentError: It is no tensor of floats, or has no two halves where gated.
+            ArgumentError: The argument is no tensor of floats, or a gated activation got an odd number of columns.
         """
         if not isinstance(gemm1, torch.Tensor) or gemm1.dim() == 0 or gemm1.dtype not in _COMPUTED or gemm1.is_sparse:
             raise ArgumentError(

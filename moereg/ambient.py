@@ -1,8 +1,8 @@
-"""Torch's ambient state, such as autocast, changes no number of moereg: it computes in a plain state of its own.
+"""Torch's ambient state, such as autocast, changes no number of moereg: layers compute in a plain state.
 
-What can be changed for this thread or for some lines is changed there. The default dtype and the default device are
-left alone: the one is of the process, and the other makes every call of torch slower; moereg names both where it makes
-a tensor. Deterministic algorithms, and their filled memory, are kept as well, since they only cost time.
+State that can be changed for one thread or one block is changed there only. The default dtype and the default device
+are left alone: the one is of the process, and the other makes every call of torch slower; moereg names both where it
+makes a tensor. Deterministic algorithms, and their filled memory, are kept as well, since they only cost time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 __all__ = ["fp32_is_exact", "in_plain_torch", "plain_torch"]
 
-# Its module becomes an object at run time, of which type checkers do not know.
+# Its module becomes an object at run time, which type checkers do not expect.
 _mkldnn: Any = torch.backends.mkldnn
 
 P = ParamSpec("P")
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 def fp32_is_exact() -> bool:
-    """Whether fp32 matmuls are fp32 ones here, and stay so while others leave the plain state."""
+    """Whether fp32 matmuls use full fp32 here, and keep doing so while other threads leave the plain state."""
     return not _EXACT.is_used_or_needed()
 
 
@@ -44,7 +44,7 @@ def plain_torch() -> Iterator[None]:
 
 
 def in_plain_torch(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, run in `plain_torch`; where a caller compiles it, it becomes part of the caller's code as it is."""
+    """Runs the function in `plain_torch`; a caller that compiles it makes it part of the compiled code."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -65,7 +65,7 @@ def _device_types() -> tuple[str, ...]:
 
 
 class _ExactMatmuls:
-    """fp32 matmuls that are fp32 ones. The setting is the process's, so the last thread to leave restores it."""
+    """Makes fp32 matmuls use full fp32. The setting is the process's, so the last thread to leave restores it."""
 
     def __init__(self) -> None:
         self._users = 0
@@ -91,7 +91,7 @@ class _ExactMatmuls:
 
 
 class _Precisions(NamedTuple):
-    """What `torch.set_float32_matmul_precision` was given, or ""; of each operator, what it resolves to and its own."""
+    """The argument of `torch.set_float32_matmul_precision`, or ""; each operator's effective and own value."""
 
     legacy: str
     matmuls: tuple[tuple[str, str], ...]
@@ -107,7 +107,7 @@ def _is_reduced(matmul: Any) -> bool:
 
 
 def _make_exact() -> _Precisions:
-    """Changes only what is reduced, and by the setter that was used: torch refuses to read a mix of the two."""
+    """Changes only what is reduced, with the setter that was used before: torch refuses to read a mix of the two."""
     legacy = _legacy_precision()
     matmuls = tuple((matmul.fp32_precision, _own_precision(matmul)) for matmul in _matmuls())
     if legacy:
@@ -134,7 +134,7 @@ def _legacy_precision() -> str:
 
 
 def _own_precision(matmul: Any) -> str:
-    """Of the operator itself: its getter tells what it inherits, and what it inherits may change later."""
+    """The operator's own value: its getter returns the inherited one, which may change later."""
     resolved: str = matmul.fp32_precision
     if resolved in ("ieee", "none"):
         return resolved

@@ -28,14 +28,14 @@ __all__ = [
 T = TypeVar("T")
 
 _LARGEST: Final = 2**63 - 1
-"""Of a size in torch."""
+"""The largest size in torch."""
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> int:
     """A whole number that a tensor's size could be; True is none.
 
     Raises:
-        ArgumentError: It is something else, below the minimum or beyond 64 bits.
+        ArgumentError: The value is no integer, below the minimum or beyond 64 bits.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(f"{name} must be an integer, got {shown(value)}")
@@ -50,7 +50,7 @@ def check_number(name: str, value: object) -> float:
     """A finite number; True is none.
 
     Raises:
-        ArgumentError: It is something else.
+        ArgumentError: The value is no finite number.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ArgumentError(f"{name} must be a finite number, got {shown(value)}")
@@ -67,7 +67,7 @@ def check_flag(name: str, value: object) -> bool:
     """True or False.
 
     Raises:
-        ArgumentError: It is something else, such as 1 or "false".
+        ArgumentError: The value is no bool; 1 and "false" are none.
     """
     if not isinstance(value, bool):
         raise ArgumentError(f"{name} must be True or False, got {shown(value)}")
@@ -78,7 +78,7 @@ def check_text(name: str, value: object) -> str:
     """A text that can be printed on a line.
 
     Raises:
-        ArgumentError: It is something else, or holds control characters.
+        ArgumentError: The value is no text, or holds control characters.
     """
     if not isinstance(value, str):
         raise ArgumentError(f"{name} must be a text, got {shown(value)}")
@@ -88,11 +88,11 @@ def check_text(name: str, value: object) -> str:
 
 
 def check_one_of(name: str, value: object, known: tuple[str, ...]) -> str:
-    """One of the names that are known.
+    """One of the known names.
 
     Raises:
-        ArgumentError: It is no text.
-        UnknownNameError: It is another one.
+        ArgumentError: The value is no text.
+        UnknownNameError: The name is not known.
     """
     if not isinstance(value, str):
         raise ArgumentError(f"{name} must be a text, one of {', '.join(known)}, got {shown(value)}")
@@ -105,13 +105,13 @@ def check_instance(name: str, value: object, kind: type[object], cure: str) -> N
     """A value of a class.
 
     Args:
-        name: Of the argument.
+        name: Name of the argument.
         value: What was passed.
         kind: The class.
         cure: Where to get one.
 
     Raises:
-        ArgumentError: It is something else.
+        ArgumentError: The value is no instance of that class.
     """
     if not isinstance(value, kind):
         # "An" for the classes that start with a vowel's sound.
@@ -120,10 +120,10 @@ def check_instance(name: str, value: object, kind: type[object], cure: str) -> N
 
 
 def check_device(name: str, value: object) -> torch.device:
-    """A device, or the name of one, whether it is there or not.
+    """A device or its name; the machine need not have it.
 
     Raises:
-        ArgumentError: It is something else.
+        ArgumentError: The value names no device.
     """
     try:
         return torch.device(value)  # type: ignore[call-overload,no-any-return]
@@ -140,7 +140,7 @@ def check_list(name: str, value: object, check: Callable[[str, object], T]) -> t
     """A list, or tuple, of values of one kind.
 
     Raises:
-        ArgumentError: It is something else, or a value of it is.
+        ArgumentError: The value is no list, or an item of it fails the check.
     """
     if not isinstance(value, (list, tuple)):
         raise ArgumentError(f"{name} must be a list, got {shown(value)}")
@@ -151,7 +151,7 @@ def check_mapping(name: str, value: object) -> Mapping[str, Any]:
     """A mapping with texts for keys.
 
     Raises:
-        ArgumentError: It is something else.
+        ArgumentError: The value is no mapping with text keys.
     """
     if not isinstance(value, Mapping):
         raise ArgumentError(f"{name} must be an object, got {shown(value)}")

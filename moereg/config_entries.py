@@ -1,8 +1,8 @@
 """Entries of a checkpoint's config files, read strictly.
 
-Nothing is converted: a file that says "false" or 1.9 where a flag or a count belongs was not written by the model's
-publisher, and what it would be taken for are wrong numbers without an error. Bounds are ten times or more above what
-published models have, so that a small file cannot ask for hours or for all memory.
+Nothing is converted: the model's publisher did not write "false" or 1.9 where a flag or a count belongs, and guessing a
+value would give wrong numbers without an error. Bounds are ten times or more above what published models have, so that
+a small file cannot ask for hours or for all memory.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = [
 ]
 
 LARGEST_SIZE: Final = 2**20
-"""Of a hidden or intermediate size; published ones are up to 53,248."""
+"""Largest hidden or intermediate size; published ones are up to 53,248."""
 MOST_EXPERTS: Final = 20_480
-"""Of a layer; published ones have up to 2,048."""
+"""Most experts of a layer; published ones have up to 2,048."""
 MOST_LAYERS: Final = 5_000
-"""Of a model; published ones have up to 200."""
-# Of routing and activation scalars; published ones are up to 16.
+"""Most layers of a model; published ones have up to 200."""
+# Largest scalar of routing and activation; published ones are up to 16.
 _LARGEST_NUMBER: Final = 1e6
 
 _CURE: Final = "take the file from the model's publisher"
@@ -47,10 +47,10 @@ def read_count(
 
     Args:
         config: The parsed file.
-        *names: Spellings of the entry; releases and re-saved files differ in them.
-        default: Meant where the entry is absent or null; None where it has to be there.
+        *names: Spellings of the entry; releases and re-saved files use different ones.
+        default: Value of an absent or null entry; None if the entry is required.
         minimum: Smallest value that makes sense.
-        maximum: Largest value that is believed.
+        maximum: Largest value that is accepted.
 
     Raises:
         CheckpointError: The entry is missing, not a whole number, or out of range.
@@ -69,10 +69,10 @@ def read_number(config: Mapping[str, Any], *names: str, default: float | None = 
     Args:
         config: The parsed file.
         *names: Spellings of the entry.
-        default: Meant where the entry is absent or null; None where it has to be there.
+        default: Value of an absent or null entry; None if the entry is required.
 
     Raises:
-        CheckpointError: The entry is missing, not a number, not finite or not believable.
+        CheckpointError: The entry is missing, no number, not finite or out of range.
     """
     value = _find(config, names)
     value = default if value is None else value
@@ -94,7 +94,7 @@ def read_flag(config: Mapping[str, Any], name: str, default: bool = False) -> bo
         default: Meant where it is absent or null.
 
     Raises:
-        CheckpointError: The entry is something else, such as "false" or 0.
+        CheckpointError: The entry is no bool, such as "false" or 0.
     """
     value = config.get(name)
     value = default if value is None else value
@@ -140,7 +140,7 @@ def read_indices(config: Mapping[str, Any], name: str) -> frozenset[int] | None:
     """An optional list of layer indices.
 
     Raises:
-        CheckpointError: The entry is something else, or lists more layers than a model has.
+        CheckpointError: The entry is no list of layer indices, or lists more layers than a model has.
     """
     value = config.get(name)
     if value is None:
@@ -158,7 +158,7 @@ def read_name(config: Mapping[str, Any], name: str) -> str | None:
     """An optional text.
 
     Raises:
-        CheckpointError: The entry is something else.
+        CheckpointError: The entry has another type.
     """
     value = config.get(name)
     if value is not None and not isinstance(value, str):
@@ -170,7 +170,7 @@ def read_names(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """An optional list of names.
 
     Raises:
-        CheckpointError: The entry is something else.
+        CheckpointError: The entry has another type.
     """
     value = config.get(name)
     if value is None:
@@ -184,7 +184,7 @@ def read_object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """An optional JSON object; empty where it is absent or null.
 
     Raises:
-        CheckpointError: The entry is something else.
+        CheckpointError: The entry has another type.
     """
     value = config.get(name)
     if value is None:
@@ -198,7 +198,7 @@ def read_objects(config: Mapping[str, Any], name: str) -> Mapping[str, Mapping[s
     """An optional JSON object of objects; empty where it is absent or null.
 
     Raises:
-        CheckpointError: The entry is something else.
+        CheckpointError: The entry has another type.
     """
     value = config.get(name)
     if value is None:
@@ -220,6 +220,6 @@ def _error(
     config: Mapping[str, Any], names: Sequence[str], rule: str, value: Any, cure: str = _CURE
 ) -> CheckpointError:
     found = next((name for name in names if config.get(name) is not None), " or ".join(names))
-    # A config of the quantization has no type of its own.
+    # The quantization config has no type of its own.
     model = f" of model type {shown(config['model_type'])}" if "model_type" in config else ""
     return CheckpointError(f"{found}{model} must {rule}, got {'none' if value is None else shown(value)}; {cure}")

@@ -51,7 +51,7 @@ class ArgumentError(MoeregError, ValueError):
 
 
 class BackendError(MoeregError, RuntimeError):
-    """A backend's own code raised; `__cause__` is what it raised.
+    """A backend's own code raised; `__cause__` is the original exception.
 
     Attributes:
         backend: Its name, for `deny`.
@@ -79,7 +79,7 @@ class PluginError(MoeregError, RuntimeError):
 class CheckpointError(MoeregError, ValueError):
     """A checkpoint cannot be read as a Mixture-of-Experts layer.
 
-    The message is one line without control characters, whatever the files have in the names that it quotes.
+    The message is one line without control characters, whatever names it quotes from the files.
     """
 
     def __init__(self, message: str) -> None:
@@ -130,8 +130,8 @@ def unknown_name_message(kind: str, name: object, known: Iterable[str]) -> str:
     """Words an unknown-name error: the rule, the name found, the nearest and all known names.
 
     Args:
-        kind: What the name should have been, e.g. `backend`.
-        name: What was found.
+        kind: What the name should have been, for example `backend`.
+        name: The name that was found.
         known: All names that would have been accepted.
 
     Returns:
@@ -139,7 +139,7 @@ def unknown_name_message(kind: str, name: object, known: Iterable[str]) -> str:
     """
     names = sorted(set(known))
     lowered = {known_name.lower(): known_name for known_name in names}
-    # Comparing takes the square of the length, and nobody mistypes a name into a page.
+    # Comparing takes quadratic time, and a name of a page's length is no typing error.
     typed = name.lower() if isinstance(name, str) and len(name) <= _LONGEST_TYPED else ""
     near = [lowered[match] for match in difflib.get_close_matches(typed, lowered, n=1, cutoff=0.5)]
     hint = f", did you mean {near[0]!r}?" if near else ""
@@ -164,7 +164,7 @@ class _ShortRepr(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """The repr of what a user passed, for an error: short, on one line, and never raising."""
+    """The repr of a user's value for an error: short, on one line; never raises."""
     try:
         return one_line(_ShortRepr().repr(value))
     except Exception:
@@ -176,9 +176,9 @@ def shown(value: object) -> str:
 
 
 def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
-    """A text as one line that is safe to print: white space is one space each, what cannot be printed is escaped."""
+    """A text as one line that is safe to print: white space becomes one space, unprintable characters are escaped."""
     line = " ".join(text.split())
-    # An escape is longer than what it stands for, so what is too long is cut after it, too.
+    # An escape is longer than the character that it stands for, so cut the text again after escaping.
     start = line[: longest + 1]
     if not start.isprintable():
         start = "".join(char if char.isprintable() else repr(char)[1:-1] for char in start)
@@ -188,7 +188,7 @@ def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
 def described(error: BaseException) -> str:
     """Type and message of an error of other people's code, as one line; never raises.
 
-    Of a message in paragraphs the first, which says what is wrong; those that follow give advice.
+    The first paragraph of a message, which says what is wrong; later ones give advice.
     """
     try:
         text = one_line(str(error).strip().partition("\n\n")[0])
@@ -205,10 +205,10 @@ _LACKS_OF_MEMORY: Final = (
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is not enough memory, which is the doing of nobody's code.
+    """Whether an error says that there is not enough memory, which is no code's fault.
 
-    Of GPUs torch raises a type of its own, which is known by its name here, as this module does without torch. Of CPUs
-    it raises a RuntimeError that only its text tells from others.
+    For GPUs, torch raises a type of its own. It is recognized by name, since this module works without torch. For CPUs,
+    torch raises a RuntimeError that only its text tells from others.
     """
     if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
@@ -222,9 +222,9 @@ def is_lack_of_memory(error: BaseException) -> bool:
 
 
 def stops_the_process(error: BaseException) -> bool:
-    """Whether an error means that somebody outside wants the process to stop, whatever code it passed through.
+    """Whether an error means that someone outside wants the process to stop, whatever code it passed through.
 
-    That is Ctrl-C, or what a handler of a signal raised. SystemExit out of a backend's own code does not.
+    Ctrl-C does, and so does an exception of a signal's handler. SystemExit out of a backend's own code does not.
     """
     if isinstance(error, KeyboardInterrupt):
         return True

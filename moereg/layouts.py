@@ -14,7 +14,7 @@ ALIGNMENT: Final = 16
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """A view where the tensor is contiguous and begins at a multiple of `ALIGNMENT`, else a copy that does.
+    """A view if the tensor is contiguous and begins at a multiple of `ALIGNMENT`, else an aligned copy.
 
     A slice of a larger tensor may begin anywhere; allocators begin at multiples of far more. The strides are those of
     a new tensor, also of dimensions of size 1, which may have any and count as contiguous.

@@ -1,4 +1,4 @@
-"""How much memory is free, and sizes for people."""
+"""Free memory, and sizes in readable units."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["format_bytes", "free_memory_bytes"]
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """Bytes that an allocation on the device could get; None where this machine does not say."""
+    """Bytes that an allocation on the device could get; None if this machine does not report them."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
@@ -25,7 +25,7 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Bytes for people: `1.2 GB`."""
+    """Bytes in readable units: `1.2 GB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.1f} {unit}"

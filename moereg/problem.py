@@ -151,8 +151,8 @@ class MoEProblem:
     def to_dict(self) -> dict[str, Any]:
         """The constructor's keywords as strings and numbers; `MoEProblem.from_dict` reads them back.
 
-        What is None is left out. A scheme that is not one of moereg's own has no name to be found by, so it is written
-        as a mapping.
+        Fields that are None are left out. A scheme that is not one of moereg's own cannot be found by name, so it is
+        written as a mapping.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values = {name: value for name, value in fields.items() if value is not None}

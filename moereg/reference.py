@@ -42,9 +42,8 @@ ROUNDS_INTERMEDIATE: Final = True
 """Whether the intermediate is rounded to the problem's dtype before it is quantized.
 
 A kernel that writes the intermediate and quantizes it in another launch cannot avoid this rounding, and one that
-quantizes in registers can add it for one instruction, so all kernels can agree on it. Without it the two would differ
-by as much as the quantizer makes of a 16-bit rounding: about 1 % of the output for e4m3, see
-`moereg.testing.tolerances`.
+quantizes in registers can add it for one instruction, so all kernels can agree on it. Without it, the two would differ
+by what the quantizer makes of a 16-bit rounding: about 1 % of the output for e4m3, see `moereg.testing.tolerances`.
 """
 
 
@@ -107,7 +106,7 @@ def scheme_loss(
     expert_map: torch.Tensor | None = None,
     computes: QuantScheme | str | None = None,
 ) -> float:
-    """What a scheme itself costs: the relative error of its reference against the unquantized fp32 reference.
+    """The error of the scheme itself: its reference against the unquantized fp32 reference.
 
     Args:
         problem: The layer, with the quantized scheme.
@@ -225,7 +224,7 @@ class _Layer:
         return dequantize_rows(stored, fmt, columns, slice(None), self.dtype)
 
     def input(self, expert: int) -> torch.Tensor:
-        """An expert's rows [rows, H] as they are before quantizing."""
+        """An expert's rows [rows, H] before quantizing."""
         token, slot = self.routes(expert)
         x = self.tokens[token]
         if self.problem.apply_router_weight_on_input:
@@ -235,7 +234,7 @@ class _Layer:
         return x
 
     def intermediate(self, expert: int) -> torch.Tensor:
-        """What the activation function makes of an expert's rows, [rows, I], before quantizing."""
+        """The activation function's output for an expert's rows, [rows, I], before quantizing."""
         gemm1 = self.rounded(self.input(expert), expert, "a13") @ self.matrix("w13", expert).T
         if self.weights.w13_bias is not None:
             gemm1 += self.weights.w13_bias[expert].to(self.dtype)
@@ -245,7 +244,7 @@ class _Layer:
         return hidden
 
     def rounded(self, x: torch.Tensor, expert: int, name: str) -> torch.Tensor:
-        """Rows as the scheme's activation format has them; as they are where it has none."""
+        """Rows rounded to the scheme's activation format; unchanged if it has none."""
         if self.scheme.activation is None:
             return x
         static = self.weights.tensors().get(f"{name}_scale")

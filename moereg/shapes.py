@@ -181,7 +181,7 @@ _SHAPES: Final = (
         intermediate_size=1024,
         top_k=8,
         num_moe_layers=16,
-        # The class default of transformers' OlmoeConfig says 2048, which is not what was released.
+        # The class default of transformers' OlmoeConfig says 2048; the released models do not.
         source="config.json of allenai/OLMoE-1B-7B-0924 as quoted in public code; 6.4e9 routed parameters fit the 7B",
     ),
     MoEShape(

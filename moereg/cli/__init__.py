@@ -1,4 +1,4 @@
-"""The `moereg` command. Its exit codes are those of `_EXIT_CODES`, which its help shows."""
+"""The `moereg` command. `_EXIT_CODES` lists its exit codes, and the help shows them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ WRONG_NUMBERS: Final = 1
 BAD_INPUT: Final = 2
 NOTHING_FITS: Final = 3
 INTERNAL_ERROR: Final = 70
-"""EX_SOFTWARE of sysexits.h: a bug of moereg's own, since all others say something about input, backends or machine."""
+"""EX_SOFTWARE of sysexits.h: a bug of moereg; all other codes speak of input, backends or the machine."""
 OUTPUT_LOST: Final = 74
-"""EX_IOERR of sysexits.h: whoever reads the result would read a part of it."""
+"""EX_IOERR of sysexits.h: a reader of the result would get only a part of it."""
 INTERRUPTED: Final = 130
 """As shells count a process that SIGINT ended."""
 BROKEN_PIPE: Final = 141
-"""As shells count a process that SIGPIPE ended: whoever read the output left."""
+"""As shells count a process that SIGPIPE ended: the reader of the output left."""
 
 _EXIT_CODES: Final = (
     "Exit codes: 0 done; 1 wrong numbers or a backend that failed; 2 bad input or not enough memory for it; 3 nothing "
@@ -51,7 +51,7 @@ app: Final = typer.Typer(
     epilog=_EXIT_CODES,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Its boxes cut the names of options at 80 columns.
+    # Rich's boxes cut the names of options at 80 columns.
     rich_markup_mode=None,
 )
 
@@ -97,7 +97,7 @@ def _exit_code(arguments: list[str]) -> int:
         if is_lack_of_memory(error):
             print_error(f"not enough memory: {one_line(str(error))}; make the layer or the call smaller")
             return BAD_INPUT
-        # Ours, not the user's: -v has what its authors want to see.
+        # A bug of moereg, not of the user: -v shows the traceback that its authors need.
         if {"-v", "--verbose"} & set(arguments):
             traceback.print_exc()
         print_error(f"internal error, please report it: {described(error)} (-v shows the traceback)")
@@ -229,7 +229,7 @@ def bench(
 
 
 def _add_later_command(name: str, does: str) -> None:
-    # Any arguments: what they will be is not known yet, and the answer is the same.
+    # Takes any arguments: they are not known yet, and the answer is the same.
     @app.command(name, help=f"Later: {does}", context_settings={"ignore_unknown_options": True})
     def later(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> int:
         print_error(f"{name} comes in a later release; moereg --help lists what is here")

@@ -33,14 +33,14 @@ _CPU_TOKENS: Final = (1, 4, 16, 64, 256)
 
 @dataclasses.dataclass(frozen=True)
 class BenchResult:
-    """What a bench found; without rows where nothing fitted and nothing ran.
+    """The result of a bench; without rows if nothing fitted and nothing ran.
 
     Attributes:
-        subject: The model, for people.
-        selection: Every candidate, and what a layer would get.
+        subject: The model's name to show.
+        selection: Every candidate, and the chosen one.
         routing: One of `ROUTINGS`.
         measured_on: `device`, `versions`, `commit` and `date`, among others.
-        ceilings: Of the device; None where nothing ran.
+        ceilings: The device's; None if nothing ran.
         rows: By number of tokens, candidates in the selection's order.
     """
 
@@ -53,12 +53,12 @@ class BenchResult:
 
     @property
     def passed(self) -> bool | None:
-        """Whether all that was measured is right; None where nothing ran."""
+        """Whether everything measured is right; None if nothing ran."""
         return all(row.passed for row in self.rows) if self.rows else None
 
     @property
     def skipped(self) -> tuple[Decision, ...]:
-        """Of each backend that does not fit, the candidate that is nearest to fitting."""
+        """For each backend that does not fit, its nearest candidate."""
         return tuple(decision for decision in nearest_by_backend(self.selection.decisions) if not decision.accepted)
 
     @property
@@ -67,12 +67,12 @@ class BenchResult:
         return tuple(dict.fromkeys(row.num_tokens for row in self.rows))
 
     def fastest_first(self, num_tokens: int) -> list[Measurement]:
-        """The rows of a number of tokens; the wrong ones last."""
+        """The rows of one number of tokens, wrong ones last."""
         rows = [row for row in self.rows if row.num_tokens == num_tokens]
         return sorted(rows, key=lambda row: (row.timing is None, row.time_us if row.timing else 0.0))
 
     def labels(self) -> dict[Decision, str]:
-        """What to call each candidate that was measured: its backend, and the class where a backend has several."""
+        """Name of each measured candidate: its backend, with the class if a backend has several."""
         candidates = list(dict.fromkeys(row.decision for row in self.rows))
         names = [decision.backend for decision in candidates]
         return {
@@ -123,7 +123,7 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     """The numbers of `--tokens 1,16,64`, ascending.
 
     Raises:
-        UsageError: Something else is there.
+        UsageError: The text has another form.
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isdecimal() and int(word) for word in words):
@@ -171,7 +171,7 @@ def bench_layer(
     if selection.winner is None:
         return result
     for num_tokens in token_counts:
-        # Each backend has inputs and outputs of its own.
+        # Each backend has its own inputs and outputs.
         check_run_fits(problem, num_tokens, device, len(cells), (1 + len(cells)) * num_calls(num_tokens))
     with phase("measuring ceilings"):
         ceilings = measure_ceilings(problem.torch_dtype, device)

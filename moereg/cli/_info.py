@@ -1,4 +1,4 @@
-"""What this machine has: backends, whether they can run here, and plugins."""
+"""The state of this machine: backends, whether they can run here, and plugins."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def _cell(cell: BackendCell) -> dict[str, Any]:
 
 
 def selection_with_evidence(selection: Selection) -> dict[str, Any]:
-    """The object that `moereg explain --json` prints: the selection and where what it chose was verified.
+    """The object that `moereg explain --json` prints: the selection and the evidence of the chosen cell.
 
-    `verification` is None where nothing fits or the cell is not registered here.
+    `verification` is None if nothing fits or the cell is not registered here.
     """
     winner = selection.winner
     found = None

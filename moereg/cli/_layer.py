@@ -22,7 +22,7 @@ Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What a run needs of a layer.
+    """The parts of a layer that a run needs.
 
     Attributes:
         weights: Canonical, local experts.
@@ -64,13 +64,13 @@ def load_layer(path: Path, layer: int, problem: MoEProblem, device: torch.device
     Args:
         path: Checkpoint directory.
         layer: Index in the whole model.
-        problem: As `read_problem` says it.
+        problem: From `read_problem`.
         device: To load to.
-        advance: Told of each expert.
+        advance: Called after each expert.
 
     Raises:
         CheckpointError: The layer cannot be read.
-        TooLargeError: It does not fit.
+        TooLargeError: The layer does not fit.
     """
     from moereg.checkpoints import load_experts
 
@@ -81,6 +81,6 @@ def load_layer(path: Path, layer: int, problem: MoEProblem, device: torch.device
 
 def random_hidden_states(problem: MoEProblem, num_tokens: int, seed: int, device: torch.device) -> torch.Tensor:
     """Normal numbers [T,H] in the problem's dtype, the same on every device."""
-    # Another stream than the weights', which would correlate with what they multiply.
+    # A stream apart from the weights', since equal draws would correlate with what they multiply.
     generator = torch.Generator().manual_seed(seed + 1)
     return torch.randn(num_tokens, problem.hidden_size, generator=generator).to(device, problem.torch_dtype)

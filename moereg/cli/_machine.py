@@ -12,7 +12,7 @@ __all__ = ["platform_at_hand"]
 
 
 def platform_at_hand(command: str, name: str | None) -> Platform:
-    """This machine as a platform; a named one has to be it, or its CPU.
+    """This machine as a platform; a named platform must be this machine or its CPU.
 
     Args:
         command: Which asks, for the message.
@@ -20,7 +20,7 @@ def platform_at_hand(command: str, name: str | None) -> Platform:
 
     Raises:
         UsageError: The name is another machine's.
-        UnknownPlatformError: It is no machine's.
+        UnknownPlatformError: No machine has that name.
     """
     load_backends()  # A plugin's kind of platform is known once it is loaded.
     here = current_platform()

@@ -22,11 +22,11 @@ def check_run_fits(
     """Checks that the layer's weights, one expert in fp32 and the tokens fit into free memory.
 
     Args:
-        problem: The layer, whose weights are there once as they are and once permuted for each kernel.
+        problem: The layer, whose weights take memory once in canonical order and once permuted for each kernel.
         num_tokens: Of one call.
         device: To run on.
-        num_kernels: How many are there at the same time.
-        num_calls: How many inputs and outputs are.
+        num_kernels: Number of kernels at the same time.
+        num_calls: Number of inputs and outputs at the same time.
 
     Raises:
         TooLargeError: They take more than 60 % of it; the message has the size and the option that makes it smaller.

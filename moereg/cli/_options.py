@@ -1,4 +1,4 @@
-"""Options that commands share, and what they mean: a problem, a request, a platform."""
+"""Options that commands share, and the problem, request and platform that they make."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VerboseFlag = Annotated[bool, typer.Option("--verbose", "-v", help="Log to stand
 
 @dataclasses.dataclass(frozen=True)
 class ProblemFlags:
-    """The options that describe a layer and what to choose for it; None where not given."""
+    """The options that describe a layer and a request; None if not given."""
 
     model: Annotated[str | None, typer.Option(help="A known model's layer, e.g. qwen3-30b-a3b.")] = None
     experts: Annotated[int | None, typer.Option(help="Experts of the layer.")] = None
@@ -101,7 +101,7 @@ class ProblemFlags:
         return {word: ",".join(names) for word in ("require", "prefer", "deny") if (names := getattr(self, word))}
 
     def check_no_checkpoint_facts(self) -> None:
-        """Checks that nothing is said that a checkpoint says itself.
+        """Rejects flags that the checkpoint decides.
 
         Raises:
             UsageError: An option could contradict the checkpoint.

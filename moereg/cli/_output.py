@@ -17,12 +17,12 @@ from moereg.errors import one_line
 
 __all__ = ["console", "only_results_on_stdout", "print_error", "print_json"]
 
-# Without a terminal there is no width to fit; rich would take 80 columns and break names.
+# Without a terminal there is no width to fit; rich would assume 80 columns and break names.
 _PIPED_WIDTH: Final = 140
 
 
 def console(stream: TextIO) -> Console:
-    """A console on a stream: brackets are text, and nothing but a terminal gets colors, FORCE_COLOR or not."""
+    """A console on a stream: brackets are plain text, and only a terminal gets colors, even with FORCE_COLOR."""
     is_terminal = stream.isatty()
     return Console(
         file=stream,
@@ -57,7 +57,7 @@ def print_error(message: str) -> None:
 
 @contextlib.contextmanager
 def only_results_on_stdout(is_verbose: bool) -> Iterator[None]:
-    """What is printed while a command works goes to standard error; results are printed outside of this.
+    """Output during a command's work goes to standard error; results are printed after it.
 
     Args:
         is_verbose: Whether moereg's INFO lines are shown.

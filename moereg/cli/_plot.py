@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_can_plot", "plot_bench"]
 
-# Okabe and Ito's colors, which everyone can tell apart, the strong ones first.
+# Okabe and Ito's colors, which also color-blind readers can tell apart, strong ones first.
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _MARKERS: Final = "osD^vPX"
 _INK: Final = "#222222"

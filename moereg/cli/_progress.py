@@ -25,10 +25,10 @@ def phase(description: str) -> Iterator[Advance]:
     """Shows that a phase of work is under way.
 
     Args:
-        description: What is being done, e.g. `permuting weights`.
+        description: What is being done, for example `permuting weights`.
 
     Yields:
-        To be called as steps are done; a phase without steps shows that it runs.
+        A callback for finished steps; a phase without steps only shows that it runs.
     """
     with _bar(description) if sys.stderr.isatty() else _line(description) as advance:
         yield advance

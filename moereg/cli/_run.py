@@ -38,21 +38,21 @@ _LARGEST_UNQUANTIZED: Final = 2e9
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """What a run found; the measurements are None where nothing fitted and nothing ran.
+    """The result of a run; measurements are None if nothing fitted and nothing ran.
 
     Attributes:
-        subject: The model or checkpoint, for people.
+        subject: The model's or checkpoint's name to show.
         selection: How the backend was chosen.
         num_tokens: T.
-        relative_error: Against the reference; NaN where the output holds one.
-        scheme_loss: What the scheme costs against fp32; None where the weights that were quantized are not known, are
-            not quantized or are too many to keep beside.
+        relative_error: Against the reference; NaN if the output holds one.
+        scheme_loss: The scheme's own error against fp32; None if the weights are not quantized, or their originals are
+            unknown or too large to keep.
         tolerance: Its bound.
-        time_us: Median of several calls; None where the numbers are wrong.
+        time_us: Median of several calls; None if the numbers are wrong.
         permute_ms: Once.
         weights_bytes: Of the canonical weights.
-        failure: What the backend raised, under its name; empty where it ran.
-        damage: What the backend wrote that it may only read, under its name; empty where nothing.
+        failure: The backend's exception, under its name; empty if it ran.
+        damage: What the backend wrote to without permission, under its name; empty if nothing.
     """
 
     subject: str
@@ -69,7 +69,7 @@ class RunResult:
 
     @property
     def passed(self) -> bool | None:
-        """Whether the backend ran as it should and the error is within the tolerance; None where nothing fitted."""
+        """Whether the backend ran and the error is within the tolerance; None if nothing fitted."""
         if self.failure or self.damage:
             return False
         if self.relative_error is None or self.tolerance is None:
@@ -96,10 +96,10 @@ class RunResult:
 
 
 def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, seed: int) -> RunResult:
-    """Builds a layer, runs what is selected for it on this machine and compares with the reference.
+    """Builds a layer, runs the selected kernel on this machine and compares it with the reference.
 
     Args:
-        flags: The problem or, with a checkpoint, what the checkpoint leaves open; and the request.
+        flags: The problem (with a checkpoint, what it leaves open) and the request.
         checkpoint: Directory to read the layer from; random weights where None.
         layer: Index in the checkpoint; its first layer with experts where None.
         seed: Of weights, hidden states and routing.
@@ -151,7 +151,7 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
 
 
 def _unquantized(problem: MoEProblem, seed: int, device: torch.device) -> ExpertWeights | None:
-    """The weights that the random ones of a quantized layer were made from, where they are not too large."""
+    """The unquantized weights that the random ones were made from, if they are not too large."""
     rows = problem.activation.num_halves + 1
     numel = problem.num_local_experts * rows * problem.intermediate_size * problem.hidden_size
     if problem.quant.weight is None or numel * problem.torch_dtype.itemsize > _LARGEST_UNQUANTIZED:
@@ -193,7 +193,7 @@ def _measure(
     if row.damage:
         return dataclasses.replace(result, damage=row.damage)
     reference = comparison.reference(winner, result.num_tokens)
-    # Not earlier, so that they take no memory while the layer runs.
+    # Loaded only now, so that they take no memory while the layer runs.
     unquantized = None if plain is None else plain()
     loss = None
     if unquantized is not None:

@@ -1,4 +1,4 @@
-"""Tables for people."""
+"""Tables for the terminal."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def show_selection(selection: Selection, subject: str | None = None) -> None:
 
 
 def _verification(decision: Decision, platform: Platform) -> str:
-    """Where a candidate was verified, first of all whether it was on this platform."""
+    """Where a candidate was verified, this platform first."""
     arch = arch_name(str(platform))
     if decision.cell is None:
         return f"not verified on {arch}"
@@ -114,7 +114,7 @@ def _verification(decision: Decision, platform: Platform) -> str:
 
 
 def show_run(result: RunResult) -> None:
-    """Prints what a run found; where nothing fitted, why."""
+    """Prints the result of a run or, if nothing fitted, the reasons."""
     selection = result.selection
     winner = selection.winner
     if winner is None:
@@ -161,7 +161,7 @@ def show_run(result: RunResult) -> None:
 
 
 def show_bench(result: BenchResult) -> None:
-    """Prints what a bench found, fastest first at each number of tokens; where nothing fitted, why."""
+    """Prints the result of a bench, fastest first at each number of tokens, or, if nothing fitted, the reasons."""
     selection, winner, ceilings = result.selection, result.selection.winner, result.ceilings
     if winner is None or ceilings is None:
         show_selection(selection, result.subject)

@@ -16,12 +16,12 @@ _STDERR: Final = 2
 
 
 class OutputLostError(Exception):
-    """Standard output did not take what was written.
+    """Standard output refused a write.
 
-    Outside OSError, which rich and typer answer in ways of their own.
+    Not an OSError, which rich and typer would handle in their own ways.
 
     Attributes:
-        cause: What the system said.
+        cause: The system's error.
     """
 
     def __init__(self, cause: OSError) -> None:
@@ -42,7 +42,7 @@ class _Guarded:
         try:
             self._stream.write(text)
         except UnicodeEncodeError as error:
-            # A name that the terminal's encoding does not have is no reason to end without a result.
+            # A name that the terminal's encoding lacks must not end the command without a result.
             self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except (OSError, ValueError) as error:
             self._failed(error)
@@ -58,18 +58,18 @@ class _Guarded:
         except (OSError, ValueError) as error:
             self._failed(error)
         if self._lost is not None:
-            # Once more: click tries streams and swallows what they raise.
+            # Flush again: click tries streams and swallows their errors.
             raise self._lost
 
     def _failed(self, error: OSError | ValueError) -> None:
         self._silence()
-        # There is nowhere to say that standard error cannot be written. ValueError: somebody closed the stream.
+        # If standard error cannot be written, there is nowhere to report it. ValueError: somebody closed the stream.
         if self._is_output:
             self._lost = OutputLostError(error if isinstance(error, OSError) else OSError(str(error)))
             raise self._lost
 
     def _silence(self) -> None:
-        """Lets what is buffered go nowhere, so that it does not fail once more when the interpreter ends."""
+        """Discards buffered output, so that it does not fail once more when the interpreter ends."""
         if self._silenced is not None:
             return
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -80,7 +80,7 @@ class _Guarded:
             os.close(null)
 
     def restore(self) -> None:
-        """Throws away what is buffered, and gives back the descriptor: the program may be more than this command."""
+        """Discards buffered output and restores the descriptor: the program may be more than this command."""
         if self._silenced is None:
             return
         descriptor, saved = self._silenced
@@ -124,7 +124,7 @@ def guarded_streams() -> Iterator[None]:
 def others_print_to_stderr() -> Iterator[None]:
     """Inside, standard output is standard error: for Python, for libraries in C and for processes that they start.
 
-    Plugins, kernel libraries and compilers print what they like; results are written outside.
+    Output of plugins, kernel libraries and compilers is redirected; results are written outside.
     """
     sys.stdout.flush()
     with contextlib.redirect_stdout(sys.stderr):
@@ -133,7 +133,7 @@ def others_print_to_stderr() -> Iterator[None]:
         try:
             yield
         finally:
-            # What they left in buffers of their own has to come out while it still goes there.
+            # Flush their own buffers while the stream still points there.
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.__stdout__.flush()  # type: ignore[union-attr]
             with contextlib.suppress(OSError, AttributeError):

@@ -28,8 +28,8 @@ def activation_scale(amax: torch.Tensor, scheme: QuantScheme | str) -> torch.Ten
     """The scale of a whole tensor of activations, from its largest magnitude.
 
     For a scheme with one scale for a tensor that is amax / largest code (448 for float8_e4m3fn); for one with a global
-    scale above group scales it is amax / (largest code * largest group scale), 2688 for nvfp4. Also what a calibration
-    stores as `a13_scale` and `a2_scale`.
+    scale above group scales it is amax / (largest code * largest group scale), 2688 for nvfp4. A calibration stores its
+    result as `a13_scale` and `a2_scale`.
 
     Args:
         amax: Any shape. Of the rows that are routed to a local expert, for a dynamic scale.
@@ -56,15 +56,15 @@ def quantize_activations(x: torch.Tensor, scheme: QuantScheme | str, scale: torc
         x: [..., T, K], any floating dtype.
         scheme: With quantized activations.
         scale: fp32 [], or [..., T, 1] where rows differ: the one scale of a tensor, static or made with
-            `activation_scale`, or the global one of a scheme with two levels. Where None, computed from x: one for all
-            of x, or the global one for each token.
+            `activation_scale`, or the global one of a scheme with two levels. If None, computed from x: one for all of
+            x, or the global one for each token.
 
     Returns:
         Codes and scales; `scale_2` is [] or [..., T, 1] where the format has one.
 
     Raises:
-        ValueError: The scheme does not quantize activations or not to something encodable, needs a static scale, or
-            has no scale that could be given.
+        ValueError: The scheme does not quantize activations, its activation format cannot be encoded, it needs a static
+            scale, or a scale was given that it does not have.
     """
     scheme = get_scheme(scheme)
     fmt = _format(scheme)

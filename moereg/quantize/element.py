@@ -1,4 +1,4 @@
-"""What every element type of a quantized tensor has to say about itself."""
+"""The interface of an element type of quantized tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Element:
     """One element type: its range, and how real numbers become stored codes and back.
 
     Attributes:
-        half_range: What the largest magnitude of a group of weights is mapped to. For integers half of all steps, 127.5
-            or 7.5, so that one half step is clipped at the positive end.
+        half_range: The number that the largest magnitude of a group of weights is mapped to. For integers half of all
+            steps, 127.5 or 7.5, so that one half step is clipped at the positive end.
         max_value: Largest code of both signs: 448, 6, 127, 7. What the largest magnitude of activations is mapped to.
         min_value: Smallest code; below -max_value for integers.
         mantissa_bits: Of floats, without the leading one; None for integers.

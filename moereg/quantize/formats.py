@@ -25,11 +25,11 @@ class Quantized:
 
     Attributes:
         q: Codes [..., R, K] in the format's storage dtype; 4-bit ones packed [..., R, ceil(K/2)].
-        scale: In the format's scale dtype, one a group [..., ceil(R/group rows), ceil(K/group columns)]; [] where one
-            is for everything, or [halves] where each half of the rows of weights has one.
-        scale_2: Global scale, fp32: [] or [halves] (weights); [] or one a row [..., R, 1] (activations); None where the
+        scale: In the format's scale dtype, one a group [..., ceil(R/group rows), ceil(K/group columns)]; [] if one
+            scale covers everything, or [halves] if each half of the rows of weights has one.
+        scale_2: Global scale, fp32: [] or [halves] (weights); [] or one a row [..., R, 1] (activations); None if the
             format has none.
-        zero_point: One a group, packed like q along the groups of a row; None where symmetric.
+        zero_point: One a group, packed like q along the groups of a row; None if symmetric.
     """
 
     q: torch.Tensor
@@ -51,7 +51,7 @@ def element_of(fmt: QuantFormat) -> Element:
         element = INTEGERS[fmt.dtype]
     else:
         dtype = getattr(torch, fmt.dtype, None)
-        # Only positive numbers are in float8_e8m0fnu, which is for scales.
+        # float8_e8m0fnu holds positive numbers only; it is for scales.
         if not (isinstance(dtype, torch.dtype) and _is_float8(dtype) and torch.finfo(dtype).min < 0):
             known = ", ".join(["float4_e2m1fn", *INTEGERS, "the 8-bit floats of torch"])
             raise ValueError(f"no element type {fmt.dtype!r} to quantize to or from (known: {known})")
@@ -68,7 +68,7 @@ def _is_float8(dtype: torch.dtype) -> bool:
 def total_scale(
     scale: torch.Tensor, scale_2: torch.Tensor | None, fmt: QuantFormat, rows: int, columns: int
 ) -> torch.Tensor:
-    """What numbers are divided by to become codes: the product of their scales, rounded to fp32.
+    """The divisor that turns numbers into codes: the product of their scales, rounded to fp32.
 
     Args:
         scale, scale_2: As in `Quantized`, for these rows.

@@ -33,7 +33,7 @@ def group_extrema(x: torch.Tensor, group: tuple[int, int]) -> tuple[torch.Tensor
     )
     missing = (num_columns * extent_columns - columns, num_rows * extent_rows - rows)
     if any(missing):
-        # Zeros do not change what is clamped to 0 below.
+        # Zeros do not change the minimum and maximum, which are clamped to 0 below.
         x = torch.nn.functional.pad(x, (0, missing[0], 0, missing[1]))
     blocks = x.unflatten(-1, (num_columns, extent_columns)).unflatten(-3, (num_rows, extent_rows))
     low, high = blocks.amin((-3, -1)), blocks.amax((-3, -1))

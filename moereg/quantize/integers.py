@@ -14,7 +14,7 @@ __all__ = ["INTEGERS", "offset"]
 
 
 def offset(bits: int) -> int:
-    """What is added to a signed integer to store it unsigned: 8 for uint4, 128 for uint8."""
+    """The offset that stores a signed integer as unsigned: 8 for uint4, 128 for uint8."""
     return 1 << (bits - 1)
 
 
@@ -49,4 +49,4 @@ INTEGERS: Final = {
     "uint8": Element(127.5, 127.0, -128.0, None, _encode_uint8, functools.partial(_decode_byte, shift=offset(8))),
     "uint4": Element(7.5, 7.0, -8.0, None, _encode_uint4, _decode_uint4),
 }
-"""By dtype name. Codes are encoded from and decoded to signed integers; zero points are taken off by the caller."""
+"""Elements by dtype name. Codes are encoded from and decoded to signed integers; the caller subtracts zero points."""

@@ -45,7 +45,7 @@ def lookup_nibbles(packed: torch.Tensor, values: torch.Tensor, columns: int) -> 
     Returns:
         [..., K] fp32.
     """
-    # One look-up of both values of a byte as 8 bytes: a third of the time of unpacking first.
+    # Looking up both values of a byte as 8 bytes takes a third of the time of unpacking first.
     low, high = values.expand(16, 16), values.unsqueeze(1).expand(16, 16)
     pairs = torch.stack((low, high), dim=-1).view(256, 2).view(torch.int64).view(256)
     found = pairs.index_select(0, packed.reshape(-1).int()).view(packed.shape)

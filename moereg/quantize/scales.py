@@ -20,9 +20,9 @@ def choose_scale(
 
     - Floats of 16 or 32 bits: amax / max_value, at least the smallest normal fp32.
     - 8-bit floats (nvfp4's float8_e4m3fn): the same rounded to nearest, within the type's positive finite values.
-    - float8_e8m0fnu: the smallest power of two that is at least amax / max_value, so that nothing saturates. That is
-      what hardware's conversion (`cvt.rp.satfinite.ue8m0x2`) and the MoE kernels of FlashInfer, DeepGEMM and Triton do,
-      and torchao's mode RCEIL. OCP MX 1.0 takes the floor of amax's exponent instead, torchao's default, which
+    - float8_e8m0fnu: the smallest power of two that is at least amax / max_value, so that nothing saturates. The
+      hardware's conversion (`cvt.rp.satfinite.ue8m0x2`), the MoE kernels of FlashInfer, DeepGEMM and Triton, and
+      torchao's mode RCEIL do the same. OCP MX 1.0 takes the floor of amax's exponent instead, torchao's default, which
       saturates the top of every other binade. A checkpoint brings its scales, so reading one does not depend on this.
 
     A group of zeros has scale 1. A group that holds an infinity or NaN has scale NaN, so all of it reads as NaN.
@@ -36,7 +36,7 @@ def choose_scale(
     Returns:
         Same shape, in `dtype`.
     """
-    # By a tensor on amax's device: on CUDA torch divides by a number as if it multiplied by its rounded reciprocal.
+    # Divide by a tensor on amax's device: to divide by a number on CUDA, torch multiplies by its rounded reciprocal.
     scale = amax / amax.new_full((), max_value)
     if scale_2 is not None:
         scale = scale / scale_2
@@ -54,7 +54,7 @@ def choose_scale(
 
 def _power_of_two(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     mantissa, exponent = torch.frexp(scale)
-    # frexp's mantissa is in [0.5, 1), and 0.5 is a power of two as it is.
+    # frexp's mantissa is in [0.5, 1); a mantissa of 0.5 means that the number is a power of two already.
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     code = exponent.clamp(-_E8M0_BIAS, _E8M0_BIAS) + _E8M0_BIAS
     code = torch.where(scale == 0, torch.where(amax == 0, _E8M0_BIAS, 0), code)

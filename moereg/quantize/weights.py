@@ -36,10 +36,10 @@ def quantize_weights(
         scheme: A name or a value.
         a13_scale: fp32 [E] or []: static scale of the first matmul's input, where the scheme has one.
         a2_scale: As a13_scale, of the second matmul's input.
-        separate_halves: Gate and up rows of w13 get scales of their own, [E,2], where a scale spans all rows.
+        separate_halves: Gate and up rows of w13 get separate scales, [E,2], if a scale spans all rows.
 
     Returns:
-        New weights on the same device; biases are the same tensors. Beside input and output it takes the codes of one
+        New weights on the same device; biases are the same tensors. Besides input and output it takes the codes of one
         expert and a few times 4 MiB.
 
     Raises:
@@ -94,7 +94,7 @@ def dequantize_weights(
         dtype: Of the result. Products are taken in fp32 and rounded once to it; in fp64 where dtype is fp64.
 
     Returns:
-        w13 [E,2I,H] (or [E,I,H]) and w2 [E,H,I], new tensors. Beside them it takes a few times 4 MiB.
+        w13 [E,2I,H] (or [E,I,H]) and w2 [E,H,I], new tensors. Besides them it takes a few times 4 MiB.
     """
     sizes = {
         "w13": (weights.num_halves * weights.intermediate_size, weights.hidden_size),
@@ -173,7 +173,7 @@ def _by_role(quantized: Quantized) -> dict[TensorRole, torch.Tensor]:
 
 
 def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int) -> Quantized:
-    """Quantizes [R, K]; `halves` parts of the rows have a scale of their own where one spans them all."""
+    """Quantizes [R, K]; each of the `halves` parts of the rows has its own scale if one scale spans all rows."""
     element = element_of(fmt)
     scale_dtype: torch.dtype = getattr(torch, fmt.scale_dtype)
     rows, columns = weight.shape
@@ -201,7 +201,7 @@ def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int) -> Qua
 def _quantize_rows(
     x: torch.Tensor, fmt: QuantFormat, scale: torch.Tensor | None, scale_2: torch.Tensor | None
 ) -> Quantized:
-    """Quantizes some rows in fp32; scales that span more than these rows are given, one a row."""
+    """Quantizes some rows in fp32; scales that span more than these rows are passed in, one a row."""
     element = element_of(fmt)
     rows, columns = x.shape
     zero_point = None

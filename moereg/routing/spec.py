@@ -53,7 +53,7 @@ class RouterSpec:
         scaling_factor: Folded into the weights.
         has_correction_bias: Whether `route` needs a bias [E] for the choice.
         fp32_logits: Whether the model computes its logits in fp32 even where hidden states and router weight are
-            16-bit. The caller computes the logits, so it is the caller who does that: rounded ones choose otherwise.
+            16-bit. The caller computes the logits and therefore rounds them; rounded logits may choose other experts.
 
     Raises:
         UnknownNameError: `kind` is not known.

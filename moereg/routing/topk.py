@@ -136,7 +136,7 @@ def grouped_softmax_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over all experts, then the best `top_k` inside the best groups (DeepSeek-V2).
 
-    A group's score is its best expert's. One group is what DeepSeek-V2 calls `greedy`, more are `group_limited_greedy`.
+    A group's score is its best expert's. `greedy` of DeepSeek-V2 has one group, `group_limited_greedy` more.
 
     Args:
         router_logits: [T,E]; DeepSeek-V2 computes them in fp32.

@@ -1,8 +1,8 @@
 """Compares every candidate that fits a problem, on the same weights and inputs: first numbers, then time.
 
-What candidates are judged by is made before any of their code runs. Each gets inputs and outputs of its own; weights,
-which are too large to copy, are shared and watched. One that writes what it may only read is wrong, is named with what
-it wrote, and harms no other: what it wrote is made anew.
+References and inputs are made before any candidate's code runs. Each candidate gets its own inputs and outputs. Weights
+are too large to copy, so they are shared and watched. A candidate that writes to them is wrong, the report names what
+it wrote, and others are not harmed: the damaged tensors are made anew.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from moereg.weights import ExpertWeights
 __all__ = ["Comparison", "Measurement", "Phase", "Tolerance", "output_error"]
 
 Tolerance = Callable[[MoEProblem, int, str], float]
-"""The bound of a layer, for a number of tokens and what is computed: `moereg.testing.tolerances.layer_tolerance`."""
+"""The bound for a layer, a number of tokens and the computed scheme: `moereg.testing.tolerances.layer_tolerance`."""
 
 Phase = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], object]]]
-"""Shows that something long, which it is given the name of, is under way; gives what is told of (done, in all)."""
+"""Shows that a long step is under way, given its name; yields a callback for (done, in all)."""
 
 
 @dataclasses.dataclass
 class _Findings:
-    """What is known of the candidates at one number of tokens, or of all of them before any call."""
+    """The state of the candidates at one number of tokens, or of all of them before any call."""
 
     relative_errors: dict[Decision, float] = dataclasses.field(default_factory=dict)
     errors: dict[Decision, Exception] = dataclasses.field(default_factory=dict)
@@ -51,7 +51,7 @@ class _Findings:
 
 @dataclasses.dataclass(frozen=True)
 class _Own:
-    """One candidate's inputs and outputs, and its runs on them."""
+    """One candidate's own inputs and outputs, and its runs on them."""
 
     pristine: Sequence[Call]
     calls: list[Call]
@@ -64,7 +64,7 @@ class _Own:
         return cls(calls, own, [torch.full_like(call.hidden_states, math.nan) for call in calls])
 
     def written(self) -> tuple[str, ...]:
-        """Names of the inputs that are not what they were copied from, or that torch saw written."""
+        """Names of the inputs that differ from their originals, or whose writes torch counted."""
         names: dict[str, None] = {}
         for own, call in zip(self.calls, self.pristine, strict=True):
             for name, tensor, pristine in zip(Call._fields, own, call, strict=True):
@@ -81,7 +81,7 @@ def _silent(_description: str) -> Iterator[Callable[[int, int], object]]:
 class Comparison:
     """The accepted candidates of a selection, all built on the same weights and kept, so that they run in turns.
 
-    A candidate that raises, or writes what is not its own, takes no other down.
+    A candidate that raises, or writes outside its own tensors, does not affect the others.
 
     Attributes:
         problem: The layer.
@@ -101,9 +101,9 @@ class Comparison:
         """Makes the weights and the references, then permutes the weights for every accepted candidate.
 
         Args:
-            selection: Of the machine at hand.
-            make_weights: Makes the canonical weights; called again, for the same ones, where a candidate has written
-                into them.
+            selection: For the machine at hand.
+            make_weights: Makes the canonical weights; called again for the same weights if a candidate has written into
+                them.
             inputs: Calls by their number of tokens, at least one each; they are copied for each candidate.
             tolerance: The bounds.
             phase: Shows progress.
@@ -173,7 +173,7 @@ class Comparison:
         ]
 
     def workspace_bytes(self, decision: Decision, num_tokens: int) -> int:
-        """Of a candidate's two workspaces for a call.
+        """Bytes of a candidate's two workspaces for a call.
 
         Raises:
             KeyError: The candidate could not be built, or was wrong to write.
@@ -182,11 +182,11 @@ class Comparison:
         return sum(math.prod(shape) for shape in shapes) * self.problem.torch_dtype.itemsize
 
     def reference(self, decision: Decision, num_tokens: int) -> torch.Tensor:
-        """What a candidate's output of the first call is compared with, [T,H] fp32."""
+        """The reference for a candidate's output of the first call, [T,H] fp32."""
         return self._references[num_tokens][decision.computes][0]
 
     def _references_of(self, calls: Sequence[Call]) -> dict[str, list[torch.Tensor]]:
-        """Of the first call and, where there are several, the last, by what is computed.
+        """References of the first call and, if there are several, of the last, by computed scheme.
 
         A cell may compute on the same weights with 16-bit activations.
         """
@@ -203,7 +203,7 @@ class Comparison:
 
     def _permute(self, selection: Selection, decision: Decision) -> None:
         chosen = dataclasses.replace(selection, decisions=(decision,), source="required")
-        # Aliases, so that nobody can give our tensors other memory.
+        # Aliases, so that a candidate cannot give our tensors other memory.
         aliases = {name: tensor.detach() for name, tensor in self.weights.tensors().items()}
         weights = dataclasses.replace(self.weights, **aliases)  # type: ignore[arg-type]
         device = self.weights.w13.device
@@ -227,8 +227,8 @@ class Comparison:
             self._blame(found, decision, "apply", own)
 
     def _blame(self, found: _Findings, decision: Decision, step: str, own: _Own | None = None) -> bool:
-        """Says what was written since the last time, if anything was, and makes shared weights what they were."""
-        has_written = True  # Where nobody can tell.
+        """Reports what was written since the last time, if anything, and restores shared weights."""
+        has_written = True  # Used where writes cannot be attributed.
         with self._culprits.naming(found.errors, decision, step):
             has_written = self._has_written(found, decision, step, own)
         return has_written
@@ -238,10 +238,10 @@ class Comparison:
         if inputs:
             found.damages[decision] = f"{step} wrote to its inputs ({', '.join(inputs)})"
         if written := self._watched.written():
-            # For good: what it runs on may be what it wrote to.
+            # Excluded for good: it may have written to what it runs on.
             self._found.damages[decision] = f"{step} wrote to the layer's weights ({', '.join(written)})"
             found.damages[decision] = self._found.damages[decision]
-            # Its permuted weights may be as large as those that are made anew, so they go first.
+            # Its permuted weights may be as large as the new ones, so they are freed first.
             self._kernels.pop(decision, None)
             if own:
                 own.runs.clear()
@@ -250,7 +250,7 @@ class Comparison:
 
     def _restore(self, found: _Findings, writers: Sequence[Decision]) -> None:
         try:
-            if len(self._candidates) > 1:  # Else nobody is there to be harmed.
+            if len(self._candidates) > 1:  # Otherwise no later candidate can be harmed.
                 self._watched.restore(self._make_weights().tensors())
             else:
                 self._watched.renew()
@@ -278,7 +278,7 @@ class Comparison:
         device = self.weights.w13.device
         owns: dict[Decision, _Own] = {}
         for decision in [one for one in self._kernels if self._is_right(found, one, num_tokens)]:
-            # For one, a kernel that cannot be captured although it says so.
+            # For example, a kernel that cannot be captured although its facts say so.
             with self._culprits.naming(found.errors, decision, "apply"):
                 own = _Own.of(self._inputs[num_tokens])
                 own.runs.extend(kernel_runs(self._kernels[decision], own.calls, own.outs))
@@ -293,7 +293,7 @@ class Comparison:
         except Exception as error:
             is_clean = False
             self._culprits.stop_if_lost(found.errors, list(owns), "apply", error)
-        if len(owns) == 1 and self._culprits.stopped is None:  # It is known who it was.
+        if len(owns) == 1 and self._culprits.stopped is None:  # The culprit is known by then.
             (only,) = owns
             self._blame(found, only, "apply", owns[only])
         written = self._watched.written() if self._culprits.stopped is None else ()
@@ -333,7 +333,7 @@ class Comparison:
             found.timings = {}
 
     def _check_again(self, found: _Findings, decision: Decision, own: _Own, num_tokens: int) -> None:
-        """Compares what the timed runs left, and what another run leaves where nothing was."""
+        """Compares the outputs that the timed runs left, and those of another run on outputs full of NaN."""
         references = self._references[num_tokens][decision.computes]
         errors: list[float] = []
         with self._culprits.naming(found.errors, decision, "apply"):
@@ -357,7 +357,7 @@ def _checked_places(calls: Sequence[Call]) -> tuple[int, ...]:
 def output_error(kernel: MoEKernel, call: Call, reference: torch.Tensor) -> float:
     """Relative error of a call whose output was filled with NaN before; NaN where some of it is left."""
     if call.hidden_states.is_cuda:
-        # What is timed later is a call that is not the first of its size, which may take another way.
+        # Later timed calls are not the first of their size, and may take another way.
         kernel(*call)
     out = torch.full_like(call.hidden_states, math.nan)
     kernel(*call, out=out)

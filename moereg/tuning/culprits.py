@@ -1,4 +1,4 @@
-"""Who was running when something was raised: also where it is raised outside a backend's own code."""
+"""Names the backend that was running when an exception was raised, even outside the backend's own code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Errors = MutableMapping[Decision, Exception]
 class Culprits:
     """Names the candidates that were running when something was raised.
 
-    A GPU says that a kernel read what is not its own once somebody waits for it, and from then on says nothing else.
+    A GPU reports an invalid access only when someone waits for it; from then on it reports nothing else.
 
     Attributes:
         stopped: Why nothing more can be measured; None while it can.
@@ -42,7 +42,7 @@ class Culprits:
 
     @contextlib.contextmanager
     def naming(self, errors: Errors, decision: Decision, step: str) -> Iterator[None]:
-        """What is raised inside is kept under a candidate's name, where nothing is yet.
+        """Keeps an exception from inside under a candidate's name, if none is kept yet.
 
         Args:
             errors: Where it is kept.
@@ -66,7 +66,7 @@ class Culprits:
             self._stop(errors, decisions, f"took the device down in {step}: {described(error)}")
 
     def not_restored(self, errors: Errors, decisions: Sequence[Decision], error: Exception) -> None:
-        """Says who wrote to weights that could not be made what they were, so that nobody else can be judged."""
+        """Names who wrote to weights that could not be restored, so that no other candidate can be judged."""
         self._stop(errors, decisions, f"wrote to the layer's weights, which could not be made anew: {described(error)}")
 
     def skip(self, errors: Errors, decisions: Sequence[Decision]) -> None:

@@ -1,4 +1,4 @@
-"""What kernels are measured with: random weights, tokens and routes."""
+"""Inputs for measuring kernels: random weights, tokens and routes."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def random_weights(
 ) -> ExpertWeights:
     """Random weights at which outputs are of the order of 1; the same on every device.
 
-    Drawing a normal number takes far longer than copying one, so experts are cut at different places from one pool of
-    them and scaled differently: no two experts and no two rows of one are equal. Weights of a quantized scheme are
+    Drawing a normal number takes far longer than copying one. So experts are cut at different places from one pool of
+    numbers and scaled differently: no two experts and no two rows of one are equal. Weights of a quantized scheme are
     quantized expert by expert; static activation scales are those of random tokens.
 
     Args:
@@ -110,7 +110,7 @@ def _quantized_experts(
     problem: MoEProblem, pool: torch.Tensor, generator: torch.Generator, advance: Callable[[int, int], object] | None
 ) -> dict[str, torch.Tensor]:
     buffer = _empty_experts(problem, 1, pool.device)
-    # By a generator of its own, so that the weights are those of the unquantized layer, rounded.
+    # Uses its own generator, so that the weights are those of the unquantized layer, rounded.
     own = torch.Generator().manual_seed(generator.initial_seed() + 1)
     sample = torch.randn(_SAMPLE_TOKENS, problem.hidden_size, generator=own).to(pool)
     experts: list[dict[str, torch.Tensor]] = []

@@ -1,4 +1,4 @@
-"""What a comparison says of one candidate."""
+"""The result of a comparison for one candidate."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["Measurement"]
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What one candidate did at one number of tokens.
+    """How one candidate did at one number of tokens.
 
     Attributes:
         decision: The candidate.
         num_tokens: T.
-        relative_error: Against the reference; NaN where the output holds one or there is none. Of the first call, or of
-            the first after timing that is over the bound.
+        relative_error: Against the reference; NaN where the output holds one or there is none. Error of the first call,
+            or of the first after timing that exceeds the bound.
         tolerance: Its bound.
-        failure: What it raised; empty where it ran.
-        timing: None where the numbers are wrong.
-        flops, num_bytes: Of one call, the mean over the calls.
-        roofline_us: What the device could reach; NaN where that is not known.
-        damage: What it wrote that it may only read; empty where nothing.
-        error: What it raised, as it is.
+        failure: The exception's text; empty if it ran.
+        timing: None if the numbers are wrong.
+        flops, num_bytes: Mean of the calls.
+        roofline_us: What the device could reach; NaN if unknown.
+        damage: What it wrote to without permission; empty if nothing.
+        error: The exception itself.
     """
 
     decision: Decision
@@ -58,10 +58,10 @@ class Measurement:
 
     @property
     def gbps(self) -> float:
-        """Rate at which it moved what has to be moved."""
+        """Rate at which the necessary bytes were moved."""
         return self.num_bytes / self.time_us / 1e3
 
     @property
     def share(self) -> float:
-        """Of the roofline: 1 is as fast as the device can be."""
+        """Share of the roofline: 1 is as fast as the device can be."""
         return self.roofline_us / self.time_us

@@ -24,7 +24,7 @@ __all__ = ["Ceilings", "Work", "expert_bytes", "measure_ceilings", "roofline_us"
 _CPU_READ_BYTES: Final = 1 << 29
 _GPU_READ_BYTES: Final = 1 << 32
 _READ_FRACTION: Final = 0.3
-"""Of free memory, at most."""
+"""Largest share of the free memory."""
 _READ_ROUNDS: Final = 12
 _PIECE_NUMEL: Final = 1 << 20
 _GPU_MATMUL_SIZE: Final = 8192
@@ -32,7 +32,7 @@ _CPU_MATMUL_SIZES: Final = (1024, 2048, 4096)
 _LONG_MATMUL_US: Final = 20e3
 """A CPU that takes so long is busy with all of its threads; a larger product would only take longer."""
 _MATMULS_AT_A_TIME: Final = 8
-# The clock of a GPU falls during the first second of full load, and only what is left then is sustained.
+# A GPU's clock falls during the first second of full load; only the rate after that is sustained.
 _SETTLING_SECONDS: Final = 1.5
 _SETTLED_FRACTION: Final = 1 / 3
 
@@ -54,7 +54,7 @@ class Ceilings:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a call has to do, whatever runs it.
+    """The work of a call, independent of the kernel.
 
     Attributes:
         flops: Of both products, for routes to local experts.
@@ -122,7 +122,7 @@ def _measure_matmul(dtype: torch.dtype, device: torch.device) -> float:
 def _cpu_matmul_tflops(dtype: torch.dtype) -> float:
     best = 0.0
     for size in _CPU_MATMUL_SIZES:
-        # Others may have been in the way; the best is nearest to what the machine can do.
+        # Other processes may have interfered; the best is nearest to what the machine can do.
         device = torch.device("cpu")
         time_us = time_runs({"": [_matmul(size, dtype, device)]}, device, _MATMULS_AT_A_TIME)[""].min_us
         best = max(best, _matmul_tflops(size, time_us))
@@ -145,7 +145,7 @@ def _measure_read(device: torch.device) -> tuple[float, str]:
     num_bytes = _CPU_READ_BYTES if device.type == "cpu" else _GPU_READ_BYTES
     if (free_bytes := free_memory_bytes(device)) is not None:
         num_bytes = min(num_bytes, int(free_bytes * _READ_FRACTION))
-    # Normal numbers, since zeros take less power to move. A whole number of blocks, whatever way reads them.
+    # Normal numbers, since zeros take less power to move. A whole number of blocks for every way of reading them.
     piece = torch.randn(_PIECE_NUMEL, device=device, dtype=torch.bfloat16)
     buffer = piece.repeat(max(1, num_bytes // piece.nbytes))
     best = (0.0, "")
@@ -163,7 +163,7 @@ def _readers(buffer: torch.Tensor) -> Iterator[tuple[str, Run]]:
         return
     try:
         from moereg.kernels.read import word_readers
-    except ImportError:  # Without triton, torch's ways have to do.
+    except ImportError:  # Without triton, torch's ways must do.
         return
     num_multiprocessors = torch.cuda.get_device_properties(buffer.device).multi_processor_count
     yield from word_readers(buffer.view(torch.int32), num_multiprocessors)

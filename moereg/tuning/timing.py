@@ -1,4 +1,4 @@
-"""Times kernels over rotated inputs and routings, interleaved: what is compared runs in the same minute.
+"""Times kernels over rotated inputs and routings, interleaved, so that compared kernels run in the same minute.
 
 Where a GPU's kernel can be captured, each call is a CUDA graph and its replays are timed with events; otherwise calls
 are timed eagerly, with events on a GPU and by the wall clock on a CPU.
@@ -33,7 +33,7 @@ _BATCH: Final = 48
 _HELD_CYCLES: Final = 3_000_000
 
 Run = Callable[[], object]
-"""One call on inputs of its own. On a GPU it may return before the work is done."""
+"""One call on its own inputs. On a GPU it may return before the work is done."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -50,7 +50,7 @@ class Timing:
 
     @property
     def median_us(self) -> float:
-        """What a time without further words means."""
+        """What `time` means without further words."""
         return statistics.median(self.samples_us)
 
     @property
@@ -80,8 +80,8 @@ def time_kernels(
     """Times kernels of one problem on the same calls.
 
     Args:
-        kernels: By what the result is to be called.
-        calls: Of as many tokens each, on the kernels' device.
+        kernels: By the key of the result.
+        calls: All of one number of tokens, on the kernels' device.
         rounds: Samples of each kernel, at least 1.
         seconds: After which a kernel takes no further sample, once it has three.
 
@@ -97,7 +97,7 @@ def kernel_runs(kernel: MoEKernel, calls: Sequence[Call], outs: Sequence[torch.T
     """One run a call: the replay of a graph where the kernel's facts allow it, else the call.
 
     Args:
-        kernel: Is called once, so that nothing is left to compile.
+        kernel: Called once first, so that nothing is left to compile.
         calls: Kept alive by the runs, like `outs`.
         outs: [T,H], one a call; overwritten by each run.
     """
@@ -143,17 +143,17 @@ def time_runs(
 ) -> dict[Key, Timing]:
     """Times things in turns: a round runs each once, on the inputs that are next for it, and starts with another one.
 
-    On a GPU short replays are queued in batches, so that it is the device that is timed. Where any thing is not a
-    replay nothing is: then the host's time counts for all.
+    On a GPU short replays are queued in batches, so that the device is timed and not the host. If any run is not a
+    replay, nothing is queued in batches: the host's time then counts for all.
 
     Args:
-        runs: By what the result is to be called; one for each set of inputs.
+        runs: By the key of the result; one for each set of inputs.
         device: Where they run.
         rounds: Samples of each, at least 1.
-        seconds: After which a thing takes no further sample, once it has three; it also bounds warming up.
+        seconds: Time after which a key takes no further sample, once it has three; also bounds warming up.
 
     Returns:
-        By key.
+        Times by key.
     """
     num_samples = {}
     shortest = math.inf
@@ -163,7 +163,7 @@ def time_runs(
         affordable = int(seconds / one_seconds) if one_seconds * rounds > seconds else rounds
         num_samples[key] = min(rounds, max(_MIN_ROUNDS, affordable))
     if device.type == "cuda":
-        # What is not a replay takes its time on the host, which is part of it.
+        # A call that is not a replay includes its host time.
         outrun = shortest < _OUTRUN_SECONDS and all(_is_replay(run) for own in runs.values() for run in own)
         samples = _event_samples(runs, num_samples, device, outrun)
     else:
@@ -196,8 +196,8 @@ def _turns(num_samples: Mapping[Key, int]) -> Iterator[tuple[Key, int]]:
 def _event_samples(
     runs: Mapping[Key, Sequence[Run]], num_samples: Mapping[Key, int], device: torch.device, outrun: bool
 ) -> dict[Key, list[float]]:
-    # Nothing waits in between, so that the device has the next run at hand when one ends. Of runs that end sooner than
-    # the host asks for the next, it gets a batch at hand while it is held.
+    # Do not wait in between, so that the device always has the next run queued. Runs that end before the host launches
+    # the next are queued in batches while the device is held.
     events: dict[Key, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {key: [] for key in runs}
     for turn, (key, number) in enumerate(_turns(num_samples)):
         if outrun and turn % _BATCH == 0:
@@ -229,6 +229,6 @@ def _wall_clock_samples(
 
 
 def wait_for(device: torch.device) -> None:
-    """Returns when the device has done what it was given."""
+    """Returns when the device has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -11,7 +11,7 @@ from moereg.tuning.timing import wait_for
 
 __all__ = ["WatchedTensors", "same_bytes"]
 
-# 8-byte words that are summed at a time: what is made of them stays in a CPU's cache, and keeps a GPU busy.
+# 8-byte words that are summed at a time: few enough for a CPU's cache, enough to keep a GPU busy.
 _CPU_WORDS: Final = 1 << 18
 _GPU_WORDS: Final = 1 << 22
 
@@ -46,7 +46,7 @@ class WatchedTensors:
         return tuple(name for name in self._tensors if self._state(name) != self._states[name])
 
     def restore(self, pristine: Mapping[str, torch.Tensor]) -> None:
-        """Writes back what the tensors held, into the same memory, which views of others may share.
+        """Writes the original contents back into the same memory, since views of others may share it.
 
         Args:
             pristine: By name; of the same shapes and dtypes.
@@ -60,7 +60,7 @@ class WatchedTensors:
         self.renew()
 
     def renew(self) -> None:
-        """Takes what the tensors hold now for what they should."""
+        """Takes the present contents as the expected ones."""
         self._states = {name: self._state(name) for name in self._tensors}
 
     def _state(self, name: str) -> _State:
