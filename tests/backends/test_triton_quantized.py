@@ -173,7 +173,15 @@ def quantize(
     fmt = row_format(scheme)
     out = make_rows(fmt, len(x), x.shape[1])
     own = one_route_a_row(len(x)) if routes is None else routes
-    quantize_rows(out, x, quantizer(fmt, static_scale), own, topk_weights=topk_weights)
+    on_input = topk_weights is not None
+    quantize_rows(
+        out,
+        x,
+        quantizer(fmt, static_scale),
+        own,
+        topk_weights=topk_weights,
+        apply_router_weight_on_input=on_input,
+    )
     return out
 
 

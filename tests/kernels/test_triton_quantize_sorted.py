@@ -82,6 +82,8 @@ def test_weights_of_routes_multiply_tokens_first() -> None:
     expected = quantize_activations(weighted, QUANT_SCHEMES["fp8_block128"], None)
     out = untouched(FORMATS["fp8_block128"], 5, 256, by_group=True)
     order = torch.arange(5, dtype=torch.int32, device=DEVICE)
-    quantize_to_sorted_rows(out, x, FORMATS["fp8_block128"], order, topk_weights=weights)
+    quantize_to_sorted_rows(
+        out, x, FORMATS["fp8_block128"], order, topk_weights=weights, apply_router_weight_on_input=True
+    )
     assert torch.equal(raw(out.q), raw(expected.q))
     assert torch.equal(out.scale, expected.scale)

@@ -53,7 +53,7 @@ def scale_of_bits(bits, MAX_CODE: tl.constexpr, E8M0: tl.constexpr):
 
 @triton.jit
 def divide(x, scale):
-    """X / scale, correctly rounded; scales broadcast to the shape of x, and quotients must not overflow.
+    """Divides x by scales, which broadcast to its shape: correctly rounded, as long as no quotient overflows.
 
     One reciprocal a scale, then one Newton step a number: three instructions instead of a division's twenty.
     """

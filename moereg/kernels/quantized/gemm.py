@@ -459,6 +459,7 @@ def quantized_down_gemm(
     *,
     bias: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
     overlap: bool = False,
 ) -> None:
     """Writes `(intermediate[row] @ w2[expert].T + bias) * topk_weight` for every sorted row to its route's row.
@@ -472,6 +473,7 @@ def quantized_down_gemm(
         config: launch configuration.
         bias: [E, H], any float dtype, or None.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
+        apply_router_weight_on_input: whether `topk_weights` multiplied the tokens, and do not count here.
         overlap: whether to start while the kernel that writes `intermediate`, launched just before, still runs.
     """
     num_columns, depth = w2.q.shape[1], w2.depth
@@ -492,7 +494,7 @@ def quantized_down_gemm(
         w2.scale,
         w2.global_scale,
         bias,
-        topk_weights,
+        None if apply_router_weight_on_input else topk_weights,
         *plan_arguments(plan, w2.q.shape[0]),
         depth,
         num_columns,

@@ -202,6 +202,7 @@ def quantize_rows(
     routes: RoutePlan | RouteIds,
     *,
     topk_weights: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
     independent: bool = False,
     overlap: bool = False,
 ) -> None:
@@ -215,7 +216,8 @@ def quantize_rows(
         routes: whose rows `x` or `out` are: a plan where they are sorted, else the choices of tokens, [R, choices]
             where rows are tokens. Rows that are not in use may hold anything; those of sorted and of single routes are
             left out.
-        topk_weights: [R] fp32, contiguous: rows are multiplied by these, and rounded to their dtype, first.
+        topk_weights: [R, 1] fp32, contiguous, where the router's weights apply to the rows; else of any shape.
+        apply_router_weight_on_input: whether rows are multiplied by `topk_weights`, and rounded to their dtype, first.
         independent: whether the kernel in front, if there is one, writes nothing that is read here and reads and writes
             nothing that is written here, and no kernel in front of it still runs.
         overlap: whether to start while the kernel in front, which may be the one that writes `x`, still runs.
@@ -224,6 +226,7 @@ def quantize_rows(
     fmt, static_scale, amax = quantizer.fmt, quantizer.static_scale, quantizer.amax
     num_rows, depth, size = out.q.shape[0], out.depth, x.shape[1]
     assert num_rows % x.shape[0] == 0
+    input_weights = topk_weights if apply_router_weight_on_input else None
     topk_ids = expert_map = route_expert = sorted_routes = rows_in_use = None
     num_routes = num_experts = num_local_experts = 0
     routes_per_row = 1
@@ -246,7 +249,7 @@ def quantize_rows(
             (AMAX_PROGRAMS,),
             amax,
             x,
-            topk_weights,
+            input_weights,
             topk_ids,
             expert_map,
             rows_in_use,
@@ -273,7 +276,7 @@ def quantize_rows(
         out.scale,
         out.global_scale,
         x,
-        topk_weights,
+        input_weights,
         static_scale,
         amax,
         topk_ids,

@@ -71,6 +71,7 @@ def quantize_to_sorted_rows(
     route_row: torch.Tensor,
     *,
     topk_weights: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
     overlap: bool = False,
 ) -> None:
     """Writes codes and scales of each token to the sorted rows of its routes.
@@ -80,7 +81,9 @@ def quantize_to_sorted_rows(
         x: [T, H] bf16 or fp16, rows contiguous.
         fmt: a dynamic fp32 scale for each group of columns or for each row.
         route_row: [T * K] int32, the row of a route, negative where it adds nothing.
-        topk_weights: [T] fp32, contiguous, where K is 1: tokens are multiplied by these, and rounded, first.
+        topk_weights: [T, K] fp32, contiguous; or None.
+        apply_router_weight_on_input: whether tokens are multiplied by `topk_weights`, and rounded, first; only where K
+            is 1.
         overlap: whether to start while the kernel that writes `route_row` still runs.
     """
     num_tokens, size = x.shape
@@ -96,7 +99,7 @@ def quantize_to_sorted_rows(
         out.q,
         out.scale,
         x,
-        topk_weights,
+        topk_weights if apply_router_weight_on_input else None,
         route_row,
         size,
         depth,
