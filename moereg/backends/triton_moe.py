@@ -8,7 +8,7 @@ from typing import Final
 
 from moereg.backends._loaded import Implementation, LoadedExperts
 from moereg.experts import Facts
-from moereg.kernels.sizes import WEIGHT_PAD
+from moereg.kernels.sizes import CODE_PAD, WEIGHT_PAD
 from moereg.layouts import round_up
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
@@ -22,6 +22,8 @@ __all__ = [
     "TritonExperts",
     "TritonPackedBatchedExperts",
     "TritonPackedExperts",
+    "TritonQuantizedBatchedExperts",
+    "TritonQuantizedExperts",
 ]
 
 _GPUS: Final = ("cuda:sm80+", "rocm:gfx942")
@@ -43,6 +45,7 @@ _FACTS: Final = Facts(
 )
 # 32-bit activations would need 32-bit products, which no matrix unit has.
 _PACKED_FACTS: Final = dataclasses.replace(_FACTS, dtypes=frozenset({"bfloat16", "float16"}))
+_QUANTIZED_FACTS: Final = dataclasses.replace(_FACTS, pads_to={"hidden_size": CODE_PAD, "intermediate_size": CODE_PAD})
 _BATCHED: Final = frozenset({"batched"})
 
 _INTEGERS: Final = ("uint4", "int8")
@@ -245,3 +248,134 @@ class TritonEmulatedBatchedExperts(_PackedExperts):
         from moereg.backends._triton import emulated
 
         return emulated.Batched(self)
+
+
+class _QuantizedExperts(_TritonExperts):
+    """Codes of weights are multiplied with codes of activations, made on the way."""
+
+    layouts = ("canonical_pad128",)
+
+    @classmethod
+    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
+        """Sizes beyond the kernels' 32-bit offsets within one expert."""
+        rows = problem.activation.num_halves * problem.intermediate_size
+        hidden, intermediate = (round_up(size, CODE_PAD) for size in (problem.hidden_size, problem.intermediate_size))
+        elements = max(rows * hidden, problem.hidden_size * intermediate)
+        if elements >= 2**31:
+            return [f"requires fewer than 2**31 elements in one expert's w13 and w2, got {elements}"]
+        return []
+
+
+# Before weight-only kernels on the same checkpoint, which multiply in 16 bits at half the rate: on an H200 int8_w8a8
+# took 170 us for 64 tokens of qwen3-30b-a3b and int8_w8a16 194, before either was tuned.
+@register_moe_backend(
+    name="triton",
+    priority=110,
+    quant_schemes=("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic"),
+    platforms=("cuda:sm89+",),
+    requires=("triton>=3.6",),
+    # Tensor cores of Ada and Hopper keep 14 bits or so of sums of 8-bit floats, too few for fp32.
+    dtypes=("bfloat16", "float16"),
+)
+@register_moe_backend(
+    name="triton", priority=110, quant_schemes=("int8_w8a8",), platforms=_GPUS, requires=("triton>=3.6",)
+)
+# Not measured, and run on no such machine yet. Native, but for tiles under 128 rows on sm100, which Triton restores to
+# bf16, exactly. Triton 3.6 fails to compile it.
+@register_moe_backend(
+    name="triton",
+    priority=110,
+    quant_schemes=("mxfp8",),
+    platforms=("cuda:sm100+",),
+    requires=("triton>=3.8",),
+    dtypes=("bfloat16", "float16"),
+)
+# The same, but sm120 is left to the emulation until one has run it: there Triton 3.8 restores both sides of mxfp4_mxfp8
+# to bf16 in all tiles, and spills.
+@register_moe_backend(
+    name="triton",
+    priority=110,
+    quant_schemes=("mxfp4_mxfp8", "nvfp4"),
+    platforms=("cuda:sm100",),
+    requires=("triton>=3.8",),
+    dtypes=("bfloat16", "float16"),
+)
+# Hopper has no products of groups with scales: Triton restores both sides to bf16, exactly, and multiplies these.
+@register_moe_backend(
+    name="triton",
+    priority=20,
+    quant_schemes=("mxfp8",),
+    platforms=("cuda:sm90",),
+    requires=("triton>=3.6",),
+    tier="emulation",
+)
+class TritonQuantizedExperts(_QuantizedExperts):
+    """8-bit activations and weights and, where hardware scales groups, 4-bit ones.
+
+    Standard format: codes of tokens, two grouped GEMMs of codes with the activation between them, a reduction. The
+    intermediate is rounded to the problem's dtype and then quantized: in the first GEMM where a tile holds whole groups
+    of it or its scales are given, else, as where rows have global scales, in a launch between the two. Up to 16 tokens
+    need no sort.
+
+    Equal inputs give equal bits: a row of a product does not depend on its place in a tile, largest magnitudes do not
+    depend on an order, no kernel adds atomically, and a token's rows are added in the order of its choices.
+    """
+
+    facts = _QUANTIZED_FACTS
+
+    def _load(self) -> Implementation:
+        from moereg.backends._triton import quantized
+
+        return quantized.Standard(self)
+
+
+# Not measured yet; as in the standard format.
+@register_moe_backend(
+    name="triton",
+    priority=110,
+    quant_schemes=("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic"),
+    platforms=("cuda:sm89+",),
+    requires=("triton>=3.6",),
+    dtypes=("bfloat16", "float16"),
+)
+@register_moe_backend(
+    name="triton", priority=110, quant_schemes=("int8_w8a8",), platforms=_GPUS, requires=("triton>=3.6",)
+)
+@register_moe_backend(
+    name="triton",
+    priority=110,
+    quant_schemes=("mxfp8",),
+    platforms=("cuda:sm100+",),
+    requires=("triton>=3.8",),
+    dtypes=("bfloat16", "float16"),
+)
+@register_moe_backend(
+    name="triton",
+    priority=110,
+    quant_schemes=("mxfp4_mxfp8", "nvfp4"),
+    platforms=("cuda:sm100",),
+    requires=("triton>=3.8",),
+    dtypes=("bfloat16", "float16"),
+)
+@register_moe_backend(
+    name="triton",
+    priority=20,
+    quant_schemes=("mxfp8",),
+    platforms=("cuda:sm90",),
+    requires=("triton>=3.6",),
+    tier="emulation",
+)
+class TritonQuantizedBatchedExperts(_QuantizedExperts):
+    """Batched format: the grouped GEMMs of `TritonQuantizedExperts` over each expert's own rows, which stay in place.
+
+    Rows of `out` past an expert's count hold anything, and rows of the tokens there have no part in any scale. Equal
+    inputs give equal bits in the others.
+    """
+
+    facts = dataclasses.replace(_QUANTIZED_FACTS, activation_formats=_BATCHED)
+    output_form = "per_expert"
+
+    def _load(self) -> Implementation:
+        from moereg.backends._triton import quantized
+
+        return quantized.Batched(self)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.backends.triton_quantized_moe import TritonQuantizedExperts
+from moereg.backends.triton_moe import TritonQuantizedExperts
 from moereg.experts import ExpertInputs
 from moereg.kernels.quantized.config import select_quantized_config
 from moereg.kernels.quantized.operands import Quantizer

@@ -14,7 +14,8 @@ import pytest
 import torch
 import triton
 
-from moereg.backends.triton_quantized_moe import TritonQuantizedExperts
+from moereg.backends._triton import quantized
+from moereg.backends.triton_moe import TritonQuantizedExperts
 from moereg.experts import ExpertInputs
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
 from moereg.kernels.quantized import gemm as triton_quantized_gemm
@@ -90,9 +91,15 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(DEVICE)
 
 
+def implementation(problem: MoEProblem) -> quantized.Standard:
+    found = TritonQuantizedExperts(problem, SM90).implementation
+    assert isinstance(found, quantized.Standard)
+    return found
+
+
 def row_format(scheme: QuantScheme) -> RowFormat:
-    problem = MoEProblem(num_experts=1, hidden_size=64, intermediate_size=64, top_k=1, quant=scheme)
-    return TritonQuantizedExperts(problem, SM90)._row_format()
+    assert scheme.activation is not None
+    return quantized.row_format(scheme.activation)
 
 
 def make_rows(fmt: RowFormat, num_rows: int, columns: int) -> QuantizedRows:
@@ -320,8 +327,8 @@ class Stage:
     def __post_init__(self) -> None:
         activation, bias = self.activation, self.has_bias
         self.problem = make_problem(self.scheme, self.hidden, self.intermediate, activation=activation, has_bias=bias)
-        self.layer = TritonQuantizedExperts(self.problem, SM90)
-        self.fmt = self.layer._row_format()
+        self.layer = implementation(self.problem)
+        self.fmt = self.layer.fmt
         if self.scheme.activation is not None and self.scheme.activation.group[1] not in (WHOLE, 16, 32):
             self.config = dataclasses.replace(self.config, block_k=128)
 
@@ -329,7 +336,7 @@ class Stage:
         """Itself."""
         self.weights = make_stage_weights(self.problem)
         self.w13, self.w2 = dequantize_weights(self.weights, torch.float64)
-        self.permuted = self.layer.permute_weights(self.weights, self.problem)
+        self.permuted = self.layer.permute_weights(self.weights)
         num_tokens = 16 if self.direct else 21
         inputs = make_inputs(self.problem, num_tokens, "unmapped", DEVICE)
         self.topk_ids, self.topk_weights = inputs.topk_ids, inputs.topk_weights
@@ -358,10 +365,10 @@ class Stage:
         quantized_gate_up_gemm(
             out,
             self.tokens,
-            self.layer._matrices(self.permuted, "w13"),
+            self.layer.matrices(self.permuted, "w13"),
             self.plan,
             self.config,
-            self.layer._epilogue(self.permuted),
+            self.layer.epilogue(self.permuted),
             top_k=2,
             by_route=self.fmt.static,
         )
@@ -444,7 +451,7 @@ def test_down_gemm(stage: Stage) -> None:
         rows = quantize(x, stage.scheme)
     out = poisoned(stage.num_routes, stage.hidden)
     bias = stage.permuted.get("w2_bias")
-    w2 = stage.layer._matrices(stage.permuted, "w2")
+    w2 = stage.layer.matrices(stage.permuted, "w2")
     quantized_down_gemm(out, rows, w2, stage.plan, stage.config, bias=bias, topk_weights=stage.topk_weights)
     x = restored(rows, stage.scheme, stage.intermediate)[stage.rows]
     expected = torch.einsum("rk,rnk->rn", x, stage.w2[stage.experts])
@@ -461,7 +468,7 @@ def test_two_steps_a_turn_give_the_same_bits(scheme: QuantScheme) -> None:
     stage = Stage(scheme, 1024, 128, WIDE).built()
     static = torch.tensor([0.03], device=DEVICE) if stage.fmt.static else None
     x = quantize(random(stage.num_routes, 1024), scheme, static_scale=static)
-    w13 = stage.layer._matrices(stage.permuted, "w13")
+    w13 = stage.layer.matrices(stage.permuted, "w13")
     one_matrix = w13
     if w13.global_scale is not None:
         # The second product is of one half.
@@ -559,7 +566,7 @@ def test_one_scale_a_matrix_becomes_one_a_half(per_half: bool) -> None:
     permuted = layer.permute_weights(weights, problem)
     assert torch.equal(permuted["w13_scale"].squeeze(2), w13_scale.view(4, -1).expand(4, 2))
     assert permuted["w2_scale"].shape == (4, 1, 1)
-    assert layer._matrices(permuted, "w13").group_rows == 200
+    assert implementation(problem).matrices(permuted, "w13").group_rows == 200
     assert permuted["w13"].shape == (4, 400, 256)
     assert permuted["w2"].shape == (4, 130, 256)
     assert (permuted["w13"].float()[:, :, 130:] == 0).all()

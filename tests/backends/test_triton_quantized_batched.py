@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.backends.triton_quantized_batched_moe import TritonQuantizedBatchedExperts
-from moereg.backends.triton_quantized_moe import TritonQuantizedExperts
+from moereg.backends.triton_moe import TritonQuantizedBatchedExperts, TritonQuantizedExperts
 from moereg.dispatch import explain_backends
 from moereg.experts import ExpertInputs, fact_reasons
 from moereg.kernels.quantized.operands import QuantizedRows

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import triton
 
-from moereg.backends.triton_quantized_batched_moe import TritonQuantizedBatchedExperts
-from moereg.backends.triton_quantized_moe import TritonQuantizedExperts
+from moereg.backends._triton import quantized
+from moereg.backends.triton_moe import TritonQuantizedBatchedExperts, TritonQuantizedExperts
 from moereg.experts import ExpertInputs
 from moereg.kernels.gemm import config as triton_gemm_config
 from moereg.platforms import Platform
@@ -71,8 +71,9 @@ def launch_layer(target: str, case: str) -> None:
     platform = Platform.from_name("rocm:gfx942" if target.startswith("gfx") else f"cuda:{target.replace('_', '')}")
     is_batched = problem.activation_format == "batched"
     layer = (TritonQuantizedBatchedExperts if is_batched else TritonQuantizedExperts)(problem, platform)
-    # These are compiled by `gluon_aot`.
-    layer._has_gluon = False
+    if isinstance(layer.implementation, quantized.Standard):
+        # `gluon_aot` compiles these.
+        layer.implementation.has_gluon = False
     weights = layer.permute_weights(ExpertWeights(**canonical, quant=problem.quant), problem)
     lead = (experts, tokens) if is_batched else (tokens,)
     hidden_states = empty(*lead, hidden, dtype=dtype)
@@ -83,7 +84,7 @@ def launch_layer(target: str, case: str) -> None:
         expert_num_tokens=empty(experts, dtype=torch.int32) if is_batched else None,
     )
     scratch = [empty(*shape, dtype=dtype) for shape in layer.workspace_shapes(problem, tokens)]
-    layer._launch(torch.empty_like(hidden_states), inputs, weights, *scratch)
+    layer.apply(torch.empty_like(hidden_states), inputs, weights, *scratch)
 
 
 def main() -> None:

@@ -1,13 +1,16 @@
-"""What the `triton` backend keeps in workspaces where activations are quantized: shapes of the parts, and views."""
+"""What the `triton` backend keeps in workspaces where activations are quantized: shapes of the pieces, and views."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
+from moereg.kernels.quantized.config import MIN_BLOCK_M
+from moereg.kernels.rows.block_map import batch_workspace_numel
+from moereg.kernels.rows.sort import route_workspace_numel
 from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD, WORKSPACE_ALIGNMENT
 from moereg.layouts import round_up
 from moereg.problem import MoEProblem
@@ -16,29 +19,49 @@ from moereg.quant import WHOLE, QuantFormat
 # As scales are stored; kernels read powers of two as bytes.
 _SCALE_DTYPES: Final = {"float8_e8m0fnu": torch.uint8, "float8_e4m3fn": torch.float8_e4m3fn}
 
-Piece = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a part of a workspace."""
+
+class Piece(NamedTuple):
+    """A piece of a workspace."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Without padding."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of a piece, padding included."""
+        return round_up(self.num_bytes, WORKSPACE_ALIGNMENT)
 
 
 def row_pieces(fmt: QuantFormat, rows: int, columns: int) -> tuple[Piece, ...]:
     """Codes and scales of rows, and global scales where the format has them."""
-    padded = round_up(columns, CODE_PAD)
-    groups = 1 if fmt.group[1] == WHOLE else padded // fmt.group[1]
-    codes = ((rows, fmt.packed_columns(padded)), fmt.storage_dtype)
-    scales = ((rows, groups), _SCALE_DTYPES.get(fmt.scale_dtype, torch.float32))
-    return (codes, scales, ((rows,), torch.float32)) if fmt.global_scale else (codes, scales)
+    depth = round_up(columns, CODE_PAD)
+    groups = 1 if fmt.group[1] == WHOLE else depth // fmt.group[1]
+    codes = Piece((rows, fmt.packed_columns(depth)), fmt.storage_dtype)
+    scales = Piece((rows, groups), _SCALE_DTYPES.get(fmt.scale_dtype, torch.float32))
+    return (codes, scales, Piece((rows,), torch.float32)) if fmt.global_scale else (codes, scales)
 
 
-def intermediate_pieces(problem: MoEProblem, fmt: QuantFormat, num_routes: int) -> tuple[Piece, ...]:
+def intermediate_pieces(problem: MoEProblem, fmt: QuantFormat, rows: int) -> tuple[Piece, ...]:
     """The intermediate, the largest magnitudes that programs found, and codes and scales."""
     size = problem.intermediate_size
-    plain = ((num_routes, round_up(size, CODE_PAD)), problem.torch_dtype)
-    return (plain, ((AMAX_PROGRAMS,), torch.int32), *row_pieces(fmt, num_routes, size))
+    plain = Piece((rows, round_up(size, CODE_PAD)), problem.torch_dtype)
+    return (plain, Piece((AMAX_PROGRAMS,), torch.int32), *row_pieces(fmt, rows, size))
 
 
-def token_pieces(problem: MoEProblem, fmt: QuantFormat, num_tokens: int, by_route: bool) -> tuple[Piece, ...]:
-    """Codes and scales of the tokens, or of a row for each route."""
-    return row_pieces(fmt, num_tokens * (problem.top_k if by_route else 1), problem.hidden_size)
+def route_plan_bytes(problem: MoEProblem, num_tokens: int) -> int:
+    """Bytes that hold the plan of sorted routes of any shipped configuration."""
+    words = route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, MIN_BLOCK_M)
+    return round_up(4 * words, WORKSPACE_ALIGNMENT)
+
+
+def batch_plan_bytes(problem: MoEProblem, max_tokens: int) -> int:
+    """Bytes that hold the tile plan of the batched format of any shipped configuration."""
+    return round_up(4 * batch_workspace_numel(problem.num_local_experts, max_tokens, MIN_BLOCK_M), WORKSPACE_ALIGNMENT)
 
 
 def by_group(scales: torch.Tensor) -> torch.Tensor:
@@ -46,17 +69,16 @@ def by_group(scales: torch.Tensor) -> torch.Tensor:
     return scales.view(scales.shape[1], scales.shape[0]).T if scales.shape[1] > 1 else scales
 
 
-def piece_bytes(piece: Piece) -> int:
-    """Bytes of a piece, padding included."""
-    shape, dtype = piece
-    return round_up(math.prod(shape) * dtype.itemsize, WORKSPACE_ALIGNMENT)
+def bytes_of(pieces: Sequence[Piece]) -> int:
+    """Bytes that consecutive pieces take."""
+    return sum(piece.padded_bytes for piece in pieces)
 
 
-def cut(buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+def cut(buffer: torch.Tensor, *pieces: Piece) -> list[torch.Tensor]:
     """Consecutive views of the front of a uint8 buffer."""
     views, start = [], 0
-    for shape, dtype in pieces:
-        end = start + math.prod(shape) * dtype.itemsize
-        views.append(buffer[start:end].view(dtype).view(shape))
-        start += piece_bytes((shape, dtype))
+    for piece in pieces:
+        num_bytes = piece.num_bytes
+        views.append(buffer[start : start + num_bytes].view(piece.dtype).view(piece.shape))
+        start += round_up(num_bytes, WORKSPACE_ALIGNMENT)
     return views

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import abc
-import os
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from moereg.backends._loaded import Call, Implementation
-from moereg.experts import ExpertInputs, Experts
-from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import QuantScheme
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.experts import Experts
 
 if TYPE_CHECKING:
     from moereg.kernels.launch.replay import LaunchRecording
@@ -84,56 +77,3 @@ class Recorded(Implementation):
         else:
             self.launch(call)
         self.recordings[key] = recorded
-
-
-class RecordedExperts(Experts):
-    """For classes that have no implementation apart from themselves."""
-
-    recorded_weights: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, problem: MoEProblem, platform: Platform, computes: QuantScheme | None = None) -> None:
-        super().__init__(problem, platform, computes)
-        self.implementation = _RecordedSelf(self)
-
-    @classmethod
-    def device_types(cls, platform: Platform) -> tuple[str, ...]:
-        """The platform's, and the CPU where Triton's interpreter was asked for."""
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        return (platform.device_type, "cpu") if interpreted else (platform.device_type,)
-
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        self.implementation.run(Call(out, inputs, weights, workspace13, workspace2))
-
-    @abc.abstractmethod
-    def _launch(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        """`apply` without a recording."""
-
-
-class _RecordedSelf(Recorded):
-    def __init__(self, experts: RecordedExperts) -> None:
-        super().__init__(experts)
-        self._experts = experts
-        self.recorded_weights = experts.recorded_weights  # type: ignore[misc]
-
-    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        raise NotImplementedError
-
-    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        raise NotImplementedError
-
-    def launch(self, call: Call) -> None:
-        self._experts._launch(*call)

@@ -1,0 +1,238 @@
+"""8-bit activations and weights and, where hardware scales groups, 4-bit ones: codes are multiplied as they are."""
+
+from __future__ import annotations
+
+import abc
+import math
+from typing import ClassVar, Final
+
+import torch
+
+from moereg.backends._loaded import Call
+from moereg.backends._triton import quantized_ways as ways
+from moereg.backends._triton.quantized_workspace import (
+    Piece,
+    batch_plan_bytes,
+    bytes_of,
+    intermediate_pieces,
+    route_plan_bytes,
+    row_pieces,
+)
+from moereg.backends._triton.recorded import Recorded
+from moereg.backends._triton.ways import batched_rows_per_expert
+from moereg.experts import Experts
+from moereg.kernels.gemm import config as gemm
+from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.launch.overlap import can_overlap
+from moereg.kernels.quantized.config import select_quantized_config
+from moereg.kernels.quantized.operands import QuantizedMatrices, RowFormat
+from moereg.kernels.sizes import CODE_PAD, GUARD_ROWS
+from moereg.layouts import aligned, pad_columns, round_up
+from moereg.platforms import PlatformRule
+from moereg.quant import WHOLE, QuantFormat
+from moereg.quantize import element_of
+from moereg.weights import ExpertWeights, PermutedWeights
+
+_E8M0: Final = "float8_e8m0fnu"
+
+_MIN_GLUON_ROWS: Final = 30
+"""Up to this many rows an expert the Gluon kernels do not pay.
+
+Measured on an H200 on 2026-11-21: at 32 rows they take 0.97 of the others' time (qwen3-30b-a3b) and 0.93 (deepseek-v3),
+at 64 rows 0.78 and 0.70.
+"""
+
+
+class Quantized(Recorded):
+    """What does not depend on the activation format; a subclass sizes its workspaces and selects a way.
+
+    Attributes:
+        codes: of activations.
+        weight_codes: of weights.
+        fmt: those of activations as the kernels read them.
+    """
+
+    recorded_weights: ClassVar[tuple[str, ...]] = (
+        *("w13", "w2", "w13_scale", "w2_scale", "w13_scale_2", "w2_scale_2", "w13_bias", "w2_bias"),
+        *("a13_scale", "a2_scale"),
+    )
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__(experts)
+        activation, weight = self.computes.activation, self.computes.weight
+        assert activation is not None
+        assert weight is not None
+        assert weight.symmetric
+        self.codes, self.weight_codes = activation, weight
+        self.fmt = row_format(activation)
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """Zero-pads the reduced dimensions to multiples of 128, and gives every scale rows and columns.
+
+        Returns:
+            `w13` [E, 2 * I, H_pad], `w2` [E, H, I_pad], views where nothing is padded, half as many bytes of codes of 4
+            bits; `w13_scale` and `w2_scale` [E, groups of rows, groups of columns] fp32, uint8 where they are powers of
+            two, or float8_e4m3fn with global ones, `w13_scale_2` [E, 2] and `w2_scale_2` [E, 1]; `a2_scale` [E] and
+            `a13_scale` [E], or shared and [1] where the checkpoint has one number; biases as they are.
+        """
+        problem, fmt = self.problem, self.weight_codes
+        tensors = weights.tensors()
+        per_expert = {name: aligned(tensor) for name, tensor in tensors.items() if name.endswith("bias")}
+        shared: dict[str, torch.Tensor] = {}
+        for name, columns in (("w13", problem.hidden_size), ("w2", problem.intermediate_size)):
+            # As bytes, since not everything pads 8-bit floats; zero bytes are zeros.
+            num_bytes = round_up(columns, CODE_PAD) * fmt.bits // 8
+            padded = aligned(pad_columns(tensors[name].view(torch.uint8), num_bytes))
+            per_expert[name] = padded.view(fmt.storage_dtype)
+            per_expert[f"{name}_scale"] = self._permute_scale(name, tensors[f"{name}_scale"], columns)
+            if fmt.global_scale:
+                per_expert[f"{name}_scale_2"] = aligned(self._one_a_half(name, tensors[f"{name}_scale_2"]))
+        if weights.a2_scale is not None:
+            per_expert["a2_scale"] = aligned(weights.a2_scale.expand(problem.num_local_experts))
+        if weights.a13_scale is not None:
+            holder = per_expert if weights.a13_scale.dim() else shared
+            holder["a13_scale"] = aligned(weights.a13_scale.reshape(-1))
+        return PermutedWeights(self.layouts[0], per_expert, shared)
+
+    def _permute_scale(self, name: str, scale: torch.Tensor, columns: int) -> torch.Tensor:
+        fmt = self.weight_codes
+        if scale.dim() < 3:
+            scale = self._one_a_half(name, scale).unsqueeze(2)
+        num_groups = 1 if fmt.group[1] == WHOLE else round_up(columns, CODE_PAD) // fmt.group[1]
+        if fmt.global_scale:
+            # Zeros scale zeros. As bytes, as codes are padded.
+            return aligned(pad_columns(scale.view(torch.uint8), num_groups)).view(scale.dtype)
+        scale = scale.view(torch.uint8) if fmt.scale_dtype == _E8M0 else scale.float()
+        return aligned(pad_columns(scale, num_groups))
+
+    def _one_a_half(self, name: str, scale: torch.Tensor) -> torch.Tensor:
+        """[E, halves] of one scale a matrix, [E], or one a half of it."""
+        halves = self.problem.activation.num_halves if name == "w13" else 1
+        return scale.reshape(len(scale), -1).expand(-1, halves)
+
+    def matrices(self, weights: PermutedWeights, name: str) -> QuantizedMatrices:
+        """w13 or w2 as the kernels take them."""
+        fmt = self.weight_codes
+        q, scale = weights[name], weights[f"{name}_scale"]
+        group_rows = q.shape[1] // scale.shape[1] if fmt.group[0] == WHOLE else fmt.group[0]
+        return QuantizedMatrices(q, scale, group_rows, _group_columns(fmt), weights.get(f"{name}_scale_2"))
+
+    def epilogue(self, weights: PermutedWeights) -> GateUpEpilogue:
+        """Of the first product."""
+        activation = self.problem.activation
+        return GateUpEpilogue(
+            activation=activation.name,
+            gated=activation.gated,
+            alpha=activation.alpha,
+            beta=activation.beta,
+            limit=activation.limit,
+            bias=weights.get("w13_bias"),
+        )
+
+    def launch(self, call: Call) -> None:
+        weights = call.weights
+        work = ways.Work(
+            problem=self.problem,
+            call=call,
+            codes=self.codes,
+            fmt=self.fmt,
+            w13=self.matrices(weights, "w13"),
+            w2=self.matrices(weights, "w2"),
+            epilogue=self.epilogue(weights),
+            overlap=can_overlap(call.out.device),
+        )
+        self.select(call).run(work)
+
+    @abc.abstractmethod
+    def select(self, call: Call) -> ways.Way:
+        """The way that a call takes."""
+
+
+class Standard(Quantized):
+    """Standard format.
+
+    Attributes:
+        has_gluon: whether the platform is the one that the Gluon kernels are compiled for, and they multiply the codes.
+    """
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__(experts)
+        problem, codes = self.problem, self.codes
+        self.has_gluon = (
+            # Compiled for one architecture's own instructions.
+            PlatformRule("cuda:sm90").matches(self.platform)
+            # Dynamic scales of groups or of rows.
+            and not codes.static
+            and codes.group[0] != WHOLE
+            and codes.scale_dtype == "float32"
+            # Blocks of gate's scales end where up's begin.
+            and (codes.group[1] == WHOLE or problem.intermediate_size % CODE_PAD == 0)
+            and problem.torch_dtype.itemsize == 2
+            # Rows are stored in boxes, which begin at multiples of 16 bytes.
+            and problem.hidden_size % 8 == 0
+        )
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The intermediate, its codes and scales; then, flat, the plan of the routes and rows, first codes of tokens.
+
+        The codes of tokens, or of a row for each route, lie where the rows [N, H] to be reduced come later.
+        """
+        problem = self.problem
+        num_routes, itemsize = num_tokens * problem.top_k, problem.torch_dtype.itemsize
+        # Unused rows in front, whichever kernels run.
+        rows = GUARD_ROWS + num_routes
+        first = bytes_of(intermediate_pieces(problem, self.codes, rows))
+        tokens = bytes_of(row_pieces(self.codes, num_routes, problem.hidden_size))
+        to_reduce = Piece((rows, problem.hidden_size), problem.torch_dtype).padded_bytes
+        second = route_plan_bytes(problem, num_tokens) + max(tokens, to_reduce)
+        return (first // itemsize,), (second // itemsize,)
+
+    def select(self, call: Call) -> ways.Way:
+        problem, hidden_states = self.problem, call.inputs.hidden_states
+        device = hidden_states.device
+        rows_per_expert = call.inputs.topk_ids.numel() / problem.num_experts
+        if self.has_gluon and device.type != "cpu" and rows_per_expert > _MIN_GLUON_ROWS:
+            return ways.Hopper()
+        configs = select_quantized_config(
+            hidden_states.shape[0], rows_per_expert, problem.activation.num_halves, gemm.max_shared_bytes(device)
+        )
+        return ways.Sorted(configs) if configs.sort_routes else ways.Direct(configs)
+
+
+class Batched(Quantized):
+    """Batched format."""
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Flat: the intermediate [E * max_T, I_pad], its codes and scales; the plan of the tiles, codes of tokens."""
+        problem = self.problem
+        rows, itemsize = problem.num_local_experts * num_tokens, problem.torch_dtype.itemsize
+        first = bytes_of(intermediate_pieces(problem, self.codes, rows))
+        tokens = bytes_of(row_pieces(self.codes, rows, problem.hidden_size))
+        return (first // itemsize,), ((batch_plan_bytes(problem, num_tokens) + tokens) // itemsize,)
+
+    def select(self, call: Call) -> ways.Way:
+        problem = self.problem
+        _, max_tokens, _ = call.inputs.hidden_states.shape
+        # Counts are on the device; see `batched_rows_per_expert`.
+        rows_per_expert = batched_rows_per_expert(problem, max_tokens)
+        halves, shared_bytes = problem.activation.num_halves, gemm.max_shared_bytes(call.out.device)
+        return ways.Batched(select_quantized_config(math.inf, rows_per_expert, halves, shared_bytes))
+
+
+def row_format(codes: QuantFormat) -> RowFormat:
+    """Codes of activations as the kernels read them."""
+    element = element_of(codes)
+    return RowFormat(
+        dtype=codes.storage_dtype,
+        min_code=element.min_value,
+        max_code=element.max_value,
+        group=_group_columns(codes),
+        e8m0=codes.scale_dtype == _E8M0,
+        spans_rows=codes.group[0] == WHOLE and not codes.static,
+        static=codes.static,
+        global_scale=codes.global_scale,
+    )
+
+
+def _group_columns(codes: QuantFormat) -> int:
+    return 0 if codes.group[1] == WHOLE else codes.group[1]
