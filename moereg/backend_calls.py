@@ -1,4 +1,4 @@
-"""Calls of a backend's own code while a layer is built and run: what it raises is named after the backend."""
+"""Calls a backend's own code while a layer is built and run, and names the backend in what it raises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["make_experts", "named", "permute", "raise_named", "workspace_shapes"
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 _MOST_ELEMENTS: Final = 2**48
-"""Of a workspace: more than any device addresses. Beyond it is a bug, below it a lack of memory."""
+"""Most elements of a workspace: more than any device addresses. Beyond it is a bug, below it a lack of memory."""
 
 
 def make_experts(selection: Selection, decision: Decision) -> Experts:
@@ -41,8 +41,8 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
     """The weights in a layout that the experts read.
 
     Raises:
-        BackendError: It raised, or returned something else, no tensor, a layout that its class does not declare, or
-            tensors of another device.
+        BackendError: The method raised, or did not return a `PermutedWeights` with tensors on the weights' device and a
+            declared layout.
         ValueError: The experts do not run where the weights are.
     """
     _check_device(selection, experts, weights.w13.device)
@@ -83,7 +83,7 @@ def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) ->
     """Shapes of the two workspaces for a call.
 
     Raises:
-        BackendError: It raised, or returned something else.
+        BackendError: The method raised, or returned no two shapes.
     """
     try:
         shapes: object = experts.workspace_shapes(selection.problem, num_tokens)
@@ -101,20 +101,20 @@ def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) ->
 
 
 def _extent(shape: tuple[int, ...]) -> int:
-    # Of an empty tensor too: torch refuses sizes that are too large beside a zero.
+    # Also for an empty tensor: torch refuses sizes that are too large even beside a zero.
     return math.prod(max(size, 1) for size in shape)
 
 
 def raise_named(selection: Selection, step: str, error: BaseException) -> NoReturn:
-    """Raises what the chosen backend raised in one of its methods, under its name, as `named` gives it."""
+    """Raises the exception of one of the chosen backend's methods under its name, as `named` makes it."""
     raise named(selection, step, error)
 
 
 def named(selection: Selection, step: str, error: BaseException) -> BaseException:
-    """What the chosen backend raised in one of its methods, under its name: a `BackendError`.
+    """The exception of one of the chosen backend's methods under its name: a `BackendError`.
 
-    Lack of memory and what stops the process pass as they are, since they are not its doing, and so do errors that have
-    a name already.
+    Lack of memory and requests to stop the process pass unchanged, since the backend did not cause them; so do errors
+    that name a backend already.
     """
     if isinstance(error, MoeregError) or is_lack_of_memory(error) or stops_the_process(error):
         return error

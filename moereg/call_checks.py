@@ -76,7 +76,7 @@ def check_no_alias(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
     end = start + out.nbytes
     for tensor in inputs:
         address = tensor.data_ptr()
-        # Without storage, as on a meta device, there is no address.
+        # Without storage, as on a meta device, a tensor has no address.
         if address and address < end and start < address + tensor.nbytes:
             raise ValueError(
                 "out must not alias an input: it is overwritten while inputs are read; pass another tensor"
@@ -90,13 +90,13 @@ def check_tensor(
 
     Args:
         name: The argument's.
-        tensor: What was given.
-        shape: The one that is allowed.
-        dtypes: Those that are allowed.
-        device: The weights'.
+        tensor: The argument.
+        shape: Expected shape.
+        dtypes: Accepted dtypes.
+        device: Device of the weights.
 
     Raises:
-        ValueError: It is no tensor, or of another shape, dtype or device, or not contiguous.
+        ValueError: The argument is no tensor, is not contiguous, or has another shape, dtype or device.
     """
     # A call comes through here up to four times, so a right tensor passes on plain comparisons.
     if not isinstance(tensor, torch.Tensor):

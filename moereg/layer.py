@@ -68,8 +68,8 @@ class MoEKernel:
         # float16 may, whose gates may leave its range.
         self._needs_exact_fp32 = self._device.type == "cpu" or problem.torch_dtype != torch.bfloat16
         self._workspace_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        # A tensor, since compiled code treats a number as a constant: each layer would compile its caller again.
-        # On the CPU whatever the default device is, since it is read at each call of compiled code.
+        # A tensor, since compiled code treats a number as a constant: each layer would compile its caller again. It is
+        # on the CPU whatever the default device is, since each call of compiled code reads it.
         number = next(_HANDLES)
         self._handle = torch.tensor(number, device="cpu")
         _KERNELS[number] = self
@@ -112,7 +112,7 @@ class MoEKernel:
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoEKernel:
-        # Compiled code finds a kernel by its handle, so a copy needs one of its own.
+        # Compiled code finds a kernel by its handle, so a copy needs its own.
         weights, expert_map = copy.deepcopy((self.weights, self.expert_map), memo)
         return MoEKernel(self.problem, self.selection, self.experts, weights, self._prepare_finalize, expert_map)
 
@@ -125,8 +125,7 @@ class MoEKernel:
     def reload(self, weights: ExpertWeights) -> None:
         """Permutes other weights of the same problem into the same storage, so that captured graphs see them.
 
-        A tensor that the layout leaves as it is in the checkpoint is still the one that `make_kernel` was given, and is
-        written into.
+        A tensor that the layout leaves unchanged is still the one that `make_kernel` was given, and is written into.
 
         Raises:
             ValueError: The weights are not this problem's or on another device.
@@ -134,7 +133,7 @@ class MoEKernel:
         check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
         weights.check_against(self.problem)
         permuted = backend_calls.permute(self.selection, self.experts, weights)
-        # In inference mode tensors of either kind may be written into; without it, those made in it may not.
+        # Inference mode may write into tensors of either kind; outside it, tensors made inside may not be written into.
         with plain_torch(), torch.inference_mode():
             self.weights.copy_from(permuted)
 
@@ -217,7 +216,7 @@ def _moe_layer(
     out: torch.Tensor,
     handle: torch.Tensor,
 ) -> None:
-    kernel = _KERNELS.get(int(handle))  # On the CPU, so nothing waits for a device.
+    kernel = _KERNELS.get(int(handle))  # The handle is on the CPU, so nothing waits for a device.
     if kernel is None:
         raise RuntimeError(f"the MoEKernel of compiled code (handle {int(handle)}) is gone; keep a reference to it")
     kernel._check_and_run(hidden_states, topk_weights, topk_ids, out)
@@ -250,12 +249,12 @@ def make_kernel(
 
     Args:
         problem: The layer.
-        weights: Canonical weights of this rank's experts, of any strides. Not kept, but a contiguous tensor that the
-            backend's layout leaves as it is in the checkpoint is shared, and `reload` writes into it.
-        selection: From `select_backend`; made here where None.
-        prepare_finalize: Token movement; the one without communication for the problem's format where None.
-        ep_rank: Which slice of the experts this rank holds, where placement is `contiguous`.
-        expert_map: [num_experts] int32, local expert or -1, where placement is `map`; kept, update it in place. Several
+        weights: Canonical weights of this rank's experts, of any strides. Not kept. But a contiguous tensor that the
+            backend's layout leaves unchanged is shared, and `reload` writes into it.
+        selection: From `select_backend`; made here if None.
+        prepare_finalize: Token movement; the one without communication for the problem's format if None.
+        ep_rank: Which slice of the experts this rank holds, if placement is `contiguous`.
+        expert_map: [num_experts] int32, local expert or -1, if placement is `map`; kept, update it in place. Several
             experts may share one local expert. Values are checked here, and after an update as those of routing are.
         group: torch.distributed process group whose ranks must all have chosen the same kernel.
 
@@ -270,7 +269,7 @@ def make_kernel(
     """
     check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
     check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
-    check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # `resolve_expert_map` says its range.
+    check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # `resolve_expert_map` checks its range.
     weights.check_against(problem)
     prepare_finalize = resolve_prepare_finalize(problem, prepare_finalize)
     expert_map = resolve_expert_map(problem, ep_rank, expert_map, weights.w13.device)

@@ -1,6 +1,6 @@
 """Quantization schemes as values: what the weights hold, what the activations are, which tensors that takes.
 
-Who supports a scheme is not said here: cells do. A backend or plugin may construct further values.
+Cells say who supports a scheme. A backend or plugin may construct further values.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class QuantFormat:
         static: For activations: scales come with the checkpoint instead of from the data.
 
     Raises:
-        ArgumentError: The dtype is no 4-bit or 8-bit type, the scale's no float of torch, a group has no extent, or
-            groups have another extent than zero points or a global scale need.
+        ArgumentError: The dtype is no 4-bit or 8-bit type, the scale's dtype is no float of torch, a group has no
+            extent, or zero points or a global scale do not fit the group's extent.
     """
 
     dtype: str
@@ -95,7 +95,7 @@ class QuantFormat:
         """Inverse of `dataclasses.asdict`, where JSON has made a list of the group.
 
         Raises:
-            ArgumentError: A field is missing, is not known, or is not what the constructor takes.
+            ArgumentError: A field is missing, unknown, or refused by the constructor.
         """
         keywords = dict(_known_fields(cls, "a QuantFormat", values, required=("dtype", "group")))
         if isinstance(keywords["group"], list):
@@ -188,7 +188,7 @@ class TensorRow:
         role: What the tensor is to that matrix.
         dtype: Torch dtype, or None for the problem's.
         shapes: Accepted shapes, the usual one first.
-        required: False where the tensor may be absent.
+        required: False if the tensor may be absent.
     """
 
     matrix: str
@@ -232,7 +232,7 @@ class QuantScheme:
         """Inverse of `dataclasses.asdict`.
 
         Raises:
-            ArgumentError: A field is missing, is not known, or is not what the constructor takes.
+            ArgumentError: A field is missing, unknown, or refused by the constructor.
         """
         keywords = dict(_known_fields(cls, "a QuantScheme", values, required=("name",)))
         for side in ("weight", "activation"):
@@ -242,7 +242,7 @@ class QuantScheme:
 
     @property
     def description(self) -> str:
-        """The name; of a scheme that is not one of moereg's own also what it stands for."""
+        """The name; for a scheme that is not one of moereg's own, also its formats."""
         if self == QUANT_SCHEMES.get(self.name):
             return self.name
         weight, activation = (

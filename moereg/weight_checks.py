@@ -1,4 +1,4 @@
-"""What a checkpoint's tensors are checked for: shapes and dtypes by the scheme's rows, values where that is cheap."""
+"""Checks of canonical tensors: shapes and dtypes by the scheme's rows, values where that is cheap."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_row(row: TensorRow, tensor: torch.Tensor | None, scheme: QuantScheme) 
 
 
 def _shape_cure(row: TensorRow, fmt: QuantFormat | None) -> str:
-    """What a tensor of a quantized scheme holds, as the end of an error."""
+    """The contents of a tensor of a quantized scheme, as the end of an error."""
     if fmt is None:
         return ""
     if row.role == "zero_point":
@@ -69,7 +69,7 @@ def _dtype_cure(row: TensorRow, tensor: torch.Tensor) -> str:
 
 
 _LARGEST_FINITE_CODE: Final = {torch.float8_e4m3fn: 0x7E, torch.float8_e8m0fnu: 0xFE}
-"""Of 8-bit floats whose codes up to that are all finite and not negative."""
+"""Largest code of 8-bit floats; all codes up to it are finite and not negative."""
 
 
 def check_scale(name: str, scale: torch.Tensor) -> None:

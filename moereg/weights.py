@@ -143,7 +143,7 @@ class ExpertWeights:
             )
 
     def _check_values(self) -> None:
-        """What shapes and dtypes cannot say."""
+        """Checks that need the values of tensors."""
         # A fake tensor says that it is on a CPU and has no values.
         if type(self.w13) not in (torch.Tensor, torch.nn.Parameter) or not checks_values(self.w13.device):
             return
@@ -164,15 +164,15 @@ class ExpertWeights:
         return self.quant
 
     def tensors(self, *roles: TensorRole) -> dict[str, torch.Tensor]:
-        """The tensors that are there, by field name; of some roles only, where any are named."""
+        """The present tensors by field name; only those of some roles, if any are given."""
         values = {name: getattr(self, name) for name, role in TENSOR_ROLES.items() if not roles or role in roles}
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def to(self, device: torch.device | str) -> ExpertWeights:
-        """The same weights on a device (itself where they are there already).
+        """The same weights on a device; itself if they are there already.
 
         Raises:
-            ArgumentError: It is no device, or none that this torch build can use.
+            ArgumentError: The argument is no device, or this torch build cannot use it.
         """
         device = check_device("device", device)
         try:
@@ -190,8 +190,8 @@ class ExpertWeights:
         """The same weights as plain tensors in row-major order: what every `permute_weights` is given.
 
         Returns:
-            Views that need no gradient of what is in order already, copies of expanded, transposed and other strided
-            tensors. Values are not checked again.
+            Views without gradients of tensors that are in order already; copies of expanded, transposed and other
+            strided ones. Values are not checked again.
         """
         plain = copy.copy(self)
         for name, tensor in self.tensors().items():
@@ -241,7 +241,7 @@ PerExpert = torch.Tensor | list[torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PermutedWeights:
-    """What a backend runs on.
+    """Weights in one backend's layout.
 
     Attributes:
         layout: Names order and padding; two backends that read the same layout may share the tensors.
@@ -266,11 +266,11 @@ class PermutedWeights:
         return value
 
     def get(self, name: str) -> torch.Tensor | None:
-        """As `[]`, or None where there is none of that name."""
+        """As `[]`, or None if there is no tensor of that name."""
         return self[name] if name in self.per_expert or name in self.shared else None
 
     def experts(self, name: str) -> list[torch.Tensor]:
-        """One tensor an expert, where they are kept as a list."""
+        """The list with one tensor an expert, if the name has one."""
         value = self.per_expert[name]
         assert isinstance(value, list), f"{name} is one stacked tensor"
         return value
@@ -289,7 +289,7 @@ class PermutedWeights:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Device of the tensors."""
         return next(self._flat()).device
 
     def copy_from(self, other: PermutedWeights) -> None:
@@ -312,7 +312,7 @@ class PermutedWeights:
                 _write(value, source)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PermutedWeights:
-        # Opaque tensors cannot be copied and need not be, since nothing writes into them.
+        # Opaque tensors cannot be copied. Sharing them is safe, since nothing writes into them.
         def of(tensor: torch.Tensor) -> torch.Tensor:
             copied: torch.Tensor = copy.deepcopy(tensor, memo) if tensor.layout == torch.strided else tensor
             return copied

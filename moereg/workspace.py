@@ -22,7 +22,7 @@ _Shapes = tuple[tuple[int, ...], ...]
 
 
 class _Scratch:
-    """One buffer and the tensors that were cut from it, by request: cutting takes 15 us of a call, and calls repeat."""
+    """One buffer and the tensors cut from it, by request. Cutting takes 15 us of a call, and calls repeat."""
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
@@ -33,7 +33,7 @@ class _Scratch:
         if tensors is not None:
             return tensors
         num_bytes = _num_bytes(shapes, dtype)
-        # Tensors of inference mode could not be written outside it, and the next call may be there.
+        # Tensors made in inference mode could not be written outside it, where the next call may be.
         with torch.inference_mode(False):
             if self._buffer is None or self._buffer.numel() < num_bytes:
                 self.release()  # The old one goes back to the allocator before the larger one is asked for.
@@ -93,9 +93,9 @@ class WorkspacePool:
         """Uninitialized tensors of the shapes, 256-byte aligned, not overlapping.
 
         Args:
-            shapes: One a tensor.
-            dtype: Of all of them.
-            device: Where.
+            shapes: One for each tensor.
+            dtype: Dtype of all of them.
+            device: Where to allocate.
         """
         if self._source is not None:
             return self._source(shapes, dtype, device)

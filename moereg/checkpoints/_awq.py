@@ -1,4 +1,4 @@
-"""`quant_method: awq`, what AutoAWQ writes: 4-bit integers packed along the rows in an order of their own."""
+"""`quant_method: awq`, what AutoAWQ writes: 4-bit integers packed along the rows in AWQ's order."""
 
 from __future__ import annotations
 

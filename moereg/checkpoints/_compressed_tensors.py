@@ -32,7 +32,7 @@ _STRATEGIES: Final = ("tensor", "channel", "group", "block", "token", "tensor_gr
 _SCHEMES: Final = {
     ("float8 tensor", "float8 static tensor"): "fp8_tensor_static",
     ("float8 tensor", "float8 dynamic tensor"): "fp8_tensor_dynamic",
-    # One scale for the matrix is the same scale for each of its rows.
+    # One scale for the matrix equals the same scale for each of its rows.
     ("float8 tensor", "float8 dynamic token"): "fp8_channel_token",
     ("float8 channel", "float8 dynamic token"): "fp8_channel_token",
     ("float8 block 128x128", "float8 dynamic group 128"): "fp8_block128",

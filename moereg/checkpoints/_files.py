@@ -32,7 +32,7 @@ _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth")
 
 @dataclasses.dataclass(frozen=True)
 class TensorHeader:
-    """What a safetensors header says of one tensor.
+    """A tensor's entry in a safetensors header.
 
     Attributes:
         dtype: As safetensors spells it, e.g. `BF16`.
@@ -52,7 +52,7 @@ class CheckpointFiles(contextlib.ExitStack):
         path: The directory.
 
     Raises:
-        CheckpointError: From every method: a file is missing, corrupt, or not what it should be.
+        CheckpointError: From every method: a file is missing, corrupt, or of another kind.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -69,7 +69,7 @@ class CheckpointFiles(contextlib.ExitStack):
 
     @functools.cached_property
     def full_config(self) -> Mapping[str, Any]:
-        """config.json as it is."""
+        """config.json, unchanged."""
         config_path = self.path / "config.json"
         if not os.path.isfile(config_path):
             raise CheckpointError(
@@ -86,7 +86,7 @@ class CheckpointFiles(contextlib.ExitStack):
 
     @functools.cached_property
     def quantization(self) -> tuple[Mapping[str, Any], str] | None:
-        """How the checkpoint says that it is quantized, and the file that says so; None where none does."""
+        """The checkpoint's quantization config and the file that holds it; None if no file does."""
         for config in (self.full_config, self.config):
             for key in ("quantization_config", "compression_config"):
                 quantization = config.get(key)
@@ -98,7 +98,7 @@ class CheckpointFiles(contextlib.ExitStack):
                         "config.json from the model's publisher"
                     )
                 return quantization, "config.json"
-        # ModelOpt writes a file of its own, and some of its exports leave config.json as it was.
+        # ModelOpt writes a separate file, and some of its exports do not touch config.json.
         model_opt_path = self.path / _MODEL_OPT
         if not os.path.isfile(model_opt_path):
             return None

@@ -30,7 +30,7 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """One matrix of an expert, or of all experts where they are fused, with the sizes that config.json says.
+    """One matrix of an expert, or of all experts if they are fused, with the sizes from config.json.
 
     Attributes:
         module: Name of its module in the checkpoint.
@@ -49,10 +49,10 @@ class StoredTensor:
     """One tensor that a format stores for a projection.
 
     Attributes:
-        suffix: What its name adds to the module's; begins with a dot where there is one.
+        suffix: What its name adds to the module's; begins with its dot, if any.
         shapes: Accepted shapes, of one expert.
         dtypes: Accepted dtypes, as safetensors spells them.
-        role: What it is to w13 or w2 in `ExpertWeights`; None where the tensor is only checked.
+        role: What it is to w13 or w2 in `ExpertWeights`; None if the tensor is only checked.
         convert: Makes canonical rows of that field from the stored tensor. Raises CheckpointError where its numbers
             contradict the format.
         required: Whether the tensor has to be there.
@@ -84,7 +84,7 @@ class StorageFormat:
 
 
 FormatOf = Callable[[str], "StorageFormat | None"]
-"""The format of a module, by its name in the checkpoint; None where it is left unquantized."""
+"""The format of a module, by its name in the checkpoint; None if it is unquantized."""
 
 
 def unquantized_format(is_fused: bool, is_transposed: bool) -> StorageFormat:

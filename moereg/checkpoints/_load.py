@@ -116,7 +116,7 @@ def _with_router(
 
 
 def _field_specs(problem: MoEProblem, fields: Container[str | None]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the fields of `ExpertWeights` that the layer has. Gate and up keep scales of their own."""
+    """Shapes and dtypes of the fields of `ExpertWeights` that the layer has. Gate and up keep separate scales."""
     rows = problem.quant.tensor_rows(
         problem.num_local_experts,
         problem.hidden_size,

@@ -23,7 +23,7 @@ from moereg.routing import RouterSpec
 
 __all__ = ["LayerManifest", "list_layer"]
 
-# What stands before `layers.`: in language models, in old and new multimodal ones, and in models saved without a head.
+# Prefixes of `layers.`: in language models, in old and new multimodal ones, and in models saved without a head.
 _PREFIXES: Final = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
 # An expert's index in a tensor's name.
 _INDEX: Final = re.compile("[0-9]{1,9}")
@@ -85,7 +85,7 @@ def list_layer(
     storage = _storage_format(files, model, experts_root, experts)
     headers: dict[str, TensorHeader] = {}
     parts = []
-    # One expert after the other, so that the first that is missing ends it.
+    # One expert after the other, so that the first missing tensor ends it.
     for expert in experts:
         with config_errors(files):
             listed = list(list_parts(model, sizes, storage, experts_root, expert))
@@ -131,7 +131,7 @@ def _local_experts(num_experts: int, num_local_experts: int | None, ep_rank: int
 
 
 def _find_block(files: CheckpointFiles, model: ModelType, layer: int) -> str:
-    """What names of the layer's router and experts begin with, up to and with a dot."""
+    """Prefix of the names of the layer's router and experts, up to and with a dot."""
     roots = [f"{prefix}layers.{layer}.{block}." for prefix in _PREFIXES for block in model.blocks]
     for root in roots:
         if f"{root}{model.router}.weight" in files.file_of:
@@ -190,7 +190,7 @@ def _check_nothing_else(
 
 
 def _dtype(files: CheckpointFiles, storage: StorageFormat, headers: Mapping[str, TensorHeader], router: str) -> str:
-    """The dtype of unquantized weights; of quantized ones what the model is said to run in."""
+    """The dtype of unquantized weights; for quantized ones, the dtype that the model runs in."""
     if storage.scheme.weight is None:
         return _common_dtype(files, headers)
     # transformers writes dtype since version 5, torch_dtype before.

@@ -33,7 +33,7 @@ def moe_layer_indices(files: CheckpointFiles) -> tuple[int, ...]:
     """The layers that have experts, ascending.
 
     Raises:
-        CheckpointError: config.json does not say it.
+        CheckpointError: config.json does not say which layers have experts.
     """
     _, model = find_model(files)
     num_layers = _num_layers(files)
@@ -45,7 +45,7 @@ def check_has_experts(files: CheckpointFiles, layer: int) -> None:
     """Checks that the model has that layer, and that the layer has experts.
 
     Raises:
-        CheckpointError: It has not; the message lists the layers that have experts.
+        CheckpointError: The layer has no experts; the message lists those that do.
     """
     num_layers = _num_layers(files)
     moe_layers = moe_layer_indices(files)

@@ -1,4 +1,4 @@
-"""The parts that an expert is read in: which stored tensor, what it must look like, which rows it becomes."""
+"""The parts of an expert: which stored tensor, what it must look like, which rows it becomes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FUSED: Final = ("gate_up_proj", "down_proj")
 
 @dataclasses.dataclass(frozen=True)
 class LayerSizes:
-    """What shapes of stored tensors follow from: E of the whole layer, H and I."""
+    """The sizes that shapes of stored tensors follow from: E of the whole layer, H and I."""
 
     num_experts: int
     hidden_size: int
@@ -36,11 +36,11 @@ class ExpertPart:
         name: The tensor's name in the checkpoint.
         shapes: Accepted shapes.
         dtypes: Accepted dtypes, as safetensors spells them.
-        matrix: `w13` or `w2`, which it belongs to; empty where it belongs to neither.
-        role: What it is to that matrix; None where the tensor is only checked.
+        matrix: `w13` or `w2`, which it belongs to; empty if neither.
+        role: What it is to that matrix; None if the tensor is only checked.
         convert: Makes canonical rows of its field from what is stored.
-        half: Which half of the expert's w13 it is: 0 gate, 1 up; None where it is the whole field.
-        row: Row of the fused tensor; None where the tensor belongs to this expert alone.
+        half: Which half of the expert's w13 it is: 0 gate, 1 up; None if it is the whole field.
+        row: Row of the fused tensor; None if the tensor belongs to this expert alone.
         is_interleaved: Whether gate and up rows alternate.
         required: Whether the tensor has to be there.
     """

@@ -24,7 +24,7 @@ _BUDGET_S: Final = 1.5
 _SHORT_S: Final = 0.02
 _LONGEST: Final = 4_096
 _MOST: Final = 2_000
-# Nothing here can backtrack, and a dot stands for itself. Nearly every published list of modules is of this kind.
+# Nothing here can backtrack, and a dot matches only a dot. Nearly every published list of modules is of this kind.
 _PLAIN: Final = re.compile(r"[\w./-]*")
 
 Match = Callable[[str], bool]

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its layers; no tensor data is read."""
+"""The facts of a checkpoint's layers; no tensor data is read."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_problem(path: str | os.PathLike[str], layer: int, **overrides: Any) -> 
 
     Raises:
         CheckpointError: The layer cannot be read; the message says why.
-        RequestError: An override contradicts what is a fact of the checkpoint.
+        RequestError: An override contradicts a fact of the checkpoint.
         ValueError: An override's value does not fit the layer.
     """
     if facts := sorted(set(overrides) - set(_OVERRIDES)):

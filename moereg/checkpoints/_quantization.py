@@ -32,7 +32,7 @@ METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], FormatOf]]] = MappingP
 
 
 def quantized_format(files: CheckpointFiles, modules: Sequence[str]) -> StorageFormat | None:
-    """The format that modules have in common; None where they are not quantized.
+    """The common format of the modules; None if they are not quantized.
 
     Args:
         files: Checkpoint.

@@ -31,15 +31,15 @@ _LARGEST_HEADER: Final = 100_000_000
 class ShardRows(contextlib.ExitStack):
     """A file that safetensors has opened and found valid; closed on exit.
 
-    safetensors itself reads the whole tensor for each row unless it maps the file, and a process is killed when it
-    reads from a mapping what another process has cut off.
+    safetensors reads the whole tensor for each row unless it maps the file. But a process is killed when it reads a
+    mapping behind the end of a file that another process has cut off.
 
     Args:
         path: The file.
 
     Raises:
         OSError: From every method: the file cannot be read.
-        SafetensorError: From every method: the file is not what it was when it was found valid.
+        SafetensorError: From every method: the file has changed since it was validated.
     """
 
     def __init__(self, path: Path) -> None:

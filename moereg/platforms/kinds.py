@@ -67,7 +67,7 @@ KINDS: Final[dict[str, PlatformKind]] = {
 
 
 def register_platform_kind(kind: PlatformKind) -> None:
-    """Adds a plugin's kind of machine; a kind that is there already is left as it is.
+    """Adds a plugin's kind of machine; adding the same kind twice changes nothing.
 
     Raises:
         ArgumentError: Another kind has that name.

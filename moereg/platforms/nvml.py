@@ -1,4 +1,4 @@
-"""What NVML, the driver's C library, says of the first visible NVIDIA GPU. Initializes no CUDA."""
+"""Asks NVML, the driver's C library, about the first visible NVIDIA GPU. Initializes no CUDA."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["GpuFacts", "gpu_clocks", "gpu_facts"]
 
 
 class GpuFacts(NamedTuple):
-    """What a GPU is.
+    """The facts of a GPU that selection reads.
 
     Attributes:
         major, minor: Compute capability.
-        name: As the driver says it.
-        memory_bytes: Of the device.
+        name: As the driver spells it.
+        memory_bytes: Memory of the device.
     """
 
     major: int
@@ -27,7 +27,7 @@ class GpuFacts(NamedTuple):
 
 
 def gpu_facts() -> GpuFacts | None:
-    """What the first visible GPU is; None where NVML is missing or does not say."""
+    """Facts of the first visible GPU; None if NVML is missing or does not answer."""
     with _first_visible() as found:
         if found is None:
             return None
@@ -50,7 +50,7 @@ _CLOCK_DOMAINS: Final = {"sm": 1, "memory": 2}
 
 
 def gpu_clocks() -> dict[str, int]:
-    """What the first visible GPU runs at now; what NVML does not say is left out.
+    """Clocks and power limit of the first visible GPU now, without those that NVML does not report.
 
     Returns:
         `sm_mhz`, `max_sm_mhz`, `memory_mhz`, `max_memory_mhz` and `power_limit_w`; empty without NVML.

@@ -1,4 +1,4 @@
-"""What a machine is, as a value; named or probed."""
+"""A machine as a value; named or probed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Platform"]
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """What a machine is.
+    """The facts of a machine.
 
     Attributes:
         kind: `cuda`, `rocm`, `cpu`, `tpu`, `npu`, `xpu`, or a plugin's.
-        arch: `sm90`, `gfx942`, `x86_64`; empty where the kind has no names for it or it was not said.
-        device_name: As the driver says it; empty for a named platform.
-        memory_bytes: Of one device; 0 where unknown.
+        arch: `sm90`, `gfx942`, `x86_64`; empty if the kind has no names for it or none was given.
+        device_name: As the driver spells it; empty for a named platform.
+        memory_bytes: Memory of one device; 0 if unknown.
         versions: Installed distributions by name (empty for a named platform).
         probed: Whether this describes the machine at hand; False for a named one.
     """
@@ -36,7 +36,7 @@ class Platform:
     def __post_init__(self) -> None:
         for field in ("kind", "arch"):
             check_text(f"{field} of a platform", getattr(self, field))
-        # What a driver says is not refused for its letters.
+        # A driver's name may hold any character.
         check_instance("device_name of a platform", self.device_name, str, "as the driver says it")
         check_count("memory_bytes of a platform", self.memory_bytes, minimum=0)
         check_flag("probed of a platform", self.probed)
@@ -57,7 +57,7 @@ class Platform:
         """The platform of a string such as `cuda:sm90`, `rocm:gfx942` or `cpu`.
 
         Raises:
-            ArgumentError: It is no text.
+            ArgumentError: The name is no text.
             UnknownPlatformError: The kind is not known or the architecture does not belong to it.
         """
         if not isinstance(name, str):

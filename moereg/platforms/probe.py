@@ -18,9 +18,9 @@ __all__ = ["installed_versions", "probe_platform"]
 
 @functools.lru_cache(maxsize=1)
 def probe_platform() -> Platform:
-    """The platform of this machine, probed once in a process. Initializes no device where NVML is there.
+    """The platform of this machine, probed once in a process. Initializes no device if NVML is there.
 
-    An accelerator is reported where this torch build can use it. NVML says what a CUDA device is, torch where NVML is
+    An accelerator is reported where this torch build can use it. NVML describes a CUDA device; torch does if NVML is
     missing. CUDA_VISIBLE_DEVICES is honored.
     """
     versions = installed_versions()

@@ -26,8 +26,8 @@ def resolve_prepare_finalize(problem: MoEProblem, prepare_finalize: PrepareFinal
     """The caller's token movement; the local one of the problem's format where None.
 
     Raises:
-        ArgumentError: It is something else.
-        ValueError: It makes another format than the problem says.
+        ArgumentError: The argument is no `PrepareFinalize`.
+        ValueError: Its format differs from the problem's.
     """
     if prepare_finalize is None:
         return local_prepare_finalize(problem.activation_format)

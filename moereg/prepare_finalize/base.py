@@ -1,4 +1,4 @@
-"""What stands between the caller's tokens and the experts."""
+"""The interface between the caller's tokens and the experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["PrepareFinalize", "Prepared", "local_expert_ids"]
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What prepare hands on.
+    """The result of prepare.
 
     Attributes:
         inputs: For `Experts.apply`.
@@ -63,7 +63,7 @@ class PrepareFinalize(abc.ABC):
         prepared: Prepared,
         problem: MoEProblem,
     ) -> None:
-        """Weights and sums what the experts wrote into `out` [T,H], in fp32, slots in order.
+        """Weights and sums the experts' rows into `out` [T,H], in fp32, slots in order.
 
         Args:
             out: [T,H], overwritten.

@@ -46,7 +46,7 @@ class BatchedPrepareFinalize(PrepareFinalize):
         kept = sorted_group < num_local_experts
         surplus = num_local_experts * num_tokens
         row = torch.where(kept, sorted_group * num_tokens + place, surplus)
-        # One row more than the experts have takes what goes nowhere.
+        # One row beyond the experts' rows takes routes that go nowhere.
         rows = hidden_states.new_empty(surplus + 1, hidden_size)
         rows[row] = hidden_states[token]
         if problem.apply_router_weight_on_input:

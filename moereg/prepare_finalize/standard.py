@@ -12,7 +12,7 @@ __all__ = ["StandardPrepareFinalize"]
 
 
 class StandardPrepareFinalize(PrepareFinalize):
-    """Hands the caller's tensors to the experts as they are."""
+    """Hands the caller's tensors to the experts unchanged."""
 
     name = "standard"
     activation_format = "standard"
