@@ -20,7 +20,7 @@ __all__ = ["make_experts", "named", "permute", "raise_named", "workspace_shapes"
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 _MOST_ELEMENTS: Final = 2**48
-"""Most elements of a workspace: more than any device addresses. Beyond it is a bug, below it a lack of memory."""
+"""Most elements of a workspace: more than any device addresses. Asking for more is a bug, not a lack of memory."""
 
 
 def make_experts(selection: Selection, decision: Decision) -> Experts:

@@ -177,7 +177,7 @@ def _check_header(files: CheckpointFiles, sizes: LayerSizes, storage_name: str, 
 def _check_nothing_else(
     files: CheckpointFiles, storage: StorageFormat, experts_root: str, experts: range, read: Container[str]
 ) -> None:
-    """Checks that all tensors of the experts are read. One that is not means that they are not what they seem."""
+    """Checks that all tensors of the experts are read. An unread one means that they are not what they seem."""
     for name, file in files.file_of.items():
         if not name.startswith(experts_root) or name in read:
             continue

@@ -15,7 +15,7 @@ __all__ = ["Tally", "run_campaign"]
 
 @dataclasses.dataclass
 class Tally:
-    """What became of drawn layers.
+    """The outcome of drawn layers.
 
     Attributes:
         num_layers: That were run.
@@ -49,12 +49,13 @@ def run_campaign(
     """Runs drawn layers of a cell under guard bands and goes on after a failure.
 
     Args:
-        cell: That runs here.
-        num_layers: In all.
-        num_configurations: Scheme, dtype, activation and what else kernels are compiled for; each gets as many layers.
+        cell: A cell that runs here.
+        num_layers: Number of layers in all.
+        num_configurations: Number of configurations (scheme, dtype, activation and whatever else kernels are compiled
+            for); each gets equally many layers.
         limits: Largest sizes.
-        seed: The same one draws the same layers.
-        num_calls: Of each layer; the second one replays launches where a backend records them.
+        seed: Equal seeds draw equal layers.
+        num_calls: Calls of each layer; the second one replays launches that a backend recorded.
     """
     choose = random.Random(f"{seed}/{cell.name}/{cell.class_name}/{cell.rules[0].text}/{cell.schemes[0].name}").choice
     start = time.monotonic()
@@ -66,7 +67,7 @@ def run_campaign(
             if number != configuration:
                 layer = redraw(first, choose, limits)
             try:
-                # What does not run here is not counted as run.
+                # Layers that do not run here do not count.
                 tally.num_layers += check_layer(layer, num_calls)
             except AssertionError as error:
                 tally.num_layers += 1

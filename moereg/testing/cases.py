@@ -50,7 +50,7 @@ GPU_TOKENS: Final = (*TOKENS, 4096)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem that a cell claims, on the platform it is run as."""
+    """One problem that a cell claims, on its platform."""
 
     cell: BackendCell
     platform: Platform
@@ -58,14 +58,14 @@ class Case:
 
     @property
     def computes(self) -> QuantScheme:
-        """What the cell computes for the problem's scheme."""
+        """The scheme that the cell computes for the problem."""
         scheme = self.cell.scheme_for(self.problem.quant)
         assert scheme is not None
         return scheme
 
     @property
     def device(self) -> torch.device:
-        """Where it is run."""
+        """Device of the case."""
         return default_device()
 
     @property
@@ -85,7 +85,7 @@ class Case:
 def runnable_platform(cell: BackendCell) -> Platform | None:
     """The platform as which this machine can run a cell: its own, or one that its experts class can imitate here.
 
-    Either way what the cell requires is installed, in the versions that it requires.
+    Either way the cell's requirements are installed, in the required versions.
     """
     here = current_platform()
     request = Request(require=(cell.name,))
@@ -103,7 +103,7 @@ def runnable_platform(cell: BackendCell) -> Platform | None:
 
 
 def unverifiable_cells() -> dict[str, str]:
-    """Cells that this machine cannot run, with the reasons of their own predicate."""
+    """Cells that this machine cannot run, with their own predicate's reasons."""
     found = {}
     for cell in load_backends().cells:
         if runnable_platform(cell) is None:
@@ -165,7 +165,7 @@ def claimed_problems(cell: BackendCell) -> Iterator[MoEProblem]:
 
 
 def served_schemes(cell: BackendCell) -> list[QuantScheme]:
-    """What a cell computes, and then checkpoints' schemes that it serves with 16-bit activations."""
+    """The scheme that a cell computes, then checkpoints' schemes that it serves with 16-bit activations."""
     substituted = [
         scheme
         for scheme in QUANT_SCHEMES.values()
@@ -188,8 +188,8 @@ def is_imitated(cell: BackendCell) -> bool:
 def registered_cases() -> list[Case]:
     """Every claimed problem of every registered cell that this machine can run.
 
-    Cells of one class differ in hardware and schemes. Where their kernels are interpreted, the first has all of its
-    claim run, and the others a problem of each scheme.
+    Cells of one class differ in hardware and schemes. If their kernels are interpreted, the first cell runs all of its
+    claim, and the others run a problem of each scheme.
     """
     cases: list[Case] = []
     interpreted: set[str] = set()
@@ -277,8 +277,9 @@ def fault_schemes(cell: BackendCell) -> list[QuantScheme]:
 def calls_of(case: Case, is_first: bool) -> list[tuple[int, str]]:
     """Numbers of tokens and routings that a case is run with.
 
-    An interpreted kernel takes seconds where a GPU takes microseconds. There the first case of a class is run with all,
-    the others with none and a few, fewest where weights are quantized; their sizes and facts tell them apart.
+    An interpreted kernel takes seconds where a GPU takes microseconds. There the first case of a class runs with all
+    numbers of tokens; the others, which differ in sizes and facts, with none and a few, fewest if weights are
+    quantized.
     """
     tokens: tuple[int, ...] = GPU_TOKENS if case.device.type == "cuda" else TOKENS
     if case.is_imitated and not is_first:
@@ -300,7 +301,7 @@ def fault_tokens(case: Case) -> int:
 
 
 def build(case: Case, weights: ExpertWeights | None = None) -> MoEKernel:
-    """The cell's kernel on random weights, or on given ones."""
+    """The cell's kernel on random or given weights."""
     return make_kernel(
         case.problem,
         make_weights(case.problem, case.device) if weights is None else weights,
@@ -311,5 +312,5 @@ def build(case: Case, weights: ExpertWeights | None = None) -> MoEKernel:
 
 @functools.cache
 def default_device() -> torch.device:
-    """Where cases run: on a GPU where torch has one."""
+    """The device for cases: a GPU if torch has one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

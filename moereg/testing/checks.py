@@ -58,20 +58,20 @@ __all__ = [
 
 
 class GuardedLayer:
-    """A cell's kernel all of whose tensors lie between guard bands, weights and scratch too.
+    """A cell's kernel with guard bands around all of its tensors, weights and scratch too.
 
     Attributes:
-        weights: The canonical ones that it was made of.
-        expert_map: [num_experts] int32, or None where all experts are local.
+        weights: The canonical weights that it was made from.
+        expert_map: [num_experts] int32, or None if all experts are local.
     """
 
     def __init__(self, case: Case, weights: ExpertWeights, form: str = "contiguous", ep_rank: int = 0) -> None:
         """Makes the kernel.
 
         Args:
-            case: What is run.
-            weights: Of the case's problem, contiguous.
-            form: How the kernel is given them, one of `moereg.testing.guards.FORMS`.
+            case: The case to run.
+            weights: Weights of the case's problem, contiguous.
+            form: How they lie in memory, one of `moereg.testing.guards.FORMS`.
             ep_rank: As in `make_kernel`.
 
         Raises:
@@ -106,11 +106,11 @@ class GuardedLayer:
         """Runs a copy of the inputs into an output of NaN, and returns that.
 
         Args:
-            inputs: Of one call.
-            fill: What the workspaces hold, one of `moereg.testing.guards.FILLS`.
+            inputs: Inputs of one call.
+            fill: Contents of the workspaces, one of `moereg.testing.guards.FILLS`.
 
         Raises:
-            AssertionError: The kernel wrote where it must not, or did not return `out`.
+            AssertionError: The kernel wrote to memory that is not its own, or did not return `out`.
         """
         memory = GuardedMemory(self.case.device)
         hidden_states = memory.copy("hidden_states", inputs.hidden_states)
@@ -127,7 +127,7 @@ class GuardedLayer:
         return out
 
     def reference(self, inputs: Inputs, computes: QuantScheme | None = None) -> torch.Tensor:
-        """What the call should give."""
+        """The expected result of a call."""
         return _reference(self.case, self.weights, inputs, self.expert_map, computes)
 
 
@@ -174,8 +174,8 @@ def check_numbers(case: Case, is_first: bool = False) -> None:
     """Numbers of a case are those of the reference, for the calls that `calls_of` says, under guard bands.
 
     Args:
-        case: What is run.
-        is_first: Whether it is the first of its class, which is run with more calls.
+        case: The case to run.
+        is_first: Whether it is the first of its class, which gets more calls.
     """
     layer = GuardedLayer(case, make_weights(case.problem, case.device))
     for num_tokens, routing in calls_of(case, is_first):
@@ -230,7 +230,7 @@ def check_activations_are_rounded(cell: BackendCell, scheme: QuantScheme) -> Non
 
 
 def check_permute(cell: BackendCell) -> None:
-    """Permuting leaves the canonical weights as they are and gives a layout that the class declares."""
+    """Permuting does not change the canonical weights and gives a declared layout."""
     case = first_case(cell)
     weights = make_weights(case.problem, case.device)
     given = {name: tensor.clone() for name, tensor in weights.tensors().items()}
@@ -242,7 +242,7 @@ def check_permute(cell: BackendCell) -> None:
 
 
 def check_reload(cell: BackendCell) -> None:
-    """Reloaded weights change the result, and the first ones bring it back."""
+    """Reloaded weights change the result, and reloading the first ones restores it."""
     case = first_case(cell)
     kernel = build(case)
     inputs = make_inputs(case.problem, 2 if case.is_imitated else 17, "uniform", case.device)
@@ -286,7 +286,7 @@ def check_equal_bits(cell: BackendCell) -> None:
 
 
 def check_compiles(cell: BackendCell) -> None:
-    """A caller compiles in one graph, and gets what it gets eagerly."""
+    """A caller compiles in one graph and gets the eager result."""
     case = first_case(cell)
     kernel = build(case)
     torch._dynamo.reset()
@@ -303,7 +303,7 @@ def check_compiles(cell: BackendCell) -> None:
 
 
 def check_graph_replay(cell: BackendCell) -> None:
-    """A replayed CUDA graph reads what its inputs hold now; needs a CUDA device."""
+    """A replayed CUDA graph reads the present contents of its inputs; needs a CUDA device."""
     case = first_case(cell)
     kernel = build(case)
     inputs = make_inputs(case.problem, 63, "uniform", case.device)

@@ -39,7 +39,7 @@ class Choose(Protocol):
     """Picks one of several values; earlier ones are simpler."""
 
     def __call__(self, options: Sequence[_T], /) -> _T:
-        """One of them."""
+        """One of the values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,21 +60,21 @@ class Limits:
 
 
 INTERPRETED: Final = Limits(size=168, num_tokens=65, num_experts=4, num_routes=66)
-"""Where a layer of Triton's interpreter takes some tenths of a second."""
+"""Limits for Triton's interpreter, where a layer takes some tenths of a second."""
 
 INTERPRETED_QUANTIZED: Final = Limits(size=168, num_tokens=33, num_experts=3, num_routes=34)
 """The same where kernels restore weights or quantize rows, element by element."""
 
 NATIVE: Final = Limits(size=400, num_tokens=130, num_experts=40, num_routes=1040)
-"""Where kernels are compiled."""
+"""Limits where kernels are compiled."""
 
 GPU: Final = Limits(size=640, num_tokens=1025, num_experts=40, num_routes=4100)
-"""Of a GPU, whose kernels for many rows an expert have taller tiles."""
+"""Limits of a GPU, whose kernels for many rows an expert have taller tiles."""
 
 # Rows of tiles, and where other kernels take over.
 _TOKENS: Final = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 513, 1025, 0)
 _TOKENS_OF_A_KIND: Final = (range(2), range(2, 9), range(9, 17), range(17, 66), range(66, 1 << 20))
-# Ones that leave no route are right too easily to be drawn as often.
+# Lists that leave no route are right too easily to be drawn as often.
 _ROUTINGS: Final = ("uniform", "skewed", "unmapped", *ROUTINGS)
 _MOST_CHOICES: Final = 64  # Bytes, two a choice.
 _EXPERTS: Final = (1, 2, 3, 4, 6, 8, 9, 16, 17, 33, 40)
@@ -132,7 +132,7 @@ class DrawnLayer:
     __repr__ = __str__
 
     def case(self) -> Case | None:
-        """The cell, problem and platform to run as; None where the cell is not here or does not run here."""
+        """The cell, problem and platform to run as; None if the cell is missing or does not run here."""
         for cell in load_backends().cells:
             name = (cell.name, cell.class_name, cell.rules[0].text)
             computes = cell.scheme_for(self.problem.quant)
@@ -163,7 +163,7 @@ def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
     top_k = choose(_up_to(_TOP_K, num_experts))
     most_tokens = min(limits.num_tokens, limits.num_routes // top_k)
     placement = choose(sorted(facts.placements))
-    # Each choice is made even where nothing comes of it, so that the next ones do not depend on it.
+    # Make each choice even if nothing depends on it, so that later choices do not depend on it either.
     some_experts, is_half, ep_rank = choose(range(num_experts, 0, -1)), choose((False, True)), choose((0, 1))
     has_bias, weight_on_input = choose((False, True)), choose((False, True))
     num_local_experts = some_experts if placement == "map" else num_experts
@@ -203,8 +203,8 @@ def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
 def redraw(layer: DrawnLayer, choose: Choose, limits: Limits) -> DrawnLayer:
     """Another layer for which kernels need not be compiled again, as far as moereg can know: other sizes and tensors.
 
-    Sizes stay what they are modulo 128, tokens and experts within the limits where other kernels take over, and 1 and
-    multiples of 16 what they are, since Triton compiles for these anew.
+    Sizes keep their remainder modulo 128. Tokens and experts stay within the limits where other kernels take over. 1
+    and multiples of 16 stay what they are, since Triton compiles anew for them.
 
     Args:
         layer: One that was drawn.
@@ -248,7 +248,7 @@ def redraw(layer: DrawnLayer, choose: Choose, limits: Limits) -> DrawnLayer:
 
 
 def _least_alike(size: int) -> int:
-    """The smallest one that is the same modulo 128 and not tiny, since small errors do not average out over few."""
+    """The smallest size that is equal modulo 128 and not tiny: small errors do not average out over few elements."""
     return size % 128 if size % 128 >= 15 else min(size, size % 128 + 128)
 
 
@@ -264,7 +264,7 @@ def limits_of(cell: BackendCell) -> Limits:
 
 
 def layers(cell: BackendCell, limits: Limits) -> SearchStrategy[DrawnLayer]:
-    """What `draw_layer` draws, as a strategy of hypothesis, which shrinks what fails; needs hypothesis."""
+    """A strategy of hypothesis for what `draw_layer` draws; hypothesis shrinks failures. Needs hypothesis."""
     from hypothesis import strategies as st
 
     def drawn(choices: bytes) -> DrawnLayer:
@@ -277,7 +277,8 @@ def layers(cell: BackendCell, limits: Limits) -> SearchStrategy[DrawnLayer]:
 
         return draw_layer(cell, choose, limits)
 
-    # One draw, since of many alike hypothesis would repeat most and change one: few examples would be of one kind.
+    # One draw: of many similar draws, hypothesis would repeat most and change one, and few examples would be of one
+    # kind.
     return st.binary(min_size=_MOST_CHOICES, max_size=_MOST_CHOICES).map(drawn)
 
 
@@ -286,7 +287,7 @@ def _up_to(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _draw_size(choose: Choose, most: int, divisor: int) -> int:
-    """At, one below and one above steps, pads and tiles, and half a pad more than a whole number of them."""
+    """At, one below and one above steps, pads and tiles; also half a pad more than a whole number of pads."""
     beside = [size + more for size in (16, 32, 64, 128, 256) for more in (0, -1, 1) if 16 <= size + more <= most]
     half_pad = [size for size in range(32, most + 1, 64)]
     between = [size for step in (16, 24, 48) for size in range(48, most + 1, step)]
@@ -295,7 +296,7 @@ def _draw_size(choose: Choose, most: int, divisor: int) -> int:
 
 
 def _activations(cell: BackendCell) -> list[Activation]:
-    """What the cell claims, the most usual first, with other clamps and scalars where it claims these."""
+    """Activations that the cell claims, the most usual first, with other clamps and scalars if it claims these."""
     facts = cell.facts
     known = sorted(facts.activations, key=lambda name: (name != "silu", name))
     found = [ACTIVATIONS[name] for name in known if facts.swiglu_limit or ACTIVATIONS[name].limit is None]

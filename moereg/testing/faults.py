@@ -1,7 +1,7 @@
-"""Faults that a comparison has to catch: each takes right weights and returns wrong ones, as a kernel might read them.
+"""Faults that a comparison has to catch: each turns right weights into wrong ones, as a faulty kernel might read them.
 
-A fault of the weights does what the same fault in a kernel's addressing would do, so whoever compares a kernel on
-spoiled weights with the reference on right ones sees what a wrong kernel would give.
+A fault in the weights has the effect of the same fault in a kernel's addressing. So a kernel on spoiled weights,
+compared with the reference on right ones, shows what a wrong kernel would give.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 MATRICES: Final = ("w13", "w2")
 
 Fault = Callable[[ExpertWeights, str], ExpertWeights | None]
-"""Spoils one matrix of `MATRICES`; None where the weights have nothing that it could spoil."""
+"""Spoils one matrix of `MATRICES`; None if the weights have nothing to spoil."""
 
 
 def gate_up_swapped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
@@ -41,7 +41,7 @@ def gate_up_swapped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeight
     swapped = {}
     for name in ("w13", "w13_scale", "w13_scale_2", "w13_zero_point", "w13_bias"):
         tensor = weights.tensors().get(name)
-        # One scale an expert has no halves, and blocks of rows none where a block spans the border of the two.
+        # One scale per expert has no halves. Blocks of rows have none if a block spans the border of the two.
         if tensor is not None and tensor.dim() > 1 and tensor.shape[1] % 2 == 0:
             swapped[name] = torch.cat(_bytes(tensor).chunk(2, dim=1)[::-1], dim=1).view(tensor.dtype)
     return _with(weights, swapped)
@@ -64,7 +64,7 @@ def bias_dropped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights |
 def scale_off_by_one_group(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
     """Each group has the scale of the one before it in its row.
 
-    Where a row is one group, of the row before; where a matrix is, of the half or expert before.
+    If a row is one group, takes the scale of the row before; if a matrix is, that of the half or expert before.
     """
     scale = weights.tensors().get(f"{matrix}_scale")
     if scale is None or scale.numel() == 1:

@@ -2,7 +2,7 @@
 
 A kernel that reads behind a tensor finds NaN there, which no mask or zero weight turns into a number, and one that
 writes there is seen afterwards. The bands are bytes of 0xFF: NaN in every float type that moereg knows, -1 in signed
-integers. Each tensor has an allocation of its own, so that nothing that belongs to the layer lies behind a band.
+integers. Each tensor has its own allocation, so that no memory of the layer lies behind a band.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = [
 ]
 
 FILLS: Final = ("nan", "huge", "stale")
-"""What workspaces hold when a call gets them: NaN, the largest numbers of their dtype, or what another call left."""
+"""Contents of workspaces that a call gets: NaN, the largest numbers of their dtype, or what another call left."""
 
 FORMS: Final = ("contiguous", "columns", "transposed", "offset", "parameter", "expanded")
 """How canonical weights may lie in memory.
 
-As they are stacked; as every second column of a wider tensor; with the last two dimensions swapped; where addresses are
-aligned to one element only; as parameters that require grad; biases and scales as one number that is expanded.
+Stacked; every second column of a wider tensor; the last two dimensions swapped; addresses aligned to one element only;
+parameters that require grad; biases and scales expanded from one number.
 """
 
 _BYTE: Final = 0xFF
@@ -66,7 +66,7 @@ class GuardedMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._blocks: list[_Block] = []
-        # What frozen blocks held, and the versions of their tensors.
+        # The contents of frozen blocks, and the versions of their tensors.
         self._frozen: dict[int, tuple[torch.Tensor, int]] = {}
 
     def allocate(
@@ -82,8 +82,8 @@ class GuardedMemory:
 
         Args:
             name: For the error.
-            shape: Of the tensor.
-            dtype: Of the tensor.
+            shape: Shape of the tensor.
+            dtype: Dtype of the tensor.
             stride: Of the tensor; contiguous where None.
             alignment: Of its first byte, which is aligned to that and no more; as torch's allocator aligns where None.
             offset: Elements that lie between a so aligned place and the first byte.
@@ -112,7 +112,7 @@ class GuardedMemory:
     def copy(
         self, name: str, tensor: torch.Tensor, *, stride: tuple[int, ...] | None = None, offset: int = 0
     ) -> torch.Tensor:
-        """A copy; what lies between its elements is 0xFF too.
+        """A copy; gaps between its elements are 0xFF too.
 
         Args:
             name: For the error.
@@ -131,7 +131,7 @@ class GuardedMemory:
         return copied
 
     def freeze(self) -> None:
-        """From here on nothing that was made so far may change."""
+        """Forbids changes to every tensor made so far."""
         for number, block in enumerate(self._blocks):
             if number not in self._frozen:
                 self._frozen[number] = (block.raw.clone(), block.tensor._version)
@@ -142,7 +142,7 @@ class GuardedMemory:
         Raises:
             AssertionError: One did; says of which tensor and where.
         """
-        # One answer for all, since each would wait for a GPU.
+        # One answer for all bands, since each one would wait for a GPU.
         wrong = [
             (block.raw[: block.start] != _BYTE).any() | (block.raw[block.end :] != _BYTE).any()
             if number not in self._frozen
@@ -170,10 +170,10 @@ class GuardedMemory:
 
 
 class GuardedWorkspaces:
-    """Answers requests for scratch with tensors between guard bands, each in an allocation of its own.
+    """Answers requests for scratch with tensors between guard bands, each in its own allocation.
 
     Attributes:
-        fill: One of `FILLS`: what they hold when they are handed out. Stale ones are NaN the first time.
+        fill: One of `FILLS`: their contents when they are handed out. Stale ones are NaN the first time.
     """
 
     def __init__(self, memory: GuardedMemory, fill: str = "nan") -> None:
@@ -206,7 +206,7 @@ class GuardedWorkspaces:
 
 
 class GuardedPrepareFinalize(PrepareFinalize):
-    """Another one, whose tensors for the experts lie between guard bands; rows past an expert's count are NaN."""
+    """Another `PrepareFinalize`, with guard bands around the experts' tensors; rows past an expert's count are NaN."""
 
     def __init__(self, inner: PrepareFinalize, device: torch.device) -> None:
         self.inner = inner
@@ -222,7 +222,7 @@ class GuardedPrepareFinalize(PrepareFinalize):
         problem: MoEProblem,
         expert_map: torch.Tensor | None,
     ) -> Prepared:
-        """As `inner`; what it hands on as it was given stays where it is."""
+        """As `inner`; tensors that it hands on unchanged are not moved."""
         prepared = self.inner.prepare(hidden_states, topk_weights, topk_ids, problem, expert_map)
         given = (hidden_states, topk_weights, topk_ids, expert_map)
         self.memory = GuardedMemory(hidden_states.device)
@@ -249,9 +249,9 @@ def guard_weights(memory: GuardedMemory, weights: ExpertWeights, form: str = "co
     """A copy of canonical weights, each tensor between guard bands and frozen.
 
     Args:
-        memory: That the copy lies in.
+        memory: Memory for the copy.
         weights: Contiguous.
-        form: One of `FORMS`. Where biases and scales are expanded they are all the first one.
+        form: One of `FORMS`. If biases and scales are expanded, all elements equal the first one.
     """
     tensors = {}
     for name, tensor in weights.tensors().items():

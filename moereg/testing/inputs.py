@@ -1,4 +1,4 @@
-"""Random weights, tokens and routes; no mix-up of gate and up, experts, rows or groups goes unseen with them."""
+"""Random weights, tokens and routes that expose every mix-up of gate and up, experts, rows or groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SPREAD: Final = 0.25
 
 @dataclasses.dataclass
 class Inputs:
-    """What one call takes."""
+    """The inputs of one call."""
 
     hidden_states: torch.Tensor
     topk_weights: torch.Tensor
@@ -37,7 +37,7 @@ class Inputs:
 def make_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> ExpertWeights:
     """Random weights; gate and up are scaled differently, and every expert too, so that no swap can pass.
 
-    Weights of a quantized scheme are quantized by moereg itself, from ones whose rows and groups differ in magnitude,
+    Weights of a quantized scheme are quantized by moereg itself. Their originals differ in magnitude by row and group,
     so that a scale of another group cannot pass. Static activation scales come from other random tokens.
     """
     plain = make_plain_weights(problem, device, seed)
@@ -61,7 +61,7 @@ def make_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> Ex
 
 
 def make_plain_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> ExpertWeights:
-    """What `make_weights` quantizes, unquantized."""
+    """The unquantized weights that `make_weights` quantizes."""
     generator = torch.Generator(device).manual_seed(seed)
     experts, hidden, inter = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
     dtype = problem.torch_dtype

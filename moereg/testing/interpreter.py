@@ -31,7 +31,7 @@ def patch_interpreter() -> None:
         return
     convert = interpreter._convert_float
     multiply_add = builder.create_fma
-    # With what each of their 256 codes stands for.
+    # Each with the values of its 256 codes.
     codes = torch.arange(256, dtype=torch.uint8)
     float8 = {
         language_dtype: (dtype, codes.view(dtype).float().numpy())
@@ -57,7 +57,7 @@ def patch_interpreter() -> None:
         dtype = z.dtype.scalar
         if dtype not in (tl.float16, tl.bfloat16, tl.float32):
             return multiply_add(self, x, y, z)
-        # The product is exact in float64, and what its sum loses there a rounding to 32 or 16 bits does not show.
+        # The product is exact in float64, and rounding its sum to 32 or 16 bits hides the sum's own error.
         factor, other, addend = (
             (widen(handle) if dtype == tl.bfloat16 else handle.data).astype(np.float64) for handle in (x, y, z)
         )
@@ -70,7 +70,7 @@ def patch_interpreter() -> None:
 
     def convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
         if source == tl.bfloat16 and target == tl.float32:
-            # The same as Triton's, only faster: loads of bfloat16 are most of what a kernel does here.
+            # Gives Triton's result faster: loads of bfloat16 are most of a kernel's work here.
             return data.astype(np.uint32) << 16
         nearest = rounding_mode is None or rounding_mode == interpreter._ir.ROUNDING_MODE.RTNE
         if source in float8 and target == tl.float32:

@@ -1,4 +1,4 @@
-"""Where and on what a result was measured, for everything that is stored. Starts no other program."""
+"""Provenance of stored results: where and on what they were measured. Starts no other program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moereg.platforms import Platform, gpu_clocks
 __all__ = ["clocks", "provenance"]
 
 _ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
-"""The checkout, where the package lies in one; else what it is installed into, which has no history."""
+"""The checkout that holds the package, or the folder that it is installed into, which has no history."""
 
 
 def provenance(platform: Platform, distributions: Iterable[str]) -> dict[str, Any]:
@@ -26,8 +26,8 @@ def provenance(platform: Platform, distributions: Iterable[str]) -> dict[str, An
 
     Returns:
         `device`, `platform`, `versions`, `commit` (of moereg's own checkout, whatever the current directory is;
-        MOEREG_COMMIT says it where the checkout has no history; empty where unknown) and `date`. Changes that are not
-        committed do not show: digests of code are for that.
+        MOEREG_COMMIT says it where the checkout has no history; empty where unknown) and `date`. Uncommitted changes do
+        not show; digests of code are for that.
     """
     return {
         "device": platform.device_name,
@@ -39,13 +39,13 @@ def provenance(platform: Platform, distributions: Iterable[str]) -> dict[str, An
 
 
 def clocks(platform: Platform) -> dict[str, dict[str, int]]:
-    """What the GPU ran at, for results that are times; to be asked right after measuring.
+    """Clocks of the GPU, for results that are times; to be asked right after measuring.
 
     Args:
         platform: The machine, probed.
 
     Returns:
-        `clocks` with what `gpu_clocks` says; empty where that is nothing.
+        `clocks` from `gpu_clocks`; empty if there are none.
     """
     found = gpu_clocks() if platform.kind == "cuda" else {}
     return {"clocks": found} if found else {}
@@ -55,7 +55,7 @@ def _commit(root: pathlib.Path) -> str:
     """The commit that is checked out there. Read by hand: git runs programs that a repository's settings name."""
     directory = root / ".git"
     try:
-        if directory.is_file():  # Of a linked work tree or a submodule.
+        if directory.is_file():  # A linked work tree or a submodule has such a file.
             directory = root / directory.read_text(encoding="utf-8").strip().removeprefix("gitdir: ")
         head = (directory / "HEAD").read_text(encoding="utf-8").strip()
         if not head.startswith("ref: "):

@@ -1,7 +1,7 @@
 """One bound a scheme on ||out - reference|| / ||reference||, with its derivation.
 
-The reference rounds inputs and intermediate as the scheme says and nothing else, so the bound is what a kernel's own
-rounding may cost: 16-bit roundings on the way, and where activations are quantized what these do to the quantizer.
+The reference rounds inputs and intermediate as the scheme says and nothing else. So the bound covers a kernel's own
+rounding: 16-bit roundings on the way and, if activations are quantized, their effect on the quantizer.
 
 **16-bit roundings.** A 16-bit backend rounds at most five times on the way: gate, up, their product, the output of
 GEMM2 of a route, and the sum. Rounding to nearest a value whose mantissa is spread over [1, 2) costs an error uniform
@@ -13,13 +13,13 @@ for bfloat16 (ulp 2^-7), 1.8e-4 for float16 (ulp 2^-10). Independent roundings a
 - float16: sqrt(5) * 1.8e-4 = 4.1e-4, bound 1e-3 by the same factor; 4.8e-4 is usual.
 - float32: sums of up to 16,384 products in any order, sqrt(16384) * 2^-24 = 8e-6, bound 1e-5.
 
-A weight-only kernel may also round restored weights to 16 bits, once for each matmul: sqrt(7) * 1.5e-3 = 4.0e-3, as
-simulated ones show, so its bounds are sqrt(7/5) times larger, 9.5e-3 and 1.2e-3.
+A weight-only kernel may also round restored weights to 16 bits, once for each matmul: sqrt(7) * 1.5e-3 = 4.0e-3, which
+simulated kernels confirm. So its bounds are sqrt(7/5) times larger, 9.5e-3 and 1.2e-3.
 
-Such a kernel is off in a gate by what its weights' sums were off, not in proportion to the gate. Where a clamp at L is
-far below the gates' spread of about 1 or more, the share L of them that it leaves alone carries all of that error, and
-the result is no larger than L: below L = 1 the bound is 1 / sqrt(L) times larger. Of 400 simulated layers each with
-spread 3.6 the largest error was 0.8 times the plain bound at L = 1, 1.1 at 0.5, 1.75 at 0.25 and 3.0 at 0.1.
+The error of a gate in such a kernel follows from its weights' sums, not from the size of the gate. If a clamp at L is
+far below the gates' spread of about 1 or more, the share L of the gates that it does not clamp carries all of that
+error, and the result is no larger than L: below L = 1 the bound is 1 / sqrt(L) times larger. In 400 simulated layers
+each with spread 3.6, the largest error was 0.8 times the plain bound at L = 1, 1.1 at 0.5, 1.75 at 0.25 and 3.0 at 0.1.
 
 **Few elements.** Over few elements the errors do not average out: the norm of n of them scatters by 1 / sqrt(2 n), and
 one stretched element is a large part of it. Below 64 elements of output the bound is 8 / sqrt(n) times larger, 2.8
@@ -28,17 +28,18 @@ times for n = 8.
 With a handful, the norm that errors are measured by may itself be small, by sums that happen to cancel: it is below 1 /
 c of its usual size with a probability of c^-n, or of c^(-n/2) where few of the tokens are large, so one layer in 10^4
 is c = 10^(8/n) times worse. The usual error is a third of the bound, so this exceeds 8 / sqrt(n) for n below 8 only.
-The elements of the intermediate, m = T * K * I, may be few as well, and then all products of a gate with its up small,
-or all gates where the activation is steep: c^-m, and c^(-m/2) in weight-only kernels, whose errors do not shrink with a
-gate and where half of the gates may count for nothing (relu2). So the bound is 10^(4/m) times larger, in weight-only
-kernels 10^(8/m): 1.3 times at m = 64, 3.2 at 16, 10 at 8. Of 4,000 simulated layers for each of six activations the
-largest error was, in units of the plain bound of a weight-only kernel, 1.2 at m = 65, 2.0 to 5.1 at 16, 2.3 to 33 at 8
-(relu2 the worst; 99.9 % were within 7.0), and of one that is not, 0.9, 0.6 to 3.6 and 0.7 to 2.8.
+The intermediate may have few elements as well, m = T * K * I. Then all products of a gate with its up may be small, or
+all gates if the activation is steep, with a probability of c^-m. In weight-only kernels it is c^(-m/2), since their
+errors do not shrink with a gate and half of the gates may count for nothing (relu2). So the bound is 10^(4/m) times
+larger, in weight-only kernels 10^(8/m): 1.3 times at m = 64, 3.2 at 16, 10 at 8. In 4,000 simulated layers for each of
+six activations, the largest error was, in units of the plain bound of a weight-only kernel, 1.2 at m = 65, 2.0 to 5.1
+at 16, 2.3 to 33 at 8 (relu2 the worst; 99.9 % were within 7.0). For a kernel that is not weight-only it was 0.9, 0.6 to
+3.6 and 0.7 to 2.8.
 
-Where this would come to more than 0.5 the comparison is worth little, and the bound is 0.5: a single element may be off
-by anything, and such layers want more tokens. Of 49,917 simulated layers of random sizes, T up to 17, H and I up to 65,
-unquantized and weight-only in bfloat16 and float16, 28 exceed the bounds and 680 would exceed ones of 8 / sqrt(n)
-alone; the 28 have an H of 1 or an m of at most 4 but for a few, which are off by up to 1.2 bounds.
+Where this would exceed 0.5, the comparison is worth little and the bound is 0.5: a single element may be off by
+anything, and such layers need more tokens. Of 49,917 simulated layers of random sizes, T up to 17, H and I up to 65,
+unquantized and weight-only in bfloat16 and float16, 28 exceed the bounds; 680 would exceed bounds of 8 / sqrt(n) alone.
+Nearly all of the 28 have an H of 1 or an m of at most 4; the few others are off by up to 1.2 bounds.
 
 **Quantized activations.** The input is given in 16 bits, so every kernel finds the same codes for it, exact ties
 apart. The intermediate is not: where a kernel's value is off by d, an element near the border of two codes takes the
@@ -53,12 +54,12 @@ E|d| * u: small errors grow to their geometric mean with the step. With d of rel
   rounded anew, twice the element type's own noise of 2^-2m / 24: 0.8 * 2^-2m * e more, 0.20 e for nvfp4. Scales that
   are powers of two move no mantissa, and fp32 scales only scale.
 
-e is what a kernel rounds before the quantizer that the reference does not: gate and up stored in 16 bits, and the
-rounding in the scale, sqrt(3) * 1.5e-3 = 2.6e-3 in bfloat16. float32 sums are 1e-6 off. So flips cost, as a root mean
-square, 1.3e-2 (e4m3), 7.7e-3 (int8) and 3.5e-2 (nvfp4) in bfloat16, and the bound adds twice that. Simulated kernels
-that store gate and up in bfloat16 show 1.2e-2 to 1.8e-2, 8e-3 and 2.4e-2 to 3.0e-2; ones that keep them in registers
-and round where the reference does are within the 16-bit bound but for rare flips. A kernel that quantizes the
-intermediate without rounding it to 16 bits first is off by about 1e-2 for e4m3.
+e is the kernel's rounding before the quantizer that the reference does not make: gate and up stored in 16 bits, and the
+rounding in the scale, sqrt(3) * 1.5e-3 = 2.6e-3 in bfloat16. float32 sums are 1e-6 off. As a root mean square, flips
+therefore cost 1.3e-2 (e4m3), 7.7e-3 (int8) and 3.5e-2 (nvfp4) in bfloat16, and the bound adds twice that. Simulated
+kernels that store gate and up in bfloat16 show 1.2e-2 to 1.8e-2, 8e-3 and 2.4e-2 to 3.0e-2. Kernels that keep them in
+registers and round where the reference does are within the 16-bit bound, apart from rare flips. A kernel that quantizes
+the intermediate without rounding it to 16 bits first is off by about 1e-2 for e4m3.
 
 float16 flips an eighth as many elements, which would be a third of the error. But each of them costs the same, so at
 the sizes that tests run a single large element may be all of it: float16 takes bfloat16's term.
@@ -67,11 +68,11 @@ In small layers one flip may be all of the error anyway: elements of 8 r are usu
 2^-m of them as a float, and of 1 / max code as an integer. The bound adds that over the root of the number of elements,
 of the output or of the intermediate, whichever has fewer.
 
-**No bound is over 0.5**, since an output of zeros is off by 1. The sum would be for e2m1 below 90 elements, and come
-to 1.08 at 16; for e4m3 below 6. Right kernels do not need it: of 53,940 calls of simulated nvfp4 layers of 16 to 256
+**No bound is over 0.5**, since an output of zeros is off by 1. The sum would be for e2m1 below 90 elements, and come to
+1.08 at 16; for e4m3 below 6. Right kernels do not need it: of 53,940 calls of simulated nvfp4 layers of 16 to 256
 elements, with silu, relu2 and swigluoai, that store gate and up in bfloat16, the largest error was 0.33. With 8
-elements 2 of 4,800 are over 0.5, with 4 elements 1 of 2,510, with a single one, where H or I is 1, 20 of 4,090; of
-13,020 mxfp8 ones of 1 to 8 elements the largest was 0.21. Drawn layers have 15 elements or more.
+elements 2 of 4,800 exceed 0.5, with 4 elements 1 of 2,510, with a single one (H or I is 1) 20 of 4,090; in 13,020 mxfp8
+layers of 1 to 8 elements the largest error was 0.21. Drawn layers have 15 elements or more.
 
 A swapped gate and up, a dropped bias, a missed route or a scale of another group costs more than any of these bounds.
 """
@@ -88,13 +89,13 @@ from moereg.quantize import element_of
 __all__ = ["FEW_ELEMENTS", "LARGEST_BOUND", "ROUNDING_BOUNDS", "layer_tolerance", "tolerance"]
 
 FEW_ELEMENTS: Final = 64
-"""From here on the size of an output does not matter to what 16-bit roundings may cost."""
+"""From this size on, the size of an output does not change what 16-bit roundings may cost."""
 
 LARGEST_BOUND: Final = 0.5
-"""Of all sources together, since an output of zeros is off by 1."""
+"""Largest bound from all sources together, since an output of zeros is off by 1."""
 
 ROUNDING_BOUNDS: Final[dict[str, float]] = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}
-"""By the problem's dtype, of unquantized weights and activations."""
+"""Bounds by the problem's dtype, for unquantized weights and activations."""
 
 # Relative errors of the intermediate before it is quantized.
 _BEFORE_QUANTIZER: Final[dict[str, float]] = {"bfloat16": 2.6e-3, "float16": 2.6e-3, "float32": 1e-6}
@@ -111,7 +112,7 @@ def layer_tolerance(
     Args:
         problem: The layer.
         num_tokens: T.
-        computes: What the kernel computes; the problem's scheme where None.
+        computes: What the kernel computes; the problem's scheme if None.
         rounds_as_reference: See `tolerance`.
 
     Raises:
@@ -139,13 +140,13 @@ def tolerance(
     """The bound of a scheme for a problem's dtype; `layer_tolerance` reads the sizes off a problem.
 
     Args:
-        scheme: What is computed: a name or a value.
-        dtype: Of the problem.
-        num_elements: Of the output that is compared, T * H; many where None.
-        rounds_as_reference: For the tests of one kernel that keeps gate and up in fp32 and rounds the intermediate
-            where the reference does, so that only the order of sums differs: a closer bound where activations are
-            quantized.
-        num_intermediate: Of the intermediate, T * K * I; many where None.
+        scheme: The computed scheme: a name or a value.
+        dtype: Dtype of the problem.
+        num_elements: Elements of the compared output, T * H; many if None.
+        rounds_as_reference: Whether the kernel keeps gate and up in fp32 and rounds the intermediate where the
+            reference does, so that only the order of sums differs: a closer bound if activations are quantized, for
+            tests of one kernel.
+        num_intermediate: Elements of the intermediate, T * K * I; many if None.
         limit: The activation's clamp.
 
     Raises:
