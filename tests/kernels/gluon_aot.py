@@ -46,10 +46,12 @@ def compile_one(
         "out": _box([1, config.staged // columns, columns]),
         "weights": _box(weights),
         "rows": "*bf16" if by_token else _box([config.block_m // 2, 64]),
-        "tail_rows": "constexpr" if by_token else _box([config.slack, 64]),
+        "slack_rows": "constexpr" if by_token else _box([config.slack, 64]),
         "bias": "constexpr",
-        **dict.fromkeys(("sorted_routes", "block_expert", "block_row", "block_end", "num_blocks", "counter"), "*i32"),
-        **dict.fromkeys(("num_tiles_n", "group", "num_k", "num_columns", "hidden_chunks", "stride_chunks"), "i32"),
+        **dict.fromkeys(("sorted_routes", "block_expert", "block_row", "block_end"), "*i32"),
+        **dict.fromkeys(("num_blocks", "tile_counter"), "*i32"),
+        **dict.fromkeys(("num_tiles_n", "group_m", "num_steps", "num_columns"), "i32"),
+        **dict.fromkeys(("hidden_chunks", "stride_chunks"), "i32"),
         "max_tokens": "i32",
     }
     constants: dict[str, Any] = {
@@ -57,8 +59,8 @@ def compile_one(
         "TOP_K": 8 if by_token else None,
         "MASK_K": False,
         "BLOCK_N": config.block_n,
-        "MAIN": config.block_m,
-        "TAIL": config.slack,
+        "BLOCK_M": config.block_m,
+        "SLACK": config.slack,
         "STAGES": config.stages,
         "ACTIVATION": "silu" if is_gate_up else None,
         "GATED": is_gate_up,
@@ -67,7 +69,7 @@ def compile_one(
         "LIMIT": None,
         "OVERLAP": True,
         "bias": None,
-        **({"tail_rows": None} if by_token else {}),
+        **({"slack_rows": None} if by_token else {}),
         **({"sorted_routes": None} if batched else {"max_tokens": None}),
     }
     return _compile(name, _grouped_kernel, signature, constants)
@@ -87,8 +89,8 @@ def compile_quantized(name: str, dtype: str, is_gate_up: bool, grouped: bool) ->
         "row_scale": "*fp32",
         "weights": f"tensordesc<{dtype}[1, 128, 128],{gl.NVMMASharedLayout(128, 8, 3)!r}>",
         "column_scale": "*fp32",
-        **dict.fromkeys(("block_expert", "block_row", "block_end", "num_blocks", "counter"), "*i32"),
-        **dict.fromkeys(("num_tiles_n", "group", "num_k", "num_columns", "group_rows"), "i32"),
+        **dict.fromkeys(("block_expert", "block_row", "block_end", "num_blocks", "tile_counter"), "*i32"),
+        **dict.fromkeys(("num_tiles_n", "group_m", "num_steps", "num_columns", "group_rows"), "i32"),
         **dict.fromkeys(("stride_row_scale", "stride_expert_scale", "stride_column_scale", "stride_out_scale"), "i32"),
     }
     constants: dict[str, Any] = {
@@ -113,7 +115,7 @@ def _compile(name: str, kernel: Any, signature: dict[str, str], constants: dict[
     names = kernel.arg_names
     kinds = {**signature, **dict.fromkeys(constants, "constexpr")}
     aligned = [
-        place for place, argument in enumerate(names) if kinds[argument].startswith("*") and argument != "counter"
+        place for place, argument in enumerate(names) if kinds[argument].startswith("*") and argument != "tile_counter"
     ]
     source = GluonASTSource(
         fn=kernel,

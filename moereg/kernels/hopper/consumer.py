@@ -5,6 +5,8 @@ The product is transposed, columns x rows, because rows of a weight are wgmma's 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
@@ -22,7 +24,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 @gluon.jit
 def activate(x, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr):
-    """The activation of gates in fp32; as `triton_activation.activate`."""
+    """The activation of gates in fp32; as `activate` of `kernels/gemm/activation.py`."""
     if ACTIVATION == "silu" or ACTIVATION == "swigluoai":
         return x / (1.0 + gl.exp(-ALPHA * x))
     elif ACTIVATION == "gelu":
@@ -35,6 +37,24 @@ def activate(x, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr):
         # Written so that NaN stays NaN.
         x = gl.where(x < 0.0, 0.0, x)
         return x * x
+
+
+class Place(NamedTuple):
+    """Where one warpgroup's half of a tile lies.
+
+    Attributes:
+        expert: the tile's.
+        column: its first row of the expert's weight, and so of the bias.
+        anchor: where the tensor map of `out` has the tile along its first axis,
+        row: the tile's first row along its second,
+        out_column: and the half's first column along its third.
+    """
+
+    expert: Any
+    column: Any
+    anchor: Any
+    row: Any
+    out_column: Any
 
 
 @gluon.jit
@@ -51,7 +71,7 @@ def _finish(
     LIMIT: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Returns rows x columns of the output for `x`, columns x rows of the product."""
+    """Returns [ROWS, OUT_COLUMNS] of the output for `x` [COLUMNS, ROWS] fp32 of the product."""
     COLUMNS: gl.constexpr = x.shape[0]
     ROWS: gl.constexpr = x.shape[1]
     if bias is not None:
@@ -59,14 +79,14 @@ def _finish(
         if GATED:
             at = at // 16 * 16 + at % 8 * 2 + at // 8 % 2
         at += column
-        value = gl.load(bias + expert.to(gl.int64) * num_columns + at, mask=at < num_columns, other=0.0)
+        value = gl.load(bias + expert.to(gl.int64) * num_columns + at, mask=at < num_columns, other=0.0)  # [COLUMNS]
         x += value.to(gl.float32)[:, None]
     if GATED:
-        # The box brought 8 gates, then their 8 ups: rows that one thread holds both of.
+        # A box brought 8 gates, then their 8 ups: rows that one thread holds both of.
         gate, up = gl.split(gl.permute(gl.reshape(x, (COLUMNS // 16, 2, 8, ROWS)), (0, 2, 3, 1)))
         if LIMIT is not None:
             # Comparisons keep NaN, which a minimum would replace by the limit.
-            gate = gl.where(gate > LIMIT, LIMIT, gate)
+            gate = gl.where(gate > LIMIT, LIMIT, gate)  # [COLUMNS // 16, 8, ROWS]
             up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
         y = gl.reshape(activate(gate, ACTIVATION, ALPHA) * (up + BETA), (COLUMNS // 2, ROWS))
     elif ACTIVATION is not None:
@@ -82,12 +102,8 @@ def _store(
     out,
     staging,
     bias,
-    expert,
-    column,
-    out_column,
+    place,
     num_columns,
-    anchor,
-    first_row,
     WARPGROUP: gl.constexpr,
     FIRST: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -96,25 +112,27 @@ def _store(
     BETA: gl.constexpr,
     LIMIT: gl.constexpr,
 ):
-    """Stores a warpgroup's columns x rows of the product, chunk by chunk through its two buffers of `staging`.
+    """Stores `x` [COLUMNS, ROWS] fp32 of a warpgroup's product, chunk by chunk through its two buffers of `staging`.
 
-    Row i of the tile goes to [anchor, first_row + i] of the tensor map `out`, which drops it where the expert ends.
+    Row i of it is row FIRST + i of the tile. The tensor map `out` drops rows past the expert's end.
     """
     COLUMNS: gl.constexpr = x.shape[0]
     ROWS: gl.constexpr = x.shape[1]
     CHUNK: gl.constexpr = out.block_shape[1]
     if ROWS > CHUNK:
-        low, high = gl.split(gl.permute(gl.reshape(x, (COLUMNS, 2, ROWS // 2)), (0, 2, 1)))
+        low, high = gl.split(gl.permute(gl.reshape(x, (COLUMNS, 2, ROWS // 2)), (0, 2, 1)))  # [COLUMNS, ROWS // 2]
         # fmt: off
-        _store(low, out, staging, bias, expert, column, out_column, num_columns, anchor, first_row, WARPGROUP,
-               FIRST, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
-        _store(high, out, staging, bias, expert, column, out_column, num_columns, anchor, first_row, WARPGROUP,
-               FIRST + ROWS // 2, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+        _store(low, out, staging, bias, place, num_columns, WARPGROUP, FIRST, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+        _store(high, out, staging, bias, place, num_columns, WARPGROUP, FIRST + ROWS // 2, ACTIVATION, GATED, ALPHA,
+               BETA, LIMIT)
         # fmt: on
     else:
-        y = _finish(x, bias, expert, column, num_columns, ACTIVATION, GATED, ALPHA, BETA, LIMIT, out.dtype)
-        buffer = staging.index(2 * WARPGROUP + FIRST // CHUNK % 2)
-        # Of the two buffers the other one may still be read; a tile may have left off with either.
+        # fmt: off
+        y = _finish(x, bias, place.expert, place.column, num_columns, ACTIVATION, GATED, ALPHA, BETA, LIMIT,
+                    out.dtype)  # [ROWS, OUT_COLUMNS]
+        # fmt: on
+        buffer = staging.index(2 * WARPGROUP + FIRST // CHUNK % 2)  # [CHUNK, OUT_COLUMNS]
+        # The other buffer may still be read, and a tile may have ended with either.
         tma.store_wait(0 if FIRST == 0 else 1)
         barrier()
         if ROWS == CHUNK:
@@ -123,8 +141,8 @@ def _store(
             buffer.slice(0, ROWS, dim=0).store(y)
         fence_async_shared()
         barrier()
-        box = reinterpret(buffer, out.dtype, out.block_shape, out.layout)
-        store_box(out, [anchor, first_row + FIRST, out_column], box)
+        box = reinterpret(buffer, out.dtype, out.block_shape, out.layout)  # [1, CHUNK, OUT_COLUMNS]
+        store_box(out, [place.anchor, place.row + FIRST, place.out_column], box)
 
 
 @gluon.jit
@@ -135,16 +153,13 @@ def _consume_tile(
     staging,
     slot,
     phase,
-    num_k,
+    num_steps,
     num_columns,
-    expert,
-    tile_n,
-    row,
-    rows,
+    tile,
     max_tokens,
     WARPGROUP: gl.constexpr,
     ROWS: gl.constexpr,
-    TAIL: gl.constexpr,
+    SLACK: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     FENCE: gl.constexpr,
@@ -153,23 +168,26 @@ def _consume_tile(
     ALPHA: gl.constexpr,
     BETA: gl.constexpr,
     LIMIT: gl.constexpr,
-    OUT_COLUMNS: gl.constexpr,
 ):
-    main, tail, slot, phase = multiply(ring, slot, phase, num_k, WARPGROUP, ROWS, TAIL, BLOCK_N, STAGES, FENCE)
-    column = tile_n * BLOCK_N + WARPGROUP * (BLOCK_N // 2)
-    out_column = (2 * tile_n + WARPGROUP) * OUT_COLUMNS
+    """Multiplies and stores a tile of up to ROWS + SLACK rows; returns the next slot of the ring and its phase."""
+    # [BLOCK_N // 2, ROWS] and [BLOCK_N // 2, SLACK]
+    product, slack_product, slot, phase = multiply(
+        ring, slot, phase, num_steps, WARPGROUP, ROWS, SLACK, BLOCK_N, STAGES, FENCE
+    )
+    column = tile.tile_n * BLOCK_N + WARPGROUP * (BLOCK_N // 2)
+    out_column = (2 * tile.tile_n + WARPGROUP) * out.block_shape[2]
     if max_tokens is None:
-        anchor = row + rows
-        first_row = _GUARD - rows
+        anchor = tile.row + tile.num_rows
+        row = _GUARD - tile.num_rows
     else:
-        anchor = expert
-        first_row = row - expert * max_tokens
+        anchor = tile.expert
+        row = tile.row - tile.expert * max_tokens
+    place = Place(expert=tile.expert, column=column, anchor=anchor, row=row, out_column=out_column)
     # fmt: off
-    _store(main, out, staging, bias, expert, column, out_column, num_columns, anchor, first_row,
-           WARPGROUP, 0, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
-    if TAIL > 0:
-        _store(tail, out, staging, bias, expert, column, out_column, num_columns, anchor, first_row,
-               WARPGROUP, ROWS, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+    _store(product, out, staging, bias, place, num_columns, WARPGROUP, 0, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+    if SLACK > 0:
+        _store(slack_product, out, staging, bias, place, num_columns, WARPGROUP, ROWS, ACTIVATION, GATED, ALPHA,
+               BETA, LIMIT)
     # fmt: on
     return slot, phase
 
@@ -181,17 +199,15 @@ def consume(
     ring,
     turns,
     staging,
-    plan,
-    num_tiles_n,
-    group,
-    num_k,
+    order,
+    num_steps,
     num_columns,
     max_tokens,
     WARPGROUP: gl.constexpr,
     FENCE: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    MAIN: gl.constexpr,
-    TAIL: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    SLACK: gl.constexpr,
     STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
@@ -199,30 +215,53 @@ def consume(
     BETA: gl.constexpr,
     LIMIT: gl.constexpr,
 ):
-    """Multiplies and stores one warpgroup's half of every tile of the program.
+    """Multiplies and stores one warpgroup's half of every tile of the program. Run by four warps.
 
-    `max_tokens` is the batched format's, whose `out` is the map of [E, max_T, columns]: the rows of a box behind an
-    expert's count are written, those behind its max_T dropped. None where rows are compact.
+    Waits for a tile to be announced and for each slot of the ring to be full; reads the ring, `order` and the bias;
+    writes `staging` and, through it, `out`.
+
+    Args:
+        out: map of the compact rows behind the guard, clipped at an expert's end, or in the batched format of
+            [E, max_T, columns]; boxes [1, rows, columns] of a staged store.
+        bias: pointer to [E, num_columns], or None.
+        ring: a `Ring`.
+        turns: `Turns`.
+        staging: [4, rows, columns] staged stores, two of each warpgroup.
+        order: a `TileOrder`.
+        num_steps: steps along the reduced dimension.
+        num_columns: rows of an expert's weight.
+        max_tokens: max_T in the batched format, where rows of a box behind an expert's count are written and those
+            behind max_T are dropped; None where rows are compact.
+        WARPGROUP: 0 or 1: which half of the columns.
+        FENCE: as for `multiply`.
+        BLOCK_N: columns of a tile.
+        BLOCK_M: rows of a tile.
+        SLACK: rows by which a tile may be longer.
+        STAGES: slots of the ring.
+        ACTIVATION: of a `GateUpEpilogue`, like the next four; None in the second product.
+        GATED: likewise; False there.
+        ALPHA: likewise.
+        BETA: likewise.
+        LIMIT: likewise.
     """
-    OUT_COLUMNS: gl.constexpr = out.block_shape[2]
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    tile, turn, turn_phase = take_tile(turns, gl.to_tensor(0), gl.to_tensor(0))
-    while tile != NO_TILE:
-        expert, tile_n, row, rows = locate(tile, plan, num_tiles_n, group, MAIN, TAIL)
+    number, turn, turn_phase = take_tile(turns, gl.to_tensor(0), gl.to_tensor(0))
+    while number != NO_TILE:
+        tile = locate(number, order, BLOCK_M, SLACK)
         # fmt: off
-        if rows > MAIN:
+        if tile.num_rows > BLOCK_M:
             slot, phase = _consume_tile(
-                out, bias, ring, staging, slot, phase, num_k, num_columns, expert, tile_n, row, rows, max_tokens,
-                WARPGROUP, MAIN, TAIL, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT, OUT_COLUMNS)
-        elif rows > MAIN // 2:
+                out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
+                WARPGROUP, BLOCK_M, SLACK, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+        elif tile.num_rows > BLOCK_M // 2:
             slot, phase = _consume_tile(
-                out, bias, ring, staging, slot, phase, num_k, num_columns, expert, tile_n, row, rows, max_tokens,
-                WARPGROUP, MAIN, 0, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT, OUT_COLUMNS)
+                out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
+                WARPGROUP, BLOCK_M, 0, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
         else:
             slot, phase = _consume_tile(
-                out, bias, ring, staging, slot, phase, num_k, num_columns, expert, tile_n, row, rows, max_tokens,
-                WARPGROUP, MAIN // 2, 0, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT, OUT_COLUMNS)
+                out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
+                WARPGROUP, BLOCK_M // 2, 0, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
         # fmt: on
-        tile, turn, turn_phase = take_tile(turns, turn, turn_phase)
+        number, turn, turn_phase = take_tile(turns, turn, turn_phase)
     tma.store_wait(0)

@@ -20,15 +20,15 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.hopper.config import GluonGemmConfig, select_group_m
 from moereg.kernels.hopper.consumer import consume
 from moereg.kernels.hopper.producer import produce, produce_by_token
-from moereg.kernels.hopper.ring import BLOCK_K
-from moereg.kernels.hopper.turns import TURNS
+from moereg.kernels.hopper.ring import BLOCK_K, Ring, TileOrder, allocate_barriers
+from moereg.kernels.hopper.turns import allocate_turns
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.block_map import BlockMap
@@ -42,22 +42,22 @@ _PRODUCER_REGISTERS = gl.constexpr(88)
 
 
 # Tile and step counts are not specialized: their divisibility says nothing, and each would be compiled anew.
-@gluon.jit(do_not_specialize=["num_tiles_n", "group", "num_k", "max_tokens"])
+@gluon.jit(do_not_specialize=["num_tiles_n", "group_m", "num_steps", "max_tokens"])
 def _grouped_kernel(
     out,
     weights,
     rows,
-    tail_rows,
+    slack_rows,
     bias,
     sorted_routes,
     block_expert,
     block_row,
     block_end,
     num_blocks,
-    counter,
+    tile_counter,
     num_tiles_n,
-    group,
-    num_k,
+    group_m,
+    num_steps,
     num_columns,
     hidden_chunks,
     stride_chunks,
@@ -66,8 +66,8 @@ def _grouped_kernel(
     TOP_K: gl.constexpr,
     MASK_K: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    MAIN: gl.constexpr,
-    TAIL: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    SLACK: gl.constexpr,
     STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
@@ -76,52 +76,46 @@ def _grouped_kernel(
     LIMIT: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
+    """One program a multiprocessor: allocates shared memory, then splits its warps into a producer and two consumers.
+
+    See `consume`, `produce` and `produce_by_token` for the arguments; `rows` is the tensor map of halves of tiles or,
+    BY_TOKEN, the pointer to the tokens.
+    """
     dtype: gl.constexpr = weights.dtype
     operand: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     CHUNK: gl.constexpr = [out.block_shape[1], out.block_shape[2]]
     weights_shared = gl.allocate_shared_memory(dtype, [STAGES] + weights.block_shape, weights.layout)
-    rows_shared = gl.allocate_shared_memory(dtype, [2 * STAGES, MAIN // 2, BLOCK_K], operand)
-    tail_shared = gl.allocate_shared_memory(dtype, [STAGES, TAIL, BLOCK_K], operand)
+    rows_shared = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_M // 2, BLOCK_K], operand)
+    slack_shared = gl.allocate_shared_memory(dtype, [STAGES, SLACK, BLOCK_K], operand)
     staging = gl.allocate_shared_memory(dtype, [4] + CHUNK, gl.NVMMASharedLayout.get_default_for(CHUNK, dtype))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        # One arrival announces the boxes' bytes; copies by token add one for each producer thread.
-        mbarrier.init(full.index(slot), count=129 if BY_TOKEN else 1)
-        mbarrier.init(empty.index(slot), count=2)
-    tiles = gl.allocate_shared_memory(gl.int32, [TURNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    announced = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
-    for turn in gl.static_range(TURNS):
-        mbarrier.init(announced.index(turn), count=1)
-        mbarrier.init(taken.index(turn), count=2)
+    # One arrival announces the boxes' bytes; copies by token add one for each producer thread.
+    full, empty = allocate_barriers(STAGES, 129 if BY_TOKEN else 1)
+    turns = allocate_turns()
     fence_async_shared()
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
-    ring = (weights_shared, rows_shared, tail_shared, full, empty)
-    plan = (block_expert, block_row, block_end, gl.load(num_blocks))
-    turns = (tiles, announced, taken)
+    ring = Ring(weights=weights_shared, rows=rows_shared, slack_rows=slack_shared, full=full, empty=empty)
+    order = TileOrder(
+        block_expert=block_expert,
+        block_row=block_row,
+        block_end=block_end,
+        num_blocks=gl.load(num_blocks),
+        num_tiles_n=num_tiles_n,
+        group_m=group_m,
+    )
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
     # fmt: off
-    if BY_TOKEN:
-        gl.warp_specialize(
-            [(consume, (out, bias, ring, turns, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 0,
-                        True, BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (consume, (out, bias, ring, turns, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 1,
-                        True, BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (produce_by_token, (weights, rows, sorted_routes, ring, turns, counter, plan, num_tiles_n, group, num_k,
-                                 num_columns, hidden_chunks, stride_chunks, TOP_K, MASK_K, BLOCK_N, MAIN, TAIL,
-                                 STAGES))],
-            [4, 4], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
-    else:
-        gl.warp_specialize(
-            [(consume, (out, bias, ring, turns, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 0,
-                        False, BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (consume, (out, bias, ring, turns, staging, plan, num_tiles_n, group, num_k, num_columns, max_tokens, 1,
-                        False, BLOCK_N, MAIN, TAIL, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (produce, (weights, rows, tail_rows, ring, turns, counter, plan, num_tiles_n, group, num_k, num_columns,
-                        BLOCK_N, MAIN, TAIL, STAGES))],
-            [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
+    gl.warp_specialize(
+        [(consume, (out, bias, ring, turns, staging, order, num_steps, num_columns, max_tokens, 0,
+                    BY_TOKEN, BLOCK_N, BLOCK_M, SLACK, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+         (consume, (out, bias, ring, turns, staging, order, num_steps, num_columns, max_tokens, 1,
+                    BY_TOKEN, BLOCK_N, BLOCK_M, SLACK, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+         (produce_by_token, (weights, rows, sorted_routes, ring, turns, tile_counter, order, num_steps, num_columns,
+                             hidden_chunks, stride_chunks, TOP_K, MASK_K, BLOCK_N, BLOCK_M, SLACK, STAGES))
+         if BY_TOKEN else
+         (produce, (weights, rows, slack_rows, ring, turns, tile_counter, order, num_steps, num_columns,
+                    BLOCK_N, BLOCK_M, SLACK, STAGES))],
+        [4, 4 if BY_TOKEN else 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
     # fmt: on
 
 
@@ -260,17 +254,17 @@ def _launch(product: _Product, plan: BlockMap, config: GluonGemmConfig, *, overl
         out=clipped_map(out, box) if out.dim() == 2 else tensor_map(out, out.shape, out.stride(), box),
         weights=product.weight_map,
         rows=rows if by_token else half_rows,
-        tail_rows=slack_rows,
+        slack_rows=slack_rows,
         bias=product.bias,
         sorted_routes=plan.sorted_routes if isinstance(plan, RoutePlan) else None,
         block_expert=plan.block_expert,
         block_row=plan.block_row,
         block_end=plan.block_end,
         num_blocks=plan.num_blocks,
-        counter=product.tile_counter,
+        tile_counter=product.tile_counter,
         num_tiles_n=triton.cdiv(num_columns, config.block_n),
-        group=select_group_m(num_columns * depth * weight.element_size()),
-        num_k=depth // BLOCK_K.value,
+        group_m=select_group_m(num_columns * depth * weight.element_size()),
+        num_steps=depth // BLOCK_K.value,
         num_columns=num_columns,
         hidden_chunks=rows.shape[1] // 8,
         stride_chunks=rows.stride(0) // 8,
@@ -279,8 +273,8 @@ def _launch(product: _Product, plan: BlockMap, config: GluonGemmConfig, *, overl
         TOP_K=product.top_k,
         MASK_K=rows.shape[1] != depth,
         BLOCK_N=config.block_n,
-        MAIN=config.block_m,
-        TAIL=config.slack,
+        BLOCK_M=config.block_m,
+        SLACK=config.slack,
         STAGES=config.stages,
         ACTIVATION=None if epilogue is None else epilogue.activation,
         GATED=epilogue is not None and epilogue.gated,

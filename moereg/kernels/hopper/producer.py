@@ -1,4 +1,4 @@
-"""The producers of a Hopper grouped GEMM with 16-bit weights, in Triton's Gluon: fill the ring of `gluon_ring`."""
+"""The producers of a Hopper grouped GEMM with 16-bit weights, in Triton's Gluon: fill the ring of `ring.py`."""
 
 from __future__ import annotations
 
@@ -23,62 +23,81 @@ def _load_weights(weights, shared, ready, expert, tile_n, k, num_columns, BLOCK_
 def produce(
     weights,
     half_rows,
-    tail_rows,
+    slack_rows,
     ring,
     turns,
-    counter,
-    plan,
-    num_tiles_n,
-    group,
-    num_k,
+    tile_counter,
+    order,
+    num_steps,
     num_columns,
     BLOCK_N: gl.constexpr,
-    MAIN: gl.constexpr,
-    TAIL: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    SLACK: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Fills the ring with boxes of the weights and of rows in sorted order; one warp."""
-    weights_shared, rows_shared, tail_shared, full, empty = ring
-    HALF: gl.constexpr = MAIN // 2
+    """Fills the ring with boxes of the weights and of rows that lie in order. Run by one warp.
+
+    Reads the weights and rows by tensor maps, `order` and the tile counter, which it counts up. Announces each tile,
+    then for each step waits until both consumers have emptied a slot, says how many bytes its `full` has to wait for,
+    and starts the copies.
+
+    Args:
+        weights: map of a weight, boxes [BLOCK_N // 16, 2, 8, BLOCK_K] where gate and up are interleaved, or
+            [1, BLOCK_N, BLOCK_K].
+        half_rows: map of the rows, boxes [BLOCK_M // 2, BLOCK_K].
+        slack_rows: map of the rows, boxes [SLACK, BLOCK_K].
+        ring: a `Ring`.
+        turns: `Turns`.
+        tile_counter: pointer to the number of tiles that programs have taken beyond their first ones.
+        order: a `TileOrder`.
+        num_steps: steps along the reduced dimension.
+        num_columns: rows of an expert's weight.
+        BLOCK_N: columns of a tile.
+        BLOCK_M: rows of a tile.
+        SLACK: rows by which a tile may be longer.
+        STAGES: slots of the ring.
+    """
+    HALF: gl.constexpr = BLOCK_M // 2
     ROW_BYTES: gl.constexpr = 2 * BLOCK_K
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     turn = gl.to_tensor(0)
     turn_phase = gl.to_tensor(1)
-    num_tiles = plan[3] * num_tiles_n
-    tile = gl.program_id(0)
-    while tile < num_tiles:
-        turn, turn_phase = announce_tile(tile, turns, turn, turn_phase, 1)
-        following = next_tile(counter)
-        expert, tile_n, row, rows = locate(tile, plan, num_tiles_n, group, MAIN, TAIL)
-        for k in range(num_k):
-            ready = full.index(slot)
+    num_tiles = order.num_blocks * order.num_tiles_n
+    number = gl.program_id(0)
+    while number < num_tiles:
+        turn, turn_phase = announce_tile(number, turns, turn, turn_phase, 1)
+        following = next_tile(tile_counter)
+        tile = locate(number, order, BLOCK_M, SLACK)
+        row, num_rows = tile.row, tile.num_rows
+        for k in range(num_steps):
+            ready = ring.full.index(slot)
             at = k * BLOCK_K
-            mbarrier.wait(empty.index(slot), phase)
-            mbarrier.expect(ready, (BLOCK_N + HALF) * ROW_BYTES, pred=rows <= HALF)
-            mbarrier.expect(ready, (BLOCK_N + MAIN) * ROW_BYTES, pred=(rows > HALF) & (rows <= MAIN))
-            mbarrier.expect(ready, (BLOCK_N + MAIN + TAIL) * ROW_BYTES, pred=rows > MAIN)
-            _load_weights(weights, weights_shared.index(slot), ready, expert, tile_n, k, num_columns, BLOCK_N)
-            load_box(half_rows, [row, at], ready, rows_shared.index(2 * slot))
-            load_box(half_rows, [row + HALF, at], ready, rows_shared.index(2 * slot + 1), pred=rows > HALF)
-            load_box(tail_rows, [row + MAIN, at], ready, tail_shared.index(slot), pred=rows > MAIN)
+            mbarrier.wait(ring.empty.index(slot), phase)
+            mbarrier.expect(ready, (BLOCK_N + HALF) * ROW_BYTES, pred=num_rows <= HALF)
+            mbarrier.expect(ready, (BLOCK_N + BLOCK_M) * ROW_BYTES, pred=(num_rows > HALF) & (num_rows <= BLOCK_M))
+            mbarrier.expect(ready, (BLOCK_N + BLOCK_M + SLACK) * ROW_BYTES, pred=num_rows > BLOCK_M)
+            _load_weights(weights, ring.weights.index(slot), ready, tile.expert, tile.tile_n, k, num_columns, BLOCK_N)
+            load_box(half_rows, [row, at], ready, ring.rows.index(2 * slot))
+            load_box(half_rows, [row + HALF, at], ready, ring.rows.index(2 * slot + 1), pred=num_rows > HALF)
+            load_box(slack_rows, [row + BLOCK_M, at], ready, ring.slack_rows.index(slot), pred=num_rows > BLOCK_M)
             slot, phase = next_slot(slot, phase, STAGES)
-        tile = following
+        number = following
     announce_tile(NO_TILE, turns, turn, turn_phase, 1)
 
 
 @gluon.jit
-def _load_routes(sorted_routes, row, rows, FIRST: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def _load_routes(sorted_routes, row, num_rows, FIRST: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     # Rows past the end repeat the last one.
-    at = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    return gl.load(sorted_routes + row + gl.maximum(gl.minimum(at, rows - 1), 0))
+    at = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))  # [ROWS]
+    return gl.load(sorted_routes + row + gl.maximum(gl.minimum(at, num_rows - 1), 0))
 
 
 @gluon.jit
 def _token_offsets(routes, stride_chunks, TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
     # A stride in chunks of 8 elements shows the compiler that every 16 bytes are aligned.
-    return (routes // TOP_K)[:, None] * (stride_chunks * 8) + columns[None, :]
+    return (routes // TOP_K)[:, None] * (stride_chunks * 8) + columns[None, :]  # [ROWS, BLOCK_K]
 
 
 @gluon.jit
@@ -86,7 +105,7 @@ def _copy_tokens(shared, pointers, k, hidden_chunks, MASK_K: gl.constexpr, LAYOU
     if MASK_K:
         # The weights beyond are zeros, but what lies behind a row of the activations may be NaN.
         columns = k * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
-        mask = gl.expand_dims(columns < hidden_chunks * 8, 0)
+        mask = gl.expand_dims(columns < hidden_chunks * 8, 0)  # [1, BLOCK_K]
         load_chunks(shared, pointers, mask=gl.broadcast(mask, pointers)[0])
     else:
         load_chunks(shared, pointers)
@@ -99,68 +118,87 @@ def produce_by_token(
     sorted_routes,
     ring,
     turns,
-    counter,
-    plan,
-    num_tiles_n,
-    group,
-    num_k,
+    tile_counter,
+    order,
+    num_steps,
     num_columns,
     hidden_chunks,
     stride_chunks,
     TOP_K: gl.constexpr,
     MASK_K: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    MAIN: gl.constexpr,
-    TAIL: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    SLACK: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Fills the ring with boxes of the weights and, 16 bytes at a time, with the tokens of the routes; four warps."""
-    weights_shared, rows_shared, tail_shared, full, empty = ring
-    HALF: gl.constexpr = MAIN // 2
+    """Fills the ring with boxes of the weights and, 16 bytes at a time, with the tokens of the routes.
+
+    Run by four warps. Reads, announces and waits as `produce` does, and reads the tokens from `hidden_states`, at the
+    rows that `sorted_routes` names. A slot's `full` waits for the bytes of the weights and for each of the 128 threads'
+    copies.
+
+    Args:
+        weights: as for `produce`, like the other arguments that are not named here.
+        hidden_states: pointer to the tokens [T, H].
+        sorted_routes: pointer to the routes in sorted order.
+        ring: likewise.
+        turns: likewise.
+        tile_counter: likewise.
+        order: likewise.
+        num_steps: likewise.
+        num_columns: likewise.
+        hidden_chunks: H / 8: chunks of 16 bytes of a token.
+        stride_chunks: chunks from one token to the next.
+        TOP_K: routes of a token.
+        MASK_K: whether the last step reaches past H.
+        BLOCK_N: likewise.
+        BLOCK_M: likewise.
+        SLACK: likewise.
+        STAGES: likewise.
+    """
+    HALF: gl.constexpr = BLOCK_M // 2
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     turn = gl.to_tensor(0)
     turn_phase = gl.to_tensor(1)
-    num_tiles = plan[3] * num_tiles_n
-    tile = gl.program_id(0)
-    # Who has no first tile has none to locate.
-    if tile < num_tiles:
-        following = next_tile(counter)
-        expert, tile_n, row, rows = locate(tile, plan, num_tiles_n, group, MAIN, TAIL)
-        low = _load_routes(sorted_routes, row, rows, 0, HALF, LAYOUT)
-        high = _load_routes(sorted_routes, row, rows, HALF, HALF, LAYOUT)
-        tail = _load_routes(sorted_routes, row, rows, MAIN, TAIL, LAYOUT)
-        while tile < num_tiles:
-            turn, turn_phase = announce_tile(tile, turns, turn, turn_phase, 4)
-            low_offsets = _token_offsets(low, stride_chunks, TOP_K, LAYOUT)
-            high_offsets = _token_offsets(high, stride_chunks, TOP_K, LAYOUT)
-            tail_offsets = _token_offsets(tail, stride_chunks, TOP_K, LAYOUT)
+    num_tiles = order.num_blocks * order.num_tiles_n
+    number = gl.program_id(0)
+    # A program without a first tile has none to locate.
+    if number < num_tiles:
+        following = next_tile(tile_counter)
+        tile = locate(number, order, BLOCK_M, SLACK)
+        low = _load_routes(sorted_routes, tile.row, tile.num_rows, 0, HALF, LAYOUT)  # [HALF]
+        high = _load_routes(sorted_routes, tile.row, tile.num_rows, HALF, HALF, LAYOUT)  # [HALF]
+        slack = _load_routes(sorted_routes, tile.row, tile.num_rows, BLOCK_M, SLACK, LAYOUT)  # [SLACK]
+        while number < num_tiles:
+            turn, turn_phase = announce_tile(number, turns, turn, turn_phase, 4)
+            low_offsets = _token_offsets(low, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
+            high_offsets = _token_offsets(high, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
+            slack_offsets = _token_offsets(slack, stride_chunks, TOP_K, LAYOUT)  # [SLACK, BLOCK_K]
             # The next tile's routes are on their way during this one, and the number of the one after.
-            tile = following
-            following = next_tile(counter)
-            # fmt: off
-            next_expert, next_n, row, next_rows = locate(
-                gl.minimum(tile, num_tiles - 1), plan, num_tiles_n, group, MAIN, TAIL)
-            # fmt: on
-            low = _load_routes(sorted_routes, row, next_rows, 0, HALF, LAYOUT)
-            high = _load_routes(sorted_routes, row, next_rows, HALF, HALF, LAYOUT)
-            tail = _load_routes(sorted_routes, row, next_rows, MAIN, TAIL, LAYOUT)
+            number = following
+            following = next_tile(tile_counter)
+            next_one = locate(gl.minimum(number, num_tiles - 1), order, BLOCK_M, SLACK)
+            low = _load_routes(sorted_routes, next_one.row, next_one.num_rows, 0, HALF, LAYOUT)
+            high = _load_routes(sorted_routes, next_one.row, next_one.num_rows, HALF, HALF, LAYOUT)
+            slack = _load_routes(sorted_routes, next_one.row, next_one.num_rows, BLOCK_M, SLACK, LAYOUT)
+            expert, tile_n, num_rows = tile.expert, tile.tile_n, tile.num_rows
             tokens = hidden_states
-            for k in range(num_k):
-                ready = full.index(slot)
-                mbarrier.wait(empty.index(slot), phase)
+            for k in range(num_steps):
+                ready = ring.full.index(slot)
+                mbarrier.wait(ring.empty.index(slot), phase)
                 mbarrier.expect(ready, 2 * BLOCK_N * BLOCK_K)
-                _load_weights(weights, weights_shared.index(slot), ready, expert, tile_n, k, num_columns, BLOCK_N)
-                _copy_tokens(rows_shared.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
-                if rows > HALF:
-                    _copy_tokens(
-                        rows_shared.index(2 * slot + 1), tokens + high_offsets, k, hidden_chunks, MASK_K, LAYOUT
-                    )
-                if rows > MAIN:
-                    _copy_tokens(tail_shared.index(slot), tokens + tail_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                _load_weights(weights, ring.weights.index(slot), ready, expert, tile_n, k, num_columns, BLOCK_N)
+                _copy_tokens(ring.rows.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                if num_rows > HALF:
+                    high_half = ring.rows.index(2 * slot + 1)
+                    _copy_tokens(high_half, tokens + high_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                if num_rows > BLOCK_M:
+                    slack_rows = ring.slack_rows.index(slot)
+                    _copy_tokens(slack_rows, tokens + slack_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                 async_copy.mbarrier_arrive(ready, increment_count=False)
                 tokens += BLOCK_K
                 slot, phase = next_slot(slot, phase, STAGES)
-            expert, tile_n, rows = next_expert, next_n, next_rows
+            tile = next_one
     announce_tile(NO_TILE, turns, turn, turn_phase, 4)

@@ -1,8 +1,7 @@
 """The consumers of a Hopper grouped GEMM of 8-bit codes, in Triton's Gluon: multiply a tile, scale, activate, store.
 
-A tile is 128 rows of activations by two halves of 128 rows of a weight: gate and up of the same columns, or 256 columns
-in a row. Rows of activations are wgmma's M side, 64 for each of two warpgroups, so that a thread needs the scales of
-two of them only, and the columns of a group are in one warp.
+Rows of activations are wgmma's M side, 64 for each of two warpgroups, so that a thread needs the scales of two of them
+only, and the columns of a group are in one warp.
 """
 
 from __future__ import annotations
@@ -17,28 +16,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M
 from moereg.kernels.hopper.consumer import activate, barrier, store_box
+from moereg.kernels.hopper.quantized_ring import BLOCK_M, COLUMNS, OWN_ROWS, first_columns
 from moereg.kernels.hopper.ring import locate, next_slot, reinterpret
 from moereg.kernels.hopper.turns import NO_TILE, take_tile
 from moereg.kernels.sizes import GUARD_ROWS
-
-# Rows of a tile, and of a warpgroup; columns of a half, which is a block of scales and a group of codes.
-ROWS = gl.constexpr(QUANTIZED_BLOCK_M)
-OWN_ROWS = gl.constexpr(64)
-COLUMNS = gl.constexpr(128)
-
-# Codes of the reduced dimension per step: 128 bytes, the widest swizzle, and one group of scales.
-STEP = gl.constexpr(128)
 
 _GUARD = gl.constexpr(GUARD_ROWS)
 
 
 @gluon.jit
 def _half_product(own_rows, weights, product):
-    """Codes times codes of one step, [OWN_ROWS, COLUMNS]; waits for it.
+    """Overwrites `product` with codes times codes of one step, [OWN_ROWS, COLUMNS], and waits for it.
 
-    `product` is overwritten: what a product is kept in is named, since it has room for only one besides the sums.
+    The caller passes `product` in because registers have room for only one besides the sums.
     """
     product = warpgroup_mma(own_rows, weights.permute((1, 0)), product, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, deps=(product,))
@@ -50,69 +41,72 @@ def _load_scalar(shared):
 
 
 @gluon.jit
-def _multiply_grouped(ring, slot, phase, num_k, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
-    """Both halves of a warpgroup's tile, fp32, scaled by what changes from step to step, and where the ring stands.
+def _multiply_grouped(ring, slot, phase, num_steps, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
+    """Multiplies and scales both halves of a warpgroup's rows, out of the next `num_steps` slots of the ring.
 
-    Tensor cores keep 14 bits or so of a sum of 8-bit floats, so each step's product is added up outside of them.
+    Waits for each slot to be full and arrives at its `empty` once its products have ended. Tensor cores keep about 14
+    bits of a sum of 8-bit floats, so each step's product is added up outside of them.
+
+    Returns:
+        [OWN_ROWS, COLUMNS] fp32 of either half; the next slot and its phase.
     """
-    rows, weights, row_scales, half_scales, full, empty = ring
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     low = gl.zeros([OWN_ROWS, COLUMNS], gl.float32, LAYOUT)
     high = gl.zeros([OWN_ROWS, COLUMNS], gl.float32, LAYOUT)
     product = gl.zeros([OWN_ROWS, COLUMNS], gl.float32, LAYOUT)
-    gl.assume(num_k > 0)
-    for _ in range(num_k):
-        mbarrier.wait(full.index(slot), phase)
-        own_rows = rows.index(2 * slot + WARPGROUP)
-        row_scale = row_scales.index(2 * slot + WARPGROUP).load(gl.SliceLayout(1, LAYOUT))
-        low_scale, high_scale = _load_scalar(half_scales.index(2 * slot)), _load_scalar(half_scales.index(2 * slot + 1))
-        product = _half_product(own_rows, weights.index(2 * slot), product)
+    gl.assume(num_steps > 0)
+    for _ in range(num_steps):
+        mbarrier.wait(ring.full.index(slot), phase)
+        own_rows = ring.rows.index(2 * slot + WARPGROUP)  # [OWN_ROWS, BLOCK_K]
+        row_scale = ring.row_scales.index(2 * slot + WARPGROUP).load(gl.SliceLayout(1, LAYOUT))  # [OWN_ROWS]
+        low_scale = _load_scalar(ring.half_scales.index(2 * slot))
+        high_scale = _load_scalar(ring.half_scales.index(2 * slot + 1))
+        product = _half_product(own_rows, ring.weights.index(2 * slot), product)
         low += product * (row_scale * low_scale)[:, None]
-        product = _half_product(own_rows, weights.index(2 * slot + 1), product)
-        mbarrier.arrive(empty.index(slot))
+        product = _half_product(own_rows, ring.weights.index(2 * slot + 1), product)
+        mbarrier.arrive(ring.empty.index(slot))
         high += product * (row_scale * high_scale)[:, None]
         slot, phase = next_slot(slot, phase, STAGES)
     return low, high, slot, phase
 
 
 @gluon.jit
-def _multiply_plain(ring, slot, phase, num_k, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
-    """Both halves of a warpgroup's tile, fp32, not scaled; sums of int8 are exact, those of floats as above."""
-    rows, weights, _, _, full, empty = ring
-    EXACT: gl.constexpr = rows.dtype == gl.int8
+def _multiply_plain(ring, slot, phase, num_steps, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
+    """As `_multiply_grouped` without scaling; sums of int8 are exact."""
+    EXACT: gl.constexpr = ring.rows.dtype == gl.int8
     TOTAL: gl.constexpr = gl.int32 if EXACT else gl.float32
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     low = gl.zeros([OWN_ROWS, COLUMNS], TOTAL, LAYOUT)
     high = gl.zeros([OWN_ROWS, COLUMNS], TOTAL, LAYOUT)
     if not EXACT:
         product = gl.zeros([OWN_ROWS, COLUMNS], TOTAL, LAYOUT)
-    gl.assume(num_k > 0)
-    for _ in range(num_k):
-        mbarrier.wait(full.index(slot), phase)
-        own_rows = rows.index(2 * slot + WARPGROUP)
-        low_weights, high_weights = weights.index(2 * slot), weights.index(2 * slot + 1)
+    gl.assume(num_steps > 0)
+    for _ in range(num_steps):
+        mbarrier.wait(ring.full.index(slot), phase)
+        own_rows = ring.rows.index(2 * slot + WARPGROUP)  # [OWN_ROWS, BLOCK_K]
+        low_weights = ring.weights.index(2 * slot)  # [COLUMNS, BLOCK_K]
+        high_weights = ring.weights.index(2 * slot + 1)  # [COLUMNS, BLOCK_K]
         if EXACT:
             low = warpgroup_mma(own_rows, low_weights.permute((1, 0)), low, is_async=True)
             high = warpgroup_mma(own_rows, high_weights.permute((1, 0)), high, is_async=True)
             low, high = warpgroup_mma_wait(0, deps=(low, high))
-            mbarrier.arrive(empty.index(slot))
+            mbarrier.arrive(ring.empty.index(slot))
         else:
             product = _half_product(own_rows, low_weights, product)
             low += product
             product = _half_product(own_rows, high_weights, product)
-            mbarrier.arrive(empty.index(slot))
+            mbarrier.arrive(ring.empty.index(slot))
             high += product
         slot, phase = next_slot(slot, phase, STAGES)
     return low.to(gl.float32), high.to(gl.float32), slot, phase
 
 
 @gluon.jit
-def _skip(ring, slot, phase, num_k, STAGES: gl.constexpr):
-    """Releases what a warpgroup without rows does not multiply."""
-    _, _, _, _, full, empty = ring
-    for _ in range(num_k):
-        mbarrier.wait(full.index(slot), phase)
-        mbarrier.arrive(empty.index(slot))
+def _skip(ring, slot, phase, num_steps, STAGES: gl.constexpr):
+    """Waits for and releases the slots of a tile in which a warpgroup has no rows."""
+    for _ in range(num_steps):
+        mbarrier.wait(ring.full.index(slot), phase)
+        mbarrier.arrive(ring.empty.index(slot))
         slot, phase = next_slot(slot, phase, STAGES)
     return slot, phase
 
@@ -148,12 +142,15 @@ def _activate_halves(gate, up, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, BE
 
 @gluon.jit
 def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr):
-    """Codes of [OWN_ROWS, COLUMNS] fp32, one group a row, and their scales; as `triton_quantize.quantize_tile`."""
-    bits = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    """Codes of `x` [OWN_ROWS, COLUMNS] fp32, one group a row, and their scales [OWN_ROWS].
+
+    As `quantize_tile` of `kernels/quantized/rows.py`.
+    """
+    bits = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # [OWN_ROWS]
     scale = gl.div_rn(bits.to(gl.float32, bitcast=True), gl.full_like(bits, MAX_CODE, dtype=gl.float32))
     scale = gl.where(bits == 0, 1.0, gl.maximum(scale, 1.1754943508222875e-38))
     scale = gl.where(bits >= 0x7F800000, float("nan"), scale)
-    # As `triton_quantize.divide`.
+    # As `divide` there.
     reciprocal = gl.broadcast(gl.expand_dims(gl.div_rn(gl.full_like(scale, 1.0), scale), 1), x)[0]
     values = x * reciprocal
     surplus = gl.fma(values, gl.broadcast(gl.expand_dims(scale, 1), x)[0], -x)
@@ -163,19 +160,23 @@ def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _store_codes(y, out, out_scale, staging, row, rows, group, stride, WARPGROUP, LAYOUT: gl.constexpr):
-    """Stores a half as codes through a warpgroup's whole part of `staging`, and the scales of its rows."""
-    codes, scale = _encode(y, 448.0, out.dtype)
+def _store_codes(y, out, out_scale, staging, tile, group, stride, WARPGROUP, LAYOUT: gl.constexpr):
+    """Stores `y` [OWN_ROWS, COLUMNS], a group a row, as codes through a warpgroup's part of `staging`, and its scales.
+
+    The tensor map `out` drops rows past the expert's end, and a mask their scales.
+    """
+    codes, scale = _encode(y, 448.0, out.dtype)  # [OWN_ROWS, COLUMNS], [OWN_ROWS]
     buffer = staging.index(WARPGROUP)
     tma.store_wait(0)
     barrier()
     buffer.store(codes)
     fence_async_shared()
     barrier()
-    store_box(out, [row + rows, _GUARD - rows + WARPGROUP * OWN_ROWS, group * COLUMNS], box_of(buffer, out))
-    own = WARPGROUP * OWN_ROWS + gl.arange(0, OWN_ROWS, gl.SliceLayout(1, LAYOUT))
+    at = [tile.row + tile.num_rows, _GUARD - tile.num_rows + WARPGROUP * OWN_ROWS, group * COLUMNS]
+    store_box(out, at, box_of(buffer, out))
+    own = WARPGROUP * OWN_ROWS + gl.arange(0, OWN_ROWS, gl.SliceLayout(1, LAYOUT))  # [OWN_ROWS]
     # Scales of a group lie together, as they are read.
-    gl.store(out_scale + group.to(gl.int64) * stride + row + own, scale, mask=own < rows)
+    gl.store(out_scale + group.to(gl.int64) * stride + tile.row + own, scale, mask=own < tile.num_rows)
 
 
 @gluon.jit
@@ -185,28 +186,27 @@ def box_of(buffer, out):
 
 
 @gluon.jit
-def _store_half(
-    y, out, staging, row, rows, column, WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BUFFERS: gl.constexpr
-):
-    """Stores columns of a tile, the first of which is its column FIRST, chunk by chunk through a warpgroup's buffers.
+def _store_half(y, out, staging, tile, column, WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BUFFERS: gl.constexpr):
+    """Stores `y` [OWN_ROWS, up to COLUMNS] from `column` on, chunk by chunk through a warpgroup's buffers.
 
-    Rows past the end are dropped.
+    FIRST is the column of the tile that `y` begins with. The tensor map `out` drops rows past the expert's end.
     """
     LENGTH: gl.constexpr = y.shape[1]
     CHUNK: gl.constexpr = out.block_shape[2]
     if LENGTH > CHUNK:
+        # [OWN_ROWS, LENGTH // 2]
         low, high = gl.split(gl.permute(gl.reshape(y, (OWN_ROWS, 2, LENGTH // 2)), (0, 2, 1)))
-        _store_half(low, out, staging, row, rows, column, WARPGROUP, FIRST, BUFFERS)
-        _store_half(high, out, staging, row, rows, column + LENGTH // 2, WARPGROUP, FIRST + LENGTH // 2, BUFFERS)
+        _store_half(low, out, staging, tile, column, WARPGROUP, FIRST, BUFFERS)
+        _store_half(high, out, staging, tile, column + LENGTH // 2, WARPGROUP, FIRST + LENGTH // 2, BUFFERS)
     else:
-        buffer = staging.index(BUFFERS * WARPGROUP + FIRST // CHUNK % BUFFERS)
+        buffer = staging.index(BUFFERS * WARPGROUP + FIRST // CHUNK % BUFFERS)  # [OWN_ROWS, CHUNK]
         # The others may still be read.
         tma.store_wait(BUFFERS - 1)
         barrier()
         buffer.store(y.to(out.dtype))
         fence_async_shared()
         barrier()
-        at = [row + rows, _GUARD - rows + WARPGROUP * OWN_ROWS, column]
+        at = [tile.row + tile.num_rows, _GUARD - tile.num_rows + WARPGROUP * OWN_ROWS, column]
         store_box(out, at, box_of(buffer, out))
 
 
@@ -220,10 +220,8 @@ def consume_codes(
     ring,
     turns,
     staging,
-    plan,
-    num_tiles_n,
-    group,
-    num_k,
+    order,
+    num_steps,
     num_columns,
     stride_expert_scale,
     stride_out_scale,
@@ -239,67 +237,96 @@ def consume_codes(
     LIMIT: gl.constexpr,
     MASK_N: gl.constexpr,
 ):
-    """Multiplies and stores one warpgroup's rows of every tile of the program."""
+    """Multiplies and stores one warpgroup's rows of every tile of the program. Run by four warps.
+
+    Waits for a tile to be announced and for each slot of the ring to be full; reads the ring, `order`, the bias and
+    the scales that do not change along a row; writes `staging` and, through it, `out`, and the scales of its codes.
+
+    Args:
+        out: map of the compact rows behind the guard, clipped at an expert's end, boxes [1, OWN_ROWS, columns].
+        out_scale: pointer to the scales of `out`, or None where it holds no codes.
+        row_scale: pointer to one scale a row; read where not GROUPED.
+        column_scale: pointer to one scale a column; likewise.
+        bias: pointer to [E, num_columns], or None.
+        ring: a `CodeRing` as `operands_of` returns it.
+        turns: `Turns`.
+        staging: [2 * BUFFERS, OWN_ROWS, columns] staged stores.
+        order: a `TileOrder`.
+        num_steps: steps along the reduced dimension.
+        num_columns: rows of an expert's weight.
+        stride_expert_scale: from one expert's column scales to the next one's.
+        stride_out_scale: from one group's scales of `out` to the next one's.
+        WARPGROUP: 0 or 1: which half of the rows.
+        STAGES: slots of the ring.
+        BUFFERS: staged stores of each warpgroup.
+        GROUPED: whether scales change from step to step.
+        ROUNDED: dtype that numbers are rounded to before they are quantized, or None.
+        ACTIVATION: of a `GateUpEpilogue`, like the next four; None in the second product.
+        GATED: likewise; False there.
+        ALPHA: likewise.
+        BETA: likewise.
+        LIMIT: likewise.
+        MASK_N: whether the last half reaches past the last column, where zeros are stored.
+    """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    own = WARPGROUP * OWN_ROWS + gl.arange(0, OWN_ROWS, gl.SliceLayout(1, LAYOUT))
-    tile, turn, turn_phase = take_tile(turns, gl.to_tensor(0), gl.to_tensor(0))
-    while tile != NO_TILE:
-        expert, tile_n, row, rows = locate(tile, plan, num_tiles_n, group, ROWS, 0)
-        if rows > WARPGROUP * OWN_ROWS:
+    own = WARPGROUP * OWN_ROWS + gl.arange(0, OWN_ROWS, gl.SliceLayout(1, LAYOUT))  # [OWN_ROWS]
+    number, turn, turn_phase = take_tile(turns, gl.to_tensor(0), gl.to_tensor(0))
+    while number != NO_TILE:
+        tile = locate(number, order, BLOCK_M, 0)
+        tile_n = tile.tile_n
+        if tile.num_rows > WARPGROUP * OWN_ROWS:
             half_columns = num_columns // 2 if GATED else num_columns
-            low_row = tile_n * COLUMNS if GATED else tile_n * 2 * COLUMNS
-            high_row = half_columns + low_row if GATED else low_row + COLUMNS
-            own_expert = expert.to(gl.int64)
+            low_column, high_column = first_columns(tile_n, num_columns, GATED)
+            own_expert = tile.expert.to(gl.int64)
             own_column_scale = column_scale + own_expert * stride_expert_scale
             if GROUPED:
-                low, high, slot, phase = _multiply_grouped(ring, slot, phase, num_k, WARPGROUP, STAGES)
+                low, high, slot, phase = _multiply_grouped(ring, slot, phase, num_steps, WARPGROUP, STAGES)
                 own_row_scale = None
             else:
-                low, high, slot, phase = _multiply_plain(ring, slot, phase, num_k, WARPGROUP, STAGES)
-                own_row_scale = gl.load(row_scale + (row + gl.minimum(own, rows - 1)))
+                low, high, slot, phase = _multiply_plain(ring, slot, phase, num_steps, WARPGROUP, STAGES)
+                own_row_scale = gl.load(row_scale + (tile.row + gl.minimum(own, tile.num_rows - 1)))  # [OWN_ROWS]
             own_bias = None
             if bias is not None:
                 own_bias = bias + own_expert * num_columns
             # fmt: off
-            low = _scale_and_bias(low, own_row_scale, own_column_scale, own_bias, low_row, num_columns,
-                                  GROUPED, LAYOUT)
-            high = _scale_and_bias(high, own_row_scale, own_column_scale, own_bias, high_row, num_columns,
-                                   GROUPED, LAYOUT)
+            low = _scale_and_bias(low, own_row_scale, own_column_scale, own_bias, low_column, num_columns,
+                                  GROUPED, LAYOUT)  # [OWN_ROWS, COLUMNS]
+            high = _scale_and_bias(high, own_row_scale, own_column_scale, own_bias, high_column, num_columns,
+                                   GROUPED, LAYOUT)  # [OWN_ROWS, COLUMNS]
             # fmt: on
             if GATED:
-                y = _activate_halves(low, high, ACTIVATION, ALPHA, BETA, LIMIT)
+                y = _activate_halves(low, high, ACTIVATION, ALPHA, BETA, LIMIT)  # [OWN_ROWS, COLUMNS]
                 if MASK_N:
-                    at = low_row + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+                    at = low_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
                     y = gl.where((at < half_columns)[None, :], y, 0.0)
                 if out_scale is not None:
                     y = y.to(ROUNDED).to(gl.float32)
-                    _store_codes(y, out, out_scale, staging, row, rows, tile_n, stride_out_scale, WARPGROUP, LAYOUT)
+                    _store_codes(y, out, out_scale, staging, tile, tile_n, stride_out_scale, WARPGROUP, LAYOUT)
                 else:
-                    _store_half(y, out, staging, row, rows, low_row, WARPGROUP, 0, BUFFERS)
+                    _store_half(y, out, staging, tile, low_column, WARPGROUP, 0, BUFFERS)
             else:
                 if ACTIVATION is not None:
                     low = activate(low, ACTIVATION, ALPHA)
                     high = activate(high, ACTIVATION, ALPHA)
                     if MASK_N:
-                        at = low_row + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+                        at = low_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
                         low = gl.where((at < half_columns)[None, :], low, 0.0)
                         high = gl.where((at + COLUMNS < half_columns)[None, :], high, 0.0)
                 if out_scale is not None:
                     low = low.to(ROUNDED).to(gl.float32)
                     high = high.to(ROUNDED).to(gl.float32)
-                    # fmt: off
-                    _store_codes(low, out, out_scale, staging, row, rows, 2 * tile_n, stride_out_scale, WARPGROUP,
-                                 LAYOUT)
-                    if high_row < half_columns:
-                        _store_codes(high, out, out_scale, staging, row, rows, 2 * tile_n + 1, stride_out_scale,
-                                     WARPGROUP, LAYOUT)
-                    # fmt: on
+                    _store_codes(low, out, out_scale, staging, tile, 2 * tile_n, stride_out_scale, WARPGROUP, LAYOUT)
+                    if high_column < half_columns:
+                        # fmt: off
+                        _store_codes(high, out, out_scale, staging, tile, 2 * tile_n + 1, stride_out_scale, WARPGROUP,
+                                     LAYOUT)
+                        # fmt: on
                 else:
-                    _store_half(low, out, staging, row, rows, low_row, WARPGROUP, 0, BUFFERS)
-                    _store_half(high, out, staging, row, rows, high_row, WARPGROUP, COLUMNS, BUFFERS)
+                    _store_half(low, out, staging, tile, low_column, WARPGROUP, 0, BUFFERS)
+                    _store_half(high, out, staging, tile, high_column, WARPGROUP, COLUMNS, BUFFERS)
         else:
-            slot, phase = _skip(ring, slot, phase, num_k, STAGES)
-        tile, turn, turn_phase = take_tile(turns, turn, turn_phase)
+            slot, phase = _skip(ring, slot, phase, num_steps, STAGES)
+        number, turn, turn_phase = take_tile(turns, turn, turn_phase)
     tma.store_wait(0)

@@ -1,11 +1,14 @@
 """The ring of shared memory between the producer and the consumers of a Hopper grouped GEMM, in Triton's Gluon.
 
-A slot holds one step along the reduced dimension: BLOCK_N rows of a weight, MAIN rows of activations and, for a tile
-that is a little longer, TAIL more. `full[slot]` completes when its bytes have arrived, `empty[slot]` when both
-consumers have multiplied them. All are told which tile comes next, as `gluon_turns` says.
+A slot of the ring holds one step along the reduced dimension: BLOCK_N rows of a weight, BLOCK_M rows of activations
+and, for a tile that is a little longer, SLACK more. A producer and both consumers go through the slots in the same
+order, and each counts its rounds: a phase is 0 in one round and 1 in the next. Which tile comes next is announced as
+`turns.py` says.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,25 +31,89 @@ _descriptor = gl.shared_memory_descriptor
 reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
 
 
+class Ring(NamedTuple):
+    """The shared memory of a ring with STAGES slots.
+
+    Attributes:
+        weights: [STAGES, ...box] a slot's rows of a weight, as the boxes of its tensor map.
+        rows: [2 * STAGES, BLOCK_M // 2, BLOCK_K] a slot's rows of activations, in two halves.
+        slack_rows: [STAGES, SLACK, BLOCK_K] the rows behind them.
+        full: [STAGES, 1] barriers that complete when the bytes of a slot have arrived.
+        empty: [STAGES, 1] barriers that complete when both consumers have multiplied them.
+    """
+
+    weights: Any
+    rows: Any
+    slack_rows: Any
+    full: Any
+    empty: Any
+
+
+class TileOrder(NamedTuple):
+    """The tiles of a product and the order in which programs take them.
+
+    Attributes:
+        block_expert: pointer to the `BlockMap`'s tensor of this name, like the next two.
+        block_row: likewise.
+        block_end: likewise.
+        num_blocks: tiles of rows in use.
+        num_tiles_n: tiles along the columns of a weight.
+        group_m: tiles of rows that share the columns of a weight before the next columns are taken, for the L2.
+    """
+
+    block_expert: Any
+    block_row: Any
+    block_end: Any
+    num_blocks: Any
+    num_tiles_n: Any
+    group_m: Any
+
+
+class Tile(NamedTuple):
+    """One tile of a product.
+
+    Attributes:
+        expert: whose weight it multiplies.
+        tile_n: which tile along the columns of that weight.
+        row: its first row, sorted or of the batched format.
+        num_rows: at most BLOCK_M + SLACK.
+    """
+
+    expert: Any
+    tile_n: Any
+    row: Any
+    num_rows: Any
+
+
 @gluon.jit
-def locate(tile, plan, num_tiles_n, group, MAIN: gl.constexpr, TAIL: gl.constexpr):
-    """Returns expert, tile along the columns, first row and number of rows of a tile."""
-    # The blocks of a group share the columns of a weight before the next columns are taken, for the L2.
-    block_expert, block_row, block_end, used_blocks = plan
-    first = tile // (group * num_tiles_n) * group
-    within = tile - first * num_tiles_n
-    blocks = gl.minimum(used_blocks - first, group)
+def allocate_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Allocates a barrier a slot for a producer's arrivals, and one for those of both consumers."""
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=ARRIVALS)
+        mbarrier.init(empty.index(slot), count=2)
+    return full, empty
+
+
+@gluon.jit
+def locate(tile, order, BLOCK_M: gl.constexpr, SLACK: gl.constexpr):
+    """Returns the `Tile` of a number."""
+    first = tile // (order.group_m * order.num_tiles_n) * order.group_m
+    within = tile - first * order.num_tiles_n
+    # The last group may be smaller.
+    blocks = gl.minimum(order.num_blocks - first, order.group_m)
     block = first + within % blocks
-    row = gl.load(block_row + block)
-    rows = gl.load(block_end + block) - row
-    rows = gl.where(rows > MAIN + TAIL, MAIN, rows)
-    return gl.load(block_expert + block), within // blocks, row, rows
+    row = gl.load(order.block_row + block)
+    num_rows = gl.load(order.block_end + block) - row
+    num_rows = gl.where(num_rows > BLOCK_M + SLACK, BLOCK_M, num_rows)
+    return Tile(expert=gl.load(order.block_expert + block), tile_n=within // blocks, row=row, num_rows=num_rows)
 
 
 @gluon.jit
-def next_slot(slot, phase, STAGES: gl.constexpr):
-    """The slot after this one, and in which round of the ring it is."""
-    wrap = slot == STAGES - 1
+def next_slot(slot, phase, SLOTS: gl.constexpr):
+    """The slot after this one and its phase."""
+    wrap = slot == SLOTS - 1
     return gl.where(wrap, 0, slot + 1), gl.where(wrap, phase ^ 1, phase)
 
 
@@ -61,46 +128,67 @@ def multiply(
     ring,
     slot,
     phase,
-    num_k,
+    num_steps,
     WARPGROUP: gl.constexpr,
     ROWS: gl.constexpr,
-    TAIL: gl.constexpr,
+    SLACK: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     FENCE: gl.constexpr,
 ):
-    """Returns one warpgroup's half of a tile: columns x ROWS and columns x TAIL, fp32, and where the ring stands."""
-    weights_shared, rows_shared, tail_shared, full, empty = ring
+    """Multiplies one warpgroup's half of a tile, out of the next `num_steps` slots of the ring.
+
+    Waits for each slot to be full and arrives at its `empty` once its product has ended.
+
+    Args:
+        ring: a `Ring`.
+        slot: the first slot.
+        phase: the round it is in.
+        num_steps: steps along the reduced dimension, at least one.
+        WARPGROUP: 0 or 1: which half of the columns.
+        ROWS: BLOCK_M, or half of it for a tile that has no more rows.
+        SLACK: rows behind them, or 0.
+        BLOCK_N: columns of a tile.
+        STAGES: slots of the ring.
+        FENCE: whether threads copied the rows, rather than tensor maps.
+
+    Returns:
+        [BLOCK_N // 2, ROWS] fp32; [BLOCK_N // 2, SLACK] fp32, or the former again without slack; the next slot and its
+        phase.
+    """
     COLUMNS: gl.constexpr = BLOCK_N // 2
-    PARTS: gl.constexpr = 2 * rows_shared.shape[1] // ROWS
-    dtype: gl.constexpr = rows_shared.dtype
-    operand: gl.constexpr = rows_shared.layout
-    columns = reinterpret(weights_shared, dtype, [2 * STAGES, COLUMNS, BLOCK_K], operand)
-    rows = reinterpret(rows_shared, dtype, [PARTS * STAGES, ROWS, BLOCK_K], operand)
-    main = gl.zeros([COLUMNS, ROWS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
-    if TAIL > 0:
-        tail = gl.zeros([COLUMNS, TAIL], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16]))
+    PARTS: gl.constexpr = 2 * ring.rows.shape[1] // ROWS
+    dtype: gl.constexpr = ring.rows.dtype
+    operand: gl.constexpr = ring.rows.layout
+    columns = reinterpret(ring.weights, dtype, [2 * STAGES, COLUMNS, BLOCK_K], operand)
+    rows = reinterpret(ring.rows, dtype, [PARTS * STAGES, ROWS, BLOCK_K], operand)
+    product = gl.zeros([COLUMNS, ROWS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
+    if SLACK > 0:
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLACK, 16])
+        slack_product = gl.zeros([COLUMNS, SLACK], gl.float32, LAYOUT)
     # Without it the accumulators are copied around a loop that may be empty, and ptxas serializes the products.
-    gl.assume(num_k > 0)
-    for k in range(num_k):
-        mbarrier.wait(full.index(slot), phase)
+    gl.assume(num_steps > 0)
+    for k in range(num_steps):
+        mbarrier.wait(ring.full.index(slot), phase)
         if FENCE:
             # What cp.async wrote is read by wgmma through another proxy.
             fence_async_shared()
-        a = columns.index(2 * slot + WARPGROUP)
-        main = warpgroup_mma(a, rows.index(PARTS * slot).permute((1, 0)), main, is_async=True)
-        if TAIL > 0:
-            tail = warpgroup_mma(a, tail_shared.index(slot).permute((1, 0)), tail, is_async=True)
-            main, tail = warpgroup_mma_wait(2, deps=(main, tail))
+        a = columns.index(2 * slot + WARPGROUP)  # [COLUMNS, BLOCK_K]
+        b = rows.index(PARTS * slot).permute((1, 0))  # [BLOCK_K, ROWS]
+        product = warpgroup_mma(a, b, product, is_async=True)
+        if SLACK > 0:
+            slack_b = ring.slack_rows.index(slot).permute((1, 0))  # [BLOCK_K, SLACK]
+            slack_product = warpgroup_mma(a, slack_b, slack_product, is_async=True)
+            product, slack_product = warpgroup_mma_wait(2, deps=(product, slack_product))
         else:
-            main = warpgroup_mma_wait(1, deps=(main,))
-        mbarrier.arrive(empty.index(_previous(slot, STAGES)), pred=k > 0)
+            product = warpgroup_mma_wait(1, deps=(product,))
+        mbarrier.arrive(ring.empty.index(_previous(slot, STAGES)), pred=k > 0)
         slot, phase = next_slot(slot, phase, STAGES)
-    if TAIL > 0:
-        main, tail = warpgroup_mma_wait(0, deps=(main, tail))
-        mbarrier.arrive(empty.index(_previous(slot, STAGES)))
-        return main, tail, slot, phase
+    if SLACK > 0:
+        product, slack_product = warpgroup_mma_wait(0, deps=(product, slack_product))
+        mbarrier.arrive(ring.empty.index(_previous(slot, STAGES)))
+        return product, slack_product, slot, phase
     else:
-        main = warpgroup_mma_wait(0, deps=(main,))
-        mbarrier.arrive(empty.index(_previous(slot, STAGES)))
-        return main, main, slot, phase
+        product = warpgroup_mma_wait(0, deps=(product,))
+        mbarrier.arrive(ring.empty.index(_previous(slot, STAGES)))
+        return product, product, slot, phase

@@ -4,53 +4,77 @@ With a fixed share of tiles for each program all wait for the one that got the f
 by simulation, at 4,096 tokens of 256 experts; on an H200 it costs more, see docs/kernels.md. The producer of a program
 takes the next tile from a counter in memory, one or two ahead, and announces it to the consumers through a ring of two
 turns. Which program computes a tile changes from run to run; what it computes does not.
-
-`turns` are three pieces of shared memory with TURNS slots: the numbers of tiles, int32 [1]; barriers on which the
-producer arrives when a number is there, count 1; and barriers on which both consumers arrive when they have read it,
-count 2.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from moereg.kernels.hopper.ring import next_slot
+from moereg.kernels.hopper.ring import allocate_barriers, next_slot
 
 # Turns announced before consumers have to take the first.
 TURNS = gl.constexpr(2)
 
-# In place of a tile, when all were taken.
+# Announced in place of a tile when all are taken.
 NO_TILE = gl.constexpr(-1)
 
 
-@gluon.jit
-def next_tile(counter):
-    """The first tile that nobody has taken; programs start with the tile of their own number."""
-    return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+class Turns(NamedTuple):
+    """The shared memory through which a producer announces tiles to two consumers.
+
+    Attributes:
+        tiles: [TURNS, 1] int32, numbers of tiles.
+        announced: [TURNS, 1] barriers that complete when the producer has written a number.
+        taken: [TURNS, 1] barriers that complete when both consumers have read it.
+    """
+
+    tiles: Any
+    announced: Any
+    taken: Any
 
 
 @gluon.jit
-def announce_tile(tile, turns, slot, phase, WARPS: gl.constexpr):
-    """Tells the consumers which tile comes next, or that none does, by the warps of the producer.
+def allocate_turns():
+    """Allocates a program's `Turns`."""
+    tiles = gl.allocate_shared_memory(gl.int32, [TURNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    announced, taken = allocate_barriers(TURNS, 1)
+    return Turns(tiles=tiles, announced=announced, taken=taken)
+
+
+@gluon.jit
+def next_tile(tile_counter):
+    """The first tile that no program has taken; programs start with the tile of their own number."""
+    return gl.num_programs(0) + gl.atomic_add(tile_counter, 1, sem="relaxed")
+
+
+@gluon.jit
+def announce_tile(tile, turns, turn, phase, WARPS: gl.constexpr):
+    """Tells the consumers which tile comes next, or that none does.
+
+    Run by all WARPS warps of a producer. Waits until both consumers have read what this turn announced before.
 
     Returns:
-        Where the ring stands.
+        The next turn and its phase.
     """
-    tiles, full, empty = turns
-    mbarrier.wait(empty.index(slot), phase)
-    tiles.index(slot).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])) + tile)
-    mbarrier.arrive(full.index(slot))
-    return next_slot(slot, phase, TURNS)
+    mbarrier.wait(turns.taken.index(turn), phase)
+    turns.tiles.index(turn).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])) + tile)  # [1]
+    mbarrier.arrive(turns.announced.index(turn))
+    return next_slot(turn, phase, TURNS)
 
 
 @gluon.jit
-def take_tile(turns, slot, phase):
-    """The next tile, by the four warps of a consumer, and where the ring stands."""
-    tiles, full, empty = turns
-    mbarrier.wait(full.index(slot), phase)
-    tile = gl.sum(tiles.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    mbarrier.arrive(empty.index(slot))
-    slot, phase = next_slot(slot, phase, TURNS)
-    return tile, slot, phase
+def take_tile(turns, turn, phase):
+    """Takes the next tile. Run by the four warps of a consumer; waits until it is announced.
+
+    Returns:
+        The tile's number or NO_TILE, the next turn and its phase.
+    """
+    mbarrier.wait(turns.announced.index(turn), phase)
+    tile = gl.sum(turns.tiles.index(turn).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(turns.taken.index(turn))
+    turn, phase = next_slot(turn, phase, TURNS)
+    return tile, turn, phase

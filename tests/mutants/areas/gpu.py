@@ -25,8 +25,8 @@ MUTANTS: Final = (
     Mutant(
         "the second half of an unscaled tile is the last step's alone",
         _KERNELS + "hopper/quantized_consumer.py",
-        old="            mbarrier.arrive(empty.index(slot))\n            high += product\n",
-        new="            mbarrier.arrive(empty.index(slot))\n            high = product\n",
+        old="            mbarrier.arrive(ring.empty.index(slot))\n            high += product\n",
+        new="            mbarrier.arrive(ring.empty.index(slot))\n            high = product\n",
         tests=(f"{_QUANTIZED}[fp8_channel_token-silu-8]",),
     ),
     Mutant(
@@ -46,22 +46,22 @@ MUTANTS: Final = (
     Mutant(
         "the second half of the rows is the first",
         _KERNELS + "hopper/producer.py",
-        old="load_box(half_rows, [row + HALF, at], ready, rows_shared.index(2 * slot + 1), pred=rows > HALF)",
-        new="load_box(half_rows, [row, at], ready, rows_shared.index(2 * slot + 1), pred=rows > HALF)",
+        old="load_box(half_rows, [row + HALF, at], ready, ring.rows.index(2 * slot + 1), pred=num_rows > HALF)",
+        new="load_box(half_rows, [row, at], ready, ring.rows.index(2 * slot + 1), pred=num_rows > HALF)",
         tests=(f"{_OF_ROWS}[2-True-3000-32-16-4-520-320-dtype2-gelu_tanh-True-0.0-True]",),
     ),
     Mutant(
         "a tile is left out where programs take their next ones",
         _KERNELS + "hopper/turns.py",
-        old='return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")',
-        new='return gl.num_programs(0) + 1 + gl.atomic_add(counter, 1, sem="relaxed")',
+        old='return gl.num_programs(0) + gl.atomic_add(tile_counter, 1, sem="relaxed")',
+        new='return gl.num_programs(0) + 1 + gl.atomic_add(tile_counter, 1, sem="relaxed")',
         tests=(f"{_OF_ROWS}[4-False-3000-16-16-4-1024-1856-dtype4-relu2-False-0.0-False]",),
     ),
     Mutant(
-        "the tail of a tile is left out",
+        "the slack of a tile is left out",
         _KERNELS + "hopper/ring.py",
-        old="rows = gl.where(rows > MAIN + TAIL, MAIN, rows)",
-        new="rows = gl.minimum(rows, MAIN)",
+        old="num_rows = gl.where(num_rows > BLOCK_M + SLACK, BLOCK_M, num_rows)",
+        new="num_rows = gl.minimum(num_rows, BLOCK_M)",
         tests=(_OF_ROWS,),
     ),
     Mutant(

@@ -1,0 +1,106 @@
+"""The producer of a Hopper grouped GEMM of 8-bit codes, in Triton's Gluon: fills the ring of `quantized_ring.py`."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from moereg.kernels.hopper.quantized_ring import BLOCK_K, BLOCK_M, COLUMNS, OWN_ROWS, first_columns
+from moereg.kernels.hopper.ring import load_box, load_chunks, locate, next_slot
+from moereg.kernels.hopper.turns import NO_TILE, announce_tile, next_tile
+
+
+@gluon.jit
+def _copy_scales(ring, slot, row_scale, low_scales, high_scales, tile, k, stride_row_scale):
+    """Copies a step's scales, of the rows of a tile and of either half's columns, into the ring, 4 bytes at a time.
+
+    Boxes would have to begin at multiples of 16 bytes.
+    """
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    # Rows past the end repeat the last one.
+    at = tile.row + gl.minimum(gl.arange(0, BLOCK_M, LINE), tile.num_rows - 1)  # [BLOCK_M]
+    load_chunks(ring.row_scales.index(slot), row_scale + k * stride_row_scale + at)
+    one = gl.arange(0, 1, LINE)  # [1]
+    load_chunks(ring.half_scales.index(2 * slot), low_scales + k + one)
+    load_chunks(ring.half_scales.index(2 * slot + 1), high_scales + k + one)
+    async_copy.mbarrier_arrive(ring.full.index(slot), increment_count=False)
+
+
+@gluon.jit
+def produce_codes(
+    rows,
+    row_scale,
+    weights,
+    column_scale,
+    ring,
+    turns,
+    tile_counter,
+    order,
+    num_steps,
+    num_columns,
+    group_rows,
+    stride_row_scale,
+    stride_expert_scale,
+    stride_column_scale,
+    GROUPED: gl.constexpr,
+    GATED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Fills the ring with boxes of rows in sorted order and of both halves' weights, and their scales. Run by one warp.
+
+    Reads the codes by tensor maps, the scales, `order` and the tile counter, which it counts up. Announces each tile,
+    then for each step waits until both consumers have emptied a slot, says how many bytes its `full` has to wait for,
+    and starts the copies. Where scales are grouped, `full` also waits for each thread's.
+
+    Args:
+        rows: map of the codes of rows, boxes [OWN_ROWS, BLOCK_K].
+        row_scale: pointer to the scales of the rows.
+        weights: map of the codes of a weight, boxes [1, COLUMNS, BLOCK_K].
+        column_scale: pointer to the scales of the weights.
+        ring: a `CodeRing`.
+        turns: `Turns`.
+        tile_counter: pointer to the number of tiles that programs have taken beyond their first ones.
+        order: a `TileOrder`.
+        num_steps: steps along the reduced dimension.
+        num_columns: rows of an expert's weight.
+        group_rows: rows of a weight that share a scale.
+        stride_row_scale: from a row's scale of one step to that of the next.
+        stride_expert_scale: from one expert's scales to the next one's.
+        stride_column_scale: from the scales of some rows of a weight to those of the next rows.
+        GROUPED: whether scales change from step to step.
+        GATED: whether the weight holds gates.
+        STAGES: slots of the ring.
+    """
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    turn = gl.to_tensor(0)
+    turn_phase = gl.to_tensor(1)
+    num_tiles = order.num_blocks * order.num_tiles_n
+    number = gl.program_id(0)
+    while number < num_tiles:
+        turn, turn_phase = announce_tile(number, turns, turn, turn_phase, 1)
+        following = next_tile(tile_counter)
+        tile = locate(number, order, BLOCK_M, 0)
+        expert, row, num_rows = tile.expert, tile.row, tile.num_rows
+        low, high = first_columns(tile.tile_n, num_columns, GATED)
+        if GROUPED:
+            own_scales = column_scale + expert.to(gl.int64) * stride_expert_scale
+            low_scales = own_scales + gl.minimum(low, num_columns - 1) // group_rows * stride_column_scale
+            high_scales = own_scales + gl.minimum(high, num_columns - 1) // group_rows * stride_column_scale
+        for k in range(num_steps):
+            ready = ring.full.index(slot)
+            at = k * BLOCK_K
+            mbarrier.wait(ring.empty.index(slot), phase)
+            mbarrier.expect(ready, (OWN_ROWS + 2 * COLUMNS) * BLOCK_K, pred=num_rows <= OWN_ROWS)
+            mbarrier.expect(ready, (BLOCK_M + 2 * COLUMNS) * BLOCK_K, pred=num_rows > OWN_ROWS)
+            load_box(rows, [row, at], ready, ring.rows.index(2 * slot))
+            load_box(rows, [row + OWN_ROWS, at], ready, ring.rows.index(2 * slot + 1), pred=num_rows > OWN_ROWS)
+            load_box(weights, [expert, low, at], ready, ring.weights.index(2 * slot))
+            load_box(weights, [expert, high, at], ready, ring.weights.index(2 * slot + 1))
+            if GROUPED:
+                _copy_scales(ring, slot, row_scale, low_scales, high_scales, tile, k, stride_row_scale)
+            slot, phase = next_slot(slot, phase, STAGES)
+        number = following
+    announce_tile(NO_TILE, turns, turn, turn_phase, 1)
