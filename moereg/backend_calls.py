@@ -30,9 +30,8 @@ def make_experts(selection: Selection, decision: Decision) -> Experts:
         BackendError: It raised.
     """
     assert decision.cell is not None
-    problem = selection.problem
     try:
-        return decision.cell.experts(problem, selection.platform, decision.cell.scheme_for(problem.quant))
+        return decision.cell.experts(selection.problem, selection.platform, decision.scheme)
     except BaseException as error:
         raise_named(selection, "__init__", error)
 

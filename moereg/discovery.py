@@ -20,10 +20,8 @@ from moereg.errors import (
     MoeregError,
     PluginError,
     RegistrationError,
-    UnknownBackendError,
     described,
     stops_the_process,
-    unknown_name_message,
 )
 from moereg.platforms import Platform, installed_versions, probe_platform
 from moereg.registry import API_VERSION, BUILTIN, REGISTRY, BackendCell, BackendRegistry, registering_origin
@@ -31,19 +29,17 @@ from moereg.registry import API_VERSION, BUILTIN, REGISTRY, BackendCell, Backend
 __all__ = [
     "BACKEND_GROUP",
     "PLATFORM_GROUP",
-    "PREPARE_FINALIZE_GROUP",
     "LoadFailure",
     "PluginStatus",
-    "check_backend_names",
     "current_platform",
     "load_backends",
     "plugin_statuses",
+    "unusable",
 ]
 
 BACKEND_GROUP: Final = "moereg.backends"
 PLATFORM_GROUP: Final = "moereg.platforms"
-PREPARE_FINALIZE_GROUP: Final = "moereg.prepare_finalize"
-_GROUPS: Final = (BACKEND_GROUP, PLATFORM_GROUP, PREPARE_FINALIZE_GROUP)
+_GROUPS: Final = (BACKEND_GROUP, PLATFORM_GROUP)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,31 +238,8 @@ def current_platform() -> Platform:
     return _LOADER.platform()
 
 
-def check_backend_names(names: Sequence[str], may_have_failed: bool = False) -> None:
-    """Checks that every name is a registered backend.
-
-    Args:
-        names: As a request spells them.
-        may_have_failed: Whether a plugin that did not load counts as known: denying it asks nothing of it.
-
-    Raises:
-        PluginError: The backend's plugin failed to load; carries its error.
-        UnknownBackendError: No backend has that name.
-    """
-    registry = load_backends()
-    for name in names:
-        if name in registry.names:
-            continue
-        for status in plugin_statuses():
-            if status.group == BACKEND_GROUP and status.name == name:
-                if may_have_failed:
-                    break
-                raise _unusable(status)
-        else:
-            raise UnknownBackendError(unknown_name_message("backend", name, registry.names))
-
-
-def _unusable(status: PluginStatus) -> MoeregError:
+def unusable(status: PluginStatus) -> MoeregError:
+    """The error for a request that names a backend whose plugin is not loaded."""
     if status.failure is None:
         return PluginError(f"backend {status.name!r} of {status.distribution} is not in MOEREG_PLUGINS; add it there")
     error = PluginError(

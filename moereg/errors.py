@@ -7,10 +7,7 @@ import reprlib
 import signal
 import traceback
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from moereg.dispatch import Selection
+from typing import Any, Final
 
 __all__ = [
     "ArgumentError",
@@ -118,10 +115,11 @@ class UnsupportedProblemError(MoeregError, NotImplementedError):
     """No backend fits the problem.
 
     Attributes:
-        selection: The `Selection` with every candidate's reasons.
+        selection: The `Selection` with every candidate's reasons. Not typed as one, since `Selection` stands above this
+            module.
     """
 
-    def __init__(self, message: str, selection: Selection) -> None:
+    def __init__(self, message: str, selection: Any) -> None:
         super().__init__(message)
         self.selection = selection
 

@@ -1,4 +1,8 @@
-"""BackendCell, BackendRegistry and the decorator that fills it: validate first, then store."""
+"""BackendCell, BackendRegistry and the decorator that fills it: validate first, then store.
+
+A registry of one's own is filled with `register_moe_backend(..., registry=mine)` and chosen from with
+`moereg.decide.decide(..., cells=mine.cells)`.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +10,43 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import inspect
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeVar
 
-from packaging.requirements import InvalidRequirement, Requirement
+from typing_extensions import Unpack
 
-from moereg.activations import ACTIVATIONS
 from moereg.arguments import check_instance
-from moereg.errors import ArgumentError, RegistrationError, UnknownNameError, one_line, shown, unknown_name_message
-from moereg.experts import INPUT_FORMS, OUTPUT_FORMS, Experts, Facts
+from moereg.errors import RegistrationError, shown
+from moereg.experts import Experts
+from moereg.facts import Facts, NarrowedFacts, narrow_facts
 from moereg.platforms import Platform, PlatformRule
-from moereg.problem import ACTIVATION_FORMATS, DTYPES, PLACEMENTS
-from moereg.quant import QUANT_SCHEMES, QuantScheme, get_scheme
+from moereg.quant import QuantScheme
+from moereg.registration import (
+    Probe,
+    check_experts,
+    check_name,
+    check_rank,
+    read_probes,
+    read_requirements,
+    read_rules,
+    read_schemes,
+)
 
 __all__ = [
     "API_VERSION",
     "BUILTIN",
     "REGISTRY",
-    "TIERS",
     "BackendCell",
     "BackendRegistry",
-    "Probe",
     "register_moe_backend",
     "registering_origin",
 ]
 
 API_VERSION: Final = "1"
 BUILTIN: Final = "builtin"
-TIERS: Final = ("kernel", "emulation")
-
-Probe = Callable[[Platform], str | None]
-"""Looks for a toolchain or prebuilt library on the machine at hand; returns the reason it cannot run, or None."""
 
 E = TypeVar("E", bound=type[Experts])
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +84,11 @@ class BackendCell:
         """Name of the experts class."""
         return self.experts.__name__
 
+    @property
+    def rules_text(self) -> str:
+        """All its platform rules, as one string."""
+        return ", ".join(rule.text for rule in self.rules)
+
     def rule_for(self, platform: Platform) -> PlatformRule | None:
         """The most specific of the cell's rules that match, or None."""
         return _most_specific(self.rules, platform)
@@ -86,7 +96,7 @@ class BackendCell:
     def scheme_for(self, checkpoint: QuantScheme) -> QuantScheme | None:
         """What it computes for a checkpoint's scheme: the same, or the 16-bit form; None where it cannot.
 
-        The same may have another name: formats are what counts.
+        Formats are compared, not names: the same scheme may have another name.
         """
         serving = [scheme for scheme in self.schemes if scheme.serves(checkpoint)]
         exact = [scheme for scheme in serving if scheme.activation == checkpoint.activation]
@@ -222,7 +232,7 @@ def register_moe_backend(
     opt_in: bool = False,
     tier: str = "kernel",
     registry: BackendRegistry | None = None,
-    **narrowed: Any,
+    **narrowed: Unpack[NarrowedFacts],
 ) -> Callable[[E], E]:
     """Registers an experts class for quant schemes x platforms. Stack one decorator a rectangle.
 
@@ -235,8 +245,9 @@ def register_moe_backend(
         probes: Checks of the machine at hand for what versions cannot say.
         opt_in: Whether a request has to name the backend.
         tier: `kernel`, or `emulation` which never beats a kernel.
-        registry: Where to store; the global one by default.
-        **narrowed: Fields of `Facts` that are smaller here than in the class.
+        registry: Where to store; the one that `select_backend` reads by default. `moereg.decide.decide` chooses among
+            the cells of any.
+        **narrowed: Fields of `Facts` that promise less here than in the class.
 
     Returns:
         A decorator that returns the class unchanged.
@@ -251,23 +262,18 @@ def register_moe_backend(
         module = str(getattr(experts, "__module__", "nowhere"))
         origin = _ORIGIN.get() or (BUILTIN if module.startswith("moereg.") else module)
         who = f"backend {shown(name)} ({getattr(experts, '__name__', None) or shown(experts)} of {origin})"
-        _check_name(name, who)
-        _check_class(experts, who)
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RegistrationError(f"{who}: priority must be an integer, got {shown(priority)}")
-        if not isinstance(opt_in, bool):
-            raise RegistrationError(f"{who}: opt_in must be True or False, got {shown(opt_in)}")
-        if not isinstance(tier, str) or tier not in TIERS:
-            raise RegistrationError(f"{who}: tier must be one of {TIERS}, got {shown(tier)}")
+        check_name(name, who)
+        check_experts(experts, who)
+        check_rank(priority, opt_in, tier, who)
         cell = BackendCell(
             name=name,
             experts=experts,
             priority=priority,
-            schemes=_schemes(quant_schemes, who),
-            rules=_rules(platforms, who),
-            facts=_narrow(experts.facts, narrowed, who),
-            requires=_requirements(requires, who),
-            probes=_probes(probes, who),
+            schemes=read_schemes(quant_schemes, who),
+            rules=read_rules(platforms, who),
+            facts=narrow_facts(experts.facts, narrowed, who),
+            requires=read_requirements(requires, who),
+            probes=read_probes(probes, who),
             opt_in=opt_in,
             tier=tier,
             origin=origin,
@@ -276,167 +282,3 @@ def register_moe_backend(
         return experts
 
     return decorate
-
-
-def _check_name(name: str, who: str) -> None:
-    if not isinstance(name, str) or not name.replace("_", "").isalnum() or name != name.lower() or not name.isascii():
-        raise RegistrationError(f"{who}: a name is lower-case letters, digits and underscores, got {shown(name)}")
-
-
-def _check_class(experts: object, who: str) -> None:
-    if not (isinstance(experts, type) and issubclass(experts, Experts)):
-        raise RegistrationError(f"{who}: the decorated class must subclass moereg.author.Experts")
-    if missing := sorted(experts.__abstractmethods__):
-        raise RegistrationError(f"{who}: abstract methods are missing: {', '.join(missing)}")
-    for method in ("__init__", "permute_weights", "workspace_shapes", "apply", "unsupported_reasons", "device_types"):
-        expected = list(inspect.signature(getattr(Experts, method)).parameters)
-        found = list(inspect.signature(getattr(experts, method)).parameters)
-        if found != expected:
-            raise RegistrationError(
-                f"{who}: {method} must take ({', '.join(expected)}), got ({', '.join(found)}); "
-                "the dispatcher passes them by these names"
-            )
-    if not isinstance(experts.facts, Facts):
-        raise RegistrationError(f"{who}: facts must be a moereg.author.Facts, got {type(experts.facts).__name__}")
-    _check_facts(experts.facts, who)
-    if experts.input_form not in INPUT_FORMS:
-        raise RegistrationError(f"{who}: input_form must be one of {INPUT_FORMS}, got {experts.input_form!r}")
-    if experts.output_form not in OUTPUT_FORMS:
-        raise RegistrationError(f"{who}: output_form must be one of {OUTPUT_FORMS}, got {experts.output_form!r}")
-    if not experts.layouts or not isinstance(experts.layouts, tuple):
-        raise RegistrationError(
-            f"{who}: layouts must be a tuple of at least one layout of permuted weights, got {experts.layouts!r}"
-        )
-
-
-_NAME_FACTS: Final[dict[str, Collection[str]]] = {
-    "activations": ACTIVATIONS,
-    "activation_formats": ACTIVATION_FORMATS,
-    "dtypes": DTYPES,
-    "placements": PLACEMENTS,
-}
-_DIVISOR_FACTS: Final = ("requires_multiple", "pads_to")
-_COUNT_FACTS: Final = ("max_experts", "max_num_tokens")
-_PROBLEM_COUNTS: Final = ("num_experts", "num_local_experts", "hidden_size", "intermediate_size", "top_k")
-
-
-def _check_facts(facts: Facts, who: str) -> None:
-    """Every fact is what the dispatcher reads it as, so that evaluating a cell cannot fail."""
-    for field in (field.name for field in dataclasses.fields(Facts)):
-        value = getattr(facts, field)
-        if field in _NAME_FACTS:
-            known = _NAME_FACTS[field]
-            if not isinstance(value, frozenset):
-                raise RegistrationError(f"{who}: {field} must be a frozenset of names, got {shown(value)}")
-            if unknown := sorted(map(str, value - set(known))):
-                raise RegistrationError(f"{who}: {unknown_name_message(f'name in {field}', unknown[0], known)}")
-        elif field in _DIVISOR_FACTS:
-            if not isinstance(value, Mapping):
-                raise RegistrationError(f"{who}: {field} must map problem fields to divisors, got {shown(value)}")
-            for size, divisor in value.items():
-                if size not in _PROBLEM_COUNTS:
-                    raise RegistrationError(f"{who}: {unknown_name_message(f'size in {field}', size, _PROBLEM_COUNTS)}")
-                if not _is_count(divisor):
-                    raise RegistrationError(
-                        f"{who}: {field}[{size!r}] must be an integer of at least 1, got {shown(divisor)}"
-                    )
-        elif field in _COUNT_FACTS:
-            if value is not None and not _is_count(value):
-                raise RegistrationError(f"{who}: {field} must be None or an integer of at least 1, got {shown(value)}")
-        elif not isinstance(value, bool):
-            raise RegistrationError(f"{who}: {field} must be True or False, got {shown(value)}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _probes(probes: Iterable[Probe], who: str) -> tuple[Probe, ...]:
-    checked = () if callable(probes) else _items(probes, "probes", who)
-    # Answers are kept by probe.
-    if callable(probes) or not all(callable(probe) and isinstance(probe, Hashable) for probe in checked):
-        raise RegistrationError(f"{who}: probes must be a tuple of functions that take a Platform, got {shown(probes)}")
-    return checked
-
-
-def _items(values: Iterable[T], field: str, who: str) -> tuple[T, ...]:
-    if not isinstance(values, (Sequence, Set)):
-        raise RegistrationError(f"{who}: {field} must be a tuple, got {shown(values)}")
-    return tuple(values)
-
-
-def _schemes(names: Iterable[str | QuantScheme], who: str) -> tuple[QuantScheme, ...]:
-    if isinstance(names, str):
-        raise RegistrationError(f"{who}: quant_schemes must be a tuple of names, got the string {shown(names)}")
-    try:
-        schemes = tuple(get_scheme(name) for name in _items(names, "quant_schemes", who))
-    except (ArgumentError, UnknownNameError) as error:
-        raise RegistrationError(f"{who}: {error}; a new scheme is passed as a QuantScheme value") from error
-    if not schemes:
-        raise RegistrationError(f"{who}: quant_schemes must name at least one scheme")
-    for scheme in schemes:
-        if QUANT_SCHEMES.get(scheme.name, scheme) != scheme:
-            raise RegistrationError(
-                f"{who}: scheme name {scheme.name!r} is moereg's for {QUANT_SCHEMES[scheme.name]}; "
-                f"give {scheme} another name"
-            )
-    return schemes
-
-
-def _rules(texts: Iterable[str], who: str) -> tuple[PlatformRule, ...]:
-    if isinstance(texts, str):
-        raise RegistrationError(f"{who}: platforms must be a tuple of rules, got the string {shown(texts)}")
-    try:
-        rules = tuple(PlatformRule(text) for text in _items(texts, "platforms", who))
-    except (ArgumentError, UnknownNameError) as error:
-        raise RegistrationError(f"{who}: {error}") from error
-    if not rules:
-        raise RegistrationError(f"{who}: platforms must name at least one rule")
-    for first, second in itertools.combinations(rules, 2):
-        if first.overlaps(second):
-            raise RegistrationError(f"{who}: rules {first} and {second} are equally specific and overlap; keep one")
-    return rules
-
-
-def _requirements(texts: Iterable[str], who: str) -> tuple[str, ...]:
-    if isinstance(texts, str):
-        raise RegistrationError(f"{who}: requires must be a tuple of requirements, got the string {shown(texts)}")
-    checked = []
-    for text in _items(texts, "requires", who):
-        try:
-            checked.append(str(Requirement(text)))
-        except (InvalidRequirement, TypeError) as error:
-            raise RegistrationError(
-                f"{who}: requires {shown(text)} is not a version range: {one_line(str(error))}"
-            ) from error
-    return tuple(checked)
-
-
-def _narrow(facts: Facts, narrowed: dict[str, Any], who: str) -> Facts:
-    known = {field.name for field in dataclasses.fields(Facts)}
-    changes: dict[str, Any] = {}
-    for field, value in narrowed.items():
-        if field not in known:
-            raise RegistrationError(f"{who}: unknown fact {field!r} (known: {', '.join(sorted(known))})")
-        wider = getattr(facts, field)
-        if isinstance(wider, frozenset) and isinstance(value, (set, tuple, list)) and set(map(type, value)) <= {str}:
-            value = frozenset(value)
-        _check_facts(dataclasses.replace(facts, **{field: value}), who)
-        if not _is_narrower(value, wider):
-            raise RegistrationError(
-                f"{who}: a decorator may narrow the class's facts, never widen them; "
-                f"{field}={shown(value)} against {shown(wider)}"
-            )
-        changes[field] = value
-    return dataclasses.replace(facts, **changes)
-
-
-def _is_narrower(value: Any, wider: Any) -> bool:
-    if isinstance(wider, frozenset):
-        return bool(value <= wider)
-    if isinstance(wider, bool):
-        return wider or not value
-    if isinstance(wider, Mapping):
-        # A larger divisor that the class's divides rejects more sizes.
-        return all(value.get(field, 1) % divisor == 0 for field, divisor in wider.items())
-    return wider is None or (value is not None and value <= wider)

@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from moereg.arguments import check_mapping, check_text
-from moereg.discovery import check_backend_names, load_backends
-from moereg.errors import RequestError, UnknownSchemeError, shown, unknown_name_message
+from moereg.discovery import BACKEND_GROUP, PluginStatus, load_backends, plugin_statuses, unusable
+from moereg.errors import RequestError, UnknownBackendError, UnknownSchemeError, shown, unknown_name_message
 from moereg.quant import QUANT_SCHEMES
+from moereg.registry import BackendCell
 
 __all__ = ["Names", "Request"]
 
@@ -39,29 +40,44 @@ class Request:
         prefer: Names = None,
         deny: Names = None,
         environ: Mapping[str, str] = os.environ,
+        cells: Sequence[BackendCell] | None = None,
+        plugins: Sequence[PluginStatus] = (),
     ) -> Request:
         """Joins arguments and environment: for require and prefer arguments win, denials add up.
 
         A value for the scheme beats a value for all schemes of the same source.
 
+        Args:
+            scheme: Name of the problem's.
+            require: As in `select_backend`.
+            prefer: Likewise.
+            deny: Likewise.
+            environ: Where MOEREG_REQUIRE, MOEREG_PREFER and MOEREG_DENY are read.
+            cells: What names and schemes a request may have; all that are installed where None.
+            plugins: What became of plugins, for the error about a name that one of them should have brought.
+
         Raises:
+            PluginError: A backend's plugin did not load; carries its error.
             RequestError: A name is both required and denied, or something is no name.
             UnknownNameError: A backend or scheme is not known.
         """
         check_text("scheme of a request", scheme)
         check_mapping("environ", environ)
+        if cells is None:
+            cells, plugins = load_backends().cells, plugin_statuses()
         required, preferred, denied = (
-            (_by_scheme(names, scheme, word), _by_scheme(environ.get(variable), scheme, variable))
+            (_by_scheme(names, word), _by_scheme(environ.get(variable), variable))
             for word, names, variable in (
                 ("require", require, "MOEREG_REQUIRE"),
                 ("prefer", prefer, "MOEREG_PREFER"),
                 ("deny", deny, "MOEREG_DENY"),
             )
         )
+        # Also what is asked for other schemes: a misspelled name would go unnoticed until that scheme is loaded.
+        _check_schemes([name for source in (*required, *preferred, *denied) for name in source], scheme, cells)
         for sources in (required, preferred, denied):
-            # Also those for other schemes: a misspelt name would go unnoticed until that scheme is loaded.
             names = [name for source in sources for listed in source.values() for name in listed]
-            check_backend_names(names, may_have_failed=sources is denied)
+            _check_backends(names, cells, plugins, may_have_failed=sources is denied)
         request = cls(
             require=_first_for(scheme, required),
             prefer=_first_for(scheme, preferred),
@@ -78,8 +94,8 @@ class Request:
         return {"require": list(self.require), "prefer": list(self.prefer), "deny": list(self.deny)}
 
 
-def _by_scheme(names: Names, wanted: str, word: str) -> dict[str, tuple[str, ...]]:
-    """Names by scheme; `""` is every scheme. The one that is asked for is known even where no backend has it."""
+def _by_scheme(names: Names, word: str) -> dict[str, tuple[str, ...]]:
+    """Names by scheme; `""` is every scheme."""
     if isinstance(names, Mapping):
         found = {
             scheme: _split(value, f"{word} for {shown(scheme)}") for scheme, value in check_mapping(word, names).items()
@@ -97,11 +113,35 @@ def _by_scheme(names: Names, wanted: str, word: str) -> dict[str, tuple[str, ...
         raise RequestError(
             f"a request for scheme {shown(empty[0])} must name a backend, got none; leave it out for any"
         )
-    known = {wanted, *QUANT_SCHEMES, *(scheme.name for cell in load_backends().cells for scheme in cell.schemes)}
-    for scheme in found:
-        if scheme and scheme not in known:
-            raise UnknownSchemeError(unknown_name_message("quant scheme", scheme, known))
     return found
+
+
+def _check_schemes(named: Iterable[str], wanted: str, cells: Iterable[BackendCell]) -> None:
+    """Checks that schemes are known: moereg's, a cell's, or the wanted one, even where no backend has it."""
+    others = [scheme for scheme in named if scheme and scheme != wanted and scheme not in QUANT_SCHEMES]
+    if not others:
+        return
+    known = {wanted, *QUANT_SCHEMES, *(scheme.name for cell in cells for scheme in cell.schemes)}
+    for scheme in others:
+        if scheme not in known:
+            raise UnknownSchemeError(unknown_name_message("quant scheme", scheme, known))
+
+
+def _check_backends(
+    names: Sequence[str], cells: Iterable[BackendCell], plugins: Iterable[PluginStatus], may_have_failed: bool
+) -> None:
+    """Checks that backends are known. One whose plugin did not load may be denied: that asks nothing of it."""
+    if not names:
+        return
+    known = {cell.name for cell in cells}
+    for name in names:
+        if name in known:
+            continue
+        failed = [status for status in plugins if status.group == BACKEND_GROUP and status.name == name]
+        if not failed:
+            raise UnknownBackendError(unknown_name_message("backend", name, known))
+        if not may_have_failed:
+            raise unusable(failed[0])
 
 
 def _split(names: object, word: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from moereg.arguments import (
@@ -19,15 +19,18 @@ from moereg.arguments import (
     check_text,
     within,
 )
+from moereg.candidates import Candidate
 from moereg.discovery import load_backends
 from moereg.errors import ArgumentError, described, shown
-from moereg.experts import REASON_CODES, Reason
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
-from moereg.registry import TIERS, BackendCell
+from moereg.quant import QuantScheme
+from moereg.reasons import CURES, REASON_CODES, Reason
+from moereg.registration import TIERS
+from moereg.registry import BackendCell
 from moereg.request import Request
 
-__all__ = ["SCHEMA", "SOURCES", "Decision", "Selection", "nearest_by_backend", "rules_text", "unsupported_text"]
+__all__ = ["SCHEMA", "SOURCES", "Decision", "Selection", "nearest_by_backend", "unsupported_text"]
 
 SCHEMA: Final = 1
 """Of everything that moereg writes as JSON."""
@@ -50,7 +53,7 @@ class Decision:
         priority, tier, origin: The cell's.
         reasons: Every reason against it; empty means accepted, exactly one means one change away.
         assumes: For a named platform: what was taken as met.
-        cell: The cell itself; None after a JSON round trip on a machine that lacks it.
+        candidate: The cell with what it computes and why it may run; None where JSON was read on a machine without it.
     """
 
     backend: str
@@ -62,12 +65,22 @@ class Decision:
     origin: str
     reasons: tuple[Reason, ...] = ()
     assumes: tuple[str, ...] = ()
-    cell: BackendCell | None = dataclasses.field(default=None, compare=False, repr=False)
+    candidate: Candidate | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def accepted(self) -> bool:
         """Whether nothing speaks against it."""
         return not self.reasons
+
+    @property
+    def cell(self) -> BackendCell | None:
+        """The candidate's cell."""
+        return None if self.candidate is None else self.candidate.cell
+
+    @property
+    def scheme(self) -> QuantScheme | None:
+        """The candidate's scheme: `computes` as a value."""
+        return None if self.candidate is None else self.candidate.scheme
 
     def to_dict(self) -> dict[str, Any]:
         """As `moereg explain --json` shows it."""
@@ -85,12 +98,15 @@ class Decision:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], name: str = "") -> Decision:
-        """Inverse of `to_dict`; looks the cell up where it is registered here.
+    def from_dict(
+        cls, values: Mapping[str, Any], name: str = "", cells: Iterable[BackendCell] | None = None
+    ) -> Decision:
+        """Inverse of `to_dict`.
 
         Args:
             values: The fields; others than those of `to_dict` are left for later versions.
             name: Path of the mapping in a larger one, for errors.
+            cells: Where the candidate is looked up; all that are installed where None.
 
         Raises:
             ArgumentError: A field is missing or is not what `to_dict` writes.
@@ -113,7 +129,9 @@ class Decision:
             raise ArgumentError(
                 f"{path} must be {decision.accepted} with {len(decision.reasons)} reasons, got {values['accepted']}"
             )
-        return dataclasses.replace(decision, cell=_registered_cell(decision))
+        if cells is None:
+            cells = load_backends().cells
+        return dataclasses.replace(decision, candidate=_candidate(decision, cells))
 
 
 def _check_priority(path: str, value: object) -> int:
@@ -128,14 +146,21 @@ def _check_reason(path: str, value: object) -> Reason:
     return Reason(code, check_field(path, values, "text", check_text))
 
 
-def _registered_cell(decision: Decision) -> BackendCell | None:
-    for cell in load_backends().by_name(decision.backend):
+def _candidate(decision: Decision, cells: Iterable[BackendCell]) -> Candidate | None:
+    """What a decision was about, where its cell is among these."""
+    codes = {reason.code for reason in decision.reasons}
+    for cell in cells:
+        schemes = {scheme.name: scheme for scheme in cell.schemes}
+        rules = {rule.text: rule for rule in cell.rules}
         if (
-            cell.class_name == decision.experts
-            and decision.computes in {scheme.name for scheme in cell.schemes}
-            and decision.rule in {rules_text(cell), *(rule.text for rule in cell.rules)}
+            (cell.name, cell.class_name) == (decision.backend, decision.experts)
+            and decision.computes in schemes
+            and decision.rule in {cell.rules_text, *rules}
         ):
-            return cell
+            # A rejected decision shows what the cell has where nothing of it fits.
+            scheme = None if "quant_scheme" in codes else schemes[decision.computes]
+            rule = None if "platform" in codes else rules.get(decision.rule)
+            return Candidate(cell, scheme, rule)
     return None
 
 
@@ -202,8 +227,12 @@ class Selection:
         return json.dumps(self.to_dict(), allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Selection:
+    def from_json(cls, text: str | bytes, cells: Iterable[BackendCell] | None = None) -> Selection:
         """Inverse of `to_json`.
+
+        Args:
+            text: The JSON.
+            cells: As in `from_dict`.
 
         Raises:
             ArgumentError: It is no JSON, or `from_dict` refuses it.
@@ -214,14 +243,18 @@ class Selection:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:  # Of integers of thousands of digits too.
             raise ArgumentError(f"a selection's JSON cannot be read: {described(error)}; write it again") from None
-        return cls.from_dict(values)
+        return cls.from_dict(values, cells)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Selection:
+    def from_dict(cls, values: Mapping[str, Any], cells: Iterable[BackendCell] | None = None) -> Selection:
         """Inverse of `to_dict`. A probed platform comes back as its name, marked probed.
 
         Unknown fields of the selection and of its decisions are ignored; unknown fields of its problem or request are
         refused.
+
+        Args:
+            values: The fields.
+            cells: Where the candidates are looked up; all that are installed where None.
 
         Raises:
             ArgumentError: A field is missing, has another type, or contradicts another; the message has its path.
@@ -232,13 +265,16 @@ class Selection:
         schema = values.get("schema")
         if isinstance(schema, bool) or not isinstance(schema, int) or schema != SCHEMA:
             raise ArgumentError(f"a selection must have schema {SCHEMA}, got {shown(schema)}; write it again")
+        if cells is None:
+            cells = load_backends().cells  # Plugins may bring the kind of machine that the platform's name says.
+        read = functools.partial(_read_decision, cells=tuple(cells))
         platform = within("platform", Platform.from_name, field("platform", check_text))
         is_probed = field("platform_source", lambda path, found: check_one_of(path, found, _PLATFORM_SOURCES))
         selection = cls(
             problem=within("problem", MoEProblem.from_dict, field("problem", check_mapping)),
             platform=dataclasses.replace(platform, probed=is_probed == "probed"),
             request=_read_request(field("request", check_mapping)),
-            decisions=field("decisions", lambda path, found: check_list(path, found, _check_decision)),
+            decisions=field("decisions", lambda path, found: check_list(path, found, read)),
             source=field("source", check_optional(lambda path, found: check_one_of(path, found, SOURCES))),
         )
         if (selection.source is None) is not (selection.winner is None):
@@ -266,8 +302,8 @@ class Selection:
         return "\n".join(lines)
 
 
-def _check_decision(path: str, value: object) -> Decision:
-    return Decision.from_dict(check_mapping(path, value), path)
+def _read_decision(path: str, value: object, cells: Sequence[BackendCell]) -> Decision:
+    return Decision.from_dict(check_mapping(path, value), path, cells)
 
 
 def _read_request(values: Mapping[str, Any]) -> Request:
@@ -279,10 +315,10 @@ def _read_request(values: Mapping[str, Any]) -> Request:
 
 
 def nearest_by_backend(decisions: Sequence[Decision]) -> tuple[Decision, ...]:
-    """Every accepted candidate, and of a backend with none the one with the fewest reasons.
+    """Every accepted candidate, and the nearest one of each backend that has none.
 
-    Of several with as few, one that another request would cure rather than another machine.
-    Of a backend that does not read the weights all that only fail for them: together they say what it reads.
+    The nearest has the fewest reasons; among equals it is one that another request would cure, not another machine.
+    If a backend cannot read the weights, list every cell rejected only for that: together they say what it reads.
     """
     nearest: dict[str, Decision] = {}
     for decision in decisions:
@@ -307,36 +343,6 @@ def _reads_others(decision: Decision) -> bool:
     return "quant_scheme" in codes and codes <= {"quant_scheme", "backend"}
 
 
-def rules_text(cell: BackendCell) -> str:
-    """All platform rules of a cell, as one string."""
-    return ", ".join(rule.text for rule in cell.rules)
-
-
-_CURES: Final[dict[str, str]] = {
-    "platform": "run on one of those platforms",
-    "package": "install that package",
-    "probe": "provide what the probe looks for",
-    "denied": "take it out of deny",
-    "not_required": "add it to require",
-    "opt_in": "name it in require or prefer",
-    "quant_scheme": "use a checkpoint of that scheme",
-    "activation": "use that activation, if the model allows",
-    "swiglu_limit": "there is no cure but another backend",
-    "bias": "there is no cure but another backend",
-    "dtype": "load the layer in one of those dtypes",
-    "activation_format": "use that activation format",
-    "placement": "place experts that way",
-    "router_weight_on_input": "there is no cure but another backend",
-    "alignment": "pad the weights to that multiple",
-    "size": "split the layer over more ranks or the call over more calls",
-    "graph_capture": "run without graph capture",
-    "deterministic": "ask without deterministic",
-    "precision": "ask without exact_activations",
-    "backend": "change that fact of the problem",
-    "predicate_error": "report the bug to that backend's authors",
-}
-
-
 def unsupported_text(selection: Selection) -> str:
     """The text of `UnsupportedProblemError`: the problem, the cheapest cure, each backend's reasons, nearest first."""
     lines = [f"no backend fits {selection.problem} on {selection.platform}"]
@@ -345,7 +351,7 @@ def unsupported_text(selection: Selection) -> str:
         lines[0] += "; no backend computes this scheme: use a checkpoint of one that is named below"
     elif nearest and len(nearest[0].reasons) == 1:
         reason = nearest[0].reasons[0]
-        lines[0] += f"; nearest is {nearest[0].backend}: {reason.text} ({_CURES[reason.code]})"
+        lines[0] += f"; nearest is {nearest[0].backend}: {reason.text} ({CURES[reason.code]})"
     for decision in nearest:
         reasons = "; ".join(reason.text for reason in decision.reasons)
         lines.append(f"  {decision.backend} ({decision.experts}): {reasons}")

@@ -58,7 +58,7 @@ class EmptyLayer:
         assert winner.cell is not None
         self.problem = problem
         self.device = device
-        self.experts: Any = winner.cell.experts(problem, probe_platform(), winner.cell.scheme_for(problem.quant))
+        self.experts: Any = winner.cell.experts(problem, probe_platform(), winner.scheme)
         local, hidden, inter = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
         halves, dtype = problem.activation.num_halves, problem.torch_dtype
         rows = problem.quant.tensor_rows(local, hidden, inter, halves, problem.has_bias)

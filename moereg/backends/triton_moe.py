@@ -39,13 +39,11 @@ _FACTS: Final = Facts(
     router_weight_on_input=True,
     graph_capture=True,
     deterministic=True,
-    pads_to={"hidden_size": WEIGHT_PAD, "intermediate_size": WEIGHT_PAD},
     # The scan over experts keeps one value an expert and thread in registers.
     max_experts=1024,
 )
 # 32-bit activations would need 32-bit products, which no matrix unit has.
 _PACKED_FACTS: Final = dataclasses.replace(_FACTS, dtypes=frozenset({"bfloat16", "float16"}))
-_QUANTIZED_FACTS: Final = dataclasses.replace(_FACTS, pads_to={"hidden_size": CODE_PAD, "intermediate_size": CODE_PAD})
 _BATCHED: Final = frozenset({"batched"})
 
 _INTEGERS: Final = ("uint4", "int8")
@@ -321,7 +319,7 @@ class TritonQuantizedExperts(_QuantizedExperts):
     depend on an order, no kernel adds atomically, and a token's rows are added in the order of its choices.
     """
 
-    facts = _QUANTIZED_FACTS
+    facts = _FACTS
 
     def _load(self) -> Implementation:
         from moereg.backends._triton import quantized
@@ -372,7 +370,7 @@ class TritonQuantizedBatchedExperts(_QuantizedExperts):
     inputs give equal bits in the others.
     """
 
-    facts = dataclasses.replace(_QUANTIZED_FACTS, activation_formats=_BATCHED)
+    facts = dataclasses.replace(_FACTS, activation_formats=_BATCHED)
     output_form = "per_expert"
 
     def _load(self) -> Implementation:

@@ -192,9 +192,7 @@ class Comparison:
         """
         checked = [calls[place] for place in _checked_places(calls)]
         schemes = {
-            decision.computes: decision.cell.scheme_for(self.problem.quant)
-            for decision in self._candidates
-            if decision.cell is not None
+            decision.computes: decision.scheme for decision in self._candidates if decision.candidate is not None
         }
         return {
             name: [reference_experts(self.problem, self.weights, *call, computes=scheme) for call in checked]

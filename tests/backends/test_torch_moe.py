@@ -25,7 +25,8 @@ from moereg.backends.torch_moe import (
     TorchPackedBatchedExperts,
     TorchPackedExperts,
 )
-from moereg.experts import ExpertInputs, Experts, fact_reasons
+from moereg.experts import ExpertInputs, Experts
+from moereg.facts import fact_reasons
 from moereg.kernels.plain import device, host
 from moereg.platforms import Platform
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moereg import dispatch
 from moereg.backends import torch_moe
 from moereg.backends.torch_moe import TorchInt8BatchedExperts, TorchInt8Experts
 from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import EmulationWarning, Selection, explain_backends, select_backend
 from moereg.kernels.plain import host, quantized_mlp
 from moereg.layer import MoEKernel, make_kernel
+from moereg.machine import PROBES
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES, QuantScheme
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def cpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> Platform:
     """A probed CPU whose int8 matmuls are as the tests say, whatever this machine is."""
-    monkeypatch.setattr(dispatch, "_PROBED", {})
+    monkeypatch.setattr(PROBES, "_answers", {})
     return dataclasses.replace(Platform("cpu", "x86_64"), versions=current_platform().versions, probed=True)
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from moereg.backends.triton_moe import TritonBatchedExperts, TritonExperts
 from moereg.dispatch import select_backend
-from moereg.experts import ExpertInputs, fact_reasons
+from moereg.experts import ExpertInputs
+from moereg.facts import fact_reasons
 from moereg.kernels.rows.block_map import (
     BlockMap,
     batch_workspace_numel,

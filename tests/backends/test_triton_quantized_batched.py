@@ -14,7 +14,8 @@ import torch
 
 from moereg.backends.triton_moe import TritonQuantizedBatchedExperts, TritonQuantizedExperts
 from moereg.dispatch import explain_backends
-from moereg.experts import ExpertInputs, fact_reasons
+from moereg.experts import ExpertInputs
+from moereg.facts import fact_reasons
 from moereg.kernels.quantized.operands import QuantizedRows
 from moereg.kernels.quantized.rows_batched import quantize_batched_rows
 from moereg.kernels.rows.block_map import BlockMap

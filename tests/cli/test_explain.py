@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moereg import cli
-from moereg.experts import REASON_CODES
 from moereg.problem import MoEProblem
+from moereg.reasons import REASON_CODES
 from moereg.shapes import get_shape
 from moereg.testing import ledger
 from moereg.testing.ledger import Verification

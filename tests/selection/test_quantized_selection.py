@@ -16,7 +16,7 @@ from moereg.cli import main
 from moereg.discovery import load_backends
 from moereg.dispatch import EmulationWarning, explain_backends, select_backend
 from moereg.errors import RequestError, UnknownSchemeError, UnsupportedProblemError
-from moereg.experts import Facts
+from moereg.facts import Facts
 from moereg.layer import make_kernel
 from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme

@@ -163,7 +163,6 @@ class NoApply(Experts):
             "__init__ must take (self, problem, platform, computes), got (self, problem)",
         ),
         (subclass(facts={}), "facts must be a moereg.author.Facts, got dict"),
-        (subclass(input_form="fp8"), "input_form must be one of ('unquantized', 'quantized'), got 'fp8'"),
         (subclass(output_form="sum"), "output_form must be one of ('reduced', 'per_route', 'per_expert'), got 'sum'"),
         (subclass(layouts=()), "layouts must be a tuple of at least one layout of permuted weights, got ()"),
         (
@@ -184,7 +183,7 @@ class NoApply(Experts):
             with_facts(requires_multiple={"hidden_size": 0}),
             "requires_multiple['hidden_size'] must be an integer of at least 1, got 0",
         ),
-        (with_facts(pads_to={"dtype": 8}), "unknown size in pads_to 'dtype'"),
+        (with_facts(requires_multiple={"dtype": 8}), "unknown size in requires_multiple 'dtype'"),
     ],
 )
 def test_bad_classes(experts: Any, text: str) -> None:

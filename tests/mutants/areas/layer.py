@@ -115,8 +115,8 @@ MUTANTS: Final = (
     Mutant(
         "the experts are not told what they compute",
         "moereg/backend_calls.py",
-        old="decision.cell.scheme_for(problem.quant))\n",
-        new="problem.quant)\n",
+        old="selection.platform, decision.scheme)\n",
+        new="selection.platform, selection.problem.quant)\n",
         tests=("tests/backends/test_torch_quantized_moe.py::test_the_kernel_knows_what_it_computes",),
     ),
     Mutant(

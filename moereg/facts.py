@@ -1,0 +1,315 @@
+"""Facts: what an experts class declares that it can do.
+
+Each field is one row. Its `Fact` says how a value is checked at registration, what narrows it in a decorator, and which
+reasons it gives against a problem. A new fact is a new field here, and its keyword in `NarrowedFacts`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final, TypedDict
+
+from moereg.activations import ACTIVATIONS
+from moereg.errors import RegistrationError, shown, unknown_name_message
+from moereg.problem import ACTIVATION_FORMATS, DTYPES, PLACEMENTS, MoEProblem
+from moereg.reasons import Reason
+
+__all__ = ["FACTS", "Fact", "Facts", "NarrowedFacts", "check_facts", "fact_reasons", "narrow_facts"]
+
+
+class Fact(abc.ABC):
+    """How one fact is read: a row of the table that `Facts` is."""
+
+    @abc.abstractmethod
+    def fault(self, name: str, value: Any) -> str | None:
+        """What is wrong with a value that a class or decorator gives, if anything."""
+
+    @abc.abstractmethod
+    def is_narrower(self, value: Any, wider: Any) -> bool:
+        """Whether a value promises no more than another."""
+
+    @abc.abstractmethod
+    def reasons(self, value: Any, problem: MoEProblem) -> Iterable[Reason]:
+        """Why a class with that value cannot serve a problem."""
+
+    def stored(self, value: Any) -> Any:
+        """A decorator's value as `Facts` keeps it."""
+        return value
+
+    def binds(self, value: Any) -> bool:
+        """Whether a value can give a reason against any problem."""
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names(Fact):
+    """The names that are served. `asked` is the problem's."""
+
+    code: str
+    known: Collection[str]
+    asked: Callable[[MoEProblem], str]
+
+    def fault(self, name: str, value: Any) -> str | None:
+        if not isinstance(value, frozenset):
+            return f"{name} must be a frozenset of names, got {shown(value)}"
+        unknown = sorted(map(str, value - set(self.known)))
+        return unknown_name_message(f"name in {name}", unknown[0], self.known) if unknown else None
+
+    def is_narrower(self, value: Any, wider: Any) -> bool:
+        return bool(value <= wider)
+
+    def reasons(self, value: Any, problem: MoEProblem) -> Iterable[Reason]:
+        asked = self.asked(problem)
+        if asked in value:
+            return ()
+        kind, names = self.code.replace("_", " "), ", ".join(sorted(value)) or "none"
+        return (Reason(self.code, f"requires {kind} in ({names}), got {asked}"),)
+
+    def stored(self, value: Any) -> Any:
+        is_names = isinstance(value, (set, tuple, list)) and set(map(type, value)) <= {str}
+        return frozenset(value) if is_names else value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flag(Fact):
+    """Whether something is served. `lack` is the clause against a problem that asks for it, else None."""
+
+    code: str
+    lack: Callable[[MoEProblem], str | None]
+
+    def fault(self, name: str, value: Any) -> str | None:
+        return None if isinstance(value, bool) else f"{name} must be True or False, got {shown(value)}"
+
+    def is_narrower(self, value: Any, wider: Any) -> bool:
+        return wider or not value
+
+    def reasons(self, value: Any, problem: MoEProblem) -> Iterable[Reason]:
+        lack = None if value else self.lack(problem)
+        return () if lack is None else (Reason(self.code, lack),)
+
+    def binds(self, value: Any) -> bool:
+        return not value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Divisors(Fact):
+    """What sizes of the problem have to be multiples of."""
+
+    code: str
+    sizes: tuple[str, ...]
+
+    def fault(self, name: str, value: Any) -> str | None:
+        if not isinstance(value, Mapping):
+            return f"{name} must map problem fields to divisors, got {shown(value)}"
+        for size, divisor in value.items():
+            if size not in self.sizes:
+                return unknown_name_message(f"size in {name}", size, self.sizes)
+            if not _is_count(divisor):
+                return f"{name}[{size!r}] must be an integer of at least 1, got {shown(divisor)}"
+        return None
+
+    def is_narrower(self, value: Any, wider: Any) -> bool:
+        # A larger divisor that the class's divides rejects more sizes.
+        return all(value.get(size, 1) % divisor == 0 for size, divisor in wider.items())
+
+    def reasons(self, value: Any, problem: MoEProblem) -> Iterable[Reason]:
+        return [
+            Reason(self.code, f"requires {size} % {divisor} == 0, got {found}")
+            for size, divisor in sorted(value.items())
+            if (found := getattr(problem, size)) % divisor
+        ]
+
+    def binds(self, value: Any) -> bool:
+        return bool(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Limit(Fact):
+    """The most that a count of the problem may be, or None."""
+
+    code: str
+    count: str
+
+    def fault(self, name: str, value: Any) -> str | None:
+        is_limit = value is None or _is_count(value)
+        return None if is_limit else f"{name} must be None or an integer of at least 1, got {shown(value)}"
+
+    def is_narrower(self, value: Any, wider: Any) -> bool:
+        return wider is None or (value is not None and value <= wider)
+
+    def reasons(self, value: Any, problem: MoEProblem) -> Iterable[Reason]:
+        if value is None:
+            return ()
+        count = getattr(problem, self.count)
+        # A problem that does not say how many tokens may come can have too many.
+        if count is None or count > value:
+            return (Reason(self.code, f"requires {self.count} <= {value}, got {count}"),)
+        return ()
+
+    def binds(self, value: Any) -> bool:
+        return value is not None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _other_scalars(problem: MoEProblem) -> str | None:
+    activation, standard = problem.activation, ACTIVATIONS[problem.activation.name]
+    if (activation.alpha, activation.beta) == (standard.alpha, standard.beta):
+        return None
+    return f"requires alpha={standard.alpha:g} and beta={standard.beta:g}, got {activation}"
+
+
+def _clamp(problem: MoEProblem) -> str | None:
+    limit = problem.activation.limit
+    return None if limit is None else f"does not apply the swiglu clamp, got limit {limit}"
+
+
+def _asked(field: str, lack: str) -> Callable[[MoEProblem], str | None]:
+    """The clause against a problem that sets a flag."""
+    text = f"{lack}, got {field}=True"
+    return lambda problem: text if getattr(problem, field) else None
+
+
+def _row(fact: Fact, default: object) -> Any:
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=dict, hash=False, metadata={"fact": fact})
+    return dataclasses.field(default=default, metadata={"fact": fact})
+
+
+_SIZES: Final = ("num_experts", "num_local_experts", "hidden_size", "intermediate_size", "top_k")
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What an experts class can do. Fail closed: what is not declared is rejected.
+
+    Attributes:
+        activations: Names.
+        activation_scalars: Whether alpha and beta may differ from the activation's standard ones.
+        swiglu_limit: Whether the clamp is applied. `swigluoai` has one.
+        bias: Whether w13_bias and w2_bias are applied.
+        dtypes: Names of the dtypes of hidden states and output.
+        activation_formats: `standard`, `batched`.
+        placements: `contiguous`, `map`.
+        router_weight_on_input: Whether routing weights can scale the input.
+        requires_multiple: Problem field to divisor; other sizes are rejected.
+        max_experts: Most local experts, or None.
+        max_num_tokens: Most tokens of a call, or None.
+        graph_capture: Whether `apply` can be captured in a CUDA graph.
+        deterministic: Whether equal inputs give equal bits.
+    """
+
+    activations: frozenset[str] = _row(
+        _Names("activation", ACTIVATIONS, lambda problem: problem.activation.name), frozenset()
+    )
+    activation_scalars: bool = _row(_Flag("activation", _other_scalars), False)
+    swiglu_limit: bool = _row(_Flag("swiglu_limit", _clamp), False)
+    bias: bool = _row(_Flag("bias", _asked("has_bias", "does not apply biases")), False)
+    dtypes: frozenset[str] = _row(_Names("dtype", DTYPES, lambda problem: problem.dtype), frozenset())
+    activation_formats: frozenset[str] = _row(
+        _Names("activation_format", ACTIVATION_FORMATS, lambda problem: problem.activation_format), frozenset()
+    )
+    placements: frozenset[str] = _row(_Names("placement", PLACEMENTS, lambda problem: problem.placement), frozenset())
+    router_weight_on_input: bool = _row(
+        _Flag(
+            "router_weight_on_input",
+            _asked("apply_router_weight_on_input", "does not scale inputs by the routing weight"),
+        ),
+        False,
+    )
+    requires_multiple: Mapping[str, int] = _row(_Divisors("alignment", _SIZES), {})
+    max_experts: int | None = _row(_Limit("size", "num_local_experts"), None)
+    max_num_tokens: int | None = _row(_Limit("size", "max_num_tokens"), None)
+    graph_capture: bool = _row(
+        _Flag("graph_capture", _asked("graph_capture", "cannot be captured in a CUDA graph")), False
+    )
+    deterministic: bool = _row(
+        _Flag("deterministic", _asked("deterministic", "does not give the same bits each time")), False
+    )
+
+    @functools.cached_property
+    def binding(self) -> tuple[tuple[Fact, Any], ...]:
+        """The facts that can reject a problem, each with its value. Every cell of every selection is asked for them."""
+        values = ((fact, getattr(self, name)) for name, fact in FACTS)
+        return tuple((fact, value) for fact, value in values if fact.binds(value))
+
+
+FACTS: Final[tuple[tuple[str, Fact], ...]] = tuple(
+    (field.name, field.metadata["fact"]) for field in dataclasses.fields(Facts)
+)
+"""Every fact with its field's name, in the order in which reasons are given."""
+
+
+class NarrowedFacts(TypedDict, total=False):
+    """Facts that a decorator may give: as in `Facts`, but any collection of names."""
+
+    activations: Collection[str]
+    activation_scalars: bool
+    swiglu_limit: bool
+    bias: bool
+    dtypes: Collection[str]
+    activation_formats: Collection[str]
+    placements: Collection[str]
+    router_weight_on_input: bool
+    requires_multiple: Mapping[str, int]
+    max_experts: int | None
+    max_num_tokens: int | None
+    graph_capture: bool
+    deterministic: bool
+
+
+def check_facts(facts: Facts, who: str) -> None:
+    """Checks that every fact is what the dispatcher reads it as, so that evaluating a cell cannot fail.
+
+    Args:
+        facts: Of a class.
+        who: Backend and class, for the error.
+
+    Raises:
+        RegistrationError: One is not.
+    """
+    for name, fact in FACTS:
+        if fault := fact.fault(name, getattr(facts, name)):
+            raise RegistrationError(f"{who}: {fault}")
+
+
+def narrow_facts(facts: Facts, narrowed: Mapping[str, Any], who: str) -> Facts:
+    """The facts of one rectangle.
+
+    Args:
+        facts: Of the class, checked.
+        narrowed: What the decorator says instead.
+        who: Backend and class, for errors.
+
+    Raises:
+        RegistrationError: A fact is not known, is no value of its kind, or promises more than the class.
+    """
+    known = dict(FACTS)
+    changes: dict[str, Any] = {}
+    for name, value in narrowed.items():
+        if name not in known:
+            raise RegistrationError(f"{who}: unknown fact {name!r} (known: {', '.join(sorted(known))})")
+        fact, wider = known[name], getattr(facts, name)
+        value = fact.stored(value)
+        if fault := fact.fault(name, value):
+            raise RegistrationError(f"{who}: {fault}")
+        if not fact.is_narrower(value, wider):
+            raise RegistrationError(
+                f"{who}: a decorator may narrow the class's facts, never widen them; "
+                f"{name}={shown(value)} against {shown(wider)}"
+            )
+        changes[name] = value
+    return dataclasses.replace(facts, **changes)
+
+
+def fact_reasons(facts: Facts, problem: MoEProblem) -> list[Reason]:
+    """Every fact in the problem that the class does not declare."""
+    reasons: list[Reason] = []
+    for fact, value in facts.binding:
+        reasons += fact.reasons(value, problem)
+    return reasons

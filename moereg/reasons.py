@@ -1,0 +1,46 @@
+"""Why a cell cannot serve a problem: a closed set of codes, each with its cure, and a clause."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+__all__ = ["CURES", "REASON_CODES", "Reason"]
+
+CURES: Final[dict[str, str]] = {
+    "platform": "run on one of those platforms",
+    "package": "install that package",
+    "probe": "provide what the probe looks for",
+    "denied": "take it out of deny",
+    "not_required": "add it to require",
+    "opt_in": "name it in require or prefer",
+    "quant_scheme": "use a checkpoint of that scheme",
+    "activation": "use that activation, if the model allows",
+    "swiglu_limit": "there is no cure but another backend",
+    "bias": "there is no cure but another backend",
+    "dtype": "load the layer in one of those dtypes",
+    "activation_format": "use that activation format",
+    "placement": "place experts that way",
+    "router_weight_on_input": "there is no cure but another backend",
+    "alignment": "pad the weights to that multiple",
+    "size": "split the layer over more ranks or the call over more calls",
+    "graph_capture": "run without graph capture",
+    "deterministic": "ask without deterministic",
+    "precision": "ask without exact_activations",
+    "backend": "change that fact of the problem",
+    "predicate_error": "report the bug to that backend's authors",
+}
+"""Every code with what helps against it, as an error says it."""
+
+REASON_CODES: Final = tuple(CURES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why a cell cannot serve a problem: a closed code and a lowercase clause, rule then fact."""
+
+    code: str
+    text: str
+
+    def __post_init__(self) -> None:
+        assert self.code in CURES, self.code

@@ -1,0 +1,144 @@
+"""What a decorator may pass: each part of a claim is checked, so that a cell is valid before it is stored.
+
+Every check raises `RegistrationError`, whose message starts with `who`: the backend, its class and their origin.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from typing import Final, TypeVar
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from moereg.errors import ArgumentError, RegistrationError, UnknownNameError, one_line, shown
+from moereg.experts import OUTPUT_FORMS, Experts
+from moereg.facts import Facts, check_facts
+from moereg.platforms import Platform, PlatformRule
+from moereg.quant import QUANT_SCHEMES, QuantScheme, get_scheme
+
+__all__ = [
+    "TIERS",
+    "Probe",
+    "check_experts",
+    "check_name",
+    "check_rank",
+    "read_probes",
+    "read_requirements",
+    "read_rules",
+    "read_schemes",
+]
+
+TIERS: Final = ("kernel", "emulation")
+
+Probe = Callable[[Platform], str | None]
+"""Looks for a toolchain or prebuilt library on the machine at hand; returns the reason it cannot run, or None."""
+
+T = TypeVar("T")
+
+
+def check_name(name: str, who: str) -> None:
+    """A name is lower-case letters, digits and underscores."""
+    if not isinstance(name, str) or not name.replace("_", "").isalnum() or name != name.lower() or not name.isascii():
+        raise RegistrationError(f"{who}: a name is lower-case letters, digits and underscores, got {shown(name)}")
+
+
+def check_experts(experts: object, who: str) -> None:
+    """The class is complete, has methods that can be called by name, and declares what is read of it."""
+    if not (isinstance(experts, type) and issubclass(experts, Experts)):
+        raise RegistrationError(f"{who}: the decorated class must subclass moereg.author.Experts")
+    if missing := sorted(experts.__abstractmethods__):
+        raise RegistrationError(f"{who}: abstract methods are missing: {', '.join(missing)}")
+    for method in ("__init__", "permute_weights", "workspace_shapes", "apply", "unsupported_reasons", "device_types"):
+        expected = list(inspect.signature(getattr(Experts, method)).parameters)
+        found = list(inspect.signature(getattr(experts, method)).parameters)
+        if found != expected:
+            raise RegistrationError(
+                f"{who}: {method} must take ({', '.join(expected)}), got ({', '.join(found)}); "
+                "the dispatcher passes them by these names"
+            )
+    if not isinstance(experts.facts, Facts):
+        raise RegistrationError(f"{who}: facts must be a moereg.author.Facts, got {type(experts.facts).__name__}")
+    check_facts(experts.facts, who)
+    if experts.output_form not in OUTPUT_FORMS:
+        raise RegistrationError(f"{who}: output_form must be one of {OUTPUT_FORMS}, got {experts.output_form!r}")
+    if not experts.layouts or not isinstance(experts.layouts, tuple):
+        raise RegistrationError(
+            f"{who}: layouts must be a tuple of at least one layout of permuted weights, got {experts.layouts!r}"
+        )
+
+
+def check_rank(priority: int, opt_in: bool, tier: str, who: str) -> None:
+    """What a cell is ranked by is an integer, a flag and a known tier."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise RegistrationError(f"{who}: priority must be an integer, got {shown(priority)}")
+    if not isinstance(opt_in, bool):
+        raise RegistrationError(f"{who}: opt_in must be True or False, got {shown(opt_in)}")
+    if not isinstance(tier, str) or tier not in TIERS:
+        raise RegistrationError(f"{who}: tier must be one of {TIERS}, got {shown(tier)}")
+
+
+def read_probes(probes: Iterable[Probe], who: str) -> tuple[Probe, ...]:
+    """Probes as a tuple of hashable functions."""
+    checked = () if callable(probes) else _items(probes, "probes", who)
+    # A probe's answer is kept under the probe itself.
+    if callable(probes) or not all(callable(probe) and isinstance(probe, Hashable) for probe in checked):
+        raise RegistrationError(f"{who}: probes must be a tuple of functions that take a Platform, got {shown(probes)}")
+    return checked
+
+
+def _items(values: Iterable[T], field: str, who: str) -> tuple[T, ...]:
+    if not isinstance(values, (Sequence, Set)):
+        raise RegistrationError(f"{who}: {field} must be a tuple, got {shown(values)}")
+    return tuple(values)
+
+
+def read_schemes(names: Iterable[str | QuantScheme], who: str) -> tuple[QuantScheme, ...]:
+    """Schemes as values; a name that moereg knows means what it means to moereg."""
+    if isinstance(names, str):
+        raise RegistrationError(f"{who}: quant_schemes must be a tuple of names, got the string {shown(names)}")
+    try:
+        schemes = tuple(get_scheme(name) for name in _items(names, "quant_schemes", who))
+    except (ArgumentError, UnknownNameError) as error:
+        raise RegistrationError(f"{who}: {error}; a new scheme is passed as a QuantScheme value") from error
+    if not schemes:
+        raise RegistrationError(f"{who}: quant_schemes must name at least one scheme")
+    for scheme in schemes:
+        if QUANT_SCHEMES.get(scheme.name, scheme) != scheme:
+            raise RegistrationError(
+                f"{who}: scheme name {scheme.name!r} is moereg's for {QUANT_SCHEMES[scheme.name]}; "
+                f"give {scheme} another name"
+            )
+    return schemes
+
+
+def read_rules(texts: Iterable[str], who: str) -> tuple[PlatformRule, ...]:
+    """Platform rules of which no two equally specific ones match the same platform."""
+    if isinstance(texts, str):
+        raise RegistrationError(f"{who}: platforms must be a tuple of rules, got the string {shown(texts)}")
+    try:
+        rules = tuple(PlatformRule(text) for text in _items(texts, "platforms", who))
+    except (ArgumentError, UnknownNameError) as error:
+        raise RegistrationError(f"{who}: {error}") from error
+    if not rules:
+        raise RegistrationError(f"{who}: platforms must name at least one rule")
+    for first, second in itertools.combinations(rules, 2):
+        if first.overlaps(second):
+            raise RegistrationError(f"{who}: rules {first} and {second} are equally specific and overlap; keep one")
+    return rules
+
+
+def read_requirements(texts: Iterable[str], who: str) -> tuple[str, ...]:
+    """Version ranges in one spelling."""
+    if isinstance(texts, str):
+        raise RegistrationError(f"{who}: requires must be a tuple of requirements, got the string {shown(texts)}")
+    checked = []
+    for text in _items(texts, "requires", who):
+        try:
+            checked.append(str(Requirement(text)))
+        except (InvalidRequirement, TypeError) as error:
+            raise RegistrationError(
+                f"{who}: requires {shown(text)} is not a version range: {one_line(str(error))}"
+            ) from error
+    return tuple(checked)

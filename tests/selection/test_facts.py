@@ -1,0 +1,110 @@
+"""Facts: each field is one row, which drives the check at registration, narrowing and reasons alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+import textwrap
+import typing
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moereg.activations import Activation
+from moereg.errors import RegistrationError
+from moereg.facts import FACTS, Fact, Facts, NarrowedFacts, check_facts, fact_reasons, narrow_facts
+from moereg.problem import MoEProblem
+from moereg.reasons import REASON_CODES, Reason
+from tests.support.fakes import EVERYTHING
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL: dict[str, Any] = {"num_experts": 8, "hidden_size": 60, "intermediate_size": 32, "top_k": 2}
+
+# For each fact: a value that is none, a value that promises less than `EVERYTHING`, and a problem that it then rejects.
+ROWS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "activations": ("silu", frozenset({"gelu"}), {}),
+    "activation_scalars": (1, False, {"activation": Activation("swigluoai", alpha=2.0, beta=1.0, limit=7.0)}),
+    "swiglu_limit": (None, False, {"activation": Activation("silu", limit=7.0)}),
+    "bias": ("yes", False, {"has_bias": True}),
+    "dtypes": (frozenset({"bf16"}), frozenset({"float32"}), {}),
+    "activation_formats": ({"standard"}, frozenset(), {}),
+    "placements": (None, frozenset({"map"}), {}),
+    "router_weight_on_input": (0, False, {"top_k": 1, "apply_router_weight_on_input": True}),
+    "requires_multiple": ({"hidden": 8}, {"hidden_size": 8}, {}),
+    "max_experts": (0, 4, {}),
+    "max_num_tokens": (True, 16, {}),
+    "graph_capture": ("no", False, {"graph_capture": True}),
+    "deterministic": (2, False, {"deterministic": True}),
+}
+
+
+def test_every_field_is_a_row_and_a_keyword() -> None:
+    fields = [field.name for field in dataclasses.fields(Facts)]
+    assert [name for name, _ in FACTS] == fields
+    assert all(isinstance(fact, Fact) for _, fact in FACTS)
+    assert list(NarrowedFacts.__annotations__) == fields
+    assert list(ROWS) == fields
+
+
+def test_a_keyword_has_the_type_of_its_field() -> None:
+    fields = typing.get_type_hints(Facts)
+    for name, keyword in typing.get_type_hints(NarrowedFacts).items():
+        # A decorator may give any collection of names.
+        assert keyword == (Collection[str] if fields[name] == frozenset[str] else fields[name]), name
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_checks_narrows_and_gives_its_reason(name: str) -> None:
+    wrong, narrower, asked = ROWS[name]
+    assert getattr(EVERYTHING, name) != narrower
+    with pytest.raises(RegistrationError, match=re.escape(f"who: {_named(name, wrong)}")):
+        check_facts(dataclasses.replace(EVERYTHING, **{name: wrong}), "who")
+    narrowed = narrow_facts(EVERYTHING, {name: narrower}, "who")
+    assert narrowed == dataclasses.replace(EVERYTHING, **{name: narrower})
+    with pytest.raises(RegistrationError, match="may narrow the class's facts, never widen them"):
+        narrow_facts(narrowed, {name: getattr(EVERYTHING, name)}, "who")
+    problem = MoEProblem(**{**SMALL, **asked})
+    assert fact_reasons(EVERYTHING, problem) == []
+    (reason,) = fact_reasons(narrowed, problem)
+    assert isinstance(reason, Reason)
+    assert reason.code in REASON_CODES
+    (fact,) = [fact for known, fact in FACTS if known == name]
+    assert list(fact.reasons(narrower, problem)) == [reason]
+    assert fact.binds(narrower)
+
+
+def _named(name: str, wrong: object) -> str:
+    if isinstance(wrong, frozenset):
+        return f"unknown name in {name}"
+    return f"unknown size in {name}" if isinstance(wrong, dict) else f"{name} must"
+
+
+def test_what_binds_nothing_gives_no_reason() -> None:
+    problem = MoEProblem(**SMALL)
+    for name, fact in FACTS:
+        value = getattr(EVERYTHING, name)
+        if not fact.binds(value):
+            for _, _, asked in ROWS.values():
+                assert not list(fact.reasons(value, dataclasses.replace(problem, **asked))), name
+
+
+@pytest.mark.slow
+def test_narrowing_is_typed(tmp_path: Path) -> None:
+    code = """
+        from moereg.author import register_moe_backend
+
+        known = register_moe_backend("one", 1, ("unquantized",), ("cpu",), bias=False, dtypes=("bfloat16",))
+        misspelled = register_moe_backend("one", 1, ("unquantized",), ("cpu",), biass=False)
+        mistyped = register_moe_backend("one", 1, ("unquantized",), ("cpu",), max_experts="8")
+    """
+    file = tmp_path / "narrowing.py"
+    file.write_text(textwrap.dedent(code).lstrip())
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--follow-imports=silent", str(file)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=250)
+    misspelled, mistyped = (line for line in found.stdout.splitlines() if ": error: " in line)
+    assert f'{file}:4: error: Unexpected keyword argument "biass" for "register_moe_backend"' in misspelled
+    assert f'{file}:5: error: Argument "max_experts" to "register_moe_backend" has incompatible type' in mistyped
