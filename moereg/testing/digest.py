@@ -1,6 +1,6 @@
 """Digests of code: of the tokens of a module and of what it imports, so that comments and docstrings do not count.
 
-Imports none of what it reads, and nothing outside the standard library.
+Nothing that is read is imported, and this module imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import Final
 __all__ = ["UNKNOWN", "code_digest", "module_file", "root_package", "source_digest"]
 
 UNKNOWN: Final = "unknown"
-"""In place of a digest, where code cannot be read."""
+"""Stands for the digest of code that cannot be read."""
 
 _IGNORED: Final = frozenset({tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER})
-# Their text is the way in which a file is laid out, and differs between versions of Python.
+# Their text is only layout, and it differs between versions of Python.
 _LAYOUT: Final = frozenset({tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT})
 _STRING_STARTS: Final = ("FSTRING_START", "TSTRING_START")
 _STRING_ENDS: Final = ("FSTRING_END", "TSTRING_END")
@@ -49,8 +49,8 @@ def code_digest(
         module: Its full name.
         counts: Whether a module of that name is followed.
         except_data: Names of JSON files that do not count.
-        of: A class of the module. Classes and functions beside it do not count where nothing of it names them, and
-            neither do their imports; they do where another module that counts imports this one.
+        of: A class of the module. Other classes and functions of the module count only if it names them, directly or
+            not, and so do their imports. All of them count where another module that counts imports this one.
 
     Returns:
         Hexadecimal, or `UNKNOWN` where one of the modules cannot be read.
@@ -140,7 +140,7 @@ def _between(lines: list[str], start: _Position, end: _Position) -> str:
 
 
 def _position(lines: list[str], line: int | None, num_bytes: int | None) -> _Position:
-    """Of a node, which counts its columns in bytes of UTF-8."""
+    """The position of a node, which counts its columns in bytes of UTF-8."""
     assert line is not None and num_bytes is not None
     return line, len(lines[line - 1].encode()[:num_bytes].decode())
 
@@ -152,16 +152,16 @@ def _text(source: bytes) -> str:
 
 def _parsed(text: str) -> ast.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Of strange escapes: not the business of whoever reads a digest.
+        warnings.simplefilter("ignore")  # A digest need not warn of strange escapes.
         return ast.parse(text)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """What counts of a file.
+    """What counts in a file.
 
     Attributes:
-        digest: Of its tokens.
+        digest: Digest of its tokens.
         imports: Level, module and names of each import statement; no names where modules themselves are imported.
     """
 
@@ -196,9 +196,9 @@ def _read_once(file: pathlib.Path, only: str | None, _changed_ns: int, _num_byte
 
 
 def _text_of(name: str, text: str) -> str:
-    """The text of a module without the definitions that a class in it has nothing to do with.
+    """The text of a module without the definitions that one of its classes does not need.
 
-    What counts are the class, statements that define neither a class nor a plain function, and what these name.
+    The class stays, and so do statements that define neither a class nor a plain function, and what these name.
     """
     definitions: dict[str, list[ast.stmt]] = {}
     reached: list[ast.AST] = []
@@ -224,7 +224,7 @@ def _text_of(name: str, text: str) -> str:
 
 
 def _defined(statement: ast.stmt) -> str | None:
-    """What a statement defines without doing anything else: a class, a plain function, or what a star imports."""
+    """The class or plain function that a statement defines, or `__all__`; None where it does anything else."""
     if isinstance(statement, ast.ClassDef):
         return statement.name
     if isinstance(statement, ast.FunctionDef) and not statement.decorator_list:
@@ -234,7 +234,7 @@ def _defined(statement: ast.stmt) -> str | None:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """What the code names, words of its strings included; a docstring names nothing."""
+    """The names in code, words of its strings included; docstrings are left out."""
     pending = [tree]
     while pending:
         node = pending.pop()
@@ -250,7 +250,7 @@ def _names(tree: ast.AST) -> Iterator[str]:
 
 
 def _imported(source: _Source, package: str, counts: Callable[[str], bool]) -> set[str]:
-    """Modules that count and that the import statements of a module name; of `from a import b` b, if that is one."""
+    """Modules that count and that a module imports; of `from a import b` that is `a.b` where it is a module."""
     found: set[str] = set()
     for level, module, names in source.imports:
         base = module
@@ -265,13 +265,13 @@ def _imported(source: _Source, package: str, counts: Callable[[str], bool]) -> s
 
 
 def module_file(module: str) -> pathlib.Path | None:
-    """The file of a module, or None where there is none. Imports nothing: kernels need their libraries for that."""
+    """The file of a module, or None where there is none. Imports nothing, since kernels would need their libraries."""
     top, *parts = module.split(".")
     if not all(part.isidentifier() for part in (top, *parts)):
         return None
     try:
         spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):  # ValueError: what was started as a script has no spec.
+    except (ImportError, ValueError):  # ValueError: a module that was started as a script has no spec.
         return None
     if spec is None:
         return None
@@ -290,7 +290,7 @@ _SUFFIXES: Final = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
 
 
 def root_package(module: str) -> str:
-    """The outermost package of a module that is not shared by distributions: `a.b` of `a.b.c` where `a` has no file."""
+    """The outermost package of a module that only one distribution has: `a.b` of `a.b.c` where `a` has no file."""
     parts = module.split(".")
     for number in range(1, len(parts)):
         if module_file(".".join(parts[:number])) is not None:

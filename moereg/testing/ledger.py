@@ -1,7 +1,7 @@
 """The ledger: which cell was verified on which hardware, with which versions, and whether its code is still the same.
 
-A package's ledger is `moereg_ledger.json` at its top level and speaks of that package's cells alone; moereg's own ships
-with it. A record is evidence for the rule that matched when it was made, and for no other machine than it names.
+A package's ledger is `moereg_ledger.json` at its top level, and it holds records of that package's cells alone; moereg
+ships its own. A record is evidence for the rule that matched when it was made and for the machine that it names.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ FILE_NAME: Final = "moereg_ledger.json"
 SCHEMA: Final = 2
 
 _PACKAGE: Final = __name__.partition(".")[0]
-# What a backend of moereg's own consists of. The rest is what wheels rely on too, and is tested by itself.
+# What moereg's own backends consist of. Wheels rely on the rest too, which is tested by itself.
 _OWN_CODE: Final = (f"{_PACKAGE}.backends.", f"{_PACKAGE}.kernels.", f"{_PACKAGE}.layouts.")
 
 
 class LedgerWarning(MoeregWarning):
-    """A ledger cannot be read; its cells count as not verified."""
+    """A ledger that cannot be read; its cells count as not verified."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,17 +54,16 @@ class Verification:
     """One cell that passed its conformance cases on one machine.
 
     Attributes:
-        backend, experts: The cell's.
-        schemes: Names of what it computes.
-        rule: Of the cell's rules the one that matched.
-        tier: The cell's.
+        backend, experts, tier: As the cell has them.
+        schemes: Names of the schemes that the cell computes.
+        rule: The one of the cell's rules that matched.
         platform: Such as `cuda:sm90`.
-        device: As the driver says it.
-        versions: Of torch and what the cell requires.
-        commit: Of the code, empty where unknown.
-        date: ISO.
+        device: Name that the driver gives.
+        versions: Versions of torch and of what the cell requires.
+        commit: Commit of the code, empty where unknown.
+        date: ISO date.
         cases: Conformance tests that passed; none failed.
-        digest: Of the code, `cell_digest`.
+        digest: `cell_digest` of the code.
     """
 
     backend: str
@@ -85,7 +84,7 @@ class Verification:
         """A record for a cell that has just passed on the machine at hand.
 
         Raises:
-            ValueError: None of its rules matches the machine, so that it was imitated at best.
+            ValueError: None of its rules matches the machine, which imitated another at best.
         """
         rule = cell.rule_for(platform)
         if rule is None:
@@ -106,10 +105,10 @@ class Verification:
 
     @classmethod
     def from_dict(cls, values: object) -> Verification:
-        """A record as a ledger holds it; keys that are not known are left aside.
+        """Reads a record of a ledger; unknown keys are ignored.
 
         Raises:
-            ValueError: A key is missing or what it holds is no such thing.
+            ValueError: A key is missing, or its value is of another kind.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"a record must be an object, got {type(values).__name__}")
@@ -124,7 +123,7 @@ class Verification:
         return record
 
     def is_of(self, cell: BackendCell) -> bool:
-        """Whether it is evidence for a cell: for what it computes, by the rule that would match there now."""
+        """Whether it is evidence for a cell: of the same class and schemes, by the rule that would match there now."""
         if (self.backend, self.experts, self.tier) != (cell.name, cell.class_name, cell.tier):
             return False
         rule = cell.rule_for(Platform.from_name(self.platform))
@@ -133,7 +132,7 @@ class Verification:
 
     @property
     def key(self) -> tuple[str, str, tuple[str, ...], str, str, str]:
-        """A later record of the same cell on the same device replaces an earlier one."""
+        """What a record is of: a later one of the same cell on the same device replaces an earlier one."""
         return (self.backend, self.experts, self.schemes, self.rule, self.platform, self.device)
 
 
@@ -157,16 +156,16 @@ def _checked(name: str, value: object) -> object:
 
 
 def _text(name: str, value: object) -> str:
-    # Terminals obey characters that do not print.
+    # A terminal would obey characters that do not print.
     if not isinstance(value, str) or not value.isprintable():
         raise ValueError(f"{name} must be printable text, got {value!r}")
     return value
 
 
 def cell_digest(cell: BackendCell) -> str:
-    """A digest of a cell's code: its class, and what that names and imports, as far as it belongs to backends.
+    """A digest of the code that a cell runs: its class, and what that names and imports.
 
-    Of moereg that is its backends with their private packages, its kernels and its layouts; of a wheel its package.
+    For moereg's own cells only backends, kernels and layouts are followed, for a wheel's cells its package.
     """
     module = cell.experts.__module__
     root = root_package(module)
@@ -184,9 +183,9 @@ class Evidence:
     Attributes:
         current: Records of the code as it is.
         stale: Records of code that has changed since, or that cannot be read now.
-        missing: What the cell's rules name and no current record covers: `cuda:sm80` of `cuda:sm80+`; a rule that names
-            no architecture as it stands.
-        is_readable: Whether its code could be read, where there are records.
+        missing: Platforms that the cell's rules name and no current record covers: `cuda:sm80` of `cuda:sm80+`; a rule
+            that names no architecture stands for itself.
+        is_readable: Whether the cell's code could be read; True where there are no records.
     """
 
     current: tuple[Verification, ...]
@@ -195,7 +194,7 @@ class Evidence:
     is_readable: bool = True
 
     def on(self, platform: Platform) -> bool:
-        """Whether a current record is of such a machine."""
+        """Whether a current record is of this kind of platform."""
         return any(record.platform == str(platform) for record in self.current)
 
     def to_dict(self) -> dict[str, Any]:
@@ -210,7 +209,7 @@ class Evidence:
         }
 
     def __str__(self) -> str:
-        """Such as `on sm90 (NVIDIA H200, 2026-11-22); not on sm80, gfx942`; `not verified` where there is nothing."""
+        """`on sm90 (NVIDIA H200, 2026-11-22); not on sm80, gfx942`, or `not verified` where there are no records."""
         if not self.current and not self.stale:
             return "not verified"
         parts = []
@@ -227,7 +226,7 @@ class Evidence:
 
 
 def arch_name(platform: str) -> str:
-    """`sm90` of `cuda:sm90`; the kind where there is no more."""
+    """`sm90` of `cuda:sm90`; `cpu` of `cpu`."""
     return platform.rpartition(":")[2]
 
 
@@ -238,7 +237,7 @@ def _machines(records: Sequence[Verification]) -> str:
 
 
 def evidence_of(cell: BackendCell) -> Evidence:
-    """What the ledger of a cell's own package knows of it. A ledger that cannot be read is warned of once."""
+    """What the ledger of a cell's own package knows of it. Warns once of a ledger that cannot be read."""
     records = [record for record in _own_records(cell) if record.is_of(cell)]
     digest = cell_digest(cell) if records else UNKNOWN
     is_current = [record.digest == digest != UNKNOWN for record in records]
@@ -263,7 +262,7 @@ def _covers(platform: str, named: str) -> bool:
 
 
 def _own_records(cell: BackendCell) -> tuple[Verification, ...]:
-    """The records that the distribution of a cell itself has; another's class may be registered, its records not."""
+    """The records that a cell's own distribution has; where it registered another's class, that one's do not count."""
     root = root_package(cell.experts.__module__)
     file = module_file(root)
     if root not in _packages_of(cell.origin) or file is None or file.stem != "__init__":
@@ -286,7 +285,7 @@ def _packages_of(origin: str) -> set[str]:
         for status in plugin_statuses()
         if status.distribution.rpartition(" ")[0] == origin
     }
-    # What was imported without being installed has its module for an origin.
+    # A module that is imported without being installed is its own origin.
     return {root_package(module) for module in modules or {origin}}
 
 
@@ -307,7 +306,7 @@ def read_ledger(path: pathlib.Path) -> tuple[Verification, ...]:
     """The records of a ledger file.
 
     Raises:
-        ValueError: It cannot be read, is no JSON, or holds something else than records of this schema.
+        ValueError: It cannot be read, is no JSON, or does not hold records of this schema.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -328,10 +327,10 @@ def read_ledger(path: pathlib.Path) -> tuple[Verification, ...]:
 
 
 def merge_ledger(path: pathlib.Path, records: Sequence[Verification]) -> None:
-    """Writes records into a ledger file; what is there of other cells and devices stays.
+    """Writes records into a ledger file; records of other cells and devices stay.
 
     Raises:
-        ValueError: The file is there and is no ledger.
+        ValueError: The file exists and is no ledger.
     """
     known = {record.key: record for record in (*(read_ledger(path) if path.exists() else ()), *records)}
     ordered = [known[key] for key in sorted(known)]

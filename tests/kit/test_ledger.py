@@ -275,68 +275,6 @@ def test_records_are_merged_by_cell_and_device(tmp_path: pathlib.Path) -> None:
     assert (record.versions, record.rule, record.tier) == (VERSIONS, "cuda:sm80+", "kernel")
 
 
-@pytest.mark.parametrize(
-    ("experts", "scheme", "module"),
-    [
-        ("TritonExperts", "unquantized", "moereg.kernels.rows.reduce"),
-        ("TritonExperts", "unquantized", "moereg.backends._triton.plain"),
-        ("TritonPackedExperts", "int8_w8a16", "moereg.backends._triton.ways"),
-        ("TritonPackedExperts", "int8_w8a16", "moereg.backends.triton_moe"),
-    ],
-)
-def test_a_digest_follows_kernels_private_packages_and_base_classes(
-    experts: str, scheme: str, module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from moereg.testing import digest
-
-    cell, other = builtin(experts, scheme, H200), builtin("TorchDenseExperts", "unquantized", H200)
-    before = cell_digest(cell), cell_digest(other)
-    read, changed = digest._read, digest.module_file(module)
-
-    def edited(file: pathlib.Path, only: str | None = None) -> Any:
-        source = read(file, only)
-        return dataclasses.replace(source, digest="edited") if source is not None and file == changed else source
-
-    monkeypatch.setattr(digest, "_read", edited)
-    assert cell_digest(cell) != before[0]
-    assert cell_digest(other) == before[1]
-
-
-@pytest.mark.parametrize(
-    ("experts", "scheme", "module", "follows"),
-    [
-        ("TritonExperts", "unquantized", "moereg.backends._triton.plain", True),
-        ("TritonExperts", "unquantized", "moereg.kernels.hopper.gemm", True),
-        ("TritonExperts", "unquantized", "moereg.backends._triton.packed", False),
-        ("TritonExperts", "unquantized", "moereg.backends._triton.emulated", False),
-        ("TritonExperts", "unquantized", "moereg.kernels.quantized.emulate", False),
-        ("TritonPackedExperts", "int8_w8a16", "moereg.backends._triton.packing", True),
-        ("TritonPackedExperts", "int8_w8a16", "moereg.kernels.packed.product", True),
-        ("TritonEmulatedExperts", "nvfp4", "moereg.kernels.quantized.emulate", True),
-        ("TorchDenseExperts", "unquantized", "moereg.kernels.plain.device", True),
-        ("TorchDenseExperts", "unquantized", "moereg.kernels.plain.quantized_mlp", False),
-        ("TorchInt8Experts", "int8_w8a8", "moereg.kernels.plain.quantized_mlp", True),
-        ("TorchInt8Experts", "int8_w8a8", "moereg.backends._torch.quantized", True),
-    ],
-)
-def test_a_digest_covers_the_implementation_and_the_kernels_of_its_own_class(
-    experts: str, scheme: str, module: str, follows: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A page has the claims of every class of a backend; what runs is found by the import statement in `_load`."""
-    from moereg.testing import digest
-
-    cell = builtin(experts, scheme, EPYC if "Int8" in experts else H200)
-    before, read, changed = cell_digest(cell), digest._read, digest.module_file(module)
-    assert changed is not None
-
-    def edited(file: pathlib.Path, only: str | None = None) -> Any:
-        source = read(file, only)
-        return dataclasses.replace(source, digest="edited") if source is not None and file == changed else source
-
-    monkeypatch.setattr(digest, "_read", edited)
-    assert (cell_digest(cell) != before) == follows
-
-
 @pytest.fixture
 def conformance(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Conformance:
     """A session of pytest with --ledger on an H200, which has seen nothing yet."""
