@@ -10,7 +10,12 @@ import torch
 
 from moereg.backends._loaded import Call
 from moereg.backends._triton import packed, ways
-from moereg.backends._triton.workspace import batch_plan_numel, numel_of_words, route_plan_numel
+from moereg.backends._triton.workspace import (
+    batch_plan_numel,
+    batched_rows_per_expert,
+    numel_of_words,
+    route_plan_numel,
+)
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.quantized.emulate import SmallFloats, requantize_rows
@@ -88,7 +93,7 @@ class Batched(Emulated):
         )
 
     def select(self, call: Call) -> ways.Way:
-        rows_per_expert = ways.batched_rows_per_expert(self.problem, call.out.shape[1])
+        rows_per_expert = batched_rows_per_expert(self.problem, call.out.shape[1])
         return RoundedBatched(ways.select_tiles(math.inf, rows_per_expert, call.out, self.packed_bits), self.grid())
 
 

@@ -116,7 +116,7 @@ class Batched(Interleaved):
 
     def select(self, call: Call) -> ways.Way:
         problem, hidden_states = self.problem, call.inputs.hidden_states
-        rows_per_expert = ways.batched_rows_per_expert(problem, hidden_states.shape[1])
+        rows_per_expert = workspace.batched_rows_per_expert(problem, hidden_states.shape[1])
         if self.fits_gluon(hidden_states, rows_per_expert):
             # Rows are boxes already, and none are copied.
             return ways.HopperBatched(hopper.select_config(rows_per_expert, math.inf))

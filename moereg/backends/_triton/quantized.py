@@ -19,7 +19,7 @@ from moereg.backends._triton.quantized_workspace import (
     row_pieces,
 )
 from moereg.backends._triton.recorded import Recorded
-from moereg.backends._triton.ways import batched_rows_per_expert
+from moereg.backends._triton.workspace import batched_rows_per_expert
 from moereg.experts import Experts
 from moereg.kernels.gemm import config as gemm
 from moereg.kernels.gemm.epilogue import GateUpEpilogue

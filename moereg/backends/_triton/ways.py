@@ -184,15 +184,6 @@ def select_tiles(
     return configs
 
 
-def batched_rows_per_expert(problem: MoEProblem, max_tokens: int) -> float:
-    """Rows an expert in the batched format, as far as the host knows: only the device knows the counts.
-
-    Sizes say as much as max_T does: moereg's own prepare makes it the number of tokens, as does a dispatch that has to
-    have room for every token at one expert, and then this is the average.
-    """
-    return max_tokens * problem.top_k / problem.num_experts
-
-
 def fits_gluon(hidden_states: torch.Tensor, rows_per_expert: float) -> bool:
     """Whether the Gluon kernels can read the rows of a call, and there are enough an expert for them to pay."""
     return (
