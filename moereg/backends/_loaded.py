@@ -1,7 +1,7 @@
 """A claims page and what runs behind it: how an experts class loads its implementation.
 
 A page, `<name>_moe.py`, declares each class: decorators, `facts`, `layouts`, `unsupported_reasons`. Selecting imports
-the pages, so a page imports no kernels. What runs stands in a private package, `_<name>/`, as an `Implementation`,
+the pages, so a page imports no kernels. The code that runs is in a private package, `_<name>/`, as an `Implementation`,
 whose module imports its kernels at the top. The class says in `_load` where that is:
 
     class TritonExperts(LoadedExperts):
@@ -16,7 +16,7 @@ whose module imports its kernels at the top. The class says in `_load` where tha
 `_load` runs once an instance, when a layer first permutes weights, sizes its workspaces or calls. Its import is a plain
 statement, because the digest of a class's code (`moereg.testing.digest`) follows import statements.
 
-None of this is needed for a backend: a class may as well subclass `moereg.author.Experts` and do its work itself.
+A backend needs none of this: a class may also subclass `moereg.author.Experts` and do its work itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
 
 class Implementation(abc.ABC):
-    """What an experts class does, as said at the methods of `Experts`; the problem is the instance's.
+    """The work of an experts class, as the methods of `Experts` describe it; the problem is the instance's.
 
     Attributes:
         problem, platform, computes: As in the experts.
@@ -53,7 +53,7 @@ class Implementation(abc.ABC):
     """
 
     def __init__(self, experts: Experts) -> None:
-        """Takes what it needs from the experts, and keeps no reference to them."""
+        """Reads what it needs from the experts, and keeps no reference to them."""
         self.problem = experts.problem
         self.platform = experts.platform
         self.computes = experts.computes
@@ -77,7 +77,7 @@ class LoadedExperts(Experts):
 
     @functools.cached_property
     def implementation(self) -> Implementation:
-        """What runs, loaded at the first use."""
+        """The implementation, loaded at the first use."""
         return self._load()
 
     @abc.abstractmethod

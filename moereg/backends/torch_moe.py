@@ -40,12 +40,12 @@ _CPU: Final = Facts(
 _CPU_BATCHED: Final = dataclasses.replace(_CPU, activation_formats=_BATCHED)
 _DEVICE: Final = dataclasses.replace(_CPU, graph_capture=True)
 
-# A 16-bit matmul on restored weights is what these schemes mean, and the weights take the memory that they promise, so
-# this is a kernel: it warns nobody, and serves checkpoints whose activations would have to be emulated.
+# These schemes mean a 16-bit matmul on restored weights, and the weights take the memory that they promise. So this is
+# a kernel: it warns nobody, and serves checkpoints whose activations would otherwise be emulated.
 _WEIGHT_ONLY: Final = tuple(
     scheme for scheme in QUANT_SCHEMES.values() if scheme.weight is not None and scheme.activation is None
 )
-# No CPU multiplies these activations as they are: rounded to the format's numbers they are multiplied in fp32.
+# No CPU multiplies codes of these activations. They are rounded to the format's numbers and multiplied in fp32.
 _EMULATED: Final = tuple(scheme for scheme in QUANT_SCHEMES.values() if scheme.activation is not None)
 
 
@@ -164,7 +164,7 @@ class TorchQuantizedBatchedExperts(LoadedExperts):
         return quantized.RestoringBatched(self)
 
 
-# Before restoring int8 weights to 16 bits, since nothing is restored. Not measured: there was no machine with VNNI.
+# Before restoring int8 weights to 16 bits, since nothing is restored. Not measured, for want of a machine with VNNI.
 @register_moe_backend(
     name="torch", priority=50, quant_schemes=("int8_w8a8",), platforms=("cpu",), probes=(_has_int8_matmul,)
 )

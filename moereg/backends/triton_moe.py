@@ -118,8 +118,8 @@ class TritonExperts(_InterleavedExperts):
         return plain.Standard(self)
 
 
-# On the rows that count, where torch's batched matmuls (priority 11) run on all of E * max_T: with an even routing
-# num_experts / top_k times as many.
+# This works on the rows that count. torch's batched matmuls (priority 11) work on all of E * max_T rows: with an even
+# routing num_experts / top_k times as many.
 @register_moe_backend(
     name="triton", priority=100, quant_schemes=("unquantized",), platforms=_GPUS, requires=("triton>=3.6",)
 )
@@ -278,8 +278,8 @@ class _QuantizedExperts(_TritonExperts):
 @register_moe_backend(
     name="triton", priority=110, quant_schemes=("int8_w8a8",), platforms=_GPUS, requires=("triton>=3.6",)
 )
-# Not measured, and run on no such machine yet. Native, but for tiles under 128 rows on sm100, which Triton restores to
-# bf16, exactly. Triton 3.6 fails to compile it.
+# Neither measured nor run on such a machine yet. Native, but for tiles under 128 rows on sm100, which Triton restores
+# to bf16, exactly. Triton 3.6 fails to compile it.
 @register_moe_backend(
     name="triton",
     priority=110,
@@ -311,12 +311,12 @@ class TritonQuantizedExperts(_QuantizedExperts):
     """8-bit activations and weights and, where hardware scales groups, 4-bit ones.
 
     Standard format: codes of tokens, two grouped GEMMs of codes with the activation between them, a reduction. The
-    intermediate is rounded to the problem's dtype and then quantized: in the first GEMM where a tile holds whole groups
-    of it or its scales are given, else, as where rows have global scales, in a launch between the two. Up to 16 tokens
-    need no sort.
+    intermediate is rounded to the problem's dtype and then quantized: in the first GEMM if a tile holds whole groups or
+    the scales are given; otherwise, as when rows have global scales, in a launch between the two. Up to 16 tokens need
+    no sort.
 
-    Equal inputs give equal bits: a row of a product does not depend on its place in a tile, largest magnitudes do not
-    depend on an order, no kernel adds atomically, and a token's rows are added in the order of its choices.
+    Equal inputs give equal bits: a row of a product does not depend on its place in a tile, a largest magnitude does
+    not depend on an order, no kernel adds atomically, and a token's rows are added in the order of its choices.
     """
 
     facts = _FACTS

@@ -1,1 +1,1 @@
-"""What runs behind the claims of `torch_moe`."""
+"""Implementations behind the claims of `torch_moe`."""

@@ -1,4 +1,4 @@
-"""What the implementations of `torch` share: how a CPU runs experts whose matmuls are given, in either format."""
+"""Shared by the implementations of `torch`: how a CPU runs experts with given matmuls, in either format."""
 
 from __future__ import annotations
 

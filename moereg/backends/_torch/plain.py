@@ -65,7 +65,7 @@ class HostBatched(HostBatchedImplementation, Host):
 
 
 class _Canonical(Implementation):
-    """Weights as checkpoints mean them; nothing to permute, no workspace."""
+    """Canonical weights; nothing to permute, no workspace."""
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         """Views of the canonical tensors."""

@@ -48,8 +48,8 @@ class Restoring(_Canonical):
             return RepeatingMlp(mlp, dataclasses.replace(mlp, compute_dtype=torch.float32))
         if not spans_tokens(self.computes):
             return mlp
-        # One scale for all rows of a call has to be known before any of them is rounded, and the second one depends on
-        # the first, so the first matmul runs twice.
+        # Dynamic scales of a whole call must be known before any row is rounded. The second one depends on the first,
+        # so the first matmul runs twice.
         scales = {"a13": self._scale(x for _, x in self._rows(inputs))}
         mlp = self._restoring_mlp(weights, scales)
         scales["a2"] = self._scale(mlp.intermediate(x, expert) for expert, x in self._rows(inputs))

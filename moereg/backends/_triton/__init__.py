@@ -1,1 +1,1 @@
-"""What the experts classes of the backend `triton` share."""
+"""Implementations behind the claims of `triton_moe`."""

@@ -29,12 +29,12 @@ _SMALLEST_NORMAL: Final = {"float4_e2m1fn": 1.0, "float8_e4m3fn": 2.0**-6}
 
 
 class Emulated(packed.Packed):
-    """What both activation formats share: scales of activations, and the launch that rounds rows."""
+    """Shared by both activation formats: scales of activations, and the launch that rounds rows."""
 
     recorded_weights: ClassVar[tuple[str, ...]] = (*packed.Packed.recorded_weights, "a13_scale", "a2_scale")
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """As for 16-bit activations.
+        """As with 16-bit activations.
 
         Returns:
             The same, and where the checkpoint has them `a13_scale` and `a2_scale`, [E], or shared and [1].
@@ -76,7 +76,7 @@ class Standard(Emulated):
     def select(self, call: Call) -> ways.Way:
         num_tokens = len(call.out)
         rows_per_expert = call.inputs.topk_ids.numel() / self.problem.num_experts
-        # One token's rows too: they are rounded in a launch between the products.
+        # Also for one token: its rows are rounded in a launch between the products.
         return RoundedSorted(ways.select_tiles(num_tokens, rows_per_expert, call.out, self.packed_bits), self.grid())
 
 
@@ -116,7 +116,7 @@ class RoundedSorted(ways.Way):
         factors = _cut_factors(work, grid, start, num_routes)
         behind_factors = numel_of_words(problem, num_routes)
         a13_scale, a2_scale = call.weights.get("a13_scale"), call.weights.get("a2_scale")
-        # Each expert's static scale means something else to the same token.
+        # A token may go to several experts, whose static scales differ.
         by_route = a13_scale is not None and a13_scale.numel() > 1
         rows = work.behind_plan(behind_factors, num_routes if by_route else num_tokens)  # [T or N, H]
         requantize_rows(
@@ -180,7 +180,7 @@ class RoundedBatched(ways.Way):
         num_rows = num_experts * max_tokens
         plan = work.plan_batches(self.configs.gate_up.block_m)
         factors = _cut_factors(work, grid, batch_plan_numel(work.problem, max_tokens), num_rows)
-        # The output is not there yet.
+        # The rows of the output are not written yet.
         rows, intermediate = call.out.view(num_rows, -1), call.workspace13.view(num_rows, -1)
         requantize_rows(
             rows,
@@ -224,7 +224,7 @@ class RoundedBatched(ways.Way):
 
 
 def _cut_factors(work: ways.Work, grid: SmallFloats, start: int, num_rows: int) -> torch.Tensor | None:
-    """Global scales of so many rows, kept in the second workspace from an element on; None where there are none."""
+    """Global scales of that many rows, in the second workspace from an element on; None if there are none."""
     if not grid.global_scale:
         return None
     end = start + numel_of_words(work.problem, num_rows)

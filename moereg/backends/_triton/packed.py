@@ -18,7 +18,7 @@ _PARTS: Final = ("group_scale", "zero_point", "row_scale")
 
 
 class Packed(plain.Interleaved):
-    """What both activation formats share."""
+    """Shared by both activation formats."""
 
     recorded_weights: ClassVar[tuple[str, ...]] = (
         *plain.Interleaved.recorded_weights,

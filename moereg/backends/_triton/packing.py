@@ -20,7 +20,7 @@ _WORD_SPAN: Final = 128
 _FLOAT4: Final = "float4_e2m1fn"
 # Scales that a 4-bit float takes in without rounding.
 _FOLDED_SCALES: Final = ("float8_e8m0fnu", "float8_e4m3fn")
-# The largest code of either kind of folded scale, and what is left to the scale of a row.
+# The largest code of either kind of folded scale; the rest of a scale goes to the scale of its row.
 _LARGEST_POWER: Final = 253
 _EXPONENT_OFFSET: Final = 22
 _LEFT_OF_E4M3: Final = 128.0
@@ -117,14 +117,14 @@ def _pack_expert(matrix: Quantized, fmt: QuantFormat, columns: int, arrange: Arr
 
 
 def fold_scales(scale: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """8-bit scales [R, G] as the kernels fold them, and what is left to the scale of a row, [R, 1] fp32.
+    """8-bit scales [R, G] as the kernels fold them, and the rest as a scale of the row, [R, 1] fp32.
 
     `counts` [R, G] says which groups hold anything but zeros; the scales of the others may be anything.
     """
     if scale.dtype == torch.float8_e8m0fnu:
         exponent = scale.view(torch.uint8).int()
         largest = exponent.where(counts, 0).amax(1, keepdim=True)
-        # What is so much smaller than the largest of its row is below any rounding of it.
+        # A scale so much smaller than the largest of its row is below any rounding of it.
         code = (_LARGEST_POWER + exponent - largest).clamp(min=0, max=_LARGEST_POWER)
         left = largest.to(torch.uint8).view(torch.float8_e8m0fnu).float()
         return code.to(torch.uint8), left
@@ -137,7 +137,7 @@ def fold_scales(scale: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _pack_bytes(codes: torch.Tensor, num_groups: int, group: int) -> torch.Tensor:
-    """[R, G] uint8, one a group, to words [words, R] int32 of as many groups as a step has, from 1 to 4."""
+    """[R, G] uint8, one a group, to words [words, R] int32 with as many groups as a step has, from 1 to 4."""
     per_word = 1 if group == WHOLE else min(4, max(1, _WORD_SPAN // group))
     words = -(-num_groups // per_word)
     padded = pad(codes, (0, words * per_word - codes.shape[1])).unflatten(1, (words, per_word))

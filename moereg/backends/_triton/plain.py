@@ -22,7 +22,7 @@ from moereg.weights import ExpertWeights, PermutedWeights
 
 
 class Interleaved(Recorded):
-    """What does not depend on the activation format; a subclass sizes its workspaces and selects a way."""
+    """Independent of the activation format; a subclass sizes its workspaces and selects a way."""
 
     recorded_weights: ClassVar[tuple[str, ...]] = ("w13", "w2", "w13_bias", "w2_bias")
 
@@ -56,7 +56,7 @@ class Interleaved(Recorded):
         """The way that a call takes."""
 
     def work(self, call: Call) -> ways.Work:
-        """A call with what its weights are."""
+        """A call with its weights."""
         activation, weights = self.problem.activation, call.weights
         w13, w2 = self.matrices(weights)
         epilogue = GateUpEpilogue(

@@ -44,7 +44,7 @@ at 64 rows 0.78 and 0.70.
 
 
 class Quantized(Recorded):
-    """What does not depend on the activation format; a subclass sizes its workspaces and selects a way.
+    """Independent of the activation format; a subclass sizes its workspaces and selects a way.
 
     Attributes:
         codes: of activations.
@@ -118,7 +118,7 @@ class Quantized(Recorded):
         return QuantizedMatrices(q, scale, group_rows, _group_columns(fmt), weights.get(f"{name}_scale_2"))
 
     def epilogue(self, weights: PermutedWeights) -> GateUpEpilogue:
-        """Of the first product."""
+        """Epilogue of the first product."""
         activation = self.problem.activation
         return GateUpEpilogue(
             activation=activation.name,

@@ -7,8 +7,8 @@
 | `Hopper` | more than 30 an expert | a sort, codes of sorted rows, warp-specialized tiles, and a reduction |
 | `Batched` | [E, max_T, H] | a plan of tiles over each expert's rows, their codes, then the products |
 
-The intermediate is rounded to the problem's dtype and then quantized: in the first product where a tile holds whole
-groups of it or its scales are given, else in a launch between the two.
+The intermediate is rounded to the problem's dtype and then quantized: in the first product if a tile holds whole groups
+or the scales are given, else in a launch between the two.
 
 Sizes: T tokens, K choices of each, N = T * K routes, H hidden size, I_pad padded intermediate size.
 """
@@ -50,7 +50,7 @@ from moereg.quant import QuantFormat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What a way is told of a call: all that every launch of it reads.
+    """The arguments of a way: everything that each of its launches reads.
 
     Attributes:
         problem: the layer.
@@ -137,7 +137,7 @@ def _run_tiles(work: Work, configs: GemmPair, plan: RoutePlan | DirectRoutes, be
     rows = work.rows(*codes)
     amax_of_all = amax if fmt.spans_rows else None
     a13_scale = weights.get("a13_scale")
-    # Each expert's static scale means something else to the same token.
+    # A token may go to several experts, whose static scales differ.
     by_route = a13_scale is not None and a13_scale.numel() > 1
     tokens = work.rows(*cut(behind_plan, *row_pieces(work.codes, num_routes if by_route else num_tokens, hidden_size)))
     quantize_rows(
@@ -149,7 +149,7 @@ def _run_tiles(work: Work, configs: GemmPair, plan: RoutePlan | DirectRoutes, be
         apply_router_weight_on_input=on_input,
         # Does not read the sort's output.
         independent=True,
-        # Without a sort it is the layer's first kernel.
+        # Without a sort, this is the layer's first kernel.
         overlap=overlap and configs.sort_routes,
     )
     quantizer = Quantizer(fmt, weights.get("a2_scale"), amax_of_all)

@@ -1,4 +1,4 @@
-"""What the `triton` backend keeps in workspaces where activations are quantized: shapes of the pieces, and views."""
+"""The pieces of workspaces of the `triton` backend with quantized activations: shapes and views."""
 
 from __future__ import annotations
 

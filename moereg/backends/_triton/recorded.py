@@ -22,8 +22,8 @@ class Recorded(Implementation):
     """A subclass says which tensors of its weights kernels are given, and launches.
 
     Attributes:
-        recordings: By strides, tokens, device and which tensors there are; the problem fixes everything else that a
-            launch depends on but pointers. The latest used is last.
+        recordings: By strides, tokens, device and which tensors are present; the problem fixes everything else that a
+            launch depends on, except pointers. The latest used is last.
     """
 
     recorded_weights: ClassVar[tuple[str, ...]] = ()

@@ -50,7 +50,7 @@ On an H200 they lose 3 % at 32 rows (gpt-oss-120b, 1,024 tokens) and win 6 % at 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What a way is told of a call: all that every launch of it reads.
+    """The arguments of a way: everything that each of its launches reads.
 
     Attributes:
         problem: the layer.
@@ -80,7 +80,7 @@ class Work:
         return DirectRoutes(inputs.topk_ids, inputs.expert_map, self.problem.num_experts, block_m)
 
     def sort_routes(self, block_m: int, slack: int = 0) -> RoutePlan:
-        """The routes sorted by expert; the plan lies in front of the second workspace."""
+        """Sorts the routes by expert; the plan lies in front of the second workspace."""
         problem, inputs = self.problem, self.call.inputs
         numel = route_plan_numel(problem, len(inputs.topk_ids))
         return sort_routes(
@@ -95,7 +95,7 @@ class Work:
         )
 
     def plan_batches(self, block_m: int, slack: int = 0) -> BlockMap:
-        """Tiles over the rows that count in the batched format; the plan lies in front of the second workspace."""
+        """Lays tiles over the rows that count in the batched format; the plan lies in front of the second workspace."""
         inputs = self.call.inputs
         assert inputs.expert_num_tokens is not None
         max_tokens = inputs.hidden_states.shape[1]
@@ -328,7 +328,7 @@ class Hopper(Way):
         sorted_rows = work.behind_plan(0, GUARD_ROWS + work.num_routes)  # [guard + N, H]
         rows: torch.Tensor = inputs.hidden_states
         if config.copies_rows:
-            # The second GEMM's output is not there yet.
+            # The second GEMM's output is not written yet.
             rows = sorted_rows[GUARD_ROWS:]
             copy_rows(rows, inputs.hidden_states, plan.route_row, overlap=work.overlap)
         hopper.gate_up_gemm(

@@ -53,7 +53,7 @@ def grouped_experts(
         topk_weights [T,K] fp32: Routing weights.
         topk_ids [T,K] int32: Global experts; out of range or unmapped ones add nothing.
         w13 [E,2I,H] or [E,I,H], w2 [E,H,I]: Canonical, rows of a multiple of 16 bytes.
-        activation: Between the matmuls; called in fp32.
+        activation: Function between the matmuls; called in fp32.
         w13_bias [E,2I] or [E,I], w2_bias [E,H]: Optional.
         expert_map [num_experts] int32 or None: Local expert or -1.
         apply_router_weight_on_input: Scale an expert's input instead of its output; K is 1 then.
@@ -66,7 +66,7 @@ def grouped_experts(
         tokens = slice(first, first + chunk)
         x, weights = hidden_states[tokens], topk_weights[tokens]
         local = local_expert_ids(topk_ids[tokens], num_experts, expert_map).reshape(-1)
-        # Routes of no expert sort last, past the last offset, where the grouped matmul neither reads nor writes.
+        # Routes without an expert sort last, past the last offset, where the grouped matmul neither reads nor writes.
         keys, order = torch.sort(torch.where(local < 0, num_experts, local), stable=True)
         offsets = torch.searchsorted(keys, torch.arange(num_experts, device=keys.device), right=True, out_int32=True)
         row_expert = keys.clamp(max=num_experts - 1)
@@ -101,10 +101,10 @@ def dense_experts(
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
 ) -> None:
-    """Runs every expert on every token and keeps what was routed: E/K times the work, exact, any device and dtype.
+    """Runs every expert on every token and keeps the routed rows: E/K times the work, exact, any device and dtype.
 
-    No synchronization and nothing beyond matmuls and element-wise operations. Arguments as `grouped_experts`, without
-    its alignment. Beside the temporaries of a chunk of tokens it holds [T,H] fp32. Each call converts float16 weights
+    It does not synchronize and uses only matmuls and element-wise operations. Arguments as `grouped_experts`, without
+    its alignment. Besides the temporaries of a chunk of tokens it holds [T,H] fp32. Each call converts float16 weights
     to fp32, one expert at a time: it reads them, writes twice their bytes and reads these for each chunk.
     """
     num_tokens, hidden_size = hidden_states.shape
@@ -160,7 +160,7 @@ def batched_experts(
     num_experts, max_tokens, hidden_size = hidden_states.shape
     wide = _matmul_dtype(hidden_states.dtype)
     if wide != hidden_states.dtype and num_experts > 1:
-        # One expert at a time, so that no more of the weights is converted at once.
+        # One expert at a time, so that only its weights are converted at once.
         for expert in range(num_experts):
             own = slice(expert, expert + 1)
             biases = [None if bias is None else bias[own] for bias in (w13_bias, w2_bias)]
@@ -184,7 +184,7 @@ def batched_experts(
 
 
 def _matmul_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What matmuls on any device run in: a gate of a float16 layer may leave the range that their result has."""
+    """The dtype of matmuls on any device: a gate of a float16 layer may leave the range of its dtype."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 

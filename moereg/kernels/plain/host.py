@@ -90,7 +90,7 @@ def sort_routes(topk_ids: torch.Tensor, num_local_experts: int, expert_map: torc
     """Sorts routes by local expert, on the host.
 
     Args:
-        topk_ids [T,K] integers, CPU: global experts; out of range or unmapped ones are left out.
+        topk_ids [T,K] integers, CPU: global experts; out-of-range or unmapped ones are left out.
         num_local_experts: E.
         expert_map [num_experts] int32 or None: local expert or -1.
     """
@@ -226,7 +226,7 @@ def _run_segments(
     rows[-1].zero_()
     if not routes.num_rows:
         return
-    # Spare rows at the end, so that a bucket of rows can start at any expert's first row; what they hold is not used.
+    # Spare rows at the end, so that a bucket of rows can start at any expert's first row; their contents are not used.
     order = F.pad(routes.order, (0, MIN_ROWS - 1))
     token_of_row = order if top_k == 1 else order // top_k
     num_gathered = len(token_of_row)
@@ -243,7 +243,7 @@ def _run_segments(
     for expert, first, count in routes.segments:
         for start in range(first, first + count, block):
             wanted = min(block, first + count - start)
-            # Neighbors' rows fill the bucket: rows do not depend on each other, so no padding has to be copied.
+            # Neighbors' rows fill the bucket. Rows do not depend on each other, so no padding is copied.
             given = min(bucket_rows(wanted), num_gathered)
             begin = min(start, num_gathered - given)
             x = gather(begin, given) if everything is None else everything[begin : begin + given]

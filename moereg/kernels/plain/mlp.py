@@ -1,4 +1,4 @@
-"""One expert's matmuls on a CPU: with weights in oneDNN's order, or with canonical ones.
+"""One expert's matmuls on a CPU, with weights in oneDNN's order or in canonical order.
 
 H hidden size, I intermediate size, E local experts, M rows.
 """
@@ -41,13 +41,12 @@ class ExpertMlp(Protocol):
 
 
 def packing_is_faster(dtype: torch.dtype, is_intel: bool) -> bool:
-    """Whether oneDNN's own weight order is there for this dtype and beats plain matmuls on this CPU.
+    """Whether oneDNN's weight order exists for this dtype and beats plain matmuls on this CPU.
 
-    Measured over 1 to 128 rows an expert, packed against plain:
-    2 cores of an AMD EPYC 9004: bf16 1.05x to 2x, fp32 1.5x to 3.5x;
-    16 cores of an Intel Xeon with AMX: bf16 0.9x to 1.27x (1.08x in the mean), fp16 1.0x to 1.13x, fp32 0.75x to 1.24x
-    (0.91x), since MKL, which torch uses for plain fp32 matmuls, is at home there.
-    Not packed are dtypes that oneDNN would emulate, and CPUs other than x86-64, where it was not measured.
+    Measured over 1 to 128 rows an expert, packed against plain: 2 cores of an AMD EPYC 9004: bf16 1.05x to 2x, fp32
+    1.5x to 3.5x; 16 cores of an Intel Xeon with AMX: bf16 0.9x to 1.27x (1.08x in the mean), fp16 1.0x to 1.13x, fp32
+    0.75x to 1.24x (0.91x), since MKL, which torch uses for plain fp32 matmuls, is tuned for it. Dtypes that oneDNN
+    would emulate are not packed, nor are weights on CPUs other than x86-64, where nobody measured it.
 
     Args:
         dtype: Of the weights.
@@ -59,7 +58,7 @@ def packing_is_faster(dtype: torch.dtype, is_intel: bool) -> bool:
 
 
 def dtype_is_emulated(dtype: torch.dtype) -> bool:
-    """Whether matmuls in this dtype are so slow on this CPU that fp32 ones on converted weights win.
+    """Whether matmuls in this dtype are so slow on this CPU that converting weights to fp32 wins.
 
     Measured: fp16 without AVX-512 FP16 runs at 44 GFLOP/s, fp32 at 130 and more. False on CPUs other than x86-64.
     """
@@ -80,7 +79,7 @@ def pack_experts(weight: torch.Tensor) -> list[torch.Tensor]:
     """Packs each expert's [N,K] matrix of weight [E,N,K] in oneDNN's order.
 
     Returns:
-        E opaque tensors. They cannot be stacked, sliced or written into.
+        E opaque tensors. Such weights cannot be stacked, sliced or written into.
     """
     # No row count is given as a hint: the order for one row is 1.4x slower with more, and one order has to serve all.
     return [torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous()) for matrix in weight]

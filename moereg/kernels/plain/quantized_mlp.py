@@ -19,7 +19,7 @@ RestoreRows = Callable[[int, slice, torch.dtype], torch.Tensor]
 """Expert, rows and dtype to those rows of the expert's matrix, [rows, K] in that dtype."""
 
 RoundRows = Callable[[torch.Tensor, int], torch.Tensor]
-"""Rows [M,K] and their expert to what the activation format makes of them, fp32."""
+"""Rounds rows [M,K] of an expert to the activation format's numbers, fp32."""
 
 QuantizeRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Rows [M,K] to int8 codes [M,K] and fp32 scales [M,1]."""
@@ -79,10 +79,10 @@ class RestoringMlp:
     round_intermediate: RoundRows | None = None
 
     def intermediate(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """What the activation makes of x [M,H], [M,I]: in x's dtype where it is to be rounded, else `compute_dtype`."""
+        """The activation of x [M,H], [M,I]: in x's dtype if it is rounded afterwards, else in `compute_dtype`."""
         rows = x if self.round_input is None else self.round_input(x, expert)
         gemm1 = self.w13(rows.to(self.compute_dtype), expert)
-        # Not rounded for its own sake: in float16 it may be out of range.
+        # Rounding is not needed here, and in float16 the value may be out of range.
         return self.activation(gemm1.float()).to(self.compute_dtype if self.round_intermediate is None else x.dtype)
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
