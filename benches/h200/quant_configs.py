@@ -11,7 +11,8 @@ from typing import Final
 import torch
 
 from benches.h200.sweep import rotated
-from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig, max_shared_bytes
+from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
+from moereg.kernels.launch.device import max_shared_bytes
 from moereg.kernels.quantized import config as triton_quantized_config
 from moereg.kernels.quantized.config import select_quantized_config
 from moereg.layer import MoEKernel

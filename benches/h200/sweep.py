@@ -35,9 +35,10 @@ from benches.h200.precompile import EmptyLayer, compiling_only
 from benches.h200.table import make_call, make_weights
 from moereg.dispatch import select_backend
 from moereg.kernels.gemm import config as triton_gemm_config
-from moereg.kernels.gemm.config import GemmPair, GemvConfig, GemvPair, GroupedGemmConfig, max_shared_bytes
+from moereg.kernels.gemm.config import GemmPair, GemvConfig, GemvPair, GroupedGemmConfig
 from moereg.kernels.hopper import config as hopper_config
 from moereg.kernels.hopper.config import GluonConfigRule
+from moereg.kernels.launch.device import max_shared_bytes
 from moereg.layer import MoEKernel, make_kernel
 from moereg.layouts import round_up
 from moereg.platforms import probe_platform

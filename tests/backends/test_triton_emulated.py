@@ -15,7 +15,8 @@ from moereg.backends.triton_moe import TritonEmulatedBatchedExperts, TritonEmula
 from moereg.discovery import load_backends
 from moereg.experts import ExpertInputs
 from moereg.kernels.quantized.emulate import SmallFloats, requantize_rows
-from moereg.kernels.rows.sort import RoutePlan, route_workspace_numel, sort_routes
+from moereg.kernels.rows.plan import RoutePlan, route_workspace_numel
+from moereg.kernels.rows.sort import sort_routes
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quant import get_scheme

@@ -22,7 +22,8 @@ from moereg.kernels.quantized.config import select_quantized_config
 from moereg.kernels.quantized.operands import Quantizer
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows
 from moereg.kernels.quantized.rows_batched import quantize_batched_rows
-from moereg.kernels.rows.sort import RoutePlan, route_workspace_numel, sort_routes
+from moereg.kernels.rows.plan import RoutePlan, route_workspace_numel
+from moereg.kernels.rows.sort import sort_routes
 from moereg.platforms import Platform
 from moereg.quant import get_scheme
 from moereg.quantize import Quantized, dequantize_activations, quantize_activations

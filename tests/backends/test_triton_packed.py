@@ -19,7 +19,7 @@ from moereg.kernels.gemm.config import PACKED_RULES, GemmPair, GroupedGemmConfig
 from moereg.kernels.gemm.grouped import down_gemm
 from moereg.kernels.gemm.single import down_single, share_slices
 from moereg.kernels.packed.weights import STEP, PackedMatrix
-from moereg.kernels.rows.tiles import DirectRoutes
+from moereg.kernels.rows.direct import DirectRoutes
 from moereg.layouts import round_up
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem

@@ -28,8 +28,9 @@ from moereg.kernels.quantized.operands import (
     RowFormat,
 )
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows, rows_of_plan
-from moereg.kernels.rows.sort import route_workspace_numel, sort_routes
-from moereg.kernels.rows.tiles import DirectRoutes
+from moereg.kernels.rows.direct import DirectRoutes
+from moereg.kernels.rows.plan import route_workspace_numel
+from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD
 from moereg.layouts import round_up
 from moereg.platforms import Platform

@@ -38,9 +38,10 @@ from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.read import READ_CONFIGS, num_read_programs, read_words
 from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_batches
 from moereg.kernels.rows.copy import copy_rows
+from moereg.kernels.rows.direct import DirectRoutes
+from moereg.kernels.rows.plan import SortConfig, route_workspace_numel
 from moereg.kernels.rows.reduce import reduce_routes, reduce_sorted_rows
-from moereg.kernels.rows.sort import RoutingConfig, route_workspace_numel, sort_routes
-from moereg.kernels.rows.tiles import DirectRoutes
+from moereg.kernels.rows.sort import sort_routes
 from moereg.quant import WHOLE, QuantFormat, get_scheme
 
 TARGETS = {
@@ -163,7 +164,7 @@ def launch_routing(shared_bytes: int) -> None:
         expert_map = torch.empty(experts, dtype=torch.int32, device="meta")
         numel = route_workspace_numel(tokens, 8, experts, 16)
         workspace = ids.new_empty(numel)
-        plan = sort_routes(ids, expert_map, experts, experts, 16, workspace, RoutingConfig(), overlap=overlap)
+        plan = sort_routes(ids, expert_map, experts, experts, 16, workspace, SortConfig(), overlap=overlap)
     rows = torch.empty(4096 * 8, 2048, dtype=torch.bfloat16, device="meta")
     tokens_out = rows.new_empty(4096, 2048)
     reduce_routes(tokens_out, rows, plan.route_expert, overlap=overlap)

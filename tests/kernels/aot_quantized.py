@@ -15,7 +15,7 @@ import triton
 from moereg.backends._triton import quantized
 from moereg.backends.triton_moe import TritonQuantizedBatchedExperts, TritonQuantizedExperts
 from moereg.experts import ExpertInputs
-from moereg.kernels.gemm import config as triton_gemm_config
+from moereg.kernels.launch import device as device_limits
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.weights import ExpertWeights
@@ -93,7 +93,7 @@ def main() -> None:
     gpu, shared_bytes = TARGETS[target]
     triton.runtime.driver.set_active(OfflineDriver(gpu, 0))
     # There is no device to ask.
-    triton_gemm_config.max_shared_bytes = lambda device: shared_bytes  # type: ignore[assignment]
+    device_limits.max_shared_bytes = lambda device: shared_bytes  # type: ignore[assignment]
     found: list[dict[str, Any]] = []
     for case in cases or CASES:
         with compiling_only() as compiled:

@@ -18,8 +18,9 @@ from moereg.kernels.gemm.reference import down_reference, gate_up_reference
 from moereg.kernels.hopper.config import CONFIG_RULES
 from moereg.kernels.rows.block_map import batch_workspace_numel, plan_batches
 from moereg.kernels.rows.copy import copy_rows, copy_rows_reference
+from moereg.kernels.rows.plan import RoutePlan, route_workspace_numel, sort_routes_reference
 from moereg.kernels.rows.reduce import reduce_routes_reference, reduce_sorted_rows
-from moereg.kernels.rows.sort import RoutePlan, route_workspace_numel, sort_routes, sort_routes_reference
+from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import GUARD_ROWS
 from moereg.layer import make_kernel
 from moereg.problem import MoEProblem

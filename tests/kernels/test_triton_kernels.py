@@ -36,16 +36,10 @@ from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.reference import down_reference, gate_up_reference
 from moereg.kernels.rows import sort as triton_routing
+from moereg.kernels.rows.direct import DirectRoutes
+from moereg.kernels.rows.plan import RoutePlan, SortConfig, max_num_blocks, route_workspace_numel, sort_routes_reference
 from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_routes_reference, reduce_sorted_rows
-from moereg.kernels.rows.sort import (
-    RoutePlan,
-    RoutingConfig,
-    max_num_blocks,
-    route_workspace_numel,
-    sort_routes,
-    sort_routes_reference,
-)
-from moereg.kernels.rows.tiles import DirectRoutes
+from moereg.kernels.rows.sort import sort_routes
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.testing.interpreter import patch_interpreter
@@ -60,9 +54,9 @@ SM90 = Platform.from_name("cuda:sm90")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROUNDOFF = {BF16: 2.0**-8, FP16: 2.0**-11}
 
-ONE_LAUNCH = RoutingConfig()
+ONE_LAUNCH = SortConfig()
 # Small pieces, so that small inputs span several chunks and a chunk several programs.
-THREE_LAUNCHES = RoutingConfig(single_launch_routes=0, chunk=32, routes_per_program=16, num_warps=1)
+THREE_LAUNCHES = SortConfig(single_launch_routes=0, chunk=32, routes_per_program=16, num_warps=1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -137,7 +131,7 @@ def make_plan(
     num_experts: int,
     num_local: int,
     block_m: int,
-    config: RoutingConfig = ONE_LAUNCH,
+    config: SortConfig = ONE_LAUNCH,
 ) -> RoutePlan:
     """`sort_routes` in a workspace of garbage, with a guard behind it."""
     needed = route_workspace_numel(*ids.shape, num_local, block_m, config)
@@ -196,7 +190,7 @@ def test_products_and_rounding_are_those_of_a_device(dtype: torch.dtype) -> None
     ],
 )
 def test_sort_routes(
-    num_tokens: int, top_k: int, num_experts: int, num_local: int, block_m: int, kind: str, config: RoutingConfig
+    num_tokens: int, top_k: int, num_experts: int, num_local: int, block_m: int, kind: str, config: SortConfig
 ) -> None:
     ids = route(kind, num_tokens, top_k, num_experts)
     expert_map = make_map(num_experts, num_local)

@@ -21,8 +21,8 @@ from moereg.backends._triton.quantized_workspace import (
 from moereg.backends._triton.recorded import Recorded
 from moereg.backends._triton.workspace import batched_rows_per_expert
 from moereg.experts import Experts
-from moereg.kernels.gemm import config as gemm
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.launch import device as limits
 from moereg.kernels.launch.overlap import can_overlap
 from moereg.kernels.quantized.config import select_quantized_config
 from moereg.kernels.quantized.operands import QuantizedMatrices, RowFormat
@@ -194,7 +194,7 @@ class Standard(Quantized):
         if self.has_gluon and device.type != "cpu" and rows_per_expert > _MIN_GLUON_ROWS:
             return ways.Hopper()
         configs = select_quantized_config(
-            hidden_states.shape[0], rows_per_expert, problem.activation.num_halves, gemm.max_shared_bytes(device)
+            hidden_states.shape[0], rows_per_expert, problem.activation.num_halves, limits.max_shared_bytes(device)
         )
         return ways.Sorted(configs) if configs.sort_routes else ways.Direct(configs)
 
@@ -215,7 +215,7 @@ class Batched(Quantized):
         _, max_tokens, _ = call.inputs.hidden_states.shape
         # Counts are on the device; see `batched_rows_per_expert`.
         rows_per_expert = batched_rows_per_expert(problem, max_tokens)
-        halves, shared_bytes = problem.activation.num_halves, gemm.max_shared_bytes(call.out.device)
+        halves, shared_bytes = problem.activation.num_halves, limits.max_shared_bytes(call.out.device)
         return ways.Batched(select_quantized_config(math.inf, rows_per_expert, halves, shared_bytes))
 
 

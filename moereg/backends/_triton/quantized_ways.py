@@ -40,9 +40,10 @@ from moereg.kernels.quantized.rows import RouteIds, quantize_rows, rows_of_plan
 from moereg.kernels.quantized.rows_batched import quantize_batched_rows
 from moereg.kernels.quantized.rows_sorted import quantize_to_sorted_rows
 from moereg.kernels.rows.block_map import plan_batches
+from moereg.kernels.rows.direct import DirectRoutes
+from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.rows.reduce import reduce_routes, reduce_sorted_rows
-from moereg.kernels.rows.sort import RoutePlan, sort_routes
-from moereg.kernels.rows.tiles import DirectRoutes
+from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import GUARD_ROWS
 from moereg.problem import MoEProblem
 from moereg.quant import QuantFormat

@@ -10,7 +10,7 @@ import torch
 
 from moereg.kernels.quantized.config import MIN_BLOCK_M
 from moereg.kernels.rows.block_map import batch_workspace_numel
-from moereg.kernels.rows.sort import route_workspace_numel
+from moereg.kernels.rows.plan import route_workspace_numel
 from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD, WORKSPACE_ALIGNMENT
 from moereg.layouts import round_up
 from moereg.problem import MoEProblem

@@ -30,12 +30,14 @@ from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.single import MAX_TOP_K, down_single
 from moereg.kernels.hopper import gemm as hopper
 from moereg.kernels.hopper.config import GluonConfigRule
+from moereg.kernels.launch import device as limits
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.rows.block_map import BlockMap, plan_batches
 from moereg.kernels.rows.copy import copy_rows
+from moereg.kernels.rows.direct import DirectRoutes
+from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.rows.reduce import reduce_routes, reduce_sorted_rows
-from moereg.kernels.rows.sort import RoutePlan, sort_routes
-from moereg.kernels.rows.tiles import DirectRoutes
+from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import GUARD_ROWS
 from moereg.problem import MoEProblem
 
@@ -147,9 +149,9 @@ def select(
         hidden_states.shape[0],
         rows_per_expert,
         hidden_states.element_size(),
-        gemm.max_shared_bytes(device),
+        limits.max_shared_bytes(device),
         packed_bits,
-        gemm.least_block_m(device),
+        limits.least_block_m(device),
         single=problem.top_k <= MAX_TOP_K,
     )
     if isinstance(configs, GemvPair):
@@ -175,9 +177,9 @@ def select_tiles(
         num_tokens,
         rows_per_expert,
         hidden_states.element_size(),
-        gemm.max_shared_bytes(device),
+        limits.max_shared_bytes(device),
         packed_bits,
-        gemm.least_block_m(device),
+        limits.least_block_m(device),
         single=False,
     )
     assert isinstance(configs, GemmPair)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moereg.kernels.gemm.config import MIN_BLOCK_M
 from moereg.kernels.rows.block_map import batch_workspace_numel
-from moereg.kernels.rows.sort import route_workspace_numel
+from moereg.kernels.rows.plan import route_workspace_numel
 from moereg.kernels.sizes import WORKSPACE_ALIGNMENT
 from moereg.layouts import round_up
 from moereg.problem import MoEProblem

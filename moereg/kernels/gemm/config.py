@@ -9,12 +9,8 @@ row is the candidate with the best geometric mean. What a choice from the other 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
-
-import torch
-import triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,70 +93,125 @@ class SinglePair:
     down: GroupedGemmConfig
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigRule:
     """One row of the table of shipped configurations.
 
     Attributes:
-        element_bytes: bytes of a weight.
-        max_tokens: applies up to this number of tokens,
-        max_rows_per_expert: and up to this average of rows per expert.
+        element_bytes: bytes of an activation.
         configs: of both products.
+        max_tokens: the rule applies up to this number of tokens,
+        max_rows_per_expert: and up to this average of rows per expert.
     """
 
     element_bytes: int
-    max_tokens: float
-    max_rows_per_expert: float
     configs: GemvPair | SinglePair | GemmPair
+    max_tokens: float = math.inf
+    max_rows_per_expert: float = math.inf
 
 
 # First match counts. A tile holds all rows of nearly every expert up to 128 rows (the average and two to three times
 # its root), so that weights are read once. Rows beyond the last measured ones (T 256 of mixtral, 64 rows an expert) and
 # of 32-bit weights, whose products run on plain multiply-adds, are not tuned.
 CONFIG_RULES = (
-    ConfigRule(2, 1, math.inf, GemvPair(GemvConfig(32, 128, 2, 4), GemvConfig(8, 1024, 4, 3))),
     ConfigRule(
-        2,
-        16,
-        math.inf,
-        GemmPair(GroupedGemmConfig(16, 64, 128, 1, 4, 5, True), GroupedGemmConfig(16, 128, 128, 1, 4, 4, True), False),
+        element_bytes=2,
+        max_tokens=1,
+        configs=GemvPair(
+            gate_up=GemvConfig(block_n=32, block_k=128, num_warps=2, num_stages=4),
+            down=GemvConfig(block_n=8, block_k=1024, num_warps=4, num_stages=3),
+        ),
     ),
     ConfigRule(
-        2,
-        math.inf,
-        11,
-        GemmPair(GroupedGemmConfig(16, 64, 128, 1, 4, 5, True), GroupedGemmConfig(16, 64, 128, 1, 4, 4, True)),
+        element_bytes=2,
+        max_tokens=16,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=16, block_n=64, block_k=128, group_m=1, num_warps=4, num_stages=5, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=16, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+            sort_routes=False,
+        ),
     ),
     ConfigRule(
-        2,
-        math.inf,
-        22,
-        GemmPair(GroupedGemmConfig(32, 128, 128, 1, 4, 3, True), GroupedGemmConfig(32, 128, 128, 1, 4, 3, True)),
+        element_bytes=2,
+        max_rows_per_expert=11,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=16, block_n=64, block_k=128, group_m=1, num_warps=4, num_stages=5, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=16, block_n=64, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+        ),
     ),
     ConfigRule(
-        2,
-        math.inf,
-        48,
-        GemmPair(GroupedGemmConfig(64, 128, 64, 1, 4, 4, True), GroupedGemmConfig(64, 128, 64, 1, 4, 4, True)),
+        element_bytes=2,
+        max_rows_per_expert=22,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=32, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=32, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
+        ),
     ),
     ConfigRule(
-        2,
-        math.inf,
-        96,
-        GemmPair(GroupedGemmConfig(128, 256, 64, 1, 8, 4, True), GroupedGemmConfig(128, 256, 64, 1, 8, 4, True)),
+        element_bytes=2,
+        max_rows_per_expert=48,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=64, block_n=128, block_k=64, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=64, block_n=128, block_k=64, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+        ),
     ),
     ConfigRule(
-        2,
-        math.inf,
-        math.inf,
-        GemmPair(GroupedGemmConfig(128, 256, 64, 8, 8, 3), GroupedGemmConfig(128, 256, 64, 8, 8, 3)),
+        element_bytes=2,
+        max_rows_per_expert=96,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=128, block_n=256, block_k=64, group_m=1, num_warps=8, num_stages=4, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=128, block_n=256, block_k=64, group_m=1, num_warps=8, num_stages=4, mask_rows=True
+            ),
+        ),
     ),
-    ConfigRule(4, 1, math.inf, GemvPair(GemvConfig(32, 64, 2, 4), GemvConfig(8, 512, 4, 3))),
     ConfigRule(
-        4, math.inf, 32, GemmPair(GroupedGemmConfig(16, 32, 64, 4, 4, 2), GroupedGemmConfig(16, 32, 64, 4, 4, 2))
+        element_bytes=2,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3),
+            down=GroupedGemmConfig(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3),
+        ),
     ),
     ConfigRule(
-        4, math.inf, math.inf, GemmPair(GroupedGemmConfig(64, 64, 32, 8, 8, 2), GroupedGemmConfig(64, 64, 32, 8, 8, 2))
+        element_bytes=4,
+        max_tokens=1,
+        configs=GemvPair(
+            gate_up=GemvConfig(block_n=32, block_k=64, num_warps=2, num_stages=4),
+            down=GemvConfig(block_n=8, block_k=512, num_warps=4, num_stages=3),
+        ),
+    ),
+    ConfigRule(
+        element_bytes=4,
+        max_rows_per_expert=32,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(block_m=16, block_n=32, block_k=64, group_m=4, num_warps=4, num_stages=2),
+            down=GroupedGemmConfig(block_m=16, block_n=32, block_k=64, group_m=4, num_warps=4, num_stages=2),
+        ),
+    ),
+    ConfigRule(
+        element_bytes=4,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(block_m=64, block_n=64, block_k=32, group_m=8, num_warps=8, num_stages=2),
+            down=GroupedGemmConfig(block_m=64, block_n=64, block_k=32, group_m=8, num_warps=8, num_stages=2),
+        ),
     ),
 )
 
@@ -174,53 +225,99 @@ CONFIG_RULES = (
 # that gets many more rows than the average has its weights restored once for every 8 or 16 of them.
 PACKED_RULES = (
     ConfigRule(
-        2,
-        1,
-        math.inf,
-        SinglePair(GroupedGemmConfig(1, 32, 128, 1, 4, 3, True, 4), GroupedGemmConfig(1, 16, 128, 1, 8, 3, True, 8)),
+        element_bytes=2,
+        max_tokens=1,
+        configs=SinglePair(
+            gate_up=GroupedGemmConfig(
+                block_m=1, block_n=32, block_k=128, group_m=1, num_warps=4, num_stages=3, mask_rows=True, slices=4
+            ),
+            down=GroupedGemmConfig(
+                block_m=1, block_n=16, block_k=128, group_m=1, num_warps=8, num_stages=3, mask_rows=True, slices=8
+            ),
+        ),
     ),
     ConfigRule(
-        2,
-        8,
-        math.inf,
-        GemmPair(GroupedGemmConfig(8, 128, 256, 1, 4, 3, True), GroupedGemmConfig(8, 128, 128, 1, 4, 4, True), False),
+        element_bytes=2,
+        max_tokens=8,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=8, block_n=128, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=8, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+            sort_routes=False,
+        ),
     ),
     # Not of the batched format, where tiles of 8 rows were not timed.
     ConfigRule(
-        2,
-        2**31,
-        5,
-        GemmPair(GroupedGemmConfig(8, 128, 256, 1, 4, 3, True), GroupedGemmConfig(8, 128, 128, 1, 4, 4, True)),
+        element_bytes=2,
+        max_tokens=2**31,
+        max_rows_per_expert=5,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=8, block_n=128, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=8, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+        ),
     ),
     ConfigRule(
-        2,
-        16,
-        math.inf,
-        GemmPair(GroupedGemmConfig(16, 128, 128, 1, 4, 4, True), GroupedGemmConfig(16, 128, 128, 1, 4, 3, True), False),
+        element_bytes=2,
+        max_tokens=16,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=16, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=16, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
+            sort_routes=False,
+        ),
     ),
     ConfigRule(
-        2,
-        math.inf,
-        11,
-        GemmPair(GroupedGemmConfig(16, 128, 128, 1, 4, 4, True), GroupedGemmConfig(16, 128, 128, 1, 4, 4, True)),
+        element_bytes=2,
+        max_rows_per_expert=11,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=16, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=16, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+        ),
     ),
     ConfigRule(
-        2,
-        math.inf,
-        22,
-        GemmPair(GroupedGemmConfig(32, 128, 128, 1, 4, 3, True), GroupedGemmConfig(32, 128, 256, 1, 4, 3, True)),
+        element_bytes=2,
+        max_rows_per_expert=22,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=32, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=32, block_n=128, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
+        ),
     ),
     ConfigRule(
-        2,
-        math.inf,
-        96,
-        GemmPair(GroupedGemmConfig(64, 128, 128, 1, 8, 3, True), GroupedGemmConfig(64, 128, 128, 1, 8, 3, True)),
+        element_bytes=2,
+        max_rows_per_expert=96,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=64, block_n=128, block_k=128, group_m=1, num_warps=8, num_stages=3, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=64, block_n=128, block_k=128, group_m=1, num_warps=8, num_stages=3, mask_rows=True
+            ),
+        ),
     ),
     ConfigRule(
-        2,
-        math.inf,
-        math.inf,
-        GemmPair(GroupedGemmConfig(64, 128, 128, 8, 4, 3), GroupedGemmConfig(64, 128, 128, 8, 4, 3)),
+        element_bytes=2,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(block_m=64, block_n=128, block_k=128, group_m=8, num_warps=4, num_stages=3),
+            down=GroupedGemmConfig(block_m=64, block_n=128, block_k=128, group_m=8, num_warps=4, num_stages=3),
+        ),
     ),
 )
 
@@ -263,32 +360,28 @@ def select_config(
                 return configs
             if configs.gate_up.block_m < min_block_m or (isinstance(configs, SinglePair) and not single):
                 continue
-            gate_up = _fit_pipeline(configs.gate_up, element_bytes, weight_bits, shared_bytes)
-            down = _fit_pipeline(configs.down, element_bytes, weight_bits, shared_bytes)
+            gate_up = fit_pipeline(
+                configs.gate_up, _stage_bytes(configs.gate_up, element_bytes, weight_bits), shared_bytes
+            )
+            down = fit_pipeline(configs.down, _stage_bytes(configs.down, element_bytes, weight_bits), shared_bytes)
             return dataclasses.replace(configs, gate_up=gate_up, down=down)
     raise AssertionError(f"no launch configuration for {element_bytes}-byte elements")
 
 
-def least_block_m(device: torch.device) -> int:
-    """Rows that the matrix units of a device take at least; with fewer Triton turns to plain multiply-adds on AMD's."""
-    return 16 if device.type == "cuda" and torch.version.hip is not None else 1
+def fit_pipeline(config: GroupedGemmConfig, stage_bytes: int, shared_bytes: int | None) -> GroupedGemmConfig:
+    """The configuration with as many stages as fit.
 
-
-@functools.cache
-def max_shared_bytes(device: torch.device) -> int | None:
-    """Shared memory that one program may use on a device; None for the interpreter, which has no limit."""
-    if device.type == "cpu":
-        return None
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
-
-
-def _fit_pipeline(
-    config: GroupedGemmConfig, element_bytes: int, weight_bits: int, shared_bytes: int | None
-) -> GroupedGemmConfig:
+    Args:
+        config: launch configuration.
+        stage_bytes: that one stage keeps in shared memory.
+        shared_bytes: that a program may use; None: any number.
+    """
     if shared_bytes is None:
         return config
-    stage_bytes = config.slices * config.block_k * (config.block_m * element_bytes + config.block_n * weight_bits // 8)
     # A kilobyte for the reductions and barriers that Triton adds.
     stages = max(1, min(config.num_stages, (shared_bytes - 1024) // stage_bytes))
     return dataclasses.replace(config, num_stages=stages)
+
+
+def _stage_bytes(config: GroupedGemmConfig, element_bytes: int, weight_bits: int) -> int:
+    return config.slices * config.block_k * (config.block_m * element_bytes + config.block_n * weight_bits // 8)

@@ -15,10 +15,10 @@ import triton.language as tl
 from moereg.kernels.gemm.activation import activate_pairs
 from moereg.kernels.gemm.config import GemvConfig
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.gemm.loop import reaches_past
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.rows.sort import load_local_expert
-from moereg.kernels.rows.tiles import DirectRoutes, reaches_past
+from moereg.kernels.rows.direct import DirectRoutes, load_local_expert
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def _gemv_down_kernel(
     expert_map,
     num_experts,
     num_local_experts,
-    reduced,
+    depth,
     num_columns,
     num_tiles,
     stride_intermediate,
@@ -118,7 +118,7 @@ def _gemv_down_kernel(
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     loaded_columns = tl.minimum(columns, num_columns - 1)
     wait_for_previous(OVERLAP)
-    steps = tl.cdiv(reduced, BLOCK_K)
+    steps = tl.cdiv(depth, BLOCK_K)
     sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     # One loop over all routes, so that the pipeline does not run dry between two.
     for step in tl.range(0, TOP_K * steps, num_stages=NUM_STAGES):
@@ -127,7 +127,7 @@ def _gemv_down_kernel(
         expert = load_local_expert(topk_ids, expert_map, route, route + 1, num_experts, num_local_experts)
         # A route that adds nothing has no row in the intermediate and may have any weight.
         valid = expert >= 0
-        mask = (offs_k < reduced) & valid if MASK_K else valid
+        mask = (offs_k < depth) & valid if MASK_K else valid
         x = tl.load(intermediate + route.to(tl.int64) * stride_intermediate + offs_k, mask=mask, other=0.0)
         w_rows = w2 + tl.maximum(expert, 0).to(tl.int64) * stride_expert + loaded_columns[:, None] * stride_column
         w = tl.load(w_rows + offs_k, mask=mask, other=0.0)
@@ -240,7 +240,7 @@ def down_gemv(
     """
     topk_ids = routes.topk_ids
     num_columns = w2.shape[1]
-    reduced = w2.shape[2]
+    depth = w2.shape[2]
     assert topk_ids.is_contiguous() and intermediate.stride(1) == w2.stride(2) == out.stride(1) == 1
     num_tiles = triton.cdiv(num_columns, config.block_n)
     launch(
@@ -255,7 +255,7 @@ def down_gemv(
         routes.expert_map,
         routes.num_experts,
         w2.shape[0],
-        reduced,
+        depth,
         num_columns,
         num_tiles,
         intermediate.stride(0),
@@ -264,7 +264,7 @@ def down_gemv(
         0 if bias is None else bias.stride(0),
         out.stride(0),
         TOP_K=topk_ids.shape[1],
-        MASK_K=reaches_past(reduced, reduced, config.block_k),
+        MASK_K=reaches_past(depth, depth, config.block_k),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         NUM_STAGES=config.num_stages,

@@ -14,12 +14,14 @@ import triton.language as tl
 from moereg.kernels.gemm.activation import activate_pairs
 from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.gemm.loop import reaches_past
 from moereg.kernels.gemm.operand import operand_of, product
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.rows.block_map import BlockMap
-from moereg.kernels.rows.tiles import DirectRoutes, direct_rows, plan_arguments, reaches_past, tile_of_program
+from moereg.kernels.rows.direct import DirectRoutes
+from moereg.kernels.rows.tiles import claim_tile, plan_arguments
 from moereg.kernels.sizes import WEIGHT_PAD
 
 
@@ -78,39 +80,36 @@ def _gate_up_kernel(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    used_blocks = None
     if SORTED:
         wait_for_previous(OVERLAP)
         release_next(OVERLAP)
         used_blocks = tl.load(num_blocks)
         if tl.program_id(0) >= used_blocks * num_tiles_n:
             return
-        block, tile_n = tile_of_program(used_blocks, num_tiles_n, GROUP_M)
-        expert = tl.load(block_expert + block)
-        end = tl.load(block_end + block)
-        rows = tl.load(block_row + block) + tl.arange(0, BLOCK_M)
-        row_mask = rows < end
-        # Rows past the end repeat the last one where they are not masked; they are dropped when stored.
-        routes = tl.minimum(rows, end - 1)
-        if sorted_routes is not None:
-            routes = tl.load(sorted_routes + routes)
-    else:
-        own_route = tl.program_id(0) // num_tiles_n
-        tile_n = tl.program_id(0) % num_tiles_n
-        expert, routes, row_mask = direct_rows(
-            topk_ids,
-            expert_map,
-            own_route,
-            num_tokens,
-            num_experts,
-            num_local_experts,
-            TOP_K,
-            BLOCK_M,
-            BLOCK_TOP_K,
-            SINGLE,
-        )
-        if expert < 0:
+    tile = claim_tile(
+        topk_ids,
+        expert_map,
+        num_tokens,
+        num_experts,
+        num_local_experts,
+        sorted_routes,
+        block_expert,
+        block_row,
+        block_end,
+        used_blocks,
+        num_tiles_n,
+        SORTED,
+        SINGLE,
+        TOP_K,
+        BLOCK_TOP_K,
+        BLOCK_M,
+        GROUP_M,
+    )
+    if not SORTED:
+        if tile.expert < 0:
             return
-        rows = routes
+    expert, tile_n, rows, routes, row_mask = tile.expert, tile.column_tile, tile.rows, tile.routes, tile.row_mask
 
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if MASK_N:
@@ -211,42 +210,39 @@ def _down_kernel(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    # Which tile this is was settled before the kernel in front began: by its caller or by the sort it waited for.
+    # The tile map was complete before the previous kernel began, so read it before waiting.
+    used_blocks = None
     if SORTED:
         used_blocks = tl.load(num_blocks)
         if tl.program_id(0) >= used_blocks * num_tiles_n:
             wait_for_previous(OVERLAP)
             return
-        block, tile_n = tile_of_program(used_blocks, num_tiles_n, GROUP_M)
-        expert = tl.load(block_expert + block)
-        end = tl.load(block_end + block)
-        rows = tl.load(block_row + block) + tl.arange(0, BLOCK_M)
-        row_mask = rows < end
-        rows = tl.minimum(rows, end - 1)
-        routes = rows
-        if sorted_routes is not None:
-            routes = tl.load(sorted_routes + rows)
-    else:
-        own_route = tl.program_id(0) // num_tiles_n
-        tile_n = tl.program_id(0) % num_tiles_n
-        expert, routes, row_mask = direct_rows(
-            topk_ids,
-            expert_map,
-            own_route,
-            num_tokens,
-            num_experts,
-            num_local_experts,
-            TOP_K,
-            BLOCK_M,
-            BLOCK_TOP_K,
-            SINGLE,
-        )
-        if expert < 0:
+    tile = claim_tile(
+        topk_ids,
+        expert_map,
+        num_tokens,
+        num_experts,
+        num_local_experts,
+        sorted_routes,
+        block_expert,
+        block_row,
+        block_end,
+        used_blocks,
+        num_tiles_n,
+        SORTED,
+        SINGLE,
+        TOP_K,
+        BLOCK_TOP_K,
+        BLOCK_M,
+        GROUP_M,
+    )
+    if not SORTED:
+        if tile.expert < 0:
             wait_for_previous(OVERLAP)
             return
-        rows = routes
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
+    expert, tile_n, rows, routes, row_mask = tile.expert, tile.column_tile, tile.valid_rows, tile.routes, tile.row_mask
 
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     loaded_columns = columns
@@ -417,10 +413,10 @@ def down_gemm(
         overlap: whether to start while `gate_up_gemm` with `overlap`, launched just before, still runs.
     """
     operand = operand_of(w2, config)
-    num_columns, reduced = operand.num_columns, operand.depth
+    num_columns, depth = operand.num_columns, operand.depth
     # Sorted routes are looked up, so only direct ones need K.
     top_k = plan.topk_ids.shape[1] if isinstance(plan, DirectRoutes) else 1
-    assert config.block_m == plan.block_m and reduced % WEIGHT_PAD == 0 and intermediate.shape[1] == reduced
+    assert config.block_m == plan.block_m and depth % WEIGHT_PAD == 0 and intermediate.shape[1] == depth
     assert intermediate.stride(1) == out.stride(1) == 1
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
     launch(
@@ -433,7 +429,7 @@ def down_gemm(
         None if apply_router_weight_on_input else topk_weights,
         row_factors,
         *plan_arguments(plan, operand.num_experts),
-        reduced,
+        depth,
         num_columns,
         num_tiles_n,
         intermediate.stride(0),
@@ -445,7 +441,7 @@ def down_gemm(
         TOP_K=top_k,
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
         MASK_ROWS=config.mask_rows,
-        MASK_K=reaches_past(reduced, reduced, config.block_k * config.slices),
+        MASK_K=reaches_past(depth, depth, config.block_k * config.slices),
         MASK_N=num_columns % config.block_n != 0,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

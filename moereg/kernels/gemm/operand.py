@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.gemm.config import GroupedGemmConfig
+from moereg.kernels.gemm.loop import accumulate
 from moereg.kernels.packed.product import accumulate_packed
 from moereg.kernels.packed.weights import STEP, PackedMatrix
-from moereg.kernels.rows.tiles import accumulate
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def product(
     expert,
     columns,
     row_mask,
-    size_a,
+    depth_a,
     depth,
     num_columns,
     stride_expert,
@@ -50,7 +50,7 @@ def product(
         a_pointers = a_rows[:, None] + offs_k[None, :]
         b_pointers = weights + expert * stride_expert + columns[None, :] * stride_column + offs_k[:, None]
         return accumulate(
-            a_pointers, b_pointers, row_mask, size_a, depth, MASK_ROWS, MASK_A, MASK_B, BLOCK_M, BLOCK_N, BLOCK_K
+            a_pointers, b_pointers, row_mask, depth_a, depth, MASK_ROWS, MASK_A, MASK_B, BLOCK_M, BLOCK_N, BLOCK_K
         )
     else:
         if group_scale is not None:
@@ -64,7 +64,7 @@ def product(
             zero_point,
             columns,
             row_mask,
-            size_a,
+            depth_a,
             depth // 64,
             num_columns,
             ELEMENT,

@@ -9,7 +9,7 @@ import torch
 
 from moereg.kernels.gemm.activation import activate_reference
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.rows.sort import RoutePlan
+from moereg.kernels.rows.plan import RoutePlan
 
 
 def gate_up_reference(

@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.gemm.config import GroupedGemmConfig
+from moereg.kernels.gemm.loop import reaches_past
 from moereg.kernels.gemm.operand import operand_of
 from moereg.kernels.launch.overlap import overlap_options, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.packed.product import accumulate_slices
 from moereg.kernels.packed.weights import PackedMatrix
-from moereg.kernels.rows.sort import load_local_expert
-from moereg.kernels.rows.tiles import DirectRoutes, reaches_past
+from moereg.kernels.rows.direct import DirectRoutes, load_local_expert
 
 # A route takes a warp at least: 512 threads, the most that was compiled for.
 MAX_TOP_K = 16

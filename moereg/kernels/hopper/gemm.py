@@ -32,7 +32,7 @@ from moereg.kernels.hopper.turns import allocate_turns
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.block_map import BlockMap
-from moereg.kernels.rows.sort import RoutePlan
+from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import GUARD_ROWS
 
 # All registers of 384 threads: both consumers', then the producer's. With 56 the producer computes each token's address

@@ -33,7 +33,7 @@ from moereg.kernels.hopper.turns import allocate_turns
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.quantized.operands import QuantizedMatrices, QuantizedRows
-from moereg.kernels.rows.sort import RoutePlan
+from moereg.kernels.rows.plan import RoutePlan
 
 # All registers of 384 threads: both consumers', then the producer's.
 _CONSUMER_REGISTERS = gl.constexpr(232)

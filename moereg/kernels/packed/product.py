@@ -46,13 +46,13 @@ def _load_words(words, block, columns, num_blocks, num_columns, WORDS: tl.conste
 
 
 @triton.jit
-def _load_activations(pointers, row_mask, offs_k, size_a, MASK_ROWS: tl.constexpr, MASK_A: tl.constexpr):
+def _load_activations(pointers, row_mask, offs_k, depth_a, MASK_ROWS: tl.constexpr, MASK_A: tl.constexpr):
     if MASK_ROWS and MASK_A:
-        return tl.load(pointers, mask=row_mask & (offs_k < size_a), other=0.0)
+        return tl.load(pointers, mask=row_mask & (offs_k < depth_a), other=0.0)
     elif MASK_ROWS:
         return tl.load(pointers, mask=row_mask, other=0.0)
     elif MASK_A:
-        return tl.load(pointers, mask=offs_k < size_a, other=0.0)
+        return tl.load(pointers, mask=offs_k < depth_a, other=0.0)
     else:
         return tl.load(pointers)
 
@@ -65,7 +65,7 @@ def accumulate_packed(
     zero_point,
     columns,
     row_mask,
-    size_a,
+    depth_a,
     num_blocks,
     num_columns,
     ELEMENT: tl.constexpr,
@@ -92,12 +92,12 @@ def accumulate_packed(
         zero_point: its first word of zero points, or None.
         columns: [BLOCK_N] rows of the weights, all within them.
         row_mask: [BLOCK_M] rows of activations that count.
-        size_a: elements of a row of activations; what lies behind them may be NaN.
+        depth_a: elements of a row of activations; what lies behind them may be NaN.
         num_blocks: blocks of a row of weights.
         num_columns: rows of the weights.
         ELEMENT, GROUP, SCALE: of `PackedMatrix`.
         MASK_ROWS: whether to leave out the rows that do not count.
-        MASK_A: whether steps over the weights' reduced dimension reach past `size_a`; see `reaches_past`.
+        MASK_A: whether steps over the weights' reduced dimension reach past `depth_a`; see `reaches_past`.
         MASK_B: whether they reach past that dimension.
     """
     if SLICES == 1:
@@ -118,7 +118,7 @@ def accumulate_packed(
         columns,
         own_block,
         a_mask,
-        size_a,
+        depth_a,
         num_blocks,
         num_columns,
         ELEMENT,
@@ -148,7 +148,7 @@ def accumulate_slices(
     columns,
     own_block,
     a_mask,
-    size_a,
+    depth_a,
     num_blocks,
     num_columns,
     ELEMENT: tl.constexpr,
@@ -177,7 +177,7 @@ def accumulate_slices(
         columns: [ROWS] rows of the weights, all within them.
         own_block: [ROWS] the slice's first block; 0 of one.
         a_mask: shape of `a_pointers`: activations that count.
-        size_a: elements of a row of activations; what lies behind them may be NaN.
+        depth_a: elements of a row of activations; what lies behind them may be NaN.
         num_blocks: blocks of a row of weights.
         num_columns: rows of an expert's weights.
     """
@@ -236,7 +236,7 @@ def accumulate_slices(
                 if SLICES > 1:
                     operand = tl.reshape(operand, (SLICES, BLOCK_N, PART))
                 start = (first + within) * 64 + part * PART
-                a = _load_activations(a_pointers + start, a_mask, start + slice_k, size_a, MASK_ROWS, MASK_A)
+                a = _load_activations(a_pointers + start, a_mask, start + slice_k, depth_a, MASK_ROWS, MASK_A)
                 if CHAINED:
                     accumulator = tl.dot(operand, a, accumulator)
                 else:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
+from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig, fit_pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +89,11 @@ def select_quantized_config(
     """
     for rule in CONFIG_RULES:
         if num_tokens <= rule.max_tokens and rows_per_expert <= rule.max_rows_per_expert:
-            gate_up = _fit_pipeline(rule.configs.gate_up, num_halves, shared_bytes)
-            down = _fit_pipeline(rule.configs.down, 1, shared_bytes)
+            gate_up = fit_pipeline(rule.configs.gate_up, _stage_bytes(rule.configs.gate_up, num_halves), shared_bytes)
+            down = fit_pipeline(rule.configs.down, _stage_bytes(rule.configs.down, 1), shared_bytes)
             return dataclasses.replace(rule.configs, gate_up=gate_up, down=down)
     raise AssertionError("the last rule has no bounds")
 
 
-def _fit_pipeline(config: GroupedGemmConfig, num_halves: int, shared_bytes: int | None) -> GroupedGemmConfig:
-    if shared_bytes is None:
-        return config
-    stage_bytes = (config.block_m + num_halves * config.block_n) * config.block_k
-    # A kilobyte for the reductions and barriers that Triton adds.
-    stages = max(1, min(config.num_stages, (shared_bytes - 1024) // stage_bytes))
-    return dataclasses.replace(config, num_stages=stages)
+def _stage_bytes(config: GroupedGemmConfig, num_halves: int) -> int:
+    return (config.block_m + num_halves * config.block_n) * config.block_k

@@ -17,7 +17,7 @@ from moereg.kernels.launch.overlap import overlap_options, release_next, wait_fo
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.quantized.codes import load_rows, scale_of_bits
 from moereg.kernels.quantized.small_floats import amax_bits, round_groups, scale_of_group
-from moereg.kernels.rows.sort import RoutePlan
+from moereg.kernels.rows.plan import RoutePlan
 
 # Columns of a program where no global scale makes it take a whole row.
 _GROUPED_BLOCK = 1024

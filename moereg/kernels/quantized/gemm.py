@@ -28,7 +28,8 @@ from moereg.kernels.quantized.products import (
     scales_of_rows,
 )
 from moereg.kernels.rows.block_map import BlockMap
-from moereg.kernels.rows.tiles import DirectRoutes, direct_rows, plan_arguments, tile_of_program
+from moereg.kernels.rows.direct import DirectRoutes
+from moereg.kernels.rows.tiles import claim_tile, plan_arguments
 from moereg.kernels.sizes import CODE_PAD
 
 
@@ -95,6 +96,7 @@ def _quantized_gate_up_kernel(
     RELEASE_LATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    used_blocks = None
     if SORTED:
         wait_for_previous(OVERLAP)
         if not RELEASE_LATE:
@@ -102,27 +104,32 @@ def _quantized_gate_up_kernel(
         used_blocks = tl.load(num_blocks)
         if tl.program_id(0) >= used_blocks * num_tiles_n:
             return
-        block, tile_n = tile_of_program(used_blocks, num_tiles_n, GROUP_M)
-        expert = tl.load(block_expert + block)
-        end = tl.load(block_end + block)
-        rows = tl.load(block_row + block) + tl.arange(0, BLOCK_M)
-        row_mask = rows < end
-        # Rows past the end repeat the last one where they are not masked; they are dropped when stored.
-        routes = tl.minimum(rows, end - 1)
-        if sorted_routes is not None:
-            routes = tl.load(sorted_routes + routes)
-    else:
-        own_route = tl.program_id(0) // num_tiles_n
-        tile_n = tl.program_id(0) % num_tiles_n
-        expert, routes, row_mask = direct_rows(
-            topk_ids, expert_map, own_route, num_tokens, num_experts, num_local_experts, TOP_K, BLOCK_M, BLOCK_TOP_K
-        )
+    tile = claim_tile(
+        topk_ids,
+        expert_map,
+        num_tokens,
+        num_experts,
+        num_local_experts,
+        sorted_routes,
+        block_expert,
+        block_row,
+        block_end,
+        used_blocks,
+        num_tiles_n,
+        SORTED,
+        False,
+        TOP_K,
+        BLOCK_TOP_K,
+        BLOCK_M,
+        GROUP_M,
+    )
+    if not SORTED:
         wait_for_previous(OVERLAP)
         if not RELEASE_LATE:
             release_next(OVERLAP)
-        if expert < 0:
+        if tile.expert < 0:
             return
-        rows = routes
+    expert, tile_n, rows, routes, row_mask = tile.expert, tile.column_tile, tile.rows, tile.routes, tile.row_mask
 
     out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = out_columns
@@ -265,34 +272,40 @@ def _quantized_down_kernel(
     RELEASE_LATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    # Which tile this is was settled before the kernel in front began: by its caller or by the sort it waited for.
+    # The tile map was complete before the previous kernel began, so read it before waiting.
+    used_blocks = None
     if SORTED:
         used_blocks = tl.load(num_blocks)
         if tl.program_id(0) >= used_blocks * num_tiles_n:
             wait_for_previous(OVERLAP)
             return
-        block, tile_n = tile_of_program(used_blocks, num_tiles_n, GROUP_M)
-        expert = tl.load(block_expert + block)
-        end = tl.load(block_end + block)
-        rows = tl.load(block_row + block) + tl.arange(0, BLOCK_M)
-        row_mask = rows < end
-        rows = tl.minimum(rows, end - 1)
-        routes = rows
-        if sorted_routes is not None:
-            routes = tl.load(sorted_routes + rows)
-    else:
-        own_route = tl.program_id(0) // num_tiles_n
-        tile_n = tl.program_id(0) % num_tiles_n
-        expert, routes, row_mask = direct_rows(
-            topk_ids, expert_map, own_route, num_tokens, num_experts, num_local_experts, TOP_K, BLOCK_M, BLOCK_TOP_K
-        )
-        if expert < 0:
+    tile = claim_tile(
+        topk_ids,
+        expert_map,
+        num_tokens,
+        num_experts,
+        num_local_experts,
+        sorted_routes,
+        block_expert,
+        block_row,
+        block_end,
+        used_blocks,
+        num_tiles_n,
+        SORTED,
+        False,
+        TOP_K,
+        BLOCK_TOP_K,
+        BLOCK_M,
+        GROUP_M,
+    )
+    if not SORTED:
+        if tile.expert < 0:
             wait_for_previous(OVERLAP)
             return
-        rows = routes
     wait_for_previous(OVERLAP)
     if not RELEASE_LATE:
         release_next(OVERLAP)
+    expert, tile_n, rows, routes, row_mask = tile.expert, tile.column_tile, tile.valid_rows, tile.routes, tile.row_mask
 
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     loaded_columns = columns

@@ -19,8 +19,8 @@ from moereg.kernels.quantized.codes import divide, encode, load_rows, quantize_t
 from moereg.kernels.quantized.operands import QuantizedRows, Quantizer
 from moereg.kernels.quantized.small_floats import amax_bits, quantize_e2m1
 from moereg.kernels.rows.block_map import BlockMap
-from moereg.kernels.rows.sort import RoutePlan, load_local_expert
-from moereg.kernels.rows.tiles import DirectRoutes
+from moereg.kernels.rows.direct import DirectRoutes, load_local_expert
+from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import AMAX_PROGRAMS
 
 # Where there would be at least `_MANY_PROGRAMS`, a program takes several rows, about `_PROGRAM_ELEMENTS` numbers.

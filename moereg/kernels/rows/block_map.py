@@ -1,12 +1,12 @@
-"""Which tile of rows belongs to which expert, written on the device in Triton: what a grouped GEMM is told of its rows.
+"""Which tile of rows belongs to which expert, written on the device, in Triton: how a grouped GEMM finds its rows.
 
-Here too is the map of the batched format, whose rows lie by expert already: [E, max_T, H] and a count an expert. That
-of routes, which have to be sorted first, is in `triton_routing`.
+The map of the batched format is made here: its rows lie by expert already, [E, max_T, H], with a count an expert.
+Routes have to be sorted first, see `rows.sort`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -110,7 +110,7 @@ def _plan_batches_kernel(
 
 def batch_workspace_numel(num_experts: int, max_tokens: int, block_m: int) -> int:
     """Returns how many int32 `plan_batches` needs; grows with experts and tokens, shrinks with `block_m`."""
-    return sum(aligned(size) for size in _batch_sizes(num_experts, max_tokens, block_m))
+    return sum(map(aligned, _batch_sizes(num_experts, max_tokens, block_m).values()))
 
 
 def plan_batches(
@@ -139,11 +139,15 @@ def plan_batches(
     assert expert_num_tokens.dtype == workspace.dtype == torch.int32 and expert_num_tokens.is_contiguous()
     assert 0 < num_experts * max_tokens < 2**31, "rows are counted in 32 bits, and the caller handles max_T = 0"
     pieces = cut_workspace(workspace, _batch_sizes(num_experts, max_tokens, block_m))
+    block_map = BlockMap(**pieces, block_m=block_m, slack=slack)
     launch(
         _plan_batches_kernel,
         (1,),
         expert_num_tokens,
-        *pieces,
+        block_map.block_expert,
+        block_map.block_row,
+        block_map.block_end,
+        block_map.num_blocks,
         max_tokens,
         num_experts,
         BLOCK_M=block_m,
@@ -152,16 +156,7 @@ def plan_batches(
         OVERLAP=overlap,
         num_warps=4,
     )
-    block_expert, block_row, block_end, counts = pieces
-    return BlockMap(
-        block_expert=block_expert,
-        block_row=block_row,
-        block_end=block_end,
-        num_blocks=counts[:1],
-        tile_counters=counts[1:],
-        block_m=block_m,
-        slack=slack,
-    )
+    return block_map
 
 
 def block_map_reference(counts: torch.Tensor, offsets: torch.Tensor, block_m: int, slack: int = 0) -> BlockMap:
@@ -195,18 +190,20 @@ def aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def cut_workspace(workspace: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Returns consecutive views of these many int32, each aligned."""
-    pieces = []
+def cut_workspace(workspace: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Consecutive views of so many int32, each aligned; the piece `counts` becomes `num_blocks` and `tile_counters`."""
+    pieces = {}
     start = 0
-    for size in sizes:
-        pieces.append(workspace[start : start + size])
+    for name, size in sizes.items():
+        pieces[name] = workspace[start : start + size]
         start += aligned(size)
+    counts = pieces.pop("counts")
+    pieces["num_blocks"], pieces["tile_counters"] = counts[:1], counts[1:]
     assert start <= workspace.numel(), f"workspace holds {workspace.numel()} int32, needs {start}"
     return pieces
 
 
-def _batch_sizes(num_experts: int, max_tokens: int, block_m: int) -> tuple[int, ...]:
-    # Every expert may be full: what the caller routed is not known here.
+def _batch_sizes(num_experts: int, max_tokens: int, block_m: int) -> dict[str, int]:
+    # Every expert may be full: only the device knows the counts.
     blocks = num_experts * -(-max_tokens // block_m)
-    return (blocks, blocks, blocks, NUM_COUNTS)
+    return {"block_expert": blocks, "block_row": blocks, "block_end": blocks, "counts": NUM_COUNTS}

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from moereg.kernels.launch.overlap import overlap_options, wait_for_previous
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.rows.sort import load_local_expert
+from moereg.kernels.rows.direct import load_local_expert
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,9 @@
-"""Groups routes by expert on the device, in Triton: who computes what, and which tile belongs to which expert.
+"""Sorts routes by expert on the device, in Triton, and lays tiles over them; what a plan holds is in `rows.plan`.
 
-A route is one (token, choice) pair, numbered `t * K + k`. The plan is compact: the rows of one expert follow those of
-the one before it with nothing between them, and a block map tells a grouped GEMM where each tile starts.
-Sizes: T tokens, K choices per token, N = T * K routes, E local experts, B upper bound on the number of tiles.
+Sizes: T tokens, K choices per token, N = T * K routes, E local experts.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,76 +11,13 @@ import triton.language as tl
 
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.rows.block_map import (
-    NUM_COUNTS,
-    BlockMap,
-    aligned,
-    block_map_reference,
-    cut_workspace,
-    store_block_map,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingConfig:
-    """How routes are sorted.
-
-    Attributes:
-        single_launch_routes: up to this many routes, one launch in which every program reads all of them.
-        chunk: routes that are read at a time, and the unit of counting above the limit; a power of two, at least one
-            route a thread, since the histogram would count a route twice that two threads hold.
-        routes_per_program: routes that one program of the single launch places; a power of two.
-        routes_per_placing: routes that one program places above the limit; a power of two that divides `chunk`.
-        num_warps: warps per program.
-    """
-
-    single_launch_routes: int = 4096
-    chunk: int = 512
-    routes_per_program: int = 16
-    routes_per_placing: int = 32
-    num_warps: int = 4
-
-
-DEFAULT_ROUTING_CONFIG = RoutingConfig()
+from moereg.kernels.rows.block_map import cut_workspace, store_block_map
+from moereg.kernels.rows.direct import load_local_expert
+from moereg.kernels.rows.plan import DEFAULT_SORT_CONFIG, RoutePlan, SortConfig, plan_sizes
 
 # Chunks and experts whose counts one program of the scan adds up at a time: 16 registers a thread at 4 warps.
 _SCAN_CHUNKS = 64
 _SCAN_EXPERTS = 32
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class RoutePlan(BlockMap):
-    """Where each route's row is, and which sorted rows each tile covers; all int32 on the device of the ids.
-
-    Attributes:
-        route_expert: [N], local expert of a route, or -1 where it adds nothing.
-        route_row: [N], sorted row of a route, or -1 where it adds nothing.
-        sorted_routes: [N], routes by ascending expert, by ascending route within one; entries from
-            `expert_offsets[E]` on are not written.
-        expert_offsets: [E + 1], first sorted row of each expert, then the number of valid routes.
-    """
-
-    route_expert: torch.Tensor
-    route_row: torch.Tensor
-    sorted_routes: torch.Tensor
-    expert_offsets: torch.Tensor
-
-
-@triton.jit
-def load_local_expert(
-    topk_ids,
-    expert_map,
-    routes,
-    num_routes,
-    num_experts,
-    num_local_experts,
-):
-    """Local experts of routes of any shape, a single one included; -1 where a route adds nothing."""
-    expert = tl.load(topk_ids + routes, mask=routes < num_routes, other=-1)
-    expert = tl.where(expert < num_experts, expert, -1)
-    if expert_map is not None:
-        expert = tl.load(expert_map + expert, mask=expert >= 0, other=-1)
-    return tl.where((expert >= 0) & (expert < num_local_experts), expert, -1)
 
 
 @triton.jit
@@ -276,23 +209,6 @@ def _place_routes_kernel(
         tl.store(route_row + own, tl.where(valid, place, -1), mask=own < num_routes)
 
 
-def max_num_blocks(num_routes: int, num_local_experts: int, block_m: int) -> int:
-    """Returns the most tiles of `block_m` rows that any distribution of the routes over the experts needs."""
-    active = min(num_routes, num_local_experts)
-    return (num_routes + active * (block_m - 1)) // block_m
-
-
-def route_workspace_numel(
-    num_tokens: int,
-    top_k: int,
-    num_local_experts: int,
-    block_m: int,
-    config: RoutingConfig = DEFAULT_ROUTING_CONFIG,
-) -> int:
-    """Returns how many int32 `sort_routes` needs; grows with tokens and experts, shrinks with `block_m`."""
-    return sum(aligned(size) for size in _piece_sizes(num_tokens * top_k, num_local_experts, block_m, config))
-
-
 def sort_routes(
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
@@ -300,7 +216,7 @@ def sort_routes(
     num_local_experts: int,
     block_m: int,
     workspace: torch.Tensor,
-    config: RoutingConfig = DEFAULT_ROUTING_CONFIG,
+    config: SortConfig = DEFAULT_SORT_CONFIG,
     slack: int = 0,
     overlap: bool = False,
 ) -> RoutePlan:
@@ -329,22 +245,9 @@ def sort_routes(
     assert num_routes > 0, "the caller handles T = 0"
     # Also keeps the keys of the single launch within int32.
     assert num_local_experts * config.single_launch_routes < 2**31
-    pieces = cut_workspace(workspace, _piece_sizes(num_routes, num_local_experts, block_m, config))
-    route_expert, route_row, sorted_routes, expert_offsets, *block_pieces = pieces
-    block_expert, block_row, block_end, counts, expert_counts, chunk_counts = block_pieces
-    plan = RoutePlan(
-        route_expert=route_expert,
-        route_row=route_row,
-        sorted_routes=sorted_routes,
-        expert_offsets=expert_offsets,
-        block_expert=block_expert,
-        block_row=block_row,
-        block_end=block_end,
-        num_blocks=counts[:1],
-        tile_counters=counts[1:],
-        block_m=block_m,
-        slack=slack,
-    )
+    pieces = cut_workspace(workspace, plan_sizes(num_routes, num_local_experts, block_m, config))
+    expert_counts, chunk_counts = pieces.pop("expert_counts"), pieces.pop("chunk_counts")
+    plan = RoutePlan(**pieces, block_m=block_m, slack=slack)
     block_map = (plan.expert_offsets, plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks)
     # Triton's histogram wants a power of two, and on NVIDIA a warp's worth of bins at least.
     experts = max(32, triton.next_power_of_2(num_local_experts))
@@ -422,68 +325,3 @@ def sort_routes(
         **overlap_options(overlap),
     )
     return plan
-
-
-def sort_routes_reference(
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_experts: int,
-    num_local_experts: int,
-    block_m: int,
-    slack: int = 0,
-) -> RoutePlan:
-    """The plan of `sort_routes` by a stable sort in torch, with every tensor cut to the part in use.
-
-    Args:
-        topk_ids: [T, K] int32.
-        expert_map: [num_experts] int32 or None.
-        num_experts: number of ids.
-        num_local_experts: E.
-        block_m: rows per tile.
-        slack: rows by which the last tile of an expert may be longer.
-
-    Returns:
-        New tensors: `sorted_routes` [valid routes], `block_*` [tiles in use], the others as in `RoutePlan`.
-    """
-    ids = topk_ids.flatten().long()
-    known = (ids >= 0) & (ids < num_experts)
-    local = ids if expert_map is None else expert_map.long()[ids.where(known, ids.new_zeros(()))]
-    local = local.where(known & (local >= 0) & (local < num_local_experts), local.new_tensor(-1))
-    counts = local[local >= 0].bincount(minlength=num_local_experts)
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    blocks = block_map_reference(counts, offsets[:-1], block_m, slack)
-    sorted_routes = local.argsort(stable=True)[(local < 0).sum() :]
-    route_row = torch.full_like(local, -1)
-    route_row[sorted_routes] = torch.arange(sorted_routes.numel(), device=ids.device)
-    return RoutePlan(
-        route_expert=local.int(),
-        route_row=route_row.int(),
-        sorted_routes=sorted_routes.int(),
-        expert_offsets=offsets.int(),
-        block_expert=blocks.block_expert,
-        block_row=blocks.block_row,
-        block_end=blocks.block_end,
-        num_blocks=blocks.num_blocks,
-        tile_counters=blocks.tile_counters,
-        block_m=block_m,
-        slack=slack,
-    )
-
-
-def _piece_sizes(num_routes: int, num_local_experts: int, block_m: int, config: RoutingConfig) -> tuple[int, ...]:
-    """Sizes of the plan's pieces: its fields, the last two in one, then counts by expert and by chunk."""
-    blocks = max_num_blocks(num_routes, num_local_experts, block_m)
-    # Also below the limit of the single launch, so that the size grows steadily with tokens.
-    chunks = -(-num_routes // config.chunk)
-    return (
-        num_routes,
-        num_routes,
-        num_routes,
-        num_local_experts + 1,
-        blocks,
-        blocks,
-        blocks,
-        NUM_COUNTS,
-        num_local_experts,
-        chunks * num_local_experts,
-    )

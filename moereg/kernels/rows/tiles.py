@@ -1,47 +1,99 @@
-"""Which rows and columns a program of a grouped GEMM works on, and its main loop, in Triton.
+"""Which rows and columns a program of a grouped GEMM works on, in Triton.
 
 Sizes: T tokens, K choices per token, N = T * K routes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from moereg.kernels.rows.block_map import BlockMap
-from moereg.kernels.rows.sort import RoutePlan, load_local_expert
+from moereg.kernels.rows.direct import DirectRoutes, direct_rows
+from moereg.kernels.rows.plan import RoutePlan
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DirectRoutes:
-    """Routes of at most `block_m` tokens as they come: row t of every tile is token t, and nothing is sorted.
-
-    The programs of the first route to an expert serve all tokens that chose it; those of its other routes end at once.
+class Tile(NamedTuple):
+    """A tile of a grouped GEMM, as its program claims it; rows, routes and the mask are [BLOCK_M].
 
     Attributes:
-        topk_ids: [T, K] int32, contiguous: ids outside [0, num_experts) belong to no expert.
-        expert_map: [num_experts] int32, local expert or -1; None: identity.
-        num_experts: number of ids.
-        block_m: rows per tile.
+        expert: local expert; of direct routes -1 where another program serves the route, or none has to.
+        column_tile: number of the tile of columns.
+        rows: rows of the sorted order, past the expert's end too; of direct routes the routes.
+        valid_rows: the same, with those past the end repeating the last one.
+        routes: routes of `valid_rows`; the rows themselves in the batched format.
+        row_mask: which rows count.
     """
 
-    topk_ids: torch.Tensor
-    expert_map: torch.Tensor | None
-    num_experts: int
-    block_m: int
+    expert: tl.tensor
+    column_tile: tl.tensor
+    rows: tl.tensor
+    valid_rows: tl.tensor
+    routes: tl.tensor
+    row_mask: tl.tensor
 
-    @property
-    def max_blocks(self) -> int:
-        """Tiles to launch: one a route."""
-        return self.topk_ids.numel()
 
-    @property
-    def single(self) -> bool:
-        """Whether there is one token."""
-        return self.topk_ids.shape[0] == 1
+@triton.jit
+def claim_tile(
+    topk_ids,
+    expert_map,
+    num_tokens,
+    num_experts,
+    num_local_experts,
+    sorted_routes,
+    block_expert,
+    block_row,
+    block_end,
+    used_blocks,
+    num_tiles_n,
+    SORTED: tl.constexpr,
+    SINGLE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """The `Tile` of this program.
+
+    Args:
+        topk_ids: like the next four those of `DirectRoutes`; read where the rows are not sorted.
+        sorted_routes: like the next four those of a plan, with None for the batched format; read where they are.
+        used_blocks: number of tiles of rows, which this program's number lies below.
+        num_tiles_n: number of tiles of columns.
+        SORTED: whether the rows come from a `BlockMap`.
+        SINGLE: whether there is one token.
+    """
+    if SORTED:
+        block, column_tile = tile_of_program(used_blocks, num_tiles_n, GROUP_M)
+        expert = tl.load(block_expert + block)
+        end = tl.load(block_end + block)
+        rows = tl.load(block_row + block) + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+        row_mask = rows < end  # [BLOCK_M]
+        # Rows past the end repeat the last one where they are not masked; they are dropped when stored.
+        valid_rows = tl.minimum(rows, end - 1)
+        routes = valid_rows
+        if sorted_routes is not None:
+            routes = tl.load(sorted_routes + valid_rows)
+        return Tile(expert, column_tile, rows, valid_rows, routes, row_mask)
+    else:
+        own_route = tl.program_id(0) // num_tiles_n
+        column_tile = tl.program_id(0) % num_tiles_n
+        expert, routes, row_mask = direct_rows(
+            topk_ids,
+            expert_map,
+            own_route,
+            num_tokens,
+            num_experts,
+            num_local_experts,
+            TOP_K,
+            BLOCK_M,
+            BLOCK_TOP_K,
+            SINGLE,
+        )
+        return Tile(expert, column_tile, routes, routes, routes, row_mask)
 
 
 @triton.jit
@@ -55,105 +107,6 @@ def tile_of_program(num_blocks, num_tiles_n, GROUP_M: tl.constexpr):
     group_blocks = tl.minimum(num_blocks - first_block, GROUP_M)
     within = pid % (GROUP_M * num_tiles_n)
     return first_block + within % group_blocks, within // group_blocks
-
-
-@triton.jit
-def direct_rows(
-    topk_ids,
-    expert_map,
-    own_route,
-    num_tokens,
-    num_experts,
-    num_local_experts,
-    TOP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr,
-    SINGLE: tl.constexpr = False,
-):
-    """What a program of `DirectRoutes` serves; `SINGLE`: there is one token.
-
-    Returns:
-        Expert of its route, -1 where that has none or an earlier route serves it; [BLOCK_M] route of every token to
-        that expert, 0 where the token has none; [BLOCK_M] whether it has one.
-    """
-    expert = load_local_expert(topk_ids, expert_map, own_route, own_route + 1, num_experts, num_local_experts)
-    if SINGLE:
-        # Every route is served by itself, also where two name one expert.
-        return expert, tl.full([BLOCK_M], 0, tl.int32) + own_route, tl.arange(0, BLOCK_M) == 0
-    tokens = tl.arange(0, BLOCK_M)[:, None]
-    choices = tl.arange(0, BLOCK_TOP_K)[None, :]
-    routes = tokens * TOP_K + choices
-    ids = tl.load(topk_ids + routes, mask=(tokens < num_tokens) & (choices < TOP_K), other=-1)
-    # Equal ids mean equal experts; two ids that one map sends to the same local expert would read its weights twice.
-    same = (ids == tl.load(topk_ids + own_route)) & (ids >= 0)
-    earlier = same & (routes < own_route)
-    # A token has one row, so where it names an expert again, against the rules, that route's programs serve it alone.
-    # Both questions are one sum: a reduction over the program takes longer than the rest of this.
-    weights = tl.where(tokens == own_route // TOP_K, 1 << 20, 1)
-    earlier = tl.sum(tl.sum(tl.where(same & (routes < own_route), weights, 0), 1), 0)
-    again = earlier >= 1 << 20
-    leads = (earlier == 0) | again
-    same = same & ((routes == own_route) | (again == 0))
-    choice = tl.min(tl.where(same, choices, BLOCK_TOP_K), 1)
-    mask = choice < BLOCK_TOP_K
-    return tl.where(leads, expert, -1), tl.where(mask, tl.arange(0, BLOCK_M) * TOP_K + choice, 0), mask
-
-
-@triton.jit
-def accumulate(
-    a_pointers,
-    b_pointers,
-    row_mask,
-    size_a,
-    size_b,
-    MASK_ROWS: tl.constexpr,
-    MASK_A: tl.constexpr,
-    MASK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """[BLOCK_M, BLOCK_N] fp32 product of rows of activations and rows of weights.
-
-    Args:
-        a_pointers: [BLOCK_M, BLOCK_K] first elements of the activations.
-        b_pointers: [BLOCK_K, BLOCK_N] first elements of the weights.
-        row_mask: [BLOCK_M] rows that count.
-        size_a: elements of a row of activations; what lies behind them may be NaN.
-        size_b: elements of a row of weights, no fewer; behind them lies the next row, or nothing.
-        MASK_ROWS: whether to leave out the rows that do not count.
-        MASK_A: whether steps of BLOCK_K over `size_b` reach past `size_a`; see `reaches_past`.
-        MASK_B: whether they reach past `size_b`.
-    """
-    offs_k = tl.arange(0, BLOCK_K)
-    accumulator = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for start in range(0, size_b, BLOCK_K):
-        if MASK_ROWS and MASK_A:
-            a = tl.load(a_pointers, mask=row_mask[:, None] & (start + offs_k < size_a)[None, :], other=0.0)
-        elif MASK_ROWS:
-            a = tl.load(a_pointers, mask=row_mask[:, None], other=0.0)
-        elif MASK_A:
-            a = tl.load(a_pointers, mask=(start + offs_k < size_a)[None, :], other=0.0)
-        else:
-            a = tl.load(a_pointers)
-        if MASK_B:
-            b = tl.load(b_pointers, mask=(start + offs_k < size_b)[:, None], other=0.0)
-        else:
-            b = tl.load(b_pointers)
-        # Matters for 32-bit operands only: TF32 would keep 10 bits of their mantissa.
-        accumulator = tl.dot(a, b, accumulator, input_precision="ieee")
-        a_pointers += BLOCK_K
-        b_pointers += BLOCK_K
-    return accumulator
-
-
-def reaches_past(size: int, depth: int, step: int) -> bool:
-    """Whether a loop over `depth` elements by `step` reads past the first `size` elements of a row.
-
-    Rows of activations end where the layer's size ends, while the loop goes on to the padded size of the weights, by
-    whole steps. Zeros of the weights do not help there: what lies behind a row may be NaN.
-    """
-    return -(-depth // step) * step > size
 
 
 def plan_arguments(plan: BlockMap | DirectRoutes, num_local_experts: int) -> tuple[torch.Tensor | int | None, ...]:

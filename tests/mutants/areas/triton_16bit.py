@@ -9,14 +9,14 @@ from tests.mutants.mutant import Mutant
 MUTANTS: Final = (
     Mutant(
         "a tile has one row too many",
-        "moereg/kernels/gemm/grouped.py",
-        old=("        row_mask = rows < end\n        # Rows"),
-        new=("        row_mask = rows <= end\n        # Rows"),
+        "moereg/kernels/rows/tiles.py",
+        old="row_mask = rows < end",
+        new="row_mask = rows <= end",
         tests=("tests/kernels/test_triton_kernels.py::test_gate_up_gemm[T1k1E4H64I64-bfloat16-silu]",),
     ),
     Mutant(
         "accumulated in 16 bits",
-        "moereg/kernels/rows/tiles.py",
+        "moereg/kernels/gemm/loop.py",
         old='        accumulator = tl.dot(a, b, accumulator, input_precision="ieee")',
         new=('        accumulator = tl.dot(a, b, accumulator, input_precision="ieee").to(a.dtype).to(tl.float32)'),
         tests=("tests/kernels/test_triton_kernels.py::test_gate_up_gemm[T2k2E8H72I40-float16-gelu]",),
@@ -58,7 +58,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "an expert that is named twice loses a route",
-        "moereg/kernels/rows/tiles.py",
+        "moereg/kernels/rows/direct.py",
         old="tl.where(tokens == own_route // TOP_K, 1 << 20, 1)",
         new="tl.where(tokens == own_route // TOP_K, 1, 1)",
         tests=(
@@ -70,7 +70,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "ids past the experts read the map",
-        "moereg/kernels/rows/sort.py",
+        "moereg/kernels/rows/direct.py",
         old="    expert = tl.where(expert < num_experts, expert, -1)\n",
         new="",
         tests=("tests/kernels/test_triton_kernels.py::test_sort_routes",),
@@ -84,7 +84,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a tile too few is launched",
-        "moereg/kernels/rows/sort.py",
+        "moereg/kernels/rows/plan.py",
         old="active * (block_m - 1)) // block_m",
         new="active * (block_m - 2)) // block_m",
         tests=("tests/kernels/test_triton_kernels.py::test_sort_routes",),

@@ -1,0 +1,63 @@
+"""The main loop of a product of 16- or 32-bit rows and weights, in Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def accumulate(
+    a_pointers,
+    b_pointers,
+    row_mask,
+    depth_a,
+    depth,
+    MASK_ROWS: tl.constexpr,
+    MASK_A: tl.constexpr,
+    MASK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """[BLOCK_M, BLOCK_N] fp32 product of rows of activations and rows of weights.
+
+    Args:
+        a_pointers: [BLOCK_M, BLOCK_K] first elements of the activations.
+        b_pointers: [BLOCK_K, BLOCK_N] first elements of the weights.
+        row_mask: [BLOCK_M] rows that count.
+        depth_a: elements of a row of activations; what lies behind them may be NaN.
+        depth: K_pad, elements of a row of weights, no fewer; behind them lies the next row, or nothing.
+        MASK_ROWS: whether to leave out the rows that do not count.
+        MASK_A: whether steps of BLOCK_K over `depth` reach past `depth_a`; see `reaches_past`.
+        MASK_B: whether they reach past `depth`.
+    """
+    offs_k = tl.arange(0, BLOCK_K)
+    accumulator = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        if MASK_ROWS and MASK_A:
+            a = tl.load(a_pointers, mask=row_mask[:, None] & (start + offs_k < depth_a)[None, :], other=0.0)
+        elif MASK_ROWS:
+            a = tl.load(a_pointers, mask=row_mask[:, None], other=0.0)
+        elif MASK_A:
+            a = tl.load(a_pointers, mask=(start + offs_k < depth_a)[None, :], other=0.0)
+        else:
+            a = tl.load(a_pointers)
+        if MASK_B:
+            b = tl.load(b_pointers, mask=(start + offs_k < depth)[:, None], other=0.0)
+        else:
+            b = tl.load(b_pointers)
+        # Matters for 32-bit operands only: TF32 would keep 10 bits of their mantissa.
+        accumulator = tl.dot(a, b, accumulator, input_precision="ieee")
+        a_pointers += BLOCK_K
+        b_pointers += BLOCK_K
+    return accumulator
+
+
+def reaches_past(size: int, depth: int, step: int) -> bool:
+    """Whether a loop over `depth` elements by `step` reads past the first `size` elements of a row.
+
+    Rows of activations end where the layer's size ends, while the loop goes on to the padded size of the weights, by
+    whole steps. Zeros of the weights do not help there: what lies behind a row may be NaN.
+    """
+    return -(-depth // step) * step > size

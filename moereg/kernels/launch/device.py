@@ -1,0 +1,22 @@
+"""Limits that a device sets to launches: the one place of the kernels that asks the device for them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+
+def least_block_m(device: torch.device) -> int:
+    """Rows that the matrix units of a device take at least; with fewer Triton turns to plain multiply-adds on AMD's."""
+    return 16 if device.type == "cuda" and torch.version.hip is not None else 1
+
+
+@functools.cache
+def max_shared_bytes(device: torch.device) -> int | None:
+    """Shared memory that one program may use on a device; None for the interpreter, which has no limit."""
+    if device.type == "cpu":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])

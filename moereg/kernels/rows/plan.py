@@ -1,0 +1,137 @@
+"""Where the rows of sorted routes are: the plan, the workspace it takes, and the same plan in torch.
+
+A route is one (token, choice) pair, numbered `t * K + k`. The plan is compact: the rows of one expert follow those of
+the one before it with nothing between them, and a block map tells a grouped GEMM where each tile starts.
+Sizes: T tokens, K choices per token, N = T * K routes, E local experts, B upper bound on the number of tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moereg.kernels.rows.block_map import NUM_COUNTS, BlockMap, aligned, block_map_reference
+
+
+@dataclass(frozen=True, slots=True)
+class SortConfig:
+    """How routes are sorted.
+
+    Attributes:
+        single_launch_routes: up to this many routes, one launch in which every program reads all of them.
+        chunk: routes that are read at a time, and the unit of counting above the limit; a power of two, at least one
+            route a thread, since the histogram would count a route twice that two threads hold.
+        routes_per_program: routes that one program of the single launch places; a power of two.
+        routes_per_placing: routes that one program places above the limit; a power of two that divides `chunk`.
+        num_warps: warps per program.
+    """
+
+    single_launch_routes: int = 4096
+    chunk: int = 512
+    routes_per_program: int = 16
+    routes_per_placing: int = 32
+    num_warps: int = 4
+
+
+DEFAULT_SORT_CONFIG = SortConfig()
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RoutePlan(BlockMap):
+    """Where each route's row is, and which sorted rows each tile covers; all int32 on the device of the ids.
+
+    Attributes:
+        route_expert: [N], local expert of a route, or -1 where it adds nothing.
+        route_row: [N], sorted row of a route, or -1 where it adds nothing.
+        sorted_routes: [N], routes by ascending expert, by ascending route within one; entries from
+            `expert_offsets[E]` on are not written.
+        expert_offsets: [E + 1], first sorted row of each expert, then the number of valid routes.
+    """
+
+    route_expert: torch.Tensor
+    route_row: torch.Tensor
+    sorted_routes: torch.Tensor
+    expert_offsets: torch.Tensor
+
+
+def max_num_blocks(num_routes: int, num_local_experts: int, block_m: int) -> int:
+    """Returns the most tiles of `block_m` rows that any distribution of the routes over the experts needs."""
+    active = min(num_routes, num_local_experts)
+    return (num_routes + active * (block_m - 1)) // block_m
+
+
+def route_workspace_numel(
+    num_tokens: int,
+    top_k: int,
+    num_local_experts: int,
+    block_m: int,
+    config: SortConfig = DEFAULT_SORT_CONFIG,
+) -> int:
+    """Returns how many int32 `sort_routes` needs; grows with tokens and experts, shrinks with `block_m`."""
+    return sum(map(aligned, plan_sizes(num_tokens * top_k, num_local_experts, block_m, config).values()))
+
+
+def plan_sizes(num_routes: int, num_local_experts: int, block_m: int, config: SortConfig) -> dict[str, int]:
+    """int32 of each piece of a workspace, in order: the plan's tensors, then counts by expert and by chunk."""
+    blocks = max_num_blocks(num_routes, num_local_experts, block_m)
+    # Also below the limit of the single launch, so that the size grows steadily with tokens.
+    chunks = -(-num_routes // config.chunk)
+    return {
+        "route_expert": num_routes,
+        "route_row": num_routes,
+        "sorted_routes": num_routes,
+        "expert_offsets": num_local_experts + 1,
+        "block_expert": blocks,
+        "block_row": blocks,
+        "block_end": blocks,
+        "counts": NUM_COUNTS,
+        "expert_counts": num_local_experts,
+        "chunk_counts": chunks * num_local_experts,
+    }
+
+
+def sort_routes_reference(
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    num_local_experts: int,
+    block_m: int,
+    slack: int = 0,
+) -> RoutePlan:
+    """The plan of `sort_routes` by a stable sort in torch, with every tensor cut to the part in use.
+
+    Args:
+        topk_ids: [T, K] int32.
+        expert_map: [num_experts] int32 or None.
+        num_experts: number of ids.
+        num_local_experts: E.
+        block_m: rows per tile.
+        slack: rows by which the last tile of an expert may be longer.
+
+    Returns:
+        New tensors: `sorted_routes` [valid routes], `block_*` [tiles in use], the others as in `RoutePlan`.
+    """
+    ids = topk_ids.flatten().long()
+    known = (ids >= 0) & (ids < num_experts)
+    local = ids if expert_map is None else expert_map.long()[ids.where(known, ids.new_zeros(()))]
+    local = local.where(known & (local >= 0) & (local < num_local_experts), local.new_tensor(-1))
+    counts = local[local >= 0].bincount(minlength=num_local_experts)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    blocks = block_map_reference(counts, offsets[:-1], block_m, slack)
+    sorted_routes = local.argsort(stable=True)[(local < 0).sum() :]
+    route_row = torch.full_like(local, -1)
+    route_row[sorted_routes] = torch.arange(sorted_routes.numel(), device=ids.device)
+    return RoutePlan(
+        route_expert=local.int(),
+        route_row=route_row.int(),
+        sorted_routes=sorted_routes.int(),
+        expert_offsets=offsets.int(),
+        block_expert=blocks.block_expert,
+        block_row=blocks.block_row,
+        block_end=blocks.block_end,
+        num_blocks=blocks.num_blocks,
+        tile_counters=blocks.tile_counters,
+        block_m=block_m,
+        slack=slack,
+    )
