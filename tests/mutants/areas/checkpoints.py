@@ -186,7 +186,7 @@ MUTANTS: Final = (
         "moereg/routing/configs.py",
         old='renormalize=read_flag(config, "norm_topk_prob"), **',
         new="renormalize=True, **",
-        tests=("tests/layer/test_routing.py::test_published_configs",),
+        tests=("tests/layer/test_router_spec.py::test_published_configs",),
     ),
     Mutant(
         "DeepSeek-V3's scaling factor is 1",

@@ -19,7 +19,7 @@ MUTANTS: Final = (
         "moereg/placement.py",
         old="first = ep_rank * problem.num_local_experts",
         new="first = ep_rank * problem.num_local_experts + 1",
-        tests=("tests/layer/test_layer.py::test_contiguous_ranks_sum_to_the_whole",),
+        tests=("tests/layer/test_placement.py::test_contiguous_ranks_sum_to_the_whole",),
     ),
     Mutant(
         "64-bit ids wrap around",
@@ -75,21 +75,21 @@ MUTANTS: Final = (
         "moereg/layer.py",
         old="            self.weights.copy_from(permuted)\n",
         new="            self.weights = permuted\n",
-        tests=("tests/layer/test_layer.py::test_reload_keeps_storage",),
+        tests=("tests/layer/test_layer_memory.py::test_reload_keeps_storage",),
     ),
     Mutant(
         "a reload skips tensors",
         "moereg/weights.py",
         old="target.copy_(source.clone() if same else source)",
         new="target.copy_(target)",
-        tests=("tests/layer/test_weights.py::test_copy_from_keeps_storage",),
+        tests=("tests/layer/test_permuted_weights.py::test_copy_from_keeps_storage",),
     ),
     Mutant(
         "a reload of another dtype is taken",
         "moereg/weights.py",
         old="(tuple(value.shape), value.dtype)",
         new="(tuple(value.shape),)",
-        tests=("tests/layer/test_weights.py::test_copy_from_refuses_and_writes_nothing",),
+        tests=("tests/layer/test_permuted_weights.py::test_copy_from_refuses_and_writes_nothing",),
     ),
     Mutant(
         "biases of any dtype are taken",
@@ -110,7 +110,7 @@ MUTANTS: Final = (
         "moereg/call_checks.py",
         old="if address and address < end and start < address + tensor.nbytes:",
         new="if address and address == start:",
-        tests=("tests/layer/test_layer.py::test_out_aliases_no_input",),
+        tests=("tests/layer/test_call_checks.py::test_out_aliases_no_input",),
     ),
     Mutant(
         "the experts are not told what they compute",
@@ -124,7 +124,7 @@ MUTANTS: Final = (
         "moereg/layer.py",
         old="copy.deepcopy((self.weights, self.expert_map), memo)",
         new="(self.weights, self.expert_map)",
-        tests=("tests/layer/test_layer.py::test_a_deep_copy_is_a_kernel_of_its_own",),
+        tests=("tests/layer/test_layer_memory.py::test_a_deep_copy_is_a_kernel_of_its_own",),
     ),
     Mutant(
         "expert 0 named twice goes unnoticed",
@@ -145,13 +145,13 @@ MUTANTS: Final = (
         "moereg/call_checks.py",
         old="num_tokens > problem.max_num_tokens:",
         new="num_tokens > 2 * problem.max_num_tokens:",
-        tests=("tests/layer/test_layer.py::test_max_num_tokens_is_kept",),
+        tests=("tests/layer/test_call_checks.py::test_max_num_tokens_is_kept",),
     ),
     Mutant(
         "the map holds an expert more than there are",
         "moereg/placement.py",
         old="(local < problem.num_local_experts), local, -1)",
         new="(local <= problem.num_local_experts), local, -1)",
-        tests=("tests/layer/test_layer.py::test_contiguous_ranks_sum_to_the_whole",),
+        tests=("tests/layer/test_placement.py::test_contiguous_ranks_sum_to_the_whole",),
     ),
 )

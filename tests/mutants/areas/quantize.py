@@ -60,21 +60,21 @@ MUTANTS: Final = (
         "moereg/quantize/scales.py",
         old="torch.where(mantissa == 0.5, exponent - 1, exponent)",
         new="exponent",
-        tests=("tests/quantize/test_quantize.py::test_e8m0_scale_is_the_smallest_that_saturates_nothing",),
+        tests=("tests/quantize/test_elements.py::test_e8m0_scale_is_the_smallest_that_saturates_nothing",),
     ),
     Mutant(
         "the bias of e8m0 is 128",
         "moereg/quantize/scales.py",
         old="_E8M0_BIAS: Final = 127",
         new="_E8M0_BIAS: Final = 126",
-        tests=("tests/quantize/test_quantize.py::test_e8m0_scale_is_the_smallest_that_saturates_nothing",),
+        tests=("tests/quantize/test_elements.py::test_e8m0_scale_is_the_smallest_that_saturates_nothing",),
     ),
     Mutant(
         "nibbles are looked up high one first",
         "moereg/quantize/nibbles.py",
         old="low, high = values.expand(16, 16), values.unsqueeze(1).expand(16, 16)",
         new="high, low = values.expand(16, 16), values.unsqueeze(1).expand(16, 16)",
-        tests=("tests/quantize/test_quantize.py::test_floats_round_to_nearest_even_and_saturate",),
+        tests=("tests/quantize/test_elements.py::test_floats_round_to_nearest_even_and_saturate",),
     ),
     Mutant(
         "groups are repeated as a whole",
@@ -84,28 +84,28 @@ MUTANTS: Final = (
             "values.repeat(*(extent if d == dim % values.dim() else 1 for d in "
             "range(values.dim()))).narrow(dim, 0, size)"
         ),
-        tests=("tests/quantize/test_quantize.py::test_groups",),
+        tests=("tests/quantize/test_elements.py::test_groups",),
     ),
     Mutant(
         "zero points are of the upper end",
         "moereg/quantize/weights.py",
         old="element.encode(element.min_value - low / total)",
         new="element.encode(element.max_value - high / total)",
-        tests=("tests/quantize/test_quantize.py::test_weights_are_what_slow_loops_give",),
+        tests=("tests/quantize/test_quantize_weights.py::test_weights_are_what_slow_loops_give",),
     ),
     Mutant(
         "asymmetric scales span half of the range",
         "moereg/quantize/weights.py",
         old="choose_scale(high - low, element.max_value - element.min_value,",
         new="choose_scale(high - low, element.max_value,",
-        tests=("tests/quantize/test_quantize.py::test_weights_are_what_slow_loops_give",),
+        tests=("tests/quantize/test_quantize_weights.py::test_weights_are_what_slow_loops_give",),
     ),
     Mutant(
         "uint4 has 15 as its half range",
         "moereg/quantize/integers.py",
         old='"uint4": Element(7.5, 7.0, -8.0,',
         new='"uint4": Element(7.0, 7.0, -8.0,',
-        tests=("tests/quantize/test_quantize.py::test_weights_are_what_slow_loops_give",),
+        tests=("tests/quantize/test_quantize_weights.py::test_weights_are_what_slow_loops_give",),
     ),
     Mutant(
         "the limit clamps the gate from below too",

@@ -1,0 +1,66 @@
+"""Small layers of fake experts for the tests of this folder."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from moereg.discovery import current_platform
+from moereg.dispatch import evaluate
+from moereg.layer import MoEKernel, make_kernel
+from moereg.problem import MoEProblem
+from moereg.reference import reference_experts
+from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.request import Request
+from moereg.selection import Selection
+from moereg.testing.inputs import Inputs, make_inputs, make_weights
+from moereg.weights import ExpertWeights
+from tests.support.fakes import BatchedExperts, FakeExperts, PerRouteExperts
+
+CPU = torch.device("cpu")
+FORMS = {"reduced": FakeExperts, "per_route": PerRouteExperts, "per_expert": BatchedExperts}
+
+
+def problem_of(**changes: Any) -> MoEProblem:
+    facts = {"num_experts": 8, "hidden_size": 16, "intermediate_size": 12, "top_k": 2, "dtype": "float32"}
+    return MoEProblem(**{**facts, **changes})
+
+
+def selection_of(problem: MoEProblem, experts: type[FakeExperts] = FakeExperts) -> Selection:
+    """A selection of a class that is registered nowhere else."""
+    registry = BackendRegistry()
+    register_moe_backend("fake", 1, ("unquantized",), ("*",), registry=registry)(experts)
+    request = Request(require=("fake",))
+    decision = evaluate(registry.cells[0], problem, current_platform(), request)
+    assert decision.accepted, decision.reasons
+    return Selection(problem, current_platform(), request, (decision,), "required")
+
+
+def kernel_of(
+    problem: MoEProblem, experts: type[FakeExperts] = FakeExperts, weights: ExpertWeights | None = None, **changes: Any
+) -> MoEKernel:
+    weights = make_weights(problem, CPU) if weights is None else weights
+    return make_kernel(problem, weights, selection=selection_of(problem, experts), **changes)
+
+
+def call(kernel: MoEKernel, inputs: Inputs, **changes: Any) -> torch.Tensor:
+    return kernel(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, **changes)
+
+
+def expected(problem: MoEProblem, weights: ExpertWeights, inputs: Inputs, expert_map: Any = None) -> torch.Tensor:
+    return reference_experts(
+        problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, expert_map, torch.float64
+    )
+
+
+INPUTS = make_inputs(problem_of(), 4, "uniform", CPU)
+
+
+def build_refused(text: str, problem: MoEProblem | None = None, **changes: Any) -> None:
+    problem = problem_of() if problem is None else problem
+    keywords = {"weights": make_weights(problem, CPU), "selection": selection_of(problem), **changes}
+    with pytest.raises(ValueError, match=re.escape(text)):
+        make_kernel(problem, **keywords)

@@ -1,0 +1,162 @@
+"""What a call of a layer refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from moereg.layer import MoEKernel
+from moereg.testing.inputs import Inputs, make_inputs, make_weights
+from moereg.weights import ExpertWeights
+from tests.layer.small_layers import CPU, FORMS, INPUTS, build_refused, call, kernel_of, problem_of
+
+
+def refuse(kernel: MoEKernel, inputs: Inputs, text: str, **changes: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        call(kernel, inputs, **changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("hidden_states", torch.zeros(4, 17), "hidden_states must have shape [4, 16], got [4, 17]"),
+        ("hidden_states", torch.zeros(4, 1, 16), "hidden_states must have shape [4, 16], got [4, 1, 16]"),
+        ("hidden_states", None, "hidden_states must be a torch.Tensor, got NoneType; convert it"),
+        ("hidden_states", [[0.0] * 16] * 4, "hidden_states must be a torch.Tensor, got list; convert it"),
+        ("topk_weights", None, "topk_weights must be a torch.Tensor, got NoneType; convert it"),
+        ("topk_ids", [[0, 1]] * 4, "topk_ids must be a torch.Tensor, got list; convert it"),
+        ("hidden_states", torch.zeros(()), "hidden_states must have shape [0, 16], got []"),
+        ("hidden_states", torch.zeros(4, 16).half(), "hidden_states must be float32, got float16; convert it"),
+        (
+            "hidden_states",
+            torch.zeros(16, 4).T,
+            "hidden_states must be contiguous, got strides [1, 4]; call .contiguous()",
+        ),
+        (
+            "hidden_states",
+            torch.zeros(4, 16, device="meta"),
+            "hidden_states must be on the weights' device cpu, got meta; move it",
+        ),
+        ("topk_weights", torch.zeros(4, 3), "topk_weights must have shape [4, 2], got [4, 3]"),
+        ("topk_weights", torch.zeros(4, 2).bfloat16(), "topk_weights must be float32, got bfloat16; convert it"),
+        (
+            "topk_weights",
+            torch.zeros(4, 2, device="meta"),
+            "topk_weights must be on the weights' device cpu, got meta; move it",
+        ),
+        ("topk_ids", torch.zeros(3, 2).int(), "topk_ids must have shape [4, 2], got [3, 2]"),
+        ("topk_ids", torch.zeros(4, 2).short(), "topk_ids must be int32 or int64, got int16; convert it"),
+        (
+            "topk_ids",
+            torch.zeros(4, 2, dtype=torch.int32, device="meta"),
+            "topk_ids must be on the weights' device cpu, got meta; move it",
+        ),
+        (
+            "topk_weights",
+            torch.tensor([[1, 1], [1, 1], [1, float("nan")], [1, 1]]),
+            "topk_weights must be finite, got nan at token 2, slot 1; look at the router (on a GPU this is checked "
+            "with MOEREG_DEBUG=1 only)",
+        ),
+        (
+            "topk_weights",
+            torch.tensor([[1, 1], [1, 1], [1, 1], [float("inf"), 1]]),
+            "topk_weights must be finite, got inf at token 3, slot 0; look at the router (on a GPU this is checked "
+            "with MOEREG_DEBUG=1 only)",
+        ),
+        (
+            "topk_ids",
+            torch.tensor([[0, 1], [5, 5], [2, 3], [4, 4]]),
+            "topk_ids of one token must be distinct, got [5, 5] at token 1; add the two weights up instead (on a GPU "
+            "this is checked with MOEREG_DEBUG=1 only)",
+        ),
+    ],
+)
+def test_bad_inputs(field: str, value: Any, text: str) -> None:
+    refuse(kernel_of(problem_of()), dataclasses.replace(INPUTS, **{field: value}), text)
+
+
+def test_unmapped_ids_may_repeat() -> None:
+    ids = torch.tensor([[-1, -1], [8, 8], [2**31 - 1, 2**31 - 1], [0, 1]], dtype=torch.int32)
+    out = call(kernel_of(problem_of()), dataclasses.replace(INPUTS, topk_ids=ids))
+    assert not out[:3].any()
+    assert out[3].any()
+
+
+@pytest.mark.parametrize(
+    ("out", "text"),
+    [
+        (torch.zeros(5, 16), "out must have shape [4, 16], got [5, 16]"),
+        (torch.zeros(4, 16).bfloat16(), "out must be float32, got bfloat16; convert it"),
+        (torch.zeros(16, 4).T, "out must be contiguous, got strides [1, 4]; call .contiguous()"),
+        (torch.zeros(4, 16, device="meta"), "out must be on the weights' device cpu, got meta; move it"),
+    ],
+)
+def test_bad_out(out: torch.Tensor, text: str) -> None:
+    refuse(kernel_of(problem_of()), INPUTS, text, out=out)
+
+
+def test_out_aliases_no_input() -> None:
+    kernel = kernel_of(problem_of())
+    text = "out must not alias an input: it is overwritten while inputs are read; pass another tensor"
+    refuse(kernel, INPUTS, text, out=INPUTS.hidden_states)
+    buffer = torch.zeros(7, 16)
+    buffer[:4] = INPUTS.hidden_states
+    shifted = dataclasses.replace(INPUTS, hidden_states=buffer[:4])
+    refuse(kernel, shifted, text, out=buffer[3:])
+    scratch = torch.zeros(4, 16)
+    weights = scratch.flatten()[-8:].view(4, 2)
+    refuse(kernel, dataclasses.replace(INPUTS, topk_weights=weights), text, out=scratch)
+    # Neighbors in one buffer do not overlap.
+    wide = torch.zeros(8, 16)
+    wide[:4] = INPUTS.hidden_states
+    call(kernel, dataclasses.replace(INPUTS, hidden_states=wide[:4]), out=wide[4:])
+    assert torch.equal(wide[:4], INPUTS.hidden_states)
+    assert wide[4:].any()
+
+
+def test_inference_only() -> None:
+    kernel = kernel_of(problem_of())
+    text = "moereg is for inference: inputs must not require grad; call it under torch.no_grad()"
+    for field in ("hidden_states", "topk_weights"):
+        inputs = dataclasses.replace(INPUTS, **{field: getattr(INPUTS, field).clone().requires_grad_()})
+        refuse(kernel, inputs, text)
+        with torch.no_grad():
+            assert torch.equal(call(kernel, inputs), call(kernel, INPUTS))
+    with torch.inference_mode():
+        call(kernel, INPUTS)
+
+
+def test_weights_may_be_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of()
+    plain = make_weights(problem, CPU)
+    parameters = ExpertWeights(w13=torch.nn.Parameter(plain.w13), w2=torch.nn.Parameter(plain.w2))
+    for form in ("reduced", "per_route"):
+        kernel = kernel_of(problem, FORMS[form], parameters)
+        out = call(kernel, INPUTS)
+        assert not out.requires_grad
+        assert torch.equal(out, call(kernel_of(problem, FORMS[form], plain), INPUTS))
+        kernel.reload(make_weights(problem, CPU, seed=1))
+
+
+def test_max_num_tokens_is_kept() -> None:
+    kernel = kernel_of(problem_of(max_num_tokens=3))
+    refuse(kernel, INPUTS, "the problem says max_num_tokens=3, got 4 tokens")
+    call(kernel, make_inputs(kernel.problem, 3, "uniform", CPU))
+
+
+@pytest.mark.parametrize("value", [4, 7, -2, -(2**31)])
+def test_expert_map_values_out_of_range_are_refused(value: int) -> None:
+    problem = problem_of(num_local_experts=4, placement="map")
+    text = (
+        f"expert_map must hold local experts in [0, 4) or -1, got {value} for expert 5; give experts of other ranks -1"
+    )
+    expert_map = torch.tensor([0, 1, 2, 3, -1, value, -1, -1], dtype=torch.int32)
+    build_refused(text, problem, expert_map=expert_map)
+    kernel = kernel_of(problem, expert_map=expert_map.clamp(-1, 3))
+    assert kernel.expert_map is not None
+    kernel.expert_map[5] = value
+    refuse(kernel, INPUTS, text)

@@ -1,0 +1,218 @@
+"""Weights of any strides, and whose storage a layer reads, shares, copies and writes into."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moereg.dispatch import select_backend
+from moereg.layer import make_kernel
+from moereg.problem import MoEProblem
+from moereg.reference import relative_error
+from moereg.testing.inputs import make_inputs, make_weights
+from moereg.weights import ExpertWeights, PermutedWeights
+from tests.layer.small_layers import CPU, FORMS, INPUTS, call, expected, kernel_of, problem_of, selection_of
+from tests.support.fakes import FakeExperts
+
+
+def every_second(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack((tensor, tensor.roll(1)), dim=-1)[..., 0]
+
+
+def behind_others(tensor: torch.Tensor) -> torch.Tensor:
+    flat = torch.cat((tensor.flatten()[:1], tensor.flatten()))
+    return flat[1:].view(tensor.shape)
+
+
+# The same numbers in every way that torch can hold them.
+STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "every second column": every_second,
+    "transposed": lambda tensor: tensor.transpose(0, -1).contiguous().transpose(0, -1),
+    "behind others": behind_others,
+    "parameter": lambda tensor: torch.nn.Parameter(tensor, requires_grad=tensor.dtype.itemsize > 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
+@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [("unquantized", "bfloat16"), ("unquantized", "float32"), ("int8_w8a8", "bfloat16"), ("nvfp4", "bfloat16")],
+)
+def test_weights_of_any_strides(scheme: str, dtype: str, activation_format: str) -> None:
+    problem = problem_of(
+        num_experts=3,
+        hidden_size=48,
+        intermediate_size=40,
+        has_bias=True,
+        quant=scheme,
+        dtype=dtype,
+        activation_format=activation_format,
+        exact_activations=True,
+    )
+    weights = make_weights(problem, CPU)
+    selection = select_backend(problem, "cpu")
+    inputs = make_inputs(problem, 5, "uniform", CPU)
+    want = call(make_kernel(problem, weights, selection), inputs)
+    for way, strided in STRIDES.items():
+        others = dataclasses.replace(weights, **{name: strided(value) for name, value in weights.tensors().items()})
+        kernel = make_kernel(problem, others, selection)
+        assert torch.equal(call(kernel, inputs), want), way
+        kernel.reload(others)
+        assert torch.equal(call(kernel, inputs), want), way
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_bias_may_be_one_number_for_all(dtype: str) -> None:
+    """Memory behind it was read as the other numbers."""
+    problem = problem_of(hidden_size=64, intermediate_size=32, has_bias=True, dtype=dtype)
+    weights = make_weights(problem, CPU)
+    sizes = {"w13_bias": (8, 64), "w2_bias": (8, 64)}
+    for bias_dtype in (problem.torch_dtype, torch.float32):
+        one = torch.tensor(0.5, dtype=bias_dtype)
+        expanded = dataclasses.replace(weights, **{name: one.expand(size) for name, size in sizes.items()})
+        whole = dataclasses.replace(weights, **{name: torch.full(size, 0.5).to(one) for name, size in sizes.items()})
+        inputs = make_inputs(problem, 5, "uniform", CPU)
+        assert torch.equal(call(make_kernel(problem, expanded), inputs), call(make_kernel(problem, whole), inputs))
+
+
+def test_reload_reads_views_of_its_own_storage() -> None:
+    """A transposed view has the address of what it is a view of."""
+    problem = problem_of(hidden_size=16, intermediate_size=8)
+    weights = make_weights(problem, CPU)
+    kernel = kernel_of(problem, weights=weights)
+    transposed = dataclasses.replace(weights, w13=weights.w13.transpose(1, 2))
+    wanted = dataclasses.replace(weights, w13=transposed.w13.clone())
+    assert kernel.weights["w13"].data_ptr() == transposed.w13.data_ptr()
+    truth = expected(problem, wanted, INPUTS)
+    kernel.reload(transposed)
+    assert relative_error(call(kernel, INPUTS), truth) < 1e-6
+
+
+def cloned(weights: ExpertWeights) -> ExpertWeights:
+    return dataclasses.replace(weights, **{name: tensor.clone() for name, tensor in weights.tensors().items()})
+
+
+def test_inference_mode_may_come_and_go() -> None:
+    """What is made inside it serves outside, and the other way around."""
+    problem = problem_of()
+    weights, other = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
+    for form in FORMS:
+        changes = {"activation_format": "batched"} if form == "per_expert" else {}
+        here = dataclasses.replace(problem, **changes)
+        wanted = [call(kernel_of(here, FORMS[form], value), INPUTS) for value in (weights, other)]
+        for inside in (True, False):
+            with torch.inference_mode(inside):
+                kernel = kernel_of(here, FORMS[form], cloned(weights))
+                assert torch.equal(call(kernel, INPUTS), wanted[0])
+            with torch.inference_mode(not inside):
+                kernel.reload(cloned(other))
+                assert torch.equal(call(kernel, INPUTS), wanted[1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_copy_of_the_default_backend(dtype: str) -> None:
+    problem = problem_of(hidden_size=64, intermediate_size=32, dtype=dtype)
+    weights, other = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
+    inputs = make_inputs(problem, 5, "uniform", CPU)
+    kernel = make_kernel(problem, weights)
+    before = call(kernel, inputs)
+    twin = copy.deepcopy(kernel)
+    assert torch.equal(call(twin, inputs), before)
+    twin.reload(other)
+    assert torch.equal(call(kernel, inputs), before)
+    after = call(twin, inputs)
+    assert relative_error(after, expected(problem, other, inputs)) < 8e-3
+    kernel.reload(other)
+    twin.reload(weights)
+    assert torch.equal(call(kernel, inputs), after)
+    with pytest.raises(TypeError, match="is not pickled"):
+        pickle.dumps(twin)
+
+
+class CopyingExperts(FakeExperts):
+    """Permutes by copying, as a kernel with a layout of its own does."""
+
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        return PermutedWeights("canonical", {name: tensor.clone() for name, tensor in weights.tensors().items()})
+
+
+def test_canonical_weights_are_not_kept() -> None:
+    weights = make_weights(problem_of(), CPU)
+    canonical = weakref.ref(weights.w13)
+    kernel = kernel_of(problem_of(), CopyingExperts, weights)
+    del weights
+    gc.collect()
+    assert canonical() is None
+    assert call(kernel, INPUTS).any()
+
+
+def test_permuting_is_pure() -> None:
+    weights = make_weights(problem_of(), CPU)
+    before = {name: tensor.clone() for name, tensor in weights.tensors().items()}
+    kernel_of(problem_of(), CopyingExperts, weights)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights.tensors().items())
+
+
+def test_reload_keeps_storage() -> None:
+    problem = problem_of()
+    kernel = kernel_of(problem, CopyingExperts)
+    pointers = {name: kernel.weights[name].data_ptr() for name in ("w13", "w2")}
+    first = call(kernel, INPUTS)
+    other = make_weights(problem, CPU, seed=5)
+    kernel.reload(other)
+    assert {name: kernel.weights[name].data_ptr() for name in pointers} == pointers
+    assert relative_error(call(kernel, INPUTS), expected(problem, other, INPUTS)) < 1e-6
+    assert not torch.equal(call(kernel, INPUTS), first)
+    with pytest.raises(ValueError, match=r"^w13 must be \[8, 24, 16\]"):
+        kernel.reload(make_weights(problem_of(intermediate_size=10), CPU))
+    assert relative_error(call(kernel, INPUTS), expected(problem, other, INPUTS)) < 1e-6
+
+
+def test_kernels_share_one_workspace() -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Watched(FakeExperts):
+        def apply(self, out: Any, inputs: Any, weights: Any, workspace13: Any, workspace2: Any) -> None:
+            seen.append((workspace13.data_ptr(), workspace2.data_ptr()))
+            assert workspace13.shape == (4, 12)
+            assert workspace2.shape == (4, 16)
+            workspace13.fill_(torch.nan)
+            workspace2.fill_(torch.nan)
+            super().apply(out, inputs, weights, workspace13, workspace2)
+
+    one, other = (kernel_of(problem_of(), Watched, make_weights(problem_of(), CPU, seed)) for seed in (1, 2))
+    first = call(one, INPUTS)
+    call(other, INPUTS)
+    assert torch.equal(call(one, INPUTS), first)
+    assert len(set(seen)) == 1
+    assert seen[0][0] != seen[0][1]
+
+
+def test_a_deep_copy_is_a_kernel_of_its_own() -> None:
+    problem = problem_of()
+    kernel = make_kernel(problem, make_weights(problem, CPU), selection_of(problem))
+    inputs = make_inputs(problem, 5, "uniform", CPU)
+    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    before = kernel(*arguments)
+    twin = copy.deepcopy(kernel)
+    twin.reload(make_weights(problem, CPU, seed=3))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *arguments: twin(*arguments), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*arguments), twin(*arguments))
+    assert not torch.equal(twin(*arguments), before)
+    assert torch.equal(kernel(*arguments), before)
+
+
+def test_kernels_are_not_pickled() -> None:
+    problem = problem_of()
+    with pytest.raises(TypeError, match=r"send the problem and Selection\.to_dict"):
+        pickle.dumps(make_kernel(problem, make_weights(problem, CPU), selection_of(problem)))

@@ -1,0 +1,178 @@
+"""What make_kernel refuses and fills in, in one process and across ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from moereg.dispatch import select_backend
+from moereg.errors import BackendError, LayoutMismatchError
+from moereg.layer import MoEKernel, make_kernel
+from moereg.platforms import Platform
+from moereg.prepare_finalize import StandardPrepareFinalize
+from moereg.reference import relative_error
+from moereg.selection import Selection
+from moereg.testing.inputs import make_inputs, make_weights
+from tests.layer.small_layers import CPU, INPUTS, build_refused, call, expected, kernel_of, problem_of, selection_of
+from tests.support.fakes import EVERYTHING, BatchedExperts, FakeExperts, PerRouteExperts
+
+
+def test_selection_has_to_be_this_problems() -> None:
+    other = selection_of(problem_of(top_k=3))
+    build_refused(
+        "the selection was made for E8 H16 I12 k3 float32 unquantized silu, got E8 H16 I12 k2", selection=other
+    )
+
+
+def test_selection_has_to_be_registered_here() -> None:
+    selection = selection_of(problem_of())
+    values = selection.to_dict()
+    build_refused(
+        "the selection has no backend that is registered here (it names 'fake'); select again",
+        selection=Selection.from_dict(values),
+    )
+    build_refused("(it names None); select again", selection=dataclasses.replace(selection, decisions=(), source=None))
+
+
+def test_weights_have_to_be_this_problems() -> None:
+    build_refused("w13 must be [8, 24, 16]", weights=make_weights(problem_of(intermediate_size=10), CPU))
+
+
+def test_weights_have_to_be_where_the_platform_is() -> None:
+    weights = make_weights(problem_of(), CPU).to("meta")
+    build_refused("needs weights on a cpu or cuda device, got meta; move the weights there", weights=weights)
+
+
+def test_prepare_finalize_can_be_given() -> None:
+    movement = StandardPrepareFinalize()
+    kernel = kernel_of(problem_of(), PerRouteExperts, prepare_finalize=movement)
+    assert torch.equal(call(kernel, INPUTS), call(kernel_of(problem_of(), PerRouteExperts), INPUTS))
+
+
+def test_layouts_have_to_match() -> None:
+    class Elsewhere(FakeExperts):
+        layouts = ("swizzled", "padded")
+
+    text = (
+        "returned an undeclared layout from Elsewhere.permute_weights: 'canonical', and its class declares swizzled, "
+    )
+    with pytest.raises(BackendError, match=text):
+        kernel_of(problem_of(), Elsewhere)
+    kernel = kernel_of(problem_of(), FakeExperts)
+    experts = Elsewhere(kernel.problem, kernel.selection.platform, kernel.problem.quant)
+    text = "Elsewhere reads layouts swizzled, padded, got 'canonical'; permute the weights with the same class"
+    with pytest.raises(LayoutMismatchError, match=f"^{re.escape(text)}$"):
+        MoEKernel(kernel.problem, kernel.selection, experts, kernel.weights, StandardPrepareFinalize(), None)
+
+
+def test_selects_where_nothing_was_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEREG_REQUIRE", "torch")
+    problem = problem_of()
+    weights = make_weights(problem, CPU)
+    kernel = make_kernel(problem, weights)
+    assert kernel.selection == select_backend(problem)
+    assert kernel.selection.source == "required"
+    assert relative_error(call(kernel, INPUTS), expected(problem, weights, INPUTS)) < 1e-5
+    assert repr(kernel).startswith("MoEKernel(torch, E8 H16 I12 k2 float32 unquantized silu, ")
+
+
+def test_threads_select_and_build_at_once() -> None:
+    problem = problem_of()
+    weights = make_weights(problem, CPU)
+    want = expected(problem, weights, INPUTS)
+    errors: list[float] = []
+
+    def build() -> None:
+        kernel = make_kernel(problem, weights, selection=select_backend(problem, require="torch"))
+        errors.append(relative_error(call(kernel, INPUTS), want))
+
+    threads = [threading.Thread(target=build) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 8
+    assert max(errors) < 1e-5
+
+
+RANKS = """
+import sys
+import torch
+import torch.distributed as dist
+import moereg
+from moereg.testing.inputs import make_weights
+
+rank, store, require = int(sys.argv[1]), sys.argv[2], sys.argv[3].split(",")[int(sys.argv[1])]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+problem = moereg.MoEProblem(num_experts=8, hidden_size=16, intermediate_size=12, top_k=2, num_local_experts=4)
+weights = make_weights(problem, torch.device("cpu"))
+# Two classes of one backend are two kernels as well.
+selection = moereg.select_backend(problem, require="torch")
+if require == "other":
+    import dataclasses
+    accepted = tuple(decision for decision in selection.decisions if decision.accepted)
+    selection = dataclasses.replace(selection, decisions=accepted[::-1])
+try:
+    moereg.make_kernel(problem, weights, selection=selection, ep_rank=rank, group=dist.group.WORLD)
+    print("built")
+except ValueError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", ["first,first", "first,other"])
+def test_ranks_compare_fingerprints(tmp_path: Path, choices: str) -> None:
+    root = Path(__file__).parents[2]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANKS, str(rank), str(tmp_path / "store"), choices],
+            cwd=root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    lines = [stdout.strip().splitlines()[-1] for stdout, _ in outputs]
+    if choices == "first,first":
+        assert lines == ["built", "built"]
+    else:
+        for line in lines:
+            assert re.fullmatch(
+                r"all ranks must choose the same kernel, got \['[0-9a-f]{16} \(torch\)', '[0-9a-f]{16} \(torch\)'\]; "
+                r"require one backend on all of them",
+                line,
+            ), line
+
+
+def test_fakes_declare_what_they_run() -> None:
+    # The tests above stand on these facts.
+    assert EVERYTHING.placements == {"contiguous", "map"}
+    assert BatchedExperts.facts.activation_formats == {"batched"}
+    assert Platform.from_name("cpu").device_type == "cpu"
+
+
+def test_a_default_device_changes_nothing() -> None:
+    """Engines build models under another default device; what a kernel keeps for itself must not follow it."""
+    problem = problem_of(num_local_experts=4)
+    weights = make_weights(problem, CPU)
+    inputs = make_inputs(problem, 5, "uniform", CPU)
+    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    selection = selection_of(problem)
+    with torch.device("meta"):
+        kernel = make_kernel(problem, weights, selection, ep_rank=1)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *arguments: kernel(*arguments), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*arguments), kernel(*arguments))
+    assert torch.equal(kernel(*arguments), make_kernel(problem, weights, selection, ep_rank=1)(*arguments))

@@ -1,0 +1,159 @@
+"""RouterSpec: what it refuses, and what it reads from a model's config."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Llama4Config,
+)
+
+from moereg.errors import CheckpointError, UnknownModelError, UnknownNameError
+from moereg.routing import (
+    RouterSpec,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+            RouterSpec(kind="softmax_topk", num_experts=8, top_k=2, renormalize=True),
+        ),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
+            RouterSpec(kind="softmax_topk", num_experts=128, top_k=8, renormalize=True),
+        ),
+        (
+            {"model_type": "olmoe", "num_experts": 64, "num_experts_per_tok": 8},
+            RouterSpec(kind="softmax_topk", num_experts=64, top_k=8),
+        ),
+        (
+            {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4},
+            RouterSpec(kind="topk_softmax", num_experts=32, top_k=4),
+        ),
+        (
+            # DeepSeek-V2-Lite: greedy ignores groups even where the file has some.
+            {
+                "model_type": "deepseek_v2",
+                "n_routed_experts": 64,
+                "num_experts_per_tok": 6,
+                "topk_method": "greedy",
+                "n_group": 8,
+                "topk_group": 3,
+                "routed_scaling_factor": 1.0,
+                "norm_topk_prob": False,
+                "scoring_func": "softmax",
+            },
+            RouterSpec(kind="grouped_softmax_topk", num_experts=64, top_k=6, fp32_logits=True),
+        ),
+        (
+            {
+                "model_type": "deepseek_v3",
+                "n_routed_experts": 256,
+                "num_experts_per_tok": 8,
+                "topk_method": "noaux_tc",
+                "scoring_func": "sigmoid",
+                "n_group": 8,
+                "topk_group": 4,
+                "routed_scaling_factor": 2.5,
+                "norm_topk_prob": True,
+            },
+            RouterSpec(
+                kind="grouped_sigmoid_topk",
+                num_experts=256,
+                top_k=8,
+                renormalize=True,
+                num_groups=8,
+                topk_groups=4,
+                scaling_factor=2.5,
+                has_correction_bias=True,
+                fp32_logits=True,
+            ),
+        ),
+        (
+            {
+                "model_type": "llama4",
+                "text_config": {"model_type": "llama4_text", "num_local_experts": 16, "num_experts_per_tok": 1},
+            },
+            RouterSpec(kind="llama4_topk", num_experts=16, top_k=1),
+        ),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_published_configs(config: dict[str, Any], expected: RouterSpec) -> None:
+    assert RouterSpec.from_config(config) == expected
+
+
+def test_llama4_config_of_transformers_holds_the_text_config() -> None:
+    spec = RouterSpec.from_config(Llama4Config().to_dict())
+    assert spec == RouterSpec(kind="llama4_topk", num_experts=16, top_k=1)
+    assert spec.apply_router_weight_on_input
+
+
+def test_only_llama4_weights_the_input() -> None:
+    assert not RouterSpec(kind="softmax_topk", num_experts=8, top_k=1).apply_router_weight_on_input
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        (
+            {"model_type": "qwen3_mo"},
+            UnknownModelError,
+            r"'qwen3_mo', did you mean 'qwen3_moe'\? \(known: deepseek_v2, .*olmoe",
+        ),
+        ({}, UnknownModelError, r"unknown model type None"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8},
+            CheckpointError,
+            r"num_experts_per_tok of model type 'mixtral' must be a whole number of at least 1, got none; take",
+        ),
+        (
+            {"model_type": "deepseek_v3", "scoring_func": "sqrtsoftplus"},
+            CheckpointError,
+            r"scoring_func .* in \['sigmoid'\], got 'sqrtsoftplus'",
+        ),
+        ({"model_type": "deepseek_v3", "topk_method": "greedy"}, CheckpointError, r"topk_method .* in \['noaux_tc'\]"),
+        (
+            {"model_type": "deepseek_v2", "norm_topk_prob": True},
+            CheckpointError,
+            r"norm_topk_prob .* in .*, got True",
+        ),
+        ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, CheckpointError, r"topk_method .* in \['greedy'"),
+    ],
+)
+def test_config_that_cannot_be_read(config: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        RouterSpec.from_config(config)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"kind": "softmax_top"}, UnknownNameError, r"'softmax_top', did you mean 'softmax_topk'"),
+        ({"kind": "topk_softmax", "scaling_factor": 2.5}, ValueError, r"does not use scaling_factor, got 2.5; leave"),
+        ({"kind": "llama4_topk", "renormalize": True}, ValueError, r"does not use renormalize"),
+        ({"kind": "softmax_topk", "has_correction_bias": True}, ValueError, r"takes no correction bias"),
+        ({"kind": "softmax_topk", "top_k": 9}, ValueError, r"top_k=9 with 8 experts"),
+        ({"kind": "grouped_softmax_topk", "num_groups": 3}, ValueError, r"8 experts in 3 groups"),
+    ],
+)
+def test_spec_refuses_what_it_would_ignore(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        RouterSpec(**{"num_experts": 8, "top_k": 2, **options})
+
+
+def test_spec_checks_logits_and_bias() -> None:
+    spec = RouterSpec(kind="grouped_sigmoid_topk", num_experts=8, top_k=2, has_correction_bias=True)
+    with pytest.raises(ValueError, match=r"num_experts=8 columns, got 4; pass"):
+        spec.route(torch.randn(3, 4), torch.zeros(8))
+    with pytest.raises(ValueError, match=r"must be \[E\] where has_correction_bias=True, got None"):
+        spec.route(torch.randn(3, 8))
+    with pytest.raises(ValueError, match=r"must be None where has_correction_bias=False, got a tensor"):
+        dataclasses.replace(spec, has_correction_bias=False).route(torch.randn(3, 8), torch.zeros(8))
