@@ -15,6 +15,14 @@ import pytest
 import typer.main
 
 from moereg.cli import app
+from moereg.cli._bench import BenchResult
+from moereg.cli._info import collect_info, selection_with_evidence
+from moereg.cli._run import RunResult
+from moereg.discovery import PluginStatus
+from moereg.dispatch import explain_backends
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.testing.provenance import provenance
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -151,6 +159,25 @@ def test_what_documents_name_exists(document: Path) -> None:
 @pytest.mark.parametrize("document", [PAGE, ROOT / "CONTRIBUTING.md"], ids=lambda path: str(path.name))
 def test_names_in_the_text_are_names_of_the_code(document: Path) -> None:
     assert not missing_words(document.read_text())
+
+
+def test_fields_of_the_json_are_those_that_are_printed() -> None:
+    selection = explain_backends(MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2), "cpu")
+    info = collect_info()
+    printed = {
+        "explain": selection_with_evidence(selection),
+        "info": info,
+        "run": RunResult("", selection, 1).to_dict(),
+        "bench": BenchResult("", selection, "uniform", provenance(Platform("cpu"), ["torch"])).to_dict(),
+        "a decision": selection.decisions[0].to_dict(),
+        "a backend": info["backends"][0],
+        "a cell": info["backends"][0]["cells"][0],
+        "a plugin": PluginStatus("", "", "", "", "loaded").to_dict(),
+    }
+    text = " ".join(PAGE.read_text().split())
+    for name, values in printed.items():
+        (fields,) = re.findall(rf"(?:- `{name}`:|{name} is) `([^`]+)`", text)
+        assert re.sub(r" \([^)]*\)", "", fields).split(", ") == list(values), name
 
 
 def test_what_does_not_exist_is_found() -> None:
