@@ -1,4 +1,4 @@
-"""Many drawn layers of a cell where compiling is what costs: few configurations, and many sizes in each."""
+"""Many drawn layers of a cell where compiling takes the time: few configurations, and many sizes in each."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Tally:
     """The outcome of drawn layers.
 
     Attributes:
-        num_layers: That were run.
-        num_configurations: That they are of.
-        failures: Messages, each beginning with the line that names its layer.
-        seconds: That it took.
+        num_layers: Layers that were run.
+        num_configurations: Configurations of these layers.
+        failures: Messages, each of which begins with the line that names its layer.
+        seconds: Time that they took.
     """
 
     num_layers: int = 0
@@ -30,7 +30,7 @@ class Tally:
     seconds: float = 0.0
 
     def add(self, other: Tally) -> None:
-        """Counts another one in."""
+        """Adds the outcome of other layers."""
         self.num_layers += other.num_layers
         self.num_configurations += other.num_configurations
         self.failures += other.failures

@@ -70,7 +70,7 @@ class Case:
 
     @property
     def is_imitated(self) -> bool:
-        """Whether the platform is only imitated, which an interpreter does."""
+        """Whether the platform is imitated, as an interpreter does."""
         return self.platform.device_type != self.device.type
 
     @property
@@ -180,7 +180,7 @@ def runnable_cells() -> list[BackendCell]:
 
 
 def is_imitated(cell: BackendCell) -> bool:
-    """Whether this machine can run a cell only as another platform than its own, which an interpreter does."""
+    """Whether this machine runs a cell only by imitating another platform, as an interpreter does."""
     platform = runnable_platform(cell)
     return platform is not None and platform.device_type != current_platform().device_type
 
@@ -206,12 +206,12 @@ def registered_cases() -> list[Case]:
 
 
 def first_case(cell: BackendCell, scheme: QuantScheme | None = None, has_bias: bool = False) -> Case:
-    """The first case of a cell, of a scheme where one is given; one with biases where there is such.
+    """The first case of a cell, or of one of its schemes.
 
     Args:
-        cell: That runs here.
-        scheme: Of the weights.
-        has_bias: Whether one with biases is preferred.
+        cell: A cell that runs here.
+        scheme: Scheme of the weights; the first that the cell serves where None.
+        has_bias: Whether a case with biases is preferred.
     """
     platform = runnable_platform(cell)
     assert platform is not None
@@ -221,7 +221,7 @@ def first_case(cell: BackendCell, scheme: QuantScheme | None = None, has_bias: b
 
 
 def rejected_problems(cell: BackendCell) -> Iterator[tuple[str, MoEProblem]]:
-    """Problems just outside the claim, with the code of the one reason that has to come."""
+    """Problems just outside the claim, each with the code of the reason that has to come."""
     facts = cell.facts
     inside = next(iter(claimed_problems(cell)))
 
@@ -254,7 +254,7 @@ def rejected_problems(cell: BackendCell) -> Iterator[tuple[str, MoEProblem]]:
 
 
 def select_cell(case: Case) -> Selection:
-    """A selection of exactly this cell, past any that would win over it."""
+    """A selection of exactly this cell, even where another would win."""
     request = Request(require=(case.cell.name,))
     decision: Decision = evaluate(case.cell, case.problem, case.platform, request)
     assert decision.accepted, decision.reasons

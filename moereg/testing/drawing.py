@@ -47,7 +47,7 @@ class Limits:
     """Largest sizes that are drawn.
 
     Attributes:
-        size: Of H and I.
+        size: H and I.
         num_tokens: T.
         num_experts: E.
         num_routes: T * K.
@@ -63,7 +63,7 @@ INTERPRETED: Final = Limits(size=168, num_tokens=65, num_experts=4, num_routes=6
 """Limits for Triton's interpreter, where a layer takes some tenths of a second."""
 
 INTERPRETED_QUANTIZED: Final = Limits(size=168, num_tokens=33, num_experts=3, num_routes=34)
-"""The same where kernels restore weights or quantize rows, element by element."""
+"""Limits for the interpreter where kernels restore weights or quantize rows, element by element."""
 
 NATIVE: Final = Limits(size=400, num_tokens=130, num_experts=40, num_routes=1040)
 """Limits where kernels are compiled."""
@@ -74,9 +74,9 @@ GPU: Final = Limits(size=640, num_tokens=1025, num_experts=40, num_routes=4100)
 # Rows of tiles, and where other kernels take over.
 _TOKENS: Final = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 513, 1025, 0)
 _TOKENS_OF_A_KIND: Final = (range(2), range(2, 9), range(9, 17), range(17, 66), range(66, 1 << 20))
-# Lists that leave no route are right too easily to be drawn as often.
+# Layers without any route are right too easily, so they are drawn more rarely.
 _ROUTINGS: Final = ("uniform", "skewed", "unmapped", *ROUTINGS)
-_MOST_CHOICES: Final = 64  # Bytes, two a choice.
+_MOST_CHOICES: Final = 64  # Bytes; a choice takes two.
 _EXPERTS: Final = (1, 2, 3, 4, 6, 8, 9, 16, 17, 33, 40)
 _TOP_K: Final = (1, 2, 3, 4, 5, 8)
 
@@ -95,7 +95,7 @@ class DrawnLayer:
         wide_ids: Whether topk_ids are int64.
         fill: One of `moereg.testing.guards.FILLS`.
         form: One of `moereg.testing.guards.FORMS`.
-        seed: Of weights and inputs.
+        seed: Seed of weights and inputs.
     """
 
     backend: str
@@ -150,7 +150,7 @@ def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
     """A layer that the cell claims.
 
     Args:
-        cell: That is to run it.
+        cell: The cell that is to run it.
         choose: Makes every choice, such as `random.Random(seed).choice`.
         limits: Largest sizes.
     """
@@ -201,7 +201,7 @@ def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
 
 
 def redraw(layer: DrawnLayer, choose: Choose, limits: Limits) -> DrawnLayer:
-    """Another layer for which kernels need not be compiled again, as far as moereg can know: other sizes and tensors.
+    """A layer of other sizes and tensors for which, as far as moereg can know, no kernel has to be compiled again.
 
     Sizes keep their remainder modulo 128. Tokens and experts stay within the limits where other kernels take over. 1
     and multiples of 16 stay what they are, since Triton compiles anew for them.
@@ -248,7 +248,7 @@ def redraw(layer: DrawnLayer, choose: Choose, limits: Limits) -> DrawnLayer:
 
 
 def _least_alike(size: int) -> int:
-    """The smallest size that is equal modulo 128 and not tiny: small errors do not average out over few elements."""
+    """The smallest size that is equal modulo 128 and not tiny, since errors do not average out over few elements."""
     return size % 128 if size % 128 >= 15 else min(size, size % 128 + 128)
 
 
@@ -257,7 +257,7 @@ def _alike(count: int, others: Sequence[int]) -> list[int]:
 
 
 def limits_of(cell: BackendCell) -> Limits:
-    """As large as this machine runs the cell's layers quickly."""
+    """The largest sizes of a cell's layers that this machine runs quickly."""
     if is_imitated(cell):
         return INTERPRETED if any(scheme.weight is None for scheme in cell.schemes) else INTERPRETED_QUANTIZED
     return GPU if default_device().type == "cuda" else NATIVE
@@ -287,7 +287,7 @@ def _up_to(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _draw_size(choose: Choose, most: int, divisor: int) -> int:
-    """At, one below and one above steps, pads and tiles; also half a pad more than a whole number of pads."""
+    """A size at, one below or one above steps, pads and tiles, or half a pad beyond a number of pads."""
     beside = [size + more for size in (16, 32, 64, 128, 256) for more in (0, -1, 1) if 16 <= size + more <= most]
     half_pad = [size for size in range(32, most + 1, 64)]
     between = [size for step in (16, 24, 48) for size in range(48, most + 1, step)]

@@ -12,12 +12,12 @@ from typing import Final
 
 import torch
 
+from moereg.quant import MATRICES
 from moereg.quantize import pack_nibbles
 from moereg.weights import ExpertWeights
 
 __all__ = [
     "FAULTS",
-    "MATRICES",
     "bias_dropped",
     "experts_rotated",
     "gate_up_swapped",
@@ -28,10 +28,8 @@ __all__ = [
     "zero_point_dropped",
 ]
 
-MATRICES: Final = ("w13", "w2")
-
 Fault = Callable[[ExpertWeights, str], ExpertWeights | None]
-"""Spoils one matrix of `MATRICES`; None if the weights have nothing to spoil."""
+"""Spoils w13 or w2; None if the weights have nothing to spoil."""
 
 
 def gate_up_swapped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
@@ -41,7 +39,7 @@ def gate_up_swapped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeight
     swapped = {}
     for name in ("w13", "w13_scale", "w13_scale_2", "w13_zero_point", "w13_bias"):
         tensor = weights.tensors().get(name)
-        # One scale per expert has no halves. Blocks of rows have none if a block spans the border of the two.
+        # One scale an expert has no halves, and neither have blocks of rows if one spans the border of the halves.
         if tensor is not None and tensor.dim() > 1 and tensor.shape[1] % 2 == 0:
             swapped[name] = torch.cat(_bytes(tensor).chunk(2, dim=1)[::-1], dim=1).view(tensor.dtype)
     return _with(weights, swapped)
@@ -64,7 +62,7 @@ def bias_dropped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights |
 def scale_off_by_one_group(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
     """Each group has the scale of the one before it in its row.
 
-    If a row is one group, takes the scale of the row before; if a matrix is, that of the half or expert before.
+    Where a row is one group, that is the scale of the row before; where a matrix is, of the half or expert before.
     """
     scale = weights.tensors().get(f"{matrix}_scale")
     if scale is None or scale.numel() == 1:

@@ -1,7 +1,7 @@
 """Guard bands: memory around every tensor of a call that reads as NaN and must not be written to.
 
-A kernel that reads behind a tensor finds NaN there, which no mask or zero weight turns into a number, and one that
-writes there is seen afterwards. The bands are bytes of 0xFF: NaN in every float type that moereg knows, -1 in signed
+A kernel that reads behind a tensor finds NaN, which no mask or zero weight turns into a number. A kernel that writes
+there is seen afterwards. The bands are bytes of 0xFF: NaN in every float type that moereg knows, -1 in signed
 integers. Each tensor has its own allocation, so that no memory of the layer lies behind a band.
 """
 
@@ -18,6 +18,7 @@ import torch
 from moereg.experts import ExpertInputs
 from moereg.prepare_finalize import Prepared, PrepareFinalize
 from moereg.problem import MoEProblem
+from moereg.quant import TENSOR_ROLES
 from moereg.weights import ExpertWeights, PerExpert, PermutedWeights
 from moereg.workspace import WORKSPACES
 
@@ -44,8 +45,8 @@ parameters that require grad; biases and scales expanded from one number.
 _BYTE: Final = 0xFF
 _LEAST_BAND: Final = 1 << 16
 _MOST_BAND: Final = 1 << 20
-_BAND_ROWS: Final = 256  # As many as the tallest tile has.
-_WORKSPACE_ALIGNMENT: Final = 256  # Which `Experts.apply` promises.
+_BAND_ROWS: Final = 256  # The tallest tile has as many.
+_WORKSPACE_ALIGNMENT: Final = 256  # As `Experts.apply` promises.
 _HUGE: Final = {torch.bfloat16: 3e38, torch.float32: 3e38, torch.float16: 6e4}
 
 
@@ -61,7 +62,7 @@ class _Block:
 
 
 class GuardedMemory:
-    """Makes tensors between guard bands, and checks the bands, and the bytes of those that were frozen."""
+    """Makes tensors between guard bands; checks the bands and the bytes of tensors that were frozen."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -81,12 +82,12 @@ class GuardedMemory:
         """A tensor of 0xFF bytes.
 
         Args:
-            name: For the error.
+            name: Name for errors.
             shape: Shape of the tensor.
             dtype: Dtype of the tensor.
-            stride: Of the tensor; contiguous where None.
-            alignment: Of its first byte, which is aligned to that and no more; as torch's allocator aligns where None.
-            offset: Elements that lie between a so aligned place and the first byte.
+            stride: Stride of the tensor; contiguous where None.
+            alignment: Bytes that its first byte is aligned to, and no more; as torch's allocator aligns where None.
+            offset: Elements between such an aligned place and the first byte.
         """
         if stride is None:
             stride = torch.empty(shape, device="meta").stride()
@@ -102,7 +103,7 @@ class GuardedMemory:
             dtype=torch.uint8,
             device=self.device,
         )
-        # Exactly aligned: what needs more has to fail here as it would elsewhere.
+        # Aligned no further than that, so that a kernel that needs more fails here as it would elsewhere.
         start = band + (alignment - band - raw.data_ptr()) % (2 * alignment) + offset * dtype.itemsize
         end = start + num_bytes
         tensor = raw[start:end].view(dtype).as_strided(shape, stride)
@@ -115,9 +116,9 @@ class GuardedMemory:
         """A copy; gaps between its elements are 0xFF too.
 
         Args:
-            name: For the error.
-            tensor: To be copied.
-            stride: Of the copy; as the tensor's where None.
+            name: Name for errors.
+            tensor: The tensor to copy.
+            stride: Stride of the copy; the tensor's where None.
             offset: As in `allocate`.
         """
         stride = tensor.stride() if stride is None else stride
@@ -137,12 +138,12 @@ class GuardedMemory:
                 self._frozen[number] = (block.raw.clone(), block.tensor._version)
 
     def check(self) -> None:
-        """Waits for the device and looks at every byte that must not have changed.
+        """Waits for the device and compares every byte that must not have changed.
 
         Raises:
-            AssertionError: One did; says of which tensor and where.
+            AssertionError: A byte changed; says of which tensor and where.
         """
-        # One answer for all bands, since each one would wait for a GPU.
+        # All bands have one answer, since each answer waits for the GPU.
         wrong = [
             (block.raw[: block.start] != _BYTE).any() | (block.raw[block.end :] != _BYTE).any()
             if number not in self._frozen
@@ -170,10 +171,10 @@ class GuardedMemory:
 
 
 class GuardedWorkspaces:
-    """Answers requests for scratch with tensors between guard bands, each in its own allocation.
+    """Hands out scratch as tensors between guard bands, each in its own allocation.
 
     Attributes:
-        fill: One of `FILLS`: their contents when they are handed out. Stale ones are NaN the first time.
+        fill: Contents of the tensors when they are handed out, one of `FILLS`. Stale ones are NaN the first time.
     """
 
     def __init__(self, memory: GuardedMemory, fill: str = "nan") -> None:
@@ -183,7 +184,7 @@ class GuardedWorkspaces:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Layers that run meanwhile get their scratch here."""
+        """Gives layers that run inside their scratch from here."""
         with WORKSPACES.answered_by(self._take):
             yield
 
@@ -250,7 +251,7 @@ def guard_weights(memory: GuardedMemory, weights: ExpertWeights, form: str = "co
 
     Args:
         memory: Memory for the copy.
-        weights: Contiguous.
+        weights: Canonical weights, contiguous.
         form: One of `FORMS`. If biases and scales are expanded, all elements equal the first one.
     """
     tensors = {}
@@ -261,7 +262,7 @@ def guard_weights(memory: GuardedMemory, weights: ExpertWeights, form: str = "co
             stride = [2 * step for step in stride]
         elif form == "transposed" and is_matrix:
             stride[-2:] = [1, tensor.shape[-2]]
-        elif form == "expanded" and name.endswith(("_bias", "_scale", "_scale_2")):
+        elif form == "expanded" and TENSOR_ROLES[name] not in ("weight", "zero_point"):
             tensor = tensor.flatten()[0].expand(tensor.shape)
             stride = [0] * tensor.dim()
         offset = 3 if form == "offset" else 0

@@ -31,7 +31,7 @@ def patch_interpreter() -> None:
         return
     convert = interpreter._convert_float
     multiply_add = builder.create_fma
-    # Each with the values of its 256 codes.
+    # Torch's dtype, and the value of each of its 256 codes.
     codes = torch.arange(256, dtype=torch.uint8)
     float8 = {
         language_dtype: (dtype, codes.view(dtype).float().numpy())
@@ -96,7 +96,7 @@ def patch_interpreter() -> None:
 
         return create_wide
 
-    # Kernels with such scales ask for Triton 3.8, which has this function; others need not.
+    # Only kernels with such scales need this function; they require Triton 3.8, which has it.
     prepare: Any = getattr(interpreter, "_prepare_dot_scaled_operand", None)
 
     def prepare_dot_scaled(values: Any, scale: Any, element: Any, k_pack: Any, is_rhs: bool) -> Any:
@@ -114,8 +114,8 @@ def patch_interpreter() -> None:
     builtin_names: dict[Any, list[str]] = {}
 
     def patch_builtin(package: Any, *scope: Any) -> None:
-        # As Triton's, which looks at every member of the language anew at each call of a device function: a third of
-        # the time of a kernel made of many.
+        # Triton's own looks through all members of the language at each call of a device function, which takes a third
+        # of the time of a kernel made of many.
         if package not in builtin_names:
             members = inspect.getmembers(package)
             builtin_names[package] = [member_name for member_name, member in members if tl.core.is_builtin(member)]

@@ -1,8 +1,7 @@
 """`python -m moereg.testing.one_call`: runs a layer of every cell that runs natively here, under guard bands.
 
-Once with few rows an expert and once with many, where other kernels run.
-
-Small enough for tools that slow a program down, such as `compute-sanitizer --tool memcheck`; with
+Each layer runs once with few rows an expert and once with many, which other kernels compute. All this is small enough
+for tools that slow a program down, such as `compute-sanitizer --tool memcheck`; with
 `PYTORCH_NO_CUDA_MEMORY_CACHING=1` in the environment each tensor is an allocation that such a tool knows. Lines that a
 drawn layer failed with may be given as arguments: these layers run instead.
 """

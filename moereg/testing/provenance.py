@@ -22,12 +22,12 @@ def provenance(platform: Platform, distributions: Iterable[str]) -> dict[str, An
 
     Args:
         platform: The machine, probed.
-        distributions: Whose versions matter.
+        distributions: The packages whose versions matter.
 
     Returns:
-        `device`, `platform`, `versions`, `commit` (of moereg's own checkout, whatever the current directory is;
-        MOEREG_COMMIT says it where the checkout has no history; empty where unknown) and `date`. Uncommitted changes do
-        not show; digests of code are for that.
+        `device`, `platform`, `versions`, `commit` and `date`. The commit is that of moereg's own checkout, whatever the
+        current directory; MOEREG_COMMIT names it where the checkout has no history, and it is empty where unknown.
+        Uncommitted changes do not show; digests of code do that.
     """
     return {
         "device": platform.device_name,
@@ -39,20 +39,20 @@ def provenance(platform: Platform, distributions: Iterable[str]) -> dict[str, An
 
 
 def clocks(platform: Platform) -> dict[str, dict[str, int]]:
-    """Clocks of the GPU, for results that are times; to be asked right after measuring.
+    """Clocks of the GPU, for results that are times. Call it right after measuring.
 
     Args:
         platform: The machine, probed.
 
     Returns:
-        `clocks` from `gpu_clocks`; empty if there are none.
+        `clocks` from `gpu_clocks`; empty where there are none.
     """
     found = gpu_clocks() if platform.kind == "cuda" else {}
     return {"clocks": found} if found else {}
 
 
 def _commit(root: pathlib.Path) -> str:
-    """The commit that is checked out there. Read by hand: git runs programs that a repository's settings name."""
+    """The commit that is checked out there. Reads files: git runs programs that a repository's settings name."""
     directory = root / ".git"
     try:
         if directory.is_file():  # A linked work tree or a submodule has such a file.
