@@ -1,1 +1,1 @@
-"""Benches: pytest-benchmark files and tables measured on named hardware."""
+"""Benches: `bench_*.py` for any machine, `h200` for one GPU, stored `results`, and `report`, which shows these."""

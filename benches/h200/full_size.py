@@ -95,7 +95,7 @@ def main() -> int:
     arguments = parser.parse_args()
     platform = probe_platform()
     if platform.kind not in ("cuda", "rocm"):
-        print(f"full_size needs a GPU, got {platform}", file=sys.stderr)
+        print(f"benches.h200.full_size needs a GPU, got {platform}", file=sys.stderr)
         return 3
     problems = [(name, MoEProblem(**get_shape(name).problem_keywords())) for name in arguments.models]
     for hidden, inter in ODD_SIZES:

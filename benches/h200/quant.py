@@ -33,9 +33,10 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
+from benches.h200.leave_one_out import geomean
 from benches.h200.precompile import EmptyLayer, compiling_only
-from benches.h200.quant_configs import row_candidates, selecting, time_candidates
-from benches.h200.table import WINDOW_SECONDS, geomean, make_call, make_weights
+from benches.h200.quant_configs import row_candidates, selecting, time_configs
+from benches.h200.table import WINDOW_SECONDS, make_call, make_weights
 from moereg.dispatch import select_backend
 from moereg.layer import MoEKernel, make_kernel
 from moereg.platforms import probe_platform
@@ -235,7 +236,7 @@ def measure(
                 row["share_of_byte_ratio"] = row["bf16_us"] / row["ours_us"] / row["byte_ratio"]
             row |= compare_with_peers(row)
             if with_configs and scheme in EIGHT_BIT:
-                row["configs_us"] = time_candidates(kernel, problem, calls)
+                row["configs_us"] = time_configs(kernel, problem, calls)
         yield row
 
 
@@ -315,7 +316,7 @@ def main() -> int:
     start = time.monotonic()
     platform = probe_platform()
     if platform.kind != "cuda":
-        print(f"h200_quant needs an NVIDIA GPU, got {platform}", file=sys.stderr)
+        print(f"benches.h200.quant needs an NVIDIA GPU, got {platform}", file=sys.stderr)
         return 3
     ceilings = measure_ceilings(sorted({matmul_dtype(scheme) for scheme in arguments.schemes}))
     print("  ".join(f"{name} {value:.2f}" for name, value in ceilings.items()), flush=True)

@@ -21,10 +21,10 @@ from typing import Any, Final
 
 import torch
 
+from benches.h200.leave_one_out import geomean
 from benches.h200.precompile import precompile
 from benches.h200.table import (
     check,
-    geomean,
     make_call,
     make_weights,
     measure_ceilings,
@@ -80,7 +80,7 @@ LAYERS: Final = (
 Point = tuple[int, str]
 
 
-def plan(only: str | None = None) -> list[tuple[Layer, list[Point]]]:
+def all_rows(only: str | None = None) -> list[tuple[Layer, list[Point]]]:
     """Every row, by layer, in the order of measuring."""
     rows: list[tuple[Layer, list[Point]]] = []
     if only != "skewed":
@@ -96,7 +96,7 @@ def needed_bytes(problem: MoEProblem, num_tokens: int) -> int:
     size = problem.torch_dtype.itemsize
     hidden, inter = round_up(problem.hidden_size, 64), round_up(problem.intermediate_size, 64)
     weights = problem.num_local_experts * (problem.activation.num_halves + 1) * hidden * inter * size
-    # A guard of some hundred rows and the plan are small beside the rest.
+    # Some hundred guard rows, and the routes' plan, are small beside the rest.
     workspace = (num_tokens * problem.top_k + 1024) * (hidden + inter) * size
     # Workspaces of the graphs and the pool; inputs, outputs and the reference in fp32.
     calls = num_calls(num_tokens)
@@ -163,12 +163,12 @@ def main() -> int:
     start = time.monotonic()
     platform = probe_platform()
     if platform.kind != "cuda":
-        print(f"h200_shapes needs an NVIDIA GPU, got {platform}", file=sys.stderr)
+        print(f"benches.h200.shapes needs an NVIDIA GPU, got {platform}", file=sys.stderr)
         return 3
     record: dict[str, Any] = {"schema": 1, **provenance(platform, ("torch", "triton")), "ceilings": measure_ceilings()}
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
-    layers = plan(arguments.only)
+    layers = all_rows(arguments.only)
     for group in (layers[: len(LAYERS)], layers[len(LAYERS) :]) if arguments.only is None else (layers,):
         precompile(list(dict.fromkeys((layer.problem(), tokens) for layer, points in group for tokens, _ in points)))
         torch.cuda.empty_cache()

@@ -17,7 +17,6 @@ are left out and listed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -26,16 +25,27 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, TypeAlias
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 import torch
 
 from benches.h200 import leave_one_out
+from benches.h200.candidates import (
+    Candidate,
+    Configs,
+    gemv,
+    grouped,
+    selected,
+    spell,
+    time_candidates,
+)
 from benches.h200.precompile import EmptyLayer, compiling_only
 from benches.h200.table import make_call, make_weights
+from moereg.backends._triton.ways import MIN_GLUON_ROWS
 from moereg.dispatch import select_backend
 from moereg.kernels.gemm import config as triton_gemm_config
-from moereg.kernels.gemm.config import GemmPair, GemvConfig, GemvPair, GroupedGemmConfig
+from moereg.kernels.gemm.config import GemmPair, GemvPair
 from moereg.kernels.hopper import config as hopper_config
 from moereg.kernels.hopper.config import GluonConfigRule
 from moereg.kernels.launch.device import max_shared_bytes
@@ -43,12 +53,8 @@ from moereg.layer import MoEKernel, make_kernel
 from moereg.layouts import round_up
 from moereg.platforms import probe_platform
 from moereg.problem import MoEProblem
-from moereg.reference import relative_error
 from moereg.shapes import get_shape
 from moereg.testing.provenance import clocks, provenance
-from moereg.testing.tolerances import tolerance
-from moereg.tuning.inputs import Call
-from moereg.tuning.timing import Run, kernel_runs, time_runs
 from moereg.workspace import WORKSPACES
 
 MODELS: Final = ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-120b", "sonic-30b", "glm-4.5-air")
@@ -58,24 +64,8 @@ NUM_INPUTS: Final = 4
 ROUNDS: Final = 24
 SECONDS: Final = 0.1
 
-# The most rows per expert of the classes but the last; above `GLUON_ROWS` the Gluon kernels run.
-CLASS_ROWS: Final = (11, 22, 40, 80, 176)
-GLUON_ROWS: Final = 40
-
-Configs: TypeAlias = GemvPair | GemmPair | GluonConfigRule
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """One configuration of both products.
-
-    Attributes:
-        name: Unique within a class.
-        configs: What `select_config` is to return.
-    """
-
-    name: str
-    configs: Configs
+# The most rows per expert of each class but the last.
+CLASS_ROWS: Final = (11, 22, MIN_GLUON_ROWS, 80, 176)
 
 
 def class_of(num_tokens: int, rows_per_expert: float) -> str:
@@ -92,58 +82,51 @@ def class_of(num_tokens: int, rows_per_expert: float) -> str:
 
 def uses_gluon(num_tokens: int, rows_per_expert: float) -> bool:
     """Whether the class of a row runs on the Gluon kernels."""
-    return num_tokens > 16 and rows_per_expert > GLUON_ROWS
+    return num_tokens > 16 and rows_per_expert > MIN_GLUON_ROWS
 
 
 def describe(configs: Configs) -> str:
     """A short name: tiles and stages of the first product, then of the second."""
-    if isinstance(configs, GemvPair):
-        parts = [f"{c.block_n}x{c.block_k} {c.num_warps}w{c.num_stages}s" for c in (configs.gate_up, configs.down)]
-    elif isinstance(configs, GemmPair):
-        parts = [
-            f"{c.block_m}x{c.block_n}x{c.block_k} {c.num_warps}w{c.num_stages}s{'' if c.mask_rows else ' all rows'}"
-            f"{f' group {c.group_m}' if c.group_m > 1 else ''}"
-            for c in (configs.gate_up, configs.down)
-        ]
-    else:
+    if isinstance(configs, GluonConfigRule):
         parts = [f"{c.block_m}x{c.block_n}+{c.slack} {c.stages}s" for c in (configs.gate_up, configs.down)]
         if configs.copies_rows:
             parts[0] += " copied"
+    elif isinstance(configs, GemmPair):
+        parts = [f"{spell(c)}{'' if c.mask_rows else ' all rows'}" for c in (configs.gate_up, configs.down)]
+    else:
+        parts = [spell(c) for c in (configs.gate_up, configs.down)]
     return " | ".join(parts)
 
 
 def _gemv_pairs() -> Iterator[GemvPair]:
-    first = (GemvConfig(32, 128, 2, 4), GemvConfig(16, 256, 2, 4), GemvConfig(64, 128, 4, 3))
-    second = (GemvConfig(8, 1024, 4, 3), GemvConfig(16, 512, 4, 3), GemvConfig(8, 512, 4, 4))
+    first = ("32x128 2w4s", "16x256 2w4s", "64x128 4w3s")
+    second = ("8x1024 4w3s", "16x512 4w3s", "8x512 4w4s")
     for gate_up, down in itertools.product(first, second):
-        yield GemvPair(gate_up, down)
+        yield GemvPair(gemv(gate_up), gemv(down))
 
 
 def _gemm_pairs(name: str) -> Iterator[GemmPair]:
-    def gemm(block_m: int, block_n: int, block_k: int, num_stages: int, num_warps: int = 4) -> GroupedGemmConfig:
-        return GroupedGemmConfig(block_m, block_n, block_k, 1, num_warps, num_stages, mask_rows=True)
+    def square(*tiles: str) -> list[tuple[str, str]]:
+        return list(itertools.product(tiles, tiles))
 
-    def square(*configs: GroupedGemmConfig) -> list[tuple[GroupedGemmConfig, GroupedGemmConfig]]:
-        return list(itertools.product(configs, configs))
-
-    of_16 = (gemm(16, 64, 128, 5), gemm(16, 128, 128, 4))
-    of_32 = (gemm(32, 64, 128, 4), gemm(32, 128, 128, 3))
-    of_64 = (gemm(64, 128, 64, 4), gemm(64, 64, 128, 3))
-    of_128 = (gemm(128, 128, 64, 3, 8), gemm(128, 256, 64, 4, 8))
+    of_16 = ("16x64x128 4w5s", "16x128x128 4w4s")
+    of_32 = ("32x64x128 4w4s", "32x128x128 4w3s")
+    of_64 = ("64x128x64 4w4s", "64x64x128 4w3s")
+    of_128 = ("128x128x64 8w3s", "128x256x64 8w4s")
     if name == "2-16 tokens":
-        pairs = [*itertools.product((*of_16, gemm(16, 64, 64, 6)), (*of_16, gemm(16, 64, 128, 4)))]
+        pairs = [*itertools.product((*of_16, "16x64x64 4w6s"), (*of_16, "16x64x128 4w4s"))]
     elif name == "to 11 rows":
-        pairs = [*itertools.product(of_16, (gemm(16, 64, 128, 4), of_16[1])), *square(*of_32)]
+        pairs = [*itertools.product(of_16, ("16x64x128 4w4s", of_16[1])), *square(*of_32)]
     elif name == "to 22 rows":
         pairs = [*square(of_16[1]), *square(*of_32), *square(*of_64)]
     else:
         pairs = [*square(of_32[1]), *square(*of_64), *square(*of_128)]
     for gate_up, down in pairs:
-        yield GemmPair(gate_up, down, sort_routes=name != "2-16 tokens")
+        yield GemmPair(grouped(gate_up), grouped(down), sort_routes=name != "2-16 tokens")
 
 
 def _gluon_rules() -> Iterator[Configs]:
-    """The shipped rules' tiles in all pairs that may share a plan: by token, by token with a shorter ring, copied."""
+    """The shipped rules' tiles in all pairs of one height: by token, by token with a shorter ring, copied."""
     first = dict.fromkeys(rule.gate_up for rule in hopper_config.CONFIG_RULES)
     second = dict.fromkeys(rule.down for rule in hopper_config.CONFIG_RULES)
     for gate_up, down in itertools.product(first, second):
@@ -193,68 +176,15 @@ def row_candidates(problem: MoEProblem, num_tokens: int, shared_bytes: int | Non
     return [own, *(candidate for candidate in others if candidate != own)]
 
 
-@contextlib.contextmanager
-def selecting(candidate: Candidate) -> Iterator[None]:
+def selecting(candidate: Candidate) -> AbstractContextManager[None]:
     """Layers inside run with the candidate, whatever the rules say."""
-    if isinstance(candidate.configs, (GemvPair, GemmPair)):
-        module: Any = triton_gemm_config
-    else:
-        module = hopper_config
-    real = module.select_config
-    module.select_config = lambda *arguments, **keywords: candidate.configs
-    try:
-        yield
-    finally:
-        module.select_config = real
+    module = hopper_config if isinstance(candidate.configs, GluonConfigRule) else triton_gemm_config
+    return selected(module, "select_config", candidate.configs)
 
 
 def make_problem(model: str) -> MoEProblem:
     """bf16, SwiGLU, no bias, like the peers' table."""
     return MoEProblem(**{**get_shape(model).problem_keywords(), "activation": "silu", "has_bias": False})
-
-
-def time_candidates(
-    kernel: MoEKernel, calls: Sequence[Call], candidates: Sequence[Candidate]
-) -> tuple[dict[str, float], list[str], list[str]]:
-    """Median time of each candidate in us.
-
-    Returns:
-        Times by name, the names that were skipped for want of shared memory, and those that gave wrong numbers.
-    """
-    from triton.runtime.errors import OutOfResources
-
-    bound = tolerance(kernel.problem.quant.name, kernel.problem.dtype)
-    outs = [torch.empty_like(call.hidden_states) for call in calls]
-    first: torch.Tensor | None = None
-    runs: dict[str, list[Run]] = {}
-    skipped: list[str] = []
-    wrong: list[str] = []
-    for number, candidate in enumerate(candidates):
-        # What was recorded belongs to the candidate before.
-        kernel.experts.implementation.recordings.clear()  # type: ignore[attr-defined]
-        outs[0].fill_(math.nan)
-        with selecting(candidate):
-            try:
-                kernel(*calls[0], out=outs[0])
-            except OutOfResources:
-                skipped.append(candidate.name)
-                continue
-            first = outs[0].clone() if first is None else first
-            # Both round as a layer may, so they differ by at most twice its bound.
-            if not relative_error(outs[0], first) <= 2 * bound:
-                wrong.append(candidate.name)
-                continue
-            own = kernel_runs(kernel, calls, outs)
-        # Candidates run in turns, each on the input behind that of the one before: weights in the L2 would be its gift.
-        runs[candidate.name] = rotated(own, number)
-    kernel.experts.implementation.recordings.clear()  # type: ignore[attr-defined]
-    timings = time_runs(runs, outs[0].device, ROUNDS, SECONDS)
-    return {name: timing.median_us for name, timing in timings.items()}, skipped, wrong
-
-
-def rotated(runs: Sequence[Run], by: int) -> list[Run]:
-    """The runs in order, beginning elsewhere."""
-    return [runs[(place + by) % len(runs)] for place in range(len(runs))]
 
 
 def precompile(problem: MoEProblem, tokens: Sequence[int], shared_bytes: int | None) -> None:
@@ -278,7 +208,7 @@ def main() -> int:
     start = time.monotonic()
     platform = probe_platform()
     if str(platform) != "cuda:sm90":
-        print(f"sweep_configs needs a Hopper GPU, got {platform}", file=sys.stderr)
+        print(f"benches.h200.sweep needs a Hopper GPU, got {platform}", file=sys.stderr)
         return 3
     record: dict[str, Any] = {"schema": 1, **provenance(platform, ("torch", "triton")), "bound": BOUND}
     shared_bytes = max_shared_bytes(torch.device("cuda", torch.cuda.current_device()))
@@ -298,7 +228,7 @@ def main() -> int:
                 kernel = make_kernel(problem, make_weights(problem), select_backend(problem, require="triton"))
             calls = [make_call(problem, num_tokens) for _ in range(NUM_INPUTS)]
             candidates = row_candidates(problem, num_tokens, shared_bytes)
-            times, skipped, wrong = time_candidates(kernel, calls, candidates)
+            times, skipped, wrong = time_candidates(kernel, calls, candidates, selecting, ROUNDS, SECONDS)
             row = {
                 "model": model,
                 "tokens": num_tokens,

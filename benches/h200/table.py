@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import pathlib
-import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benches.h200.leave_one_out import geomean
 from benches.h200.torch_grouped import torch_grouped
 from moereg.dispatch import select_backend
 from moereg.layer import MoEKernel, make_kernel
@@ -118,11 +117,6 @@ def time_again(
     return {"torch_grouped_us": here_us, "here_over_there": factor, "ratio_here": ratio_here}
 
 
-def geomean(values: list[float]) -> float:
-    """Geometric mean; NaN of nothing."""
-    return math.exp(statistics.mean(map(math.log, values))) if values else math.nan
-
-
 def main() -> int:
     """Measures the rows of the peers' table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -137,7 +131,7 @@ def main() -> int:
     arguments = parser.parse_args()
     platform = probe_platform()
     if platform.kind != "cuda":
-        print(f"h200_table needs an NVIDIA GPU, got {platform}", file=sys.stderr)
+        print(f"benches.h200.table needs an NVIDIA GPU, got {platform}", file=sys.stderr)
         return 3
     ceilings = measure_ceilings()
     print(

@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from benches.h200 import quant as h200_quant
-from benches.h200 import quant_configs
+from benches.h200 import quant, quant_configs
+from moereg.backends._triton import quantized
 from moereg.kernels.quantized.config import select_quantized_config
 from moereg.tuning import roofline
 from moereg.tuning.inputs import random_call
 
-LAYERS = [(scheme, model) for scheme, (models, _) in h200_quant.ROWS.items() for model in models]
+LAYERS = [(scheme, model) for scheme, (models, _) in quant.ROWS.items() for model in models]
 
 
 def test_peers_are_known_where_they_ran() -> None:
     known = {
         (scheme, model, tokens)
-        for scheme, (models, counts) in h200_quant.ROWS.items()
+        for scheme, (models, counts) in quant.ROWS.items()
         for model in models
         for tokens in counts
-        if h200_quant.peers_us(model, scheme, tokens)
+        if quant.peers_us(model, scheme, tokens)
     }
-    stored = json.loads(h200_quant.PEERS.read_text(encoding="utf-8"))
+    stored = json.loads(quant.PEERS.read_text(encoding="utf-8"))
     assert known == {(row["scheme"], row["model"], row["tokens"]) for row in stored["rows"]}
     assert {scheme for scheme, _, _ in known} == {"fp8_block128", "int4_w4a16_g128"}
     assert all(value > 0 for row in stored["rows"] for value in row["peers_us"].values())
@@ -36,31 +36,31 @@ def test_peers_are_known_where_they_ran() -> None:
 def test_layers_are_judged_by_what_they_multiply(scheme: str, model: str) -> None:
     found = {"read_tbps": 4.0, "bfloat16_tflops": 700.0, "float8_e4m3fn_tflops": 1300.0, "int8_tflops": 900.0}
     expected = 1300.0 if scheme.startswith("fp8") else 900.0 if scheme == "int8_w8a8" else 700.0
-    assert h200_quant.ceilings_of(scheme, found) == roofline.Ceilings(expected, 4000.0, read_by="torch")
-    problem = h200_quant.make_problem(model, scheme)
+    assert quant.ceilings_of(scheme, found) == roofline.Ceilings(expected, 4000.0, read_by="torch")
+    problem = quant.make_problem(model, scheme)
     call = random_call(problem, 16, "uniform", torch.Generator().manual_seed(0))
-    ratio = h200_quant.byte_ratio(model, scheme, [call])
+    ratio = quant.byte_ratio(model, scheme, [call])
     bits = problem.quant.weight.bits  # type: ignore[union-attr]
     assert 0.85 * 16 / bits < ratio < 16 / bits, "scales, hidden states and output make it less"
 
 
 def test_more_calls_are_a_mean() -> None:
-    problem = h200_quant.make_problem("qwen3-30b-a3b", "int8_w8a16")
+    problem = quant.make_problem("qwen3-30b-a3b", "int8_w8a16")
     generator = torch.Generator().manual_seed(0)
     one, other = (random_call(problem, tokens, "uniform", generator) for tokens in (1, 64))
-    ratios = [h200_quant.byte_ratio("qwen3-30b-a3b", "int8_w8a16", calls) for calls in ([one], [other], [one, other])]
+    ratios = [quant.byte_ratio("qwen3-30b-a3b", "int8_w8a16", calls) for calls in ([one], [other], [one, other])]
     assert min(ratios[:2]) < ratios[2] < max(ratios[:2])
 
 
-def row(scheme: str, tokens: int, ours: float, **fields: Any) -> h200_quant.Row:
+def row(scheme: str, tokens: int, ours: float, **fields: Any) -> quant.Row:
     found = {"model": "qwen3-30b-a3b", "scheme": scheme, "tokens": tokens, "wrong": False, "relative_error": 0.01}
     return {**found, "ours_us": ours, "roof_us": 10.0, "share": 10.0 / ours, **fields}
 
 
 def test_a_row_is_compared_with_the_best_peer() -> None:
-    found = h200_quant.compare_with_peers(row("fp8_block128", 4096, 500.0))
+    found = quant.compare_with_peers(row("fp8_block128", 4096, 500.0))
     assert found == {"best_peer": "vllm_deepgemm", "best_peer_us": 619.7, "best_peer_over_ours": 619.7 / 500}
-    assert h200_quant.compare_with_peers(row("int8_w8a8", 4096, 500.0)) == {}
+    assert quant.compare_with_peers(row("int8_w8a8", 4096, 500.0)) == {}
 
 
 def test_summary_names_the_worst_rows() -> None:
@@ -76,7 +76,7 @@ def test_summary_names_the_worst_rows() -> None:
         {"scheme": "int8_w8a16", "model": "m", "tokens": 256, "left_out": "out of time"},
         {"scheme": "mxfp4_w4a16", "model": "m", "tokens": 1, "wrong": True, "relative_error": None},
     ]
-    found = h200_quant.summarize(rows)
+    found = quant.summarize(rows)
     assert list(found) == ["fp8_block128", "int8_w8a8", "int8_w8a16"]
     block, eight, only = found.values()
     model = "qwen3-30b-a3b"
@@ -89,13 +89,13 @@ def test_summary_names_the_worst_rows() -> None:
     assert only["share_of_byte_ratio mean"] == pytest.approx(0.6)
     assert only["share_of_byte_ratio worst"] == {"value": 0.4, "model": model, "tokens": 16}
     assert "best_peer_over_ours mean" not in only
-    assert "0.400 (qwen3-30b-a3b T 16)" in h200_quant.show_summary(only)
+    assert "0.400 (qwen3-30b-a3b T 16)" in quant.show_summary(only)
 
 
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "deepseek-v3"])
 def test_candidates_can_run_and_differ(model: str) -> None:
-    problem = h200_quant.make_problem(model, "fp8_block128")
-    for num_tokens in h200_quant.ROWS["fp8_block128"][1]:
+    problem = quant.make_problem(model, "fp8_block128")
+    for num_tokens in quant.ROWS["fp8_block128"][1]:
         rows = num_tokens * problem.top_k / problem.num_experts
         candidates = quant_configs.candidates_of(num_tokens, rows)
         names = [quant_configs.describe(pair) for pair in candidates]
@@ -109,16 +109,16 @@ def test_candidates_can_run_and_differ(model: str) -> None:
 def test_a_candidate_replaces_the_rules_and_only_inside() -> None:
     candidate = quant_configs.candidates_of(1, 0.06)[-1]
     with quant_configs.selecting(candidate):
-        assert quant_configs.triton_quantized_config.select_quantized_config(1, 0.06, 2, None) is candidate
-    assert quant_configs.triton_quantized_config.select_quantized_config is select_quantized_config
+        assert quantized.select_quantized_config(1, 0.06, 2, None) is candidate
+    assert quantized.select_quantized_config is select_quantized_config
 
 
 def test_lines_of_rows_name_what_is_wrong_or_missing() -> None:
     bare = {"model": "m", "scheme": "s", "tokens": 4}
-    assert "left out: out of time" in h200_quant.show(bare | {"left_out": "out of time"})
-    assert "WRONG" in h200_quant.show(bare | {"wrong": True, "relative_error": 0.5})
+    assert "left out: out of time" in quant.show(bare | {"left_out": "out of time"})
+    assert "WRONG" in quant.show(bare | {"wrong": True, "relative_error": 0.5})
     right = row("int8_w8a16", 4, 20.0, bf16_us=30.0, share_of_byte_ratio=0.75)
-    line = h200_quant.show(right | {"configs_us": {"slow": 3.0, "fast": 2.0, "bad": math.nan}})
+    line = quant.show(right | {"configs_us": {"slow": 3.0, "fast": 2.0, "bad": math.nan}})
     assert line.index("fast") < line.index("slow") < line.index("bad")
     assert "50.0%" in line
     assert "75.0%" in line

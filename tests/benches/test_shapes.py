@@ -5,18 +5,18 @@ import time
 import pytest
 import torch
 
-from benches.h200 import shapes as h200_shapes
-from benches.h200.shapes import LAYERS, PEER_MODELS, Layer, measure, needed_bytes, plan, summary
+from benches.h200 import shapes
+from benches.h200.shapes import LAYERS, PEER_MODELS, Layer, all_rows, measure, needed_bytes, summary
 from moereg.platforms import Platform
 
 H200_BYTES = 139 * 2**30
 
 
 def test_the_plan_has_every_row_once() -> None:
-    rows = [(layer.name, *point) for layer, points in plan() for point in points]
+    rows = [(layer.name, *point) for layer, points in all_rows() for point in points]
     assert len(rows) == len(set(rows)) == len(LAYERS) * 8 + len(PEER_MODELS) * 4 * 3
-    assert plan() == [*plan("layers"), *plan("skewed")]
-    assert {layer.name for layer, _ in plan("skewed")} == set(PEER_MODELS)
+    assert all_rows() == [*all_rows("layers"), *all_rows("skewed")]
+    assert {layer.name for layer, _ in all_rows("skewed")} == set(PEER_MODELS)
 
 
 def test_shards_split_the_intermediate_size() -> None:
@@ -28,7 +28,7 @@ def test_shards_split_the_intermediate_size() -> None:
 
 
 def test_every_layer_fits_an_h200() -> None:
-    for layer, points in plan():
+    for layer, points in all_rows():
         assert needed_bytes(layer.problem(), max(tokens for tokens, _ in points)) < H200_BYTES, layer
     weights = 384 * 3 * 7168 * 2048 * 2
     assert needed_bytes(Layer("kimi-k2").problem(), 1) > 2 * weights
@@ -55,6 +55,6 @@ def test_the_summary_has_the_bands_that_were_measured() -> None:
 
 
 def test_a_machine_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["h200_shapes"])
-    monkeypatch.setattr(h200_shapes, "probe_platform", lambda: Platform.from_name("cpu"))
-    assert h200_shapes.main() == 3
+    monkeypatch.setattr("sys.argv", ["shapes"])
+    monkeypatch.setattr(shapes, "probe_platform", lambda: Platform.from_name("cpu"))
+    assert shapes.main() == 3

@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benches.h200 import sweep as sweep_configs
+from benches.h200 import quant_configs, sweep
+from benches.h200.candidates import gemv, grouped, rotated, spell
 from benches.h200.sweep import (
     MODELS,
     NUM_TOKENS,
@@ -15,7 +16,6 @@ from benches.h200.sweep import (
     class_of,
     make_problem,
     report,
-    rotated,
     row_candidates,
     selecting,
     shipped,
@@ -33,8 +33,9 @@ EACH_ROW = [(make_problem(model), tokens) for model, tokens in itertools.product
 
 
 def test_the_sweep_splits_classes_where_the_backend_changes_kernels() -> None:
-    assert sweep_configs.GLUON_ROWS == ways.MIN_GLUON_ROWS
-    assert sweep_configs.GLUON_ROWS in sweep_configs.CLASS_ROWS
+    assert ways.MIN_GLUON_ROWS in sweep.CLASS_ROWS
+    assert uses_gluon(4096, ways.MIN_GLUON_ROWS + 1)
+    assert not uses_gluon(4096, ways.MIN_GLUON_ROWS)
 
 
 def test_each_row_has_8_to_15_candidates_and_the_shipped_one_among_them() -> None:
@@ -45,6 +46,17 @@ def test_each_row_has_8_to_15_candidates_and_the_shipped_one_among_them() -> Non
         assert len({candidate.name for candidate in candidates}) == len(candidates)
         rows = tokens * problem.top_k / problem.num_experts
         assert candidates[0] in candidates_of(tokens, rows), "the class lacks the configuration that is shipped"
+
+
+def test_a_tile_is_what_its_text_spells() -> None:
+    texts = [text for pair in quant_configs.TILES.values() for texts in pair for text in texts]
+    assert [spell(grouped(text)) for text in texts] == texts
+    config = grouped("16x64x128 4w5s", mask_rows=False)
+    assert (config.block_m, config.block_n, config.block_k) == (16, 64, 128)
+    assert (config.num_warps, config.num_stages, config.group_m, config.mask_rows) == (4, 5, 1, False)
+    vector = gemv("32x128 2w4s")
+    assert (vector.block_n, vector.block_k, vector.num_warps, vector.num_stages) == (32, 128, 2, 4)
+    assert spell(vector) == "32x128 2w4s"
 
 
 def test_rows_of_a_class_have_the_same_candidates() -> None:
@@ -117,6 +129,6 @@ def test_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_machine_without_a_hopper_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from moereg.platforms import Platform
 
-    monkeypatch.setattr("sys.argv", ["sweep_configs"])
-    monkeypatch.setattr(sweep_configs, "probe_platform", lambda: Platform.from_name("cuda:sm80"))
-    assert sweep_configs.main() == 3
+    monkeypatch.setattr("sys.argv", ["sweep"])
+    monkeypatch.setattr(sweep, "probe_platform", lambda: Platform.from_name("cuda:sm80"))
+    assert sweep.main() == 3

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from benches.h200.table import check, geomean, num_calls, roofline_us, time_us
+from benches.h200.leave_one_out import geomean
+from benches.h200.table import check, num_calls, roofline_us, time_us
 from benches.h200.torch_grouped import torch_grouped
 from moereg.layer import make_kernel
 from moereg.problem import MoEProblem
