@@ -15,12 +15,12 @@ __all__ = ["Candidate", "standing"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A cell with what it would compute and why it may run there. Resolved once a selection.
+    """A cell with the scheme that it would compute and the rule by which it may run. Resolved once a selection.
 
     Attributes:
         cell: The cell.
-        scheme: What it computes for the problem's weights; None where it cannot read them.
-        rule: The most specific of its rules that match the platform; None where none does.
+        scheme: What it computes for the problem's weights; None if it cannot read them.
+        rule: The most specific of its rules that match the platform; None if none does.
     """
 
     cell: BackendCell
@@ -36,7 +36,8 @@ class Candidate:
 def standing(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platform) -> list[Candidate]:
     """Candidates that read the problem's weights; for a backend without any, all of its cells.
 
-    Of the cells of one experts class and scheme whose rules match the platform, only the most specific stands.
+    If several cells of one experts class and scheme match the platform, only the one with the most specific rule
+    stands.
     """
     computes = [(cell, cell.scheme_for(problem.quant)) for cell in cells]
     readers = {cell.name for cell, scheme in computes if scheme is not None}

@@ -48,7 +48,7 @@ class LoadFailure:
 
     Attributes:
         error: One line.
-        exception: What was raised.
+        exception: The original exception.
     """
 
     error: str
@@ -57,7 +57,7 @@ class LoadFailure:
 
 @dataclasses.dataclass(frozen=True)
 class PluginStatus:
-    """One entry point and what became of it.
+    """One entry point and its status.
 
     Attributes:
         group, name, value: As the distribution declares them.
@@ -152,7 +152,7 @@ class _Loader:
                 platform = status.loaded()
                 if not (platform is None or isinstance(platform, Platform)):
                     raise TypeError(f"{status.value} must return a Platform or None, got {type(platform).__name__}")
-            except BaseException as error:  # As for modules: one bad provider must not take the others down.
+            except BaseException as error:  # As with modules: one bad provider must not affect the others.
                 if stops_the_process(error):
                     raise
                 statuses[place] = _failed(status, error)
@@ -166,13 +166,13 @@ class _Loader:
                 "name the one to load in MOEREG_PLUGINS or uninstall the other"
             )
         for platform in provided.values():
-            # What a provider describes is the machine at hand, whether it remembers to say so or not.
+            # A provider describes the machine at hand, whether or not it says so.
             return dataclasses.replace(platform, versions=platform.versions or installed_versions(), probed=True)
         return None
 
 
 def _distribution(point: importlib_metadata.EntryPoint) -> tuple[str, str]:
-    """Name and version of the distribution of an entry point; what an interrupted uninstall leaves has neither."""
+    """Name and version of an entry point's distribution; the remains of an interrupted uninstall have neither."""
     try:
         assert point.dist is not None
         return point.dist.name, point.dist.version
@@ -230,7 +230,7 @@ def plugin_statuses() -> tuple[PluginStatus, ...]:
 
 
 def current_platform() -> Platform:
-    """The machine at hand: what a platform plugin says, else what the probe finds.
+    """The machine at hand: from a platform plugin, else from the probe.
 
     Raises:
         PluginError: Two plugins claim this machine.

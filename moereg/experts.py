@@ -1,4 +1,4 @@
-"""The Experts base class: what a backend's class declares, and what it does."""
+"""The Experts base class: what a backend's class declares and does."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ OUTPUT_FORMS: Final = ("reduced", "per_route", "per_expert")
 
 @dataclasses.dataclass(frozen=True)
 class ExpertInputs:
-    """What `Experts.apply` sees of a call.
+    """The inputs of `Experts.apply`.
 
     Attributes:
         hidden_states: [T,H], or [E,max_T,H] in the batched format.
         topk_weights: [T,K] fp32.
-        topk_ids: [T,K] int32, global experts; ids outside [0, num_experts) or not mapped add nothing.
+        topk_ids: [T,K] int32, global experts; ids outside [0, num_experts) and unmapped ones add nothing.
         expert_num_tokens: [E] int32, valid rows of each expert in the batched format, else None.
-        expert_map: [num_experts] int32, local expert or -1; None where all experts are local.
+        expert_map: [num_experts] int32, local expert or -1; None if all experts are local.
     """
 
     hidden_states: torch.Tensor
@@ -63,8 +63,8 @@ class Experts(abc.ABC):
         Args:
             problem: The layer, whose `quant` says what the weights hold.
             platform: To run on.
-            computes: Which of the cell's schemes is computed: the problem's (where None), or one of the same weights
-                that leaves activations at 16 bits. `make_kernel` says which; an override hands it on to this.
+            computes: Which of the cell's schemes is computed: the problem's if None, or one of the same weights that
+                leaves activations at 16 bits. `make_kernel` says which; an override hands it on to this.
         """
         self.problem = problem
         self.platform = platform
@@ -117,7 +117,7 @@ class Experts(abc.ABC):
         Args:
             out: Overwritten, of the shape that `output_form` says, in the problem's dtype; aliases no input.
             inputs: Read only; T is at least 1.
-            weights: Of one of `layouts`.
+            weights: Weights in one of `layouts`.
             workspace13: Scratch of the shape that `workspace_shapes` said, at 256-byte alignment, contents undefined.
             workspace2: As workspace13; the two do not overlap.
 

@@ -1,7 +1,7 @@
 """Facts: what an experts class declares that it can do.
 
-Each field is one row. Its `Fact` says how a value is checked at registration, what narrows it in a decorator, and which
-reasons it gives against a problem. A new fact is a new field here, and its keyword in `NarrowedFacts`.
+Each field is one row. Its `Fact` says how a value is checked at registration, whether a decorator's value narrows it,
+and which reasons it gives against a problem. A new fact is a new field here, and its keyword in `NarrowedFacts`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Fact(abc.ABC):
 
     @abc.abstractmethod
     def fault(self, name: str, value: Any) -> str | None:
-        """What is wrong with a value that a class or decorator gives, if anything."""
+        """The fault in a value from a class or decorator, if any."""
 
     @abc.abstractmethod
     def is_narrower(self, value: Any, wider: Any) -> bool:
@@ -75,7 +75,7 @@ class _Names(Fact):
 
 @dataclasses.dataclass(frozen=True)
 class _Flag(Fact):
-    """Whether something is served. `lack` is the clause against a problem that asks for it, else None."""
+    """Whether something is served. `lack` is the clause against a problem that asks for it; None against others."""
 
     code: str
     lack: Callable[[MoEProblem], str | None]
@@ -96,7 +96,7 @@ class _Flag(Fact):
 
 @dataclasses.dataclass(frozen=True)
 class _Divisors(Fact):
-    """What sizes of the problem have to be multiples of."""
+    """Divisors that sizes of the problem must be multiples of."""
 
     code: str
     sizes: tuple[str, ...]
@@ -186,7 +186,7 @@ _SIZES: Final = ("num_experts", "num_local_experts", "hidden_size", "intermediat
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What an experts class can do. Fail closed: what is not declared is rejected.
+    """The capabilities of an experts class. A capability that is not declared is refused.
 
     Attributes:
         activations: Names.
@@ -264,7 +264,7 @@ class NarrowedFacts(TypedDict, total=False):
 
 
 def check_facts(facts: Facts, who: str) -> None:
-    """Checks that every fact is what the dispatcher reads it as, so that evaluating a cell cannot fail.
+    """Checks every fact, so that evaluating a cell cannot fail.
 
     Args:
         facts: Of a class.
@@ -287,7 +287,7 @@ def narrow_facts(facts: Facts, narrowed: Mapping[str, Any], who: str) -> Facts:
         who: Backend and class, for errors.
 
     Raises:
-        RegistrationError: A fact is not known, is no value of its kind, or promises more than the class.
+        RegistrationError: A fact is unknown, has a value of another kind, or promises more than the class.
     """
     known = dict(FACTS)
     changes: dict[str, Any] = {}

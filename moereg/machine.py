@@ -1,4 +1,4 @@
-"""What a platform lacks for a cell, whatever the problem: the platform itself, packages, and what probes look for."""
+"""What a platform lacks for a cell and any problem: the right platform, packages, and what probes look for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_CLAUSE: Final = 2000
 
 
 def clause(reason: object) -> str:
-    """What a backend gave as its reason, on one line that can be printed."""
+    """A backend's reason on one line that can be printed."""
     return one_line(reason, _LONGEST_CLAUSE) if isinstance(reason, str) else shown(reason)
 
 
@@ -35,7 +35,7 @@ class Probes:
         self._lock = threading.RLock()
 
     def reason(self, probe: Probe, platform: Platform) -> Reason | None:
-        """Why a probe says that a cell cannot run there, or None."""
+        """The reason by which a probe says that a cell cannot run there, or None."""
         key = (probe, platform)
         if key not in self._answers:
             with self._lock:
@@ -45,13 +45,13 @@ class Probes:
 
 
 PROBES: Final = Probes()
-"""Those of this process: a machine does not change while one runs, and a probe may take seconds."""
+"""The probes of this process: a machine does not change while one runs, and a probe may take seconds."""
 
 
 def _run_probe(probe: Probe, platform: Platform) -> Reason | None:
     try:
         text: object = probe(platform)
-    except BaseException as error:  # As for predicates: the bug of one backend must not take the others down.
+    except BaseException as error:  # As with predicates: the bug of one backend must not affect the others.
         if stops_the_process(error):
             raise
         return Reason("predicate_error", f"its probe {_probe_name(probe)} raised {described(error)}")
@@ -63,7 +63,7 @@ def _probe_name(probe: Probe) -> str:
 
 
 def machine_reasons(cell: BackendCell, platform: Platform) -> list[Reason]:
-    """Why a cell cannot run on a platform whatever the problem; a named platform assumes packages and probes met."""
+    """Why a cell cannot run on a platform for any problem; a named platform is assumed to meet packages and probes."""
     return lacks(cell, cell.rule_for(platform), platform, PROBES)
 
 
@@ -82,7 +82,7 @@ def lacks(cell: BackendCell, rule: PlatformRule | None, platform: Platform, prob
 
 
 def assumptions(cell: BackendCell, platform: Platform) -> tuple[str, ...]:
-    """What is taken as met on a platform that is only named."""
+    """Requirements that are assumed to be met on a named platform."""
     if platform.probed:
         return ()
     return (*cell.requires, *(f"probe {_probe_name(probe)}" for probe in cell.probes))

@@ -30,7 +30,7 @@ CURES: Final[dict[str, str]] = {
     "backend": "change that fact of the problem",
     "predicate_error": "report the bug to that backend's authors",
 }
-"""Every code with what helps against it, as an error says it."""
+"""Every code with its cure, as an error words it."""
 
 REASON_CODES: Final = tuple(CURES)
 

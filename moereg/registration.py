@@ -1,4 +1,4 @@
-"""What a decorator may pass: each part of a claim is checked, so that a cell is valid before it is stored.
+"""Checks of a decorator's arguments: a cell is valid before it is stored.
 
 Every check raises `RegistrationError`, whose message starts with `who`: the backend, its class and their origin.
 """
@@ -45,7 +45,7 @@ def check_name(name: str, who: str) -> None:
 
 
 def check_experts(experts: object, who: str) -> None:
-    """The class is complete, has methods that can be called by name, and declares what is read of it."""
+    """Checks that the class is complete, can be called by argument names, and declares its facts and forms."""
     if not (isinstance(experts, type) and issubclass(experts, Experts)):
         raise RegistrationError(f"{who}: the decorated class must subclass moereg.author.Experts")
     if missing := sorted(experts.__abstractmethods__):
@@ -70,7 +70,7 @@ def check_experts(experts: object, who: str) -> None:
 
 
 def check_rank(priority: int, opt_in: bool, tier: str, who: str) -> None:
-    """What a cell is ranked by is an integer, a flag and a known tier."""
+    """Checks what ranks a cell: an integer, a flag and a known tier."""
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise RegistrationError(f"{who}: priority must be an integer, got {shown(priority)}")
     if not isinstance(opt_in, bool):
@@ -95,7 +95,7 @@ def _items(values: Iterable[T], field: str, who: str) -> tuple[T, ...]:
 
 
 def read_schemes(names: Iterable[str | QuantScheme], who: str) -> tuple[QuantScheme, ...]:
-    """Schemes as values; a name that moereg knows means what it means to moereg."""
+    """Schemes as values; a known name must have its known meaning."""
     if isinstance(names, str):
         raise RegistrationError(f"{who}: quant_schemes must be a tuple of names, got the string {shown(names)}")
     try:
@@ -114,7 +114,7 @@ def read_schemes(names: Iterable[str | QuantScheme], who: str) -> tuple[QuantSch
 
 
 def read_rules(texts: Iterable[str], who: str) -> tuple[PlatformRule, ...]:
-    """Platform rules of which no two equally specific ones match the same platform."""
+    """Platform rules; no two of equal specificity may match the same platform."""
     if isinstance(texts, str):
         raise RegistrationError(f"{who}: platforms must be a tuple of rules, got the string {shown(texts)}")
     try:

@@ -94,7 +94,7 @@ class BackendCell:
         return _most_specific(self.rules, platform)
 
     def scheme_for(self, checkpoint: QuantScheme) -> QuantScheme | None:
-        """What it computes for a checkpoint's scheme: the same, or the 16-bit form; None where it cannot.
+        """The scheme computed for a checkpoint's scheme: the same, or its 16-bit form; None if it reads neither.
 
         Formats are compared, not names: the same scheme may have another name.
         """
@@ -139,8 +139,8 @@ class BackendRegistry:
         """Stores a cell.
 
         Raises:
-            RegistrationError: The name belongs to another distribution, the same experts class claims one of its
-                schemes on an equally specific rule already, or a scheme's name means something else elsewhere. Nothing
+            RegistrationError: The name belongs to another distribution, the same experts class already claims one of
+                its schemes by an equally specific rule, or another cell gives a scheme's name another meaning. Nothing
                 is stored then.
         """
         for other in self._cells:

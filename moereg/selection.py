@@ -33,7 +33,7 @@ from moereg.request import Request
 __all__ = ["SCHEMA", "SOURCES", "Decision", "Selection", "nearest_by_backend", "unsupported_text"]
 
 SCHEMA: Final = 1
-"""Of everything that moereg writes as JSON."""
+"""Version of all JSON that moereg writes."""
 
 SOURCES: Final = ("required", "preferred", "measured", "priority")
 """Why a candidate may win."""
@@ -43,17 +43,17 @@ _PLATFORM_SOURCES: Final = ("probed", "named")
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What became of one candidate.
+    """The verdict on one candidate.
 
     Attributes:
         backend: Its name.
         experts: Name of the experts class.
-        rule: The platform rule that matched, or all of the cell's where none did.
+        rule: The platform rule that matched, or all of the cell's if none did.
         computes: Scheme that it would compute.
         priority, tier, origin: The cell's.
         reasons: Every reason against it; empty means accepted, exactly one means one change away.
-        assumes: For a named platform: what was taken as met.
-        candidate: The cell with what it computes and why it may run; None where JSON was read on a machine without it.
+        assumes: For a named platform: requirements that are assumed to be met.
+        candidate: The cell with what it computes and why it may run; None if JSON was read on a machine without it.
     """
 
     backend: str
@@ -147,7 +147,7 @@ def _check_reason(path: str, value: object) -> Reason:
 
 
 def _candidate(decision: Decision, cells: Iterable[BackendCell]) -> Candidate | None:
-    """What a decision was about, where its cell is among these."""
+    """The candidate of a decision, if its cell is among these."""
     codes = {reason.code for reason in decision.reasons}
     for cell in cells:
         schemes = {scheme.name: scheme for scheme in cell.schemes}
@@ -157,7 +157,7 @@ def _candidate(decision: Decision, cells: Iterable[BackendCell]) -> Candidate | 
             and decision.computes in schemes
             and decision.rule in {cell.rules_text, *rules}
         ):
-            # A rejected decision shows what the cell has where nothing of it fits.
+            # If none fits, a decision names the cell's rules or first scheme instead; its candidate has None there.
             scheme = None if "quant_scheme" in codes else schemes[decision.computes]
             rule = None if "platform" in codes else rules.get(decision.rule)
             return Candidate(cell, scheme, rule)
@@ -169,11 +169,11 @@ class Selection:
     """The outcome for one problem on one platform.
 
     Attributes:
-        problem: What was asked.
-        platform: What it was asked for; `platform.probed` says whether it is the machine at hand.
+        problem: The layer that was asked about.
+        platform: The platform that was asked about; `platform.probed` says whether it is the machine at hand.
         request: The resolved request.
         decisions: Every candidate, best first, rejected after accepted, nearest to fitting first.
-        source: Why the first one won, one of `SOURCES`; None where nothing fits.
+        source: Why the first one won, one of `SOURCES`; None if nothing fits.
     """
 
     problem: MoEProblem
@@ -184,7 +184,7 @@ class Selection:
 
     @property
     def winner(self) -> Decision | None:
-        """The chosen candidate, or None where nothing fits."""
+        """The chosen candidate, or None if nothing fits."""
         return self.decisions[0] if self.decisions and self.decisions[0].accepted else None
 
     @property
@@ -201,7 +201,7 @@ class Selection:
     def fingerprint(self) -> str:
         """Equal on ranks that would run the same kernel for the same layer; a hexadecimal digest."""
         problem = self.problem.to_dict()
-        # Ranks may hold different numbers of experts and still have to agree on everything else.
+        # Ranks may hold different numbers of experts, and must agree on everything else.
         for field in ("num_local_experts", "max_num_tokens"):
             problem.pop(field, None)
         winner = self.winner
@@ -235,13 +235,13 @@ class Selection:
             cells: As in `from_dict`.
 
         Raises:
-            ArgumentError: It is no JSON, or `from_dict` refuses it.
+            ArgumentError: The text is no JSON, or `from_dict` refuses it.
         """
         if not isinstance(text, (str, bytes, bytearray)):
             raise ArgumentError(f"a selection's JSON must be a text, got {shown(text)}")
         try:
             values = json.loads(text)
-        except (ValueError, RecursionError) as error:  # Of integers of thousands of digits too.
+        except (ValueError, RecursionError) as error:  # Integers of thousands of digits raise it too.
             raise ArgumentError(f"a selection's JSON cannot be read: {described(error)}; write it again") from None
         return cls.from_dict(values, cells)
 
@@ -339,7 +339,7 @@ def _distance(decision: Decision) -> tuple[int, bool]:
 
 def _reads_others(decision: Decision) -> bool:
     codes = {reason.code for reason in decision.reasons}
-    # What a class adds is about formats that it cannot read.
+    # The class's own reasons are about formats that it cannot read.
     return "quant_scheme" in codes and codes <= {"quant_scheme", "backend"}
 
 
