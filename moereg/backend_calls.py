@@ -31,7 +31,8 @@ def make_experts(selection: Selection, decision: Decision) -> Experts:
     """
     assert decision.cell is not None
     try:
-        return decision.cell.experts(selection.problem, selection.platform, decision.scheme)
+        chosen = decision.cell.experts
+        return chosen(selection.problem, selection.platform, decision.scheme)
     except BaseException as error:
         raise_named(selection, "__init__", error)
 

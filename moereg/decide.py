@@ -49,16 +49,12 @@ def decide(
     """
     candidates = standing(cells, problem, platform)
     decisions = rank((judge(candidate, problem, platform, request, probes) for candidate in candidates), request)
-    return Selection(problem, platform, request, decisions, _source(decisions, request))
-
-
-def _source(decisions: tuple[Decision, ...], request: Request) -> str | None:
-    """Why the first one won."""
-    if not decisions or not decisions[0].accepted:
-        return None
-    if request.require:
-        return "required"
-    return "preferred" if decisions[0].backend in request.prefer else "priority"
+    source = None
+    if decisions and decisions[0].accepted:
+        source = "required" if request.require else "priority"
+        if not request.require and decisions[0].backend in request.prefer:
+            source = "preferred"
+    return Selection(problem, platform, request, decisions, source)
 
 
 def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request: Request) -> Decision:
@@ -71,14 +67,12 @@ def judge(
 ) -> Decision:
     """Every reason against one candidate."""
     cell, scheme, rule = candidate.cell, candidate.scheme, candidate.rule
-    reasons = [
-        *_scheme_reasons(cell, scheme, problem),
-        *lacks(cell, rule, platform, probes),
-        *_request_reasons(cell, request),
-        *fact_reasons(cell.facts, problem),
-        *_precision_reasons(scheme, problem),
-        *_own_reasons(cell, problem, platform),
-    ]
+    unread = _scheme_reasons(cell, scheme, problem)
+    inexact = _precision_reasons(scheme, problem)
+    unwanted = _request_reasons(cell, request)
+    own = _own_reasons(cell, problem, platform)
+    missing = lacks(cell, rule, platform, probes)
+    undeclared = fact_reasons(cell.facts, problem)
     return Decision(
         backend=cell.name,
         experts=cell.class_name,
@@ -87,7 +81,7 @@ def judge(
         priority=cell.priority,
         tier=cell.tier,
         origin=cell.origin,
-        reasons=tuple(reasons),
+        reasons=(*unread, *missing, *unwanted, *undeclared, *inexact, *own),
         assumes=assumptions(cell, platform),
         candidate=candidate,
     )

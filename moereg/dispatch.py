@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Hashable
 from typing import Final
 
-from moereg.arguments import check_instance
+from moereg.arguments import takes
 from moereg.decide import decide, evaluate, rank
 from moereg.discovery import current_platform, load_backends, plugin_statuses
 from moereg.errors import ArgumentError, MoeregWarning, UnsupportedProblemError, shown
@@ -18,7 +17,7 @@ from moereg.machine import machine_reasons
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.request import Names, Request
-from moereg.selection import Decision, Selection, unsupported_text
+from moereg.selection import Decision, Selection
 
 __all__ = [
     "Decision",
@@ -36,10 +35,15 @@ __all__ = [
 logger: Final = logging.getLogger("moereg")
 
 
+_LOGGED: Final[set[tuple[MoEProblem, str, str]]] = set()
+"""Whose choice was logged: a model has many layers of one shape, and a process logs each shape once."""
+
+
 class EmulationWarning(MoeregWarning):
     """Only an emulation fits: right numbers, not the speed of the scheme."""
 
 
+@takes(problem=(MoEProblem, "make one with MoEProblem(...)"))
 def explain_backends(
     problem: MoEProblem,
     platform: Platform | str | None = None,
@@ -48,7 +52,6 @@ def explain_backends(
     deny: Names = None,
 ) -> Selection:
     """As `select_backend`, but returns the selection with no winner where nothing fits."""
-    check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
     cells = load_backends().cells  # First: plugins may bring the kind of machine that the platform's name says.
     if platform is None:
         platform = current_platform()
@@ -88,7 +91,7 @@ def select_backend(
     selection = explain_backends(problem, platform, require, prefer, deny)
     winner = selection.winner
     if winner is None:
-        raise UnsupportedProblemError(unsupported_text(selection), selection)
+        raise UnsupportedProblemError(selection.refusal, selection)
     if winner.tier == "emulation":
         warnings.warn(
             f"only an emulation fits {problem} on {selection.platform}: {winner.backend}; "
@@ -96,38 +99,18 @@ def select_backend(
             EmulationWarning,
             stacklevel=2,
         )
-    if _LOGGED.is_new((selection.problem, str(selection.platform), winner.backend)):
-        _log(selection, winner)
+    key = (selection.problem, str(selection.platform), winner.backend)
+    if key not in _LOGGED:
+        _LOGGED.add(key)
+        others = [decision.backend for decision in selection.decisions[1:] if decision.accepted]
+        logger.info(
+            "MoE %s on %s: %s (%s), computes %s, by %s; next: %s",
+            selection.problem,
+            selection.platform,
+            winner.backend,
+            winner.experts,
+            winner.computes,
+            selection.source,
+            ", ".join(others) or "none",
+        )
     return selection
-
-
-class _Once:
-    """Tells what was met before from what is new."""
-
-    def __init__(self) -> None:
-        self._met: set[Hashable] = set()
-
-    def is_new(self, key: Hashable) -> bool:
-        """Whether this is the first time that the key is asked for."""
-        if key in self._met:
-            return False
-        self._met.add(key)
-        return True
-
-
-_LOGGED: Final = _Once()
-"""A model has many layers of one shape; a process logs the choice for a shape once."""
-
-
-def _log(selection: Selection, winner: Decision) -> None:
-    others = [decision.backend for decision in selection.decisions[1:] if decision.accepted]
-    logger.info(
-        "MoE %s on %s: %s (%s), computes %s, by %s; next: %s",
-        selection.problem,
-        selection.platform,
-        winner.backend,
-        winner.experts,
-        winner.computes,
-        selection.source,
-        ", ".join(others) or "none",
-    )

@@ -13,7 +13,7 @@ import torch
 
 from moereg import backend_calls
 from moereg.ambient import fp32_is_exact, plain_torch
-from moereg.arguments import check_count, check_instance
+from moereg.arguments import check_count, check_instance, takes
 from moereg.call_checks import check_call, check_no_alias, check_values
 from moereg.dispatch import Decision, Selection, select_backend
 from moereg.errors import LayoutMismatchError
@@ -236,6 +236,12 @@ _LIBRARY.impl("moe_layer", _moe_layer, "CompositeExplicitAutograd")
 torch.library.register_fake("moereg::moe_layer", _moe_layer_fake, lib=_LIBRARY)
 
 
+@takes(
+    problem=(MoEProblem, "make one with MoEProblem(...)"),
+    weights=(ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)"),
+    selection=(Selection, "make one with select_backend(problem)"),
+    prepare_finalize=(PrepareFinalize, "leave it out for the one of the format"),
+)
 def make_kernel(
     problem: MoEProblem,
     weights: ExpertWeights,
@@ -267,12 +273,10 @@ def make_kernel(
         ValueError: Weights, expert_map or ep_rank do not belong to the problem, the selection was made for another
             problem, or ranks of `group` chose differently.
     """
-    check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
-    check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
     check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # `resolve_expert_map` checks its range.
-    weights.check_against(problem)
     prepare_finalize = resolve_prepare_finalize(problem, prepare_finalize)
     expert_map = resolve_expert_map(problem, ep_rank, expert_map, weights.w13.device)
+    weights.check_against(problem)
     if selection is None:
         selection = select_backend(problem)
     winner = _check_selection(selection, problem)
@@ -284,7 +288,6 @@ def make_kernel(
 
 
 def _check_selection(selection: Selection, problem: MoEProblem) -> Decision:
-    check_instance("selection", selection, Selection, "make one with select_backend(problem)")
     if selection.problem != problem:
         raise ValueError(f"the selection was made for {selection.problem}, got {problem}; select again")
     winner = selection.winner

@@ -28,15 +28,11 @@ def resolve_expert_map(
     Raises:
         ValueError: The map or the rank does not belong to the problem.
     """
-    if problem.placement == "map":
-        return _check_given(problem, expert_map, device)
-    if expert_map is not None:
-        raise ValueError("expert_map needs placement='map' in the problem, got placement='contiguous'")
-    if not problem.is_expert_parallel:
-        if ep_rank != 0:
-            raise ValueError(f"ep_rank must be 0 where all experts are local, got {ep_rank}")
-        return None
-    return _slice_of(problem, ep_rank, device)
+    if problem.placement == "contiguous":
+        if expert_map is not None:
+            raise ValueError("expert_map needs placement='map' in the problem, got placement='contiguous'")
+        return _slice_of(problem, ep_rank, device)
+    return _check_given(problem, expert_map, device)
 
 
 def _check_given(problem: MoEProblem, expert_map: torch.Tensor | None, device: torch.device) -> torch.Tensor:
@@ -48,7 +44,11 @@ def _check_given(problem: MoEProblem, expert_map: torch.Tensor | None, device: t
     return expert_map
 
 
-def _slice_of(problem: MoEProblem, ep_rank: int, device: torch.device) -> torch.Tensor:
+def _slice_of(problem: MoEProblem, ep_rank: int, device: torch.device) -> torch.Tensor | None:
+    if not problem.is_expert_parallel:
+        if ep_rank != 0:
+            raise ValueError(f"ep_rank must be 0 where all experts are local, got {ep_rank}")
+        return None
     if ep_rank and problem.num_experts % problem.num_local_experts:
         raise ValueError(
             f"contiguous placement needs num_experts % num_local_experts == 0, got {problem.num_experts} and "

@@ -74,13 +74,18 @@ class Request:
             )
         )
         # Also what is asked for other schemes: a misspelled name would go unnoticed until that scheme is loaded.
-        _check_schemes([name for source in (*required, *preferred, *denied) for name in source], scheme, cells)
-        for sources in (required, preferred, denied):
-            names = [name for source in sources for listed in source.values() for name in listed]
-            _check_backends(names, cells, plugins, may_have_failed=sources is denied)
+        for other, error in _unknown_schemes((*required, *preferred, *denied), cells).items():
+            if other != scheme:  # That of the problem is known, even where no backend has it.
+                raise error
+        for asked in (required, preferred, denied):
+            _check_backends(asked, cells, plugins, may_have_failed=asked is denied)
+
+        def names_for_scheme(source: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+            return source.get(scheme) or source.get("", ())
+
         request = cls(
-            require=_first_for(scheme, required),
-            prefer=_first_for(scheme, preferred),
+            require=next(filter(None, map(names_for_scheme, required)), ()),
+            prefer=next(filter(None, map(names_for_scheme, preferred)), ()),
             deny=tuple(
                 dict.fromkeys(name for source in denied for key in (scheme, "") for name in source.get(key, ()))
             ),
@@ -116,21 +121,29 @@ def _by_scheme(names: Names, word: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _check_schemes(named: Iterable[str], wanted: str, cells: Iterable[BackendCell]) -> None:
-    """Checks that schemes are known: moereg's, a cell's, or the wanted one, even where no backend has it."""
-    others = [scheme for scheme in named if scheme and scheme != wanted and scheme not in QUANT_SCHEMES]
+def _unknown_schemes(
+    sources: Iterable[Mapping[str, object]], cells: Iterable[BackendCell]
+) -> dict[str, UnknownSchemeError]:
+    """Errors for the schemes that are neither moereg's nor a cell's, by their names."""
+    others = [name for source in sources for name in source if name and name not in QUANT_SCHEMES]
     if not others:
-        return
-    known = {wanted, *QUANT_SCHEMES, *(scheme.name for cell in cells for scheme in cell.schemes)}
-    for scheme in others:
-        if scheme not in known:
-            raise UnknownSchemeError(unknown_name_message("quant scheme", scheme, known))
+        return {}
+    known = {*QUANT_SCHEMES, *(scheme.name for cell in cells for scheme in cell.schemes)}
+    return {
+        name: UnknownSchemeError(unknown_name_message("quant scheme", name, known))
+        for name in others
+        if name not in known
+    }
 
 
 def _check_backends(
-    names: Sequence[str], cells: Iterable[BackendCell], plugins: Iterable[PluginStatus], may_have_failed: bool
+    sources: Iterable[Mapping[str, Sequence[str]]],
+    cells: Iterable[BackendCell],
+    plugins: Iterable[PluginStatus],
+    may_have_failed: bool,
 ) -> None:
     """Checks that backends are known. One whose plugin did not load may be denied: that asks nothing of it."""
+    names = [name for source in sources for listed in source.values() for name in listed]
     if not names:
         return
     known = {cell.name for cell in cells}
@@ -152,8 +165,3 @@ def _split(names: object, word: str) -> tuple[str, ...]:
         if not isinstance(item, str):
             raise RequestError(f"{word} must hold names of backends, got {shown(item)}")
     return tuple(item.strip() for item in items if item.strip())
-
-
-def _first_for(scheme: str, sources: Iterable[Mapping[str, tuple[str, ...]]]) -> tuple[str, ...]:
-    """Names of the first source that has any for the scheme."""
-    return next((names for source in sources if (names := source.get(scheme) or source.get("", ()))), ())

@@ -30,7 +30,7 @@ from moereg.registration import TIERS
 from moereg.registry import BackendCell
 from moereg.request import Request
 
-__all__ = ["SCHEMA", "SOURCES", "Decision", "Selection", "nearest_by_backend", "unsupported_text"]
+__all__ = ["SCHEMA", "SOURCES", "Decision", "Selection", "nearest_by_backend"]
 
 SCHEMA: Final = 1
 """Version of all JSON that moereg writes."""
@@ -209,6 +209,23 @@ class Selection:
         text = json.dumps([problem, str(self.platform), chosen], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def refusal(self) -> str:
+        """Why nothing fits: the problem, the cheapest cure, then each backend's reasons, nearest first."""
+        lines = [f"no backend fits {self.problem} on {self.platform}"]
+        nearest = nearest_by_backend(self.decisions)
+        if nearest and all(any(reason.code == "quant_scheme" for reason in decision.reasons) for decision in nearest):
+            lines[0] += "; no backend computes this scheme: use a checkpoint of one that is named below"
+        elif nearest and len(nearest[0].reasons) == 1:
+            reason = nearest[0].reasons[0]
+            lines[0] += f"; nearest is {nearest[0].backend}: {reason.text} ({CURES[reason.code]})"
+        for decision in nearest:
+            reasons = "; ".join(reason.text for reason in decision.reasons)
+            lines.append(f"  {decision.backend} ({decision.experts}): {reasons}")
+        if not nearest:
+            lines.append("  no backend is registered")
+        return "\n".join(lines)
+
     def to_dict(self) -> dict[str, Any]:
         """As `moereg explain --json` prints it."""
         return {
@@ -341,20 +358,3 @@ def _reads_others(decision: Decision) -> bool:
     codes = {reason.code for reason in decision.reasons}
     # The class's own reasons are about formats that it cannot read.
     return "quant_scheme" in codes and codes <= {"quant_scheme", "backend"}
-
-
-def unsupported_text(selection: Selection) -> str:
-    """The text of `UnsupportedProblemError`: the problem, the cheapest cure, each backend's reasons, nearest first."""
-    lines = [f"no backend fits {selection.problem} on {selection.platform}"]
-    nearest = nearest_by_backend(selection.decisions)
-    if nearest and all(any(reason.code == "quant_scheme" for reason in decision.reasons) for decision in nearest):
-        lines[0] += "; no backend computes this scheme: use a checkpoint of one that is named below"
-    elif nearest and len(nearest[0].reasons) == 1:
-        reason = nearest[0].reasons[0]
-        lines[0] += f"; nearest is {nearest[0].backend}: {reason.text} ({CURES[reason.code]})"
-    for decision in nearest:
-        reasons = "; ".join(reason.text for reason in decision.reasons)
-        lines.append(f"  {decision.backend} ({decision.experts}): {reasons}")
-    if not nearest:
-        lines.append("  no backend is registered")
-    return "\n".join(lines)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moereg.arguments import check_device, check_instance
+from moereg.arguments import check_device, takes
 from moereg.errors import ArgumentError, described
 from moereg.problem import MoEProblem
 from moereg.quant import MATRICES, TENSOR_ROLES, QuantScheme, TensorRole, get_scheme, tensor_name
@@ -199,13 +199,13 @@ class ExpertWeights:
             object.__setattr__(plain, name, tensor.detach().contiguous().view(-1).view(tensor.shape))
         return plain
 
+    @takes(problem=(MoEProblem, "make one with MoEProblem(...)"))
     def check_against(self, problem: MoEProblem) -> None:
         """Checks that these are the weights of `problem`.
 
         Raises:
             ValueError: Sizes, dtype, biases or scheme disagree.
         """
-        check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
         if self.scheme != problem.quant:
             raise ValueError(
                 f"the weights are {self.scheme.description} but the problem says {problem.quant.description}; "

@@ -1,6 +1,5 @@
 """Token movement around the experts, chosen before the backend: its format is a fact of the problem."""
 
-from moereg.arguments import check_instance
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize
 from moereg.prepare_finalize.standard import StandardPrepareFinalize
@@ -26,12 +25,10 @@ def resolve_prepare_finalize(problem: MoEProblem, prepare_finalize: PrepareFinal
     """The caller's token movement; the local one of the problem's format where None.
 
     Raises:
-        ArgumentError: The argument is no `PrepareFinalize`.
         ValueError: Its format differs from the problem's.
     """
     if prepare_finalize is None:
         return local_prepare_finalize(problem.activation_format)
-    check_instance("prepare_finalize", prepare_finalize, PrepareFinalize, "leave it out for the one of the format")
     if prepare_finalize.activation_format != problem.activation_format:
         raise ValueError(
             f"prepare_finalize {prepare_finalize.name!r} makes the {prepare_finalize.activation_format} format but the "

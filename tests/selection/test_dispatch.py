@@ -38,7 +38,7 @@ def fakes(isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch) -
     """A registry that a test fills; nothing of other tests is remembered."""
     isolated_registry.restore(())
     monkeypatch.setattr(PROBES, "_answers", {})
-    monkeypatch.setattr(dispatch._LOGGED, "_met", set())
+    monkeypatch.setattr(dispatch, "_LOGGED", set())
     return isolated_registry
 
 

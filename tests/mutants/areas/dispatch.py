@@ -80,15 +80,15 @@ MUTANTS: Final = (
     Mutant(
         "one log line a backend",
         "moereg/dispatch.py",
-        old="_LOGGED.is_new((selection.problem, str(selection.platform), winner.backend))",
-        new='_LOGGED.is_new((winner.backend, "", ""))',
+        old="key = (selection.problem, str(selection.platform), winner.backend)",
+        new='key = (winner.backend, "", "")',
         tests=("tests/selection/test_dispatch.py::test_one_log_line_a_layer_shape",),
     ),
     Mutant(
         "a log line every time",
         "moereg/dispatch.py",
-        old="        self._met.add(key)\n",
-        new="        pass\n",
+        old="        _LOGGED.add(key)\n",
+        new='        _LOGGED.add((selection.problem, "", ""))\n',
         tests=("tests/selection/test_dispatch.py::test_one_log_line_a_layer_shape",),
     ),
     Mutant(
@@ -108,8 +108,8 @@ MUTANTS: Final = (
     Mutant(
         "narrowed facts are ignored",
         "moereg/decide.py",
-        old="*fact_reasons(cell.facts, problem)",
-        new="*fact_reasons(cell.experts.facts, problem)",
+        old="fact_reasons(cell.facts, problem)",
+        new="fact_reasons(cell.experts.facts, problem)",
         tests=("tests/selection/test_registry.py::test_narrowed_facts_are_what_counts",),
     ),
     Mutant(
@@ -129,8 +129,8 @@ MUTANTS: Final = (
     Mutant(
         "the value for all schemes beats the scheme's",
         "moereg/request.py",
-        old='names := source.get(scheme) or source.get("", ())',
-        new='names := source.get("", ()) or source.get(scheme, ())',
+        old='return source.get(scheme) or source.get("", ())',
+        new='return source.get("", ()) or source.get(scheme, ())',
         tests=("tests/selection/test_dispatch.py::test_requests",),
     ),
     Mutant(
