@@ -49,7 +49,7 @@ PEER_MODELS: Final = ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-1
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class ModelLayer:
     """A model's layer, or one tensor-parallel rank's share of it."""
 
     model: str
@@ -68,26 +68,26 @@ class Layer:
 
 
 LAYERS: Final = (
-    Layer("qwen3-next-80b-a3b"),
-    Layer("glm-4.5-air"),
-    Layer("kimi-k2"),
-    Layer("qwen3-30b-a3b", 4),
-    Layer("qwen3-30b-a3b", 2),
-    Layer("gpt-oss-120b", 8),
+    ModelLayer("qwen3-next-80b-a3b"),
+    ModelLayer("glm-4.5-air"),
+    ModelLayer("kimi-k2"),
+    ModelLayer("qwen3-30b-a3b", 4),
+    ModelLayer("qwen3-30b-a3b", 2),
+    ModelLayer("gpt-oss-120b", 8),
 )
 
 # What is measured of a layer: tokens and routing.
 Point = tuple[int, str]
 
 
-def all_rows(only: str | None = None) -> list[tuple[Layer, list[Point]]]:
+def all_rows(only: str | None = None) -> list[tuple[ModelLayer, list[Point]]]:
     """Every row, by layer, in the order of measuring."""
-    rows: list[tuple[Layer, list[Point]]] = []
+    rows: list[tuple[ModelLayer, list[Point]]] = []
     if only != "skewed":
         rows += [(layer, [(tokens, "uniform") for tokens in NUM_TOKENS]) for layer in LAYERS]
     if only != "layers":
         points = [(tokens, routing) for tokens in SKEWED_TOKENS for routing in ROUTINGS]
-        rows += [(Layer(model), points) for model in PEER_MODELS]
+        rows += [(ModelLayer(model), points) for model in PEER_MODELS]
     return rows
 
 
@@ -118,7 +118,9 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def measure(layer: Layer, points: list[Point], ceilings: dict[str, float], deadline: float) -> list[dict[str, Any]]:
+def measure(
+    layer: ModelLayer, points: list[Point], ceilings: dict[str, float], deadline: float
+) -> list[dict[str, Any]]:
     """Rows of one layer; a row that would start after the deadline (of `time.monotonic`) has only `left_out`."""
     problem = layer.problem()
     most = max(num_tokens for num_tokens, _ in points)

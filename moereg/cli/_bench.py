@@ -40,7 +40,7 @@ class BenchResult:
         selection: Every candidate, and the chosen one.
         routing: One of `ROUTINGS`.
         measured_on: `device`, `versions`, `commit` and `date`, among others.
-        ceilings: The device's; None if nothing ran.
+        ceilings: Ceilings of the device; None if nothing ran.
         rows: By number of tokens, candidates in the selection's order.
     """
 
@@ -148,10 +148,10 @@ def bench_layer(
 
     Args:
         flags: The problem and the request.
-        token_counts: Ascending; what suits the device where None.
+        token_counts: Numbers of tokens, ascending; the device's usual ones where None.
         routing: One of `ROUTINGS`.
         rounds: Timed calls of each backend at each number of tokens, at most.
-        seed: Of everything random.
+        seed: Seed of everything random.
 
     Returns:
         The result; without rows where nothing fits.

@@ -14,14 +14,14 @@ from moereg.routing import softmax_topk
 from moereg.tuning.inputs import random_weights
 from moereg.weights import ExpertWeights
 
-__all__ = ["Layer", "Router", "load_layer", "random_hidden_states", "random_layer"]
+__all__ = ["RoutedWeights", "Router", "load_layer", "random_hidden_states", "random_layer"]
 
 Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """hidden_states [T,H] to topk_weights [T,K] fp32 and topk_ids [T,K] int32."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class RoutedWeights:
     """The parts of a layer that a run needs.
 
     Attributes:
@@ -33,19 +33,19 @@ class Layer:
     route: Router
 
 
-def random_layer(problem: MoEProblem, seed: int, device: torch.device, advance: Advance) -> Layer:
+def random_layer(problem: MoEProblem, seed: int, device: torch.device, advance: Advance) -> RoutedWeights:
     """Random weights as `random_weights` makes them, and random routing; the same on every device.
 
     Weights of a quantized scheme are quantized expert by expert; static activation scales are those of random tokens.
 
     Args:
         problem: The layer.
-        seed: Of everything random.
-        device: To build on.
-        advance: Told of each expert.
+        seed: Seed of everything random.
+        device: Device to build on.
+        advance: Called after each expert.
     """
     generator = torch.Generator().manual_seed(seed)
-    return Layer(random_weights(problem, generator, device, advance), _random_router(problem, generator))
+    return RoutedWeights(random_weights(problem, generator, device, advance), _random_router(problem, generator))
 
 
 def _random_router(problem: MoEProblem, generator: torch.Generator) -> Router:
@@ -58,7 +58,7 @@ def _random_router(problem: MoEProblem, generator: torch.Generator) -> Router:
     return route
 
 
-def load_layer(path: Path, layer: int, problem: MoEProblem, device: torch.device, advance: Advance) -> Layer:
+def load_layer(path: Path, layer: int, problem: MoEProblem, device: torch.device, advance: Advance) -> RoutedWeights:
     """One layer of a checkpoint, with its own router.
 
     Args:
@@ -76,7 +76,7 @@ def load_layer(path: Path, layer: int, problem: MoEProblem, device: torch.device
 
     num_local_experts = problem.num_local_experts if problem.is_expert_parallel else None
     loaded = load_experts(path, layer, problem.dtype, device, num_local_experts=num_local_experts, progress=advance)
-    return Layer(loaded.weights, loaded.route)
+    return RoutedWeights(loaded.weights, loaded.route)
 
 
 def random_hidden_states(problem: MoEProblem, num_tokens: int, seed: int, device: torch.device) -> torch.Tensor:

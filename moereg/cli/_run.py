@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from moereg.cli._layer import Layer, load_layer, random_hidden_states, random_layer
+from moereg.cli._layer import RoutedWeights, load_layer, random_hidden_states, random_layer
 from moereg.cli._machine import platform_at_hand
 from moereg.cli._memory import check_run_fits
 from moereg.cli._options import ProblemFlags, UsageError, usage_errors
@@ -44,13 +44,13 @@ class RunResult:
         subject: The model's or checkpoint's name to show.
         selection: How the backend was chosen.
         num_tokens: T.
-        relative_error: Against the reference; NaN if the output holds one.
+        relative_error: Error against the reference; NaN if the output holds one.
         scheme_loss: The scheme's own error against fp32; None if the weights are not quantized, or their originals are
             unknown or too large to keep.
-        tolerance: Its bound.
+        tolerance: Bound of the error.
         time_us: Median of several calls; None if the numbers are wrong.
-        permute_ms: Once.
-        weights_bytes: Of the canonical weights.
+        permute_ms: Time to permute the weights once.
+        weights_bytes: Bytes of the canonical weights.
         failure: The backend's exception, under its name; empty if it ran.
         damage: What the backend wrote to without permission, under its name; empty if nothing.
     """
@@ -102,7 +102,7 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
         flags: The problem (with a checkpoint, what it leaves open) and the request.
         checkpoint: Directory to read the layer from; random weights where None.
         layer: Index in the checkpoint; its first layer with experts where None.
-        seed: Of weights, hidden states and routing.
+        seed: Seed of weights, hidden states and routing.
 
     Returns:
         The result; without measurements where nothing fits.
@@ -145,7 +145,7 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
         try:
             return _measure(result, built, plain, hidden_states)
         except BackendError as error:
-            # With -v its authors see where.
+            # With -v the backend's authors see where.
             logging.getLogger("moereg").info("the layer did not run", exc_info=error.__cause__)
             return dataclasses.replace(result, failure=str(error))
 
@@ -177,7 +177,10 @@ def _checkpoint_problem(checkpoint: Path, layer: int | None, flags: ProblemFlags
 
 
 def _measure(
-    result: RunResult, layer: Layer, plain: Callable[[], ExpertWeights | None] | None, hidden_states: torch.Tensor
+    result: RunResult,
+    layer: RoutedWeights,
+    plain: Callable[[], ExpertWeights | None] | None,
+    hidden_states: torch.Tensor,
 ) -> RunResult:
     selection, weights, problem = result.selection, layer.weights, result.selection.problem
     # Before the backend sees anything of the layer.

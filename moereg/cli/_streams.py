@@ -30,7 +30,7 @@ class OutputLostError(Exception):
 
 
 class _Guarded:
-    """A text stream whose errors are ours to answer."""
+    """A text stream whose errors moereg answers."""
 
     def __init__(self, stream: IO[str], is_output: bool) -> None:
         self._stream = stream
@@ -104,7 +104,7 @@ def guarded_streams() -> Iterator[None]:
         try:
             os.fstat(descriptor)
         except OSError:
-            # Or the next file that is opened would be standard output or standard error. The lowest free one is taken.
+            # Takes the lowest free descriptor, which the next file to be opened would otherwise get.
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr
     guarded = [

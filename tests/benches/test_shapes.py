@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benches.h200 import shapes
-from benches.h200.shapes import LAYERS, PEER_MODELS, Layer, all_rows, measure, needed_bytes, summary
+from benches.h200.shapes import LAYERS, PEER_MODELS, ModelLayer, all_rows, measure, needed_bytes, summary
 from moereg.platforms import Platform
 
 H200_BYTES = 139 * 2**30
@@ -22,7 +22,7 @@ def test_the_plan_has_every_row_once() -> None:
 def test_shards_split_the_intermediate_size() -> None:
     sizes = {layer.name: layer.problem().intermediate_size for layer in LAYERS if layer.tensor_parallel > 1}
     assert sizes == {"qwen3-30b-a3b TP4": 192, "qwen3-30b-a3b TP2": 384, "gpt-oss-120b TP8": 360}
-    problem = Layer("gpt-oss-120b", 8).problem()
+    problem = ModelLayer("gpt-oss-120b", 8).problem()
     assert not problem.has_bias
     assert problem.activation.name == "silu"
 
@@ -31,15 +31,15 @@ def test_every_layer_fits_an_h200() -> None:
     for layer, points in all_rows():
         assert needed_bytes(layer.problem(), max(tokens for tokens, _ in points)) < H200_BYTES, layer
     weights = 384 * 3 * 7168 * 2048 * 2
-    assert needed_bytes(Layer("kimi-k2").problem(), 1) > 2 * weights
+    assert needed_bytes(ModelLayer("kimi-k2").problem(), 1) > 2 * weights
 
 
 def test_what_does_not_fit_or_comes_too_late_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**40))
-    (row,) = measure(Layer("kimi-k2"), [(4, "uniform")], {}, time.monotonic() + 60)
+    (row,) = measure(ModelLayer("kimi-k2"), [(4, "uniform")], {}, time.monotonic() + 60)
     assert row["left_out"].startswith("needs up to")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**40, 2**40))
-    (row,) = measure(Layer("kimi-k2"), [(4, "zipf")], {}, time.monotonic() - 1)
+    (row,) = measure(ModelLayer("kimi-k2"), [(4, "zipf")], {}, time.monotonic() - 1)
     assert row == {"layer": "kimi-k2", "tokens": 4, "routing": "zipf", "left_out": "out of time"}
 
 
