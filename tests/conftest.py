@@ -47,7 +47,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def isolated_registry() -> Iterator[BackendRegistry]:
-    """The global registry with all backends loaded; what a test adds is gone afterwards."""
+    """The global registry with all backends loaded; a test's additions are gone afterwards."""
     from moereg.discovery import load_backends
 
     load_backends()

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_a_graph_keeps_its_scratch_when_the_pool_gives_its_own_back() -> None:
-    """A buffer that the graph and the pool shared would be somebody else's memory by the time of a replay."""
+    """By the time of a replay, a buffer that graph and pool share would be someone else's memory."""
     problem = MoEProblem(num_experts=8, hidden_size=512, intermediate_size=256, top_k=2)
     generator = torch.Generator("cuda").manual_seed(0)
     w13, w2 = (
@@ -39,7 +39,7 @@ def test_a_graph_keeps_its_scratch_when_the_pool_gives_its_own_back() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         kernel(*call, out=out)
-    # Whoever allocates as much next on that stream gets what the pool had.
+    # The next allocation of that size on that stream gets the pool's memory.
     num_bytes = WORKSPACES.num_bytes
     assert num_bytes > 0
     WORKSPACES.release()

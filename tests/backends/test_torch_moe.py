@@ -94,7 +94,7 @@ def run(
     weights: ExpertWeights,
     permuted: PermutedWeights | None = None,
 ) -> torch.Tensor:
-    """Applies a class to NaN-filled output and workspaces, and checks that it claims what it is given."""
+    """Applies a class to NaN-filled output and workspaces, and checks that it claims the call."""
     assert not fact_reasons(experts_class.facts, problem)
     experts = experts_class(problem, Platform("cpu"))
     permuted = permuted or experts.permute_weights(weights, problem)
@@ -210,7 +210,7 @@ def test_fp32_biases_of_a_bf16_layer(experts_class: type[Experts]) -> None:
 
 @pytest.mark.parametrize("experts_class", STANDARD)
 def test_routing_weights_keep_32_bits(experts_class: type[Experts]) -> None:
-    """One expert twice would be refused by a layer, and here leaves nothing but the difference of both weights."""
+    """A layer would refuse a token that names one expert twice; here both weights must add up."""
     problem = make_problem()
     inputs, weights = make_inputs(problem, 5), make_weights(problem)
     inputs.topk_ids[:] = 3
@@ -357,7 +357,7 @@ def test_fake_tensors_notice_host_reads() -> None:
 @pytest.mark.parametrize("experts_class", [TorchGroupedExperts, TorchDenseExperts, TorchBatchedExperts])
 @pytest.mark.parametrize("has_map", [False, True])
 def test_device_classes_never_read_the_device(experts_class: type[Experts], has_map: bool) -> None:
-    """Fake tensors have no values, so whatever would read one on the host raises."""
+    """Fake tensors have no values, so reading one on the host raises."""
     problem = make_problem(
         has_bias=True, placement="map" if has_map else "contiguous", activation_format=format_of(experts_class)
     )
@@ -402,7 +402,7 @@ def test_batched_rows_past_the_count_are_zero() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_permute_needs_one_copy() -> None:
-    """Peak of permuting, measured by the kernel in a process of its own: the packed copy and little more."""
+    """Peak of permuting, measured by the kernel in a separate process: the packed copy and little more."""
     script = """
         import torch
         from pathlib import Path

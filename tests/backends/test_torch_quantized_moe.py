@@ -1,4 +1,4 @@
-"""Quantized weights on CPUs: what is chosen, what it computes, and how little of the weights is restored at a time."""
+"""Quantized weights on CPUs: which cell is chosen, what it computes, and how little of the weights is restored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def cpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> Platform:
-    """A probed CPU whose int8 matmuls are as the tests say, whatever this machine is."""
+    """A probed CPU with the int8 matmuls that a test gives it, on any machine."""
     monkeypatch.setattr(PROBES, "_answers", {})
     return dataclasses.replace(Platform("cpu", "x86_64"), versions=current_platform().versions, probed=True)
 
@@ -262,7 +262,7 @@ def test_gate_and_up_may_have_scales_of_their_own() -> None:
 
 
 class LargestOutput(TorchDispatchMode):
-    """The largest tensor that any operation inside returns, in bytes; views count as what they show."""
+    """The largest tensor that any operation inside returns, in bytes; views count with their shape."""
 
     num_bytes = 0
 

@@ -76,7 +76,7 @@ def test_plan_covers_every_valid_row_once(data: st.DataObject) -> None:
     max_tokens = data.draw(st.integers(1, 200), "max_tokens")
     block_m = data.draw(st.sampled_from([16, 32, 64]), "block_m")
     slack = data.draw(st.sampled_from([0, 8, 32]), "slack")
-    # Counts beyond what there is room for are wrong, and must not lead out of an expert's rows.
+    # Counts beyond the room for an expert are wrong, and must not lead out of its rows.
     count = st.integers(-3, max_tokens + 3) | st.sampled_from([0, max_tokens, -(2**31), 2**31 - 1])
     counts = data.draw(st.lists(count, min_size=1, max_size=40), "counts")
     plan = make_plan(counts, max_tokens, block_m, slack)
@@ -152,7 +152,7 @@ class Batches:
         return TritonBatchedExperts(self.problem, SM90).permute_weights(self.weights, self.problem)
 
     def run(self) -> torch.Tensor:
-        """The backend on poisoned buffers; checks that nothing is written around them and no input changes."""
+        """Runs the backend on poisoned buffers; checks that nothing around them is written and no input changes."""
         problem = self.problem
         experts = TritonBatchedExperts(problem, SM90)
         assert fact_reasons(experts.facts, problem) == []
@@ -168,7 +168,7 @@ class Batches:
         assert torch.equal(self.hidden_states[self.valid], before[0][self.valid])
         assert self.hidden_states[~self.valid].isnan().all()
         assert torch.equal(self.counts, before[1])
-        # Any row of an expert that has some may have been written, none of one that has none.
+        # Any row of an expert with rows may have been written, but none of an expert without.
         assert out.tensor[self.counts == 0].isnan().all(), "a kernel wrote to the rows of another expert"
         return out.tensor
 
@@ -318,7 +318,7 @@ def test_batched_format_asks_for_all_that_the_standard_one_takes() -> None:
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "max_tokens", "hidden_size", "intermediate_size", "dtype", "keywords"),
     [
-        # On Hopper the Gluon kernels take 16 bits from over 40 of max_T * K / E on.
+        # On Hopper the Gluon kernels run 16-bit layers from over 40 of max_T * K / E on.
         (128, 8, 1, 2048, 768, BF16, {}),
         (128, 8, 64, 2048, 768, BF16, {}),
         (128, 8, 700, 2048, 768, BF16, {}),

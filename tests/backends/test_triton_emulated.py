@@ -72,11 +72,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def expected_rows(
     x: torch.Tensor, scheme: str, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What codes stand for without the global scale, in fp32, and that scale of each row."""
+    """The numbers of the codes without the global scale, in fp32, and that scale of each row."""
     quantized = quantize_activations(x, scheme, scale)
     if quantized.scale_2 is None:
         return quantize_dequantize_activations(x, scheme), None
-    # 1 changes no number, so what is left are codes times group scales.
+    # A scale of 1 changes no number, which leaves codes times group scales.
     stripped = dataclasses.replace(quantized, scale_2=torch.ones((), device=x.device))
     values = dequantize_activations(stripped, scheme, x.shape[1])
     return values, quantized.scale_2.expand(len(x), 1).squeeze(1)
@@ -137,7 +137,7 @@ def test_ties_go_to_even_codes(scheme: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("static", [1e-6, 0.0007, 0.02, 5.0, 1e30, 1e-38])
 def test_static_global_scales(dtype: torch.dtype, static: float) -> None:
-    """Too small ones saturate, too large ones leave the smallest group scale."""
+    """Too small scales saturate, too large ones leave the smallest group scale."""
     x = random(5, 130).to(dtype)
     x[1, 3], x[2, 5], x[3] = math.inf, math.nan, 0.0
     assert_rounded(x, "nvfp4", torch.tensor([static], device=DEVICE))

@@ -1,6 +1,6 @@
 """4-bit activations with two scales as codes, and layers that multiply them: interpreted, or on a CUDA device.
 
-What all formats of activations share is in `test_triton_quantized`. No device with instructions for such codes has run
+`test_triton_quantized` has what all formats of activations share. No device with instructions for such codes has run
 these yet; Triton's interpreter restores both sides.
 """
 
@@ -91,9 +91,9 @@ def _scaled_product_kernel(product, a, a_scale, b, b_scale):
 
 
 def test_scaled_products_are_those_of_a_device() -> None:
-    """What all layers below rest on where kernels are interpreted: see `patch_interpreter`."""
+    """All layers below rely on this in the interpreter: see `patch_interpreter`."""
     codes = torch.randint(0, 256, (48, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    # Every positive number of the type, 0 and subnormal ones included.
+    # Every positive number of the type, with 0 and the subnormal ones.
     scales = (torch.arange(48 * 8, dtype=torch.uint8, device=DEVICE) % 127).view(48, 8).view(torch.float8_e4m3fn)
     one = torch.ones(48, 1, device=DEVICE)
     x = dequantize_activations(Quantized(codes, scales, one), NVFP4, 128, torch.float64)
@@ -148,7 +148,7 @@ def test_ties_go_to_even_codes() -> None:
 @pytest.mark.parametrize("columns", [130, 2880])
 @pytest.mark.parametrize("static", [1e-6, 0.0007, 0.02, 5.0, 1e30, 1e-38])
 def test_static_global_scales(static: float, columns: int) -> None:
-    """Too small ones saturate, too large ones leave the smallest group scale."""
+    """Too small scales saturate, too large ones leave the smallest group scale."""
     x = random(5, columns).to(BF16)
     x[1, 3], x[2, 5], x[3] = math.inf, math.nan, 0.0
     assert_quantized(x, torch.tensor([static], device=DEVICE))
@@ -241,7 +241,7 @@ def test_global_scales_in_the_batched_format(change: Callable[[ExpertWeights], E
     [(40, [40, 1, 0, 33]), pytest.param(220, [220, 0, 3, 130], marks=pytest.mark.slow)],  # 10 s, interpreted.
 )
 def test_higher_tiles(max_tokens: int, counts: list[int]) -> None:
-    """Of 64 rows, and of the 128 that compile to instructions for such codes."""
+    """Tiles of 64 rows, and of the 128 that compile to instructions for such codes."""
     configs = select_quantized_config(math.inf, max_tokens * 2 / 4, 2)
     assert configs.gate_up.block_m == configs.down.block_m == (128 if max_tokens == 220 else 64)
     Batches(batched_problem("nvfp4", 64, 64), counts, max_tokens).check()

@@ -1,6 +1,7 @@
 """The Triton kernels on packed weights against torch: interpreted on a CPU, or on a CUDA device.
 
-Products are compared with fp64 on restored weights. What is restored is exact, so the only roundings are those of sums.
+Products are compared with fp64 on restored weights. Restored weights are exact, so the only roundings are those of
+sums.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def test_slices_give_the_layer(scheme: str, num_tokens: int, monkeypatch: pytest
     "scheme", ["int4_w4a16_g128", "int4_w4a16_g32_zp", "int4_w4a16_gall", "mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16"]
 )
 def test_routes_of_one_token_are_added_up(scheme: str, pieces: int) -> None:
-    """Against fp64 sums on restored weights; among the routes one expert twice, one of nobody, one elsewhere."""
+    """Compares with fp64 sums on restored weights; routes name one expert twice, an unknown one and another rank's."""
     # Rows of 200 elements fill no whole number of steps, and 24 columns no whole number of tiles.
     problem = MoEProblem(
         num_experts=3,
@@ -167,7 +168,7 @@ def test_routes_of_one_token_are_added_up(scheme: str, pieces: int) -> None:
     generator = torch.Generator().manual_seed(1)
     topk_weights = torch.rand(1, len(ids), generator=generator).to(DEVICE)
     bias = torch.randn(3, 24, generator=generator).to(DEVICE)
-    # Rows of routes that add nothing were never written.
+    # Rows of routes that add nothing are never written.
     rows = torch.full((len(ids), 256), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     for row, expert in zip(rows, local, strict=True):
         if expert is not None:

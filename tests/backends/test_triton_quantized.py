@@ -239,7 +239,7 @@ def test_a_fault_in_rounding_shows() -> None:
 
 
 def test_one_scale_spans_the_rows_that_count() -> None:
-    """Of tokens those with a route to a local expert; the others, however large, do not matter."""
+    """Tokens with a route to a local expert; the others, however large, do not matter."""
     scheme = get_scheme("fp8_tensor_dynamic")
     x = random(6, 100).to(BF16)
     x[2], x[4] = 1e4, math.nan
@@ -300,7 +300,7 @@ def make_stage_weights(problem: MoEProblem) -> ExpertWeights:
 
 
 def restored(rows: QuantizedRows, scheme: QuantScheme, columns: int) -> torch.Tensor:
-    """The numbers that the kernels' codes stand for."""
+    """The numbers of the kernels' codes."""
     fmt = scheme.activation
     assert fmt is not None
     if rows.global_scale is not None:
@@ -375,7 +375,7 @@ class Stage:
         )
 
     def expected(self) -> torch.Tensor:
-        """What the first GEMM makes of each valid route, [routes, I] in fp64."""
+        """The first GEMM's result for each valid route, [routes, I] in fp64."""
         x = restored(self.tokens, self.scheme, self.hidden)
         x = x[self.routes if self.fmt.static else self.routes // 2]
         x = torch.einsum("rk,rnk->rn", x, self.w13[self.experts])
@@ -389,7 +389,7 @@ STAGES += [Stage(scheme, 256, 128, WIDE, "swigluoai", has_bias=True) for scheme 
 STAGES += [Stage(scheme, 130, 72, WIDE, "relu2", has_bias=True, direct=True) for scheme in MATRIX_SCHEMES]
 
 
-# Of the module, so that the tests of one stage follow each other and a process builds those alone that it runs.
+# A fixture of the module: the tests of one stage follow each other, and a process builds only the stages that it runs.
 @pytest.fixture(
     scope="module", params=STAGES, ids=lambda stage: f"{stage.scheme.name}-{stage.hidden}-{stage.activation}"
 )

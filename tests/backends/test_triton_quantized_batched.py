@@ -172,7 +172,7 @@ class Batches:
             guarded.check()
         assert torch.equal(bits(x.float()), before)
         assert counts.tolist() == self.counts
-        # Any row of an expert that has some may have been written, none of one that has none.
+        # Any row of an expert with rows may have been written, but none of an expert without.
         assert out.tensor[~self.valid.any(1)].isnan().all(), "a kernel wrote to the rows of another expert"
         return out.tensor[self.valid]
 
@@ -191,7 +191,7 @@ class Batches:
         return reference_experts(problem, self.weights, x, ones, self.experts.int().unsqueeze(1))
 
     def bound(self) -> float:
-        """Of a kernel from which only the order of sums differs."""
+        """Tolerance for a kernel that differs only in the order of sums."""
         numel = int(self.valid.sum()) * self.problem.hidden_size
         return tolerance(self.problem.quant, self.problem.dtype, numel, rounds_as_reference=True)
 
@@ -211,7 +211,7 @@ LAYERS: dict[str, tuple[dict[str, Any], list[int], int]] = {
 }
 
 
-# Of all but the first scheme the slow tests have the other layers, since layers differ in what schemes share.
+# The slow tests have the other layers of all schemes but the first, since the schemes share most of the code.
 @pytest.mark.parametrize(
     ("scheme", "name"),
     [

@@ -1,4 +1,4 @@
-"""The bench over the registry takes in what is registered, and a wrong backend gets no number."""
+"""The bench over the registry covers every registered backend, and a wrong backend gets no number."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bench(folder: Path, expression: str) -> tuple[str, dict[str, Any]]:
     results = folder / "results.json"
     command = [sys.executable, "-m", "pytest", "benches/bench_experts.py", "-q", "-p", "more_backends"]
     paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    # pytest-benchmark measures nothing in what it takes for one of several workers.
+    # Under several workers, pytest-benchmark measures nothing.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     done = subprocess.run(
         [*command, "-k", expression, f"--benchmark-json={results}"],

@@ -46,7 +46,7 @@ def test_other_rows_of_the_same_model_and_of_other_classes_do_not_count() -> Non
 
 
 def test_a_model_counts_once_however_many_rows_it_has() -> None:
-    # One row of y against b, three of z for it by a little: by rows b would win, by models it loses.
+    # One row of y favors b, three of z favor it by a little: by rows b would win, by models it loses.
     rows = [row("x", 4, a=1.0, b=1.0), row("y", 4, a=1.0, b=1.2), *(row("z", n, a=1.1, b=1.0) for n in (4, 8, 16))]
     assert choose(rows[0], rows) == "a"
 

@@ -1,4 +1,4 @@
-"""What the bench of quantized layers needs no GPU for."""
+"""The part of the bench of quantized layers that needs no GPU."""
 
 from __future__ import annotations
 

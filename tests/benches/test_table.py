@@ -1,4 +1,4 @@
-"""What the H200 bench shares with the other benches, on a CPU: the table itself needs the GPU."""
+"""The code that the H200 bench shares with the other benches, on a CPU: the table itself needs the GPU."""
 
 from __future__ import annotations
 

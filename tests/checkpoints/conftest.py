@@ -1,4 +1,4 @@
-"""Checkpoints to read, and records of what was opened and read of them."""
+"""Checkpoints to read, and records of the files that are opened and read."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def small_tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor
 
 
 def _shard_of(name: str) -> str:
-    """Layer 1 in a file of its own for the router and for each pair of experts; the rest in another."""
+    """Layer 1 has a file for the router and one for each pair of experts; the rest is in another."""
     if name.startswith(EXPERTS):
         return f"experts{int(name.removeprefix(EXPERTS + '.')[0]) // 2}.safetensors"
     return "router.safetensors" if name == ROUTER else "rest.safetensors"

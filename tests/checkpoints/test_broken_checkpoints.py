@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint: each breaks a good one, and the error names the rule, the value and the file."""
+"""Faults of a checkpoint: each breaks a good one, and the error names the rule, the value and the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moereg.checkpoints import load_experts, moe_layers, read_problem
 from moereg.errors import CheckpointError
 from tests.checkpoints.small_checkpoint import CONFIG, EXPERTS, ROUTER, small_tensors, write_checkpoint
 
-# What can be wrong with a checkpoint: each breaks a good one; the error names the rule, the value and the file.
+# Faults of a checkpoint: each breaks a good one; the error names the rule, the value and the file.
 
 Break = Callable[[Path], None]
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a quantized checkpoint: each breaks a good one; the error names the rule and the value."""
+"""Faults of a quantized checkpoint: each breaks a good one; the error names the rule and the value."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ BROKEN: dict[str, tuple[str, Change, tuple[str, ...]]] = {
 }
 
 
-# Numbers that no scale can be: checkpoint, tensor, number, and what the error says of it.
+# Numbers that no scale can have: checkpoint, tensor, number, and the error's words.
 BAD_NUMBERS: dict[str, tuple[str, str, float, str]] = {
     "fp8_negative": ("fp8_block128", f"{DOWN_1}.weight_scale_inv", -1.0, "w2_scale must be finite and not negative"),
     "ct_fp8_channel_infinite": ("ct_fp8_channel", f"{GATE_0}.weight_scale", INF, "w13_scale must be finite"),

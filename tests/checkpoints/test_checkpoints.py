@@ -1,4 +1,4 @@
-"""What is read of a checkpoint, for which rank, and how much of it fits."""
+"""Reading a checkpoint: which tensors, for which rank, and how much of it fits."""
 
 from __future__ import annotations
 

@@ -248,11 +248,11 @@ def test_a_home_that_nobody_has(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", ["fp8_block128", "mxfp4"], ids=["separate", "fused"])
 def test_a_shard_that_ends_earlier_than_when_it_was_opened(tmp_path: Path, name: str) -> None:
-    # Large enough that what is cut off lies on other pages than what is left.
+    # Large enough that the part that is cut off lies on other pages than the rest.
     large = {f"x{number}": torch.zeros(2**18) for number in range(2)}
     path = changed(tmp_path, name, lambda config, tensors: tensors.update(large))
     shard = path / "model.safetensors"
-    # In a process of its own, which a mapping of the file would end with SIGBUS.
+    # In a separate process, which a mapping of the file would end with SIGBUS.
     child = os.fork()
     if not child:
         try:
@@ -267,7 +267,7 @@ def test_a_shard_that_ends_earlier_than_when_it_was_opened(tmp_path: Path, name:
 
 
 def test_one_expert_of_a_fused_tensor_is_all_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a file of which only the header and the first expert are there, the first expert can be read."""
+    """In a file with only the header and the first expert, the first expert can be read."""
     from moereg.checkpoints._files import CheckpointFiles
 
     tensor = torch.arange(4 * 6 * 8, dtype=torch.float32).view(4, 6, 8)

@@ -40,7 +40,7 @@ def _own_routing(saved: Saved, case: Case, hidden_states: torch.Tensor) -> tuple
 def _own_experts(saved: Saved, case: Case, hidden_states: torch.Tensor) -> torch.Tensor:
     block = saved.block(case)
     if case.block == "feed_forward":
-        # Only the block sorts inputs as its experts want them, so the shared expert is taken off.
+        # Only the block sorts inputs as its experts expect them, so the shared expert is subtracted.
         return block(hidden_states)[0] - block.shared_expert(hidden_states)
     topk_weights, topk_ids = _own_routing(saved, case, hidden_states)
     return block.experts(hidden_states, topk_ids, topk_weights)

@@ -1,4 +1,4 @@
-"""Patterns of config files: what they mean, and that none takes longer than its limit."""
+"""Patterns of config files: their meaning, and that none takes longer than its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized checkpoints against what the libraries that define their formats make of them.
+"""Quantized checkpoints against the libraries that define their formats.
 
 tests/checkpoints has a small checkpoint of each format, what the library restores from it, and the script that wrote
 them.
@@ -75,7 +75,7 @@ def _restored_by_the_library(name: str) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def _matrix(layer: CheckpointLayer, restored: tuple[torch.Tensor, torch.Tensor], module: str) -> torch.Tensor:
-    """What a module's rows were loaded as, in the order that the checkpoint has them in."""
+    """The rows that a module was loaded as, in the checkpoint's order."""
     w13, w2 = restored
     if module.endswith("experts.gate_up_proj"):
         return torch.stack(w13.chunk(2, dim=1), dim=2).flatten(1, 2)

@@ -25,7 +25,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 @pytest.fixture
 def call_json(call: Call) -> Callable[[str], tuple[int, dict[str, Any]]]:
-    """As `call` with `--json`; standard output has to be one object and nothing else."""
+    """As `call` with `--json`; standard output must be one object and nothing else."""
 
     def run(line: str) -> tuple[int, dict[str, Any]]:
         code, out, _ = call(f"{line} --json")

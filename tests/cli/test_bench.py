@@ -1,4 +1,4 @@
-"""`moereg bench`: what it compares, refuses and draws."""
+"""`moereg bench`: its comparisons, refusals and plots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BENCH = f"bench {SIZES} --rounds 2 --tokens 16,1"
 
 @pytest.fixture
 def ceilings(monkeypatch: pytest.MonkeyPatch) -> Ceilings:
-    """Known ones, at once."""
+    """Fixed ceilings, without measuring."""
     known = Ceilings(matmul_tflops=0.1, read_gbps=20.0, read_by="nothing")
     monkeypatch.setattr("moereg.cli._bench.measure_ceilings", lambda dtype, device: known)
     return known

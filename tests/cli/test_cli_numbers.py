@@ -1,4 +1,4 @@
-"""What the command line makes of numbers that are known: units, order, marks and whose loss it is."""
+"""How the command line shows known numbers: units, order, marks and losses."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_run_for_people_has_the_same_units(capsys: pytest.CaptureFixture[str]) -
 
 
 class ZeroExperts(FakeExperts):
-    """Adds nothing, whatever the weights are."""
+    """Adds nothing, for any weights."""
 
     def apply(
         self,

@@ -94,7 +94,7 @@ print(json.dumps(found))
 
 
 def _ends(names: Iterable[str], pairs: Sequence[tuple[str, str]]) -> dict[str, tuple[int, str | None, str | None]]:
-    """By line, standard output and standard error: the code and what arrived."""
+    """By line, standard output and standard error: the code and the text that arrived."""
     cases = {f"{name}/{out}/{err}": (LINES[name][0], out, err) for name in names for out, err in pairs}
     process = subprocess.run(
         [sys.executable, "-c", FORKS],
@@ -275,7 +275,7 @@ print(code)
 
 
 def test_a_program_that_calls_it_keeps_its_standard_output() -> None:
-    """Also where it was full: what moereg could not write is gone, and what the program writes then arrives."""
+    """A full stream works too: moereg's lost output is gone, and the program's later output arrives."""
     process = subprocess.run(
         [sys.executable, "-c", IN_PROCESS], capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
     )

@@ -1,4 +1,4 @@
-"""`moereg explain`: what it chooses for other machines, its keys, its requests."""
+"""`moereg explain`: choices for other machines, its keys, its requests."""
 
 from __future__ import annotations
 

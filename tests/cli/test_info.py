@@ -1,4 +1,4 @@
-"""`moereg info`: its keys, what it says of evidence and of backends that cannot run."""
+"""`moereg info`: its keys, its evidence and its reasons for backends that cannot run."""
 
 from __future__ import annotations
 

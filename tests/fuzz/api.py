@@ -1,4 +1,4 @@
-"""Public callables with arguments that nobody should pass: each works, or says in one line what is wrong."""
+"""Calls public functions with arguments that nobody should pass: each call works, or says in one line what is wrong."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Hostile:
     __repr__ = __str__ = __bool__ = __len__ = __iter__ = __eq__ = __hash__ = __index__ = _raise  # type: ignore[assignment]
 
 
-# What an argument may be, by a tag that a stored case can hold.
+# Possible values of an argument, by a tag that a stored case can hold.
 
 
 def _problem() -> MoEProblem:
@@ -141,7 +141,7 @@ def _replaced(**keywords: Any) -> Any:
     return MoEProblem.from_dict(keywords)
 
 
-# By name: what is called, and good values of each argument, the first of which are always passed.
+# By name: the callable, and good values of each argument, the first of which are always passed.
 _CALLS: Final[Mapping[str, tuple[Callable[..., Any], int, Mapping[str, list[Any]]]]] = {
     "MoEProblem": (MoEProblem, 4, _PROBLEM),
     "MoEProblem.from_dict": (_replaced, 4, {**_PROBLEM, "surplus": [1]}),
@@ -285,7 +285,7 @@ def _check(case: Case) -> str | None:
     call, _, _ = _CALLS[case["call"]]
     arguments = {name: _value(value) for name, value in case["arguments"].items()}
     if case["call"] in ("select_backend", "explain_backends") and arguments.get("platform") is None:
-        arguments["platform"] = "cpu"  # The machine at hand differs from one to the next.
+        arguments["platform"] = "cpu"  # Machines differ.
     breach, found = breach_of(lambda: call(**arguments))
     if breach is not None or found is NOTHING:
         return None if breach is None else f"{case['call']} {breach}"
@@ -307,7 +307,7 @@ def _value(value: Any) -> Any:
 
 
 def _breach_of_result(found: Any) -> str | None:
-    """What was accepted has to be of use: it can be shown, compared, hashed, and written where it can be read."""
+    """An accepted value must be usable: shown, compared, hashed, and written so that it can be read back."""
     if isinstance(found, MoEProblem):
         if MoEProblem.from_dict(json.loads(json.dumps(found.to_dict()))) != found:
             return f"{found} does not survive JSON"

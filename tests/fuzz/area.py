@@ -1,4 +1,4 @@
-"""What a part of moereg promises about bad input, as something that can be drawn, checked, stored and replayed."""
+"""The interface of a fuzz area: promises about bad input that can be drawn, checked, stored and replayed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Area:
     Attributes:
         name: As its module is called.
         draw: A case from a seeded generator, and from nothing else: the same state draws the same case. Never a set's
-            order, which differs between processes.
-        check: None where the contract holds, else one line that says how it does not. What it raises counts as broken
-            too, and so do a case that takes longer or more memory than it may, and one that ends the process.
+            order, which differs between processes. check: None if the contract holds, else one line that says how it is
+            broken. What it raises counts as broken too, and so do a case that takes longer or more memory than it may,
+            and one that ends the process.
         share: How many of a run's cases are this area's, relative to those of the others.
         smoke: Cases that `make test` draws.
         limit_s: CPU seconds of one case.
@@ -67,7 +67,7 @@ def draw_case(area: Area, seed: int, index: int) -> Case:
 
 
 def run_case(area: Area, case: Case) -> str | None:
-    """Checks a case within the area's limits of CPU time and memory; None where the contract holds, else one line."""
+    """Checks a case within the area's limits of CPU time and memory; None if the contract holds, else one line."""
     try:
         with _cpu_limit(area.limit_s), _memory_limit(area.memory_mib):
             failure = area.check(case)
@@ -99,12 +99,12 @@ def load_case(path: Path) -> Case:
 
 
 class _TimeUpError(BaseException):
-    """Outside Exception, so that nothing under test swallows it."""
+    """Not an Exception, so that no code under test swallows it."""
 
 
 @contextlib.contextmanager
 def _cpu_limit(seconds: float) -> Iterator[None]:
-    """CPU time and not the clock's, so that a busy neighbor fails nothing. What sleeps forever is for the caller."""
+    """CPU time instead of the clock's, so that a busy neighbor fails nothing. What sleeps forever is for the caller."""
 
     def stop(signum: int, frame: object) -> None:
         raise _TimeUpError
@@ -121,7 +121,7 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _memory_limit(mib: int) -> Iterator[None]:
-    """On top of what the process has now. Of private memory: mapped files and libraries do not count."""
+    """In addition to the present memory of the process. Only private memory counts: not mapped files and libraries."""
     status = Path("/proc/self/status").read_text()
     now_kib = int(next(line for line in status.splitlines() if line.startswith("VmData:")).split()[1])
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)

@@ -16,7 +16,7 @@ from tests.fuzz.area import Area
 from tests.fuzz.hostile import draw_edit, draw_file_name, draw_text
 from tests.fuzz.small_checkpoints import BASES, base, checkpoint_directory
 
-# Stands in for the directory, which is another one each time.
+# Stands in for the directory, which differs in each run.
 _CHECKPOINT: Final = "{checkpoint}"
 _SIZES: Final = ("2", "3", "7", "8", "16", "32", "64", "100")
 _ODD_NUMBERS: Final = (
@@ -101,7 +101,7 @@ _OPTIONS: Final = {
     "bench": (*_RUN, "--rounds", "--plot", "--routing"),
 }
 _VARIABLES: Final = ("MOEREG_REQUIRE", "MOEREG_PREFER", "MOEREG_DENY", "MOEREG_PLUGINS", "MOEREG_DEBUG")
-# Of the layers that are run; explain answers for any.
+# Largest layers that are run; explain answers for any.
 _LARGEST_RUN: Final = 4_000_000
 
 
@@ -131,7 +131,7 @@ def _draw(rng: random.Random) -> dict[str, Any]:
         if rng.random() < 0.6:
             case["config"] = [draw_edit(rng, base(name).config)]
     if command in ("run", "bench") and not _is_small(arguments):
-        # A large layer that fits is what these commands are for, and takes what it takes.
+        # These commands are for large layers, so one that fits may take its time.
         arguments[0] = "explain"
     if rng.random() < 0.1:
         rng.shuffle(arguments)
@@ -150,7 +150,7 @@ def _draw_argument(rng: random.Random, name: str) -> str:
 
 
 def _passable(text: str) -> str:
-    """As a process can be given it: without NUL, and with bytes that are no UTF-8 as Python passes them."""
+    """A text as a process can get it: without NUL, and with non-UTF-8 bytes as Python passes them."""
     return text.replace("\0", "").encode("utf-8", "replace").decode() if "\ud800" not in text else "\udcff"
 
 
@@ -185,7 +185,7 @@ def _check(case: dict[str, Any]) -> str | None:
 
 
 def broken_promise(arguments: set[str], code: int, out: str, err: str) -> str | None:
-    """Which promise of the command line an exit code and two streams break; None for none."""
+    """The promise of the command line that an exit code and two streams break, or None."""
     found = f"exit {code}, standard output {out[-300:]!r}, standard error {err[-300:]!r}"
     if code not in (0, 1, 2, 3):
         return f"an exit code that no input may have: {found}"

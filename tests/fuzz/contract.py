@@ -1,4 +1,4 @@
-"""What is promised of every public callable: it works, or raises moereg's own error on one line that can be printed."""
+"""The promise of every public callable: it works, or raises moereg's own error on one line that can be printed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGE: Final = str(Path(moereg.__file__).parent)
 _LONGEST: Final = 5_000
 
 NOTHING: Final = object()
-"""What `breach_of` returns as the result of a call that was refused as it should be."""
+"""The result of `breach_of` for a call that was refused as it should be."""
 
 
 def breach_of(call: Callable[[], Any]) -> tuple[str | None, Any]:

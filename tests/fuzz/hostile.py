@@ -1,4 +1,4 @@
-"""Values that a careless reader takes for something else, and changes of JSON that keep most of it as it was."""
+"""Values that a careless reader takes for another, and changes of JSON that keep most of it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _NUMBERS: Final = (
 
 
 def draw_text(rng: random.Random) -> str:
-    """A text that is empty, long, not printable, or something else than what it looks like."""
+    """A text that is empty, long, not printable, or not what it looks like."""
     kind = rng.randrange(10)
     if kind == 0:
         return rng.choice("ax9(. \x1b\u20ac") * rng.choice((255, 256, 300, 5_000, 100_000))
@@ -94,7 +94,7 @@ def draw_text(rng: random.Random) -> str:
 
 
 def draw_file_name(rng: random.Random) -> str:
-    """A name that a file can have, with bytes that are no UTF-8 as Python passes them."""
+    """A name that a file can have, with non-UTF-8 bytes as Python passes them."""
     text = draw_text(rng).replace("\0", "\x01").replace("/", "\x02").replace("\ud800", "\udcff")[:60]
     return f"x{text}"
 
@@ -162,7 +162,7 @@ _ATOMS: Final = (
         "\\",
     ),
 )
-# Their engine sees no way out but to try everything.
+# Their engine can only try everything.
 _ENDLESS: Final = ("(?:.|.)*(?!)", r"(.)*(?:.|.)*\1\1\1$", r"(?:(?=(\w|\w+))\1|.)*(?!)")
 _REPEATS: Final = (
     "*",
@@ -182,7 +182,7 @@ _REPEATS: Final = (
 
 
 def draw_pattern(rng: random.Random, depth: int = 0) -> str:
-    """A regular expression, most often a valid one; repeats inside repeats are what it is for."""
+    """A regular expression, most often a valid one; mainly repeats inside repeats."""
     if depth == 0 and rng.random() < 0.05:
         opened, closed = rng.choice((("(", ")"), ("(?:", ")"), ("[", "]"), ("(?=", ")")))
         count = rng.choice((20, 500, 3000))

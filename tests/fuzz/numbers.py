@@ -1,4 +1,4 @@
-"""Layers drawn within every cell's claim give the reference's numbers and leave guard bands and inputs as they are."""
+"""Layers drawn within every cell's claim give the reference's numbers and do not touch guard bands and inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def draw(rng: random.Random) -> Case:
 
 
 def check(case: Case) -> str | None:
-    """None where the numbers are right, or the cell does not run here."""
+    """None if the numbers are right, or the cell does not run here."""
     if cases.default_device().type == "cpu":
         patch_interpreter()
     num_threads = torch.get_num_threads()

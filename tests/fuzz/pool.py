@@ -17,7 +17,7 @@ __all__ = ["Worker"]
 # Forked from a process that has imported everything and started nothing: quick to replace, and safe to fork.
 _PROCESSES: Final = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload([f"tests.fuzz.{name}" for name in module_names()])
-# Of the clock, for a case's CPU seconds: a case that waits for something would not use them up.
+# Clock seconds for each CPU second of a case: a case that waits would not use up CPU seconds.
 _PATIENCE: Final = 10
 _START_S: Final = 120.0
 
@@ -35,7 +35,7 @@ class Worker:
     connection: Connection | None = None
 
     def run(self, area: Area, seed: int, index: int) -> str | None:
-        """Draws a case and runs it; None where the contract holds, else one line."""
+        """Draws a case and runs it; None if the contract holds, else one line."""
         connection = self.connection or self._start()
         connection.send((area.name, seed, index))
         try:
@@ -62,7 +62,7 @@ class Worker:
         self.process = _PROCESSES.Process(target=_work, args=(theirs, self.areas), daemon=True)
         self.process.start()
         theirs.close()
-        # Its imports count for no case.
+        # Import before any case, so that no case pays for it.
         if not self.connection.poll(_START_S):
             raise TimeoutError(f"a process that runs cases did not start within {_START_S} s")
         self.connection.recv()

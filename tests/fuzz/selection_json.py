@@ -1,4 +1,4 @@
-"""Selections as JSON that somebody changed: read right, or refused with the path of what is wrong."""
+"""Altered JSON of selections: read right, or refused with the path of the fault."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _value(draw: random.Random) -> Any:
 def _draw(draw: random.Random) -> Case:
     edits = [
         {
-            # Read against whatever is there, so that a case outlives a change of the backends.
+            # Read against the registered backends, so that a case outlives a change of them.
             "path": [draw.randrange(64) for _ in range(draw.choice([1, 1, 2, 2, 3, 4, 5]))],
             "do": draw.choice(["set", "set", "set", "delete", "add", "repeat", "swap"]),
             "value": _value(draw),
@@ -90,7 +90,7 @@ def _draw(draw: random.Random) -> Case:
 
 
 def _check(case: Case) -> str | None:
-    case = copy.deepcopy(case)  # Later edits may change what earlier ones put in.
+    case = copy.deepcopy(case)  # Later edits may change the values of earlier ones.
     values = json.loads(_base(case["base"]))
     for edit in case["edits"]:
         _edit(values, edit)

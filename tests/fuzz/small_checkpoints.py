@@ -1,4 +1,4 @@
-"""Small checkpoints to break, the edits that break one, and what has to hold of one that is broken."""
+"""Small checkpoints to break, edits that break one, and what must hold for a broken one."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ KINDS: Final = ("directory", "pipe", "loop", "zeros", "nowhere", "empty", "deep"
 
 
 def broken_promise(case: Mapping[str, Any]) -> str | None:
-    """What `load_experts`, `read_problem` and `moe_layers` do with the case that they promise not to; None for nothing.
+    """The promise that `load_experts`, `read_problem` or `moe_layers` breaks for a case, or None.
 
     Args:
         case: As `checkpoint_directory` takes it; `arguments` are keywords of `load_experts`.
@@ -209,7 +209,7 @@ def broken_promise(case: Mapping[str, Any]) -> str | None:
 
 
 def error_failure(message: str, longest: int = 2_500) -> str | None:
-    """Why a text is no message for a terminal: it has to be one line, printable and not a page."""
+    """Why a text is no message for a terminal: it must be one line, printable and shorter than a page."""
     if not message.isprintable():
         return f"a message that is not printable: {message[:200]!r}"
     return f"a message of {len(message)} characters: {message[:200]!r}" if len(message) > longest else None

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for devices that are not there, exactly as their launchers would launch them.
 
-Run as a script, in a process of its own: a process whose Triton interprets kernels cannot compile them. Prints one JSON
+Run as a script, in a separate process: a process whose Triton interprets kernels cannot compile them. Prints one JSON
 list with one object a compiled kernel.
 
     python tests/kernels/aot_compile.py sm_90 [case ...]
@@ -53,7 +53,7 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
 }
 
-# What shows that a product runs on matrix units, in assembly; a tile too low for wgmma or tcgen05 uses mma.sync.
+# Assembly that proves a product on matrix units; a tile too low for wgmma or tcgen05 uses mma.sync.
 MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "v_mfma")
 
 # tokens, experts, top_k, hidden, intermediate, dtype, activation, bias; in the batched format tokens are max_T

@@ -1,6 +1,6 @@
 """Compiles the Gluon kernels of every shipped rule for sm_90a, without a device; prints one JSON row each.
 
-Runs as a program of its own, since a process that interprets Triton cannot compile it.
+Run as a separate program, since a process that interprets Triton cannot compile it.
 """
 
 from __future__ import annotations

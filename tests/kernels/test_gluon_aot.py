@@ -1,4 +1,4 @@
-"""The Gluon kernels compile for sm_90a where there is no device, with wgmma and tensor copies, without spilling."""
+"""The Gluon kernels compile for sm_90a without a device, with wgmma and tensor copies, without spilling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scripts that write the small checkpoints share. Needs torch and safetensors, not moereg."""
+"""Shared by the scripts that write the small checkpoints. Needs torch and safetensors, not moereg."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Model:
         }
         for expert in range(num_experts):
             for name, (rows, columns, deviation) in sizes.items():
-                # Rows and columns of different size, so that scales of groups differ; and not centred on 0.
+                # Rows and columns of different size, so that scales of groups differ; and not centered on 0.
                 spread = torch.linspace(0.5, 1.5, rows).unsqueeze(1) * torch.linspace(1.5, 0.5, columns)
                 matrix = torch.randn(rows, columns, generator=generator) * deviation * spread + 0.02
                 self.matrices[f"{_BLOCK}.experts.{expert}.{name}"] = matrix.to(dtype).float()

@@ -25,7 +25,7 @@ CHECKPOINTS: Final[dict[str, dict[str, Any]]] = {
 
 
 def _packed(matrix: torch.Tensor, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The tensors of a module and what they stand for; scales from minima and maxima."""
+    """The tensors of a module and their numbers; scales from minima and maxima."""
     rows, columns = matrix.shape
     size = columns if settings["group_size"] == -1 else settings["group_size"]
     groups = matrix.unflatten(1, (-1, size))

@@ -1,7 +1,7 @@
 """Writes the modelopt_* directories with nvidia-modelopt 0.47.0: calibration, Hugging Face export and dequantizer.
 
-What it exports beside the experts and the router is left out. Run as `python -m tests.checkpoints.generate.modelopt`
-where that library is, with transformers 5.23.0.
+Exported tensors other than the experts and the router are left out. Run as `python -m
+tests.checkpoints.generate.modelopt` where that library is, with transformers 5.23.0.
 """
 
 from __future__ import annotations

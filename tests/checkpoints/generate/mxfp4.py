@@ -1,4 +1,4 @@
-"""Writes mxfp4 as gpt-oss is published. The codes are random; transformers 5.23.0 says what they stand for.
+"""Writes mxfp4 as gpt-oss is published. The codes are random; transformers 5.23.0 says which numbers they are.
 
 Run as `python -m tests.checkpoints.generate.mxfp4`.
 """
