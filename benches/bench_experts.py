@@ -2,10 +2,9 @@
 
     python -m pytest benches/bench_experts.py --benchmark-only [-k mixtral]
 
-A group of the table is one layer and number of tokens; its backends are compared with the reference and timed in turns
-by `moereg.tuning`: on a GPU as replays of CUDA graphs over rotated inputs, measured with events. pytest-benchmark is
-given those samples, one a round, through a timer that moves by a sample at a time. A wrong backend fails and has no
-number.
+A group of the table is one layer and number of tokens. `moereg.tuning` compares its backends with the reference and
+times them in turns: on a GPU as replays of CUDA graphs over rotated inputs, measured with events. pytest-benchmark gets
+those samples, one a round, through a timer that moves by a sample at a time. A wrong backend fails and has no number.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ class SampleClock:
         self._samples_us = list(reversed(samples_us))
 
     def advance(self) -> None:
-        """What pytest-benchmark takes for the work."""
+        """The work that pytest-benchmark times."""
         self.seconds += self._samples_us.pop() * 1e-6
 
 

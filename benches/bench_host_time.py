@@ -1,4 +1,4 @@
-"""Host time of an eager call, without a CUDA graph: what a call costs the thread that makes it.
+"""Host time of an eager call, without a CUDA graph: how long a call occupies its thread.
 
     python -m benches.bench_host_time [--models M ...] [--tokens T ...] [--backend triton] [--bound-us 60] [--json FILE]
 
@@ -9,8 +9,8 @@ for again after the last return, which gives the end-to-end time. Each number is
 host_us as called by default, inference_host_us under torch.inference_mode, eager_us end to end as called by default.
 
 The calls allocate their output, as a model's do, and are checked against the fp32 reference first. On a GPU the exit
-code is 1 where a number is wrong or a host time is above the bound; a CPU runs the layer inside the call, so there is
-no bound there.
+code is 1 if a number is wrong or a host time exceeds the bound; a CPU runs the layer inside the call, so it has no
+bound.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def make_problem(model: str) -> MoEProblem:
 
 
 def make_layer(problem: MoEProblem, backend: str, device: str) -> tuple[MoEKernel, ExpertWeights]:
-    """A layer of random weights, and these as they are in a checkpoint."""
+    """A layer of random weights, and its canonical weights."""
     weights = random_weights(problem, torch.Generator().manual_seed(0), torch.device(device))
     return make_kernel(problem, weights, select_backend(problem, require=backend)), weights
 
@@ -102,7 +102,7 @@ def time_batches(
 
 
 def measure(kernel: MoEKernel, weights: ExpertWeights, num_tokens: int, device: str, seconds: float) -> dict[str, Any]:
-    """One row; without times where the numbers are wrong."""
+    """One row; without times if the numbers are wrong."""
     problem = kernel.problem
     generator = torch.Generator(device).manual_seed(num_tokens)
     calls = [random_call(problem, num_tokens, "uniform", generator) for _ in range(NUM_INPUTS)]

@@ -1,4 +1,4 @@
-"""What permuting weights costs, once for each registered backend that runs here.
+"""The cost of permuting weights, once for each registered backend that runs here.
 
     python -m pytest benches/bench_permute.py --benchmark-only
 
@@ -20,7 +20,7 @@ DEVICE = default_device()
 
 
 def _cases() -> list[Case]:
-    """One problem a cell that runs natively here, in its preferred 16-bit dtype."""
+    """One problem for each cell that runs natively here, in its preferred 16-bit dtype."""
     here = current_platform()
     found = []
     for cell in load_backends().cells:

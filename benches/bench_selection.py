@@ -1,4 +1,4 @@
-"""What choosing costs: `select_backend` once everything is loaded, over a registry of 40 cells."""
+"""The cost of choosing: `select_backend` after everything is loaded, over a registry of 40 cells."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ SHAPES: Final = (
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What this machine reached in this process.
+    """Ceilings of this machine in this process.
 
     Attributes:
         gflops: By dtype, one large product.
@@ -122,7 +122,7 @@ class Inputs:
 
 
 def measure_ceilings() -> Ceilings:
-    """Of every dtype of the table."""
+    """Bounds of every dtype of the table."""
     found = {name: roofline.measure_ceilings(getattr(torch, name), CPU) for name in DTYPES}
     return Ceilings(
         gflops={name: ceilings.matmul_tflops * 1e3 for name, ceilings in found.items()},
@@ -221,7 +221,7 @@ def _measure_row(
         if not error <= TOLERANCE[problem.dtype]:
             notes[name] = f"wrong: error {error:.1e}"
     runs = {name: [functools.partial(call, one) for one in inputs] for name, call in calls.items() if name not in notes}
-    # Two or three orders of magnitude slower than the rest: one round says so.
+    # Two or three orders of magnitude slower than the rest, so one round is enough.
     slow = {name: runs.pop(name) for name in ("batched_mm",) if num_tokens > 1 and name in runs}
     timings = time_runs(runs, CPU, rounds, seconds=math.inf) | time_runs(slow, CPU, rounds=1, seconds=0.0)
     medians = {name: timing.median_us for name, timing in timings.items()}

@@ -1,4 +1,4 @@
-"""What pytest-benchmark stores of a machine and a run: nothing that names the machine, and statistics, not samples."""
+"""What pytest-benchmark stores of a machine and a run: nothing that names the machine; statistics, not samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OF_ALL = ("device", "platform", "commit", "date", "clocks")
 
 
 def pytest_benchmark_update_json(config: object, benchmarks: object, output_json: dict[str, Any]) -> None:
-    """Keeps what compares backends, and once what all benches say of the machine."""
+    """Keeps what compares backends, and once what all benches record of the machine."""
     machine = output_json["machine_info"]
     output_json["machine_info"] = {
         "cpu": machine.get("cpu", {}).get("brand_raw", ""),
@@ -22,7 +22,7 @@ def pytest_benchmark_update_json(config: object, benchmarks: object, output_json
     facts = [bench["extra_info"] for bench in output_json["benchmarks"]]
     for fact, bench in zip(facts, output_json["benchmarks"], strict=True):
         bench["stats"].pop("data", None)
-        # Each bench says the versions of what its backend requires.
+        # Each bench records the versions of its backend's requirements.
         output_json["versions"] |= fact.pop("versions", {})
     for key in OF_ALL:
         values = [fact[key] for fact in facts if key in fact]

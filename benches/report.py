@@ -147,7 +147,7 @@ def experts_table() -> str:
         facts = bench["extra_info"]
         clocks.append(facts["clocks"]["sm_mhz"])
         row = times.setdefault((layer, tokens.removeprefix("T")), {})
-        # A backend may have several classes; the fastest is what a user gets at best.
+        # A backend may have several classes; a user gets the fastest at best.
         time_us = bench["stats"]["median"] * 1e6
         if backend not in row or time_us < float(row[backend].split()[0].replace(",", "")):
             row[backend] = f"{time_us:,.1f} ({facts['share_of_roofline']:.0%})"
@@ -203,7 +203,7 @@ def _times(row: dict[str, Any]) -> list[str]:
 
 
 def _with_notes(table: str, document: dict[str, Any]) -> str:
-    """The table, where it was measured, the ceilings there and what is missing."""
+    """The table, its machine, the ceilings there and the missing rows."""
     notes = []
     if "ceilings" in document:
         ceilings = document["ceilings"]

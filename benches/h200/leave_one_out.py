@@ -28,11 +28,12 @@ def over_best(row: Row, candidate: str) -> float:
 def choose(row: Row, rows: Sequence[Row]) -> str | None:
     """The candidate that a rule derived without the row's shape would give it.
 
-    Of the candidates that run on the row and on all rows of its class of other models, the one with the best geometric
-    mean of time over best on those; the first by name of equals. A model counts once, whatever its number of rows.
+    The candidate with the best geometric mean of time over best, on all rows of its class of other models; only
+    candidates that ran on the row and on all of those count. Equals are ordered by name. A model counts once, with any
+    number of rows.
 
     Returns:
-        Its name, or None where no other model has rows of the class.
+        Its name, or None if no other model has rows of the class.
     """
     others = [other for other in rows if other["class"] == row["class"] and other["model"] != row["model"]]
     if not others:
@@ -51,11 +52,11 @@ def choose(row: Row, rows: Sequence[Row]) -> str | None:
 
 
 def leave_one_out(rows: Sequence[Row]) -> list[Row]:
-    """For each row what a rule from the other shapes, and what the shipped rule, takes over the row's own best.
+    """For each row, the times of a rule from the other shapes and of the shipped rule, over the row's own best.
 
     Returns:
         Rows of `model`, `tokens`, `class`, `best` and `chosen` (candidates), `ratio` and `shipped_ratio`; `chosen` and
-        `ratio` are None where no other shape has the class.
+        `ratio` are None if no other shape has the class.
     """
     found = []
     for row in rows:

@@ -22,7 +22,7 @@ from moereg.weights import ExpertWeights, PermutedWeights
 def compiling_only() -> Iterator[None]:
     """Triton's launches inside compile in the background and launch nothing; the end waits for all of them.
 
-    What does not compile is left for its first launch to report.
+    A candidate that does not compile is left for its first launch to report.
     """
     from triton.runtime import driver
     from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
@@ -73,7 +73,7 @@ class EmptyLayer:
         self.weights = PermutedWeights(permuted.layout, *parts)
 
     def launch(self, num_tokens: int) -> None:
-        """Launches, without recording, what a call of so many tokens launches."""
+        """Makes, without recording, the launches of a call of that many tokens."""
         problem = self.problem
 
         def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -4,13 +4,13 @@
                                  [--json FILE]
 
 A row is checked first: the first tokens of a call against the reference on them alone, which is the same since scales
-here span no tokens. It gets no number where it is wrong. Then CUDA graphs of one call each are replayed over rotated
-inputs and routings; the median is reported, and the best peer's time over it where peers ran the scheme. The roofline
-takes the sustained matmul rate of what the scheme multiplies, 16 bits where only weights are quantized, and the read
+here span no tokens. A wrong row gets no number. Then CUDA graphs of one call each are replayed over rotated inputs and
+routings; the median is reported, and the best peer's time over it where peers ran the scheme. The roofline takes the
+sustained matmul rate of the elements that the scheme multiplies (16 bits for weight-only schemes) and the read
 bandwidth, both measured here.
 
-Where only weights are quantized, up to 64 tokens, the unquantized layer of the same sizes runs the same calls in turns:
-how much faster the scheme is, over how many times fewer bytes it has to move, is its share of the byte ratio.
+For weight-only schemes, up to 64 tokens, the unquantized layer of the same sizes runs the same calls in turns. The
+share of the byte ratio is how many times faster the scheme is, over how many times fewer bytes it moves.
 
 `--configs` times other launch configurations of 8-bit layers too. Rows that would start after the budget are left out
 and listed. Exits with 1 where a number is wrong.
@@ -53,7 +53,7 @@ from moereg.weights import ExpertWeights
 from moereg.workspace import WORKSPACES
 
 EIGHT_BIT: Final = ("fp8_block128", "fp8_channel_token", "int8_w8a8")
-# By scheme: models, and numbers of tokens. Schemes of one model stand together, so that its unquantized layer is made
+# Models and numbers of tokens by scheme. Schemes of one model stand together, so that its unquantized layer is made
 # once.
 ROWS: Final = {
     **dict.fromkeys(EIGHT_BIT, (("qwen3-30b-a3b", "deepseek-v3"), (1, 16, 64, 256, 1024, 4096, 16384))),
@@ -131,7 +131,7 @@ def peers_us(model: str, scheme: str, num_tokens: int) -> dict[str, float]:
 
 
 def compare_with_peers(row: Row) -> Row:
-    """The best peer of a row with `ours_us`; nothing where there is none."""
+    """The best peer of a row with `ours_us`; empty if there is none."""
     peers = peers_us(row["model"], row["scheme"], row["tokens"])
     if not peers:
         return {}
@@ -190,7 +190,7 @@ class Layers:
 
 
 def release() -> None:
-    """Gives back what the last layer held."""
+    """Frees the memory of the last layer."""
     WORKSPACES.release()
     gc.collect()
     torch.cuda.empty_cache()
@@ -241,7 +241,7 @@ def measure(
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Row]:
-    """What the rows of each scheme come to: means are geometric, the worst rows are named."""
+    """Summary of each scheme's rows: means are geometric, the worst rows are named."""
     right = [row for row in rows if not row.get("wrong") and "left_out" not in row]
     times = {(row["scheme"], row["model"], row["tokens"]): row["ours_us"] for row in right}
     found: dict[str, Row] = {}

@@ -65,7 +65,7 @@ def describe(configs: GemmPair) -> str:
 
 
 def selecting(configs: GemmPair) -> AbstractContextManager[None]:
-    """Layers inside run with these, whatever the rules say."""
+    """Layers inside run with these configurations instead of the rules' choices."""
     return selected(quantized, "select_quantized_config", configs)
 
 

@@ -3,9 +3,9 @@
     python -m benches.h200.shapes [--only layers | skewed] [--budget-s 120] [--json FILE]
 
 Each row is checked and timed as in `benches.h200.table`, the check on a call that repeats recorded launches. Skewed
-rows stand beside uniform ones of the same process; their roofline counts the experts that are active. Rows that would
-start after the budget, or whose layer does not fit in the memory that is free, are left out and listed. Exits with 1
-where a number is wrong.
+rows stand beside uniform ones of the same process; their roofline counts active experts only. Rows that would start
+after the budget, or whose layer does not fit in the memory that is free, are left out and listed. Exits with 1 where a
+number is wrong.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ LAYERS: Final = (
     ModelLayer("gpt-oss-120b", 8),
 )
 
-# What is measured of a layer: tokens and routing.
+# The measured cases of a layer: tokens and routing.
 Point = tuple[int, str]
 
 

@@ -5,9 +5,9 @@
 Each shape is timed with each number of tokens under every candidate of its class, through the real layer with the
 selection of the configuration replaced; a class is a range of tokens or of rows per expert. Candidates are those of the
 shipped rules and their neighbors, of both GEMMs at once. Then, in each class, the candidate with the best geometric
-mean over the other shapes is looked up on the shape that was left out: its time over that shape's own best must stay
-within 1.15, or the exit code is 1, as it is where a candidate gives wrong numbers. The shipped rules' time over the
-best is reported beside it.
+mean over the other shapes is looked up on the shape that was left out. Its time over that shape's own best must stay
+within 1.15; otherwise, or if a candidate gives wrong numbers, the exit code is 1. The shipped rules' time over the best
+is reported beside it.
 
 Times are medians of CUDA-graph replays, candidates in turn and inputs rotated, so that heat and caches favor none.
 Candidates that need more shared memory than there is are skipped and counted. Rows that would start after the budget
@@ -156,7 +156,7 @@ def candidates_of(num_tokens: int, rows_per_expert: float) -> list[Candidate]:
 
 
 def shipped(problem: MoEProblem, num_tokens: int, shared_bytes: int | None) -> Candidate:
-    """What the shipped rules take for a row."""
+    """The configuration that the shipped rules choose for a row."""
     rows = num_tokens * problem.top_k / problem.num_experts
     configs: Configs
     if uses_gluon(num_tokens, rows):
@@ -177,7 +177,7 @@ def row_candidates(problem: MoEProblem, num_tokens: int, shared_bytes: int | Non
 
 
 def selecting(candidate: Candidate) -> AbstractContextManager[None]:
-    """Layers inside run with the candidate, whatever the rules say."""
+    """Layers inside run with the candidate instead of the rules' choice."""
     module = hopper_config if isinstance(candidate.configs, GluonConfigRule) else triton_gemm_config
     return selected(module, "select_config", candidate.configs)
 

@@ -37,15 +37,16 @@ from moereg.tuning.inputs import ROUTINGS, Call, num_calls, random_call, random_
 from moereg.tuning.timing import capture, time_kernels, time_runs
 from moereg.weights import ExpertWeights
 
-# Of replays a row. Under full load the clock falls after about 0.1 s, and further by the second, each GPU by its own
-# measure: 8192^3 went from 798 TFLOP/s to 687 to 636 in two seconds, and was 673 to 703 where the peers were measured.
+# Seconds of replays for each row. Under full load the clock falls after about 0.1 s, and further by the second, each
+# GPU by its own measure: 8192^3 went from 798 TFLOP/s to 687 to 636 in two seconds, and was 673 to 703 where the peers
+# were measured.
 WINDOW_SECONDS = 0.15
 
 PEERS = pathlib.Path(__file__).parents[1] / "results" / "h200_peers_bf16.json"
 
 
 def measure_ceilings() -> dict[str, float]:
-    """What the peers' table divides by, and two that it did not have.
+    """The ceilings that the peers' table divides by, and two that it did not have.
 
     Returns:
         `matmul_tflops` of a bf16 product of 8192^3, sustained; `matmul_cold_tflops`, of the same over the first

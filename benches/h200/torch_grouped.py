@@ -1,7 +1,7 @@
 """A layer by torch's grouped matmuls alone: a peer of the H200 table that any machine with torch can run again.
 
-Its time beside the table's says how this GPU, at this hour, compares with the one the peers were measured on: all long
-rows are limited by power, and GPUs of one kind differ by several per cent in what they make of it.
+Its time beside the table's says how this GPU, at this hour, compares with the one that the peers were measured on:
+power limits all long rows, and GPUs of one kind differ by several per cent under that limit.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ def test_a_repeated_call_equals_a_first_one_on_other_tensors(activation_format: 
         ]
         kernel(*calls[0])
         repeated = kernel(*calls[1])
-        # So that the repeated launches also see workspaces that moved: what the pool had is somebody else's meanwhile.
+        # Repeated launches also see workspaces that moved, since other tensors hold the pool's memory meanwhile.
         num_bytes = WORKSPACES.num_bytes
         WORKSPACES.release()
         others = [torch.full((num_bytes,), 255, dtype=torch.uint8, device="cuda") for _ in range(3)]

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for devices that are not there, with matrix instructions and without spilling."""
+"""The Triton kernels compile without the devices, with matrix instructions and without spilling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parent / "aot_compile.py"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 FAST_CASES = ("routing", "read", "one_token", "decode", "prefill", "fp32_decode", "batched_decode")
 SLOW_CASES = ("gpt_oss_prefill", "middle", "small", "odd", "not_gated", "fp32_prefill", "batched_prefill")
-# Of packed weights: one of each way to restore, and slices with either kind of scales.
+# Packed weights: one case of each way to restore them, and slices with either kind of scales.
 PACKED_CASES = (
     "int4_one_token",
     "mxfp4_one_token",
@@ -63,8 +63,8 @@ MAX_REGISTERS_SM90 = {
     ("batched_prefill", "down"): 206,
 }
 
-# Rows of 511 elements are not aligned, which costs an address a row and element. Such sizes are to be right, not fast.
-# In the other, ptxas stops at 80 registers and parks one 8-byte value.
+# Rows of 511 elements are not aligned, which costs an address a row and element. Such sizes must be right, not fast. In
+# the other, ptxas stops at 80 registers and parks one 8-byte value.
 MAX_SPILL_BYTES_SM90 = {("odd", "down"): 1224, ("fp32_prefill", "down"): 8}
 
 
@@ -81,7 +81,7 @@ def start(target: str, cases: tuple[str, ...]) -> subprocess.Popen[str]:
 
 
 def compile_all(cases: tuple[str, ...], targets: tuple[str, ...] = TARGETS) -> dict[str, list[dict[str, Any]]]:
-    """By target, what the script says; targets compile side by side."""
+    """The script's results by target; targets compile side by side."""
     processes = {target: start(target, cases) for target in targets}
     rows = {}
     for target, process in processes.items():
@@ -101,7 +101,7 @@ def check(target: str, rows: list[dict[str, Any]], num_expected: int) -> None:
     for row in rows:
         key = row["case"], row["kernel"]
         matrix = set(row["matrix"])
-        if row["case"] in ("routing", "read", "one_token"):  # One row is left to plain multiply-adds.
+        if row["case"] in ("routing", "read", "one_token"):  # A tile of one row uses plain multiply-adds.
             assert not matrix, row
         elif row["case"].startswith("fp32") and target != "gfx942":
             # IEEE products of 32 bits have no matrix instruction on NVIDIA; one here would be TF32.

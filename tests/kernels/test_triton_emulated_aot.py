@@ -1,4 +1,4 @@
-"""Layers whose activations are rounded in 16 bits compile for devices that are not there, without a small float."""
+"""Layers with activations rounded in 16 bits compile without the devices, and without a small float."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_REGISTERS_OF_ROWS = 96
 
 
 def compile_all(cases: dict[str, tuple[str, ...]]) -> dict[str, list[dict[str, Any]]]:
-    """By target, what the script says."""
+    """The script's results by target."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[2]), environment.get("PYTHONPATH", "")])
     rows = {}

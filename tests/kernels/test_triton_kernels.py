@@ -152,10 +152,10 @@ def assert_plans_equal(plan: RoutePlan, reference: RoutePlan) -> None:
 
 @triton.jit
 def _square_kernel(a, product, rounded):
-    # 32: what a tensor core's 8-bit product takes at least.
+    # The least depth of a tensor core's 8-bit product.
     offsets = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     x = tl.load(a + offsets)
-    # Not loaded back: another thread than the one that stored an element may load it.
+    # Not loaded back, since another thread than the one that stored an element may load it.
     squared = tl.dot(x, x)
     tl.store(product + offsets, squared)
     tl.store(rounded + offsets, squared.to(tl.float32).to(tl.bfloat16))
@@ -163,7 +163,7 @@ def _square_kernel(a, product, rounded):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, torch.int8], ids=str)
 def test_products_and_rounding_are_those_of_a_device(dtype: torch.dtype) -> None:
-    """What everything below rests on where kernels are interpreted: see `patch_interpreter`."""
+    """All tests below rely on this in the interpreter: see `patch_interpreter`."""
     patch_interpreter()
     patch_interpreter()
     x = (random(32, 32, dtype=FP32) * 30).to(dtype)
@@ -296,7 +296,7 @@ STAGE_CASES = [
     StageCase(17, 4, 8, 256, 129, BF16, "swigluoai", bias=BF16, scalars=OAI),
     StageCase(63, 2, 4, 255, 64, FP32, "silu", kind="one_expert", config=SQUARE, scalars={"limit": 0.5}),
     StageCase(17, 2, 8, 72, 129, FP32, "relu2", bias=FP32, weights=True, config=SQUARE),
-    # Rows end within what the weights are padded to, and with a step of the loop.
+    # Rows end within the padding of the weights, and at the end of a step of the loop.
     StageCase(17, 2, 4, 96, 40, FP32, config=SHORT),
     StageCase(5, 1, 60, 128, 40, FP16, "relu2", kind="out_of_range"),
     StageCase(17, 1, 4, 64, 64, BF16, kind="nothing"),
@@ -394,7 +394,7 @@ def test_reduce_routes(num_tokens: int, top_k: int, hidden_size: int, dtype: tor
 
 
 def test_a_sorted_route_that_adds_nothing_may_have_any_weight() -> None:
-    """No row of it exists, and routers leave what they like beside an id that names no expert."""
+    """No row of it exists, and routers leave any number beside an id that names no expert."""
     route_row = torch.tensor([2, -1, 0, 1, -1, -1], dtype=torch.int32, device=DEVICE)
     weights = torch.tensor([[0.5, math.nan], [2.0, 1.0], [math.inf, math.nan]], device=DEVICE)
     rows = random(6, 72, dtype=BF16)
@@ -407,7 +407,7 @@ def test_a_sorted_route_that_adds_nothing_may_have_any_weight() -> None:
 
 
 def test_order_within_an_expert_does_not_change_bits() -> None:
-    """What the claim of determinism rests on, should a faster sort ever not be stable."""
+    """The claim of determinism rests on this, in case a faster sort is not stable."""
     ids = route("random", 33, 2, 4)
     hidden_states, w13 = random(33, 128, dtype=BF16), random(4, 128, 128, dtype=BF16, scale=0.1)
     w2 = random(4, 64, 64, dtype=BF16, scale=0.1)
@@ -540,7 +540,7 @@ class Layer:
         return ExpertInputs(self.hidden_states, self.topk_weights, self.topk_ids, expert_map=self.expert_map)
 
     def run(self, weights: ExpertWeights | None = None) -> torch.Tensor:
-        """The backend on poisoned buffers; checks that nothing is written around them and no input changes."""
+        """Runs the backend on poisoned buffers; checks that nothing around them is written and no input changes."""
         experts = TritonExperts(self.problem, SM90)
         assert fact_reasons(experts.facts, self.problem) == []
         assert experts.unsupported_reasons(self.problem, SM90) == []

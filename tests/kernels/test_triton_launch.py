@@ -29,13 +29,13 @@ BOX = "tensordesc<bf16[64,64],layout>"
 
 @dataclass(frozen=True)
 class FakeMap:
-    """A tensor map: what it was encoded from."""
+    """A tensor map: the tensor that it was encoded from."""
 
     arguments: tuple[Any, ...]
 
 
 class FakeDriver:
-    """Keeps what was launched and counts the encoded maps."""
+    """Records launches and counts the encoded maps."""
 
     def __init__(self) -> None:
         self.stream = 7
@@ -280,7 +280,7 @@ LAYER = {"out": "*i32", "x": "*i32", "ids": "*i32", "map": "*i32", "scratch": "*
 
 
 class Launching(Recorded):
-    """Launches a kernel that is told how many rows there are."""
+    """Launches a kernel that is passed the number of rows."""
 
     recorded_weights = ("w13", "w13_bias")
 
@@ -316,7 +316,7 @@ class LaunchingExperts(LoadedExperts):
 
 
 class RecordedLayer:
-    """A call of recorded experts on new tensors, and what came to be launched of it."""
+    """Calls recorded experts on new tensors; returns their launches."""
 
     def __init__(self, driver: FakeDriver) -> None:
         self._driver = driver
@@ -353,7 +353,7 @@ def layer(driver: FakeDriver) -> RecordedLayer:
 
 
 def launched_with(found: list[list[Any]]) -> list[list[Any]]:
-    """Grid and arguments of each launch; between them is what a launcher adds."""
+    """Grid and arguments of each launch, without what a launcher adds between them."""
     size = len(LAYER)
     return [[*launched[:3], *launched[-size:]] for launched in found]
 

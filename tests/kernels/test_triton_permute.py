@@ -1,4 +1,4 @@
-"""What the Triton backends make of weights that lie in memory as callers happen to have them."""
+"""What the Triton backends make of weights that lie in memory in unusual ways."""
 
 from __future__ import annotations
 

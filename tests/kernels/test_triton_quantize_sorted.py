@@ -1,4 +1,4 @@
-"""Codes of sorted rows, bit for bit those that `moereg.quantize` makes; interpreted where there is no GPU."""
+"""Codes of sorted rows equal those of `moereg.quantize` bit for bit; interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_tokens_go_to_the_rows_of_their_routes(scheme: str, columns: int, dtype:
     expected = quantize_activations(x, QUANT_SCHEMES[scheme], None)
     routes = num_tokens * top_k
     route_row = torch.randperm(routes, generator=torch.Generator().manual_seed(0)).int()
-    # Three rows of these belong to no local expert, so that the last three rows stay as they are.
+    # Three of these rows belong to no local expert, so the last three rows stay untouched.
     route_row[route_row >= routes - 3] = -1
     out = untouched(fmt, routes, columns, by_group=fmt.group > 0)
     quantize_to_sorted_rows(out, x, fmt, route_row.to(DEVICE))

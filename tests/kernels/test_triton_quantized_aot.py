@@ -1,6 +1,6 @@
 """The kernels of 8-bit weights and activations compile for devices that are not there, with 8-bit matrix instructions.
 
-Which case compiles for which device is what the registered cells claim.
+The registered cells decide which case compiles for which device.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ MAX_REGISTERS_SM90 = {
 MAX_REGISTERS_OF_ROWS = 96
 MAX_REGISTERS_OF_BATCHED_ROWS = 99
 
-# Two accumulators and a partial product of 128 x 128 fill the registers, and gated channel scales are one thing more.
-# Sizes that nothing divides are to be right, not fast.
+# Two accumulators and a partial product of 128 x 128 fill the registers, and gated channel scales come on top. Sizes
+# without useful divisors must be right, not fast.
 MAX_SPILL_BYTES_SM90 = {
     ("channel_prefill", "quantized_gate_up"): 40,
     ("mx_prefill", "quantized_gate_up"): 48,
@@ -109,7 +109,7 @@ RESTORES_FP8_IN_LOW_TILES = ("sm_90", "sm_100")
 
 
 def compile_all(cases: dict[str, tuple[str, ...]]) -> dict[str, list[dict[str, Any]]]:
-    """By target, what the script says; targets compile side by side."""
+    """The script's results by target; targets compile side by side."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[2]), environment.get("PYTHONPATH", "")])
     processes = {

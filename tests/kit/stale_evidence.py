@@ -32,10 +32,10 @@ class Line:
 
 
 def read_list(text: str) -> tuple[Line, ...]:
-    """The lines of the list; blank ones and those that begin with `#` are for readers.
+    """The lines of the list, without blank lines and comments (`#`).
 
     Raises:
-        ValueError: A line does not say cell, digest, date and reason, or a cell is there twice.
+        ValueError: A line does not say cell, digest, date and reason, or a cell is listed twice.
     """
     lines: dict[str, Line] = {}
     for line in filter(None, (line.strip() for line in text.splitlines())):
@@ -65,7 +65,7 @@ def stale_cells(cells: tuple[BackendCell, ...]) -> dict[str, tuple[str, str]]:
 
 
 def disagreements(listed: tuple[Line, ...], stale: dict[str, tuple[str, str]]) -> list[str]:
-    """What is wrong with the list, each as a line for people."""
+    """The faults of the list, each as a readable line."""
     names = {line.cell for line in listed if line.cell not in stale or line.digest == stale[line.cell][0]}
     today = datetime.date.today().isoformat()
     return [

@@ -1,4 +1,4 @@
-"""The digest of a cell is that of the code that it runs: no more, and no less."""
+"""A cell's digest is that of the code that it runs, no more and no less."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_rejects_just_outside_the_claim(cell: BackendCell) -> None:
     checks.check_rejections(cell)
 
 
-# Of the others test_faults.py has every fault, on the reference.
+# test_faults.py plants every fault of the other schemes, on the reference.
 @each_scheme(lambda scheme: True, cases.fault_schemes)
 def test_planted_faults_are_caught(cell: BackendCell, scheme: QuantScheme) -> None:
     checks.check_faults_are_caught(cell, scheme)

@@ -1,4 +1,4 @@
-"""Digests of code: what changes a program changes them, and nothing else does."""
+"""Digests of code change with the program and with nothing else."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_installed_versions_of_python_agree() -> None:
         done = subprocess.run(
             [python, "-I", "-c", code, digest.__file__], input=TRICKY, capture_output=True, check=False, timeout=60
         )
-        if done.returncode == 127:  # A version manager's name for what is not there.
+        if done.returncode == 127:  # A version manager's name for a file that does not exist.
             continue
         assert done.stdout.decode().strip() == source_digest(TRICKY), (name, done.stderr.decode())
 
@@ -125,7 +125,7 @@ def test_what_is_no_module_has_no_digest(source: bytes) -> None:
 
 @pytest.fixture
 def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A wheel's package, spread over modules that import each other in every way; nothing of it is imported."""
+    """A wheel's package, spread over modules that import each other in every way; none of it is imported."""
     files = {
         "__init__.py": "raise AssertionError('not to be imported')",
         "backend.py": "def late():\n    from . import first\n    from .inner import second\n    import wheel_x.third",
@@ -213,7 +213,7 @@ class Second(Base):
         (("from . import third", "from . import first"), False),
         (("As `Second`", "Unlike `Second`"), False),
         (('["First", "Second"]', '["First"]'), False),
-        # Where the class names the other one, even in a string, that counts.
+        # A name of the other class counts, even in a string.
         (('"""As `Second`."""', 'second = "Second"'), True),
     ],
     ids=str,

@@ -1,7 +1,7 @@
 """Layers drawn at random within every cell's claim, under guard bands, against the reference.
 
 Every failure names its layer by one line of JSON; `python -m moereg.testing.one_call 'LINE'` runs that layer again.
-MOEREG_KIT_EXAMPLES says how many layers of each experts class are drawn, MOEREG_KIT_SEED which ones.
+MOEREG_KIT_EXAMPLES says how many layers of each experts class are drawn; MOEREG_KIT_SEED draws others.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ CELLS = cases.runnable_cells()
 CELLS_OF_CLASS = collections.Counter(cell.class_name for cell in CELLS)
 SEED = int(os.environ.get("MOEREG_KIT_SEED", "0"))
 EXAMPLES = int(os.environ.get("MOEREG_KIT_EXAMPLES", "15"))
-"""Of each experts class, divided among its cells."""
+"""Layers of each experts class, divided among its cells."""
 MOST_SHRINKS = 40
 """Layers that are run after the first that failed, to find a smaller one that does."""
 GPU_LAYERS = int(os.environ.get("MOEREG_KIT_EXAMPLES", "2048"))
-"""Of all cells together."""
+"""Layers of all cells together."""
 GPU_CONFIGURATIONS = 3
-"""Of each cell: each costs some seconds of compiling."""
+"""Layers of each cell: each costs some seconds of compiling."""
 
 
 def name_of(cell: BackendCell) -> str:

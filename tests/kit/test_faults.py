@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 EVERYWHERE: Final = ("gate and up swapped", "experts rotated", "bias dropped")
 SCALED: Final = ("scale off by one group",)
 PACKED: Final = (*SCALED, "nibbles swapped")
-# What can go wrong in each scheme, beside `EVERYWHERE`. A scheme that is new has to be added here.
+# Possible faults in each scheme, besides `EVERYWHERE`. A scheme that is new has to be added here.
 FAULTS_OF: Final[dict[str, tuple[str, ...]]] = {
     "unquantized": (),
     "fp8_tensor_static": SCALED,

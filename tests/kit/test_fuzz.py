@@ -1,4 +1,4 @@
-"""A smoke of what `make fuzz` runs: every case that failed once, and some new ones of each area. And its own limits."""
+"""A sample of `make fuzz`: every case that failed once, and some new ones of each area. And its own limits."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Guard bands: what writes or reads where it must not is seen, and what does not passes."""
+"""Guard bands catch writes and reads outside tensors, and nothing else."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ SPOILS: dict[str, Spoil] = {
     "bytes in front of out was written to": lambda out, *_: shifted(out, -8)[:1].fill_(1),
     "bytes behind workspace13 was written to": lambda *args: shifted(args[3], args[3].numel())[:1].fill_(1),
     "bytes behind workspace2 was written to": lambda *args: shifted(args[4], args[4].numel())[:1].fill_(1),
-    # What a load behind the last row and a product with zero do.
+    # The effect of a load behind the last row and a product with zero.
     "rows [4] of 5 are not finite": lambda out, inputs, *_: out.add_(shifted(inputs.hidden_states, 8) * 0),
     "rows [0, 1, 2, 3, 4] of 5 are not finite": lambda *args: args[0].add_(args[4].flatten()[0] * 0),
 }

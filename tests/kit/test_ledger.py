@@ -228,7 +228,7 @@ def test_a_malformed_ledger_is_one_warning_and_no_evidence(wheel: pathlib.Path, 
     assert expected in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert str(evidence_of(wheel_cell())) == "not verified"  # Said once.
+        assert str(evidence_of(wheel_cell())) == "not verified"  # The warning comes once.
         assert evidence_of(builtin("TorchDenseExperts", "unquantized", EPYC)).to_dict()["verified"]
     with pytest.raises(ValueError, match=re.escape(expected)):
         merge_ledger(path, [])
@@ -291,7 +291,7 @@ class Conformance:
         self.path = path
 
     def report(self, cell: BackendCell, outcome: str, is_named: bool = True) -> None:
-        """One call of a test of a cell; where its process crashed the cell is not named."""
+        """One call of a test of a cell; if its process crashed, the cell is not named."""
         properties = [("cell", conftest._key(cell))] if is_named else []
         result = SimpleNamespace(
             nodeid=f"tests/kit/test_conformance.py::test_it[{cell.name}-{cell.class_name}-cuda:sm90]",
@@ -323,7 +323,7 @@ def test_a_run_records_what_passed_and_nothing_else(conformance: Conformance) ->
 
 
 def test_nothing_of_moereg_starts_a_program() -> None:
-    """A repository, an environment or a file that somebody else wrote could say which."""
+    """Someone else's repository, environment or file could name a program."""
     starts = {"subprocess", "pty", "popen", "system", "execv", "execve", "execvp", "posix_spawn", "spawnv", "fork"}
     for path in pathlib.Path(ledger.__file__).parents[1].rglob("*.py"):
         names: set[str] = set()

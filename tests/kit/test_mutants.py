@@ -49,7 +49,7 @@ def _functions(path: str) -> frozenset[str]:
 
 @pytest.mark.parametrize("area", sorted(AREAS))
 def test_every_mutant_can_be_planted_and_names_tests_that_are_there(area: str) -> None:
-    """Whoever moves a text or a test moves it here too, so that `make mutants` stays current."""
+    """If you move a text or a test, move it here too, so that `make mutants` stays current."""
     wrong = []
     for mutant in TABLES[area]:
         text = (ROOT / mutant.file).read_text(encoding="utf-8")
@@ -80,7 +80,7 @@ TEST = "import time\nfrom numbers_ import add\n\ndef test_add():\n    assert add
         (TIMEOUT, "a + b", "b + a", "test_add", "time.sleep(100)"),
         (NOT_APPLICABLE, "a * b", "a - b", "test_add", ""),
         (NOT_APPLICABLE, "a", "c", "test_add", ""),
-        # A test that is not there fails in no way that says anything of the mutant.
+        # A test that does not exist fails in a way that says nothing about the mutant.
         (BROKEN, "a + b", "a - b", "test_sub", ""),
     ],
     ids=["caught", "survived", "timeout", "not found", "found often", "no such test"],

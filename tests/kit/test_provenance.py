@@ -60,7 +60,7 @@ def test_nothing_of_the_current_directory_runs(hostile: Path) -> None:
     assert provenance(H200, ())["commit"] != here
     assert not hostile.exists()
     subprocess.run(["git", "status"], capture_output=True, check=True)
-    assert hostile.exists()  # What it would have done.
+    assert hostile.exists()  # The effect that it would have had.
 
 
 def test_bench_runs_nothing_of_the_current_directory(

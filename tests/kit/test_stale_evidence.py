@@ -1,4 +1,4 @@
-"""No kernel changes under its evidence without a line that says why: a CPU cannot see what only a GPU shows."""
+"""No kernel changes under its evidence without a line that says why: a CPU cannot check what only a GPU runs."""
 
 from __future__ import annotations
 

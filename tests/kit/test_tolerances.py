@@ -21,7 +21,7 @@ from moereg.weights import ExpertWeights
 
 CPU = torch.device("cpu")
 ROUNDING = [name for name, scheme in QUANT_SCHEMES.items() if scheme.activation is not None]
-# Group sizes of int4 do not matter to what a kernel rounds.
+# Group sizes of int4 do not matter to a kernel's rounding.
 SIMULATED = [name for name in QUANT_SCHEMES if not name.startswith("int4") or name.endswith(("_g32", "_gall_zp"))]
 WEIGHT_ONLY = [name for name, scheme in QUANT_SCHEMES.items() if scheme.weight is not None and name not in ROUNDING]
 
@@ -38,7 +38,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def simulated(problem: MoEProblem, weights: ExpertWeights, inputs: Inputs, stores_gate_up: bool) -> torch.Tensor:
     """A kernel that stores intermediate and each route's output in the problem's dtype, gate and up too where asked.
 
-    One whose activations are not quantized also rounds restored weights.
+    A scheme with unquantized activations also rounds restored weights.
     """
     scheme, num_experts = problem.quant, problem.num_experts
 
@@ -101,7 +101,7 @@ def test_kernels_that_store_gate_and_up_in_16_bits_pass(name: str, dtype: str) -
     for error, num_elements in found:
         assert error < tolerance(name, dtype, num_elements)
     if dtype == "bfloat16":
-        # A bound that nothing comes near would catch nothing. In float16 flips are too rare at these sizes to show.
+        # A bound far above every error would catch nothing. In float16 flips are too rare at these sizes to show.
         assert root_mean_square(found) > tolerance(name, dtype) / 10
 
 
@@ -172,7 +172,7 @@ ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "swigluoai", "relu2", "silu(limit=0.
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("sizes", [(1, 64, 2), (1, 64, 8), (2, 33, 5), (17, 64, 1), (2, 2, 65), (1, 64, 65)], ids=str)
 def test_right_kernels_for_tiny_layers_pass(sizes: tuple[int, int, int], activation: str) -> None:
-    """200 layers at a time. Of weight-only ones with an I of 8 or less 2 to 9 in 100 used to be over the bound."""
+    """200 layers at a time. Of weight-only layers with an I of 8 or less, 2 to 9 in 100 used to exceed the bound."""
     num_tokens, hidden_size, intermediate_size = sizes
     for quant in ("unquantized", "int4_w4a16_g32"):
         problem = MoEProblem(
@@ -185,7 +185,7 @@ def test_right_kernels_for_tiny_layers_pass(sizes: tuple[int, int, int], activat
         )
         found = tiny_layers(problem, num_tokens, quant != "unquantized")
         over = found > layer_tolerance(problem, num_tokens)
-        # What few elements make of a layer is only bounded for all but one in some thousands.
+        # With few elements, errors are bounded only for all but one in some thousands of layers.
         count = num_tokens * intermediate_size
         assert over.sum() <= (2 if count <= 4 else 1 if count <= 16 else 0), found.amax()
 

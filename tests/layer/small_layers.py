@@ -30,7 +30,7 @@ def problem_of(**changes: Any) -> MoEProblem:
 
 
 def selection_of(problem: MoEProblem, experts: type[FakeExperts] = FakeExperts) -> Selection:
-    """A selection of a class that is registered nowhere else."""
+    """A selection of a class that is registered only here."""
     registry = BackendRegistry()
     register_moe_backend("fake", 1, ("unquantized",), ("*",), registry=registry)(experts)
     request = Request(require=("fake",))

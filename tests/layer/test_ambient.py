@@ -1,4 +1,4 @@
-"""Torch's ambient state changes no number: whatever a caller has set, the bits are those without."""
+"""Torch's ambient state changes no number: for any setting of the caller, the bits are those without it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Layer:
         }
 
     def permuted(self) -> list[torch.Tensor]:
-        """What a layer that is built, and then loaded again, makes of the calls."""
+        """The results of the calls on a layer that is built and then reloaded."""
         kernel = self.make(copied(self.weights))
         made = [kernel(*call) for call in self.calls]
         kernel.reload(copied(self.others))
@@ -233,7 +233,7 @@ def test_the_last_thread_restores_the_precision() -> None:
         thread.start()
         assert inside.wait(timeout=30)
         with plain_torch():
-            # The other one made it exact, and may leave at any time: that is no reason to do nothing.
+            # The other thread made it exact, and may leave at any time, so this one still has to act.
             assert not fp32_is_exact()
             leave.set()
             thread.join()
@@ -298,7 +298,7 @@ def test_an_inherited_precision_stays_inherited() -> None:
     torch.backends.fp32_precision = "none"
     assert precisions() == ("none", "none")
     torch.backends.fp32_precision = "tf32"
-    # Of an operator alone: another one still inherits, and an exact one is left as it is.
+    # Set for one operator: others still inherit, and an exact one is not changed.
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     with plain_torch():
@@ -328,7 +328,7 @@ def test_the_older_settings_can_be_read_inside(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_layers_elsewhere_than_on_a_cpu_are_run_exactly(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's fp32 matmuls are TF32 ones where a caller allows it, and float16 layers multiply in fp32 as well."""
+    """Callers may allow TF32 for a GPU's fp32 matmuls; float16 layers multiply in fp32 as well."""
     layer = Layer("unquantized", dtype=dtype)
     kernel = layer.kernel
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in layer.weights.tensors().items()}

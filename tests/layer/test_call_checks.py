@@ -1,4 +1,4 @@
-"""What a call of a layer refuses."""
+"""The refusals of a layer's call."""
 
 from __future__ import annotations
 

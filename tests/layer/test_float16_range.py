@@ -1,4 +1,4 @@
-"""float16 layers whose gates leave the range of float16, while what the reference makes of them does not."""
+"""float16 layers whose gates leave the range of float16, while the reference's results do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer asks of its experts at each call, and of the routes that it is given."""
+"""What a layer asks of its experts, and of the routes, at each call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROBLEM = MoEProblem(num_experts=8, hidden_size=16, intermediate_size=12, top_k=
 
 
 class NotingExperts(FakeExperts):
-    """Notes the shapes of what it is called with."""
+    """Records the shapes of its arguments."""
 
     called: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
 

@@ -85,7 +85,7 @@ def test_a_bias_may_be_one_number_for_all(dtype: str) -> None:
 
 
 def test_reload_reads_views_of_its_own_storage() -> None:
-    """A transposed view has the address of what it is a view of."""
+    """A transposed view has the address of its base."""
     problem = problem_of(hidden_size=16, intermediate_size=8)
     weights = make_weights(problem, CPU)
     kernel = kernel_of(problem, weights=weights)
@@ -102,7 +102,7 @@ def cloned(weights: ExpertWeights) -> ExpertWeights:
 
 
 def test_inference_mode_may_come_and_go() -> None:
-    """What is made inside it serves outside, and the other way around."""
+    """Tensors made inside it serve outside, and the other way around."""
     problem = problem_of()
     weights, other = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
     for form in FORMS:
@@ -139,7 +139,7 @@ def test_a_copy_of_the_default_backend(dtype: str) -> None:
 
 
 class CopyingExperts(FakeExperts):
-    """Permutes by copying, as a kernel with a layout of its own does."""
+    """Permutes by copying, as a kernel with another layout does."""
 
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
         return PermutedWeights("canonical", {name: tensor.clone() for name, tensor in weights.tensors().items()})

@@ -164,7 +164,7 @@ def test_fakes_declare_what_they_run() -> None:
 
 
 def test_a_default_device_changes_nothing() -> None:
-    """Engines build models under another default device; what a kernel keeps for itself must not follow it."""
+    """Engines build models under another default device; a kernel's own tensors must not follow it."""
     problem = problem_of(num_local_experts=4)
     weights = make_weights(problem, CPU)
     inputs = make_inputs(problem, 5, "uniform", CPU)

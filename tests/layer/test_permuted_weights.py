@@ -1,4 +1,4 @@
-"""Permuted weights own what a backend runs on."""
+"""Permuted weights own all tensors that a backend runs on."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_standard_sums_what_is_routed(weight_on_input: bool) -> None:
     rows = torch.randn(5, top_k, 8)
     local = local_expert_ids(ids, problem, None)
     rows[local < 0] = torch.nan
-    weights[local < 0] = torch.nan  # On a GPU nobody checks; a route that goes nowhere still adds nothing.
+    weights[local < 0] = torch.nan  # On a GPU nobody checks ids; a route that goes nowhere still adds nothing.
     movement = StandardPrepareFinalize()
     out = torch.full((5, 8), torch.nan)
     movement.finalize(out, rows, movement.prepare(torch.randn(5, 8), weights, ids, problem, None), problem)
@@ -115,7 +115,7 @@ def test_batched_places_every_route(expert_map: list[int] | None) -> None:
     for expert in range(num_local):
         tokens = [token for token in range(5) if expert in local[token].tolist()]
         assert torch.equal(inputs.hidden_states[expert, : len(tokens)], x[tokens])
-    # Rows of no route are undefined, so they must not come through.
+    # Rows without a route are undefined, so they must not come through.
     expert_out = torch.full((num_local, 5, 8), torch.nan)
     for expert, count in enumerate(inputs.expert_num_tokens.tolist()):
         expert_out[expert, :count] = inputs.hidden_states[expert, :count] * (expert + 1)

@@ -60,7 +60,7 @@ def test_every_shape_is_checked(scheme: str) -> None:
     weights = weights_of(scheme)
     for row in rows_of(scheme):
         tensor = weights.tensors()[row.name]
-        # One group, row or expert more, as swizzled, padded and unsharded tensors have; and one dimension more.
+        # One group, row or expert more, as in swizzled, padded and unsharded tensors; and one dimension more.
         longer = [torch.cat((tensor, tensor.narrow(dim, 0, 1)), dim) for dim in range(tensor.dim())]
         for spoiled in (*longer, tensor.unsqueeze(-1)):
             message = refused(weights, row.name, spoiled)

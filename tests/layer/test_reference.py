@@ -279,7 +279,7 @@ def test_calibration() -> None:
 
 
 def test_loss_of_schemes() -> None:
-    """What the schemes themselves cost, in the order that their bits suggest."""
+    """The errors of the schemes themselves, in the order that their bits suggest."""
     losses = {}
     for name in ("int8_w8a16", "int8_w8a8", "fp8_block128", "int4_w4a16_g32", "nvfp4"):
         problem, weights, inputs = quantized_case(name)

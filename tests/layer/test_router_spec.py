@@ -1,4 +1,4 @@
-"""RouterSpec: what it refuses, and what it reads from a model's config."""
+"""RouterSpec: its refusals, and what it reads from a model's config."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Routing against transformers' own routers, and the rules around it.
 
 Comparisons with transformers scatter weights and ids into a dense [T,E] matrix, so that they do not depend on the order
-of the chosen experts: transformers leaves it unspecified for DeepSeek and does not return it for Llama 4. Where its
-order is specified (descending), ids are compared in order as well. Inputs are continuous, so ties do not occur.
+of the chosen experts: transformers leaves it unspecified for DeepSeek and does not return it for Llama 4. If a router
+specifies its order (descending), ids are compared in order as well. Inputs are continuous, so ties do not occur.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def test_dtypes_have_views_of_their_own() -> None:
 
 
 def test_devices_have_buffers_of_their_own() -> None:
-    """Also devices other than CUDA ones, such as those of another vendor."""
+    """Covers devices other than CUDA ones, such as another vendor's."""
     pool = WorkspacePool()
     devices = [CPU, torch.device("meta"), CPU]
     assert [pool.take(((64,),), torch.float32, device)[0].device for device in devices] == devices

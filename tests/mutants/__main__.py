@@ -14,7 +14,7 @@ from tests.mutants.run import CAUGHT, ROOT, SURVIVED, copy_tree, judge, run_test
 
 
 def main() -> int:
-    """Runs what the command line asks for."""
+    """Runs the mutants that the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--area", action="append", help="only this area; may be given again")
     parser.add_argument("--name", action="append", help="only mutants whose name has this text; may be given again")

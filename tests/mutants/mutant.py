@@ -1,4 +1,4 @@
-"""What a fault in the source is, and where the tables of them are."""
+"""The type of a fault in the source, and the place of the tables of faults."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Mutant:
     """One fault in the source.
 
     Args:
-        name: What is wrong with it, in a few words; unique.
+        name: The fault, in a few words; unique.
         file: Relative to the root of the tree.
         old: Text that the file has exactly once.
-        new: What stands there instead. The file stays valid Python.
+        new: Its replacement. The file stays valid Python.
         tests: Node ids, of which at least one has to fail. They run in this order and stop at the first that fails.
     """
 

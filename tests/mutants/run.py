@@ -37,13 +37,13 @@ TIMEOUT: Final = "TIMEOUT"
 NOT_APPLICABLE: Final = "TEXT NOT FOUND"
 BROKEN: Final = "TESTS DID NOT RUN"
 
-# What pytest returns where tests ran and one failed; where all passed. A signal is a failure too: what reads or writes
-# outside of its tensors may end so. Anything else is no verdict.
+# pytest's exit codes when tests ran: one failed, or all passed. A signal is a failure too: what reads or writes outside
+# of its tensors may end so. Any other code is no verdict.
 _FAILED: Final = 1
 _PASSED: Final = 0
 
-# A mutant's tests run in a fork of a process that has imported these: half of the time of a short test. Not triton,
-# which looks at the environment when it is imported.
+# A mutant's tests run in a fork of a process that has imported these: half of the time of a short test. triton is left
+# out: it reads the environment when it is imported.
 _FORKS: Final = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["hypothesis", "numpy", "pytest", "torch"])
 # Kernels are interpreted by one thread.
@@ -52,7 +52,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant."""
+    """The outcome of a mutant."""
 
     outcome: str
     seconds: float
@@ -66,7 +66,7 @@ def judge(
 
     Args:
         root: The tree. It is copied once a job and not written to.
-        jobs: How many copies are worked on at once.
+        jobs: Number of copies at the same time.
         limit_s: Seconds that the tests of one mutant may take.
         options: More arguments for pytest.
     """
@@ -88,7 +88,7 @@ def judge(
 
 
 def copy_tree(root: Path, target: Path) -> Path:
-    """A copy of the tree without what was built or cached in it."""
+    """A copy of the tree without built and cached files."""
     shutil.copytree(root, target, ignore=shutil.ignore_patterns(*NOT_COPIED))
     return target
 
@@ -109,7 +109,7 @@ def judge_one(copy: Path, mutant: Mutant, *, limit_s: float, options: tuple[str,
 
 
 def run_tests(copy: Path, tests: tuple[str, ...], *, limit_s: float, options: tuple[str, ...] = ()) -> Verdict:
-    """What the tests say of the tree as it is; `detail` names the first that failed."""
+    """The tests' verdict on the unchanged tree; `detail` names the first that failed."""
     start = time.perf_counter()
     log = copy / "pytest.log"
     arguments = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *options, *tests]
@@ -124,11 +124,11 @@ def run_tests(copy: Path, tests: tuple[str, ...], *, limit_s: float, options: tu
     seconds = time.perf_counter() - start
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     failed = next((line for line in lines if line.startswith(("FAILED ", "ERROR "))), "")
-    # Without the colons it is a file that could not be collected, for whatever reason.
+    # Without the colons it is a file that could not be collected.
     if process.exitcode == _FAILED and "::" in failed:
-        # An id may hold spaces; what follows it is what the test said.
+        # An id may hold spaces; the test's message follows it.
         return Verdict(CAUGHT, seconds, failed.partition(" ")[2].partition(" - ")[0])
-    # Whoever kills a process from outside, for want of memory, says nothing of the mutant.
+    # A process that is killed from outside, for want of memory, says nothing about the mutant.
     if process.exitcode is not None and process.exitcode < 0 and process.exitcode != -signal.SIGKILL:
         return Verdict(CAUGHT, seconds, f"the tests' process died of {signal.Signals(-process.exitcode).name}")
     last = next((line for line in reversed(lines) if line), f"exit code {process.exitcode}")
@@ -136,7 +136,7 @@ def run_tests(copy: Path, tests: tuple[str, ...], *, limit_s: float, options: tu
 
 
 def _run_pytest(root: Path, copy: Path, arguments: list[str], log: Path) -> None:
-    """Runs pytest in the copy, as a process of its own that has imported nothing of the tree but this module."""
+    """Runs pytest in the copy, in a separate process that has imported only this module of the tree."""
     os.setsid()
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -151,7 +151,7 @@ def _run_pytest(root: Path, copy: Path, arguments: list[str], log: Path) -> None
 
     code = pytest.main(arguments)
     sys.stdout.flush()
-    # Not `sys.exit`: threads that a test left must not keep the process.
+    # Not `sys.exit`: threads that a test left must not keep the process alive.
     os._exit(int(code))
 
 

@@ -100,7 +100,7 @@ def _resolves(name: str) -> bool:
 def missing_words(text: str) -> list[str]:
     spans = {span.partition("(")[0] for span in code(text)}
     names = {span for span in spans if re.fullmatch(r"\w*(_|[a-z][A-Z])\w*", span)} - words()
-    # What ends or begins with an underscore may be said of many names: `num_`, `_bytes`.
+    # A name with an underscore at one end stands for a part of many names: `num_`, `_bytes`.
     is_part = {name for name in names for word in words() if _is_affix(name, word)}
     return sorted(names - is_part)
 

@@ -1,4 +1,4 @@
-"""Importing and selecting need no kernel library and touch no device, each in an interpreter of its own."""
+"""Importing and selecting need no kernel library and touch no device; each test runs in a separate interpreter."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_selecting_needs_no_kernel_library() -> None:
     block = f"import sys\nfor name in {HEAVY!r}: sys.modules[name] = None\n"
     winners, loaded, _ = run(block + SELECT)
     assert loaded == []
-    # A named platform assumes what it requires; here is decided by what is installed, which is the same.
+    # A named platform is assumed to meet requirements; here the installed packages do meet them.
     assert winners == run(SELECT)[0]
 
 
@@ -110,7 +110,7 @@ def test_no_backend_is_named(path: Path) -> None:
 
 BACKENDS = sorted((PACKAGE / "backends").rglob("*.py"))
 each_backend_file = pytest.mark.parametrize("path", BACKENDS, ids=lambda path: str(path.relative_to(PACKAGE)))
-# Device code imports its language at its top. These need no library but torch.
+# Device code imports its language at its top. These packages need no library but torch.
 LIGHT_KERNELS = ("moereg.kernels.plain", "moereg.kernels.sizes")
 
 
@@ -124,7 +124,7 @@ def test_backends_import_nothing_heavy(path: Path) -> None:
     "path", [path for path in BACKENDS if path.name.endswith("_moe.py")], ids=lambda path: path.name
 )
 def test_claims_import_no_kernels(path: Path) -> None:
-    """Selecting imports the pages of claims. What runs is a private package, imported where a layer first needs it."""
+    """Selecting imports the pages of claims. The code that runs is imported when a layer first needs it."""
     names = imports_of(path, anywhere=False)
     assert not {name for name in names if name.startswith("moereg.kernels.") and not name.startswith(LIGHT_KERNELS)}
 

@@ -1,4 +1,4 @@
-"""What several tests of quantizing compare with: bits, and slow loops over groups."""
+"""Shared by several tests of quantizing: bits to compare, and slow loops over groups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMPY_TYPES = {
 
 
 def slow_dequantized(matrix: np.ndarray, fmt: QuantFormat) -> np.ndarray:
-    """What quantizing and restoring gives, one group after the other, with numpy and ml_dtypes."""
+    """The result of quantizing and restoring, one group after the other, with numpy and ml_dtypes."""
     found = np.zeros_like(matrix, dtype=np.float64)
     f32 = np.float32
     rows = matrix.shape[0] if fmt.group[0] == WHOLE else fmt.group[0]

@@ -96,7 +96,7 @@ def test_torchao_mxfp4() -> None:
 
 
 def test_torchao_floor_scales_saturate_where_ours_do_not() -> None:
-    """The choice that `choose_scale` documents: torchao's default clips what lies above 6 or 448 times its scale."""
+    """The choice that `choose_scale` documents: torchao's default clips numbers above 6 or 448 times its scale."""
     x = torch.full((1, 32), 7.0)
     floor, _ = to_mx(x, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.FLOOR)
     assert floor.float().item() == 1.0
@@ -111,7 +111,7 @@ def test_torchao_nvfp4() -> None:
     assert stored.w2_scale_2 is not None
     assert torch.equal(stored.w2_scale_2[0], scale_2)
     expected_scale, expected = nvfp4_quantize(matrix(), per_tensor_scale=scale_2)
-    # torchao keeps scales at e4m3's normal values; ours go on with subnormal ones, of which there are none here.
+    # torchao keeps scales at e4m3's normal values; ours also use subnormal ones, which do not occur here.
     assert scale.float().min() >= torch.finfo(torch.float8_e4m3fn).smallest_normal
     assert torch.equal(bits(scale), bits(expected_scale))
     quotient = matrix() / (scale.float() * scale_2).repeat_interleave(16, 1)
@@ -230,7 +230,7 @@ def test_compressed_tensors_weights(name: str) -> None:
 
 
 def test_compressed_tensors_zero_groups() -> None:
-    """It divides by an epsilon where ours has scale 1; both restore zeros."""
+    """It divides by an epsilon if ours has scale 1; both restore zeros."""
     x = matrix()
     x[3] = 0
     arguments = QuantizationArgs(**ARGUMENTS["int8_w8a8"])

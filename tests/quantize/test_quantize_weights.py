@@ -112,7 +112,7 @@ def test_rows_of_one_expert(name: str) -> None:
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_halves_may_have_scales_of_their_own(name: str) -> None:
-    """As if gate and up were two layers; where no scale spans all rows nothing changes."""
+    """As if gate and up were two layers; without a scale that spans all rows nothing changes."""
     weights = make_weights()
     separate = quantized(weights, name, separate_halves=True)
     fmt = separate.scheme.weight
@@ -215,7 +215,7 @@ def test_schemes_that_a_plugin_makes_up() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_is_little_more_than_input_and_output() -> None:
-    """Measured by the kernel in a process of its own: 100 MB of bf16, to nvfp4 and back."""
+    """Measured by the kernel in a separate process: 100 MB of bf16, to nvfp4 and back."""
     script = """
         import torch
         from pathlib import Path

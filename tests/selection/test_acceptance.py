@@ -44,7 +44,7 @@ class NewExperts(Experts):
     def apply(self, out, inputs, weights, workspace13, workspace2):
         out.fill_(3.0)
 '''
-# Where a file of moereg/backends/ lies is the only thing that this adds.
+# This adds only the place of one file of moereg/backends/.
 PRELUDE = """
 import json, sys
 import moereg, moereg.backends
@@ -136,7 +136,7 @@ def test_info_shows_it(folder: Path) -> None:
 
 
 def test_no_list_of_backends_is_kept_elsewhere() -> None:
-    # What the built-ins are called is written in their own modules and nowhere else in the package.
+    # Only their own modules in the package name the built-in backends.
     from moereg.discovery import load_backends
     from moereg.registry import BUILTIN
 

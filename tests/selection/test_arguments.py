@@ -251,7 +251,7 @@ def test_sparse_inputs_are_refused_by_name() -> None:
         kernel(torch.ones(3, 16).bfloat16().to_sparse(), *routes)
 
 
-# Fields of a selection's JSON: where, what is put there (a function of what was), and what is said.
+# Fields of a selection's JSON: the path, the new value (a function of the old), and the error's words.
 REMOVED: Any = object()
 FIELDS: list[tuple[str, Any, str]] = [
     ("schema", 2, "a selection must have schema 1, got 2; write it again"),

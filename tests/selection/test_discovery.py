@@ -45,7 +45,7 @@ moereg_api = "1"
 def provide():
     {body}
 """
-# What every subprocess may use.
+# Code that every subprocess may use.
 PRELUDE = """
 import json, sys, warnings
 import moereg
@@ -95,7 +95,7 @@ class Site:
         self.install(distribution or f"moereg-{name}", {module: text}, {"backends": {name: module}})
 
     def run(self, code: str, **environment: str) -> Any:
-        """What the last expression printed as JSON."""
+        """The JSON that the last expression printed."""
         paths = os.pathsep.join((str(self.folder), str(ROOT)))
         process = subprocess.run(
             [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],

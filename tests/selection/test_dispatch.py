@@ -35,7 +35,7 @@ H100 = Platform("cuda", "sm90", "NVIDIA H100", versions={"some-library": "2.1"},
 
 @pytest.fixture
 def fakes(isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch) -> Iterator[BackendRegistry]:
-    """A registry that a test fills; nothing of other tests is remembered."""
+    """A registry that a test fills; nothing of other tests is kept."""
     isolated_registry.restore(())
     monkeypatch.setattr(PROBES, "_answers", {})
     monkeypatch.setattr(dispatch, "_LOGGED", set())
@@ -250,10 +250,10 @@ def test_one_reason(
     assert [reason.code for reason in sole.reasons] == [code]
     assert sole.reasons[0].text.startswith(text)
     assert not sole.accepted
-    # Whatever is wrong with one backend, the other serves.
+    # With any fault in one backend, the other serves.
     if code != "activation_format":
         assert selection.backend == "other"
-    # Without that change nothing speaks against it.
+    # Without that change nothing is wrong with it.
     add("control", 100, experts_class("Control", facts=EVERYTHING), quant_schemes=("unquantized",))
     assert explain_backends(problem_of(max_num_tokens=128), H100, require="control").backend == "control"
 
@@ -460,7 +460,7 @@ def test_emulation_comes_last_and_warns(fakes: BackendRegistry) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert select_backend(problem_of(), H100).backend == "real"
-        # Never beats a kernel, preferred or not.
+        # An emulation never beats a kernel, preferred or not.
         assert select_backend(problem_of(), H100, prefer="emulated").backend == "real"
     with pytest.warns(EmulationWarning):
         assert select_backend(problem_of(), H100, require="emulated").backend == "emulated"
@@ -757,7 +757,7 @@ def test_a_fingerprint_is_of_everything_that_runs(fakes: BackendRegistry, change
 
 
 def test_the_nearest_of_as_many_reasons_is_the_first(fakes: BackendRegistry) -> None:
-    # The higher priority first; what another request would cure comes before another machine, however late.
+    # The higher priority first; a reason that another request cures comes before one that another machine cures.
     facts = dataclasses.replace(EVERYTHING, bias=False)
     for name, priority in (("Second", 20), ("First", 30), ("Third", 10)):
         add("one", priority, experts_class(name, facts=facts))
@@ -845,7 +845,7 @@ def test_selecting_is_fast(fakes: BackendRegistry) -> None:
         add(f"backend_{number}", number, requires=("some-library>=2",), platforms=("cuda:sm80+", "rocm:gfx942"))
     problem, seconds = problem_of(), []
     for _ in range(50):
-        # Of this thread alone, since other work on the machine takes time from it.
+        # CPU time of this thread alone, since other work on the machine takes clock time from it.
         start = time.thread_time()
         select_backend(problem, H100)
         seconds.append(time.thread_time() - start)

@@ -24,7 +24,7 @@ from tests.support.fakes import EVERYTHING
 ROOT = Path(__file__).resolve().parents[2]
 SMALL: dict[str, Any] = {"num_experts": 8, "hidden_size": 60, "intermediate_size": 32, "top_k": 2}
 
-# For each fact: a value that is none, a value that promises less than `EVERYTHING`, and a problem that it then rejects.
+# For each fact: an invalid value, a value that promises less than `EVERYTHING`, and a problem that it then rejects.
 ROWS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "activations": ("silu", frozenset({"gelu"}), {}),
     "activation_scalars": (1, False, {"activation": Activation("swigluoai", alpha=2.0, beta=1.0, limit=7.0)}),

@@ -193,7 +193,7 @@ def test_a_plugin_orders_its_own_archs() -> None:
 
 
 class Nvml:
-    """What of NVML's C library the probe calls."""
+    """The part of NVML's C library that the probe calls."""
 
     devices: ClassVar[dict[int, tuple[int, int, str, int]]] = {
         0: (9, 0, "NVIDIA H200", 150_754_820_096),
@@ -360,7 +360,7 @@ def test_versions_are_of_canonical_names(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.syspath_prepend(tmp_path)
     versions = installed_versions()
     assert versions["some-dotted-name"] == "1.5"
-    # What an interrupted uninstall leaves behind is not installed, and stops nobody.
+    # The remains of an interrupted uninstall count as not installed and do no harm.
     assert "leftover" not in versions
     assert versions["torch"] == torch.__version__
 

@@ -1,4 +1,4 @@
-"""MoEProblem: what it refuses, how it reads, and that it survives JSON."""
+"""MoEProblem: its refusals, its text, and its way through JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_problem(**changes: Any) -> MoEProblem:
 
 
 def test_fields_are_ratcheted() -> None:
-    # A field enters only if dispatch or two backends read it; whoever adds one changes this list on purpose.
+    # A field enters only if selection or two backends read it; changing this list is deliberate.
     assert [field.name for field in dataclasses.fields(MoEProblem)] == [
         "num_experts",
         "hidden_size",

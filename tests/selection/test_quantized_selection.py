@@ -46,7 +46,7 @@ def explain(quant: str | QuantScheme, platform: str, **changes: Any) -> Selectio
 
 
 def chosen(selection: Selection) -> tuple[str, str, str] | None:
-    """Backend, what it computes and its tier."""
+    """Backend, computed scheme and tier."""
     winner = selection.winner
     return None if winner is None else (winner.backend, winner.computes, winner.tier)
 
@@ -59,11 +59,11 @@ def of_backend(selection: Selection, backend: str) -> list[Decision]:
     return [decision for decision in selection.decisions if decision.backend == backend]
 
 
-# Who serves what.
+# Which backend serves which scheme.
 
 KEPT_AT_16_BITS: Final = {"nvfp4": "nvfp4_w4a16", "mxfp4_mxfp8": "mxfp4_w4a16"}
 SERVED_ON_GPUS: Final = {**{name: name for name in WEIGHT_ONLY}, "int8_w8a8": "int8_w8a8", **KEPT_AT_16_BITS}
-# Platform, and what is computed for each scheme that a kernel serves there in the standard format.
+# Platform, and the computed scheme for each scheme that a kernel serves there in the standard format.
 KERNELS: Final[dict[str, dict[str, str]]] = {
     "cuda:sm80": SERVED_ON_GPUS,
     "rocm:gfx942": SERVED_ON_GPUS,
@@ -121,7 +121,7 @@ def test_32_bits_on_gpus() -> None:
         assert texts(nearest) == ["dtype: requires dtype in (bfloat16, float16), got float32"]
 
 
-# A scheme that nothing multiplies as it is.
+# A scheme whose codes nothing multiplies.
 
 
 # Schemes and platforms on which their activations stay at 16 bits.
@@ -159,7 +159,7 @@ def test_an_emulation_is_left_where_16_bits_are_refused(scheme: str, platform: s
 
 @pytest.mark.parametrize("platform", [own for name, own in KEPT if name == "mxfp4_mxfp8" and own != "cpu"])
 def test_activations_kept_at_16_bits_can_be_refused(platform: str) -> None:
-    """Numbers of e4m3 times a power of two may not fit float16, so its emulation does not take that."""
+    """Numbers of e4m3 times a power of two may not fit float16, so its emulation refuses that dtype."""
     with pytest.raises(UnsupportedProblemError) as error:
         select_backend(problem_of("mxfp4_mxfp8", exact_activations=True, dtype="float16"), platform, require=SHIPPED)
     reason = "requires activations as mxfp4_mxfp8 has them, got mxfp4_w4a16 instead"
@@ -197,7 +197,7 @@ def test_require_never_falls_back() -> None:
         assert reason in str(error.value)
 
 
-# Platform, scheme, request, then backend and source; None where nothing fits.
+# Platform, scheme, request, then backend and source; None if nothing fits.
 REQUESTS: Final[list[tuple[str, str, dict[str, Any], tuple[str, str] | None]]] = [
     ("cuda:sm90", "fp8_block128", {"require": "triton"}, ("triton", "required")),
     ("cuda:sm90", "fp8_block128", {"require": "torch"}, None),
@@ -279,7 +279,7 @@ def test_no_priority_and_no_preference_puts_an_emulation_first(isolated_registry
     assert select_backend(problem, "cuda:sm90", prefer="emulating").backend == "triton"
     with pytest.warns(EmulationWarning):
         assert select_backend(problem, "cuda:sm90", require="emulating").backend == "emulating"
-    # What keeps activations at 16 bits is no answer here, so the emulation is.
+    # Kernels with 16-bit activations are refused here, so the emulation is chosen.
     exact = dataclasses.replace(problem, exact_activations=True)
     with pytest.warns(EmulationWarning):
         assert select_backend(exact, "cuda:sm90", require=("emulating", *SHIPPED)).backend == "emulating"
@@ -317,7 +317,7 @@ def test_what_the_environment_requires_is_required(monkeypatch: pytest.MonkeyPat
     assert select_backend(problem_of("fp8_block128"), "cuda:sm90", require="triton").source == "required"
 
 
-# Facts that a cell has to declare, beside the shipped ones on the same problem.
+# Facts that a cell must declare, besides those of the shipped ones on the same problem.
 
 NARROW: Final = Facts(
     activations=frozenset({"silu", "swigluoai"}),
@@ -344,7 +344,7 @@ UNDECLARED: Final[list[tuple[str, dict[str, Any], str]]] = [
     ),
     ("int4_w4a16_g64", {}, "quant_scheme: requires weights in (nvfp4, int4_w4a16_g128), got int4_w4a16_g64"),
     ("int4_w4a16_gall", {}, "quant_scheme: requires weights in (nvfp4, int4_w4a16_g128), got int4_w4a16_gall"),
-    # Its activations are in 4 bits, which a checkpoint of 16-bit ones does not allow.
+    # Its activations have 4 bits, which a checkpoint with 16-bit activations does not allow.
     ("nvfp4_w4a16", {}, "quant_scheme: requires activations as in (nvfp4), got nvfp4_w4a16"),
 ]
 
@@ -385,7 +385,7 @@ def test_a_clamp_leaves_only_backends_that_apply_it(scheme: str, platform: str) 
             assert named is not decision.cell.facts.swiglu_limit
 
 
-# Schemes that nobody registered.
+# Schemes that are registered nowhere.
 
 UNREGISTERED: Final = {
     scheme.name: scheme

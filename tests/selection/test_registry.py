@@ -1,4 +1,4 @@
-"""Registration: validated before it is stored, errors that name both parties, and what the built-ins have to keep."""
+"""Registration: validated before storing, errors that name both parties, and rules that the built-ins must keep."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_equal_specificity_is_refused(first: str, second: str, text: str) -> Non
         platforms=(second,),
         priority=20,
     )
-    # Another scheme, another class or a more specific rule is no conflict.
+    # Another scheme, another class and a more specific rule are no conflict.
     register(registry, platforms=(second,), quant_schemes=("int8_w8a8",))
     register(registry, subclass(), platforms=(second,), quant_schemes=("mxfp8",))
     register(registry, platforms=("rocm:gfx942",), quant_schemes=("mxfp8",))
@@ -357,7 +357,7 @@ def test_snapshot_and_restore() -> None:
     assert registry.version > version + 1
 
 
-# What the built-ins have to keep.
+# Rules that the built-ins must keep.
 
 
 def builtins() -> list[BackendCell]:
@@ -412,6 +412,6 @@ def test_author_surface() -> None:
         assert name in moereg.author.__all__
     assert moereg.author.ExpertInputs is ExpertInputs
     assert moereg.author.PermutedWeights is PermutedWeights
-    # New fields of what apply sees have defaults, so that a backend written today keeps working.
+    # New fields of `ExpertInputs` have defaults, so that a backend written today keeps working.
     required = [field.name for field in dataclasses.fields(ExpertInputs) if field.default is dataclasses.MISSING]
     assert required == ["hidden_states", "topk_weights", "topk_ids"]

@@ -106,7 +106,7 @@ class BatchedExperts(FakeExperts):
 
 
 class WrongExperts(FakeExperts):
-    """Off by a factor, so that whoever compares must notice."""
+    """Off by a factor, so that every comparison must notice."""
 
     def apply(
         self,

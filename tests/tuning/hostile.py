@@ -1,4 +1,4 @@
-"""Backends that write what is not theirs, and a comparison in which one of them takes part."""
+"""Backends that write to tensors of others, and a comparison in which one of them takes part."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PermutingExperts(FakeExperts):
 
 
 class DoingExperts(FakeExperts):
-    """Right, and does something else as well from some call on, up to another."""
+    """Right, but does something else as well from one call to another."""
 
     deed: Deed
     calls = (1, math.inf)
@@ -88,7 +88,7 @@ def measure(
     rounds: int = 3,
     make_weights: Callable[[], ExpertWeights] | None = None,
 ) -> dict[str, Measurement]:
-    """What a comparison says of the hostile one, which comes first, and of an honest one on either side."""
+    """The comparison's verdict on the hostile backend, which comes first, and on an honest one on either side."""
     for name, priority, experts in (
         ("fake_before", 100_001, type("Before", (SharingExperts,), {})),
         ("fake_hostile", 100_000, hostile),

@@ -1,4 +1,4 @@
-"""`run` and `bench` cannot be fooled: who writes what is not its own is named, and everybody else is right."""
+"""`run` and `bench` cannot be fooled: a backend that writes to tensors of others is named, and all others are right."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ FAULT = "CUDA error: an illegal memory access was encountered"
 
 
 def _patch_device(monkeypatch: pytest.MonkeyPatch, is_lost: Callable[[], object]) -> None:
-    """A device whose faults show in whatever waits for it next, and in all that follows."""
+    """A device whose faults show at the next wait, and in everything that follows."""
 
     def fails(*arguments: object) -> None:
         if is_lost():
@@ -202,7 +202,7 @@ def test_a_device_that_is_lost_while_all_run_in_turns_names_all(
 
 
 def test_weights_that_cannot_be_made_anew_name_who_wrote_them(isolated_registry: BackendRegistry) -> None:
-    """By then nothing holds what the writer ran on: that is what may take the memory."""
+    """By then nothing holds the tensors that the writer ran on, which may take the memory."""
     permuted: list[weakref.ref[PermutedWeights]] = []
 
     def deed(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
@@ -238,7 +238,7 @@ def test_writing_shared_weights_and_raising_harms_nobody_else(isolated_registry:
 
 
 class ComputingExperts(FakeExperts):
-    """The reference of what its cell computes."""
+    """The reference of the scheme that its cell computes."""
 
     def apply(
         self,
@@ -274,7 +274,7 @@ def test_each_candidate_is_checked_against_what_it_computes(isolated_registry: B
 
 
 def test_everything_is_made_before_a_backend_runs(isolated_registry: BackendRegistry) -> None:
-    """Whatever a backend does in permute_weights, weights and references are there by then and are not made again."""
+    """Whatever a backend does in permute_weights, weights and references exist by then and are not made again."""
     made: list[str] = []
 
     def make_weights() -> ExpertWeights:
@@ -360,6 +360,6 @@ def test_bench_names_what_a_backend_wrote_and_the_others_are_right(
 
 
 def test_a_layer_is_made_twice_alike() -> None:
-    """What was written is made anew from the seed."""
+    """Damaged weights are made anew from the seed."""
     one, other = (random_layer(PROBLEM, 3, CPU, lambda done, total: None).weights for _ in range(2))
     assert torch.equal(one.w13, other.w13)

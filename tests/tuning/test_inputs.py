@@ -1,4 +1,4 @@
-"""Random weights and calls are what their docstrings promise: a wrong kernel cannot hide behind them."""
+"""Random weights and calls keep the promises of their docstrings: a wrong kernel cannot hide behind them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_routings_are_as_skewed_as_they_say() -> None:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_the_routing_weights_of_a_token_differ(routing: str) -> None:
-    """Where they are equal, weights of the wrong route go unseen."""
+    """If they were equal, weights of the wrong route would go unseen."""
     ordered = random_call(PROBLEM, 50, routing, generator()).topk_weights.sort(dim=1).values
     gaps = ordered[:, 1:] - ordered[:, :-1]
     assert (gaps > 0).all()

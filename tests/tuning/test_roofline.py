@@ -1,4 +1,4 @@
-"""Rooflines count what a call needs; ceilings are measured."""
+"""Rooflines count the necessary work; ceilings are measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing: what is run, in which order, and how often; on a CPU, and on a stand-in for a GPU."""
+"""Timing: what runs, in which order, and how often; on a CPU, and on a stand-in for a GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_rounds_are_interleaved_and_inputs_rotate() -> None:
 
 
 class Clock:
-    """Time that passes where a test says so, whatever else the machine does."""
+    """Time that passes only when a test says so."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -124,7 +124,7 @@ class Event:
 
 
 class Graph:
-    """Stands for a CUDA graph: knows what was captured, and in which memory."""
+    """Stands for a CUDA graph: knows the captured calls and their memory pool."""
 
     captured: ClassVar[list[Any]] = []
     replayed: ClassVar[list[Graph]] = []
@@ -152,7 +152,7 @@ class Capture:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """The calls that ask which device it is are told `cuda`; the synchronizations are returned."""
+    """Calls that ask for the device are told `cuda`; returns the synchronizations."""
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Capture)
@@ -199,7 +199,7 @@ def test_each_graph_captures_the_run_on_its_own_inputs() -> None:
 def test_a_gpu_is_held_while_the_host_asks_for_a_batch_of_short_replays() -> None:
     replays = timing.capture([lambda: None])
     time_runs({"": replays}, torch.device("cuda"), rounds=150)
-    # Behind the replay that warms up.
+    # After the replay that warms up.
     assert Graph.held == [1, 49, 97, 145]
 
 

@@ -1,4 +1,4 @@
-"""What watches tensors sees each byte that changes."""
+"""Watched tensors show each byte that changes."""
 
 from __future__ import annotations
 

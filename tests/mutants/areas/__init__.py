@@ -1,1 +1,1 @@
-"""One module an area, each with its `MUTANTS`; areas whose name begins with gpu are for machines with one."""
+"""One module per area, each with its `MUTANTS`; areas whose name begins with gpu need a GPU."""

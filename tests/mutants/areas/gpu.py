@@ -1,4 +1,4 @@
-"""Faults that only a GPU shows, a Hopper one: Gluon has no interpreter, and a CPU neither captures nor overlaps.
+"""Faults that only a Hopper GPU shows: Gluon has no interpreter, and a CPU neither captures nor overlaps.
 
 Few tests each, since compiling their kernels is what takes the time.
 """

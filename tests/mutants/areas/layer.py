@@ -1,4 +1,4 @@
-"""Layers: what they check and share, workspaces, reloads, movement of tokens."""
+"""Layers: checks, sharing, workspaces, reloads, movement of tokens."""
 
 from __future__ import annotations
 
