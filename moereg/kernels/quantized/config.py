@@ -14,61 +14,76 @@ from dataclasses import dataclass
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig, fit_pipeline
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedConfigRule:
     """One row of the table of shipped configurations.
 
     Attributes:
-        max_tokens: Applies up to this number of tokens,
+        configs: of both products; `block_n` of the first counts gate and up once.
+        max_tokens: the rule applies up to this number of tokens,
         max_rows_per_expert: and up to this average of rows per expert.
-        configs: Of both products; `block_n` of the first is that of gate, and of up once more.
     """
 
-    max_tokens: float
-    max_rows_per_expert: float
     configs: GemmPair
-
-
-def _pair(gate_up: GroupedGemmConfig, down: GroupedGemmConfig, sort_routes: bool = True) -> GemmPair:
-    return GemmPair(gate_up, down, sort_routes)
+    max_tokens: float = math.inf
+    max_rows_per_expert: float = math.inf
 
 
 # First match counts.
 CONFIG_RULES = (
     QuantizedConfigRule(
-        1,
-        math.inf,
-        _pair(
-            GroupedGemmConfig(16, 32, 128, 1, 2, 5, True),
-            GroupedGemmConfig(16, 64, 128, 1, 2, 4, True),
+        max_tokens=1,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=16, block_n=32, block_k=128, group_m=1, num_warps=2, num_stages=5, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=16, block_n=64, block_k=128, group_m=1, num_warps=2, num_stages=4, mask_rows=True
+            ),
             sort_routes=False,
         ),
     ),
     QuantizedConfigRule(
-        16,
-        math.inf,
-        _pair(
-            GroupedGemmConfig(16, 32, 256, 1, 4, 3, True),
-            GroupedGemmConfig(16, 128, 256, 1, 4, 3, True),
+        max_tokens=16,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=16, block_n=32, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=16, block_n=128, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
             sort_routes=False,
         ),
     ),
     QuantizedConfigRule(
-        math.inf,
-        11,
-        _pair(GroupedGemmConfig(16, 32, 256, 1, 4, 3, True), GroupedGemmConfig(16, 128, 256, 1, 4, 3, True)),
+        max_rows_per_expert=11,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=16, block_n=32, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=16, block_n=128, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
+        ),
     ),
     # From 64 rows on a tensor core of Hopper takes both operands from shared memory: tiles of 32 rows were slower even
     # where they hold all rows. Two programs a multiprocessor hide each other's scaling of partial products.
     QuantizedConfigRule(
-        math.inf,
-        100,
-        _pair(GroupedGemmConfig(64, 64, 128, 1, 4, 4, True), GroupedGemmConfig(64, 128, 128, 1, 4, 4, True)),
+        max_rows_per_expert=100,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=64, block_n=64, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=64, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+        ),
     ),
     QuantizedConfigRule(
-        math.inf,
-        math.inf,
-        _pair(GroupedGemmConfig(128, 128, 128, 8, 8, 4), GroupedGemmConfig(128, 128, 128, 8, 8, 4)),
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(block_m=128, block_n=128, block_k=128, group_m=8, num_warps=8, num_stages=4),
+            down=GroupedGemmConfig(block_m=128, block_n=128, block_k=128, group_m=8, num_warps=8, num_stages=4),
+        ),
     ),
 )
 
@@ -82,7 +97,7 @@ def select_quantized_config(
     """Returns the configurations of both products.
 
     Args:
-        num_tokens: T.
+        num_tokens: T; infinity for the batched format.
         rows_per_expert: Average number of rows per expert.
         num_halves: 2 where the first product is of gate and up, else 1.
         shared_bytes: Shared memory that one program may use on the device; shortens pipelines that would not fit.
