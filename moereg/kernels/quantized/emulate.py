@@ -1,8 +1,8 @@
-"""Rounds rows to what a scheme's codes stand for, in 16 bits, in Triton: as `moereg.quantize` would, bit for bit.
+"""Rounds rows to the numbers that a scheme's codes stand for, in 16 bits, in Triton, bit for bit as `moereg.quantize`.
 
-A product of 16-bit numbers then computes a scheme whose codes nothing multiplies. A small float times the scale of its
-group, a power of two or a float8_e4m3fn, is a 16-bit float again. A global scale is not such a number, so it is left
-out: it multiplies the row's product later. All is arithmetic on fp32, since not every device converts to small floats.
+Products of 16-bit numbers then compute a scheme whose codes no hardware multiplies. A small float times the scale of
+its group, a power of two or a float8_e4m3fn, is a 16-bit float again. The product with a global scale may not be, so
+that scale multiplies the row's product later. All is arithmetic on fp32: not every device converts to small floats.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class SmallFloats:
     """The numbers that rows are rounded to: small floats times the scale of their group.
 
     Attributes:
-        mantissa_bits: Of the small floats.
-        smallest_normal: Of their positive numbers.
-        max_code: Largest one, to which the largest magnitude of a group is mapped.
-        group: Columns that share a scale, a power of two.
-        global_scale: Whether scales are float8_e4m3fn on top of a global one for each row; else powers of two.
+        mantissa_bits: of the small floats.
+        smallest_normal: smallest positive normal one.
+        max_code: largest one, to which the largest magnitude of a group is mapped.
+        group: columns that share a scale, a power of two.
+        global_scale: whether scales are float8_e4m3fn on top of a global one for each row; else powers of two.
     """
 
     mantissa_bits: int
@@ -87,10 +87,10 @@ def _requantize_rows_kernel(
         expert = tl.load(route_expert + route)
         if expert < 0:
             return
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     values = load_rows(x, topk_weights, row // SOURCE + tl.zeros([1, 1], tl.int32), None, columns, size, stride_x)
     groups = tl.reshape(values, (1, BLOCK // GROUP, GROUP))
-    group_bits = amax_bits(groups, 2)
+    group_bits = amax_bits(groups, 2)  # [1, BLOCK / GROUP]
     if GLOBAL:
         if static_scale is not None:
             global_scale = tl.load(static_scale + expert * stride_static)
@@ -100,12 +100,12 @@ def _requantize_rows_kernel(
             copies = tl.arange(0, BLOCK_FACTORS)
             tl.store(factors + row * FACTORS + copies, global_scale, mask=copies < FACTORS)
         global_scale += tl.zeros([1, 1], tl.float32)
-        scale = scale_of_group(group_bits, global_scale, MAX_CODE)
+        scale = scale_of_group(group_bits, global_scale, MAX_CODE)  # [1, BLOCK / GROUP]
         total = scale * global_scale
     else:
-        scale, _ = scale_of_bits(group_bits, MAX_CODE, True)
+        scale, _ = scale_of_bits(group_bits, MAX_CODE, True)  # [1, BLOCK / GROUP]
         total = scale
-    codes = round_groups(groups, total, MANTISSA_BITS, SMALLEST_NORMAL, MAX_CODE)
+    codes = round_groups(groups, total, MANTISSA_BITS, SMALLEST_NORMAL, MAX_CODE)  # [1, BLOCK / GROUP, GROUP]
     restored = tl.reshape(codes * tl.expand_dims(scale, 2), (1, BLOCK))
     tl.store(out + row.to(tl.int64) * stride_out + columns, restored.to(out.dtype.element_ty), mask=columns < size)
 
@@ -125,25 +125,25 @@ def requantize_rows(
 ) -> None:
     """Writes rows rounded, without their global scales, in one launch.
 
-    At most one of `route_expert`, `plan` and `expert_num_tokens` says what rows of `out` are: routes, sorted routes, or
-    rows of the batched format. Without, they are tokens. Rows that are not in use are left as they are.
+    Rows of `out` are routes where `route_expert` is given, sorted routes where `plan` is, rows of the batched format
+    where `expert_num_tokens` is, else tokens; at most one of these is given. Rows not in use are left as they are.
 
     Args:
         out: [R, K] bf16 or fp16, rows contiguous, the dtype of `x`: overwritten; may be `x`.
         x: [R, K] bf16 or fp16, rows contiguous; [R / top_k, K] where `out` has a row for each route of a token.
-        grid: What to round to.
-        factors: fp32, contiguous, overwritten with the global scale of each row, where there are such: [R], or more,
-            where each row's is repeated as often as that.
-        static_scale: fp32 [1], or [E], global scales that are given; None: they are made from each row.
+        grid: the numbers to round to.
+        factors: fp32, contiguous, overwritten with the global scale of each row, where the grid has them: [R], or
+            [R * n] with each row's n times.
+        static_scale: fp32 [1], or [E], global scales that are given; None: each row has its own, made from it.
         route_expert: [R] int32, local expert of each row, or negative.
-        plan: Rows are in its order.
+        plan: sorted routes, in whose order the rows are.
         expert_num_tokens: [E] int32, valid rows of each expert.
         topk_weights: [R] fp32, contiguous: rows are multiplied by these, and rounded to their dtype, first.
         overlap: whether to start while the kernel in front, which may be the one that writes `x`, still runs.
     """
     num_rows, size = out.shape
     assert x.shape[1] == size and x.stride(1) == out.stride(1) == 1 and num_rows % x.shape[0] == 0
-    assert x.dtype == out.dtype and x.element_size() == 2, "what is rounded fits 16 bits of the dtype that it had"
+    assert x.dtype == out.dtype and x.element_size() == 2, "rounded numbers fit the 16-bit dtype that they had"
     assert grid.global_scale == (factors is not None) and (factors is not None or static_scale is None)
     assert sum(given is not None for given in (route_expert, plan, expert_num_tokens)) <= 1
     num_factors = 1 if factors is None else factors.numel() // num_rows

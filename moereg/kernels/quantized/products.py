@@ -1,4 +1,4 @@
-"""Products of rows of quantized codes with the scales of both sides, in Triton: the loop of `triton_quantized_gemm`."""
+"""Products of rows of codes with the scales of both sides, in Triton: the main loop of `gate_up` and `down`."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def _add_product(
     A_FORMAT: tl.constexpr,
     MX: tl.constexpr,
 ):
-    """The total plus the product of one step, scaled by what changes from step to step."""
-    b = tl.load(b_pointers)
+    """The total plus the product of one step, [BLOCK_M, BLOCK_N], scaled by what changes from step to step."""
+    b = tl.load(b_pointers)  # [BLOCK_K, BLOCK_N] codes
     if MX:
-        b_scale = tl.load(b_scales + start // B_GROUP)
+        b_scale = tl.load(b_scales + start // B_GROUP)  # [BLOCK_N, BLOCK_K / B_GROUP]
         B_FORMAT: tl.constexpr = "e2m1" if b.dtype == tl.uint8 else A_FORMAT
         return tl.dot_scaled(a, a_scale, A_FORMAT, b, b_scale, B_FORMAT, total)
     elif total.dtype == tl.int32:
         return tl.dot(a, b, total, out_dtype=tl.int32)
     else:
-        # Not into the total: a tensor core of Hopper keeps 14 bits or so of a sum of 8-bit products, which is enough
-        # for one step but not for thousands of columns.
+        # A sum of its own: a tensor core of Hopper keeps 14 bits or so of a sum of 8-bit products, which is enough for
+        # one step but not for thousands of columns.
         if a.dtype.is_int():
-            partial = tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
+            partial = tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)  # [BLOCK_M, BLOCK_N]
         else:
-            partial = tl.dot(a, b)
+            partial = tl.dot(a, b)  # [BLOCK_M, BLOCK_N]
         if A_GROUP and B_GROUP:
             partial *= a_scale[:, None] * tl.load(b_scales + start // B_GROUP)
         elif A_GROUP:
@@ -67,9 +67,20 @@ def scales_of_columns(
     GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Pointers to the first scales of rows of weights: one, where the rows share it, else [1, BLOCK_N].
+    """Pointers to the first scales of rows of weights.
 
-    Where hardware applies them [BLOCK_N, BLOCK_K / GROUP].
+    Args:
+        scale: of the expert's first row and column.
+        first: row that all rows share a scale with, where they do.
+        rows: [BLOCK_N].
+        group_rows: rows that share a scale.
+        stride: between scales of rows.
+        UNIFORM: whether all rows share a scale.
+        MX: whether hardware applies scales.
+        GROUP: columns that share a scale.
+
+    Returns:
+        One pointer where rows share a scale, else [1, BLOCK_N]; [BLOCK_N, BLOCK_K / GROUP] where hardware applies them.
     """
     if MX:
         return scale + (rows // group_rows)[:, None] * stride + tl.arange(0, BLOCK_K // GROUP)[None, :]
@@ -88,7 +99,7 @@ def scaled_products(
     b_scales,
     up_scales,
     row_mask,
-    size,
+    depth,
     HALVES: tl.constexpr,
     A_GROUP: tl.constexpr,
     B_GROUP: tl.constexpr,
@@ -99,26 +110,27 @@ def scaled_products(
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Products of rows of activations and rows of weights, [BLOCK_M, BLOCK_N] fp32, of gate and of up.
-
-    Scaled by what changes along a row.
+    """Products of rows of activations and rows of weights, of gate and of up, scaled by what changes along a row.
 
     Args:
         a_pointers: [BLOCK_M, BLOCK_K] first codes of the activations; [BLOCK_M, BLOCK_K / 2] where a byte holds two.
         b_pointers: [BLOCK_K, BLOCK_N] first codes of the weights; [BLOCK_K / 2, BLOCK_N] where a byte holds two.
-        up_pointers: The same of the second half, where there is one.
+        up_pointers: the same of the second half, where there is one.
         a_scales: [BLOCK_M] first scales of the activations' rows; [BLOCK_M, BLOCK_K / A_GROUP] where hardware applies
             them.
-        b_scales: First scales of the weights' rows, from `scales_of_columns`.
-        up_scales: Of the second half.
-        row_mask: [BLOCK_M] rows that count.
-        size: Codes of a row, a multiple of BLOCK_K * UNROLL.
+        b_scales: first scales of the weights' rows, from `scales_of_columns`.
+        up_scales: those of the second half.
+        row_mask: [BLOCK_M] rows in use.
+        depth: K_pad, codes of a row, a multiple of BLOCK_K * UNROLL.
         HALVES: 2 where there is a second half; else the second result means nothing.
-        A_GROUP: Columns of activations that share a scale, 0 for all.
-        B_GROUP: The same of weights.
-        FORMAT: Of the activations' codes in `tl.dot_scaled`, where hardware applies scales.
-        MASK_ROWS: Whether to leave out the rows that do not count.
-        UNROLL: Steps of BLOCK_K whose codes are on their way together.
+        A_GROUP: columns of activations that share a scale, 0 for all.
+        B_GROUP: the same of weights.
+        FORMAT: of the activations' codes in `tl.dot_scaled`, where hardware applies scales.
+        MASK_ROWS: whether to leave out the rows that are not in use.
+        UNROLL: steps of BLOCK_K whose codes are on their way together.
+
+    Returns:
+        [BLOCK_M, BLOCK_N] fp32 of gate, or of the only half, and of up.
     """
     MX: tl.constexpr = scaled_by_hardware(a_scales.dtype.element_ty)
     # Sums of int8 products are exact, as long as nothing has to scale them on the way.
@@ -129,10 +141,10 @@ def scaled_products(
     B_STEP: tl.constexpr = BLOCK_K // codes_in_byte(b_pointers.dtype.element_ty)
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=TOTAL)
     up_total = tl.zeros([BLOCK_M, BLOCK_N], dtype=TOTAL)
-    for first in range(0, size, BLOCK_K * UNROLL):
+    for first in range(0, depth, BLOCK_K * UNROLL):
         for part in tl.static_range(UNROLL):
             start = first + part * BLOCK_K
-            a_own = a_pointers + part * A_STEP
+            a_own = a_pointers + part * A_STEP  # [BLOCK_M, BLOCK_K] codes
             if MASK_ROWS:
                 a = tl.load(a_own, mask=row_mask[:, None], other=0 if a_pointers.dtype.element_ty.is_int() else 0.0)
             else:
@@ -140,9 +152,10 @@ def scaled_products(
             a_scale = None
             if A_GROUP:
                 if MX:
+                    # [BLOCK_M, BLOCK_K / A_GROUP]
                     a_scale = tl.load(a_scales + start // A_GROUP, mask=row_mask[:, None], other=SCALE_OF_NONE)
                 else:
-                    a_scale = tl.load(a_scales + start // A_GROUP, mask=row_mask, other=0.0)
+                    a_scale = tl.load(a_scales + start // A_GROUP, mask=row_mask, other=0.0)  # [BLOCK_M]
             b_own = b_pointers + part * B_STEP
             total = _add_product(total, a, b_own, a_scale, b_scales, start, A_GROUP, B_GROUP, FORMAT, MX)
             if HALVES == 2:
@@ -157,7 +170,7 @@ def scaled_products(
 
 @triton.jit
 def scale_total(total, a_scales, b_scales, row_mask, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr):
-    """The product, where scales do not change along a row."""
+    """The product [BLOCK_M, BLOCK_N] times those scales that do not change along a row."""
     if A_GROUP == 0:
         total *= tl.load(a_scales, mask=row_mask, other=0.0)[:, None]
     if B_GROUP == 0:
@@ -167,9 +180,9 @@ def scale_total(total, a_scales, b_scales, row_mask, A_GROUP: tl.constexpr, B_GR
 
 @triton.jit
 def scale_globally(total, row_scale, rows, row_mask, matrix_scale, half):
-    """The product times the global scales of its rows and of its half of a matrix, where there are such."""
+    """The product [BLOCK_M, BLOCK_N] times the global scales of its rows and of its half of a matrix, if any."""
     if row_scale is not None:
-        # One after the other: their own product may be too small for fp32.
+        # One after the other: the product of both scales may be too small for fp32.
         total *= tl.load(matrix_scale + half)
         total *= tl.load(row_scale + rows, mask=row_mask, other=0.0)[:, None]
     return total
@@ -177,7 +190,10 @@ def scale_globally(total, row_scale, rows, row_mask, matrix_scale, half):
 
 @triton.jit
 def scales_of_rows(scale, rows, stride, MX: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Pointers to the first scales of rows of activations; where hardware applies them to those of a step."""
+    """Pointers to the first scales of rows of activations, [BLOCK_M].
+
+    Where hardware applies scales, to those of a whole step: [BLOCK_M, BLOCK_K / GROUP].
+    """
     if MX:
         return scale + rows.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_K // GROUP)[None, :]
     else:
