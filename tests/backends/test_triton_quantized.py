@@ -18,9 +18,9 @@ from moereg.backends._triton import quantized
 from moereg.backends.triton_moe import TritonQuantizedExperts
 from moereg.experts import ExpertInputs
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
-from moereg.kernels.quantized import gemm as triton_quantized_gemm
 from moereg.kernels.quantized.config import CONFIG_RULES, select_quantized_config
-from moereg.kernels.quantized.gemm import quantized_down_gemm, quantized_gate_up_gemm
+from moereg.kernels.quantized.down import quantized_down_gemm
+from moereg.kernels.quantized.gate_up import quantized_gate_up_gemm
 from moereg.kernels.quantized.operands import (
     CodedOutput,
     QuantizedRows,
@@ -28,6 +28,7 @@ from moereg.kernels.quantized.operands import (
     RowFormat,
 )
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows, rows_of_plan
+from moereg.kernels.quantized.steps import steps
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import route_workspace_numel
 from moereg.kernels.rows.sort import sort_routes
@@ -492,8 +493,8 @@ def test_two_steps_a_turn_give_the_same_bits(scheme: QuantScheme) -> None:
     [(1024, 256, (128, 2)), (768, 256, (128, 1)), (1152, 256, (128, 1)), (1024, 64, (64, 1))],
 )
 def test_several_steps_a_turn_where_a_row_has_enough(depth: int, block_k: int, expected: tuple[int, int]) -> None:
-    steps = triton_quantized_gemm._steps(dataclasses.replace(CONFIG, block_k=block_k), depth)
-    assert (steps["BLOCK_K"], steps["UNROLL"]) == expected
+    found = steps(dataclasses.replace(CONFIG, block_k=block_k), depth)
+    assert (found["BLOCK_K"], found["UNROLL"]) == expected
 
 
 def run_layer(problem: MoEProblem, weights: ExpertWeights, num_tokens: int, routing: str = "unmapped") -> float:

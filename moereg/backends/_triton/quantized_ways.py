@@ -34,7 +34,8 @@ from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.hopper import quantized_gemm as hopper
 from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M
-from moereg.kernels.quantized.gemm import quantized_down_gemm, quantized_gate_up_gemm
+from moereg.kernels.quantized.down import quantized_down_gemm
+from moereg.kernels.quantized.gate_up import quantized_gate_up_gemm
 from moereg.kernels.quantized.operands import CodedOutput, QuantizedMatrices, QuantizedRows, Quantizer, RowFormat
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows, rows_of_plan
 from moereg.kernels.quantized.rows_batched import quantize_batched_rows

@@ -2,7 +2,7 @@
 
 One persistent program an SM: a producer warp fills a ring of shared memory with boxes of codes, and two warpgroups
 multiply, scale and store; see `quantized_consumer.py`. Gate and up are two boxes of one tile, so that w13 and its
-scales stay in canonical order. Sizes as in `kernels/quantized/gemm.py`; rows come in the compact order of a
+scales stay in canonical order. Sizes as in `kernels/quantized/gate_up.py`; rows come in the compact order of a
 `RoutePlan`.
 """
 

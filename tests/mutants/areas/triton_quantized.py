@@ -48,21 +48,21 @@ MUTANTS: Final = (
     ),
     Mutant(
         "up is scaled as the gate is",
-        "moereg/kernels/quantized/gemm.py",
+        "moereg/kernels/quantized/gate_up.py",
         old="w13_global, expert * HALVES + 1)",
         new="w13_global, expert * HALVES)",
         tests=("tests/backends/test_triton_nvfp4.py::test_global_scales_of_weights_become_one_a_half[True]",),
     ),
     Mutant(
         "up has the scales of the gate's rows",
-        "moereg/kernels/quantized/gemm.py",
+        "moereg/kernels/quantized/gate_up.py",
         old=("        num_columns + first,\n        num_columns + columns,"),
         new=("        first,\n        columns,"),
         tests=("tests/backends/test_triton_quantized.py::test_gate_up_gemm[fp8_block128-130-silu]",),
     ),
     Mutant(
         "a static scale is the first expert's",
-        "moereg/kernels/quantized/gemm.py",
+        "moereg/kernels/quantized/gate_up.py",
         old="scale = tl.load(static_scale + expert * stride_static) + tl.zeros",
         new="scale = tl.load(static_scale) + tl.zeros",
         tests=(
@@ -74,7 +74,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the intermediate is not rounded before it is quantized",
-        "moereg/kernels/quantized/gemm.py",
+        "moereg/kernels/quantized/gate_up.py",
         old="y = y.to(ROUNDED).to(tl.float32)",
         new="y = y",
         tests=(
@@ -86,7 +86,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "columns of padding are not zero",
-        "moereg/kernels/quantized/gemm.py",
+        "moereg/kernels/quantized/gate_up.py",
         old="y = tl.where((out_columns < num_columns)[None, :], y, 0.0)",
         new="y = y",
         tests=("tests/backends/test_triton_quantized.py::test_gate_up_gemm[fp8_block128-130-silu]",),

@@ -1,11 +1,13 @@
-"""The two grouped matmuls of a Mixture-of-Experts layer with 8-bit or 4-bit weights and activations, in Triton.
+"""The first grouped matmul of a Mixture-of-Experts layer with 8-bit or 4-bit weights and activations, in Triton.
 
 Codes are multiplied as they are; scales multiply partial products where they change along the reduced dimension, and
 the accumulator at the end where they do not. Gate and up are two products of one tile, so that w13 and its scales stay
-in canonical order. Sizes as in `triton_grouped_gemm`, with `I_pad` and `H_pad` multiples of 128.
+in canonical order. Sizes as in `gemm.grouped`, with `I_pad` and `H_pad` multiples of 128.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 import triton
@@ -27,10 +29,13 @@ from moereg.kernels.quantized.products import (
     scales_of_columns,
     scales_of_rows,
 )
+from moereg.kernels.quantized.steps import check_steps, dot_format, releases_late, steps
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.tiles import claim_tile, plan_arguments
 from moereg.kernels.sizes import CODE_PAD
+
+_TRITON_DTYPES: Final = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -131,7 +136,7 @@ def _quantized_gate_up_kernel(
             return
     expert, tile_n, rows, routes, row_mask = tile.expert, tile.column_tile, tile.rows, tile.routes, tile.row_mask
 
-    out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     columns = out_columns
     if MASK_N:
         # Columns past the end repeat the last one, which costs no bandwidth and needs no mask.
@@ -140,12 +145,14 @@ def _quantized_gate_up_kernel(
     offs_b = tl.arange(0, BLOCK_K // codes_in_byte(w13.dtype.element_ty))
     MX: tl.constexpr = scaled_by_hardware(hidden_scale.dtype.element_ty)
     expert = expert.to(tl.int64)
-    sources = routes // SOURCE
+    sources = routes // SOURCE  # [BLOCK_M]
+    # [BLOCK_M, BLOCK_K] codes; like the weights' half as many elements where a byte holds two.
     a_pointers = hidden_states + sources.to(tl.int64)[:, None] * stride_hidden + offs_a[None, :]
     a_scales = scales_of_rows(hidden_scale, sources, stride_hidden_scale, MX, A_GROUP, BLOCK_K)
+    # [BLOCK_K, BLOCK_N]
     b_pointers = w13 + expert * stride_expert + columns[None, :] * stride_column + offs_b[:, None]
     own_scales = w13_scale + expert * stride_scale_expert
-    # A tile of padding alone has no scale of its own.
+    # A tile of nothing but padding has no scale of its own.
     first = tl.minimum(tile_n * BLOCK_N, num_columns - 1)
     b_scales = scales_of_columns(
         own_scales, first, columns, group_rows, stride_scale_row, UNIFORM, MX, B_GROUP, BLOCK_K
@@ -163,6 +170,7 @@ def _quantized_gate_up_kernel(
         BLOCK_K,
     )
     HALVES: tl.constexpr = 2 if GATED else 1
+    # [BLOCK_M, BLOCK_N] each
     gate, up = scaled_products(
         a_pointers,
         b_pointers,
@@ -196,7 +204,7 @@ def _quantized_gate_up_kernel(
         if GATED:
             up += tl.load(own_bias + num_columns).to(tl.float32)[None, :]
     if GATED:
-        y = activate_halves(gate, up, ACTIVATION, ALPHA, BETA, LIMIT)
+        y = activate_halves(gate, up, ACTIVATION, ALPHA, BETA, LIMIT)  # [BLOCK_M, BLOCK_N]
     else:
         y = activate(gate, ACTIVATION, ALPHA)
     if MASK_N:
@@ -207,7 +215,7 @@ def _quantized_gate_up_kernel(
     if out_scale is None:
         tl.store(out_pointers, y.to(out.dtype.element_ty), mask=mask)
     else:
-        # Where the reference rounds.
+        # The reference rounds here.
         y = y.to(ROUNDED).to(tl.float32)
         scale_pointers = out_scale + rows[:, None] * stride_out_scale
         CODE: tl.constexpr = out.dtype.element_ty
@@ -216,145 +224,11 @@ def _quantized_gate_up_kernel(
             codes = encode(tl.div_rn(y, tl.broadcast_to(scale, (BLOCK_M, BLOCK_N))), CODE, MIN_CODE, MAX_CODE)
             tl.store(scale_pointers, scale, mask=mask & (tile_n == 0))
         else:
+            # [BLOCK_M, BLOCK_N] and [BLOCK_M, BLOCK_N / OUT_GROUP]
             codes, stored = quantize_tile(y, CODE, OUT_GROUP, MIN_CODE, MAX_CODE, MX)
             groups = tile_n * (BLOCK_N // OUT_GROUP) + tl.arange(0, BLOCK_N // OUT_GROUP)[None, :]
             tl.store(scale_pointers + groups, stored.to(out_scale.dtype.element_ty), mask=mask)
         tl.store(out_pointers, codes, mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _quantized_down_kernel(
-    out,
-    intermediate,
-    intermediate_scale,
-    intermediate_global,
-    w2,
-    w2_scale,
-    w2_global,
-    bias,
-    topk_weights,
-    topk_ids,
-    expert_map,
-    num_tokens,
-    num_experts,
-    num_local_experts,
-    sorted_routes,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
-    depth,
-    num_columns,
-    num_tiles_n,
-    group_rows,
-    stride_intermediate,
-    stride_intermediate_scale,
-    stride_expert,
-    stride_column,
-    stride_scale_expert,
-    stride_scale_row,
-    stride_bias,
-    stride_out,
-    SORTED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr,
-    A_GROUP: tl.constexpr,
-    B_GROUP: tl.constexpr,
-    FORMAT: tl.constexpr,
-    UNIFORM: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    MASK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UNROLL: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    RELEASE_LATE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    # The tile map was complete before the previous kernel began, so read it before waiting.
-    used_blocks = None
-    if SORTED:
-        used_blocks = tl.load(num_blocks)
-        if tl.program_id(0) >= used_blocks * num_tiles_n:
-            wait_for_previous(OVERLAP)
-            return
-    tile = claim_tile(
-        topk_ids,
-        expert_map,
-        num_tokens,
-        num_experts,
-        num_local_experts,
-        sorted_routes,
-        block_expert,
-        block_row,
-        block_end,
-        used_blocks,
-        num_tiles_n,
-        SORTED,
-        False,
-        TOP_K,
-        BLOCK_TOP_K,
-        BLOCK_M,
-        GROUP_M,
-    )
-    if not SORTED:
-        if tile.expert < 0:
-            wait_for_previous(OVERLAP)
-            return
-    wait_for_previous(OVERLAP)
-    if not RELEASE_LATE:
-        release_next(OVERLAP)
-    expert, tile_n, rows, routes, row_mask = tile.expert, tile.column_tile, tile.valid_rows, tile.routes, tile.row_mask
-
-    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    loaded_columns = columns
-    if MASK_N:
-        loaded_columns = tl.minimum(columns, num_columns - 1)
-    offs_a = tl.arange(0, BLOCK_K // codes_in_byte(intermediate.dtype.element_ty))
-    offs_b = tl.arange(0, BLOCK_K // codes_in_byte(w2.dtype.element_ty))
-    MX: tl.constexpr = scaled_by_hardware(intermediate_scale.dtype.element_ty)
-    expert = expert.to(tl.int64)
-    a_pointers = intermediate + rows.to(tl.int64)[:, None] * stride_intermediate + offs_a[None, :]
-    a_scales = scales_of_rows(intermediate_scale, rows, stride_intermediate_scale, MX, A_GROUP, BLOCK_K)
-    b_pointers = w2 + expert * stride_expert + loaded_columns[None, :] * stride_column + offs_b[:, None]
-    own_scales = w2_scale + expert * stride_scale_expert
-    b_scales = scales_of_columns(
-        own_scales, tile_n * BLOCK_N, loaded_columns, group_rows, stride_scale_row, UNIFORM, MX, B_GROUP, BLOCK_K
-    )
-    x, _ = scaled_products(
-        a_pointers,
-        b_pointers,
-        b_pointers,
-        a_scales,
-        b_scales,
-        b_scales,
-        row_mask,
-        depth,
-        1,
-        A_GROUP,
-        B_GROUP,
-        FORMAT,
-        MASK_ROWS,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        UNROLL,
-    )
-    if RELEASE_LATE:
-        release_next(OVERLAP)
-    x = scale_total(x, a_scales, b_scales, row_mask, A_GROUP, B_GROUP)
-    x = scale_globally(x, intermediate_global, rows, row_mask, w2_global, expert)
-
-    if bias is not None:
-        x += tl.load(bias + expert * stride_bias + loaded_columns).to(tl.float32)[None, :]
-    if topk_weights is not None:
-        x *= tl.load(topk_weights + routes)[:, None]
-    mask = row_mask[:, None]
-    if MASK_N:
-        mask = mask & (columns < num_columns)[None, :]
-    out_pointers = out + routes.to(tl.int64)[:, None] * stride_out + columns[None, :]
-    tl.store(out_pointers, x.to(out.dtype.element_ty), mask=mask)
 
 
 def quantized_gate_up_gemm(
@@ -400,9 +274,9 @@ def quantized_gate_up_gemm(
     assert (
         config.block_m == plan.block_m and CODE_PAD % block_n == out_depth % CODE_PAD == 0 and num_columns <= out_depth
     )
-    assert hidden_states.depth == depth and target.stride(1) == 1
+    assert target.stride(1) == 1
     assert w13.global_scale is None or w13.global_scale.shape[1] == halves
-    _check_steps(hidden_states, w13, config)
+    check_steps(hidden_states, w13, config)
     num_tiles_n = out_depth // block_n
     launch(
         _quantized_gate_up_kernel,
@@ -438,7 +312,7 @@ def quantized_gate_up_gemm(
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
         A_GROUP=hidden_states.group,
         B_GROUP=w13.group_columns,
-        FORMAT=_DOT_FORMATS.get(hidden_states.q.dtype),
+        FORMAT=dot_format(hidden_states),
         UNIFORM=w13.group_rows % block_n == 0 and num_columns % block_n == 0,
         ROUNDED=rounded,
         OUT_GROUP=out_group,
@@ -453,133 +327,11 @@ def quantized_gate_up_gemm(
         MASK_N=num_columns % block_n != 0 or num_columns != out_depth,
         BLOCK_M=config.block_m,
         BLOCK_N=block_n,
-        **_steps(config, depth),
+        **steps(config, depth),
         GROUP_M=config.group_m,
-        RELEASE_LATE=_releases_late(plan),
+        RELEASE_LATE=releases_late(plan),
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **overlap_options(overlap),
     )
-
-
-def quantized_down_gemm(
-    out: torch.Tensor,
-    intermediate: QuantizedRows,
-    w2: QuantizedMatrices,
-    plan: BlockMap | DirectRoutes,
-    config: GroupedGemmConfig,
-    *,
-    bias: torch.Tensor | None = None,
-    topk_weights: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
-    overlap: bool = False,
-) -> None:
-    """Writes `(intermediate[row] @ w2[expert].T + bias) * topk_weight` for every sorted row to its route's row.
-
-    Args:
-        out: [N, H] bf16, fp16 or fp32, rows contiguous: rows of valid routes are overwritten, the others stay.
-            [E * max_T, H] in the batched format: every valid row to its own place.
-        intermediate: [N, I_pad], in the order of `quantized_gate_up_gemm`.
-        w2: [E, H, I_pad].
-        plan: from `sort_routes` or `plan_batches` with `config.block_m`.
-        config: launch configuration.
-        bias: [E, H], any float dtype, or None.
-        topk_weights: [T, K] fp32 contiguous, or None for no weight.
-        apply_router_weight_on_input: whether `topk_weights` multiplied the tokens, and do not count here.
-        overlap: whether to start while the kernel that writes `intermediate`, launched just before, still runs.
-    """
-    num_columns, depth = w2.q.shape[1], w2.depth
-    # Sorted routes are looked up, so only direct ones need K.
-    top_k = plan.topk_ids.shape[1] if isinstance(plan, DirectRoutes) else 1
-    assert config.block_m == plan.block_m and intermediate.depth == depth and out.stride(1) == 1
-    assert w2.global_scale is None or w2.global_scale.shape[1] == 1
-    _check_steps(intermediate, w2, config)
-    num_tiles_n = triton.cdiv(num_columns, config.block_n)
-    launch(
-        _quantized_down_kernel,
-        (plan.max_blocks * num_tiles_n,),
-        out,
-        intermediate.q,
-        intermediate.scale,
-        intermediate.global_scale,
-        w2.q,
-        w2.scale,
-        w2.global_scale,
-        bias,
-        None if apply_router_weight_on_input else topk_weights,
-        *plan_arguments(plan, w2.q.shape[0]),
-        depth,
-        num_columns,
-        num_tiles_n,
-        w2.group_rows,
-        intermediate.q.stride(0),
-        intermediate.scale.stride(0),
-        w2.q.stride(0),
-        w2.q.stride(1),
-        w2.scale.stride(0),
-        w2.scale.stride(1),
-        0 if bias is None else bias.stride(0),
-        out.stride(0),
-        SORTED=isinstance(plan, BlockMap),
-        TOP_K=top_k,
-        BLOCK_TOP_K=triton.next_power_of_2(top_k),
-        A_GROUP=intermediate.group,
-        B_GROUP=w2.group_columns,
-        FORMAT=_DOT_FORMATS.get(intermediate.q.dtype),
-        UNIFORM=w2.group_rows % config.block_n == 0 and num_columns % config.block_n == 0,
-        MASK_ROWS=config.mask_rows,
-        MASK_N=num_columns % config.block_n != 0,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        **_steps(config, depth),
-        GROUP_M=config.group_m,
-        RELEASE_LATE=_releases_late(plan),
-        OVERLAP=overlap,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **overlap_options(overlap),
-    )
-
-
-def _steps(config: GroupedGemmConfig, depth: int) -> dict[str, int]:
-    """How many columns are reduced at a time, and how many times to a turn of the loop.
-
-    A step lies within one group of 128. Two of them to a turn read runs of 256 bytes of a row, which DRAM hands out 4 %
-    faster (measured on an H200); rows of fewer than four turns are over before that pays.
-    """
-    step = min(config.block_k, CODE_PAD)
-    several = depth % config.block_k == 0 and depth >= 4 * config.block_k
-    return {"BLOCK_K": step, "UNROLL": config.block_k // step if several else 1}
-
-
-def _releases_late(plan: BlockMap | DirectRoutes) -> bool:
-    """Whether the next kernel may start only when the products are done.
-
-    Its many small programs would crowd onto the multiprocessors that are free first, and run there one after the other
-    while the rest waits: 3 % of qwen3-30b-a3b at 64 and 256 tokens on an H200. Programs of one token all end at a time.
-    """
-    return isinstance(plan, BlockMap) or plan.topk_ids.shape[0] > 1
-
-
-# What `tl.dot_scaled` calls them.
-_DOT_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
-# Columns that share a scale which hardware applies.
-_SCALED_GROUPS = {torch.uint8: 32, torch.float8_e4m3fn: 16}
-_TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-def _check_steps(rows: QuantizedRows, matrices: QuantizedMatrices, config: GroupedGemmConfig) -> None:
-    """A step of the main loop lies within one group of each operand, or hardware scales within it."""
-    step = min(config.block_k, CODE_PAD)
-    assert config.block_k % step == rows.depth % step == 0 and matrices.q.stride(2) == rows.q.stride(1) == 1
-    assert (matrices.global_scale is None) == (rows.global_scale is None) == (rows.scale.dtype != torch.float8_e4m3fn)
-    # Codes of 4 bits are multiplied by ones of 8 where powers of two scale both.
-    assert matrices.q.dtype == rows.q.dtype or (matrices.q.dtype == rows.scale.dtype == torch.uint8)
-    assert matrices.scale.dtype == rows.scale.dtype
-    assert matrices.scale.stride(2) == 1 and rows.scale.stride(1) == 1
-    for group in (rows.group, matrices.group_columns):
-        if rows.scale.dtype in _SCALED_GROUPS:
-            assert group == _SCALED_GROUPS[rows.scale.dtype], "scales are of runs of as many columns as hardware says"
-        else:
-            assert group % step == 0, f"a step of {step} columns crosses groups of {group}"
