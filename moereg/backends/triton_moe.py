@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 from moereg.backends._loaded import Implementation, LoadedExperts
-from moereg.experts import Facts
+from moereg.experts import Experts, Facts
 from moereg.kernels.sizes import CODE_PAD, WEIGHT_PAD
 from moereg.layouts import round_up
 from moereg.platforms import Platform
@@ -25,6 +26,8 @@ __all__ = [
     "TritonQuantizedBatchedExperts",
     "TritonQuantizedExperts",
 ]
+
+E = TypeVar("E", bound=type[Experts])
 
 _GPUS: Final = ("cuda:sm80+", "rocm:gfx942")
 
@@ -74,6 +77,96 @@ _WEIGHT_ONLY: Final = tuple(
 )
 
 
+def _stacked(*decorators: Callable[[E], E]) -> Callable[[E], E]:
+    """Decorators as one, the first outermost, so that several classes can make the same claims."""
+
+    def decorate(experts: E) -> E:
+        for decorator in reversed(decorators):
+            decorator(experts)
+        return experts
+
+    return decorate
+
+
+# The support table. One row a rectangle of schemes and platforms; the classes of both activation formats claim it.
+
+_UNQUANTIZED: Final = register_moe_backend(
+    name="triton", priority=100, quant_schemes=("unquantized",), platforms=_GPUS, requires=("triton>=3.6",)
+)
+# Below the backends that were written for one scheme, above restoring weights in front of a matmul. In sweeps on one
+# H200 it took 0.66 of the time that Marlin took on another, in the mean of int4_w4a16_g128 at 1 to 4096 tokens of
+# qwen3-30b-a3b and mixtral-8x7b.
+_PACKED: Final = register_moe_backend(
+    name="triton", priority=60, quant_schemes=_WEIGHT_ONLY, platforms=_GPUS, requires=("triton>=3.6",)
+)
+_EMULATED: Final = _stacked(
+    # As the emulation of mxfp8: right, and no faster than 16-bit activations, which beat it wherever these are allowed.
+    register_moe_backend(
+        name="triton",
+        priority=20,
+        quant_schemes=("nvfp4",),
+        platforms=_GPUS,
+        requires=("triton>=3.6",),
+        tier="emulation",
+    ),
+    register_moe_backend(
+        name="triton",
+        priority=20,
+        quant_schemes=("mxfp4_mxfp8",),
+        platforms=_GPUS,
+        requires=("triton>=3.6",),
+        tier="emulation",
+        # float16 cannot hold 65,536, where values from 63,488 round to.
+        dtypes=("bfloat16",),
+    ),
+)
+_CODES: Final = _stacked(
+    # Before weight-only kernels on the same checkpoint, which multiply in 16 bits at half the rate: on an H200
+    # int8_w8a8 took 170 us for 64 tokens of qwen3-30b-a3b and int8_w8a16 194, before either was tuned.
+    register_moe_backend(
+        name="triton",
+        priority=110,
+        quant_schemes=("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic"),
+        platforms=("cuda:sm89+",),
+        requires=("triton>=3.6",),
+        # Tensor cores of Ada and Hopper keep 14 bits or so of sums of 8-bit floats, too few for fp32.
+        dtypes=("bfloat16", "float16"),
+    ),
+    register_moe_backend(
+        name="triton", priority=110, quant_schemes=("int8_w8a8",), platforms=_GPUS, requires=("triton>=3.6",)
+    ),
+    # Neither measured nor run on such a machine yet. Native, but for tiles under 128 rows on sm100, which Triton
+    # restores to bf16, exactly. Triton 3.6 fails to compile it.
+    register_moe_backend(
+        name="triton",
+        priority=110,
+        quant_schemes=("mxfp8",),
+        platforms=("cuda:sm100+",),
+        requires=("triton>=3.8",),
+        dtypes=("bfloat16", "float16"),
+    ),
+    # The same, but sm120 is left to the emulation until one has run it: there Triton 3.8 restores both sides of
+    # mxfp4_mxfp8 to bf16 in all tiles, and spills.
+    register_moe_backend(
+        name="triton",
+        priority=110,
+        quant_schemes=("mxfp4_mxfp8", "nvfp4"),
+        platforms=("cuda:sm100",),
+        requires=("triton>=3.8",),
+        dtypes=("bfloat16", "float16"),
+    ),
+    # Hopper has no products of groups with scales: Triton restores both sides to bf16, exactly, and multiplies these.
+    register_moe_backend(
+        name="triton",
+        priority=20,
+        quant_schemes=("mxfp8",),
+        platforms=("cuda:sm90",),
+        requires=("triton>=3.6",),
+        tier="emulation",
+    ),
+)
+
+
 class _TritonExperts(LoadedExperts):
     """Runs where Triton does."""
 
@@ -97,9 +190,7 @@ class _InterleavedExperts(_TritonExperts):
         return []
 
 
-@register_moe_backend(
-    name="triton", priority=100, quant_schemes=("unquantized",), platforms=_GPUS, requires=("triton>=3.6",)
-)
+@_UNQUANTIZED
 class TritonExperts(_InterleavedExperts):
     """Standard format: two grouped GEMMs over sorted routes with the activation between them, then a reduction.
 
@@ -120,9 +211,7 @@ class TritonExperts(_InterleavedExperts):
 
 # This works on the rows that count. torch's batched matmuls (priority 11) work on all of E * max_T rows: with an even
 # routing num_experts / top_k times as many.
-@register_moe_backend(
-    name="triton", priority=100, quant_schemes=("unquantized",), platforms=_GPUS, requires=("triton>=3.6",)
-)
+@_UNQUANTIZED
 class TritonBatchedExperts(_InterleavedExperts):
     """Batched format: the grouped GEMMs of `TritonExperts` over each expert's own rows, which stay where they are.
 
@@ -152,12 +241,7 @@ class _PackedExperts(_InterleavedExperts):
         return [*reasons, *super().unsupported_reasons(problem, platform)]
 
 
-# Below the backends that were written for one scheme, above restoring weights in front of a matmul. In sweeps on one
-# H200 it took 0.66 of the time that Marlin took on another, in the mean of int4_w4a16_g128 at 1 to 4096 tokens of
-# qwen3-30b-a3b and mixtral-8x7b.
-@register_moe_backend(
-    name="triton", priority=60, quant_schemes=_WEIGHT_ONLY, platforms=_GPUS, requires=("triton>=3.6",)
-)
+@_PACKED
 class TritonPackedExperts(_PackedExperts):
     """Weight-only schemes, standard format: `TritonExperts` on packed weights."""
 
@@ -169,10 +253,7 @@ class TritonPackedExperts(_PackedExperts):
         return packed.Standard(self)
 
 
-# As in the standard format.
-@register_moe_backend(
-    name="triton", priority=60, quant_schemes=_WEIGHT_ONLY, platforms=_GPUS, requires=("triton>=3.6",)
-)
+@_PACKED
 class TritonPackedBatchedExperts(_PackedExperts):
     """Weight-only schemes, batched format: `TritonBatchedExperts` on packed weights."""
 
@@ -185,25 +266,7 @@ class TritonPackedBatchedExperts(_PackedExperts):
         return packed.Batched(self)
 
 
-# As the emulation of mxfp8: right, and no faster than 16-bit activations, which beat it wherever these are allowed.
-@register_moe_backend(
-    name="triton",
-    priority=20,
-    quant_schemes=("nvfp4",),
-    platforms=_GPUS,
-    requires=("triton>=3.6",),
-    tier="emulation",
-)
-@register_moe_backend(
-    name="triton",
-    priority=20,
-    quant_schemes=("mxfp4_mxfp8",),
-    platforms=_GPUS,
-    requires=("triton>=3.6",),
-    tier="emulation",
-    # float16 cannot hold 65,536, where values from 63,488 round to.
-    dtypes=("bfloat16",),
-)
+@_EMULATED
 class TritonEmulatedExperts(_PackedExperts):
     """4-bit float weights with quantized activations, where nothing multiplies these: in 16 bits, exactly.
 
@@ -218,24 +281,7 @@ class TritonEmulatedExperts(_PackedExperts):
         return emulated.Standard(self)
 
 
-# As in the standard format.
-@register_moe_backend(
-    name="triton",
-    priority=20,
-    quant_schemes=("nvfp4",),
-    platforms=_GPUS,
-    requires=("triton>=3.6",),
-    tier="emulation",
-)
-@register_moe_backend(
-    name="triton",
-    priority=20,
-    quant_schemes=("mxfp4_mxfp8",),
-    platforms=_GPUS,
-    requires=("triton>=3.6",),
-    tier="emulation",
-    dtypes=("bfloat16",),
-)
+@_EMULATED
 class TritonEmulatedBatchedExperts(_PackedExperts):
     """Batched format: `TritonPackedBatchedExperts`, with rows rounded in a launch in front of each GEMM."""
 
@@ -264,49 +310,7 @@ class _QuantizedExperts(_TritonExperts):
         return []
 
 
-# Before weight-only kernels on the same checkpoint, which multiply in 16 bits at half the rate: on an H200 int8_w8a8
-# took 170 us for 64 tokens of qwen3-30b-a3b and int8_w8a16 194, before either was tuned.
-@register_moe_backend(
-    name="triton",
-    priority=110,
-    quant_schemes=("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic"),
-    platforms=("cuda:sm89+",),
-    requires=("triton>=3.6",),
-    # Tensor cores of Ada and Hopper keep 14 bits or so of sums of 8-bit floats, too few for fp32.
-    dtypes=("bfloat16", "float16"),
-)
-@register_moe_backend(
-    name="triton", priority=110, quant_schemes=("int8_w8a8",), platforms=_GPUS, requires=("triton>=3.6",)
-)
-# Neither measured nor run on such a machine yet. Native, but for tiles under 128 rows on sm100, which Triton restores
-# to bf16, exactly. Triton 3.6 fails to compile it.
-@register_moe_backend(
-    name="triton",
-    priority=110,
-    quant_schemes=("mxfp8",),
-    platforms=("cuda:sm100+",),
-    requires=("triton>=3.8",),
-    dtypes=("bfloat16", "float16"),
-)
-# The same, but sm120 is left to the emulation until one has run it: there Triton 3.8 restores both sides of mxfp4_mxfp8
-# to bf16 in all tiles, and spills.
-@register_moe_backend(
-    name="triton",
-    priority=110,
-    quant_schemes=("mxfp4_mxfp8", "nvfp4"),
-    platforms=("cuda:sm100",),
-    requires=("triton>=3.8",),
-    dtypes=("bfloat16", "float16"),
-)
-# Hopper has no products of groups with scales: Triton restores both sides to bf16, exactly, and multiplies these.
-@register_moe_backend(
-    name="triton",
-    priority=20,
-    quant_schemes=("mxfp8",),
-    platforms=("cuda:sm90",),
-    requires=("triton>=3.6",),
-    tier="emulation",
-)
+@_CODES
 class TritonQuantizedExperts(_QuantizedExperts):
     """8-bit activations and weights and, where hardware scales groups, 4-bit ones.
 
@@ -328,41 +332,7 @@ class TritonQuantizedExperts(_QuantizedExperts):
 
 
 # Not measured yet; as in the standard format.
-@register_moe_backend(
-    name="triton",
-    priority=110,
-    quant_schemes=("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic"),
-    platforms=("cuda:sm89+",),
-    requires=("triton>=3.6",),
-    dtypes=("bfloat16", "float16"),
-)
-@register_moe_backend(
-    name="triton", priority=110, quant_schemes=("int8_w8a8",), platforms=_GPUS, requires=("triton>=3.6",)
-)
-@register_moe_backend(
-    name="triton",
-    priority=110,
-    quant_schemes=("mxfp8",),
-    platforms=("cuda:sm100+",),
-    requires=("triton>=3.8",),
-    dtypes=("bfloat16", "float16"),
-)
-@register_moe_backend(
-    name="triton",
-    priority=110,
-    quant_schemes=("mxfp4_mxfp8", "nvfp4"),
-    platforms=("cuda:sm100",),
-    requires=("triton>=3.8",),
-    dtypes=("bfloat16", "float16"),
-)
-@register_moe_backend(
-    name="triton",
-    priority=20,
-    quant_schemes=("mxfp8",),
-    platforms=("cuda:sm90",),
-    requires=("triton>=3.6",),
-    tier="emulation",
-)
+@_CODES
 class TritonQuantizedBatchedExperts(_QuantizedExperts):
     """Batched format: the grouped GEMMs of `TritonQuantizedExperts` over each expert's own rows, which stay in place.
 

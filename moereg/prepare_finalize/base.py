@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from moereg.experts import ExpertInputs
+from moereg.kernels.plain import device
 from moereg.problem import MoEProblem
 
 __all__ = ["PrepareFinalize", "Prepared", "local_expert_ids"]
@@ -84,10 +85,7 @@ def local_expert_ids(topk_ids: torch.Tensor, problem: MoEProblem, expert_map: to
     Returns:
         [T,K] int64.
     """
-    ids = topk_ids.long()
-    local = ids if expert_map is None else expert_map.long()[ids.clamp(0, problem.num_experts - 1)]
-    known = (ids >= 0) & (ids < problem.num_experts) & (local >= 0) & (local < problem.num_local_experts)
-    return torch.where(known, local, -1)
+    return device.local_expert_ids(topk_ids, problem.num_local_experts, expert_map)
 
 
 def weighted_sum(

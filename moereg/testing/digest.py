@@ -13,7 +13,6 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import io
-import itertools
 import json
 import pathlib
 import re
@@ -49,8 +48,9 @@ def code_digest(
         module: Its full name.
         counts: Whether a module of that name is followed.
         except_data: Names of JSON files that do not count.
-        of: A class of the module. Other classes and functions of the module count only if it names them, directly or
-            not, and so do their imports. All of them count where another module that counts imports this one.
+        of: A class of the module. Other classes, functions and constants of the module count only if it names them,
+            directly or not, and so do their imports. All of them count where another module that counts imports this
+            one.
 
     Returns:
         Hexadecimal, or `UNKNOWN` where one of the modules cannot be read.
@@ -198,39 +198,48 @@ def _read_once(file: pathlib.Path, only: str | None, _changed_ns: int, _num_byte
 def _text_of(name: str, text: str) -> str:
     """The text of a module without the definitions that one of its classes does not need.
 
-    The class stays, and so do statements that define neither a class nor a plain function, and what these name.
+    The class stays, and so do statements that do more than define names, and what these name.
     """
+    statements = _parsed(text).body
     definitions: dict[str, list[ast.stmt]] = {}
-    reached: list[ast.AST] = []
-    for statement in _parsed(text).body:
-        if defined := _defined(statement):
-            definitions.setdefault(defined, []).append(statement)
-        else:
+    reached: list[ast.stmt] = []
+    for statement in statements:
+        defined = _defined(statement)
+        for each in defined:
+            definitions.setdefault(each, []).append(statement)
+        if not defined:
             reached.append(statement)
     if name not in definitions:
         return text
     reached += definitions.pop(name)
+    kept = set()
     while reached:
-        for named in _names(reached.pop()):
+        statement = reached.pop()
+        kept |= _lines_of(statement)
+        for named in _names(statement):
             reached += definitions.pop(named, [])
     lines = text.split("\n")
-    kept = [True] * len(lines)
-    for statement in itertools.chain.from_iterable(definitions.values()):
-        starts = [statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", []))]
-        assert statement.end_lineno is not None
-        for line in range(min(starts) - 1, statement.end_lineno):
-            kept[line] = False
-    return "\n".join(itertools.compress(lines, kept))
+    dropped = set().union(*map(_lines_of, statements)) - kept
+    return "\n".join(line for number, line in enumerate(lines, 1) if number not in dropped)
 
 
-def _defined(statement: ast.stmt) -> str | None:
-    """The class or plain function that a statement defines, or `__all__`; None where it does anything else."""
-    if isinstance(statement, ast.ClassDef):
-        return statement.name
-    if isinstance(statement, ast.FunctionDef) and not statement.decorator_list:
-        return statement.name
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    return next((node.id for node in targets if isinstance(node, ast.Name) and node.id == "__all__"), None)
+def _defined(statement: ast.stmt) -> list[str]:
+    """The class, plain function or constants that a statement defines; none where it does anything else."""
+    if isinstance(statement, ast.ClassDef) or (isinstance(statement, ast.FunctionDef) and not statement.decorator_list):
+        return [statement.name]
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
+    names = [target.id for target in targets if isinstance(target, ast.Name)]
+    return names if len(names) == len(targets) else []
+
+
+def _lines_of(statement: ast.stmt) -> set[int]:
+    first = min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", []))])
+    assert statement.end_lineno is not None
+    return set(range(first, statement.end_lineno + 1))
 
 
 def _names(tree: ast.AST) -> Iterator[str]:

@@ -173,6 +173,8 @@ PAGE = '''"""Two classes: `Second` beside `First`."""
 from moereg.author import Experts
 __all__ = ["First", "Second"]
 LIMIT = 64
+OTHER_LIMIT: int = 32
+note('read')
 
 def helper():
     return LIMIT
@@ -196,7 +198,7 @@ class First(Base):
 class Second(Base):
     def load(self):
         from . import third
-        return other_helper()
+        return other_helper(OTHER_LIMIT)
 '''
 
 
@@ -204,6 +206,8 @@ class Second(Base):
     ("change", "changes_first"),
     [
         (("LIMIT = 64", "LIMIT = 128"), True),
+        (("OTHER_LIMIT: int = 32", "OTHER_LIMIT: int = 16"), False),
+        (("note('read')", "note('read twice')"), True),
         (("return LIMIT", "return -LIMIT"), True),
         (("class Base(Experts)", "class Base(object)"), True),
         (('@register("first")', '@register("1st")'), True),

@@ -127,6 +127,29 @@ def test_claims_import_no_kernels(path: Path) -> None:
     """Selecting imports the pages of claims. The code that runs is imported when a layer first needs it."""
     names = imports_of(path, anywhere=False)
     assert not {name for name in names if name.startswith("moereg.kernels.") and not name.startswith(LIGHT_KERNELS)}
+    # An import statement, and not a string: the digest of a class's code follows it.
+    loads = [node for node in ast.walk(ast.parse(path.read_text())) if getattr(node, "name", "") == "_load"]
+    assert loads
+    for load in loads:
+        (imported,) = (node for node in ast.walk(load) if isinstance(node, (ast.Import, ast.ImportFrom)))
+        assert isinstance(imported, ast.ImportFrom)
+        assert (imported.module or "").startswith("moereg.backends._")
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in BACKENDS if path.parent.name.startswith("_")], ids=lambda path: str(path.name)
+)
+def test_what_runs_imports_its_kernels_once(path: Path) -> None:
+    """At its top, when a layer first needs it, and not at every call."""
+    inside = {
+        alias
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in [getattr(node, "module", None), *(alias.name for alias in node.names)]
+    }
+    assert not inside
 
 
 def test_public_names() -> None:

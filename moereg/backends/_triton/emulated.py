@@ -10,12 +10,7 @@ import torch
 
 from moereg.backends._loaded import Call
 from moereg.backends._triton import packed, ways
-from moereg.backends._triton.workspace import (
-    batch_plan_numel,
-    batched_rows_per_expert,
-    numel_of_words,
-    route_plan_numel,
-)
+from moereg.backends._triton.workspace import Piece, batched_rows_per_expert, cut
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.quantized.emulate import SmallFloats, requantize_rows
@@ -59,7 +54,7 @@ class Emulated(packed.Packed):
         )
 
 
-class Standard(Emulated):
+class Standard(Emulated, packed.Standard):
     """Standard format."""
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -69,36 +64,36 @@ class Standard(Emulated):
         """
         problem = self.problem
         routes = num_tokens * problem.top_k
-        start = route_plan_numel(problem, num_tokens) + numel_of_words(problem, routes)
+        in_front = self.plan_bytes(num_tokens) + _factors(routes).padded_bytes
         intermediate_size = round_up(problem.intermediate_size, WEIGHT_PAD)
-        return (routes, intermediate_size), (start + routes * problem.hidden_size,)
+        second = in_front // problem.torch_dtype.itemsize + routes * problem.hidden_size
+        return (routes, intermediate_size), (second,)
 
-    def select(self, call: Call) -> ways.Way:
-        num_tokens = len(call.out)
+    def select(self, call: Call) -> ways.PlainWay:
         rows_per_expert = call.inputs.topk_ids.numel() / self.problem.num_experts
         # Also for one token: its rows are rounded in a launch between the products.
-        return RoundedSorted(ways.select_tiles(num_tokens, rows_per_expert, call.out, self.packed_bits), self.grid())
+        configs = ways.select_tiles(len(call.out), rows_per_expert, call.out, self.packed_bits)
+        return RoundedSorted(configs, self.grid())
 
 
-class Batched(Emulated):
+class Batched(Emulated, packed.Batched):
     """Batched format."""
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The intermediate [E, max_T, I_pad]; then the plan of the tiles, and global scales of rows."""
         problem = self.problem
-        rows = problem.num_local_experts * num_tokens
-        intermediate_size = round_up(problem.intermediate_size, WEIGHT_PAD)
-        return (problem.num_local_experts, num_tokens, intermediate_size), (
-            batch_plan_numel(problem, num_tokens) + numel_of_words(problem, rows),
-        )
+        intermediate, _ = super().workspace_shapes(num_tokens)
+        num_bytes = self.plan_bytes(num_tokens) + _factors(problem.num_local_experts * num_tokens).padded_bytes
+        return intermediate, (num_bytes // problem.torch_dtype.itemsize,)
 
-    def select(self, call: Call) -> ways.Way:
+    def select(self, call: Call) -> ways.PlainWay:
         rows_per_expert = batched_rows_per_expert(self.problem, call.out.shape[1])
-        return RoundedBatched(ways.select_tiles(math.inf, rows_per_expert, call.out, self.packed_bits), self.grid())
+        configs = ways.select_tiles(math.inf, rows_per_expert, call.out, self.packed_bits)
+        return RoundedBatched(configs, self.grid())
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedSorted(ways.Way):
+class RoundedSorted(ways.PlainWay):
     """As `ways.Sorted`, with rows rounded in a launch in front of each product.
 
     Global scales of rows, where the format has them, are factors that the products multiply by.
@@ -107,18 +102,21 @@ class RoundedSorted(ways.Way):
     configs: GemmPair
     grid: SmallFloats
 
-    def run(self, work: ways.Work) -> None:
+    def run(self, work: ways.PlainWork) -> None:
         problem, call, inputs, grid = work.problem, work.call, work.call.inputs, self.grid
-        num_tokens = len(call.out)
+        num_tokens, hidden_size = call.out.shape
         num_routes = work.num_routes
         plan = work.sort_routes(self.configs.gate_up.block_m)
-        start = route_plan_numel(problem, num_tokens)
-        factors = _cut_factors(work, grid, start, num_routes)
-        behind_factors = numel_of_words(problem, num_routes)
         a13_scale, a2_scale = call.weights.get("a13_scale"), call.weights.get("a2_scale")
         # A token may go to several experts, whose static scales differ.
         by_route = a13_scale is not None and a13_scale.numel() > 1
-        rows = work.behind_plan(behind_factors, num_routes if by_route else num_tokens)  # [T or N, H]
+        num_rows = num_routes if by_route else num_tokens
+        scales, route_rows = cut(
+            work.behind_plan, _factors(num_routes), Piece((num_routes, hidden_size), call.out.dtype)
+        )  # [N], [N, H]
+        factors = scales if grid.global_scale else None
+        # The second product's output is not written yet.
+        rows = route_rows[:num_rows]  # [T or N, H]
         requantize_rows(
             rows,
             inputs.hidden_states,
@@ -150,7 +148,6 @@ class RoundedSorted(ways.Way):
             plan=plan,
             overlap=work.overlap,
         )
-        route_rows = work.behind_plan(behind_factors, num_routes)  # [N, H]
         down_gemm(
             route_rows,
             intermediate,
@@ -167,19 +164,18 @@ class RoundedSorted(ways.Way):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedBatched(ways.Way):
+class RoundedBatched(ways.PlainWay):
     """As `ways.Batched`, with rows rounded in a launch in front of each product."""
 
     configs: GemmPair
     grid: SmallFloats
 
-    def run(self, work: ways.Work) -> None:
+    def run(self, work: ways.PlainWork) -> None:
         call, inputs, grid = work.call, work.call.inputs, self.grid
         counts = inputs.expert_num_tokens
-        num_experts, max_tokens, _ = call.out.shape
-        num_rows = num_experts * max_tokens
+        num_rows = call.out.shape[0] * call.out.shape[1]
         plan = work.plan_batches(self.configs.gate_up.block_m)
-        factors = _cut_factors(work, grid, batch_plan_numel(work.problem, max_tokens), num_rows)
+        factors = cut(work.behind_plan, _factors(num_rows))[0] if grid.global_scale else None  # [E * max_T]
         # The rows of the output are not written yet.
         rows, intermediate = call.out.view(num_rows, -1), call.workspace13.view(num_rows, -1)
         requantize_rows(
@@ -223,9 +219,6 @@ class RoundedBatched(ways.Way):
         )
 
 
-def _cut_factors(work: ways.Work, grid: SmallFloats, start: int, num_rows: int) -> torch.Tensor | None:
-    """Global scales of that many rows, in the second workspace from an element on; None if there are none."""
-    if not grid.global_scale:
-        return None
-    end = start + numel_of_words(work.problem, num_rows)
-    return work.call.workspace2[start:end].view(torch.float32)[:num_rows]
+def _factors(num_rows: int) -> Piece:
+    """Global scales of rows; there is room for them where the format has none, too."""
+    return Piece((num_rows,), torch.float32)

@@ -9,10 +9,12 @@ from typing import ClassVar
 import torch
 
 from moereg.backends._loaded import Call
-from moereg.backends._triton import ways, workspace
+from moereg.backends._triton import ways
 from moereg.backends._triton.recorded import Recorded
+from moereg.backends._triton.work import gate_up_epilogue
+from moereg.backends._triton.workspace import batch_plan_bytes, batched_rows_per_expert, route_plan_bytes
 from moereg.experts import Experts
-from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.gemm.config import MIN_BLOCK_M
 from moereg.kernels.hopper import config as hopper
 from moereg.kernels.launch.overlap import can_overlap
 from moereg.kernels.sizes import GUARD_ROWS, WEIGHT_PAD
@@ -49,26 +51,26 @@ class Interleaved(Recorded):
         return PermutedWeights(self.layouts[0], {**per_expert, **permute_biases(weights, halves)})
 
     def launch(self, call: Call) -> None:
-        self.select(call).run(self.work(call))
+        w13, w2 = self.matrices(call.weights)
+        work = ways.PlainWork(
+            problem=self.problem,
+            call=call,
+            plan_bytes=self.plan_bytes(call.inputs.hidden_states.shape[-2]),
+            epilogue=gate_up_epilogue(self.problem, call.weights),
+            w2_bias=call.weights.get("w2_bias"),
+            overlap=can_overlap(call.out.device),
+            w13=w13,
+            w2=w2,
+        )
+        self.select(call).run(work)
 
     @abc.abstractmethod
-    def select(self, call: Call) -> ways.Way:
-        """The way that a call takes."""
+    def plan_bytes(self, num_tokens: int) -> int:
+        """In front of the second workspace, for a call of so many tokens (max_T in the batched format)."""
 
-    def work(self, call: Call) -> ways.Work:
-        """A call with its weights."""
-        activation, weights = self.problem.activation, call.weights
-        w13, w2 = self.matrices(weights)
-        epilogue = GateUpEpilogue(
-            activation=activation.name,
-            gated=activation.gated,
-            alpha=activation.alpha,
-            beta=activation.beta,
-            limit=activation.limit,
-            bias=weights.get("w13_bias"),
-        )
-        overlap = can_overlap(call.out.device)
-        return ways.Work(self.problem, call, w13, w2, epilogue, weights.get("w2_bias"), overlap)
+    @abc.abstractmethod
+    def select(self, call: Call) -> ways.PlainWay:
+        """The way that a call takes."""
 
     def matrices(self, weights: PermutedWeights) -> tuple[ways.Weights, ways.Weights]:
         """w13 and w2 as the kernels take them."""
@@ -86,12 +88,16 @@ class Standard(Interleaved):
         """The intermediate [N, I_pad]; then, flat, the plan of the routes and the rows [N, H] to be reduced."""
         problem = self.problem
         rows = GUARD_ROWS + num_tokens * problem.top_k
+        plan_numel = self.plan_bytes(num_tokens) // problem.torch_dtype.itemsize
         return (
             (rows, round_up(problem.intermediate_size, WEIGHT_PAD)),
-            (workspace.route_plan_numel(problem, num_tokens) + rows * problem.hidden_size,),
+            (plan_numel + rows * problem.hidden_size,),
         )
 
-    def select(self, call: Call) -> ways.Way:
+    def plan_bytes(self, num_tokens: int) -> int:
+        return route_plan_bytes(self.problem, num_tokens, MIN_BLOCK_M)
+
+    def select(self, call: Call) -> ways.PlainWay:
         problem, hidden_states = self.problem, call.inputs.hidden_states
         rows_per_expert = call.inputs.topk_ids.numel() / problem.num_experts
         if (
@@ -112,11 +118,14 @@ class Batched(Interleaved):
         problem = self.problem
         columns = round_up(problem.intermediate_size, WEIGHT_PAD)
         intermediate = (problem.num_local_experts, num_tokens, columns)
-        return intermediate, (workspace.batch_plan_numel(problem, num_tokens),)
+        return intermediate, (self.plan_bytes(num_tokens) // problem.torch_dtype.itemsize,)
 
-    def select(self, call: Call) -> ways.Way:
+    def plan_bytes(self, num_tokens: int) -> int:
+        return batch_plan_bytes(self.problem, num_tokens, MIN_BLOCK_M)
+
+    def select(self, call: Call) -> ways.PlainWay:
         problem, hidden_states = self.problem, call.inputs.hidden_states
-        rows_per_expert = workspace.batched_rows_per_expert(problem, hidden_states.shape[1])
+        rows_per_expert = batched_rows_per_expert(problem, hidden_states.shape[1])
         if self.fits_gluon(hidden_states, rows_per_expert):
             # Rows are boxes already, and none are copied.
             return ways.HopperBatched(hopper.select_config(rows_per_expert, math.inf))

@@ -10,21 +10,21 @@ import torch
 
 from moereg.backends._loaded import Call
 from moereg.backends._triton import quantized_ways as ways
-from moereg.backends._triton.quantized_workspace import (
+from moereg.backends._triton.recorded import Recorded
+from moereg.backends._triton.work import gate_up_epilogue
+from moereg.backends._triton.workspace import (
     Piece,
     batch_plan_bytes,
+    batched_rows_per_expert,
     bytes_of,
     intermediate_pieces,
     route_plan_bytes,
     row_pieces,
 )
-from moereg.backends._triton.recorded import Recorded
-from moereg.backends._triton.workspace import batched_rows_per_expert
 from moereg.experts import Experts
-from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.launch import device as limits
 from moereg.kernels.launch.overlap import can_overlap
-from moereg.kernels.quantized.config import select_quantized_config
+from moereg.kernels.quantized.config import MIN_BLOCK_M, select_quantized_config
 from moereg.kernels.quantized.operands import QuantizedMatrices, RowFormat
 from moereg.kernels.sizes import CODE_PAD, GUARD_ROWS
 from moereg.layouts import aligned, pad_columns, round_up
@@ -117,34 +117,28 @@ class Quantized(Recorded):
         group_rows = q.shape[1] // scale.shape[1] if fmt.group[0] == WHOLE else fmt.group[0]
         return QuantizedMatrices(q, scale, group_rows, _group_columns(fmt), weights.get(f"{name}_scale_2"))
 
-    def epilogue(self, weights: PermutedWeights) -> GateUpEpilogue:
-        """Epilogue of the first product."""
-        activation = self.problem.activation
-        return GateUpEpilogue(
-            activation=activation.name,
-            gated=activation.gated,
-            alpha=activation.alpha,
-            beta=activation.beta,
-            limit=activation.limit,
-            bias=weights.get("w13_bias"),
-        )
-
     def launch(self, call: Call) -> None:
         weights = call.weights
-        work = ways.Work(
+        work = ways.QuantizedWork(
             problem=self.problem,
             call=call,
+            plan_bytes=self.plan_bytes(call.inputs.hidden_states.shape[-2]),
+            epilogue=gate_up_epilogue(self.problem, weights),
+            w2_bias=weights.get("w2_bias"),
+            overlap=can_overlap(call.out.device),
             codes=self.codes,
             fmt=self.fmt,
             w13=self.matrices(weights, "w13"),
             w2=self.matrices(weights, "w2"),
-            epilogue=self.epilogue(weights),
-            overlap=can_overlap(call.out.device),
         )
         self.select(call).run(work)
 
     @abc.abstractmethod
-    def select(self, call: Call) -> ways.Way:
+    def plan_bytes(self, num_tokens: int) -> int:
+        """In front of the second workspace, for a call of so many tokens (max_T in the batched format)."""
+
+    @abc.abstractmethod
+    def select(self, call: Call) -> ways.QuantizedWay:
         """The way that a call takes."""
 
 
@@ -184,10 +178,13 @@ class Standard(Quantized):
         first = bytes_of(intermediate_pieces(problem, self.codes, rows))
         tokens = bytes_of(row_pieces(self.codes, num_routes, problem.hidden_size))
         to_reduce = Piece((rows, problem.hidden_size), problem.torch_dtype).padded_bytes
-        second = route_plan_bytes(problem, num_tokens) + max(tokens, to_reduce)
+        second = self.plan_bytes(num_tokens) + max(tokens, to_reduce)
         return (first // itemsize,), (second // itemsize,)
 
-    def select(self, call: Call) -> ways.Way:
+    def plan_bytes(self, num_tokens: int) -> int:
+        return route_plan_bytes(self.problem, num_tokens, MIN_BLOCK_M)
+
+    def select(self, call: Call) -> ways.QuantizedWay:
         problem, hidden_states = self.problem, call.inputs.hidden_states
         device = hidden_states.device
         rows_per_expert = call.inputs.topk_ids.numel() / problem.num_experts
@@ -208,9 +205,12 @@ class Batched(Quantized):
         rows, itemsize = problem.num_local_experts * num_tokens, problem.torch_dtype.itemsize
         first = bytes_of(intermediate_pieces(problem, self.codes, rows))
         tokens = bytes_of(row_pieces(self.codes, rows, problem.hidden_size))
-        return (first // itemsize,), ((batch_plan_bytes(problem, num_tokens) + tokens) // itemsize,)
+        return (first // itemsize,), ((self.plan_bytes(num_tokens) + tokens) // itemsize,)
 
-    def select(self, call: Call) -> ways.Way:
+    def plan_bytes(self, num_tokens: int) -> int:
+        return batch_plan_bytes(self.problem, num_tokens, MIN_BLOCK_M)
+
+    def select(self, call: Call) -> ways.QuantizedWay:
         problem = self.problem
         _, max_tokens, _ = call.inputs.hidden_states.shape
         # Counts are on the device; see `batched_rows_per_expert`.

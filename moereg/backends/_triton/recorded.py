@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from moereg.backends._loaded import Call, Implementation
 from moereg.experts import Experts
-
-if TYPE_CHECKING:
-    from moereg.kernels.launch.replay import LaunchRecording
+from moereg.kernels.launch.replay import LaunchRecording, recording
 
 # Triton compiles pointers that are multiples of this into wider loads, so recordings hold for such pointers only.
 _POINTER_ALIGNMENT = 16
@@ -66,8 +64,6 @@ class Recorded(Implementation):
         key = (hidden_states.stride(), hidden_states.shape[-2], out.stride(-2), device.index, missing)
         recorded = self.recordings.pop(key, None)
         if recorded is None:
-            from moereg.kernels.launch.replay import recording
-
             with recording(tensors) as recorded:
                 self.launch(call)
             if len(self.recordings) >= _MAX_RECORDINGS:

@@ -3,10 +3,10 @@
 | way | rows | launches |
 |---|---|---|
 | `Gemv` | one token | a vector times each chosen expert's matrices, twice; the second adds up the routes |
-| `Single` | one token, packed weights | the tokens' tiles, then a kernel that adds up the routes |
+| `Single` | one token, packed weights | a tile for each route, then a product that adds up the routes |
 | `Direct` | up to 16 tokens | tiles whose rows are the tokens themselves, and a reduction |
 | `Sorted` | more | a sort, tiles of sorted routes, and a reduction |
-| `Hopper` | from 40 an expert on | a sort, warp-specialized tiles, and a reduction |
+| `Hopper` | more than 40 an expert on sm90 | a sort, warp-specialized tiles, and a reduction |
 | `Batched`, `HopperBatched` | [E, max_T, H] | a plan of tiles over each expert's rows, then the products |
 
 Sizes: T tokens, K choices of each, N = T * K routes, H hidden size, I_pad padded intermediate size.
@@ -14,17 +14,15 @@ Sizes: T tokens, K choices of each, N = T * K routes, H hidden size, I_pad padde
 
 from __future__ import annotations
 
-import abc
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import torch
 
-from moereg.backends._loaded import Call
-from moereg.backends._triton.workspace import batch_plan_numel, route_plan_numel
+from moereg.backends._triton.work import Way, Work
+from moereg.backends._triton.workspace import Piece, cut
 from moereg.kernels.gemm import config as gemm
 from moereg.kernels.gemm.config import GemmPair, GemvPair, GroupedGemmConfig, SinglePair
-from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.single import MAX_TOP_K, down_single
@@ -32,12 +30,10 @@ from moereg.kernels.hopper import gemm as hopper
 from moereg.kernels.hopper.config import GluonConfigRule
 from moereg.kernels.launch import device as limits
 from moereg.kernels.packed.weights import PackedMatrix
-from moereg.kernels.rows.block_map import BlockMap, plan_batches
 from moereg.kernels.rows.copy import copy_rows
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import RoutePlan
-from moereg.kernels.rows.reduce import reduce_routes, reduce_sorted_rows
-from moereg.kernels.rows.sort import sort_routes
+from moereg.kernels.rows.reduce import reduce_sorted_rows
 from moereg.kernels.sizes import GUARD_ROWS
 from moereg.problem import MoEProblem
 
@@ -50,87 +46,19 @@ On an H200 they lose 3 % at 32 rows (gpt-oss-120b, 1,024 tokens) and win 6 % at 
 """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Work:
-    """The arguments of a way: everything that each of its launches reads.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PlainWork(Work):
+    """A call of a layer whose weights are multiplied in 16 or 32 bits.
 
     Attributes:
-        problem: the layer.
-        call: tensors and workspaces.
         w13, w2: permuted.
-        epilogue: of the first product.
-        w2_bias: [E, H], or None.
-        overlap: whether a launch may start before the one in front of it has ended.
     """
 
-    problem: MoEProblem
-    call: Call
     w13: Weights
     w2: Weights
-    epilogue: GateUpEpilogue
-    w2_bias: torch.Tensor | None
-    overlap: bool
-
-    @property
-    def num_routes(self) -> int:
-        """N."""
-        return self.call.inputs.topk_ids.numel()
-
-    def direct_routes(self, block_m: int) -> DirectRoutes:
-        """The routes of few tokens as they come."""
-        inputs = self.call.inputs
-        return DirectRoutes(inputs.topk_ids, inputs.expert_map, self.problem.num_experts, block_m)
-
-    def sort_routes(self, block_m: int, slack: int = 0) -> RoutePlan:
-        """Sorts the routes by expert; the plan lies in front of the second workspace."""
-        problem, inputs = self.problem, self.call.inputs
-        numel = route_plan_numel(problem, len(inputs.topk_ids))
-        return sort_routes(
-            inputs.topk_ids,
-            inputs.expert_map,
-            problem.num_experts,
-            problem.num_local_experts,
-            block_m,
-            self.call.workspace2[:numel].view(torch.int32),
-            slack=slack,
-            overlap=self.overlap,
-        )
-
-    def plan_batches(self, block_m: int, slack: int = 0) -> BlockMap:
-        """Lays tiles over the rows that count in the batched format; the plan lies in front of the second workspace."""
-        inputs = self.call.inputs
-        assert inputs.expert_num_tokens is not None
-        max_tokens = inputs.hidden_states.shape[1]
-        numel = batch_plan_numel(self.problem, max_tokens)
-        words = self.call.workspace2[:numel].view(torch.int32)
-        return plan_batches(inputs.expert_num_tokens, max_tokens, block_m, words, slack=slack, overlap=self.overlap)
-
-    def behind_plan(self, first: int, num_rows: int) -> torch.Tensor:
-        """Rows [num_rows, H] in the second workspace, from this element behind the plan of the routes on."""
-        hidden_size = self.problem.hidden_size
-        start = route_plan_numel(self.problem, len(self.call.inputs.topk_ids)) + first
-        return self.call.workspace2[start : start + num_rows * hidden_size].view(num_rows, hidden_size)
-
-    def reduce(self, route_rows: torch.Tensor) -> None:
-        """Adds up each token's rows, [N, H], which are weighted already."""
-        inputs = self.call.inputs
-        reduce_routes(
-            self.call.out,
-            route_rows,
-            inputs.topk_ids,
-            expert_map=inputs.expert_map,
-            num_experts=self.problem.num_experts,
-            num_local_experts=self.problem.num_local_experts,
-            overlap=self.overlap,
-        )
 
 
-class Way(abc.ABC):
-    """One way through a layer, selected for a call."""
-
-    @abc.abstractmethod
-    def run(self, work: Work) -> None:
-        """Launches everything."""
+PlainWay: TypeAlias = Way[PlainWork]
 
 
 def select(
@@ -144,16 +72,8 @@ def select(
         rows_per_expert: the average.
         packed_bits: of a weight, where weights are packed.
     """
-    device = hidden_states.device
-    configs = gemm.select_config(
-        hidden_states.shape[0],
-        rows_per_expert,
-        hidden_states.element_size(),
-        limits.max_shared_bytes(device),
-        packed_bits,
-        limits.least_block_m(device),
-        single=problem.top_k <= MAX_TOP_K,
-    )
+    single = problem.top_k <= MAX_TOP_K
+    configs = _select_config(hidden_states.shape[0], rows_per_expert, hidden_states, packed_bits, single=single)
     if isinstance(configs, GemvPair):
         return Gemv(configs)
     if isinstance(configs, SinglePair):
@@ -172,18 +92,24 @@ def select_tiles(
         hidden_states: [T, H] or [E, max_T, H].
         packed_bits: of a weight, where weights are packed.
     """
+    configs = _select_config(num_tokens, rows_per_expert, hidden_states, packed_bits, single=False)
+    assert isinstance(configs, GemmPair)
+    return configs
+
+
+def _select_config(
+    num_tokens: float, rows_per_expert: float, hidden_states: torch.Tensor, packed_bits: int | None, *, single: bool
+) -> GemvPair | SinglePair | GemmPair:
     device = hidden_states.device
-    configs = gemm.select_config(
+    return gemm.select_config(
         num_tokens,
         rows_per_expert,
         hidden_states.element_size(),
         limits.max_shared_bytes(device),
         packed_bits,
         limits.least_block_m(device),
-        single=False,
+        single=single,
     )
-    assert isinstance(configs, GemmPair)
-    return configs
 
 
 def fits_gluon(hidden_states: torch.Tensor, rows_per_expert: float) -> bool:
@@ -198,12 +124,12 @@ def fits_gluon(hidden_states: torch.Tensor, rows_per_expert: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Gemv(Way):
+class Gemv(PlainWay):
     """One token: every route is a vector; routes are neither sorted nor stored."""
 
     configs: GemvPair
 
-    def run(self, work: Work) -> None:
+    def run(self, work: PlainWork) -> None:
         call, inputs = work.call, work.call.inputs
         on_input = work.problem.apply_router_weight_on_input
         assert isinstance(work.w13, torch.Tensor) and isinstance(work.w2, torch.Tensor)
@@ -234,12 +160,12 @@ class Gemv(Way):
 
 
 @dataclass(frozen=True, slots=True)
-class Single(Way):
+class Single(PlainWay):
     """One token, packed weights: the second product adds up the routes itself."""
 
     configs: SinglePair
 
-    def run(self, work: Work) -> None:
+    def run(self, work: PlainWork) -> None:
         call, inputs = work.call, work.call.inputs
         assert isinstance(work.w2, PackedMatrix)
         routes = work.direct_routes(self.configs.gate_up.block_m)
@@ -259,32 +185,33 @@ class Single(Way):
 
 
 @dataclass(frozen=True, slots=True)
-class Direct(Way):
+class Direct(PlainWay):
     """Few tokens: row t of every tile is token t, and nothing is sorted."""
 
     configs: GemmPair
 
-    def run(self, work: Work) -> None:
+    def run(self, work: PlainWork) -> None:
         _run_tiles(work, work.direct_routes(self.configs.gate_up.block_m), self.configs)
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted(Way):
+class Sorted(PlainWay):
     """Routes are sorted by expert, and tiles lie over the sorted routes."""
 
     configs: GemmPair
 
-    def run(self, work: Work) -> None:
+    def run(self, work: PlainWork) -> None:
         _run_tiles(work, work.sort_routes(self.configs.gate_up.block_m), self.configs)
 
 
-def _run_tiles(work: Work, plan: RoutePlan | DirectRoutes, configs: GemmPair) -> None:
+def _run_tiles(work: PlainWork, plan: RoutePlan | DirectRoutes, configs: GemmPair) -> None:
     """Both products over tiles of rows, then the sum over each token's routes."""
     intermediate = work.call.workspace13[: work.num_routes]  # [N, I_pad]
     _gate_up(work, intermediate, plan, configs.gate_up)
     # Rows in the dtype of the activations: fp32 would double the layer's largest buffer and its traffic to save a
     # rounding that the output makes anyway.
-    route_rows = work.behind_plan(0, work.num_routes)  # [N, H]
+    out = work.call.out
+    (route_rows,) = cut(work.behind_plan, Piece((work.num_routes, out.shape[1]), out.dtype))  # [N, H]
     down_gemm(
         route_rows,
         intermediate,
@@ -299,7 +226,7 @@ def _run_tiles(work: Work, plan: RoutePlan | DirectRoutes, configs: GemmPair) ->
     work.reduce(route_rows)
 
 
-def _gate_up(work: Work, out: torch.Tensor, plan: RoutePlan | DirectRoutes, config: GroupedGemmConfig) -> None:
+def _gate_up(work: PlainWork, out: torch.Tensor, plan: RoutePlan | DirectRoutes, config: GroupedGemmConfig) -> None:
     """The first product of the tokens' routes."""
     inputs = work.call.inputs
     gate_up_gemm(
@@ -317,17 +244,18 @@ def _gate_up(work: Work, out: torch.Tensor, plan: RoutePlan | DirectRoutes, conf
 
 
 @dataclass(frozen=True, slots=True)
-class Hopper(Way):
+class Hopper(PlainWay):
     """Routes are sorted, and persistent warp-specialized programs take tiles of them; both buffers have a guard."""
 
     config: GluonConfigRule
 
-    def run(self, work: Work) -> None:
+    def run(self, work: PlainWork) -> None:
         call, inputs, config = work.call, work.call.inputs, self.config
         assert isinstance(work.w13, torch.Tensor) and isinstance(work.w2, torch.Tensor)
         plan = work.sort_routes(config.gate_up.block_m, config.gate_up.slack)
         intermediate = call.workspace13[: GUARD_ROWS + work.num_routes]  # [guard + N, I_pad]
-        sorted_rows = work.behind_plan(0, GUARD_ROWS + work.num_routes)  # [guard + N, H]
+        shape = (GUARD_ROWS + work.num_routes, call.out.shape[1])
+        (sorted_rows,) = cut(work.behind_plan, Piece(shape, call.out.dtype))  # [guard + N, H]
         rows: torch.Tensor = inputs.hidden_states
         if config.copies_rows:
             # The second GEMM's output is not written yet.
@@ -350,12 +278,12 @@ class Hopper(Way):
 
 
 @dataclass(frozen=True, slots=True)
-class Batched(Way):
+class Batched(PlainWay):
     """Rows lie by expert already: tiles over those that count."""
 
     configs: GemmPair
 
-    def run(self, work: Work) -> None:
+    def run(self, work: PlainWork) -> None:
         call, configs = work.call, self.configs
         num_rows = call.out.shape[0] * call.out.shape[1]
         plan = work.plan_batches(configs.gate_up.block_m)
@@ -382,12 +310,12 @@ class Batched(Way):
 
 
 @dataclass(frozen=True, slots=True)
-class HopperBatched(Way):
+class HopperBatched(PlainWay):
     """As `Batched`, with persistent warp-specialized programs."""
 
     config: GluonConfigRule
 
-    def run(self, work: Work) -> None:
+    def run(self, work: PlainWork) -> None:
         call, config = work.call, self.config
         assert isinstance(work.w13, torch.Tensor) and isinstance(work.w2, torch.Tensor)
         plan = work.plan_batches(config.gate_up.block_m, config.gate_up.slack)

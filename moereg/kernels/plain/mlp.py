@@ -150,7 +150,7 @@ class PackedFusedMlp:
         gate: E packed [I,H].
         up: E packed [I,H].
         down: E packed [H,I].
-        post_op: What `fused_post_op` says.
+        post_op: As `fused_post_op` returns it.
         w13_bias: [E,2I] or None.
         w2_bias: [E,H] or None.
     """

@@ -29,10 +29,10 @@ MUTANTS: Final = (
         tests=("tests/layer/test_layer.py::test_int64_ids",),
     ),
     Mutant(
-        "an id past the experts reads the last entry of the map",
-        "moereg/prepare_finalize/base.py",
-        old="known = (ids >= 0) & (ids < problem.num_experts) &",
-        new="known = (ids >= 0) &",
+        "an id past the experts is looked up in the map",
+        "moereg/kernels/plain/device.py",
+        old="known = (topk_ids >= 0) & (topk_ids < num_experts)",
+        new="known = topk_ids >= 0",
         tests=("tests/layer/test_prepare_finalize.py::test_local_ids",),
     ),
     Mutant(
