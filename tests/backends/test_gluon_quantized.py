@@ -1,6 +1,6 @@
 """The Gluon kernels of 8-bit codes, on a Hopper GPU only: Gluon has no interpreter.
 
-Whole layers against the reference, whose bound follows from the scheme, and equal bits from call to call.
+Layers must agree with the reference within the scheme's tolerance, and repeated calls bit by bit.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_layers(
 
 @pytest.mark.parametrize("scheme", [BLOCK, CHANNEL, INT8])
 def test_experts_of_few_and_of_many_rows(scheme: str) -> None:
-    """All tokens to two experts, then counts about the border of a warpgroup and of a tile."""
+    """First all tokens go to two experts; then counts lie about the borders of a warpgroup and of a tile."""
     problem = MoEProblem(num_experts=8, hidden_size=256, intermediate_size=256, top_k=1, quant=scheme)
     weights = make_weights(problem, torch.device("cuda"))
     kernel = make_kernel(problem, weights, select_backend(problem, require="triton"))

@@ -76,7 +76,7 @@ def compile_one(
 
 
 def compile_quantized(name: str, dtype: str, is_gate_up: bool, grouped: bool) -> dict[str, Any]:
-    """The same of a kernel of 8-bit codes, `fp8e4nv` or `i8`; grouped scales make the first GEMM write codes."""
+    """The resources of a kernel of 8-bit codes, `fp8e4nv` or `i8`; with grouped scales the first GEMM writes codes."""
     writes_codes = is_gate_up and grouped
     config = QUANTIZED_GATE_UP if is_gate_up else QUANTIZED_DOWN
     operand = repr(gl.NVMMASharedLayout(128, 8, 2))
@@ -144,7 +144,7 @@ def _compile(name: str, kernel: Any, signature: dict[str, str], constants: dict[
 
 if __name__ == "__main__":
     done = set()
-    # In the batched format rows lie in order, so the rules are those of infinitely many columns.
+    # In the batched format rows lie in order, so its rules are those for infinitely many columns.
     batched_rules = [select_config(rule.max_rows_per_expert, math.inf) for rule in CONFIG_RULES]
     for rule, batched in [*((rule, False) for rule in CONFIG_RULES), *((rule, True) for rule in batched_rules)]:
         for name, config, is_gate_up in (("gate_up", rule.gate_up, True), ("down", rule.down, False)):

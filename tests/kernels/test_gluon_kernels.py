@@ -132,7 +132,7 @@ def test_layer_of_kernels(
 
     runs = []
     for _ in range(3):
-        # As a sort leaves them; the GEMMs use them up.
+        # A sort leaves the counters at zero, and the GEMMs use them up.
         plan.tile_counters.zero_()
         mid, sorted_rows = nans(GUARD_ROWS + routes, inter, dtype=dtype), nans(GUARD_ROWS + routes, hidden, dtype=dtype)
         gate_up_gemm(mid, rows, w13, plan, gate_up, epilogue, top_k=None if copied else top_k)
@@ -213,7 +213,7 @@ def test_batched_kernels(
         runs.append((mid[valid], out[:experts][valid]))
     for buffers in zip(*runs, strict=True):
         assert all(torch.equal(buffers[0].view(torch.int16), other.view(torch.int16)) for other in buffers[1:])
-    # As routes, one a row, of which those of the rows that do not count lead nowhere.
+    # The same rows as routes: one a row, and to no expert where a row does not count.
     ids = torch.where(valid, torch.arange(experts, device="cuda")[:, None], -1).int().view(-1, 1)
     routes = sort_routes_reference(ids, None, experts, experts, gate_up.block_m, gate_up.slack)
     mid, found = runs[0]
@@ -228,7 +228,7 @@ def test_no_local_expert_is_chosen(by_token: bool) -> None:
     tokens, experts, top_k, hidden, inter = 400, 8, 4, 256, 128
     gate_up, down = CONFIG_RULES[0].gate_up, CONFIG_RULES[0].down
     expert_map = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
-    # As addresses these reach far outside, whatever they are added to.
+    # Numbers that as offsets would reach far outside of every tensor.
     workspace = torch.full(
         (route_workspace_numel(tokens, top_k, experts, 16),), 0x7FC07FC0, dtype=torch.int32, device="cuda"
     )

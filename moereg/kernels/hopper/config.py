@@ -63,12 +63,12 @@ class GluonConfigRule:
 
 # The first match counts. Measured on an H200 with 32 to 8192 rows an expert, 2026-11-20 and 21.
 #
-# Tiles of 256 x 128 and 128 x 256 read as many bytes a product. The former are faster by 1 to 12 % where rows come as
-# boxes, but where they are copied token by token, by 16 bytes, that costs 8 to 14 % of the former and 3 to 6 % of the
-# latter, which copy half as many; yet at 256 rows an expert the latter lose more by a short second tile.
+# Tiles of 256 x 128 and of 128 x 256 read equally many bytes a product. Where rows come as boxes, 256 x 128 is faster
+# by 1 to 12 %. Copying rows token by token, by 16 bytes, costs it 8 to 14 %, and 128 x 256, which copies half as many,
+# 3 to 6 %. Yet at 256 rows an expert 128 x 256 loses more by a short second tile.
 #
-# To copy the tokens into sorted order first takes time with rows x H and saves with rows x H x columns: 162 us for 150
-# at 2,048 columns (olmoe-1b-7b), 145 for 460 at 5,760 (gpt-oss-120b).
+# Copying the tokens into sorted order first takes time with rows x H and saves time with rows x H x columns: 162 us to
+# save 150 at 2,048 columns (olmoe-1b-7b), 145 us to save 460 at 5,760 (gpt-oss-120b).
 CONFIG_RULES: Final = (
     GluonConfigRule(
         max_rows_per_expert=80,

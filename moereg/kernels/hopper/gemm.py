@@ -1,19 +1,19 @@
 """The two grouped matmuls of a Mixture-of-Experts layer for many rows an expert, on Hopper, in Triton's Gluon.
 
-One persistent program an SM. Its producer warps fill a ring of shared memory, and two warpgroups multiply and store.
-The product is transposed: rows of a weight are wgmma's M side, tokens its N side, which may be short. So an expert with
-a few rows more than a multiple of a block gets one longer tile, with a short second accumulator for which the weights
-are in shared memory already, and not two tiles.
+The kernel is persistent: one program a multiprocessor. A program is warp-specialized: its producer fills a ring of
+shared memory, and its consumers, two warpgroups, multiply and store. The product is transposed: rows of a weight are
+wgmma's M side, tokens its N side, which may be short. So an expert with a few rows more than a multiple of a block gets
+one longer tile instead of two: a short second accumulator takes the extra rows, for which the weights are in shared
+memory already.
 
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
 the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`, or lie where a plain `BlockMap`
 of the batched format says. References in plain torch: `gate_up_reference` and `down_reference` of
-`triton_gemm_reference`.
+`kernels/gemm/reference.py`.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -29,19 +29,20 @@ from moereg.kernels.hopper.consumer import consume
 from moereg.kernels.hopper.producer import produce, produce_by_token
 from moereg.kernels.hopper.ring import BLOCK_K, Ring, TileOrder, allocate_barriers
 from moereg.kernels.hopper.turns import allocate_turns
+from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import GUARD_ROWS
 
-# All registers of 384 threads: both consumers', then the producer's. With 56 the producer computes each token's address
-# in the same register and waits for it to be read: the first GEMM took 5 to 8 % longer.
+# Registers of a thread of either consumer and of the producer: all that 384 threads have. With 56 the producer computes
+# each token's address in the same register and waits until it is read: the first GEMM took 5 to 8 % longer.
 _CONSUMER_REGISTERS = gl.constexpr(208)
 _PRODUCER_REGISTERS = gl.constexpr(88)
 
 
-# Tile and step counts are not specialized: their divisibility says nothing, and each would be compiled anew.
+# Counts of tiles and steps are not specialized: their divisibility says nothing, and each would be compiled anew.
 @gluon.jit(do_not_specialize=["num_tiles_n", "group_m", "num_steps", "max_tokens"])
 def _grouped_kernel(
     out,
@@ -76,10 +77,10 @@ def _grouped_kernel(
     LIMIT: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """One program a multiprocessor: allocates shared memory, then splits its warps into a producer and two consumers.
+    """Allocates shared memory, then splits a program's warps into a producer and two consumers.
 
-    See `consume`, `produce` and `produce_by_token` for the arguments; `rows` is the tensor map of halves of tiles or,
-    BY_TOKEN, the pointer to the tokens.
+    See `consume`, `produce` and `produce_by_token` for the arguments. `rows` is the tensor map `half_rows` or, where
+    BY_TOKEN, the pointer `hidden_states`.
     """
     dtype: gl.constexpr = weights.dtype
     operand: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -176,7 +177,7 @@ def gate_up_gemm(
     num_experts, num_columns, depth = w13.shape
     gated = epilogue.gated
     assert rows.shape[1] % 8 == rows.stride(0) % 8 == 0 and out.shape[-1] == num_columns // (2 if gated else 1)
-    # Of 16 rows, a box takes 8 gates and then 8 ups, or, where not gated, all in order.
+    # A box takes the 8 gates of 16 interleaved rows, then their 8 ups; rows that are not gated it takes in order.
     half_stride, row_stride = (depth, 2 * depth) if gated else (8 * depth, depth)
     weight_map = tensor_map(
         w13,
@@ -304,9 +305,3 @@ def clipped_map(out: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     """
     width = out.shape[1]
     return tensor_map(out, (out.shape[0] - GUARD_ROWS + 1, GUARD_ROWS, width), (width, width, 1), box)
-
-
-@functools.lru_cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -103,7 +103,7 @@ def _token_offsets(routes, stride_chunks, TOP_K: gl.constexpr, LAYOUT: gl.conste
 @gluon.jit
 def _copy_tokens(shared, pointers, k, hidden_chunks, MASK_K: gl.constexpr, LAYOUT: gl.constexpr):
     if MASK_K:
-        # The weights beyond are zeros, but what lies behind a row of the activations may be NaN.
+        # The weights beyond H are zeros, but NaN may lie behind a token.
         columns = k * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
         mask = gl.expand_dims(columns < hidden_chunks * 8, 0)  # [1, BLOCK_K]
         load_chunks(shared, pointers, mask=gl.broadcast(mask, pointers)[0])
@@ -133,28 +133,18 @@ def produce_by_token(
 ):
     """Fills the ring with boxes of the weights and, 16 bytes at a time, with the tokens of the routes.
 
-    Run by four warps. Reads, announces and waits as `produce` does, and reads the tokens from `hidden_states`, at the
-    rows that `sorted_routes` names. A slot's `full` waits for the bytes of the weights and for each of the 128 threads'
-    copies.
+    Run by four warps. Announces and waits as `produce` does, and reads the same but for the rows: a route's row is its
+    token's in `hidden_states`. A slot's `full` waits for the bytes of the weights and for the copies of each of the 128
+    threads.
 
     Args:
-        weights: as for `produce`, like the other arguments that are not named here.
+        weights: as for `produce`, like all that is not listed.
         hidden_states: pointer to the tokens [T, H].
         sorted_routes: pointer to the routes in sorted order.
-        ring: likewise.
-        turns: likewise.
-        tile_counter: likewise.
-        order: likewise.
-        num_steps: likewise.
-        num_columns: likewise.
         hidden_chunks: H / 8: chunks of 16 bytes of a token.
         stride_chunks: chunks from one token to the next.
         TOP_K: routes of a token.
         MASK_K: whether the last step reaches past H.
-        BLOCK_N: likewise.
-        BLOCK_M: likewise.
-        SLACK: likewise.
-        STAGES: likewise.
     """
     HALF: gl.constexpr = BLOCK_M // 2
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -176,7 +166,7 @@ def produce_by_token(
             low_offsets = _token_offsets(low, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
             high_offsets = _token_offsets(high, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
             slack_offsets = _token_offsets(slack, stride_chunks, TOP_K, LAYOUT)  # [SLACK, BLOCK_K]
-            # The next tile's routes are on their way during this one, and the number of the one after.
+            # The next tile's routes and the number of the tile after it arrive during this tile.
             number = following
             following = next_tile(tile_counter)
             next_one = locate(gl.minimum(number, num_tiles - 1), order, BLOCK_M, SLACK)

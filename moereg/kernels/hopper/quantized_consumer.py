@@ -113,7 +113,7 @@ def _skip(ring, slot, phase, num_steps, STAGES: gl.constexpr):
 
 @gluon.jit
 def _scale_and_bias(x, row_scale, column_scales, bias, first, num_columns, GROUPED: gl.constexpr, LAYOUT: gl.constexpr):
-    """A half's product with the scales that do not change along a row, and the bias.
+    """Multiplies a half's product by the scales that do not change along a row, and adds the bias.
 
     Args:
         x: [OWN_ROWS, COLUMNS] fp32.

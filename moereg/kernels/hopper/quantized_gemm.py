@@ -1,9 +1,8 @@
 """The two grouped matmuls with 8-bit weights and activations for many rows an expert, on Hopper, in Triton's Gluon.
 
-One persistent program an SM: a producer warp fills a ring of shared memory with boxes of codes, and two warpgroups
-multiply, scale and store; see `quantized_consumer.py`. Gate and up are two boxes of one tile, so that w13 and its
-scales stay in canonical order. Sizes as in `kernels/quantized/gate_up.py`; rows come in the compact order of a
-`RoutePlan`.
+The kernel is persistent and warp-specialized as that of `gemm.py`. A producer warp fills the ring with boxes of codes;
+the consumers multiply, scale and store. Gate and up are two boxes of one tile, so that w13 and its scales stay in
+canonical order. Sizes as in `kernels/quantized/gate_up.py`; rows come in the compact order of a `RoutePlan`.
 """
 
 from __future__ import annotations
@@ -24,18 +23,19 @@ from moereg.kernels.hopper.config import (
     GluonQuantizedConfig,
     select_group_m,
 )
-from moereg.kernels.hopper.gemm import clipped_map, num_multiprocessors, tensor_map
+from moereg.kernels.hopper.gemm import clipped_map, tensor_map
 from moereg.kernels.hopper.quantized_consumer import consume_codes
 from moereg.kernels.hopper.quantized_producer import produce_codes
 from moereg.kernels.hopper.quantized_ring import BLOCK_K, BLOCK_M, COLUMNS, OWN_ROWS, CodeRing, operands_of
 from moereg.kernels.hopper.ring import TileOrder, allocate_barriers
 from moereg.kernels.hopper.turns import allocate_turns
+from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.quantized.operands import QuantizedMatrices, QuantizedRows
 from moereg.kernels.rows.plan import RoutePlan
 
-# All registers of 384 threads: both consumers', then the producer's.
+# Registers of a thread of either consumer and of the producer: all that 384 threads have.
 _CONSUMER_REGISTERS = gl.constexpr(232)
 _PRODUCER_REGISTERS = gl.constexpr(40)
 
@@ -46,7 +46,7 @@ _TRITON_DTYPES: Final = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _CHUNK: Final = 64
 
 
-# Sizes and strides that change from call to call, or layer to layer, are not specialized: their divisibility says
+# Sizes and strides that change from call to call or from layer to layer are not specialized: their divisibility says
 # nothing, and each would be compiled anew.
 @gluon.jit(
     do_not_specialize=[
@@ -88,7 +88,7 @@ def _quantized_grouped_kernel(
     MASK_N: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """One program a multiprocessor: allocates shared memory, then splits its warps into a producer and two consumers.
+    """Allocates shared memory, then splits a program's warps into a producer and two consumers.
 
     See `consume_codes` and `produce_codes` for the arguments.
     """
@@ -249,10 +249,10 @@ def _launch(product: _Product, plan: RoutePlan, config: GluonQuantizedConfig, *,
     assert grouped == (weight.group_columns > 0) and rows.group in (0, BLOCK_K.value)
     assert rows.scale.stride(0) == 1 and (out_scale is None or out_scale.stride(0) == 1)
     assert (out_scale is None) == (product.rounded is None)
-    # The epilogue's codes.
+    # The kernel writes no other codes.
     assert out_scale is None or target.dtype == torch.float8_e4m3fn
     columns = num_columns // (2 if gated else 1)
-    # Each half of a tile lies within one row of blocks; of up, only where those of gate end with a block.
+    # Each half of a tile must lie within one row of blocks of scales; up's does where gate's rows end with a block.
     assert weight.group_rows == (COLUMNS.value if grouped else 1)
     assert not (grouped and gated) or columns % COLUMNS.value == 0
     out_columns = _CHUNK if out_scale is None else COLUMNS.value
@@ -283,7 +283,7 @@ def _launch(product: _Product, plan: RoutePlan, config: GluonQuantizedConfig, *,
         GROUPED=grouped,
         ROUNDED=None if product.rounded is None else _TRITON_DTYPES[product.rounded],
         STAGES=config.stages,
-        # A half of codes takes 8 KiB too.
+        # A half of a tile is one store of 8 KiB as codes.
         BUFFERS=config.buffers if out_scale is None else 1,
         ACTIVATION=None if epilogue is None else epilogue.activation,
         GATED=gated,

@@ -20,3 +20,9 @@ def max_shared_bytes(device: torch.device) -> int | None:
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a persistent kernel launches one program on each."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

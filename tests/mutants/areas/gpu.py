@@ -1,6 +1,6 @@
 """Faults that only a Hopper GPU shows: Gluon has no interpreter, and a CPU neither captures nor overlaps.
 
-Few tests each, since compiling their kernels is what takes the time.
+Each names few tests, since compiling their kernels takes most of the time.
 """
 
 from __future__ import annotations
