@@ -1,4 +1,4 @@
-"""What the author of a backend imports."""
+"""The names that the author of a backend imports."""
 
 from moereg.experts import ExpertInputs, Experts
 from moereg.facts import Facts

@@ -25,7 +25,7 @@ from moereg.selection import Decision, Selection
 __all__ = ["decide", "evaluate", "judge", "rank"]
 
 _MOST_REASONS: Final = 100
-"""Of one predicate, which may be a generator without an end."""
+"""The most that one predicate may give: it may be a generator without an end."""
 
 
 def decide(
@@ -112,7 +112,7 @@ def _precision_reasons(scheme: QuantScheme | None, problem: MoEProblem) -> Itera
 
 
 def _own_reasons(cell: BackendCell, problem: MoEProblem, platform: Platform) -> list[Reason]:
-    """What the class's own predicate says."""
+    """The reasons that the class's own predicate gives."""
     reasons: list[Reason] = []
     try:
         texts: object = cell.experts.unsupported_reasons(problem, platform)

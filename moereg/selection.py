@@ -299,6 +299,13 @@ class Selection:
                 f"source must be there where, and only where, the first decision is accepted, got "
                 f"{shown(selection.source)} with {shown(selection.backend)}"
             )
+        for place, decision in enumerate(selection.decisions):
+            scheme = decision.scheme
+            if decision.accepted and scheme is not None and not scheme.serves(selection.problem.quant):
+                raise ArgumentError(
+                    f"decisions[{place}].computes must be a scheme that serves {selection.problem.quant.name}, got "
+                    f"{shown(decision.computes)}"
+                )
         if field("selected", check_optional(check_text)) != selection.backend:
             raise ArgumentError(
                 f"selected must be the first accepted decision's backend, {shown(selection.backend)}, got "

@@ -162,6 +162,20 @@ MUTANTS: Final = (
         tests=("tests/selection/test_registry.py::test_narrowing",),
     ),
     Mutant(
+        "a flag that is not declared rejects nothing",
+        "moereg/facts.py",
+        old="return not value",
+        new="return False",
+        tests=("tests/selection/test_facts.py::test_a_row_checks_narrows_and_gives_its_reason",),
+    ),
+    Mutant(
+        "a decision read back may compute other weights",
+        "moereg/selection.py",
+        old="scheme is not None and not scheme.serves(",
+        new="scheme is not None and False and scheme.serves(",
+        tests=("tests/selection/test_decide.py::test_a_winner_computes_the_weights_of_the_problem",),
+    ),
+    Mutant(
         "an unknown number of tokens fits a limit",
         "moereg/facts.py",
         old="if count is None or count > value:",

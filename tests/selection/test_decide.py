@@ -1,0 +1,140 @@
+"""Deciding is pure: cells, names and platform are arguments, and each is looked up once a selection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moereg import discovery, dispatch, request, selection
+from moereg.arguments import takes
+from moereg.decide import decide, evaluate
+from moereg.dispatch import select_backend
+from moereg.errors import ArgumentError, UnknownBackendError, UnknownSchemeError
+from moereg.layer import make_kernel
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
+from moereg.request import Request
+from moereg.selection import Decision, Selection
+from tests.support.fakes import FakeExperts
+
+CPU = Platform("cpu", "x86_64", probed=True)
+SM90 = Platform.from_name("cuda:sm90")
+PROBLEM = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
+HALF = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2, quant="nvfp4")
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> BackendRegistry:
+    """A registry of a test's own, while nobody may ask for the one that is installed."""
+    registry = BackendRegistry()
+    keywords: dict[str, Any] = {"registry": registry, "quant_schemes": ("unquantized",)}
+    register_moe_backend("fast", 20, platforms=("cuda:sm80+",), **keywords)(type("Fast", (FakeExperts,), {}))
+    register_moe_backend("slow", 10, platforms=("cuda:sm80+", "cpu"), **keywords)(type("Slow", (FakeExperts,), {}))
+    keywords["quant_schemes"] = ("nvfp4_w4a16",)
+    register_moe_backend("half", 5, platforms=("*",), **keywords)(type("Half", (FakeExperts,), {}))
+
+    def lookup(*arguments: object) -> None:
+        raise AssertionError("the installed backends were asked for")
+
+    for module in (discovery, dispatch, request, selection):
+        monkeypatch.setattr(module, "load_backends", lookup)
+    return registry
+
+
+def test_cells_of_any_registry_are_chosen_among(own: BackendRegistry) -> None:
+    found = decide(PROBLEM, SM90, Request(), own.cells)
+    assert [decision.backend for decision in found.decisions] == ["fast", "slow", "half"]
+    assert (found.backend, found.source) == ("fast", "priority")
+    asked = Request.resolve("unquantized", prefer="slow", environ={}, cells=own.cells)
+    assert decide(PROBLEM, SM90, asked, own.cells).source == "preferred"
+    assert decide(PROBLEM, CPU, Request(), own.cells).backend == "slow"
+    assert decide(PROBLEM, SM90, Request(), ()).winner is None
+    alone = evaluate(own.cells[1], PROBLEM, SM90, Request())
+    assert alone == found.decisions[1]
+
+
+def test_a_request_knows_the_names_that_it_is_given(own: BackendRegistry) -> None:
+    assert Request.resolve("unquantized", "fast", environ={}, cells=own.cells) == Request(require=("fast",))
+    with pytest.raises(UnknownBackendError, match=r"unknown backend 'triton' \(known: fast, half, slow\)"):
+        Request.resolve("unquantized", "triton", environ={}, cells=own.cells)
+    # The scheme of the problem is known, even where no cell has it.
+    assert Request.resolve("mine", "mine=fast", environ={}, cells=own.cells) == Request(require=("fast",))
+    with pytest.raises(UnknownSchemeError, match="unknown quant scheme 'yours'"):
+        Request.resolve("mine", "yours=fast", environ={}, cells=own.cells)
+
+
+def test_a_selection_is_read_back_with_the_cells_that_it_is_given(own: BackendRegistry) -> None:
+    found = decide(HALF, SM90, Request(), own.cells)
+    again = Selection.from_json(found.to_json(), own.cells)
+    assert again == found
+    assert [decision.candidate for decision in again.decisions] == [decision.candidate for decision in found.decisions]
+    assert again.winner is not None
+    assert again.winner.scheme is not None
+    assert (again.winner.cell, again.winner.scheme.name) == (own.cells[2], "nvfp4_w4a16")
+    assert [decision.cell for decision in Selection.from_dict(found.to_dict(), ()).decisions] == [None] * 3
+    assert Decision.from_dict(found.decisions[1].to_dict(), cells=own.cells).scheme is None
+
+
+def test_a_winner_computes_the_weights_of_the_problem(own: BackendRegistry) -> None:
+    values = decide(HALF, SM90, Request(), own.cells).to_dict()
+    values["problem"]["quant"] = "mxfp8"
+    with pytest.raises(ArgumentError, match=r"decisions\[0\].computes must be a scheme that serves mxfp8, got 'nvfp4"):
+        Selection.from_dict(values, own.cells)
+
+
+@pytest.mark.parametrize("platform", [None, "cpu"])
+def test_what_is_installed_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, platform: str | None) -> None:
+    select_backend(PROBLEM, platform)
+    calls: dict[str, int] = {}
+
+    def counted(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def count(*arguments: Any, **keywords: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return function(*arguments, **keywords)
+
+        monkeypatch.setattr(owner, name, count)
+
+    for module in (dispatch, request, selection):
+        counted(module, "load_backends")
+    for method in ("scheme_for", "rule_for"):
+        counted(BackendCell, method)
+    found = select_backend(PROBLEM, platform, prefer="torch", deny=("triton",))
+    cells = discovery.load_backends().cells
+    assert calls == {"load_backends": 1, "scheme_for": len(cells), "rule_for": calls["rule_for"]}
+    assert len(found.decisions) <= calls["rule_for"] <= len(cells)
+
+
+def test_a_layer_reads_what_was_decided(monkeypatch: pytest.MonkeyPatch, own: BackendRegistry) -> None:
+    from moereg.testing.inputs import make_weights
+
+    found = decide(PROBLEM, CPU, Request(), own.cells)
+
+    def resolved(*arguments: object) -> None:
+        raise AssertionError("a candidate was resolved again")
+
+    for method in ("scheme_for", "rule_for"):
+        monkeypatch.setattr(BackendCell, method, resolved)
+    assert make_kernel(PROBLEM, make_weights(PROBLEM, "cpu"), found).selection is found
+
+
+def test_arguments_are_checked_at_the_door() -> None:
+    @takes(one=(int, "give one"), other=(str, "give a name"))
+    def function(one: int, other: str | None = None, *, flag: bool = False) -> tuple[object, ...]:
+        """Returns them."""
+        return one, other, flag
+
+    assert function(1) == (1, None, False)
+    assert function(1, None, flag=True) == (1, None, True)
+    assert function(other="a", one=2) == (2, "a", False)
+    assert function.__doc__ == "Returns them."
+    for call in (lambda: function(None), lambda: function(one="1")):  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match=r"one must be an? int, got .*; give one"):
+            call()
+    with pytest.raises(ArgumentError, match="other must be a str, got 3; give a name"):
+        function(1, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'one'"):
+        function()  # type: ignore[call-arg]
