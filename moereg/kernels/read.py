@@ -1,4 +1,4 @@
-"""Reads memory and keeps next to nothing of it, in Triton: what the read bandwidth of a device is measured with."""
+"""Reads memory, in Triton, to measure a device's read bandwidth; next to nothing of what is read is kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ReadConfig:
     programs: int = 0
 
 
-# Which is fastest differs between devices, so all are tried. The last three go through shared memory, 192 KB of it on a
+# The fastest differs between devices, so all are tried. The last three go through shared memory, 192 KB of it on a
 # multiprocessor that has as much.
 READ_CONFIGS = (
     ReadConfig(block=2048, num_warps=4),
@@ -91,7 +91,7 @@ def word_readers(words: torch.Tensor, num_multiprocessors: int) -> Iterator[tupl
         read = functools.partial(read_words, words.new_empty(num_programs), words, config)
         try:
             read()
-        except OutOfResources:  # Less shared memory than the stages take.
+        except OutOfResources:  # The device has less shared memory than the stages take.
             continue
         shape = f"{config.programs} programs a multiprocessor" if config.programs else "a program a block"
         yield f"triton, blocks of {config.block}, {config.num_warps} warps, {config.num_stages} stages, {shape}", read

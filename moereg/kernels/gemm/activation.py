@@ -1,4 +1,4 @@
-"""What stands between the two matmuls, for the epilogue of the first, in Triton."""
+"""Activations of the first product's epilogue, in Triton and in torch."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ import triton.language as tl
 
 
 @triton.jit
-def activate_pairs(
-    x,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    BETA: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
+def activate_pairs(x, ACTIVATION: tl.constexpr):
     """`f(min(gate, limit)) * (clamp(up, -limit, limit) + beta)` of neighboring columns, or `f(x)` where not gated.
 
     Args:
         x: [M, N] fp32; where gated, gates in the even columns.
+        ACTIVATION: `Activation`.
 
     Returns:
         [M, N / 2] fp32, or [M, N] where not gated.
     """
-    if GATED:
-        gate, up = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-        return activate_halves(gate, up, ACTIVATION, ALPHA, BETA, LIMIT)
+    # Triton 3.6 hands a field on only when it has a name of its own.
+    NAME: tl.constexpr = ACTIVATION.name
+    ALPHA: tl.constexpr = ACTIVATION.alpha
+    BETA: tl.constexpr = ACTIVATION.beta
+    LIMIT: tl.constexpr = ACTIVATION.limit
+    if ACTIVATION.gated:
+        gate, up = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))  # [M, N / 2] each
+        return activate_halves(gate, up, NAME, ALPHA, BETA, LIMIT)
     else:
-        return activate(x, ACTIVATION, ALPHA)
+        return activate(x, NAME, ALPHA)
 
 
 @triton.jit

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class Activation(NamedTuple):
+    """The kernels' constant that says how a product is activated; the fields are those of `GateUpEpilogue`."""
+
+    name: str
+    gated: bool
+    alpha: float
+    beta: float
+    limit: float | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,3 +39,8 @@ class GateUpEpilogue:
     beta: float = 0.0
     limit: float | None = None
     bias: torch.Tensor | None = None
+
+    @property
+    def constant(self) -> Activation:
+        """All but the bias, as Triton's kernels take it."""
+        return Activation(self.activation, self.gated, self.alpha, self.beta, self.limit)

@@ -41,11 +41,7 @@ def _gemv_gate_up_kernel(
     stride_bias,
     stride_out,
     TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    BETA: tl.constexpr,
-    LIMIT: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # Activation
     MASK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -57,14 +53,14 @@ def _gemv_gate_up_kernel(
     expert = load_local_expert(topk_ids, expert_map, route, route + 1, num_experts, num_local_experts)
     if expert < 0:
         return
-    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     loaded_columns = tl.minimum(columns, num_columns - 1)
     x_row = hidden_states + (route // TOP_K).to(tl.int64) * stride_hidden
-    w_rows = w13 + expert.to(tl.int64) * stride_expert + loaded_columns[:, None] * stride_column
+    w_rows = w13 + expert.to(tl.int64) * stride_expert + loaded_columns[:, None] * stride_column  # [BLOCK_N, 1]
     sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for start in tl.range(0, hidden_size, BLOCK_K, num_stages=NUM_STAGES):
         # Two-dimensional, so that both loads get the same layout.
-        offs_k = start + tl.arange(0, BLOCK_K)[None, :]
+        offs_k = start + tl.arange(0, BLOCK_K)[None, :]  # [1, BLOCK_K]
         if MASK_K:
             mask = offs_k < hidden_size
             x = tl.load(x_row + offs_k, mask=mask, other=0.0)
@@ -75,13 +71,13 @@ def _gemv_gate_up_kernel(
         sums += w.to(tl.float32) * x.to(tl.float32)
     # Not earlier: the few programs of the second product would crowd onto the multiprocessors that are free first.
     release_next(OVERLAP)
-    x = tl.sum(sums, 1)
+    x = tl.sum(sums, 1)  # [BLOCK_N]
     if topk_weights is not None:
         x *= tl.load(topk_weights + route)
     if bias is not None:
         x += tl.load(bias + expert.to(tl.int64) * stride_bias + loaded_columns).to(tl.float32)
-    y = activate_pairs(x[None, :], GATED, ACTIVATION, ALPHA, BETA, LIMIT)
-    HALVES: tl.constexpr = 2 if GATED else 1
+    y = activate_pairs(x[None, :], ACTIVATION)  # [1, BLOCK_N / HALVES]
+    HALVES: tl.constexpr = 2 if ACTIVATION.gated else 1
     out_columns = tile * (BLOCK_N // HALVES) + tl.arange(0, BLOCK_N // HALVES)[None, :]
     out_row = out + route.to(tl.int64) * stride_out
     tl.store(out_row + out_columns, y.to(out.dtype.element_ty), mask=out_columns < num_columns // HALVES)
@@ -115,7 +111,7 @@ def _gemv_down_kernel(
 ):
     token = tl.program_id(0) // num_tiles
     tile = tl.program_id(0) % num_tiles
-    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     loaded_columns = tl.minimum(columns, num_columns - 1)
     wait_for_previous(OVERLAP)
     steps = tl.cdiv(depth, BLOCK_K)
@@ -123,7 +119,7 @@ def _gemv_down_kernel(
     # One loop over all routes, so that the pipeline does not run dry between two.
     for step in tl.range(0, TOP_K * steps, num_stages=NUM_STAGES):
         route = token * TOP_K + step // steps
-        offs_k = step % steps * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        offs_k = step % steps * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [1, BLOCK_K]
         expert = load_local_expert(topk_ids, expert_map, route, route + 1, num_experts, num_local_experts)
         # A route that adds nothing has no row in the intermediate and may have any weight.
         valid = expert >= 0
@@ -135,7 +131,7 @@ def _gemv_down_kernel(
         if topk_weights is not None:
             x *= tl.load(topk_weights + route, mask=valid, other=0.0)
         sums += w.to(tl.float32) * x
-    y = tl.sum(sums, 1)
+    y = tl.sum(sums, 1)  # [BLOCK_N]
     if bias is not None:
         for k in range(TOP_K):
             route = token * TOP_K + k
@@ -199,11 +195,7 @@ def gate_up_gemv(
         0 if bias is None else bias.stride(0),
         out.stride(0),
         TOP_K=topk_ids.shape[1],
-        ACTIVATION=epilogue.activation,
-        GATED=epilogue.gated,
-        ALPHA=epilogue.alpha,
-        BETA=epilogue.beta,
-        LIMIT=epilogue.limit,
+        ACTIVATION=epilogue.constant,
         MASK_K=reaches_past(hidden_size, hidden_size, config.block_k),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,

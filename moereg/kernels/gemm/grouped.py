@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.gemm.activation import activate_pairs
-from moereg.kernels.gemm.config import GroupedGemmConfig
+from moereg.kernels.gemm.config import GroupedGemmConfig, TileShape
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.loop import reaches_past
 from moereg.kernels.gemm.operand import operand_of, product
@@ -60,26 +60,14 @@ def _gate_up_kernel(
     SINGLE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    BETA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    MASK_A: tl.constexpr,
-    MASK_B: tl.constexpr,
-    MASK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE: tl.constexpr,
-    SLICES: tl.constexpr,
-    STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # Activation
+    FORMAT: tl.constexpr,  # WeightFormat
+    TILE: tl.constexpr,  # TileShape
     OVERLAP: tl.constexpr,
 ):
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    GROUP_M: tl.constexpr = TILE.group_m
     used_blocks = None
     if SORTED:
         wait_for_previous(OVERLAP)
@@ -111,8 +99,8 @@ def _gate_up_kernel(
             return
     expert, tile_n, rows, routes, row_mask = tile.expert, tile.column_tile, tile.rows, tile.routes, tile.row_mask
 
-    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if MASK_N:
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    if TILE.mask_n:
         # Columns past the end repeat the last one, which costs no bandwidth and needs no mask.
         columns = tl.minimum(columns, num_columns - 1)
     x = product(
@@ -131,18 +119,9 @@ def _gate_up_kernel(
         stride_column,
         stride_scale,
         stride_zero_point,
-        ELEMENT,
-        GROUP,
-        SCALE,
-        SLICES,
-        STAGES,
-        MASK_ROWS,
-        MASK_A,
-        MASK_B,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
+        FORMAT,
+        TILE,
+    )  # [BLOCK_M, BLOCK_N] fp32
     if not SORTED:
         # Not earlier: the few programs of the second GEMM would crowd onto the multiprocessors that are free first.
         release_next(OVERLAP)
@@ -151,11 +130,11 @@ def _gate_up_kernel(
         x *= tl.load(route_factors + routes)[:, None]
     if bias is not None:
         x += tl.load(bias + expert.to(tl.int64) * stride_bias + columns).to(tl.float32)[None, :]
-    y = activate_pairs(x, GATED, ACTIVATION, ALPHA, BETA, LIMIT)
-    HALVES: tl.constexpr = 2 if GATED else 1
+    y = activate_pairs(x, ACTIVATION)  # [BLOCK_M, BLOCK_N / HALVES]
+    HALVES: tl.constexpr = 2 if ACTIVATION.gated else 1
     out_columns = tile_n * (BLOCK_N // HALVES) + tl.arange(0, BLOCK_N // HALVES)
-    mask = row_mask[:, None]
-    if MASK_N:
+    mask = row_mask[:, None]  # [BLOCK_M, 1], or with columns [BLOCK_M, columns]
+    if TILE.mask_n:
         mask = mask & (out_columns < num_columns // HALVES)[None, :]
     out_pointers = out + rows.to(tl.int64)[:, None] * stride_out + out_columns[None, :]
     tl.store(out_pointers, y.to(out.dtype.element_ty), mask=mask)
@@ -196,20 +175,13 @@ def _down_kernel(
     SINGLE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    MASK_K: tl.constexpr,
-    MASK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE: tl.constexpr,
-    SLICES: tl.constexpr,
-    STAGES: tl.constexpr,
+    FORMAT: tl.constexpr,  # WeightFormat
+    TILE: tl.constexpr,  # TileShape
     OVERLAP: tl.constexpr,
 ):
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    GROUP_M: tl.constexpr = TILE.group_m
     # The tile map was complete before the previous kernel began, so read it before waiting.
     used_blocks = None
     if SORTED:
@@ -244,9 +216,9 @@ def _down_kernel(
     release_next(OVERLAP)
     expert, tile_n, rows, routes, row_mask = tile.expert, tile.column_tile, tile.valid_rows, tile.routes, tile.row_mask
 
-    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     loaded_columns = columns
-    if MASK_N:
+    if TILE.mask_n:
         loaded_columns = tl.minimum(columns, num_columns - 1)
     x = product(
         intermediate + rows.to(tl.int64) * stride_intermediate,
@@ -264,18 +236,9 @@ def _down_kernel(
         stride_column,
         stride_scale,
         stride_zero_point,
-        ELEMENT,
-        GROUP,
-        SCALE,
-        SLICES,
-        STAGES,
-        MASK_ROWS,
-        MASK_K,
-        MASK_K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
+        FORMAT,
+        TILE,
+    )  # [BLOCK_M, BLOCK_N] fp32
 
     if row_factors is not None:
         x *= tl.load(row_factors + rows)[:, None]
@@ -283,8 +246,8 @@ def _down_kernel(
         x += tl.load(bias + expert.to(tl.int64) * stride_bias + loaded_columns).to(tl.float32)[None, :]
     if topk_weights is not None:
         x *= tl.load(topk_weights + routes)[:, None]
-    mask = row_mask[:, None]
-    if MASK_N:
+    mask = row_mask[:, None]  # [BLOCK_M, 1], or with columns [BLOCK_M, columns]
+    if TILE.mask_n:
         mask = mask & (columns < num_columns)[None, :]
     out_pointers = out + routes.to(tl.int64)[:, None] * stride_out + columns[None, :]
     tl.store(out_pointers, x.to(out.dtype.element_ty), mask=mask)
@@ -359,20 +322,18 @@ def gate_up_gemm(
         SINGLE=isinstance(plan, DirectRoutes) and plan.single,
         TOP_K=top_k,
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
-        ACTIVATION=epilogue.activation,
-        GATED=epilogue.gated,
-        ALPHA=epilogue.alpha,
-        BETA=epilogue.beta,
-        LIMIT=epilogue.limit,
-        MASK_ROWS=config.mask_rows,
-        MASK_A=reaches_past(hidden_size, depth, step),
-        MASK_B=reaches_past(depth, depth, step),
-        MASK_N=num_columns % config.block_n != 0,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
-        **operand.constants,
+        ACTIVATION=epilogue.constant,
+        FORMAT=operand.format,
+        TILE=TileShape(
+            config.block_m,
+            config.block_n,
+            config.block_k,
+            config.group_m,
+            mask_rows=config.mask_rows,
+            mask_a=reaches_past(hidden_size, depth, step),
+            mask_b=reaches_past(depth, depth, step),
+            mask_n=num_columns % config.block_n != 0,
+        ),
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -419,6 +380,7 @@ def down_gemm(
     assert config.block_m == plan.block_m and depth % WEIGHT_PAD == 0 and intermediate.shape[1] == depth
     assert intermediate.stride(1) == out.stride(1) == 1
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
+    past_depth = reaches_past(depth, depth, config.block_k * config.slices)
     launch(
         _down_kernel,
         (plan.max_blocks * num_tiles_n,),
@@ -440,14 +402,17 @@ def down_gemm(
         SINGLE=isinstance(plan, DirectRoutes) and plan.single,
         TOP_K=top_k,
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
-        MASK_ROWS=config.mask_rows,
-        MASK_K=reaches_past(depth, depth, config.block_k * config.slices),
-        MASK_N=num_columns % config.block_n != 0,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
-        **operand.constants,
+        FORMAT=operand.format,
+        TILE=TileShape(
+            config.block_m,
+            config.block_n,
+            config.block_k,
+            config.group_m,
+            mask_rows=config.mask_rows,
+            mask_a=past_depth,
+            mask_b=past_depth,
+            mask_n=num_columns % config.block_n != 0,
+        ),
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

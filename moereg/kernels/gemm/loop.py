@@ -13,12 +13,7 @@ def accumulate(
     row_mask,
     depth_a,
     depth,
-    MASK_ROWS: tl.constexpr,
-    MASK_A: tl.constexpr,
-    MASK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """[BLOCK_M, BLOCK_N] fp32 product of rows of activations and rows of weights.
 
@@ -28,26 +23,27 @@ def accumulate(
         row_mask: [BLOCK_M] rows that count.
         depth_a: elements of a row of activations; what lies behind them may be NaN.
         depth: K_pad, elements of a row of weights, no fewer; behind them lies the next row, or nothing.
-        MASK_ROWS: whether to leave out the rows that do not count.
-        MASK_A: whether steps of BLOCK_K over `depth` reach past `depth_a`; see `reaches_past`.
-        MASK_B: whether they reach past `depth`.
+        TILE: `TileShape`.
     """
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_K: tl.constexpr = TILE.block_k
     offs_k = tl.arange(0, BLOCK_K)
     accumulator = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(0, depth, BLOCK_K):
-        if MASK_ROWS and MASK_A:
+        if TILE.mask_rows and TILE.mask_a:
             a = tl.load(a_pointers, mask=row_mask[:, None] & (start + offs_k < depth_a)[None, :], other=0.0)
-        elif MASK_ROWS:
+        elif TILE.mask_rows:
             a = tl.load(a_pointers, mask=row_mask[:, None], other=0.0)
-        elif MASK_A:
+        elif TILE.mask_a:
             a = tl.load(a_pointers, mask=(start + offs_k < depth_a)[None, :], other=0.0)
         else:
             a = tl.load(a_pointers)
-        if MASK_B:
+        if TILE.mask_b:
             b = tl.load(b_pointers, mask=(start + offs_k < depth)[:, None], other=0.0)
         else:
             b = tl.load(b_pointers)
-        # Matters for 32-bit operands only: TF32 would keep 10 bits of their mantissa.
+        # a [BLOCK_M, BLOCK_K], b [BLOCK_K, BLOCK_N]. TF32 would keep 10 bits of a 32-bit operand's mantissa.
         accumulator = tl.dot(a, b, accumulator, input_precision="ieee")
         a_pointers += BLOCK_K
         b_pointers += BLOCK_K

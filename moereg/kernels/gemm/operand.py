@@ -1,9 +1,9 @@
-"""The product of a tile of activations and a tile of weights, whatever these are kept as, in Triton."""
+"""The product of a tile of activations and a tile of 16-bit, 32-bit or packed weights, in Triton."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Final
 
 import torch
 import triton
@@ -12,7 +12,9 @@ import triton.language as tl
 from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.loop import accumulate
 from moereg.kernels.packed.product import accumulate_packed
-from moereg.kernels.packed.weights import STEP, PackedMatrix
+from moereg.kernels.packed.weights import STEP, PackedMatrix, WeightFormat
+
+_PLAIN: Final = WeightFormat()
 
 
 @triton.jit
@@ -32,26 +34,30 @@ def product(
     stride_column,
     stride_scale,
     stride_zero_point,
-    ELEMENT: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE: tl.constexpr,
-    SLICES: tl.constexpr,
-    STAGES: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    MASK_A: tl.constexpr,
-    MASK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_N] fp32: rows of activations times rows of one expert's weights, whatever these are kept as."""
-    if ELEMENT is None:
-        offs_k = tl.arange(0, BLOCK_K)
-        a_pointers = a_rows[:, None] + offs_k[None, :]
+    """[BLOCK_M, BLOCK_N] fp32: rows of activations times rows of one expert's weights, packed or not.
+
+    Args:
+        a_rows: [BLOCK_M] first elements of the rows of activations.
+        weights: with the next three `WeightOperand.tensors`.
+        expert: local expert, int64.
+        columns: [BLOCK_N] rows of the expert's weights.
+        row_mask: [BLOCK_M] rows of activations that count.
+        depth_a: elements of a row of activations.
+        depth: K_pad, elements of a row of weights.
+        num_columns: rows of an expert's weights.
+        stride_expert: with the next three `WeightOperand.strides`.
+        FORMAT: `WeightFormat`.
+        TILE: `TileShape`.
+    """
+    if FORMAT.element is None:
+        offs_k = tl.arange(0, TILE.block_k)
+        a_pointers = a_rows[:, None] + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
+        # [BLOCK_K, BLOCK_N]
         b_pointers = weights + expert * stride_expert + columns[None, :] * stride_column + offs_k[:, None]
-        return accumulate(
-            a_pointers, b_pointers, row_mask, depth_a, depth, MASK_ROWS, MASK_A, MASK_B, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        return accumulate(a_pointers, b_pointers, row_mask, depth_a, depth, TILE)
     else:
         if group_scale is not None:
             group_scale += expert * stride_scale
@@ -67,17 +73,8 @@ def product(
             depth_a,
             depth // 64,
             num_columns,
-            ELEMENT,
-            GROUP,
-            SCALE,
-            MASK_ROWS,
-            MASK_A,
-            MASK_B,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            SLICES,
-            STAGES,
+            FORMAT,
+            TILE,
         )
         if row_scale is not None:
             x *= tl.load(row_scale + expert * num_columns + columns)[None, :]
@@ -86,16 +83,16 @@ def product(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightOperand:
-    """What the kernels are told of weights.
+    """Weights as the kernels take them.
 
     Attributes:
         num_experts: E.
         num_columns: rows of an expert's weights, columns of a product.
-        depth: reduced elements, padded.
+        depth: K_pad, elements of a row of weights.
         tensors: weights, group scales, zero points and scales of rows; None where there are none.
         strides: from one expert, and one row, of the weights to the next; from one expert to the next of group scales
             and of zero points.
-        constants: the kernels' constants that say what the weights are.
+        format: what the weights are.
     """
 
     num_experts: int
@@ -103,7 +100,7 @@ class WeightOperand:
     depth: int
     tensors: tuple[torch.Tensor | None, ...]
     strides: tuple[int, ...]
-    constants: dict[str, Any]
+    format: WeightFormat
 
 
 def operand_of(weights: torch.Tensor | PackedMatrix, config: GroupedGemmConfig) -> WeightOperand:
@@ -117,7 +114,7 @@ def operand_of(weights: torch.Tensor | PackedMatrix, config: GroupedGemmConfig) 
             depth,
             (weights, None, None, None),
             (weights.stride(0), weights.stride(1), 0, 0),
-            {"ELEMENT": None, "GROUP": 0, "SCALE": None, "SLICES": 1, "STAGES": None},
+            _PLAIN,
         )
     assert config.block_k % STEP == 0, f"packed weights are read by {STEP} elements, not {config.block_k}"
     assert config.slices in (1, config.num_warps), f"{config.num_warps} warps cannot share {config.slices} slices"
@@ -130,11 +127,5 @@ def operand_of(weights: torch.Tensor | PackedMatrix, config: GroupedGemmConfig) 
         weights.depth,
         tensors,
         (weights.words.stride(0), 0, scale, zero_point),
-        {
-            "ELEMENT": weights.element,
-            "GROUP": weights.group,
-            "SCALE": weights.scale_dtype,
-            "SLICES": config.slices,
-            "STAGES": config.num_stages,
-        },
+        WeightFormat(weights.element, weights.group, weights.scale_dtype, config.slices, config.num_stages),
     )

@@ -1,4 +1,4 @@
-"""What the grouped matmuls write, in torch and fp32."""
+"""References of the grouped matmuls: torch, in fp32."""
 
 from __future__ import annotations
 

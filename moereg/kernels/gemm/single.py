@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.gemm.config import GroupedGemmConfig
+from moereg.kernels.gemm.config import GroupedGemmConfig, TileShape
 from moereg.kernels.gemm.loop import reaches_past
 from moereg.kernels.gemm.operand import operand_of
 from moereg.kernels.launch.overlap import overlap_options, wait_for_previous
@@ -50,24 +50,20 @@ def _down_single_kernel(
     stride_bias,
     TOP_K: tl.constexpr,
     PIECES: tl.constexpr,
-    MASK_K: tl.constexpr,
-    MASK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE: tl.constexpr,
-    SLICES: tl.constexpr,
-    STAGES: tl.constexpr,
+    FORMAT: tl.constexpr,  # WeightFormat
+    TILE: tl.constexpr,  # TileShape
     OVERLAP: tl.constexpr,
 ):
+    SLICES: tl.constexpr = FORMAT.slices
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_K: tl.constexpr = TILE.block_k
     # Slice s holds piece s % PIECES of route s // PIECES, and has all rows of weights one after the other.
     ROWS: tl.constexpr = SLICES * BLOCK_N
-    rows = tl.arange(0, ROWS)
+    rows = tl.arange(0, ROWS)  # [ROWS]
     own_block = rows // BLOCK_N % PIECES * (BLOCK_K // 64)
     columns = tl.program_id(0) * BLOCK_N + rows % BLOCK_N
-    if MASK_N:
+    if TILE.mask_n:
         columns = tl.minimum(columns, num_columns - 1)
     # A route that adds nothing reads the first expert's weights, which are finite, and no activations.
     row_expert = load_local_expert(
@@ -79,10 +75,11 @@ def _down_single_kernel(
     if zero_point is not None:
         zero_point += row_expert * stride_zero_point
 
-    slices = tl.arange(0, SLICES)
+    slices = tl.arange(0, SLICES)  # [SLICES]
     routes = slices // PIECES
     valid = load_local_expert(topk_ids, expert_map, routes, TOP_K, num_experts, num_local_experts) >= 0
     a_first = routes.to(tl.int64) * stride_intermediate + slices % PIECES * BLOCK_K
+    # [SLICES, 1, BLOCK_M]
     a_pointers = intermediate + a_first[:, None, None] + tl.zeros([1, 1, BLOCK_M], tl.int32)
     # The other columns of a product are there because matrix units have them.
     a_mask = valid[:, None, None] & (tl.arange(0, BLOCK_M) == 0)[None, None, :]
@@ -99,19 +96,10 @@ def _down_single_kernel(
         depth,
         depth // 64,
         num_columns,
-        ELEMENT,
-        GROUP,
-        SCALE,
-        True,
-        MASK_K,
-        MASK_K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        SLICES,
+        FORMAT,
+        TILE,
         PIECES,
-        STAGES,
-    )
+    )  # [SLICES, BLOCK_N, BLOCK_M] fp32
     x = tl.sum(sums, 2)  # [SLICES, BLOCK_N]
     if row_scale is not None:
         x *= tl.reshape(tl.load(row_scale + row_expert * num_columns + columns), (SLICES, BLOCK_N))
@@ -120,7 +108,7 @@ def _down_single_kernel(
         x += tl.where((slices % PIECES == 0)[:, None], b, 0.0)
     if topk_weights is not None:
         x *= tl.load(topk_weights + routes, mask=valid, other=0.0)[:, None]
-    y = tl.sum(tl.where(valid[:, None], x, 0.0), 0)
+    y = tl.sum(tl.where(valid[:, None], x, 0.0), 0)  # [BLOCK_N]
     out_columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(out + out_columns, y.to(out.dtype.element_ty), mask=out_columns < num_columns)
 
@@ -157,6 +145,7 @@ def down_single(
     num_columns, depth = operand.num_columns, operand.depth
     assert config.slices > 1 and routes.single and topk_ids.is_contiguous() and top_k <= MAX_TOP_K
     assert intermediate.stride(1) == out.stride(1) == 1 and intermediate.shape[1] == depth
+    past_depth = reaches_past(depth, depth, config.block_k * pieces)
     launch(
         _down_single_kernel,
         (triton.cdiv(num_columns, config.block_n),),
@@ -176,12 +165,18 @@ def down_single(
         0 if bias is None else bias.stride(0),
         TOP_K=top_k,
         PIECES=pieces,
-        MASK_K=reaches_past(depth, depth, config.block_k * pieces),
-        MASK_N=num_columns % config.block_n != 0,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        **operand.constants,
+        FORMAT=operand.format,
+        TILE=TileShape(
+            config.block_m,
+            config.block_n,
+            config.block_k,
+            config.group_m,
+            # Rows are pieces of routes, of which some have no expert here.
+            mask_rows=True,
+            mask_a=past_depth,
+            mask_b=past_depth,
+            mask_n=num_columns % config.block_n != 0,
+        ),
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import triton
 
-# Whose launchers do nothing at a launch that a replay would miss. 3.6.0 ran on an H200; 3.6.0, 3.7.1, 3.8.0 and 3.9.0
-# gave a stand-in for the CUDA driver the same bytes in a replay as in a launch.
+# Versions whose launchers do nothing at a launch that a replay would miss. 3.6.0 ran on an H200; 3.6.0, 3.7.1, 3.8.0
+# and 3.9.0 gave a stand-in for the CUDA driver the same bytes in a replay as in a launch.
 _KNOWN_TRITON = ("3.6.", "3.7.", "3.8.", "3.9.")
 
 
@@ -30,12 +30,12 @@ class _NotUnderstoodError(Exception):
 
 
 class _StandIn:
-    """In place of a value that later changes; can be found again where equal numbers could not."""
+    """Marks the place of a value that changes later, which equal numbers could not mark."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """In place of a descriptor's tensor: all that encoding a tensor map asks for."""
+    """Stands for a descriptor's tensor: encoding a tensor map asks for nothing but the address."""
 
     value: int
 
@@ -110,7 +110,7 @@ class LaunchRecording:
         named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
         try:
             self._add(compiled, grid, [named[name] for name in kernel.arg_names])
-        # The kernel runs already: a launcher of another make costs time and must not cost the call.
+        # The kernel runs already, so an unknown launcher may cost time but must not fail the call.
         except (_NotUnderstoodError, AttributeError, IndexError, KeyError, TypeError, ValueError):
             self.complete = False
 
@@ -236,7 +236,7 @@ class _Layout:
 
 def _encoder(make: Callable[..., list[Any]], meta: Any) -> Callable[[Any], Any]:
     """A function of a descriptor that returns its tensor map, out of the one that expands a descriptor's argument."""
-    # The third one, where it is, is another vendor's.
+    # A third parameter, where there is one, is for another vendor's devices.
     more = (None,) * (len(inspect.signature(make).parameters) - 2)
     return lambda descriptor: make(descriptor, meta, *more)[0]
 

@@ -46,12 +46,12 @@ def _load_words(words, block, columns, num_blocks, num_columns, WORDS: tl.conste
 
 
 @triton.jit
-def _load_activations(pointers, row_mask, offs_k, depth_a, MASK_ROWS: tl.constexpr, MASK_A: tl.constexpr):
-    if MASK_ROWS and MASK_A:
+def _load_activations(pointers, row_mask, offs_k, depth_a, TILE: tl.constexpr):
+    if TILE.mask_rows and TILE.mask_a:
         return tl.load(pointers, mask=row_mask & (offs_k < depth_a), other=0.0)
-    elif MASK_ROWS:
+    elif TILE.mask_rows:
         return tl.load(pointers, mask=row_mask, other=0.0)
-    elif MASK_A:
+    elif TILE.mask_a:
         return tl.load(pointers, mask=offs_k < depth_a, other=0.0)
     else:
         return tl.load(pointers)
@@ -68,17 +68,8 @@ def accumulate_packed(
     depth_a,
     num_blocks,
     num_columns,
-    ELEMENT: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    MASK_A: tl.constexpr,
-    MASK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
-    STAGES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """[BLOCK_M, BLOCK_N] fp32 product of rows of activations and rows of packed weights, before the scales of rows.
 
@@ -95,17 +86,18 @@ def accumulate_packed(
         depth_a: elements of a row of activations; what lies behind them may be NaN.
         num_blocks: blocks of a row of weights.
         num_columns: rows of the weights.
-        ELEMENT, GROUP, SCALE: of `PackedMatrix`.
-        MASK_ROWS: whether to leave out the rows that do not count.
-        MASK_A: whether steps over the weights' reduced dimension reach past `depth_a`; see `reaches_past`.
-        MASK_B: whether they reach past that dimension.
+        FORMAT: `WeightFormat` of packed weights.
+        TILE: `TileShape`.
     """
+    SLICES: tl.constexpr = FORMAT.slices
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_K: tl.constexpr = TILE.block_k
     if SLICES == 1:
         own_block = 0
         a_pointers = a_rows[None, :]
         a_mask = row_mask[None, :]
     else:
-        # Of every slice all rows, one after the other.
+        # All rows of one slice, then all rows of the next: [ROWS].
         columns = tl.reshape(tl.broadcast_to(columns[None, :], (SLICES, BLOCK_N)), (SLICES * BLOCK_N,))
         own_block = tl.arange(0, SLICES * BLOCK_N) // BLOCK_N * (BLOCK_K // 64)
         a_pointers = a_rows[None, None, :] + tl.arange(0, SLICES)[:, None, None] * BLOCK_K
@@ -121,18 +113,9 @@ def accumulate_packed(
         depth_a,
         num_blocks,
         num_columns,
-        ELEMENT,
-        GROUP,
-        SCALE,
-        MASK_ROWS,
-        MASK_A,
-        MASK_B,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
+        FORMAT,
+        TILE,
         SLICES,
-        SLICES,
-        STAGES,
     )
     if SLICES > 1:
         accumulator = tl.sum(accumulator, 0)
@@ -151,18 +134,9 @@ def accumulate_slices(
     depth_a,
     num_blocks,
     num_columns,
-    ELEMENT: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    MASK_A: tl.constexpr,
-    MASK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
     PIECES: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """[SLICES, BLOCK_N, BLOCK_M] fp32 products, or [BLOCK_N, BLOCK_M] where there is one slice, before scales of rows.
 
@@ -170,17 +144,28 @@ def accumulate_slices(
     BLOCK_K; slices of different rows go side by side. ROWS is SLICES * BLOCK_N.
 
     Args:
-        a_pointers: [SLICES, 1, BLOCK_M] first elements of the slices' activations, bf16 or fp16; [1, BLOCK_M] of one.
+        a_pointers: [SLICES, 1, BLOCK_M] first elements of the slices' activations, bf16 or fp16; [1, BLOCK_M]
+            where there is one slice.
         words: first word of the expert, or [ROWS] of the experts.
         group_scale: likewise, or None.
         zero_point: likewise, or None.
         columns: [ROWS] rows of the weights, all within them.
-        own_block: [ROWS] the slice's first block; 0 of one.
+        own_block: [ROWS] the slice's first block; 0 where there is one slice.
         a_mask: shape of `a_pointers`: activations that count.
         depth_a: elements of a row of activations; what lies behind them may be NaN.
         num_blocks: blocks of a row of weights.
         num_columns: rows of an expert's weights.
+        FORMAT: `WeightFormat` of packed weights.
+        TILE: `TileShape`; where one is a row's piece, `mask_rows` goes by `a_mask`.
     """
+    ELEMENT: tl.constexpr = FORMAT.element
+    GROUP: tl.constexpr = FORMAT.group
+    SCALE: tl.constexpr = FORMAT.scale
+    SLICES: tl.constexpr = FORMAT.slices
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_K: tl.constexpr = TILE.block_k
+    MASK_B: tl.constexpr = TILE.mask_b
     DTYPE: tl.constexpr = a_pointers.dtype.element_ty
     BLOCKS: tl.constexpr = BLOCK_K // 64
     WORDS: tl.constexpr = 16 if ELEMENT == "int8" else 8
@@ -201,10 +186,10 @@ def accumulate_slices(
     else:
         offs_k = tl.arange(0, PART)[None, :, None]
         slice_k = tl.arange(0, SLICES)[:, None, None] % PIECES * BLOCK_K + offs_k
-    a_pointers += offs_k
+    a_pointers += offs_k  # [PART, BLOCK_M], or [SLICES, PART, BLOCK_M]
     accumulator = tl.zeros(PRODUCT, dtype=tl.float32)
-    # Said here too, since Triton keeps loads that no product reads, such as those of scales, out of the pipeline else.
-    for first in tl.range(0, num_blocks, PIECES * BLOCKS, num_stages=STAGES):
+    # Without `num_stages` here Triton keeps loads that no product reads, such as those of scales, out of the pipeline.
+    for first in tl.range(0, num_blocks, PIECES * BLOCKS, num_stages=FORMAT.stages):
         partial = tl.zeros(PRODUCT, dtype=tl.float32)
         scale_word = None
         zero_word = None
@@ -234,9 +219,9 @@ def accumulate_slices(
                     ROWS,
                 )
                 if SLICES > 1:
-                    operand = tl.reshape(operand, (SLICES, BLOCK_N, PART))
+                    operand = tl.reshape(operand, (SLICES, BLOCK_N, PART))  # Else [BLOCK_N, PART].
                 start = (first + within) * 64 + part * PART
-                a = _load_activations(a_pointers + start, a_mask, start + slice_k, depth_a, MASK_ROWS, MASK_A)
+                a = _load_activations(a_pointers + start, a_mask, start + slice_k, depth_a, TILE)
                 if CHAINED:
                     accumulator = tl.dot(operand, a, accumulator)
                 else:

@@ -14,7 +14,7 @@ apart; an H200 has 3.2 for each 4-bit weight that its memory delivers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,24 @@ BLOCK: Final = WEIGHT_PAD
 
 # Reduced elements of a step of the main loop, or of each slice of one, are a multiple of this.
 STEP: Final = 128
+
+
+class WeightFormat(NamedTuple):
+    """The kernels' constant that says what weights are.
+
+    Attributes:
+        element: of `PackedMatrix`, as the next two; None: weights have the dtype of the activations.
+        group: elements that share a scale.
+        scale: dtype of the canonical group scales.
+        slices: pieces of a step of the main loop, one a warp, or 1.
+        stages: depth of the main loop's pipeline; None: Triton's own choice for the kernel.
+    """
+
+    element: str | None = None
+    group: int = 0
+    scale: str | None = None
+    slices: int = 1
+    stages: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

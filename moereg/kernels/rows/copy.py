@@ -42,9 +42,9 @@ def _copy_rows_kernel(
 ):
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
-    # By token and not by row, so that a token is read once.
+    # A program copies a token, not a row, so that each token is read once.
     token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     mask = columns < hidden_size
     x = tl.load(hidden_states + token * stride_hidden + columns, mask=mask)
     for k in tl.static_range(TOP_K):

@@ -71,7 +71,7 @@ def direct_rows(
     BLOCK_TOP_K: tl.constexpr,
     SINGLE: tl.constexpr = False,
 ):
-    """What a program of `DirectRoutes` serves; `SINGLE`: there is one token.
+    """The routes that a program of `DirectRoutes` serves; `SINGLE`: there is one token.
 
     Returns:
         Expert of its route, -1 where that has none or an earlier route serves it; [BLOCK_M] route of every token to
@@ -81,9 +81,9 @@ def direct_rows(
     if SINGLE:
         # Every route is served by itself, also where two name one expert.
         return expert, tl.full([BLOCK_M], 0, tl.int32) + own_route, tl.arange(0, BLOCK_M) == 0
-    tokens = tl.arange(0, BLOCK_M)[:, None]
-    choices = tl.arange(0, BLOCK_TOP_K)[None, :]
-    routes = tokens * TOP_K + choices
+    tokens = tl.arange(0, BLOCK_M)[:, None]  # [BLOCK_M, 1]
+    choices = tl.arange(0, BLOCK_TOP_K)[None, :]  # [1, BLOCK_TOP_K]
+    routes = tokens * TOP_K + choices  # [BLOCK_M, BLOCK_TOP_K]
     ids = tl.load(topk_ids + routes, mask=(tokens < num_tokens) & (choices < TOP_K), other=-1)
     # Equal ids mean equal experts; two ids that one map sends to the same local expert would read its weights twice.
     same = (ids == tl.load(topk_ids + own_route)) & (ids >= 0)
@@ -94,6 +94,6 @@ def direct_rows(
     again = earlier >= 1 << 20
     leads = (earlier == 0) | again
     same = same & ((routes == own_route) | (again == 0))
-    choice = tl.min(tl.where(same, choices, BLOCK_TOP_K), 1)
+    choice = tl.min(tl.where(same, choices, BLOCK_TOP_K), 1)  # [BLOCK_M]
     mask = choice < BLOCK_TOP_K
     return tl.where(leads, expert, -1), tl.where(mask, tl.arange(0, BLOCK_M) * TOP_K + choice, 0), mask

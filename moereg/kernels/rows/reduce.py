@@ -46,7 +46,7 @@ def _reduce_routes_kernel(
 ):
     wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for k in tl.static_range(TOP_K):
         route = token * TOP_K + k
@@ -75,8 +75,10 @@ def reduce_routes(
 
     Args:
         out: [T, H] bf16, fp16 or fp32, rows contiguous, T >= 1: overwritten; zeros where no route is valid.
-        route_rows: [T * K, H], any float dtype, rows contiguous: already weighted; read where the route is valid.
-        route_expert: [T * K] or [T, K] int32, negative where a route adds nothing; with the next three, `topk_ids`.
+        route_rows: [T * K, H], any float dtype, rows contiguous: already weighted; only those of valid
+            routes are read.
+        route_expert: [T * K] or [T, K] int32, negative where a route adds nothing; with `num_experts` the
+            router's ids, `topk_ids`.
         config: launch configuration.
         expert_map: [num_experts] int32, local expert or -1; None: identity.
         num_experts: ids from here on add nothing; None: the numbers are local experts already.
@@ -122,7 +124,7 @@ def _reduce_sorted_rows_kernel(
 ):
     wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for k in tl.static_range(TOP_K):
         route = token * TOP_K + k
@@ -131,7 +133,7 @@ def _reduce_sorted_rows_kernel(
         mask = (columns < hidden_size) & (row >= 0)
         value = tl.load(sorted_rows + row * stride_rows + columns, mask=mask, other=0.0).to(tl.float32)
         if topk_weights is not None:
-            # Nor do their weights count, which may be NaN too.
+            # Their weights may be NaN too.
             value *= tl.load(topk_weights + route, mask=row >= 0, other=0.0)
         total += value
     tl.store(out + token * stride_out + columns, total.to(out.dtype.element_ty), mask=columns < hidden_size)
@@ -149,7 +151,8 @@ def reduce_sorted_rows(
 
     Args:
         out: [T, H] bf16, fp16 or fp32, rows contiguous, T >= 1: overwritten; zeros where no route is valid.
-        sorted_rows: [T * K, H], any float dtype, rows contiguous, in the order of the plan; read where a route is.
+        sorted_rows: [T * K, H], any float dtype, rows contiguous, in the order of the plan; only those of
+            valid routes are read.
         route_row: [T * K] int32, the row of a route, negative where it adds nothing.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
         config: launch configuration.

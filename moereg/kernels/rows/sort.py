@@ -90,7 +90,7 @@ def _sort_routes_kernel(
             EXPERTS,
         )
     else:
-        own = (pid - 1) * ROUTES + tl.arange(0, ROUTES)
+        own = (pid - 1) * ROUTES + tl.arange(0, ROUTES)  # [ROUTES]
         own_expert = load_local_expert(topk_ids, expert_map, own, num_routes, num_experts, num_local_experts)
         own_key = own_expert * num_routes + own
         smaller = tl.zeros([ROUTES, CHUNK], dtype=tl.int32)
@@ -98,8 +98,8 @@ def _sort_routes_kernel(
             routes = start + lanes
             expert = load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts)
             key = tl.where(expert >= 0, expert * num_routes + routes, 0x7FFFFFFF)
-            smaller += _count_less(key, own_key)
-        place = tl.sum(smaller, 1)
+            smaller += _count_less(key, own_key)  # [ROUTES, CHUNK]
+        place = tl.sum(smaller, 1)  # [ROUTES]
         tl.store(sorted_routes + place, own, mask=own_expert >= 0)
         tl.store(route_row + own, tl.where(own_expert >= 0, place, -1), mask=own < num_routes)
         tl.store(route_expert + own, own_expert, mask=own < num_routes)
@@ -124,7 +124,7 @@ def _count_chunks_kernel(
     expert = load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts)
     tl.store(route_expert + routes, expert, mask=routes < num_routes)
     experts = tl.arange(0, EXPERTS)
-    counts = tl.histogram(expert, EXPERTS, mask=expert >= 0)
+    counts = tl.histogram(expert, EXPERTS, mask=expert >= 0)  # [EXPERTS]
     tl.store(chunk_counts + chunk * num_local_experts + experts, counts, mask=experts < num_local_experts)
 
 
@@ -146,7 +146,7 @@ def _scan_chunks_kernel(
         chunks = start + tl.arange(0, CHUNKS)
         mask = (chunks < num_chunks)[:, None] & (experts < num_local_experts)[None, :]
         pointers = chunk_counts + chunks[:, None] * num_local_experts + experts[None, :]
-        counts = tl.load(pointers, mask=mask, other=0)
+        counts = tl.load(pointers, mask=mask, other=0)  # [CHUNKS, EXPERTS]
         tl.store(pointers, tl.cumsum(counts, 0) - counts + totals[None, :], mask=mask)
         totals += tl.sum(counts, 0)
     tl.store(expert_counts + experts, totals, mask=experts < num_local_experts)
@@ -193,7 +193,7 @@ def _place_routes_kernel(
         )
     else:
         first = (pid - 1) * ROUTES
-        own = first + tl.arange(0, ROUTES)
+        own = first + tl.arange(0, ROUTES)  # [ROUTES]
         own_expert = tl.load(route_expert + own, mask=own < num_routes, other=-1)
         valid = own_expert >= 0
         chunk = first // CHUNK
@@ -249,7 +249,7 @@ def sort_routes(
     expert_counts, chunk_counts = pieces.pop("expert_counts"), pieces.pop("chunk_counts")
     plan = RoutePlan(**pieces, block_m=block_m, slack=slack)
     block_map = (plan.expert_offsets, plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks)
-    # Triton's histogram wants a power of two, and on NVIDIA a warp's worth of bins at least.
+    # Triton's histogram takes a power of two, on NVIDIA at least 32 bins.
     experts = max(32, triton.next_power_of_2(num_local_experts))
 
     if num_routes <= config.single_launch_routes:
