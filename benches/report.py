@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "results.md"
 PICTURE = ROOT / "docs" / "h200.svg"
 
 # Okabe and Ito's, which everyone can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -328,7 +328,7 @@ def draw_h200(path: pathlib.Path) -> None:
     style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": path.name}
     with matplotlib.rc_context(style):
         figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
-        for model, color in zip(dict.fromkeys(row["model"] for row in rows), COLOURS, strict=False):
+        for model, color in zip(dict.fromkeys(row["model"] for row in rows), COLORS, strict=False):
             own = [row for row in rows if row["model"] == model and not row["wrong"]]
             ratios = [row["best_peer_over_ours"] for row in own]
             axes.plot([row["tokens"] for row in own], ratios, "o-", color=color, label=model)

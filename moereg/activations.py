@@ -61,9 +61,11 @@ class Activation:
                 raise ArgumentError(f"swiglu_limit must be a positive finite number or None, got {shown(self.limit)}")
             object.__setattr__(self, "limit", float(self.limit))
         if self.alpha != 1.0 and _GATE_FUNCTIONS.get(self.name) is not _sigmoid_gate:
-            raise ArgumentError(f"alpha is the slope inside the sigmoid, which {self.name!r} has not, got {self.alpha}")
+            raise ArgumentError(
+                f"alpha is the slope inside the sigmoid, which {self.name!r} does not have, got {self.alpha}"
+            )
         if self.beta and not self.gated:
-            raise ArgumentError(f"beta is added to the up half, which {self.name!r} has not, got {self.beta}")
+            raise ArgumentError(f"beta is added to the up half, which {self.name!r} does not have, got {self.beta}")
         if self.limit is not None and not self.gated:
             raise ArgumentError(f"swiglu_limit clamps gate and up, but {self.name!r} is not gated; leave it out")
 

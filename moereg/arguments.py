@@ -203,7 +203,7 @@ def check_field(name: str, values: Mapping[str, Any], field: str, check: Callabl
     """
     path = f"{name}.{field}" if name else field
     if field not in values:
-        raise ArgumentError(f"{path} must be there, got an object with {shown(sorted(values))}")
+        raise ArgumentError(f"{path} is required, got an object with {shown(sorted(values))}")
     return check(path, values[field])
 
 

@@ -69,5 +69,5 @@ def pad_columns(weight: torch.Tensor, columns: int) -> torch.Tensor:
     """Zero-pads the last dimension to `columns`; a view of the same tensor where nothing is missing."""
     missing = columns - weight.shape[-1]
     if missing < 0:
-        raise ValueError(f"columns must be at least the {weight.shape[-1]} that are there, got {columns}")
+        raise ValueError(f"columns must be at least {weight.shape[-1]}, got {columns}")
     return torch.nn.functional.pad(weight, (0, missing)) if missing else weight

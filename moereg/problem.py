@@ -171,7 +171,7 @@ class MoEProblem:
         keywords = dict(check_mapping("a problem", values))
         for name in _REQUIRED:
             if name not in keywords:
-                raise ArgumentError(f"{name} must be there, got an object with {shown(sorted(keywords))}")
+                raise ArgumentError(f"{name} is required, got an object with {shown(sorted(keywords))}")
         known = [field.name for field in dataclasses.fields(cls)]
         for name in keywords:
             check_one_of("field of a problem", name, tuple(known))

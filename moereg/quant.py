@@ -153,7 +153,7 @@ def _known_fields(
         check_one_of(f"field of {name}", field, known)
     for field in required:
         if field not in values:
-            raise ArgumentError(f"{field} of {name} must be there, got an object with {shown(sorted(values))}")
+            raise ArgumentError(f"{field} of {name} is required, got an object with {shown(sorted(values))}")
     return values
 
 

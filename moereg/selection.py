@@ -296,7 +296,7 @@ class Selection:
         )
         if (selection.source is None) is not (selection.winner is None):
             raise ArgumentError(
-                f"source must be there where, and only where, the first decision is accepted, got "
+                f"source must be set if and only if the first decision is accepted, got "
                 f"{shown(selection.source)} with {shown(selection.backend)}"
             )
         for place, decision in enumerate(selection.decisions):

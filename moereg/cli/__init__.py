@@ -39,7 +39,7 @@ BROKEN_PIPE: Final = 141
 _EXIT_CODES: Final = (
     "Exit codes: 0 done; 1 wrong numbers or a backend that failed; 2 bad input or not enough memory for it; 3 nothing "
     "fits the problem; 70 a bug of moereg; 74 standard output could not be written, for instance to a full disk; 130 "
-    "interrupted; 141 whoever read the output left. A stream that is closed from the start changes no code."
+    "interrupted; 141 the reader of the output left. A stream that is closed from the start changes no code."
 )
 
 # typer keeps its own copy of click or uses the installed one, by version; either way this is the base of usage errors.
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OutputLostError as error:
             if error.cause.errno == errno.EPIPE:
                 return BROKEN_PIPE
-            print_error(f"{error}; what arrived is not complete")
+            print_error(f"{error}; the output is incomplete")
             return OUTPUT_LOST
         finally:
             sys.stderr.flush()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["check_can_plot", "plot_bench"]
 
 # Okabe and Ito's colors, which also color-blind readers can tell apart, strong ones first.
-_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _MARKERS: Final = "osD^vPX"
 _INK: Final = "#222222"
 _FAINT: Final = "#777777"
@@ -66,7 +66,7 @@ def check_can_plot(path: Path) -> None:
             f"--plot takes a file such as bench.png, got {str(path)!r} (known: {', '.join(sorted(known))})"
         )
     if not path.parent.is_dir():
-        raise UsageError(f"--plot writes into a folder that is there, got {str(path)!r}; make {path.parent} first")
+        raise UsageError(f"--plot writes into an existing folder, got {str(path)!r}; make {path.parent} first")
     was_there = path.exists()
     try:
         path.open("ab").close()
@@ -116,7 +116,7 @@ def _draw_lines(result: BenchResult, times: Axes, shares: Axes) -> None:
     for number, (decision, label) in enumerate(result.labels().items()):
         rows = [row for row in result.rows if row.decision == decision]
         tokens = [row.num_tokens for row in rows]
-        color = _COLOURS[number % len(_COLOURS)]
+        color = _COLORS[number % len(_COLORS)]
         look: dict[str, Any] = {"color": color, "marker": _MARKERS[number % len(_MARKERS)], "clip_on": False}
         look |= {"markeredgecolor": "white", "markeredgewidth": 1.0, "zorder": 3}
         times.plot(tokens, [row.time_us for row in rows], label=label + _wrong_at(rows), **look)

@@ -218,7 +218,7 @@ def _error(row: Measurement) -> str | Text:
     if row.failure:
         return Text("failed", style="bold red")
     if row.damage:
-        return Text("wrote what it may only read", style="bold red")
+        return Text("wrote to read-only tensors", style="bold red")
     if row.passed:
         return f"{row.relative_error:.1e}"
     return Text(f"{row.relative_error:.1e} > {row.tolerance:.1e}", style="bold red")

@@ -82,14 +82,14 @@ def test_standard_values() -> None:
         ({"name": "silu", "limit": math.inf}, "swiglu_limit must be a positive finite number or None, got inf"),
         ({"name": "silu", "alpha": math.nan}, "activation alpha must be a finite number, got nan"),
         ({"name": "silu", "beta": math.inf}, "activation beta must be a finite number, got inf"),
-        ({"name": "gelu", "alpha": 2.0}, "alpha is the slope inside the sigmoid, which 'gelu' has not, got 2.0"),
+        ({"name": "gelu", "alpha": 2.0}, "alpha is the slope inside the sigmoid, which 'gelu' does not have, got 2.0"),
         (
             {"name": "relu2", "gated": False, "alpha": 2.0},
-            "alpha is the slope inside the sigmoid, which 'relu2' has not, got 2.0",
+            "alpha is the slope inside the sigmoid, which 'relu2' does not have, got 2.0",
         ),
         (
             {"name": "relu2", "gated": False, "beta": 1.0},
-            "beta is added to the up half, which 'relu2' has not, got 1.0",
+            "beta is added to the up half, which 'relu2' does not have, got 1.0",
         ),
         (
             {"name": "relu2", "gated": False, "limit": 1.0},

@@ -66,14 +66,14 @@ BAD: list[tuple[Callable[[], object], type[MoeregError], str]] = [
     (
         lambda: MoEProblem.from_dict({"top_k": 2}),
         ArgumentError,
-        "num_experts must be there, got an object with ['top_k'",
+        "num_experts is required, got an object with ['top_k'",
     ),
     (
         lambda: MoEProblem.from_dict({**SIZES, "topk": 2}),
         UnknownNameError,
         "unknown field of a problem 'topk', did you mean 'top_k'?",
     ),
-    (lambda: MoEProblem.from_dict({**SIZES, "quant": {}}), ArgumentError, "name of a QuantScheme must be there, got"),
+    (lambda: MoEProblem.from_dict({**SIZES, "quant": {}}), ArgumentError, "name of a QuantScheme is required, got"),
     (
         lambda: MoEProblem.from_dict({**SIZES, "quant": {"name": "x", "weight": {"dtype": "int8", "group": [1, "8"]}}}),
         ArgumentError,
@@ -259,14 +259,14 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("schema", REMOVED, "a selection must have schema 1, got None; write it again"),
     ("problem", [], "problem must be an object, got []"),
     ("problem.top_k", "2", "problem: top_k must be an integer, got '2'"),
-    ("problem.top_k", REMOVED, "problem: top_k must be there, got an object with ['activation', 'activation_format', "),
+    ("problem.top_k", REMOVED, "problem: top_k is required, got an object with ['activation', 'activation_format', "),
     ("problem.quant", "nvfp5", "problem: unknown quant scheme 'nvfp5', did you mean 'nvfp4'?"),
     ("problem.more", 1, "problem: unknown field of a problem 'more'"),
     ("platform", 90, "platform must be a text, got 90"),
     ("platform", "gpux:1", "platform: unknown platform 'gpux:1'"),
     ("platform_source", "guessed", "unknown platform_source 'guessed' (known: named, probed)"),
     ("request", None, "request must be an object, got None"),
-    ("request.deny", REMOVED, "request.deny must be there, got an object with ['prefer', 'require']"),
+    ("request.deny", REMOVED, "request.deny is required, got an object with ['prefer', 'require']"),
     ("request.deny", "torch", "request.deny must be a list, got 'torch'"),
     ("request.deny", ["torch", 3], "request.deny[1] must be a text, got 3"),
     ("request.avoid", [], "request: unknown field of a request 'avoid' (known: deny, prefer, require)"),
@@ -275,7 +275,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     (
         "source",
         None,
-        "source must be there where, and only where, the first decision is accepted, got None with 'torch'",
+        "source must be set if and only if the first decision is accepted, got None with 'torch'",
     ),
     ("source", "luck", "unknown source 'luck' (known: measured, preferred, priority, required)"),
     ("decisions", {}, "decisions must be a list, got {}"),
@@ -291,7 +291,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     (
         "decisions.-1.reasons.0.text",
         REMOVED,
-        "decisions[{last}].reasons[0].text must be there, got an object with ['code'",
+        "decisions[{last}].reasons[0].text is required, got an object with ['code'",
     ),
     ("decisions.-1.reasons", [], "decisions[{last}].accepted must be True with 0 reasons, got False"),
 ]
