@@ -90,7 +90,7 @@ def read_flag(config: Mapping[str, Any], name: str, default: bool = False) -> bo
 
     Args:
         config: The parsed file.
-        name: Of the entry.
+        name: Name of the entry.
         default: Meant where it is absent or null.
 
     Raises:
@@ -108,7 +108,7 @@ def read_choice(config: Mapping[str, Any], name: str, choices: Sequence[Any], de
 
     Args:
         config: The parsed file.
-        name: Of the entry.
+        name: Name of the entry.
         choices: Accepted.
         default: Meant where it is absent or null.
         cure: What to do about another value.

@@ -22,7 +22,7 @@ def torch_grouped(weights: ExpertWeights, call: Call) -> torch.Tensor:
 
     Args:
         weights: Unquantized, silu, no bias.
-        call: Whose ids are all in [0, E).
+        call: Inputs, with ids that are all in [0, E).
 
     Returns:
         [T,H] in the dtype of the hidden states.

@@ -65,7 +65,7 @@ def load_layer(path: Path, layer: int, problem: MoEProblem, device: torch.device
         path: Checkpoint directory.
         layer: Index in the whole model.
         problem: From `read_problem`.
-        device: To load to.
+        device: Device to load to.
         advance: Called after each expert.
 
     Raises:

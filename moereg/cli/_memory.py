@@ -23,8 +23,8 @@ def check_run_fits(
 
     Args:
         problem: The layer, whose weights take memory once in canonical order and once permuted for each kernel.
-        num_tokens: Of one call.
-        device: To run on.
+        num_tokens: Tokens of one call.
+        device: Device to run on.
         num_kernels: Number of kernels at the same time.
         num_calls: Number of inputs and outputs at the same time.
 

@@ -86,7 +86,7 @@ class Comparison:
     Attributes:
         problem: The layer.
         weights: Canonical.
-        permute_ms: What permuting took, by candidate.
+        permute_ms: Time to permute the weights, by candidate.
     """
 
     @torch.no_grad()
@@ -139,7 +139,7 @@ class Comparison:
 
         Args:
             num_tokens: One of those that there are inputs for.
-            ceilings: Of this device, where they are known.
+            ceilings: The device's ceilings, where they are known.
             rounds: Samples of each.
 
         Returns:

@@ -30,10 +30,10 @@ class Culprits:
     """
 
     def __init__(self, selection: Selection, device: torch.device) -> None:
-        """Knows who may be named.
+        """Knows which candidates may be named.
 
         Args:
-            selection: Of the candidates.
+            selection: The selection that has the candidates.
             device: Where they run.
         """
         self.stopped: BackendError | None = None
@@ -61,12 +61,12 @@ class Culprits:
             self.stop_if_lost(errors, [decision], step, error)
 
     def stop_if_lost(self, errors: Errors, decisions: Sequence[Decision], step: str, error: Exception) -> None:
-        """Says that one of those who ran took the device down, where it answers no more."""
+        """Says that one of the backends that ran took the device down, where it answers no more."""
         if decisions and self._is_lost():
             self._stop(errors, decisions, f"took the device down in {step}: {described(error)}")
 
     def not_restored(self, errors: Errors, decisions: Sequence[Decision], error: Exception) -> None:
-        """Names who wrote to weights that could not be restored, so that no other candidate can be judged."""
+        """Names the backends that wrote to weights that could not be restored, after which no other can be judged."""
         self._stop(errors, decisions, f"wrote to the layer's weights, which could not be made anew: {described(error)}")
 
     def skip(self, errors: Errors, decisions: Sequence[Decision]) -> None:

@@ -57,9 +57,9 @@ def random_weights(
 
     Args:
         problem: The layer.
-        generator: Of the CPU.
-        device: To build on.
-        advance: Told of each expert as (done, in all).
+        generator: A generator of the CPU.
+        device: Device to build on.
+        advance: Called after each expert with (experts done, experts in all).
     """
     pool = torch.randn(_POOL_NUMEL, generator=generator).to(device, problem.torch_dtype)
     build = _unquantized_experts if problem.quant.weight is None else _quantized_experts
@@ -161,7 +161,7 @@ def random_call(problem: MoEProblem, num_tokens: int, routing: str, generator: t
         problem: The layer.
         num_tokens: T.
         routing: One of `ROUTINGS`.
-        generator: Of the device.
+        generator: A generator of the device.
 
     Raises:
         ValueError: The routing is not known.

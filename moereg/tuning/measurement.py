@@ -24,7 +24,7 @@ class Measurement:
         failure: The exception's text; empty if it ran.
         timing: None if the numbers are wrong.
         flops, num_bytes: Mean of the calls.
-        roofline_us: What the device could reach; NaN if unknown.
+        roofline_us: Time that the device could reach; NaN if unknown.
         damage: What it wrote to without permission; empty if nothing.
         error: The exception itself.
     """

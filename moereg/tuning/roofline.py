@@ -42,9 +42,9 @@ class Ceilings:
     """The most that a device reached.
 
     Attributes:
-        matmul_tflops: Of one large product, sustained.
-        read_gbps: Of reading a large buffer once.
-        read_by: What read it so fast.
+        matmul_tflops: Rate of one large product, sustained.
+        read_gbps: Rate of reading a large buffer once.
+        read_by: The reader that was so fast.
     """
 
     matmul_tflops: float
@@ -57,7 +57,7 @@ class Work:
     """The work of a call, independent of the kernel.
 
     Attributes:
-        flops: Of both products, for routes to local experts.
+        flops: Operations of both products, for routes to local experts.
         num_bytes: The weights of the experts that are active, hidden states and output, each moved once.
     """
 
@@ -95,8 +95,8 @@ def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:
     """Measures both ceilings: a second or two, on a CPU with torch's current number of threads.
 
     Args:
-        dtype: Of the product; on a CPU one in fp32 counts too.
-        device: Whose ceilings.
+        dtype: Dtype of the product; on a CPU a product in fp32 counts too.
+        device: Device to measure.
     """
     read_gbps, read_by = _measure_read(device)
     return Ceilings(_measure_matmul(dtype, device), read_gbps, read_by)
