@@ -14,6 +14,9 @@ import torch
 pytest.importorskip("triton")
 
 from moereg.activations import ACTIVATIONS, Activation
+from moereg.backends._loaded import Call
+from moereg.backends._triton.quantized_ways import Hopper
+from moereg.backends.triton_moe import TritonQuantizedExperts
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs
 from moereg.layer import make_kernel
@@ -85,7 +88,10 @@ def test_layers(
     kernel = make_kernel(problem, weights, select_backend(problem, require="triton"), expert_map=expert_map)
     call = random_call(problem, tokens, "uniform", torch.Generator("cuda").manual_seed(tokens))
     inputs = ExpertInputs(call.hidden_states, call.topk_weights, call.topk_ids)
-    assert kernel.experts._warp_specialized(inputs), "the case is not for these kernels"  # type: ignore[attr-defined]
+    assert isinstance(kernel.experts, TritonQuantizedExperts)
+    nothing = torch.empty(0, device=device)
+    way = kernel.experts.implementation.select(Call(nothing, inputs, kernel.weights, nothing, nothing))  # type: ignore[attr-defined]
+    assert isinstance(way, Hopper), "the case is not for these kernels"
     outs = []
     for _ in range(3):
         WORKSPACES.release()  # The next one is poisoned again.
