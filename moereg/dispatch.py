@@ -34,9 +34,8 @@ __all__ = [
 
 logger: Final = logging.getLogger("moereg")
 
-
 _LOGGED: Final[set[tuple[MoEProblem, str, str]]] = set()
-"""Whose choice was logged: a model has many layers of one shape, and a process logs each shape once."""
+"""Choices that were logged. Process-wide, since a model has many layers of one shape: each shape is logged once."""
 
 
 class EmulationWarning(MoeregWarning):
@@ -51,7 +50,7 @@ def explain_backends(
     prefer: Names = None,
     deny: Names = None,
 ) -> Selection:
-    """As `select_backend`, but returns the selection with no winner where nothing fits."""
+    """As `select_backend`, but returns a selection without a winner if nothing fits."""
     cells = load_backends().cells  # First: plugins may bring the kind of machine that the platform's name says.
     if platform is None:
         platform = current_platform()

@@ -1,4 +1,4 @@
-"""What a caller asks for in require, prefer and deny, in code and environment alike."""
+"""Requests: which backends a caller requires, prefers or denies, in code and in the environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Names = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What was asked for, resolved for one scheme.
+    """A caller's wishes, resolved for one scheme.
 
     Attributes:
         require: Backends of which one must be used; empty for any.
@@ -48,13 +48,13 @@ class Request:
         A value for the scheme beats a value for all schemes of the same source.
 
         Args:
-            scheme: Name of the problem's.
+            scheme: Name of the problem's scheme.
             require: As in `select_backend`.
-            prefer: Likewise.
-            deny: Likewise.
-            environ: Where MOEREG_REQUIRE, MOEREG_PREFER and MOEREG_DENY are read.
-            cells: What names and schemes a request may have; all that are installed where None.
-            plugins: What became of plugins, for the error about a name that one of them should have brought.
+            prefer: As in `select_backend`.
+            deny: As in `select_backend`.
+            environ: Holds MOEREG_REQUIRE, MOEREG_PREFER and MOEREG_DENY.
+            cells: Their names and schemes are known; those of every installed backend if None.
+            plugins: Statuses of plugins, for the error about a backend whose plugin did not load.
 
         Raises:
             PluginError: A backend's plugin did not load; carries its error.
@@ -73,9 +73,9 @@ class Request:
                 ("deny", deny, "MOEREG_DENY"),
             )
         )
-        # Also what is asked for other schemes: a misspelled name would go unnoticed until that scheme is loaded.
+        # Wishes for other schemes are checked too: a misspelled name would go unnoticed until that scheme is loaded.
         for other, error in _unknown_schemes((*required, *preferred, *denied), cells).items():
-            if other != scheme:  # That of the problem is known, even where no backend has it.
+            if other != scheme:  # The problem's own scheme may be named even if no backend has it.
                 raise error
         for asked in (required, preferred, denied):
             _check_backends(asked, cells, plugins, may_have_failed=asked is denied)
@@ -142,7 +142,7 @@ def _check_backends(
     plugins: Iterable[PluginStatus],
     may_have_failed: bool,
 ) -> None:
-    """Checks that backends are known. One whose plugin did not load may be denied: that asks nothing of it."""
+    """Checks that backends are known. A backend whose plugin did not load may still be denied."""
     names = [name for source in sources for listed in source.values() for name in listed]
     if not names:
         return
