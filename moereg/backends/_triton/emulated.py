@@ -124,7 +124,8 @@ class RoundedSorted(ways.PlainWay):
             factors=factors,
             static_scale=a13_scale,
             route_expert=plan.route_expert if by_route else None,
-            topk_weights=inputs.topk_weights if problem.apply_router_weight_on_input else None,
+            topk_weights=inputs.topk_weights,
+            apply_router_weight_on_input=problem.apply_router_weight_on_input,
             overlap=work.overlap,
         )
         intermediate = call.workspace13[:num_routes]  # [N, I_pad]

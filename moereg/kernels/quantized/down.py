@@ -97,12 +97,12 @@ def _quantized_down_kernel(
         block_end,
         used_blocks,
         num_tiles_n,
-        SORTED,
-        False,
-        TOP_K,
-        BLOCK_TOP_K,
-        BLOCK_M,
-        GROUP_M,
+        SORTED=SORTED,
+        SINGLE=False,
+        TOP_K=TOP_K,
+        BLOCK_TOP_K=BLOCK_TOP_K,
+        BLOCK_M=BLOCK_M,
+        GROUP_M=GROUP_M,
     )
     if not SORTED:
         if tile.expert < 0:
@@ -121,7 +121,7 @@ def _quantized_down_kernel(
     offs_b = tl.arange(0, BLOCK_K // codes_in_byte(w2.dtype.element_ty))
     MX: tl.constexpr = scaled_by_hardware(intermediate_scale.dtype.element_ty)
     expert = expert.to(tl.int64)
-    # [BLOCK_M, BLOCK_K] codes; like the weights' half as many elements where a byte holds two.
+    # [BLOCK_M, BLOCK_K], or BLOCK_K / 2 columns where a byte holds two codes; the same goes for the weights.
     a_pointers = intermediate + rows.to(tl.int64)[:, None] * stride_intermediate + offs_a[None, :]
     a_scales = scales_of_rows(intermediate_scale, rows, stride_intermediate_scale, MX, A_GROUP, BLOCK_K)
     # [BLOCK_K, BLOCK_N]

@@ -121,6 +121,7 @@ def requantize_rows(
     plan: RoutePlan | None = None,
     expert_num_tokens: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
     overlap: bool = False,
 ) -> None:
     """Writes rows rounded, without their global scales, in one launch.
@@ -138,7 +139,8 @@ def requantize_rows(
         route_expert: [R] int32, local expert of each row, or negative.
         plan: sorted routes, in whose order the rows are.
         expert_num_tokens: [E] int32, valid rows of each expert.
-        topk_weights: [R] fp32, contiguous: rows are multiplied by these, and rounded to their dtype, first.
+        topk_weights: [R, 1] fp32, contiguous, where the router's weights apply to the rows; else of any shape.
+        apply_router_weight_on_input: whether rows are multiplied by `topk_weights`, and rounded to their dtype, first.
         overlap: whether to start while the kernel in front, which may be the one that writes `x`, still runs.
     """
     num_rows, size = out.shape
@@ -165,7 +167,7 @@ def requantize_rows(
         out,
         factors,
         x,
-        topk_weights,
+        topk_weights if apply_router_weight_on_input else None,
         static_scale,
         route_expert,
         sorted_routes,

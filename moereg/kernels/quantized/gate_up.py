@@ -121,12 +121,12 @@ def _quantized_gate_up_kernel(
         block_end,
         used_blocks,
         num_tiles_n,
-        SORTED,
-        False,
-        TOP_K,
-        BLOCK_TOP_K,
-        BLOCK_M,
-        GROUP_M,
+        SORTED=SORTED,
+        SINGLE=False,
+        TOP_K=TOP_K,
+        BLOCK_TOP_K=BLOCK_TOP_K,
+        BLOCK_M=BLOCK_M,
+        GROUP_M=GROUP_M,
     )
     if not SORTED:
         wait_for_previous(OVERLAP)
@@ -146,7 +146,7 @@ def _quantized_gate_up_kernel(
     MX: tl.constexpr = scaled_by_hardware(hidden_scale.dtype.element_ty)
     expert = expert.to(tl.int64)
     sources = routes // SOURCE  # [BLOCK_M]
-    # [BLOCK_M, BLOCK_K] codes; like the weights' half as many elements where a byte holds two.
+    # [BLOCK_M, BLOCK_K], or BLOCK_K / 2 columns where a byte holds two codes; the same goes for the weights.
     a_pointers = hidden_states + sources.to(tl.int64)[:, None] * stride_hidden + offs_a[None, :]
     a_scales = scales_of_rows(hidden_scale, sources, stride_hidden_scale, MX, A_GROUP, BLOCK_K)
     # [BLOCK_K, BLOCK_N]
@@ -271,10 +271,8 @@ def quantized_gate_up_gemm(
     else:
         target, out_scale, static_scale, out_depth = out, None, None, out.shape[1]
         rounded, out_group, min_code, max_code = None, 0, 0.0, 0.0
-    assert (
-        config.block_m == plan.block_m and CODE_PAD % block_n == out_depth % CODE_PAD == 0 and num_columns <= out_depth
-    )
-    assert target.stride(1) == 1
+    assert config.block_m == plan.block_m and CODE_PAD % block_n == 0
+    assert out_depth % CODE_PAD == 0 and num_columns <= out_depth and target.stride(1) == 1
     assert w13.global_scale is None or w13.global_scale.shape[1] == halves
     check_steps(hidden_states, w13, config)
     num_tiles_n = out_depth // block_n

@@ -23,9 +23,9 @@ from moereg.kernels.rows.direct import DirectRoutes, load_local_expert
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import AMAX_PROGRAMS
 
-# Where there would be at least `_MANY_PROGRAMS`, a program takes several rows, about `_PROGRAM_ELEMENTS` numbers.
-_PROGRAM_ELEMENTS: Final = 4096
+# Instead of this many programs or more, fewer run, each with about `_PROGRAM_ELEMENTS` numbers of several rows.
 _MANY_PROGRAMS: Final = 1024
+_PROGRAM_ELEMENTS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +167,8 @@ def _quantize_rows_kernel(
             tl.store(global_scales + rows, global_scale, mask=in_use & (tl.program_id(1) == 0))
             codes, stored = quantize_e2m1(values, global_scale, GROUP)  # [ROWS, BLOCK / 2], [ROWS, BLOCK / GROUP]
         else:
-            codes, stored = quantize_tile(values, DTYPE, GROUP, MIN_CODE, MAX_CODE, E8M0)  # [ROWS, BLOCK], the same
+            # [ROWS, BLOCK], [ROWS, BLOCK / GROUP]
+            codes, stored = quantize_tile(values, DTYPE, GROUP, MIN_CODE, MAX_CODE, E8M0)
             stored = stored.to(scales.dtype.element_ty)
         groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]  # [1, BLOCK / GROUP]
         tl.store(scales + rows * stride_scales + groups, stored, mask=in_use & (groups < depth // GROUP))
