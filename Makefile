@@ -8,7 +8,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP_INPUTS := pyproject.toml constraints.txt
-# Each candidate is started, not just looked up: version managers leave names on PATH that run nothing.
+# Start each candidate instead of looking it up: version managers leave names on PATH that run nothing.
 USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3.10 python3; do \
 	$$p -c '$(USABLE)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -24,7 +24,7 @@ help:
 	@echo 'make test-all    runs the rest: the slow tests'
 	@echo 'make test-peers  installs the peer libraries (2 GB more) and runs the tests that compare with them'
 	@echo 'make fuzz        10,000 drawn cases of bad input, up to 10 minutes; make test runs a small sample'
-	@echo 'make mutants     plants faults in a copy of the source, one at a time: the tests have to see each; before a release'
+	@echo 'make mutants     plants faults in a copy of the source, one at a time: the tests must catch each; before a release'
 	@echo 'make lint        ruff, mypy --strict and the import contracts; make format applies what ruff can'
 	@echo 'make bench       pytest-benchmark over the registered backends'
 	@echo 'make build       wheel and sdist into dist/'
@@ -75,7 +75,7 @@ build: $(VENV)/.test-stamp
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
 
-# --- the environment: a stamp is older than what it was made from, or nothing is installed ---
+# --- the environment: installed again when a file that a stamp was made from is newer than the stamp ---
 
 $(VENV)/.venv-stamp:
 	@test -n '$(PYTHON)' || { echo 'moereg needs Python 3.10 or newer with the venv module (on Debian: python3-venv)' >&2; exit 1; }

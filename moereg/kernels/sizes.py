@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 WEIGHT_PAD: Final = 64
-"""The reduced dimension of 16- and 32-bit weights is padded to a multiple of this, and packed ones have such blocks."""
+"""The reduced dimension of 16- and 32-bit weights is padded to a multiple of this; packed weights have blocks of it."""
 
 CODE_PAD: Final = 128
-"""The reduced dimension of codes that are multiplied as they are is padded to a multiple of this."""
+"""The reduced dimension of codes that are multiplied directly is padded to a multiple of this."""
 
 AMAX_PROGRAMS: Final = 256
 """Programs that look for the largest magnitude of a tensor; each leaves one number in the workspace."""

@@ -18,7 +18,7 @@ def activate_pairs(x, ACTIVATION: tl.constexpr):
     Returns:
         [M, N / 2] fp32, or [M, N] where not gated.
     """
-    # Triton 3.6 hands a field on only when it has a name of its own.
+    # Triton 3.6 passes a field on only if it is bound to a name first.
     NAME: tl.constexpr = ACTIVATION.name
     ALPHA: tl.constexpr = ACTIVATION.alpha
     BETA: tl.constexpr = ACTIVATION.beta

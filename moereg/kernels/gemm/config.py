@@ -2,8 +2,8 @@
 
 Measured on one NVIDIA H200 (torch 2.11, Triton 3.6, bf16) on 2026-11-20 and 21 over mixtral-8x7b, qwen3-30b-a3b,
 olmoe-1b-7b, gpt-oss-120b and sonic-30b at T 1, 4, 16, 64 and 256, each half of a pair swept over 10 to 50 candidates. A
-row is the candidate with the best geometric mean. What a choice from the other shapes costs a shape is in
-`benches/results/h200_sweep.json`: so little that the rows look at no size but the rows per expert.
+row is the candidate with the best geometric mean. `benches/results/h200_sweep.json` has what a choice from the other
+shapes costs a shape: so little that the rows look at no size but the rows per expert.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GroupedGemmConfig:
 
 
 class TileShape(NamedTuple):
-    """The kernels' constant that says what a tile of a product covers, and which of its loads need a mask.
+    """The kernels' constant for what a tile of a product covers and which of its loads need a mask.
 
     Attributes:
         block_m: of `GroupedGemmConfig`, as the next four.
@@ -274,7 +274,7 @@ PACKED_RULES = (
             sort_routes=False,
         ),
     ),
-    # Not of the batched format, where tiles of 8 rows were not timed.
+    # Excluded in the batched format, where tiles of 8 rows were not timed.
     ConfigRule(
         element_bytes=2,
         max_tokens=2**31,
@@ -346,7 +346,7 @@ PACKED_RULES = (
     ),
 )
 
-# What a plan's block map is sized for when the configuration is not known yet.
+# Sizes a plan's block map before the configuration is known.
 MIN_BLOCK_M = min(
     rule.configs.gate_up.block_m for rule in (*CONFIG_RULES, *PACKED_RULES) if isinstance(rule.configs, GemmPair)
 )

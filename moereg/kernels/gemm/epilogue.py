@@ -1,4 +1,4 @@
-"""What the first product of a layer does to its sums before it stores them; a layer builds it once. Needs no triton."""
+"""The first product's work on its sums before it stores them; a layer builds it once. Needs no triton."""
 
 from __future__ import annotations
 

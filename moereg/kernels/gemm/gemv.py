@@ -1,7 +1,7 @@
-"""Both products of a Mixture-of-Experts layer for a single token, in Triton: two launches in all.
+"""Both products of a Mixture-of-Experts layer for a single token, in Triton: two launches.
 
 Every route streams its expert's weights once through plain multiply-adds, which at one row cost less than feeding the
-matrix units. Nothing is sorted, and the second product adds up a token's routes itself, so no row of a route is stored.
+matrix units. Nothing is sorted. The second product adds up a token's routes itself, so no row of a route is stored.
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
 the sizes of the zero-padded weights.
 """
@@ -69,7 +69,8 @@ def _gemv_gate_up_kernel(
             x = tl.load(x_row + offs_k)
             w = tl.load(w_rows + offs_k)
         sums += w.to(tl.float32) * x.to(tl.float32)
-    # Not earlier: the few programs of the second product would crowd onto the multiprocessors that are free first.
+    # Not released earlier: the few programs of the second product would crowd onto the multiprocessors that are free
+    # first.
     release_next(OVERLAP)
     x = tl.sum(sums, 1)  # [BLOCK_N]
     if topk_weights is not None:
@@ -121,7 +122,7 @@ def _gemv_down_kernel(
         route = token * TOP_K + step // steps
         offs_k = step % steps * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [1, BLOCK_K]
         expert = load_local_expert(topk_ids, expert_map, route, route + 1, num_experts, num_local_experts)
-        # A route that adds nothing has no row in the intermediate and may have any weight.
+        # A route that adds nothing has no row in the intermediate, and its weight may be anything.
         valid = expert >= 0
         mask = (offs_k < depth) & valid if MASK_K else valid
         x = tl.load(intermediate + route.to(tl.int64) * stride_intermediate + offs_k, mask=mask, other=0.0)

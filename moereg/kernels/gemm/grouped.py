@@ -123,7 +123,8 @@ def _gate_up_kernel(
         TILE,
     )  # [BLOCK_M, BLOCK_N] fp32
     if not SORTED:
-        # Not earlier: the few programs of the second GEMM would crowd onto the multiprocessors that are free first.
+        # Not released earlier: the few programs of the second GEMM would crowd onto the multiprocessors that are free
+        # first.
         release_next(OVERLAP)
 
     if route_factors is not None:

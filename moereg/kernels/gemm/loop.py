@@ -54,6 +54,6 @@ def reaches_past(size: int, depth: int, step: int) -> bool:
     """Whether a loop over `depth` elements by `step` reads past the first `size` elements of a row.
 
     Rows of activations end where the layer's size ends, while the loop goes on to the padded size of the weights, by
-    whole steps. Zeros of the weights do not help there: what lies behind a row may be NaN.
+    whole steps. Zeros of the weights do not help there: memory behind a row may hold NaN.
     """
     return -(-depth // step) * step > size

@@ -22,7 +22,7 @@ def gate_up_reference(
     topk_weights: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """What `gate_up_gemm` writes, in torch and fp32, expert by expert; synchronizes.
+    """The result of `gate_up_gemm`, in torch and fp32, expert by expert; synchronizes.
 
     Args:
         hidden_states: as for `gate_up_gemm`, and so on.
@@ -60,7 +60,7 @@ def down_reference(
     topk_weights: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """What `down_gemm` writes, in torch and fp32, expert by expert; synchronizes.
+    """The result of `down_gemm`, in torch and fp32, expert by expert; synchronizes.
 
     Args:
         intermediate: as for `down_gemm`, and so on.

@@ -1,8 +1,8 @@
 """The second product of a Mixture-of-Experts layer for a single token with packed weights, in Triton.
 
-A token's K routes go side by side in slices of one product, which the program then adds up with the router's weights:
-no row of a route is stored, and nothing is launched to reduce them. Sizes: N = K routes, E local experts, H hidden,
-`I_pad` the size of the zero-padded intermediate.
+A token's K routes go side by side in slices of one product, which the program then adds up with the router's weights.
+So no row of a route is stored, and no launch reduces them. Sizes: N = K routes, E local experts, H hidden, `I_pad` the
+size of the zero-padded intermediate.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _down_single_kernel(
     num_columns,
     stride_intermediate,
     stride_expert,
-    stride_column,  # Of weights that are not packed.
+    stride_column,  # Weights that are not packed.
     stride_scale,
     stride_zero_point,
     stride_bias,
@@ -81,7 +81,7 @@ def _down_single_kernel(
     a_first = routes.to(tl.int64) * stride_intermediate + slices % PIECES * BLOCK_K
     # [SLICES, 1, BLOCK_M]
     a_pointers = intermediate + a_first[:, None, None] + tl.zeros([1, 1, BLOCK_M], tl.int32)
-    # The other columns of a product are there because matrix units have them.
+    # Matrix units need the other columns of the product.
     a_mask = valid[:, None, None] & (tl.arange(0, BLOCK_M) == 0)[None, None, :]
     w2 += row_expert * stride_expert
     wait_for_previous(OVERLAP)

@@ -1,1 +1,1 @@
-"""What every launch goes through: replay without the launcher's checks, and programs that overlap."""
+"""Every launch goes through here: replay without the launcher's checks, and programs that overlap."""

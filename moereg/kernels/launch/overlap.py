@@ -19,7 +19,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_previous(OVERLAP: tl.constexpr):
-    """Blocks until the kernels in front of this one have ended and what they wrote can be read."""
+    """Blocks until the kernels in front of this one have ended and their results can be read."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
 

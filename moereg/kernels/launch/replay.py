@@ -1,9 +1,9 @@
-"""Launches Triton kernels, and launches the same ones again at a fraction of the host time.
+"""Launches Triton kernels, and repeats launches at a fraction of the host time.
 
 At every launch Triton works out from the arguments which compiled variant of a kernel fits, and encodes tensor maps: on
 the machine of an H200 45 us for a plain kernel, more with maps. A layer that runs again with as many tokens needs the
 same variants with other pointers. So the first call's launches are recorded, down to the arguments of the C function in
-which Triton's launcher ends, and later calls put in the pointers that have changed.
+which Triton's launcher ends. Later calls put in the pointers that have changed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LaunchRecording:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Expects launches whose tensors all lie within these."""
+        """Expects launches whose tensors all lie within these buffers."""
         self.complete = True
         self._starts = [0 if t is None else t.data_ptr() for t in tensors]
         self._ends = [0 if t is None else t.data_ptr() + t.nbytes for t in tensors]
@@ -242,7 +242,7 @@ def _encoder(make: Callable[..., list[Any]], meta: Any) -> Callable[[Any], Any]:
 
 
 def _places(arguments: list[Any], wanted: Callable[[Any], bool]) -> list[tuple[list[Any], int]]:
-    """Where in the list, and in lists in it, there is something wanted."""
+    """Places in the list, and in lists inside it, that match."""
     holders = [arguments, *(argument for argument in arguments if isinstance(argument, list))]
     return [(holder, place) for holder in holders for place, value in enumerate(holder) if wanted(value)]
 

@@ -30,7 +30,7 @@ def _load_code_word(words, columns, block, num_columns, GROUP: tl.constexpr):
 
 @triton.jit
 def _load_words(words, block, columns, num_blocks, num_columns, WORDS: tl.constexpr, MASK_B: tl.constexpr):
-    """[rows, 8] uint32 twice, the same ones where a block has but 8 words, of a block or of one for each row."""
+    """[rows, 8] uint32 twice (the same words if a block has only 8), of one block or of one block per row."""
     pointers = (words + (block * num_columns + columns) * WORDS)[:, None] + tl.arange(0, 8)[None, :]
     if MASK_B:
         inside = block + tl.zeros_like(columns) < num_blocks
@@ -170,13 +170,13 @@ def accumulate_slices(
     BLOCKS: tl.constexpr = BLOCK_K // 64
     WORDS: tl.constexpr = 16 if ELEMENT == "int8" else 8
     FOLDED: tl.constexpr = SCALE != "float32"
-    # Where scales multiply partial products, products end with a group.
+    # If scales multiply partial products, a product ends with its group.
     PARTIAL: tl.constexpr = group_scale is not None and not FOLDED
     PARTS: tl.constexpr = 64 // GROUP if PARTIAL and GROUP < 64 else 1
     PAIRS: tl.constexpr = 4 // PARTS
     PART: tl.constexpr = 64 // PARTS
     GROUP_BLOCKS: tl.constexpr = GROUP // 64 if PARTIAL and GROUP > 64 else 1
-    # One accumulator instead of two. Triton 3.6 gives tiles this low to mma.sync; with 3.8's wgmma the waits stay.
+    # One accumulator is enough then. Triton 3.6 gives tiles this low to mma.sync; with 3.8's wgmma the waits stay.
     CHAINED: tl.constexpr = not PARTIAL and BLOCK_M < 16
     ROWS: tl.constexpr = SLICES * BLOCK_N
     PRODUCT: tl.constexpr = [BLOCK_N, BLOCK_M] if SLICES == 1 else [SLICES, BLOCK_N, BLOCK_M]
@@ -219,13 +219,13 @@ def accumulate_slices(
                     ROWS,
                 )
                 if SLICES > 1:
-                    operand = tl.reshape(operand, (SLICES, BLOCK_N, PART))  # Else [BLOCK_N, PART].
+                    operand = tl.reshape(operand, (SLICES, BLOCK_N, PART))  # Otherwise [BLOCK_N, PART].
                 start = (first + within) * 64 + part * PART
                 a = _load_activations(a_pointers + start, a_mask, start + slice_k, depth_a, TILE)
                 if CHAINED:
                     accumulator = tl.dot(operand, a, accumulator)
                 else:
-                    # Into zeros: Triton would wait for every wgmma that adds to what goes around the loop.
+                    # Start from zeros: Triton waits for every wgmma that adds to a loop-carried accumulator.
                     partial = tl.dot(operand, a, partial)
                     if not PARTIAL and within + 1 == BLOCKS:
                         accumulator += partial

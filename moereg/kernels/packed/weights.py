@@ -4,8 +4,8 @@ A block is 64 elements of a row along the reduced dimension, in 32-bit words. El
 bits is nibble p + 4 h of word j, of 8 bits byte p % 2 + 2 h of word 8 (p // 2) + j. Of a 4-bit float it lies in half h
 of word j: bit 15 - 3 p is the sign and bits 8 - 3 p to 6 - 3 p are the rest, which for p = 0 is where bfloat16 has
 sign, lowest bits of the exponent and highest of the mantissa; for p = 3 there are bits 14, 13, 11 and 10 left. So few
-shifts and masks give a pair of neighbors in the halves of a register, which is how matrix instructions want them. All
-rows of a block lie together.
+shifts and masks give a pair of neighbors in the halves of a register, as matrix instructions need them. All rows of a
+block lie together.
 
 A weight costs 1.1 instructions of a lane where it is an integer and 1.9 where it is a 4-bit float, its group's scale
 apart; an H200 has 3.2 for each 4-bit weight that its memory delivers.
@@ -125,13 +125,13 @@ def _swap_bytes(x):
 
 @triton.jit
 def _folded_scales(word, number: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr):
-    """What 4-bit floats, read as the lowest bits of a 16-bit one, are multiplied by; a power of two of the true scale.
+    """The factor of 4-bit floats that are read as the lowest bits of a 16-bit one; a power of two of the true scale.
 
     Codes of powers of two are relative to the row's largest, 253, so that they fit either 16-bit type: bfloat16's
     exponent field. float16 holds the upper 23 and loses bits below, in groups whose scale is less than 2^-23 of the
     row's largest. Codes of float8_e4m3fn have 5 bits of exponent, the largest 30, so that none is subnormal.
 
-    Codes 0 and 2 of a word stand in its halves where bfloat16 wants them, 1 and 3 do when bytes are swapped.
+    Codes 0 and 2 of a word stand in its halves as bfloat16 needs them; codes 1 and 3 do after bytes are swapped.
 
     Returns:
         uint32 like `word`: the 16-bit factors of codes 0 and 2, or of 1 and 3, in the halves.

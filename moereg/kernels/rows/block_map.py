@@ -1,6 +1,6 @@
 """Which tile of rows belongs to which expert, written on the device, in Triton: how a grouped GEMM finds its rows.
 
-The map of the batched format is made here: its rows lie by expert already, [E, max_T, H], with a count an expert.
+It also makes the map of the batched format, whose rows lie by expert already: [E, max_T, H], with a count an expert.
 Routes have to be sorted first, see `rows.sort`.
 """
 
@@ -186,7 +186,7 @@ def block_map_reference(counts: torch.Tensor, offsets: torch.Tensor, block_m: in
 
 
 def aligned(size: int) -> int:
-    """What a piece of `size` int32 takes of a workspace."""
+    """Elements that a piece of `size` int32 takes of a workspace."""
     return -(-size // _ALIGN) * _ALIGN
 
 

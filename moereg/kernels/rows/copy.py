@@ -90,7 +90,7 @@ def copy_rows(
 
 
 def copy_rows_reference(hidden_states: torch.Tensor, route_row: torch.Tensor) -> torch.Tensor:
-    """What `copy_rows` writes, in torch; synchronizes.
+    """The result of `copy_rows`, in torch; synchronizes.
 
     Args:
         hidden_states: [T, H].

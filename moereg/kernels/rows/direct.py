@@ -88,7 +88,7 @@ def direct_rows(
     # Equal ids mean equal experts; two ids that one map sends to the same local expert would read its weights twice.
     same = (ids == tl.load(topk_ids + own_route)) & (ids >= 0)
     # A token has one row, so where it names an expert again, against the rules, that route's programs serve it alone.
-    # Both questions are one sum: a reduction over the program takes longer than the rest of this.
+    # One sum answers both questions, since a reduction over the program takes longer than the rest of this.
     weights = tl.where(tokens == own_route // TOP_K, 1 << 20, 1)
     earlier = tl.sum(tl.sum(tl.where(same & (routes < own_route), weights, 0), 1), 0)
     again = earlier >= 1 << 20

@@ -39,7 +39,7 @@ DEFAULT_SORT_CONFIG = SortConfig()
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RoutePlan(BlockMap):
-    """Where each route's row is, and which sorted rows each tile covers; all int32 on the device of the ids.
+    """The row of each route, and the sorted rows that each tile covers; all int32 on the device of the ids.
 
     Attributes:
         route_expert: [N], local expert of a route, or -1 where it adds nothing.
@@ -75,7 +75,7 @@ def route_workspace_numel(
 def plan_sizes(num_routes: int, num_local_experts: int, block_m: int, config: SortConfig) -> dict[str, int]:
     """int32 of each piece of a workspace, in order: the plan's tensors, then counts by expert and by chunk."""
     blocks = max_num_blocks(num_routes, num_local_experts, block_m)
-    # Also below the limit of the single launch, so that the size grows steadily with tokens.
+    # Also used below the limit of the single launch, so that the size grows steadily with tokens.
     chunks = -(-num_routes // config.chunk)
     return {
         "route_expert": num_routes,

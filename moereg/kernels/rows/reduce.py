@@ -50,7 +50,7 @@ def _reduce_routes_kernel(
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for k in tl.static_range(TOP_K):
         route = token * TOP_K + k
-        # Rows of routes that add nothing were never written and may hold NaN.
+        # Rows of routes that add nothing are never written and may hold NaN.
         if num_experts is None:
             expert = tl.load(route_expert + route)
         else:
@@ -129,7 +129,7 @@ def _reduce_sorted_rows_kernel(
     for k in tl.static_range(TOP_K):
         route = token * TOP_K + k
         row = tl.load(route_row + route).to(tl.int64)
-        # The rows of routes that add nothing do not exist.
+        # Routes that add nothing have no rows.
         mask = (columns < hidden_size) & (row >= 0)
         value = tl.load(sorted_rows + row * stride_rows + columns, mask=mask, other=0.0).to(tl.float32)
         if topk_weights is not None:
@@ -181,7 +181,7 @@ def reduce_sorted_rows(
 
 
 def reduce_routes_reference(route_rows: torch.Tensor, route_expert: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """What `reduce_routes` writes, in torch.
+    """The result of `reduce_routes`, in torch.
 
     Args:
         route_rows: [T * K, H], any float dtype.

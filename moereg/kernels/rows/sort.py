@@ -1,4 +1,4 @@
-"""Sorts routes by expert on the device, in Triton, and lays tiles over them; what a plan holds is in `rows.plan`.
+"""Sorts routes by expert on the device, in Triton, and lays tiles over them; `rows.plan` describes the plan.
 
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts.
 """

@@ -100,7 +100,7 @@ def claim_tile(
 def tile_of_program(num_blocks, num_tiles_n, GROUP_M: tl.constexpr):
     """Tile of rows and tile of columns of this program.
 
-    Programs run roughly in order, so a group of row tiles times all columns is what the L2 sees at a time.
+    Programs run roughly in order, so at a time the L2 sees a group of row tiles times all columns.
     """
     pid = tl.program_id(0)
     first_block = pid // (GROUP_M * num_tiles_n) * GROUP_M
@@ -110,7 +110,7 @@ def tile_of_program(num_blocks, num_tiles_n, GROUP_M: tl.constexpr):
 
 
 def plan_arguments(plan: BlockMap | DirectRoutes, num_local_experts: int) -> tuple[torch.Tensor | int | None, ...]:
-    """What the kernels want to know of the rows: of sorted ones the plan, of direct ones the ids."""
+    """The kernels' arguments for the rows: the plan of sorted ones, the ids of direct ones."""
     if isinstance(plan, DirectRoutes):
         num_tokens = plan.topk_ids.shape[0]
         assert num_tokens <= plan.block_m, f"{num_tokens} tokens do not fit a tile of {plan.block_m} rows"
