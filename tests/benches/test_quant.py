@@ -11,9 +11,13 @@ import torch
 
 from benches.h200 import quant, quant_configs
 from moereg.backends._triton import quantized
+from moereg.backends.triton_moe import TritonQuantizedExperts
 from moereg.kernels.quantized.config import select_quantized_config
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
 from moereg.tuning import roofline
 from moereg.tuning.inputs import random_call
+from tests.benches.selecting import select_way
 
 LAYERS = [(scheme, model) for scheme, (models, _) in quant.ROWS.items() for model in models]
 
@@ -111,6 +115,15 @@ def test_a_candidate_replaces_the_rules_and_only_inside() -> None:
     with quant_configs.selecting(candidate):
         assert quantized.select_quantized_config(1, 0.06, 2, None) is candidate
     assert quantized.select_quantized_config is select_quantized_config
+
+
+@pytest.mark.parametrize("tokens", [2, 64])
+def test_a_layer_runs_with_the_candidate(tokens: int) -> None:
+    problem = MoEProblem(num_experts=8, hidden_size=128, intermediate_size=128, top_k=2, quant="int8_w8a8")
+    candidate = quant_configs.candidates_of(tokens, tokens / 4)[-1]
+    with quant_configs.selecting(candidate):
+        way = select_way(TritonQuantizedExperts(problem, Platform.from_name("cuda:sm80")), tokens)
+    assert way.configs is candidate
 
 
 def test_lines_of_rows_name_what_is_wrong_or_missing() -> None:

@@ -22,10 +22,14 @@ from benches.h200.sweep import (
     uses_gluon,
 )
 from moereg.backends._triton import ways
+from moereg.backends.triton_moe import TritonExperts
 from moereg.kernels.gemm import config as triton_gemm_config
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.hopper import config as hopper_config
 from moereg.kernels.sizes import GUARD_ROWS
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from tests.benches.selecting import select_way
 
 H200_SHARED_BYTES = 227 * 1024
 
@@ -93,6 +97,15 @@ def test_selecting_replaces_what_the_backend_asks_and_puts_it_back(tokens: int, 
     assert [module.select_config for module in modules] == before
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (4, 1), (64, 4)])
+def test_a_layer_runs_with_the_candidate(tokens: int, rows: float) -> None:
+    problem = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=64, top_k=2)
+    candidate = candidates_of(tokens, rows)[-1]
+    with selecting(candidate):
+        way = select_way(TritonExperts(problem, Platform.from_name("cuda:sm90")), tokens)
+    assert way.configs is candidate.configs
+
+
 def test_candidates_begin_on_different_inputs() -> None:
     runs = [object() for _ in range(4)]
     turned = [rotated(runs, number) for number in range(9)]  # type: ignore[arg-type]
@@ -127,8 +140,6 @@ def test_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_machine_without_a_hopper_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moereg.platforms import Platform
-
     monkeypatch.setattr("sys.argv", ["sweep"])
     monkeypatch.setattr(sweep, "probe_platform", lambda: Platform.from_name("cuda:sm80"))
     assert sweep.main() == 3
