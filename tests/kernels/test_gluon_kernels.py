@@ -146,7 +146,6 @@ def test_layer_of_kernels(
     for buffer in (mid, sorted_rows):
         assert buffer[:GUARD_ROWS].isnan().all()
         assert buffer[GUARD_ROWS + valid :].isnan().all()
-    epilogue = GateUpEpilogue(activation, gated, **clamps, bias=b13)
     expected = gate_up_reference(tokens_in, w13, plan, epilogue, top_k=top_k)
     assert relative_error(mid[GUARD_ROWS:][:valid], expected) <= TOLERANCE[dtype]
     by_route = down_reference(mid[GUARD_ROWS:], w2, plan, bias=b2)
@@ -200,13 +199,13 @@ def test_batched_kernels(
     b2 = torch.randn(experts, hidden, device="cuda").to(dtype) if has_bias else None
     # Low enough that many numbers are clamped.
     clamps = {"alpha": 1.702, "beta": 1.0, "limit": 1.5} if activation == "swigluoai" else {}
-    keywords = {"activation": activation, "gated": gated, "bias": b13, **clamps}
+    epilogue = GateUpEpilogue(activation, gated, **clamps, bias=b13)
 
     runs = []
     for _ in range(3):
         plan.tile_counters.zero_()
         mid, out = nans(experts, max_tokens, inter, dtype=dtype), nans(experts + 1, max_tokens, hidden, dtype=dtype)
-        gate_up_gemm(mid, rows.view(-1, hidden), w13, plan, gate_up, GateUpEpilogue(**keywords), top_k=None)
+        gate_up_gemm(mid, rows.view(-1, hidden), w13, plan, gate_up, epilogue, top_k=None)
         down_gemm(out[:experts], mid, w2, plan, down, bias=b2)
         for buffer in (mid[counts == 0], out[:experts][counts == 0], out[experts]):
             assert buffer.isnan().all(), "a kernel wrote to the rows of another expert"
@@ -217,7 +216,7 @@ def test_batched_kernels(
     ids = torch.where(valid, torch.arange(experts, device="cuda")[:, None], -1).int().view(-1, 1)
     routes = sort_routes_reference(ids, None, experts, experts, gate_up.block_m, gate_up.slack)
     mid, found = runs[0]
-    expected = gate_up_reference(rows.view(-1, hidden), w13, routes, GateUpEpilogue(**keywords), top_k=1)
+    expected = gate_up_reference(rows.view(-1, hidden), w13, routes, epilogue, top_k=1)
     assert relative_error(mid, expected) <= TOLERANCE[dtype]
     expected = down_reference(mid, w2, routes, bias=b2)[valid.flatten()]
     assert relative_error(found, expected) <= TOLERANCE[dtype]
