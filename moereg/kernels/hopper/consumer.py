@@ -39,6 +39,16 @@ def activate(x, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr):
         return x * x
 
 
+@gluon.jit
+def activate_halves(gate, up, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr):
+    """What a `GateUpEpilogue` makes of gates and ups in fp32."""
+    if LIMIT is not None:
+        # Comparisons keep NaN, which a minimum would replace by the limit.
+        gate = gl.where(gate > LIMIT, LIMIT, gate)
+        up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
+    return activate(gate, ACTIVATION, ALPHA) * (up + BETA)
+
+
 class Place(NamedTuple):
     """Where one warpgroup's half of a tile lies.
 
@@ -84,11 +94,8 @@ def _finish(
     if GATED:
         # A box brought 8 gates, then their 8 ups: rows that one thread holds both of.
         gate, up = gl.split(gl.permute(gl.reshape(x, (COLUMNS // 16, 2, 8, ROWS)), (0, 2, 3, 1)))
-        if LIMIT is not None:
-            # Comparisons keep NaN, which a minimum would replace by the limit.
-            gate = gl.where(gate > LIMIT, LIMIT, gate)  # [COLUMNS // 16, 8, ROWS]
-            up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
-        y = gl.reshape(activate(gate, ACTIVATION, ALPHA) * (up + BETA), (COLUMNS // 2, ROWS))
+        y = activate_halves(gate, up, ACTIVATION, ALPHA, BETA, LIMIT)  # [COLUMNS // 16, 8, ROWS]
+        y = gl.reshape(y, (COLUMNS // 2, ROWS))
     elif ACTIVATION is not None:
         y = activate(x, ACTIVATION, ALPHA)
     else:

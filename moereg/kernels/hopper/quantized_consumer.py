@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moereg.kernels.hopper.consumer import activate, barrier, store_box
+from moereg.kernels.hopper.consumer import activate, activate_halves, barrier, store_box
 from moereg.kernels.hopper.quantized_ring import BLOCK_M, COLUMNS, OWN_ROWS, first_columns
 from moereg.kernels.hopper.ring import locate, next_slot, reinterpret
 from moereg.kernels.hopper.turns import NO_TILE, take_tile
@@ -132,19 +132,10 @@ def _scale_and_bias(x, row_scale, column_scales, bias, first, num_columns, GROUP
 
 
 @gluon.jit
-def _activate_halves(gate, up, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr):
-    if LIMIT is not None:
-        # Comparisons keep NaN, which a minimum would replace by the limit.
-        gate = gl.where(gate > LIMIT, LIMIT, gate)
-        up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
-    return activate(gate, ACTIVATION, ALPHA) * (up + BETA)
-
-
-@gluon.jit
 def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr):
     """Codes of `x` [OWN_ROWS, COLUMNS] fp32, one group a row, and their scales [OWN_ROWS].
 
-    As `quantize_tile` of `kernels/quantized/rows.py`.
+    As `quantize_tile` of `kernels/quantized/codes.py`.
     """
     bits = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # [OWN_ROWS]
     scale = gl.div_rn(bits.to(gl.float32, bitcast=True), gl.full_like(bits, MAX_CODE, dtype=gl.float32))
@@ -173,15 +164,15 @@ def _store_codes(y, out, out_scale, staging, tile, group, stride, WARPGROUP, LAY
     fence_async_shared()
     barrier()
     at = [tile.row + tile.num_rows, _GUARD - tile.num_rows + WARPGROUP * OWN_ROWS, group * COLUMNS]
-    store_box(out, at, box_of(buffer, out))
+    store_box(out, at, _box_of(buffer, out))
     own = WARPGROUP * OWN_ROWS + gl.arange(0, OWN_ROWS, gl.SliceLayout(1, LAYOUT))  # [OWN_ROWS]
     # Scales of a group lie together, as they are read.
     gl.store(out_scale + group.to(gl.int64) * stride + tile.row + own, scale, mask=own < tile.num_rows)
 
 
 @gluon.jit
-def box_of(buffer, out):
-    """A buffer of `staging` as the tensor map's boxes are."""
+def _box_of(buffer, out):
+    """A buffer of `staging` in the shape of the boxes of a tensor map."""
     return reinterpret(buffer, out.dtype, out.block_shape, out.layout)
 
 
@@ -207,7 +198,7 @@ def _store_half(y, out, staging, tile, column, WARPGROUP: gl.constexpr, FIRST: g
         fence_async_shared()
         barrier()
         at = [tile.row + tile.num_rows, _GUARD - tile.num_rows + WARPGROUP * OWN_ROWS, column]
-        store_box(out, at, box_of(buffer, out))
+        store_box(out, at, _box_of(buffer, out))
 
 
 @gluon.jit
@@ -297,7 +288,7 @@ def consume_codes(
                                    GROUPED, LAYOUT)  # [OWN_ROWS, COLUMNS]
             # fmt: on
             if GATED:
-                y = _activate_halves(low, high, ACTIVATION, ALPHA, BETA, LIMIT)  # [OWN_ROWS, COLUMNS]
+                y = activate_halves(low, high, ACTIVATION, ALPHA, BETA, LIMIT)  # [OWN_ROWS, COLUMNS]
                 if MASK_N:
                     at = low_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
                     y = gl.where((at < half_columns)[None, :], y, 0.0)
