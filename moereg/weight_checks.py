@@ -77,12 +77,12 @@ def check_scale(name: str, scale: torch.Tensor) -> None:
 
     Args:
         name: Field of `ExpertWeights` that it is for.
-        scale: All of it or a part, in any float type.
+        scale: The whole scale or a part, in any float type.
 
     Raises:
-        ValueError: One is negative or not finite, or of a static activation scale zero.
+        ValueError: A scale is negative or not finite, or a static activation scale is zero.
     """
-    # A bound of the codes says of all of them that they are fine, without a copy of what may be many millions.
+    # One max over the codes clears them all without an fp32 copy.
     largest = _LARGEST_FINITE_CODE.get(scale.dtype)
     if largest is not None and int(scale.view(torch.uint8).max()) <= largest:
         return
