@@ -44,9 +44,15 @@ SCHEMES = (
 
 # Columns shared by warps on the matrix units, and a step cut into slices, one a warp.
 CONFIGS = {
-    "warps_share_columns": GroupedGemmConfig(16, 16, STEP, 1, 4, 2, True),
-    "long_step": GroupedGemmConfig(16, 16, 2 * STEP, 1, 4, 2, True),
-    "slices": GroupedGemmConfig(16, 16, STEP, 1, 2, 2, True, slices=2),
+    "warps_share_columns": GroupedGemmConfig(
+        block_m=16, block_n=16, block_k=STEP, group_m=1, num_warps=4, num_stages=2, mask_rows=True
+    ),
+    "long_step": GroupedGemmConfig(
+        block_m=16, block_n=16, block_k=2 * STEP, group_m=1, num_warps=4, num_stages=2, mask_rows=True
+    ),
+    "slices": GroupedGemmConfig(
+        block_m=16, block_n=16, block_k=STEP, group_m=1, num_warps=2, num_stages=2, mask_rows=True, slices=2
+    ),
 }
 
 
@@ -174,7 +180,9 @@ def test_routes_of_one_token_are_added_up(scheme: str, pieces: int) -> None:
         if expert is not None:
             row.zero_()[:200] = torch.randn(200, generator=generator).to(row)
     out = torch.empty(1, 24, device=DEVICE)
-    config = GroupedGemmConfig(1, 16, STEP, 1, 8, 2, True, slices=8)
+    config = GroupedGemmConfig(
+        block_m=1, block_n=16, block_k=STEP, group_m=1, num_warps=8, num_stages=2, mask_rows=True, slices=8
+    )
     w2 = packed_w2(problem, weights)
     routes = DirectRoutes(topk_ids, expert_map, 5, config.block_m)
     down_single(out, rows, w2, routes, config, bias=bias, topk_weights=topk_weights)
@@ -188,7 +196,9 @@ def test_routes_of_one_token_are_added_up(scheme: str, pieces: int) -> None:
 
 
 def test_more_routes_take_more_slices_and_fewer_stages() -> None:
-    config = GroupedGemmConfig(1, 16, STEP, 1, 8, 6, True, slices=8)
+    config = GroupedGemmConfig(
+        block_m=1, block_n=16, block_k=STEP, group_m=1, num_warps=8, num_stages=6, mask_rows=True, slices=8
+    )
     assert share_slices(config, 2) == (config, 4)
     assert share_slices(config, 6) == (config, 1)
     wide = dataclasses.replace(config, num_warps=16, slices=16, num_stages=3)

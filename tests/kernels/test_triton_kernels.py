@@ -262,6 +262,8 @@ def test_route_workspace_grows_with_tokens() -> None:
 WIDE = GroupedGemmConfig(block_m=16, block_n=128, block_k=64, group_m=1, num_warps=4, num_stages=2)
 # Steps of half of what weights are padded to, as 32-bit operands have them.
 SHORT = GroupedGemmConfig(block_m=32, block_n=64, block_k=32, group_m=2, num_warps=4, num_stages=2)
+GATE_UP_GEMV = GemvConfig(block_n=16, block_k=128, num_warps=4, num_stages=2)
+DOWN_GEMV = GemvConfig(block_n=8, block_k=64, num_warps=4, num_stages=2)
 SQUARE = GroupedGemmConfig(block_m=32, block_n=64, block_k=128, group_m=2, num_warps=4, num_stages=2)
 
 
@@ -458,9 +460,11 @@ def test_unsorted_stages_agree_with_sorted_ones(case: StageCase, way: str) -> No
     order = plan.sorted_routes[: int(valid.sum())].long()
     direct = DirectRoutes(ids, None, experts, max(16, 1 << (tokens - 1).bit_length()))
     if way == "gemv":
-        gate_up_gemv(intermediate.tensor, hidden_states, w13, direct, GemvConfig(16, 128, 4, 2), epilogue, **both)
+        gate_up_gemv(intermediate.tensor, hidden_states, w13, direct, GATE_UP_GEMV, epilogue, **both)
     else:
-        config = GroupedGemmConfig(direct.block_m, 32, 128, 1, 4, 2, True)
+        config = GroupedGemmConfig(
+            block_m=direct.block_m, block_n=32, block_k=128, group_m=1, num_warps=4, num_stages=2, mask_rows=True
+        )
         gate_up_gemm(intermediate.tensor, hidden_states, w13, direct, config, epilogue, top_k=top_k, **both)
     intermediate.check()
     assert intermediate.tensor[~valid].isnan().all()
@@ -471,7 +475,7 @@ def test_unsorted_stages_agree_with_sorted_ones(case: StageCase, way: str) -> No
     by_route = down_reference(intermediate.tensor[order], w2, plan, bias=w2_bias, **both)
     if way == "gemv":
         out = Guarded(tokens, case.hidden_size, dtype=case.dtype)
-        down_gemv(out.tensor, intermediate.tensor, w2, direct, GemvConfig(8, 64, 4, 2), bias=w2_bias, **both)
+        down_gemv(out.tensor, intermediate.tensor, w2, direct, DOWN_GEMV, bias=w2_bias, **both)
         out.check()
         expected = reduce_routes_reference(by_route, plan.route_expert, tokens)
         if not len(order):

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -166,6 +166,29 @@ def test_a_replay_launches_the_same_with_other_pointers(driver: FakeDriver) -> N
     launch_plain(kernel, out, other_x)
     launch_plain(kernel, other_x, out)
     assert mixed == driver.take()
+
+
+class Shape(NamedTuple):
+    rows: int
+    masked: bool
+
+
+def test_a_constant_with_fields_is_no_tensor_of_a_replay(driver: FakeDriver) -> None:
+    """Kernels are given constants that belong together as one tuple, in which no pointer is looked for."""
+    kernel = FakeKernel(driver, PLAIN)
+    out, x, other_out, other_x = tensor(), tensor(), tensor(), tensor()
+
+    def launch_tuple(out: torch.Tensor, x: torch.Tensor) -> None:
+        launch(kernel, (5, 2), out, x[16:], None, 4, BLOCK=Shape(16, True), num_warps=4)
+
+    with recording([out, None, x]) as record:
+        launch_tuple(out, x)
+    assert record.complete
+    driver.take()
+    launch_tuple(other_out, other_x)
+    expected = driver.take()
+    record.replay([other_out.data_ptr(), 0, other_x.data_ptr()])
+    assert driver.take() == expected
 
 
 BOXES = {"out": BOX, "count": "i32", "x": "*i32", "rows": BOX}

@@ -11,10 +11,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GemvConfig:
     """Launch configuration of one product of a vector.
 
@@ -31,7 +30,7 @@ class GemvConfig:
     num_stages: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedGemmConfig:
     """Launch configuration of one grouped GEMM.
 
@@ -56,30 +55,6 @@ class GroupedGemmConfig:
     num_stages: int
     mask_rows: bool = False
     slices: int = 1
-
-
-class TileShape(NamedTuple):
-    """The kernels' constant for what a tile of a product covers and which of its loads need a mask.
-
-    Attributes:
-        block_m: of `GroupedGemmConfig`, as the next four.
-        block_n: columns.
-        block_k: reduced elements per step.
-        group_m: tiles of rows that share columns.
-        mask_rows: whether rows that do not count are left out.
-        mask_a: whether steps over the weights' reduced dimension reach past a row of activations; see `reaches_past`.
-        mask_b: whether they reach past a row of weights.
-        mask_n: whether tiles reach past the last column.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    group_m: int
-    mask_rows: bool
-    mask_a: bool
-    mask_b: bool
-    mask_n: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.gemm.activation import activate_pairs
-from moereg.kernels.gemm.config import GroupedGemmConfig, TileShape
+from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.gemm.loop import reaches_past
+from moereg.kernels.gemm.loop import tile_shape
 from moereg.kernels.gemm.operand import operand_of, product
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
@@ -291,8 +291,7 @@ def gate_up_gemm(
         overlap: whether to start while the planning kernel, if any, still runs, and to let `down_gemm` start early.
     """
     operand = operand_of(w13, config)
-    num_columns, depth = operand.num_columns, operand.depth
-    hidden_size = hidden_states.shape[1]
+    num_columns, depth, hidden_size = operand.num_columns, operand.depth, hidden_states.shape[1]
     step = config.block_k * config.slices
     assert config.block_m == plan.block_m and depth % WEIGHT_PAD == 0 and hidden_size <= depth
     assert hidden_states.stride(1) == out.stride(1) == 1
@@ -300,7 +299,6 @@ def gate_up_gemm(
     if apply_router_weight_on_input:
         assert route_factors is None
         route_factors = topk_weights
-    bias = epilogue.bias
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
     launch(
         _gate_up_kernel,
@@ -308,7 +306,7 @@ def gate_up_gemm(
         out,
         hidden_states,
         *operand.tensors,
-        bias,
+        epilogue.bias,
         route_factors,
         *plan_arguments(plan, operand.num_experts),
         hidden_size,
@@ -317,7 +315,7 @@ def gate_up_gemm(
         num_tiles_n,
         hidden_states.stride(0),
         *operand.strides,
-        0 if bias is None else bias.stride(0),
+        0 if epilogue.bias is None else epilogue.bias.stride(0),
         out.stride(0),
         SORTED=isinstance(plan, BlockMap),
         SINGLE=isinstance(plan, DirectRoutes) and plan.single,
@@ -325,16 +323,7 @@ def gate_up_gemm(
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
         ACTIVATION=epilogue.constant,
         FORMAT=operand.format,
-        TILE=TileShape(
-            config.block_m,
-            config.block_n,
-            config.block_k,
-            config.group_m,
-            mask_rows=config.mask_rows,
-            mask_a=reaches_past(hidden_size, depth, step),
-            mask_b=reaches_past(depth, depth, step),
-            mask_n=num_columns % config.block_n != 0,
-        ),
+        TILE=tile_shape(config, num_columns, hidden_size, depth, step, config.mask_rows),
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -381,7 +370,7 @@ def down_gemm(
     assert config.block_m == plan.block_m and depth % WEIGHT_PAD == 0 and intermediate.shape[1] == depth
     assert intermediate.stride(1) == out.stride(1) == 1
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
-    past_depth = reaches_past(depth, depth, config.block_k * config.slices)
+    step = config.block_k * config.slices
     launch(
         _down_kernel,
         (plan.max_blocks * num_tiles_n,),
@@ -404,16 +393,7 @@ def down_gemm(
         TOP_K=top_k,
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
         FORMAT=operand.format,
-        TILE=TileShape(
-            config.block_m,
-            config.block_n,
-            config.block_k,
-            config.group_m,
-            mask_rows=config.mask_rows,
-            mask_a=past_depth,
-            mask_b=past_depth,
-            mask_n=num_columns % config.block_n != 0,
-        ),
+        TILE=tile_shape(config, num_columns, depth, depth, step, config.mask_rows),
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

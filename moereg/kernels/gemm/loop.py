@@ -1,9 +1,37 @@
-"""The main loop of a product of 16- or 32-bit rows and weights, in Triton."""
+"""The main loop of a product of 16- or 32-bit rows and weights, in Triton, and what a tile of it covers."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+from moereg.kernels.gemm.config import GroupedGemmConfig
+
+
+class TileShape(NamedTuple):
+    """The kernels' constant for what a tile of a product covers and which of its loads need a mask.
+
+    Attributes:
+        block_m: of `GroupedGemmConfig`, as the next three.
+        block_n: columns.
+        block_k: reduced elements per step.
+        group_m: tiles of rows that share columns.
+        mask_rows: whether rows that do not count are left out.
+        mask_a: whether steps over the weights' reduced dimension reach past a row of activations; see `reaches_past`.
+        mask_b: whether they reach past a row of weights.
+        mask_n: whether tiles reach past the last column.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    mask_rows: bool
+    mask_a: bool
+    mask_b: bool
+    mask_n: bool
 
 
 @triton.jit
@@ -57,3 +85,28 @@ def reaches_past(size: int, depth: int, step: int) -> bool:
     whole steps. Zeros of the weights do not help there: memory behind a row may hold NaN.
     """
     return -(-depth // step) * step > size
+
+
+def tile_shape(
+    config: GroupedGemmConfig, num_columns: int, depth_a: int, depth: int, step: int, mask_rows: bool
+) -> TileShape:
+    """The constant of a launch.
+
+    Args:
+        config: launch configuration.
+        num_columns: rows of an expert's weights.
+        depth_a: elements of a row of activations.
+        depth: K_pad, elements of a row of weights.
+        step: elements that a turn of the loop takes of a row.
+        mask_rows: whether rows that do not count are left out.
+    """
+    return TileShape(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        block_k=config.block_k,
+        group_m=config.group_m,
+        mask_rows=mask_rows,
+        mask_a=reaches_past(depth_a, depth, step),
+        mask_b=reaches_past(depth, depth, step),
+        mask_n=num_columns % config.block_n != 0,
+    )

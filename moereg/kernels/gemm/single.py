@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.gemm.config import GroupedGemmConfig, TileShape
-from moereg.kernels.gemm.loop import reaches_past
+from moereg.kernels.gemm.config import GroupedGemmConfig
+from moereg.kernels.gemm.loop import tile_shape
 from moereg.kernels.gemm.operand import operand_of
 from moereg.kernels.launch.overlap import overlap_options, wait_for_previous
 from moereg.kernels.launch.replay import launch
@@ -145,7 +145,6 @@ def down_single(
     num_columns, depth = operand.num_columns, operand.depth
     assert config.slices > 1 and routes.single and topk_ids.is_contiguous() and top_k <= MAX_TOP_K
     assert intermediate.stride(1) == out.stride(1) == 1 and intermediate.shape[1] == depth
-    past_depth = reaches_past(depth, depth, config.block_k * pieces)
     launch(
         _down_single_kernel,
         (triton.cdiv(num_columns, config.block_n),),
@@ -166,17 +165,8 @@ def down_single(
         TOP_K=top_k,
         PIECES=pieces,
         FORMAT=operand.format,
-        TILE=TileShape(
-            config.block_m,
-            config.block_n,
-            config.block_k,
-            config.group_m,
-            # Rows are pieces of routes, of which some have no expert here.
-            mask_rows=True,
-            mask_a=past_depth,
-            mask_b=past_depth,
-            mask_n=num_columns % config.block_n != 0,
-        ),
+        # Rows are pieces of routes, of which some have no expert here.
+        TILE=tile_shape(config, num_columns, depth, depth, config.block_k * pieces, mask_rows=True),
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
