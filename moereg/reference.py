@@ -79,14 +79,14 @@ def reference_experts(
     Raises:
         ValueError: `computes` cannot serve the problem's scheme, or the weights are of another one.
     """
-    layer = _Layer.of(problem, weights, hidden_states, topk_weights, topk_ids, expert_map, dtype, computes)
-    layer = dataclasses.replace(layer, rounds_intermediate=rounds_intermediate).with_tensor_scales()
+    call = _Call.of(problem, weights, hidden_states, topk_weights, topk_ids, expert_map, dtype, computes)
+    call = dataclasses.replace(call, rounds_intermediate=rounds_intermediate).with_tensor_scales()
     out = torch.zeros(len(hidden_states), problem.hidden_size, dtype=dtype, device=hidden_states.device)
     for expert in range(problem.num_local_experts):
-        token, slot = layer.routes(expert)
+        token, slot = call.routes(expert)
         if not len(token):
             continue
-        gemm2 = layer.rounded(layer.intermediate(expert), expert, "a2") @ layer.matrix("w2", expert).T
+        gemm2 = call.rounded(call.intermediate(expert), expert, "a2") @ call.matrix("w2", expert).T
         if weights.w2_bias is not None:
             gemm2 += weights.w2_bias[expert].to(dtype)
         if not problem.apply_router_weight_on_input:
@@ -141,17 +141,17 @@ def calibrate_activation_scales(
     Returns:
         a13_scale and a2_scale, fp32 [E]. An expert that no token went to gets the largest of the others.
     """
-    layer = _Layer.of(problem, weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float32, None)
+    call = _Call.of(problem, weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float32, None)
     experts = range(problem.num_local_experts)
     found = []
-    for rows in (layer.input, layer.intermediate):
+    for rows in (call.input, call.intermediate):
         amax = torch.stack([_amax(rows(expert)) for expert in experts])
         found.append(activation_scale(torch.where(amax > 0, amax, amax.amax()), scheme))
     return found[0], found[1]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layer:
+class _Call:
     """One call of a layer, expert by expert.
 
     Attributes:
@@ -182,7 +182,7 @@ class _Layer:
         expert_map: torch.Tensor | None,
         dtype: torch.dtype,
         computes: QuantScheme | str | None,
-    ) -> _Layer:
+    ) -> _Call:
         scheme = problem.quant if computes is None else get_scheme(computes)
         if not scheme.serves(problem.quant):
             raise ValueError(
@@ -197,16 +197,16 @@ class _Layer:
         local_ids = _local_ids(problem, topk_ids, expert_map)
         return cls(problem, weights, hidden_states.to(dtype), topk_weights, local_ids, scheme, dtype)
 
-    def with_tensor_scales(self) -> _Layer:
+    def with_tensor_scales(self) -> _Call:
         """The same with the dynamic scales that span all routed rows of a call, where the scheme has such."""
-        layer = self
+        call = self
         if spans_tokens(self.scheme):
             for name in ("a13", "a2"):
                 # The second scale depends on the first.
-                rows = layer.input if name == "a13" else layer.intermediate
+                rows = call.input if name == "a13" else call.intermediate
                 amax = torch.stack([_amax(rows(expert)) for expert in range(self.problem.num_local_experts)]).amax()
-                layer = dataclasses.replace(layer, scales={**layer.scales, name: activation_scale(amax, self.scheme)})
-        return layer
+                call = dataclasses.replace(call, scales={**call.scales, name: activation_scale(amax, self.scheme)})
+        return call
 
     def routes(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Token and slot of each of an expert's rows."""
@@ -257,6 +257,7 @@ def _amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def _local_ids(problem: MoEProblem, topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """Local expert of each route, or -1. Shared with no kernel, so that a fault in theirs is seen."""
     ids = topk_ids.long()
     known = (ids >= 0) & (ids < problem.num_experts)
     if expert_map is not None:

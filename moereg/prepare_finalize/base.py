@@ -9,10 +9,9 @@ from typing import ClassVar
 import torch
 
 from moereg.experts import ExpertInputs
-from moereg.kernels.plain import device
 from moereg.problem import MoEProblem
 
-__all__ = ["PrepareFinalize", "Prepared", "local_expert_ids"]
+__all__ = ["PrepareFinalize", "Prepared", "weighted_sum"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,31 +73,23 @@ class PrepareFinalize(abc.ABC):
         """
 
 
-def local_expert_ids(topk_ids: torch.Tensor, problem: MoEProblem, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """Local expert of each route, -1 for ids out of range or not mapped.
-
-    Args:
-        topk_ids: [T,K] int32.
-        problem: The layer.
-        expert_map: [num_experts] int32 or None.
-
-    Returns:
-        [T,K] int64.
-    """
-    return device.local_expert_ids(topk_ids, problem.num_local_experts, expert_map)
-
-
 def weighted_sum(
-    out: torch.Tensor, rows: torch.Tensor, topk_weights: torch.Tensor, valid: torch.Tensor, weights_applied: bool
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    topk_weights: torch.Tensor,
+    valid: torch.Tensor,
+    apply_router_weight_on_input: bool,
 ) -> None:
-    """out[t] = sum over k of weight * row where valid; other rows and weights may hold NaN, so they are masked.
+    """Sums the rows of each token's routes in fp32, times their weights.
+
+    Rows and weights that are not valid may hold NaN, so they are masked.
 
     Args:
         out: [T,H], overwritten.
         rows: [T,K,H].
         topk_weights: [T,K] fp32.
         valid: [T,K] bool.
-        weights_applied: Whether to sum without weights.
+        apply_router_weight_on_input: The weights scaled the inputs already, so rows are summed as they are.
     """
-    values = rows.float() if weights_applied else rows.float() * topk_weights.unsqueeze(-1)
+    values = rows.float() if apply_router_weight_on_input else rows.float() * topk_weights.unsqueeze(-1)
     out.copy_(torch.where(valid.unsqueeze(-1), values, 0.0).sum(dim=1))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from moereg.experts import ExpertInputs
-from moereg.prepare_finalize.base import Prepared, PrepareFinalize, local_expert_ids, weighted_sum
+from moereg.kernels.plain.device import local_expert_ids
+from moereg.prepare_finalize.base import Prepared, PrepareFinalize, weighted_sum
 from moereg.problem import MoEProblem
 
 __all__ = ["BatchedPrepareFinalize"]
@@ -32,7 +33,7 @@ class BatchedPrepareFinalize(PrepareFinalize):
         num_tokens, hidden_size = hidden_states.shape
         num_slots = topk_ids.shape[1]
         num_local_experts = problem.num_local_experts
-        local = local_expert_ids(topk_ids, problem, expert_map).flatten()
+        local = local_expert_ids(topk_ids, num_local_experts, expert_map).flatten()
         # Unmapped routes form a group behind the last expert, so that one stable sort places everything.
         group = torch.where(local >= 0, local, num_local_experts)
         sorted_group, order = torch.sort(group, stable=True)

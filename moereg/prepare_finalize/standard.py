@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from moereg.experts import ExpertInputs
-from moereg.prepare_finalize.base import Prepared, PrepareFinalize, local_expert_ids, weighted_sum
+from moereg.kernels.plain.device import local_expert_ids
+from moereg.prepare_finalize.base import Prepared, PrepareFinalize, weighted_sum
 from moereg.problem import MoEProblem
 
 __all__ = ["StandardPrepareFinalize"]
@@ -37,5 +38,5 @@ class StandardPrepareFinalize(PrepareFinalize):
         problem: MoEProblem,
     ) -> None:
         inputs = prepared.inputs
-        local = local_expert_ids(inputs.topk_ids, problem, inputs.expert_map)
+        local = local_expert_ids(inputs.topk_ids, problem.num_local_experts, inputs.expert_map)
         weighted_sum(out, expert_out, inputs.topk_weights, local >= 0, problem.apply_router_weight_on_input)

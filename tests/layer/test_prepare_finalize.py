@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moereg.kernels.plain.device import local_expert_ids
 from moereg.prepare_finalize import BatchedPrepareFinalize, StandardPrepareFinalize, local_prepare_finalize
-from moereg.prepare_finalize.base import local_expert_ids
 from moereg.problem import MoEProblem
 
 
@@ -38,7 +38,7 @@ def test_choice_by_format() -> None:
 def test_local_ids(num_local_experts: int, expert_map: list[int] | None, expected: list[list[int]]) -> None:
     problem = problem_of(num_local_experts=num_local_experts, placement="contiguous" if expert_map is None else "map")
     mapping = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32)
-    assert local_expert_ids(IDS, problem, mapping).tolist() == expected
+    assert local_expert_ids(IDS, problem.num_local_experts, mapping).tolist() == expected
 
 
 def test_standard_hands_on_what_it_got() -> None:
@@ -56,7 +56,7 @@ def test_standard_sums_what_is_routed(weight_on_input: bool) -> None:
     problem = problem_of(apply_router_weight_on_input=weight_on_input, top_k=top_k)
     ids, weights = IDS[:, -top_k:].contiguous(), WEIGHTS[:, -top_k:].clone()
     rows = torch.randn(5, top_k, 8)
-    local = local_expert_ids(ids, problem, None)
+    local = local_expert_ids(ids, problem.num_local_experts, None)
     rows[local < 0] = torch.nan
     weights[local < 0] = torch.nan  # On a GPU nobody checks ids; a route that goes nowhere still adds nothing.
     movement = StandardPrepareFinalize()
@@ -110,7 +110,7 @@ def test_batched_places_every_route(expert_map: list[int] | None) -> None:
     assert prepared.num_tokens == 5
     assert inputs.expert_num_tokens is not None
     assert inputs.expert_num_tokens.dtype == torch.int32
-    local = local_expert_ids(IDS, problem, mapping)
+    local = local_expert_ids(IDS, problem.num_local_experts, mapping)
     assert inputs.expert_num_tokens.tolist() == [int((local == expert).sum()) for expert in range(num_local)]
     for expert in range(num_local):
         tokens = [token for token in range(5) if expert in local[token].tolist()]
@@ -157,7 +157,7 @@ def test_batched_rows_are_shared_by_routes_of_one_expert(expert_map: list[int] |
     x, weights = torch.randn(5, 8), torch.rand(5, 3)
     movement = BatchedPrepareFinalize()
     prepared = movement.prepare(x, weights, ids, problem, mapping)
-    local = local_expert_ids(ids, problem, mapping)
+    local = local_expert_ids(ids, problem.num_local_experts, mapping)
     counts = prepared.inputs.expert_num_tokens
     assert counts is not None
     assert counts.tolist() == [int((local == e).any(1).sum()) for e in range(problem.num_local_experts)]

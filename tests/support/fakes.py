@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from moereg.author import ExpertInputs, Experts, ExpertWeights, Facts, PermutedWeights
+from moereg.kernels.plain.device import local_expert_ids
 from moereg.platforms import Platform
-from moereg.prepare_finalize.base import local_expert_ids
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts
 
@@ -77,7 +77,7 @@ class PerRouteExperts(FakeExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        local = local_expert_ids(inputs.topk_ids, self.problem, inputs.expert_map)
+        local = local_expert_ids(inputs.topk_ids, self.problem.num_local_experts, inputs.expert_map)
         for token, slot in torch.nonzero(local >= 0).tolist():
             expert = int(local[token, slot])
             x = inputs.hidden_states[token].float()

@@ -38,8 +38,8 @@ MUTANTS: Final = (
     Mutant(
         "outputs of routes are summed in 16 bits",
         "moereg/prepare_finalize/base.py",
-        old="rows.float() if weights_applied else rows.float() * topk_weights.unsqueeze(-1)",
-        new="rows if weights_applied else rows * topk_weights.unsqueeze(-1).to(rows.dtype)",
+        old="rows.float() if apply_router_weight_on_input else rows.float() * topk_weights.unsqueeze(-1)",
+        new="rows if apply_router_weight_on_input else rows * topk_weights.unsqueeze(-1).to(rows.dtype)",
         tests=("tests/layer/test_prepare_finalize.py::test_products_with_routing_weights_are_in_fp32",),
     ),
     Mutant(
