@@ -64,8 +64,8 @@ class MoEKernel:
         self._device = weights.device
         # Devices without autocast, such as meta, raise when they are asked.
         self._autocast_type = weights.device.type if torch.amp.is_autocast_available(weights.device.type) else "cpu"
-        # Asking costs 2 us: nothing on a CPU, but only what multiplies in fp32 needs to know on a GPU, as layers of
-        # float16 may, whose gates may leave its range.
+        # The question costs 2 us. On a GPU only layers that may multiply in fp32 ask it: float16 ones do where gates
+        # leave its range.
         self._needs_exact_fp32 = self._device.type == "cpu" or problem.torch_dtype != torch.bfloat16
         self._workspace_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         # A tensor, since compiled code treats a number as a constant: each layer would compile its caller again. It is
@@ -155,11 +155,11 @@ class MoEKernel:
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
         if torch.is_autocast_enabled(self._autocast_type) or (self._needs_exact_fp32 and not fp32_is_exact()):
-            # Entered where it is needed only: it costs 10 us.
+            # `plain_torch` costs 10 us, so it is entered only where it is needed.
             with plain_torch():
                 self._run_plainly(hidden_states, topk_weights, topk_ids, out)
         elif torch.is_grad_enabled():
-            # The usual one of such states, at 2 us. Weights may be parameters, and permuted ones views of them.
+            # The common case, at 2 us. Weights may be parameters, and permuted weights views of them.
             with torch.no_grad():
                 self._run_plainly(hidden_states, topk_weights, topk_ids, out)
         else:
@@ -170,7 +170,7 @@ class MoEKernel:
     ) -> None:
         problem, experts = self.problem, self.experts
         if topk_ids.dtype != torch.int32:
-            # Clamped first: an id beyond 32 bits must stay out of range, not wrap around into it.
+            # Clamp first: an id beyond 32 bits must stay out of range, not wrap around into it.
             topk_ids = topk_ids.clamp(-1, problem.num_experts).to(torch.int32)
         prepared = self._prepare_finalize.prepare(hidden_states, topk_weights, topk_ids, problem, self.expert_map)
         shapes = self._workspace_shapes.get(prepared.num_tokens)

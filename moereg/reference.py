@@ -220,8 +220,8 @@ class _Call:
             matrix: torch.Tensor = self.weights.tensors()[name][expert].to(self.dtype)
             return matrix
         columns = self.weights.hidden_size if name == "w13" else self.weights.intermediate_size
-        stored = expert_matrix(self.weights.tensors(), name, expert)
-        return dequantize_rows(stored, fmt, columns, slice(None), self.dtype)
+        quantized = expert_matrix(self.weights.tensors(), name, expert)
+        return dequantize_rows(quantized, fmt, columns, slice(None), self.dtype)
 
     def input(self, expert: int) -> torch.Tensor:
         """An expert's rows [rows, H] before quantizing."""

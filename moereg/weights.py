@@ -144,7 +144,7 @@ class ExpertWeights:
 
     def _check_values(self) -> None:
         """Checks that need the values of tensors."""
-        # A fake tensor says that it is on a CPU and has no values.
+        # A fake tensor claims to be on a CPU but has no values.
         if type(self.w13) not in (torch.Tensor, torch.nn.Parameter) or not checks_values(self.w13.device):
             return
         for name, scale in self.tensors("scale", "scale_2", "activation_scale").items():
@@ -195,7 +195,7 @@ class ExpertWeights:
         """
         plain = copy.copy(self)
         for name, tensor in self.tensors().items():
-            # Viewed as new tensors are: where a size is 1, a contiguous one may have any stride.
+            # The view has a new tensor's strides: where a size is 1, a contiguous tensor may have any stride.
             object.__setattr__(plain, name, tensor.detach().contiguous().view(-1).view(tensor.shape))
         return plain
 
@@ -327,7 +327,7 @@ class PermutedWeights:
 def _write(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.data_ptr() == source.data_ptr() and target.stride() == source.stride():
         return
-    # Other elements of the same storage, a transposed view for one, would be overwritten while they are read.
+    # A view of the same storage, a transposed one say, would be overwritten while it is read.
     same = target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     target.copy_(source.clone() if same else source)
 

@@ -15,8 +15,8 @@ __all__ = ["WORKSPACES", "WorkspacePool"]
 
 _ALIGNMENT: Final = 256
 
-# Requests whose tensors are kept: numbers of tokens that differ, times layers that differ.
 _MAX_REQUESTS: Final = 4096
+"""Requests whose tensors are kept: different numbers of tokens times different layers."""
 
 _Shapes = tuple[tuple[int, ...], ...]
 

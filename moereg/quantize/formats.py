@@ -97,12 +97,12 @@ def spread_zero_points(
 
 
 def restore(
-    stored: Quantized, fmt: QuantFormat, rows: int, columns: int, dtype: torch.dtype = torch.float32
+    matrix: Quantized, fmt: QuantFormat, rows: int, columns: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """The numbers that a quantized matrix stands for.
 
     Args:
-        stored: The matrix; scales for halves of the rows already one a row, [rows, 1].
+        matrix: With scales for halves of the rows already one a row, [rows, 1].
         fmt: Its format.
         rows, columns: R and K.
         dtype: To compute in: fp32, which rounds each product, or fp64.
@@ -110,9 +110,9 @@ def restore(
     Returns:
         [..., rows, columns] in `dtype`.
     """
-    values = element_of(fmt).decode(stored.q, columns).to(dtype)
-    if stored.zero_point is not None:
-        values = values - spread_zero_points(stored.zero_point, fmt, stored.scale.shape[-1], rows, columns)
+    values = element_of(fmt).decode(matrix.q, columns).to(dtype)
+    if matrix.zero_point is not None:
+        values = values - spread_zero_points(matrix.zero_point, fmt, matrix.scale.shape[-1], rows, columns)
     # The group scale first: a 4-bit or 8-bit float times an 8-bit one is exact, so that only scale_2 rounds.
-    values = values * expand_groups(stored.scale.to(dtype), fmt.group, rows, columns)
-    return values if stored.scale_2 is None else values * stored.scale_2.to(dtype)
+    values = values * expand_groups(matrix.scale.to(dtype), fmt.group, rows, columns)
+    return values if matrix.scale_2 is None else values * matrix.scale_2.to(dtype)
