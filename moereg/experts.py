@@ -39,7 +39,7 @@ class ExpertInputs:
 
 
 class Experts(abc.ABC):
-    """One way to run the experts of a layer: a frozen launch plan without tensors.
+    """One way to run the experts of one layer; holds no tensors.
 
     A subclass is bounded by the weight layout and calling convention, not by the scheme. It declares `facts`, may add
     reasons that a table cannot say, permutes weights once and applies them many times. Instances may be shared between
@@ -58,7 +58,7 @@ class Experts(abc.ABC):
     """Layouts of permuted weights that `apply` reads, preferred first."""
 
     def __init__(self, problem: MoEProblem, platform: Platform, computes: QuantScheme | None = None) -> None:
-        """Makes a plan.
+        """Makes the experts of a layer, without weights.
 
         Args:
             problem: The layer, whose `quant` says what the weights hold.

@@ -22,7 +22,7 @@ class Host(HostImplementation):
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         """Packs every expert, or keeps views of the canonical tensors where packing does not pay."""
         problem = self.problem
-        biases = {name: tensor for name, tensor in weights.tensors().items() if name.endswith("_bias")}
+        biases = weights.tensors("bias")
         if not mlp.packing_is_faster(problem.torch_dtype, is_intel="Intel" in self.platform.device_name):
             return PermutedWeights(CANONICAL, {"w13": weights.w13, "w2": weights.w2, **biases})
         down = mlp.pack_experts(weights.w2)

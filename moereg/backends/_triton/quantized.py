@@ -77,7 +77,7 @@ class Quantized(Recorded):
         """
         problem, fmt = self.problem, self.weight_codes
         tensors = weights.tensors()
-        per_expert = {name: aligned(tensor) for name, tensor in tensors.items() if name.endswith("bias")}
+        per_expert = {name: aligned(tensor) for name, tensor in weights.tensors("bias").items()}
         shared: dict[str, torch.Tensor] = {}
         for name, columns in (("w13", problem.hidden_size), ("w2", problem.intermediate_size)):
             # As bytes, since not everything pads 8-bit floats; zero bytes are zeros.
