@@ -389,7 +389,7 @@ def test_batched_rows_past_the_count_are_zero() -> None:
     counts = torch.tensor([0, 1, 6, 2, 0, 3, 0, 5], dtype=torch.int32)
     for expert, count in enumerate(counts.tolist()):
         hidden_states[expert, :count] = 1
-    inputs = ExpertInputs(hidden_states, torch.ones(6, 2), torch.zeros(6, 2, dtype=torch.int32), None, counts)
+    inputs = ExpertInputs(hidden_states, torch.ones(6, 2), torch.zeros(6, 2, dtype=torch.int32), counts)
     for experts_class in BATCHED:
         experts = experts_class(problem, Platform("cpu"))
         out = torch.full_like(hidden_states, float("nan"))
