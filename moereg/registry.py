@@ -114,12 +114,6 @@ class BackendRegistry:
 
     def __init__(self) -> None:
         self._cells: list[BackendCell] = []
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        """Changes with every registration, so that caches can be keyed by it."""
-        return self._version
 
     @property
     def cells(self) -> tuple[BackendCell, ...]:
@@ -155,7 +149,6 @@ class BackendRegistry:
             if other.experts is cell.experts:
                 _check_disjoint(other, cell)
         self._cells.append(cell)
-        self._version += 1
 
     def adopt(self, modules: str, origin: str) -> tuple[BackendCell, ...]:
         """Gives a distribution the cells that were registered by its modules before it was known, by a direct import.
@@ -173,7 +166,6 @@ class BackendRegistry:
             if cell.origin == module and f"{module}.".startswith(f"{modules}."):
                 self._cells[place] = dataclasses.replace(cell, origin=origin)
                 adopted.append(self._cells[place])
-        self._version += bool(adopted)
         return tuple(adopted)
 
     def snapshot(self) -> tuple[BackendCell, ...]:
@@ -183,7 +175,6 @@ class BackendRegistry:
     def restore(self, cells: Sequence[BackendCell]) -> None:
         """Puts back what `snapshot` returned."""
         self._cells = list(cells)
-        self._version += 1
 
 
 def _check_same_schemes(one: BackendCell, other: BackendCell) -> None:
