@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from moereg import discovery, dispatch, request, selection
-from moereg.arguments import takes
 from moereg.decide import decide, evaluate
 from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError, UnknownBackendError, UnknownSchemeError
@@ -119,22 +118,3 @@ def test_a_layer_reads_what_was_decided(monkeypatch: pytest.MonkeyPatch, own: Ba
     for method in ("scheme_for", "rule_for"):
         monkeypatch.setattr(BackendCell, method, resolved)
     assert make_kernel(PROBLEM, make_weights(PROBLEM, "cpu"), found).selection is found
-
-
-def test_arguments_are_checked_at_the_door() -> None:
-    @takes(one=(int, "give one"), other=(str, "give a name"))
-    def function(one: int, other: str | None = None, *, flag: bool = False) -> tuple[object, ...]:
-        """Returns them."""
-        return one, other, flag
-
-    assert function(1) == (1, None, False)
-    assert function(1, None, flag=True) == (1, None, True)
-    assert function(other="a", one=2) == (2, "a", False)
-    assert function.__doc__ == "Returns them."
-    for call in (lambda: function(None), lambda: function(one="1")):  # type: ignore[arg-type]
-        with pytest.raises(ArgumentError, match=r"one must be an? int, got .*; give one"):
-            call()
-    with pytest.raises(ArgumentError, match="other must be a str, got 3; give a name"):
-        function(1, 3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'one'"):
-        function()  # type: ignore[call-arg]
