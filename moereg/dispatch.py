@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from typing import Final
 
@@ -34,8 +35,28 @@ __all__ = [
 
 logger: Final = logging.getLogger("moereg")
 
-_LOGGED: Final[set[tuple[MoEProblem, str, str]]] = set()
-"""Choices that were logged. Process-wide, since a model has many layers of one shape: each shape is logged once."""
+
+class _Choices:
+    """The latest choices that were logged, each once. Thread-safe; bounded, since a process may live long."""
+
+    def __init__(self, most: int = 1024) -> None:
+        self._seen: dict[tuple[MoEProblem, str, str], None] = {}
+        self._most = most
+        self._lock = threading.Lock()
+
+    def is_new(self, key: tuple[MoEProblem, str, str]) -> bool:
+        """Whether a problem, platform and backend come for the first time; they are kept."""
+        with self._lock:
+            if key in self._seen:
+                return False
+            if len(self._seen) == self._most:
+                del self._seen[next(iter(self._seen))]
+            self._seen[key] = None
+            return True
+
+
+_LOGGED: Final = _Choices()
+"""Process-wide, since a model has many layers of one shape: each shape is logged once."""
 
 
 class EmulationWarning(MoeregWarning):
@@ -99,8 +120,7 @@ def select_backend(
             stacklevel=2,
         )
     key = (selection.problem, str(selection.platform), winner.backend)
-    if key not in _LOGGED:
-        _LOGGED.add(key)
+    if _LOGGED.is_new(key):
         others = [decision.backend for decision in selection.decisions[1:] if decision.accepted]
         logger.info(
             "MoE %s on %s: %s (%s), computes %s, by %s; next: %s",

@@ -38,7 +38,7 @@ def fakes(isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch) -
     """A registry that a test fills; nothing of other tests is kept."""
     isolated_registry.restore(())
     monkeypatch.setattr(PROBES, "_answers", {})
-    monkeypatch.setattr(dispatch, "_LOGGED", set())
+    monkeypatch.setattr(dispatch, "_LOGGED", dispatch._Choices())
     return isolated_registry
 
 
@@ -818,6 +818,17 @@ def test_one_log_line_a_layer_shape(fakes: BackendRegistry, caplog: pytest.LogCa
         f"MoE E8 H64 I96 k3 {chosen}",
     ]
     assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+def test_choices_that_were_logged_are_bounded() -> None:
+    choices = dispatch._Choices(most=2)
+    first, second, third = ((problem_of(top_k=top_k), "cpu", "fast") for top_k in (1, 2, 3))
+    assert choices.is_new(first)
+    assert choices.is_new(second)
+    assert not choices.is_new(first)
+    assert choices.is_new(third)
+    assert not choices.is_new(second)
+    assert choices.is_new(first)  # The oldest gave way to the third.
 
 
 def test_nothing_is_measured_yet(fakes: BackendRegistry) -> None:

@@ -87,8 +87,8 @@ MUTANTS: Final = (
     Mutant(
         "a log line every time",
         "moereg/dispatch.py",
-        old="        _LOGGED.add(key)\n",
-        new='        _LOGGED.add((selection.problem, "", ""))\n',
+        old="            self._seen[key] = None\n",
+        new='            self._seen[(key[0], "", "")] = None\n',
         tests=("tests/selection/test_dispatch.py::test_one_log_line_a_layer_shape",),
     ),
     Mutant(
