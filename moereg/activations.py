@@ -20,7 +20,7 @@ _LARGEST: Final = torch.finfo(torch.bfloat16).max
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """What happens between GEMM1 and GEMM2.
+    """The function between the two matmuls.
 
     Gated: with `g` the gate half and `u` the up half of GEMM1's output,
     `g = min(g, limit)`, `u = clamp(u, -limit, limit)`, result `f(g) * (u + beta)`, where `f` is
@@ -116,13 +116,13 @@ class Activation:
         """Applies the activation in the input's dtype.
 
         Args:
-            gemm1 [..., 2I] (gate first) where gated, [..., I] otherwise.
+            gemm1: [..., 2I] (gate first) where gated, [..., I] otherwise.
 
         Returns:
             [..., I], same dtype, a new tensor.
 
         Raises:
-            ArgumentError: The argument is no tensor of floats, or a gated activation got an odd number of columns.
+            ArgumentError: The argument is not a tensor of floats, or a gated activation got an odd number of columns.
         """
         if not isinstance(gemm1, torch.Tensor) or gemm1.dim() == 0 or gemm1.dtype not in _COMPUTED or gemm1.is_sparse:
             raise ArgumentError(

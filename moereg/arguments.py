@@ -39,7 +39,7 @@ def check_count(name: str, value: object, minimum: int = 1) -> int:
     """A whole number that a tensor's size could be; True is none.
 
     Raises:
-        ArgumentError: The value is no integer, below the minimum or beyond 64 bits.
+        ArgumentError: The value is not an integer, below the minimum or beyond 64 bits.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(f"{name} must be an integer, got {shown(value)}")
@@ -54,7 +54,7 @@ def check_number(name: str, value: object) -> float:
     """A finite number; True is none.
 
     Raises:
-        ArgumentError: The value is no finite number.
+        ArgumentError: The value is not a finite number.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ArgumentError(f"{name} must be a finite number, got {shown(value)}")
@@ -71,7 +71,7 @@ def check_flag(name: str, value: object) -> bool:
     """True or False.
 
     Raises:
-        ArgumentError: The value is no bool; 1 and "false" are none.
+        ArgumentError: The value is not a bool; 1 and "false" are none.
     """
     if not isinstance(value, bool):
         raise ArgumentError(f"{name} must be True or False, got {shown(value)}")
@@ -82,7 +82,7 @@ def check_text(name: str, value: object) -> str:
     """A text that can be printed on a line.
 
     Raises:
-        ArgumentError: The value is no text, or holds control characters.
+        ArgumentError: The value is not text, or holds control characters.
     """
     if not isinstance(value, str):
         raise ArgumentError(f"{name} must be a text, got {shown(value)}")
@@ -95,7 +95,7 @@ def check_one_of(name: str, value: object, known: tuple[str, ...]) -> str:
     """One of the known names.
 
     Raises:
-        ArgumentError: The value is no text.
+        ArgumentError: The value is not text.
         UnknownNameError: The name is not known.
     """
     if not isinstance(value, str):
@@ -115,7 +115,7 @@ def check_instance(name: str, value: object, kind: type[object], cure: str) -> N
         cure: Where to get one.
 
     Raises:
-        ArgumentError: The value is no instance of that class.
+        ArgumentError: The value is not an instance of that class.
     """
     if not isinstance(value, kind):
         # "An" for the classes that start with a vowel's sound.
@@ -174,7 +174,7 @@ def check_list(name: str, value: object, check: Callable[[str, object], T]) -> t
     """A list, or tuple, of values of one kind.
 
     Raises:
-        ArgumentError: The value is no list, or an item of it fails the check.
+        ArgumentError: The value is not a list, or an item of it fails the check.
     """
     if not isinstance(value, (list, tuple)):
         raise ArgumentError(f"{name} must be a list, got {shown(value)}")
@@ -185,7 +185,7 @@ def check_mapping(name: str, value: object) -> Mapping[str, Any]:
     """A mapping with texts for keys.
 
     Raises:
-        ArgumentError: The value is no mapping with text keys.
+        ArgumentError: The value is not a mapping with text keys.
     """
     if not isinstance(value, Mapping):
         raise ArgumentError(f"{name} must be an object, got {shown(value)}")

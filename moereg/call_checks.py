@@ -96,7 +96,7 @@ def check_tensor(
         device: Device of the weights.
 
     Raises:
-        ValueError: The argument is no tensor, is not contiguous, or has another shape, dtype or device.
+        ValueError: The argument is not a tensor, is not contiguous, or has another shape, dtype or device.
     """
     # A call comes through here up to four times, so a right tensor passes on plain comparisons.
     if not isinstance(tensor, torch.Tensor):

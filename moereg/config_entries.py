@@ -94,7 +94,7 @@ def read_flag(config: Mapping[str, Any], name: str, default: bool = False) -> bo
         default: Meant where it is absent or null.
 
     Raises:
-        CheckpointError: The entry is no bool, such as "false" or 0.
+        CheckpointError: The entry is not a bool, such as "false" or 0.
     """
     value = config.get(name)
     value = default if value is None else value
@@ -140,7 +140,7 @@ def read_indices(config: Mapping[str, Any], name: str) -> frozenset[int] | None:
     """An optional list of layer indices.
 
     Raises:
-        CheckpointError: The entry is no list of layer indices, or lists more layers than a model has.
+        CheckpointError: The entry is not a list of layer indices, or lists more layers than a model has.
     """
     value = config.get(name)
     if value is None:

@@ -105,7 +105,7 @@ def select_backend(
     Raises:
         UnsupportedProblemError: Nothing fits; carries the selection and says every backend's reasons.
         ArgumentError: The problem or the platform is something else.
-        RequestError: A name is both required and denied, or something is no name.
+        RequestError: A name is both required and denied, or something is not a name.
         UnknownNameError: A backend, scheme or platform is not known.
     """
     selection = explain_backends(problem, platform, require, prefer, deny)

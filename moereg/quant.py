@@ -48,7 +48,7 @@ class QuantFormat:
         static: For activations: scales come with the checkpoint instead of from the data.
 
     Raises:
-        ArgumentError: The dtype is no 4-bit or 8-bit type, the scale's dtype is no float of torch, a group has no
+        ArgumentError: The dtype is not a 4-bit or 8-bit type, the scale's dtype is not a float of torch, a group has no
             extent, or zero points or a global scale do not fit the group's extent.
     """
 
@@ -213,7 +213,7 @@ class QuantScheme:
         activation: Format that the hidden states and the intermediate are rounded to.
 
     Raises:
-        ArgumentError: The name is no printable text, or a format is no QuantFormat.
+        ArgumentError: The name is not printable text, or a format is not a QuantFormat.
     """
 
     name: str

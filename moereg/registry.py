@@ -225,7 +225,7 @@ def register_moe_backend(
     registry: BackendRegistry | None = None,
     **narrowed: Unpack[NarrowedFacts],
 ) -> Callable[[E], E]:
-    """Registers an experts class for quant schemes x platforms. Stack one decorator a rectangle.
+    """Registers an experts class for quant schemes x platforms. Stack one decorator per rectangle.
 
     Args:
         name: As requests spell it: lower case, digits and underscores.

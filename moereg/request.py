@@ -58,7 +58,7 @@ class Request:
 
         Raises:
             PluginError: A backend's plugin did not load; carries its error.
-            RequestError: A name is both required and denied, or something is no name.
+            RequestError: A name is both required and denied, or something is not a name.
             UnknownNameError: A backend or scheme is not known.
         """
         check_text("scheme of a request", scheme)

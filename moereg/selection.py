@@ -314,7 +314,7 @@ class Selection:
         return selection
 
     def table(self) -> str:
-        """The decision table as plain text, one candidate a line and its reasons below."""
+        """The decision table as plain text, one candidate per line and its reasons below."""
         lines = [f"problem   {self.problem}", f"platform  {self.platform}"]
         for decision in nearest_by_backend(self.decisions):
             mark = "chosen" if decision is self.winner else "fits" if decision.accepted else "rejected"

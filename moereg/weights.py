@@ -172,7 +172,7 @@ class ExpertWeights:
         """The same weights on a device; itself if they are there already.
 
         Raises:
-            ArgumentError: The argument is no device, or this torch build cannot use it.
+            ArgumentError: The argument is not a device, or this torch build cannot use it.
         """
         device = check_device("device", device)
         try:
@@ -245,7 +245,7 @@ class PermutedWeights:
 
     Attributes:
         layout: Names order and padding; two backends that read the same layout may share the tensors.
-        per_expert: By name: a tensor whose dim 0 is the local expert, or a list of one tensor an expert where the
+        per_expert: By name: a tensor whose dim 0 is the local expert, or a list of one tensor per expert where the
             storage is opaque, so that experts can be moved and reloaded.
         shared: By name: tensors that belong to no one expert.
     """
@@ -270,7 +270,7 @@ class PermutedWeights:
         return self[name] if name in self.per_expert or name in self.shared else None
 
     def experts(self, name: str) -> list[torch.Tensor]:
-        """The list with one tensor an expert, if the name has one."""
+        """The list with one tensor per expert, if the name has one."""
         value = self.per_expert[name]
         assert isinstance(value, list), f"{name} is one stacked tensor"
         return value

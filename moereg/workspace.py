@@ -1,4 +1,4 @@
-"""Scratch memory shared by all layers: one buffer a device and stream, or thread where there are none."""
+"""Scratch memory shared by all layers: one buffer per device and stream, or thread where there are none."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class EmptyLayer:
 
 
 def precompile(rows: Iterable[tuple[MoEProblem, int]]) -> None:
-    """Compiles everything that calls of these layers with so many tokens launch; rows of a layer stand together."""
+    """Compiles everything that calls of these layers with that many tokens launch; rows of a layer stand together."""
     layer: EmptyLayer | None = None
     with compiling_only():
         for problem, num_tokens in rows:

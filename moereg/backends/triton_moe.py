@@ -42,7 +42,7 @@ _FACTS: Final = Facts(
     router_weight_on_input=True,
     graph_capture=True,
     deterministic=True,
-    # The scan over experts keeps one value an expert and thread in registers.
+    # The scan over experts keeps one value per expert and thread in registers.
     max_experts=1024,
 )
 # 32-bit activations would need 32-bit products, which no matrix unit has.

@@ -64,7 +64,7 @@ def list_layer(
 
     Raises:
         CheckpointError: The layer cannot be read; the message says why.
-        ValueError: An argument is no integer, or the rank's experts are not experts of the layer.
+        ValueError: An argument is not an integer, or the rank's experts are not experts of the layer.
     """
     for argument, value in (("layer", layer), ("num_local_experts", num_local_experts), ("ep_rank", ep_rank)):
         if type(value) is not int and not (value is None and argument == "num_local_experts"):

@@ -51,7 +51,7 @@ def _xor_words_kernel(out, words, num_words, BLOCK: tl.constexpr, NUM_STAGES: tl
     first = program.to(tl.int64) * BLOCK
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
-    # Exclusive or is exact, one instruction a word, and no load can be left out of it.
+    # Exclusive or is exact, one instruction per word, and no load can be left out of it.
     folded = tl.zeros([BLOCK], dtype=tl.int32)
     for start in tl.range(first, num_words, step, num_stages=NUM_STAGES):
         folded ^= tl.load(words + start + offsets)

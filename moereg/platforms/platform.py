@@ -57,7 +57,7 @@ class Platform:
         """The platform of a string such as `cuda:sm90`, `rocm:gfx942` or `cpu`.
 
         Raises:
-            ArgumentError: The name is no text.
+            ArgumentError: The name is not text.
             UnknownPlatformError: The kind is not known or the architecture does not belong to it.
         """
         if not isinstance(name, str):

@@ -32,7 +32,7 @@ class PlatformRule:
     A number of one kind is never compared with another kind's.
 
     Raises:
-        ArgumentError: The rule is no text.
+        ArgumentError: The rule is not text.
         UnknownPlatformError: The text is not a rule.
     """
 

@@ -1,4 +1,4 @@
-"""Quantizes activations as a scheme says: one static or dynamic scale, one a token, or one a group of a token."""
+"""Quantizes activations as a scheme says: one static or dynamic scale, one per token, or one per group of a token."""
 
 from __future__ import annotations
 

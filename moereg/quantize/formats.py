@@ -25,11 +25,11 @@ class Quantized:
 
     Attributes:
         q: Codes [..., R, K] in the format's storage dtype; 4-bit ones packed [..., R, ceil(K/2)].
-        scale: In the format's scale dtype, one a group [..., ceil(R/group rows), ceil(K/group columns)]; [] if one
+        scale: In the format's scale dtype, one per group [..., ceil(R/group rows), ceil(K/group columns)]; [] if one
             scale covers everything, or [halves] if each half of the rows of weights has one.
-        scale_2: Global scale, fp32: [] or [halves] (weights); [] or one a row [..., R, 1] (activations); None if the
+        scale_2: Global scale, fp32: [] or [halves] (weights); [] or one per row [..., R, 1] (activations); None if the
             format has none.
-        zero_point: One a group, packed like q along the groups of a row; None if symmetric.
+        zero_point: One per group, packed like q along the groups of a row; None if symmetric.
     """
 
     q: torch.Tensor
@@ -102,7 +102,7 @@ def restore(
     """The numbers that a quantized matrix stands for.
 
     Args:
-        matrix: With scales for halves of the rows already one a row, [rows, 1].
+        matrix: With scales for halves of the rows already one per row, [rows, 1].
         fmt: Its format.
         rows, columns: R and K.
         dtype: To compute in: fp32, which rounds each product, or fp64.

@@ -41,7 +41,7 @@ def group_extrema(x: torch.Tensor, group: tuple[int, int]) -> tuple[torch.Tensor
 
 
 def expand_groups(values: torch.Tensor, group: tuple[int, int], rows: int, columns: int) -> torch.Tensor:
-    """Repeats one value a group for each of its elements.
+    """Repeats one value per group for each of its elements.
 
     Args:
         values: [..., ceil(R/group rows), ceil(K/group columns)].

@@ -201,7 +201,7 @@ def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int) -> Qua
 def _quantize_rows(
     x: torch.Tensor, fmt: QuantFormat, scale: torch.Tensor | None, scale_2: torch.Tensor | None
 ) -> Quantized:
-    """Quantizes some rows in fp32; scales that span more than these rows are passed in, one a row."""
+    """Quantizes some rows in fp32; scales that span more than these rows are passed in, one per row."""
     element = element_of(fmt)
     rows, columns = x.shape
     zero_point = None
@@ -237,7 +237,7 @@ def _take_rows(matrix: Quantized, fmt: QuantFormat, rows: slice) -> Quantized:
 
 
 def _of_rows(value: torch.Tensor | None, num_rows: int, rows: slice) -> torch.Tensor | None:
-    """A value for all rows [] or for each half of them [halves], as one a row [rows, 1]."""
+    """A value for all rows [] or for each half of them [halves], as one per row [rows, 1]."""
     if value is None:
         return None
     value = value.reshape(-1)

@@ -1,4 +1,4 @@
-"""Readers of Hugging Face's `config.json`, one a family of models: the keywords of its `RouterSpec`."""
+"""Readers of Hugging Face's `config.json`, one per family of models: the keywords of its `RouterSpec`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ def check_top_k(num_experts: int, top_k: int) -> None:
     """Checks that a token can take that many experts.
 
     Raises:
-        ArgumentError: `top_k` is no integer.
+        ArgumentError: `top_k` is not an integer.
         ValueError: `top_k` is not in 1..num_experts.
     """
     check_count("top_k", top_k, minimum=0)
@@ -26,7 +26,7 @@ def check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int
     """Checks that experts divide into groups, and that the chosen groups hold enough of them.
 
     Raises:
-        ArgumentError: A count is no integer.
+        ArgumentError: A count is not an integer.
         ValueError: The counts do not fit together.
     """
     check_count("num_groups", num_groups, minimum=0)

@@ -295,7 +295,8 @@ def _records(path: pathlib.Path, origin: str, _changed_ns: int, _num_bytes: int)
         return read_ledger(path)
     except ValueError as error:
         warnings.warn(
-            f"the ledger of {origin}, {path}, is no evidence: {error}; write it again or uninstall {origin}",
+            f"the ledger of {origin}, {path}, cannot be used as evidence: {error}; "
+            f"write it again or uninstall {origin}",
             LedgerWarning,
             stacklevel=2,
         )
@@ -306,7 +307,7 @@ def read_ledger(path: pathlib.Path) -> tuple[Verification, ...]:
     """The records of a ledger file.
 
     Raises:
-        ValueError: It cannot be read, is no JSON, or does not hold records of this schema.
+        ValueError: It cannot be read, is not JSON, or does not hold records of this schema.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -330,7 +331,7 @@ def merge_ledger(path: pathlib.Path, records: Sequence[Verification]) -> None:
     """Writes records into a ledger file; records of other cells and devices stay.
 
     Raises:
-        ValueError: The file exists and is no ledger.
+        ValueError: The file exists and is not a ledger.
     """
     known = {record.key: record for record in (*(read_ledger(path) if path.exists() else ()), *records)}
     ordered = [known[key] for key in sorted(known)]

@@ -48,8 +48,8 @@ E|d| * u: small errors grow to their geometric mean with the step. With d of rel
 
 - floats of m mantissa bits: u = 2^-m times the element's power of two, and over mantissas x spread over [1, 2) 0.8 e *
   E[x] * 2^-m / E[x^2] = 0.51 * 2^-m * e of the mean square: 0.064 e for e4m3, 0.26 e for e2m1;
-- integers with one scale a token: u = amax / max code with amax about 6 times the root mean square r, and E|x| = 0.6 r
-  for the long-tailed product of gate and up: 0.8 * 0.6 * 6 / 127 e = 0.023 e for int8;
+- integers with one scale per token: u = amax / max code with amax about 6 times the root mean square r, and E|x| =
+  0.6 r for the long-tailed product of gate and up: 0.8 * 0.6 * 6 / 127 e = 0.023 e for int8;
 - group scales that are 8-bit floats themselves flip as an e4m3 number does, 9.6 e of them, and then a whole group is
   rounded anew, twice the element type's own noise of 2^-2m / 24: 0.8 * 2^-2m * e more, 0.20 e for nvfp4. Scales that
   are powers of two move no mantissa, and fp32 scales only scale.
@@ -170,7 +170,7 @@ def tolerance(
 
 
 def _one_in_10000(count: float) -> float:
-    """How much smaller than usual the norm of so many elements is in one layer of 10,000, at most 10^8 times."""
+    """How much smaller than usual the norm of that many elements is in one layer of 10,000, at most 10^8 times."""
     return float(10.0 ** (4 / max(count, 0.5)))
 
 

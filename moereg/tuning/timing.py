@@ -50,7 +50,7 @@ class Timing:
 
     @property
     def median_us(self) -> float:
-        """What `time` means without further words."""
+        """The median of the samples: the time where nothing else is said."""
         return statistics.median(self.samples_us)
 
     @property
@@ -99,7 +99,7 @@ def kernel_runs(kernel: MoEKernel, calls: Sequence[Call], outs: Sequence[torch.T
     Args:
         kernel: Called once first, so that nothing is left to compile.
         calls: Kept alive by the runs, like `outs`.
-        outs: [T,H], one a call; overwritten by each run.
+        outs: [T,H], one per call; overwritten by each run.
     """
     eager = [functools.partial(kernel, *call, out=out) for call, out in zip(calls, outs, strict=True)]
     eager[0]()

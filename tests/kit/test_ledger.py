@@ -224,7 +224,7 @@ def test_a_malformed_ledger_is_one_warning_and_no_evidence(wheel: pathlib.Path, 
     with pytest.warns(LedgerWarning) as warned:
         assert str(evidence_of(wheel_cell())) == "not verified"
     (text,) = [str(warning.message) for warning in warned]
-    assert text.startswith(f"the ledger of wheel_y.backend, {path}, is no evidence: ")
+    assert text.startswith(f"the ledger of wheel_y.backend, {path}, cannot be used as evidence: ")
     assert expected in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")

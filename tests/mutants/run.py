@@ -29,7 +29,6 @@ NOT_COPIED: Final = (
     "__pycache__",
     "build",
     "dist",
-    "shared",
 )
 CAUGHT: Final = "caught"
 SURVIVED: Final = "SURVIVED"

@@ -58,10 +58,10 @@ def element(name: str) -> str:
 
 def weight_scales(fmt: QuantFormat) -> str:
     rows, columns = fmt.group
-    where = {(WHOLE, WHOLE): "one a matrix", (1, WHOLE): "one a row"}.get(fmt.group, f"{rows} x {columns}")
+    where = {(WHOLE, WHOLE): "one per matrix", (1, WHOLE): "one per row"}.get(fmt.group, f"{rows} x {columns}")
     words = [f"{element(fmt.scale_dtype)}, {where}"]
-    words += ["fp32, one a matrix"] * fmt.global_scale
-    words += ["a zero point a group"] * (not fmt.symmetric)
+    words += ["fp32, one per matrix"] * fmt.global_scale
+    words += ["a zero point per group"] * (not fmt.symmetric)
     return "; ".join(words)
 
 
@@ -69,9 +69,9 @@ def activations(fmt: QuantFormat | None) -> str:
     if fmt is None:
         return "16 bits"
     rows, columns = fmt.group
-    where = {(WHOLE, WHOLE): "one a call", (1, WHOLE): "one a token"}.get(fmt.group, f"{rows} x {columns}")
+    where = {(WHOLE, WHOLE): "one per call", (1, WHOLE): "one per token"}.get(fmt.group, f"{rows} x {columns}")
     scale = f"{element(fmt.scale_dtype)}, {'from the checkpoint' if fmt.static else where}"
-    return f"{element(fmt.dtype)}; {scale}{'; fp32, from the checkpoint or one a token' * fmt.global_scale}"
+    return f"{element(fmt.dtype)}; {scale}{'; fp32, from the checkpoint or one per token' * fmt.global_scale}"
 
 
 def stored(scheme: QuantScheme) -> list[str]:

@@ -137,7 +137,7 @@ def fold_scales(scale: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _pack_bytes(codes: torch.Tensor, num_groups: int, group: int) -> torch.Tensor:
-    """[R, G] uint8, one a group, to words [words, R] int32 with as many groups as a step has, from 1 to 4."""
+    """[R, G] uint8, one per group, to words [words, R] int32 with as many groups as a step has, from 1 to 4."""
     per_word = 1 if group == WHOLE else min(4, max(1, _WORD_SPAN // group))
     words = -(-num_groups // per_word)
     padded = pad(codes, (0, words * per_word - codes.shape[1])).unflatten(1, (words, per_word))

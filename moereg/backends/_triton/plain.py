@@ -66,7 +66,7 @@ class Interleaved(Recorded):
 
     @abc.abstractmethod
     def plan_bytes(self, num_tokens: int) -> int:
-        """In front of the second workspace, for a call of so many tokens (max_T in the batched format)."""
+        """In front of the second workspace, for a call of that many tokens (max_T in the batched format)."""
 
     @abc.abstractmethod
     def select(self, call: Call) -> ways.PlainWay:

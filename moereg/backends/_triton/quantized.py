@@ -106,7 +106,7 @@ class Quantized(Recorded):
         return aligned(pad_columns(scale, num_groups))
 
     def _one_a_half(self, name: str, scale: torch.Tensor) -> torch.Tensor:
-        """[E, halves] of one scale a matrix, [E], or one a half of it."""
+        """[E, halves]: one scale per half, from one per matrix or per half."""
         halves = self.problem.activation.num_halves if name == "w13" else 1
         return scale.reshape(len(scale), -1).expand(-1, halves)
 
@@ -135,7 +135,7 @@ class Quantized(Recorded):
 
     @abc.abstractmethod
     def plan_bytes(self, num_tokens: int) -> int:
-        """In front of the second workspace, for a call of so many tokens (max_T in the batched format)."""
+        """In front of the second workspace, for a call of that many tokens (max_T in the batched format)."""
 
     @abc.abstractmethod
     def select(self, call: Call) -> ways.QuantizedWay:

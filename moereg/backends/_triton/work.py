@@ -99,7 +99,7 @@ class Work:
 
 
 def gate_up_epilogue(problem: MoEProblem, weights: PermutedWeights) -> GateUpEpilogue:
-    """What a layer's first product does to its sums."""
+    """The epilogue of a layer's first product."""
     activation = problem.activation
     return GateUpEpilogue(
         activation=activation.name,

@@ -43,7 +43,7 @@ class GroupedGemmConfig:
         num_stages: depth of the software pipeline. Two to four programs per multiprocessor beat a deeper pipeline.
         mask_rows: whether rows past the end of a tile are left out instead of repeating the last one: pays where tiles
             are mostly empty.
-        slices: `block_k` long pieces of a step, one a warp, or 1: warps share columns. Packed weights only. In the
+        slices: `block_k` long pieces of a step, one per warp, or 1: warps share columns. Packed weights only. In the
             second product of a `SinglePair` each belongs to one route.
     """
 

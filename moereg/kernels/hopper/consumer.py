@@ -41,7 +41,7 @@ def activate(x, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr):
 
 @gluon.jit
 def activate_halves(gate, up, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr):
-    """What a `GateUpEpilogue` makes of gates and ups in fp32."""
+    """Activates gates and ups in fp32, as a `GateUpEpilogue` says."""
     if LIMIT is not None:
         # Comparisons keep NaN, which a minimum would replace by the limit.
         gate = gl.where(gate > LIMIT, LIMIT, gate)

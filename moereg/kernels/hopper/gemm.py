@@ -1,6 +1,6 @@
 """The two grouped matmuls of a Mixture-of-Experts layer for many rows an expert, on Hopper, in Triton's Gluon.
 
-The kernel is persistent: one program a multiprocessor. A program is warp-specialized: its producer fills a ring of
+The kernel is persistent: one program per multiprocessor. A program is warp-specialized: its producer fills a ring of
 shared memory, and its consumers, two warpgroups, multiply and store. The product is transposed: rows of a weight are
 wgmma's M side, tokens its N side, which may be short. So an expert with a few rows more than a multiple of a block gets
 one longer tile instead of two: a short second accumulator takes the extra rows, for which the weights are in shared

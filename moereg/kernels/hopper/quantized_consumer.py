@@ -118,7 +118,7 @@ def _scale_and_bias(x, row_scale, column_scales, bias, first, num_columns, GROUP
     Args:
         x: [OWN_ROWS, COLUMNS] fp32.
         row_scale: [OWN_ROWS], where not grouped.
-        column_scales: pointer to the expert's first, one a column.
+        column_scales: pointer to the expert's first, one per column.
         bias: pointer to the expert's first, or None.
         first: row of the expert's weight that the half begins with.
         num_columns: rows of the expert's weight.
@@ -133,7 +133,7 @@ def _scale_and_bias(x, row_scale, column_scales, bias, first, num_columns, GROUP
 
 @gluon.jit
 def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr):
-    """Codes of `x` [OWN_ROWS, COLUMNS] fp32, one group a row, and their scales [OWN_ROWS].
+    """Codes of `x` [OWN_ROWS, COLUMNS] fp32, one group per row, and their scales [OWN_ROWS].
 
     As `quantize_tile` of `kernels/quantized/codes.py`.
     """
@@ -236,8 +236,8 @@ def consume_codes(
     Args:
         out: map of the compact rows behind the guard, clipped at an expert's end, boxes [1, OWN_ROWS, columns].
         out_scale: pointer to the scales of `out`, or None where it holds no codes.
-        row_scale: pointer to one scale a row; read where not GROUPED.
-        column_scale: pointer to one scale a column; likewise.
+        row_scale: pointer to one scale per row; read where not GROUPED.
+        column_scale: pointer to one scale per column; likewise.
         bias: pointer to [E, num_columns], or None.
         ring: a `CodeRing` as `operands_of` returns it.
         turns: `Turns`.

@@ -33,7 +33,7 @@ class CodeRing(NamedTuple):
             [2 * STAGES, COLUMNS, BLOCK_K].
         row_scales: [STAGES, BLOCK_M] fp32 scales of a slot's rows; for consumers [2 * STAGES, OWN_ROWS]. Neither these
             nor the next are read where scales do not change along a row.
-        half_scales: [2 * STAGES, 1] fp32 scales of a slot's weights, one a half.
+        half_scales: [2 * STAGES, 1] fp32 scales of a slot's weights, one per half.
         full: [STAGES, 1] barriers that complete when the bytes of a slot have arrived.
         empty: [STAGES, 1] barriers that complete when both consumers have multiplied them.
     """

@@ -46,7 +46,7 @@ class _Address:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pointer:
-    """An argument, `arguments[place]`, that is an address so many bytes into a tensor of the recording."""
+    """An argument, `arguments[place]`, that is an address, `offset` bytes into a tensor of the recording."""
 
     arguments: list[Any]
     place: int
@@ -59,7 +59,7 @@ class _Pointer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TensorMap:
-    """An argument, `arguments[place]`, that is a tensor map with its base so many bytes into a tensor.
+    """An argument, `arguments[place]`, that is a tensor map with its base `offset` bytes into a tensor.
 
     Attributes:
         arguments: of the C function, or a list among them.

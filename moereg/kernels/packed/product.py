@@ -140,8 +140,8 @@ def accumulate_slices(
 ):
     """[SLICES, BLOCK_N, BLOCK_M] fp32 products, or [BLOCK_N, BLOCK_M] where there is one slice, before scales of rows.
 
-    A step is BLOCK_K elements of every slice. PIECES slices share a row of weights, each taking every so many pieces of
-    BLOCK_K; slices of different rows go side by side. ROWS is SLICES * BLOCK_N.
+    A step is BLOCK_K elements of every slice. PIECES slices share a row of weights, each taking every PIECES-th piece
+    of BLOCK_K; slices of different rows go side by side. ROWS is SLICES * BLOCK_N.
 
     Args:
         a_pointers: [SLICES, 1, BLOCK_M] first elements of the slices' activations, bf16 or fp16; [1, BLOCK_M]

@@ -36,7 +36,7 @@ class WeightFormat(NamedTuple):
         element: of `PackedMatrix`, as the next two; None: weights have the dtype of the activations.
         group: elements that share a scale.
         scale: dtype of the canonical group scales.
-        slices: pieces of a step of the main loop, one a warp, or 1.
+        slices: pieces of a step of the main loop, one per warp, or 1.
         stages: depth of the main loop's pipeline; None: Triton's own choice for the kernel.
     """
 
@@ -58,9 +58,9 @@ class PackedMatrix:
         scale_dtype: of the canonical group scales, where they are folded into the operand: `float8_e8m0fnu` or
             `float8_e4m3fn`; else `float32`.
         group_scale: `float32`: [E, groups, R] fp32, multiplies partial products. Folded: [E, ceil(groups / n), R]
-            int32, as many a word as of zero points; see `_folded_scales`. None: none, or one a row.
-        zero_point: [E, ceil(groups / n), R] int32, n codes of 8 bits a word, the lowest first: as many as 128 elements
-            have, from 1 to 4. None: the middle of the range.
+            int32, as many per word as of zero points; see `_folded_scales`. None: none, or one per row.
+        zero_point: [E, ceil(groups / n), R] int32, n codes of 8 bits per word, the lowest first: as many as 128
+            elements have, from 1 to 4. None: the middle of the range.
         row_scale: [E, R] fp32, multiplies the product; None: 1.
     """
 

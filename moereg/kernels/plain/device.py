@@ -48,14 +48,16 @@ def grouped_experts(
     """Runs the experts with torch's grouped matmul on routes sorted on the device; no synchronization.
 
     Args:
-        out [T,H]: Overwritten; aliases no input.
-        hidden_states [T,H]: Rows of a multiple of 16 bytes, as the grouped matmul demands.
-        topk_weights [T,K] fp32: Routing weights.
-        topk_ids [T,K] int32: Global experts; out of range or unmapped ones add nothing.
-        w13 [E,2I,H] or [E,I,H], w2 [E,H,I]: Canonical, rows of a multiple of 16 bytes.
+        out: [T,H]; overwritten; aliases no input.
+        hidden_states: [T,H]; rows of a multiple of 16 bytes, as the grouped matmul demands.
+        topk_weights: [T,K] fp32; routing weights.
+        topk_ids: [T,K] int32; global experts; out of range or unmapped ones add nothing.
+        w13: [E,2I,H] or [E,I,H]; canonical, rows of a multiple of 16 bytes.
+        w2: [E,H,I]; likewise.
         activation: Function between the matmuls; called in fp32.
-        w13_bias [E,2I] or [E,I], w2_bias [E,H]: Optional.
-        expert_map [num_experts] int32 or None: Local expert or -1.
+        w13_bias: [E,2I] or [E,I], or None.
+        w2_bias: [E,H] or None.
+        expert_map: [num_experts] int32 or None; local expert or -1.
         apply_router_weight_on_input: Scale an expert's input instead of its output; K is 1 then.
     """
     num_tokens, hidden_size = hidden_states.shape
@@ -150,12 +152,14 @@ def batched_experts(
     Each call converts float16 weights to fp32, as in `dense_experts`, and multiplies one expert at a time then.
 
     Args:
-        out [E,max_T,H]: Overwritten; rows past an expert's count become 0.
-        hidden_states [E,max_T,H]: Rows past an expert's count may hold anything.
-        expert_num_tokens [E] int32: Valid rows of each expert.
-        w13 [E,2I,H] or [E,I,H], w2 [E,H,I]: Canonical.
+        out: [E,max_T,H]; overwritten; rows past an expert's count become 0.
+        hidden_states: [E,max_T,H]; rows past an expert's count may hold anything.
+        expert_num_tokens: [E] int32; valid rows of each expert.
+        w13: [E,2I,H] or [E,I,H]; canonical.
+        w2: [E,H,I]; canonical.
         activation: Between the matmuls; called in fp32.
-        w13_bias [E,2I] or [E,I], w2_bias [E,H]: Optional.
+        w13_bias: [E,2I] or [E,I], or None.
+        w2_bias: [E,H] or None.
     """
     num_experts, max_tokens, hidden_size = hidden_states.shape
     wide = _matmul_dtype(hidden_states.dtype)

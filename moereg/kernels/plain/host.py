@@ -90,9 +90,9 @@ def sort_routes(topk_ids: torch.Tensor, num_local_experts: int, expert_map: torc
     """Sorts routes by local expert, on the host.
 
     Args:
-        topk_ids [T,K] integers, CPU: global experts; out-of-range or unmapped ones are left out.
+        topk_ids: [T,K] integers, CPU; global experts; out-of-range or unmapped ones are left out.
         num_local_experts: E.
-        expert_map [num_experts] int32 or None: local expert or -1.
+        expert_map: [num_experts] int32 or None; local expert or -1.
     """
     # numpy: these arrays are small, and its calls cost a third of torch's.
     ids = topk_ids.numpy().ravel()
@@ -140,15 +140,15 @@ def host_experts(
     Deterministic for a fixed number of threads.
 
     Args:
-        out [T,H]: Overwritten; aliases no input.
-        hidden_states [T,H]: Read only.
-        topk_weights [T,K] fp32: Routing weights.
-        topk_ids [T,K] int32: Global experts.
+        out: [T,H]; overwritten; aliases no input.
+        hidden_states: [T,H]; read only.
+        topk_weights: [T,K] fp32; routing weights.
+        topk_ids: [T,K] int32; global experts.
         mlp: The experts.
         num_local_experts: E.
         w13_rows: 2I, or I where not gated.
         workspace: At least `routed_rows(...)` * H elements of out's dtype; contents undefined before and after.
-        expert_map [num_experts] int32 or None: Local expert or -1.
+        expert_map: [num_experts] int32 or None; local expert or -1.
         apply_router_weight_on_input: Scale an expert's input instead of its output; K is 1 then.
     """
     num_tokens, hidden_size = hidden_states.shape
@@ -200,8 +200,8 @@ def batched_rows(
     """The valid rows of each active expert, as `routed_inputs` for the batched format.
 
     Args:
-        hidden_states [E,max_T,H]: Rows past an expert's count may hold anything.
-        expert_num_tokens [E] int32: Valid rows of each expert.
+        hidden_states: [E,max_T,H]; rows past an expert's count may hold anything.
+        expert_num_tokens: [E] int32; valid rows of each expert.
         block: Most rows at a time.
 
     Yields:
@@ -275,9 +275,9 @@ def host_batched_experts(
     """Runs the experts of a CPU layer in the batched format.
 
     Args:
-        out [E,max_T,H]: Overwritten; rows past an expert's count become 0.
-        hidden_states [E,max_T,H]: Rows past an expert's count may hold anything.
-        expert_num_tokens [E] int32: Valid rows of each expert.
+        out: [E,max_T,H]; overwritten; rows past an expert's count become 0.
+        hidden_states: [E,max_T,H]; rows past an expert's count may hold anything.
+        expert_num_tokens: [E] int32; valid rows of each expert.
         mlp: The experts.
         w13_rows: 2I, or I where not gated.
     """

@@ -87,7 +87,7 @@ CONFIG_RULES = (
     ),
 )
 
-# What a plan's block map is sized for when the configuration is not known yet.
+# Sizes a plan's block map before the configuration is known.
 MIN_BLOCK_M = min(rule.configs.gate_up.block_m for rule in CONFIG_RULES)
 
 

@@ -44,7 +44,7 @@ class RowFormat:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Of stored scales."""
+        """Dtype of stored scales."""
         if self.global_scale:
             return torch.float8_e4m3fn
         return torch.uint8 if self.e8m0 else torch.float32

@@ -19,7 +19,7 @@ _SCALED_GROUPS: Final = {torch.uint8: 32, torch.float8_e4m3fn: 16}
 
 
 def dot_format(rows: QuantizedRows) -> str | None:
-    """What `tl.dot_scaled` calls the codes; None where it does not take them."""
+    """The name of the codes in `tl.dot_scaled`; None where it does not take them."""
     return _DOT_FORMATS.get(rows.q.dtype)
 
 

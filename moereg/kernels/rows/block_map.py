@@ -1,6 +1,6 @@
 """Which tile of rows belongs to which expert, written on the device, in Triton: how a grouped GEMM finds its rows.
 
-It also makes the map of the batched format, whose rows lie by expert already: [E, max_T, H], with a count an expert.
+It also makes the map of the batched format, whose rows lie by expert already: [E, max_T, H], with a count per expert.
 Routes have to be sorted first, see `rows.sort`.
 """
 
@@ -36,7 +36,7 @@ class BlockMap:
         block_row: [B], first row of a tile.
         block_end: [B], end of the rows of the tile's expert (the tile itself covers at most `block_m`).
         num_blocks: [1], tiles in use.
-        tile_counters: [2], one a GEMM, zero when planned: a GEMM whose programs take tiles as they become free counts
+        tile_counters: [2], one per GEMM, zero when planned: a GEMM whose programs take tiles as they become free counts
             in its own how many were taken, so that a plan serves one call.
         block_m: rows per tile.
         slack: rows by which the last tile of an expert may be longer, so that a few rows more than a multiple of
@@ -73,13 +73,13 @@ def store_block_map(
 
     `tile_counters` lie behind `num_blocks`.
     """
-    experts = tl.arange(0, EXPERTS)
-    blocks = tl.maximum((counts - SLACK + BLOCK_M - 1) // BLOCK_M, (counts > 0).to(tl.int32))
-    first_block = tl.cumsum(blocks, 0) - blocks
+    experts = tl.arange(0, EXPERTS)  # [EXPERTS]
+    blocks = tl.maximum((counts - SLACK + BLOCK_M - 1) // BLOCK_M, (counts > 0).to(tl.int32))  # [EXPERTS]
+    first_block = tl.cumsum(blocks, 0) - blocks  # [EXPERTS]
     tl.store(num_blocks, tl.sum(blocks, 0))
     tl.store(num_blocks + 1 + tl.arange(0, _NUM_COUNTERS), tl.zeros([_NUM_COUNTERS], tl.int32))
     for i in range(tl.max(blocks, 0)):
-        slot = first_block + i
+        slot = first_block + i  # [EXPERTS]
         tl.store(block_expert + slot, experts, mask=i < blocks)
         tl.store(block_row + slot, offsets + i * BLOCK_M, mask=i < blocks)
         tl.store(block_end + slot, offsets + counts, mask=i < blocks)
@@ -100,11 +100,11 @@ def _plan_batches_kernel(
     OVERLAP: tl.constexpr,
 ):
     release_next(OVERLAP)
-    experts = tl.arange(0, EXPERTS)
-    counts = tl.load(expert_num_tokens + experts, mask=experts < num_experts, other=0)
+    experts = tl.arange(0, EXPERTS)  # [EXPERTS]
+    counts = tl.load(expert_num_tokens + experts, mask=experts < num_experts, other=0)  # [EXPERTS]
     # A count that is wrong must not lead to another expert's rows, or out of the tensor.
     counts = tl.minimum(tl.maximum(counts, 0), max_tokens)
-    offsets = experts * max_tokens
+    offsets = experts * max_tokens  # [EXPERTS]
     store_block_map(counts, offsets, block_expert, block_row, block_end, num_blocks, BLOCK_M, SLACK, EXPERTS)
 
 
@@ -191,7 +191,7 @@ def aligned(size: int) -> int:
 
 
 def cut_workspace(workspace: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Consecutive views of so many int32, each aligned; the piece `counts` becomes `num_blocks` and `tile_counters`."""
+    """Consecutive aligned views of `sizes` int32; the piece `counts` becomes `num_blocks` and `tile_counters`."""
     pieces = {}
     start = 0
     for name, size in sizes.items():

@@ -32,7 +32,7 @@ class DirectRoutes:
 
     @property
     def max_blocks(self) -> int:
-        """Tiles to launch: one a route."""
+        """Tiles to launch: one per route."""
         return self.topk_ids.numel()
 
     @property

@@ -33,8 +33,8 @@ def _store_offsets_and_blocks(
     SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    experts = tl.arange(0, EXPERTS)
-    offsets = tl.cumsum(counts, 0) - counts
+    experts = tl.arange(0, EXPERTS)  # [EXPERTS]
+    offsets = tl.cumsum(counts, 0) - counts  # [EXPERTS]
     tl.store(expert_offsets + experts, offsets, mask=experts < num_local_experts)
     tl.store(expert_offsets + num_local_experts, tl.sum(counts, 0))
     store_block_map(counts, offsets, block_expert, block_row, block_end, num_blocks, BLOCK_M, SLACK, EXPERTS)
@@ -71,7 +71,7 @@ def _sort_routes_kernel(
     # A route's place is the number of routes with a smaller (expert, route) key. Counting them takes O(N^2) compares
     # in all, yet needs neither atomics, nor barriers, nor a second launch, and the order is stable.
     pid = tl.program_id(0)
-    lanes = tl.arange(0, CHUNK)
+    lanes = tl.arange(0, CHUNK)  # [CHUNK]
     if pid == 0:
         counts = tl.zeros([EXPERTS], dtype=tl.int32)
         for start in range(0, num_routes, CHUNK):
@@ -92,12 +92,12 @@ def _sort_routes_kernel(
     else:
         own = (pid - 1) * ROUTES + tl.arange(0, ROUTES)  # [ROUTES]
         own_expert = load_local_expert(topk_ids, expert_map, own, num_routes, num_experts, num_local_experts)
-        own_key = own_expert * num_routes + own
+        own_key = own_expert * num_routes + own  # [ROUTES]
         smaller = tl.zeros([ROUTES, CHUNK], dtype=tl.int32)
         for start in range(0, num_routes, CHUNK):
-            routes = start + lanes
+            routes = start + lanes  # [CHUNK]
             expert = load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts)
-            key = tl.where(expert >= 0, expert * num_routes + routes, 0x7FFFFFFF)
+            key = tl.where(expert >= 0, expert * num_routes + routes, 0x7FFFFFFF)  # [CHUNK]
             smaller += _count_less(key, own_key)  # [ROUTES, CHUNK]
         place = tl.sum(smaller, 1)  # [ROUTES]
         tl.store(sorted_routes + place, own, mask=own_expert >= 0)
@@ -120,7 +120,7 @@ def _count_chunks_kernel(
 ):
     release_next(OVERLAP)
     chunk = tl.program_id(0)
-    routes = chunk * CHUNK + tl.arange(0, CHUNK)
+    routes = chunk * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
     expert = load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts)
     tl.store(route_expert + routes, expert, mask=routes < num_routes)
     experts = tl.arange(0, EXPERTS)
@@ -140,10 +140,10 @@ def _scan_chunks_kernel(
 ):
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
-    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)  # [EXPERTS]
     totals = tl.zeros([EXPERTS], dtype=tl.int32)
     for start in range(0, num_chunks, CHUNKS):
-        chunks = start + tl.arange(0, CHUNKS)
+        chunks = start + tl.arange(0, CHUNKS)  # [CHUNKS]
         mask = (chunks < num_chunks)[:, None] & (experts < num_local_experts)[None, :]
         pointers = chunk_counts + chunks[:, None] * num_local_experts + experts[None, :]
         counts = tl.load(pointers, mask=mask, other=0)  # [CHUNKS, EXPERTS]
@@ -175,8 +175,8 @@ def _place_routes_kernel(
 ):
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
-    experts = tl.arange(0, EXPERTS)
-    counts = tl.load(expert_counts + experts, mask=experts < num_local_experts, other=0)
+    experts = tl.arange(0, EXPERTS)  # [EXPERTS]
+    counts = tl.load(expert_counts + experts, mask=experts < num_local_experts, other=0)  # [EXPERTS]
     pid = tl.program_id(0)
     if pid == 0:
         _store_offsets_and_blocks(
@@ -194,16 +194,16 @@ def _place_routes_kernel(
     else:
         first = (pid - 1) * ROUTES
         own = first + tl.arange(0, ROUTES)  # [ROUTES]
-        own_expert = tl.load(route_expert + own, mask=own < num_routes, other=-1)
+        own_expert = tl.load(route_expert + own, mask=own < num_routes, other=-1)  # [ROUTES]
         valid = own_expert >= 0
         chunk = first // CHUNK
         place = tl.load(chunk_counts + chunk * num_local_experts + own_expert, mask=valid, other=0)
         place += tl.gather(tl.cumsum(counts, 0) - counts, tl.maximum(own_expert, 0), 0)
         # The chunk's routes up to the program's last, ROUTES at a time.
         for start in range(chunk * CHUNK, first + ROUTES, ROUTES):
-            routes = start + tl.arange(0, ROUTES)
+            routes = start + tl.arange(0, ROUTES)  # [ROUTES]
             expert = tl.load(route_expert + routes, mask=routes < num_routes, other=-1)
-            earlier = (expert[None, :] == own_expert[:, None]) & (routes[None, :] < own[:, None])
+            earlier = (expert[None, :] == own_expert[:, None]) & (routes[None, :] < own[:, None])  # [ROUTES, ROUTES]
             place += tl.sum(earlier.to(tl.int32), 1)
         tl.store(sorted_routes + place, own, mask=valid)
         tl.store(route_row + own, tl.where(valid, place, -1), mask=own < num_routes)
