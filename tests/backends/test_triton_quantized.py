@@ -15,6 +15,7 @@ import torch
 import triton
 
 from moereg.backends._triton import quantized
+from moereg.backends._triton.work import gate_up_epilogue
 from moereg.backends.triton_moe import TritonQuantizedExperts
 from moereg.experts import ExpertInputs
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
@@ -370,7 +371,7 @@ class Stage:
             self.layer.matrices(self.permuted, "w13"),
             self.plan,
             self.config,
-            self.layer.epilogue(self.permuted),
+            gate_up_epilogue(self.problem, self.permuted),
             top_k=2,
             by_route=self.fmt.static,
         )
