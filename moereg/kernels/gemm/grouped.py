@@ -87,12 +87,12 @@ def _gate_up_kernel(
         block_end,
         used_blocks,
         num_tiles_n,
-        SORTED,
-        SINGLE,
-        TOP_K,
-        BLOCK_TOP_K,
-        BLOCK_M,
-        GROUP_M,
+        SORTED=SORTED,
+        SINGLE=SINGLE,
+        TOP_K=TOP_K,
+        BLOCK_TOP_K=BLOCK_TOP_K,
+        BLOCK_M=BLOCK_M,
+        GROUP_M=GROUP_M,
     )
     if not SORTED:
         if tile.expert < 0:
@@ -202,12 +202,12 @@ def _down_kernel(
         block_end,
         used_blocks,
         num_tiles_n,
-        SORTED,
-        SINGLE,
-        TOP_K,
-        BLOCK_TOP_K,
-        BLOCK_M,
-        GROUP_M,
+        SORTED=SORTED,
+        SINGLE=SINGLE,
+        TOP_K=TOP_K,
+        BLOCK_TOP_K=BLOCK_TOP_K,
+        BLOCK_M=BLOCK_M,
+        GROUP_M=GROUP_M,
     )
     if not SORTED:
         if tile.expert < 0:
@@ -292,7 +292,6 @@ def gate_up_gemm(
     """
     operand = operand_of(w13, config)
     num_columns, depth, hidden_size = operand.num_columns, operand.depth, hidden_states.shape[1]
-    step = config.block_k * config.slices
     assert config.block_m == plan.block_m and depth % WEIGHT_PAD == 0 and hidden_size <= depth
     assert hidden_states.stride(1) == out.stride(1) == 1
     assert out.shape[1] == num_columns // (2 if epilogue.gated else 1)
@@ -323,7 +322,7 @@ def gate_up_gemm(
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
         ACTIVATION=epilogue.constant,
         FORMAT=operand.format,
-        TILE=tile_shape(config, num_columns, hidden_size, depth, step, config.mask_rows),
+        TILE=tile_shape(config, num_columns, hidden_size, depth, config.block_k * config.slices, config.mask_rows),
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -370,7 +369,6 @@ def down_gemm(
     assert config.block_m == plan.block_m and depth % WEIGHT_PAD == 0 and intermediate.shape[1] == depth
     assert intermediate.stride(1) == out.stride(1) == 1
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
-    step = config.block_k * config.slices
     launch(
         _down_kernel,
         (plan.max_blocks * num_tiles_n,),
@@ -393,7 +391,7 @@ def down_gemm(
         TOP_K=top_k,
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
         FORMAT=operand.format,
-        TILE=tile_shape(config, num_columns, depth, depth, step, config.mask_rows),
+        TILE=tile_shape(config, num_columns, depth, depth, config.block_k * config.slices, config.mask_rows),
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -41,14 +41,14 @@ def product(
 
     Args:
         a_rows: [BLOCK_M] first elements of the rows of activations.
-        weights: with the next three `WeightOperand.tensors`.
+        weights: with the next three `OperandTensors`.
         expert: local expert, int64.
         columns: [BLOCK_N] rows of the expert's weights.
         row_mask: [BLOCK_M] rows of activations that count.
         depth_a: elements of a row of activations.
         depth: K_pad, elements of a row of weights.
         num_columns: rows of an expert's weights.
-        stride_expert: with the next three `WeightOperand.strides`.
+        stride_expert: with the next three `OperandStrides`.
         FORMAT: `WeightFormat`.
         TILE: `TileShape`.
     """
@@ -81,6 +81,38 @@ def product(
         return x
 
 
+class OperandTensors(NamedTuple):
+    """The kernels' tensors of weights, in the order of their arguments; None where there are none.
+
+    Attributes:
+        weights: or words of packed ones.
+        group_scale: of `PackedMatrix`, as the next two.
+        zero_point: one a group.
+        row_scale: one a row.
+    """
+
+    weights: torch.Tensor
+    group_scale: torch.Tensor | None = None
+    zero_point: torch.Tensor | None = None
+    row_scale: torch.Tensor | None = None
+
+
+class OperandStrides(NamedTuple):
+    """The kernels' strides of weights, in the order of their arguments.
+
+    Attributes:
+        expert: from one expert's weights to the next.
+        column: from one row of weights to the next; 0 where they are packed.
+        scale: from one expert's group scales to the next.
+        zero_point: from one expert's zero points to the next.
+    """
+
+    expert: int
+    column: int = 0
+    scale: int = 0
+    zero_point: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightOperand:
     """Weights as the kernels take them.
@@ -89,17 +121,16 @@ class WeightOperand:
         num_experts: E.
         num_columns: rows of an expert's weights, columns of a product.
         depth: K_pad, elements of a row of weights.
-        tensors: weights, group scales, zero points and scales of rows; None where there are none.
-        strides: from one expert, and one row, of the weights to the next; from one expert to the next of group scales
-            and of zero points.
+        tensors: weights and their scales.
+        strides: within `tensors`.
         format: what the weights are.
     """
 
     num_experts: int
     num_columns: int
     depth: int
-    tensors: tuple[torch.Tensor | None, ...]
-    strides: tuple[int, ...]
+    tensors: OperandTensors
+    strides: OperandStrides
     format: WeightFormat
 
 
@@ -112,20 +143,23 @@ def operand_of(weights: torch.Tensor | PackedMatrix, config: GroupedGemmConfig) 
             num_experts,
             num_rows,
             depth,
-            (weights, None, None, None),
-            (weights.stride(0), weights.stride(1), 0, 0),
+            OperandTensors(weights),
+            OperandStrides(weights.stride(0), weights.stride(1)),
             _PLAIN,
         )
     assert config.block_k % STEP == 0, f"packed weights are read by {STEP} elements, not {config.block_k}"
     assert config.slices in (1, config.num_warps), f"{config.num_warps} warps cannot share {config.slices} slices"
-    tensors = (weights.words, weights.group_scale, weights.zero_point, weights.row_scale)
+    tensors = OperandTensors(weights.words, weights.group_scale, weights.zero_point, weights.row_scale)
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
-    scale, zero_point = (0 if tensor is None else tensor.stride(0) for tensor in tensors[1:3])
     return WeightOperand(
         weights.num_experts,
         weights.num_rows,
         weights.depth,
         tensors,
-        (weights.words.stride(0), 0, scale, zero_point),
+        OperandStrides(
+            expert=weights.words.stride(0),
+            scale=0 if tensors.group_scale is None else tensors.group_scale.stride(0),
+            zero_point=0 if tensors.zero_point is None else tensors.zero_point.stride(0),
+        ),
         WeightFormat(weights.element, weights.group, weights.scale_dtype, config.slices, config.num_stages),
     )

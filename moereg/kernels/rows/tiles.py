@@ -109,14 +109,39 @@ def tile_of_program(num_blocks, num_tiles_n, GROUP_M: tl.constexpr):
     return first_block + within % group_blocks, within // group_blocks
 
 
-def plan_arguments(plan: BlockMap | DirectRoutes, num_local_experts: int) -> tuple[torch.Tensor | int | None, ...]:
-    """The kernels' arguments for the rows: the plan of sorted ones, the ids of direct ones."""
+class RowArguments(NamedTuple):
+    """The kernels' arguments for the rows, in their order; see `claim_tile`."""
+
+    topk_ids: torch.Tensor | None = None
+    expert_map: torch.Tensor | None = None
+    num_tokens: int = 0
+    num_experts: int = 0
+    num_local_experts: int = 0
+    sorted_routes: torch.Tensor | None = None
+    block_expert: torch.Tensor | None = None
+    block_row: torch.Tensor | None = None
+    block_end: torch.Tensor | None = None
+    num_blocks: torch.Tensor | None = None
+
+
+def plan_arguments(plan: BlockMap | DirectRoutes, num_local_experts: int) -> RowArguments:
+    """The plan of sorted rows, the ids of direct ones."""
     if isinstance(plan, DirectRoutes):
         num_tokens = plan.topk_ids.shape[0]
         assert num_tokens <= plan.block_m, f"{num_tokens} tokens do not fit a tile of {plan.block_m} rows"
-        ids = (plan.topk_ids, plan.expert_map, num_tokens, plan.num_experts, num_local_experts)
-        return (*ids, None, None, None, None, None)
-    blocks = (plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks)
-    # Rows that no route was sorted into are where their tokens are.
-    sorted_routes = plan.sorted_routes if isinstance(plan, RoutePlan) else None
-    return (None, None, 0, 0, num_local_experts, sorted_routes, *blocks)
+        return RowArguments(
+            topk_ids=plan.topk_ids,
+            expert_map=plan.expert_map,
+            num_tokens=num_tokens,
+            num_experts=plan.num_experts,
+            num_local_experts=num_local_experts,
+        )
+    return RowArguments(
+        num_local_experts=num_local_experts,
+        # Rows that no route was sorted into are where their tokens are.
+        sorted_routes=plan.sorted_routes if isinstance(plan, RoutePlan) else None,
+        block_expert=plan.block_expert,
+        block_row=plan.block_row,
+        block_end=plan.block_end,
+        num_blocks=plan.num_blocks,
+    )
