@@ -17,14 +17,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from moereg.kernels.gemm.config import GemmPair, GemvConfig, GemvPair, GroupedGemmConfig
-from moereg.kernels.hopper.config import GluonConfigRule
+from moereg.kernels.hopper.config import HopperConfigRule
 from moereg.layer import MoEKernel
 from moereg.reference import relative_error
 from moereg.testing.tolerances import tolerance
 from moereg.tuning.inputs import Call
 from moereg.tuning.timing import ROUNDS, Run, kernel_runs, time_runs
 
-Configs: TypeAlias = GemvPair | GemmPair | GluonConfigRule
+Configs: TypeAlias = GemvPair | GemmPair | HopperConfigRule
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,12 @@ from benches.h200.candidates import (
 )
 from benches.h200.precompile import EmptyLayer, compiling_only
 from benches.h200.table import make_call, make_weights
-from moereg.backends._triton.ways import MIN_GLUON_ROWS
+from moereg.backends._triton.ways import MIN_HOPPER_ROWS
 from moereg.dispatch import select_backend
-from moereg.kernels.gemm import config as triton_gemm_config
+from moereg.kernels.gemm import config as gemm_config
 from moereg.kernels.gemm.config import GemmPair, GemvPair
 from moereg.kernels.hopper import config as hopper_config
-from moereg.kernels.hopper.config import GluonConfigRule
+from moereg.kernels.hopper.config import HopperConfigRule
 from moereg.kernels.launch.device import max_shared_bytes
 from moereg.layer import MoEKernel, make_kernel
 from moereg.layouts import round_up
@@ -65,7 +65,7 @@ ROUNDS: Final = 24
 SECONDS: Final = 0.1
 
 # The most rows per expert of each class but the last.
-CLASS_ROWS: Final = (11, 22, MIN_GLUON_ROWS, 80, 176)
+CLASS_ROWS: Final = (11, 22, MIN_HOPPER_ROWS, 80, 176)
 
 
 def class_of(num_tokens: int, rows_per_expert: float) -> str:
@@ -80,15 +80,15 @@ def class_of(num_tokens: int, rows_per_expert: float) -> str:
     return f"over {CLASS_ROWS[-1]} rows"
 
 
-def uses_gluon(num_tokens: int, rows_per_expert: float) -> bool:
-    """Whether the class of a row runs on the Gluon kernels."""
-    return num_tokens > 16 and rows_per_expert > MIN_GLUON_ROWS
+def uses_hopper(num_tokens: int, rows_per_expert: float) -> bool:
+    """Whether the class of a row runs on Hopper's kernels."""
+    return num_tokens > 16 and rows_per_expert > MIN_HOPPER_ROWS
 
 
 def describe(configs: Configs) -> str:
     """A short name: tiles and stages of the first product, then of the second."""
-    if isinstance(configs, GluonConfigRule):
-        parts = [f"{c.block_m}x{c.block_n}+{c.slack} {c.stages}s" for c in (configs.gate_up, configs.down)]
+    if isinstance(configs, HopperConfigRule):
+        parts = [f"{c.block_m}x{c.block_n}+{c.slack} {c.num_stages}s" for c in (configs.gate_up, configs.down)]
         if configs.copies_rows:
             parts[0] += " copied"
     elif isinstance(configs, GemmPair):
@@ -125,17 +125,17 @@ def _gemm_pairs(name: str) -> Iterator[GemmPair]:
         yield GemmPair(grouped(gate_up), grouped(down), sort_routes=name != "2-16 tokens")
 
 
-def _gluon_rules() -> Iterator[Configs]:
+def _hopper_rules() -> Iterator[Configs]:
     """The shipped rules' tiles in all pairs of one height: by token, by token with a shorter ring, copied."""
     first = dict.fromkeys(rule.gate_up for rule in hopper_config.CONFIG_RULES)
     second = dict.fromkeys(rule.down for rule in hopper_config.CONFIG_RULES)
     for gate_up, down in itertools.product(first, second):
         if (gate_up.block_m, gate_up.slack) == (down.block_m, down.slack):
-            pair = GluonConfigRule(gate_up=gate_up, down=down)
+            pair = HopperConfigRule(gate_up=gate_up, down=down)
             yield pair
-            yield GluonConfigRule(
-                gate_up=dataclasses.replace(gate_up, stages=gate_up.stages - 1),
-                down=dataclasses.replace(down, stages=down.stages - 1),
+            yield HopperConfigRule(
+                gate_up=dataclasses.replace(gate_up, num_stages=gate_up.num_stages - 1),
+                down=dataclasses.replace(down, num_stages=down.num_stages - 1),
             )
             yield dataclasses.replace(pair, copies_rows=True)
 
@@ -146,8 +146,8 @@ def candidates_of(num_tokens: int, rows_per_expert: float) -> list[Candidate]:
     pairs: Iterator[Configs]
     if name == "1 token":
         pairs = _gemv_pairs()
-    elif uses_gluon(num_tokens, rows_per_expert):
-        pairs = _gluon_rules()
+    elif uses_hopper(num_tokens, rows_per_expert):
+        pairs = _hopper_rules()
     else:
         pairs = _gemm_pairs(name)
     found = [Candidate(describe(configs), configs) for configs in pairs]
@@ -159,13 +159,13 @@ def shipped(problem: MoEProblem, num_tokens: int, shared_bytes: int | None) -> C
     """The configuration that the shipped rules choose for a row."""
     rows = num_tokens * problem.top_k / problem.num_experts
     configs: Configs
-    if uses_gluon(num_tokens, rows):
+    if uses_hopper(num_tokens, rows):
         columns = problem.activation.num_halves * round_up(problem.intermediate_size, 64)
         configs = dataclasses.replace(
             hopper_config.select_config(rows, columns), max_rows_per_expert=math.inf, min_columns=0
         )
     else:
-        configs = triton_gemm_config.select_config(num_tokens, rows, problem.torch_dtype.itemsize, shared_bytes)
+        configs = gemm_config.select_config(num_tokens, rows, problem.torch_dtype.itemsize, shared_bytes)
     return Candidate(describe(configs), configs)
 
 
@@ -178,7 +178,7 @@ def row_candidates(problem: MoEProblem, num_tokens: int, shared_bytes: int | Non
 
 def selecting(candidate: Candidate) -> AbstractContextManager[None]:
     """Layers inside run with the candidate instead of the rules' choice."""
-    module = hopper_config if isinstance(candidate.configs, GluonConfigRule) else triton_gemm_config
+    module = hopper_config if isinstance(candidate.configs, HopperConfigRule) else gemm_config
     return selected(module, "select_config", candidate.configs)
 
 

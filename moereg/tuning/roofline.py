@@ -18,7 +18,7 @@ from moereg.problem import MoEProblem
 from moereg.tuning.inputs import Call
 from moereg.tuning.timing import Run, time_runs
 
-__all__ = ["Ceilings", "Work", "expert_bytes", "measure_ceilings", "roofline_us", "settled_us", "work_of"]
+__all__ = ["Ceilings", "Traffic", "expert_bytes", "measure_ceilings", "roofline_us", "settled_us", "work_of"]
 
 # Far beyond any cache; on a GPU also long against the start of a kernel.
 _CPU_READ_BYTES: Final = 1 << 29
@@ -53,7 +53,7 @@ class Ceilings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class Traffic:
     """The work of a call, independent of the kernel.
 
     Attributes:
@@ -73,18 +73,18 @@ def expert_bytes(problem: MoEProblem) -> int:
     return sum(math.prod(row.shapes[0]) * (row.dtype or problem.torch_dtype).itemsize for row in rows)
 
 
-def work_of(problem: MoEProblem, call: Call) -> Work:
+def work_of(problem: MoEProblem, call: Call) -> Traffic:
     """Counts one call; reads its ids on the host."""
     # Without an expert map the first experts are the local ones.
     local = call.topk_ids[(call.topk_ids >= 0) & (call.topk_ids < problem.num_local_experts)]
     matrices = (problem.activation.num_halves + 1) * problem.hidden_size * problem.intermediate_size
-    return Work(
+    return Traffic(
         flops=2.0 * local.numel() * matrices,
         num_bytes=float(local.unique().numel() * expert_bytes(problem) + 2 * call.hidden_states.nbytes),
     )
 
 
-def roofline_us(works: Sequence[Work], ceilings: Ceilings) -> float:
+def roofline_us(works: Sequence[Traffic], ceilings: Ceilings) -> float:
     """Mean over calls of the larger of the time to move the bytes and the time to multiply."""
     return statistics.mean(
         max(work.num_bytes / ceilings.read_gbps / 1e3, work.flops / ceilings.matmul_tflops / 1e6) for work in works
@@ -162,8 +162,8 @@ def _readers(buffer: torch.Tensor) -> Iterator[tuple[str, Run]]:
     if buffer.device.type != "cuda":
         return
     try:
+        from moereg.kernels.launch.device import num_multiprocessors
         from moereg.kernels.read import word_readers
     except ImportError:  # Without triton, torch's ways must do.
         return
-    num_multiprocessors = torch.cuda.get_device_properties(buffer.device).multi_processor_count
-    yield from word_readers(buffer.view(torch.int32), num_multiprocessors)
+    yield from word_readers(buffer.view(torch.int32), num_multiprocessors(buffer.device))

@@ -331,7 +331,7 @@ class Stage:
         activation, bias = self.activation, self.has_bias
         self.problem = make_problem(self.scheme, self.hidden, self.intermediate, activation=activation, has_bias=bias)
         self.layer = implementation(self.problem)
-        self.fmt = self.layer.fmt
+        self.fmt = self.layer.row_format
         if self.scheme.activation is not None and self.scheme.activation.group[1] not in (WHOLE, 16, 32):
             self.config = dataclasses.replace(self.config, block_k=128)
 

@@ -19,11 +19,11 @@ from benches.h200.sweep import (
     row_candidates,
     selecting,
     shipped,
-    uses_gluon,
+    uses_hopper,
 )
 from moereg.backends._triton import ways
 from moereg.backends.triton_moe import TritonExperts
-from moereg.kernels.gemm import config as triton_gemm_config
+from moereg.kernels.gemm import config as gemm_config
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.hopper import config as hopper_config
 from moereg.kernels.sizes import GUARD_ROWS
@@ -37,9 +37,9 @@ EACH_ROW = [(make_problem(model), tokens) for model, tokens in itertools.product
 
 
 def test_the_sweep_splits_classes_where_the_backend_changes_kernels() -> None:
-    assert ways.MIN_GLUON_ROWS in sweep.CLASS_ROWS
-    assert uses_gluon(4096, ways.MIN_GLUON_ROWS + 1)
-    assert not uses_gluon(4096, ways.MIN_GLUON_ROWS)
+    assert ways.MIN_HOPPER_ROWS in sweep.CLASS_ROWS
+    assert uses_hopper(4096, ways.MIN_HOPPER_ROWS + 1)
+    assert not uses_hopper(4096, ways.MIN_HOPPER_ROWS)
 
 
 def test_each_row_has_8_to_15_candidates_and_the_shipped_one_among_them() -> None:
@@ -77,9 +77,9 @@ def test_candidates_fit_what_the_kernels_take() -> None:
         for candidate in candidates_of(tokens, rows):
             configs = candidate.configs
             if isinstance(configs, GemmPair):
-                assert configs.gate_up.block_m == configs.down.block_m >= triton_gemm_config.MIN_BLOCK_M
+                assert configs.gate_up.block_m == configs.down.block_m >= gemm_config.MIN_BLOCK_M
                 assert configs.sort_routes or tokens <= configs.gate_up.block_m
-            if uses_gluon(tokens, rows):
+            if uses_hopper(tokens, rows):
                 for config in (configs.gate_up, configs.down):
                     assert config.block_m + config.slack <= GUARD_ROWS
                 assert configs.gate_up.block_m == configs.down.block_m
@@ -88,11 +88,11 @@ def test_candidates_fit_what_the_kernels_take() -> None:
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (64, 4), (4096, 256)])
 def test_selecting_replaces_what_the_backend_asks_and_puts_it_back(tokens: int, rows: float) -> None:
-    modules: tuple[Any, ...] = (triton_gemm_config, hopper_config)
+    modules: tuple[Any, ...] = (gemm_config, hopper_config)
     before = [module.select_config for module in modules]
     candidate = candidates_of(tokens, rows)[-1]
     with selecting(candidate):
-        module = modules[uses_gluon(tokens, rows)]
+        module = modules[uses_hopper(tokens, rows)]
         assert module.select_config(tokens, rows) is candidate.configs
     assert [module.select_config for module in modules] == before
 

@@ -33,7 +33,7 @@ from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.single import down_single
-from moereg.kernels.launch.overlap import can_overlap
+from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.read import READ_CONFIGS, num_read_programs, read_words
 from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_batches

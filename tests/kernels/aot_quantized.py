@@ -73,7 +73,7 @@ def launch_layer(target: str, case: str) -> None:
     layer = (TritonQuantizedBatchedExperts if is_batched else TritonQuantizedExperts)(problem, platform)
     if isinstance(layer.implementation, quantized.Standard):
         # `gluon_aot` compiles these.
-        layer.implementation.has_gluon = False
+        layer.implementation.has_hopper = False
     weights = layer.permute_weights(ExpertWeights(**canonical, quant=problem.quant), problem)
     lead = (experts, tokens) if is_batched else (tokens,)
     hidden_states = empty(*lead, hidden, dtype=dtype)

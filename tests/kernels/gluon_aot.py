@@ -22,7 +22,7 @@ from moereg.kernels.hopper.config import (
     CONFIG_RULES,
     QUANTIZED_DOWN,
     QUANTIZED_GATE_UP,
-    GluonGemmConfig,
+    HopperGemmConfig,
     select_config,
 )
 from moereg.kernels.hopper.gemm import _grouped_kernel
@@ -37,13 +37,13 @@ def _box(block: list[int]) -> str:
 
 
 def compile_one(
-    name: str, config: GluonGemmConfig, is_gate_up: bool, by_token: bool, batched: bool = False
+    name: str, config: HopperGemmConfig, is_gate_up: bool, by_token: bool, batched: bool = False
 ) -> dict[str, Any]:
     """The resources and instructions of one kernel; gated silu in the first GEMM, no bias."""
     columns = config.block_n // (4 if is_gate_up else 2)
     weights = [config.block_n // 16, 2, 8, 64] if is_gate_up else [1, config.block_n, 64]
     signature = {
-        "out": _box([1, config.staged // columns, columns]),
+        "out": _box([1, config.staged_elements // columns, columns]),
         "weights": _box(weights),
         "rows": "*bf16" if by_token else _box([config.block_m // 2, 64]),
         "slack_rows": "constexpr" if by_token else _box([config.slack, 64]),
@@ -61,7 +61,7 @@ def compile_one(
         "BLOCK_N": config.block_n,
         "BLOCK_M": config.block_m,
         "SLACK": config.slack,
-        "STAGES": config.stages,
+        "STAGES": config.num_stages,
         "ACTIVATION": "silu" if is_gate_up else None,
         "GATED": is_gate_up,
         "ALPHA": 1.0,
@@ -97,8 +97,8 @@ def compile_quantized(name: str, dtype: str, is_gate_up: bool, grouped: bool) ->
         "bias": None,
         "GROUPED": grouped,
         "ROUNDED": gl.bfloat16 if writes_codes else None,
-        "STAGES": config.stages,
-        "BUFFERS": 1 if writes_codes else config.buffers,
+        "STAGES": config.num_stages,
+        "BUFFERS": 1 if writes_codes else config.num_buffers,
         "ACTIVATION": "silu" if is_gate_up else None,
         "GATED": is_gate_up,
         "ALPHA": 1.0,

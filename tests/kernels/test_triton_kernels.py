@@ -35,7 +35,7 @@ from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.reference import down_reference, gate_up_reference
-from moereg.kernels.rows import sort as triton_routing
+from moereg.kernels.rows import sort
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import RoutePlan, SortConfig, max_num_blocks, route_workspace_numel, sort_routes_reference
 from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_routes_reference, reduce_sorted_rows
@@ -200,7 +200,7 @@ def test_sort_routes(
 
 def test_more_chunks_than_a_scan_adds_up_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as 32768 routes have; here of 32 routes each, 4 at a time."""
-    monkeypatch.setattr(triton_routing, "_SCAN_CHUNKS", 4)
+    monkeypatch.setattr(sort, "_SCAN_CHUNKS", 4)
     ids = route("random", 63, 5, 8)
     plan = make_plan(ids, None, 8, 8, 16, THREE_LAUNCHES)
     assert_plans_equal(plan, sort_routes_reference(ids, None, 8, 8, 16))

@@ -17,7 +17,7 @@ from triton.backends.nvidia import driver as nvidia
 from moereg.backends._loaded import Call, LoadedExperts
 from moereg.backends._triton.recorded import Recorded
 from moereg.experts import ExpertInputs, Experts
-from moereg.kernels.launch import replay as triton_launch
+from moereg.kernels.launch import replay
 from moereg.kernels.launch.replay import launch, recording
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
@@ -287,7 +287,7 @@ def test_a_launch_with_a_tensor_of_nobody_is_a_bug(driver: FakeDriver) -> None:
     out, x = tensor(), tensor()
     with pytest.raises(AssertionError, match="does not know"), recording([out]):
         launch_plain(FakeKernel(driver, PLAIN), out, x)
-    assert triton_launch._ACTIVE.recording is None
+    assert replay._ACTIVE.recording is None
 
 
 # --- experts that record ---

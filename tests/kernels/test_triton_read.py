@@ -7,7 +7,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from moereg.kernels import read as triton_read
+from moereg.kernels import read
 from moereg.kernels.read import ReadConfig, num_read_programs, read_words
 from moereg.tuning.roofline import _PIECE_NUMEL
 
@@ -49,29 +49,29 @@ def test_programs_are_as_many_as_the_configuration_says() -> None:
 
 def test_every_way_that_there_is_room_for_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     small = (ReadConfig(64, 4), ReadConfig(128, 4, programs=2), ReadConfig(256, 4, num_stages=9))
-    monkeypatch.setattr(triton_read, "READ_CONFIGS", small)
-    real = triton_read.read_words
+    monkeypatch.setattr(read, "READ_CONFIGS", small)
+    real = read.read_words
 
     def read_if_there_is_room(out: torch.Tensor, source: torch.Tensor, config: ReadConfig) -> None:
         if config.num_stages > 4:
             raise OutOfResources(10**6, 10**5, "shared memory")
         real(out, source, config)
 
-    monkeypatch.setattr(triton_read, "read_words", read_if_there_is_room)
+    monkeypatch.setattr(read, "read_words", read_if_there_is_room)
     source = words(512)
-    readers = dict(triton_read.word_readers(source, num_multiprocessors=1))
+    readers = dict(read.word_readers(source, num_multiprocessors=1))
     assert list(readers) == [
         "triton, blocks of 64, 4 warps, 1 stages, a program a block",
         "triton, blocks of 128, 4 warps, 1 stages, 2 programs a multiprocessor",
     ]
-    for read in readers.values():
-        out = read.args[0]  # type: ignore[attr-defined]
+    for reader in readers.values():
+        out = reader.args[0]  # type: ignore[attr-defined]
         out.fill_(7)
-        read()
+        reader()
         assert folded(out) == folded(source)
 
 
 def test_configurations_divide_what_is_measured() -> None:
-    largest = max(config.block for config in triton_read.READ_CONFIGS)
+    largest = max(config.block for config in read.READ_CONFIGS)
     assert _PIECE_NUMEL * torch.bfloat16.itemsize % (largest * torch.int32.itemsize) == 0
-    assert all(config.block & (config.block - 1) == 0 for config in triton_read.READ_CONFIGS)
+    assert all(config.block & (config.block - 1) == 0 for config in read.READ_CONFIGS)

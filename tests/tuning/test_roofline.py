@@ -12,7 +12,7 @@ import torch
 from moereg.problem import MoEProblem
 from moereg.tuning import roofline
 from moereg.tuning.inputs import Call
-from moereg.tuning.roofline import Ceilings, Work, expert_bytes, measure_ceilings, roofline_us, work_of
+from moereg.tuning.roofline import Ceilings, Traffic, expert_bytes, measure_ceilings, roofline_us, work_of
 from moereg.tuning.timing import Timing
 
 CPU = torch.device("cpu")
@@ -36,21 +36,21 @@ def test_bytes_of_an_expert() -> None:
 def test_only_active_experts_are_moved() -> None:
     problem = MoEProblem(**SIZES)
     one, activations = expert_bytes(problem), 2 * 3 * 64 * 2
-    assert work_of(problem, call([[1, 2], [2, 1], [1, 7]])) == Work(2 * 6 * 3 * 64 * 32, 3 * one + activations)
+    assert work_of(problem, call([[1, 2], [2, 1], [1, 7]])) == Traffic(2 * 6 * 3 * 64 * 32, 3 * one + activations)
     assert work_of(problem, call([[0, 1], [2, 3], [4, 5]])).num_bytes == 6 * one + activations
 
 
 def test_other_ranks_experts_are_not_this_ones_work() -> None:
     problem = MoEProblem(**SIZES, num_local_experts=4)
     found = work_of(problem, call([[1, 5], [6, 7], [-1, 8]]))
-    assert found == Work(2 * 1 * 3 * 64 * 32, expert_bytes(problem) + 2 * 3 * 64 * 2)
+    assert found == Traffic(2 * 1 * 3 * 64 * 32, expert_bytes(problem) + 2 * 3 * 64 * 2)
 
 
 def test_the_roofline_is_the_larger_of_both_times() -> None:
     ceilings = Ceilings(matmul_tflops=2.0, read_gbps=1000.0, read_by="")
-    assert roofline_us([Work(flops=2e6, num_bytes=5e6)], ceilings) == pytest.approx(5.0)
-    assert roofline_us([Work(flops=2e7, num_bytes=5e6)], ceilings) == pytest.approx(10.0)
-    assert roofline_us([Work(2e6, 5e6), Work(2e7, 5e6)], ceilings) == pytest.approx(7.5)
+    assert roofline_us([Traffic(flops=2e6, num_bytes=5e6)], ceilings) == pytest.approx(5.0)
+    assert roofline_us([Traffic(flops=2e7, num_bytes=5e6)], ceilings) == pytest.approx(10.0)
+    assert roofline_us([Traffic(2e6, 5e6), Traffic(2e7, 5e6)], ceilings) == pytest.approx(7.5)
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ class Packed(plain.Interleaved):
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
         self.packed_bits = self._format.bits
-        # The Gluon kernels read both operands from shared memory.
-        self.has_gluon = False
+        # Hopper's kernels read both operands from shared memory.
+        self.has_hopper = False
 
     @property
     def _format(self) -> QuantFormat:

@@ -16,7 +16,7 @@ from moereg.backends._triton.workspace import batch_plan_bytes, batched_rows_per
 from moereg.experts import Experts
 from moereg.kernels.gemm.config import MIN_BLOCK_M
 from moereg.kernels.hopper import config as hopper
-from moereg.kernels.launch.overlap import can_overlap
+from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.sizes import GUARD_ROWS, WEIGHT_PAD
 from moereg.layouts import aligned, interleave_gate_up, pad_columns, round_up
 from moereg.platforms import PlatformRule
@@ -34,7 +34,7 @@ class Interleaved(Recorded):
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
         # Compiled for one architecture's own instructions.
-        self.has_gluon = PlatformRule("cuda:sm90").matches(self.platform)
+        self.has_hopper = PlatformRule("cuda:sm90").matches(self.platform)
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         """Interleaves gate and up row by row and zero-pads H of w13 and I of both to multiples of 64.
@@ -76,9 +76,9 @@ class Interleaved(Recorded):
         """w13 and w2 as the kernels take them."""
         return weights["w13"], weights["w2"]
 
-    def fits_gluon(self, hidden_states: torch.Tensor, rows_per_expert: float) -> bool:
-        """Whether the Gluon kernels can read the rows of a call, and there are enough an expert for them to pay."""
-        return self.has_gluon and ways.fits_gluon(hidden_states, rows_per_expert)
+    def fits_hopper(self, hidden_states: torch.Tensor, rows_per_expert: float) -> bool:
+        """Whether Hopper's kernels can read the rows of a call, and there are enough an expert for them to pay."""
+        return self.has_hopper and ways.fits_hopper(hidden_states, rows_per_expert)
 
 
 class Standard(Interleaved):
@@ -101,7 +101,7 @@ class Standard(Interleaved):
         problem, hidden_states = self.problem, call.inputs.hidden_states
         rows_per_expert = call.inputs.topk_ids.numel() / problem.num_experts
         if (
-            self.fits_gluon(hidden_states, rows_per_expert)
+            self.fits_hopper(hidden_states, rows_per_expert)
             and not problem.apply_router_weight_on_input
             # Tokens are copied at 32-bit offsets.
             and hidden_states.shape[0] * hidden_states.stride(0) < 2**31
@@ -126,7 +126,7 @@ class Batched(Interleaved):
     def select(self, call: Call) -> ways.PlainWay:
         problem, hidden_states = self.problem, call.inputs.hidden_states
         rows_per_expert = batched_rows_per_expert(problem, hidden_states.shape[1])
-        if self.fits_gluon(hidden_states, rows_per_expert):
+        if self.fits_hopper(hidden_states, rows_per_expert):
             # Rows are boxes already, and none are copied.
             return ways.HopperBatched(hopper.select_config(rows_per_expert, math.inf))
         return ways.Batched(ways.select_tiles(math.inf, rows_per_expert, hidden_states, self.packed_bits))

@@ -23,7 +23,7 @@ from moereg.backends._triton.workspace import (
 )
 from moereg.experts import Experts
 from moereg.kernels.launch import device as limits
-from moereg.kernels.launch.overlap import can_overlap
+from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.quantized.config import MIN_BLOCK_M, select_quantized_config
 from moereg.kernels.quantized.operands import QuantizedMatrices, RowFormat
 from moereg.kernels.sizes import CODE_PAD, GUARD_ROWS
@@ -35,21 +35,21 @@ from moereg.weights import ExpertWeights, PermutedWeights
 
 _E8M0: Final = "float8_e8m0fnu"
 
-_MIN_GLUON_ROWS: Final = 30
-"""Up to this many rows an expert the Gluon kernels do not pay.
+_MIN_HOPPER_ROWS: Final = 30
+"""Up to this many rows an expert Hopper's kernels do not pay.
 
 Measured on an H200 on 2026-11-21: at 32 rows they take 0.97 of the others' time (qwen3-30b-a3b) and 0.93 (deepseek-v3),
 at 64 rows 0.78 and 0.70.
 """
 
 
-class Quantized(Recorded):
+class MultipliedCodes(Recorded):
     """Independent of the activation format; a subclass sizes its workspaces and selects a way.
 
     Attributes:
-        codes: of activations.
-        weight_codes: of weights.
-        fmt: those of activations as the kernels read them.
+        activation_format: codes and scales of activations.
+        weight_format: those of weights.
+        row_format: `activation_format` as the kernels read it.
     """
 
     recorded_weights: ClassVar[tuple[str, ...]] = (
@@ -63,8 +63,8 @@ class Quantized(Recorded):
         assert activation is not None
         assert weight is not None
         assert weight.symmetric
-        self.codes, self.weight_codes = activation, weight
-        self.fmt = row_format(activation)
+        self.activation_format, self.weight_format = activation, weight
+        self.row_format = row_format(activation)
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         """Zero-pads the reduced dimensions to multiples of 128, and gives every scale rows and columns.
@@ -75,7 +75,7 @@ class Quantized(Recorded):
             two, or float8_e4m3fn with global ones, `w13_scale_2` [E, 2] and `w2_scale_2` [E, 1]; `a2_scale` [E] and
             `a13_scale` [E], or shared and [1] where the checkpoint has one number; biases as they are.
         """
-        problem, fmt = self.problem, self.weight_codes
+        problem, fmt = self.problem, self.weight_format
         tensors = weights.tensors()
         per_expert = {name: aligned(tensor) for name, tensor in weights.tensors("bias").items()}
         shared: dict[str, torch.Tensor] = {}
@@ -95,7 +95,7 @@ class Quantized(Recorded):
         return PermutedWeights(self.layouts[0], per_expert, shared)
 
     def _permute_scale(self, name: str, scale: torch.Tensor, columns: int) -> torch.Tensor:
-        fmt = self.weight_codes
+        fmt = self.weight_format
         if scale.dim() < 3:
             scale = self._one_a_half(name, scale).unsqueeze(2)
         num_groups = 1 if fmt.group[1] == WHOLE else round_up(columns, CODE_PAD) // fmt.group[1]
@@ -112,7 +112,7 @@ class Quantized(Recorded):
 
     def matrices(self, weights: PermutedWeights, name: str) -> QuantizedMatrices:
         """w13 or w2 as the kernels take them."""
-        fmt = self.weight_codes
+        fmt = self.weight_format
         q, scale = weights[name], weights[f"{name}_scale"]
         group_rows = q.shape[1] // scale.shape[1] if fmt.group[0] == WHOLE else fmt.group[0]
         return QuantizedMatrices(q, scale, group_rows, _group_columns(fmt), weights.get(f"{name}_scale_2"))
@@ -126,8 +126,8 @@ class Quantized(Recorded):
             epilogue=gate_up_epilogue(self.problem, weights),
             w2_bias=weights.get("w2_bias"),
             overlap=can_overlap(call.out.device),
-            codes=self.codes,
-            fmt=self.fmt,
+            activation_format=self.activation_format,
+            row_format=self.row_format,
             w13=self.matrices(weights, "w13"),
             w2=self.matrices(weights, "w2"),
         )
@@ -142,25 +142,25 @@ class Quantized(Recorded):
         """The way that a call takes."""
 
 
-class Standard(Quantized):
+class Standard(MultipliedCodes):
     """Standard format.
 
     Attributes:
-        has_gluon: whether the platform is the one that the Gluon kernels are compiled for, and they multiply the codes.
+        has_hopper: whether the platform is the one that Hopper's kernels are compiled for, and they multiply the codes.
     """
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
-        problem, codes = self.problem, self.codes
-        self.has_gluon = (
+        problem, fmt = self.problem, self.activation_format
+        self.has_hopper = (
             # Compiled for one architecture's own instructions.
             PlatformRule("cuda:sm90").matches(self.platform)
             # Dynamic scales of groups or of rows.
-            and not codes.static
-            and codes.group[0] != WHOLE
-            and codes.scale_dtype == "float32"
+            and not fmt.static
+            and fmt.group[0] != WHOLE
+            and fmt.scale_dtype == "float32"
             # Blocks of gate's scales end where up's begin.
-            and (codes.group[1] == WHOLE or problem.intermediate_size % CODE_PAD == 0)
+            and (fmt.group[1] == WHOLE or problem.intermediate_size % CODE_PAD == 0)
             and problem.torch_dtype.itemsize == 2
             # Rows are stored in boxes, which begin at multiples of 16 bytes.
             and problem.hidden_size % 8 == 0
@@ -175,8 +175,8 @@ class Standard(Quantized):
         num_routes, itemsize = num_tokens * problem.top_k, problem.torch_dtype.itemsize
         # Unused rows in front, whichever kernels run.
         rows = GUARD_ROWS + num_routes
-        first = bytes_of(intermediate_pieces(problem, self.codes, rows))
-        tokens = bytes_of(row_pieces(self.codes, num_routes, problem.hidden_size))
+        first = bytes_of(intermediate_pieces(problem, self.activation_format, rows))
+        tokens = bytes_of(row_pieces(self.activation_format, num_routes, problem.hidden_size))
         to_reduce = Piece((rows, problem.hidden_size), problem.torch_dtype).padded_bytes
         second = self.plan_bytes(num_tokens) + max(tokens, to_reduce)
         return (first // itemsize,), (second // itemsize,)
@@ -188,7 +188,7 @@ class Standard(Quantized):
         problem, hidden_states = self.problem, call.inputs.hidden_states
         device = hidden_states.device
         rows_per_expert = call.inputs.topk_ids.numel() / problem.num_experts
-        if self.has_gluon and device.type != "cpu" and rows_per_expert > _MIN_GLUON_ROWS:
+        if self.has_hopper and device.type != "cpu" and rows_per_expert > _MIN_HOPPER_ROWS:
             return ways.Hopper()
         configs = select_quantized_config(
             hidden_states.shape[0], rows_per_expert, problem.activation.num_halves, limits.max_shared_bytes(device)
@@ -196,15 +196,15 @@ class Standard(Quantized):
         return ways.Sorted(configs) if configs.sort_routes else ways.Direct(configs)
 
 
-class Batched(Quantized):
+class Batched(MultipliedCodes):
     """Batched format."""
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Flat: the intermediate [E * max_T, I_pad], its codes and scales; the plan of the tiles, codes of tokens."""
         problem = self.problem
         rows, itemsize = problem.num_local_experts * num_tokens, problem.torch_dtype.itemsize
-        first = bytes_of(intermediate_pieces(problem, self.codes, rows))
-        tokens = bytes_of(row_pieces(self.codes, rows, problem.hidden_size))
+        first = bytes_of(intermediate_pieces(problem, self.activation_format, rows))
+        tokens = bytes_of(row_pieces(self.activation_format, rows, problem.hidden_size))
         return (first // itemsize,), ((self.plan_bytes(num_tokens) + tokens) // itemsize,)
 
     def plan_bytes(self, num_tokens: int) -> int:
@@ -219,20 +219,20 @@ class Batched(Quantized):
         return ways.Batched(select_quantized_config(math.inf, rows_per_expert, halves, shared_bytes))
 
 
-def row_format(codes: QuantFormat) -> RowFormat:
+def row_format(fmt: QuantFormat) -> RowFormat:
     """Codes of activations as the kernels read them."""
-    element = element_of(codes)
+    element = element_of(fmt)
     return RowFormat(
-        dtype=codes.storage_dtype,
+        dtype=fmt.storage_dtype,
         min_code=element.min_value,
         max_code=element.max_value,
-        group=_group_columns(codes),
-        e8m0=codes.scale_dtype == _E8M0,
-        spans_rows=codes.group[0] == WHOLE and not codes.static,
-        static=codes.static,
-        global_scale=codes.global_scale,
+        group=_group_columns(fmt),
+        e8m0=fmt.scale_dtype == _E8M0,
+        spans_rows=fmt.group[0] == WHOLE and not fmt.static,
+        static=fmt.static,
+        global_scale=fmt.global_scale,
     )
 
 
-def _group_columns(codes: QuantFormat) -> int:
-    return 0 if codes.group[1] == WHOLE else codes.group[1]
+def _group_columns(fmt: QuantFormat) -> int:
+    return 0 if fmt.group[1] == WHOLE else fmt.group[1]

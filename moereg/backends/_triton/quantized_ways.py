@@ -43,19 +43,19 @@ class QuantizedWork(Work):
     """A call of a layer whose weights and activations are codes.
 
     Attributes:
-        codes: of activations.
-        fmt: the same as the kernels read it.
+        activation_format: codes and scales of activations.
+        row_format: the same as the kernels read it.
         w13, w2: permuted.
     """
 
-    codes: QuantFormat
-    fmt: RowFormat
+    activation_format: QuantFormat
+    row_format: RowFormat
     w13: QuantizedMatrices
     w2: QuantizedMatrices
 
     def rows(self, codes: torch.Tensor, scales: torch.Tensor, *global_scale: torch.Tensor) -> QuantizedRows:
         """Pieces of a workspace as rows of codes."""
-        return QuantizedRows(codes, scales, self.fmt.group, *global_scale)
+        return QuantizedRows(codes, scales, self.row_format.group, *global_scale)
 
 
 QuantizedWay: TypeAlias = Way[QuantizedWork]
@@ -83,23 +83,24 @@ class Sorted(QuantizedWay):
 
 def _run_tiles(work: QuantizedWork, configs: GemmPair, plan: RoutePlan | DirectRoutes) -> None:
     """Codes of tokens, both products over tiles of rows, then the sum over each token's routes."""
-    problem, call, fmt, overlap = work.problem, work.call, work.fmt, work.overlap
+    problem, call, row_format, overlap = work.problem, work.call, work.row_format, work.overlap
     inputs, weights = call.inputs, call.weights
     num_tokens, hidden_size = call.out.shape
     num_routes, behind_plan = work.num_routes, work.behind_plan
     on_input = problem.apply_router_weight_on_input
-    pieces = intermediate_pieces(problem, work.codes, num_routes)
-    intermediate, amax, *codes = cut(call.workspace13.view(torch.uint8), *pieces)  # [N, I_pad] first
-    rows = work.rows(*codes)
-    amax_of_all = amax if fmt.spans_rows else None
+    pieces = intermediate_pieces(problem, work.activation_format, num_routes)
+    intermediate, amax, *row_tensors = cut(call.workspace13.view(torch.uint8), *pieces)  # [N, I_pad] first
+    rows = work.rows(*row_tensors)
+    amax_of_all = amax if row_format.spans_rows else None
     a13_scale = weights.get("a13_scale")
     # A token may go to several experts, whose static scales differ.
     by_route = a13_scale is not None and a13_scale.numel() > 1
-    tokens = work.rows(*cut(behind_plan, *row_pieces(work.codes, num_routes if by_route else num_tokens, hidden_size)))
+    num_coded = num_routes if by_route else num_tokens
+    tokens = work.rows(*cut(behind_plan, *row_pieces(work.activation_format, num_coded, hidden_size)))
     quantize_rows(
         tokens,
         inputs.hidden_states,
-        Quantizer(fmt, a13_scale, amax_of_all),
+        Quantizer(row_format, a13_scale, amax_of_all),
         RouteIds(inputs.topk_ids, inputs.expert_map, problem.num_experts, problem.num_local_experts),
         topk_weights=inputs.topk_weights,
         apply_router_weight_on_input=on_input,
@@ -108,8 +109,8 @@ def _run_tiles(work: QuantizedWork, configs: GemmPair, plan: RoutePlan | DirectR
         # Without a sort, this is the layer's first kernel.
         overlap=overlap and configs.sort_routes,
     )
-    quantizer = Quantizer(fmt, weights.get("a2_scale"), amax_of_all)
-    fuses = fmt.fits_tile(configs.gate_up.block_n)
+    quantizer = Quantizer(row_format, weights.get("a2_scale"), amax_of_all)
+    fuses = row_format.fits_tile(configs.gate_up.block_n)
     quantized_gate_up_gemm(
         CodedOutput(rows, quantizer, problem.torch_dtype) if fuses else intermediate,
         tokens,
@@ -144,7 +145,7 @@ class Hopper(QuantizedWay):
     """Routes are sorted, and persistent warp-specialized programs take tiles of them; both buffers have a guard."""
 
     def run(self, work: QuantizedWork) -> None:
-        problem, call, fmt, overlap = work.problem, work.call, work.fmt, work.overlap
+        problem, call, row_format, overlap = work.problem, work.call, work.row_format, work.overlap
         inputs = call.inputs
         hidden_size = call.out.shape[1]
         num_routes = work.num_routes
@@ -152,29 +153,29 @@ class Hopper(QuantizedWay):
         on_input = problem.apply_router_weight_on_input
         behind_plan = work.behind_plan
         plan = work.sort_routes(QUANTIZED_BLOCK_M)
-        token_codes, token_scales = cut(behind_plan, *row_pieces(work.codes, num_routes, hidden_size))
+        token_codes, token_scales = cut(behind_plan, *row_pieces(work.activation_format, num_routes, hidden_size))
         tokens = work.rows(token_codes, by_group(token_scales))
         quantize_to_sorted_rows(
             tokens,
             inputs.hidden_states,
-            fmt,
+            row_format,
             plan.route_row,
             topk_weights=inputs.topk_weights,
             apply_router_weight_on_input=on_input,
             overlap=overlap,
         )
-        pieces = intermediate_pieces(problem, work.codes, num_rows)
+        pieces = intermediate_pieces(problem, work.activation_format, num_rows)
         intermediate, _, codes, scales = cut(call.workspace13.view(torch.uint8), *pieces)  # [guard + N, ...] each
         scales = by_group(scales)
         rows = work.rows(codes[GUARD_ROWS:], scales[GUARD_ROWS:])
-        if fmt.group:
+        if row_format.group:
             behind_guard = work.rows(codes, scales[GUARD_ROWS:])
             hopper.quantized_gate_up_gemm(
                 behind_guard, tokens, work.w13, plan, work.epilogue, rounded=problem.torch_dtype, overlap=overlap
             )
         else:
             hopper.quantized_gate_up_gemm(intermediate, tokens, work.w13, plan, work.epilogue, overlap=overlap)
-            quantize_rows(rows, intermediate[GUARD_ROWS:], Quantizer(fmt), plan, overlap=overlap)
+            quantize_rows(rows, intermediate[GUARD_ROWS:], Quantizer(row_format), plan, overlap=overlap)
         (sorted_rows,) = cut(behind_plan, Piece((num_rows, hidden_size), problem.torch_dtype))  # [guard + N, H]
         hopper.quantized_down_gemm(sorted_rows, rows, work.w2, plan, bias=work.w2_bias, overlap=overlap)
         route_weights = None if on_input else inputs.topk_weights
@@ -188,21 +189,20 @@ class Batched(QuantizedWay):
     configs: GemmPair
 
     def run(self, work: QuantizedWork) -> None:
-        problem, call, fmt, overlap = work.problem, work.call, work.fmt, work.overlap
+        problem, call, row_format, overlap = work.problem, work.call, work.row_format, work.overlap
         num_experts, max_tokens, hidden_size = call.out.shape
         num_rows = num_experts * max_tokens
         plan = work.plan_batches(self.configs.gate_up.block_m)
-        tokens = work.rows(*cut(work.behind_plan, *row_pieces(work.codes, num_rows, hidden_size)))
-        pieces = intermediate_pieces(problem, work.codes, num_rows)
-        intermediate, amax, *codes = cut(call.workspace13.view(torch.uint8), *pieces)  # [E * max_T, I_pad] first
-        rows = work.rows(*codes)
-        amax_of_all = amax if fmt.spans_rows else None
+        tokens = work.rows(*cut(work.behind_plan, *row_pieces(work.activation_format, num_rows, hidden_size)))
+        pieces = intermediate_pieces(problem, work.activation_format, num_rows)
+        intermediate, amax, *row_tensors = cut(call.workspace13.view(torch.uint8), *pieces)  # [E * max_T, I_pad] first
+        rows = work.rows(*row_tensors)
+        amax_of_all = amax if row_format.spans_rows else None
         hidden_rows = call.inputs.hidden_states.view(num_rows, hidden_size)
-        quantize_batched_rows(
-            tokens, hidden_rows, Quantizer(fmt, call.weights.get("a13_scale"), amax_of_all), plan, overlap=overlap
-        )
-        quantizer = Quantizer(fmt, call.weights.get("a2_scale"), amax_of_all)
-        fuses = fmt.fits_tile(self.configs.gate_up.block_n)
+        of_tokens = Quantizer(row_format, call.weights.get("a13_scale"), amax_of_all)
+        quantize_batched_rows(tokens, hidden_rows, of_tokens, plan, overlap=overlap)
+        quantizer = Quantizer(row_format, call.weights.get("a2_scale"), amax_of_all)
+        fuses = row_format.fits_tile(self.configs.gate_up.block_n)
         quantized_gate_up_gemm(
             CodedOutput(rows, quantizer, problem.torch_dtype) if fuses else intermediate,
             tokens,

@@ -27,7 +27,7 @@ from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.single import MAX_TOP_K, down_single
 from moereg.kernels.hopper import gemm as hopper
-from moereg.kernels.hopper.config import GluonConfigRule
+from moereg.kernels.hopper.config import HopperConfigRule
 from moereg.kernels.launch import device as limits
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.rows.copy import copy_rows
@@ -39,8 +39,8 @@ from moereg.problem import MoEProblem
 
 Weights: TypeAlias = torch.Tensor | PackedMatrix
 
-MIN_GLUON_ROWS: Final = 40
-"""Up to this many rows an expert the Gluon kernels' tiles would be mostly padding.
+MIN_HOPPER_ROWS: Final = 40
+"""Up to this many rows an expert the tiles of Hopper's kernels would be mostly padding.
 
 On an H200 they lose 3 % at 32 rows (gpt-oss-120b, 1,024 tokens) and win 6 % at 64 (qwen3-30b-a3b, 1,024 tokens).
 """
@@ -112,12 +112,12 @@ def _select_config(
     )
 
 
-def fits_gluon(hidden_states: torch.Tensor, rows_per_expert: float) -> bool:
-    """Whether the Gluon kernels can read the rows of a call, and there are enough an expert for them to pay."""
+def fits_hopper(hidden_states: torch.Tensor, rows_per_expert: float) -> bool:
+    """Whether Hopper's kernels can read the rows of a call, and there are enough an expert for them to pay."""
     return (
         hidden_states.device.type != "cpu"
         and hidden_states.element_size() == 2
-        and rows_per_expert > MIN_GLUON_ROWS
+        and rows_per_expert > MIN_HOPPER_ROWS
         # Rows are copied by 16 bytes.
         and hidden_states.shape[-1] % 8 == hidden_states.stride(-2) % 8 == hidden_states.data_ptr() % 16 == 0
     )
@@ -247,7 +247,7 @@ def _gate_up(work: PlainWork, out: torch.Tensor, plan: RoutePlan | DirectRoutes,
 class Hopper(PlainWay):
     """Routes are sorted, and persistent warp-specialized programs take tiles of them; both buffers have a guard."""
 
-    config: GluonConfigRule
+    config: HopperConfigRule
 
     def run(self, work: PlainWork) -> None:
         call, inputs, config = work.call, work.call.inputs, self.config
@@ -313,7 +313,7 @@ class Batched(PlainWay):
 class HopperBatched(PlainWay):
     """As `Batched`, with persistent warp-specialized programs."""
 
-    config: GluonConfigRule
+    config: HopperConfigRule
 
     def run(self, work: PlainWork) -> None:
         call, config = work.call, self.config

@@ -13,7 +13,7 @@ def activate_pairs(x, ACTIVATION: tl.constexpr):
 
     Args:
         x: [M, N] fp32; where gated, gates in the even columns.
-        ACTIVATION: `Activation`.
+        ACTIVATION: `ActivationConstant`.
 
     Returns:
         [M, N / 2] fp32, or [M, N] where not gated.

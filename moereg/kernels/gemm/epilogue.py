@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 
-class Activation(NamedTuple):
+class ActivationConstant(NamedTuple):
     """The kernels' constant that says how a product is activated; the fields are those of `GateUpEpilogue`."""
 
     name: str
@@ -41,6 +41,6 @@ class GateUpEpilogue:
     bias: torch.Tensor | None = None
 
     @property
-    def constant(self) -> Activation:
+    def constant(self) -> ActivationConstant:
         """All but the bias, as Triton's kernels take it."""
-        return Activation(self.activation, self.gated, self.alpha, self.beta, self.limit)
+        return ActivationConstant(self.activation, self.gated, self.alpha, self.beta, self.limit)

@@ -41,7 +41,7 @@ def _gemv_gate_up_kernel(
     stride_bias,
     stride_out,
     TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # Activation
+    ACTIVATION: tl.constexpr,  # ActivationConstant
     MASK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,

@@ -60,7 +60,7 @@ def _gate_up_kernel(
     SINGLE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # Activation
+    ACTIVATION: tl.constexpr,  # ActivationConstant
     FORMAT: tl.constexpr,  # WeightFormat
     TILE: tl.constexpr,  # TileShape
     OVERLAP: tl.constexpr,

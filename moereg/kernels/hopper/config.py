@@ -11,39 +11,39 @@ QUANTIZED_BLOCK_M: Final = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GluonGemmConfig:
+class HopperGemmConfig:
     """Launch configuration of one grouped GEMM.
 
     Attributes:
         block_m: rows of a tile: wgmma's N side; equal to the plan's.
         block_n: columns of the weight product per tile (gate and up count as two); each warpgroup takes one half.
         slack: rows by which a tile may be longer; equal to the plan's.
-        stages: slots of the ring.
-        staged: elements of one staged store, of which each warpgroup has two; 4 KiB each is what four stages leave.
+        num_stages: slots of the ring.
+        staged_elements: of one staged store, of which each warpgroup has two; 4 KiB each is what four stages leave.
     """
 
     block_m: int
     block_n: int
     slack: int = 32
-    stages: int = 4
-    staged: int = 2048
+    num_stages: int = 4
+    staged_elements: int = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GluonQuantizedConfig:
+class HopperQuantizedConfig:
     """Launch configuration of one grouped GEMM with 8-bit codes.
 
     Attributes:
-        stages: slots of the ring, 48 KiB each.
-        buffers: staged stores of each warpgroup, 8 KiB each.
+        num_stages: slots of the ring, 48 KiB each.
+        num_buffers: staged stores of each warpgroup, 8 KiB each.
     """
 
-    stages: int = 4
-    buffers: int = 2
+    num_stages: int = 4
+    num_buffers: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GluonConfigRule:
+class HopperConfigRule:
     """One row of the table of shipped configurations.
 
     Attributes:
@@ -57,8 +57,8 @@ class GluonConfigRule:
     max_rows_per_expert: float = math.inf
     min_columns: int = 0
     copies_rows: bool = False
-    gate_up: GluonGemmConfig
-    down: GluonGemmConfig
+    gate_up: HopperGemmConfig
+    down: HopperGemmConfig
 
 
 # The first match counts. Measured on an H200 with 32 to 8192 rows an expert, 2026-11-20 and 21.
@@ -70,35 +70,35 @@ class GluonConfigRule:
 # Copying the tokens into sorted order first takes time with rows x H and saves time with rows x H x columns: 162 us to
 # save 150 at 2,048 columns (olmoe-1b-7b), 145 us to save 460 at 5,760 (gpt-oss-120b).
 CONFIG_RULES: Final = (
-    GluonConfigRule(
+    HopperConfigRule(
         max_rows_per_expert=80,
-        gate_up=GluonGemmConfig(block_m=64, block_n=256),
-        down=GluonGemmConfig(block_m=64, block_n=256),
+        gate_up=HopperGemmConfig(block_m=64, block_n=256),
+        down=HopperGemmConfig(block_m=64, block_n=256),
     ),
-    GluonConfigRule(
+    HopperConfigRule(
         max_rows_per_expert=176,
-        gate_up=GluonGemmConfig(block_m=128, block_n=256),
-        down=GluonGemmConfig(block_m=128, block_n=256),
+        gate_up=HopperGemmConfig(block_m=128, block_n=256),
+        down=HopperGemmConfig(block_m=128, block_n=256),
     ),
-    GluonConfigRule(
+    HopperConfigRule(
         min_columns=4096,
         copies_rows=True,
-        gate_up=GluonGemmConfig(block_m=256, block_n=128),
-        down=GluonGemmConfig(block_m=256, block_n=128),
+        gate_up=HopperGemmConfig(block_m=256, block_n=128),
+        down=HopperGemmConfig(block_m=256, block_n=128),
     ),
-    GluonConfigRule(
+    HopperConfigRule(
         max_rows_per_expert=400,
-        gate_up=GluonGemmConfig(block_m=256, block_n=128),
-        down=GluonGemmConfig(block_m=256, block_n=128),
+        gate_up=HopperGemmConfig(block_m=256, block_n=128),
+        down=HopperGemmConfig(block_m=256, block_n=128),
     ),
-    GluonConfigRule(
-        gate_up=GluonGemmConfig(block_m=128, block_n=256),
-        down=GluonGemmConfig(block_m=128, block_n=256),
+    HopperConfigRule(
+        gate_up=HopperGemmConfig(block_m=128, block_n=256),
+        down=HopperGemmConfig(block_m=128, block_n=256),
     ),
 )
 
-QUANTIZED_GATE_UP: Final = GluonQuantizedConfig()
-QUANTIZED_DOWN: Final = GluonQuantizedConfig()
+QUANTIZED_GATE_UP: Final = HopperQuantizedConfig()
+QUANTIZED_DOWN: Final = HopperQuantizedConfig()
 
 # The L2 does not keep an expert's matrix that is larger until the next tile of rows of the same expert.
 _L2_SHARE_BYTES: Final = 48 * 2**20
@@ -108,7 +108,7 @@ _L2_SHARE_BYTES: Final = 48 * 2**20
 _L2_GROUP_M: Final = 4
 
 
-def select_config(rows_per_expert: float, num_columns: float) -> GluonConfigRule:
+def select_config(rows_per_expert: float, num_columns: float) -> HopperConfigRule:
     """Returns the rule for an average number of rows per expert and the rows of an expert's w13.
 
     Infinitely many of these give the rule for rows that lie in order already, as in the batched format.

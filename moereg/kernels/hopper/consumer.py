@@ -181,8 +181,8 @@ def _consume_tile(
     product, slack_product, slot, phase = multiply(
         ring, slot, phase, num_steps, WARPGROUP, ROWS, SLACK, BLOCK_N, STAGES, FENCE
     )
-    column = tile.tile_n * BLOCK_N + WARPGROUP * (BLOCK_N // 2)
-    out_column = (2 * tile.tile_n + WARPGROUP) * out.block_shape[2]
+    column = tile.column_tile * BLOCK_N + WARPGROUP * (BLOCK_N // 2)
+    out_column = (2 * tile.column_tile + WARPGROUP) * out.block_shape[2]
     if max_tokens is None:
         anchor = tile.row + tile.num_rows
         row = _GUARD - tile.num_rows
@@ -253,9 +253,9 @@ def consume(
     """
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    number, turn, turn_phase = take_tile(turns, gl.to_tensor(0), gl.to_tensor(0))
-    while number != NO_TILE:
-        tile = locate(number, order, BLOCK_M, SLACK)
+    tile_number, turn, turn_phase = take_tile(turns, gl.to_tensor(0), gl.to_tensor(0))
+    while tile_number != NO_TILE:
+        tile = locate(tile_number, order, BLOCK_M, SLACK)
         # fmt: off
         if tile.num_rows > BLOCK_M:
             slot, phase = _consume_tile(
@@ -270,5 +270,5 @@ def consume(
                 out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
                 WARPGROUP, BLOCK_M // 2, 0, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
         # fmt: on
-        number, turn, turn_phase = take_tile(turns, turn, turn_phase)
+        tile_number, turn, turn_phase = take_tile(turns, turn, turn_phase)
     tma.store_wait(0)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.hopper.config import GluonGemmConfig, select_group_m
+from moereg.kernels.hopper.config import HopperGemmConfig, select_group_m
 from moereg.kernels.hopper.consumer import consume
 from moereg.kernels.hopper.producer import produce, produce_by_token
 from moereg.kernels.hopper.ring import BLOCK_K, Ring, TileOrder, allocate_barriers
@@ -151,7 +151,7 @@ def gate_up_gemm(
     rows: torch.Tensor,
     w13: torch.Tensor,
     plan: BlockMap,
-    config: GluonGemmConfig,
+    config: HopperGemmConfig,
     epilogue: GateUpEpilogue,
     *,
     top_k: int | None,
@@ -204,7 +204,7 @@ def down_gemm(
     intermediate: torch.Tensor,
     w2: torch.Tensor,
     plan: BlockMap,
-    config: GluonGemmConfig,
+    config: HopperGemmConfig,
     *,
     bias: torch.Tensor | None = None,
     overlap: bool = False,
@@ -238,12 +238,12 @@ def down_gemm(
     _launch(product, plan, config, overlap=overlap)
 
 
-def _launch(product: _Product, plan: BlockMap, config: GluonGemmConfig, *, overlap: bool) -> None:
+def _launch(product: _Product, plan: BlockMap, config: HopperGemmConfig, *, overlap: bool) -> None:
     out, rows, weight, epilogue = product.out, product.rows, product.weight, product.epilogue
     _, num_columns, depth = weight.shape
     assert plan.block_m == config.block_m and plan.slack == config.slack and depth % BLOCK_K.value == 0
     assert out.is_contiguous() and weight.is_contiguous() and config.block_m + config.slack <= GUARD_ROWS
-    box = (1, config.staged // product.out_columns, product.out_columns)
+    box = (1, config.staged_elements // product.out_columns, product.out_columns)
     by_token = product.top_k is not None
     half_rows = slack_rows = None
     if not by_token:
@@ -276,7 +276,7 @@ def _launch(product: _Product, plan: BlockMap, config: GluonGemmConfig, *, overl
         BLOCK_N=config.block_n,
         BLOCK_M=config.block_m,
         SLACK=config.slack,
-        STAGES=config.stages,
+        STAGES=config.num_stages,
         ACTIVATION=None if epilogue is None else epilogue.activation,
         GATED=epilogue is not None and epilogue.gated,
         ALPHA=1.0 if epilogue is None else epilogue.alpha,

@@ -12,11 +12,11 @@ from moereg.kernels.hopper.turns import NO_TILE, announce_tile, next_tile
 
 
 @gluon.jit
-def _load_weights(weights, shared, ready, expert, tile_n, k, num_columns, BLOCK_N: gl.constexpr):
+def _load_weights(weights, shared, ready, expert, column_tile, k, num_columns, BLOCK_N: gl.constexpr):
     if len(weights.block_shape) == 4:
-        load_box(weights, [(expert * num_columns + tile_n * BLOCK_N) // 16, 0, 0, k * BLOCK_K], ready, shared)
+        load_box(weights, [(expert * num_columns + column_tile * BLOCK_N) // 16, 0, 0, k * BLOCK_K], ready, shared)
     else:
-        load_box(weights, [expert, tile_n * BLOCK_N, k * BLOCK_K], ready, shared)
+        load_box(weights, [expert, column_tile * BLOCK_N, k * BLOCK_K], ready, shared)
 
 
 @gluon.jit
@@ -64,11 +64,11 @@ def produce(
     turn = gl.to_tensor(0)
     turn_phase = gl.to_tensor(1)
     num_tiles = order.num_blocks * order.num_tiles_n
-    number = gl.program_id(0)
-    while number < num_tiles:
-        turn, turn_phase = announce_tile(number, turns, turn, turn_phase, 1)
+    tile_number = gl.program_id(0)
+    while tile_number < num_tiles:
+        turn, turn_phase = announce_tile(tile_number, turns, turn, turn_phase, 1)
         following = next_tile(tile_counter)
-        tile = locate(number, order, BLOCK_M, SLACK)
+        tile = locate(tile_number, order, BLOCK_M, SLACK)
         row, num_rows = tile.row, tile.num_rows
         for k in range(num_steps):
             ready = ring.full.index(slot)
@@ -77,12 +77,14 @@ def produce(
             mbarrier.expect(ready, (BLOCK_N + HALF) * ROW_BYTES, pred=num_rows <= HALF)
             mbarrier.expect(ready, (BLOCK_N + BLOCK_M) * ROW_BYTES, pred=(num_rows > HALF) & (num_rows <= BLOCK_M))
             mbarrier.expect(ready, (BLOCK_N + BLOCK_M + SLACK) * ROW_BYTES, pred=num_rows > BLOCK_M)
-            _load_weights(weights, ring.weights.index(slot), ready, tile.expert, tile.tile_n, k, num_columns, BLOCK_N)
+            _load_weights(
+                weights, ring.weights.index(slot), ready, tile.expert, tile.column_tile, k, num_columns, BLOCK_N
+            )
             load_box(half_rows, [row, at], ready, ring.rows.index(2 * slot))
             load_box(half_rows, [row + HALF, at], ready, ring.rows.index(2 * slot + 1), pred=num_rows > HALF)
             load_box(slack_rows, [row + BLOCK_M, at], ready, ring.slack_rows.index(slot), pred=num_rows > BLOCK_M)
             slot, phase = next_slot(slot, phase, STAGES)
-        number = following
+        tile_number = following
     announce_tile(NO_TILE, turns, turn, turn_phase, 1)
 
 
@@ -153,33 +155,33 @@ def produce_by_token(
     turn = gl.to_tensor(0)
     turn_phase = gl.to_tensor(1)
     num_tiles = order.num_blocks * order.num_tiles_n
-    number = gl.program_id(0)
+    tile_number = gl.program_id(0)
     # A program without a first tile has none to locate.
-    if number < num_tiles:
+    if tile_number < num_tiles:
         following = next_tile(tile_counter)
-        tile = locate(number, order, BLOCK_M, SLACK)
+        tile = locate(tile_number, order, BLOCK_M, SLACK)
         low = _load_routes(sorted_routes, tile.row, tile.num_rows, 0, HALF, LAYOUT)  # [HALF]
         high = _load_routes(sorted_routes, tile.row, tile.num_rows, HALF, HALF, LAYOUT)  # [HALF]
         slack = _load_routes(sorted_routes, tile.row, tile.num_rows, BLOCK_M, SLACK, LAYOUT)  # [SLACK]
-        while number < num_tiles:
-            turn, turn_phase = announce_tile(number, turns, turn, turn_phase, 4)
+        while tile_number < num_tiles:
+            turn, turn_phase = announce_tile(tile_number, turns, turn, turn_phase, 4)
             low_offsets = _token_offsets(low, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
             high_offsets = _token_offsets(high, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
             slack_offsets = _token_offsets(slack, stride_chunks, TOP_K, LAYOUT)  # [SLACK, BLOCK_K]
             # The next tile's routes and the number of the tile after it arrive during this tile.
-            number = following
+            tile_number = following
             following = next_tile(tile_counter)
-            next_one = locate(gl.minimum(number, num_tiles - 1), order, BLOCK_M, SLACK)
+            next_one = locate(gl.minimum(tile_number, num_tiles - 1), order, BLOCK_M, SLACK)
             low = _load_routes(sorted_routes, next_one.row, next_one.num_rows, 0, HALF, LAYOUT)
             high = _load_routes(sorted_routes, next_one.row, next_one.num_rows, HALF, HALF, LAYOUT)
             slack = _load_routes(sorted_routes, next_one.row, next_one.num_rows, BLOCK_M, SLACK, LAYOUT)
-            expert, tile_n, num_rows = tile.expert, tile.tile_n, tile.num_rows
+            expert, column_tile, num_rows = tile.expert, tile.column_tile, tile.num_rows
             tokens = hidden_states
             for k in range(num_steps):
                 ready = ring.full.index(slot)
                 mbarrier.wait(ring.empty.index(slot), phase)
                 mbarrier.expect(ready, 2 * BLOCK_N * BLOCK_K)
-                _load_weights(weights, ring.weights.index(slot), ready, expert, tile_n, k, num_columns, BLOCK_N)
+                _load_weights(weights, ring.weights.index(slot), ready, expert, column_tile, k, num_columns, BLOCK_N)
                 _copy_tokens(ring.rows.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                 if num_rows > HALF:
                     high_half = ring.rows.index(2 * slot + 1)

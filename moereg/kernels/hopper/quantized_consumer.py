@@ -263,13 +263,13 @@ def consume_codes(
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     own = WARPGROUP * OWN_ROWS + gl.arange(0, OWN_ROWS, gl.SliceLayout(1, LAYOUT))  # [OWN_ROWS]
-    number, turn, turn_phase = take_tile(turns, gl.to_tensor(0), gl.to_tensor(0))
-    while number != NO_TILE:
-        tile = locate(number, order, BLOCK_M, 0)
-        tile_n = tile.tile_n
+    tile_number, turn, turn_phase = take_tile(turns, gl.to_tensor(0), gl.to_tensor(0))
+    while tile_number != NO_TILE:
+        tile = locate(tile_number, order, BLOCK_M, 0)
+        column_tile = tile.column_tile
         if tile.num_rows > WARPGROUP * OWN_ROWS:
             half_columns = num_columns // 2 if GATED else num_columns
-            low_column, high_column = first_columns(tile_n, num_columns, GATED)
+            low_column, high_column = first_columns(column_tile, num_columns, GATED)
             own_expert = tile.expert.to(gl.int64)
             own_column_scale = column_scale + own_expert * stride_expert_scale
             if GROUPED:
@@ -294,7 +294,7 @@ def consume_codes(
                     y = gl.where((at < half_columns)[None, :], y, 0.0)
                 if out_scale is not None:
                     y = y.to(ROUNDED).to(gl.float32)
-                    _store_codes(y, out, out_scale, staging, tile, tile_n, stride_out_scale, WARPGROUP, LAYOUT)
+                    _store_codes(y, out, out_scale, staging, tile, column_tile, stride_out_scale, WARPGROUP, LAYOUT)
                 else:
                     _store_half(y, out, staging, tile, low_column, WARPGROUP, 0, BUFFERS)
             else:
@@ -308,16 +308,18 @@ def consume_codes(
                 if out_scale is not None:
                     low = low.to(ROUNDED).to(gl.float32)
                     high = high.to(ROUNDED).to(gl.float32)
-                    _store_codes(low, out, out_scale, staging, tile, 2 * tile_n, stride_out_scale, WARPGROUP, LAYOUT)
+                    _store_codes(
+                        low, out, out_scale, staging, tile, 2 * column_tile, stride_out_scale, WARPGROUP, LAYOUT
+                    )
                     if high_column < half_columns:
                         # fmt: off
-                        _store_codes(high, out, out_scale, staging, tile, 2 * tile_n + 1, stride_out_scale, WARPGROUP,
-                                     LAYOUT)
+                        _store_codes(high, out, out_scale, staging, tile, 2 * column_tile + 1, stride_out_scale,
+                                     WARPGROUP, LAYOUT)
                         # fmt: on
                 else:
                     _store_half(low, out, staging, tile, low_column, WARPGROUP, 0, BUFFERS)
                     _store_half(high, out, staging, tile, high_column, WARPGROUP, COLUMNS, BUFFERS)
         else:
             slot, phase = _skip(ring, slot, phase, num_steps, STAGES)
-        number, turn, turn_phase = take_tile(turns, turn, turn_phase)
+        tile_number, turn, turn_phase = take_tile(turns, turn, turn_phase)
     tma.store_wait(0)

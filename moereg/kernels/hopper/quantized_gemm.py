@@ -20,7 +20,7 @@ from moereg.kernels.hopper.config import (
     QUANTIZED_BLOCK_M,
     QUANTIZED_DOWN,
     QUANTIZED_GATE_UP,
-    GluonQuantizedConfig,
+    HopperQuantizedConfig,
     select_group_m,
 )
 from moereg.kernels.hopper.gemm import clipped_map, tensor_map
@@ -171,7 +171,7 @@ def quantized_gate_up_gemm(
     w13: QuantizedMatrices,
     plan: RoutePlan,
     epilogue: GateUpEpilogue,
-    config: GluonQuantizedConfig = QUANTIZED_GATE_UP,
+    config: HopperQuantizedConfig = QUANTIZED_GATE_UP,
     *,
     rounded: torch.dtype | None = None,
     overlap: bool = False,
@@ -208,7 +208,7 @@ def quantized_down_gemm(
     intermediate: QuantizedRows,
     w2: QuantizedMatrices,
     plan: RoutePlan,
-    config: GluonQuantizedConfig = QUANTIZED_DOWN,
+    config: HopperQuantizedConfig = QUANTIZED_DOWN,
     *,
     bias: torch.Tensor | None = None,
     overlap: bool = False,
@@ -237,7 +237,7 @@ def quantized_down_gemm(
     _launch(product, plan, config, overlap=overlap)
 
 
-def _launch(product: _Product, plan: RoutePlan, config: GluonQuantizedConfig, *, overlap: bool) -> None:
+def _launch(product: _Product, plan: RoutePlan, config: HopperQuantizedConfig, *, overlap: bool) -> None:
     out, rows, weight, epilogue = product.out, product.rows, product.weight, product.epilogue
     _, num_columns, depth = weight.q.shape
     grouped = rows.group > 0
@@ -282,9 +282,9 @@ def _launch(product: _Product, plan: RoutePlan, config: GluonQuantizedConfig, *,
         stride_out_scale=0 if out_scale is None else out_scale.stride(1),
         GROUPED=grouped,
         ROUNDED=None if product.rounded is None else _TRITON_DTYPES[product.rounded],
-        STAGES=config.stages,
+        STAGES=config.num_stages,
         # A half of a tile is one store of 8 KiB as codes.
-        BUFFERS=config.buffers if out_scale is None else 1,
+        BUFFERS=config.num_buffers if out_scale is None else 1,
         ACTIVATION=None if epilogue is None else epilogue.activation,
         GATED=gated,
         ALPHA=1.0 if epilogue is None else epilogue.alpha,

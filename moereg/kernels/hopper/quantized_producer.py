@@ -78,13 +78,13 @@ def produce_codes(
     turn = gl.to_tensor(0)
     turn_phase = gl.to_tensor(1)
     num_tiles = order.num_blocks * order.num_tiles_n
-    number = gl.program_id(0)
-    while number < num_tiles:
-        turn, turn_phase = announce_tile(number, turns, turn, turn_phase, 1)
+    tile_number = gl.program_id(0)
+    while tile_number < num_tiles:
+        turn, turn_phase = announce_tile(tile_number, turns, turn, turn_phase, 1)
         following = next_tile(tile_counter)
-        tile = locate(number, order, BLOCK_M, 0)
+        tile = locate(tile_number, order, BLOCK_M, 0)
         expert, row, num_rows = tile.expert, tile.row, tile.num_rows
-        low, high = first_columns(tile.tile_n, num_columns, GATED)
+        low, high = first_columns(tile.column_tile, num_columns, GATED)
         if GROUPED:
             own_scales = column_scale + expert.to(gl.int64) * stride_expert_scale
             low_scales = own_scales + gl.minimum(low, num_columns - 1) // group_rows * stride_column_scale
@@ -102,5 +102,5 @@ def produce_codes(
             if GROUPED:
                 _copy_scales(ring, slot, row_scale, low_scales, high_scales, tile, k, stride_row_scale)
             slot, phase = next_slot(slot, phase, STAGES)
-        number = following
+        tile_number = following
     announce_tile(NO_TILE, turns, turn, turn_phase, 1)

@@ -64,8 +64,8 @@ def operands_of(ring, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def first_columns(tile_n, num_columns, GATED: gl.constexpr):
+def first_columns(column_tile, num_columns, GATED: gl.constexpr):
     """The row of an expert's weight, and column of the product, that either half of a tile begins with."""
-    low = tile_n * COLUMNS if GATED else tile_n * 2 * COLUMNS
+    low = column_tile * COLUMNS if GATED else column_tile * 2 * COLUMNS
     high = num_columns // 2 + low if GATED else low + COLUMNS
     return low, high

@@ -74,13 +74,13 @@ class Tile(NamedTuple):
 
     Attributes:
         expert: whose weight it multiplies.
-        tile_n: which tile along the columns of that weight.
+        column_tile: which tile along the columns of that weight.
         row: its first row, sorted or of the batched format.
         num_rows: at most BLOCK_M + SLACK.
     """
 
     expert: Any
-    tile_n: Any
+    column_tile: Any
     row: Any
     num_rows: Any
 
@@ -97,17 +97,17 @@ def allocate_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def locate(tile, order, BLOCK_M: gl.constexpr, SLACK: gl.constexpr):
+def locate(tile_number, order, BLOCK_M: gl.constexpr, SLACK: gl.constexpr):
     """Returns the `Tile` of a number."""
-    first = tile // (order.group_m * order.num_tiles_n) * order.group_m
-    within = tile - first * order.num_tiles_n
+    first = tile_number // (order.group_m * order.num_tiles_n) * order.group_m
+    within = tile_number - first * order.num_tiles_n
     # The last group may be smaller.
     blocks = gl.minimum(order.num_blocks - first, order.group_m)
     block = first + within % blocks
     row = gl.load(order.block_row + block)
     num_rows = gl.load(order.block_end + block) - row
     num_rows = gl.where(num_rows > BLOCK_M + SLACK, BLOCK_M, num_rows)
-    return Tile(expert=gl.load(order.block_expert + block), tile_n=within // blocks, row=row, num_rows=num_rows)
+    return Tile(expert=gl.load(order.block_expert + block), column_tile=within // blocks, row=row, num_rows=num_rows)
 
 
 @gluon.jit

@@ -52,7 +52,7 @@ def next_tile(tile_counter):
 
 
 @gluon.jit
-def announce_tile(tile, turns, turn, phase, WARPS: gl.constexpr):
+def announce_tile(tile_number, turns, turn, phase, WARPS: gl.constexpr):
     """Tells the consumers which tile comes next, or that none does.
 
     Run by all WARPS warps of a producer. Waits until both consumers have read what this turn announced before.
@@ -61,7 +61,8 @@ def announce_tile(tile, turns, turn, phase, WARPS: gl.constexpr):
         The next turn and its phase.
     """
     mbarrier.wait(turns.taken.index(turn), phase)
-    turns.tiles.index(turn).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])) + tile)  # [1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    turns.tiles.index(turn).store(gl.zeros([1], gl.int32, LAYOUT) + tile_number)  # [1]
     mbarrier.arrive(turns.announced.index(turn))
     return next_slot(turn, phase, TURNS)
 
@@ -74,7 +75,7 @@ def take_tile(turns, turn, phase):
         The tile's number or NO_TILE, the next turn and its phase.
     """
     mbarrier.wait(turns.announced.index(turn), phase)
-    tile = gl.sum(turns.tiles.index(turn).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    tile_number = gl.sum(turns.tiles.index(turn).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
     mbarrier.arrive(turns.taken.index(turn))
     turn, phase = next_slot(turn, phase, TURNS)
-    return tile, turn, phase
+    return tile_number, turn, phase

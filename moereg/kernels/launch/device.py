@@ -1,4 +1,4 @@
-"""Limits that a device sets to launches: the one place of the kernels that asks the device for them."""
+"""What launches depend on of a device: the one place of the kernels that asks the device for them."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ def max_shared_bytes(device: torch.device) -> int | None:
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; a persistent kernel launches one program on each."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether kernels for the tensors of this device may overlap: an NVIDIA GPU from compute capability 9.0 on."""
+    if device.type == "cpu":
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= 90)

@@ -12,7 +12,6 @@ without, so it starts after everything before it.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -29,14 +28,6 @@ def release_next(OVERLAP: tl.constexpr):
     """Lets the next kernel start once every program of this one has called this or has ended."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-def can_overlap(device: torch.device) -> bool:
-    """Whether kernels for the tensors of this device may overlap: an NVIDIA GPU from compute capability 9.0 on."""
-    if device.type == "cpu":
-        return False
-    target = triton.runtime.driver.active.get_current_target()
-    return bool(target.backend == "cuda" and target.arch >= 90)
 
 
 def overlap_options(overlap: bool) -> dict[str, bool]:

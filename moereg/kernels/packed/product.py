@@ -160,7 +160,7 @@ def accumulate_slices(
     """
     ELEMENT: tl.constexpr = FORMAT.element
     GROUP: tl.constexpr = FORMAT.group
-    SCALE: tl.constexpr = FORMAT.scale
+    SCALE: tl.constexpr = FORMAT.scale_dtype
     SLICES: tl.constexpr = FORMAT.slices
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n

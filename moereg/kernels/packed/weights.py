@@ -33,16 +33,16 @@ class WeightFormat(NamedTuple):
     """The kernels' constant that says what weights are.
 
     Attributes:
-        element: of `PackedMatrix`, as the next two; None: weights have the dtype of the activations.
-        group: elements that share a scale.
-        scale: dtype of the canonical group scales.
+        element: like the next two, that of `PackedMatrix`; None: weights have the dtype of the activations.
+        group: likewise.
+        scale_dtype: likewise; None with `element`.
         slices: pieces of a step of the main loop, one per warp, or 1.
         stages: depth of the main loop's pipeline; None: Triton's own choice for the kernel.
     """
 
     element: str | None = None
     group: int = 0
-    scale: str | None = None
+    scale_dtype: str | None = None
     slices: int = 1
     stages: int | None = None
 
