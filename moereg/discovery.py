@@ -12,79 +12,18 @@ import pkgutil
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import importlib_metadata
 
-from moereg.errors import (
-    MoeregError,
-    PluginError,
-    RegistrationError,
-    described,
-    stops_the_process,
-)
+from moereg.errors import PluginError, RegistrationError, described, stops_the_process
 from moereg.platforms import Platform, installed_versions, probe_platform
+from moereg.plugins import BACKEND_GROUP, PLATFORM_GROUP, LoadFailure, PluginStatus
 from moereg.registry import API_VERSION, BUILTIN, REGISTRY, BackendCell, BackendRegistry, registering_origin
 
-__all__ = [
-    "BACKEND_GROUP",
-    "PLATFORM_GROUP",
-    "LoadFailure",
-    "PluginStatus",
-    "current_platform",
-    "load_backends",
-    "plugin_statuses",
-    "unusable",
-]
+__all__ = ["current_platform", "load_backends", "plugin_statuses"]
 
-BACKEND_GROUP: Final = "moereg.backends"
-PLATFORM_GROUP: Final = "moereg.platforms"
 _GROUPS: Final = (BACKEND_GROUP, PLATFORM_GROUP)
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadFailure:
-    """Why a plugin did not load.
-
-    Attributes:
-        error: One line.
-        exception: The original exception.
-    """
-
-    error: str
-    exception: BaseException
-
-
-@dataclasses.dataclass(frozen=True)
-class PluginStatus:
-    """One entry point and its status.
-
-    Attributes:
-        group, name, value: As the distribution declares them.
-        distribution: Its name and version.
-        status: `loaded`, `failed` or `skipped` (by MOEREG_PLUGINS).
-        failure: Set where it failed.
-        loaded: The object that the entry point names, where it loaded.
-    """
-
-    group: str
-    name: str
-    value: str
-    distribution: str
-    status: str
-    failure: LoadFailure | None = None
-    loaded: Any = dataclasses.field(default=None, repr=False, compare=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As `moereg info --json` shows it."""
-        return {
-            "group": self.group,
-            "name": self.name,
-            "value": self.value,
-            "distribution": self.distribution,
-            "status": self.status,
-            "error": self.failure.error if self.failure else None,
-        }
 
 
 class _Loader:
@@ -236,15 +175,3 @@ def current_platform() -> Platform:
         PluginError: Two plugins claim this machine.
     """
     return _LOADER.platform()
-
-
-def unusable(status: PluginStatus) -> MoeregError:
-    """The error for a request that names a backend whose plugin is not loaded."""
-    if status.failure is None:
-        return PluginError(f"backend {status.name!r} of {status.distribution} is not in MOEREG_PLUGINS; add it there")
-    error = PluginError(
-        f"backend {status.name!r} of {status.distribution} failed to load: {status.failure.error}; "
-        "repair or uninstall that distribution"
-    )
-    error.__cause__ = status.failure.exception
-    return error

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import warnings
 from typing import Final
@@ -79,7 +80,9 @@ def explain_backends(
         platform = Platform.from_name(platform)
     elif not isinstance(platform, Platform):
         raise ArgumentError(f"platform must be a Platform or a name such as 'cuda:sm90', got {shown(platform)}")
-    request = Request.resolve(problem.quant.name, require, prefer, deny, cells=cells, plugins=plugin_statuses())
+    request = Request.resolve(
+        problem.quant.name, require, prefer, deny, environ=os.environ, cells=cells, plugins=plugin_statuses()
+    )
     return decide(problem, platform, request, cells)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from moereg.arguments import check_mapping, check_text
-from moereg.discovery import BACKEND_GROUP, PluginStatus, load_backends, plugin_statuses, unusable
 from moereg.errors import RequestError, UnknownBackendError, UnknownSchemeError, shown, unknown_name_message
+from moereg.plugins import BACKEND_GROUP, PluginStatus, unusable
 from moereg.quant import QUANT_SCHEMES
 from moereg.registry import BackendCell
 
@@ -39,8 +38,9 @@ class Request:
         require: Names = None,
         prefer: Names = None,
         deny: Names = None,
-        environ: Mapping[str, str] = os.environ,
-        cells: Sequence[BackendCell] | None = None,
+        *,
+        environ: Mapping[str, str],
+        cells: Sequence[BackendCell],
         plugins: Sequence[PluginStatus] = (),
     ) -> Request:
         """Joins arguments and environment: for require and prefer arguments win, denials add up.
@@ -53,7 +53,7 @@ class Request:
             prefer: As in `select_backend`.
             deny: As in `select_backend`.
             environ: Holds MOEREG_REQUIRE, MOEREG_PREFER and MOEREG_DENY.
-            cells: Their names and schemes are known; those of every installed backend if None.
+            cells: Their names and schemes are known.
             plugins: Statuses of plugins, for the error about a backend whose plugin did not load.
 
         Raises:
@@ -63,8 +63,6 @@ class Request:
         """
         check_text("scheme of a request", scheme)
         check_mapping("environ", environ)
-        if cells is None:
-            cells, plugins = load_backends().cells, plugin_statuses()
         required, preferred, denied = (
             (_by_scheme(names, word), _by_scheme(environ.get(variable), variable))
             for word, names, variable in (

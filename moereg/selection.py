@@ -267,7 +267,7 @@ class Selection:
         """Inverse of `to_dict`. A probed platform comes back as its name, marked probed.
 
         Unknown fields of the selection and of its decisions are ignored; unknown fields of its problem or request are
-        refused.
+        refused. Cells may be left out here, since a user who reads a file back has none at hand.
 
         Args:
             values: The fields.

@@ -197,7 +197,8 @@ _CALLS: Final[Mapping[str, tuple[Callable[..., Any], int, Mapping[str, list[Any]
         explain_backends, 2, {"problem": [_tagged("problem")], "platform": [_tagged("platform"), "cpu"], **_REQUEST}
     ),
     "Request.resolve": (
-        Request.resolve, 1, {"scheme": ["nvfp4"], **_REQUEST, "environ": [{}, {"MOEREG_DENY": "torch"}]}
+        lambda **keywords: Request.resolve(**{"environ": {}, "cells": load_backends().cells, **keywords}), 1,
+        {"scheme": ["nvfp4"], **_REQUEST, "environ": [{}, {"MOEREG_DENY": "torch"}]},
     ),
     "make_kernel": (
         make_kernel, 3,

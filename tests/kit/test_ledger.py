@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from moereg.discovery import PluginStatus, load_backends
+from moereg.discovery import load_backends
 from moereg.platforms import Platform, PlatformRule
+from moereg.plugins import PluginStatus
 from moereg.registry import BackendCell, BackendRegistry, registering_origin
 from moereg.testing import ledger
 from moereg.testing.ledger import (

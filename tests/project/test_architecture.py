@@ -18,9 +18,9 @@ from moereg.cli import app
 from moereg.cli._bench import BenchResult
 from moereg.cli._info import collect_info, selection_with_evidence
 from moereg.cli._run import RunResult
-from moereg.discovery import PluginStatus
 from moereg.dispatch import explain_backends
 from moereg.platforms import Platform
+from moereg.plugins import PluginStatus
 from moereg.problem import MoEProblem
 from moereg.testing.provenance import provenance
 
@@ -37,13 +37,11 @@ _COMMANDS: Final[dict[str, Any]] = typer.main.get_command(app).commands  # type:
 
 
 def contract_layers(container: str) -> list[set[str]]:
-    """The layers of import-linter's contract on a package, without modules that do not exist."""
+    """The layers of import-linter's contract on a package."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
     (found,) = (contract for contract in contracts if contract.get("containers") == [container])
-    layers = [{name.strip(" ()") for name in layer.split("|")} for layer in found["layers"]]
-    existing = [{name for name in layer if importlib.util.find_spec(f"{container}.{name}")} for layer in layers]
-    return [layer for layer in existing if layer]
+    return [{name.strip() for name in layer.split("|")} for layer in found["layers"]]
 
 
 def page_layers(text: str, container: str) -> list[set[str]]:

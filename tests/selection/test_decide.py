@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moereg import discovery, dispatch, request, selection
+from moereg import discovery, dispatch, selection
 from moereg.decide import decide, evaluate
 from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError, UnknownBackendError, UnknownSchemeError
@@ -37,7 +37,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> BackendRegistry:
     def lookup(*arguments: object) -> None:
         raise AssertionError("the installed backends were asked for")
 
-    for module in (discovery, dispatch, request, selection):
+    for module in (discovery, dispatch, selection):
         monkeypatch.setattr(module, "load_backends", lookup)
     return registry
 
@@ -97,7 +97,7 @@ def test_what_is_installed_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, pl
 
         monkeypatch.setattr(owner, name, count)
 
-    for module in (dispatch, request, selection):
+    for module in (dispatch, selection):
         counted(module, "load_backends")
     for method in ("scheme_for", "rule_for"):
         counted(BackendCell, method)

@@ -838,7 +838,7 @@ def test_nothing_is_measured_yet(fakes: BackendRegistry) -> None:
 
 def test_resolving_a_request_is_separate_from_deciding(fakes: BackendRegistry) -> None:
     add("one")
-    request = Request.resolve("unquantized", prefer="one", environ={"MOEREG_DENY": "one"})
+    request = Request.resolve("unquantized", prefer="one", environ={"MOEREG_DENY": "one"}, cells=fakes.cells)
     assert request == Request(prefer=("one",), deny=("one",))
     assert request.to_dict() == {"require": [], "prefer": ["one"], "deny": ["one"]}
 
