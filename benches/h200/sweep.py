@@ -49,6 +49,7 @@ from moereg.kernels.gemm.config import GemmPair, GemvPair
 from moereg.kernels.hopper import config as hopper_config
 from moereg.kernels.hopper.config import HopperConfigRule
 from moereg.kernels.launch.device import max_shared_bytes
+from moereg.kernels.sizes import WEIGHT_PAD
 from moereg.layer import MoEKernel, make_kernel
 from moereg.layouts import round_up
 from moereg.platforms import probe_platform
@@ -160,7 +161,7 @@ def shipped(problem: MoEProblem, num_tokens: int, shared_bytes: int | None) -> C
     rows = num_tokens * problem.top_k / problem.num_experts
     configs: Configs
     if uses_hopper(num_tokens, rows):
-        columns = problem.activation.num_halves * round_up(problem.intermediate_size, 64)
+        columns = problem.activation.num_halves * round_up(problem.intermediate_size, WEIGHT_PAD)
         configs = dataclasses.replace(
             hopper_config.select_config(rows, columns), max_rows_per_expert=math.inf, min_columns=0
         )

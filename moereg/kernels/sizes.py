@@ -10,6 +10,9 @@ WEIGHT_PAD: Final = 64
 CODE_PAD: Final = 128
 """The reduced dimension of codes that are multiplied directly is padded to a multiple of this."""
 
+GROUPED_BLOCK: Final = 1024
+"""Columns of a program that rounds rows, where no scale makes it take a whole row."""
+
 AMAX_PROGRAMS: Final = 256
 """Programs that look for the largest magnitude of a tensor; each leaves one number in the workspace."""
 

@@ -249,11 +249,11 @@ def test_chunk_boundaries(experts_class: type[Experts], monkeypatch: pytest.Monk
     problem = make_problem(top_k=3, activation_format=format_of(experts_class))
     inputs, weights = make_inputs(problem, 257), make_weights(problem)
     whole = run(experts_class, problem, inputs, weights)
-    monkeypatch.setattr(host, "CHUNK_BYTES", 20_000)
-    monkeypatch.setattr(device, "CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(host, "HOST_CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(device, "DEVICE_CHUNK_BYTES", 20_000)
     monkeypatch.setattr(host, "BLOCK_BYTES", 1)
     monkeypatch.setattr(host, "GATHER_ONCE_BYTES", 1)
-    assert host.chunk_num_tokens(257, 3, 64, 2) < 257
+    assert host.host_chunk_tokens(257, 3, 64, 2) < 257
     chunked = run(experts_class, problem, inputs, weights)
     assert relative_error(chunked, reference(problem, inputs, weights)) < TOLERANCE["bfloat16"]
     assert relative_error(chunked, whole.float()) < TOLERANCE["bfloat16"]
@@ -280,8 +280,8 @@ def test_float16_weights_are_converted_once_a_call(
     problem = make_problem(dtype="float16", activation_format=format_of(experts_class))
     inputs, weights = make_inputs(problem, 65), make_weights(problem)
     whole = run(experts_class, problem, inputs, weights)
-    monkeypatch.setattr(device, "CHUNK_BYTES", 20_000)
-    assert device.chunk_num_tokens(65, 1, 64, 2 * 96) < 65
+    monkeypatch.setattr(device, "DEVICE_CHUNK_BYTES", 20_000)
+    assert device.device_chunk_tokens(65, 1, 64, 2 * 96) < 65
     with CountConversions(weights) as conversions:
         chunked = run(experts_class, problem, inputs, weights)
     assert conversions.count == 2 * problem.num_experts

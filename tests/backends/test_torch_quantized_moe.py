@@ -223,9 +223,9 @@ def test_one_scale_for_a_call_of_several_chunks(monkeypatch: pytest.MonkeyPatch)
     inputs = make_inputs(problem, 200, "uniform", CPU)
     inputs.hidden_states[-1] *= 10
     whole = check(kernel, weights, inputs)
-    monkeypatch.setattr(host, "CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(host, "HOST_CHUNK_BYTES", 20_000)
     monkeypatch.setattr(host, "BLOCK_BYTES", 1)
-    assert host.chunk_num_tokens(200, 3, 130, 2) < 200
+    assert host.host_chunk_tokens(200, 3, 130, 2) < 200
     assert relative_error(check(kernel, weights, inputs), whole.float()) < 1e-3
 
 

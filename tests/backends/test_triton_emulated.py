@@ -143,7 +143,7 @@ def test_static_global_scales(dtype: torch.dtype, static: float) -> None:
     assert_rounded(x, "nvfp4", torch.tensor([static], device=DEVICE))
 
 
-def make_plan(ids: torch.Tensor) -> RoutePlan:
+def sorted_plan(ids: torch.Tensor) -> RoutePlan:
     workspace = ids.new_empty(route_workspace_numel(*ids.shape, 4, 16))
     return sort_routes(ids, None, 4, 4, 16, workspace)
 
@@ -155,7 +155,7 @@ STATIC = torch.tensor([0.001, 0.002, 0.004, 0.008], device=DEVICE)
 def test_rows_of_routes_have_their_experts_scales() -> None:
     x, out = random(5, 48).to(BF16), torch.full((10, 48), math.nan, dtype=BF16, device=DEVICE)
     factors = torch.full((10,), math.nan, device=DEVICE)
-    plan = make_plan(IDS)
+    plan = sorted_plan(IDS)
     route_expert = plan.route_expert
     requantize_rows(out, x, grid_of("nvfp4"), factors=factors, static_scale=STATIC, route_expert=route_expert)
     for route, expert in enumerate(IDS.flatten().tolist()):
@@ -171,7 +171,7 @@ def test_rows_of_routes_have_their_experts_scales() -> None:
 def test_sorted_rows_in_place(scale: torch.Tensor | None) -> None:
     x = random(10, 48).to(BF16)
     out, factors = x.clone(), torch.full((10,), math.nan, device=DEVICE)
-    plan = make_plan(IDS)
+    plan = sorted_plan(IDS)
     requantize_rows(out, out, grid_of("nvfp4"), factors=factors, static_scale=scale, plan=plan)
     num_rows = int(plan.expert_offsets[-1])
     assert num_rows == 8

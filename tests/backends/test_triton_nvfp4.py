@@ -22,8 +22,6 @@ from moereg.kernels.quantized.config import select_quantized_config
 from moereg.kernels.quantized.operands import Quantizer
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows
 from moereg.kernels.quantized.rows_batched import quantize_batched_rows
-from moereg.kernels.rows.plan import RoutePlan, route_workspace_numel
-from moereg.kernels.rows.sort import sort_routes
 from moereg.platforms import Platform
 from moereg.quant import get_scheme
 from moereg.quantize import Quantized, dequantize_activations, quantize_activations
@@ -33,7 +31,14 @@ from moereg.testing.interpreter import patch_interpreter
 from moereg.testing.tolerances import tolerance
 from moereg.weights import ExpertWeights
 from tests.backends.test_triton_batched import make_plan as make_batches
-from tests.backends.test_triton_emulated import LAYERS, with_shared_scales, without_static_scales
+from tests.backends.test_triton_emulated import (
+    IDS,
+    LAYERS,
+    STATIC,
+    sorted_plan,
+    with_shared_scales,
+    without_static_scales,
+)
 from tests.backends.test_triton_quantized import (
     BF16,
     DEVICE,
@@ -61,8 +66,6 @@ pytestmark = [
 
 SM100 = Platform.from_name("cuda:sm100")
 NVFP4 = get_scheme("nvfp4")
-IDS = torch.tensor([[3, 1], [0, -1], [4, 2], [1, 3], [0, 3]], dtype=torch.int32, device=DEVICE)
-STATIC = torch.tensor([0.001, 0.002, 0.004, 0.008], device=DEVICE)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -164,11 +167,6 @@ def test_rows_of_routes_have_their_experts_scales() -> None:
             assert (own.q == 77).all(), "a row without an expert was written to"
             continue
         assert_same(own, quantize_activations(x[route // 2, None], NVFP4, STATIC[expert]), 130)
-
-
-def sorted_plan(ids: torch.Tensor) -> RoutePlan:
-    workspace = ids.new_empty(route_workspace_numel(*ids.shape, 4, 16))
-    return sort_routes(ids, None, 4, 4, 16, workspace)
 
 
 @pytest.mark.parametrize("columns", [48, 2000])

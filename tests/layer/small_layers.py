@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -44,6 +45,10 @@ def kernel_of(
 ) -> MoEKernel:
     weights = make_weights(problem, CPU) if weights is None else weights
     return make_kernel(problem, weights, selection=selection_of(problem, experts), **changes)
+
+
+def copied(weights: ExpertWeights) -> ExpertWeights:
+    return dataclasses.replace(weights, **{name: tensor.clone() for name, tensor in weights.tensors().items()})
 
 
 def call(kernel: MoEKernel, inputs: Inputs, **changes: Any) -> torch.Tensor:

@@ -24,11 +24,10 @@ from moereg.quantize import dequantize_activations, dequantize_weights, quantize
 from moereg.reference import calibrate_activation_scales, reference_experts
 from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
 from moereg.weights import ExpertWeights
+from tests.layer.small_layers import CPU, copied
 from tests.support.quantized_checkpoints import CHECKPOINTS
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
-
-CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
@@ -70,10 +69,6 @@ STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "high precision": lambda: matmul_precision("high"),
     "oneDNN in bfloat16": lambda: torch.backends.mkldnn.flags(enabled=True, fp32_precision="bf16"),
 }
-
-
-def copied(weights: ExpertWeights) -> ExpertWeights:
-    return dataclasses.replace(weights, **{name: tensor.clone() for name, tensor in weights.tensors().items()})
 
 
 class Layer:

@@ -19,7 +19,7 @@ from moereg.problem import MoEProblem
 from moereg.reference import relative_error
 from moereg.testing.inputs import make_inputs, make_weights
 from moereg.weights import ExpertWeights, PermutedWeights
-from tests.layer.small_layers import CPU, FORMS, INPUTS, call, expected, kernel_of, problem_of, selection_of
+from tests.layer.small_layers import CPU, FORMS, INPUTS, call, copied, expected, kernel_of, problem_of, selection_of
 from tests.support.fakes import FakeExperts
 
 
@@ -97,10 +97,6 @@ def test_reload_reads_views_of_its_own_storage() -> None:
     assert relative_error(call(kernel, INPUTS), truth) < 1e-6
 
 
-def cloned(weights: ExpertWeights) -> ExpertWeights:
-    return dataclasses.replace(weights, **{name: tensor.clone() for name, tensor in weights.tensors().items()})
-
-
 def test_inference_mode_may_come_and_go() -> None:
     """Tensors made inside it serve outside, and the other way around."""
     problem = problem_of()
@@ -111,10 +107,10 @@ def test_inference_mode_may_come_and_go() -> None:
         wanted = [call(kernel_of(here, FORMS[form], value), INPUTS) for value in (weights, other)]
         for inside in (True, False):
             with torch.inference_mode(inside):
-                kernel = kernel_of(here, FORMS[form], cloned(weights))
+                kernel = kernel_of(here, FORMS[form], copied(weights))
                 assert torch.equal(call(kernel, INPUTS), wanted[0])
             with torch.inference_mode(not inside):
-                kernel.reload(cloned(other))
+                kernel.reload(copied(other))
                 assert torch.equal(call(kernel, INPUTS), wanted[1])
 
 

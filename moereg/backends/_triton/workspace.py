@@ -36,21 +36,21 @@ class Piece(NamedTuple):
         return round_up(self.num_bytes, WORKSPACE_ALIGNMENT)
 
 
-def route_plan_bytes(problem: MoEProblem, num_tokens: int, min_block_m: int) -> int:
+def route_plan_bytes(problem: MoEProblem, num_tokens: int, shortest_tile: int) -> int:
     """Bytes that hold the plan of sorted routes, whatever the configuration.
 
     Args:
         problem: the layer.
         num_tokens: T.
-        min_block_m: rows of the shortest tile of the shipped configurations.
+        shortest_tile: rows of the shortest tile of the shipped configurations.
     """
-    words = route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, min_block_m)
+    words = route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, shortest_tile)
     return Piece((words,), torch.int32).padded_bytes
 
 
-def batch_plan_bytes(problem: MoEProblem, max_tokens: int, min_block_m: int) -> int:
+def batch_plan_bytes(problem: MoEProblem, max_tokens: int, shortest_tile: int) -> int:
     """Bytes that hold the tiles of the batched format, whatever the configuration; arguments as `route_plan_bytes`."""
-    words = batch_workspace_numel(problem.num_local_experts, max_tokens, min_block_m)
+    words = batch_workspace_numel(problem.num_local_experts, max_tokens, shortest_tile)
     return Piece((words,), torch.int32).padded_bytes
 
 

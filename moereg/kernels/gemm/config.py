@@ -333,7 +333,7 @@ def select_config(
     element_bytes: int,
     shared_bytes: int | None = None,
     packed_bits: int | None = None,
-    min_block_m: int = 1,
+    least_block_m: int = 1,
     single: bool = True,
 ) -> GemvPair | SinglePair | GemmPair:
     """Returns the configurations of both products.
@@ -344,7 +344,7 @@ def select_config(
         element_bytes: 2 or 4, of an activation.
         shared_bytes: shared memory that one program may use on the device; shortens pipelines that would not fit.
         packed_bits: of a weight, where it is packed; else weights have the dtype of the activations.
-        min_block_m: rows that the device's matrix units take at least.
+        least_block_m: rows that the device's matrix units take at least.
         single: whether the caller has kernels that add up the routes of one token.
     """
     # With scales, at most 1.25 bits a weight.
@@ -358,7 +358,7 @@ def select_config(
             configs = rule.configs
             if isinstance(configs, GemvPair):
                 return configs
-            if configs.gate_up.block_m < min_block_m or (isinstance(configs, SinglePair) and not single):
+            if configs.gate_up.block_m < least_block_m or (isinstance(configs, SinglePair) and not single):
                 continue
             gate_up = fit_pipeline(
                 configs.gate_up, _stage_bytes(configs.gate_up, element_bytes, weight_bits), shared_bytes

@@ -32,15 +32,13 @@ from moereg.kernels.hopper.turns import allocate_turns
 from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
+from moereg.kernels.quantized.codes import TRITON_DTYPES
 from moereg.kernels.quantized.operands import QuantizedMatrices, QuantizedRows
 from moereg.kernels.rows.plan import RoutePlan
 
 # Registers of a thread of either consumer and of the producer: all that 384 threads have.
 _CONSUMER_REGISTERS = gl.constexpr(232)
 _PRODUCER_REGISTERS = gl.constexpr(40)
-
-_TRITON_DTYPES: Final = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
 
 # Columns of a staged store of 16-bit numbers, 128 bytes.
 _CHUNK: Final = 64
@@ -281,7 +279,7 @@ def _launch(product: _Product, plan: RoutePlan, config: HopperQuantizedConfig, *
         stride_column_scale=weight.scale.stride(1),
         stride_out_scale=0 if out_scale is None else out_scale.stride(1),
         GROUPED=grouped,
-        ROUNDED=None if product.rounded is None else _TRITON_DTYPES[product.rounded],
+        ROUNDED=None if product.rounded is None else TRITON_DTYPES[product.rounded],
         STAGES=config.num_stages,
         # A half of a tile is one store of 8 KiB as codes.
         BUFFERS=config.num_buffers if out_scale is None else 1,

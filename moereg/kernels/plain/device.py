@@ -7,19 +7,17 @@ T tokens, H hidden size, I intermediate size, E local experts, K top-k.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 
-__all__ = ["batched_experts", "chunk_num_tokens", "dense_experts", "grouped_experts", "local_expert_ids"]
+from moereg.kernels.plain.mlp import ActivationFn
 
-ActivationFn = Callable[[torch.Tensor], torch.Tensor]
-"""[...,2I] gate first (or [...,I] where not gated) to [...,I], same dtype."""
+__all__ = ["batched_experts", "dense_experts", "device_chunk_tokens", "grouped_experts", "local_expert_ids"]
 
 # Bounds the temporaries of a call; weights are read again for each chunk of tokens.
-CHUNK_BYTES: Final = 256 << 20
+DEVICE_CHUNK_BYTES: Final = 256 << 20
 
 
 def local_expert_ids(topk_ids: torch.Tensor, num_local_experts: int, expert_map: torch.Tensor | None) -> torch.Tensor:
@@ -63,7 +61,7 @@ def grouped_experts(
     num_tokens, hidden_size = hidden_states.shape
     top_k = topk_ids.shape[1]
     num_experts, w13_rows = w13.shape[:2]
-    chunk = chunk_num_tokens(num_tokens, top_k, hidden_size, w13_rows)
+    chunk = device_chunk_tokens(num_tokens, top_k, hidden_size, w13_rows)
     for first in range(0, num_tokens, chunk):
         tokens = slice(first, first + chunk)
         x, weights = hidden_states[tokens], topk_weights[tokens]
@@ -112,7 +110,7 @@ def dense_experts(
     num_tokens, hidden_size = hidden_states.shape
     num_experts, w13_rows = w13.shape[:2]
     wide = _matmul_dtype(hidden_states.dtype)
-    chunk = chunk_num_tokens(num_tokens, 1, hidden_size, w13_rows)
+    chunk = device_chunk_tokens(num_tokens, 1, hidden_size, w13_rows)
     local = local_expert_ids(topk_ids, num_experts, expert_map)
     total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=out.device)
     for expert in range(num_experts):
@@ -173,7 +171,7 @@ def batched_experts(
             )
         return
     w13, w2 = w13.to(wide), w2.to(wide)
-    chunk = chunk_num_tokens(max_tokens, num_experts, hidden_size, w13.shape[1])
+    chunk = device_chunk_tokens(max_tokens, num_experts, hidden_size, w13.shape[1])
     for first in range(0, max_tokens, chunk):
         x = hidden_states[:, first : first + chunk].to(wide)
         gemm1 = torch.bmm(x, w13.transpose(1, 2)).float()
@@ -192,8 +190,8 @@ def _matmul_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def chunk_num_tokens(num_tokens: int, rows_per_token: int, hidden_size: int, w13_rows: int) -> int:
-    """Tokens that the device functions take at a time, so that their temporaries stay near `CHUNK_BYTES`.
+def device_chunk_tokens(num_tokens: int, rows_per_token: int, hidden_size: int, w13_rows: int) -> int:
+    """Tokens that the device functions take at a time, so that their temporaries stay near `DEVICE_CHUNK_BYTES`.
 
     Args:
         num_tokens: T, or max_T in the batched format.
@@ -203,4 +201,4 @@ def chunk_num_tokens(num_tokens: int, rows_per_token: int, hidden_size: int, w13
     """
     # fp32 copies of the first matmul's output (itself, its activation, one spare) and of the second's dominate.
     row_bytes = 4 * (3 * w13_rows + 3 * hidden_size)
-    return max(1, min(num_tokens, CHUNK_BYTES // (rows_per_token * row_bytes)))
+    return max(1, min(num_tokens, DEVICE_CHUNK_BYTES // (rows_per_token * row_bytes)))

@@ -20,17 +20,17 @@ from moereg.kernels.plain.mlp import ExpertMlp
 __all__ = [
     "batched_rows",
     "bucket_rows",
-    "chunk_num_tokens",
     "host_batched_experts",
+    "host_chunk_tokens",
     "host_experts",
     "routed_inputs",
     "routed_rows",
     "row_block",
-    "sort_routes",
+    "sort_on_host",
 ]
 
 # A chunk's weighted rows [N,H] are the one large temporary; smaller chunks would stream the weights more often.
-CHUNK_BYTES: Final = 128 << 20
+HOST_CHUNK_BYTES: Final = 128 << 20
 # Bounds input, both halves of the intermediate and output of one matmul pair. Matmuls gain nothing past 1,024 rows.
 BLOCK_BYTES: Final = 48 << 20
 MAX_BLOCK_ROWS: Final = 1024
@@ -40,17 +40,17 @@ GATHER_ONCE_BYTES: Final = 4 << 20
 MIN_ROWS: Final = 4
 
 
-def chunk_num_tokens(num_tokens: int, top_k: int, hidden_size: int, itemsize: int) -> int:
-    """Tokens that `host_experts` takes at a time, so that their N rows of output stay within `CHUNK_BYTES`.
+def host_chunk_tokens(num_tokens: int, top_k: int, hidden_size: int, itemsize: int) -> int:
+    """Tokens that `host_experts` takes at a time, so that their N rows of output stay within `HOST_CHUNK_BYTES`.
 
     Monotone in `num_tokens` and at least 1.
     """
-    return max(1, min(num_tokens, CHUNK_BYTES // (top_k * hidden_size * itemsize)))
+    return max(1, min(num_tokens, HOST_CHUNK_BYTES // (top_k * hidden_size * itemsize)))
 
 
 def routed_rows(num_tokens: int, top_k: int, hidden_size: int, itemsize: int) -> int:
     """Rows of H elements that `host_experts` needs as workspace: a chunk's routes and one row of zeros."""
-    return chunk_num_tokens(num_tokens, top_k, hidden_size, itemsize) * top_k + 1
+    return host_chunk_tokens(num_tokens, top_k, hidden_size, itemsize) * top_k + 1
 
 
 def row_block(hidden_size: int, w13_rows: int, itemsize: int) -> int:
@@ -86,7 +86,7 @@ class SortedRoutes:
     positions: torch.Tensor
 
 
-def sort_routes(topk_ids: torch.Tensor, num_local_experts: int, expert_map: torch.Tensor | None) -> SortedRoutes:
+def sort_on_host(topk_ids: torch.Tensor, num_local_experts: int, expert_map: torch.Tensor | None) -> SortedRoutes:
     """Sorts routes by local expert, on the host.
 
     Args:
@@ -153,11 +153,11 @@ def host_experts(
     """
     num_tokens, hidden_size = hidden_states.shape
     top_k = topk_ids.shape[1]
-    chunk = chunk_num_tokens(num_tokens, top_k, hidden_size, out.element_size())
+    chunk = host_chunk_tokens(num_tokens, top_k, hidden_size, out.element_size())
     block = row_block(hidden_size, w13_rows, out.element_size())
     for first in range(0, num_tokens, chunk):
         tokens = slice(first, first + chunk)
-        routes = sort_routes(topk_ids[tokens], num_local_experts, expert_map)
+        routes = sort_on_host(topk_ids[tokens], num_local_experts, expert_map)
         input_weights = topk_weights[tokens].reshape(-1) if apply_router_weight_on_input else None
         rows = workspace.view(-1)[: (routes.num_rows + 1) * hidden_size].view(-1, hidden_size)
         _run_segments(rows, hidden_states[tokens], routes, top_k, mlp, block, input_weights)
@@ -184,7 +184,7 @@ def routed_inputs(
         The expert and [rows, H] in hidden_states' dtype.
     """
     top_k = topk_ids.shape[1]
-    routes = sort_routes(topk_ids, num_local_experts, expert_map)
+    routes = sort_on_host(topk_ids, num_local_experts, expert_map)
     input_weights = topk_weights.reshape(-1)
     for expert, first, count in routes.segments:
         for order in routes.order[first : first + count].split(block):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 __all__ = [
+    "ActivationFn",
     "ExpertMlp",
     "PackedFusedMlp",
     "PackedMlp",
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 ActivationFn = Callable[[torch.Tensor], torch.Tensor]
-"""[M,2I] gate first (or [M,I] where not gated) to [M,I], same dtype."""
+"""[...,2I] gate first (or [...,I] where not gated) to [...,I], same dtype."""
 
 # From here converting an expert to fp32 costs less than a matmul in a dtype that the CPU lacks: fp16 on an AMD EPYC
 # 9004 ran 1.05x to 1.4x as fast with 16 rows and 2x to 3x with 64.

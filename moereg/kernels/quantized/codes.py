@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+import torch
 import triton
 import triton.language as tl
 
 from moereg.kernels.quantized.small_floats import amax_bits
+
+TRITON_DTYPES: Final = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit

@@ -18,9 +18,7 @@ from moereg.kernels.launch.replay import launch
 from moereg.kernels.quantized.codes import load_rows, scale_of_bits
 from moereg.kernels.quantized.small_floats import amax_bits, round_groups, scale_of_group
 from moereg.kernels.rows.plan import RoutePlan
-
-# Columns of a program where no global scale makes it take a whole row.
-_GROUPED_BLOCK = 1024
+from moereg.kernels.sizes import GROUPED_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +151,7 @@ def requantize_rows(
     whole_rows = grid.global_scale and static_scale is None
     block = triton.next_power_of_2(max(size, grid.group))
     if not whole_rows:
-        block = min(block, _GROUPED_BLOCK)
+        block = min(block, GROUPED_BLOCK)
     has_many = static_scale is not None and static_scale.numel() > 1
     sorted_routes = rows_in_use = None
     if plan is not None:

@@ -7,8 +7,6 @@ in canonical order. Sizes as in `gemm.grouped`, with `I_pad` and `H_pad` multipl
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +16,7 @@ from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.quantized.codes import encode, quantize_tile
+from moereg.kernels.quantized.codes import TRITON_DTYPES, encode, quantize_tile
 from moereg.kernels.quantized.operands import CodedOutput, QuantizedMatrices, QuantizedRows
 from moereg.kernels.quantized.products import (
     codes_in_byte,
@@ -34,8 +32,6 @@ from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.tiles import claim_tile, plan_arguments
 from moereg.kernels.sizes import CODE_PAD
-
-_TRITON_DTYPES: Final = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -267,7 +263,7 @@ def quantized_gate_up_gemm(
         fmt, static_scale = out.quantizer.fmt, out.quantizer.static_scale
         assert fmt.fits_tile(block_n)
         target, out_scale, out_depth = out.rows.q, out.rows.scale, out.rows.depth
-        rounded, out_group, min_code, max_code = _TRITON_DTYPES[out.rounded], fmt.group, fmt.min_code, fmt.max_code
+        rounded, out_group, min_code, max_code = TRITON_DTYPES[out.rounded], fmt.group, fmt.min_code, fmt.max_code
     else:
         target, out_scale, static_scale, out_depth = out, None, None, out.shape[1]
         rounded, out_group, min_code, max_code = None, 0, 0.0, 0.0

@@ -7,14 +7,10 @@ matrix.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
-from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD
-
-# Columns of a program where no scale makes it take a whole row.
-_GROUPED_BLOCK: Final = 1024
+from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD, GROUPED_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +139,7 @@ class Quantizer:
     def columns_of_program(self, depth: int) -> int:
         """A power of two: a whole row where its scale, or its global one, is made from it."""
         takes_parts = self.fmt.group and not (self.fmt.global_scale and self.static_scale is None)
-        columns = min(_GROUPED_BLOCK, depth) if takes_parts else depth
+        columns = min(GROUPED_BLOCK, depth) if takes_parts else depth
         return 1 << (columns - 1).bit_length()
 
 

@@ -14,10 +14,7 @@ from moereg.kernels.launch.replay import launch
 from moereg.kernels.quantized.codes import divide, encode, load_rows, quantize_tile, scale_of_bits
 from moereg.kernels.quantized.operands import QuantizedRows, RowFormat
 from moereg.kernels.quantized.small_floats import amax_bits
-from moereg.kernels.sizes import CODE_PAD
-
-# Columns of a program where groups do not make it take a whole row.
-_GROUPED_BLOCK = 1024
+from moereg.kernels.sizes import CODE_PAD, GROUPED_BLOCK
 
 
 # The stride between groups is the number of routes, which may or may not be a multiple of 16: not worth a variant.
@@ -92,7 +89,7 @@ def quantize_to_sorted_rows(
     assert depth % CODE_PAD == 0 and size <= depth
     assert x.stride(1) == out.q.stride(1) == 1
     assert not (fmt.static or fmt.spans_rows or fmt.e8m0 or fmt.global_scale)
-    block = triton.next_power_of_2(min(_GROUPED_BLOCK, depth) if fmt.group else depth)
+    block = triton.next_power_of_2(min(GROUPED_BLOCK, depth) if fmt.group else depth)
     launch(
         _quantize_to_sorted_kernel,
         (num_tokens, triton.cdiv(depth, block)),
