@@ -231,6 +231,8 @@ def rejected_problems(cell: BackendCell) -> Iterator[tuple[str, MoEProblem]]:
     for activation in ACTIVATIONS.values():
         if activation.name not in facts.activations and activation.limit is None:
             yield "activation", changed(activation=activation)
+    if not facts.activation_scalars and inside.activation.gated:
+        yield "activation", changed(activation=dataclasses.replace(inside.activation, beta=inside.activation.beta + 1))
     if not facts.swiglu_limit and inside.activation.gated:
         yield "swiglu_limit", changed(activation=dataclasses.replace(inside.activation, limit=1.0))
     if not facts.bias:
@@ -247,6 +249,8 @@ def rejected_problems(cell: BackendCell) -> Iterator[tuple[str, MoEProblem]]:
         yield "alignment", changed(**{field: getattr(inside, field) + 1})
     if facts.max_experts is not None:
         yield "size", changed(num_experts=facts.max_experts + 1, num_local_experts=facts.max_experts + 1)
+    if facts.max_num_tokens is not None:
+        yield "size", changed(max_num_tokens=facts.max_num_tokens + 1)
     if not facts.graph_capture:
         yield "graph_capture", changed(graph_capture=True)
     if not facts.deterministic:

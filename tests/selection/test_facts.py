@@ -19,7 +19,9 @@ from moereg.errors import RegistrationError
 from moereg.facts import FACTS, Fact, Facts, NarrowedFacts, check_facts, fact_reasons, narrow_facts
 from moereg.problem import MoEProblem
 from moereg.reasons import REASON_CODES, Reason
-from tests.support.fakes import EVERYTHING
+from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.testing.cases import rejected_problems
+from tests.support.fakes import EVERYTHING, FakeExperts
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL: dict[str, Any] = {"num_experts": 8, "hidden_size": 60, "intermediate_size": 32, "top_k": 2}
@@ -81,6 +83,19 @@ def _named(name: str, wrong: object) -> str:
     if isinstance(wrong, frozenset):
         return f"unknown name in {name}"
     return f"unknown size in {name}" if isinstance(wrong, dict) else f"{name} must"
+
+
+@pytest.mark.parametrize("name", dict(FACTS))
+def test_the_conformance_kit_has_a_problem_outside_each_fact(name: str) -> None:
+    narrower = ROWS[name][1]
+    if narrower == frozenset():  # Claims nothing; that of `EVERYTHING` leaves something out already.
+        narrower = getattr(EVERYTHING, name)
+    registry, experts = BackendRegistry(), type("Lacking", (FakeExperts,), {})
+    register_moe_backend("fake", 1, ("unquantized",), ("cpu",), registry=registry, **{name: narrower})(experts)
+    (cell,) = registry.cells
+    fact = dict(FACTS)[name]
+    found = [(code, list(fact.reasons(narrower, problem))) for code, problem in rejected_problems(cell)]
+    assert [reasons for code, reasons in found if code in {reason.code for reason in reasons}]
 
 
 def test_what_binds_nothing_gives_no_reason() -> None:
