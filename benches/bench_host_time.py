@@ -79,8 +79,8 @@ def time_batches(
         synchronize: Waits for the device.
         seconds: No further batch starts after this long, once there are `min_batches`.
         calls_per_batch: Calls between two waits.
-        min_batches: At least so many batches.
-        max_batches: At most so many.
+        min_batches: Fewest batches.
+        max_batches: Most batches.
         clock_ns: Nanoseconds.
 
     Returns:
@@ -106,7 +106,7 @@ def measure(kernel: MoEKernel, weights: ExpertWeights, num_tokens: int, device: 
     problem = kernel.problem
     generator = torch.Generator(device).manual_seed(num_tokens)
     calls = [random_call(problem, num_tokens, "uniform", generator) for _ in range(NUM_INPUTS)]
-    # Twice, because the first call with so many tokens is another path than those that repeat it.
+    # Twice, because the first call with that many tokens is another path than those that repeat it.
     for call in calls:
         kernel(*call)
     error = output_error(kernel, calls[0], reference_experts(problem, weights, *calls[0]))

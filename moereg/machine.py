@@ -1,4 +1,4 @@
-"""What a platform lacks for a cell and any problem: the right platform, packages, and what probes look for."""
+"""Needs of a cell that a platform lacks for any problem: the right platform, packages, and what probes look for."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ MATRICES: Final = ("w13", "w2")
 """The two expert matrices of a layer, by field of `ExpertWeights`."""
 
 TensorRole = Literal["weight", "bias", "scale", "scale_2", "activation_scale", "zero_point"]
-"""What a tensor is to its matrix."""
+"""The role of a tensor beside its matrix."""
 
 
 def tensor_name(matrix: str, role: TensorRole) -> str:

@@ -132,7 +132,7 @@ class Verification:
 
     @property
     def key(self) -> tuple[str, str, tuple[str, ...], str, str, str]:
-        """What a record is of: a later one of the same cell on the same device replaces an earlier one."""
+        """The subject of a record: a later one of the same cell on the same device replaces an earlier one."""
         return (self.backend, self.experts, self.schemes, self.rule, self.platform, self.device)
 
 
@@ -178,7 +178,7 @@ def cell_digest(cell: BackendCell) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What the ledger knows of a cell.
+    """The ledger's knowledge of a cell.
 
     Attributes:
         current: Records of the code as it is.
@@ -237,7 +237,7 @@ def _machines(records: Sequence[Verification]) -> str:
 
 
 def evidence_of(cell: BackendCell) -> Evidence:
-    """What the ledger of a cell's own package knows of it. Warns once of a ledger that cannot be read."""
+    """The knowledge that the ledger of a cell's own package has of it. Warns once of a ledger that cannot be read."""
     records = [record for record in _own_records(cell) if record.is_of(cell)]
     digest = cell_digest(cell) if records else UNKNOWN
     is_current = [record.digest == digest != UNKNOWN for record in records]

@@ -87,8 +87,8 @@ class OperandTensors(NamedTuple):
     Attributes:
         weights: or words of packed ones.
         group_scale: of `PackedMatrix`, as the next two.
-        zero_point: one a group.
-        row_scale: one a row.
+        zero_point: one per group.
+        row_scale: one per row.
     """
 
     weights: torch.Tensor

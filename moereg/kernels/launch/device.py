@@ -1,4 +1,4 @@
-"""What launches depend on of a device: the one place of the kernels that asks the device for them."""
+"""Facts of a device that launches depend on: the one place of the kernels that asks the device for them."""
 
 from __future__ import annotations
 
