@@ -18,47 +18,39 @@ def activate_pairs(x, ACTIVATION: tl.constexpr):
     Returns:
         [M, N / 2] fp32, or [M, N] where not gated.
     """
-    # Triton 3.6 passes a field on only if it is bound to a name first.
-    NAME: tl.constexpr = ACTIVATION.name
-    ALPHA: tl.constexpr = ACTIVATION.alpha
-    BETA: tl.constexpr = ACTIVATION.beta
-    LIMIT: tl.constexpr = ACTIVATION.limit
     if ACTIVATION.gated:
         gate, up = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))  # [M, N / 2] each
-        return activate_halves(gate, up, NAME, ALPHA, BETA, LIMIT)
+        return activate_halves(gate, up, ACTIVATION)
     else:
-        return activate(x, NAME, ALPHA)
+        return activate(x, ACTIVATION)
 
 
 @triton.jit
-def activate_halves(
-    gate,
-    up,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    BETA: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
+def activate_halves(gate, up, ACTIVATION: tl.constexpr):
     """`f(min(gate, limit)) * (clamp(up, -limit, limit) + beta)`, fp32 of equal shapes."""
+    BETA: tl.constexpr = ACTIVATION.beta
+    LIMIT: tl.constexpr = ACTIVATION.limit
     if LIMIT is not None:
         # Comparisons keep NaN, which a minimum would replace by the limit.
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    return activate(gate, ACTIVATION, ALPHA) * (up + BETA)
+    return activate(gate, ACTIVATION) * (up + BETA)
 
 
 @triton.jit
-def activate(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+def activate(x, ACTIVATION: tl.constexpr):
     """The function of a gate, or of fp32 x where there is none."""
-    if ACTIVATION == "silu" or ACTIVATION == "swigluoai":
+    NAME: tl.constexpr = ACTIVATION.name
+    ALPHA: tl.constexpr = ACTIVATION.alpha
+    if NAME == "silu" or NAME == "swigluoai":
         return x / (1.0 + tl.exp(-ALPHA * x))
-    elif ACTIVATION == "gelu":
+    elif NAME == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
+    elif NAME == "gelu_tanh":
         # 0.5 * (1 + tanh(z)) = sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3).
         return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     else:
-        tl.static_assert(ACTIVATION == "relu2")
+        tl.static_assert(NAME == "relu2")
         # Written so that NaN stays NaN.
         x = tl.where(x < 0.0, 0.0, x)
         return x * x

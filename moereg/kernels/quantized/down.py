@@ -22,7 +22,7 @@ from moereg.kernels.quantized.products import (
     scales_of_columns,
     scales_of_rows,
 )
-from moereg.kernels.quantized.steps import check_steps, dot_format, releases_late, steps
+from moereg.kernels.quantized.steps import check_steps, code_pair, code_tile, releases_late
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.tiles import claim_tile, plan_arguments
@@ -64,20 +64,15 @@ def _quantized_down_kernel(
     SORTED: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
-    A_GROUP: tl.constexpr,
-    B_GROUP: tl.constexpr,
-    FORMAT: tl.constexpr,
-    UNIFORM: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    MASK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UNROLL: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    CODES: tl.constexpr,  # CodePair
+    TILE: tl.constexpr,  # CodeTile
     RELEASE_LATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_K: tl.constexpr = TILE.block_k
+    GROUP_M: tl.constexpr = TILE.group_m
     # The tile map was complete before the previous kernel began, so read it before waiting.
     used_blocks = None
     if SORTED:
@@ -115,7 +110,7 @@ def _quantized_down_kernel(
 
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     loaded_columns = columns
-    if MASK_N:
+    if TILE.mask_n:
         loaded_columns = tl.minimum(columns, num_columns - 1)
     offs_a = tl.arange(0, BLOCK_K // codes_in_byte(intermediate.dtype.element_ty))
     offs_b = tl.arange(0, BLOCK_K // codes_in_byte(w2.dtype.element_ty))
@@ -123,12 +118,12 @@ def _quantized_down_kernel(
     expert = expert.to(tl.int64)
     # [BLOCK_M, BLOCK_K], or BLOCK_K / 2 columns where a byte holds two codes; the same goes for the weights.
     a_pointers = intermediate + rows.to(tl.int64)[:, None] * stride_intermediate + offs_a[None, :]
-    a_scales = scales_of_rows(intermediate_scale, rows, stride_intermediate_scale, MX, A_GROUP, BLOCK_K)
+    a_scales = scales_of_rows(intermediate_scale, rows, stride_intermediate_scale, MX, CODES, TILE)
     # [BLOCK_K, BLOCK_N]
     b_pointers = w2 + expert * stride_expert + loaded_columns[None, :] * stride_column + offs_b[:, None]
     own_scales = w2_scale + expert * stride_scale_expert
     b_scales = scales_of_columns(
-        own_scales, tile_n * BLOCK_N, loaded_columns, group_rows, stride_scale_row, UNIFORM, MX, B_GROUP, BLOCK_K
+        own_scales, tile_n * BLOCK_N, loaded_columns, group_rows, stride_scale_row, MX, CODES, TILE
     )
     # [BLOCK_M, BLOCK_N]
     x, _ = scaled_products(
@@ -141,18 +136,12 @@ def _quantized_down_kernel(
         row_mask,
         depth,
         1,
-        A_GROUP,
-        B_GROUP,
-        FORMAT,
-        MASK_ROWS,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        UNROLL,
+        CODES,
+        TILE,
     )
     if RELEASE_LATE:
         release_next(OVERLAP)
-    x = scale_total(x, a_scales, b_scales, row_mask, A_GROUP, B_GROUP)
+    x = scale_total(x, a_scales, b_scales, row_mask, CODES)
     x = scale_globally(x, intermediate_global, rows, row_mask, w2_global, expert)
 
     if bias is not None:
@@ -160,7 +149,7 @@ def _quantized_down_kernel(
     if topk_weights is not None:
         x *= tl.load(topk_weights + routes)[:, None]
     mask = row_mask[:, None]
-    if MASK_N:
+    if TILE.mask_n:
         mask = mask & (columns < num_columns)[None, :]
     out_pointers = out + routes.to(tl.int64)[:, None] * stride_out + columns[None, :]
     tl.store(out_pointers, x.to(out.dtype.element_ty), mask=mask)
@@ -227,16 +216,8 @@ def quantized_down_gemm(
         SORTED=isinstance(plan, BlockMap),
         TOP_K=top_k,
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
-        A_GROUP=intermediate.group,
-        B_GROUP=w2.group_columns,
-        FORMAT=dot_format(intermediate),
-        UNIFORM=w2.group_rows % config.block_n == 0 and num_columns % config.block_n == 0,
-        MASK_ROWS=config.mask_rows,
-        MASK_N=num_columns % config.block_n != 0,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        **steps(config, depth),
-        GROUP_M=config.group_m,
+        CODES=code_pair(intermediate, w2, num_columns, config.block_n),
+        TILE=code_tile(config, depth, mask_n=num_columns % config.block_n != 0),
         RELEASE_LATE=releases_late(plan),
         OVERLAP=overlap,
         num_warps=config.num_warps,

@@ -7,6 +7,8 @@ in canonical order. Sizes as in `gemm.grouped`, with `I_pad` and `H_pad` multipl
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,11 +29,27 @@ from moereg.kernels.quantized.products import (
     scales_of_columns,
     scales_of_rows,
 )
-from moereg.kernels.quantized.steps import check_steps, dot_format, releases_late, steps
+from moereg.kernels.quantized.steps import check_steps, code_pair, code_tile, releases_late
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.tiles import claim_tile, plan_arguments
 from moereg.kernels.sizes import CODE_PAD
+
+
+class _Output(NamedTuple):
+    """The kernel's constant for what it writes; the defaults where that is no codes.
+
+    Attributes:
+        rounded: of `CodedOutput`.
+        group: of `RowFormat`, as the next two.
+        min_code: smallest code.
+        max_code: largest code.
+    """
+
+    rounded: tl.dtype | None = None
+    group: int = 0
+    min_code: float = 0.0
+    max_code: float = 0.0
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -74,29 +92,17 @@ def _quantized_gate_up_kernel(
     SOURCE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
-    A_GROUP: tl.constexpr,
-    B_GROUP: tl.constexpr,
-    FORMAT: tl.constexpr,
-    UNIFORM: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    OUT_GROUP: tl.constexpr,
-    MIN_CODE: tl.constexpr,
-    MAX_CODE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    BETA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    MASK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UNROLL: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    CODES: tl.constexpr,  # CodePair
+    OUTPUT: tl.constexpr,  # _Output
+    ACTIVATION: tl.constexpr,  # ActivationConstant
+    TILE: tl.constexpr,  # CodeTile
     RELEASE_LATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_K: tl.constexpr = TILE.block_k
+    GROUP_M: tl.constexpr = TILE.group_m
     used_blocks = None
     if SORTED:
         wait_for_previous(OVERLAP)
@@ -134,7 +140,7 @@ def _quantized_gate_up_kernel(
 
     out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     columns = out_columns
-    if MASK_N:
+    if TILE.mask_n:
         # Columns past the end repeat the last one, which costs no bandwidth and needs no mask.
         columns = tl.minimum(columns, num_columns - 1)
     offs_a = tl.arange(0, BLOCK_K // codes_in_byte(hidden_states.dtype.element_ty))
@@ -144,15 +150,13 @@ def _quantized_gate_up_kernel(
     sources = routes // SOURCE  # [BLOCK_M]
     # [BLOCK_M, BLOCK_K], or BLOCK_K / 2 columns where a byte holds two codes; the same goes for the weights.
     a_pointers = hidden_states + sources.to(tl.int64)[:, None] * stride_hidden + offs_a[None, :]
-    a_scales = scales_of_rows(hidden_scale, sources, stride_hidden_scale, MX, A_GROUP, BLOCK_K)
+    a_scales = scales_of_rows(hidden_scale, sources, stride_hidden_scale, MX, CODES, TILE)
     # [BLOCK_K, BLOCK_N]
     b_pointers = w13 + expert * stride_expert + columns[None, :] * stride_column + offs_b[:, None]
     own_scales = w13_scale + expert * stride_scale_expert
     # A tile of nothing but padding has no scale of its own.
     first = tl.minimum(tile_n * BLOCK_N, num_columns - 1)
-    b_scales = scales_of_columns(
-        own_scales, first, columns, group_rows, stride_scale_row, UNIFORM, MX, B_GROUP, BLOCK_K
-    )
+    b_scales = scales_of_columns(own_scales, first, columns, group_rows, stride_scale_row, MX, CODES, TILE)
     up_pointers = b_pointers + num_columns * stride_column
     up_scales = scales_of_columns(
         own_scales,
@@ -160,12 +164,11 @@ def _quantized_gate_up_kernel(
         num_columns + columns,
         group_rows,
         stride_scale_row,
-        UNIFORM,
         MX,
-        B_GROUP,
-        BLOCK_K,
+        CODES,
+        TILE,
     )
-    HALVES: tl.constexpr = 2 if GATED else 1
+    HALVES: tl.constexpr = 2 if ACTIVATION.gated else 1
     # [BLOCK_M, BLOCK_N] each
     gate, up = scaled_products(
         a_pointers,
@@ -177,33 +180,27 @@ def _quantized_gate_up_kernel(
         row_mask,
         depth,
         HALVES,
-        A_GROUP,
-        B_GROUP,
-        FORMAT,
-        MASK_ROWS,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        UNROLL,
+        CODES,
+        TILE,
     )
     if RELEASE_LATE:
         release_next(OVERLAP)
-    gate = scale_total(gate, a_scales, b_scales, row_mask, A_GROUP, B_GROUP)
+    gate = scale_total(gate, a_scales, b_scales, row_mask, CODES)
     gate = scale_globally(gate, hidden_global, sources, row_mask, w13_global, expert * HALVES)
-    if GATED:
-        up = scale_total(up, a_scales, up_scales, row_mask, A_GROUP, B_GROUP)
+    if ACTIVATION.gated:
+        up = scale_total(up, a_scales, up_scales, row_mask, CODES)
         up = scale_globally(up, hidden_global, sources, row_mask, w13_global, expert * HALVES + 1)
 
     if bias is not None:
         own_bias = bias + expert * stride_bias + columns
         gate += tl.load(own_bias).to(tl.float32)[None, :]
-        if GATED:
+        if ACTIVATION.gated:
             up += tl.load(own_bias + num_columns).to(tl.float32)[None, :]
-    if GATED:
-        y = activate_halves(gate, up, ACTIVATION, ALPHA, BETA, LIMIT)  # [BLOCK_M, BLOCK_N]
+    if ACTIVATION.gated:
+        y = activate_halves(gate, up, ACTIVATION)  # [BLOCK_M, BLOCK_N]
     else:
-        y = activate(gate, ACTIVATION, ALPHA)
-    if MASK_N:
+        y = activate(gate, ACTIVATION)
+    if TILE.mask_n:
         y = tl.where((out_columns < num_columns)[None, :], y, 0.0)
     mask = row_mask[:, None]
     rows = rows.to(tl.int64)
@@ -211,6 +208,10 @@ def _quantized_gate_up_kernel(
     if out_scale is None:
         tl.store(out_pointers, y.to(out.dtype.element_ty), mask=mask)
     else:
+        ROUNDED: tl.constexpr = OUTPUT.rounded
+        OUT_GROUP: tl.constexpr = OUTPUT.group
+        MIN_CODE: tl.constexpr = OUTPUT.min_code
+        MAX_CODE: tl.constexpr = OUTPUT.max_code
         # The reference rounds here.
         y = y.to(ROUNDED).to(tl.float32)
         scale_pointers = out_scale + rows[:, None] * stride_out_scale
@@ -263,10 +264,10 @@ def quantized_gate_up_gemm(
         fmt, static_scale = out.quantizer.fmt, out.quantizer.static_scale
         assert fmt.fits_tile(block_n)
         target, out_scale, out_depth = out.rows.q, out.rows.scale, out.rows.depth
-        rounded, out_group, min_code, max_code = TRITON_DTYPES[out.rounded], fmt.group, fmt.min_code, fmt.max_code
+        output = _Output(TRITON_DTYPES[out.rounded], fmt.group, fmt.min_code, fmt.max_code)
     else:
         target, out_scale, static_scale, out_depth = out, None, None, out.shape[1]
-        rounded, out_group, min_code, max_code = None, 0, 0.0, 0.0
+        output = _Output()
     assert config.block_m == plan.block_m and CODE_PAD % block_n == 0
     assert out_depth % CODE_PAD == 0 and num_columns <= out_depth and target.stride(1) == 1
     assert w13.global_scale is None or w13.global_scale.shape[1] == halves
@@ -304,25 +305,10 @@ def quantized_gate_up_gemm(
         SOURCE=1 if by_route else top_k,
         TOP_K=top_k,
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
-        A_GROUP=hidden_states.group,
-        B_GROUP=w13.group_columns,
-        FORMAT=dot_format(hidden_states),
-        UNIFORM=w13.group_rows % block_n == 0 and num_columns % block_n == 0,
-        ROUNDED=rounded,
-        OUT_GROUP=out_group,
-        MIN_CODE=min_code,
-        MAX_CODE=max_code,
-        ACTIVATION=epilogue.activation,
-        GATED=epilogue.gated,
-        ALPHA=epilogue.alpha,
-        BETA=epilogue.beta,
-        LIMIT=epilogue.limit,
-        MASK_ROWS=config.mask_rows,
-        MASK_N=num_columns % block_n != 0 or num_columns != out_depth,
-        BLOCK_M=config.block_m,
-        BLOCK_N=block_n,
-        **steps(config, depth),
-        GROUP_M=config.group_m,
+        CODES=code_pair(hidden_states, w13, num_columns, block_n),
+        OUTPUT=output,
+        ACTIVATION=epilogue.constant,
+        TILE=code_tile(config, depth, mask_n=num_columns % block_n != 0 or num_columns != out_depth),
         RELEASE_LATE=releases_late(plan),
         OVERLAP=overlap,
         num_warps=config.num_warps,

@@ -62,10 +62,9 @@ def scales_of_columns(
     rows,
     group_rows,
     stride,
-    UNIFORM: tl.constexpr,
     MX: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    CODES: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Pointers to the first scales of rows of weights.
 
@@ -75,16 +74,18 @@ def scales_of_columns(
         rows: [BLOCK_N].
         group_rows: rows that share a scale.
         stride: between scales of rows.
-        UNIFORM: whether all rows share a scale.
         MX: whether hardware applies scales.
-        GROUP: columns that share a scale.
+        CODES: `CodePair`.
+        TILE: `CodeTile`.
 
     Returns:
-        One pointer where rows share a scale, else [1, BLOCK_N]; [BLOCK_N, BLOCK_K / GROUP] where hardware applies them.
+        One pointer where rows share a scale, else [1, BLOCK_N]; [BLOCK_N, BLOCK_K / B_GROUP] where hardware applies
+        them.
     """
+    GROUPS: tl.constexpr = TILE.block_k // CODES.b_group if MX else 1
     if MX:
-        return scale + (rows // group_rows)[:, None] * stride + tl.arange(0, BLOCK_K // GROUP)[None, :]
-    elif UNIFORM:
+        return scale + (rows // group_rows)[:, None] * stride + tl.arange(0, GROUPS)[None, :]
+    elif CODES.uniform:
         return scale + first // group_rows * stride
     else:
         return scale + (rows // group_rows)[None, :] * stride
@@ -101,14 +102,8 @@ def scaled_products(
     row_mask,
     depth,
     HALVES: tl.constexpr,
-    A_GROUP: tl.constexpr,
-    B_GROUP: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UNROLL: tl.constexpr,
+    CODES: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Products of rows of activations and rows of weights, of gate and of up, scaled by what changes along a row.
 
@@ -123,15 +118,20 @@ def scaled_products(
         row_mask: [BLOCK_M] rows in use.
         depth: K_pad, codes of a row, a multiple of BLOCK_K * UNROLL.
         HALVES: 2 where there is a second half; else the second result means nothing.
-        A_GROUP: columns of activations that share a scale, 0 for all.
-        B_GROUP: the same of weights.
-        FORMAT: of the activations' codes in `tl.dot_scaled`, where hardware applies scales.
-        MASK_ROWS: whether to leave out the rows that are not in use.
-        UNROLL: steps of BLOCK_K whose codes are on their way together.
+        CODES: `CodePair`.
+        TILE: `CodeTile`.
 
     Returns:
         [BLOCK_M, BLOCK_N] fp32 of gate, or of the only half, and of up.
     """
+    # Triton 3.6 passes a field on only if it is bound to a name first.
+    A_GROUP: tl.constexpr = CODES.a_group
+    B_GROUP: tl.constexpr = CODES.b_group
+    DOT_FORMAT: tl.constexpr = CODES.dot_format
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_K: tl.constexpr = TILE.block_k
+    UNROLL: tl.constexpr = TILE.unroll
     MX: tl.constexpr = scaled_by_hardware(a_scales.dtype.element_ty)
     # Sums of int8 products are exact, as long as nothing has to scale them on the way.
     EXACT: tl.constexpr = a_pointers.dtype.element_ty.is_int() and A_GROUP == 0 and B_GROUP == 0
@@ -145,7 +145,7 @@ def scaled_products(
         for part in tl.static_range(UNROLL):
             start = first + part * BLOCK_K
             a_own = a_pointers + part * A_STEP  # [BLOCK_M, BLOCK_K] codes
-            if MASK_ROWS:
+            if TILE.mask_rows:
                 a = tl.load(a_own, mask=row_mask[:, None], other=0 if a_pointers.dtype.element_ty.is_int() else 0.0)
             else:
                 a = tl.load(a_own)
@@ -157,10 +157,12 @@ def scaled_products(
                 else:
                     a_scale = tl.load(a_scales + start // A_GROUP, mask=row_mask, other=0.0)  # [BLOCK_M]
             b_own = b_pointers + part * B_STEP
-            total = _add_product(total, a, b_own, a_scale, b_scales, start, A_GROUP, B_GROUP, FORMAT, MX)
+            total = _add_product(total, a, b_own, a_scale, b_scales, start, A_GROUP, B_GROUP, DOT_FORMAT, MX)
             if HALVES == 2:
                 up_own = up_pointers + part * B_STEP
-                up_total = _add_product(up_total, a, up_own, a_scale, up_scales, start, A_GROUP, B_GROUP, FORMAT, MX)
+                up_total = _add_product(
+                    up_total, a, up_own, a_scale, up_scales, start, A_GROUP, B_GROUP, DOT_FORMAT, MX
+                )
         a_pointers += A_STEP * UNROLL
         b_pointers += B_STEP * UNROLL
         if HALVES == 2:
@@ -169,11 +171,11 @@ def scaled_products(
 
 
 @triton.jit
-def scale_total(total, a_scales, b_scales, row_mask, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr):
+def scale_total(total, a_scales, b_scales, row_mask, CODES: tl.constexpr):
     """The product [BLOCK_M, BLOCK_N] times those scales that do not change along a row."""
-    if A_GROUP == 0:
+    if CODES.a_group == 0:
         total *= tl.load(a_scales, mask=row_mask, other=0.0)[:, None]
-    if B_GROUP == 0:
+    if CODES.b_group == 0:
         total *= tl.load(b_scales)
     return total
 
@@ -189,12 +191,13 @@ def scale_globally(total, row_scale, rows, row_mask, matrix_scale, half):
 
 
 @triton.jit
-def scales_of_rows(scale, rows, stride, MX: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
+def scales_of_rows(scale, rows, stride, MX: tl.constexpr, CODES: tl.constexpr, TILE: tl.constexpr):
     """Pointers to the first scales of rows of activations, [BLOCK_M].
 
-    Where hardware applies scales, to those of a whole step: [BLOCK_M, BLOCK_K / GROUP].
+    Where hardware applies scales, to those of a whole step: [BLOCK_M, BLOCK_K / A_GROUP].
     """
+    GROUPS: tl.constexpr = TILE.block_k // CODES.a_group if MX else 1
     if MX:
-        return scale + rows.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_K // GROUP)[None, :]
+        return scale + rows.to(tl.int64)[:, None] * stride + tl.arange(0, GROUPS)[None, :]
     else:
         return scale + rows.to(tl.int64) * stride

@@ -1,8 +1,8 @@
-"""How a product of codes goes along the reduced dimension, and when it lets the next kernel start."""
+"""What a product of codes covers, and how it goes along the reduced dimension: the kernels' constants."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -18,12 +18,69 @@ _DOT_FORMATS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", t
 _SCALED_GROUPS: Final = {torch.uint8: 32, torch.float8_e4m3fn: 16}
 
 
-def dot_format(rows: QuantizedRows) -> str | None:
-    """The name of the codes in `tl.dot_scaled`; None where it does not take them."""
-    return _DOT_FORMATS.get(rows.q.dtype)
+class CodeTile(NamedTuple):
+    """The kernels' constant for what a tile of a product covers.
+
+    Attributes:
+        block_m: of `GroupedGemmConfig`.
+        block_n: columns, counting gate and up once.
+        block_k: reduced columns per step; see `steps`, also for the next.
+        unroll: steps to a turn of the loop.
+        group_m: tiles of rows that share columns.
+        mask_rows: whether rows that do not count are left out.
+        mask_n: whether tiles reach past the last column.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    unroll: int
+    group_m: int
+    mask_rows: bool
+    mask_n: bool
 
 
-def steps(config: GroupedGemmConfig, depth: int) -> dict[str, int]:
+class CodePair(NamedTuple):
+    """The kernels' constant for the codes of both sides of a product and their scales.
+
+    Attributes:
+        a_group: columns of activations that share a scale; 0: all.
+        b_group: the same of weights.
+        dot_format: the name of the activations' codes in `tl.dot_scaled`; None where it does not take them.
+        uniform: whether all rows of weights in a tile share a scale.
+    """
+
+    a_group: int
+    b_group: int
+    dot_format: str | None
+    uniform: bool
+
+
+def code_tile(config: GroupedGemmConfig, depth: int, *, mask_n: bool) -> CodeTile:
+    """The constant of a launch, over `depth` reduced columns."""
+    block_k, unroll = steps(config, depth)
+    return CodeTile(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        block_k=block_k,
+        unroll=unroll,
+        group_m=config.group_m,
+        mask_rows=config.mask_rows,
+        mask_n=mask_n,
+    )
+
+
+def code_pair(rows: QuantizedRows, matrices: QuantizedMatrices, num_columns: int, block_n: int) -> CodePair:
+    """The constant of a launch by tiles of `block_n` of `num_columns` columns."""
+    return CodePair(
+        a_group=rows.group,
+        b_group=matrices.group_columns,
+        dot_format=_DOT_FORMATS.get(rows.q.dtype),
+        uniform=matrices.group_rows % block_n == 0 and num_columns % block_n == 0,
+    )
+
+
+def steps(config: GroupedGemmConfig, depth: int) -> tuple[int, int]:
     """How many columns are reduced at a time, and how many times to a turn of the loop.
 
     A step lies within one group of 128. Two of them to a turn read runs of 256 bytes of a row, which DRAM hands out 4 %
@@ -31,7 +88,7 @@ def steps(config: GroupedGemmConfig, depth: int) -> dict[str, int]:
     """
     step = min(config.block_k, CODE_PAD)
     several = depth % config.block_k == 0 and depth >= 4 * config.block_k
-    return {"BLOCK_K": step, "UNROLL": config.block_k // step if several else 1}
+    return step, config.block_k // step if several else 1
 
 
 def releases_late(plan: BlockMap | DirectRoutes) -> bool:
