@@ -184,7 +184,7 @@ def _row(fact: Fact, default: object) -> Any:
 _SIZES: Final = ("num_experts", "num_local_experts", "hidden_size", "intermediate_size", "top_k")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
     """The capabilities of an experts class. A capability that is not declared is refused.
 
@@ -231,6 +231,10 @@ class Facts:
     deterministic: bool = _row(
         _Flag("deterministic", _asked("deterministic", "does not give the same bits each time")), False
     )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was worked out from the fields holds functions, which do not pickle, and is worked out again.
+        return {name: value for name, value in vars(self).items() if name != "binding"}
 
     @functools.cached_property
     def binding(self) -> tuple[tuple[Fact, Any], ...]:

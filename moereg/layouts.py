@@ -43,7 +43,7 @@ def interleave_gate_up(w13: torch.Tensor, out: torch.Tensor | None = None, dim: 
     """
     if out is None:
         out = torch.empty_like(w13, memory_format=torch.contiguous_format)
-    dim %= w13.dim()
+    dim = range(w13.dim())[dim]  # From 0 on, since `transpose` below names the one behind it.
     out.unflatten(dim, (-1, 2)).copy_(w13.unflatten(dim, (2, -1)).transpose(dim, dim + 1))
     return out
 
@@ -60,7 +60,7 @@ def deinterleave_gate_up(w13: torch.Tensor, out: torch.Tensor | None = None, dim
     """
     if out is None:
         out = torch.empty_like(w13, memory_format=torch.contiguous_format)
-    dim %= w13.dim()
+    dim = range(w13.dim())[dim]  # From 0 on, since `transpose` below names the one behind it.
     out.unflatten(dim, (2, -1)).copy_(w13.unflatten(dim, (-1, 2)).transpose(dim, dim + 1))
     return out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from moereg.arguments import check_mapping, check_text
 from moereg.errors import RequestError, UnknownBackendError, UnknownSchemeError, shown, unknown_name_message
@@ -72,9 +72,9 @@ class Request:
             )
         )
         # Wishes for other schemes are checked too: a misspelled name would go unnoticed until that scheme is loaded.
-        for other, error in _unknown_schemes((*required, *preferred, *denied), cells).items():
-            if other != scheme:  # The problem's own scheme may be named even if no backend has it.
-                raise error
+        # The problem's own scheme may be named even if no backend has it.
+        for error in _unknown_schemes(scheme, (*required, *preferred, *denied), cells):
+            raise error
         for asked in (required, preferred, denied):
             _check_backends(asked, cells, plugins, may_have_failed=asked is denied)
 
@@ -120,18 +120,15 @@ def _by_scheme(names: Names, word: str) -> dict[str, tuple[str, ...]]:
 
 
 def _unknown_schemes(
-    sources: Iterable[Mapping[str, object]], cells: Iterable[BackendCell]
-) -> dict[str, UnknownSchemeError]:
-    """Errors for the schemes that are neither moereg's nor a cell's, by their names."""
+    wanted: str, sources: Iterable[Mapping[str, object]], cells: Iterable[BackendCell]
+) -> Iterator[UnknownSchemeError]:
+    """An error for each scheme that is neither the problem's, nor moereg's, nor a cell's."""
     others = [name for source in sources for name in source if name and name not in QUANT_SCHEMES]
-    if not others:
-        return {}
-    known = {*QUANT_SCHEMES, *(scheme.name for cell in cells for scheme in cell.schemes)}
-    return {
-        name: UnknownSchemeError(unknown_name_message("quant scheme", name, known))
-        for name in others
-        if name not in known
-    }
+    if others:
+        known = {wanted, *QUANT_SCHEMES, *(scheme.name for cell in cells for scheme in cell.schemes)}
+        for name in others:
+            if name not in known:
+                yield UnknownSchemeError(unknown_name_message("quant scheme", name, known))
 
 
 def _check_backends(

@@ -13,8 +13,8 @@ whose module imports its kernels at the top. The class says in `_load` where tha
 
             return plain.Standard(self)
 
-`_load` runs once an instance, when a layer first permutes weights, sizes its workspaces or calls. Its import is a plain
-statement, because the digest of a class's code (`moereg.testing.digest`) follows import statements.
+`_load` runs once per instance, when a layer makes it; deciding makes none. Its import is a plain statement, because
+the digest of a class's code (`moereg.testing.digest`) follows import statements.
 
 A backend needs none of this: a class may also subclass `moereg.author.Experts` and do its work itself.
 """
@@ -22,13 +22,14 @@ A backend needs none of this: a class may also subclass `moereg.author.Experts` 
 from __future__ import annotations
 
 import abc
-import functools
 from typing import NamedTuple
 
 import torch
 
 from moereg.experts import ExpertInputs, Experts
+from moereg.platforms import Platform
 from moereg.problem import MoEProblem
+from moereg.quant import QuantScheme
 from moereg.weights import ExpertWeights, PermutedWeights
 
 __all__ = ["Call", "Implementation", "LoadedExperts"]
@@ -75,10 +76,9 @@ class Implementation(abc.ABC):
 class LoadedExperts(Experts):
     """Experts that hand their work on to an implementation; a subclass declares, and says where it is."""
 
-    @functools.cached_property
-    def implementation(self) -> Implementation:
-        """The implementation, loaded at the first use."""
-        return self._load()
+    def __init__(self, problem: MoEProblem, platform: Platform, computes: QuantScheme | None = None) -> None:
+        super().__init__(problem, platform, computes)
+        self.implementation = self._load()
 
     @abc.abstractmethod
     def _load(self) -> Implementation:

@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 
+from moereg.backend_calls import make_experts
 from moereg.errors import BackendError
 from moereg.layer import MoEKernel, make_kernel
 from moereg.problem import MoEProblem
@@ -206,6 +207,7 @@ class Comparison:
         weights = dataclasses.replace(self.weights, **aliases)  # type: ignore[arg-type]
         device = self.weights.w13.device
         with self._culprits.naming(self._found.errors, decision, "permute_weights"):
+            make_experts(chosen, decision)  # The first one loads the backend's code, which is not permuting.
             wait_for(device)
             start = time.perf_counter()
             self._kernels[decision] = make_kernel(self.problem, weights, chosen)

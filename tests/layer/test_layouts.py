@@ -87,3 +87,11 @@ def test_round_up(size: int, multiple: int) -> None:
     rounded = round_up(size, multiple)
     assert rounded % multiple == 0
     assert 0 <= rounded - size < multiple
+
+
+def test_a_dimension_that_is_not_there_is_refused() -> None:
+    for turn in (interleave_gate_up, deinterleave_gate_up):
+        with pytest.raises(IndexError):
+            turn(torch.zeros(4))  # Rows are dimension -2.
+        with pytest.raises(IndexError):
+            turn(torch.zeros(4, 2), dim=2)

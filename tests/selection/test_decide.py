@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -118,3 +119,10 @@ def test_a_layer_reads_what_was_decided(monkeypatch: pytest.MonkeyPatch, own: Ba
     for method in ("scheme_for", "rule_for"):
         monkeypatch.setattr(BackendCell, method, resolved)
     assert make_kernel(PROBLEM, make_weights(PROBLEM, "cpu"), found).selection is found
+
+
+def test_a_selection_is_sent_to_another_process() -> None:
+    selection = select_backend(MoEProblem(num_experts=8, hidden_size=64, intermediate_size=64, top_k=2))
+    assert pickle.loads(pickle.dumps(selection)) == selection
+    facts = [decision.cell.facts for decision in selection.decisions if decision.cell]
+    assert [pickle.loads(pickle.dumps(one)).binding for one in facts] == [one.binding for one in facts]
