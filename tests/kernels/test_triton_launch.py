@@ -331,8 +331,8 @@ class LaunchingExperts(LoadedExperts):
 
     def __init__(self, kernel: FakeKernel) -> None:
         problem = MoEProblem(num_experts=8, hidden_size=16, intermediate_size=16, top_k=2)
-        super().__init__(problem, Platform.from_name("cuda:sm90"))
         self.kernel = kernel
+        super().__init__(problem, Platform.from_name("cuda:sm90"))
 
     def _load(self) -> Launching:
         return Launching(self, self.kernel)
