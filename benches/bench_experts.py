@@ -26,7 +26,7 @@ from moereg.problem import MoEProblem
 from moereg.selection import Decision, Selection
 from moereg.shapes import MODEL_SHAPES
 from moereg.testing.provenance import clocks, provenance
-from moereg.testing.tolerances import layer_tolerance
+from moereg.tolerances import layer_tolerance
 from moereg.tuning.compare import Comparison, Measurement
 from moereg.tuning.inputs import num_calls, random_calls, random_weights
 from moereg.tuning.roofline import Ceilings, measure_ceilings

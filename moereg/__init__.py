@@ -3,7 +3,8 @@
 from moereg._version import __version__
 from moereg.activations import Activation
 from moereg.checkpoints import load_experts
-from moereg.dispatch import Selection, select_backend
+from moereg.discovery import list_backends
+from moereg.dispatch import Selection, explain_backends, select_backend
 from moereg.errors import (
     ArgumentError,
     BackendError,
@@ -44,6 +45,8 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedProblemError",
     "__version__",
+    "explain_backends",
+    "list_backends",
     "load_experts",
     "make_kernel",
     "register_moe_backend",

@@ -1,24 +1,47 @@
-"""The names that the author of a backend imports."""
+"""The names that the author of a backend or a platform imports. `moereg.testing` is the kit that checks a backend."""
 
+from moereg.discovery import list_backends, list_cells
+from moereg.dispatch import explain_backends
 from moereg.experts import ExpertInputs, Experts
 from moereg.facts import Facts
+from moereg.kernels.plain.device import local_expert_ids
 from moereg.layouts import deinterleave_gate_up, interleave_gate_up, pad_columns, round_up
+from moereg.platforms import Platform, PlatformKind, PlatformRule
+from moereg.problem import MoEProblem
 from moereg.quant import QuantFormat, QuantScheme
-from moereg.registry import API_VERSION, register_moe_backend
+from moereg.quantize import dequantize_weights, quantize_weights
+from moereg.reference import reference_experts, relative_error
+from moereg.registry import API_VERSION, BackendCell, register_moe_backend
+from moereg.tolerances import layer_tolerance, tolerance
 from moereg.weights import ExpertWeights, PermutedWeights
 
 __all__ = [
     "API_VERSION",
+    "BackendCell",
     "ExpertInputs",
     "ExpertWeights",
     "Experts",
     "Facts",
+    "MoEProblem",
     "PermutedWeights",
+    "Platform",
+    "PlatformKind",
+    "PlatformRule",
     "QuantFormat",
     "QuantScheme",
     "deinterleave_gate_up",
+    "dequantize_weights",
+    "explain_backends",
     "interleave_gate_up",
+    "layer_tolerance",
+    "list_backends",
+    "list_cells",
+    "local_expert_ids",
     "pad_columns",
+    "quantize_weights",
+    "reference_experts",
     "register_moe_backend",
+    "relative_error",
     "round_up",
+    "tolerance",
 ]

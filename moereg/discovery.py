@@ -16,12 +16,19 @@ from typing import Final
 
 import importlib_metadata
 
-from moereg.errors import PluginError, RegistrationError, described, stops_the_process
+from moereg.errors import (
+    PluginError,
+    RegistrationError,
+    UnknownBackendError,
+    described,
+    stops_the_process,
+    unknown_name_message,
+)
 from moereg.platforms import Platform, installed_versions, probe_platform
 from moereg.plugins import BACKEND_GROUP, PLATFORM_GROUP, LoadFailure, PluginStatus
 from moereg.registry import API_VERSION, BUILTIN, REGISTRY, BackendCell, BackendRegistry, registering_origin
 
-__all__ = ["current_platform", "load_backends", "plugin_statuses"]
+__all__ = ["current_platform", "list_backends", "list_cells", "load_backends", "plugin_statuses"]
 
 _GROUPS: Final = (BACKEND_GROUP, PLATFORM_GROUP)
 
@@ -161,6 +168,25 @@ def load_backends() -> BackendRegistry:
     """
     _LOADER.load()
     return REGISTRY
+
+
+def list_backends() -> tuple[str, ...]:
+    """Names of all backends that are registered, built-in and of plugins, sorted."""
+    return load_backends().names
+
+
+def list_cells(name: str | None = None) -> tuple[BackendCell, ...]:
+    """Cells of one backend, or of all, in order of registration.
+
+    Raises:
+        UnknownBackendError: No backend has that name.
+    """
+    registry = load_backends()
+    if name is None:
+        return registry.cells
+    if name not in registry.names:
+        raise UnknownBackendError(unknown_name_message("backend", name, registry.names))
+    return registry.by_name(name)
 
 
 def plugin_statuses() -> tuple[PluginStatus, ...]:

@@ -43,7 +43,7 @@ ROUNDS_INTERMEDIATE: Final = True
 
 A kernel that writes the intermediate and quantizes it in another launch cannot avoid this rounding, and one that
 quantizes in registers can add it for one instruction, so all kernels can agree on it. Without it, the two would differ
-by what the quantizer makes of a 16-bit rounding: about 1 % of the output for e4m3, see `moereg.testing.tolerances`.
+by what the quantizer makes of a 16-bit rounding: about 1 % of the output for e4m3, see `moereg.tolerances`.
 """
 
 

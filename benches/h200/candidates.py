@@ -20,7 +20,7 @@ from moereg.kernels.gemm.config import GemmPair, GemvConfig, GemvPair, GroupedGe
 from moereg.kernels.hopper.config import HopperConfigRule
 from moereg.layer import MoEKernel
 from moereg.reference import relative_error
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.tuning.inputs import Call
 from moereg.tuning.timing import ROUNDS, Run, kernel_runs, time_runs
 

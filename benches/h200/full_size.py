@@ -21,7 +21,7 @@ from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
 from moereg.shapes import get_shape
 from moereg.testing.provenance import clocks, provenance
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.tuning.inputs import Call, random_call, random_weights
 from moereg.tuning.timing import time_runs
 from moereg.weights import ExpertWeights

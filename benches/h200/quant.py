@@ -45,7 +45,7 @@ from moereg.quant import get_scheme
 from moereg.reference import reference_experts, relative_error
 from moereg.shapes import get_shape
 from moereg.testing.provenance import clocks, provenance
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.tuning import roofline
 from moereg.tuning.inputs import Call, num_calls
 from moereg.tuning.timing import Run, time_kernels, time_runs

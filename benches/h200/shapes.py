@@ -40,7 +40,7 @@ from moereg.platforms import probe_platform
 from moereg.problem import MoEProblem
 from moereg.shapes import get_shape
 from moereg.testing.provenance import clocks, provenance
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.tuning.inputs import ROUTINGS
 from moereg.workspace import WORKSPACES
 

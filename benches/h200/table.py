@@ -30,7 +30,7 @@ from moereg.problem import MoEProblem
 from moereg.reference import reference_experts
 from moereg.shapes import get_shape
 from moereg.testing.provenance import clocks, provenance
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.tuning import roofline
 from moereg.tuning.compare import output_error
 from moereg.tuning.inputs import ROUTINGS, Call, num_calls, random_call, random_weights

@@ -19,7 +19,7 @@ from moereg.dispatch import explain_backends
 from moereg.errors import UnknownNameError, unknown_name_message
 from moereg.selection import SCHEMA, Decision, Selection, nearest_by_backend
 from moereg.testing.provenance import provenance
-from moereg.testing.tolerances import layer_tolerance
+from moereg.tolerances import layer_tolerance
 from moereg.tuning.compare import Comparison, Measurement
 from moereg.tuning.inputs import ROUTINGS, num_calls, random_calls
 from moereg.tuning.roofline import Ceilings, measure_ceilings

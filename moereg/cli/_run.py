@@ -23,7 +23,7 @@ from moereg.problem import MoEProblem
 from moereg.quant import get_scheme
 from moereg.reference import reference_experts, relative_error
 from moereg.selection import SCHEMA, Selection
-from moereg.testing.tolerances import layer_tolerance
+from moereg.tolerances import layer_tolerance
 from moereg.tuning.compare import Comparison
 from moereg.tuning.inputs import Call
 from moereg.weights import ExpertWeights

@@ -37,7 +37,7 @@ from moereg.testing.guards import (
     guard_weights,
 )
 from moereg.testing.inputs import Inputs, make_expert_map, make_inputs, make_weights
-from moereg.testing.tolerances import layer_tolerance
+from moereg.tolerances import layer_tolerance
 from moereg.weights import ExpertWeights
 
 __all__ = [

@@ -34,7 +34,7 @@ from moereg.weights import ExpertWeights
 __all__ = ["Comparison", "Measurement", "Phase", "Tolerance", "output_error"]
 
 Tolerance = Callable[[MoEProblem, int, str], float]
-"""The bound for a layer, a number of tokens and the computed scheme: `moereg.testing.tolerances.layer_tolerance`."""
+"""The bound for a layer, a number of tokens and the computed scheme: `moereg.tolerances.layer_tolerance`."""
 
 Phase = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], object]]]
 """Shows that a long step is under way, given its name; yields a callback for (done, in all)."""

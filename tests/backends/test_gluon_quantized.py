@@ -23,7 +23,7 @@ from moereg.layer import make_kernel
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
 from moereg.testing.inputs import make_weights
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.tuning.inputs import random_call
 from moereg.workspace import WORKSPACES
 

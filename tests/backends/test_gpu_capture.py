@@ -11,7 +11,7 @@ from moereg.dispatch import select_backend
 from moereg.layer import make_kernel
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.tuning.inputs import random_call
 from moereg.weights import ExpertWeights
 from moereg.workspace import WORKSPACES

@@ -32,7 +32,7 @@ from moereg.platforms import Platform
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
-from moereg.testing.tolerances import ROUNDING_BOUNDS
+from moereg.tolerances import ROUNDING_BOUNDS
 from moereg.weights import ExpertWeights, PermutedWeights
 
 STANDARD = (TorchPackedExperts, TorchGroupedExperts, TorchDenseExperts)

@@ -25,7 +25,7 @@ from moereg.quantize import weights as quantize_module
 from moereg.reference import reference_experts, relative_error
 from moereg.testing.cases import Case, build
 from moereg.testing.inputs import Inputs, make_inputs, make_plain_weights, make_weights
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.weights import ExpertWeights
 
 CPU = torch.device("cpu")

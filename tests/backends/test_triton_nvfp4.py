@@ -28,7 +28,7 @@ from moereg.quantize import Quantized, dequantize_activations, quantize_activati
 from moereg.reference import reference_experts, relative_error
 from moereg.testing.inputs import make_expert_map, make_inputs, make_weights
 from moereg.testing.interpreter import patch_interpreter
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.weights import ExpertWeights
 from tests.backends.test_triton_batched import make_plan as make_batches
 from tests.backends.test_triton_emulated import (

@@ -28,7 +28,7 @@ from moereg.quantize import dequantize_weights
 from moereg.reference import reference_experts, relative_error
 from moereg.testing.cases import default_device
 from moereg.testing.interpreter import patch_interpreter
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.tuning.inputs import random_weights
 from moereg.weights import ExpertWeights
 

@@ -52,7 +52,7 @@ from moereg.testing.cases import default_device
 from moereg.testing.faults import plant_faults
 from moereg.testing.inputs import make_expert_map, make_inputs, make_plain_weights, make_weights
 from moereg.testing.interpreter import patch_interpreter
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.weights import ExpertWeights
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.

@@ -26,7 +26,7 @@ from moereg.reference import reference_experts, relative_error
 from moereg.testing.faults import plant_faults
 from moereg.testing.inputs import make_weights
 from moereg.testing.interpreter import patch_interpreter
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.weights import ExpertWeights
 from tests.backends.test_triton_batched import make_plan
 from tests.backends.test_triton_quantized import (

@@ -24,7 +24,7 @@ from moereg.cli import main
 from moereg.errors import CheckpointError, TooLargeError
 from moereg.quantize import dequantize_weights, quantize_weights
 from moereg.reference import reference_experts, relative_error
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.weights import ExpertWeights
 from tests.support.quantized_checkpoints import (
     BLOCK,

@@ -13,7 +13,7 @@ from moereg.cli import _memory as cli_memory
 from moereg.cli._options import ProblemFlags
 from moereg.problem import MoEProblem
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.testing.tolerances import layer_tolerance
+from moereg.tolerances import layer_tolerance
 from tests.cli.command import SIZES, Call, CallJson, check_run, strict_json
 from tests.support.fakes import FakeExperts, NanExperts, WrongExperts
 

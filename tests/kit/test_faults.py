@@ -20,7 +20,7 @@ from moereg.testing import faults
 from moereg.testing.cases import Case, select_cell
 from moereg.testing.faults import FAULTS, plant_faults
 from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 
 CPU = torch.device("cpu")
 CPU_PLATFORM = Platform.from_name("cpu")

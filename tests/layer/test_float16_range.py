@@ -14,7 +14,7 @@ from moereg.problem import MoEProblem
 from moereg.quantize import quantize_weights
 from moereg.reference import reference_experts, relative_error
 from moereg.testing.inputs import make_inputs, make_plain_weights
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.weights import ExpertWeights
 
 pytestmark = pytest.mark.usefixtures("one_thread")

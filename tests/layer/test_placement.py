@@ -13,7 +13,7 @@ from moereg.layer import make_kernel
 from moereg.prepare_finalize import BatchedPrepareFinalize
 from moereg.reference import relative_error
 from moereg.testing.inputs import make_inputs, make_weights
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.weights import ExpertWeights
 from tests.layer.small_layers import CPU, FORMS, build_refused, call, expected, kernel_of, problem_of
 

@@ -26,7 +26,7 @@ from moereg.reference import (
     scheme_loss,
 )
 from moereg.testing.inputs import Inputs, make_inputs, make_plain_weights, make_weights
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from moereg.weights import ExpertWeights
 
 CPU = torch.device("cpu")

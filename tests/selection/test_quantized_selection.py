@@ -24,7 +24,7 @@ from moereg.reference import reference_experts, relative_error
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.selection import Decision, Selection
 from moereg.testing.inputs import make_inputs, make_weights
-from moereg.testing.tolerances import tolerance
+from moereg.tolerances import tolerance
 from tests.support.fakes import EVERYTHING, FakeExperts
 
 PLATFORMS: Final = ("cuda:sm80", "cuda:sm90", "cuda:sm100", "rocm:gfx942", "cpu")

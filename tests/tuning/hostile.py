@@ -12,7 +12,7 @@ from moereg.author import ExpertInputs, ExpertWeights, PermutedWeights
 from moereg.dispatch import explain_backends
 from moereg.problem import MoEProblem
 from moereg.registry import register_moe_backend
-from moereg.testing.tolerances import layer_tolerance
+from moereg.tolerances import layer_tolerance
 from moereg.tuning.compare import Comparison, Measurement
 from moereg.tuning.inputs import random_calls, random_weights
 from moereg.tuning.roofline import Ceilings

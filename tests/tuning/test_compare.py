@@ -11,7 +11,7 @@ from moereg.dispatch import explain_backends
 from moereg.problem import MoEProblem
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.selection import Selection
-from moereg.testing.tolerances import layer_tolerance
+from moereg.tolerances import layer_tolerance
 from moereg.tuning.compare import Comparison, Measurement, output_error
 from moereg.tuning.inputs import random_call, random_calls, random_weights
 from moereg.tuning.roofline import Ceilings

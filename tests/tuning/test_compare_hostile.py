@@ -18,7 +18,7 @@ from moereg.dispatch import explain_backends
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.testing.tolerances import layer_tolerance
+from moereg.tolerances import layer_tolerance
 from moereg.tuning.compare import Comparison
 from moereg.tuning.inputs import random_calls
 from tests.support.fakes import FakeExperts

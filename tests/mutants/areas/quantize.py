@@ -144,21 +144,21 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the bound of bfloat16 is three times wider",
-        "moereg/testing/tolerances.py",
+        "moereg/tolerances.py",
         old='"bfloat16": 8e-3',
         new='"bfloat16": 24e-3',
         tests=(
             (
-                "tests/kit/test_tolerances.py::"
+                "tests/layer/test_tolerances.py::"
                 "test_kernels_that_round_as_the_reference_pass_a_closer_bound[int8_w8a8-bfloat16]"
             ),
         ),
     ),
     Mutant(
         "the bound forgets the roundings before the quantizer",
-        "moereg/testing/tolerances.py",
+        "moereg/tolerances.py",
         old="bound += 2 * math.sqrt(mean_square * before)",
         new="bound += 0 * math.sqrt(mean_square * before)",
-        tests=("tests/kit/test_tolerances.py::test_kernels_that_store_gate_and_up_in_16_bits_pass",),
+        tests=("tests/layer/test_tolerances.py::test_kernels_that_store_gate_and_up_in_16_bits_pass",),
     ),
 )

@@ -16,7 +16,7 @@ from moereg.reference import reference_experts, relative_error
 from moereg.testing.cases import runnable_cells
 from moereg.testing.drawing import draw_layer, limits_of, redraw
 from moereg.testing.inputs import Inputs, make_inputs, make_weights
-from moereg.testing.tolerances import LARGEST_BOUND, layer_tolerance, tolerance
+from moereg.tolerances import LARGEST_BOUND, layer_tolerance, tolerance
 from moereg.weights import ExpertWeights
 
 CPU = torch.device("cpu")
