@@ -58,11 +58,11 @@ class _Loader:
             return dataclasses.replace(status, status="skipped")
         before = self._registry.snapshot()
         try:
-            with registering_origin(origin):
+            with registering_origin(origin, version):
                 loaded = point.load()
             _check_api_version(point)
             if point.group == BACKEND_GROUP:
-                self._check_backend_name(point, origin, before)
+                self._check_backend_name(point, (origin, version), before)
         except BaseException as error:  # A stranger's module may raise anything.
             if stops_the_process(error):
                 raise
@@ -71,10 +71,10 @@ class _Loader:
         return dataclasses.replace(status, loaded=loaded)
 
     def _check_backend_name(
-        self, point: importlib_metadata.EntryPoint, origin: str, before: Sequence[BackendCell]
+        self, point: importlib_metadata.EntryPoint, origin: tuple[str, str], before: Sequence[BackendCell]
     ) -> None:
         added = {cell.name for cell in self._registry.cells} - {cell.name for cell in before}
-        added |= {cell.name for cell in self._registry.adopt(point.module, origin)}
+        added |= {cell.name for cell in self._registry.adopt(point.module, *origin)}
         if added != {point.name}:
             raise RegistrationError(
                 f"entry point {point.name!r} must register a backend of that name and no other, got "

@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 
 from typing_extensions import Unpack
 
+from moereg._version import __version__
 from moereg.arguments import check_instance
 from moereg.errors import RegistrationError, shown
 from moereg.experts import Experts
@@ -65,6 +66,7 @@ class BackendCell:
         opt_in: Whether a request has to name it.
         tier: `kernel` or `emulation`.
         origin: `builtin` or the distribution that registered it.
+        origin_version: That distribution's version, moereg's own for `builtin`; empty where it is not known.
     """
 
     name: str
@@ -78,6 +80,7 @@ class BackendCell:
     opt_in: bool = False
     tier: str = "kernel"
     origin: str = BUILTIN
+    origin_version: str = ""
 
     @property
     def class_name(self) -> str:
@@ -150,12 +153,13 @@ class BackendRegistry:
                 _check_disjoint(other, cell)
         self._cells.append(cell)
 
-    def adopt(self, modules: str, origin: str) -> tuple[BackendCell, ...]:
+    def adopt(self, modules: str, origin: str, version: str = "") -> tuple[BackendCell, ...]:
         """Gives a distribution the cells that were registered by its modules before it was known, by a direct import.
 
         Args:
             modules: A module, with those below it.
             origin: The distribution.
+            version: Its version.
 
         Returns:
             The cells, with their new origin.
@@ -164,7 +168,7 @@ class BackendRegistry:
         for place, cell in enumerate(self._cells):
             module = cell.experts.__module__
             if cell.origin == module and f"{module}.".startswith(f"{modules}."):
-                self._cells[place] = dataclasses.replace(cell, origin=origin)
+                self._cells[place] = dataclasses.replace(cell, origin=origin, origin_version=version)
                 adopted.append(self._cells[place])
         return tuple(adopted)
 
@@ -199,13 +203,13 @@ def _check_disjoint(one: BackendCell, other: BackendCell) -> None:
 
 
 REGISTRY: Final = BackendRegistry()
-_ORIGIN: contextvars.ContextVar[str] = contextvars.ContextVar("moereg_origin", default="")
+_ORIGIN: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar("moereg_origin", default=("", ""))
 
 
 @contextlib.contextmanager
-def registering_origin(origin: str) -> Iterator[None]:
-    """Cells registered inside belong to that distribution (`builtin` for moereg's own)."""
-    token = _ORIGIN.set(origin)
+def registering_origin(origin: str, version: str = "") -> Iterator[None]:
+    """Cells registered inside belong to that distribution (`builtin` for moereg's own) of that version."""
+    token = _ORIGIN.set((origin, version))
     try:
         yield
     finally:
@@ -251,7 +255,8 @@ def register_moe_backend(
         target = REGISTRY if registry is None else registry
         check_instance("registry", target, BackendRegistry, "leave it out for the one that selection reads")
         module = str(getattr(experts, "__module__", "nowhere"))
-        origin = _ORIGIN.get() or (BUILTIN if module.startswith("moereg.") else module)
+        origin, version = _ORIGIN.get()
+        origin = origin or (BUILTIN if module.startswith("moereg.") else module)
         who = f"backend {shown(name)} ({getattr(experts, '__name__', None) or shown(experts)} of {origin})"
         check_name(name, who)
         check_experts(experts, who)
@@ -268,6 +273,7 @@ def register_moe_backend(
             opt_in=opt_in,
             tier=tier,
             origin=origin,
+            origin_version=__version__ if origin == BUILTIN else version,
         )
         target.add(cell)
         return experts

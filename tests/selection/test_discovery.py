@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import moereg
+
 ROOT = Path(__file__).parents[2]
 
 BACKEND = """
@@ -134,7 +136,7 @@ def test_good_and_bad_plugins_side_by_side(site: Site) -> None:
         print(json.dumps({
             "names": names, "statuses": statuses(), "errors": errors(),
             "winner": moereg.select_backend(problem).backend,
-            "origin": {cell.name: cell.origin for cell in load_backends().cells},
+            "origin": {cell.name: f"{cell.origin} {cell.origin_version}" for cell in load_backends().cells},
             "distribution": {status.name: status.distribution for status in plugin_statuses()},
             "asked": {name: ask(name) for name in ("good", "torch", "raises", "exits", "half", "something_else")},
         }))
@@ -145,8 +147,8 @@ def test_good_and_bad_plugins_side_by_side(site: Site) -> None:
         "raises", "exits", "stops", "mute", "no_api", "old_api", "renamed", "something_else", "invalid", "silent",
         "half", "missing",
     }  # fmt: skip
-    assert found["origin"]["good"] == "moereg-good"
-    assert found["origin"]["torch"] == "builtin"
+    assert found["origin"]["good"] == "moereg-good 1.2"
+    assert found["origin"]["torch"] == f"builtin {moereg.__version__}"
     assert found["winner"] == "torch"
     good = found["statuses"].pop("backends:good")
     assert good == "loaded"
@@ -213,10 +215,12 @@ def test_a_plugin_imported_before_selecting(site: Site) -> None:
     found = site.run(
         """
         import moereg_early
-        print(json.dumps([statuses(), errors(), ask("early"), [c.origin for c in load_backends().by_name("early")]]))
+        cells = load_backends().by_name("early")
+        origins = {(cell.origin, cell.origin_version) for cell in cells}
+        print(json.dumps([statuses(), errors(), ask("early"), *origins]))
         """
     )
-    assert found == [{"backends:early": "loaded"}, {}, "early", ["moereg-early"]]
+    assert found == [{"backends:early": "loaded"}, {}, "early", ["moereg-early", "1.2"]]
 
 
 def test_what_an_uninstall_left_behind_stops_nobody(site: Site) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import moereg
 from moereg.author import Experts, Facts
 from moereg.discovery import load_backends
 from moereg.dispatch import evaluate
@@ -338,8 +339,9 @@ def test_adoption_is_for_what_a_direct_import_registered() -> None:
     registry = BackendRegistry()
     register(registry, origin=FakeExperts.__module__)
     register(registry, subclass(), origin="somebody", name="other")
-    adopted = registry.adopt("tests.support.fakes", "moereg-fakes")
-    assert [cell.origin for cell in registry.cells] == ["moereg-fakes", "somebody"]
+    adopted = registry.adopt("tests.support.fakes", "moereg-fakes", "1.2")
+    found = [(cell.origin, cell.origin_version) for cell in registry.cells]
+    assert found == [("moereg-fakes", "1.2"), ("somebody", "")]
     assert adopted == registry.cells[:1]
     assert registry.adopt("tests.support.fakes", "moereg-fakes") == ()
     assert registry.adopt("tests.fa", "moereg-fa") == ()
@@ -353,6 +355,14 @@ def test_snapshot_and_restore() -> None:
     assert registry.names == ("fake", "second")
     registry.restore(before)
     assert registry.cells == before
+
+
+def test_a_cell_says_the_version_of_its_distribution() -> None:
+    registry = BackendRegistry()
+    with registering_origin("wheel", "2.0"):
+        register_moe_backend("versioned", 1, ("unquantized",), ("*",), registry=registry)(FakeExperts)
+    assert [(cell.origin, cell.origin_version) for cell in registry.cells] == [("wheel", "2.0")]
+    assert {cell.origin_version for cell in builtins()} == {moereg.__version__}
 
 
 # Rules that the built-ins must keep.
