@@ -1,29 +1,36 @@
 """moereg picks, prepares, runs and compares fused Mixture-of-Experts kernels for PyTorch."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
 from moereg._version import __version__
-from moereg.activations import Activation
-from moereg.checkpoints import load_experts
-from moereg.discovery import list_backends
-from moereg.dispatch import Selection, explain_backends, select_backend
-from moereg.errors import (
-    ArgumentError,
-    BackendError,
-    CheckpointError,
-    MoeregError,
-    MoeregWarning,
-    PluginError,
-    RegistrationError,
-    RequestError,
-    UnknownBackendError,
-    UnknownNameError,
-    UnsupportedProblemError,
-)
-from moereg.layer import MoEKernel, make_kernel
-from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import QuantScheme
-from moereg.registry import register_moe_backend
-from moereg.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from moereg.activations import Activation
+    from moereg.checkpoints import load_experts
+    from moereg.discovery import list_backends
+    from moereg.dispatch import Selection, explain_backends, select_backend
+    from moereg.errors import (
+        ArgumentError,
+        BackendError,
+        CheckpointError,
+        MoeregError,
+        MoeregWarning,
+        PluginError,
+        RegistrationError,
+        RequestError,
+        UnknownBackendError,
+        UnknownNameError,
+        UnsupportedProblemError,
+    )
+    from moereg.layer import MoEKernel, make_kernel
+    from moereg.platforms import Platform
+    from moereg.problem import MoEProblem
+    from moereg.quant import QuantScheme
+    from moereg.registry import register_moe_backend
+    from moereg.weights import ExpertWeights
 
 __all__ = [
     "Activation",
@@ -52,3 +59,56 @@ __all__ = [
     "register_moe_backend",
     "select_backend",
 ]
+
+
+_HOMES: Final = {
+    "moereg.activations": ("Activation",),
+    "moereg.checkpoints": ("load_experts",),
+    "moereg.discovery": ("list_backends",),
+    "moereg.dispatch": (
+        "Selection",
+        "explain_backends",
+        "select_backend",
+    ),
+    "moereg.errors": (
+        "ArgumentError",
+        "BackendError",
+        "CheckpointError",
+        "MoeregError",
+        "MoeregWarning",
+        "PluginError",
+        "RegistrationError",
+        "RequestError",
+        "UnknownBackendError",
+        "UnknownNameError",
+        "UnsupportedProblemError",
+    ),
+    "moereg.layer": (
+        "MoEKernel",
+        "make_kernel",
+    ),
+    "moereg.platforms": ("Platform",),
+    "moereg.problem": ("MoEProblem",),
+    "moereg.quant": ("QuantScheme",),
+    "moereg.registry": ("register_moe_backend",),
+    "moereg.weights": ("ExpertWeights",),
+}
+"""Names are imported when they are first read: torch takes a second, and not every command needs it."""
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(module), name)
+            return value
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(f"{__name__}.{name}")  # `moereg.errors` works after `import moereg`.
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -19,6 +19,7 @@ from moereg.cli._streams import OutputLostError, guarded_streams
 from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import explain_backends
 from moereg.errors import MoeregError, described, is_lack_of_memory, one_line
+from moereg.testing.digest import files_stay
 from moereg.tuning.timing import ROUNDS
 
 __all__ = ["main"]
@@ -123,14 +124,15 @@ def _moereg(
 @app.command()
 def info(json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
     """Show this machine, the backends and the plugins."""
-    with only_results_on_stdout(verbose):
-        found = collect_info()
-    if json:
-        print_json(found)
-    else:
-        from moereg.cli._show import show_info
+    with files_stay():
+        with only_results_on_stdout(verbose):
+            found = collect_info()
+        if json:
+            print_json(found)
+        else:
+            from moereg.cli._show import show_info
 
-        show_info(found, current_platform())
+            show_info(found, current_platform())
     return OK
 
 

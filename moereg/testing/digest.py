@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import hashlib
@@ -22,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-__all__ = ["UNKNOWN", "code_digest", "module_file", "root_package", "source_digest"]
+__all__ = ["UNKNOWN", "code_digest", "files_stay", "module_file", "root_package", "source_digest"]
 
 UNKNOWN: Final = "unknown"
 """Stands for the digest of code that cannot be read."""
@@ -33,8 +34,21 @@ _LAYOUT: Final = frozenset({tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT})
 _STRING_STARTS: Final = ("FSTRING_START", "TSTRING_START")
 _STRING_ENDS: Final = ("FSTRING_END", "TSTRING_END")
 
+_FOUND: contextvars.ContextVar[dict[str, pathlib.Path | None] | None] = contextvars.ContextVar("found", default=None)
+"""Files of modules that were looked up inside `files_stay`."""
+
 _Position = tuple[int, int]
 """Line from 1 on, column from 0 on, in characters."""
+
+
+@contextlib.contextmanager
+def files_stay() -> Iterator[None]:
+    """Looks up the file of each module once inside: for a listing of many cells, whose modules are mostly the same."""
+    token = _FOUND.set({})
+    try:
+        yield
+    finally:
+        _FOUND.reset(token)
 
 
 def code_digest(
@@ -93,14 +107,30 @@ def source_digest(source: bytes) -> str:
 
 
 def _text_digest(text: str) -> str:
-    tree = _parsed(text)
+    return _tree_digest(text, _parsed(text))
+
+
+def _tree_digest(text: str, tree: ast.Module) -> str:
     lines = text.split("\n")
     left_out = [
         (_position(lines, node.lineno, node.col_offset), _position(lines, node.end_lineno, node.end_col_offset))
-        for node in ast.walk(tree)
+        for node in _statements(tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     ]
     return hashlib.sha256(json.dumps(list(_tokens(text, lines, left_out))).encode()).hexdigest()
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Every statement, those inside others too. Expressions, of which there are ten times as many, hold none."""
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.stmt):
+            yield node
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = getattr(node, field, None)
+            if isinstance(inner, list):  # The body of a conditional expression or a lambda is no list.
+                pending += inner
 
 
 def _tokens(text: str, lines: list[str], left_out: list[tuple[_Position, _Position]]) -> Iterator[tuple[str, str]]:
@@ -184,13 +214,14 @@ def _read_once(file: pathlib.Path, only: str | None, _changed_ns: int, _num_byte
         if file.suffix != ".py":
             return _Source(hashlib.sha256(source).hexdigest(), frozenset())
         text = _text(source) if only is None else _text_of(only, _text(source))
+        tree = _parsed(text)
         imports: set[tuple[int, str, tuple[str, ...]]] = set()
-        for node in ast.walk(_parsed(text)):
+        for node in _statements(tree):
             if isinstance(node, ast.Import):
                 imports |= {(0, alias.name, ()) for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 imports.add((node.level, node.module or "", tuple(alias.name for alias in node.names)))
-        return _Source(_text_digest(text), frozenset(imports))
+        return _Source(_tree_digest(text, tree), frozenset(imports))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError, tokenize.TokenError):
         return None  # It is broken, or of a later Python.
 
@@ -275,6 +306,15 @@ def _imported(source: _Source, package: str, counts: Callable[[str], bool]) -> s
 
 def module_file(module: str) -> pathlib.Path | None:
     """The file of a module, or None where there is none. Imports nothing, since kernels would need their libraries."""
+    known = _FOUND.get()
+    if known is None:
+        return _look_up(module)
+    if module not in known:
+        known[module] = _look_up(module)
+    return known[module]
+
+
+def _look_up(module: str) -> pathlib.Path | None:
     top, *parts = module.split(".")
     if not all(part.isidentifier() for part in (top, *parts)):
         return None

@@ -83,6 +83,25 @@ def test_importing_moereg_registers_nothing() -> None:
     assert run(code) == [0, []]
 
 
+def test_the_version_needs_no_torch() -> None:
+    code = """
+        import contextlib, io, json, sys
+        sys.modules["torch"] = None
+        from moereg.__main__ import main
+        sys.argv = ["moereg", "--version"]
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            code = main()
+        import moereg
+        print(json.dumps([code, out.getvalue(), hasattr(moereg, "nobody"), moereg.errors.__name__]))
+    """
+    assert run(code) == [0, f"moereg {moereg.__version__}\n", False, "moereg.errors"]
+
+
+def test_names_of_the_front_door_are_where_it_says() -> None:
+    assert {name for names in moereg._HOMES.values() for name in names} | {"__version__"} == set(moereg.__all__)
+    assert set(moereg.__all__) <= set(dir(moereg))
+
+
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
