@@ -230,6 +230,27 @@ def bench(
     return OK if result.passed else WRONG_NUMBERS
 
 
+@app.command("new-backend")
+def new_backend(
+    name: Annotated[str, typer.Argument(help="Of the backend, as requests will spell it, e.g. my_kernel.")],
+    directory: Annotated[
+        Path | None, typer.Option(help="Folder to write into, new or empty; moereg-NAME here if left out.")
+    ] = None,
+    json: JsonFlag = False,
+    verbose: VerboseFlag = False,
+) -> int:
+    """Write a wheel with one backend that works, to put a kernel into."""
+    from moereg.cli._new_backend import write_wheel
+
+    with only_results_on_stdout(verbose):
+        written = write_wheel(name, directory)
+    if json:
+        print_json(written.to_dict())
+    else:
+        print(written)
+    return OK
+
+
 def _add_later_command(name: str, does: str) -> None:
     # Takes any arguments: they are not known yet, and the answer is the same.
     @app.command(name, help=f"Later: {does}", context_settings={"ignore_unknown_options": True})
@@ -240,4 +261,3 @@ def _add_later_command(name: str, does: str) -> None:
 
 _add_later_command("tune", "measure what selection will use.")
 _add_later_command("verify", "run the conformance kit on one backend.")
-_add_later_command("new-backend", "write the skeleton of a backend's wheel.")

@@ -69,7 +69,11 @@ BAD_LINES = {
     "bench of a denied backend": (f"bench {SIZES} --require torch --deny torch", "both required and denied"),
     "tune": ("tune", "tune comes in a later release"),
     "verify": ("verify torch", "verify comes in a later release"),
-    "new-backend": ("new-backend mine --in here", "new-backend comes in a later release"),
+    "new-backend without a name": ("new-backend", "NAME"),
+    "new-backend with a name of words": ("new-backend My-Kernel", "for instance my_kernel"),
+    "new-backend with another's name": ("new-backend torch", "torch is of builtin; choose another"),
+    "new-backend into a folder in use": ("new-backend mine --directory /", "--directory must be new or empty, got '/'"),
+    "new-backend into a file": ("new-backend mine --directory /dev/null/mine", "--directory must be writable"),
 }
 
 

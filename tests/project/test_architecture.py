@@ -17,6 +17,7 @@ import typer.main
 from moereg.cli import app
 from moereg.cli._bench import BenchResult
 from moereg.cli._info import collect_info, selection_with_evidence
+from moereg.cli._new_backend import NewWheel
 from moereg.cli._run import RunResult
 from moereg.dispatch import explain_backends
 from moereg.platforms import Platform
@@ -167,6 +168,7 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
         "info": info,
         "run": RunResult("", selection, 1).to_dict(),
         "bench": BenchResult("", selection, "uniform", provenance(Platform("cpu"), ["torch"])).to_dict(),
+        "new-backend": NewWheel("", "", "", Path(), ()).to_dict(),
         "a decision": selection.decisions[0].to_dict(),
         "a backend": info["backends"][0],
         "a cell": info["backends"][0]["cells"][0],

@@ -1,0 +1,135 @@
+"""`moereg new-backend`: writes a wheel with one backend that works and passes the conformance kit."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import re
+import shlex
+from pathlib import Path
+from typing import Any, Final
+
+from moereg._version import __version__
+from moereg.cli._options import UsageError
+from moereg.discovery import list_backends, list_cells
+from moereg.errors import shown
+from moereg.selection import SCHEMA
+
+__all__ = ["NewWheel", "write_wheel"]
+
+# What the names of distributions, packages and entry points have in common.
+_NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_LONGEST_NAME: Final = 40
+
+_TEMPLATES: Final = importlib.resources.files("moereg.cli") / "_wheel"
+# Files of the wheel by their templates, whose names end in `.template` so that no tool takes them for the real thing.
+_FILES: Final = {
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    "gitignore": ".gitignore",
+    "ci.yml": ".github/workflows/test.yml",
+    "init.py": "src/@package@/__init__.py",
+    "backend.py": "src/@package@/backend.py",
+    "py.typed": "src/@package@/py.typed",
+    "test.py": "tests/test_@name@.py",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class NewWheel:
+    """A wheel that was written.
+
+    Attributes:
+        name: Of the backend.
+        distribution: As pip names it.
+        package: As Python imports it.
+        directory: The folder that holds it.
+        files: Paths in the folder.
+    """
+
+    name: str
+    distribution: str
+    package: str
+    directory: Path
+    files: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `moereg new-backend --json` prints."""
+        return {
+            "schema": SCHEMA,
+            "name": self.name,
+            "distribution": self.distribution,
+            "package": self.package,
+            "directory": str(self.directory),
+            "files": list(self.files),
+        }
+
+    def __str__(self) -> str:
+        folder = shlex.quote(str(self.directory))
+        return "\n".join(
+            [
+                f"wrote {self.distribution} into {self.directory}:",
+                *(f"  {path}" for path in self.files),
+                "it works as it is:",
+                f"  pip install -e {folder}  # and pytest for its tests",
+                f"  moereg explain --model qwen3-30b-a3b --prefer {self.name}",
+                f"  moereg verify {self.name}",
+                f"put your kernel into src/{self.package}/backend.py",
+            ]
+        )
+
+
+def write_wheel(name: str, directory: Path | None = None) -> NewWheel:
+    """Writes the source of a wheel with one backend.
+
+    Args:
+        name: Of the backend, as requests will spell it.
+        directory: The folder to write into, new or empty; `moereg-<name>` in the current one where None.
+
+    Raises:
+        UsageError: The name is taken or cannot be a backend's, or the folder holds something or cannot be written.
+    """
+    distribution = _distribution(name)
+    package = distribution.replace("-", "_")
+    words = {
+        "name": name,
+        "distribution": distribution,
+        "package": package,
+        "class_name": "".join(part.capitalize() for part in name.split("_")) + "Experts",
+        "moereg_version": __version__,
+    }
+    folder = Path(distribution) if directory is None else directory
+    contents = {_filled(path, words): _filled(_template(source), words) for source, path in _FILES.items()}
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(f"--directory must be new or empty, got {shown(str(folder))}; name another or empty it")
+        for path, text in contents.items():
+            file = folder / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"--directory must be writable, got {shown(str(folder))}: {error.strerror or error}; name another"
+        ) from error
+    return NewWheel(name, distribution, package, folder, tuple(contents))
+
+
+def _distribution(name: str) -> str:
+    if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
+        raise UsageError(
+            f"a backend's name is at most {_LONGEST_NAME} lower-case letters and digits, a letter first and words "
+            f"joined by underscores, got {shown(name)}; for instance my_kernel"
+        )
+    distribution = f"moereg-{name.replace('_', '-')}"
+    origin = list_cells(name)[0].origin if name in list_backends() else distribution
+    if origin != distribution:
+        raise UsageError(f"a backend's name belongs to one distribution, and {name} is of {origin}; choose another")
+    return distribution
+
+
+def _template(name: str) -> str:
+    return (_TEMPLATES / f"{name}.template").read_text(encoding="utf-8")
+
+
+def _filled(text: str, words: dict[str, str]) -> str:
+    return re.sub(rf"@({'|'.join(words)})@", lambda match: words[match[1]], text)
