@@ -21,7 +21,7 @@ from moereg.arguments import check_instance
 from moereg.errors import RegistrationError, shown
 from moereg.experts import Experts
 from moereg.facts import Facts, NarrowedFacts, narrow_facts
-from moereg.platforms import Platform, PlatformRule
+from moereg.platforms import KINDS, Platform, PlatformKind, PlatformRule
 from moereg.quant import QuantScheme
 from moereg.registration import (
     Probe,
@@ -94,7 +94,7 @@ class BackendCell:
 
     def rule_for(self, platform: Platform) -> PlatformRule | None:
         """The most specific of the cell's rules that match, or None."""
-        return _most_specific(self.rules, platform)
+        return _most_specific(self.rules, platform, KINDS.get(platform.kind))
 
     def scheme_for(self, checkpoint: QuantScheme) -> QuantScheme | None:
         """The scheme computed for a checkpoint's scheme: the same, or its 16-bit form; None if it reads neither.
@@ -107,7 +107,10 @@ class BackendCell:
 
 
 @functools.lru_cache(maxsize=4096)
-def _most_specific(rules: tuple[PlatformRule, ...], platform: Platform) -> PlatformRule | None:
+def _most_specific(
+    rules: tuple[PlatformRule, ...], platform: Platform, _kind: PlatformKind | None
+) -> PlatformRule | None:
+    # The kind is part of the key: a plugin may describe it anew.
     matching = [rule for rule in rules if rule.matches(platform)]
     return max(matching, key=lambda rule: rule.specificity, default=None)
 

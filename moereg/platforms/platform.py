@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 
 from moereg.arguments import check_count, check_flag, check_instance, check_mapping, check_text
-from moereg.errors import ArgumentError, UnknownPlatformError, shown, unknown_name_message
-from moereg.platforms.kinds import EXAMPLES, KINDS
+from moereg.errors import ArgumentError, UnknownPlatformError, shown
+from moereg.platforms.kinds import KINDS, find_kind, unknown_kind
 
 __all__ = ["Platform"]
 
@@ -43,14 +43,19 @@ class Platform:
         for name, version in check_mapping("versions of a platform", self.versions).items():
             if not isinstance(version, str):
                 raise ArgumentError(f"versions of a platform must be texts, got {shown(version)} for {shown(name)}")
-        if self.kind not in KINDS:
-            raise UnknownPlatformError(unknown_name_message("platform kind", self.kind, KINDS))
-        pattern = KINDS[self.kind].arch_pattern
-        if self.arch and not re.fullmatch(pattern, self.arch):
+        kind = find_kind(self.kind)
+        if kind is None:
+            raise UnknownPlatformError(unknown_kind("platform kind", self.kind, KINDS))
+        if not self.arch:
+            return
+        if not re.fullmatch(kind.arch_pattern, self.arch):
             raise UnknownPlatformError(
-                f"unknown platform arch {shown(self.arch)}: {self.kind} architectures match {pattern!r}, "
-                f"for instance {EXAMPLES.get(self.kind, self.kind)!r}"
+                f"unknown platform arch {shown(self.arch)}: {self.kind} architectures match {kind.arch_pattern!r}"
+                f"{kind.hint}"
             )
+        if kind.has_order:
+            # Here, so that nothing that compares platforms later can fail.
+            kind.number(self.arch)
 
     @classmethod
     def from_name(cls, name: str) -> Platform:
@@ -59,21 +64,27 @@ class Platform:
         Raises:
             ArgumentError: The name is not text.
             UnknownPlatformError: The kind is not known or the architecture does not belong to it.
+            PluginError: The kind is a plugin's, which cannot order the architecture.
         """
         if not isinstance(name, str):
             raise ArgumentError(f"platform must be a name such as 'cuda:sm90', got {shown(name)}")
-        kind, _, arch = name.strip().partition(":")
-        if kind not in KINDS:
-            near = unknown_name_message("platform", name, {*EXAMPLES.values(), *KINDS})
-            raise UnknownPlatformError(near)
-        if not arch and KINDS[kind].arch_number is not None:
-            raise UnknownPlatformError(f"platform {shown(name)} needs an architecture, for instance {EXAMPLES[kind]!r}")
-        return cls(kind, arch)
+        name = name.strip()
+        kind_name, _, arch = name.partition(":")
+        kind = find_kind(kind_name)
+        if kind is None:
+            examples = {f"{known.name}:{known.example}" for known in KINDS.values() if known.example}
+            raise UnknownPlatformError(unknown_kind("platform", name, {*examples, *KINDS}, kind_name))
+        if not arch and kind.has_order:
+            raise UnknownPlatformError(f"platform {shown(name)} needs an architecture{kind.hint}")
+        return cls(kind_name, arch)
 
     @property
     def device_type(self) -> str:
         """Torch's name for this platform's devices."""
-        return KINDS[self.kind].device_type
+        kind = find_kind(self.kind)
+        if kind is None:  # Only if it comes from another process.
+            raise UnknownPlatformError(unknown_kind("platform kind", self.kind, KINDS))
+        return kind.device_type
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.arch}" if self.arch and self.kind != "cpu" else self.kind

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
+import string
 from typing import Final
 
 from moereg.arguments import check_text
-from moereg.errors import UnknownPlatformError, shown, unknown_name_message
-from moereg.platforms.kinds import KINDS
+from moereg.errors import UnknownPlatformError, shown
+from moereg.platforms.archs import Archs
+from moereg.platforms.kinds import KINDS, PlatformKind, find_kind, unknown_kind
 from moereg.platforms.platform import Platform
 
 __all__ = ["PlatformRule", "Specificity"]
 
 
 class Specificity:
-    """How closely a rule names a platform: where several cells of a class match, the one with the closest stands."""
+    """How closely a rule names a platform: where several cells of a class match, the one with the closest stands.
+
+    Exclusions change nothing about it.
+    """
 
     ANY: Final = 0
     KIND: Final = 1
@@ -25,11 +31,20 @@ class Specificity:
     EXACT: Final = 4
 
 
+_BY_SUFFIX: Final = {"+": Specificity.AT_LEAST, "f": Specificity.FAMILY, "*": Specificity.FAMILY}
+
+
 @dataclasses.dataclass(frozen=True)
 class PlatformRule:
-    """A string that matches platforms: `cuda:sm90` exact, `cuda:sm100f` family, `cuda:sm80+` at least, `cpu`, `*`.
+    """A string that matches platforms.
 
-    A number of one kind is never compared with another kind's.
+    `cuda:sm90` is one architecture, `cuda:sm100f` its family, `cuda:sm80+` all from it on, `rocm:gfx9*` all whose names
+    begin so, `cpu` a kind, `*` everything. Exclusions follow: `cuda:sm90+,!sm120`, `cuda:sm80+,!sm100+`, `*,!cpu`. Each
+    is spelled as what it excludes, without the kind if the rule names one. `*` after a name is for kinds without
+    families by number.
+
+    A number of one kind is never compared with another kind's. A platform that does not say its architecture matches no
+    rule that depends on it.
 
     Raises:
         ArgumentError: The rule is not text.
@@ -40,73 +55,158 @@ class PlatformRule:
 
     def __post_init__(self) -> None:
         check_text("a platform rule", self.text)
-        if self.text == "*":
-            return
-        kind, colon, _ = self.text.partition(":")
-        if kind not in KINDS:
-            raise UnknownPlatformError(unknown_name_message("platform kind", kind, {*KINDS, "*"}))
-        _, arch, suffix = self._parts()
-        if colon and not re.fullmatch(KINDS[kind].arch_pattern, arch):
-            raise UnknownPlatformError(
-                f"platform rule {shown(self.text)}: {kind} architectures match {KINDS[kind].arch_pattern!r}, "
-                f"got {shown(arch)}"
-            )
-        if suffix and KINDS[kind].arch_number is None:
-            raise UnknownPlatformError(
-                f"platform rule {shown(self.text)}: {kind} architectures have no order; name each one exactly"
-            )
+        base, *excluded = self.text.split(",")
+        kind = _kind_of(base)
+        if kind is not None:
+            _check_archs(self.text, kind, base)
+        for part in excluded:
+            self._check_exclusion(base, kind, part)
 
-    @functools.cache  # noqa: B019  (rules are few, frozen and live as long as the process)
-    def _parts(self) -> tuple[str, str, str]:
-        kind, _, rest = self.text.partition(":")
-        has_families = KINDS[kind].arch_number is not None and KINDS[kind].family_size > 0
-        suffix = rest[-1] if rest.endswith("+") or (rest.endswith("f") and has_families) else ""
-        return kind, rest.removesuffix(suffix) if suffix else rest, suffix
+    def _check_exclusion(self, base: str, kind: PlatformKind | None, part: str) -> None:
+        rule = f"platform rule {shown(self.text)}"
+        name = part.removeprefix("!")
+        if not part.startswith("!") or not name:
+            raise UnknownPlatformError(
+                f"{rule}: an exclusion is '!' and what it excludes, without spaces, got {shown(part)}; write two rules "
+                "for two sets of platforms"
+            )
+        if kind is None:
+            excluded_kind = _kind_of(name)
+            if excluded_kind is None:
+                raise UnknownPlatformError(f"{rule}: it excludes every platform; leave '!*' out")
+            _check_archs(self.text, excluded_kind, name)
+            return
+        if ":" in name:
+            raise UnknownPlatformError(
+                f"{rule}: an exclusion names architectures of {kind.name} without the kind, got {shown(part)}"
+            )
+        _check_archs(self.text, kind, f"{kind.name}:{name}")
+        named, excluded = _archs(kind, base), _archs(kind, f"{kind.name}:{name}")
+        if not named.meets(excluded):
+            raise UnknownPlatformError(
+                f"{rule}: {shown(part)} excludes nothing that {base} names; leave it out or correct it"
+            )
+        if named.common_is_within(named, [excluded]):
+            raise UnknownPlatformError(f"{rule}: {shown(part)} excludes everything that {base} names; leave one out")
 
     @property
     def specificity(self) -> int:
         """A `Specificity`."""
-        if self.text == "*":
+        named = self._parts()[0]
+        if named is None:
             return Specificity.ANY
-        _, arch, suffix = self._parts()
-        if not arch:
+        if not named.arch:
             return Specificity.KIND
-        return {"+": Specificity.AT_LEAST, "f": Specificity.FAMILY, "": Specificity.EXACT}[suffix]
+        return _BY_SUFFIX.get(named.suffix, Specificity.EXACT)
+
+    @property
+    def instance(self) -> Platform | None:
+        """A platform that it names: the first of a range, else the kind's example; None for `*` and where none is."""
+        named = self._parts()[0]
+        if named is None:
+            return None
+        kind, has_first = named.kind, named.suffix != "*"
+        archs = [named.arch if has_first else "", kind.example]
+        platforms = [Platform(kind.name, arch) for arch in archs if arch]
+        if not kind.has_order:
+            platforms.append(Platform(kind.name))
+        return next((platform for platform in platforms if self.matches(platform)), None)
 
     def overlaps(self, other: PlatformRule) -> bool:
-        """Whether both are equally specific and some platform matches both, so that neither could stand."""
+        """Whether both are equally specific and some platform may match both, so that neither could stand."""
         if self.specificity != other.specificity:
             return False
-        if self.specificity in (Specificity.ANY, Specificity.KIND, Specificity.EXACT):
-            return self.text == other.text
-        (kind, arch, suffix), (other_kind, other_arch, _) = self._parts(), other._parts()
-        if kind != other_kind:
+        (named, excluded), (others, other_excluded) = self._parts(), other._parts()
+        if named is None or others is None:
+            return True
+        if named.kind.name != others.kind.name or not named.meets(others):
             return False
-        described = KINDS[kind]
-        assert described.arch_number is not None
-        families = {described.arch_number(name) // described.family_size for name in (arch, other_arch)}
-        return suffix == "+" or len(families) == 1
+        return not named.common_is_within(others, (*excluded, *other_excluded))
 
     def matches(self, platform: Platform) -> bool:
         """Whether the platform is one of those that the rule names."""
-        if self.text == "*":
-            return True
-        kind, arch, suffix = self._parts()
-        if kind != platform.kind:
+        named, excluded = self._parts()
+        if named is not None and not _may_hold(named, platform, unknown=not named.arch):
             return False
-        if not arch:
-            return True
-        if not platform.arch:
-            return False
-        if not suffix:
-            return arch == platform.arch
-        described = KINDS[kind]
-        assert described.arch_number is not None
-        wanted, found = described.arch_number(arch), described.arch_number(platform.arch)
-        if suffix == "+":
-            return found >= wanted
-        # A family shares its architecture-specific instructions: sm100f is sm100 and sm103, later members only.
-        return found // described.family_size == wanted // described.family_size and found >= wanted
+        return not any(_may_hold(archs, platform, unknown=True) for archs in excluded)
+
+    def _parts(self) -> tuple[Archs | None, tuple[Archs, ...]]:
+        """What it names before its exclusions (None for `*`), and the exclusions."""
+        # The rule may come from another process, and its kind may have been described anew since.
+        return _parsed(self.text, _kind_of(self.text.partition(",")[0]))
 
     def __str__(self) -> str:
         return self.text
+
+
+def _kind_of(name: str) -> PlatformKind | None:
+    """The kind of a rule without exclusions; None for `*`."""
+    if name == "*":
+        return None
+    kind = name.partition(":")[0]
+    found = find_kind(kind)
+    if found is None:
+        raise UnknownPlatformError(unknown_kind("platform kind", kind, {*KINDS, "*"}))
+    return found
+
+
+def _may_hold(archs: Archs, platform: Platform, unknown: bool) -> bool:
+    """Whether a platform is in a set; `unknown` is the answer for one of that kind that says no architecture."""
+    if archs.kind.name != platform.kind:
+        return False
+    return platform.arch in archs if platform.arch else unknown
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: str, kind: PlatformKind | None) -> tuple[Archs | None, tuple[Archs, ...]]:
+    base, *parts = text.split(",")
+    names = [part.removeprefix("!") for part in parts]
+    if kind is None:
+        kinds = [(_kind_of(name), name) for name in names]
+        return None, tuple(_archs(known, name) for known, name in kinds if known is not None)
+    return _archs(kind, base), tuple(_archs(kind, f"{kind.name}:{name}") for name in names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _archs(kind: PlatformKind, name: str) -> Archs:
+    _, _, rest = name.partition(":")
+    suffixes = ("+", "f") if kind.has_families else ("+", "*")
+    suffix = rest[-1] if rest.endswith(suffixes) else ""
+    return Archs(kind, rest.removesuffix(suffix) if suffix else rest, suffix)
+
+
+def _check_archs(rule: str, kind: PlatformKind, name: str) -> None:
+    """Checks what a rule, or one of its exclusions, names."""
+    archs = _archs(kind, name)
+    if archs.suffix == "*":
+        if not _can_begin(kind, archs.arch):
+            raise UnknownPlatformError(
+                f"platform rule {shown(rule)}: {kind.name} architectures match {kind.arch_pattern!r}, and none begins "
+                f"with {shown(archs.arch)} and has up to {_MOST_LETTERS} more letters; write more of the name"
+            )
+        return
+    if ":" in name and not re.fullmatch(kind.arch_pattern, archs.arch):
+        raise UnknownPlatformError(
+            f"platform rule {shown(rule)}: {kind.name} architectures match {kind.arch_pattern!r}, "
+            f"got {shown(archs.arch)}"
+        )
+    if archs.suffix and not kind.has_order:
+        raise UnknownPlatformError(
+            f"platform rule {shown(rule)}: {kind.name} architectures have no order; name each one exactly"
+        )
+    if archs.arch and kind.has_order:
+        kind.number(archs.arch)
+
+
+_MOST_LETTERS: Final = 3
+_LETTERS: Final = string.digits + string.ascii_lowercase + "_"
+
+
+@functools.lru_cache(maxsize=256)
+def _can_begin(kind: PlatformKind, start: str) -> bool:
+    """Whether an architecture may begin so. A pattern can only be asked about whole names, so some are tried."""
+    if start and kind.example.startswith(start):
+        return True
+    pattern = re.compile(kind.arch_pattern)
+    endings = (letters for count in range(_MOST_LETTERS + 1) for letters in itertools.product(_LETTERS, repeat=count))
+    return bool(start) and any(pattern.fullmatch(start + "".join(letters)) for letters in endings)

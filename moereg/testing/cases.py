@@ -96,7 +96,7 @@ def runnable_platform(cell: BackendCell) -> Platform | None:
     if any(reason.code == "package" for reason in machine_reasons(cell, here)):
         return None
     for rule in cell.rules:
-        platform = Platform.from_name(re.sub(r"[+f]$", "", rule.text)) if ":" in rule.text else None
+        platform = rule.instance
         if platform is not None and here.device_type in cell.experts.device_types(platform):
             return platform
     return None

@@ -18,7 +18,7 @@ from typing import Any, Final
 from packaging.requirements import Requirement
 
 from moereg.discovery import plugin_statuses
-from moereg.errors import MoeregWarning, UnknownPlatformError
+from moereg.errors import MoeregWarning
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BUILTIN, BackendCell
 from moereg.testing.digest import UNKNOWN, code_digest, module_file, root_package
@@ -249,12 +249,8 @@ def evidence_of(cell: BackendCell) -> Evidence:
 
 
 def _named(rule: PlatformRule) -> str:
-    for text in (rule.text, rule.text.removesuffix("+"), rule.text.removesuffix("f")):
-        try:
-            return str(Platform.from_name(text))
-        except UnknownPlatformError:
-            continue
-    return rule.text
+    base = rule.text.partition(",")[0]
+    return str(rule.instance or base) if ":" in base else base
 
 
 def _covers(platform: str, named: str) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 import moereg
-from moereg.errors import UnknownPlatformError
+from moereg.errors import ArgumentError, PluginError, UnknownPlatformError
 from moereg.platforms import (
     KINDS,
     Platform,
@@ -35,14 +37,16 @@ PLATFORMS = (
     "cuda:sm100",
     "cuda:sm103",
     "cuda:sm120",
+    "rocm:gfx90a",
     "rocm:gfx942",
+    "rocm:gfx1100",
     "tpu:v5e",
 )
 MATCHES = {
     "*": set(PLATFORMS),
     "cpu": {"cpu"},
     "cuda": {"cuda:sm80", "cuda:sm89", "cuda:sm90", "cuda:sm100", "cuda:sm103", "cuda:sm120"},
-    "rocm": {"rocm:gfx942"},
+    "rocm": {"rocm:gfx90a", "rocm:gfx942", "rocm:gfx1100"},
     "cuda:sm90": {"cuda:sm90"},
     "cuda:sm80+": {"cuda:sm80", "cuda:sm89", "cuda:sm90", "cuda:sm100", "cuda:sm103", "cuda:sm120"},
     "cuda:sm89+": {"cuda:sm89", "cuda:sm90", "cuda:sm100", "cuda:sm103", "cuda:sm120"},
@@ -53,8 +57,23 @@ MATCHES = {
     "cuda:sm120f": {"cuda:sm120"},
     # No capability number crosses vendors, however large.
     "rocm:gfx942": {"rocm:gfx942"},
-    "rocm:gfx90a": set(),
+    "rocm:gfx908": set(),
     "tpu:v5e": {"tpu:v5e"},
+    # Families of a kind whose architectures have no order, and exclusions.
+    "rocm:gfx9*": {"rocm:gfx90a", "rocm:gfx942"},
+    "rocm:gfx9*,!gfx94*": {"rocm:gfx90a"},
+    "rocm:gfx9*,!gfx90a": {"rocm:gfx942"},
+    "rocm:gfx94*": {"rocm:gfx942"},
+    "rocm,!gfx9*": {"rocm:gfx1100"},
+    "tpu,!v5e": set(),
+    "cuda,!sm100+": {"cuda:sm80", "cuda:sm89", "cuda:sm90"},
+    "cuda:sm80+,!sm100+": {"cuda:sm80", "cuda:sm89", "cuda:sm90"},
+    "cuda:sm90+,!sm120": {"cuda:sm90", "cuda:sm100", "cuda:sm103"},
+    "cuda:sm90+,!sm100f": {"cuda:sm90", "cuda:sm120"},
+    "cuda:sm90+,!sm90,!sm103": {"cuda:sm100", "cuda:sm120"},
+    "cuda:sm100f,!sm103": {"cuda:sm100"},
+    "*,!cuda,!rocm:gfx9*": {"cpu", "rocm:gfx1100", "tpu:v5e"},
+    "*,!cuda:sm90+": {"cpu", "cuda:sm80", "cuda:sm89", "rocm:gfx90a", "rocm:gfx942", "rocm:gfx1100", "tpu:v5e"},
 }
 
 
@@ -68,6 +87,11 @@ def test_a_platform_without_arch_matches_its_kind_only() -> None:
     assert PlatformRule("rocm").matches(somewhere)
     assert not PlatformRule("rocm:gfx942").matches(somewhere)
     assert not PlatformRule("cuda:sm80+").matches(Platform("cuda"))
+    assert not PlatformRule("rocm:gfx9*").matches(somewhere)
+    # It may be one of those that are excluded.
+    assert not PlatformRule("rocm,!gfx942").matches(somewhere)
+    assert not PlatformRule("*,!rocm:gfx942").matches(somewhere)
+    assert PlatformRule("*,!cuda:sm90").matches(somewhere)
 
 
 def test_specificity_orders_rules() -> None:
@@ -95,6 +119,19 @@ OVERLAPS = {
     ("cuda:sm100f", "cuda:sm103f"): True,
     ("cuda:sm100f", "cuda:sm120f"): False,
     ("cuda:sm100f", "cuda:sm100+"): False,
+    ("rocm:gfx9*", "rocm:gfx94*"): True,
+    ("rocm:gfx9*", "rocm:gfx11*"): False,
+    ("rocm:gfx9*,!gfx94*", "rocm:gfx94*"): False,
+    ("rocm:gfx9*,!gfx942", "rocm:gfx94*"): True,
+    ("rocm:gfx9*", "rocm:gfx942"): False,
+    ("cuda:sm80+,!sm90+", "cuda:sm90+"): False,
+    ("cuda:sm80+,!sm90f", "cuda:sm90+"): True,
+    ("cuda:sm80+,!sm100+,!sm90f", "cuda:sm90+,!sm120"): False,
+    ("cuda:sm80+,!sm90f,!sm100+", "cuda:sm90+"): False,
+    ("cuda:sm90+,!sm120", "cuda:sm90+,!sm90"): True,
+    ("cuda", "cuda,!sm90"): True,
+    ("cuda,!sm90+", "cuda:sm90+"): False,
+    ("*", "*,!cpu"): True,
 }
 
 
@@ -126,6 +163,37 @@ def test_rules_that_do_not_overlap_never_tie() -> None:
         ("cuda:+", r"platform rule 'cuda:+': cuda architectures match 'sm\\d{2,3}', got ''"),
         ("rocm:gfx942+", "platform rule 'rocm:gfx942+': rocm architectures have no order; name each one exactly"),
         ("cpu+", "unknown platform kind 'cpu+', did you mean 'cpu'?"),
+        (
+            "rocm:sm9*",
+            "platform rule 'rocm:sm9*': rocm architectures match 'gfx[0-9a-f]{3,4}', and none begins with 'sm9' and "
+            "has up to 3 more letters; write more of the name",
+        ),
+        ("rocm:*", "platform rule 'rocm:*': rocm architectures match 'gfx[0-9a-f]{3,4}', and none begins with ''"),
+        ("cuda:sm9*", r"platform rule 'cuda:sm9*': cuda architectures match 'sm\\d{2,3}', got 'sm9*'"),
+        (
+            "cuda:sm90+,cuda:sm80",
+            "platform rule 'cuda:sm90+,cuda:sm80': an exclusion is '!' and what it excludes, without spaces, got "
+            "'cuda:sm80'; write two rules for two sets of platforms",
+        ),
+        ("cuda:sm90+, !sm120", "platform rule 'cuda:sm90+, !sm120': an exclusion is '!' and what it excludes, without"),
+        ("cuda:sm90+,!", "platform rule 'cuda:sm90+,!': an exclusion is '!' and what it excludes"),
+        ("cuda:sm90+,", "platform rule 'cuda:sm90+,': an exclusion is '!' and what it excludes"),
+        ("cuda:sm90+,!sm12x", r"platform rule 'cuda:sm90+,!sm12x': cuda architectures match 'sm\\d{2,3}', got 'sm12x'"),
+        (
+            "cuda:sm90+,!cuda:sm120",
+            "platform rule 'cuda:sm90+,!cuda:sm120': an exclusion names architectures of cuda without the kind",
+        ),
+        (
+            "cuda:sm100+,!sm90",
+            "platform rule 'cuda:sm100+,!sm90': '!sm90' excludes nothing that cuda:sm100+ names; leave it out",
+        ),
+        (
+            "cuda:sm90f,!sm80+",
+            "platform rule 'cuda:sm90f,!sm80+': '!sm80+' excludes everything that cuda:sm90f names; leave one out",
+        ),
+        ("*,!*", "platform rule '*,!*': it excludes every platform; leave '!*' out"),
+        ("*,!gpu", "unknown platform kind 'gpu'"),
+        ("rocm:gfx9*,!gfx942+", "platform rule 'rocm:gfx9*,!gfx942+': rocm architectures have no order"),
     ],
 )
 def test_bad_rules(text: str, error: str) -> None:
@@ -189,8 +257,80 @@ def test_a_plugin_orders_its_own_archs() -> None:
     assert PlatformRule("quux:q7f").matches(Platform("quux", "q7f"))
     assert Platform("quux", "q12").device_type == "privateuseone"
     assert Platform("quux", "q12").device_type != Platform("cuda", "sm90").device_type
-    with pytest.raises(ValueError, match=r"platform kind 'quux' is already registered as .*; choose another name"):
+    with pytest.raises(ValueError, match=r"platform kind 'quux' is already registered by .*; choose another name"):
         register_platform_kind(PlatformKind("quux", "cpu", ".*"))
+
+
+@pytest.mark.usefixtures("kinds")
+def test_an_order_that_fails_is_told_where_the_architecture_is_named() -> None:
+    def number(arch: str) -> Any:
+        if arch == "q13":
+            raise SystemExit(3)
+        return None if arch == "q14" else int(arch[1:])
+
+    register_platform_kind(PlatformKind("quux", "cpu", r"q\d+", number, example="q7"))
+    assert PlatformRule("quux:q12+").matches(Platform("quux", "q15"))
+    fault = "arch_number of platform kind 'quux' must return an integer for {}, and it {}; name another architecture, "
+    for make in (lambda: Platform("quux", "q13"), lambda: PlatformRule("quux:q13+"), lambda: PlatformRule("quux:q13")):
+        with pytest.raises(PluginError, match=re.escape(fault.format("'q13'", "raised SystemExit: 3"))):
+            make()
+    with pytest.raises(PluginError, match=re.escape(fault.format("'q14'", "returned None"))):
+        Platform.from_name("quux:q14")
+    with pytest.raises(UnknownPlatformError, match="platform 'quux' needs an architecture, for instance 'quux:q7'"):
+        Platform.from_name("quux")
+
+
+@pytest.mark.usefixtures("kinds")
+def test_a_plugin_describes_a_kind_that_moereg_only_names() -> None:
+    old = PlatformRule("npu:910b")
+    assert old.matches(Platform("npu", "910b"))
+    with pytest.raises(UnknownPlatformError, match="npu architectures have no order"):
+        PlatformRule("npu:910b+")
+    described = PlatformKind("npu", "privateuseone", r"910[a-z]", lambda arch: ord(arch[-1]), 1, example="910b")
+    register_platform_kind(described)
+    assert PlatformRule("npu:910b+").matches(Platform("npu", "910c"))
+    assert old.matches(Platform("npu", "910b"))
+    assert Platform("npu", "910b").device_type == "privateuseone"
+    with pytest.raises(ValueError, match=r"'npu' is already registered by tests\.selection\.test_platforms and"):
+        register_platform_kind(dataclasses.replace(described, example=""))
+    with pytest.raises(ValueError, match="platform kind 'cuda' is already registered by moereg and cannot be by tests"):
+        register_platform_kind(dataclasses.replace(described, name="cuda"))
+
+
+INSTANCES = {
+    "*": None,
+    "cpu": "cpu",
+    "cuda": "cuda:sm90",
+    "cuda,!sm90": None,
+    "cuda:sm100f": "cuda:sm100",
+    "cuda:sm80+,!sm80": "cuda:sm90",
+    "rocm:gfx90a": "rocm:gfx90a",
+    "rocm:gfx9*": "rocm:gfx942",
+    "rocm:gfx11*": None,
+}
+
+
+@pytest.mark.parametrize("rule", INSTANCES)
+def test_an_instance_is_a_platform_that_a_rule_names(rule: str) -> None:
+    found = PlatformRule(rule).instance
+    assert (None if found is None else str(found)) == INSTANCES[rule]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (
+            {"name": "My"},
+            "name of a PlatformKind must be lower-case letters, digits and underscores, got 'My'",
+        ),
+        ({"probe": 3}, "probe of a PlatformKind must be a function or None, got 3"),
+        ({"example": "b2"}, r"example of a PlatformKind must match its arch_pattern 'a\\d', got 'b2'"),
+    ],
+)
+def test_bad_kinds(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        PlatformKind(**{"name": "mine", "device_type": "cpu", "arch_pattern": r"a\d", **changes})
+    assert str(raised.value) == error
 
 
 class Nvml:

@@ -184,9 +184,30 @@ MUTANTS: Final = (
     ),
     Mutant(
         "rules of one family never overlap",
+        "moereg/platforms/archs.py",
+        old="            return first <= last\n",
+        new='            return self.suffix == other.suffix == "+"\n',
+        tests=("tests/selection/test_platforms.py::test_overlaps",),
+    ),
+    Mutant(
+        "what a rule excludes still matches",
         "moereg/platforms/rules.py",
-        old='return suffix == "+" or len(families) == 1',
-        new='return suffix == "+"',
+        old="return not any(_may_hold(archs, platform, unknown=True) for archs in excluded)",
+        new="return True",
+        tests=("tests/selection/test_platforms.py::test_matches",),
+    ),
+    Mutant(
+        "an unknown architecture is none of the excluded ones",
+        "moereg/platforms/rules.py",
+        old="_may_hold(archs, platform, unknown=True)",
+        new="_may_hold(archs, platform, unknown=False)",
+        tests=("tests/selection/test_platforms.py::test_a_platform_without_arch_matches_its_kind_only",),
+    ),
+    Mutant(
+        "ranges overlap whatever they exclude",
+        "moereg/platforms/rules.py",
+        old="return not named.common_is_within(others, (*excluded, *other_excluded))",
+        new="return True",
         tests=("tests/selection/test_platforms.py::test_overlaps",),
     ),
     Mutant(

@@ -1,0 +1,88 @@
+"""Sets of architectures: what a part of a platform rule names."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from moereg.platforms.kinds import PlatformKind
+
+__all__ = ["Archs"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Archs:
+    """Architectures of one kind.
+
+    Attributes:
+        kind: Theirs.
+        arch: The one; with a suffix the first, or how all begin; empty for all of the kind.
+        suffix: Empty, `+` (from it on), `f` (its family from it on) or `*` (all that begin with it).
+    """
+
+    kind: PlatformKind
+    arch: str = ""
+    suffix: str = ""
+
+    @property
+    def span(self) -> tuple[int, float]:
+        """First and last number of a set with suffix `+` or `f`."""
+        first, size = self.kind.number(self.arch), self.kind.family_size
+        # A family shares its architecture-specific instructions: sm100f is sm100 and sm103, later members only.
+        return first, math.inf if self.suffix == "+" else first // size * size + size - 1
+
+    @property
+    def _is_span(self) -> bool:
+        return self.suffix in ("+", "f")
+
+    def __contains__(self, arch: str) -> bool:
+        if self.suffix == "*":
+            return arch.startswith(self.arch)
+        if self._is_span:
+            first, last = self.span
+            return first <= self.kind.number(arch) <= last
+        return self.arch in ("", arch)
+
+    def meets(self, other: Archs) -> bool:
+        """Whether some architecture may be in both."""
+        if not self.arch or not other.arch:
+            return True
+        if not self.suffix:
+            return self.arch in other
+        if not other.suffix:
+            return other.arch in self
+        if self._is_span and other._is_span:
+            first, last = self.common_span(other)
+            return first <= last
+        if self.suffix == other.suffix:
+            return self.arch.startswith(other.arch) or other.arch.startswith(self.arch)
+        return True  # Whether a name that begins so has such a number, only its author knows.
+
+    def common_span(self, other: Archs) -> tuple[int, float]:
+        """First and last number of both, which have spans; in reverse order where they do not meet."""
+        (first, last), (other_first, other_last) = self.span, other.span
+        return max(first, other_first), min(last, other_last)
+
+    def common_is_within(self, other: Archs, excluded: Iterable[Archs]) -> bool:
+        """Whether all that this and another of its shape have in common is surely excluded.
+
+        Args:
+            other: It meets this one, and has the same suffix or a span too.
+            excluded: Sets of the same kind.
+        """
+        excluded = list(excluded)
+        if any(not archs.arch for archs in excluded):
+            return True
+        if self._is_span:
+            place, last = self.common_span(other)
+            for from_number, to_number in sorted(archs.span for archs in excluded if archs._is_span):
+                if from_number <= place <= to_number:
+                    if to_number == math.inf:
+                        return True
+                    place = int(to_number) + 1
+            return place > last
+        if self.suffix == "*":
+            longer = max(self.arch, other.arch, key=len)
+            return any(archs.suffix == "*" and longer.startswith(archs.arch) for archs in excluded)
+        return bool(self.arch) and any(self.arch in archs for archs in excluded)
