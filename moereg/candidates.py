@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from moereg.facts import fact_reasons
 from moereg.platforms import Platform, PlatformRule
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
@@ -37,12 +38,13 @@ def standing(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platfo
     """Candidates that read the problem's weights; for a backend without any, all of its cells.
 
     If several cells of one experts class and scheme match the platform, only the one with the most specific rule
-    stands.
+    stands. Of equally specific ones, whose facts no problem can meet at once, those that the problem meets stand; all
+    of them where it meets none.
     """
     computes = [(cell, cell.scheme_for(problem.quant)) for cell in cells]
     readers = {cell.name for cell, scheme in computes if scheme is not None}
     others: list[Candidate] = []
-    best: dict[tuple[str, type, str], tuple[int, Candidate]] = {}
+    best: dict[tuple[str, type, str], tuple[int, list[Candidate]]] = {}
     for cell, scheme in computes:
         if scheme is None and cell.name in readers:
             continue
@@ -52,6 +54,16 @@ def standing(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platfo
             others.append(candidate)
             continue
         key = (cell.name, cell.experts, scheme.name)
-        if key not in best or rule.specificity > best[key][0]:
-            best[key] = (rule.specificity, candidate)
-    return [*others, *(candidate for _, candidate in best.values())]
+        specificity = rule.specificity
+        if key not in best or specificity > best[key][0]:
+            best[key] = (specificity, [candidate])
+        elif specificity == best[key][0]:
+            best[key][1].append(candidate)
+    return [*others, *(candidate for _, candidates in best.values() for candidate in _meeting(candidates, problem))]
+
+
+def _meeting(candidates: list[Candidate], problem: MoEProblem) -> list[Candidate]:
+    """Those of several candidates whose facts a problem meets, or all where it meets none."""
+    if len(candidates) == 1:
+        return candidates
+    return [candidate for candidate in candidates if not fact_reasons(candidate.cell.facts, problem)] or candidates

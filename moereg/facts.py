@@ -14,10 +14,10 @@ from typing import Any, Final, TypedDict
 
 from moereg.activations import ACTIVATIONS
 from moereg.errors import RegistrationError, shown, unknown_name_message
-from moereg.problem import ACTIVATION_FORMATS, DTYPES, PLACEMENTS, MoEProblem
+from moereg.problem import ACTIVATION_FORMATS, DTYPES, HELD_EXPERTS, PLACEMENTS, MoEProblem
 from moereg.reasons import Reason
 
-__all__ = ["FACTS", "Fact", "Facts", "NarrowedFacts", "check_facts", "fact_reasons", "narrow_facts"]
+__all__ = ["FACTS", "Fact", "Facts", "NarrowedFacts", "check_facts", "disjoint_fact", "fact_reasons", "narrow_facts"]
 
 
 class Fact(abc.ABC):
@@ -43,14 +43,19 @@ class Fact(abc.ABC):
         """Whether a value can give a reason against any problem."""
         return True
 
+    def are_disjoint(self, one: Any, other: Any) -> bool:
+        """Whether no problem can be served with either of two values."""
+        return False
+
 
 @dataclasses.dataclass(frozen=True)
 class _Names(Fact):
-    """The names that are served. `asked` is the problem's."""
+    """The names that are served. `asked` is the problem's, and `noun` says what they name, where not the code."""
 
     code: str
     known: Collection[str]
     asked: Callable[[MoEProblem], str]
+    noun: str = ""
 
     def fault(self, name: str, value: Any) -> str | None:
         if not isinstance(value, frozenset):
@@ -65,8 +70,14 @@ class _Names(Fact):
         asked = self.asked(problem)
         if asked in value:
             return ()
-        kind, names = self.code.replace("_", " "), ", ".join(sorted(value)) or "none"
-        return (Reason(self.code, f"requires {kind} in ({names}), got {asked}"),)
+        noun, names = self.noun or self.code.replace("_", " "), ", ".join(sorted(value)) or "none"
+        return (Reason(self.code, f"requires {noun} in ({names}), got {asked}"),)
+
+    def binds(self, value: Any) -> bool:
+        return bool(set(self.known) - value)
+
+    def are_disjoint(self, one: Any, other: Any) -> bool:
+        return not one & other
 
     def stored(self, value: Any) -> Any:
         is_names = isinstance(value, (set, tuple, list)) and set(map(type, value)) <= {str}
@@ -196,6 +207,8 @@ class Facts:
         dtypes: Names of the dtypes of hidden states and output.
         activation_formats: `standard`, `batched`.
         placements: `contiguous`, `map`.
+        held_experts: `all` where this rank holds every expert, `some` where other ranks hold the rest. Both unless a
+            decorator narrows it, for instance to rank a backend lower under expert parallelism.
         router_weight_on_input: Whether routing weights can scale the input.
         requires_multiple: Problem field to divisor; other sizes are rejected.
         max_experts: Most local experts, or None.
@@ -215,6 +228,10 @@ class Facts:
         _Names("activation_format", ACTIVATION_FORMATS, lambda problem: problem.activation_format), frozenset()
     )
     placements: frozenset[str] = _row(_Names("placement", PLACEMENTS, lambda problem: problem.placement), frozenset())
+    held_experts: frozenset[str] = _row(
+        _Names("placement", HELD_EXPERTS, lambda problem: problem.held_experts, "experts held by this rank"),
+        frozenset(HELD_EXPERTS),
+    )
     router_weight_on_input: bool = _row(
         _Flag(
             "router_weight_on_input",
@@ -259,6 +276,7 @@ class NarrowedFacts(TypedDict, total=False):
     dtypes: Collection[str]
     activation_formats: Collection[str]
     placements: Collection[str]
+    held_experts: Collection[str]
     router_weight_on_input: bool
     requires_multiple: Mapping[str, int]
     max_experts: int | None
@@ -309,6 +327,11 @@ def narrow_facts(facts: Facts, narrowed: Mapping[str, Any], who: str) -> Facts:
             )
         changes[name] = value
     return dataclasses.replace(facts, **changes)
+
+
+def disjoint_fact(one: Facts, other: Facts) -> str | None:
+    """The name of a fact by which no problem fits both; None if some problem may."""
+    return next((name for name, fact in FACTS if fact.are_disjoint(getattr(one, name), getattr(other, name))), None)
 
 
 def fact_reasons(facts: Facts, problem: MoEProblem) -> list[Reason]:

@@ -13,12 +13,13 @@ from moereg.arguments import check_count, check_flag, check_mapping, check_one_o
 from moereg.errors import ArgumentError, shown
 from moereg.quant import QUANT_SCHEMES, QuantScheme, get_scheme
 
-__all__ = ["ACTIVATION_FORMATS", "DTYPES", "PLACEMENTS", "MoEProblem"]
+__all__ = ["ACTIVATION_FORMATS", "DTYPES", "HELD_EXPERTS", "PLACEMENTS", "MoEProblem"]
 
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _DTYPE_ALIASES: Final = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 ACTIVATION_FORMATS: Final = ("standard", "batched")
 PLACEMENTS: Final = ("contiguous", "map")
+HELD_EXPERTS: Final = ("all", "some")
 _REQUIRED: Final = ("num_experts", "hidden_size", "intermediate_size", "top_k")
 _FLAGS: Final = ("has_bias", "apply_router_weight_on_input", "graph_capture", "deterministic", "exact_activations")
 
@@ -147,6 +148,11 @@ class MoEProblem:
     def is_expert_parallel(self) -> bool:
         """Whether other ranks hold experts of this layer."""
         return self.num_local_experts != self.num_experts
+
+    @property
+    def held_experts(self) -> str:
+        """`all` or `some`: the experts of the layer that this rank holds."""
+        return "some" if self.is_expert_parallel else "all"
 
     def to_dict(self) -> dict[str, Any]:
         """The constructor's keywords as strings and numbers; `MoEProblem.from_dict` reads them back.

@@ -20,7 +20,7 @@ from moereg._version import __version__
 from moereg.arguments import check_instance
 from moereg.errors import RegistrationError, shown
 from moereg.experts import Experts
-from moereg.facts import Facts, NarrowedFacts, narrow_facts
+from moereg.facts import Facts, NarrowedFacts, disjoint_fact, narrow_facts
 from moereg.platforms import KINDS, Platform, PlatformKind, PlatformRule
 from moereg.quant import QuantScheme
 from moereg.registration import (
@@ -140,8 +140,8 @@ class BackendRegistry:
 
         Raises:
             RegistrationError: The name belongs to another distribution, the same experts class already claims one of
-                its schemes by an equally specific rule, or another cell gives a scheme's name another meaning. Nothing
-                is stored then.
+                its schemes by an equally specific rule for problems that may fit both, or another cell gives a scheme's
+                name another meaning. Nothing is stored then.
         """
         for other in self._cells:
             _check_same_schemes(other, cell)
@@ -196,12 +196,15 @@ def _check_same_schemes(one: BackendCell, other: BackendCell) -> None:
 
 def _check_disjoint(one: BackendCell, other: BackendCell) -> None:
     schemes = {scheme.name for scheme in one.schemes} & {scheme.name for scheme in other.schemes}
+    if not schemes or disjoint_fact(one.facts, other.facts) is not None:
+        return
     for first, second in itertools.product(one.rules, other.rules):
-        if schemes and first.overlaps(second):
+        if first.overlaps(second):
             raise RegistrationError(
                 f"{other.class_name} of {other.origin} registers {other.name!r} twice for scheme {sorted(schemes)[0]}: "
                 f"rules {first} (priority {one.priority}) and {second} (priority {other.priority}) are equally "
-                "specific and match the same platforms; keep one decorator or name architectures exactly"
+                "specific and match the same platforms; keep one decorator, name architectures exactly, exclude "
+                f"platforms ({first},!...), or narrow a fact so that no problem fits both (activations=...)"
             )
 
 

@@ -149,7 +149,8 @@ def _check_reason(path: str, value: object) -> Reason:
 def _candidate(decision: Decision, cells: Iterable[BackendCell]) -> Candidate | None:
     """The candidate of a decision, if its cell is among these."""
     codes = {reason.code for reason in decision.reasons}
-    for cell in cells:
+    # Cells of one class and rule differ in their facts, which a decision does not say, and so in priority.
+    for cell in sorted(cells, key=lambda cell: cell.priority != decision.priority):
         schemes = {scheme.name: scheme for scheme in cell.schemes}
         rules = {rule.text: rule for rule in cell.rules}
         if (

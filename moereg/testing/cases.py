@@ -14,6 +14,7 @@ import torch
 from moereg.activations import ACTIVATIONS
 from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import Decision, Selection, evaluate, machine_reasons
+from moereg.facts import Facts
 from moereg.layer import MoEKernel, make_kernel
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
@@ -34,6 +35,7 @@ __all__ = [
     "fault_schemes",
     "fault_tokens",
     "first_case",
+    "held",
     "is_imitated",
     "registered_cases",
     "rejected_problems",
@@ -139,7 +141,7 @@ def claimed_problems(cell: BackendCell) -> Iterator[MoEProblem]:
         sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
         for field, divisor in facts.requires_multiple.items():
             sizes[field] = -(-sizes[field] // divisor) * divisor
-        return MoEProblem(**{"dtype": dtypes[0], **base, **sizes, **changes})
+        return held(MoEProblem(**{"dtype": dtypes[0], **base, **sizes, **changes}), facts)
 
     for dtype, activation_format in itertools.product(dtypes, sorted(facts.activation_formats)):
         yield sized(128, 64, dtype=dtype, activation_format=activation_format)
@@ -162,6 +164,16 @@ def claimed_problems(cell: BackendCell) -> Iterator[MoEProblem]:
         # More than one block of 128 x 128 and a last one that is short; then odd sizes, which 4-bit codes pad.
         yield sized(136, 264, quant=scheme, has_bias=facts.bias)
         yield sized(33, 65, quant=scheme)
+
+
+def held(problem: MoEProblem, facts: Facts) -> MoEProblem:
+    """A problem with all experts on this rank, or half of them, where facts say that only such ones are served."""
+    if problem.held_experts in facts.held_experts:
+        return problem
+    if "all" in facts.held_experts:
+        return dataclasses.replace(problem, num_local_experts=problem.num_experts)
+    num_experts = problem.num_experts + problem.num_experts % 2
+    return dataclasses.replace(problem, num_experts=num_experts, num_local_experts=num_experts // 2)
 
 
 def served_schemes(cell: BackendCell) -> list[QuantScheme]:
@@ -243,6 +255,10 @@ def rejected_problems(cell: BackendCell) -> Iterator[tuple[str, MoEProblem]]:
         yield "activation_format", changed(activation_format=activation_format)
     for placement in {"contiguous", "map"} - facts.placements:
         yield "placement", changed(placement=placement)
+    if inside.held_experts == "all" and "some" not in facts.held_experts:
+        yield "placement", changed(num_local_experts=inside.num_experts - 1)
+    if "all" not in facts.held_experts:
+        yield "placement", changed(num_local_experts=inside.num_experts)
     if not facts.router_weight_on_input:
         yield "router_weight_on_input", changed(top_k=1, apply_router_weight_on_input=True)
     for field in facts.requires_multiple:

@@ -11,7 +11,7 @@ from moereg.activations import ACTIVATIONS, Activation
 from moereg.discovery import load_backends
 from moereg.problem import MoEProblem
 from moereg.registry import BackendCell
-from moereg.testing.cases import Case, default_device, is_imitated, runnable_platform, served_schemes
+from moereg.testing.cases import Case, default_device, held, is_imitated, runnable_platform, served_schemes
 from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
 
@@ -183,6 +183,7 @@ def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
         placement=placement,
         apply_router_weight_on_input=facts.router_weight_on_input and top_k == 1 and weight_on_input,
     )
+    problem = held(problem, facts)
     return DrawnLayer(
         backend=cell.name,
         experts=cell.class_name,
@@ -192,7 +193,7 @@ def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
         # Tall tiles are where most kernels differ, so half of the calls have many tokens.
         num_tokens=choose(_up_to(choose((_TOKENS, _TOKENS[9:-1])), most_tokens) or [most_tokens]),
         routing=choose(_ROUTINGS),
-        ep_rank=ep_rank if placement == "contiguous" and num_local_experts < num_experts else 0,
+        ep_rank=ep_rank if placement == "contiguous" and problem.is_expert_parallel else 0,
         wide_ids=choose((False, True)),
         fill=choose(FILLS),
         form=choose(FORMS),

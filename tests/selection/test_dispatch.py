@@ -487,6 +487,31 @@ def test_the_most_specific_rule_of_a_class_stands(fakes: BackendRegistry) -> Non
         assert [(decision.rule, decision.priority) for decision in accepted] == [(rule, priority)], name
 
 
+def test_of_equally_specific_cells_the_one_whose_facts_fit_stands(fakes: BackendRegistry) -> None:
+    kind = experts_class("Twin")
+    add("twin", 30, kind, platforms=("cuda:sm80+",), activations=("silu",), held_experts=("all",))
+    add("twin", 10, kind, platforms=("cuda:sm80+",), activations=("silu",), held_experts=("some",))
+    add("twin", 5, kind, platforms=("cuda:sm80+",), activations=("swigluoai",))
+    add("middle", 20)
+    ranks: list[tuple[dict[str, Any], list[tuple[str, int]]]] = [
+        ({}, [("twin", 30), ("middle", 20)]),
+        ({"num_local_experts": 4}, [("middle", 20), ("twin", 10)]),
+        ({"activation": "swigluoai"}, [("middle", 20), ("twin", 5)]),
+    ]
+    for changes, expected in ranks:
+        selection = explain_backends(problem_of(**changes), H100)
+        assert [(decision.backend, decision.priority) for decision in selection.decisions] == expected
+        again = Selection.from_json(selection.to_json())
+        assert [decision.cell for decision in again.decisions] == [decision.cell for decision in selection.decisions]
+    # What fits none of them shows them all.
+    rejected = explain_backends(problem_of(activation="relu2"), H100, require="twin").decisions
+    texts = {"; ".join(reason.text for reason in decision.reasons) for decision in rejected if decision.rule != "*"}
+    assert texts >= {
+        "requires activation in (silu), got relu2; requires experts held by this rank in (some), got all",
+        "requires activation in (swigluoai), got relu2",
+    }
+
+
 def test_specificity_counts_among_cells_that_compute_the_same(fakes: BackendRegistry) -> None:
     both = experts_class("Both")
     add("both", 1, both, quant_schemes=("nvfp4",), platforms=("*",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from moereg.facts import FACTS, Fact, Facts, NarrowedFacts, check_facts, fact_re
 from moereg.problem import MoEProblem
 from moereg.reasons import REASON_CODES, Reason
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.testing.cases import rejected_problems
+from moereg.testing.cases import claimed_problems, rejected_problems
+from moereg.testing.drawing import Limits, draw_layer
 from tests.support.fakes import EVERYTHING, FakeExperts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +37,7 @@ ROWS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "dtypes": (frozenset({"bf16"}), frozenset({"float32"}), {}),
     "activation_formats": ({"standard"}, frozenset(), {}),
     "placements": (None, frozenset({"map"}), {}),
+    "held_experts": (frozenset({"none"}), frozenset({"some"}), {}),
     "router_weight_on_input": (0, False, {"top_k": 1, "apply_router_weight_on_input": True}),
     "requires_multiple": ({"hidden": 8}, {"hidden_size": 8}, {}),
     "max_experts": (0, 4, {}),
@@ -125,3 +128,18 @@ def test_narrowing_is_typed(tmp_path: Path) -> None:
     misspelled, mistyped = (line for line in found.stdout.splitlines() if ": error: " in line)
     assert f'{file}:4: error: Unexpected keyword argument "biass" for "register_moe_backend"' in misspelled
     assert f'{file}:5: error: Argument "max_experts" to "register_moe_backend" has incompatible type' in mistyped
+
+
+@pytest.mark.parametrize("held", ["all", "some"])
+def test_the_kit_asks_for_the_experts_that_a_cell_says_a_rank_holds(held: str) -> None:
+    registry = BackendRegistry()
+    register_moe_backend("fake", 1, ("unquantized",), ("cpu",), registry=registry, held_experts=(held,))(FakeExperts)
+    (cell,) = registry.cells
+    problems = list(claimed_problems(cell))
+    assert [problem for problem in problems if fact_reasons(cell.facts, problem)] == []
+    assert {problem.held_experts for problem in problems} == {held}
+    other = [problem for code, problem in rejected_problems(cell) if code == "placement"]
+    assert [[reason.code for reason in fact_reasons(cell.facts, problem)] for problem in other] == [["placement"]]
+    choose = random.Random(0).choice
+    drawn = [draw_layer(cell, choose, Limits(64, 8, 64, 128)).problem for _ in range(20)]
+    assert {problem.held_experts for problem in drawn} == {held}

@@ -280,7 +280,7 @@ def test_equal_specificity_is_refused(first: str, second: str, text: str) -> Non
     register(registry, quant_schemes=("nvfp4", "mxfp8"), platforms=(first,))
     refused(
         f"FakeExperts of stranger registers 'fake' twice for scheme mxfp8: {text} are equally specific and match the "
-        "same platforms; keep one decorator or name architectures exactly",
+        "same platforms; keep one decorator, name architectures exactly, exclude platforms (",
         registry,
         quant_schemes=("unquantized", "mxfp8"),
         platforms=(second,),
@@ -290,6 +290,18 @@ def test_equal_specificity_is_refused(first: str, second: str, text: str) -> Non
     register(registry, platforms=(second,), quant_schemes=("int8_w8a8",))
     register(registry, subclass(), platforms=(second,), quant_schemes=("mxfp8",))
     register(registry, platforms=("rocm:gfx942",), quant_schemes=("mxfp8",))
+
+
+def test_one_rule_may_have_several_cells_that_no_problem_fits_at_once() -> None:
+    registry = BackendRegistry()
+    register(registry, activations=("silu", "gelu"), priority=30)
+    refused("equally specific", registry, activations=("gelu", "swigluoai"))
+    # A flag refuses nothing that it does not ask for, and a limit has no lower end.
+    refused("or narrow a fact so that no problem fits both (activations=...)", registry, bias=False, max_experts=4)
+    register(registry, activations=("swigluoai",), held_experts=("all",), priority=20)
+    register(registry, activations=("swigluoai",), held_experts=("some",), priority=10)
+    refused("equally specific", registry)
+    assert [cell.priority for cell in registry.cells] == [30, 20, 10]
 
 
 def test_plugin_schemes_are_values() -> None:

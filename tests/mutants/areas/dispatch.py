@@ -24,8 +24,8 @@ MUTANTS: Final = (
     Mutant(
         "the least specific cell stands",
         "moereg/candidates.py",
-        old="rule.specificity > best[key][0]",
-        new="rule.specificity < best[key][0]",
+        old="specificity > best[key][0]",
+        new="specificity < best[key][0]",
         tests=("tests/selection/test_dispatch.py::test_the_most_specific_rule_of_a_class_stands",),
     ),
     Mutant(
@@ -188,6 +188,20 @@ MUTANTS: Final = (
         old="            return first <= last\n",
         new='            return self.suffix == other.suffix == "+"\n',
         tests=("tests/selection/test_platforms.py::test_overlaps",),
+    ),
+    Mutant(
+        "cells on one rule all stand, whatever their facts",
+        "moereg/candidates.py",
+        old="if not fact_reasons(candidate.cell.facts, problem)] or candidates",
+        new="if True] or candidates",
+        tests=("tests/selection/test_dispatch.py::test_of_equally_specific_cells_the_one_whose_facts_fit_stands",),
+    ),
+    Mutant(
+        "sets of names that meet count as disjoint",
+        "moereg/facts.py",
+        old="        return not one & other\n",
+        new="        return bool(one != other)\n",
+        tests=("tests/selection/test_registry.py::test_one_rule_may_have_several_cells_that_no_problem_fits_at_once",),
     ),
     Mutant(
         "what a rule excludes still matches",
