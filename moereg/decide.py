@@ -17,6 +17,7 @@ from moereg.machine import PROBES, Probes, assumptions, clause, lacks
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
+from moereg.quarantine import EMPTY, Quarantine
 from moereg.reasons import Reason
 from moereg.registry import BackendCell
 from moereg.request import Request
@@ -34,6 +35,7 @@ def decide(
     request: Request,
     cells: Iterable[BackendCell],
     probes: Probes = PROBES,
+    quarantine: Quarantine = EMPTY,
 ) -> Selection:
     """Chooses among cells: those of `BackendRegistry.cells`, whichever registry they were registered in.
 
@@ -43,12 +45,15 @@ def decide(
         request: Resolved for the problem's scheme.
         cells: Candidates.
         probes: Who keeps the answers of probes.
+        quarantine: What failed the conformance kit on the machine that `platform` is.
 
     Returns:
         The selection, without a winner where nothing fits.
     """
     candidates = standing(cells, problem, platform)
-    decisions = rank((judge(candidate, problem, platform, request, probes) for candidate in candidates), request)
+    decisions = rank(
+        (judge(candidate, problem, platform, request, probes, quarantine) for candidate in candidates), request
+    )
     source = None
     if decisions and decisions[0].accepted:
         source = "required" if request.require else "priority"
@@ -58,18 +63,24 @@ def decide(
 
 
 def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request: Request) -> Decision:
-    """Every reason against one cell, whatever other cells there are."""
+    """Every reason against one cell, whatever other cells there are and whatever is quarantined."""
     return judge(Candidate.of(cell, problem, platform), problem, platform, request)
 
 
 def judge(
-    candidate: Candidate, problem: MoEProblem, platform: Platform, request: Request, probes: Probes = PROBES
+    candidate: Candidate,
+    problem: MoEProblem,
+    platform: Platform,
+    request: Request,
+    probes: Probes = PROBES,
+    quarantine: Quarantine = EMPTY,
 ) -> Decision:
     """Every reason against one candidate."""
     cell, scheme, rule = candidate.cell, candidate.scheme, candidate.rule
     unread = _scheme_reasons(cell, scheme, problem)
     inexact = _precision_reasons(scheme, problem)
     unwanted = _request_reasons(cell, request)
+    held = quarantine.reason(cell, scheme, rule, platform)
     own = _own_reasons(cell, problem, platform)
     missing = lacks(cell, rule, platform, probes)
     undeclared = fact_reasons(cell.facts, problem)
@@ -81,7 +92,7 @@ def judge(
         priority=cell.priority,
         tier=cell.tier,
         origin=cell.origin,
-        reasons=(*unread, *missing, *unwanted, *undeclared, *inexact, *own),
+        reasons=(*unread, *missing, *unwanted, *filter(None, [held]), *undeclared, *inexact, *own),
         assumes=assumptions(cell, platform),
         candidate=candidate,
     )

@@ -18,6 +18,7 @@ from moereg.errors import ArgumentError, MoeregWarning, UnsupportedProblemError,
 from moereg.machine import machine_reasons
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
+from moereg.quarantine import read_quarantine
 from moereg.request import Names, Request
 from moereg.selection import Decision, Selection
 
@@ -83,7 +84,7 @@ def explain_backends(
     request = Request.resolve(
         problem.quant.name, require, prefer, deny, environ=os.environ, cells=cells, plugins=plugin_statuses()
     )
-    return decide(problem, platform, request, cells)
+    return decide(problem, platform, request, cells, quarantine=read_quarantine())
 
 
 def select_backend(

@@ -14,6 +14,7 @@ CURES: Final[dict[str, str]] = {
     "denied": "take it out of deny",
     "not_required": "add it to require",
     "opt_in": "name it in require or prefer",
+    "quarantined": "repair or update it, or lift that with moereg verify NAME --unquarantine",
     "quant_scheme": "use a checkpoint of that scheme",
     "activation": "use that activation, if the model allows",
     "swiglu_limit": "there is no cure but another backend",

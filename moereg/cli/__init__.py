@@ -16,10 +16,10 @@ from moereg.cli._info import collect_info, selection_with_evidence
 from moereg.cli._options import JsonFlag, ProblemFlags, UsageError, VerboseFlag, takes_problem_flags
 from moereg.cli._output import only_results_on_stdout, print_error, print_json
 from moereg.cli._streams import OutputLostError, guarded_streams
+from moereg.digest import files_stay
 from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import explain_backends
 from moereg.errors import MoeregError, described, is_lack_of_memory, one_line
-from moereg.testing.digest import files_stay
 from moereg.tuning.timing import ROUNDS
 
 __all__ = ["main"]

@@ -9,6 +9,8 @@ from moereg._version import __version__
 from moereg.discovery import current_platform, load_backends, plugin_statuses
 from moereg.dispatch import machine_reasons
 from moereg.platforms import Platform
+from moereg.quarantine import Quarantine, QuarantineRecord, read_quarantine
+from moereg.reasons import Reason
 from moereg.registry import BackendCell
 from moereg.selection import SCHEMA, Selection
 from moereg.testing.ledger import evidence_of
@@ -24,30 +26,38 @@ def collect_info() -> dict[str, Any]:
     """
     registry = load_backends()
     platform = current_platform()
+    quarantine = read_quarantine()
     return {
         "schema": SCHEMA,
         "version": __version__,
         "platform": str(platform),
-        "backends": [_backend(name, registry.by_name(name), platform) for name in registry.names],
+        "backends": [_backend(name, registry.by_name(name), platform, quarantine) for name in registry.names],
         "plugins": [status.to_dict() for status in plugin_statuses()],
     }
 
 
-def _backend(name: str, cells: Sequence[BackendCell], platform: Platform) -> dict[str, Any]:
-    by_cell = sorted((machine_reasons(cell, platform) for cell in cells), key=len)
+def _backend(name: str, cells: Sequence[BackendCell], platform: Platform, quarantine: Quarantine) -> dict[str, Any]:
+    by_cell = sorted((_reasons(cell, platform, quarantine) for cell in cells), key=len)
     is_available = not by_cell[0]
     # Each reason once, those of the cell that is nearest to running first.
     reasons = [] if is_available else list(dict.fromkeys(reason for reasons in by_cell for reason in reasons))
     return {
         "name": name,
         "origin": cells[0].origin,
-        "cells": [_cell(cell) for cell in cells],
+        "cells": [_cell(cell, quarantine.of_cell(cell, platform)) for cell in cells],
         "available": is_available,
         "reasons": [{"code": reason.code, "text": reason.text} for reason in reasons],
     }
 
 
-def _cell(cell: BackendCell) -> dict[str, Any]:
+def _reasons(cell: BackendCell, platform: Platform, quarantine: Quarantine) -> list[Reason]:
+    """Why a cell cannot run here for any problem: the machine, or every one of its schemes is quarantined."""
+    held = quarantine.of_cell(cell, platform)
+    is_out = len(held) == len(cell.schemes)
+    return [*machine_reasons(cell, platform), *(record.reason for record in held if is_out)]
+
+
+def _cell(cell: BackendCell, held: Sequence[QuarantineRecord]) -> dict[str, Any]:
     return {
         "experts": cell.class_name,
         "quant_schemes": [scheme.name for scheme in cell.schemes],
@@ -55,6 +65,7 @@ def _cell(cell: BackendCell) -> dict[str, Any]:
         "priority": cell.priority,
         "tier": cell.tier,
         **evidence_of(cell).to_dict(),
+        "quarantined": [{"scheme": record.scheme, "date": record.date, "failure": record.failure} for record in held],
     }
 
 

@@ -20,6 +20,7 @@ from moereg.discovery import load_backends
 from moereg.dispatch import machine_reasons
 from moereg.memory import format_bytes
 from moereg.platforms import Platform
+from moereg.quarantine import QuarantineRecord, quarantine_path, read_quarantine
 from moereg.selection import Decision, Selection, nearest_by_backend
 from moereg.testing.ledger import arch_name, evidence_of
 from moereg.tuning.compare import Measurement
@@ -42,8 +43,13 @@ def show_info(info: dict[str, Any], platform: Platform) -> None:
     target = console(sys.stdout)
     target.print(f"moereg {info['version']} on {_machine(platform)}")
     cells = _table("backend", "experts", "computes", "platforms", "priority", "tier", "runs here", "verified")
+    quarantine = read_quarantine()
+    held: list[QuarantineRecord] = []
     for name in load_backends().names:
         for cell in load_backends().by_name(name):
+            of_cell = quarantine.of_cell(cell, platform)
+            held += of_cell
+            is_out = len(of_cell) == len(cell.schemes)
             cells.add_row(
                 cell.name,
                 cell.class_name,
@@ -51,13 +57,17 @@ def show_info(info: dict[str, Any], platform: Platform) -> None:
                 ", ".join(rule.text for rule in cell.rules),
                 str(cell.priority),
                 cell.tier,
-                _yes_no(not machine_reasons(cell, platform)),
+                "quarantined" if is_out else _yes_no(not machine_reasons(cell, platform)),
                 str(evidence_of(cell)),
             )
     target.print(cells)
     for backend in info["backends"]:
         if not backend["available"]:
             _reasons(target, f"{backend['name']} ({backend['origin']}) cannot run here:", backend["reasons"])
+    if held:
+        target.print(f"quarantined here, in {quarantine_path()}:")
+        for record in held:
+            target.print(f"  - {record.backend} ({record.experts}), {record.scheme}: {record.reason.text}")
     if not info["plugins"]:
         target.print("no plugins installed")
         return

@@ -17,11 +17,11 @@ from typing import Any, Final
 
 from packaging.requirements import Requirement
 
+from moereg.digest import LEDGER_NAME, UNKNOWN, class_digest, module_file, root_package
 from moereg.discovery import plugin_statuses
 from moereg.errors import MoeregWarning
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BUILTIN, BackendCell
-from moereg.testing.digest import UNKNOWN, code_digest, module_file, root_package
 from moereg.testing.provenance import provenance
 
 __all__ = [
@@ -37,12 +37,10 @@ __all__ = [
     "read_ledger",
 ]
 
-FILE_NAME: Final = "moereg_ledger.json"
+FILE_NAME: Final = LEDGER_NAME
 SCHEMA: Final = 2
 
 _PACKAGE: Final = __name__.partition(".")[0]
-# What moereg's own backends consist of. Wheels rely on the rest too, which is tested by itself.
-_OWN_CODE: Final = (f"{_PACKAGE}.backends.", f"{_PACKAGE}.kernels.", f"{_PACKAGE}.layouts.")
 
 
 class LedgerWarning(MoeregWarning):
@@ -163,17 +161,8 @@ def _text(name: str, value: object) -> str:
 
 
 def cell_digest(cell: BackendCell) -> str:
-    """A digest of the code that a cell runs: its class, and what that names and imports.
-
-    For moereg's own cells only backends, kernels and layouts are followed, for a wheel's cells its package.
-    """
-    module = cell.experts.__module__
-    root = root_package(module)
-
-    def counts(name: str) -> bool:
-        return f"{name}.".startswith(_OWN_CODE if root == _PACKAGE else f"{root}.")
-
-    return code_digest(module, counts, except_data=(FILE_NAME,), of=cell.experts.__qualname__)
+    """A digest of the code that a cell runs: its class, and what that names and imports."""
+    return class_digest(cell.experts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 import moereg
+from moereg.discovery import current_platform, list_cells
 from moereg.platforms import Platform
+from moereg.quarantine import QuarantineRecord, change_quarantine
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from tests.cli.command import Call, CallJson
 from tests.support.fakes import FakeExperts
 
 INFO_KEYS = ["schema", "version", "platform", "backends", "plugins"]
 BACKEND_KEYS = ["name", "origin", "cells", "available", "reasons"]
-CELL_KEYS = ["experts", "quant_schemes", "platforms", "priority", "tier", "verified", "not_verified"]
+CELL_KEYS = ["experts", "quant_schemes", "platforms", "priority", "tier", "verified", "not_verified", "quarantined"]
 PLUGIN_KEYS = ["group", "name", "value", "distribution", "status", "error"]
 
 
@@ -105,3 +107,28 @@ def test_info_says_why_a_backend_cannot_run(
     assert (code, err) == (0, "")
     for text in ("moereg ", "Lacking", "tpu:v5e", "fake_lacking (abc) cannot run here", "[package]"):
         assert text in out
+
+
+def test_info_shows_what_is_quarantined_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call, call_json: CallJson
+) -> None:
+    monkeypatch.setenv("MOEREG_QUARANTINE", str(tmp_path / "quarantine.json"))
+    here = current_platform()
+    dense = next(cell for cell in list_cells("torch") if cell.class_name == "TorchDenseExperts")
+    weights = next(cell for cell in list_cells("torch") if cell.class_name == "TorchQuantizedExperts")
+    failed = [(dense, dense.schemes[0]), (weights, weights.schemes[1])]
+    change_quarantine([QuarantineRecord.of(cell, scheme, here, "off by 0.5") for cell, scheme in failed])
+    found = call_json("info")[1]
+    shown = {
+        entry["experts"]: [(held["scheme"], held["failure"]) for held in entry["quarantined"]]
+        for backend in found["backends"]
+        for entry in backend["cells"]
+        if entry["quarantined"]
+    }
+    assert shown == {cell.class_name: [(scheme.name, "off by 0.5")] for cell, scheme in failed}
+    out = re.sub(r"\s+", " ", call("info")[1])
+    assert "quarantined here, in" in out
+    for cell, scheme in failed:
+        assert f"- torch ({cell.class_name}), {scheme.name}: requires that it passes the conformance kit" in out
+    # All of this cell is out, and none of the other's schemes but one.
+    assert re.search(r"TorchDenseExperts unquantized \* 10 kernel quarantined", out)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from moereg import digest
 from moereg.discovery import load_backends
 from moereg.platforms import Platform
 from moereg.registry import BUILTIN, BackendCell
-from moereg.testing import digest
 from moereg.testing.cases import claimed_problems
 from moereg.testing.ledger import cell_digest
 from tests.kit.test_ledger import EPYC, H200, builtin

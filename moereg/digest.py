@@ -23,7 +23,23 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-__all__ = ["UNKNOWN", "code_digest", "files_stay", "module_file", "root_package", "source_digest"]
+__all__ = [
+    "LEDGER_NAME",
+    "UNKNOWN",
+    "class_digest",
+    "code_digest",
+    "files_stay",
+    "module_file",
+    "root_package",
+    "source_digest",
+]
+
+LEDGER_NAME: Final = "moereg_ledger.json"
+"""A package's own evidence, which is no code of it."""
+
+_PACKAGE: Final = __name__.partition(".")[0]
+# What moereg's own backends consist of. Wheels rely on the rest too, which is tested by itself.
+_OWN_CODE: Final = (f"{_PACKAGE}.backends.", f"{_PACKAGE}.kernels.", f"{_PACKAGE}.layouts.")
 
 UNKNOWN: Final = "unknown"
 """Stands for the digest of code that cannot be read."""
@@ -49,6 +65,23 @@ def files_stay() -> Iterator[None]:
         yield
     finally:
         _FOUND.reset(token)
+
+
+def class_digest(experts: type) -> str:
+    """A digest of the code that an experts class runs: the class, and what that names and imports.
+
+    For moereg's own classes only backends, kernels and layouts are followed, for a wheel's classes its package.
+
+    Returns:
+        Hexadecimal, or `UNKNOWN` where some of it cannot be read.
+    """
+    module = experts.__module__
+    root = root_package(module)
+
+    def counts(name: str) -> bool:
+        return f"{name}.".startswith(_OWN_CODE if root == _PACKAGE else f"{root}.")
+
+    return code_digest(module, counts, except_data=(LEDGER_NAME,), of=experts.__qualname__)
 
 
 def code_digest(

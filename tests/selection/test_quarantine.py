@@ -1,0 +1,317 @@
+"""Cells that failed here are rejected here until their code or versions change; a bad file never breaks selection."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moereg import quarantine
+from moereg.decide import decide
+from moereg.dispatch import explain_backends
+from moereg.errors import MoeregWarning
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.quant import get_scheme
+from moereg.quarantine import (
+    EMPTY,
+    Quarantine,
+    QuarantineError,
+    QuarantineRecord,
+    QuarantineWarning,
+    change_quarantine,
+    quarantine_path,
+    read_quarantine,
+)
+from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
+from moereg.request import Request
+from moereg.selection import Selection
+from tests.support.fakes import FakeExperts
+
+VERSIONS = {"torch": "2.13.0", "moereg": "0.1.0", "kernels": "1.2", "other": "3"}
+HERE = Platform("cpu", "x86_64", "A CPU", versions=VERSIONS, probed=True)
+PROBLEM = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
+EIGHT = get_scheme("int8_w8a16")
+PLAIN = PROBLEM.quant
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The quarantine's file, which does not exist yet, nor does its folder."""
+    path = tmp_path / "data" / "quarantine.json"
+    monkeypatch.setenv("MOEREG_QUARANTINE", str(path))
+    return path
+
+
+@pytest.fixture
+def cells() -> tuple[BackendCell, ...]:
+    registry = BackendRegistry()
+    for name, priority in (("bad", 20), ("good", 10)):
+        register_moe_backend(
+            name,
+            priority,
+            ("unquantized", "int8_w8a16"),
+            ("cpu", "cuda:sm90"),
+            requires=("kernels>=1",),
+            registry=registry,
+        )(type(f"{name.capitalize()}Experts", (FakeExperts,), {}))
+    return registry.cells
+
+
+def record(cell: BackendCell, **changes: Any) -> QuarantineRecord:
+    made = QuarantineRecord.of(cell, PLAIN, HERE, "numbers of T 17: off by 0.5\nwhere 0.008 is allowed")
+    return QuarantineRecord.from_dict({**vars(made), **changes})
+
+
+def choose(cells: tuple[BackendCell, ...], held: Quarantine, platform: Platform = HERE, **facts: Any) -> Selection:
+    problem = MoEProblem(**{**PROBLEM.to_dict(), **facts})
+    return decide(problem, platform, Request(), cells, quarantine=held)
+
+
+def test_what_failed_here_is_rejected_with_the_failure(cells: tuple[BackendCell, ...]) -> None:
+    assert choose(cells, EMPTY).backend == "bad"
+    found = choose(cells, Quarantine([record(cells[0])]))
+    assert found.backend == "good"
+    (rejected,) = (decision for decision in found.decisions if decision.backend == "bad")
+    (reason,) = rejected.reasons
+    assert reason.code == "quarantined"
+    assert reason.text.startswith("requires that it passes the conformance kit on this machine, got a failure on 20")
+    assert reason.text.endswith(": numbers of T 17: off by 0.5 where 0.008 is allowed")
+    assert Selection.from_json(found.to_json(), cells=cells).decisions == found.decisions
+    nothing_fits = choose(cells[:1], Quarantine([record(cells[0])]))
+    assert "moereg verify NAME --unquarantine" in nothing_fits.refusal
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "backend": {"backend": "good"},
+    "class": {"experts": "OtherExperts"},
+    "rule": {"rule": "cuda:sm90"},
+    "scheme": {"scheme": "int8_w8a16"},
+    "platform": {"platform": "cuda:sm90"},
+    "device": {"device": "Another CPU"},
+    "digest": {"digest": "0123456789abcdef"},
+    "version of torch": {"versions": {**VERSIONS, "torch": "2.14.0"}},
+    "version of a requirement": {"versions": {name: VERSIONS[name] for name in ("torch", "moereg")}},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_record_of_another_cell_or_of_changed_code_says_nothing(cells: tuple[BackendCell, ...], other: str) -> None:
+    assert choose(cells[:1], Quarantine([record(cells[0], **OTHERS[other])])).backend == "bad"
+
+
+def test_versions_are_those_that_the_cell_runs_on(cells: tuple[BackendCell, ...]) -> None:
+    made = record(cells[0])
+    assert made.versions == {name: VERSIONS[name] for name in ("kernels", "moereg", "torch")}
+    updated = Platform("cpu", "x86_64", "A CPU", versions={**VERSIONS, "other": "4"}, probed=True)
+    assert choose(cells, Quarantine([made]), updated).backend == "good"
+    updated = Platform("cpu", "x86_64", "A CPU", versions={**VERSIONS, "kernels": "1.3"}, probed=True)
+    assert choose(cells, Quarantine([made]), updated).backend == "bad"
+
+
+def test_schemes_are_held_one_by_one_and_other_machines_are_not(cells: tuple[BackendCell, ...]) -> None:
+    held = Quarantine([record(cells[0])])
+    assert choose(cells, held, quant="int8_w8a16").backend == "bad"
+    assert [found.scheme for found in held.of_cell(cells[0], HERE)] == ["unquantized"]
+    assert choose(cells, held, Platform("cpu", "x86_64", "A CPU", versions=VERSIONS)).backend == "bad"
+    with pytest.raises(ValueError, match="only what failed on the machine at hand can be quarantined"):
+        QuarantineRecord.of(cells[0], EIGHT, Platform.from_name("cuda:sm90"), "off")
+    with pytest.raises(ValueError, match="verify it there"):
+        QuarantineRecord.of(cells[0], EIGHT, Platform("cuda", "sm80", probed=True), "off")
+
+
+def test_changed_code_is_selected_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "repaired_x.py").write_text("class Repaired:\n    factor = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    repaired = type("Repaired", (FakeExperts,), {"__module__": "repaired_x"})
+    registry = BackendRegistry()
+    register_moe_backend("repaired", 1, ("unquantized",), ("cpu",), registry=registry)(repaired)
+    held = Quarantine([record(registry.cells[0])])
+    assert choose(registry.cells, held).backend is None
+    (tmp_path / "repaired_x.py").write_text("class Repaired:\n    factor = 1\n")
+    quarantine._digest_once.cache_clear()  # A new process would read it anew.
+    assert choose(registry.cells, held).backend == "repaired"
+
+
+def test_records_are_written_read_replaced_and_lifted(file: Path, cells: tuple[BackendCell, ...]) -> None:
+    assert read_quarantine() is EMPTY
+    first = record(cells[0])
+    assert change_quarantine([first, record(cells[1])]) == ()
+    assert [found.backend for found in read_quarantine().records] == ["bad", "good"]
+    assert read_quarantine() is read_quarantine(), "an unchanged file is read once"
+    later = record(cells[0], failure="off by 0.7")
+    change_quarantine([later])
+    assert {found.backend: found.failure for found in read_quarantine().records} == {
+        "bad": "off by 0.7",
+        "good": record(cells[1]).failure,
+    }
+    assert change_quarantine(lift=lambda found: found.backend == "bad") == (later,)
+    assert [found.backend for found in read_quarantine().records] == ["good"]
+    assert change_quarantine(lift=lambda found: True) == (record(cells[1]),)
+    assert read_quarantine().records == ()
+    assert {path.name for path in file.parent.iterdir()} <= {file.name, f"{file.name}.lock"}
+
+
+def test_selection_reads_the_file_that_the_variable_names(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = explain_backends(PROBLEM)
+    winner = before.winner
+    assert winner is not None
+    assert winner.cell is not None
+    change_quarantine([QuarantineRecord.of(winner.cell, PLAIN, before.platform, "off by 0.5")])
+    found = explain_backends(PROBLEM)
+    assert found.winner is not None
+    assert found.winner.experts != winner.experts
+    held = next(decision for decision in found.decisions if decision.experts == winner.experts)
+    assert [reason.code for reason in held.reasons] == ["quarantined"]
+    for switched_off in ("", str(file.parent / "nowhere.json"), f"{file}/below"):
+        monkeypatch.setenv("MOEREG_QUARANTINE", switched_off)
+        assert explain_backends(PROBLEM).winner == winner
+
+
+GOOD = json.dumps({"schema": 1, "records": []})
+BROKEN: dict[str, tuple[str, str]] = {
+    "no JSON": ("{", "cannot be used"),
+    "empty": ("", "cannot be used"),
+    "not text": ("\udcff", "cannot be used"),
+    "a list": ("[]", "it must be an object of schema 1"),
+    "another schema": ('{"schema": 2, "records": []}', "it must be an object of schema 1"),
+    "no records": ('{"schema": 1}', "its records must be a list"),
+    "a record that is text": ('{"schema": 1, "records": ["bad"]}', "a record must be an object, got 'bad'"),
+    "a record without a key": (
+        '{"schema": 1, "records": [{}]}',
+        "backend of a record must be printable text",
+    ),
+    "deep": ("[" * 100_000, "cannot be used"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_one_warning_and_nothing_is_quarantined(file: Path, name: str) -> None:
+    content, message = BROKEN[name]
+    file.parent.mkdir()
+    file.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert explain_backends(PROBLEM).winner is not None
+        assert explain_backends(PROBLEM).winner is not None
+    assert [(found.category, message in str(found.message)) for found in warned] == [(QuarantineWarning, True)]
+    assert str(file) in str(warned[0].message)
+    assert "\n" not in str(warned[0].message)
+    with pytest.raises(QuarantineError, match="delete it, or name another file in MOEREG_QUARANTINE"):
+        change_quarantine()
+
+
+def test_texts_that_a_terminal_would_obey_are_refused(file: Path, cells: tuple[BackendCell, ...]) -> None:
+    with pytest.raises(ValueError, match="failure of a record must be printable text"):
+        record(cells[0], failure="\x1b[2J")
+    with pytest.raises(ValueError, match="versions of a record"):
+        record(cells[0], versions={"torch": "\x1b[2J"})
+    with pytest.raises(ValueError, match="versions of a record"):
+        record(cells[0], versions="2.13")
+    # A driver may say anything; what is written can be read back.
+    odd = Platform("cpu", "x86_64", "A\x1b[2J CPU", versions=VERSIONS, probed=True)
+    change_quarantine([QuarantineRecord.of(cells[0], PLAIN, odd, "off\x1b[2J")])
+    assert choose(cells, read_quarantine(), odd).backend == "good"
+
+
+def test_a_file_that_others_may_write_is_not_believed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.parent.mkdir()
+    file.write_text(GOOD)
+    file.chmod(0o666)
+    with pytest.warns(QuarantineWarning, match="nobody else may write to it"):
+        assert read_quarantine() is EMPTY
+    file.chmod(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+    status = os.stat_result((0o100600, 1, 1, 1, 4242, 0, len(GOOD), 0, 0, 0))
+    monkeypatch.setattr(os, "fstat", lambda handle: status)
+    quarantine._read_once.cache_clear()
+    with pytest.warns(QuarantineWarning, match="must belong to this user or to root"):
+        assert read_quarantine() is EMPTY
+
+
+def test_neither_a_folder_nor_a_pipe_nor_a_huge_file_is_read(file: Path) -> None:
+    file.mkdir(parents=True)
+    with pytest.warns(QuarantineWarning, match="cannot be used"):
+        assert read_quarantine() is EMPTY
+    file.rmdir()
+    os.mkfifo(file)
+    with pytest.warns(QuarantineWarning, match="it must be a file of at most"):
+        assert read_quarantine() is EMPTY
+    file.unlink()
+    with file.open("wb") as stream:
+        stream.truncate(1 << 30)
+    with pytest.warns(QuarantineWarning, match="it must be a file of at most"):
+        assert read_quarantine() is EMPTY
+
+
+def test_what_cannot_be_written_is_an_error_with_its_cure(
+    cells: tuple[BackendCell, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEREG_QUARANTINE", "/dev/null/quarantine.json")
+    assert read_quarantine() is EMPTY
+    with pytest.raises(QuarantineError, match=r"'/dev/null/quarantine.json' must be readable and writable"):
+        change_quarantine([record(cells[0])])
+    monkeypatch.setenv("MOEREG_QUARANTINE", "")
+    with pytest.raises(QuarantineError, match="which switches the quarantine off"):
+        change_quarantine([record(cells[0])])
+
+
+def test_a_write_that_fails_leaves_the_file_and_no_other(
+    file: Path, cells: tuple[BackendCell, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_quarantine([record(cells[0])])
+    before = file.read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(QuarantineError, match="No space left on device"):
+        change_quarantine([record(cells[1])])
+    assert file.read_bytes() == before
+    assert {path.name for path in file.parent.iterdir()} <= {file.name, f"{file.name}.lock"}
+
+
+def test_writers_take_turns(file: Path, cells: tuple[BackendCell, ...]) -> None:
+    def add(number: int) -> None:
+        change_quarantine([record(cells[0], device=f"CPU {number}")])
+
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found.device for found in read_quarantine().records) == sorted(
+        f"CPU {number}" for number in range(16)
+    )
+
+
+def test_the_file_is_in_the_users_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOEREG_QUARANTINE")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert quarantine_path() == tmp_path / "moereg" / "quarantine.json"
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "other"))
+    assert quarantine_path() == tmp_path / "other" / "moereg" / "quarantine.json"
+
+
+def test_asking_costs_selection_nothing(file: Path, cells: tuple[BackendCell, ...]) -> None:
+    change_quarantine(record(cells[0], device=f"CPU {number}") for number in range(100))
+
+    def ask() -> float:
+        start = time.perf_counter()
+        held = read_quarantine()
+        for cell in cells:
+            held.reason(cell, PLAIN, cell.rules[0], HERE)
+        return time.perf_counter() - start
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MoeregWarning)
+        ask()
+        # A selection takes near 1 ms; this is 20 us here, and reading the file takes longer than the limit.
+        assert min(ask() for _ in range(20)) < 5e-4
