@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import os
 import pkgutil
+import re
 import sys
 import threading
-from collections.abc import Sequence
+import time
+import warnings
 from typing import Final
 
-import importlib_metadata
-
+from moereg.collecting import Collection
+from moereg.entry_points import Owners, PluginPoint, scan
 from moereg.errors import (
     PluginError,
+    PluginWarning,
     RegistrationError,
     UnknownBackendError,
     described,
@@ -25,12 +29,16 @@ from moereg.errors import (
     unknown_name_message,
 )
 from moereg.platforms import Platform, installed_versions, probe_platform
-from moereg.plugins import BACKEND_GROUP, PLATFORM_GROUP, LoadFailure, PluginStatus
+from moereg.plugins import BACKEND_GROUP, PLATFORM_GROUP, LoadFailure, PluginStatus, warning_of
 from moereg.registry import API_VERSION, BUILTIN, REGISTRY, BackendCell, BackendRegistry, registering_origin
 
 __all__ = ["current_platform", "list_backends", "list_cells", "load_backends", "plugin_statuses"]
 
+logger: Final = logging.getLogger("moereg")
+
 _GROUPS: Final = (BACKEND_GROUP, PLATFORM_GROUP)
+_SLOW_SECONDS: Final = 0.5
+"""An import that takes longer is logged with its plugin's name."""
 
 
 class _Loader:
@@ -39,6 +47,9 @@ class _Loader:
     def __init__(self, registry: BackendRegistry) -> None:
         self._registry = registry
         self._lock = threading.RLock()
+        self._collection = Collection(registry)
+        self._done: dict[PluginPoint, PluginStatus] = {}
+        self._loading: PluginPoint | None = None
         self._statuses: tuple[PluginStatus, ...] | None = None
         self._platform: Platform | None = None
 
@@ -46,40 +57,71 @@ class _Loader:
         if self._statuses is None:
             with self._lock:
                 if self._statuses is None:
-                    _import_builtins()
-                    self._statuses = tuple(self._load_plugin(point) for point in _entry_points())
+                    self._statuses = self._load_all()
+                    # Last: a user's filter may turn these into errors.
+                    for status in self._statuses:
+                        _warn(status)
         return self._statuses
 
-    def _load_plugin(self, point: importlib_metadata.EntryPoint) -> PluginStatus:
-        origin, version = _distribution(point)
-        status = PluginStatus(point.group, point.name, point.value, f"{origin} {version}", "loaded")
+    def _load_all(self) -> tuple[PluginStatus, ...]:
+        if self._loading is not None:
+            raise PluginError(
+                f"{self._loading.module} of {' '.join(self._loading.owner)} asked for backends while it was imported; "
+                "a plugin may ask inside its functions, when all plugins are loaded"
+            )
+        _import_builtins()
+        points, broken = scan(_GROUPS)
+        self._collection.owners = Owners(points)
+        for point in points:
+            # Some may be loaded already, if Ctrl-C ended the first attempt.
+            if point not in self._done:
+                self._done[point] = self._load_plugin(point)
+        for cells in self._collection.take_homeless():
+            try:
+                self._registry.publish(cells)
+            except RegistrationError as error:
+                logger.warning("cells of a module without an entry point are left out: %s", error)
+        self._registry.owner_of = self._collection.owners.of
+        return (*(self._done[point] for point in points), *broken)
+
+    def _load_plugin(self, point: PluginPoint) -> PluginStatus:
+        status = point.status
         allowed = _allowed_plugins()
         if allowed is not None and point.name not in allowed:
             return dataclasses.replace(status, status="skipped")
-        before = self._registry.snapshot()
+        started = time.perf_counter()
         try:
-            with registering_origin(origin, version):
+            self._loading = point
+            with self._collection.importing(point):
                 loaded = point.load()
             _check_api_version(point)
             if point.group == BACKEND_GROUP:
-                self._check_backend_name(point, (origin, version), before)
+                self._publish(point)
         except BaseException as error:  # A stranger's module may raise anything.
             if stops_the_process(error):
                 raise
-            self._registry.restore(before)
+            if point.group == BACKEND_GROUP:
+                _, early = self._collection.take(point)
+                self._registry.publish((), replaced=early)
             return _failed(status, error)
+        finally:
+            self._loading = None
+            seconds = time.perf_counter() - started
+            if seconds >= _SLOW_SECONDS:
+                logger.info("importing %s of %s took %.1f s", point.module, status.distribution, seconds)
         return dataclasses.replace(status, loaded=loaded)
 
-    def _check_backend_name(
-        self, point: importlib_metadata.EntryPoint, origin: tuple[str, str], before: Sequence[BackendCell]
-    ) -> None:
-        added = {cell.name for cell in self._registry.cells} - {cell.name for cell in before}
-        added |= {cell.name for cell in self._registry.adopt(point.module, *origin)}
-        if added != {point.name}:
+    def _publish(self, point: PluginPoint) -> None:
+        cells, early = self._collection.take(point)
+        names = {cell.name for cell in cells}
+        if names != {point.name}:
+            # What a direct import of its modules made visible goes with the rest.
+            self._registry.publish((), replaced=early)
             raise RegistrationError(
                 f"entry point {point.name!r} must register a backend of that name and no other, got "
-                f"{', '.join(sorted(added)) or 'none'}"
+                f"{', '.join(sorted(names)) or 'none'}"
             )
+        self._registry.publish(cells, replaced=early)
 
     def platform(self) -> Platform:
         if self._platform is None:
@@ -102,6 +144,8 @@ class _Loader:
                 if stops_the_process(error):
                     raise
                 statuses[place] = _failed(status, error)
+                self._statuses = tuple(statuses)
+                _warn(statuses[place])
                 continue
             if platform is not None:
                 provided[f"{status.name} of {status.distribution}"] = platform
@@ -117,22 +161,26 @@ class _Loader:
         return None
 
 
-def _distribution(point: importlib_metadata.EntryPoint) -> tuple[str, str]:
-    """Name and version of an entry point's distribution; the remains of an interrupted uninstall have neither."""
-    try:
-        assert point.dist is not None
-        return point.dist.name, point.dist.version
-    except (AssertionError, KeyError, OSError, TypeError):
-        return f"unknown distribution of {point.value}", "unknown"
-
-
-def _check_api_version(point: importlib_metadata.EntryPoint) -> None:
+def _check_api_version(point: PluginPoint) -> None:
     found = getattr(sys.modules[point.module], "moereg_api", None)
-    if found != API_VERSION:
+    if not isinstance(found, str) or not re.fullmatch(rf"{re.escape(API_VERSION)}(\.\d+)*", found):
         raise RegistrationError(
             f"{point.module} must say moereg_api = {API_VERSION!r}, the version of moereg.author it was written for, "
             f"got {found!r}"
         )
+
+
+def _warn(status: PluginStatus) -> None:
+    if status.failure is not None:
+        warnings.warn(warning_of(status), PluginWarning, stacklevel=_outside())
+
+
+def _outside() -> int:
+    """The stack level of whoever called moereg, for a warning by the caller of this function."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "moereg":
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _failed(status: PluginStatus, error: BaseException) -> PluginStatus:
@@ -145,11 +193,6 @@ def _import_builtins() -> None:
         for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
             if not module.startswith("_"):
                 importlib.import_module(f"moereg.backends.{module}")
-
-
-def _entry_points() -> list[importlib_metadata.EntryPoint]:
-    found = [point for group in _GROUPS for point in importlib_metadata.entry_points(group=group)]
-    return sorted(found, key=lambda point: (_GROUPS.index(point.group), point.name, point.value))
 
 
 def _allowed_plugins() -> frozenset[str] | None:

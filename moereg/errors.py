@@ -17,6 +17,7 @@ __all__ = [
     "MoeregError",
     "MoeregWarning",
     "PluginError",
+    "PluginWarning",
     "RegistrationError",
     "RequestError",
     "TooLargeError",
@@ -71,6 +72,10 @@ class RequestError(MoeregError, ValueError):
 
 class PluginError(MoeregError, RuntimeError):
     """A plugin that was asked for by name could not be loaded."""
+
+
+class PluginWarning(MoeregWarning):
+    """A plugin did not load, or did not say what machine this is; everything else works."""
 
 
 class CheckpointError(MoeregError, ValueError):

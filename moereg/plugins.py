@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from moereg.errors import MoeregError, PluginError
 
-__all__ = ["BACKEND_GROUP", "PLATFORM_GROUP", "LoadFailure", "PluginStatus", "unusable"]
+__all__ = ["BACKEND_GROUP", "PLATFORM_GROUP", "LoadFailure", "PluginStatus", "unusable", "warning_of"]
 
 BACKEND_GROUP: Final = "moereg.backends"
 PLATFORM_GROUP: Final = "moereg.platforms"
@@ -68,3 +68,13 @@ def unusable(status: PluginStatus) -> MoeregError:
     )
     error.__cause__ = status.failure.exception
     return error
+
+
+def warning_of(status: PluginStatus) -> str:
+    """The text of the warning about a plugin that failed: the distribution, the error, the cure."""
+    assert status.failure is not None
+    kind = status.group.removeprefix("moereg.").removesuffix("s")
+    return (
+        f"{kind} {status.name!r} of {status.distribution} did not load: {status.failure.error}; repair or uninstall "
+        "that distribution, or leave it out of MOEREG_PLUGINS"
+    )

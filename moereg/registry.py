@@ -11,8 +11,10 @@ import contextvars
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, TypeVar
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, Protocol, TypeVar
 
 from typing_extensions import Unpack
 
@@ -40,6 +42,8 @@ __all__ = [
     "REGISTRY",
     "BackendCell",
     "BackendRegistry",
+    "Collector",
+    "collecting_with",
     "register_moe_backend",
     "registering_origin",
 ]
@@ -116,15 +120,22 @@ def _most_specific(
 
 
 class BackendRegistry:
-    """All registered cells, in order of registration."""
+    """All registered cells, in order of registration. Thread-safe: readers see all of a change or nothing of it.
+
+    Attributes:
+        owner_of: Name and version of the distribution of a module, None where it is not known. The loader of plugins
+            sets it once it has seen the entry points.
+    """
 
     def __init__(self) -> None:
-        self._cells: list[BackendCell] = []
+        self._cells: tuple[BackendCell, ...] = ()
+        self._lock = threading.Lock()
+        self.owner_of: Callable[[str], tuple[str, str] | None] = lambda module: None
 
     @property
     def cells(self) -> tuple[BackendCell, ...]:
         """All cells."""
-        return tuple(self._cells)
+        return self._cells
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -143,45 +154,48 @@ class BackendRegistry:
                 its schemes by an equally specific rule for problems that may fit both, or another cell gives a scheme's
                 name another meaning. Nothing is stored then.
         """
-        for other in self._cells:
-            _check_same_schemes(other, cell)
-            if other.name != cell.name:
-                continue
-            if other.origin != cell.origin:
-                raise RegistrationError(
-                    f"backend name {cell.name!r} belongs to {other.origin} ({other.class_name}); {cell.class_name} of "
-                    f"{cell.origin} needs another name"
-                )
-            if other.experts is cell.experts:
-                _check_disjoint(other, cell)
-        self._cells.append(cell)
+        self.publish((cell,))
 
-    def adopt(self, modules: str, origin: str, version: str = "") -> tuple[BackendCell, ...]:
-        """Gives a distribution the cells that were registered by its modules before it was known, by a direct import.
+    def publish(self, cells: Iterable[BackendCell], replaced: Iterable[BackendCell] = ()) -> None:
+        """Stores cells, all at once.
 
         Args:
-            modules: A module, with those below it.
-            origin: The distribution.
-            version: Its version.
+            cells: What to store.
+            replaced: Stored cells whose place they take.
 
-        Returns:
-            The cells, with their new origin.
+        Raises:
+            RegistrationError: As `add`, for the first cell that does not fit. Nothing is stored or removed then.
         """
-        adopted: list[BackendCell] = []
-        for place, cell in enumerate(self._cells):
-            module = cell.experts.__module__
-            if cell.origin == module and f"{module}.".startswith(f"{modules}."):
-                self._cells[place] = dataclasses.replace(cell, origin=origin, origin_version=version)
-                adopted.append(self._cells[place])
-        return tuple(adopted)
+        gone = {id(cell) for cell in replaced}
+        with self._lock:
+            stored = [cell for cell in self._cells if id(cell) not in gone]
+            for cell in cells:
+                for other in stored:
+                    _check_compatible(other, cell)
+                stored.append(cell)
+            self._cells = tuple(stored)
 
     def snapshot(self) -> tuple[BackendCell, ...]:
         """The cells, for `restore`."""
-        return tuple(self._cells)
+        return self._cells
 
-    def restore(self, cells: Sequence[BackendCell]) -> None:
+    def restore(self, cells: Iterable[BackendCell]) -> None:
         """Puts back what `snapshot` returned."""
-        self._cells = list(cells)
+        with self._lock:
+            self._cells = tuple(cells)
+
+
+def _check_compatible(other: BackendCell, cell: BackendCell) -> None:
+    _check_same_schemes(other, cell)
+    if other.name != cell.name:
+        return
+    if other.origin != cell.origin:
+        raise RegistrationError(
+            f"backend name {cell.name!r} belongs to {other.origin} ({other.class_name}); {cell.class_name} of "
+            f"{cell.origin} needs another name"
+        )
+    if other.experts is cell.experts:
+        _check_disjoint(other, cell)
 
 
 def _check_same_schemes(one: BackendCell, other: BackendCell) -> None:
@@ -210,6 +224,45 @@ def _check_disjoint(one: BackendCell, other: BackendCell) -> None:
 
 REGISTRY: Final = BackendRegistry()
 _ORIGIN: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar("moereg_origin", default=("", ""))
+
+
+class Collector(Protocol):
+    """Keeps the cells that modules register while they are imported, until all of a module's are known."""
+
+    registry: BackendRegistry
+
+    def owner_of(self, module: str) -> tuple[str, str] | None:
+        """Name and version of the distribution of a module."""
+
+    def collect(self, cell: BackendCell, module: str) -> None:
+        """Keeps a cell that a module registered."""
+
+
+_COLLECTOR: contextvars.ContextVar[Collector | None] = contextvars.ContextVar("moereg_collector", default=None)
+
+
+@contextlib.contextmanager
+def collecting_with(collector: Collector) -> Iterator[None]:
+    """Inside, cells that this thread registers in the collector's registry go to the collector instead."""
+    token = _COLLECTOR.set(collector)
+    try:
+        yield
+    finally:
+        _COLLECTOR.reset(token)
+
+
+def _registering_module(experts: type[Experts]) -> str:
+    """The module that defines a class, or that registers one of a module that was imported before."""
+    module = experts.__module__
+    if getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False):
+        return module
+    # The innermost module whose body is running, whichever functions it called to get here.
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") != "moereg.discovery":
+        if frame.f_code.co_name == "<module>":
+            return str(frame.f_globals.get("__name__", module))
+        frame = frame.f_back
+    return module
 
 
 @contextlib.contextmanager
@@ -260,9 +313,17 @@ def register_moe_backend(
     def decorate(experts: E) -> E:
         target = REGISTRY if registry is None else registry
         check_instance("registry", target, BackendRegistry, "leave it out for the one that selection reads")
+        collector = _COLLECTOR.get()
+        if collector is not None and collector.registry is not target:
+            collector = None
         module = str(getattr(experts, "__module__", "nowhere"))
+        if collector is not None and isinstance(experts, type):
+            module = _registering_module(experts)
         origin, version = _ORIGIN.get()
-        origin = origin or (BUILTIN if module.startswith("moereg.") else module)
+        if not origin:
+            owner_of = target.owner_of if collector is None else collector.owner_of
+            is_builtin = module.startswith("moereg.")
+            origin, version = (BUILTIN, "") if is_builtin else owner_of(module) or (module, "")
         who = f"backend {shown(name)} ({getattr(experts, '__name__', None) or shown(experts)} of {origin})"
         check_name(name, who)
         check_experts(experts, who)
@@ -281,7 +342,10 @@ def register_moe_backend(
             origin=origin,
             origin_version=__version__ if origin == BUILTIN else version,
         )
-        target.add(cell)
+        if collector is None:
+            target.add(cell)
+        else:
+            collector.collect(cell, module)
         return experts
 
     return decorate

@@ -347,18 +347,6 @@ def test_rule_for_is_the_most_specific() -> None:
     assert one.rule_for(Platform.from_name("cpu")) == PlatformRule("*")
 
 
-def test_adoption_is_for_what_a_direct_import_registered() -> None:
-    registry = BackendRegistry()
-    register(registry, origin=FakeExperts.__module__)
-    register(registry, subclass(), origin="somebody", name="other")
-    adopted = registry.adopt("tests.support.fakes", "moereg-fakes", "1.2")
-    found = [(cell.origin, cell.origin_version) for cell in registry.cells]
-    assert found == [("moereg-fakes", "1.2"), ("somebody", "")]
-    assert adopted == registry.cells[:1]
-    assert registry.adopt("tests.support.fakes", "moereg-fakes") == ()
-    assert registry.adopt("tests.fa", "moereg-fa") == ()
-
-
 def test_snapshot_and_restore() -> None:
     registry = BackendRegistry()
     register(registry)

@@ -150,8 +150,8 @@ MUTANTS: Final = (
     Mutant(
         "a plugin takes the name of a built-in",
         "moereg/registry.py",
-        old=("            if other.origin != cell.origin:\n                raise"),
-        new=("            if other.origin > cell.origin:\n                raise"),
+        old="    if other.origin != cell.origin:\n        raise",
+        new="    if other.origin > cell.origin:\n        raise",
         tests=("tests/selection/test_registry.py::test_a_name_belongs_to_one_distribution",),
     ),
     Mutant(
@@ -226,10 +226,45 @@ MUTANTS: Final = (
     ),
     Mutant(
         "cells of a failed plugin stay",
+        "moereg/collecting.py",
+        old="return self.body is None or self.module in sys.modules",
+        new="return True",
+        tests=("tests/selection/test_collecting.py::test_a_module_of_a_library_without_entry_points",),
+    ),
+    Mutant(
+        "cells belong to the wheel that is loading",
+        "moereg/collecting.py",
+        old="return self.owners.of(module, self._importer)",
+        new="return self._importer.owner if self._importer else None",
+        tests=("tests/selection/test_collecting.py::test_a_wheel_may_subclass_the_class_of_another",),
+    ),
+    Mutant(
+        "a cell comes in with the entry point that is loading",
+        "moereg/entry_points.py",
+        old="pool = [point for point in self._nearest(module) if point in mine] or mine",
+        new="pool = [point for point in mine if point == importer] or mine",
+        tests=("tests/selection/test_collecting.py::test_two_modules_of_one_wheel_import_each_other",),
+    ),
+    Mutant(
+        "a class that another module made is of that module",
+        "moereg/registry.py",
+        old="    if getattr(getattr(sys.modules.get(module)",
+        new="    if True or getattr(getattr(sys.modules.get(module)",
+        tests=("tests/selection/test_collecting.py::test_a_class_of_another_registered_by_a_helper",),
+    ),
+    Mutant(
+        "cells of an entry point are visible one by one",
+        "moereg/registry.py",
+        old="                stored.append(cell)\n            self._cells",
+        new="                stored.append(cell)\n                self._cells = tuple(stored)\n            self._cells",
+        tests=("tests/selection/test_collecting.py::test_all_cells_of_an_entry_point_or_none",),
+    ),
+    Mutant(
+        "a minor version breaks a wheel",
         "moereg/discovery.py",
-        old="            self._registry.restore(before)\n",
-        new="            pass\n",
-        tests=("tests/selection/test_discovery.py::test_good_and_bad_plugins_side_by_side",),
+        old="(\\.\\d+)*",
+        new="",
+        tests=("tests/selection/test_collecting.py::test_a_minor_version_breaks_no_wheel",),
     ),
     Mutant(
         "a plugin's machine is not marked as probed",
@@ -240,9 +275,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         "plugins load in the order they were found",
-        "moereg/discovery.py",
-        old="return sorted(found, key=lambda point: (_GROUPS.index(point.group), point.name, point.value))",
-        new="return found",
+        "moereg/entry_points.py",
+        old="return sorted(points, key=lambda point: (groups.index(point.group), point.name, point.value)), broken",
+        new="return points, broken",
         tests=("tests/selection/test_discovery.py::test_two_distributions_want_one_name",),
     ),
     Mutant(

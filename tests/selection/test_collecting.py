@@ -1,0 +1,339 @@
+"""Registration of plugins, in this process: collected by module, published for the distribution that owns it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moereg.discovery import _Loader
+from moereg.errors import MoeregWarning
+from moereg.plugins import PluginStatus
+from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
+from tests.support.fakes import FakeExperts
+
+CELL = """
+@register_moe_backend(name={name!r}, priority=1, quant_schemes=("unquantized",), platforms=({rule!r},))
+class {kind}({base}):
+    pass
+"""
+HEAD = """
+from moereg.author import register_moe_backend
+from tests.support.fakes import FakeExperts
+moereg_api = "1"
+"""
+
+
+def cell(name: str, rule: str = "*", kind: str = "Mine", base: str = "FakeExperts") -> str:
+    return CELL.format(name=name, rule=rule, kind=kind, base=base)
+
+
+def backend(name: str, **changes: str) -> str:
+    return HEAD + cell(name, **changes)
+
+
+class Wheels:
+    """A folder of distributions on this process's path, and loaders that see them for the first time."""
+
+    def __init__(self, folder: Path, registry: BackendRegistry) -> None:
+        self.folder = folder
+        self.registry = registry
+
+    def install(self, distribution: str, backends: dict[str, str], files: dict[str, str], version: str = "1.2") -> None:
+        info = self.folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        for name, source in files.items():
+            (self.folder / name).parent.mkdir(exist_ok=True, parents=True)
+            (self.folder / name).write_text(source)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        (info / "RECORD").write_text("".join(f"{name},,\n" for name in files))
+        points = "".join(f"{name} = {value}\n" for name, value in backends.items())
+        (info / "entry_points.txt").write_text(f"[moereg.backends]\n{points}")
+
+    def load(self) -> dict[str, str]:
+        """`loaded` or the error of every entry point."""
+        return summary(_Loader(self.registry).load())
+
+    def cells(self, *names: str) -> list[BackendCell]:
+        return [cell for cell in self.registry.cells if cell.name in names]
+
+    def origins(self, *names: str) -> dict[str, str]:
+        return {cell.name: f"{cell.origin} {cell.origin_version}" for cell in self.cells(*names)}
+
+
+def summary(statuses: tuple[PluginStatus, ...]) -> dict[str, str]:
+    return {status.name: status.failure.error if status.failure else status.status for status in statuses}
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry) -> Iterator[Wheels]:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before, owner_of = set(sys.modules), isolated_registry.owner_of
+    yield Wheels(tmp_path, isolated_registry)
+    isolated_registry.owner_of = owner_of
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+quiet = pytest.mark.filterwarnings("ignore::moereg.errors.PluginWarning")
+
+
+def test_a_wheel_may_subclass_the_class_of_another(wheels: Wheels) -> None:
+    child = "from zbase.experts import Mine as Base\n" + backend("child", base="Base")
+    wheels.install("moereg-child", {"child": "child_wheel"}, {"child_wheel.py": child})
+    files = {
+        "zbase/__init__.py": "from zbase.experts import *\nmoereg_api = '1'\n",
+        "zbase/experts.py": backend("zbase"),
+    }
+    wheels.install("moereg-zbase", {"zbase": "zbase"}, files, version="3.4")
+    assert wheels.load() == {"child": "loaded", "zbase": "loaded"}
+    assert wheels.origins("child", "zbase") == {"child": "moereg-child 1.2", "zbase": "moereg-zbase 3.4"}
+
+
+@quiet
+def test_a_wheel_whose_base_fails_after_registering(wheels: Wheels) -> None:
+    # The child's import works without the base's last line, and must not bring the base in.
+    child = "try:\n    import zbase\nexcept ValueError:\n    pass\n" + backend("child")
+    wheels.install("moereg-child", {"child": "child_wheel"}, {"child_wheel.py": child})
+    wheels.install("moereg-zbase", {"zbase": "zbase"}, {"zbase.py": backend("zbase") + "raise ValueError('late')\n"})
+    assert wheels.load() == {"child": "loaded", "zbase": "ValueError: late"}
+    assert wheels.origins("child", "zbase") == {"child": "moereg-child 1.2"}
+
+
+@quiet
+def test_the_base_stands_where_the_child_fails(wheels: Wheels) -> None:
+    child = "from zbase import Mine as Base\n" + backend("child", base="Base") + "raise ValueError('late')\n"
+    wheels.install("moereg-child", {"child": "child_wheel"}, {"child_wheel.py": child})
+    wheels.install("moereg-zbase", {"zbase": "zbase"}, {"zbase.py": backend("zbase")})
+    assert wheels.load() == {"child": "ValueError: late", "zbase": "loaded"}
+    assert wheels.origins("child", "zbase") == {"zbase": "moereg-zbase 1.2"}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@quiet
+def test_two_modules_of_one_wheel_import_each_other(wheels: Wheels, fails: bool) -> None:
+    first = "from pair.bb import Mine as Base\n" + backend("aa", base="Base") + ("1 / 0\n" if fails else "")
+    files = {"pair/__init__.py": "", "pair/aa.py": first, "pair/bb.py": backend("bb")}
+    wheels.install("pair", {"aa": "pair.aa", "bb": "pair.bb"}, files)
+    assert wheels.load() == {"aa": "ZeroDivisionError: division by zero" if fails else "loaded", "bb": "loaded"}
+    assert wheels.origins("aa", "bb") == ({} if fails else {"aa": "pair 1.2"}) | {"bb": "pair 1.2"}
+
+
+def test_two_backends_of_one_module(wheels: Wheels) -> None:
+    both = backend("aa") + cell("bb", kind="Other")
+    wheels.install("pair", {"aa": "pair.aa", "bb": "pair.bb"}, {
+        "pair/__init__.py": "", "pair/both.py": both, "pair/aa.py": "from pair.both import *\nmoereg_api = '1'\n",
+        "pair/bb.py": "from pair.both import *\nmoereg_api = '1'\n",
+    })  # fmt: skip
+    assert wheels.load() == {"aa": "loaded", "bb": "loaded"}
+    assert [cell.class_name for cell in wheels.cells("aa", "bb")] == ["Mine", "Other"]
+
+
+def test_wheels_that_share_a_namespace(wheels: Wheels) -> None:
+    for name in ("aa", "bb"):
+        wheels.install(f"acme-{name}", {name: f"acme.{name}"}, {f"acme/{name}.py": backend(name)})
+    # The second imports the first, which has been published by then, and a part of its own beside its entry point.
+    (wheels.folder / "acme/bb.py").write_text("import acme.aa, acme.more\nmoereg_api = '1'\n")
+    (wheels.folder / "acme/more.py").write_text(backend("bb"))
+    assert wheels.load() == {"aa": "loaded", "bb": "loaded"}
+    assert wheels.origins("aa", "bb") == {"aa": "acme-aa 1.2", "bb": "acme-bb 1.2"}
+
+
+def test_a_library_beside_the_entry_points_module(wheels: Wheels) -> None:
+    for name, extra in (("aa", "import lib_bb\n"), ("bb", "")):
+        entry = f"{extra}import lib_{name}\nmoereg_api = '1'\n"
+        wheels.install(name, {name: f"entry_{name}"}, {f"entry_{name}.py": entry, f"lib_{name}.py": backend(name)})
+    # Its files say whose lib_bb is, though aa imports it first.
+    assert wheels.load() == {"aa": "loaded", "bb": "loaded"}
+    assert wheels.origins("aa", "bb") == {"aa": "aa 1.2", "bb": "bb 1.2"}
+
+
+def test_a_class_of_another_registered_by_a_helper(wheels: Wheels) -> None:
+    # A rectangle for somebody else's class, and a class that a library made, are of the wheel that registers them.
+    makes = HEAD + "def make(name):\n    class Made(FakeExperts): pass\n    return register(name, Made)\n"
+    makes += "def register(name, kind):\n    return register_moe_backend(name, 1, ('unquantized',), ('*',))(kind)\n"
+    wheels.install("helper", {"helper": "helper"}, {"helper.py": makes + cell("helper")})
+    wheels.install("maker", {"amade": "amade"}, {"amade.py": "import helper\nmoereg_api = '1'\nhelper.make('amade')\n"})
+    extends = (
+        "import helper\nfrom moereg.backends.torch_moe import TorchDenseExperts as TorchExperts\nmoereg_api = '1'\n"
+    )
+    extends += "helper.register('wider', TorchExperts)\n"
+    wheels.install("wider", {"wider": "wider"}, {"wider.py": extends})
+    assert wheels.load() == {"amade": "loaded", "helper": "loaded", "wider": "loaded"}
+    assert wheels.origins("amade", "helper", "wider") == {
+        "amade": "maker 1.2", "helper": "helper 1.2", "wider": "wider 1.2",
+    }  # fmt: skip
+
+
+@quiet
+def test_all_cells_of_an_entry_point_or_none(wheels: Wheels) -> None:
+    twice = backend("twice") + 'register_moe_backend("twice", 2, ("unquantized",), ("*",))(Mine)\n'
+    wheels.install("twice", {"twice": "twice"}, {"twice.py": twice})
+    wheels.install("torch-again", {"again": "again"}, {"again.py": backend("again") + cell("torch", kind="Other")})
+    found = wheels.load()
+    assert found["twice"].startswith("RegistrationError: Mine of twice registers 'twice' twice for scheme unquantized")
+    assert found["again"].endswith("must register a backend of that name and no other, got again, torch")
+    assert not wheels.origins("twice", "again")
+
+
+def test_what_is_registered_while_a_plugin_loads_stays(wheels: Wheels) -> None:
+    wait = "import threading\nentered, go = threading.Event(), threading.Event()\n"
+    slow = wait + backend("slow") + "entered.set()\nassert go.wait(60)\nraise ValueError('late')\n"
+    wheels.install("slow", {"slow": "slow_wheel"}, {"slow_wheel.py": slow})
+    found: list[Any] = []
+
+    def load() -> None:
+        with pytest.warns(MoeregWarning, match="late"):
+            found.append(wheels.load())
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    while not hasattr(module := sys.modules.get("slow_wheel"), "go") and thread.is_alive():
+        pass
+    assert module is not None
+    assert module.entered.wait(60)
+    # Nothing of the plugin shows, and a notebook's class shows at once.
+    assert wheels.origins("slow") == {}
+    register_moe_backend("at_once", 1, ("unquantized",), ("*",))(FakeExperts)
+    assert wheels.origins("at_once") == {"at_once": "tests.support.fakes "}
+    module.go.set()
+    thread.join(60)
+    assert found == [{"slow": "ValueError: late"}]
+    assert wheels.origins("slow", "at_once") == {"at_once": "tests.support.fakes "}
+
+
+def test_threads_that_register_at_once_lose_nothing() -> None:
+    registry = BackendRegistry()
+    barrier = threading.Barrier(8)
+
+    def register(number: int) -> None:
+        barrier.wait()
+        for step in range(25):
+            kind = type(f"Experts{number}", (FakeExperts,), {})
+            register_moe_backend(f"own_{number}", step, ("unquantized",), ("*",), registry=registry)(kind)
+
+    threads = [threading.Thread(target=register, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(registry.cells) == 200
+
+
+@quiet
+def test_a_direct_import_before_loading(wheels: Wheels) -> None:
+    wheels.install("early", {"early": "early.point"}, {
+        "early/__init__.py": "", "early/point.py": "import early.kernels\nmoereg_api = '1'\n",
+        "early/kernels.py": backend("early"),
+    })  # fmt: skip
+    wheels.install("unfit", {"unfit": "unfit"}, {"unfit.py": backend("unfit").replace('"1"', '"2"')})
+    import early.kernels  # type: ignore[import-not-found]
+    import unfit  # type: ignore[import-not-found]
+
+    assert wheels.origins("early", "unfit") == {"early": "early.kernels ", "unfit": "unfit "}
+    found = wheels.load()
+    assert found["early"] == "loaded"
+    assert found["unfit"].endswith("got '2'")
+    assert wheels.origins("early", "unfit") == {"early": "early 1.2"}
+    assert [cell.experts for cell in wheels.cells("early")] == [early.kernels.Mine]
+    # What such a module registers later is of the same distribution.
+    exec(cell("early", kind="Later"), vars(early.kernels))
+    assert {(cell.class_name, cell.origin) for cell in wheels.cells("early")} == {("Mine", "early"), ("Later", "early")}
+    assert unfit.Mine
+
+
+def test_a_skipped_wheel_stays_out_when_another_imports_it(wheels: Wheels, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels.install("child", {"child": "child"}, {"child.py": "import zbase\n" + backend("child")})
+    wheels.install("zbase", {"zbase": "zbase"}, {"zbase.py": backend("zbase")})
+    monkeypatch.setenv("MOEREG_PLUGINS", "child")
+    assert wheels.load() == {"child": "loaded", "zbase": "skipped"}
+    assert set(wheels.origins("child", "zbase")) == {"child"}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_module_of_a_library_without_entry_points(wheels: Wheels, fails: bool) -> None:
+    wheels.install("library", {}, {"library.py": backend("library") + ("1 / 0\n" if fails else "")})
+    user = "try:\n    import library\nexcept ZeroDivisionError:\n    pass\n" + backend("user")
+    wheels.install("user", {"user": "user_wheel"}, {"user_wheel.py": user})
+    assert wheels.load() == {"user": "loaded"}
+    assert set(wheels.origins("library", "user")) == ({"user"} if fails else {"library", "user"})
+
+
+def test_interrupted_loading_goes_on(wheels: Wheels) -> None:
+    wheels.install("aa", {"aa": "aa"}, {"aa.py": backend("aa")})
+    stops = "import sys\nif not hasattr(sys, 'stopped_once'):\n    sys.stopped_once = 1\n    raise KeyboardInterrupt\n"
+    wheels.install("bb", {"bb": "bb"}, {"bb.py": backend("bb") + stops})
+    loader = _Loader(wheels.registry)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loader.load()
+        assert summary(loader.load()) == {"aa": "loaded", "bb": "loaded"}
+    finally:
+        del sys.stopped_once  # type: ignore[attr-defined]
+    assert [cell.name for cell in wheels.cells("aa", "bb")] == ["aa", "bb"]
+
+
+def test_a_plugin_that_selects_while_it_is_imported(wheels: Wheels) -> None:
+    wheels.install("hasty", {"hasty": "hasty"}, {"hasty.py": "import loader_of_the_test\nloader_of_the_test.load()\n"})
+    loader: Any = _Loader(wheels.registry)
+    sys.modules["loader_of_the_test"] = loader
+    with pytest.warns(MoeregWarning, match="hasty of hasty 1.2 asked for backends while it was imported; a plugin may"):
+        loader.load()
+
+
+def test_a_failed_plugin_is_warned_of_once(wheels: Wheels) -> None:
+    wheels.install("bad", {"bad": "bad_wheel"}, {"bad_wheel.py": "raise OSError('no such\\nlibrary')"})
+    loader = _Loader(wheels.registry)
+    text = (
+        r"^backend 'bad' of bad 1\.2 did not load: OSError: no such library; repair or uninstall that distribution, "
+        r"or leave it out of MOEREG_PLUGINS$"
+    )
+    with pytest.warns(MoeregWarning, match=text) as caught:
+        loader.load()
+    loader.load()
+    assert [warning.filename for warning in caught] == [__file__]
+    # A filter that makes it an error is obeyed, once: everything else is loaded.
+    loader = _Loader(wheels.registry)
+    with pytest.raises(MoeregWarning, match="no such library"):
+        loader.load()
+    assert summary(loader.load()) == {"bad": "OSError: no such library"}
+
+
+@quiet
+@pytest.mark.parametrize(("api", "fits"), [("1", True), ("1.0", True), ("1.37", True), ("2", False), ("1x", False)])
+def test_a_minor_version_breaks_no_wheel(wheels: Wheels, api: str, fits: bool) -> None:
+    wheels.install("minor", {"minor": "minor"}, {"minor.py": backend("minor").replace('"1"', f'"{api}"')})
+    found = wheels.load()["minor"]
+    assert (found == "loaded") is fits
+    assert fits or found == (
+        "RegistrationError: minor must say moereg_api = '1', the version of moereg.author it was written for, got "
+        f"{api!r}"
+    )
+
+
+@quiet
+def test_unreadable_entry_points_stop_nobody(wheels: Wheels) -> None:
+    wheels.install("good", {"good": "good"}, {"good.py": backend("good")})
+    wheels.install("dashed", {"dashed": "not-a-module"}, {})
+    for name, content in (("latin", b"[moereg.backends]\nm\xfcde = muede\n"), ("lines", b"[moereg.backends]\nalone\n")):
+        wheels.install(name, {}, {})
+        (wheels.folder / f"{name}-1.2.dist-info" / "entry_points.txt").write_bytes(content)
+    found = wheels.load()
+    assert found["good"] == "loaded"
+    assert found["dashed"] == "ValueError: 'not-a-module' names no module; write moereg_mine or moereg_mine:provide"
+    assert found["lines"]
+
+
+def test_an_older_copy_further_down_the_path_is_not_seen(wheels: Wheels, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels.install("copied", {"copied": "copied"}, {"copied.py": backend("copied")}, version="1.0")
+    newer = Wheels(wheels.folder / "newer", wheels.registry)
+    newer.folder.mkdir()
+    newer.install("copied", {"copied": "copied"}, {"copied.py": backend("copied")}, version="2.0")
+    monkeypatch.syspath_prepend(newer.folder)
+    assert wheels.load() == {"copied": "loaded"}
+    assert wheels.origins("copied") == {"copied": "copied 2.0"}
