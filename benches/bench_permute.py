@@ -11,8 +11,9 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from moereg.discovery import current_platform, load_backends
-from moereg.testing.cases import Case, claimed_problems, default_device, runnable_platform
+from moereg.testing.cases import Case, default_device, runnable_platform
 from moereg.testing.inputs import make_weights
+from moereg.testing.problems import claimed_problems
 from moereg.tuning.timing import wait_for
 
 SIZES = {"num_experts": 32, "hidden_size": 512, "intermediate_size": 256, "top_k": 4}

@@ -1,1 +1,91 @@
-"""The conformance kit: what a backend's author runs to check a backend against the reference."""
+"""The conformance kit: what a backend's author runs to check a backend against the reference.
+
+`verify` runs everything and returns a `Report`; `checks_of` and `run_check` are its parts. The other names are for
+tests of an author's own: random weights and inputs that expose mix-ups, guard bands, planted faults and drawn layers.
+They are imported when they are first used, and none of them needs more than moereg itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from moereg.testing.cases import Case
+    from moereg.testing.check import CellName
+    from moereg.testing.checks import GuardedLayer
+    from moereg.testing.drawing import DrawnLayer, draw_layer
+    from moereg.testing.faults import FAULTS, plant_faults
+    from moereg.testing.guards import GuardedMemory, GuardedWorkspaces, guard_permuted, guard_weights
+    from moereg.testing.inputs import ROUTINGS, Inputs, make_expert_map, make_inputs, make_weights
+    from moereg.testing.interpreter import patch_interpreter
+    from moereg.testing.ledger import Verification, merge_ledger, read_ledger
+    from moereg.testing.problems import claimed_problems, rejected_problems
+    from moereg.testing.suite import (
+        CHECK_SECONDS,
+        Check,
+        Outcome,
+        Report,
+        Result,
+        checks_of,
+        run_check,
+        verify,
+    )
+
+__all__ = [
+    "CHECK_SECONDS",
+    "FAULTS",
+    "ROUTINGS",
+    "Case",
+    "CellName",
+    "Check",
+    "DrawnLayer",
+    "GuardedLayer",
+    "GuardedMemory",
+    "GuardedWorkspaces",
+    "Inputs",
+    "Outcome",
+    "Report",
+    "Result",
+    "Verification",
+    "checks_of",
+    "claimed_problems",
+    "draw_layer",
+    "guard_permuted",
+    "guard_weights",
+    "make_expert_map",
+    "make_inputs",
+    "make_weights",
+    "merge_ledger",
+    "patch_interpreter",
+    "plant_faults",
+    "read_ledger",
+    "rejected_problems",
+    "run_check",
+    "verify",
+]
+
+_MODULES: Final = {
+    "cases": ("Case",),
+    "check": ("CellName",),
+    "checks": ("GuardedLayer",),
+    "drawing": ("DrawnLayer", "draw_layer"),
+    "faults": ("FAULTS", "plant_faults"),
+    "guards": ("GuardedMemory", "GuardedWorkspaces", "guard_permuted", "guard_weights"),
+    "inputs": ("ROUTINGS", "Inputs", "make_expert_map", "make_inputs", "make_weights"),
+    "interpreter": ("patch_interpreter",),
+    "ledger": ("Verification", "merge_ledger", "read_ledger"),
+    "problems": ("claimed_problems", "rejected_problems"),
+    "suite": ("CHECK_SECONDS", "Check", "Outcome", "Report", "Result", "checks_of", "run_check", "verify"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"moereg.testing.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import torch
 
 from moereg.dispatch import evaluate
 from moereg.layer import make_kernel
+from moereg.placement import resolve_expert_map
 from moereg.prepare_finalize import local_prepare_finalize
 from moereg.quant import QuantScheme
 from moereg.reference import reference_experts, relative_error
@@ -23,7 +25,6 @@ from moereg.testing.cases import (
     calls_of,
     fault_tokens,
     first_case,
-    rejected_problems,
     runnable_platform,
     select_cell,
 )
@@ -37,12 +38,14 @@ from moereg.testing.guards import (
     guard_weights,
 )
 from moereg.testing.inputs import Inputs, make_expert_map, make_inputs, make_weights
+from moereg.testing.problems import rejected_problems
 from moereg.tolerances import layer_tolerance
 from moereg.weights import ExpertWeights
 
 __all__ = [
     "GuardedLayer",
     "check_activations_are_rounded",
+    "check_case",
     "check_compiles",
     "check_equal_bits",
     "check_faults_are_caught",
@@ -63,16 +66,25 @@ class GuardedLayer:
     Attributes:
         weights: The canonical weights that it was made from.
         expert_map: [num_experts] int32, or None if all experts are local.
+        truths: The expected results of `calls`.
     """
 
-    def __init__(self, case: Case, weights: ExpertWeights, form: str = "contiguous", ep_rank: int = 0) -> None:
-        """Makes the kernel.
+    def __init__(
+        self,
+        case: Case,
+        weights: ExpertWeights,
+        form: str = "contiguous",
+        ep_rank: int = 0,
+        calls: Sequence[Inputs] = (),
+    ) -> None:
+        """Computes the expected results and then makes the kernel.
 
         Args:
             case: The case to run.
             weights: Weights of the case's problem, contiguous.
             form: How they lie in memory, one of `moereg.testing.guards.FORMS`.
             ep_rank: As in `make_kernel`.
+            calls: Inputs of the calls to come, whose expected results are computed before the backend sees anything.
 
         Raises:
             AssertionError: Permuting wrote to the canonical weights or beside them.
@@ -85,6 +97,8 @@ class GuardedLayer:
         if expert_map is not None:
             expert_map = self._memory.copy("expert_map", expert_map)
             self._memory.freeze()
+        self.expert_map = resolve_expert_map(case.problem, ep_rank, expert_map, case.device)
+        self.truths = [self.reference(inputs) for inputs in calls]
         inner = local_prepare_finalize(case.problem.activation_format)
         self._prepare = GuardedPrepareFinalize(inner, case.device)
         self._kernel = make_kernel(
@@ -148,19 +162,20 @@ def check_layer(layer: DrawnLayer, num_calls: int = 1) -> bool:
     if case is None:
         return False
     try:
-        _check_drawn(case, layer, num_calls)
+        check_case(case, layer, num_calls)
     except Exception as error:
         raise AssertionError(f"{layer}\n{type(error).__name__}: {error}") from error
     return True
 
 
-def _check_drawn(case: Case, layer: DrawnLayer, num_calls: int) -> None:
+def check_case(case: Case, layer: DrawnLayer, num_calls: int = 1) -> None:
+    """As `check_layer`, where the case is known; errors do not name the layer."""
     problem, device = case.problem, case.device
     inputs = make_inputs(problem, layer.num_tokens, layer.routing, device, layer.seed)
     if layer.wide_ids:
         inputs = dataclasses.replace(inputs, topk_ids=inputs.topk_ids.long())
-    guarded = GuardedLayer(case, make_weights(problem, device, layer.seed), layer.form, layer.ep_rank)
-    truth = guarded.reference(inputs)
+    guarded = GuardedLayer(case, make_weights(problem, device, layer.seed), layer.form, layer.ep_rank, [inputs])
+    (truth,) = guarded.truths
     if layer.fill == "stale":
         guarded(make_inputs(problem, layer.num_tokens, "uniform", device, layer.seed + 1))
     outs = [guarded(inputs, layer.fill) for _ in range(num_calls)]
@@ -177,13 +192,16 @@ def check_numbers(case: Case, is_first: bool = False) -> None:
         case: The case to run.
         is_first: Whether it is the first of its class, which gets more calls.
     """
-    layer = GuardedLayer(case, make_weights(case.problem, case.device))
-    for num_tokens, routing in calls_of(case, is_first):
-        inputs = make_inputs(case.problem, num_tokens, routing, case.device, seed=num_tokens)
+    named = {
+        f"T={num_tokens} {routing}": make_inputs(case.problem, num_tokens, routing, case.device, seed=num_tokens)
+        for num_tokens, routing in calls_of(case, is_first)
+    }
+    layer = GuardedLayer(case, make_weights(case.problem, case.device), calls=list(named.values()))
+    for (call, inputs), truth in zip(named.items(), layer.truths, strict=True):
         try:
-            _check_close(case, layer(inputs), layer.reference(inputs))
+            _check_close(case, layer(inputs), truth)
         except AssertionError as error:
-            raise AssertionError(f"T={num_tokens} {routing}: {error}") from error
+            raise AssertionError(f"{call}: {error}") from error
 
 
 def check_rejections(cell: BackendCell) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from moereg.activations import ACTIVATIONS, Activation
 from moereg.discovery import load_backends
 from moereg.problem import MoEProblem
 from moereg.registry import BackendCell
-from moereg.testing.cases import Case, default_device, held, is_imitated, runnable_platform, served_schemes
+from moereg.testing.cases import Case, default_device, is_imitated, runnable_platform
 from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
+from moereg.testing.problems import held, served_schemes
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -30,6 +31,7 @@ __all__ = [
     "layers",
     "limits_of",
     "redraw",
+    "simpler_layers",
 ]
 
 _T = TypeVar("_T")
@@ -246,6 +248,46 @@ def redraw(layer: DrawnLayer, choose: Choose, limits: Limits) -> DrawnLayer:
         form=choose(FORMS),
         seed=choose(range(1000)),
     )
+
+
+def simpler_layers(layer: DrawnLayer) -> Iterator[DrawnLayer]:
+    """Layers that are simpler in one respect each, those that say most first."""
+    usual: dict[str, Any] = {"routing": "uniform", "form": "contiguous", "fill": "nan", "wide_ids": False}
+    for field, value in usual.items():
+        if getattr(layer, field) != value:
+            yield dataclasses.replace(layer, **{field: value})
+    for num_tokens in (1, 2, layer.num_tokens // 2, layer.num_tokens - 1):
+        if 0 < num_tokens < layer.num_tokens:
+            yield dataclasses.replace(layer, num_tokens=num_tokens)
+    for changes in _simpler_problems(layer.problem):
+        problem = dataclasses.replace(layer.problem, **changes)
+        ep_rank = layer.ep_rank if problem.is_expert_parallel else 0
+        yield dataclasses.replace(layer, problem=problem, ep_rank=ep_rank)
+
+
+def _simpler_problems(problem: MoEProblem) -> Iterator[dict[str, Any]]:
+    if problem.is_expert_parallel:
+        yield {"num_local_experts": problem.num_experts}
+    else:
+        for num_experts in sorted({1, 2, problem.num_experts // 2}):
+            if problem.top_k <= num_experts < problem.num_experts:
+                yield {"num_experts": num_experts, "num_local_experts": num_experts}
+    if problem.top_k > 1:
+        yield {"top_k": 1}
+    for field, value in (
+        ("has_bias", False),
+        ("apply_router_weight_on_input", False),
+        ("placement", "contiguous"),
+        ("activation", ACTIVATIONS["silu"]),
+        ("dtype", "bfloat16"),
+    ):
+        if getattr(problem, field) != value:
+            yield {field: value}
+    for field in ("hidden_size", "intermediate_size"):
+        size = getattr(problem, field)
+        for smaller in (16, 32, 64, 128, size // 2):
+            if 0 < smaller < size:
+                yield {field: smaller}
 
 
 def _least_alike(size: int) -> int:

@@ -13,8 +13,8 @@ from moereg import digest
 from moereg.discovery import load_backends
 from moereg.platforms import Platform
 from moereg.registry import BUILTIN, BackendCell
-from moereg.testing.cases import claimed_problems
 from moereg.testing.ledger import cell_digest
+from moereg.testing.problems import claimed_problems
 from tests.kit.test_ledger import EPYC, H200, builtin
 
 # Modules, and the classes that run them.

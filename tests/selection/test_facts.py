@@ -21,8 +21,8 @@ from moereg.facts import FACTS, Fact, Facts, NarrowedFacts, check_facts, fact_re
 from moereg.problem import MoEProblem
 from moereg.reasons import REASON_CODES, Reason
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.testing.cases import claimed_problems, rejected_problems
 from moereg.testing.drawing import Limits, draw_layer
+from moereg.testing.problems import claimed_problems, rejected_problems
 from tests.support.fakes import EVERYTHING, FakeExperts
 
 ROOT = Path(__file__).resolve().parents[2]

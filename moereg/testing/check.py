@@ -1,0 +1,220 @@
+"""One check of one cell as a value: it can be written as JSON, sent to another process, and run there."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from moereg.discovery import current_platform, load_backends
+from moereg.errors import ArgumentError, described, stops_the_process
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.quant import QuantScheme, get_scheme
+from moereg.registry import BackendCell
+from moereg.testing import checks
+from moereg.testing.cases import Case, is_imitated, machine, runnable_platform, running_as
+from moereg.testing.deciding import check_deciding
+from moereg.testing.drawing import DrawnLayer
+from moereg.testing.modules import import_modules
+
+__all__ = ["KINDS", "CellName", "Check", "chosen_machine", "ready_to_run"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CellName:
+    """The identity of a cell across processes.
+
+    Attributes:
+        backend, experts: Names of the backend and the experts class.
+        schemes: Names of the schemes that it computes.
+        rules: Its platform rules.
+        number: Which one, of cells that are equal in all that and differ in narrowed facts.
+    """
+
+    backend: str
+    experts: str
+    schemes: tuple[str, ...]
+    rules: tuple[str, ...]
+    number: int = 0
+
+    @classmethod
+    def of_all(cls, cells: tuple[BackendCell, ...]) -> dict[CellName, BackendCell]:
+        """Every cell by its name, in their order."""
+        counts: collections.Counter[tuple[object, ...]] = collections.Counter()
+        found = {}
+        for cell in cells:
+            schemes = tuple(scheme.name for scheme in cell.schemes)
+            key = (cell.name, cell.class_name, schemes, tuple(rule.text for rule in cell.rules))
+            found[cls(*key, counts[key])] = cell
+            counts[key] += 1
+        return found
+
+    def find(self) -> BackendCell:
+        """The cell as it is registered in this process.
+
+        Raises:
+            ArgumentError: It is not.
+        """
+        cell = self.of_all(load_backends().cells).get(self)
+        if cell is None:
+            raise ArgumentError(f"no cell {self} is registered here; import the module that registers it")
+        return cell
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CellName:
+        """Inverse of `dataclasses.asdict`, also where JSON has made lists of the tuples."""
+        return cls(**{**values, "schemes": tuple(values["schemes"]), "rules": tuple(values["rules"])})
+
+    def __str__(self) -> str:
+        """Such as `TorchDenseExperts cpu,cuda:sm80+ unquantized`; long lists of schemes are cut."""
+        schemes = self.schemes[0] if len(self.schemes) == 1 else f"{self.schemes[0]}+{len(self.schemes) - 1}"
+        number = f" #{self.number + 1}" if self.number else ""
+        return f"{self.experts} {','.join(self.rules)} {schemes}{number}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One promise of a cell, on one problem where it has one. Pickles, and goes through JSON.
+
+    Attributes:
+        cell: The cell that is checked.
+        kind: One of `KINDS`.
+        argument: JSON of what the kind needs: a problem, a scheme, a drawn layer or nothing.
+        platform: The platform to run as; the cell's own choice for this machine where empty.
+        modules: Modules or files to import first, which register the backend where no entry point does.
+    """
+
+    cell: CellName
+    kind: str
+    argument: str = "null"
+    platform: str = ""
+    modules: tuple[str, ...] = ()
+
+    @classmethod
+    def make(
+        cls, cell: CellName, kind: str, argument: object = None, platform: str = "", modules: tuple[str, ...] = ()
+    ) -> Check:
+        """A check with the argument as a value."""
+        return cls(cell, kind, json.dumps(argument, sort_keys=True), platform, modules)
+
+    @property
+    def id(self) -> str:
+        """Unique within a backend's suite and equal in each run: `numbers/TorchDenseExperts/cpu/unquantized/...`."""
+        number = [str(self.cell.number)] if self.cell.number else []
+        parts = [self.kind, self.cell.experts, "+".join(self.cell.rules), self.cell.schemes[0], *number]
+        return "/".join([*parts, *self._subject()]).replace(" ", "-")
+
+    def _subject(self) -> list[str]:
+        argument = json.loads(self.argument)
+        if self.kind == "drawn":
+            return [str(argument["label"])]
+        if isinstance(argument, Mapping) and "problem" in argument:
+            return [str(MoEProblem.from_dict(argument["problem"])).replace(",", "")]
+        if argument is None:
+            return []
+        return [argument if isinstance(argument, str) else str(argument["name"])]
+
+    @property
+    def layer(self) -> DrawnLayer | None:
+        """The layer of a check of the kind `drawn`."""
+        return DrawnLayer.from_dict(json.loads(self.argument)["layer"]) if self.kind == "drawn" else None
+
+    def run(self) -> None:
+        """Runs in this process.
+
+        Raises:
+            AssertionError: The cell does not keep its promise, or its code raised; one line.
+        """
+        import_modules(self.modules)
+        with running_as(chosen_machine(self.platform)), ready_to_run(self.cell.find()) as cell:
+            try:
+                KINDS[self.kind](cell, json.loads(self.argument))
+            except BaseException as error:
+                if stops_the_process(error) or isinstance(error, AssertionError):
+                    raise
+                raise AssertionError(described(error)) from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Strings, numbers and lists; `from_dict` reads them back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Check:
+        """Inverse of `to_dict`, also where JSON has made lists of the tuples."""
+        cell = CellName.from_dict(values["cell"])
+        return cls(**{**values, "cell": cell, "modules": tuple(values["modules"])})
+
+
+def chosen_machine(name: str) -> Platform | None:
+    """This machine as the platform of that name: itself, its CPU, or another that experts classes may imitate here.
+
+    Raises:
+        ArgumentError: The name is that of another machine with devices like this one's, which cannot be imitated.
+    """
+    if not name:
+        return None
+    here, named = current_platform(), Platform.from_name(name)
+    if named.kind == here.kind and named.arch in ("", here.arch):
+        return here
+    if named.kind == "cpu":
+        return Platform(named.kind, named.arch, versions=here.versions, probed=True)
+    if named.device_type == here.device_type:
+        raise ArgumentError(
+            f"a kernel for {named} needs such a machine, and this one is {here}; leave the platform out, or go there"
+        )
+    return named
+
+
+@contextlib.contextmanager
+def ready_to_run(cell: BackendCell) -> Iterator[BackendCell]:
+    """Prepares torch and Triton's interpreter for a cell's checks, which are too small for many threads."""
+    num_threads = torch.get_num_threads()
+    if machine().device_type == "cpu" or is_imitated(cell):
+        torch.set_num_threads(1)
+    if is_imitated(cell) and os.environ.get("TRITON_INTERPRET") == "1":
+        from moereg.testing.interpreter import patch_interpreter
+
+        patch_interpreter()
+    try:
+        yield cell
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _case(cell: BackendCell, argument: Mapping[str, Any]) -> Case:
+    platform = runnable_platform(cell)
+    assert platform is not None, "this machine cannot run the cell"
+    return Case(cell, platform, MoEProblem.from_dict(argument["problem"]))
+
+
+def _scheme(argument: str | Mapping[str, Any]) -> QuantScheme:
+    return get_scheme(argument) if isinstance(argument, str) else QuantScheme.from_dict(argument)
+
+
+def _drawn(cell: BackendCell, argument: Mapping[str, Any]) -> None:
+    checks.check_case(_case(cell, argument["layer"]), DrawnLayer.from_dict(argument["layer"]), num_calls=2)
+
+
+KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
+    "deciding": lambda cell, argument: check_deciding(cell),
+    "rejections": lambda cell, argument: checks.check_rejections(cell),
+    "permute": lambda cell, argument: checks.check_permute(cell),
+    "workspaces": lambda cell, argument: checks.check_workspaces_grow(cell),
+    "numbers": lambda cell, argument: checks.check_numbers(_case(cell, argument), argument["is_first"]),
+    "faults": lambda cell, argument: checks.check_faults_are_caught(cell, _scheme(argument)),
+    "rounding": lambda cell, argument: checks.check_activations_are_rounded(cell, _scheme(argument)),
+    "reload": lambda cell, argument: checks.check_reload(cell),
+    "equal_bits": lambda cell, argument: checks.check_equal_bits(cell),
+    "compile": lambda cell, argument: checks.check_compiles(cell),
+    "graph": lambda cell, argument: checks.check_graph_replay(cell),
+    "synchronization": lambda cell, argument: checks.check_no_synchronization(cell),
+    "drawn": _drawn,
+}
+"""Every kind of check, in the order in which a report shows them."""

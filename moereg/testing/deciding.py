@@ -1,0 +1,93 @@
+"""The check of what a cell does while backends are chosen: it answers in words, and loads nothing for it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from collections.abc import Iterator
+from typing import Final
+
+from packaging.requirements import Requirement
+
+from moereg.dispatch import Request, evaluate
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.registry import BackendCell
+from moereg.testing.cases import machine
+from moereg.testing.problems import claimed_problems, rejected_problems
+
+__all__ = ["KERNEL_LIBRARIES", "check_deciding", "kernel_libraries"]
+
+KERNEL_LIBRARIES: Final = frozenset(
+    {
+        "aiter",
+        "apex",
+        "cuda",
+        "cupy",
+        "cutlass",
+        "deep_gemm",
+        "flash_attn",
+        "flashinfer",
+        "humming",
+        "jax",
+        "mlx",
+        "numba",
+        "quack",
+        "sgl_kernel",
+        "sglang",
+        "sonicmoe",
+        "tensorflow",
+        "tilelang",
+        "torch_npu",
+        "torch_xla",
+        "transformer_engine",
+        "transformers",
+        "triton",
+        "triton_kernels",
+        "tvm",
+        "vllm",
+    }
+)
+"""Modules that compute or compile, whose import takes seconds or touches a device."""
+
+
+def kernel_libraries(cell: BackendCell) -> frozenset[str]:
+    """Modules that choosing must not import: the known ones, and those of the distributions that the cell requires."""
+    required = {Requirement(text).name.lower().replace("-", "_") for text in cell.requires}
+    found = set(KERNEL_LIBRARIES)
+    for name in required - {"torch", "numpy", "packaging", "moereg"}:
+        found.add(name)
+        try:
+            files = importlib.metadata.files(name) or ()
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found |= {str(file.parts[0]) for file in files if re.fullmatch(r"[A-Za-z]\w*", file.parts[0])}
+    return frozenset(found) - {"torch", "numpy", cell.experts.__module__.partition(".")[0]}
+
+
+def check_deciding(cell: BackendCell) -> None:
+    """The predicate answers every problem with reasons in words, on every platform of the claim, and imports nothing.
+
+    Raises:
+        AssertionError: It raised, gave a reason that is not a lowercase clause, or imported a kernel library.
+    """
+    before = set(sys.modules)
+    for problem, platform in _questions(cell):
+        decision = evaluate(cell, problem, platform, Request(require=(cell.name,)))
+        for reason in decision.reasons:
+            where = f"for {problem} on {platform}"
+            assert reason.code != "predicate_error", f"{reason.text} {where}"
+            assert reason.text[:1].islower(), f"a reason must be a lowercase clause, got {reason.text!r} {where}"
+    roots = {name.partition(".")[0] for name in set(sys.modules) - before}
+    imported = sorted(roots & kernel_libraries(cell))
+    assert not imported, (
+        f"choosing a backend imports {', '.join(imported)}; import it in permute_weights and apply alone"
+    )
+
+
+def _questions(cell: BackendCell) -> Iterator[tuple[MoEProblem, Platform]]:
+    named = [rule.instance for rule in cell.rules if rule.instance is not None]
+    problems = [*claimed_problems(cell), *(problem for _, problem in rejected_problems(cell))]
+    for platform in dict.fromkeys([machine(), *named]):
+        yield from ((problem, platform) for problem in problems)

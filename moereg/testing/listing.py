@@ -1,0 +1,251 @@
+"""The checks of a backend on one machine, generated from the registry."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from packaging.requirements import Requirement
+
+from moereg.discovery import current_platform, load_backends, plugin_statuses
+from moereg.errors import ArgumentError, UnknownBackendError, unknown_name_message
+from moereg.plugins import BACKEND_GROUP, unusable
+from moereg.registry import BackendCell
+from moereg.testing import cases
+from moereg.testing.cases import is_imitated, runnable_platform, running_as
+from moereg.testing.check import CellName, Check, chosen_machine
+from moereg.testing.drawing import DrawnLayer, draw_layer, limits_of, redraw, simpler_layers
+from moereg.testing.modules import import_modules
+from moereg.testing.problems import accepted_neighbor, accepted_problems
+
+__all__ = ["Suite", "draw_check", "list_suite", "simpler_checks"]
+
+_ALIKE_ON_A_GPU: Final = 8
+"""Drawn layers in a row for which, as far as moereg can know, kernels are compiled once."""
+
+_TRIES: Final = 30
+
+# In the order of running: what costs little or decides most comes first, for every cell.
+_ORDER: Final = (
+    "deciding",
+    "rejections",
+    "workspaces",
+    "permute",
+    "numbers",
+    "faults",
+    "rounding",
+    "reload",
+    "equal_bits",
+    "graph",
+    "synchronization",
+    "compile",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """A backend's checks on a machine.
+
+    Attributes:
+        platform, device, versions: The machine.
+        checks: All but drawn layers, in the order of running.
+        idle: Cells that cannot run here, with their reasons; some of their checks can.
+        imitated: Cells that run by imitating another platform.
+    """
+
+    platform: str
+    device: str
+    versions: Mapping[str, str]
+    checks: tuple[Check, ...]
+    idle: Mapping[CellName, str]
+    imitated: frozenset[CellName]
+
+    @property
+    def running(self) -> tuple[CellName, ...]:
+        """Cells that can run here."""
+        return tuple(cell for cell in dict.fromkeys(check.cell for check in self.checks) if cell not in self.idle)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Strings, numbers and lists; `from_dict` reads them back."""
+        return {
+            "platform": self.platform,
+            "device": self.device,
+            "versions": dict(self.versions),
+            "checks": [check.to_dict() for check in self.checks],
+            "idle": [[dataclasses.asdict(cell), reason] for cell, reason in self.idle.items()],
+            "imitated": [dataclasses.asdict(cell) for cell in self.imitated],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Suite:
+        """Inverse of `to_dict`."""
+        return cls(
+            platform=values["platform"],
+            device=values["device"],
+            versions=values["versions"],
+            checks=tuple(Check.from_dict(check) for check in values["checks"]),
+            idle={CellName.from_dict(cell): reason for cell, reason in values["idle"]},
+            imitated=frozenset(CellName.from_dict(cell) for cell in values["imitated"]),
+        )
+
+
+def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Suite:
+    """Lists the checks of a backend; runs its predicates and nothing else of it.
+
+    Args:
+        name: Name of a backend; empty for all backends that the modules register.
+        platform: The platform to run as; each cell's own choice for this machine where empty.
+        modules: Modules or files to import first.
+
+    Raises:
+        UnknownNameError: No backend or platform has that name.
+        PluginError: The backend's plugin did not load.
+        ArgumentError: A module cannot be imported, or registers nothing.
+    """
+    import_modules(modules)
+    registry = load_backends()
+    names = CellName.of_all(registry.cells)
+    wanted = {
+        cell_name: cell for cell_name, cell in names.items() if (cell.name == name if name else _is_of(cell, modules))
+    }
+    if not wanted:
+        _refuse(name, registry.names, modules)
+    found: list[Check] = []
+    idle, imitated, seen = {}, set(), set()
+    machine = chosen_machine(platform)
+    with running_as(machine):
+        for cell_name, cell in wanted.items():
+            if runnable_platform(cell) is None:
+                idle[cell_name] = cases.why_not_runnable(cell)
+            elif is_imitated(cell):
+                imitated.add(cell_name)
+            for kind, argument in _promises(cell, cell_name in idle, cell.class_name in seen):
+                found.append(Check.make(cell_name, kind, argument, platform, tuple(modules)))
+            if cell_name not in idle:
+                seen.add(cell.class_name)
+        here = cases.machine()
+    required = {"torch", *(Requirement(text).name for cell in wanted.values() for text in cell.requires)}
+    versions = current_platform().versions
+    return Suite(
+        platform=str(here),
+        device=here.device_name or current_platform().device_name,
+        versions={name: versions[name] for name in sorted(required) if name in versions},
+        checks=tuple(sorted(found, key=lambda check: _ORDER.index(check.kind))),
+        idle=idle,
+        imitated=frozenset(imitated),
+    )
+
+
+def _is_of(cell: BackendCell, modules: Sequence[str]) -> bool:
+    names = [module.rpartition("/")[2].removesuffix(".py") for module in modules]
+    return any(f"{cell.experts.__module__}.".startswith(f"{name}.") for name in names)
+
+
+def _refuse(name: str, known: Sequence[str], modules: Sequence[str]) -> None:
+    for status in plugin_statuses():
+        if status.group == BACKEND_GROUP and status.name == name and status.status != "loaded":
+            raise unusable(status)
+    if not name:
+        raise ArgumentError(f"{', '.join(modules)} must register a backend, got none; decorate a class there")
+    raise UnknownBackendError(unknown_name_message("backend", name, known))
+
+
+def _promises(cell: BackendCell, is_idle: bool, is_known: bool) -> Iterator[tuple[str, object]]:
+    """Kinds and arguments of a cell's checks.
+
+    Args:
+        cell: The cell.
+        is_idle: Whether it cannot run here, where only its choosing can be checked.
+        is_known: Whether a cell of its class came before it.
+    """
+    yield "deciding", None
+    if is_idle:
+        return
+    yield "rejections", None
+    yield "workspaces", None
+    yield "permute", None
+    platform = runnable_platform(cell)
+    assert platform is not None
+    problems = accepted_problems(cell, platform)
+    if is_imitated(cell) and is_known:
+        # Interpreted kernels are slow, and cells of one class share them.
+        problems = list({problem.quant: problem for problem in reversed(problems)}.values())[::-1]
+    is_batched = cell.experts.output_form == "per_expert"
+    for place, problem in enumerate(problems):
+        is_first = place == 0 and not is_known and not is_batched
+        yield "numbers", {"problem": problem.to_dict(), "is_first": is_first}
+    served = [problem.quant for problem in problems]
+    for scheme in cases.fault_schemes(cell):
+        if scheme in served:
+            yield "faults", _scheme(scheme.name, dataclasses.asdict(scheme))
+    for scheme in cell.schemes:
+        if scheme.activation is not None and scheme in served:
+            yield "rounding", _scheme(scheme.name, dataclasses.asdict(scheme))
+    yield "reload", None
+    if cell.facts.deterministic and not is_imitated(cell):
+        yield "equal_bits", None
+    if platform.device_type == "cuda" and not is_imitated(cell):
+        if cell.facts.graph_capture:
+            yield "graph", None
+        yield "synchronization", None
+    yield "compile", None
+
+
+def _scheme(name: str, values: dict[str, Any]) -> str | dict[str, Any]:
+    from moereg.quant import QUANT_SCHEMES
+
+    return name if name in QUANT_SCHEMES else values
+
+
+def draw_check(
+    cell_name: CellName, seed: int, number: int, platform: str = "", modules: Sequence[str] = ()
+) -> Check | None:
+    """The drawn layer of that number as a check; equal arguments draw equal layers.
+
+    None where the cell's own predicate refuses everything that was drawn for it.
+    """
+    import_modules(modules)
+    cell = cell_name.find()
+    with running_as(chosen_machine(platform)):
+        here = runnable_platform(cell)
+        if here is None:
+            return None
+        alike = _ALIKE_ON_A_GPU if here.device_type == "cuda" and not is_imitated(cell) else 1
+        choose = random.Random(f"{seed}/{cell_name}/{number // alike}").choice
+        limits = limits_of(cell)
+        for _ in range(_TRIES):
+            layer = first = draw_layer(cell, choose, limits)
+            for _ in range(number % alike):
+                layer = redraw(first, choose, limits)
+            problem = accepted_neighbor(cell, layer.problem, here)
+            if problem is not None:
+                layer = dataclasses.replace(layer, problem=problem)
+                return _drawn(cell_name, f"seed{seed}-{number}", layer, platform, modules)
+    return None
+
+
+def simpler_checks(check: Check) -> list[Check]:
+    """Checks of layers that are simpler than a drawn one in one respect each, the simplest first."""
+    layer = check.layer
+    assert layer is not None
+    import_modules(check.modules)
+    cell = check.cell.find()
+    with running_as(chosen_machine(check.platform)):
+        here = runnable_platform(cell)
+        return [
+            _drawn(
+                check.cell,
+                check.id.rpartition("/")[2].removesuffix("-smaller") + "-smaller",
+                simpler,
+                check.platform,
+                check.modules,
+            )
+            for simpler in simpler_layers(layer)
+            if here is not None and accepted_neighbor(cell, simpler.problem, here) == simpler.problem
+        ]
+
+
+def _drawn(cell: CellName, label: str, layer: DrawnLayer, platform: str, modules: Sequence[str]) -> Check:
+    return Check.make(cell, "drawn", {"label": label, "layer": layer.to_dict()}, platform, tuple(modules))

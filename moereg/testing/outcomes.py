@@ -1,0 +1,183 @@
+"""What became of checks: one outcome each, and a report of them all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from moereg.testing.check import CellName, Check
+
+__all__ = ["SCHEMA", "STATUSES", "Outcome", "Report", "Result"]
+
+SCHEMA: Final = 1
+
+STATUSES: Final = ("passed", "failed", "crashed", "timed_out", "skipped")
+"""Kept its promise; broke it; ended its process; took longer than its limit; was not run, for the reason given."""
+
+_FAILURES: Final = ("failed", "crashed", "timed_out")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of one check.
+
+    Attributes:
+        status: One of `STATUSES`.
+        message: One line; empty if it passed.
+        seconds: Time that it took.
+        output: The end of what the backend wrote to standard output and standard error, where that was recorded.
+        printed: The beginning of what it wrote to standard output, as one line, where that was recorded.
+    """
+
+    status: str
+    message: str = ""
+    seconds: float = 0.0
+    output: str = ""
+    printed: str = ""
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the cell did not keep its promise."""
+        return self.status in _FAILURES
+
+    def to_dict(self) -> dict[str, Any]:
+        """Strings and numbers."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Outcome:
+        """Inverse of `to_dict`; unknown keys are ignored."""
+        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One check with its outcome."""
+
+    check: Check
+    outcome: Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The outcomes of a backend's checks on one machine.
+
+    Attributes:
+        backend: Its name; several, joined by commas, where modules were named instead.
+        platform, device, versions: The machine.
+        seed: Seed of the drawn layers.
+        results: Every check with its outcome, in the order of running.
+        idle: Cells that cannot run on this machine, with their reasons.
+        imitated: Cells that ran, but only by imitating another platform, which is no evidence for that one.
+        seconds: Time that everything took.
+        rerun: The beginning of a command line that runs checks again.
+    """
+
+    backend: str
+    platform: str
+    device: str
+    versions: Mapping[str, str]
+    seed: int
+    results: tuple[Result, ...]
+    idle: Mapping[CellName, str]
+    imitated: frozenset[CellName] = frozenset()
+    seconds: float = 0.0
+    rerun: str = ""
+
+    @property
+    def failures(self) -> tuple[Result, ...]:
+        """Results that are failures."""
+        return tuple(result for result in self.results if result.outcome.is_failure)
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether every check that ran passed; None where no cell could run here."""
+        if self.failures:
+            return False
+        ran = [result for result in self.results if result.outcome.status == "passed"]
+        return True if any(result.check.cell not in self.idle for result in ran) else None
+
+    @property
+    def cells(self) -> tuple[CellName, ...]:
+        """All cells, in the order of registration where they ran, then those that cannot run here."""
+        return tuple(dict.fromkeys([*(result.check.cell for result in self.results), *self.idle]))
+
+    @property
+    def verified_cells(self) -> dict[CellName, int]:
+        """Cells that ran natively, passed everything and skipped nothing, with the number of their checks."""
+        found: dict[CellName, int] = {}
+        for cell in self.cells:
+            own = [result.outcome.status for result in self.results if result.check.cell == cell]
+            if cell not in self.idle and cell not in self.imitated and own and set(own) == {"passed"}:
+                found[cell] = len(own)
+        return found
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is no failure and still worth a line: output of the backend on standard output."""
+        notes = []
+        for cell in self.cells:
+            printed = [result for result in self.results if result.check.cell == cell and result.outcome.printed]
+            if printed:
+                times = f"in {len(printed)} checks" if len(printed) > 1 else f"in the check {printed[0].check.kind}"
+                notes.append(
+                    f"{cell} writes to standard output {times}, where programs print results: "
+                    f"{printed[0].outcome.printed!r}; use logging or standard error"
+                )
+        return tuple(notes)
+
+    def rerun_line(self, result: Result) -> str:
+        """The command that runs one check again."""
+        return f"{self.rerun} --check '{result.check.id}'"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `moereg verify --json` prints."""
+        return {
+            "schema": SCHEMA,
+            "backend": self.backend,
+            "platform": self.platform,
+            "device": self.device,
+            "versions": dict(self.versions),
+            "seed": self.seed,
+            "passed": self.passed,
+            "seconds": self.seconds,
+            "cells": [
+                {
+                    **_cell(cell),
+                    "runs": "no" if cell in self.idle else "imitated" if cell in self.imitated else "natively",
+                    "reason": self.idle.get(cell),
+                    "counts": {
+                        status: sum(
+                            result.check.cell == cell and result.outcome.status == status for result in self.results
+                        )
+                        for status in STATUSES
+                    },
+                }
+                for cell in self.cells
+            ],
+            "results": [self._result(result) for result in self.results],
+            "notes": list(self.notes),
+        }
+
+    def _result(self, result: Result) -> dict[str, Any]:
+        outcome = result.outcome
+        return {
+            "check": result.check.id,
+            "kind": result.check.kind,
+            "cell": self.cells.index(result.check.cell),
+            "status": outcome.status,
+            "message": outcome.message or None,
+            "seconds": outcome.seconds,
+            "output": (outcome.output or None) if outcome.is_failure else None,
+            "rerun": self.rerun_line(result) if outcome.is_failure else None,
+        }
+
+
+def _cell(cell: CellName) -> dict[str, Any]:
+    return {
+        "backend": cell.backend,
+        "experts": cell.experts,
+        "quant_schemes": list(cell.schemes),
+        "platforms": list(cell.rules),
+    }

@@ -1,0 +1,179 @@
+"""Problems of a cell: inside its claim, reaching each of its facts, and just outside."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from moereg.activations import ACTIVATIONS
+from moereg.dispatch import evaluate
+from moereg.facts import Facts
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.quant import QUANT_SCHEMES, QuantScheme
+from moereg.registry import BackendCell
+from moereg.request import Request
+
+__all__ = [
+    "accepted_neighbor",
+    "accepted_problems",
+    "claimed_problems",
+    "held",
+    "rejected_problems",
+    "served_schemes",
+]
+
+
+def claimed_problems(cell: BackendCell) -> Iterator[MoEProblem]:
+    """Problems that reach each fact the cell claims, odd sizes included, and each scheme that it can serve."""
+    facts = cell.facts
+    first, *others = served_schemes(cell)
+    dtypes = sorted(facts.dtypes)
+    activations = [ACTIVATIONS[name] for name in sorted(facts.activations)]
+    if facts.swiglu_limit:
+        activations += [
+            dataclasses.replace(activation, limit=1.5)
+            for activation in activations
+            if activation.gated and activation.limit is None
+        ]
+    else:
+        activations = [activation for activation in activations if activation.limit is None]
+    base: dict[str, Any] = {
+        "num_experts": 6,
+        "top_k": 2,
+        "quant": first,
+        "activation": activations[0],
+        "activation_format": min(facts.activation_formats),
+        "placement": min(facts.placements),
+    }
+
+    def sized(hidden_size: int, intermediate_size: int, **changes: Any) -> MoEProblem:
+        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        for field, divisor in facts.requires_multiple.items():
+            sizes[field] = -(-sizes[field] // divisor) * divisor
+        return held(MoEProblem(**{"dtype": dtypes[0], **base, **sizes, **changes}), facts)
+
+    for dtype, activation_format in itertools.product(dtypes, sorted(facts.activation_formats)):
+        yield sized(128, 64, dtype=dtype, activation_format=activation_format)
+    for activation in activations:
+        yield sized(64, 96, activation=activation, dtype=dtypes[-1])
+    for hidden_size, intermediate_size in ((72, 40), (130, 88), (255, 129)):
+        yield sized(hidden_size, intermediate_size)
+    yield sized(64, 64, num_experts=8, top_k=8)
+    yield sized(64, 64, num_experts=40 if facts.max_experts is None else min(40, facts.max_experts), top_k=3)
+    yield sized(64, 64, num_experts=1, top_k=1)
+    if facts.bias:
+        for activation in (activations[0], ACTIVATIONS["swigluoai"]):
+            if activation in activations:
+                yield sized(96, 64, has_bias=True, activation=activation)
+    if facts.router_weight_on_input:
+        yield sized(64, 64, top_k=1, apply_router_weight_on_input=True, has_bias=facts.bias)
+    for placement in sorted(facts.placements):
+        yield sized(64, 64, num_experts=8, num_local_experts=3 if placement == "map" else 4, placement=placement)
+    for scheme in others:
+        # More than one block of 128 x 128 and a last one that is short; then odd sizes, which 4-bit codes pad.
+        yield sized(136, 264, quant=scheme, has_bias=facts.bias)
+        yield sized(33, 65, quant=scheme)
+
+
+def held(problem: MoEProblem, facts: Facts) -> MoEProblem:
+    """A problem with all experts on this rank, or half of them, where facts say that only such ones are served."""
+    if problem.held_experts in facts.held_experts:
+        return problem
+    if "all" in facts.held_experts:
+        return dataclasses.replace(problem, num_local_experts=problem.num_experts)
+    num_experts = problem.num_experts + problem.num_experts % 2
+    return dataclasses.replace(problem, num_experts=num_experts, num_local_experts=num_experts // 2)
+
+
+def accepted_problems(cell: BackendCell, platform: Platform) -> list[MoEProblem]:
+    """The claimed problems that the class's own predicate accepts as well, each once.
+
+    A problem that only the predicate refuses stands for its nearest neighbor that is accepted: larger by some steps
+    that kernels have, or of another number of experts.
+    """
+    found: dict[MoEProblem, None] = {}
+    for problem in claimed_problems(cell):
+        accepted = accepted_neighbor(cell, problem, platform)
+        if accepted is not None:
+            found.setdefault(accepted)
+    return list(found)
+
+
+def accepted_neighbor(cell: BackendCell, problem: MoEProblem, platform: Platform) -> MoEProblem | None:
+    """The problem, or the nearest one that the class's own predicate accepts; None where there is none."""
+    request = Request(require=(cell.name,))
+    for neighbor in _neighbors(problem):
+        reasons = evaluate(cell, neighbor, platform, request).reasons
+        if not reasons:
+            return neighbor
+        if {reason.code for reason in reasons} != {"backend"}:
+            return None
+    return None
+
+
+def _neighbors(problem: MoEProblem) -> Iterator[MoEProblem]:
+    yield problem
+    is_whole = not problem.is_expert_parallel
+    for num_experts in [problem.num_experts, *(count for count in (8, 16) if is_whole and count > problem.num_experts)]:
+        for step in (1, 16, 64, 128, 256, 512):
+            yield dataclasses.replace(
+                problem,
+                num_experts=num_experts,
+                num_local_experts=num_experts if is_whole else problem.num_local_experts,
+                hidden_size=-(-problem.hidden_size // step) * step,
+                intermediate_size=-(-problem.intermediate_size // step) * step,
+            )
+
+
+def served_schemes(cell: BackendCell) -> list[QuantScheme]:
+    """The scheme that a cell computes, then checkpoints' schemes that it serves with 16-bit activations."""
+    substituted = [
+        scheme
+        for scheme in QUANT_SCHEMES.values()
+        if scheme not in cell.schemes and cell.scheme_for(scheme) is not None
+    ]
+    return [*cell.schemes, *substituted]
+
+
+def rejected_problems(cell: BackendCell) -> Iterator[tuple[str, MoEProblem]]:
+    """Problems just outside the claim, each with the code of the reason that has to come."""
+    facts = cell.facts
+    inside = next(iter(claimed_problems(cell)))
+
+    def changed(**changes: Any) -> MoEProblem:
+        return dataclasses.replace(inside, **changes)
+
+    for activation in ACTIVATIONS.values():
+        if activation.name not in facts.activations and activation.limit is None:
+            yield "activation", changed(activation=activation)
+    if not facts.activation_scalars and inside.activation.gated:
+        yield "activation", changed(activation=dataclasses.replace(inside.activation, beta=inside.activation.beta + 1))
+    if not facts.swiglu_limit and inside.activation.gated:
+        yield "swiglu_limit", changed(activation=dataclasses.replace(inside.activation, limit=1.0))
+    if not facts.bias:
+        yield "bias", changed(has_bias=True)
+    for dtype in {"bfloat16", "float16", "float32"} - facts.dtypes:
+        yield "dtype", changed(dtype=dtype)
+    for activation_format in {"standard", "batched"} - facts.activation_formats:
+        yield "activation_format", changed(activation_format=activation_format)
+    for placement in {"contiguous", "map"} - facts.placements:
+        yield "placement", changed(placement=placement)
+    if inside.held_experts == "all" and "some" not in facts.held_experts:
+        yield "placement", changed(num_local_experts=inside.num_experts - 1)
+    if "all" not in facts.held_experts:
+        yield "placement", changed(num_local_experts=inside.num_experts)
+    if not facts.router_weight_on_input:
+        yield "router_weight_on_input", changed(top_k=1, apply_router_weight_on_input=True)
+    for field in facts.requires_multiple:
+        yield "alignment", changed(**{field: getattr(inside, field) + 1})
+    if facts.max_experts is not None:
+        yield "size", changed(num_experts=facts.max_experts + 1, num_local_experts=facts.max_experts + 1)
+    if facts.max_num_tokens is not None:
+        yield "size", changed(max_num_tokens=facts.max_num_tokens + 1)
+    if not facts.graph_capture:
+        yield "graph_capture", changed(graph_capture=True)
+    if not facts.deterministic:
+        yield "deterministic", changed(deterministic=True)

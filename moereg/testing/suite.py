@@ -1,0 +1,316 @@
+"""Verifying a backend: the checks of its cells, one run at a time, and a report of them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from moereg.errors import ArgumentError, unknown_name_message
+from moereg.platforms import Platform
+from moereg.registry import BUILTIN, REGISTRY
+from moereg.testing.check import CellName, Check
+from moereg.testing.drawing import DrawnLayer
+from moereg.testing.listing import Suite, draw_check, list_suite
+from moereg.testing.modules import is_file_name
+from moereg.testing.outcomes import Outcome, Report, Result
+from moereg.testing.workers import CHECK_SECONDS, Here, Worker, interpreting, shared_worker
+
+__all__ = ["CHECK_SECONDS", "DRAWN", "Check", "Outcome", "Report", "Result", "checks_of", "run_check", "verify"]
+
+DRAWN: Final = 10
+"""Drawn layers of each cell, where no time says how many."""
+
+_DRAWN_IMITATED: Final = 3
+_MOST_SIMPLER: Final = 40
+_SIMPLER_SECONDS: Final = 30.0
+_MOST_TIMED_OUT: Final = 3
+
+Progress = Callable[[int, int, Result], None]
+"""Called after each check with how many have run, how many are known, and the result."""
+
+
+def checks_of(
+    name: str,
+    platform: Platform | str | None = None,
+    *,
+    modules: Sequence[str] = (),
+    num_drawn: int = DRAWN,
+    seed: int = 0,
+) -> tuple[Check, ...]:
+    """The checks of a backend that can run on this machine, without running one.
+
+    Args:
+        name: Name of the backend; empty for all that the modules register.
+        platform: The platform to run as: this machine, its CPU, or one that experts classes imitate here. Where None,
+            each cell runs as this machine, or imitates a platform if it can do only that.
+        modules: Modules or files to import first, which register the backend where no entry point does.
+        num_drawn: Drawn layers of each cell; fewer where kernels are interpreted.
+        seed: Seed of the drawn layers.
+
+    Raises:
+        UnknownNameError: No backend or platform has that name.
+        PluginError: The backend's plugin did not load.
+    """
+    names = _resolved(modules) or _own_modules(name)
+    with interpreting():
+        suite = list_suite(name, _platform_name(platform), names)
+        drawn = [
+            draw_check(cell, seed, number, _platform_name(platform), names)
+            for cell in suite.running
+            for number in range(_num_drawn(suite, cell, num_drawn))
+        ]
+    return (*suite.checks, *(check for check in drawn if check is not None))
+
+
+def run_check(check: Check, isolate: bool = True, seconds: float | None = None) -> Outcome:
+    """Runs one check; a crash or a hang of its process is an outcome.
+
+    Args:
+        check: One of `checks_of`.
+        isolate: Whether it runs in a worker process, which later checks share while it lives. Without, a crash ends
+            this process, and only a loop in Python is given up.
+        seconds: Time that it gets; `CHECK_SECONDS` where None.
+    """
+    return _run(shared_worker() if isolate else Here(), check, CHECK_SECONDS if seconds is None else seconds)
+
+
+def _run(worker: Worker | Here, check: Check, seconds: float) -> Outcome:
+    # Importing is a part of choosing, so its check must see it.
+    is_first = check.kind == "deciding" and worker.is_isolated
+    found = worker.ask(op="run", check=check.to_dict(), seconds=seconds, fresh=is_first)
+    outcome = _outcome_of(found)
+    if outcome.status == "crashed" and found["before"]:
+        # It may have been another check that damaged the process.
+        alone = _outcome_of(worker.ask(op="run", check=check.to_dict(), seconds=seconds, fresh=True))
+        if alone.status != "passed":
+            return alone
+        message = f"{outcome.message}, after {found['before']} other checks in that process; alone it passes"
+        return dataclasses.replace(outcome, message=message)
+    return outcome
+
+
+def _outcome_of(found: dict[str, Any]) -> Outcome:
+    outcome = found.get("outcome")
+    return outcome if isinstance(outcome, Outcome) else Outcome.from_dict(found)
+
+
+def verify(
+    name: str = "",
+    platform: Platform | str | None = None,
+    isolate: bool = True,
+    seconds: float | None = None,
+    *,
+    seed: int = 0,
+    modules: Sequence[str] = (),
+    only: Sequence[str] = (),
+    check_seconds: float = CHECK_SECONDS,
+    progress: Progress | None = None,
+) -> Report:
+    """Runs the conformance kit on one backend.
+
+    Args:
+        name: Name of the backend; may be left out where `modules` are given.
+        platform: As in `checks_of`.
+        isolate: Whether the backend is imported and run in a worker process alone, where a crash or a hang ends that
+            process and not this one.
+        seconds: Time for everything. Layers are drawn until it is over; checks that it does not suffice for are
+            skipped. Where None, all checks run, with `DRAWN` drawn layers of each cell.
+        seed: Equal seeds draw equal layers.
+        modules: As in `checks_of`.
+        only: Texts of which a check's id must contain one, or lines of JSON of drawn layers; all checks where empty.
+        check_seconds: Time that each check gets.
+        progress: Called after each check.
+
+    Returns:
+        The report: `passed` is False if a check failed, None if this machine can run none of the cells.
+
+    Raises:
+        UnknownNameError: No backend or platform has that name.
+        PluginError: The backend's plugin did not load.
+        ArgumentError: A module cannot be imported, registers nothing, or cannot be imported by another process.
+    """
+    worker = Worker() if isolate else Here()
+    run = _Run(
+        worker, _platform_name(platform), _resolved(modules) or _own_modules(name), seed, check_seconds, progress
+    )
+    try:
+        return run.report(name, tuple(only), seconds)
+    finally:
+        worker.stop()
+
+
+class _Run:
+    """One report in the making."""
+
+    def __init__(
+        self,
+        worker: Worker | Here,
+        platform: str,
+        modules: tuple[str, ...],
+        seed: int,
+        check_seconds: float,
+        progress: Progress | None,
+    ) -> None:
+        self._worker = worker
+        self._platform = platform
+        self._modules = modules
+        self._seed = seed
+        self._check_seconds = check_seconds
+        self._progress = progress
+        self._results: list[Result] = []
+        self._start = time.monotonic()
+        self._deadline = float("inf")
+
+    def report(self, name: str, only: tuple[str, ...], seconds: float | None) -> Report:
+        if seconds is not None:
+            self._deadline = self._start + seconds
+        suite = self._list(name)
+        if suite is None:
+            return self._made(name, Suite("", "", {}, (), {}, frozenset()))
+        chosen = [check for check in suite.checks if not only or any(text in check.id for text in only)]
+        layers = [self._layer_check(suite, text) for text in only if text.startswith("{")]
+        num_drawn = 0 if seconds is not None else sum(_num_drawn(suite, cell, DRAWN) for cell in suite.running)
+        total = len(chosen) + len(layers) + (0 if only else num_drawn)
+        for check in (*chosen, *layers):
+            self._add(check, total)
+        for check in self._drawn(suite, seconds, only):
+            outcome = self._add(check, total)
+            if outcome.is_failure:
+                self._make_simpler(len(self._results) - 1)
+        if only and not self._results:
+            raise ArgumentError(unknown_name_message("check", ", ".join(only), {check.kind for check in suite.checks}))
+        return self._made(name, suite)
+
+    def _list(self, name: str) -> Suite | None:
+        found = self._worker.ask(
+            op="list", name=name, platform=self._platform, modules=self._modules, seconds=self._check_seconds
+        )
+        outcome = found.get("outcome")
+        if isinstance(outcome, Outcome):
+            # Importing the backend or asking its predicates ended the process.
+            check = Check.make(CellName(name, "(import)", ("*",), ("*",)), "deciding")
+            self._results.append(Result(check, outcome))
+            return None
+        return Suite.from_dict(found)
+
+    def _layer_check(self, suite: Suite, line: str) -> Check:
+        layer = DrawnLayer.from_json(line)
+        for cell in suite.running:
+            if (cell.experts, cell.rules[0]) == (layer.experts, layer.rule) and layer.computes in cell.schemes:
+                argument = {"label": "given", "layer": layer.to_dict()}
+                return Check.make(cell, "drawn", argument, self._platform, self._modules)
+        raise ArgumentError(f"no cell that runs here is that of the layer {line}; choose the platform it was drawn for")
+
+    def _drawn(self, suite: Suite, seconds: float | None, only: tuple[str, ...]) -> Iterator[Check]:
+        """Drawn layers, one of each cell in turn."""
+        cells = list(suite.running)
+        number = 0
+        while cells and time.monotonic() < self._deadline:
+            for cell in list(cells):
+                is_over = seconds is None and number >= _num_drawn(suite, cell, DRAWN)
+                check = None if is_over else self._draw(cell, number)
+                if check is None:
+                    cells.remove(cell)
+                elif not only or any(text in check.id for text in only):
+                    yield check
+                if time.monotonic() >= self._deadline:
+                    return
+            number += 1
+
+    def _draw(self, cell: CellName, number: int) -> Check | None:
+        found = self._worker.ask(
+            op="draw",
+            cell=dataclasses.asdict(cell),
+            seed=self._seed,
+            number=number,
+            platform=self._platform,
+            modules=self._modules,
+        )
+        return next((Check.from_dict(check) for check in found.get("checks", ())), None)
+
+    def _add(self, check: Check, total: int) -> Outcome:
+        outcome = self._reason_to_skip(check) or _run(self._worker, check, self._check_seconds)
+        self._results.append(Result(check, outcome))
+        if self._progress is not None:
+            self._progress(len(self._results), max(total, len(self._results)), self._results[-1])
+        return outcome
+
+    def _reason_to_skip(self, check: Check) -> Outcome | None:
+        if time.monotonic() >= self._deadline:
+            return Outcome("skipped", "no time left; give it more --seconds")
+        own = [result.outcome.status for result in self._results if result.check.cell == check.cell]
+        if own.count("timed_out") >= _MOST_TIMED_OUT:
+            return Outcome("skipped", f"{_MOST_TIMED_OUT} checks of this cell ran out of time")
+        return None
+
+    def _make_simpler(self, place: int) -> None:
+        """Replaces a drawn layer that failed by the simplest one found that fails too."""
+        result, tries = self._results[place], 0
+        deadline = min(time.monotonic() + _SIMPLER_SECONDS, self._deadline)
+        if result.outcome.status == "timed_out":
+            return
+        is_smaller = True
+        while is_smaller:
+            is_smaller = False
+            found = self._worker.ask(op="simpler", check=result.check.to_dict())
+            for check in map(Check.from_dict, found.get("checks", ())):
+                tries += 1
+                if tries > _MOST_SIMPLER or time.monotonic() > deadline:
+                    break
+                outcome = _run(self._worker, check, self._check_seconds)
+                if outcome.is_failure:
+                    result, is_smaller = Result(check, outcome), True
+                    break
+        self._results[place] = result
+
+    def _made(self, name: str, suite: Suite) -> Report:
+        options = [f"--module {module}" for module in self._modules]
+        options += [f"--platform {self._platform}"] if self._platform else []
+        options += [f"--seed {self._seed}"] if self._seed else []
+        options += [] if self._worker.is_isolated else ["--no-isolate"]
+        cells = {result.check.cell.backend: None for result in self._results}
+        return Report(
+            backend=name or ",".join(cells),
+            platform=suite.platform,
+            device=suite.device,
+            versions=suite.versions,
+            seed=self._seed,
+            results=tuple(self._results),
+            idle=suite.idle,
+            imitated=suite.imitated,
+            seconds=time.monotonic() - self._start,
+            rerun=" ".join(filter(None, ["moereg verify", name, *options])),
+        )
+
+
+def _num_drawn(suite: Suite, cell: CellName, num_drawn: int) -> int:
+    return min(num_drawn, _DRAWN_IMITATED) if cell in suite.imitated else num_drawn
+
+
+def _platform_name(platform: Platform | str | None) -> str:
+    return "" if platform is None else str(platform)
+
+
+def _resolved(modules: Sequence[str]) -> tuple[str, ...]:
+    return tuple(str(pathlib.Path(name).resolve()) if is_file_name(name) else name for name in modules)
+
+
+def _own_modules(name: str) -> tuple[str, ...]:
+    """The modules of a backend that is registered in this process and that no distribution brings."""
+    found: dict[str, None] = {}
+    for cell in REGISTRY.by_name(name):
+        module = cell.experts.__module__
+        if cell.origin in (BUILTIN, "") or cell.origin != module:
+            continue
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if module == "__main__" or file is None:
+            raise ArgumentError(
+                f"a worker process must be able to import {cell.class_name} of {module}, which has no module; put it "
+                "into a file (moereg verify ./my_backend.py), or pass isolate=False"
+            )
+        found.setdefault(str(file) if "." not in module and is_file_name(str(file)) else module)
+    return tuple(found)

@@ -1,0 +1,193 @@
+"""Backends that break one promise each, for `test_verify.py`. Registers them where it is imported as a file."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+from moereg.author import (
+    ExpertInputs,
+    Experts,
+    ExpertWeights,
+    Facts,
+    MoEProblem,
+    PermutedWeights,
+    Platform,
+    reference_experts,
+    register_moe_backend,
+)
+
+
+class GoodExperts(Experts):
+    """Runs the reference on the CPU; claims little, so that it has few checks."""
+
+    facts = Facts(
+        activations=frozenset({"silu"}),
+        activation_formats=frozenset({"standard"}),
+        dtypes=frozenset({"float32"}),
+        placements=frozenset({"contiguous"}),
+        deterministic=True,
+    )
+    layouts = ("canonical",)
+
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        return PermutedWeights("canonical", weights.tensors())
+
+    def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> Any:
+        return (num_tokens, problem.intermediate_size), (num_tokens, problem.hidden_size)
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        canonical = ExpertWeights(w13=weights["w13"], w2=weights["w2"])
+        out.copy_(
+            reference_experts(
+                self.problem,
+                canonical,
+                inputs.hidden_states,
+                inputs.topk_weights,
+                inputs.topk_ids,
+                inputs.expert_map,
+            )
+        )
+        self.spoil(out, inputs, weights, workspace13)
+
+    def spoil(
+        self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights, workspace13: torch.Tensor
+    ) -> None:
+        """Breaks the promise."""
+
+
+def bad(name: str, **registration: Any) -> Any:
+    """Registers a class under that name."""
+    known: dict[str, Any] = {"priority": 1, "quant_schemes": ("unquantized",), "platforms": ("cpu",)}
+    return register_moe_backend(name=name, **{**known, **registration})
+
+
+bad("good")(GoodExperts)
+
+
+@bad("segfault")
+class SegfaultExperts(GoodExperts):
+    def spoil(self, out: torch.Tensor, *others: Any) -> None:
+        if len(out) == 17:
+            ctypes.string_at(0)
+
+
+@bad("exits")
+class ExitExperts(GoodExperts):
+    def spoil(self, *tensors: Any) -> None:
+        os._exit(3)
+
+
+@bad("raises_exit")
+class SystemExitExperts(GoodExperts):
+    def spoil(self, *tensors: Any) -> None:
+        sys.exit("no")
+
+
+@bad("loops")
+class LoopExperts(GoodExperts):
+    def spoil(self, *tensors: Any) -> None:
+        while True:
+            pass
+
+
+@bad("hangs")
+class HangExperts(GoodExperts):
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        time.sleep(1000)
+        return super().permute_weights(weights, problem)
+
+
+@bad("hoards")
+class HoardExperts(GoodExperts):
+    def spoil(self, *tensors: Any) -> None:
+        hoard = []
+        while True:
+            hoard.append(bytearray(b"x" * (8 << 20)))
+
+
+@bad("prints")
+class PrintExperts(GoodExperts):
+    def spoil(self, *tensors: Any) -> None:
+        print("compiling\nkernel")
+
+
+@bad("writes_behind")
+class BehindExperts(GoodExperts):
+    def spoil(self, out: torch.Tensor, *others: Any) -> None:
+        out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(1)
+
+
+@bad("writes_before")
+class BeforeExperts(GoodExperts):
+    def spoil(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights, workspace13: Any) -> None:
+        workspace13.as_strided((1,), (1,), workspace13.storage_offset() - 1).fill_(1)
+
+
+@bad("writes_inputs")
+class InputsExperts(GoodExperts):
+    def spoil(self, out: torch.Tensor, inputs: ExpertInputs, *others: Any) -> None:
+        inputs.topk_weights.mul_(0)
+
+
+@bad("writes_weights")
+class WeightsExperts(GoodExperts):
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        weights.w13.mul_(2)
+        return super().permute_weights(weights, problem)
+
+
+@bad("random")
+class RandomExperts(GoodExperts):
+    def spoil(self, out: torch.Tensor, *others: Any) -> None:
+        out.mul_(1 + 1e-7 * torch.rand(out.shape))
+
+
+@bad("nan")
+class NanExperts(GoodExperts):
+    def spoil(self, out: torch.Tensor, *others: Any) -> None:
+        out[-1:] = float("nan")
+
+
+@bad("wrong_predicate")
+class RaisingPredicateExperts(GoodExperts):
+    @classmethod
+    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
+        raise KeyError("no such key")
+
+
+@bad("importing_predicate")
+class ImportingPredicateExperts(GoodExperts):
+    @classmethod
+    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
+        import transformers  # noqa: F401
+
+        return []
+
+
+@bad("picky")
+class PickyExperts(GoodExperts):
+    """Right, and with a rule that facts cannot say."""
+
+    @classmethod
+    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
+        if (problem.hidden_size + problem.intermediate_size) % 256:
+            return [f"requires (hidden_size + intermediate_size) % 256 == 0, got {problem.hidden_size}"]
+        return []
+
+
+@bad("elsewhere", platforms=("cuda:sm90",))
+class ElsewhereExperts(GoodExperts):
+    pass

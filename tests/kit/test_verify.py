@@ -1,0 +1,105 @@
+"""What verifying says of backends: of a right one, and of those that break a promise, crash or hang."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import pickle
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import moereg.testing
+from moereg.discovery import load_backends
+from moereg.errors import ArgumentError, UnknownBackendError
+from moereg.registry import REGISTRY
+from moereg.testing.check import Check
+from moereg.testing.modules import import_modules
+from moereg.testing.suite import checks_of, run_check, verify
+from moereg.testing.workers import shared_worker
+
+FILE = str(pathlib.Path(__file__).with_name("bad_backends.py"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _bad_backends() -> Iterator[None]:
+    """The file's backends are registered while these tests run."""
+    load_backends()
+    before = REGISTRY.snapshot()
+    import_modules([FILE])
+    yield
+    shared_worker().stop()
+    REGISTRY.restore(before)
+    del sys.modules["bad_backends"]
+
+
+def checks(name: str, kind: str) -> list[Check]:
+    return [check for check in checks_of(name, modules=[FILE], num_drawn=2) if check.kind == kind]
+
+
+def test_a_check_is_a_value() -> None:
+    found = checks_of("good", modules=[FILE], num_drawn=2)
+    assert len({check.id for check in found}) == len(found)
+    for check in found:
+        assert Check.from_dict(json.loads(json.dumps(check.to_dict()))) == check
+        assert pickle.loads(pickle.dumps(check)) == check
+    assert checks_of("good", modules=[FILE], num_drawn=2) == found
+    kinds = {check.kind for check in found}
+    assert kinds == {
+        "deciding", "rejections", "workspaces", "permute", "numbers", "faults", "reload", "equal_bits", "compile",
+        "drawn",
+    }  # fmt: skip
+
+
+BROKEN = {
+    "exits": ("crashed", "the process was ended with exit code 3"),
+    "raises_exit": ("failed", "SystemExit"),
+    "hoards": ("crashed", "of memory"),
+    "writes_behind": ("failed", "memory 1 bytes behind out was written to"),
+    "writes_before": ("failed", "bytes in front of workspace13 was written to"),
+    "writes_inputs": ("failed", "topk_weights was written to"),
+    "writes_weights": ("failed", "canonical w13 was written to"),
+    "nan": ("failed", "are not finite"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_promise_is_an_outcome_of_one_line(name: str) -> None:
+    status, message = BROKEN[name]
+    outcome = run_check(checks(name, "numbers")[0])
+    assert outcome.status == status
+    assert message in outcome.message
+    assert "\n" not in outcome.message
+    assert run_check(checks("good", "permute")[0]).status == "passed"
+
+
+def test_a_crash_and_a_hang_are_outcomes_and_the_next_check_runs() -> None:
+    outcome = run_check(checks("segfault", "numbers")[0])
+    assert outcome.status == "crashed"
+    assert "SIGSEGV in spoil of bad_backends.py" in outcome.message
+    outcome = run_check(checks("hangs", "permute")[0], seconds=1)
+    assert outcome.status == "timed_out"
+    assert "permute_weights of bad_backends.py" in outcome.message
+    assert run_check(checks("good", "permute")[0]).status == "passed"
+
+
+def test_without_isolation_a_loop_is_given_up() -> None:
+    outcome = run_check(checks("loops", "numbers")[0], isolate=False, seconds=0.5)
+    assert outcome.status == "timed_out"
+    report = verify("writes_weights", modules=[FILE], isolate=False, only=["permute"])
+    assert report.passed is False
+    assert "w13 was written to" in report.failures[0].outcome.message
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(UnknownBackendError, match="unknown backend 'gone'"):
+        checks_of("gone")
+    with pytest.raises(ArgumentError, match="no_such_module"):
+        checks_of("", modules=["no_such_module"])
+
+
+def test_public_names_are_there_and_cost_nothing_until_used() -> None:
+    assert all(hasattr(moereg.testing, name) for name in moereg.testing.__all__)
+    assert set(moereg.testing.__all__) <= set(dir(moereg.testing))
