@@ -1,32 +1,28 @@
 """Deciding: judge every candidate, rank what is accepted, say why.
 
-Pure but for probes: problem, platform, request and cells come in as arguments, and nothing is looked up. Names no
-backend, architecture or scheme.
+Pure but for what `moereg.asking` remembers of probes and of predicates that were given up: problem, platform, request
+and cells come in as arguments, and nothing is looked up. Names no backend, architecture or scheme.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+from moereg.asking import PREDICATE_SECONDS, ask_predicates, own_reasons
 from moereg.candidates import Candidate, standing
-from moereg.errors import described, shown, stops_the_process
 from moereg.facts import fact_reasons
-from moereg.machine import PROBES, Probes, assumptions, clause, lacks
+from moereg.machine import PROBES, Probes, assumptions, lacks
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
 from moereg.quarantine import EMPTY, Quarantine
 from moereg.reasons import Reason
-from moereg.registry import BackendCell
-from moereg.request import Request
+from moereg.registry import BUILTIN, BackendCell
+from moereg.request import Request, place_of
 from moereg.selection import Decision, Selection
 
 __all__ = ["decide", "evaluate", "judge", "rank"]
-
-_MOST_REASONS: Final = 100
-"""The most that one predicate may give: it may be a generator without an end."""
 
 
 def decide(
@@ -36,6 +32,7 @@ def decide(
     cells: Iterable[BackendCell],
     probes: Probes = PROBES,
     quarantine: Quarantine = EMPTY,
+    seconds: float = PREDICATE_SECONDS,
 ) -> Selection:
     """Chooses among cells: those of `BackendRegistry.cells`, whichever registry they were registered in.
 
@@ -44,27 +41,43 @@ def decide(
         platform: What it is to run on; probes run only where it is probed.
         request: Resolved for the problem's scheme.
         cells: Candidates.
-        probes: Who keeps the answers of probes.
+        probes: Keeps the answers of probes.
         quarantine: What failed the conformance kit on the machine that `platform` is.
+        seconds: Limit of each predicate and probe of another distribution.
 
     Returns:
         The selection, without a winner where nothing fits.
     """
+    cells = tuple(cells)
     candidates = standing(cells, problem, platform)
+    asked = ask_predicates(candidates, problem, platform, probes, seconds)
     decisions = rank(
-        (judge(candidate, problem, platform, request, probes, quarantine) for candidate in candidates), request
+        (
+            judge(candidate, problem, platform, request, probes, quarantine, asked.get(place))
+            for place, candidate in enumerate(candidates)
+        ),
+        request,
     )
     source = None
     if decisions and decisions[0].accepted:
         source = "required" if request.require else "priority"
-        if not request.require and decisions[0].backend in request.prefer:
+        if not request.require and place_of(decisions[0].backend, request.prefer) is not None:
             source = "preferred"
-    return Selection(problem, platform, request, decisions, source)
+    notices = (*request.notices, *_outranking(decisions, cells))
+    return Selection(problem, platform, request, decisions, source, notices)
 
 
-def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request: Request) -> Decision:
+def evaluate(
+    cell: BackendCell,
+    problem: MoEProblem,
+    platform: Platform,
+    request: Request,
+    seconds: float = PREDICATE_SECONDS,
+) -> Decision:
     """Every reason against one cell, whatever other cells there are and whatever is quarantined."""
-    return judge(Candidate.of(cell, problem, platform), problem, platform, request)
+    candidate = Candidate.of(cell, problem, platform)
+    asked = ask_predicates((candidate,), problem, platform, PROBES, seconds)
+    return judge(candidate, problem, platform, request, PROBES, EMPTY, asked.get(0))
 
 
 def judge(
@@ -74,16 +87,29 @@ def judge(
     request: Request,
     probes: Probes = PROBES,
     quarantine: Quarantine = EMPTY,
+    own: Sequence[Reason] | None = None,
 ) -> Decision:
-    """Every reason against one candidate."""
+    """Every reason against one candidate.
+
+    Args:
+        candidate: The candidate.
+        problem: The layer.
+        platform: What it is to run on.
+        request: Resolved for the problem's scheme.
+        probes: Keeps the answers of probes.
+        quarantine: What failed the conformance kit on the machine that `platform` is.
+        own: The reasons of its class's predicate; it is asked right here where None.
+    """
     cell, scheme, rule = candidate.cell, candidate.scheme, candidate.rule
-    unread = _scheme_reasons(cell, scheme, problem)
-    inexact = _precision_reasons(scheme, problem)
-    unwanted = _request_reasons(cell, request)
-    held = quarantine.reason(cell, scheme, rule, platform)
-    own = _own_reasons(cell, problem, platform)
-    missing = lacks(cell, rule, platform, probes)
-    undeclared = fact_reasons(cell.facts, problem)
+    reasons = [
+        *_scheme_reasons(cell, scheme, problem),
+        *lacks(cell, rule, platform, probes),
+        *_request_reasons(cell, request),
+        *filter(None, [quarantine.reason(cell, scheme, rule, platform)]),
+        *fact_reasons(cell.facts, problem),
+        *_precision_reasons(scheme, problem),
+        *(own_reasons(cell, problem, platform) if own is None else own),
+    ]
     return Decision(
         backend=cell.name,
         experts=cell.class_name,
@@ -92,7 +118,8 @@ def judge(
         priority=cell.priority,
         tier=cell.tier,
         origin=cell.origin,
-        reasons=(*unread, *missing, *unwanted, *filter(None, [held]), *undeclared, *inexact, *own),
+        origin_version=cell.origin_version,
+        reasons=tuple(reasons),
         assumes=assumptions(cell, platform),
         candidate=candidate,
     )
@@ -109,11 +136,11 @@ def _scheme_reasons(cell: BackendCell, scheme: QuantScheme | None, problem: MoEP
 
 
 def _request_reasons(cell: BackendCell, request: Request) -> Iterable[Reason]:
-    if cell.name in request.deny:
+    if place_of(cell.name, request.deny) is not None:
         yield Reason("denied", f"denied by the request ({', '.join(request.deny)})")
-    if request.require and cell.name not in request.require:
+    if request.require and place_of(cell.name, request.require) is None:
         yield Reason("not_required", f"requires a backend in ({', '.join(request.require)}), got {cell.name}")
-    if cell.opt_in and cell.name not in (*request.require, *request.prefer):
+    if cell.opt_in and cell.name not in (*request.require, *request.prefer):  # A pattern names nobody.
         yield Reason("opt_in", "is opt-in: name it in require or prefer")
 
 
@@ -122,34 +149,43 @@ def _precision_reasons(scheme: QuantScheme | None, problem: MoEProblem) -> Itera
         yield Reason("precision", f"requires activations as {problem.quant.name} has them, got {scheme.name} instead")
 
 
-def _own_reasons(cell: BackendCell, problem: MoEProblem, platform: Platform) -> list[Reason]:
-    """The reasons that the class's own predicate gives."""
-    reasons: list[Reason] = []
-    try:
-        texts: object = cell.experts.unsupported_reasons(problem, platform)
-        if not isinstance(texts, Iterable) or isinstance(texts, str):
-            raise TypeError(f"it has to return a list of texts, got {shown(texts)}")
-        reasons.extend([Reason("backend", clause(text)) for text in itertools.islice(texts, _MOST_REASONS)])
-    except BaseException as error:  # A predicate that raises is a bug of that backend, not of the dispatcher.
-        if stops_the_process(error):
-            raise
-        reasons.append(Reason("predicate_error", f"its predicate raised {described(error)}"))
-    return reasons
+def _outranking(decisions: Sequence[Decision], cells: Sequence[BackendCell]) -> list[str]:
+    """A line for each backend of another distribution that fits with a priority above every built-in cell's."""
+    highest = max((cell.priority for cell in cells if cell.origin == BUILTIN), default=None)
+    if highest is None:
+        return []
+    above: dict[str, str] = {}
+    for decision in decisions:
+        if decision.accepted and decision.origin != BUILTIN and decision.priority > highest:
+            line = (
+                f"backend {decision.backend!r} of {decision.provider} has priority {decision.priority}, above every "
+                f"built-in backend's (at most {highest}): it goes first wherever it fits; --deny {decision.backend} "
+                "does without it"
+            )
+            above.setdefault(decision.backend, line)
+    return list(above.values())
 
 
 def rank(decisions: Iterable[Decision], request: Request) -> tuple[Decision, ...]:
     """Best first.
 
-    Accepted before rejected; kernels before emulation; preferred names in their order; then priority, name, class.
-    Rejected ones by the number of reasons, nearest to fitting first.
+    Accepted before rejected; kernels before emulation; preferred names in their order, then required ones in theirs;
+    then priority, name, class. Rejected ones by the number of reasons, nearest to fitting first.
     """
-    preferred = {name: place for place, name in enumerate(request.prefer)}
+    decisions = list(decisions)
+    places = {
+        name: [
+            len(names) if (place := place_of(name, names)) is None else place
+            for names in (request.prefer, request.require)
+        ]
+        for name in {decision.backend for decision in decisions}
+    }
 
     def key(decision: Decision) -> tuple[Any, ...]:
         return (
             len(decision.reasons),
             decision.tier != "kernel",
-            preferred.get(decision.backend, len(preferred)),
+            places[decision.backend],
             -decision.priority,
             decision.backend,
             decision.experts,

@@ -9,16 +9,20 @@ import logging
 import os
 import threading
 import warnings
+from collections.abc import Hashable
 from typing import Final
 
 from moereg.arguments import takes
+from moereg.asking import ask_probes, patience
 from moereg.decide import decide, evaluate, rank
 from moereg.discovery import current_platform, load_backends, plugin_statuses
 from moereg.errors import ArgumentError, MoeregWarning, UnsupportedProblemError, shown
-from moereg.machine import machine_reasons
+from moereg.machine import PROBES, lacks
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quarantine import read_quarantine
+from moereg.reasons import Reason
+from moereg.registry import BUILTIN, BackendCell
 from moereg.request import Names, Request
 from moereg.selection import Decision, Selection
 
@@ -38,16 +42,16 @@ __all__ = [
 logger: Final = logging.getLogger("moereg")
 
 
-class _Choices:
-    """The latest choices that were logged, each once. Thread-safe; bounded, since a process may live long."""
+class _Once:
+    """The latest things that were logged, each once. Thread-safe; bounded, since a process may live long."""
 
     def __init__(self, most: int = 1024) -> None:
-        self._seen: dict[tuple[MoEProblem, str, str], None] = {}
+        self._seen: dict[Hashable, None] = {}
         self._most = most
         self._lock = threading.Lock()
 
-    def is_new(self, key: tuple[MoEProblem, str, str]) -> bool:
-        """Whether a problem, platform and backend come for the first time; they are kept."""
+    def is_new(self, key: Hashable) -> bool:
+        """Whether something comes for the first time; it is kept."""
         with self._lock:
             if key in self._seen:
                 return False
@@ -57,8 +61,10 @@ class _Choices:
             return True
 
 
-_LOGGED: Final = _Choices()
-"""Process-wide, since a model has many layers of one shape: each shape is logged once."""
+_LOGGED: Final = _Once()
+"""Problems, platforms and backends; process-wide, since a model has many layers of one shape."""
+
+_NOTICES: Final = _Once()
 
 
 class EmulationWarning(MoeregWarning):
@@ -84,7 +90,13 @@ def explain_backends(
     request = Request.resolve(
         problem.quant.name, require, prefer, deny, environ=os.environ, cells=cells, plugins=plugin_statuses()
     )
-    return decide(problem, platform, request, cells, quarantine=read_quarantine())
+    return decide(problem, platform, request, cells, quarantine=read_quarantine(), seconds=patience(os.environ))
+
+
+def machine_reasons(cell: BackendCell, platform: Platform) -> list[Reason]:
+    """Why a cell cannot run on a platform for any problem; a named platform is assumed to meet packages and probes."""
+    ask_probes(cell, platform, PROBES, patience(os.environ))
+    return lacks(cell, cell.rule_for(platform), platform, PROBES)
 
 
 def select_backend(
@@ -99,7 +111,8 @@ def select_backend(
     Args:
         problem: The layer.
         platform: A value, a name such as `cuda:sm100`, or None for the machine at hand.
-        require: One of these backends or an error. MOEREG_REQUIRE means the same.
+        require: One of these backends, tried in this order, or an error. MOEREG_REQUIRE means the same. In each of the
+            three `*` in a name stands for any characters; `auto` in this one or the next is no wish.
         prefer: These go first. MOEREG_PREFER means the same.
         deny: None of these. MOEREG_DENY adds to it.
 
@@ -123,17 +136,25 @@ def select_backend(
             EmulationWarning,
             stacklevel=2,
         )
+    for notice in selection.request.notices:
+        if _NOTICES.is_new(notice):
+            logger.warning("%s", notice)
     key = (selection.problem, str(selection.platform), winner.backend)
     if _LOGGED.is_new(key):
-        others = [decision.backend for decision in selection.decisions[1:] if decision.accepted]
+        others = [_with_origin(decision) for decision in selection.decisions[1:] if decision.accepted]
         logger.info(
-            "MoE %s on %s: %s (%s), computes %s, by %s; next: %s",
+            "MoE %s on %s: %s (%s), computes %s, by %s; next: %s%s",
             selection.problem,
             selection.platform,
-            winner.backend,
+            _with_origin(winner),
             winner.experts,
             winner.computes,
             selection.source,
             ", ".join(others) or "none",
+            "".join(f"; {notice}" for notice in selection.notices if notice not in selection.request.notices),
         )
     return selection
+
+
+def _with_origin(decision: Decision) -> str:
+    return decision.backend if decision.origin == BUILTIN else f"{decision.backend} of {decision.provider}"

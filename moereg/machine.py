@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from typing import Final
@@ -16,32 +17,64 @@ from moereg.reasons import Reason
 from moereg.registration import Probe
 from moereg.registry import BackendCell
 
-__all__ = ["PROBES", "Probes", "assumptions", "clause", "lacks", "machine_reasons"]
+__all__ = ["PROBES", "Probes", "assumptions", "clause", "lacks", "probe_name"]
 
 _LONGEST_CLAUSE: Final = 2000
 
 
-def clause(reason: object) -> str:
+def clause(reason: str) -> str:
     """A backend's reason on one line that can be printed."""
-    return one_line(reason, _LONGEST_CLAUSE) if isinstance(reason, str) else shown(reason)
+    # A subclass of str may bring methods of its own.
+    return one_line(str.__str__(reason), _LONGEST_CLAUSE) or "no text"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Running:
+    """A probe that a thread is running."""
+
+    thread: int
+    done: threading.Event
 
 
 class Probes:
-    """Runs each probe once a platform and keeps its answer. Thread-safe."""
+    """Runs each probe once a platform and keeps its answer. Thread-safe: threads that ask at once wait for one."""
 
     def __init__(self) -> None:
         self._answers: dict[tuple[Probe, Platform], Reason | None] = {}
-        # Probes may be slow: threads that select at once wait for one. Reentrant, since a probe may select in turn.
-        self._lock = threading.RLock()
+        self._running: dict[tuple[Probe, Platform], _Running] = {}
+        self._lock = threading.Lock()
+
+    def has_answer(self, probe: Probe, platform: Platform) -> bool:
+        """Whether asking for the reason takes no time."""
+        return (probe, platform) in self._answers
 
     def reason(self, probe: Probe, platform: Platform) -> Reason | None:
         """The reason by which a probe says that a cell cannot run there, or None."""
         key = (probe, platform)
-        if key not in self._answers:
+        while key not in self._answers:
             with self._lock:
-                if key not in self._answers:
-                    self._answers[key] = _run_probe(probe, platform)
+                running = self._running.setdefault(key, _Running(threading.get_ident(), threading.Event()))
+            # No lock is held while a probe runs: one that never returns must not stop others, and one may select.
+            if running.thread != threading.get_ident():
+                running.done.wait()
+                continue
+            try:
+                self.keep(probe, platform, _run_probe(probe, platform))
+            finally:
+                self._end(key)
         return self._answers[key]
+
+    def keep(self, probe: Probe, platform: Platform, answer: Reason | None) -> None:
+        """Keeps an answer, unless there is one: a probe that was given up may return in the end."""
+        with self._lock:
+            self._answers.setdefault((probe, platform), answer)
+        self._end((probe, platform))
+
+    def _end(self, key: tuple[Probe, Platform]) -> None:
+        with self._lock:
+            running = self._running.pop(key, None)
+        if running is not None:
+            running.done.set()
 
 
 PROBES: Final = Probes()
@@ -54,21 +87,28 @@ def _run_probe(probe: Probe, platform: Platform) -> Reason | None:
     except BaseException as error:  # As with predicates: the bug of one backend must not affect the others.
         if stops_the_process(error):
             raise
-        return Reason("predicate_error", f"its probe {_probe_name(probe)} raised {described(error)}")
-    return None if text is None else Reason("probe", clause(text))
+        return Reason("predicate_error", f"its {probe_name(probe)} raised {described(error)}")
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        return Reason("predicate_error", f"its {probe_name(probe)} has to return a text or None, got {shown(text)}")
+    return Reason("probe", clause(text))
 
 
-def _probe_name(probe: Probe) -> str:
-    return getattr(probe, "__name__", type(probe).__name__)
-
-
-def machine_reasons(cell: BackendCell, platform: Platform) -> list[Reason]:
-    """Why a cell cannot run on a platform for any problem; a named platform is assumed to meet packages and probes."""
-    return lacks(cell, cell.rule_for(platform), platform, PROBES)
+def probe_name(probe: Probe) -> str:
+    """What to call a probe in a text."""
+    return f"probe {getattr(probe, '__name__', type(probe).__name__)}"
 
 
 def lacks(cell: BackendCell, rule: PlatformRule | None, platform: Platform, probes: Probes) -> list[Reason]:
-    """As `machine_reasons`, where the cell's rule for the platform is resolved already."""
+    """Why a cell cannot run on a platform for any problem; a named platform is assumed to meet packages and probes.
+
+    Args:
+        cell: The cell.
+        rule: Its rule for the platform, if any.
+        platform: The machine.
+        probes: Keeps the answers of probes.
+    """
     reasons: list[Reason] = []
     if rule is None:
         reasons.append(Reason("platform", f"requires platform in ({cell.rules_text}), got {platform}"))
@@ -85,7 +125,7 @@ def assumptions(cell: BackendCell, platform: Platform) -> tuple[str, ...]:
     """Requirements that are assumed to be met on a named platform."""
     if platform.probed:
         return ()
-    return (*cell.requires, *(f"probe {_probe_name(probe)}" for probe in cell.probes))
+    return (*cell.requires, *(probe_name(probe) for probe in cell.probes))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -44,6 +44,7 @@ __all__ = [
     "BackendRegistry",
     "Collector",
     "collecting_with",
+    "provider",
     "register_moe_backend",
     "registering_origin",
 ]
@@ -87,6 +88,11 @@ class BackendCell:
     origin_version: str = ""
 
     @property
+    def provider(self) -> str:
+        """The distribution with its version, or `builtin`."""
+        return provider(self.origin, self.origin_version)
+
+    @property
     def class_name(self) -> str:
         """Name of the experts class."""
         return self.experts.__name__
@@ -108,6 +114,11 @@ class BackendCell:
         serving = [scheme for scheme in self.schemes if scheme.serves(checkpoint)]
         exact = [scheme for scheme in serving if scheme.activation == checkpoint.activation]
         return checkpoint if checkpoint in serving else next(iter([*exact, *serving]), None)
+
+
+def provider(origin: str, version: str) -> str:
+    """How texts name the place that a backend comes from: a distribution with its version, or `builtin`."""
+    return origin if origin == BUILTIN or not version else f"{origin} {version}"
 
 
 @functools.lru_cache(maxsize=4096)

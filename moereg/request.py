@@ -3,33 +3,56 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Final
 
 from moereg.arguments import check_mapping, check_text
-from moereg.errors import RequestError, UnknownBackendError, UnknownSchemeError, shown, unknown_name_message
+from moereg.errors import (
+    MoeregError,
+    RequestError,
+    UnknownBackendError,
+    UnknownSchemeError,
+    shown,
+    unknown_name_message,
+)
 from moereg.plugins import BACKEND_GROUP, PluginStatus, unusable
 from moereg.quant import QUANT_SCHEMES
 from moereg.registry import BackendCell
 
-__all__ = ["Names", "Request"]
+__all__ = ["AUTO", "Names", "Request", "place_of"]
 
 Names = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
-"""`"triton"`, `("triton", "torch")`, `"nvfp4=flashinfer_cutlass,unquantized=triton"`, or `{"nvfp4": "triton"}`."""
+"""`"triton"`, `("triton", "torch")`, `"flashinfer_*"`, `"nvfp4=flashinfer_cutlass,unquantized=triton"`, or
+`{"nvfp4": "triton"}`."""
+
+AUTO: Final = "auto"
+"""In require or prefer: no wish, which beats one of a weaker source. No backend has this name."""
+
+
+def place_of(backend: str, names: Sequence[str]) -> int | None:
+    """Place of the first name that is a backend's, or None. `*` in a name stands for any characters."""
+    for place, name in enumerate(names):
+        if name == backend or ("*" in name and fnmatch.fnmatchcase(backend, name)):
+            return place
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A caller's wishes, resolved for one scheme.
+    """A caller's wishes, resolved for one scheme. `*` in a name stands for any characters.
 
     Attributes:
-        require: Backends of which one must be used; empty for any.
+        require: Backends of which one must be used, tried in this order; empty for any.
         prefer: Backends that go first, in this order.
         deny: Backends that must not be used.
+        notices: Names in the environment that mean nothing here, and patterns that match nothing: one line each.
     """
 
     require: tuple[str, ...] = ()
     prefer: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
+    notices: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @classmethod
     def resolve(
@@ -45,7 +68,8 @@ class Request:
     ) -> Request:
         """Joins arguments and environment: for require and prefer arguments win, denials add up.
 
-        A value for the scheme beats a value for all schemes of the same source.
+        A value for the scheme beats a value for all schemes of the same source. MOEREG_PREFER and MOEREG_DENY may name
+        what is not installed, since an environment outlives wheels: a notice says so.
 
         Args:
             scheme: Name of the problem's scheme.
@@ -64,7 +88,7 @@ class Request:
         check_text("scheme of a request", scheme)
         check_mapping("environ", environ)
         required, preferred, denied = (
-            (_by_scheme(names, word), _by_scheme(environ.get(variable), variable))
+            (_Wish.read(word, names, word), _Wish.read(word, environ.get(variable), variable))
             for word, names, variable in (
                 ("require", require, "MOEREG_REQUIRE"),
                 ("prefer", prefer, "MOEREG_PREFER"),
@@ -72,29 +96,76 @@ class Request:
             )
         )
         # Wishes for other schemes are checked too: a misspelled name would go unnoticed until that scheme is loaded.
-        # The problem's own scheme may be named even if no backend has it.
-        for error in _unknown_schemes(scheme, (*required, *preferred, *denied), cells):
-            raise error
-        for asked in (required, preferred, denied):
-            _check_backends(asked, cells, plugins, may_have_failed=asked is denied)
-
-        def names_for_scheme(source: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-            return source.get(scheme) or source.get("", ())
-
+        notices: list[str] = []
+        for wish in (*required, *preferred, *denied):
+            if wish.names:
+                notices += _check_schemes(wish, scheme, cells)
+                notices += _check_backends(wish, cells, plugins)
         request = cls(
-            require=next(filter(None, map(names_for_scheme, required)), ()),
-            prefer=next(filter(None, map(names_for_scheme, preferred)), ()),
+            require=_strongest(required, scheme),
+            prefer=_strongest(preferred, scheme),
             deny=tuple(
-                dict.fromkeys(name for source in denied for key in (scheme, "") for name in source.get(key, ()))
+                dict.fromkeys(name for wish in denied for key in (scheme, "") for name in wish.names.get(key, ()))
             ),
+            notices=tuple(dict.fromkeys(notices)),
         )
-        if both := sorted(set(request.require) & set(request.deny)):
-            raise RequestError(f"backend {both[0]!r} is both required and denied; remove it from one of the two")
+        # A pattern leaves room for exceptions (`flashinfer_*` without `flashinfer_b12x`); a name written out does not.
+        for name in request.require:
+            if "*" not in name and place_of(name, request.deny) is not None:
+                asking = next(wish.source for wish in required if wish.for_scheme(scheme))
+                denying = next(wish.source for wish in denied if place_of(name, wish.all_for(scheme)) is not None)
+                raise RequestError(
+                    f"backend {name!r} is both required and denied (by {asking} and {denying}); remove it from one of "
+                    "the two"
+                )
         return request
 
     def to_dict(self) -> dict[str, list[str]]:
         """Lists by word."""
         return {"require": list(self.require), "prefer": list(self.prefer), "deny": list(self.deny)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wish:
+    """The names of one word from one source.
+
+    Attributes:
+        word: `require`, `prefer` or `deny`.
+        source: As a user spells it: the word, or the environment variable.
+        names: By scheme; `""` is every scheme.
+    """
+
+    word: str
+    source: str
+    names: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def read(cls, word: str, names: Names, source: str) -> _Wish:
+        by_scheme = _by_scheme(names, source)
+        for listed in by_scheme.values():
+            if AUTO in listed and (word == "deny" or len(listed) > 1):
+                raise RequestError(
+                    f"{AUTO!r} in a request stands alone in require or prefer and means no wish, got {shown(listed)} "
+                    f"in {source}; leave it out"
+                )
+        return cls(word, source, by_scheme)
+
+    @property
+    def may_be_absent(self) -> bool:
+        """Whether names that nobody registered are a notice."""
+        return self.source != self.word and self.word != "require"
+
+    def for_scheme(self, scheme: str) -> tuple[str, ...]:
+        return self.names.get(scheme) or self.names.get("", ())
+
+    def all_for(self, scheme: str) -> tuple[str, ...]:
+        return (*self.names.get(scheme, ()), *self.names.get("", ()))
+
+
+def _strongest(wishes: Iterable[_Wish], scheme: str) -> tuple[str, ...]:
+    """The names of the first source that has any for the scheme."""
+    names = next(filter(None, (wish.for_scheme(scheme) for wish in wishes)), ())
+    return () if names == (AUTO,) else names
 
 
 def _by_scheme(names: Names, word: str) -> dict[str, tuple[str, ...]]:
@@ -119,37 +190,41 @@ def _by_scheme(names: Names, word: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _unknown_schemes(
-    wanted: str, sources: Iterable[Mapping[str, object]], cells: Iterable[BackendCell]
-) -> Iterator[UnknownSchemeError]:
-    """An error for each scheme that is neither the problem's, nor moereg's, nor a cell's."""
-    others = [name for source in sources for name in source if name and name not in QUANT_SCHEMES]
-    if others:
-        known = {wanted, *QUANT_SCHEMES, *(scheme.name for cell in cells for scheme in cell.schemes)}
-        for name in others:
-            if name not in known:
-                yield UnknownSchemeError(unknown_name_message("quant scheme", name, known))
+def _check_schemes(wish: _Wish, wanted: str, cells: Iterable[BackendCell]) -> list[str]:
+    """Checks that schemes are the problem's own, moereg's or a cell's; returns notices."""
+    others = [name for name in wish.names if name and name != wanted and name not in QUANT_SCHEMES]
+    if not others:
+        return []
+    known = {wanted, *QUANT_SCHEMES, *(scheme.name for cell in cells for scheme in cell.schemes)}
+    errors = [
+        UnknownSchemeError(unknown_name_message("quant scheme", name, known)) for name in others if name not in known
+    ]
+    return [_notice(wish, error) for error in errors]
 
 
-def _check_backends(
-    sources: Iterable[Mapping[str, Sequence[str]]],
-    cells: Iterable[BackendCell],
-    plugins: Iterable[PluginStatus],
-    may_have_failed: bool,
-) -> None:
-    """Checks that backends are known. A backend whose plugin did not load may still be denied."""
-    names = [name for source in sources for listed in source.values() for name in listed]
-    if not names:
-        return
+def _check_backends(wish: _Wish, cells: Iterable[BackendCell], plugins: Iterable[PluginStatus]) -> list[str]:
+    """Checks that backends are known; returns notices. A backend whose plugin did not load may still be denied."""
     known = {cell.name for cell in cells}
-    for name in names:
-        if name in known:
+    notices = []
+    for name in (name for listed in wish.names.values() for name in listed):
+        if name in known or name == AUTO or any(place_of(one, (name,)) is not None for one in known):
+            continue
+        if "*" in name and wish.word != "require":
+            notices.append(f"{wish.source}: no backend matches {name!r} (known: {', '.join(sorted(known)) or 'none'})")
             continue
         failed = [status for status in plugins if status.group == BACKEND_GROUP and status.name == name]
         if not failed:
-            raise UnknownBackendError(unknown_name_message("backend", name, known))
-        if not may_have_failed:
-            raise unusable(failed[0])
+            notices.append(_notice(wish, UnknownBackendError(unknown_name_message("backend", name, known))))
+        elif wish.word != "deny":
+            notices.append(_notice(wish, unusable(failed[0])))
+    return notices
+
+
+def _notice(wish: _Wish, error: MoeregError) -> str:
+    """The notice of a name that means nothing here, where its source may have such; else raises the error."""
+    if not wish.may_be_absent:
+        raise error
+    return f"{wish.source} names what is not here, which is ignored: {error}"
 
 
 def _split(names: object, word: str) -> tuple[str, ...]:
@@ -159,4 +234,6 @@ def _split(names: object, word: str) -> tuple[str, ...]:
     for item in items:
         if not isinstance(item, str):
             raise RequestError(f"{word} must hold names of backends, got {shown(item)}")
-    return tuple(item.strip() for item in items if item.strip())
+    # A set has no order of its own, and ranks must agree on one.
+    stripped = (item.strip() for item in (sorted(items) if isinstance(items, Set) else items))
+    return tuple(item for item in stripped if item)

@@ -27,7 +27,7 @@ from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
 from moereg.reasons import CURES, REASON_CODES, Reason
 from moereg.registration import TIERS
-from moereg.registry import BackendCell
+from moereg.registry import BUILTIN, BackendCell, provider
 from moereg.request import Request
 
 __all__ = ["SCHEMA", "SOURCES", "Decision", "Selection", "nearest_by_backend"]
@@ -50,7 +50,7 @@ class Decision:
         experts: Name of the experts class.
         rule: The platform rule that matched, or all of the cell's if none did.
         computes: Scheme that it would compute.
-        priority, tier, origin: The cell's.
+        priority, tier, origin, origin_version: The cell's.
         reasons: Every reason against it; empty means accepted, exactly one means one change away.
         assumes: For a named platform: requirements that are assumed to be met.
         candidate: The cell with what it computes and why it may run; None if JSON was read on a machine without it.
@@ -63,6 +63,7 @@ class Decision:
     priority: int
     tier: str
     origin: str
+    origin_version: str = ""
     reasons: tuple[Reason, ...] = ()
     assumes: tuple[str, ...] = ()
     candidate: Candidate | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -71,6 +72,11 @@ class Decision:
     def accepted(self) -> bool:
         """Whether nothing speaks against it."""
         return not self.reasons
+
+    @property
+    def provider(self) -> str:
+        """The distribution with its version that it comes from, or `builtin`."""
+        return provider(self.origin, self.origin_version)
 
     @property
     def cell(self) -> BackendCell | None:
@@ -93,6 +99,7 @@ class Decision:
             "priority": self.priority,
             "tier": self.tier,
             "origin": self.origin,
+            "origin_version": self.origin_version,
             "assumes": list(self.assumes),
             "reasons": [{"code": reason.code, "text": reason.text} for reason in self.reasons],
         }
@@ -121,6 +128,7 @@ class Decision:
             priority=field("priority", _check_priority),
             tier=field("tier", lambda path, value: check_one_of(path, value, TIERS)),
             origin=field("origin", check_text),
+            origin_version=field("origin_version", check_text) if "origin_version" in values else "",
             reasons=field("reasons", lambda path, value: check_list(path, value, _check_reason)),
             assumes=field("assumes", lambda path, value: check_list(path, value, check_text)),
         )
@@ -175,6 +183,8 @@ class Selection:
         request: The resolved request.
         decisions: Every candidate, best first, rejected after accepted, nearest to fitting first.
         source: Why the first one won, one of `SOURCES`; None if nothing fits.
+        notices: What else a user may want to know, one line each: names in the environment that mean nothing here,
+            backends of other distributions whose priority is above every built-in's.
     """
 
     problem: MoEProblem
@@ -182,6 +192,7 @@ class Selection:
     request: Request
     decisions: tuple[Decision, ...]
     source: str | None
+    notices: tuple[str, ...] = ()
 
     @property
     def winner(self) -> Decision | None:
@@ -206,7 +217,10 @@ class Selection:
         for field in ("num_local_experts", "max_num_tokens"):
             problem.pop(field, None)
         winner = self.winner
-        chosen = (winner.backend, winner.experts, winner.computes, winner.origin) if winner else None
+        chosen = None
+        if winner is not None:
+            # Two versions of a wheel may have different kernels under one name.
+            chosen = (winner.backend, winner.experts, winner.computes, winner.origin, winner.origin_version)
         text = json.dumps([problem, str(self.platform), chosen], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -238,6 +252,7 @@ class Selection:
             "selected": self.backend,
             "source": self.source,
             "decisions": [decision.to_dict() for decision in self.decisions],
+            "notices": list(self.notices),
         }
 
     def to_json(self) -> str:
@@ -294,6 +309,9 @@ class Selection:
             request=_read_request(field("request", check_mapping)),
             decisions=field("decisions", lambda path, found: check_list(path, found, read)),
             source=field("source", check_optional(lambda path, found: check_one_of(path, found, SOURCES))),
+            notices=field("notices", lambda path, found: check_list(path, found, check_text))
+            if "notices" in values
+            else (),
         )
         if (selection.source is None) is not (selection.winner is None):
             raise ArgumentError(
@@ -319,11 +337,13 @@ class Selection:
         lines = [f"problem   {self.problem}", f"platform  {self.platform}"]
         for decision in nearest_by_backend(self.decisions):
             mark = "chosen" if decision is self.winner else "fits" if decision.accepted else "rejected"
+            origin = "" if decision.origin == BUILTIN else f"of {decision.provider}, "
             lines.append(
-                f"{mark:9} {decision.backend} ({decision.experts}, {decision.rule}, computes {decision.computes}, "
-                f"priority {decision.priority})"
+                f"{mark:9} {decision.backend} ({decision.experts}, {origin}{decision.rule}, computes "
+                f"{decision.computes}, priority {decision.priority})"
             )
             lines.extend(f"{'':10}- {reason.text} [{reason.code}]" for reason in decision.reasons)
+        lines.extend(f"note      {notice}" for notice in self.notices)
         return "\n".join(lines)
 
 
@@ -332,7 +352,7 @@ def _read_decision(path: str, value: object, cells: Sequence[BackendCell]) -> De
 
 
 def _read_request(values: Mapping[str, Any]) -> Request:
-    words = tuple(field.name for field in dataclasses.fields(Request))
+    words = ("require", "prefer", "deny")
     for word in values:
         within("request", check_one_of, "field of a request", word, words)
     names = functools.partial(check_list, check=check_text)

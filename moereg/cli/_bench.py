@@ -116,6 +116,8 @@ def _row(row: Measurement) -> dict[str, Any]:
         "gbps": row.gbps,
         "roofline_us": row.roofline_us,
         "share": row.share,
+        "origin": row.decision.origin,
+        "origin_version": row.decision.origin_version,
     }
 
 

@@ -44,6 +44,7 @@ def _backend(name: str, cells: Sequence[BackendCell], platform: Platform, quaran
     return {
         "name": name,
         "origin": cells[0].origin,
+        "origin_version": cells[0].origin_version,
         "cells": [_cell(cell, quarantine.of_cell(cell, platform)) for cell in cells],
         "available": is_available,
         "reasons": [{"code": reason.code, "text": reason.text} for reason in reasons],

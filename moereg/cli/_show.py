@@ -21,6 +21,7 @@ from moereg.dispatch import machine_reasons
 from moereg.memory import format_bytes
 from moereg.platforms import Platform
 from moereg.quarantine import QuarantineRecord, quarantine_path, read_quarantine
+from moereg.registry import BUILTIN
 from moereg.selection import Decision, Selection, nearest_by_backend
 from moereg.testing.ledger import arch_name, evidence_of
 from moereg.tuning.compare import Measurement
@@ -86,11 +87,12 @@ def show_selection(selection: Selection, subject: str | None = None) -> None:
     target.print(f"{subject}: {selection.problem}" if subject else str(selection.problem))
     target.print(f"on {_machine(platform) if platform.probed else f'{platform} (named, not this machine)'}")
     decisions = nearest_by_backend(selection.decisions)
-    table = _table("", "backend", "experts", "rule", "computes", "priority", "tier")
+    table = _table("", "backend", "origin", "experts", "rule", "computes", "priority", "tier")
     for decision in decisions:
         table.add_row(
             _mark(decision, winner),
             decision.backend,
+            decision.provider,
             decision.experts,
             decision.rule,
             decision.computes,
@@ -107,8 +109,9 @@ def show_selection(selection: Selection, subject: str | None = None) -> None:
     if winner is None:
         target.print(Text("nothing fits", style="bold red"))
     else:
-        target.print(Text(f"{winner.backend}: {_source(selection)}", style="bold green"))
+        target.print(Text(f"{winner.backend}{_origin(winner)}: {_source(selection)}", style="bold green"))
         target.print(_verification(winner, platform))
+    _notices(target, selection.notices)
 
 
 def _verification(decision: Decision, platform: Platform) -> str:
@@ -137,7 +140,7 @@ def show_run(result: RunResult) -> None:
     if result.damage:
         show_selection(selection, result.subject)
         console(sys.stdout).print(
-            Text(f"WRONG: {winner.backend} of {winner.origin}: {result.damage}", style="bold red")
+            Text(f"WRONG: {winner.backend} of {winner.provider}: {result.damage}", style="bold red")
         )
         return
     assert result.relative_error is not None and result.tolerance is not None
@@ -152,7 +155,7 @@ def show_run(result: RunResult) -> None:
     rows: tuple[tuple[str, str | Text], ...] = (
         ("layer", f"{result.subject}: {selection.problem}"),
         ("platform", _machine(selection.platform)),
-        ("backend", f"{winner.backend} ({winner.experts}), {_source(selection)}{tier}"),
+        ("backend", f"{winner.backend} ({winner.experts}){_origin(winner)}, {_source(selection)}{tier}"),
         ("computes", winner.computes),
         ("weights", f"{format_bytes(result.weights_bytes)}, permuted in {result.permute_ms:.0f} ms"),
         ("time", time),
@@ -167,7 +170,10 @@ def show_run(result: RunResult) -> None:
     for decision in nearest_by_backend(selection.decisions):
         if decision is not winner:
             table.add_row("not chosen", _why_not(decision))
-    console(sys.stdout).print(table)
+    target = console(sys.stdout)
+    target.print(table)
+    # Those of the request were logged when the backend was selected.
+    _notices(target, [notice for notice in selection.notices if notice not in selection.request.notices])
 
 
 def show_bench(result: BenchResult) -> None:
@@ -185,7 +191,10 @@ def show_bench(result: BenchResult) -> None:
         f"ceilings: {ceilings.matmul_tflops:.3g} TFLOP/s, "
         f"{ceilings.read_gbps:,.0f} GB/s ({ceilings.read_by}); {result.routing} routing"
     )
-    table = _table("T", "", "backend", "time us", "p10 to p90", "TFLOP/s", "GB/s", "% of roofline", "error")
+    # Only where it says something: the table is as wide as a terminal.
+    with_origin = any(row.decision.origin != BUILTIN for row in result.rows)
+    origin = ("origin",) if with_origin else ()
+    table = _table("T", "", "backend", *origin, "time us", "p10 to p90", "TFLOP/s", "GB/s", "% of roofline", "error")
     labels = result.labels()
     for num_tokens in result.token_counts:
         rows = result.fastest_first(num_tokens)
@@ -197,6 +206,7 @@ def show_bench(result: BenchResult) -> None:
                 first,
                 mark if row.timing else "",
                 labels[row.decision],
+                *([row.decision.provider] if with_origin else []),
                 *cells,
                 _error(row),
                 end_section=row is rows[-1],
@@ -206,9 +216,10 @@ def show_bench(result: BenchResult) -> None:
         if row.failure:
             target.print(f"{labels[row.decision]} failed at {row.num_tokens} tokens: {row.failure}")
         if row.damage:
-            label = f"{labels[row.decision]} of {row.decision.origin}"
+            label = f"{labels[row.decision]} of {row.decision.provider}"
             target.print(f"{label} is WRONG at {row.num_tokens} tokens: {row.damage}")
-    target.print(f"a layer gets {labels[winner]}: {_source(selection)}")
+    target.print(f"a layer gets {labels[winner]}{_origin(winner)}: {_source(selection)}")
+    _notices(target, selection.notices)
     for decision in result.skipped:
         target.print(f"not compared: {_why_not(decision)}")
 
@@ -244,7 +255,17 @@ def _number(value: float) -> str:
 
 def _why_not(decision: Decision) -> str:
     why = decision.reasons[0].text if decision.reasons else f"fits, priority {decision.priority}"
-    return f"{decision.backend} ({decision.experts}): {why}"
+    return f"{decision.backend} ({decision.experts}){_origin(decision)}: {why}"
+
+
+def _origin(decision: Decision) -> str:
+    """The wheel that a candidate comes from, for the middle of a line; nothing if it is built in."""
+    return "" if decision.origin == BUILTIN else f" of {decision.provider}"
+
+
+def _notices(target: Console, notices: Sequence[str]) -> None:
+    for notice in notices:
+        target.print(f"note: {notice}")
 
 
 def _source(selection: Selection) -> str:

@@ -19,6 +19,7 @@ BENCH_KEYS = ["schema", "problem", "platform", "device", "versions", "commit", "
 BENCH_KEYS += ["skipped"]
 ROW_KEYS = ["backend", "experts", "tokens", "relative_error", "tolerance", "passed"]
 ROW_KEYS += ["failure", "damage", "time_us", "p10_us", "p90_us", "tflops", "gbps", "roofline_us", "share"]
+ROW_KEYS += ["origin", "origin_version"]
 RATES = ["time_us", "p10_us", "p90_us", "tflops", "gbps", "share"]
 BENCH = f"bench {SIZES} --rounds 2 --tokens 16,1"
 

@@ -88,11 +88,20 @@ def test_bad_input_is_one_line_and_exit_2(call: Call, name: str, suffix: str) ->
     assert "Traceback" not in err
 
 
-def test_a_bad_environment_is_bad_input(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEREG_DENY", "torhc")
+@pytest.mark.parametrize(("name", "value"), [("MOEREG_REQUIRE", "torhc"), ("MOEREG_PREDICATE_SECONDS", "soon")])
+def test_a_bad_environment_is_bad_input(call: Call, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
     code, out, err = call(f"explain {SIZES}")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "'torhc'" in err
+    assert f"'{value}'" in err
+
+
+def test_an_environment_that_names_an_absent_wheel_is_noted(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEREG_DENY", "torhc")
+    code, out, err = call(f"explain {SIZES}")
+    assert (code, err) == (0, "")
+    text = " ".join(out.split())
+    assert "note: MOEREG_DENY names what is not here, which is ignored: unknown backend 'torhc', did you mean" in text
 
 
 def test_long_work_shows_without_a_terminal(

@@ -14,7 +14,7 @@ from tests.cli.command import SELECTION_KEYS, SIZES, Call, CallJson
 
 EXPLAIN_KEYS = [*SELECTION_KEYS, "verification"]
 DECISION_KEYS = ["backend", "experts", "rule", "computes", "accepted", "priority", "tier", "origin"]
-DECISION_KEYS += ["assumes", "reasons"]
+DECISION_KEYS += ["origin_version", "assumes", "reasons"]
 
 
 @pytest.mark.parametrize("platform", ["cuda:sm90", "cuda:sm100", "rocm:gfx942", "cpu"])

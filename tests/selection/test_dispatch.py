@@ -38,7 +38,8 @@ def fakes(isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch) -
     """A registry that a test fills; nothing of other tests is kept."""
     isolated_registry.restore(())
     monkeypatch.setattr(PROBES, "_answers", {})
-    monkeypatch.setattr(dispatch, "_LOGGED", dispatch._Choices())
+    for name in ("_LOGGED", "_NOTICES"):
+        monkeypatch.setattr(dispatch, name, dispatch._Once())
     return isolated_registry
 
 
@@ -76,6 +77,13 @@ def leaving(cls: type, problem: MoEProblem, platform: Platform) -> list[str]:
 
 def leaving_probe(platform: Platform) -> str | None:
     raise SystemExit(3)
+
+
+class Text(str):
+    """A text with methods of its own."""
+
+    def split(self, *arguments: Any) -> list[str]:  # type: ignore[override]
+        raise KeyError("split")
 
 
 NARROW = Facts(
@@ -210,7 +218,23 @@ REASONS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dict[st
         "its predicate raised SystemExit: 3",
     ),
     ("predicate_error", {"probes": (leaving_probe,)}, {}, {}, {}, "its probe leaving_probe raised SystemExit: 3"),
-    ("backend", {}, {"unsupported_reasons": classmethod(lambda cls, problem, platform: [404])}, {}, {}, "404"),
+    (
+        "predicate_error",
+        {},
+        {"unsupported_reasons": classmethod(lambda cls, problem, platform: (False, "too large"))},
+        {},
+        {},
+        "its predicate raised TypeError: it has to return a list of texts, got one with False",
+    ),
+    ("backend", {}, {"unsupported_reasons": classmethod(lambda cls, problem, platform: [" "])}, {}, {}, "no text"),
+    (
+        "backend",
+        {},
+        {"unsupported_reasons": classmethod(lambda cls, problem, platform: [Text("requires more")])},
+        {},
+        {},
+        "requires more",
+    ),
     (
         "backend",
         {},
@@ -219,7 +243,15 @@ REASONS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dict[st
         {},
         r"of two \x1b[31mlines",
     ),
-    ("probe", {"probes": (lambda platform: {"no": "text"},)}, {}, {}, {}, "{'no': 'text'}"),
+    (
+        "predicate_error",
+        {"probes": (lambda platform: False,)},
+        {},
+        {},
+        {},
+        "its probe <lambda> has to return a text or None, got False",
+    ),
+    ("probe", {"probes": (lambda platform: Text("requires nvcc"),)}, {}, {}, {}, "requires nvcc"),
 ]
 
 
@@ -311,8 +343,11 @@ def test_priority_then_name_then_class(fakes: BackendRegistry) -> None:
 REQUESTS: list[tuple[dict[str, Any], dict[str, str], str | None, str | None]] = [
     ({}, {}, "fast", "priority"),
     ({"require": "slow"}, {}, "slow", "required"),
-    ({"require": ("slow", "middle")}, {}, "middle", "required"),
-    ({"require": "slow, middle"}, {}, "middle", "required"),
+    # In this order, whatever their priorities.
+    ({"require": ("slow", "middle")}, {}, "slow", "required"),
+    ({"require": "slow, middle"}, {}, "slow", "required"),
+    ({"require": ("elsewhere", "slow", "middle")}, {}, "slow", "required"),
+    ({"require": {"slow", "middle"}}, {}, "middle", "required"),
     ({"prefer": "slow"}, {}, "slow", "preferred"),
     ({"prefer": ("slow", "middle")}, {}, "slow", "preferred"),
     ({"prefer": "elsewhere"}, {}, "fast", "priority"),
@@ -322,6 +357,23 @@ REQUESTS: list[tuple[dict[str, Any], dict[str, str], str | None, str | None]] = 
     ({"deny": "fast"}, {}, "middle", "priority"),
     ({"deny": ("fast", "middle")}, {}, "slow", "priority"),
     ({"require": ("fast", "slow"), "prefer": "slow"}, {}, "slow", "required"),
+    # Patterns: those that match stand side by side. They name no opt-in backend.
+    ({"require": "s*"}, {}, "slow", "required"),
+    ({"require": ("s*", "f*")}, {}, "slow", "required"),
+    ({"require": "*"}, {}, "fast", "required"),
+    ({"prefer": ("m*", "fast")}, {}, "middle", "preferred"),
+    ({"prefer": "c*"}, {}, "fast", "priority"),
+    ({"deny": "*a*"}, {}, "middle", "priority"),
+    ({"deny": "unquantized=*a*"}, {"DENY": "m*"}, "slow", "priority"),
+    ({"require": "*", "deny": "fast"}, {}, "middle", "required"),
+    ({"prefer": "nothing_*", "deny": "nothing_*"}, {}, "fast", "priority"),
+    # No wish, which still beats a weaker source.
+    ({"require": "auto"}, {}, "fast", "priority"),
+    ({"require": "auto"}, {"REQUIRE": "slow"}, "fast", "priority"),
+    ({"prefer": "auto"}, {"PREFER": "slow"}, "fast", "priority"),
+    ({"require": "slow,unquantized=auto"}, {}, "fast", "priority"),
+    ({"require": "slow,nvfp4=auto"}, {}, "slow", "required"),
+    ({}, {"REQUIRE": "auto", "PREFER": "slow"}, "slow", "preferred"),
     ({"prefer": "fast", "deny": "fast"}, {}, "middle", "priority"),
     ({"require": "elsewhere"}, {}, None, None),
     # Environment, and arguments over it; denials add up.
@@ -335,7 +387,7 @@ REQUESTS: list[tuple[dict[str, Any], dict[str, str], str | None, str | None]] = 
     # Per scheme: the problem is unquantized.
     ({"require": "unquantized=slow,nvfp4=fast"}, {}, "slow", "required"),
     ({"require": {"unquantized": "slow", "nvfp4": ("fast",)}}, {}, "slow", "required"),
-    ({"require": {"unquantized": "slow,middle"}}, {}, "middle", "required"),
+    ({"require": {"unquantized": "slow,middle"}}, {}, "slow", "required"),
     ({"require": ("nvfp4=fast", "slow")}, {}, "slow", "required"),
     ({"prefer": "nvfp4=slow"}, {}, "fast", "priority"),
     ({"require": "middle, unquantized = slow"}, {}, "slow", "required"),
@@ -371,48 +423,108 @@ def test_requests(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment"),
+    ("arguments", "environment", "sources"),
     [
-        ({"require": "one", "deny": "one"}, {}),
-        ({"require": ("one", "two"), "deny": {"unquantized": "one"}}, {}),
-        ({"deny": "one"}, {"REQUIRE": "one"}),
-        ({"require": "one"}, {"DENY": "one"}),
+        ({"require": "one", "deny": "one"}, {}, ("require", "deny")),
+        ({"require": ("one", "two"), "deny": {"unquantized": "one"}}, {}, ("require", "deny")),
+        ({"require": "one", "deny": "o*"}, {}, ("require", "deny")),
+        ({"deny": "one"}, {"REQUIRE": "one"}, ("MOEREG_REQUIRE", "deny")),
+        ({"require": "one"}, {"REQUIRE": "two", "DENY": "one"}, ("require", "MOEREG_DENY")),
     ],
     ids=str,
 )
 def test_required_and_denied(
-    fakes: BackendRegistry, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], environment: dict[str, str]
+    fakes: BackendRegistry,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, Any],
+    environment: dict[str, str],
+    sources: tuple[str, str],
 ) -> None:
     add("one")
     add("two")
     for word, names in environment.items():
         monkeypatch.setenv(f"MOEREG_{word}", names)
-    with pytest.raises(
-        RequestError, match=r"^backend 'one' is both required and denied; remove it from one of the two$"
-    ):
+    text = (
+        f"backend 'one' is both required and denied (by {sources[0]} and {sources[1]}); remove it from one of the two"
+    )
+    with pytest.raises(RequestError, match=f"^{re.escape(text)}$"):
         explain_backends(problem_of(), H100, **arguments)
 
 
-@pytest.mark.parametrize("word", ["require", "prefer", "deny"])
-@pytest.mark.parametrize("from_environment", [False, True])
-def test_unknown_names(
-    fakes: BackendRegistry, monkeypatch: pytest.MonkeyPatch, word: str, from_environment: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"deny": "auto"}, "'auto' in a request stands alone in require or prefer and means no wish, got ('auto',) in"),
+        ({"require": "one,auto"}, "'auto' in a request stands alone in require or prefer and means no wish, got ("),
+    ],
+)
+def test_auto_stands_alone(fakes: BackendRegistry, arguments: dict[str, Any], text: str) -> None:
+    add("one")
+    with pytest.raises(RequestError, match=f"^{re.escape(text)}"):
+        explain_backends(problem_of(), H100, **arguments)
+
+
+UNKNOWN = "unknown backend 'tritonlike', did you mean 'triton_like'? (known: torch_like, triton_like)"
+
+
+@pytest.mark.parametrize("word", ["require", "prefer", "deny", "MOEREG_REQUIRE"])
+def test_unknown_names(fakes: BackendRegistry, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     add("triton_like")
     add("torch_like")
 
     def ask(names: str) -> None:
-        if from_environment:
-            monkeypatch.setenv(f"MOEREG_{word.upper()}", names)
+        if word.isupper():
+            monkeypatch.setenv(word, names)
             explain_backends(problem_of(), H100)
         else:
             explain_backends(problem_of(), H100, **{word: names})
 
-    text = "unknown backend 'tritonlike', did you mean 'triton_like'? (known: torch_like, triton_like)"
-    with pytest.raises(UnknownBackendError, match=f"^{re.escape(text)}$"):
+    with pytest.raises(UnknownBackendError, match=f"^{re.escape(UNKNOWN)}$"):
         ask("tritonlike")
     with pytest.raises(UnknownSchemeError, match=r"^unknown quant scheme 'nvfp5', did you mean 'nvfp4'\?"):
         ask("nvfp5=triton_like")
+    if "require" in word.lower():
+        with pytest.raises(UnknownBackendError, match=r"^unknown backend 'flash\*' \(known: "):
+            ask("flash*")
+
+
+@pytest.mark.parametrize("variable", ["MOEREG_PREFER", "MOEREG_DENY"])
+def test_an_environment_may_outlive_wheels(
+    fakes: BackendRegistry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str
+) -> None:
+    add("triton_like", 2)
+    add("torch_like", 1)
+    monkeypatch.setenv(variable, "tritonlike,torch_like,flash*,mine=torch_like")
+    for _ in range(2):
+        selection = select_backend(problem_of(), H100)
+    assert selection.backend == ("torch_like" if variable == "MOEREG_PREFER" else "triton_like")
+    first, second, third = selection.notices
+    assert first.startswith(f"{variable} names what is not here, which is ignored: unknown quant scheme 'mine' (known:")
+    assert second == f"{variable} names what is not here, which is ignored: {UNKNOWN}"
+    assert third == f"{variable}: no backend matches 'flash*' (known: torch_like, triton_like)"
+    assert [record.getMessage() for record in caplog.records] == [first, second, third]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+    assert selection.to_dict()["notices"] == [first, second, third]
+    assert Selection.from_json(selection.to_json()).notices == selection.notices
+    assert f"note      {third}" in selection.table()
+
+
+def test_a_backend_above_every_built_in_is_said(fakes: BackendRegistry, caplog: pytest.LogCaptureFixture) -> None:
+    add("ours", 150, origin="builtin")
+    add("theirs", 10**6)
+    add("theirs", 10**5, experts_class("Second"))
+    add("modest", 150)
+    add("elsewhere", 10**6, platforms=("rocm:gfx942",))
+    with caplog.at_level(logging.INFO, logger="moereg"):
+        selection = select_backend(problem_of(), H100)
+    line = (
+        "backend 'theirs' of tests has priority 1000000, above every built-in backend's (at most 150): it goes first "
+        "wherever it fits; --deny theirs does without it"
+    )
+    assert selection.notices == (line,)
+    (record,) = caplog.records
+    assert record.getMessage().endswith(f"by priority; next: theirs of tests, modest of tests, ours; {line}")
+    assert explain_backends(problem_of(), H100, deny="theirs").notices == ()
 
 
 def test_requests_may_name_a_plugins_scheme(fakes: BackendRegistry) -> None:
@@ -686,7 +798,7 @@ def test_table(fakes: BackendRegistry) -> None:
     assert lines[:3] == [
         "problem   E8 H128 I96 k2 bfloat16 unquantized silu",
         "platform  cuda:sm90",
-        "chosen    aligned (AlignedExperts, cuda:sm80+, computes unquantized, priority 50)",
+        "chosen    aligned (AlignedExperts, of tests, cuda:sm80+, computes unquantized, priority 50)",
     ]
     assert "          - is opt-in: name it in require or prefer [opt_in]" in lines
 
@@ -716,7 +828,9 @@ def test_json_shape(fakes: BackendRegistry) -> None:
         "selected",
         "source",
         "decisions",
+        "notices",
     ]
+    assert values["notices"] == []
     assert values["schema"] == 1
     assert values["selected"] is None
     assert values["request"] == {"require": [], "prefer": [], "deny": ["far"]}
@@ -729,6 +843,7 @@ def test_json_shape(fakes: BackendRegistry) -> None:
         "priority": 50,
         "tier": "kernel",
         "origin": "tests",
+        "origin_version": "",
         "assumes": [],
         "reasons": [{"code": "alignment", "text": "requires hidden_size % 128 == 0, got 64"}],
     }
@@ -738,6 +853,9 @@ def test_json_of_a_backend_that_is_not_here(fakes: BackendRegistry) -> None:
     add("one")
     values = select_backend(problem_of(), "cuda:sm90").to_dict()
     values["decisions"][0]["backend"] = values["selected"] = "gone"
+    for key in ("notices", "origin_version"):  # Earlier versions did not write them.
+        values.pop(key, None)
+        values["decisions"][0].pop(key, None)
     again = Selection.from_dict(values)
     assert again.backend == "gone"
     assert again.winner is not None
@@ -770,7 +888,7 @@ def test_json_finds_the_cell_of_the_scheme_and_rule(fakes: BackendRegistry) -> N
         assert cells[0].priority == priority
 
 
-@pytest.mark.parametrize("change", ["backend", "experts", "computes", "origin"])
+@pytest.mark.parametrize("change", ["backend", "experts", "computes", "origin", "origin_version"])
 def test_a_fingerprint_is_of_everything_that_runs(fakes: BackendRegistry, change: str) -> None:
     add("one")
     selection = select_backend(problem_of(), H100)
@@ -830,14 +948,16 @@ def test_fingerprint(fakes: BackendRegistry) -> None:
 
 
 def test_one_log_line_a_layer_shape(fakes: BackendRegistry, caplog: pytest.LogCaptureFixture) -> None:
-    add("fast", 2)
+    add("fast", 2, origin="builtin")
     add("slow", 1)
     with caplog.at_level(logging.INFO, logger="moereg"):
         for _ in range(3):
             select_backend(problem_of(), H100)
         select_backend(problem_of(top_k=3), H100)
         explain_backends(problem_of(top_k=4), H100)
-    chosen = "bfloat16 unquantized silu on cuda:sm90: fast (Fast), computes unquantized, by priority; next: slow"
+    chosen = (
+        "bfloat16 unquantized silu on cuda:sm90: fast (Fast), computes unquantized, by priority; next: slow of tests"
+    )
     assert [record.getMessage() for record in caplog.records] == [
         f"MoE E8 H64 I96 k2 {chosen}",
         f"MoE E8 H64 I96 k3 {chosen}",
@@ -846,7 +966,7 @@ def test_one_log_line_a_layer_shape(fakes: BackendRegistry, caplog: pytest.LogCa
 
 
 def test_choices_that_were_logged_are_bounded() -> None:
-    choices = dispatch._Choices(most=2)
+    choices = dispatch._Once(most=2)
     first, second, third = ((problem_of(top_k=top_k), "cpu", "fast") for top_k in (1, 2, 3))
     assert choices.is_new(first)
     assert choices.is_new(second)

@@ -17,8 +17,8 @@ MUTANTS: Final = (
     Mutant(
         "a preferred emulation beats a kernel",
         "moereg/decide.py",
-        old=('            decision.tier != "kernel",\n            preferred.get(decision.backend, len(preferred)),'),
-        new=('            preferred.get(decision.backend, len(preferred)),\n            decision.tier != "kernel",'),
+        old=('            decision.tier != "kernel",\n            places[decision.backend],'),
+        new=('            places[decision.backend],\n            decision.tier != "kernel",'),
         tests=("tests/selection/test_dispatch.py::test_emulation_comes_last_and_warns",),
     ),
     Mutant(
@@ -52,8 +52,8 @@ MUTANTS: Final = (
     Mutant(
         "only the first required name",
         "moereg/decide.py",
-        old="if request.require and cell.name not in request.require:",
-        new="if request.require and cell.name not in request.require[:1]:",
+        old="if request.require and place_of(cell.name, request.require) is None:",
+        new="if request.require and place_of(cell.name, request.require[:1]) is None:",
         tests=("tests/selection/test_dispatch.py::test_requests",),
     ),
     Mutant(
@@ -92,6 +92,27 @@ MUTANTS: Final = (
         tests=("tests/selection/test_dispatch.py::test_one_log_line_a_layer_shape",),
     ),
     Mutant(
+        "required names go by priority",
+        "moereg/decide.py",
+        old="for names in (request.prefer, request.require)",
+        new="for names in (request.prefer,)",
+        tests=("tests/selection/test_dispatch.py::test_requests",),
+    ),
+    Mutant(
+        "an absent wheel's name in the environment is silent",
+        "moereg/request.py",
+        old="notices=tuple(dict.fromkeys(notices)),",
+        new="notices=(),",
+        tests=("tests/selection/test_dispatch.py::test_an_environment_may_outlive_wheels",),
+    ),
+    Mutant(
+        "the fingerprint forgets the wheel's version",
+        "moereg/selection.py",
+        old="winner.computes, winner.origin, winner.origin_version)",
+        new="winner.computes, winner.origin)",
+        tests=("tests/selection/test_dispatch.py::test_a_fingerprint_is_of_everything_that_runs",),
+    ),
+    Mutant(
         "package names are compared as spelt",
         "moereg/machine.py",
         old="return canonicalize_name(Requirement(text).name)",
@@ -115,22 +136,22 @@ MUTANTS: Final = (
     Mutant(
         "the environment beats the code",
         "moereg/request.py",
-        old="(_by_scheme(names, word), _by_scheme(environ.get(variable), variable))",
-        new="(_by_scheme(environ.get(variable), variable), _by_scheme(names, word))",
+        old="(_Wish.read(word, names, word), _Wish.read(word, environ.get(variable), variable))",
+        new="(_Wish.read(word, environ.get(variable), variable), _Wish.read(word, names, word))",
         tests=("tests/selection/test_dispatch.py::test_requests",),
     ),
     Mutant(
         "the environment's denials are dropped",
         "moereg/request.py",
-        old="for source in denied for key",
-        new="for source in denied[:1] for key",
+        old="for wish in denied for key",
+        new="for wish in denied[:1] for key",
         tests=("tests/selection/test_dispatch.py::test_requests",),
     ),
     Mutant(
         "the value for all schemes beats the scheme's",
         "moereg/request.py",
-        old='return source.get(scheme) or source.get("", ())',
-        new='return source.get("", ()) or source.get(scheme, ())',
+        old='return self.names.get(scheme) or self.names.get("", ())',
+        new='return self.names.get("", ()) or self.names.get(scheme, ())',
         tests=("tests/selection/test_dispatch.py::test_requests",),
     ),
     Mutant(
@@ -297,8 +318,8 @@ MUTANTS: Final = (
     Mutant(
         "the fingerprint forgets what is computed",
         "moereg/selection.py",
-        old="winner.experts, winner.computes, winner.origin)",
-        new="winner.experts, winner.origin)",
+        old="winner.experts, winner.computes, winner.origin, winner",
+        new="winner.experts, winner.origin, winner",
         tests=("tests/selection/test_dispatch.py::test_a_fingerprint_is_of_everything_that_runs",),
     ),
     Mutant(
