@@ -7,6 +7,7 @@ imports a library is logged once under the name of its backend. A call that hold
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import ctypes
 import dataclasses
@@ -14,6 +15,7 @@ import functools
 import itertools
 import logging
 import math
+import queue
 import sys
 import threading
 import time
@@ -76,7 +78,7 @@ def own_reasons(cell: BackendCell, problem: MoEProblem, platform: Platform) -> l
     """The reasons that a class's own predicate gives, asked right here."""
     reasons: list[Reason] = []
     try:
-        texts: object = cell.experts.unsupported_reasons(problem, platform)
+        texts: object = cell.experts.unsupported_reasons(problem=problem, platform=platform)
         if not isinstance(texts, Iterable) or isinstance(texts, (str, bytes, Mapping)):
             raise TypeError(f"it has to return a list of texts, got {shown(texts)}")
         for text in itertools.islice(texts, _MOST_REASONS):
@@ -179,11 +181,10 @@ class _GivenUp(SystemExit):
     """Raised in a thread that nobody waits for any more. A thread ends by SystemExit without a word."""
 
 
-class _Batch(threading.Thread):
-    """A thread that asks questions in turn, until somebody leaves it alone with one that does not return."""
+class _Batch:
+    """Questions that one thread asks in turn, until it is left alone with one that does not return."""
 
     def __init__(self, questions: Sequence[_Question], note: Callable[[_Question, float, int], None]) -> None:
-        super().__init__(name="moereg-predicates", daemon=True)
         self.questions = questions
         self.answers: list[list[Reason]] = []
         self.raised: BaseException | None = None
@@ -194,10 +195,11 @@ class _Batch(threading.Thread):
         self._began = time.perf_counter()
         self._context = contextvars.copy_context()
 
-    def run(self) -> None:
-        self._context.run(self._ask_all)
+    def run(self) -> bool:
+        """Asks them, in the thread that calls; whether somebody waits until the end."""
+        return self._context.run(self._ask_all)
 
-    def _ask_all(self) -> None:
+    def _ask_all(self) -> bool:
         _IN_HELPER.set(True)
         self._began = time.perf_counter()
         for question in self.questions:
@@ -210,37 +212,50 @@ class _Batch(threading.Thread):
                 break
             with self._lock:
                 if self._is_left:
-                    return
+                    return False
                 now = time.perf_counter()
                 seconds, self._began = now - self._began, now
                 self.answers.append(answer)
             self._note(question, seconds, num_modules)
         self._done.set()
+        return True
 
-    def wait(self, seconds: float) -> bool:
-        """Waits until all questions are answered, or leaves the thread once one takes longer than the limit."""
+    def wait(self, helper: threading.Thread, seconds: float) -> bool:
+        """Waits until all questions are answered, or leaves their thread once one takes longer than the limit."""
         while not self._done.wait(max(0.0, self._began + seconds - time.perf_counter())):
             with self._lock:
                 is_late = time.perf_counter() - self._began >= seconds
                 if is_late and self.raised is None and len(self.answers) < len(self.questions):
-                    self._leave()
+                    self._is_left = True
+                    # A loop in Python ends by this; a call that waits outside Python goes on. The thread needs the
+                    # lock before it can end, so its number is not that of another one.
+                    _raise_in(helper, _GivenUp)
                     return False
         return True
 
-    def _leave(self) -> None:
-        """Asks the thread to end: a loop in Python does, a call that waits outside Python goes on.
 
-        Under the lock, which the thread needs before it can end: an identifier may be given to another one then.
-        """
-        self._is_left = True
-        assert self.ident is not None
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(_GivenUp))
+def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
+    assert thread.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(kind))
+
+
+class _Helper(threading.Thread):
+    """A thread that asks one batch after the other, since starting one takes longer than most predicates."""
+
+    def __init__(self) -> None:
+        super().__init__(name="moereg-predicates", daemon=True)
+        self.batches: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        while self.batches.get().run():
+            pass
 
 
 class _Helpers:
     """Threads that ask, and what is remembered for the process. Thread-safe."""
 
     def __init__(self) -> None:
+        self._idle: list[_Helper] = []
         self._given_up: dict[Hashable, Reason] = {}
         self._noted: set[tuple[Hashable, str]] = set()
         self._lock = threading.Lock()
@@ -260,15 +275,27 @@ class _Helpers:
                 answers.append([reason])
                 continue
             live = list(itertools.takewhile(lambda question: question.key not in self._given_up, rest))
-            batch = _Batch(live, self._note)
-            batch.start()
-            is_done = batch.wait(seconds)
+            batch, helper = _Batch(live, self._note), self._helper()
+            helper.batches.put(batch)
+            is_done = batch.wait(helper, seconds)
+            if is_done:
+                self._idle.append(helper)
             if batch.raised is not None:
                 raise batch.raised
             answers += batch.answers
             if not is_done:
                 answers.append([self._give_up(live[len(batch.answers)], seconds)])
         return answers
+
+    def _helper(self) -> _Helper:
+        while self._idle:
+            with contextlib.suppress(IndexError):  # Another thread may be faster.
+                helper = self._idle.pop()
+                if helper.is_alive():  # None is after a fork.
+                    return helper
+        helper = _Helper()
+        helper.start()
+        return helper
 
     def _give_up(self, question: _Question, seconds: float) -> Reason:
         text = (
