@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["fp32_is_exact", "in_plain_torch", "plain_torch"]
+__all__ = ["AmbientState", "fp32_is_exact", "in_plain_torch", "plain_torch"]
 
 # Its module becomes an object at run time, which type checkers do not expect.
 _mkldnn: Any = torch.backends.mkldnn
@@ -54,6 +54,53 @@ def in_plain_torch(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return call
+
+
+class AmbientState(NamedTuple):
+    """What a backend's code can change of torch for everybody who runs after it.
+
+    Attributes:
+        default_dtype, default_device: Of new tensors.
+        num_threads: Of one operation on a CPU.
+        is_deterministic: Whether only deterministic algorithms are allowed.
+        is_grad_enabled: In this thread.
+    """
+
+    default_dtype: torch.dtype
+    default_device: torch.device
+    num_threads: int
+    is_deterministic: bool
+    is_grad_enabled: bool
+
+    @classmethod
+    def now(cls) -> AmbientState:
+        """The present state."""
+        return cls(
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_grad_enabled(),
+        )
+
+    def restore(self) -> tuple[str, ...]:
+        """Puts this state back.
+
+        Returns:
+            What differed, in words with the value found.
+        """
+        found = AmbientState.now()
+        if found == self:
+            return ()
+        torch.set_default_dtype(self.default_dtype)
+        if found.default_device != self.default_device:
+            # With None, unlike with a device, calls of torch are not slower.
+            torch.set_default_device(None if self.default_device.type == "cpu" else self.default_device)
+        torch.set_num_threads(self.num_threads)
+        torch.use_deterministic_algorithms(self.is_deterministic)
+        torch.set_grad_enabled(self.is_grad_enabled)
+        names = (field.removeprefix("is_").replace("_", " ") for field in self._fields)
+        return tuple(f"{name} {new}" for name, old, new in zip(names, self, found, strict=True) if old != new)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 References and inputs are made before any candidate's code runs. Each candidate gets its own inputs and outputs. Weights
 are too large to copy, so they are shared and watched. A candidate that writes to them is wrong, the report names what
-it wrote, and others are not harmed: the damaged tensors are made anew.
+it wrote, and others are not harmed: the damaged tensors are made anew. The same holds for torch's ambient state.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 
+from moereg.ambient import AmbientState
 from moereg.backend_calls import make_experts
 from moereg.errors import BackendError
 from moereg.layer import MoEKernel, make_kernel
@@ -128,6 +129,7 @@ class Comparison:
             }
         self._culprits: Final = Culprits(selection, self.weights.w13.device)
         self._watched: Final = WatchedTensors(self.weights.tensors())
+        self._torch = AmbientState.now()
         with phase("permuting weights") as advance:
             for number, decision in enumerate(self._candidates, start=1):
                 if self._culprits.stopped is None:
@@ -147,6 +149,7 @@ class Comparison:
             One measurement a candidate, in the selection's order.
         """
         found = _Findings(errors=dict(self._found.errors), damages=dict(self._found.damages))
+        self._torch = AmbientState.now()  # The caller may have set another one.
         for decision in list(self._kernels):
             if self._culprits.stopped is None:
                 self._check(found, decision, num_tokens)
@@ -227,26 +230,30 @@ class Comparison:
             self._blame(found, decision, "apply", own)
 
     def _blame(self, found: _Findings, decision: Decision, step: str, own: _Own | None = None) -> bool:
-        """Reports what was written since the last time, if anything, and restores shared weights."""
+        """Reports what was written or set since the last time, if anything, and restores weights and torch's state."""
         has_written = True  # Used where writes cannot be attributed.
         with self._culprits.naming(found.errors, decision, step):
             has_written = self._has_written(found, decision, step, own)
         return has_written
 
     def _has_written(self, found: _Findings, decision: Decision, step: str, own: _Own | None) -> bool:
+        if changed := self._torch.restore():
+            self._found.damages[decision] = f"{step} {_changed(changed)}"
+            found.damages[decision] = self._found.damages[decision]
+            self._kernels.pop(decision, None)
         inputs = own.written() if own else ()
         if inputs:
             found.damages[decision] = f"{step} wrote to its inputs ({', '.join(inputs)})"
         if written := self._watched.written():
             # Excluded for good: it may have written to what it runs on.
-            self._found.damages[decision] = f"{step} wrote to the layer's weights ({', '.join(written)})"
+            self._found.damages[decision] = f"{step} {_wrote(written)}"
             found.damages[decision] = self._found.damages[decision]
             # Its permuted weights may be as large as the new ones, so they are freed first.
             self._kernels.pop(decision, None)
             if own:
                 own.runs.clear()
             self._restore(found, [decision])
-        return bool(inputs or written)
+        return bool(changed or inputs or written)
 
     def _restore(self, found: _Findings, writers: Sequence[Decision]) -> None:
         try:
@@ -296,9 +303,10 @@ class Comparison:
         if len(owns) == 1 and self._culprits.stopped is None:  # The culprit is known by then.
             (only,) = owns
             self._blame(found, only, "apply", owns[only])
+        changed = self._torch.restore()
         written = self._watched.written() if self._culprits.stopped is None else ()
-        if (written or not is_clean) and self._culprits.stopped is None:
-            self._time_one_by_one(found, owns, rounds, written)
+        if (written or changed or not is_clean) and self._culprits.stopped is None:
+            self._time_one_by_one(found, owns, rounds, written, changed)
         for decision in list(found.timings):
             if self._culprits.stopped is None and self._is_right(found, decision, num_tokens):
                 self._check_again(found, decision, owns[decision], num_tokens)
@@ -307,9 +315,14 @@ class Comparison:
             del found.timings[decision]
 
     def _time_one_by_one(
-        self, found: _Findings, owns: Mapping[Decision, _Own], rounds: int, written: tuple[str, ...]
+        self,
+        found: _Findings,
+        owns: Mapping[Decision, _Own],
+        rounds: int,
+        written: tuple[str, ...],
+        changed: tuple[str, ...],
     ) -> None:
-        """Finds out which of the candidates raised, or wrote to shared weights, while they ran in turns."""
+        """Finds out which of the candidates raised, wrote to shared weights or changed torch's state in their turns."""
         found.timings = {}
         if written:
             self._restore(found, list(owns))
@@ -326,10 +339,11 @@ class Comparison:
             if self._blame(found, decision, "apply", own):
                 found.timings.pop(decision, None)
                 is_found = True
-        if written and not is_found:
+        if (written or changed) and not is_found:
             names = ", ".join(decision.backend for decision in owns)
+            deed = _wrote(written) if written else _changed(changed)
             for decision in owns:
-                found.damages[decision] = f"one of {names} wrote to the layer's weights ({', '.join(written)}), once"
+                found.damages[decision] = f"one of {names} {deed}, once"
             found.timings = {}
 
     def _check_again(self, found: _Findings, decision: Decision, own: _Own, num_tokens: int) -> None:
@@ -348,6 +362,14 @@ class Comparison:
             (error for error in errors if not error <= bound), found.relative_errors[decision]
         )
         self._blame(found, decision, "apply", own)
+
+
+def _wrote(names: Sequence[str]) -> str:
+    return f"wrote to the layer's weights ({', '.join(names)})"
+
+
+def _changed(settings: Sequence[str]) -> str:
+    return f"changed torch's state for everybody ({', '.join(settings)})"
 
 
 def _checked_places(calls: Sequence[Call]) -> tuple[int, ...]:

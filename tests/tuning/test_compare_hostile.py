@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moereg import cli
+from moereg.ambient import AmbientState
 from moereg.author import ExpertInputs, ExpertWeights, PermutedWeights
 from moereg.cli._layer import random_layer
 from moereg.dispatch import explain_backends
@@ -75,6 +76,25 @@ def test_writing_shared_weights_in_a_call(isolated_registry: BackendRegistry, fi
     """In the first call, in the one before timing, and in the middle of it."""
     row = check_others(measure(doing(zero("w2", through_data), first)), "Doing")
     assert row.damage == "apply wrote to the layer's weights (w2)"
+
+
+STATES: dict[str, Callable[[], object]] = {
+    "default dtype torch.float64": lambda: torch.set_default_dtype(torch.float64),
+    "default device meta": lambda: torch.set_default_device("meta"),
+    "num threads 3": lambda: torch.set_num_threads(3),
+    "grad enabled True": lambda: torch.set_grad_enabled(True),
+    "deterministic True": lambda: torch.use_deterministic_algorithms(True),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("first", [1, 7])
+@pytest.mark.parametrize("state", STATES)
+def test_changing_torch_for_everybody(isolated_registry: BackendRegistry, state: str, first: int) -> None:
+    before = AmbientState.now()
+    row = check_others(measure(doing(lambda *_: STATES[state](), first)), "Doing")
+    assert row.damage == f"apply changed torch's state for everybody ({state})"
+    assert AmbientState.now() == before
 
 
 def test_writing_shared_weights_once_while_all_run_in_turns(isolated_registry: BackendRegistry) -> None:
