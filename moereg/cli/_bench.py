@@ -7,11 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-import torch
 from packaging.requirements import Requirement
 
 from moereg.cli._layer import random_layer
-from moereg.cli._machine import platform_at_hand
+from moereg.cli._machine import layer_device, platform_at_hand
 from moereg.cli._memory import check_run_fits
 from moereg.cli._options import ProblemFlags, UsageError
 from moereg.cli._progress import phase
@@ -162,9 +161,8 @@ def bench_layer(
         MoeregError: Anything that the user can cure.
     """
     platform = platform_at_hand("bench", flags.platform)
-    device = torch.device(platform.device_type)
     if token_counts is None:
-        token_counts = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
+        token_counts = _CPU_TOKENS if platform.device_type == "cpu" else _GPU_TOKENS
     problem = dataclasses.replace(flags, tokens=max(token_counts)).problem()
     selection = explain_backends(problem, platform, **flags.request())
     cells = [decision.cell for decision in selection.decisions if decision.accepted and decision.cell is not None]
@@ -172,6 +170,7 @@ def bench_layer(
     result = BenchResult(flags.model or "random weights", selection, routing, provenance(platform, distributions))
     if selection.winner is None:
         return result
+    device = layer_device(selection)
     for num_tokens in token_counts:
         # Each backend has its own inputs and outputs.
         check_run_fits(problem, num_tokens, device, len(cells), (1 + len(cells)) * num_calls(num_tokens))

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from moereg.cli._layer import RoutedWeights, load_layer, random_hidden_states, random_layer
-from moereg.cli._machine import platform_at_hand
+from moereg.cli._machine import layer_device, platform_at_hand
 from moereg.cli._memory import check_run_fits
 from moereg.cli._options import ProblemFlags, UsageError, usage_errors
 from moereg.cli._progress import phase
@@ -129,7 +129,7 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
             selection = select_backend(problem, platform, **flags.request())
     except UnsupportedProblemError as error:
         return RunResult(subject, error.selection, num_tokens)
-    device = torch.device(platform.device_type)
+    device = layer_device(selection)
     check_run_fits(problem, num_tokens, device)
     with torch.no_grad():
         if checkpoint is None or layer is None:

@@ -3,10 +3,19 @@
 Everything else takes a `Platform`, so a laptop can ask what another machine would choose.
 """
 
-from moereg.platforms.kinds import KINDS, PlatformKind, register_platform_kind
+from moereg.platforms.claims import accept_plugin, claim_of, decide_claims
+from moereg.platforms.devices import torch_device
+from moereg.platforms.kinds import (
+    KINDS,
+    PlatformKind,
+    kinds_of_plugin,
+    load_kinds_with,
+    miss_kinds_of,
+    register_platform_kind,
+)
 from moereg.platforms.nvml import gpu_clocks
 from moereg.platforms.platform import Platform
-from moereg.platforms.probe import installed_versions, probe_platform
+from moereg.platforms.probe import installed_versions, probe_cpu, probe_platform
 from moereg.platforms.rules import PlatformRule, Specificity
 
 __all__ = [
@@ -15,8 +24,16 @@ __all__ = [
     "PlatformKind",
     "PlatformRule",
     "Specificity",
+    "accept_plugin",
+    "claim_of",
+    "decide_claims",
     "gpu_clocks",
     "installed_versions",
+    "kinds_of_plugin",
+    "load_kinds_with",
+    "miss_kinds_of",
+    "probe_cpu",
     "probe_platform",
     "register_platform_kind",
+    "torch_device",
 ]

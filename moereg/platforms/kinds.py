@@ -182,10 +182,14 @@ _BRINGING: contextvars.ContextVar[_Bringing | None] = contextvars.ContextVar("mo
 
 
 @contextlib.contextmanager
-def kinds_of_plugin(origin: str) -> Iterator[None]:
+def kinds_of_plugin(origin: str, own: str) -> Iterator[None]:
     """Kinds registered inside belong to that distribution. If the plugin fails, those of the modules that fail go.
 
-    A kind of another module that loaded stays: the plugin only imported it.
+    A kind of another distribution's module that loaded stays: the plugin only imported it.
+
+    Args:
+        origin: The distribution.
+        own: The module that its entry point names.
     """
     bringing = _Bringing(origin)
     token = _BRINGING.set(bringing)
@@ -195,7 +199,7 @@ def kinds_of_plugin(origin: str) -> Iterator[None]:
         with _LOCK:
             for name, module in bringing.modules.items():
                 # Python takes a module whose import fails out of sys.modules.
-                if module not in sys.modules:
+                if module not in sys.modules or f"{module}.".startswith(f"{own}."):
                     _forget(name)
         raise
     finally:

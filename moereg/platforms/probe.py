@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from moereg.platforms.nvml import GpuFacts, gpu_facts
 from moereg.platforms.platform import Platform
 
-__all__ = ["installed_versions", "probe_platform"]
+__all__ = ["installed_versions", "probe_cpu", "probe_platform"]
 
 
 @functools.lru_cache(maxsize=1)
@@ -23,13 +23,18 @@ def probe_platform() -> Platform:
     An accelerator is reported where this torch build can use it. NVML describes a CUDA device; torch does if NVML is
     missing. CUDA_VISIBLE_DEVICES is honored.
     """
-    versions = installed_versions()
     if torch.version.hip and torch.cuda.device_count() > 0:
-        return _probe_rocm(versions)
+        return _probe_rocm(installed_versions())
     if torch.version.cuda and torch.cuda.device_count() > 0:
-        return _probe_cuda(versions)
+        return _probe_cuda(installed_versions())
+    return probe_cpu()
+
+
+@functools.lru_cache(maxsize=1)
+def probe_cpu() -> Platform:
+    """This machine without its accelerators, probed once in a process."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Platform("cpu", host.machine().lower(), _cpu_name(), memory, versions, probed=True)
+    return Platform("cpu", host.machine().lower(), _cpu_name(), memory, installed_versions(), probed=True)
 
 
 def installed_versions() -> dict[str, str]:

@@ -7,6 +7,8 @@ import dataclasses
 import itertools
 import os
 import re
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +25,16 @@ from moereg.platforms import (
     PlatformKind,
     PlatformRule,
     Specificity,
+    accept_plugin,
+    claim_of,
+    decide_claims,
     gpu_clocks,
     installed_versions,
+    kinds_of_plugin,
+    probe_cpu,
     probe_platform,
     register_platform_kind,
+    torch_device,
 )
 
 PLATFORMS = (
@@ -331,6 +339,86 @@ def test_bad_kinds(changes: dict[str, Any], error: str) -> None:
     with pytest.raises(ArgumentError) as raised:
         PlatformKind(**{"name": "mine", "device_type": "cpu", "arch_pattern": r"a\d", **changes})
     assert str(raised.value) == error
+
+
+@pytest.mark.usefixtures("kinds")
+def test_kinds_of_a_plugin_that_fails_go_and_those_of_its_neighbors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def register(module: str, name: str) -> None:
+        exec(  # As that module would.
+            f"register(PlatformKind({name!r}, 'cpu', 'a'))",
+            {"__name__": module, "register": register_platform_kind, "PlatformKind": PlatformKind},
+        )
+
+    monkeypatch.setitem(sys.modules, "neighbor", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "failing.late", SimpleNamespace())
+    with pytest.raises(OSError, match="late"), kinds_of_plugin("moereg-failing", "failing"):
+        register("failing", "one")
+        register("failing.late", "two")
+        register("neighbor", "three")
+        raise OSError("late")
+    assert {"one", "two", "three"} & set(KINDS) == {"three"}
+    with (
+        pytest.raises(ArgumentError, match="'three' is already registered by moereg-failing and cannot be by moereg-b"),
+        kinds_of_plugin("moereg-b", "b"),
+    ):
+        register_platform_kind(PlatformKind("three", "cpu", "b"))
+
+
+@pytest.mark.usefixtures("kinds")
+def test_a_claim_is_checked() -> None:
+    mine = PlatformKind("mine", "cpu", "a")
+    here = Platform("cpu")
+
+    def never() -> Platform:
+        threading.Event().wait()
+        return here
+
+    assert claim_of("x:KIND", mine) is None
+    assert claim_of("x:probe", lambda: None) is None
+    assert claim_of("x:probe", lambda: here) is here
+    with pytest.raises(TypeError, match="x:probe must return a Platform or None, got str"):
+        claim_of("x:probe", lambda: "cpu")
+    with pytest.raises(ValueError, match="the probe of x:KIND must return a platform of kind mine, got cpu"):
+        claim_of("x:KIND", dataclasses.replace(mine, probe=lambda: here))
+    with pytest.raises(SystemExit):
+        claim_of("x:probe", lambda: sys.exit(3))
+    with pytest.raises(TimeoutError, match=r"its probe did not return within 0\.05 s"):
+        claim_of("x:probe", never, seconds=0.05)
+    with pytest.raises(TypeError, match=r"x must name a PlatformKind, or a function .* the module; name one .* x:KIND"):
+        accept_plugin("x", sys)
+    with pytest.raises(TypeError, match="x:y must name a PlatformKind, or a function that .*, and it is 3"):
+        accept_plugin("x:y", 3)
+
+
+def test_claims_are_decided() -> None:
+    h200 = Platform("cuda", "sm90")
+    assert decide_claims({}) is None
+    decided = decide_claims({"one of moereg-one 1.2": h200})
+    assert decided is not None
+    assert decided.probed
+    assert decided.versions["torch"] == torch.__version__
+    with pytest.raises(PluginError, match=r"got 2: a of b 1, c of d 2; choose one by MOEREG_PLUGINS=platforms:a or"):
+        decide_claims({"c of d 2": h200, "a of b 1": h200})
+
+
+@pytest.mark.usefixtures("kinds")
+def test_a_device_that_torch_does_not_have_is_told() -> None:
+    register_platform_kind(PlatformKind("quux", "quux", "a"))
+    assert torch_device(Platform("cpu")).type == "cpu"
+    assert torch_device(Platform("quux"), "cpu").type == "cpu"
+    for platform, device in ((Platform("quux"), "quux"), (Platform("npu"), "npu"), (Platform("xpu"), "xpu")):
+        with pytest.raises(
+            UnknownPlatformError,
+            match=rf"layers of platform {platform.kind} live on torch's device type '{device}', which torch .* cannot",
+        ):
+            torch_device(platform)
+
+
+def test_the_cpu_of_this_machine_is_the_platform_where_nothing_else_is(cuda_machine: pytest.MonkeyPatch) -> None:
+    assert probe_cpu().kind == "cpu"
+    assert probe_cpu().arch
+    cuda_machine.setattr(torch.cuda, "device_count", lambda: 0)
+    assert probe_platform() is probe_cpu()
 
 
 class Nvml:

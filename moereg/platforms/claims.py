@@ -1,0 +1,111 @@
+"""Claims of platform plugins: what an entry point names, and which of them describes this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Final
+
+from moereg.errors import PluginError, shown
+from moereg.platforms.kinds import PlatformKind, register_platform_kind
+from moereg.platforms.platform import Platform
+from moereg.platforms.probe import installed_versions
+
+__all__ = ["accept_plugin", "claim_of", "decide_claims"]
+
+_PROBE_SECONDS: Final = 60.0
+"""A plugin's probe is given up after this time. Starting an accelerator's driver takes some seconds at most."""
+
+
+def accept_plugin(value: str, loaded: object) -> None:
+    """Registers the kind that an entry point names.
+
+    Args:
+        value: As the distribution declares it.
+        loaded: The object: a `PlatformKind`, or a function that returns a `Platform` or None.
+
+    Raises:
+        TypeError: It is something else.
+        ArgumentError: Another kind has that name.
+    """
+    if isinstance(loaded, PlatformKind):
+        register_platform_kind(loaded)
+    elif not callable(loaded):
+        found = f"the module; name one of its values: {value}:KIND" if isinstance(loaded, ModuleType) else shown(loaded)
+        raise TypeError(
+            f"{value} must name a PlatformKind, or a function that returns a Platform or None, and it is {found}"
+        )
+
+
+def claim_of(value: str, loaded: Any, seconds: float = _PROBE_SECONDS) -> Platform | None:
+    """What a plugin says about the machine at hand.
+
+    Args:
+        value: As the distribution declares it.
+        loaded: As `accept_plugin` took it.
+        seconds: Limit of its probe.
+
+    Returns:
+        The machine, or None where the plugin does not know it.
+
+    Raises:
+        TypeError: The probe returned something else.
+        ValueError: It returned a platform of a kind that is not its own.
+        TimeoutError: It did not return in time.
+        BaseException: Whatever it raises.
+    """
+    probe = loaded.probe if isinstance(loaded, PlatformKind) else loaded
+    if probe is None:
+        return None
+    platform = _within(seconds, probe)
+    if platform is None:
+        return None
+    if not isinstance(platform, Platform):
+        raise TypeError(f"{value} must return a Platform or None, got {type(platform).__name__}")
+    if isinstance(loaded, PlatformKind) and platform.kind != loaded.name:
+        raise ValueError(f"the probe of {value} must return a platform of kind {loaded.name}, got {platform}")
+    return platform
+
+
+def _within(seconds: float, function: Callable[[], object]) -> object:
+    """Calls a stranger's function in a thread of its own, which is left behind where it does not come back."""
+    results: list[object] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="moereg-platform-probe", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"its probe did not return within {seconds:g} s")
+    return results[0]
+
+
+def decide_claims(claims: Mapping[str, Platform]) -> Platform | None:
+    """The machine at hand by what plugins say of it; None where none claims it.
+
+    Args:
+        claims: Platforms by `name of distribution version`.
+
+    Raises:
+        PluginError: Several plugins claim this machine.
+    """
+    if len(claims) > 1:
+        names = sorted(claims)
+        raise PluginError(
+            f"one platform plugin may claim this machine, got {len(claims)}: {', '.join(names)}; choose one by "
+            f"MOEREG_PLUGINS=platforms:{names[0].partition(' ')[0]} or uninstall the others"
+        )
+    for platform in claims.values():
+        # A plugin describes the machine at hand, whether or not it says so.
+        return dataclasses.replace(platform, versions=platform.versions or installed_versions(), probed=True)
+    return None

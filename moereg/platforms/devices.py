@@ -1,0 +1,35 @@
+"""Torch's device of a platform, where this torch has it."""
+
+from __future__ import annotations
+
+import torch
+
+from moereg.errors import UnknownPlatformError, described, is_lack_of_memory
+from moereg.platforms.platform import Platform
+
+__all__ = ["torch_device"]
+
+
+def torch_device(platform: Platform, device_type: str | None = None) -> torch.device:
+    """The device that layers of a platform live on here.
+
+    Args:
+        platform: The platform.
+        device_type: Torch's name for the device, where a backend reads tensors of another than the platform's.
+
+    Raises:
+        UnknownPlatformError: This torch has no such device. Some kinds need an extension of torch, which brings it.
+    """
+    wanted = device_type or platform.device_type
+    try:
+        device = torch.device(wanted)
+        torch.empty(0, device=device)
+    except Exception as error:  # Torch raises RuntimeError, AssertionError or NotImplementedError, by device type.
+        if is_lack_of_memory(error):
+            raise
+        raise UnknownPlatformError(
+            f"layers of platform {platform} live on torch's device type {wanted!r}, which torch {torch.__version__} "
+            f"cannot use here: {described(error)}; import the extension of torch that brings it, or name another "
+            "platform such as cpu"
+        ) from error
+    return device
