@@ -28,15 +28,33 @@ from moereg.errors import (
     stops_the_process,
     unknown_name_message,
 )
-from moereg.platforms import Platform, installed_versions, probe_platform
-from moereg.plugins import BACKEND_GROUP, PLATFORM_GROUP, LoadFailure, PluginStatus, warning_of
+from moereg.platforms import (
+    Platform,
+    accept_plugin,
+    claim_of,
+    decide_claims,
+    kinds_of_plugin,
+    load_kinds_with,
+    miss_kinds_of,
+    probe_platform,
+)
+from moereg.plugins import (
+    BACKEND_GROUP,
+    PLATFORM_GROUP,
+    LoadFailure,
+    PluginStatus,
+    failure_text,
+    is_allowed,
+    unusable,
+)
 from moereg.registry import API_VERSION, BUILTIN, REGISTRY, BackendCell, BackendRegistry, registering_origin
 
 __all__ = ["current_platform", "list_backends", "list_cells", "load_backends", "plugin_statuses"]
 
 logger: Final = logging.getLogger("moereg")
 
-_GROUPS: Final = (BACKEND_GROUP, PLATFORM_GROUP)
+_GROUPS: Final = (PLATFORM_GROUP, BACKEND_GROUP)
+"""In the order of loading: platform plugins bring the kinds of machines that backends name in their rules."""
 _SLOW_SECONDS: Final = 0.5
 """An import that takes longer is logged with its plugin's name."""
 
@@ -51,6 +69,9 @@ class _Loader:
         self._done: dict[PluginPoint, PluginStatus] = {}
         self._loading: PluginPoint | None = None
         self._statuses: tuple[PluginStatus, ...] | None = None
+        self._scanned: tuple[list[PluginPoint], list[PluginStatus]] | None = None
+        self._has_platforms = False
+        self._claims: dict[str, Platform] | None = None
         self._platform: Platform | None = None
 
     def load(self) -> tuple[PluginStatus, ...]:
@@ -69,13 +90,11 @@ class _Loader:
                 f"{self._loading.module} of {' '.join(self._loading.owner)} asked for backends while it was imported; "
                 "a plugin may ask inside its functions, when all plugins are loaded"
             )
+        self.load_platforms()
         _import_builtins()
-        points, broken = scan(_GROUPS)
-        self._collection.owners = Owners(points)
+        points, broken = self._scan()
         for point in points:
-            # Some may be loaded already, if Ctrl-C ended the first attempt.
-            if point not in self._done:
-                self._done[point] = self._load_plugin(point)
+            self._load_once(point)
         for cells in self._collection.take_homeless():
             try:
                 self._registry.publish(cells)
@@ -84,17 +103,46 @@ class _Loader:
         self._registry.owner_of = self._collection.owners.of
         return (*(self._done[point] for point in points), *broken)
 
+    def load_platforms(self) -> None:
+        """Loads platform plugins alone: all that naming a machine needs."""
+        if self._has_platforms:
+            return
+        with self._lock:
+            # A platform plugin that names its own kind while it is imported gets the error about an unknown kind.
+            if self._has_platforms or self._loading is not None:
+                return
+            for point in self._scan()[0]:
+                if point.group == PLATFORM_GROUP:
+                    status = self._load_once(point)
+                    if status.status != "loaded":
+                        miss_kinds_of(point.name, str(unusable(status)))
+            self._has_platforms = True
+
+    def _scan(self) -> tuple[list[PluginPoint], list[PluginStatus]]:
+        if self._scanned is None:
+            self._scanned = scan(_GROUPS)
+            self._collection.owners = Owners(self._scanned[0])
+        return self._scanned
+
+    def _load_once(self, point: PluginPoint) -> PluginStatus:
+        # Some are loaded already: platforms, and others if Ctrl-C ended the first attempt.
+        if point not in self._done:
+            self._done[point] = self._load_plugin(point)
+        return self._done[point]
+
     def _load_plugin(self, point: PluginPoint) -> PluginStatus:
         status = point.status
-        allowed = _allowed_plugins()
-        if allowed is not None and point.name not in allowed:
+        if not is_allowed(os.environ.get("MOEREG_PLUGINS"), point.group, point.name):
             return dataclasses.replace(status, status="skipped")
         started = time.perf_counter()
         try:
             self._loading = point
-            with self._collection.importing(point):
-                loaded = point.load()
-            _check_api_version(point)
+            with kinds_of_plugin(point.owner.origin, point.module):
+                with self._collection.importing(point):
+                    loaded = point.load()
+                _check_api_version(point)
+                if point.group == PLATFORM_GROUP:
+                    accept_plugin(point.value, loaded)
             if point.group == BACKEND_GROUP:
                 self._publish(point)
         except BaseException as error:  # A stranger's module may raise anything.
@@ -106,9 +154,7 @@ class _Loader:
             return _failed(status, error)
         finally:
             self._loading = None
-            seconds = time.perf_counter() - started
-            if seconds >= _SLOW_SECONDS:
-                logger.info("importing %s of %s took %.1f s", point.module, status.distribution, seconds)
+            _log_if_slow(f"importing {point.module}", status.distribution, started)
         return dataclasses.replace(status, loaded=loaded)
 
     def _publish(self, point: PluginPoint) -> None:
@@ -127,38 +173,35 @@ class _Loader:
         if self._platform is None:
             with self._lock:
                 if self._platform is None:
-                    self._platform = self._provided_platform() or probe_platform()
+                    self._platform = decide_claims(self._claimed()) or probe_platform()
         return self._platform
 
-    def _provided_platform(self) -> Platform | None:
-        provided: dict[str, Platform] = {}
-        statuses = list(self.load())
-        for place, status in enumerate(statuses):
-            if status.group != PLATFORM_GROUP or status.status != "loaded":
-                continue
-            try:
-                platform = status.loaded()
-                if not (platform is None or isinstance(platform, Platform)):
-                    raise TypeError(f"{status.value} must return a Platform or None, got {type(platform).__name__}")
-            except BaseException as error:  # As with modules: one bad provider must not affect the others.
-                if stops_the_process(error):
-                    raise
-                statuses[place] = _failed(status, error)
-                self._statuses = tuple(statuses)
-                _warn(statuses[place])
-                continue
-            if platform is not None:
-                provided[f"{status.name} of {status.distribution}"] = platform
-        self._statuses = tuple(statuses)
-        if len(provided) > 1:
-            raise PluginError(
-                f"one platform plugin may claim this machine, got {len(provided)}: {', '.join(sorted(provided))}; "
-                "name the one to load in MOEREG_PLUGINS or uninstall the other"
-            )
-        for platform in provided.values():
-            # A provider describes the machine at hand, whether or not it says so.
-            return dataclasses.replace(platform, versions=platform.versions or installed_versions(), probed=True)
-        return None
+    def _claimed(self) -> dict[str, Platform]:
+        """The platforms that plugins say this machine is, by plugin. Each is asked once."""
+        if self._claims is None:
+            claims: dict[str, Platform] = {}
+            statuses = list(self.load())
+            failed: list[PluginStatus] = []
+            for place, status in enumerate(statuses):
+                if status.group != PLATFORM_GROUP or status.status != "loaded":
+                    continue
+                started = time.perf_counter()
+                try:
+                    platform = claim_of(status.value, status.loaded)
+                except BaseException as error:  # As with modules: one bad plugin must not affect the others.
+                    if stops_the_process(error):
+                        raise
+                    statuses[place] = _failed(status, error)
+                    failed.append(statuses[place])
+                    continue
+                finally:
+                    _log_if_slow(f"asking {status.value}", status.distribution, started)
+                if platform is not None:
+                    claims[f"{status.name} of {status.distribution}"] = platform
+            self._statuses, self._claims = tuple(statuses), claims
+            for status in failed:
+                _warn(status, "could not say whether this machine is its own, and moereg goes on without it")
+        return self._claims
 
 
 def _check_api_version(point: PluginPoint) -> None:
@@ -170,9 +213,15 @@ def _check_api_version(point: PluginPoint) -> None:
         )
 
 
-def _warn(status: PluginStatus) -> None:
+def _log_if_slow(doing: str, distribution: str, started: float) -> None:
+    seconds = time.perf_counter() - started
+    if seconds >= _SLOW_SECONDS:
+        logger.info("%s of %s took %.1f s", doing, distribution, seconds)
+
+
+def _warn(status: PluginStatus, fault: str = "did not load") -> None:
     if status.failure is not None:
-        warnings.warn(warning_of(status), PluginWarning, stacklevel=_outside())
+        warnings.warn(failure_text(status, fault), PluginWarning, stacklevel=_outside())
 
 
 def _outside() -> int:
@@ -195,12 +244,8 @@ def _import_builtins() -> None:
                 importlib.import_module(f"moereg.backends.{module}")
 
 
-def _allowed_plugins() -> frozenset[str] | None:
-    text = os.environ.get("MOEREG_PLUGINS")
-    return None if text is None else frozenset(name.strip() for name in text.split(",") if name.strip())
-
-
 _LOADER: Final = _Loader(REGISTRY)
+load_kinds_with(_LOADER.load_platforms)
 
 
 def load_backends() -> BackendRegistry:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
-from moereg.errors import MoeregError, PluginError
+from moereg.errors import ArgumentError, MoeregError, PluginError, shown
 
-__all__ = ["BACKEND_GROUP", "PLATFORM_GROUP", "LoadFailure", "PluginStatus", "unusable", "warning_of"]
+__all__ = [
+    "BACKEND_GROUP",
+    "PLATFORM_GROUP",
+    "LoadFailure",
+    "PluginStatus",
+    "failure_text",
+    "is_allowed",
+    "unusable",
+]
 
 BACKEND_GROUP: Final = "moereg.backends"
 PLATFORM_GROUP: Final = "moereg.platforms"
@@ -58,23 +66,59 @@ class PluginStatus:
         }
 
 
+def is_allowed(text: str | None, group: str, name: str) -> bool:
+    """Whether MOEREG_PLUGINS lets a plugin load.
+
+    A name allows plugins of that name in any group. `group:name`, such as `platforms:mine`, allows that one plugin, and
+    alone leaves other groups as they are. An empty text allows none.
+
+    Args:
+        text: The variable's value; None, which allows all, where it is not set.
+        group, name: The plugin's.
+
+    Raises:
+        ArgumentError: An entry's group is not known.
+    """
+    if text is None:
+        return True
+    names: set[str] = set()
+    grouped: dict[str, set[str]] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        prefix, colon, plugin = entry.rpartition(":")
+        if not colon:
+            names.add(entry)
+            continue
+        of_group = f"moereg.{prefix.strip().removeprefix('moereg.')}"
+        if of_group not in (BACKEND_GROUP, PLATFORM_GROUP):
+            raise ArgumentError(
+                f"MOEREG_PLUGINS must name plugins or group:name with group backends or platforms, got {shown(entry)}"
+            )
+        grouped.setdefault(of_group, set()).add(plugin.strip())
+    if name in names or name in grouped.get(group, ()):
+        return True
+    return bool(grouped) and not names and group not in grouped
+
+
+def _described(status: PluginStatus) -> str:
+    kind = status.group.removeprefix("moereg.").removesuffix("s")
+    return f"{kind} plugin {status.name!r} of {status.distribution}"
+
+
 def unusable(status: PluginStatus) -> MoeregError:
-    """The error for a request that names a backend whose plugin is not loaded."""
+    """The error for a request that names a backend or machine whose plugin is not loaded."""
+    who = f"backend {status.name!r} of {status.distribution}" if status.group == BACKEND_GROUP else _described(status)
     if status.failure is None:
-        return PluginError(f"backend {status.name!r} of {status.distribution} is not in MOEREG_PLUGINS; add it there")
-    error = PluginError(
-        f"backend {status.name!r} of {status.distribution} failed to load: {status.failure.error}; "
-        "repair or uninstall that distribution"
-    )
+        return PluginError(f"{who} is not in MOEREG_PLUGINS; add it there")
+    error = PluginError(f"{who} failed to load: {status.failure.error}; repair or uninstall that distribution")
     error.__cause__ = status.failure.exception
     return error
 
 
-def warning_of(status: PluginStatus) -> str:
-    """The text of the warning about a plugin that failed: the distribution, the error, the cure."""
+def failure_text(status: PluginStatus, fault: str = "did not load") -> str:
+    """The text of the warning about a plugin that failed: the distribution, the fault and error, the cure."""
     assert status.failure is not None
     kind = status.group.removeprefix("moereg.").removesuffix("s")
     return (
-        f"{kind} {status.name!r} of {status.distribution} did not load: {status.failure.error}; repair or uninstall "
+        f"{kind} {status.name!r} of {status.distribution} {fault}: {status.failure.error}; repair or uninstall "
         "that distribution, or leave it out of MOEREG_PLUGINS"
     )

@@ -12,12 +12,12 @@ from typing import Annotated, Any, Final
 import typer
 
 from moereg._version import __version__
-from moereg.cli._info import collect_info, selection_with_evidence
+from moereg.cli._info import collect_info, machine_shown, selection_with_evidence
 from moereg.cli._options import JsonFlag, ProblemFlags, UsageError, VerboseFlag, takes_problem_flags
 from moereg.cli._output import only_results_on_stdout, print_error, print_json
 from moereg.cli._streams import OutputLostError, guarded_streams
 from moereg.digest import files_stay
-from moereg.discovery import current_platform, load_backends
+from moereg.discovery import load_backends
 from moereg.dispatch import explain_backends
 from moereg.errors import MoeregError, described, is_lack_of_memory, one_line
 from moereg.tuning.timing import ROUNDS
@@ -132,7 +132,7 @@ def info(json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
         else:
             from moereg.cli._show import show_info
 
-            show_info(found, current_platform())
+            show_info(found, machine_shown()[0])
     return OK
 
 

@@ -8,29 +8,35 @@ from typing import Any
 from moereg._version import __version__
 from moereg.discovery import current_platform, load_backends, plugin_statuses
 from moereg.dispatch import machine_reasons
-from moereg.platforms import Platform
+from moereg.errors import PluginError
+from moereg.platforms import Platform, probe_platform
 from moereg.quarantine import Quarantine, QuarantineRecord, read_quarantine
 from moereg.reasons import Reason
 from moereg.registry import BackendCell
 from moereg.selection import SCHEMA, Selection
 from moereg.testing.ledger import evidence_of
 
-__all__ = ["collect_info", "selection_with_evidence"]
+__all__ = ["collect_info", "machine_shown", "selection_with_evidence"]
+
+
+def machine_shown() -> tuple[Platform, str | None]:
+    """This machine; where several plugins claim it, as it is without them, and the error about them."""
+    try:
+        return current_platform(), None
+    except PluginError as error:
+        return probe_platform(), str(error)
 
 
 def collect_info() -> dict[str, Any]:
-    """The object that `moereg info --json` prints.
-
-    Raises:
-        PluginError: Two platform plugins claim this machine.
-    """
+    """The object that `moereg info --json` prints."""
     registry = load_backends()
-    platform = current_platform()
+    platform, platform_error = machine_shown()
     quarantine = read_quarantine()
     return {
         "schema": SCHEMA,
         "version": __version__,
         "platform": str(platform),
+        "platform_error": platform_error,
         "backends": [_backend(name, registry.by_name(name), platform, quarantine) for name in registry.names],
         "plugins": [status.to_dict() for status in plugin_statuses()],
     }

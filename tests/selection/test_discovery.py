@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import moereg
+from moereg.errors import ArgumentError
+from moereg.plugins import is_allowed
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,6 +43,7 @@ class StrangersExperts(Experts):
         out.fill_(7.0)
 """
 API = 'moereg_api = "1"'
+NAMES = ("one", "two")
 PLATFORM = """
 import moereg
 moereg_api = "1"
@@ -209,6 +212,28 @@ def test_plugins_can_be_limited(site: Site) -> None:
     assert not one
 
 
+ALLOWED: dict[str | None, set[str]] = {
+    None: {"backends:one", "backends:two", "platforms:one", "platforms:two"},
+    "": set(),
+    "one": {"backends:one", "platforms:one"},
+    "platforms:one": {"backends:one", "backends:two", "platforms:one"},
+    " moereg.platforms : two , backends:one": {"backends:one", "platforms:two"},
+    "platforms:": {"backends:one", "backends:two"},
+    "platforms:one,two": {"backends:two", "platforms:one", "platforms:two"},
+}
+
+
+@pytest.mark.parametrize("text", ALLOWED)
+def test_a_group_is_limited_alone(text: str | None) -> None:
+    plugins = {f"{group}:{name}": (f"moereg.{group}", name) for group in ("backends", "platforms") for name in NAMES}
+    assert {known for known, plugin in plugins.items() if is_allowed(text, *plugin)} == ALLOWED[text]
+
+
+def test_a_group_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="group:name with group backends or platforms, got 'platfroms:one'"):
+        is_allowed("platfroms:one", "moereg.platforms", "one")
+
+
 def test_a_plugin_imported_before_selecting(site: Site) -> None:
     # Its own tests do this. The distribution is not known then, and is once plugins are loaded.
     site.install_backend("early")
@@ -280,7 +305,7 @@ def test_two_platform_plugins_are_an_error(site: Site) -> None:
         """
     assert site.run(code) == [
         "PluginError: one platform plugin may claim this machine, got 2: one of moereg-one 1.2, two of moereg-two 1.2; "
-        "name the one to load in MOEREG_PLUGINS or uninstall the other",
+        "choose one by MOEREG_PLUGINS=platforms:one or uninstall the others",
         "torch",
     ]
     assert site.run(code, MOEREG_PLUGINS="two") == ["cuda:sm90", "torch"]

@@ -289,7 +289,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a plugin's machine is not marked as probed",
-        "moereg/discovery.py",
+        "moereg/platforms/claims.py",
         old="versions=platform.versions or installed_versions(), probed=True)",
         new="versions=platform.versions or installed_versions())",
         tests=("tests/selection/test_discovery.py::test_a_platform_plugin_beats_the_probe",),
@@ -303,10 +303,24 @@ MUTANTS: Final = (
     ),
     Mutant(
         "an empty MOEREG_PLUGINS loads all",
-        "moereg/discovery.py",
-        old="return None if text is None else frozenset",
-        new="return None if not text else frozenset",
+        "moereg/plugins.py",
+        old="    if text is None:\n",
+        new="    if not text:\n",
         tests=("tests/selection/test_discovery.py::test_plugins_can_be_limited",),
+    ),
+    Mutant(
+        "an entry of one group limits the others",
+        "moereg/plugins.py",
+        old="return bool(grouped) and not names and group not in grouped",
+        new="return False",
+        tests=("tests/selection/test_discovery.py::test_a_group_is_limited_alone",),
+    ),
+    Mutant(
+        "backends load before the kinds that they name",
+        "moereg/discovery.py",
+        old="_GROUPS: Final = (PLATFORM_GROUP, BACKEND_GROUP)",
+        new="_GROUPS: Final = (BACKEND_GROUP,)",
+        tests=("tests/selection/test_platform_plugins.py::test_another_wheels_backend_names_the_kind_of_a_plugin",),
     ),
     Mutant(
         "a selection read back forgets that it was probed",
