@@ -38,6 +38,7 @@ __all__ = [
     "change_quarantine",
     "quarantine_path",
     "read_quarantine",
+    "record_keys",
 ]
 
 SCHEMA: Final = 1
@@ -146,16 +147,28 @@ class QuarantineRecord:
         )
         return Reason("quarantined", text)
 
+    def is_from(self, platform: Platform) -> bool:
+        """Whether it failed on that machine."""
+        return (self.platform, self.device) == (str(platform), one_line(platform.device_name))
+
     def holds(self, cell: BackendCell, platform: Platform) -> bool:
         """Whether the cell's code and its versions are still those that failed."""
         return self.versions == _versions(cell, platform) and self.digest == _digest_once(cell.experts)
 
 
 def _key(cell: BackendCell, scheme: QuantScheme, rule: PlatformRule, platform: Platform) -> _Key:
-    # A driver's and a plugin's names may hold any character.
-    names = (cell.name, cell.class_name, rule.text, scheme.name, str(platform), platform.device_name)
+    # A problem may spell a scheme of the cell by another name. A driver's and a plugin's names may hold any character.
+    alike = (known for known in cell.schemes if (known.weight, known.activation) == (scheme.weight, scheme.activation))
+    own = next(alike, scheme)
+    names = (cell.name, cell.class_name, rule.text, own.name, str(platform), platform.device_name)
     backend, experts, text, computes, machine, device = map(one_line, names)
     return (backend, experts, text, computes, machine, device)
+
+
+def record_keys(cell: BackendCell, platform: Platform) -> frozenset[_Key]:
+    """The keys of all records that a cell could have on a machine."""
+    rule = cell.rule_for(platform)
+    return frozenset() if rule is None else frozenset(_key(cell, scheme, rule, platform) for scheme in cell.schemes)
 
 
 def _versions(cell: BackendCell, platform: Platform) -> dict[str, str]:

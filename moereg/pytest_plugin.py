@@ -1,0 +1,119 @@
+"""The pytest plugin: `pytest --moereg-backend NAME` runs the conformance kit beside a project's own tests.
+
+pytest loads it in every project where moereg is installed, so it imports nothing of moereg until the option is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from moereg.testing.suite import Check, Outcome
+
+__all__ = ["CheckItem", "KitCollector"]
+
+_MARKER = "moereg_kit"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options that begin with `--moereg`."""
+    group = parser.getgroup("moereg", "conformance of Mixture-of-Experts backends")
+    group.addoption(
+        "--moereg-backend",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run moereg's conformance kit on this backend too; may be repeated; -m moereg_kit runs nothing else",
+    )
+    group.addoption(
+        "--moereg-platform", metavar="PLATFORM", help="run the kit as this platform; as this machine where left out"
+    )
+    group.addoption(
+        "--moereg-seconds", type=float, metavar="S", help="time that each check of the kit gets; 120 s where left out"
+    )
+    group.addoption(
+        "--moereg-no-isolate",
+        action="store_true",
+        help="run the kit in this process, for a debugger; a crash of the backend ends pytest then",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the marker of the kit's checks."""
+    config.addinivalue_line("markers", f"{_MARKER}: a check of moereg's conformance kit, out of --moereg-backend")
+
+
+@pytest.hookimpl(tryfirst=True)  # Before -m, -k and the like choose among the items.
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Adds the checks of each backend that was asked for, behind the project's tests.
+
+    Raises:
+        pytest.UsageError: A backend or platform is not known, or a plugin did not load.
+    """
+    for name in dict.fromkeys(config.getoption("--moereg-backend")):
+        kit: KitCollector = KitCollector.from_parent(session, name=f"moereg:{name}", nodeid=f"moereg:{name}")
+        items.extend(kit.checks(name, config.getoption("--moereg-platform")))
+
+
+class KitCollector(pytest.Collector):
+    """The checks of one backend."""
+
+    def checks(self, name: str, platform: str | None) -> Iterable[CheckItem]:
+        """One item for each check that can run on this machine."""
+        from moereg.errors import MoeregError
+        from moereg.testing.suite import checks_of
+
+        try:
+            found = checks_of(name, platform)
+        except MoeregError as error:
+            raise pytest.UsageError(f"--moereg-backend {name}: {error}") from error
+        return [CheckItem.from_parent(self, name=check.id, check=check) for check in found]
+
+    def collect(self) -> Iterable[pytest.Item]:
+        """Nothing: items are added when everything else has been collected."""
+        return []
+
+
+class CheckItem(pytest.Item):
+    """One check of the kit."""
+
+    def __init__(self, *, check: Check, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.check = check
+        self.add_marker(_MARKER)
+
+    def runtest(self) -> None:
+        """Runs the check in a worker process, where a crash or a hang is a failure."""
+        from moereg.testing.suite import run_check
+
+        options = self.config.option
+        outcome = run_check(self.check, not options.moereg_no_isolate, options.moereg_seconds)
+        if outcome.status == "skipped":
+            pytest.skip(outcome.message)
+        if outcome.status != "passed":
+            raise _FailedCheckError(outcome)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """The outcome's message, and the line that runs the check again."""
+        if not isinstance(excinfo.value, _FailedCheckError):
+            return super().repr_failure(excinfo, style)
+        outcome = excinfo.value.outcome
+        lines = [f"{outcome.status.replace('_', ' ')}: {outcome.message}"]
+        if outcome.output:
+            lines += ["output:", outcome.output]
+        platform = f" --platform {self.check.platform}" if self.check.platform else ""
+        again = f"again: moereg verify {self.check.cell.backend}{platform} --check '{self.check.id}'"
+        return "\n".join([*lines, again])
+
+    def reportinfo(self) -> tuple[Any, int | None, str]:
+        """The heading of a failure."""
+        return self.path, None, self.nodeid
+
+
+class _FailedCheckError(Exception):
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.message)
+        self.outcome = outcome
