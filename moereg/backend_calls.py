@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
 from typing import Final, NoReturn
@@ -31,10 +33,21 @@ def make_experts(selection: Selection, decision: Decision) -> Experts:
     """
     assert decision.cell is not None
     try:
-        chosen = decision.cell.experts
-        return chosen(selection.problem, selection.platform, decision.scheme)
+        chosen, computes = decision.cell.experts, decision.scheme
+        if _takes_computes(chosen):
+            return chosen(problem=selection.problem, platform=selection.platform, computes=computes)
+        experts = chosen(problem=selection.problem, platform=selection.platform)
+        if computes is not None:
+            experts.computes = computes
+        return experts
     except BaseException as error:
         raise_named(selection, "__init__", error)
+
+
+@functools.lru_cache(maxsize=256)
+def _takes_computes(experts: type[Experts]) -> bool:
+    parameters = inspect.signature(experts.__init__).parameters
+    return any(name == "computes" or each.kind is each.VAR_KEYWORD for name, each in parameters.items())
 
 
 def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> PermutedWeights:
@@ -49,7 +62,7 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
     try:
         # Tensors of inference mode could not be reloaded outside it.
         with plain_torch(), torch.inference_mode(False):
-            permuted: object = experts.permute_weights(weights.contiguous(), selection.problem)
+            permuted: object = experts.permute_weights(weights=weights.contiguous(), problem=selection.problem)
     except BaseException as error:
         raise_named(selection, "permute_weights", error)
     if not isinstance(permuted, PermutedWeights):
@@ -69,7 +82,7 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
 
 def _check_device(selection: Selection, experts: Experts, device: torch.device) -> None:
     try:
-        allowed = tuple(map(str, experts.device_types(selection.platform)))
+        allowed = tuple(map(str, experts.device_types(platform=selection.platform)))
     except BaseException as error:
         raise_named(selection, "device_types", error)
     if device.type not in allowed:
@@ -86,7 +99,7 @@ def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) ->
         BackendError: The method raised, or returned no two shapes.
     """
     try:
-        shapes: object = experts.workspace_shapes(selection.problem, num_tokens)
+        shapes: object = experts.workspace_shapes(problem=selection.problem, num_tokens=num_tokens)
     except BaseException as error:
         raise_named(selection, "workspace_shapes", error)
     if isinstance(shapes, (tuple, list)) and len(shapes) == 2:

@@ -45,6 +45,9 @@ class Experts(abc.ABC):
     reasons that a table cannot say, permutes weights once and applies them many times. Instances may be shared between
     layers of equal problems.
 
+    moereg calls every method by the names of its arguments. A subclass may leave out those that have a default here,
+    and may have more of its own that have one.
+
     Attributes:
         problem: The layer.
         platform: What it runs on.
@@ -64,7 +67,8 @@ class Experts(abc.ABC):
             problem: The layer, whose `quant` says what the weights hold.
             platform: To run on.
             computes: Which of the cell's schemes is computed: the problem's if None, or one of the same weights that
-                leaves activations at 16 bits. `make_kernel` says which; an override hands it on to this.
+                leaves activations at 16 bits. `make_kernel` says which; an override hands it on to this, or
+                leaves it out and finds it in `self.computes` from the first call of a method on.
         """
         self.problem = problem
         self.platform = platform

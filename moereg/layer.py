@@ -187,7 +187,13 @@ class MoEKernel:
                 rows = (*topk_ids.shape, problem.hidden_size)
             workspace13, workspace2, expert_out = WORKSPACES.take((*shapes, rows), problem.torch_dtype, self._device)
         try:
-            experts.apply(expert_out, prepared.inputs, self.weights, workspace13, workspace2)
+            experts.apply(
+                out=expert_out,
+                inputs=prepared.inputs,
+                weights=self.weights,
+                workspace13=workspace13,
+                workspace2=workspace2,
+            )
         except BaseException as error:
             backend_calls.raise_named(self.selection, "apply", error)
         if experts.output_form != "reduced":

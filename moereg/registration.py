@@ -45,15 +45,15 @@ def check_name(name: str, who: str) -> None:
 
 
 def check_experts(experts: object, who: str) -> None:
-    """Checks that the class is complete, can be called by argument names, and declares its facts and forms."""
+    """Checks that the class is complete, takes the arguments of `Experts`, and declares its facts and forms."""
     if not (isinstance(experts, type) and issubclass(experts, Experts)):
         raise RegistrationError(f"{who}: the decorated class must subclass moereg.author.Experts")
     if missing := sorted(experts.__abstractmethods__):
         raise RegistrationError(f"{who}: abstract methods are missing: {', '.join(missing)}")
     for method in ("__init__", "permute_weights", "workspace_shapes", "apply", "unsupported_reasons", "device_types"):
-        expected = list(inspect.signature(getattr(Experts, method)).parameters)
-        found = list(inspect.signature(getattr(experts, method)).parameters)
-        if found != expected:
+        expected = inspect.signature(getattr(Experts, method)).parameters
+        found = inspect.signature(getattr(experts, method)).parameters
+        if not _can_be_called(expected.values(), found.values()):
             raise RegistrationError(
                 f"{who}: {method} must take ({', '.join(expected)}), got ({', '.join(found)}); "
                 "the dispatcher passes them by these names"
@@ -67,6 +67,28 @@ def check_experts(experts: object, who: str) -> None:
         raise RegistrationError(
             f"{who}: layouts must be a tuple of at least one layout of permuted weights, got {experts.layouts!r}"
         )
+
+
+def _can_be_called(expected: Iterable[inspect.Parameter], found: Iterable[inspect.Parameter]) -> bool:
+    """Whether a method takes the arguments of the base class's.
+
+    Those without a default have to come first, in order. Later ones may be left out: the dispatcher passes only what a
+    method takes, so that an argument that a minor version adds breaks no class. A method may have more of its own, if
+    they have defaults.
+    """
+    required = [parameter.name for parameter in expected if parameter.default is parameter.empty]
+    optional = {parameter.name for parameter in expected} - set(required)
+    named = [parameter for parameter in found if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    others = {parameter.name: parameter for parameter in found}
+    for name in required:
+        others.pop(name, None)
+    return [parameter.name for parameter in named[: len(required)]] == required and all(
+        name in optional or parameter.default is not parameter.empty or parameter.kind in _VARIADIC
+        for name, parameter in others.items()
+    )
+
+
+_VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_rank(priority: int, opt_in: bool, tier: str, who: str) -> None:

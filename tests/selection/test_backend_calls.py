@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import signal
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from moereg import cli
+from moereg.backend_calls import make_experts
 from moereg.dispatch import Selection, select_backend
 from moereg.errors import BackendError, is_lack_of_memory, stops_the_process
 from moereg.layer import MoEKernel, make_kernel
@@ -79,6 +81,24 @@ def test_what_a_backend_raises_is_named(isolated_registry: BackendRegistry, step
     )
     copied = pickle.loads(pickle.dumps(raised.value))
     assert (str(copied), copied.backend) == (text, "failing")
+
+
+def test_arguments_come_by_name_and_a_class_may_leave_out_what_has_a_default(
+    isolated_registry: BackendRegistry,
+) -> None:
+    class Short(FakeExperts):
+        def __init__(self, problem: MoEProblem, platform: Any) -> None:
+            super().__init__(problem, platform)
+
+        def apply(self, out: Any, inputs: Any, weights: Any, workspace13: Any, workspace2: Any, *_: Any) -> None:
+            assert not _
+            super().apply(out, inputs, weights, workspace13, workspace2)
+
+    register_moe_backend("short", 1, ("unquantized", "nvfp4_w4a16"), ("*",))(Short)
+    quantized = select_backend(dataclasses.replace(PROBLEM, quant="nvfp4"), require="short")
+    assert quantized.winner is not None
+    assert make_experts(quantized, quantized.winner).computes.name == "nvfp4_w4a16"
+    assert _call(make_kernel(PROBLEM, _weights(), select_backend(PROBLEM, require="short"))).shape == (3, 16)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +204,7 @@ def test_a_reload_that_fails_is_named_too(isolated_registry: BackendRegistry) ->
     kind.permute_weights = FakeExperts.permute_weights  # type: ignore[method-assign]
     kernel = make_kernel(PROBLEM, _weights(), _selection())
 
-    def permute_weights(*arguments: object) -> None:
+    def permute_weights(*arguments: object, **keywords: object) -> None:
         raise RuntimeError("not twice")
 
     kind.permute_weights = permute_weights  # type: ignore[method-assign,assignment]

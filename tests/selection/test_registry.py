@@ -162,6 +162,18 @@ class NoApply(Experts):
             subclass(__init__=lambda self, problem: None),
             "__init__ must take (self, problem, platform, computes), got (self, problem)",
         ),
+        (
+            subclass(apply=lambda self, inputs, out, weights, workspace13, workspace2: None),
+            "apply must take (self, out, inputs, weights, workspace13, workspace2), got (self, inputs, out, weights,",
+        ),
+        (
+            subclass(workspace_shapes=lambda self, problem, num_tokens, stages: ((0,), (0,))),
+            "workspace_shapes must take (self, problem, num_tokens), got (self, problem, num_tokens, stages)",
+        ),
+        (
+            subclass(permute_weights=staticmethod(lambda weights, problem: None)),
+            "permute_weights must take (self, weights, problem), got (weights, problem)",
+        ),
         (subclass(facts={}), "facts must be a moereg.author.Facts, got dict"),
         (subclass(output_form="sum"), "output_form must be one of ('reduced', 'per_route', 'per_expert'), got 'sum'"),
         (subclass(layouts=()), "layouts must be a tuple of at least one layout of permuted weights, got ()"),
@@ -196,6 +208,22 @@ def test_a_predicate_that_is_no_classmethod_is_refused() -> None:
             return []
 
     refused("unsupported_reasons must take (problem, platform), got (self, problem, platform)", experts=Plain)
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        subclass(__init__=lambda self, problem, platform: None),
+        subclass(__init__=lambda self, problem, platform, computes, stages=3: None),
+        subclass(__init__=lambda self, problem, platform, **others: None),
+        subclass(apply=lambda self, out, inputs, weights, workspace13, workspace2, *, stages=3, **others: None),
+        subclass(device_types=staticmethod(lambda platform: ("cpu",))),
+    ],
+)
+def test_later_arguments_are_free(experts: Any) -> None:
+    registry = BackendRegistry()
+    register(registry, experts)
+    assert [cell.experts for cell in registry.cells] == [experts]
 
 
 def test_narrowing() -> None:
