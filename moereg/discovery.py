@@ -24,6 +24,7 @@ from moereg.errors import (
     PluginWarning,
     RegistrationError,
     UnknownBackendError,
+    UnknownSchemeError,
     described,
     stops_the_process,
     unknown_name_message,
@@ -47,9 +48,10 @@ from moereg.plugins import (
     is_allowed,
     unusable,
 )
+from moereg.quant import QUANT_SCHEMES, QuantScheme
 from moereg.registry import API_VERSION, BUILTIN, REGISTRY, BackendCell, BackendRegistry, registering_origin
 
-__all__ = ["current_platform", "list_backends", "list_cells", "load_backends", "plugin_statuses"]
+__all__ = ["current_platform", "find_scheme", "list_backends", "list_cells", "load_backends", "plugin_statuses"]
 
 logger: Final = logging.getLogger("moereg")
 
@@ -275,6 +277,20 @@ def list_cells(name: str | None = None) -> tuple[BackendCell, ...]:
     if name not in registry.names:
         raise UnknownBackendError(unknown_name_message("backend", name, registry.names))
     return registry.by_name(name)
+
+
+def find_scheme(name: str) -> QuantScheme:
+    """The scheme of that name: moereg's own, or one that a registered backend brings.
+
+    Raises:
+        UnknownSchemeError: Neither has it.
+    """
+    if name in QUANT_SCHEMES:
+        return QUANT_SCHEMES[name]
+    known = {scheme.name: scheme for cell in load_backends().cells for scheme in cell.schemes}
+    if name not in known:
+        raise UnknownSchemeError(unknown_name_message("quant scheme", name, {*QUANT_SCHEMES, *known}))
+    return known[name]
 
 
 def plugin_statuses() -> tuple[PluginStatus, ...]:

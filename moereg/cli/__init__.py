@@ -140,8 +140,8 @@ def info(json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
 @takes_problem_flags
 def explain(flags: ProblemFlags, json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
     """Show which backend a layer gets, and why."""
-    problem = flags.problem()
     with only_results_on_stdout(verbose):
+        problem = flags.problem()  # A plugin's scheme loads the plugins, which may print.
         load_backends()  # A plugin's kind of platform is known once it is loaded.
         selection = explain_backends(problem, flags.platform, **flags.request())
         values = selection_with_evidence(selection) if json else {}

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, get_type_hints
 import typer
 
 from moereg.activations import Activation
+from moereg.discovery import find_scheme
 from moereg.errors import MoeregError
 from moereg.problem import MoEProblem
 from moereg.shapes import get_shape
@@ -74,6 +75,8 @@ class ProblemFlags:
         """
         keywords = get_shape(self.model).problem_keywords() if self.model is not None else {}
         keywords.update(self._given(_SIZES), **self._given(_FACTS))
+        if self.quant is not None:
+            keywords["quant"] = find_scheme(self.quant)  # A plugin may bring its own.
         if missing := [_flag(field) for field, keyword in _SIZES.items() if keyword not in keywords]:
             raise UsageError(
                 f"say which layer: --model NAME, or all of {', '.join(map(_flag, _SIZES))} "

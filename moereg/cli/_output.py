@@ -7,13 +7,14 @@ import json
 import logging
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, TextIO
 
 from rich.console import Console
 
 from moereg.cli._streams import others_print_to_stderr
-from moereg.errors import one_line
+from moereg.errors import MoeregWarning, one_line
 
 __all__ = ["console", "only_results_on_stdout", "print_error", "print_json"]
 
@@ -56,13 +57,32 @@ def print_error(message: str) -> None:
 
 
 @contextlib.contextmanager
+def _warnings_on_one_line() -> Iterator[None]:
+    """Shows moereg's warnings as its errors: the place in the code says nothing to a user of the command line."""
+    before = warnings.formatwarning
+
+    def formatted(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if issubclass(category, MoeregWarning):
+            return f"moereg: warning: {one_line(str(message))}\n"
+        return before(message, category, filename, lineno, line)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+@contextlib.contextmanager
 def only_results_on_stdout(is_verbose: bool) -> Iterator[None]:
     """Output during a command's work goes to standard error; results are printed after it.
 
     Args:
         is_verbose: Whether moereg's INFO lines are shown.
     """
-    with others_print_to_stderr():
+    with others_print_to_stderr(), _warnings_on_one_line():
         if not is_verbose:
             yield
             return

@@ -265,7 +265,7 @@ class Comparison:
             self._culprits.not_restored(found.errors, writers, error)
 
     def _bound(self, decision: Decision, num_tokens: int) -> float:
-        return self._tolerance(self.problem, num_tokens, decision.computes)
+        return self._tolerance(self.problem, num_tokens, decision.scheme or decision.computes)
 
     def _is_right(self, found: _Findings, decision: Decision, num_tokens: int) -> bool:
         is_whole = decision not in found.errors and decision not in found.damages

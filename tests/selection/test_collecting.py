@@ -12,72 +12,14 @@ import pytest
 
 from moereg.discovery import _Loader
 from moereg.errors import MoeregWarning
-from moereg.plugins import PluginStatus
-from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
+from moereg.registry import BackendRegistry, register_moe_backend
 from tests.support.fakes import FakeExperts
-
-CELL = """
-@register_moe_backend(name={name!r}, priority=1, quant_schemes=("unquantized",), platforms=({rule!r},))
-class {kind}({base}):
-    pass
-"""
-HEAD = """
-from moereg.author import register_moe_backend
-from tests.support.fakes import FakeExperts
-moereg_api = "1"
-"""
-
-
-def cell(name: str, rule: str = "*", kind: str = "Mine", base: str = "FakeExperts") -> str:
-    return CELL.format(name=name, rule=rule, kind=kind, base=base)
-
-
-def backend(name: str, **changes: str) -> str:
-    return HEAD + cell(name, **changes)
-
-
-class Wheels:
-    """A folder of distributions on this process's path, and loaders that see them for the first time."""
-
-    def __init__(self, folder: Path, registry: BackendRegistry) -> None:
-        self.folder = folder
-        self.registry = registry
-
-    def install(self, distribution: str, backends: dict[str, str], files: dict[str, str], version: str = "1.2") -> None:
-        info = self.folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        for name, source in files.items():
-            (self.folder / name).parent.mkdir(exist_ok=True, parents=True)
-            (self.folder / name).write_text(source)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-        (info / "RECORD").write_text("".join(f"{name},,\n" for name in files))
-        points = "".join(f"{name} = {value}\n" for name, value in backends.items())
-        (info / "entry_points.txt").write_text(f"[moereg.backends]\n{points}")
-
-    def load(self) -> dict[str, str]:
-        """`loaded` or the error of every entry point."""
-        return summary(_Loader(self.registry).load())
-
-    def cells(self, *names: str) -> list[BackendCell]:
-        return [cell for cell in self.registry.cells if cell.name in names]
-
-    def origins(self, *names: str) -> dict[str, str]:
-        return {cell.name: f"{cell.origin} {cell.origin_version}" for cell in self.cells(*names)}
-
-
-def summary(statuses: tuple[PluginStatus, ...]) -> dict[str, str]:
-    return {status.name: status.failure.error if status.failure else status.status for status in statuses}
+from tests.support.wheels import HEAD, Wheels, backend, cell, fresh_wheels, summary
 
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry) -> Iterator[Wheels]:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    before, owner_of = set(sys.modules), isolated_registry.owner_of
-    yield Wheels(tmp_path, isolated_registry)
-    isolated_registry.owner_of = owner_of
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    yield from fresh_wheels(tmp_path, monkeypatch, isolated_registry)
 
 
 quiet = pytest.mark.filterwarnings("ignore::moereg.errors.PluginWarning")

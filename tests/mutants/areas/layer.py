@@ -113,10 +113,20 @@ MUTANTS: Final = (
         tests=("tests/layer/test_call_checks.py::test_out_aliases_no_input",),
     ),
     Mutant(
+        "a class without that argument is not told what it computes",
+        "moereg/backend_calls.py",
+        old="            experts.computes = computes\n",
+        new="            pass\n",
+        tests=(
+            "tests/selection/test_backend_calls.py::"
+            "test_arguments_come_by_name_and_a_class_may_leave_out_what_has_a_default",
+        ),
+    ),
+    Mutant(
         "the experts are not told what they compute",
         "moereg/backend_calls.py",
-        old="selection.platform, decision.scheme)\n",
-        new="selection.platform, selection.problem.quant)\n",
+        old="return chosen(problem=selection.problem, platform=selection.platform, computes=computes)",
+        new="return chosen(problem=selection.problem, platform=selection.platform)",
         tests=("tests/backends/test_torch_quantized_moe.py::test_the_kernel_knows_what_it_computes",),
     ),
     Mutant(

@@ -1,0 +1,89 @@
+"""The command line beside wheels of other authors: what they print, how they fail, schemes of their own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moereg import cli, discovery
+from moereg.cli._output import only_results_on_stdout
+from moereg.errors import MoeregWarning, PluginWarning
+from moereg.registry import BackendRegistry
+from tests.cli.command import SIZES, Call, CallJson, strict_json
+from tests.support.wheels import HEAD, Wheels, backend, fresh_wheels
+
+OWN = """
+import torch
+from moereg.author import ExpertWeights, QuantFormat, QuantScheme, reference_experts
+
+scheme = QuantScheme("int4_own", QuantFormat("uint4", (1, 16)), QuantFormat("float8_e4m3fn", (1, -1)))
+
+@register_moe_backend("own", 10**6, (scheme,), ("cpu",))
+class Own(FakeExperts):
+    def apply(self, out, inputs, weights, workspace13, workspace2):
+        canonical = ExpertWeights(**weights.per_expert, quant=self.problem.quant)
+        call = inputs.hidden_states, inputs.topk_weights, inputs.topk_ids
+        out.copy_(reference_experts(self.problem, canonical, *call, computes=self.computes))
+"""
+LOUD = """
+import os, subprocess
+print("hello of Python")
+os.write(1, b"hello of C")
+subprocess.run(["echo", "hello of a process"], check=True)
+"""
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry) -> Iterator[Wheels]:
+    monkeypatch.setattr(discovery, "_LOADER", discovery._Loader(isolated_registry))
+    yield from fresh_wheels(tmp_path, monkeypatch, isolated_registry)
+
+
+@pytest.mark.filterwarnings("ignore::moereg.errors.PluginWarning")
+def test_broken_and_loud_wheels_beside_a_good_one(wheels: Wheels, capfd: pytest.CaptureFixture[str]) -> None:
+    wheels.install("loud", {"loud": "loud_wheel"}, {"loud_wheel.py": LOUD + backend("loud")})
+    for name, head in (("latin", "# -*- coding: latin-1 -*-\n"), ("undeclared", "")):
+        wheels.install(name, {name: f"{name}_wheel"}, {f"{name}_wheel.py": ""})
+        source = f"{head}NAME = 'K\xe4se'\n" + backend(name)
+        (wheels.folder / f"{name}_wheel.py").write_bytes(source.encode("latin-1"))
+    wheels.install("syntax", {"syntax": "syntax_wheel"}, {"syntax_wheel.py": "def f(:\n"})
+    wheels.install("stops", {"stops": "stops_wheel"}, {"stops_wheel.py": "raise type('Stop', (BaseException,), {})"})
+    assert cli.main(["info", "--json"]) == 0
+    out, err = capfd.readouterr()
+    found = {plugin["name"]: plugin["error"] for plugin in strict_json(out)["plugins"]}
+    assert (found.pop("loud"), found.pop("latin")) == (None, None)
+    assert found.pop("undeclared").startswith("SyntaxError: (unicode error) 'utf-8' codec can't decode byte 0xe4")
+    assert found.pop("syntax").startswith("SyntaxError: invalid syntax (syntax_wheel.py, line 1)")
+    assert found == {"stops": "Stop: no message"}
+    assert {"hello of Python", "hello of Chello of a process"} <= set(err.splitlines())
+    for command in ("info", f"explain {SIZES} --require latin"):
+        assert cli.main(command.split()) == 0
+    assert cli.main(f"run {SIZES} --require undeclared".split()) == 2
+    assert (
+        "backend 'undeclared' of undeclared 1.2 failed to load: SyntaxError: (unicode error)" in capfd.readouterr().err
+    )
+
+
+def test_a_scheme_of_a_wheel(wheels: Wheels, call: Call, call_json: CallJson) -> None:
+    wheels.install("own", {"own": "own_wheel"}, {"own_wheel.py": LOUD + HEAD + OWN})
+    code, found = call_json(f"explain {SIZES} --quant int4_own")
+    assert (code, found["selected"], found["problem"]["quant"]["name"]) == (0, "own", "int4_own")
+    code, found = call_json(f"run {SIZES} --quant int4_own --tokens 4")
+    assert (code, found["passed"], found["backend"]) == (0, True, "own")
+    code, out, err = call(f"run {SIZES} --quant int4_onw")
+    assert (code, out) == (2, "")
+    assert "moereg: unknown quant scheme 'int4_onw', did you mean 'int4_own'? (known: fp8_block128, " in err
+
+
+def test_a_warning_is_one_line_of_the_command_line() -> None:
+    before = warnings.formatwarning
+    with only_results_on_stdout(False):
+        text = warnings.formatwarning(PluginWarning("a\nb \x1b"), PluginWarning, "moereg/discovery.py", 3)
+        other = warnings.formatwarning("theirs", UserWarning, "theirs.py", 3, "")
+    assert text == "moereg: warning: a b \\x1b\n"
+    assert other == before("theirs", UserWarning, "theirs.py", 3, "")
+    assert warnings.formatwarning is before
+    assert issubclass(PluginWarning, MoeregWarning)
