@@ -325,15 +325,15 @@ def register_moe_backend(
         target = REGISTRY if registry is None else registry
         check_instance("registry", target, BackendRegistry, "leave it out for the one that selection reads")
         collector = _COLLECTOR.get()
-        if collector is not None and collector.registry is not target:
-            collector = None
         module = str(getattr(experts, "__module__", "nowhere"))
         if collector is not None and isinstance(experts, type):
             module = _registering_module(experts)
+        is_builtin = module.startswith("moereg.")
+        if collector is not None and (collector.registry is not target or is_builtin):
+            collector = None
         origin, version = _ORIGIN.get()
         if not origin:
             owner_of = target.owner_of if collector is None else collector.owner_of
-            is_builtin = module.startswith("moereg.")
             origin, version = (BUILTIN, "") if is_builtin else owner_of(module) or (module, "")
         who = f"backend {shown(name)} ({getattr(experts, '__name__', None) or shown(experts)} of {origin})"
         check_name(name, who)

@@ -22,6 +22,7 @@ from moereg.backend_calls import make_experts
 from moereg.errors import BackendError
 from moereg.layer import MoEKernel, make_kernel
 from moereg.problem import MoEProblem
+from moereg.quant import QuantScheme
 from moereg.reference import reference_experts, relative_error
 from moereg.selection import Decision, Selection
 from moereg.tuning.culprits import Culprits
@@ -34,7 +35,7 @@ from moereg.weights import ExpertWeights
 
 __all__ = ["Comparison", "Measurement", "Phase", "Tolerance", "output_error"]
 
-Tolerance = Callable[[MoEProblem, int, str], float]
+Tolerance = Callable[[MoEProblem, int, QuantScheme | str], float]
 """The bound for a layer, a number of tokens and the computed scheme: `moereg.tolerances.layer_tolerance`."""
 
 Phase = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], object]]]
