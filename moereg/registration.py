@@ -19,6 +19,8 @@ from moereg.platforms import Platform, PlatformRule
 from moereg.quant import QUANT_SCHEMES, QuantScheme, get_scheme
 
 __all__ = [
+    "AUTO",
+    "HIGHEST_PRIORITY",
     "TIERS",
     "Probe",
     "check_experts",
@@ -29,6 +31,12 @@ __all__ = [
     "read_rules",
     "read_schemes",
 ]
+
+AUTO: Final = "auto"
+"""In require or prefer: no wish, which beats one of a weaker source. No backend has this name."""
+
+HIGHEST_PRIORITY: Final = 1_000_000
+"""Room for every order; a number that each reader of the JSON can hold."""
 
 TIERS: Final = ("kernel", "emulation")
 
@@ -42,6 +50,8 @@ def check_name(name: str, who: str) -> None:
     """A name is lower-case letters, digits and underscores."""
     if not isinstance(name, str) or not name.replace("_", "").isalnum() or name != name.lower() or not name.isascii():
         raise RegistrationError(f"{who}: a name is lower-case letters, digits and underscores, got {shown(name)}")
+    if name == AUTO:
+        raise RegistrationError(f"{who}: {AUTO!r} is no name of a backend, since it is no wish in requests; rename it")
 
 
 def check_experts(experts: object, who: str) -> None:
@@ -95,6 +105,10 @@ def check_rank(priority: int, opt_in: bool, tier: str, who: str) -> None:
     """Checks what ranks a cell: an integer, a flag and a known tier."""
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise RegistrationError(f"{who}: priority must be an integer, got {shown(priority)}")
+    if abs(priority) > HIGHEST_PRIORITY:
+        raise RegistrationError(
+            f"{who}: priority must be from {-HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}, got {shown(priority)}"
+        )
     if not isinstance(opt_in, bool):
         raise RegistrationError(f"{who}: opt_in must be True or False, got {shown(opt_in)}")
     if not isinstance(tier, str) or tier not in TIERS:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Final
 
 from moereg.arguments import check_mapping, check_text
 from moereg.errors import (
@@ -18,16 +17,14 @@ from moereg.errors import (
 )
 from moereg.plugins import BACKEND_GROUP, PluginStatus, unusable
 from moereg.quant import QUANT_SCHEMES
+from moereg.registration import AUTO
 from moereg.registry import BackendCell
 
-__all__ = ["AUTO", "Names", "Request", "place_of"]
+__all__ = ["Names", "Request", "place_of"]
 
 Names = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 """`"triton"`, `("triton", "torch")`, `"flashinfer_*"`, `"nvfp4=flashinfer_cutlass,unquantized=triton"`, or
 `{"nvfp4": "triton"}`."""
-
-AUTO: Final = "auto"
-"""In require or prefer: no wish, which beats one of a weaker source. No backend has this name."""
 
 
 def place_of(backend: str, names: Sequence[str]) -> int | None:

@@ -95,6 +95,7 @@ class BenchResult:
             "skipped": [
                 {"backend": decision.backend, "reasons": decision.to_dict()["reasons"]} for decision in self.skipped
             ],
+            "notices": list(self.selection.notices),
         }
 
 

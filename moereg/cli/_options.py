@@ -60,9 +60,10 @@ class ProblemFlags:
     platform: Annotated[str | None, typer.Option(help="A platform such as cuda:sm90; this machine's if left out.")] = (
         None
     )
-    require: Annotated[list[str] | None, typer.Option(help="Use one of these backends or fail: a,b or scheme=a.")] = (
-        None
-    )
+    require: Annotated[
+        list[str] | None,
+        typer.Option(help="Use one of these backends, tried in this order, or fail: a,b or scheme=a or a_*."),
+    ] = None
     prefer: Annotated[list[str] | None, typer.Option(help="Use these backends first where they fit.")] = None
     deny: Annotated[list[str] | None, typer.Option(help="Use none of these backends.")] = None
 

@@ -16,7 +16,7 @@ from tests.cli.command import SIZES, Call, CallJson, strict_json
 from tests.support.fakes import FakeExperts, LeavingExperts, NanExperts, RaisingExperts, WrongExperts
 
 BENCH_KEYS = ["schema", "problem", "platform", "device", "versions", "commit", "date", "routing", "ceilings", "rows"]
-BENCH_KEYS += ["skipped"]
+BENCH_KEYS += ["skipped", "notices"]
 ROW_KEYS = ["backend", "experts", "tokens", "relative_error", "tolerance", "passed"]
 ROW_KEYS += ["failure", "damage", "time_us", "p10_us", "p90_us", "tflops", "gbps", "roofline_us", "share"]
 ROW_KEYS += ["origin", "origin_version"]

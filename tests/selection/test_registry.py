@@ -93,6 +93,8 @@ def test_bad_names(name: Any) -> None:
     [
         ({"priority": 1.5}, "priority must be an integer, got 1.5"),
         ({"priority": True}, "priority must be an integer, got True"),
+        ({"priority": 10**30}, f"priority must be from -1000000 to 1000000, got {10**30}"),
+        ({"name": "auto"}, "'auto' is no name of a backend, since it is no wish in requests; rename it"),
         ({"tier": "slow"}, "tier must be one of ('kernel', 'emulation'), got 'slow'"),
         ({"opt_in": "yes"}, "opt_in must be True or False, got 'yes'"),
         ({"quant_schemes": "nvfp4"}, "quant_schemes must be a tuple of names, got the string 'nvfp4'"),
