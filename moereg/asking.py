@@ -93,21 +93,28 @@ def own_reasons(cell: BackendCell, problem: MoEProblem, platform: Platform) -> l
 
 
 def ask_predicates(
-    candidates: Iterable[Candidate],
+    candidates: Mapping[int, Candidate],
     problem: MoEProblem,
     platform: Platform,
     probes: Probes = PROBES,
     seconds: float = PREDICATE_SECONDS,
-) -> dict[int, list[Reason]]:
+) -> dict[int, Sequence[Reason]]:
     """Asks the predicates of other distributions, all in one thread; their probes have answers from then on.
 
+    Args:
+        candidates: By place.
+        problem: The layer.
+        platform: What it is to run on.
+        probes: Keeps the answers of probes.
+        seconds: Limit of each predicate and probe.
+
     Returns:
-        The reasons of each by the candidate's place. Those of built-in backends are missing: `own_reasons` asks them.
+        The reasons of each by its place. Those of built-in backends are missing: `own_reasons` asks them.
     """
     questions: list[_Question] = []
     places: dict[int, int] = {}
-    found: dict[int, list[Reason]] = {}
-    for place, candidate in enumerate(candidates):
+    found: dict[int, Sequence[Reason]] = {}
+    for place, candidate in candidates.items():
         cell = candidate.cell
         if cell.origin == BUILTIN:
             continue

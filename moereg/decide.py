@@ -50,10 +50,19 @@ def decide(
     """
     cells = tuple(cells)
     candidates = standing(cells, problem, platform)
-    asked = ask_predicates(candidates, problem, platform, probes, seconds)
+    # A user who denies a wheel's backend need not wait for its code, which may be why.
+    left_out = {
+        place
+        for place, candidate in enumerate(candidates)
+        if candidate.cell.origin != BUILTIN and place_of(candidate.cell.name, request.deny) is not None
+    }
+    wanted = {place: candidate for place, candidate in enumerate(candidates) if place not in left_out}
+    own = {**ask_predicates(wanted, problem, platform, probes, seconds), **dict.fromkeys(left_out, ())}
     decisions = rank(
         (
-            judge(candidate, problem, platform, request, probes, quarantine, asked.get(place))
+            judge(
+                candidate, problem, platform, request, probes if place in wanted else None, quarantine, own.get(place)
+            )
             for place, candidate in enumerate(candidates)
         ),
         request,
@@ -76,8 +85,8 @@ def evaluate(
 ) -> Decision:
     """Every reason against one cell, whatever other cells there are and whatever is quarantined."""
     candidate = Candidate.of(cell, problem, platform)
-    asked = ask_predicates((candidate,), problem, platform, PROBES, seconds)
-    return judge(candidate, problem, platform, request, PROBES, EMPTY, asked.get(0))
+    own = ask_predicates({0: candidate}, problem, platform, PROBES, seconds)
+    return judge(candidate, problem, platform, request, PROBES, EMPTY, own.get(0))
 
 
 def judge(
@@ -85,7 +94,7 @@ def judge(
     problem: MoEProblem,
     platform: Platform,
     request: Request,
-    probes: Probes = PROBES,
+    probes: Probes | None = PROBES,
     quarantine: Quarantine = EMPTY,
     own: Sequence[Reason] | None = None,
 ) -> Decision:
@@ -96,7 +105,7 @@ def judge(
         problem: The layer.
         platform: What it is to run on.
         request: Resolved for the problem's scheme.
-        probes: Keeps the answers of probes.
+        probes: Keeps the answers of probes; none is asked where None.
         quarantine: What failed the conformance kit on the machine that `platform` is.
         own: The reasons of its class's predicate; it is asked right here where None.
     """

@@ -100,14 +100,14 @@ def probe_name(probe: Probe) -> str:
     return f"probe {getattr(probe, '__name__', type(probe).__name__)}"
 
 
-def lacks(cell: BackendCell, rule: PlatformRule | None, platform: Platform, probes: Probes) -> list[Reason]:
+def lacks(cell: BackendCell, rule: PlatformRule | None, platform: Platform, probes: Probes | None) -> list[Reason]:
     """Why a cell cannot run on a platform for any problem; a named platform is assumed to meet packages and probes.
 
     Args:
         cell: The cell.
         rule: Its rule for the platform, if any.
         platform: The machine.
-        probes: Keeps the answers of probes.
+        probes: Keeps the answers of probes; none is asked where None.
     """
     reasons: list[Reason] = []
     if rule is None:
@@ -116,7 +116,7 @@ def lacks(cell: BackendCell, rule: PlatformRule | None, platform: Platform, prob
         for text in cell.requires:
             if reason := _requirement_reason(text, platform.versions.get(_requirement_name(text))):
                 reasons.append(reason)
-        if rule is not None:
+        if rule is not None and probes is not None:
             reasons.extend(reason for probe in cell.probes if (reason := probes.reason(probe, platform)))
     return reasons
 

@@ -143,6 +143,18 @@ def test_a_probe_that_does_not_return_is_given_up(registry: BackendRegistry, gat
     assert probes.reason(stuck, HERE) is not None  # Nobody waits for it any more, not even whoever asks right here.
 
 
+def test_code_of_what_is_denied_is_not_asked(registry: BackendRegistry) -> None:
+    def refuse(*arguments: object) -> Any:
+        raise AssertionError("it was asked")
+
+    add(registry, "unwanted", refuse, probes=(refuse,))
+    add(registry, "builtin", lambda problem, platform: ["requires more"], "builtin")
+    denying = Request(deny=("unwanted", "builtin"))
+    selection = decide(PROBLEM, HERE, denying, registry.cells, Probes())
+    assert [code for code, _ in texts(selection, "unwanted")] == ["denied"]
+    assert [code for code, _ in texts(selection, "builtin")] == ["denied", "backend"]
+
+
 def test_info_does_not_wait_for_a_probe(
     registry: BackendRegistry, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
