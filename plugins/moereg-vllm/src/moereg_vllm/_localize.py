@@ -1,0 +1,35 @@
+"""Device code of `_routes`: the local expert of every route. Imports triton, so it is imported when a layer runs."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["localize"]
+
+
+@triton.jit
+def localize(
+    topk_ids,
+    topk_weights,
+    expert_map,
+    out_ids,
+    out_weights,
+    count,
+    num_experts,
+    num_local,
+    without_expert,
+    HAS_MAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes the local expert and the weight of each of `count` routes; `without_expert` and 0 where it has none."""
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < count
+    expert = tl.load(topk_ids + offset, mask=inside, other=-1)
+    known = (expert >= 0) & (expert < num_experts)
+    if HAS_MAP:
+        expert = tl.load(expert_map + expert, mask=inside & known, other=-1)
+        known = known & (expert >= 0) & (expert < num_local)
+    weight = tl.load(topk_weights + offset, mask=inside, other=0.0)
+    tl.store(out_ids + offset, tl.where(known, expert, without_expert), mask=inside)
+    tl.store(out_weights + offset, tl.where(known, weight, 0.0), mask=inside)
