@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 from moereg.arguments import check_count, check_instance, check_text
 from moereg.errors import (
     ArgumentError,
-    PluginError,
+    UnknownPlatformError,
     described,
     shown,
     stops_the_process,
@@ -119,7 +119,7 @@ class PlatformKind:
         """The place of an architecture in the order of this kind, which has one.
 
         Raises:
-            PluginError: Its `arch_number`, which may be a stranger's, raised or returned no integer.
+            UnknownPlatformError: Its `arch_number`, which may be a stranger's, raised or returned no integer.
         """
         return _number(self, arch)
 
@@ -137,7 +137,7 @@ def _number(kind: PlatformKind, arch: str) -> int:
         if isinstance(number, int) and not isinstance(number, bool):
             return number
         fault = f"returned {shown(number)}"
-    raise PluginError(
+    raise UnknownPlatformError(
         f"arch_number of platform kind {kind.name!r} must return an integer for {shown(arch)}, and it {fault}; "
         f"name another architecture{kind.hint} and report it to the authors of {_OWNERS.get(kind.name, 'the kind')}"
     )

@@ -63,8 +63,8 @@ class Platform:
 
         Raises:
             ArgumentError: The name is not text.
-            UnknownPlatformError: The kind is not known or the architecture does not belong to it.
-            PluginError: The kind is a plugin's, which cannot order the architecture.
+            UnknownPlatformError: The kind is not known, or the architecture does not belong to it, or the kind is a
+                plugin's, which cannot order the architecture.
         """
         if not isinstance(name, str):
             raise ArgumentError(f"platform must be a name such as 'cuda:sm90', got {shown(name)}")

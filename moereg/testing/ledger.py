@@ -62,6 +62,8 @@ class Verification:
         date: ISO date.
         cases: Conformance tests that passed; none failed.
         digest: `cell_digest` of the code.
+        facts: The facts that the cell narrows, as text, which tells cells on one rule apart; empty where it narrows
+            none, and in records that do not say.
     """
 
     backend: str
@@ -76,6 +78,7 @@ class Verification:
     date: str
     cases: int
     digest: str
+    facts: str = ""
 
     @classmethod
     def of(cls, cell: BackendCell, platform: Platform, cases: int) -> Verification:
@@ -98,6 +101,7 @@ class Verification:
             tier=cell.tier,
             cases=cases,
             digest=cell_digest(cell),
+            facts=_narrowed(cell),
             **provenance(platform, {"torch", *(Requirement(text).name for text in cell.requires)}),
         )
 
@@ -113,6 +117,8 @@ class Verification:
         checked: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             if field.name not in values:
+                if field.default is not dataclasses.MISSING:
+                    continue
                 raise ValueError(f"a record must say its {field.name}")
             checked[field.name] = _checked(field.name, values[field.name])
         record = cls(**checked)
@@ -126,12 +132,25 @@ class Verification:
             return False
         rule = cell.rule_for(Platform.from_name(self.platform))
         schemes = tuple(scheme.name for scheme in cell.schemes)
-        return rule is not None and (self.rule, self.schemes) == (rule.text, schemes)
+        if rule is None or (self.rule, self.schemes) != (rule.text, schemes):
+            return False
+        return self.facts in ("", _narrowed(cell))
 
     @property
-    def key(self) -> tuple[str, str, tuple[str, ...], str, str, str]:
+    def key(self) -> tuple[str, str, tuple[str, ...], str, str, str, str]:
         """The subject of a record: a later one of the same cell on the same device replaces an earlier one."""
-        return (self.backend, self.experts, self.schemes, self.rule, self.platform, self.device)
+        return (self.backend, self.experts, self.schemes, self.rule, self.platform, self.device, self.facts)
+
+
+def _narrowed(cell: BackendCell) -> str:
+    """The facts of a cell that differ from its class's, such as `activations=silu`."""
+    found = []
+    for field in dataclasses.fields(cell.facts):
+        value = getattr(cell.facts, field.name)
+        if value != getattr(cell.experts.facts, field.name):
+            text = ",".join(sorted(value)) if isinstance(value, frozenset) else str(value)
+            found.append(f"{field.name}={text}")
+    return "; ".join(found)
 
 
 def _checked(name: str, value: object) -> object:

@@ -19,7 +19,7 @@ import pytest
 from moereg.discovery import load_backends
 from moereg.platforms import Platform, PlatformRule
 from moereg.plugins import PluginStatus
-from moereg.registry import BackendCell, BackendRegistry, registering_origin
+from moereg.registry import BackendCell, BackendRegistry, register_moe_backend, registering_origin
 from moereg.testing import ledger
 from moereg.testing.ledger import (
     LedgerWarning,
@@ -30,6 +30,7 @@ from moereg.testing.ledger import (
     read_ledger,
 )
 from tests import conftest
+from tests.support.fakes import FakeExperts
 
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
 H200 = Platform("cuda", "sm90", "NVIDIA H200", versions=VERSIONS, probed=True)
@@ -131,6 +132,25 @@ def test_a_more_specific_rule_of_the_cell_takes_a_record_over(wheel: pathlib.Pat
     write(wheel, Verification.of(cell, H200, 31))
     narrower = dataclasses.replace(cell, rules=(PlatformRule("cuda:sm90"), *cell.rules))
     assert evidence_of(narrower).current == ()
+
+
+def test_the_evidence_of_a_cell_is_none_for_another_on_its_rule() -> None:
+    registry = BackendRegistry()
+    for activation in ("silu", "swigluoai"):
+        register = register_moe_backend(
+            "twin", 1, ("unquantized",), ("cuda:sm80+",), registry=registry, activations=(activation,)
+        )
+        register(FakeExperts)
+    one, other = registry.cells
+    record = Verification.of(one, H200, 32)
+    assert record.facts == "activations=silu"
+    assert record.is_of(one)
+    assert not record.is_of(other)
+    again = Verification.from_dict({**dataclasses.asdict(record), "schemes": list(record.schemes)})
+    assert again == record
+    assert again.key != Verification.of(other, H200, 32).key
+    # Records from before say nothing about it.
+    assert dataclasses.replace(record, facts="").is_of(other)
 
 
 def test_the_emulation_of_one_gpu_is_no_evidence_for_the_kernel_of_another() -> None:

@@ -173,8 +173,7 @@ def test_rules_that_do_not_overlap_never_tie() -> None:
         ("cpu+", "unknown platform kind 'cpu+', did you mean 'cpu'?"),
         (
             "rocm:sm9*",
-            "platform rule 'rocm:sm9*': rocm architectures match 'gfx[0-9a-f]{3,4}', and none begins with 'sm9' and "
-            "has up to 3 more letters; write more of the name",
+            "platform rule 'rocm:sm9*': rocm architectures match 'gfx[0-9a-f]{3,4}', and none begins with 'sm9'",
         ),
         ("rocm:*", "platform rule 'rocm:*': rocm architectures match 'gfx[0-9a-f]{3,4}', and none begins with ''"),
         ("cuda:sm9*", r"platform rule 'cuda:sm9*': cuda architectures match 'sm\\d{2,3}', got 'sm9*'"),
@@ -280,9 +279,9 @@ def test_an_order_that_fails_is_told_where_the_architecture_is_named() -> None:
     assert PlatformRule("quux:q12+").matches(Platform("quux", "q15"))
     fault = "arch_number of platform kind 'quux' must return an integer for {}, and it {}; name another architecture, "
     for make in (lambda: Platform("quux", "q13"), lambda: PlatformRule("quux:q13+"), lambda: PlatformRule("quux:q13")):
-        with pytest.raises(PluginError, match=re.escape(fault.format("'q13'", "raised SystemExit: 3"))):
+        with pytest.raises(UnknownPlatformError, match=re.escape(fault.format("'q13'", "raised SystemExit: 3"))):
             make()
-    with pytest.raises(PluginError, match=re.escape(fault.format("'q14'", "returned None"))):
+    with pytest.raises(UnknownPlatformError, match=re.escape(fault.format("'q14'", "returned None"))):
         Platform.from_name("quux:q14")
     with pytest.raises(UnknownPlatformError, match="platform 'quux' needs an architecture, for instance 'quux:q7'"):
         Platform.from_name("quux")
