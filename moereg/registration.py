@@ -5,9 +5,10 @@ Every check raises `RegistrationError`, whose message starts with `who`: the bac
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Final, TypeVar
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -61,7 +62,7 @@ def check_experts(experts: object, who: str) -> None:
     if missing := sorted(experts.__abstractmethods__):
         raise RegistrationError(f"{who}: abstract methods are missing: {', '.join(missing)}")
     for method in ("__init__", "permute_weights", "workspace_shapes", "apply", "unsupported_reasons", "device_types"):
-        expected = inspect.signature(getattr(Experts, method)).parameters
+        expected = _parameters(method)
         found = inspect.signature(getattr(experts, method)).parameters
         if not _can_be_called(expected.values(), found.values()):
             raise RegistrationError(
@@ -77,6 +78,11 @@ def check_experts(experts: object, who: str) -> None:
         raise RegistrationError(
             f"{who}: layouts must be a tuple of at least one layout of permuted weights, got {experts.layouts!r}"
         )
+
+
+@functools.cache
+def _parameters(method: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(getattr(Experts, method)).parameters
 
 
 def _can_be_called(expected: Iterable[inspect.Parameter], found: Iterable[inspect.Parameter]) -> bool:

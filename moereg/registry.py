@@ -111,6 +111,9 @@ class BackendCell:
 
         Formats are compared, not names: the same scheme may have another name.
         """
+        for scheme in self.schemes:
+            if scheme is checkpoint:  # As nearly always where it fits; comparing formats takes longer.
+                return checkpoint
         serving = [scheme for scheme in self.schemes if scheme.serves(checkpoint)]
         exact = [scheme for scheme in serving if scheme.activation == checkpoint.activation]
         return checkpoint if checkpoint in serving else next(iter([*exact, *serving]), None)
