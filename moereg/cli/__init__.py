@@ -251,6 +251,54 @@ def new_backend(
     return OK
 
 
+@app.command()
+def verify(
+    name: Annotated[
+        str | None, typer.Argument(help="A backend, or a file that registers one, e.g. ./my_backend.py.")
+    ] = None,
+    module: Annotated[
+        list[str] | None, typer.Option(help="Import this module or file first, e.g. my_package.backend.")
+    ] = None,
+    platform: Annotated[
+        str | None, typer.Option(help="Run as this machine, as its cpu, or as a platform that is imitated here.")
+    ] = None,
+    isolate: Annotated[
+        bool, typer.Option("--isolate/--no-isolate", help="Import and run the backend in a worker process alone.")
+    ] = True,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="Time for everything; layers are drawn until it is over.")
+    ] = None,
+    check_seconds: Annotated[float, typer.Option(min=0.1, help="Time for each check.")] = 120.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 2, help="Of the drawn layers.")] = 0,
+    check: Annotated[
+        list[str] | None, typer.Option(help="Run only checks whose id has this text, or a drawn layer's JSON.")
+    ] = None,
+    ledger: Annotated[
+        Path | None, typer.Option(help="Record in this file which cells passed everything on this machine.")
+    ] = None,
+    json: JsonFlag = False,
+    verbose: VerboseFlag = False,
+) -> int:
+    """Run the conformance kit on one backend."""
+    from moereg.cli._verify import Subject, check_ledger, record_verified, show_verify, verify_backend
+
+    subject = Subject(name, module or [])
+    if ledger is not None:
+        check_ledger(ledger, check or [])
+    with only_results_on_stdout(verbose):
+        report = verify_backend(subject, platform, isolate, seconds, check_seconds, seed, check or [])
+        recorded = () if ledger is None else record_verified(report, ledger, subject)
+    if json:
+        print_json(report.to_dict())
+    else:
+        show_verify(report)
+        if ledger is not None:
+            print(f"{len(recorded)} of {len(report.cells)} cells are recorded in {ledger}")
+    if report.passed is None:
+        return NOTHING_FITS
+    return OK if report.passed else WRONG_NUMBERS
+
+
 def _add_later_command(name: str, does: str) -> None:
     # Takes any arguments: they are not known yet, and the answer is the same.
     @app.command(name, help=f"Later: {does}", context_settings={"ignore_unknown_options": True})
@@ -260,4 +308,3 @@ def _add_later_command(name: str, does: str) -> None:
 
 
 _add_later_command("tune", "measure what selection will use.")
-_add_later_command("verify", "run the conformance kit on one backend.")

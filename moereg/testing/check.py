@@ -22,6 +22,7 @@ from moereg.testing import checks
 from moereg.testing.cases import Case, is_imitated, machine, runnable_platform, running_as
 from moereg.testing.deciding import check_deciding
 from moereg.testing.drawing import DrawnLayer
+from moereg.testing.imports import watched_imports
 from moereg.testing.modules import import_modules
 
 __all__ = ["KINDS", "CellName", "Check", "chosen_machine", "ready_to_run"]
@@ -132,10 +133,13 @@ class Check:
         Raises:
             AssertionError: The cell does not keep its promise, or its code raised; one line.
         """
-        import_modules(self.modules)
-        with running_as(chosen_machine(self.platform)), ready_to_run(self.cell.find()) as cell:
+        with contextlib.ExitStack() as stack:
+            watch = stack.enter_context(watched_imports()) if self.kind == "deciding" else None
+            import_modules(self.modules)
+            stack.enter_context(running_as(chosen_machine(self.platform)))
+            cell = stack.enter_context(ready_to_run(self.cell.find()))
             try:
-                KINDS[self.kind](cell, json.loads(self.argument))
+                KINDS[self.kind](cell, json.loads(self.argument) if watch is None else watch)
             except BaseException as error:
                 if stops_the_process(error) or isinstance(error, AssertionError):
                     raise
@@ -203,7 +207,7 @@ def _drawn(cell: BackendCell, argument: Mapping[str, Any]) -> None:
 
 
 KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
-    "deciding": lambda cell, argument: check_deciding(cell),
+    "deciding": check_deciding,
     "rejections": lambda cell, argument: checks.check_rejections(cell),
     "permute": lambda cell, argument: checks.check_permute(cell),
     "workspaces": lambda cell, argument: checks.check_workspaces_grow(cell),

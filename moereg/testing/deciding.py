@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import sys
 from collections.abc import Iterator
 from typing import Final
 
@@ -15,6 +14,7 @@ from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.registry import BackendCell
 from moereg.testing.cases import machine
+from moereg.testing.imports import ImportWatch
 from moereg.testing.problems import claimed_problems, rejected_problems
 
 __all__ = ["KERNEL_LIBRARIES", "check_deciding", "kernel_libraries"]
@@ -66,21 +66,25 @@ def kernel_libraries(cell: BackendCell) -> frozenset[str]:
     return frozenset(found) - {"torch", "numpy", cell.experts.__module__.partition(".")[0]}
 
 
-def check_deciding(cell: BackendCell) -> None:
+def check_deciding(cell: BackendCell, watch: ImportWatch) -> None:
     """The predicate answers every problem with reasons in words, on every platform of the claim, and imports nothing.
+
+    Args:
+        cell: The cell.
+        watch: Watches imports since before the backend was imported, where this process did that.
 
     Raises:
         AssertionError: It raised, gave a reason that is not a lowercase clause, or imported a kernel library.
     """
-    before = set(sys.modules)
     for problem, platform in _questions(cell):
         decision = evaluate(cell, problem, platform, Request(require=(cell.name,)))
         for reason in decision.reasons:
             where = f"for {problem} on {platform}"
             assert reason.code != "predicate_error", f"{reason.text} {where}"
             assert reason.text[:1].islower(), f"a reason must be a lowercase clause, got {reason.text!r} {where}"
-    roots = {name.partition(".")[0] for name in set(sys.modules) - before}
-    imported = sorted(roots & kernel_libraries(cell))
+    package = cell.experts.__module__.partition(".")[0]
+    own = f"{package}.backends" if package == __name__.partition(".")[0] else package
+    imported = sorted(watch.imported_by(own) & kernel_libraries(cell))
     assert not imported, (
         f"choosing a backend imports {', '.join(imported)}; import it in permute_weights and apply alone"
     )

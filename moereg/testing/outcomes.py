@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -129,7 +130,8 @@ class Report:
 
     def rerun_line(self, result: Result) -> str:
         """The command that runs one check again."""
-        return f"{self.rerun} --check '{result.check.id}'"
+        layer = result.check.layer
+        return f"{self.rerun} --check {shlex.quote(result.check.id if layer is None else str(layer))}"
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `moereg verify --json` prints."""

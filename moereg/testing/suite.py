@@ -211,7 +211,7 @@ class _Run:
         number = 0
         while cells and time.monotonic() < self._deadline:
             for cell in list(cells):
-                is_over = seconds is None and number >= _num_drawn(suite, cell, DRAWN)
+                is_over = (seconds is None or bool(only)) and number >= _num_drawn(suite, cell, DRAWN)
                 check = None if is_over else self._draw(cell, number)
                 if check is None:
                     cells.remove(cell)

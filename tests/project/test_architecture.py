@@ -23,6 +23,7 @@ from moereg.dispatch import explain_backends
 from moereg.platforms import Platform
 from moereg.plugins import PluginStatus
 from moereg.problem import MoEProblem
+from moereg.testing import CellName, Check, Outcome, Report, Result
 from moereg.testing.provenance import provenance
 
 if sys.version_info >= (3, 11):
@@ -163,6 +164,8 @@ def test_names_in_the_text_are_names_of_the_code(document: Path) -> None:
 def test_fields_of_the_json_are_those_that_are_printed() -> None:
     selection = explain_backends(MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2), "cpu")
     info = collect_info()
+    check = Check(CellName("a", "B", ("unquantized",), ("cpu",)), "permute")
+    verified = Report("a", "cpu", "", {}, 0, (Result(check, Outcome("failed")),), {}).to_dict()
     printed = {
         "explain": selection_with_evidence(selection),
         "info": info,
@@ -172,6 +175,9 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
         "a decision": selection.decisions[0].to_dict(),
         "a backend": info["backends"][0],
         "a cell": info["backends"][0]["cells"][0],
+        "verify": verified,
+        "a verified cell": verified["cells"][0],
+        "a result": verified["results"][0],
         "a plugin": PluginStatus("", "", "", "", "loaded").to_dict(),
     }
     text = " ".join(PAGE.read_text().split())

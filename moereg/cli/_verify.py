@@ -1,0 +1,241 @@
+"""The work of `moereg verify`: runs the conformance kit on a backend, shows what it found, and records it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from rich.table import Table
+from rich.text import Text
+
+from moereg.cli._options import UsageError
+from moereg.cli._output import console
+from moereg.cli._progress import phase
+from moereg.errors import one_line
+from moereg.testing.check import CellName, chosen_machine
+from moereg.testing.ledger import Verification, merge_ledger, read_ledger
+from moereg.testing.modules import import_modules, is_file_name
+from moereg.testing.outcomes import Outcome, Report, Result
+from moereg.testing.suite import verify
+
+__all__ = ["Subject", "check_ledger", "record_verified", "show_verify", "verify_backend"]
+
+_EVERY_SECONDS: Final = 20.0
+_MOST_SHOWN: Final = 12
+
+_COLUMNS: Final = {
+    "choosing": ("deciding", "rejections"),
+    "weights": ("permute", "reload"),
+    "numbers": ("numbers",),
+    "drawn": ("drawn",),
+    "faults": ("faults", "rounding"),
+    "calls": ("workspaces", "equal_bits", "graph", "synchronization", "compile"),
+}
+"""Columns of the table, and the kinds of checks that each counts."""
+
+
+class Subject:
+    """What is verified: a backend's name, or the modules that register it.
+
+    Attributes:
+        name: Empty if all backends of the modules are meant.
+        modules: Modules or files to import.
+    """
+
+    def __init__(self, name: str | None, modules: Sequence[str]) -> None:
+        """Reads the argument and the options.
+
+        Raises:
+            UsageError: Nothing is named, or a file does not exist.
+        """
+        files = [name] if name is not None and is_file_name(name) else []
+        self.name = "" if files or name is None else name
+        self.modules = (*files, *modules)
+        if not self.name and not self.modules:
+            raise UsageError(
+                "say what to verify: a backend's name as in moereg info, or the file or --module that registers it"
+            )
+        for module in self.modules:
+            if is_file_name(module) and not Path(module).is_file():
+                raise UsageError(f"no file {one_line(module)!r}; name one that registers a backend, or a module")
+
+
+def verify_backend(
+    subject: Subject,
+    platform: str | None,
+    isolate: bool,
+    seconds: float | None,
+    check_seconds: float,
+    seed: int,
+    only: Sequence[str],
+) -> Report:
+    """Runs the kit and shows on standard error how far it is, and each failure as it comes.
+
+    Raises:
+        MoeregError: Anything that the user can cure.
+    """
+    if isolate and not hasattr(os, "fork"):
+        raise UsageError("a worker process needs a system that can fork; pass --no-isolate")
+    last = time.monotonic()
+    num_failed = 0
+    told: set[str] = set()
+    is_terminal = sys.stderr.isatty()
+    with contextlib.ExitStack() as stack:
+        advance = stack.enter_context(phase("verifying")) if is_terminal else None
+
+        def progress(done: int, total: int, result: Result) -> None:
+            nonlocal last, num_failed
+            if advance is not None:
+                advance(done, total)
+            outcome = result.outcome
+            num_failed += outcome.is_failure
+            if outcome.is_failure and outcome.message not in told and len(told) < _MOST_SHOWN:
+                told.add(outcome.message)
+                print(f"{outcome.status}: {result.check.id}: {outcome.message}", file=sys.stderr, flush=True)
+            elif not is_terminal and time.monotonic() - last > _EVERY_SECONDS:
+                last = time.monotonic()
+                print(f"{done} of {total} checks, {num_failed} failed", file=sys.stderr, flush=True)
+
+        return verify(
+            subject.name,
+            platform,
+            isolate,
+            seconds,
+            seed=seed,
+            modules=subject.modules,
+            only=only,
+            check_seconds=check_seconds,
+            progress=progress,
+        )
+
+
+def check_ledger(path: Path, only: Sequence[str]) -> None:
+    """Refuses a file that cannot become a ledger, before anything runs.
+
+    Raises:
+        UsageError: It is no ledger, its folder does not exist, or not all checks are to run.
+    """
+    if only:
+        raise UsageError("--ledger records cells that passed everything; leave --check out")
+    try:
+        if path.exists():
+            read_ledger(path)
+        elif not path.parent.is_dir():
+            raise ValueError(f"its folder {one_line(str(path.parent))!r} does not exist")
+    except ValueError as error:
+        raise UsageError(f"--ledger must name a ledger or a new file, got {one_line(str(path))!r}: {error}") from None
+
+
+def record_verified(report: Report, path: Path, subject: Subject) -> tuple[CellName, ...]:
+    """Writes a record of each cell that ran natively, passed everything and skipped nothing.
+
+    Returns:
+        These cells.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    cells = report.verified_cells
+    if not cells:
+        return ()
+    # What passed may be imported here.
+    import_modules([str(Path(name).resolve()) if is_file_name(name) else name for name in subject.modules])
+    platform = chosen_machine(report.platform)
+    assert platform is not None
+    try:
+        merge_ledger(path, [Verification.of(name.find(), platform, count) for name, count in cells.items()])
+    except OSError as error:
+        raise UsageError(f"--ledger could not write {one_line(str(path))!r}: {error.strerror}") from None
+    return tuple(cells)
+
+
+def show_verify(report: Report) -> None:
+    """Prints a table of the cells, each failure with the line that runs it again, and a line that says it all."""
+    target = console(sys.stdout)
+    target.print(f"{report.backend} on {_machine(report)}")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("experts", "platforms", "computes", "runs", *_COLUMNS):
+        table.add_column(column, overflow="fold")
+    for cell in report.cells:
+        table.add_row(*_row(report, cell))
+    if table.row_count:
+        target.print(table)
+    alike: dict[tuple[CellName, str], list[Result]] = {}
+    for result in report.failures:
+        alike.setdefault((result.check.cell, result.outcome.message), []).append(result)
+    for results in list(alike.values())[:_MOST_SHOWN]:
+        _show_failures(report, results)
+    if len(alike) > _MOST_SHOWN:
+        target.print(f"and {len(alike) - _MOST_SHOWN} more kinds of failures; --json has all of them")
+    for cell, reason in report.idle.items():
+        target.print(f"{cell} cannot run here: {reason}")
+    for note in report.notes:
+        target.print(f"note: {note}")
+    for reason, count in _skipped(report).items():
+        target.print(f"{count} skipped: {reason}")
+    target.print(_verdict(report))
+
+
+def _machine(report: Report) -> str:
+    device = f" ({one_line(report.device)})" if report.device else ""
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    return f"{report.platform or 'this machine'}{device}" + (f", {versions}" if versions else "")
+
+
+def _row(report: Report, cell: CellName) -> list[str | Text]:
+    runs = "no" if cell in report.idle else "imitated" if cell in report.imitated else "natively"
+    schemes = cell.schemes if len(cell.schemes) < 4 else (*cell.schemes[:2], f"and {len(cell.schemes) - 2} more")
+    row: list[str | Text] = [cell.experts, ", ".join(cell.rules), ", ".join(schemes), runs]
+    for kinds in _COLUMNS.values():
+        own = [result.outcome for result in report.results if result.check.cell == cell and result.check.kind in kinds]
+        row.append(_count(own))
+    return row
+
+
+def _count(outcomes: Sequence[Outcome]) -> str | Text:
+    failed = [outcome for outcome in outcomes if outcome.is_failure]
+    if failed:
+        kinds = collections.Counter(outcome.status for outcome in failed)
+        text = ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in kinds.items())
+        return Text(f"{text} of {len(outcomes)}", style="bold red")
+    passed = sum(outcome.status == "passed" for outcome in outcomes)
+    if passed < len(outcomes):
+        return Text(f"{passed} of {len(outcomes)}", style="yellow")
+    return str(passed) if passed else "-"
+
+
+def _show_failures(report: Report, results: Sequence[Result]) -> None:
+    """The first of failures that say the same of one cell, and how many they are."""
+    target = console(sys.stdout)
+    first, *others = results
+    status = first.outcome.status.upper().replace("_", " ")
+    target.print(Text(f"{status}: {first.check.id}", style="bold red"), soft_wrap=True)
+    target.print(f"  {first.outcome.message}", soft_wrap=True)
+    if others:
+        target.print(f"  and so do {len(others)} other checks of {first.check.cell.experts}")
+    target.print(f"  again: {report.rerun_line(first)}", soft_wrap=True)
+
+
+def _skipped(report: Report) -> dict[str, int]:
+    outcomes: Iterable[Outcome] = (result.outcome for result in report.results)
+    return dict(collections.Counter(outcome.message for outcome in outcomes if outcome.status == "skipped"))
+
+
+def _verdict(report: Report) -> Text:
+    counts = collections.Counter(result.outcome.status for result in report.results)
+    num_passed = counts["passed"]
+    text = f"{num_passed} check{'' if num_passed == 1 else 's'} passed"
+    if report.failures:
+        text += f", {len(report.failures)} failed"
+    if counts["skipped"]:
+        text += f", {counts['skipped']} skipped"
+    text += f" in {report.seconds:.0f} s; drawn layers are those of --seed {report.seed}"
+    if report.passed is None:
+        return Text(f"nothing of {report.backend} can run here; {text}", style="bold red")
+    return Text(f"{report.backend}: {text}", style="bold green" if report.passed else "bold red")

@@ -1,0 +1,97 @@
+"""`moereg verify`: exit codes, the table, JSON, the ledger, and the line that runs a failure again."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shlex
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from moereg import cli
+from moereg.discovery import load_backends
+from moereg.registry import REGISTRY
+from moereg.testing.ledger import read_ledger
+from tests.cli.command import Call, CallJson, strict_json
+
+FILE = str(pathlib.Path(__file__).parents[1] / "kit" / "bad_backends.py")
+MODULE = f"--module {FILE} --no-isolate"
+
+
+@pytest.fixture(autouse=True)
+def _bad_backends() -> Iterator[None]:
+    """The file's backends are gone after each test."""
+    load_backends()
+    before = REGISTRY.snapshot()
+    yield
+    REGISTRY.restore(before)
+    sys.modules.pop("bad_backends", None)
+
+
+def test_a_right_backend_passes(call_json: CallJson) -> None:
+    code, report = call_json(f"verify good {MODULE} --check permute --check workspaces")
+    assert code == 0
+    assert report["passed"] is True
+    assert [result["status"] for result in report["results"]] == ["passed", "passed"]
+    (cell,) = report["cells"]
+    assert (cell["backend"], cell["runs"], cell["counts"]["passed"]) == ("good", "natively", 2)
+
+
+def test_a_failure_is_told_once_with_the_line_that_runs_it_again(
+    call: Call, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(f"verify writes_behind {MODULE} --check numbers --seed 3")
+    assert code == 1
+    assert out.count("memory 1 bytes behind out was written to") == 1
+    assert "and so do 8 other checks" in out
+    assert err.count("\n") == 1
+    (line,) = (line.partition("again: moereg ")[2] for line in out.splitlines() if "again:" in line)
+    assert "--seed 3" in line
+    sys.modules.pop("bad_backends", None)
+    assert cli.main(shlex.split(line)) == 1
+    assert "1 failed" in capsys.readouterr().out
+
+
+def test_a_drawn_layer_is_made_simpler_and_runs_again(call_json: CallJson) -> None:
+    code, report = call_json(f"verify nan {MODULE} --check seed0-0")
+    assert code == 1
+    result = next(result for result in report["results"] if result["kind"] == "drawn")
+    assert result["status"] == "failed"
+    arguments = shlex.split(result["rerun"].removeprefix("moereg "))
+    layer = json.loads(arguments[arguments.index("--check") + 1])
+    assert (layer["num_tokens"], layer["problem"]["num_experts"], layer["fill"]) == (1, 1, "nan")
+    sys.modules.pop("bad_backends", None)
+    assert cli.main(arguments) == 1
+
+
+def test_a_part_of_the_checks_is_no_evidence(call: Call, tmp_path: pathlib.Path) -> None:
+    code, out, err = call(f"verify good {MODULE} --check permute --ledger {tmp_path / 'ledger.json'}")
+    assert (code, out) == (2, "")
+    assert "leave --check out" in err
+
+
+def test_a_machine_that_can_run_nothing_says_why(call: Call, call_json: CallJson) -> None:
+    code, out, _ = call(f"verify elsewhere {MODULE}")
+    assert code == 3
+    assert "cannot run here: requires platform in (cuda:sm90), got cpu" in out
+    assert out.splitlines()[-1].startswith("nothing of elsewhere can run here; 1 check passed")
+    assert call_json(f"verify elsewhere {MODULE}")[1]["passed"] is None
+
+
+@pytest.mark.slow
+def test_what_passed_everything_is_recorded(call: Call, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "ledger.json"
+    code, out, _ = call(f"verify {FILE} --ledger {path}")
+    assert code == 1
+    assert f"3 of 18 cells are recorded in {path}" in out
+    assert [record.backend for record in read_ledger(path)] == ["good", "picky", "prints"]
+
+
+@pytest.mark.slow
+def test_built_in_backends_pass_in_a_worker_process(call: Call) -> None:
+    code, out, _ = call("verify torch --json --seconds 60 --check TorchDenseExperts --check fp8_tensor_static")
+    report = strict_json(out)
+    assert (code, report["passed"]) == (0, True), report
+    assert {result["kind"] for result in report["results"]} >= {"numbers", "faults", "rounding", "drawn", "compile"}
