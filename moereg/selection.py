@@ -236,7 +236,7 @@ class Selection:
             lines[0] += f"; nearest is {nearest[0].backend}: {reason.text} ({CURES[reason.code]})"
         for decision in nearest:
             reasons = "; ".join(reason.text for reason in decision.reasons)
-            lines.append(f"  {decision.backend} ({decision.experts}): {reasons}")
+            lines.append(f"  {decision.backend} ({decision.experts}{_of_wheel(decision)}): {reasons}")
         if not nearest:
             lines.append("  no backend is registered")
         return "\n".join(lines)
@@ -337,14 +337,17 @@ class Selection:
         lines = [f"problem   {self.problem}", f"platform  {self.platform}"]
         for decision in nearest_by_backend(self.decisions):
             mark = "chosen" if decision is self.winner else "fits" if decision.accepted else "rejected"
-            origin = "" if decision.origin == BUILTIN else f"of {decision.provider}, "
             lines.append(
-                f"{mark:9} {decision.backend} ({decision.experts}, {origin}{decision.rule}, computes "
+                f"{mark:9} {decision.backend} ({decision.experts}{_of_wheel(decision)}, {decision.rule}, computes "
                 f"{decision.computes}, priority {decision.priority})"
             )
             lines.extend(f"{'':10}- {reason.text} [{reason.code}]" for reason in decision.reasons)
         lines.extend(f"note      {notice}" for notice in self.notices)
         return "\n".join(lines)
+
+
+def _of_wheel(decision: Decision) -> str:
+    return "" if decision.origin == BUILTIN else f" of {decision.provider}"
 
 
 def _read_decision(path: str, value: object, cells: Sequence[BackendCell]) -> Decision:

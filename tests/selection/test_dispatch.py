@@ -767,12 +767,12 @@ def test_unsupported_text(fakes: BackendRegistry) -> None:
     assert str(raised.value).splitlines() == [
         "no backend fits E8 H64 I96 k2 bfloat16 unquantized gelu, has_bias on cuda:sm90; nearest is aligned: requires "
         "hidden_size % 128 == 0, got 64 (pad the weights to that multiple)",
-        "  aligned (AlignedExperts): requires hidden_size % 128 == 0, got 64",
-        "  quantized (QuantizedExperts): requires weights in (nvfp4, mxfp8), got unquantized",
-        "  far (FarExperts): requires platform in (rocm:gfx942), got cuda:sm90; requires activation in (silu), got "
+        "  aligned (AlignedExperts of tests): requires hidden_size % 128 == 0, got 64",
+        "  quantized (QuantizedExperts of tests): requires weights in (nvfp4, mxfp8), got unquantized",
+        "  far (FarExperts of tests): requires platform in (rocm:gfx942), got cuda:sm90; requires activation in "
+        "(silu), got gelu; does not apply biases, got has_bias=True; requires max_num_tokens <= 128, got None",
+        "  shy (ShyExperts of tests): is opt-in: name it in require or prefer; requires activation in (silu), got "
         "gelu; does not apply biases, got has_bias=True; requires max_num_tokens <= 128, got None",
-        "  shy (ShyExperts): is opt-in: name it in require or prefer; requires activation in (silu), got gelu; does "
-        "not apply biases, got has_bias=True; requires max_num_tokens <= 128, got None",
     ]
     selection = raised.value.selection
     assert selection.winner is None
@@ -799,7 +799,7 @@ def test_table(fakes: BackendRegistry) -> None:
     assert lines[:3] == [
         "problem   E8 H128 I96 k2 bfloat16 unquantized silu",
         "platform  cuda:sm90",
-        "chosen    aligned (AlignedExperts, of tests, cuda:sm80+, computes unquantized, priority 50)",
+        "chosen    aligned (AlignedExperts of tests, cuda:sm80+, computes unquantized, priority 50)",
     ]
     assert "          - is opt-in: name it in require or prefer [opt_in]" in lines
 
