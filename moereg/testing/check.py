@@ -79,7 +79,7 @@ class CellName:
         return cls(**{**values, "schemes": tuple(values["schemes"]), "rules": tuple(values["rules"])})
 
     def __str__(self) -> str:
-        """Such as `TorchDenseExperts cpu,cuda:sm80+ unquantized`; long lists of schemes are cut."""
+        """Such as `SomeExperts cpu,cuda:sm80+ unquantized`; long lists of schemes are cut."""
         schemes = self.schemes[0] if len(self.schemes) == 1 else f"{self.schemes[0]}+{len(self.schemes) - 1}"
         number = f" #{self.number + 1}" if self.number else ""
         return f"{self.experts} {','.join(self.rules)} {schemes}{number}"
@@ -112,7 +112,7 @@ class Check:
 
     @property
     def id(self) -> str:
-        """Unique within a backend's suite and equal in each run: `numbers/TorchDenseExperts/cpu/unquantized/...`."""
+        """Unique within a backend's suite and equal in each run: `numbers/SomeExperts/cpu/unquantized/...`."""
         number = [str(self.cell.number)] if self.cell.number else []
         parts = [self.kind, self.cell.experts, "+".join(self.cell.rules), self.cell.schemes[0], *number]
         return "/".join([*parts, *self._subject()]).replace(" ", "-")
