@@ -20,6 +20,7 @@ from moereg.digest import files_stay
 from moereg.discovery import load_backends
 from moereg.dispatch import explain_backends
 from moereg.errors import MoeregError, described, is_lack_of_memory, one_line
+from moereg.selection import SCHEMA
 from moereg.tuning.timing import ROUNDS
 
 __all__ = ["main"]
@@ -276,24 +277,46 @@ def verify(
     ledger: Annotated[
         Path | None, typer.Option(help="Record in this file which cells passed everything on this machine.")
     ] = None,
+    quarantine: Annotated[
+        bool, typer.Option("--quarantine", help="Reject what failed on this machine until its code or versions change.")
+    ] = False,
+    unquarantine: Annotated[
+        bool, typer.Option("--unquarantine", help="Lift the backend's quarantine on this machine, and run nothing.")
+    ] = False,
     json: JsonFlag = False,
     verbose: VerboseFlag = False,
 ) -> int:
     """Run the conformance kit on one backend."""
+    from moereg.cli._quarantine import check_quarantine, lift_quarantine, quarantine_failures
     from moereg.cli._verify import Subject, check_ledger, record_verified, show_verify, verify_backend
 
+    if unquarantine:
+        if name is None or quarantine:
+            raise UsageError("--unquarantine takes a backend's name, and does not go with --quarantine; leave one out")
+        with only_results_on_stdout(verbose):
+            lifted = lift_quarantine(name)
+        if json:
+            print_json({"schema": SCHEMA, "quarantine": lifted.to_dict()})
+        else:
+            print(lifted)
+        return OK
+    if quarantine:
+        check_quarantine()
     subject = Subject(name, module or [])
     if ledger is not None:
         check_ledger(ledger, check or [])
     with only_results_on_stdout(verbose):
         report = verify_backend(subject, platform, isolate, seconds, check_seconds, seed, check or [])
         recorded = () if ledger is None else record_verified(report, ledger, subject)
+        change = quarantine_failures(report, is_whole=not check) if quarantine else None
     if json:
-        print_json(report.to_dict())
+        print_json(report.to_dict() if change is None else {**report.to_dict(), "quarantine": change.to_dict()})
     else:
         show_verify(report)
         if ledger is not None:
             print(f"{len(recorded)} of {len(report.cells)} cells are recorded in {ledger}")
+        if change is not None:
+            print(change)
     if report.passed is None:
         return NOTHING_FITS
     return OK if report.passed else WRONG_NUMBERS

@@ -1,0 +1,130 @@
+"""`moereg verify --quarantine` and `--unquarantine`: what a report says, into and out of the quarantine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from moereg.discovery import current_platform, list_cells, load_backends
+from moereg.problem import MoEProblem
+from moereg.quant import QuantScheme, get_scheme
+from moereg.quarantine import QuarantineRecord, change_quarantine, quarantine_path, record_keys
+from moereg.registry import BackendCell
+from moereg.testing.check import CellName, Check
+from moereg.testing.outcomes import Report
+
+IMPORT: Final = "(import)"
+"""Stands for the class where importing a backend ended a worker process."""
+
+__all__ = ["Change", "check_quarantine", "lift_quarantine", "quarantine_failures"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What a command changed.
+
+    Attributes:
+        added: Records that it wrote.
+        lifted: Records that it took out.
+        left: Cells that failed and were left, with why.
+    """
+
+    added: tuple[QuarantineRecord, ...] = ()
+    lifted: tuple[QuarantineRecord, ...] = ()
+    left: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the command's JSON shows it."""
+        return {
+            "file": str(quarantine_path()),
+            "added": [_short(record) for record in self.added],
+            "lifted": [_short(record) for record in self.lifted],
+            "left": dict(self.left),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"quarantined here: {_named(record)}" for record in self.added]
+        lines += [f"no longer quarantined: {_named(record)}" for record in self.lifted]
+        lines += [f"not quarantined: {cell}, {reason}" for cell, reason in self.left.items()]
+        return "\n".join(lines or ["nothing is quarantined or lifted"])
+
+
+def _short(record: QuarantineRecord) -> dict[str, str]:
+    return {name: getattr(record, name) for name in ("backend", "experts", "rule", "scheme", "failure", "date")}
+
+
+def _named(record: QuarantineRecord) -> str:
+    return f"{record.backend} ({record.experts}, {record.rule}), {record.scheme}"
+
+
+def check_quarantine() -> None:
+    """Refuses a file that cannot be written, before anything runs.
+
+    Raises:
+        QuarantineError: The quarantine cannot be read or written.
+    """
+    change_quarantine()
+
+
+def quarantine_failures(report: Report, is_whole: bool = True) -> Change:
+    """Quarantines the schemes of cells that failed here, and lifts cells that passed all of their checks.
+
+    Args:
+        report: What the kit found.
+        is_whole: Whether all checks ran; otherwise nothing is lifted.
+
+    Raises:
+        QuarantineError: The quarantine cannot be read or written.
+    """
+    if any(result.check.cell.experts == IMPORT for result in report.failures):
+        reason = "importing it ends the process; uninstall it, or leave it out of MOEREG_PLUGINS"
+        return Change(left={report.backend: reason})
+    here, known = current_platform(), CellName.of_all(load_backends().cells)
+    added: dict[tuple[str, ...], QuarantineRecord] = {}
+    left: dict[str, str] = {}
+    for result in report.failures:
+        name, check = result.check.cell, result.check
+        cell = known.get(name)
+        if cell is None:
+            left[str(name)] = "it is registered where its module is imported, and not by an installed wheel"
+        elif name in report.imitated or name in report.idle or cell.rule_for(here) is None:
+            left[str(name)] = f"selection on {here} does not offer it"
+        else:
+            failure = f"{check.id} {result.outcome.status.replace('_', ' ')}: {result.outcome.message}"
+            for scheme in _schemes(check, cell):
+                record = QuarantineRecord.of(cell, scheme, here, failure)
+                added.setdefault(record.key, record)  # Of several failures of one scheme the first is kept.
+    passed = (known[name] for name in report.verified_cells if is_whole and name in known)
+    keys = {key for cell in passed for key in record_keys(cell, here)}
+    lifted = change_quarantine(added.values(), lambda record: record.key in keys)
+    return Change(tuple(added.values()), lifted, left)
+
+
+def _schemes(check: Check, cell: BackendCell) -> tuple[QuantScheme, ...]:
+    """The schemes of a cell that a check was about: all, where it was about none in particular."""
+    argument = json.loads(check.argument)
+    stored = None
+    if check.layer is not None:
+        stored = check.layer.problem.quant
+    elif isinstance(argument, Mapping) and "problem" in argument:
+        stored = MoEProblem.from_dict(argument["problem"]).quant
+    elif argument is not None:
+        stored = get_scheme(argument) if isinstance(argument, str) else QuantScheme.from_dict(argument)
+    computed = None if stored is None else cell.scheme_for(stored)
+    return cell.schemes if computed is None else (computed,)
+
+
+def lift_quarantine(backend: str) -> Change:
+    """Lifts everything of a backend on this machine.
+
+    Raises:
+        UnknownBackendError: Nothing of that name is quarantined here, and no backend has it.
+        QuarantineError: The quarantine cannot be read or written.
+    """
+    here = current_platform()
+    lifted = change_quarantine(lift=lambda record: record.backend == backend and record.is_from(here))
+    if not lifted:
+        list_cells(backend)
+    return Change(lifted=lifted)

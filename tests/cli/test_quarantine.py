@@ -1,0 +1,188 @@
+"""What `moereg verify --quarantine` writes: schemes that failed here, and nothing that this machine does not run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from moereg.cli._quarantine import IMPORT, lift_quarantine, quarantine_failures
+from moereg.discovery import current_platform, list_cells, load_backends
+from moereg.errors import UnknownBackendError
+from moereg.problem import MoEProblem
+from moereg.quarantine import read_quarantine
+from moereg.registry import BackendCell, BackendRegistry
+from moereg.testing.check import CellName, Check
+from moereg.testing.drawing import DrawnLayer
+from moereg.testing.outcomes import Outcome, Report, Result
+from tests.cli.command import Call, CallJson
+
+PROBLEM = MoEProblem(num_experts=4, hidden_size=64, intermediate_size=64, top_k=2, quant="int8_w8a16")
+BAD = Outcome("failed", "off by 0.5")
+GOOD = Outcome("passed")
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "quarantine.json"
+    monkeypatch.setenv("MOEREG_QUARANTINE", str(path))
+    return path
+
+
+def cell_of(experts: str) -> BackendCell:
+    """The cell of a class; of several the one for weights alone."""
+    return next(
+        cell
+        for cell in load_backends().cells
+        if cell.class_name == experts and all(scheme.activation is None for scheme in cell.schemes)
+    )
+
+
+def name_of(experts: str) -> CellName:
+    return next(name for name, cell in CellName.of_all(load_backends().cells).items() if cell == cell_of(experts))
+
+
+def report(*results: tuple[Check, Outcome], imitated: tuple[CellName, ...] = ()) -> Report:
+    return Report("mine", "cpu", "", {}, 0, tuple(Result(*each) for each in results), {}, frozenset(imitated))
+
+
+def held() -> set[tuple[str, str]]:
+    return {(record.experts, record.scheme) for record in read_quarantine().records}
+
+
+QUANTIZED = "TorchQuantizedExperts"
+DRAWN = DrawnLayer(backend="torch", experts=QUANTIZED, rule="cpu", computes="int8_w8a16", problem=PROBLEM, num_tokens=1)
+SCHEMES: dict[str, tuple[str, object]] = {
+    "numbers": ("numbers", {"problem": PROBLEM.to_dict(), "is_first": True}),
+    "a fault": ("faults", "int8_w8a16"),
+    "a drawn layer": ("drawn", {"label": "seed0-0", "layer": DRAWN.to_dict()}),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_a_check_of_one_scheme_quarantines_that_scheme(kind: str) -> None:
+    check = Check.make(name_of(QUANTIZED), *SCHEMES[kind])
+    change = quarantine_failures(report((check, BAD), (check, Outcome("failed", "later"))))
+    assert held() == {(QUANTIZED, "int8_w8a16")}
+    (record,) = read_quarantine().records
+    assert record.failure == f"{check.id} failed: off by 0.5"
+    assert read_quarantine().of_cell(cell_of(QUANTIZED), current_platform()) == (record,)
+    assert str(change) == f"quarantined here: torch ({QUANTIZED}, cpu), int8_w8a16"
+
+
+@pytest.mark.parametrize("status", ["failed", "crashed", "timed_out"])
+def test_a_check_of_no_scheme_quarantines_all_of_them(status: str) -> None:
+    quarantine_failures(report((Check.make(name_of(QUANTIZED), "permute"), Outcome(status, "off"))))
+    assert held() == {(QUANTIZED, scheme.name) for scheme in cell_of(QUANTIZED).schemes}
+
+
+def test_what_passed_and_what_was_skipped_is_not_quarantined() -> None:
+    checks = [Check.make(name_of(QUANTIZED), kind) for kind in ("permute", "reload")]
+    change = quarantine_failures(report((checks[0], GOOD), (checks[1], Outcome("skipped", "no time left"))))
+    assert held() == set()
+    assert str(change) == "nothing is quarantined or lifted"
+
+
+def test_a_cell_that_passes_everything_is_lifted() -> None:
+    first, second = (Check.make(name_of(experts), "permute") for experts in (QUANTIZED, "TorchDenseExperts"))
+    quarantine_failures(report((first, BAD), (second, BAD)))
+    assert ("TorchDenseExperts", "unquantized") in held()
+    # Something is not known any more, so what failed stays.
+    quarantine_failures(report((second, GOOD), (second, Outcome("skipped", "no time left"))))
+    assert ("TorchDenseExperts", "unquantized") in held()
+    quarantine_failures(report((second, GOOD)), is_whole=False)
+    assert ("TorchDenseExperts", "unquantized") in held()
+    change = quarantine_failures(report((second, GOOD)))
+    assert {experts for experts, _ in held()} == {QUANTIZED}
+    assert str(change) == "no longer quarantined: torch (TorchDenseExperts, *), unquantized"
+    assert [record["experts"] for record in change.to_dict()["lifted"]] == ["TorchDenseExperts"]
+
+
+def test_what_this_machine_does_not_select_is_left() -> None:
+    emulated = name_of(QUANTIZED)
+    stranger = CellName("mine", "MineExperts", ("unquantized",), ("cpu",))
+    elsewhere = next(
+        name
+        for name, cell in CellName.of_all(load_backends().cells).items()
+        if cell.rule_for(current_platform()) is None
+    )
+    failures = [(Check.make(name, "permute"), BAD) for name in (emulated, stranger, elsewhere)]
+    change = quarantine_failures(report(*failures, imitated=(emulated,)))
+    assert held() == set()
+    assert list(change.left) == [str(emulated), str(stranger), str(elsewhere)]
+    assert "not by an installed wheel" in change.left[str(stranger)]
+    assert "selection on cpu does not offer it" in change.left[str(elsewhere)]
+
+
+def test_a_backend_whose_import_ends_the_process_is_not_imported_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moereg.cli import _quarantine
+
+    def crash() -> None:
+        raise AssertionError("the backends were imported")
+
+    monkeypatch.setattr(_quarantine, "load_backends", crash)
+    monkeypatch.setattr(_quarantine, "current_platform", crash)
+    check = Check.make(CellName("mine", IMPORT, ("*",), ("*",)), "deciding")
+    change = quarantine_failures(report((check, Outcome("crashed", "signal 11"))))
+    assert change.left == {"mine": "importing it ends the process; uninstall it, or leave it out of MOEREG_PLUGINS"}
+
+
+def test_lifting_is_for_a_backend_on_this_machine() -> None:
+    quarantine_failures(report((Check.make(name_of("TorchDenseExperts"), "permute"), BAD)))
+    (record,) = lift_quarantine("torch").lifted
+    assert (record.experts, held()) == ("TorchDenseExperts", set())
+    assert lift_quarantine("torch").lifted == ()
+    with pytest.raises(UnknownBackendError, match="unknown backend 'torhc', did you mean 'torch'"):
+        lift_quarantine("torhc")
+    assert list_cells("torch")
+
+
+FILE = Path(__file__).parents[1] / "kit" / "bad_backends.py"
+
+
+def test_the_command_quarantines_and_lifts(
+    file: Path, isolated_registry: BackendRegistry, call: Call, call_json: CallJson
+) -> None:
+    line = f"verify writes_behind --module {FILE} --no-isolate --check permute --check float32"
+    assert "quarantine" not in call_json(line)[1]
+    code, found = call_json(f"{line} --quarantine")
+    assert (code, list(found["quarantine"])) == (1, ["file", "added", "lifted", "left"])
+    assert found["quarantine"]["file"] == str(file)
+    (added,) = found["quarantine"]["added"]
+    assert (added["backend"], added["rule"], added["scheme"]) == ("writes_behind", "cpu", "unquantized")
+    layer = "explain --experts 8 --hidden 64 --intermediate 32 --top-k 2 --dtype float32 --require writes_behind"
+    code, found = call_json(layer)
+    assert code == 3
+    (held,) = (each for each in found["decisions"] if each["backend"] == "writes_behind")
+    assert [reason["code"] for reason in held["reasons"]] == ["quarantined"]
+    code, out, _ = call("verify writes_behind --unquarantine")
+    assert (code, out) == (0, f"no longer quarantined: writes_behind ({added['experts']}, cpu), unquantized\n")
+    assert call_json(layer)[0] == 0
+    code, found = call_json("verify writes_behind --unquarantine")
+    assert (code, found["quarantine"]["lifted"]) == (0, [])
+    sys.modules.pop("bad_backends", None)
+
+
+BAD_LINES = {
+    "nobody's": ("verify torhc --unquarantine", "did you mean 'torch'"),
+    "nothing": ("verify --unquarantine", "--unquarantine takes a backend's name"),
+    "both": ("verify torch --quarantine --unquarantine", "leave one out"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_bad_input_is_one_line(call: Call, name: str) -> None:
+    line, message = BAD_LINES[name]
+    code, out, err = call(line)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_runs(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEREG_QUARANTINE", "/dev/null/quarantine.json")
+    code, out, err = call("verify torch --quarantine")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "'/dev/null/quarantine.json' must be readable and writable" in err
