@@ -97,7 +97,8 @@ class GuardedLayer:
         if expert_map is not None:
             expert_map = self._memory.copy("expert_map", expert_map)
             self._memory.freeze()
-        self.expert_map = resolve_expert_map(case.problem, ep_rank, expert_map, case.device)
+        # The case's device may lack the index that tensors have: cuda and cuda:0 are not equal.
+        self.expert_map = resolve_expert_map(case.problem, ep_rank, expert_map, self.weights.w13.device)
         self.truths = [self.reference(inputs) for inputs in calls]
         inner = local_prepare_finalize(case.problem.activation_format)
         self._prepare = GuardedPrepareFinalize(inner, case.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -219,3 +220,12 @@ def test_permuting_must_not_write_canonical_weights(isolated_registry: object) -
 
     with pytest.raises(AssertionError, match="canonical w13_bias was written to"):
         GuardedLayer(case_of(Spoiling), make_weights(PROBLEM, CPU))
+
+
+def test_a_device_with_and_without_its_index_is_one(isolated_registry: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As cuda and cuda:0: a case names the kind of device, a tensor the one it is on.
+    monkeypatch.setattr("moereg.testing.cases._device_of", lambda cell, platform: torch.device("cpu:0"))
+    mapped = dataclasses.replace(PROBLEM, num_experts=8, num_local_experts=3, placement="map")
+    case = dataclasses.replace(case_of(FakeExperts), problem=mapped)
+    assert case.device != torch.empty(0).device
+    check_numbers(case)

@@ -82,6 +82,8 @@ REJECTED = [
     ({"has_bias": True}, "vllm_cutlass", "fp8_channel_token", "does not apply biases"),
     ({"activation": "swigluoai"}, "vllm_cutlass", "fp8_channel_token", "requires activation in"),
     ({"activation": "silu(limit=3.0)"}, "vllm_cutlass", "fp8_channel_token", "does not apply the swiglu clamp"),
+    ({"hidden_size": 128}, "triton_kernels", "mxfp4_w4a16", "requires hidden_size > 128, got 128"),
+    ({"intermediate_size": 64}, "triton_kernels", "mxfp4_w4a16", "requires intermediate_size > 64, got 64"),
     ({"activation": "relu2"}, "triton_kernels", "mxfp4_w4a16", "got relu2"),
     ({"num_experts": 1024, "num_local_experts": 64}, "vllm_triton", "unquantized", "num_experts <= 991, got 1024"),
     ({"deterministic": True}, "vllm_triton", "unquantized", "does not give the same bits each time"),
@@ -234,7 +236,7 @@ def marlin_weights(problem: MoEProblem) -> ExpertWeights:
     return quantize_weights(plain, problem.quant)
 
 
-@pytest.mark.parametrize("problem", marlin_layers(), ids=str)
+@pytest.mark.parametrize("problem", list(marlin_layers()), ids=str)
 @pytest.mark.usefixtures("unpacked")
 def test_what_marlin_reads(problem: MoEProblem) -> None:
     scheme, dtype = problem.quant, problem.dtype
@@ -272,6 +274,22 @@ def test_marlin_refuses_global_scales_that_differ() -> None:
         marlin.MarlinExperts(problem, Platform.from_name(H200)).permute_weights(weights, problem)
 
 
+@pytest.mark.usefixtures("unpacked")
+@pytest.mark.parametrize("quant", ["nvfp4_w4a16", "mxfp4_w4a16"])
+def test_marlin_reads_biases_in_its_order_unless_they_are_added_after_it(quant: str) -> None:
+    problem = MoEProblem(
+        num_experts=2, top_k=1, hidden_size=128, intermediate_size=64, quant=quant, dtype="bfloat16", has_bias=True
+    )
+    tensors = marlin_weights(problem).tensors()
+    biases = {"w13_bias": torch.randn(2, 128).bfloat16(), "w2_bias": torch.randn(2, 128).bfloat16()}
+    weights = ExpertWeights(**tensors, **biases, quant=problem.quant)
+    permuted = marlin.MarlinExperts(problem, Platform.from_name(H200)).permute_weights(weights, problem)
+    assert torch.equal(permuted["w13_bias"], layout.marlin_bias(biases["w13_bias"]))
+    is_plain = quant == "nvfp4_w4a16"
+    assert torch.equal(permuted["w2_bias"], biases["w2_bias"]) == is_plain
+    assert torch.equal(permuted["w2_bias"], layout.marlin_bias(biases["w2_bias"])) != is_plain
+
+
 # Routes.
 
 
@@ -298,6 +316,20 @@ def test_routes_without_a_local_expert() -> None:
     assert unmapped.topk_weights.tolist() == [[0.5, 0.5], [0.5, 0], [0.5, 0]]
     assert unmapped.expert_map is None
     assert len(_routes.expert_table(everything, torch.device("cpu"))) == 5
+
+
+@pytest.mark.parametrize("expert_map", [None, torch.tensor([-1, 1, -1, 0], dtype=torch.int32)])
+def test_biases_that_are_added_last(expert_map: torch.Tensor | None) -> None:
+    local = 4 if expert_map is None else 2
+    problem = MoEProblem(num_experts=4, num_local_experts=local, hidden_size=4, intermediate_size=4, top_k=2)
+    inputs = call_of([[0, 3], [1, -1], [2, 9]], expert_map)
+    routes = _routes.mapped_routes(inputs, problem, _routes.expert_table(problem, torch.device("cpu")))
+    bias = torch.arange(1.0, 1 + 4 * local).view(local, 4)
+    out = torch.ones(3, 4)
+    _routes.add_routed_bias(out, bias, routes)
+    experts = local_expert_ids(inputs.topk_ids, local, expert_map).tolist()
+    expected = [sum((0.5 * bias[expert] for expert in row if expert >= 0), torch.ones(4)) for row in experts]
+    assert torch.equal(out, torch.stack(expected))
 
 
 def test_routing_weights_on_the_input() -> None:

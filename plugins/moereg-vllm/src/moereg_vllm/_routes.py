@@ -10,7 +10,7 @@ import torch
 
 from moereg.author import ExpertInputs, MoEProblem, local_expert_ids
 
-__all__ = ["Routes", "expert_table", "local_routes", "mapped_routes"]
+__all__ = ["Routes", "add_routed_bias", "expert_table", "local_routes", "mapped_routes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,21 @@ def mapped_routes(inputs: ExpertInputs, problem: MoEProblem, table: torch.Tensor
     if inputs.expert_map is None:
         return _routes(inputs, problem, without_expert=0)
     return _routes(inputs, problem, without_expert=problem.num_local_experts, expert_map=table)
+
+
+def add_routed_bias(out: torch.Tensor, bias: torch.Tensor, routes: Routes) -> None:
+    """Adds to each token the biases of its experts, each times its routing weight.
+
+    Args:
+        out: [T,H]; changed in place.
+        bias: [E,H] of the dtype of `out`, E local experts.
+        routes: Of `mapped_routes`; an id of E or more is no expert.
+    """
+    num_experts = bias.shape[0]
+    # One more column takes the routes that have no expert; their weight is 0.
+    ids = routes.topk_ids.clamp(max=num_experts).long()
+    weights = routes.topk_weights.new_zeros((len(out), num_experts + 1)).scatter_add_(1, ids, routes.topk_weights)
+    out.addmm_(weights[:, :num_experts].to(out.dtype), bias)
 
 
 def local_routes(inputs: ExpertInputs, problem: MoEProblem) -> Routes:

@@ -24,7 +24,7 @@ from moereg_vllm import _marlin_layout as layout
 from moereg_vllm._activation import activate
 from moereg_vllm._claims import FACTS, REQUIRES, sorting_reasons
 from moereg_vllm._library import fused_moe, vllm_module
-from moereg_vllm._routes import expert_table, mapped_routes
+from moereg_vllm._routes import add_routed_bias, expert_table, mapped_routes
 
 __all__ = ["FP8_SCHEMES", "MarlinExperts", "moereg_api"]
 
@@ -164,8 +164,13 @@ class MarlinExperts(Experts):
                 self._padded_groups(matrix, layout.group_zero_points(zero_point[expert], scale.shape[-1]))
             )
         if (rows_bias := given.get(f"{matrix}_bias")) is not None:
-            parts[f"{matrix}_bias"] = lambda expert: layout.marlin_bias(
-                self._padded_groups(matrix, rows_bias[expert : expert + 1].to(dtype), is_bias=True)[0]
+            is_plain = matrix == "w2" and self._adds_bias_last
+            parts[f"{matrix}_bias"] = lambda expert: (
+                rows_bias[expert].to(dtype)
+                if is_plain
+                else layout.marlin_bias(
+                    self._padded_groups(matrix, rows_bias[expert : expert + 1].to(dtype), is_bias=True)[0]
+                )
             )
         return parts
 
@@ -212,6 +217,7 @@ class MarlinExperts(Experts):
         problem = self.problem
         routes = mapped_routes(inputs, problem, weights["expert_table"])
         ops, names = vllm_module("_custom_ops"), fused_moe("activation").MoEActivation
+        last_bias = weights.get("w2_bias") if self._adds_bias_last else None
 
         def activation(_: object, result: torch.Tensor, gemm1: torch.Tensor, **__: object) -> None:
             activate(problem, result, gemm1)
@@ -219,13 +225,15 @@ class MarlinExperts(Experts):
         def sum_choices(rows: torch.Tensor, result: torch.Tensor, ids: torch.Tensor, map_: Any) -> None:
             # Rows of routes to other ranks are not written; the map says which.
             ops.moe_sum(rows, result, *(() if map_ is None else (ids, map_)))
+            if last_bias is not None:
+                add_routed_bias(result, last_bias, routes)
 
         fused_moe("experts.marlin_moe").fused_marlin_moe(
             hidden_states=routes.hidden_states,
             w1=weights["w13"],
             w2=weights["w2"],
             bias1=weights.get("w13_bias"),
-            bias2=weights.get("w2_bias"),
+            bias2=None if last_bias is not None else weights.get("w2_bias"),
             w1_scale=weights["w13_scale"],
             w2_scale=weights["w2_scale"],
             topk_weights=routes.topk_weights,
@@ -245,6 +253,14 @@ class MarlinExperts(Experts):
             intermediate_cache2=workspace2,
             output=out,
         )
+
+    @property
+    def _adds_bias_last(self) -> bool:
+        """Whether w2_bias is added here.
+
+        vLLM 0.26 multiplies it by the global scale where the kernel applies routing weights.
+        """
+        return self._format.global_scale
 
     @property
     def _format(self) -> QuantFormat:

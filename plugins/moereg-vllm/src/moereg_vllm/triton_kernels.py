@@ -15,6 +15,7 @@ from moereg.author import (
     ExpertWeights,
     MoEProblem,
     PermutedWeights,
+    Platform,
     interleave_gate_up,
     register_moe_backend,
 )
@@ -28,6 +29,9 @@ __all__ = ["TritonKernelsExperts", "moereg_api"]
 moereg_api = "1"
 
 _GROUP: Final = 32
+_NARROWEST: Final = 128
+"""The library takes blocks of 128 columns or fewer for outputs up to this wide, which cannot hold scales of 8 warps."""
+
 _WARPS: Final = 8
 """Warps of a program, which the order of the scales is for."""
 
@@ -50,6 +54,16 @@ class TritonKernelsExperts(Experts):
         requires_multiple={"hidden_size": 64, "intermediate_size": 64},
     )
     layouts = ("triton_kernels_hopper_alternating", "triton_kernels_hopper")
+
+    @classmethod
+    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
+        """Outputs too narrow for a block of scales, which does not compile."""
+        reasons = []
+        if problem.hidden_size <= _NARROWEST:
+            reasons.append(f"requires hidden_size > {_NARROWEST}, got {problem.hidden_size}")
+        if 2 * problem.intermediate_size <= _NARROWEST:
+            reasons.append(f"requires intermediate_size > {_NARROWEST // 2}, got {problem.intermediate_size}")
+        return reasons
 
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
         """Swizzles expert by expert with vLLM's function."""
