@@ -26,6 +26,7 @@ from moereg.errors import (
     UnknownBackendError,
     UnknownSchemeError,
     described,
+    shown,
     stops_the_process,
     unknown_name_message,
 )
@@ -207,11 +208,11 @@ class _Loader:
 
 
 def _check_api_version(point: PluginPoint) -> None:
-    found = getattr(sys.modules[point.module], "moereg_api", None)
+    found = getattr(sys.modules.get(point.module), "moereg_api", None)
     if not isinstance(found, str) or not re.fullmatch(rf"{re.escape(API_VERSION)}(\.\d+)*", found):
         raise RegistrationError(
             f"{point.module} must say moereg_api = {API_VERSION!r}, the version of moereg.author it was written for, "
-            f"got {found!r}"
+            f"got {shown(found)}"
         )
 
 

@@ -19,7 +19,7 @@ from moereg.cli._streams import OutputLostError, guarded_streams
 from moereg.digest import files_stay
 from moereg.discovery import load_backends
 from moereg.dispatch import explain_backends
-from moereg.errors import MoeregError, described, is_lack_of_memory, one_line
+from moereg.errors import MoeregError, MoeregWarning, described, is_lack_of_memory, one_line
 from moereg.selection import SCHEMA
 from moereg.tuning.timing import ROUNDS
 
@@ -87,7 +87,7 @@ def _exit_code(arguments: list[str]) -> int:
         code: int | None = app(args=arguments, prog_name="moereg", standalone_mode=False)
     except OutputLostError:
         raise
-    except MoeregError as error:
+    except (MoeregError, MoeregWarning) as error:  # A warning where a filter says so, such as that of python -W error.
         print_error(str(error))
         return BAD_INPUT
     except _ClickException as error:

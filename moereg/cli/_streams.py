@@ -61,6 +61,10 @@ class _Guarded:
             # Flush again: click tries streams and swallows their errors.
             raise self._lost
 
+    def close(self) -> None:
+        """Flushes alone: inside a command standard output is standard error, and a plugin may close it."""
+        self.flush()
+
     def _failed(self, error: OSError | ValueError) -> None:
         self._silence()
         # If standard error cannot be written, there is nowhere to report it. ValueError: somebody closed the stream.

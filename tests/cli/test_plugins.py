@@ -67,6 +67,24 @@ def test_broken_and_loud_wheels_beside_a_good_one(wheels: Wheels, capfd: pytest.
     )
 
 
+def test_streams_and_filters_that_a_wheel_spoils(wheels: Wheels, capfd: pytest.CaptureFixture[str]) -> None:
+    spoils = "import sys, warnings\nsys.stdout.close()\nsys.stdout = None\nwarnings.simplefilter('error')\n"
+    wheels.install("spoils", {"spoils": "spoils_wheel"}, {"spoils_wheel.py": spoils + backend("spoils")})
+    huge = backend("wrong").replace('"1"', "'9' * 10**6")
+    wheels.install("wrong", {"wrong": "wrong_wheel"}, {"wrong_wheel.py": huge})
+    # The warning is an error once, told as one.
+    with warnings.catch_warnings():
+        assert cli.main(["info"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("moereg: backend 'wrong' of wrong 1.2 did not load: RegistrationError: wrong_wheel must say ")
+    assert (len(err.splitlines()), len(err) < 600) == (1, True)
+    assert cli.main(["info", "--json"]) == 0
+    assert {plugin["name"]: plugin["status"] for plugin in strict_json(capfd.readouterr().out)["plugins"]} == {
+        "spoils": "loaded", "wrong": "failed",
+    }  # fmt: skip
+
+
 def test_a_scheme_of_a_wheel(wheels: Wheels, call: Call, call_json: CallJson) -> None:
     wheels.install("own", {"own": "own_wheel"}, {"own_wheel.py": LOUD + HEAD + OWN})
     code, found = call_json(f"explain {SIZES} --quant int4_own")
