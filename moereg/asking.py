@@ -274,7 +274,10 @@ class _Helpers:
             BaseException: Something stops the process.
         """
         if _IN_HELPER.get():  # A predicate that selects in turn has this thread already, and its limit.
-            return [question.ask() for question in questions]
+            return [
+                question.ask() if (reason := self._given_up.get(question.key)) is None else [reason]
+                for question in questions
+            ]
         answers: list[list[Reason]] = []
         while len(answers) < len(questions):
             rest = questions[len(answers) :]
@@ -312,8 +315,11 @@ class _Helpers:
         )
         reason = Reason("predicate_error", text)
         with self._lock:
+            is_new = question.key not in self._given_up
             self._given_up[question.key] = reason
         question.give_up(reason)
+        if not is_new:  # Another thread waited for it too.
+            return reason
         logger.warning(
             "%s did not return within %g s and is given up for this process; report it to its authors, do without it "
             "(--deny %s), or allow more seconds in %s",

@@ -207,6 +207,26 @@ def test_a_probe_may_select(registry: BackendRegistry) -> None:
     assert texts(choose(outer, 60, probes=Probes()), "outer") == [("probe", "inner")]
 
 
+def test_a_predicate_that_selects_does_not_wait_again(registry: BackendRegistry, gate: threading.Event) -> None:
+    add(registry, "hanging", lambda problem, platform: gate.wait() or [])
+    assert choose(registry).winner is None
+    outer = BackendRegistry()
+    add(outer, "outer", lambda problem, platform: [str(choose(registry, 60).winner)])
+    assert texts(choose(outer, 60), "outer") == [("backend", "None")]
+
+
+def test_threads_that_wait_together_log_once(
+    registry: BackendRegistry, gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    add(registry, "hanging", lambda problem, platform: gate.wait() or [])
+    threads = [threading.Thread(target=choose, args=(registry,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize(("origin", "is_here"), [("wheel", False), ("builtin", True)])
 def test_code_of_other_distributions_runs_in_a_helper(registry: BackendRegistry, origin: str, is_here: bool) -> None:
     threads: list[threading.Thread] = []
