@@ -110,8 +110,11 @@ def _device_of(cell: BackendCell, platform: Platform) -> torch.device:
 
 
 def _imitates(cell: BackendCell, platform: Platform) -> bool:
+    named = machine()
+    # What is named is what to run as, and what is probed is the machine that runs.
+    here = named if named.probed else current_platform()
     # A platform whose kernels read another's tensors, as with DLPack, is no imitation.
-    return platform.kind != machine().kind and platform.device_type != _device_of(cell, platform).type
+    return platform.kind != here.kind and platform.device_type != _device_of(cell, platform).type
 
 
 def runnable_platform(cell: BackendCell) -> Platform | None:

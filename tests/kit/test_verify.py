@@ -9,15 +9,18 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import moereg.testing
 from moereg.discovery import load_backends
 from moereg.errors import ArgumentError, UnknownBackendError
-from moereg.registry import REGISTRY
-from moereg.testing.check import Check
+from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
+from moereg.testing.cases import is_imitated, running_as
+from moereg.testing.check import Check, chosen_machine
 from moereg.testing.modules import import_modules
 from moereg.testing.suite import checks_of, run_check, verify
 from moereg.testing.workers import shared_worker
+from tests.support.fakes import FakeExperts
 
 FILE = str(pathlib.Path(__file__).with_name("bad_backends.py"))
 
@@ -103,3 +106,13 @@ def test_unknown_names_are_refused() -> None:
 def test_public_names_are_there_and_cost_nothing_until_used() -> None:
     assert all(hasattr(moereg.testing, name) for name in moereg.testing.__all__)
     assert set(moereg.testing.__all__) <= set(dir(moereg.testing))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU imitates no other GPU")
+def test_what_a_named_platform_ran_is_imitated_and_no_evidence() -> None:
+    registry = BackendRegistry()
+    register_moe_backend("fake", 1, ("unquantized",), ("cuda:sm80+",), registry=registry)(FakeExperts)
+    (cell,) = registry.cells
+    assert is_imitated(cell)
+    with running_as(chosen_machine("cuda:sm90")):
+        assert is_imitated(cell)
