@@ -12,6 +12,7 @@ import contextvars
 import ctypes
 import dataclasses
 import functools
+import inspect
 import itertools
 import logging
 import math
@@ -140,7 +141,8 @@ def ask_probes(
 
 def _inherits_predicate(experts: type[Experts]) -> bool:
     """Whether a class gives no reasons of its own: nothing of a stranger runs then."""
-    return getattr(experts.unsupported_reasons, "__func__", None) is Experts.unsupported_reasons.__func__  # type: ignore[attr-defined]
+    found: object = inspect.getattr_static(experts, "unsupported_reasons", None)
+    return found is vars(Experts)["unsupported_reasons"]
 
 
 def _of_probes(cell: BackendCell, platform: Platform, probes: Probes) -> list[_Question]:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from moereg.collecting import Collection
@@ -60,6 +61,8 @@ _GROUPS: Final = (PLATFORM_GROUP, BACKEND_GROUP)
 """In the order of loading: platform plugins bring the kinds of machines that backends name in their rules."""
 _SLOW_SECONDS: Final = 0.5
 """An import that takes longer is logged with its plugin's name."""
+_LONG_SECONDS: Final = 10.0
+"""An import that takes longer is told while it goes on: it may never end."""
 
 
 class _Loader:
@@ -137,7 +140,10 @@ class _Loader:
         status = point.status
         if not is_allowed(os.environ.get("MOEREG_PLUGINS"), point.group, point.name):
             return dataclasses.replace(status, status="skipped")
-        started = time.perf_counter()
+        started, num_modules = time.perf_counter(), len(sys.modules)
+        overdue = threading.Timer(_LONG_SECONDS, _say_overdue, (point,))
+        overdue.daemon = True
+        overdue.start()
         try:
             self._loading = point
             with kinds_of_plugin(point.owner.origin, point.module):
@@ -157,7 +163,8 @@ class _Loader:
             return _failed(status, error)
         finally:
             self._loading = None
-            _log_if_slow(f"importing {point.module}", status.distribution, started)
+            overdue.cancel()
+            _log_if_slow(f"importing {point.module}", status.distribution, started, _libraries(point, num_modules))
         return dataclasses.replace(status, loaded=loaded)
 
     def _publish(self, point: PluginPoint) -> None:
@@ -216,10 +223,33 @@ def _check_api_version(point: PluginPoint) -> None:
         )
 
 
-def _log_if_slow(doing: str, distribution: str, started: float) -> None:
+def _log_if_slow(doing: str, distribution: str, started: float, libraries: Iterable[str] = ()) -> None:
     seconds = time.perf_counter() - started
     if seconds >= _SLOW_SECONDS:
-        logger.info("%s of %s took %.1f s", doing, distribution, seconds)
+        brought = (
+            f", with {named}; its authors may import that in permute_weights or apply"
+            if (named := ", ".join(libraries))
+            else ""
+        )
+        logger.info("%s of %s took %.1f s%s", doing, distribution, seconds, brought)
+
+
+def _libraries(point: PluginPoint, num_modules: int) -> Iterator[str]:
+    """Packages of others that were imported since there were so many modules."""
+    known = {point.module.partition(".")[0], "moereg", *sys.stdlib_module_names}
+    for name in list(sys.modules)[num_modules:]:
+        if "." not in name and name not in known:
+            yield name
+
+
+def _say_overdue(point: PluginPoint) -> None:
+    logger.warning(
+        "%s of %s is still being imported after %g s, and choosing waits for it; report it to its authors, or leave it "
+        "out of MOEREG_PLUGINS",
+        point.module,
+        " ".join(point.owner),
+        _LONG_SECONDS,
+    )
 
 
 def _warn(status: PluginStatus, fault: str = "did not load") -> None:

@@ -14,7 +14,8 @@ from typing import Final
 
 from moereg.arguments import takes
 from moereg.asking import ask_probes, patience
-from moereg.decide import decide, evaluate, rank
+from moereg.decide import decide, rank
+from moereg.decide import evaluate as evaluate_within
 from moereg.discovery import current_platform, load_backends, plugin_statuses
 from moereg.errors import ArgumentError, MoeregWarning, UnsupportedProblemError, shown
 from moereg.machine import PROBES, lacks
@@ -91,6 +92,11 @@ def explain_backends(
         problem.quant.name, require, prefer, deny, environ=os.environ, cells=cells, plugins=plugin_statuses()
     )
     return decide(problem, platform, request, cells, quarantine=read_quarantine(), seconds=patience(os.environ))
+
+
+def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request: Request) -> Decision:
+    """Every reason against one cell, whatever other cells there are and whatever is quarantined."""
+    return evaluate_within(cell, problem, platform, request, patience(os.environ))
 
 
 def machine_reasons(cell: BackendCell, platform: Platform) -> list[Reason]:

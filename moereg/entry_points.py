@@ -81,8 +81,14 @@ def scan(groups: Sequence[str]) -> tuple[list[PluginPoint], list[PluginStatus]]:
             text = distribution.read_text("entry_points.txt")
             if text is None or _MARK not in text:
                 continue
-        except (OSError, UnicodeError):
-            continue  # Whose it is cannot be told, and a distribution that moereg does not know is not its business.
+        except UnicodeDecodeError as error:
+            if _MARK.encode() in error.object:
+                owner = _owner(distribution)
+                name = owner.origin if owner else "unknown"
+                broken.append(_unreadable(BACKEND_GROUP, name, "entry_points.txt", owner, error))
+            continue
+        except OSError:
+            continue
         owner = _owner(distribution)
         if owner is not None:
             if owner.origin in seen:

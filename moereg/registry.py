@@ -236,6 +236,13 @@ def _check_disjoint(one: BackendCell, other: BackendCell) -> None:
             )
 
 
+def _defined_before(cell: BackendCell, cells: Iterable[BackendCell]) -> list[BackendCell]:
+    """Cells of the class that a new one takes the place of: a notebook's that runs again, or a reloaded module's."""
+    kind = cell.experts
+    bound = getattr(sys.modules.get(kind.__module__), kind.__qualname__, kind)
+    return [other for other in cells if other.name == cell.name and other.experts is bound is not kind]
+
+
 REGISTRY: Final = BackendRegistry()
 _ORIGIN: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar("moereg_origin", default=("", ""))
 
@@ -357,7 +364,7 @@ def register_moe_backend(
             origin_version=__version__ if origin == BUILTIN else version,
         )
         if collector is None:
-            target.add(cell)
+            target.publish((cell,), replaced=_defined_before(cell, target.cells))
         else:
             collector.collect(cell, module)
         return experts

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
 from moereg.cli._options import UsageError
 from moereg.discovery import current_platform, load_backends
+from moereg.errors import stops_the_process
 from moereg.platforms import Platform, probe_cpu, torch_device
 from moereg.selection import Selection
 
@@ -46,8 +45,10 @@ def layer_device(selection: Selection) -> torch.device:
     platform, winner = selection.platform, selection.winner
     types: tuple[str, ...] = ()
     if winner is not None and winner.cell is not None:
-        # One that raises is named once the layer is built.
-        with contextlib.suppress(Exception):
-            types = tuple(map(str, winner.cell.experts.device_types(platform)))
+        try:
+            types = tuple(map(str, winner.cell.experts.device_types(platform=platform)))
+        except BaseException as error:  # One that raises is named once the layer is built.
+            if stops_the_process(error):
+                raise
     # A backend may read another device's tensors, as with DLPack.
     return torch_device(platform, None if not types or platform.device_type in types else types[0])

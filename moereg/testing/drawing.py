@@ -14,7 +14,7 @@ from moereg.registry import BackendCell
 from moereg.testing.cases import Case, default_device, is_imitated, runnable_platform
 from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
-from moereg.testing.problems import held, served_schemes
+from moereg.testing.problems import accepted_neighbor, held, served_schemes
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -134,7 +134,15 @@ class DrawnLayer:
     __repr__ = __str__
 
     def case(self) -> Case | None:
-        """The cell, problem and platform to run as; None if the cell is missing or does not run here."""
+        """The cell, problem and platform to run as; None if the cell is missing or does not run here.
+
+        Of cells that differ in narrowed facts alone, the one that accepts the problem.
+        """
+        found = list(self._cases())
+        accepted = [case for case in found if accepted_neighbor(case.cell, self.problem, case.platform) == self.problem]
+        return next(iter([*accepted, *found]), None)
+
+    def _cases(self) -> Iterator[Case]:
         for cell in load_backends().cells:
             name = (cell.name, cell.class_name, cell.rules[0].text)
             computes = cell.scheme_for(self.problem.quant)
@@ -144,8 +152,8 @@ class DrawnLayer:
                 and computes.name == self.computes
             ):
                 platform = runnable_platform(cell)
-                return None if platform is None else Case(cell, platform, self.problem)
-        return None
+                if platform is not None:
+                    yield Case(cell, platform, self.problem)
 
 
 def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:

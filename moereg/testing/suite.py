@@ -12,7 +12,7 @@ from typing import Any, Final
 from moereg.errors import ArgumentError, unknown_name_message
 from moereg.platforms import Platform
 from moereg.registry import BUILTIN, REGISTRY
-from moereg.testing.check import CellName, Check
+from moereg.testing.check import GIVEN, CellName, Check
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.listing import Suite, draw_check, list_suite
 from moereg.testing.modules import is_file_name
@@ -27,7 +27,7 @@ DRAWN: Final = 10
 _DRAWN_IMITATED: Final = 3
 _MOST_SIMPLER: Final = 40
 _SIMPLER_SECONDS: Final = 30.0
-_MOST_TIMED_OUT: Final = 3
+_MOST_TIMED_OUT: Final = 2
 
 Progress = Callable[[int, int, Result], None]
 """Called after each check with how many have run, how many are known, and the result."""
@@ -177,9 +177,11 @@ class _Run:
         total = len(chosen) + len(layers) + (0 if only else num_drawn)
         for check in (*chosen, *layers):
             self._add(check, total)
+        made_simpler: set[CellName] = set()
         for check in self._drawn(suite, seconds, only):
             outcome = self._add(check, total)
-            if outcome.is_failure:
+            if outcome.is_failure and check.cell not in made_simpler:
+                made_simpler.add(check.cell)
                 self._make_simpler(len(self._results) - 1)
         if only and not self._results:
             raise ArgumentError(unknown_name_message("check", ", ".join(only), {check.kind for check in suite.checks}))
@@ -201,7 +203,7 @@ class _Run:
         layer = DrawnLayer.from_json(line)
         for cell in suite.running:
             if (cell.experts, cell.rules[0]) == (layer.experts, layer.rule) and layer.computes in cell.schemes:
-                argument = {"label": "given", "layer": layer.to_dict()}
+                argument = {"label": GIVEN, "layer": layer.to_dict()}
                 return Check.make(cell, "drawn", argument, self._platform, self._modules)
         raise ArgumentError(f"no cell that runs here is that of the layer {line}; choose the platform it was drawn for")
 
@@ -242,10 +244,18 @@ class _Run:
     def _reason_to_skip(self, check: Check) -> Outcome | None:
         if time.monotonic() >= self._deadline:
             return Outcome("skipped", "no time left; give it more --seconds")
+        if not self._worker.is_isolated and self._has_lost_its_device:
+            return Outcome("skipped", "an error of the device ended its use in this process; run with --isolate")
         own = [result.outcome.status for result in self._results if result.check.cell == check.cell]
         if own.count("timed_out") >= _MOST_TIMED_OUT:
             return Outcome("skipped", f"{_MOST_TIMED_OUT} checks of this cell ran out of time")
         return None
+
+    @property
+    def _has_lost_its_device(self) -> bool:
+        """Whether a failure said that the device's context is unusable from then on."""
+        messages = [result.outcome.message for result in self._results if result.outcome.is_failure]
+        return any("CUDA error" in message and "out of memory" not in message for message in messages)
 
     def _make_simpler(self, place: int) -> None:
         """Replaces a drawn layer that failed by the simplest one found that fails too."""

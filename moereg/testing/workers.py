@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from moereg import errors
-from moereg.errors import BackendError
+from moereg.errors import ArgumentError, BackendError
 from moereg.memory import format_bytes, free_memory_bytes
 from moereg.testing.answers import answer
 from moereg.testing.outcomes import Outcome
@@ -28,6 +28,7 @@ __all__ = ["CHECK_SECONDS", "Here", "Worker", "interpreting", "shared_worker"]
 CHECK_SECONDS: Final = 120.0
 """The time that a check gets. The slowest take some seconds, and compiling for a GPU some tens."""
 
+_VARIABLE: Final = "MOEREG_IN_WORKER"
 _START_SECONDS: Final = 300.0
 _SLACK_SECONDS: Final = 60.0
 _LEAST_MEMORY: Final = 1 << 30
@@ -96,10 +97,15 @@ class Worker:
         atexit.unregister(self.stop)
 
     def _start(self) -> subprocess.Popen[bytes]:
+        if os.environ.get(_VARIABLE):
+            raise ArgumentError(
+                "a worker process of the conformance kit must not verify in turn; put the call below "
+                "if __name__ == '__main__' of the module that registers the backend"
+            )
         if self._memory_bytes is None:
             free = free_memory_bytes(torch.device("cpu")) or _MOST_MEMORY
             self._memory_bytes = int(min(max(_SHARE_OF_MEMORY * free, _LEAST_MEMORY), _MOST_MEMORY))
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [_root(), *sys.path]))}
+        environment = {**os.environ, _VARIABLE: "1", "PYTHONPATH": os.pathsep.join(filter(None, [_root(), *sys.path]))}
         if _is_interpreting():
             environment.setdefault("TRITON_INTERPRET", "1")
         self._process = subprocess.Popen(
@@ -208,6 +214,8 @@ def _outcome(found: dict[str, Any], seconds: float) -> Outcome | None:
         status, message = "timed_out", f"no end after {seconds:.0f} s{place}"
     elif ended == "memory":
         message = f"took {format_bytes(found['bytes'])} of memory{place}"
+    elif ended == "output":
+        message = f"wrote {format_bytes(found['bytes'])} to its standard streams{place}"
     elif ended == "signal":
         message = f"the process died of {_signal_name(found['signal'])}{place}"
     elif ended == "exit":

@@ -124,6 +124,19 @@ class PrintExperts(GoodExperts):
         print("compiling\nkernel")
 
 
+@bad("floods")
+class FloodExperts(GoodExperts):
+    def spoil(self, *tensors: Any) -> None:
+        while True:
+            os.write(1, b"x" * (1 << 20))
+
+
+@bad("uninitialized")
+class UninitializedExperts(GoodExperts):
+    def spoil(self, out: torch.Tensor, *others: Any) -> None:
+        out.add_(torch.empty(1) * 0)
+
+
 @bad("writes_behind")
 class BehindExperts(GoodExperts):
     def spoil(self, out: torch.Tensor, *others: Any) -> None:
@@ -166,6 +179,13 @@ class RaisingPredicateExperts(GoodExperts):
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
         raise KeyError("no such key")
+
+
+@bad("killing_predicate")
+class KillingPredicateExperts(GoodExperts):
+    @classmethod
+    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
+        os._exit(9)
 
 
 @bad("importing_predicate")

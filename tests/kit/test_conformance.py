@@ -11,8 +11,9 @@ from moereg.discovery import current_platform
 from moereg.dispatch import Request, evaluate
 from moereg.quant import QuantScheme
 from moereg.registry import BackendCell
-from moereg.testing import cases, checks
+from moereg.testing import cases, checks, listing, problems
 from moereg.testing.cases import Case
+from moereg.testing.check import KINDS
 from moereg.testing.interpreter import patch_interpreter
 
 DEVICE = cases.default_device()
@@ -158,6 +159,21 @@ def test_every_cell_runs_here_or_says_why_not() -> None:
     for name, reasons in cases.unverifiable_cells().items():
         assert reasons, f"{name} neither runs here nor says why"
     assert CASES, "no registered cell runs on this machine"
+
+
+@each_cell
+def test_predicates_of_built_in_cells_refuse_nothing_that_facts_claim(cell: BackendCell) -> None:
+    platform = cases.runnable_platform(cell)
+    assert platform is not None
+    assert problems.accepted_problems(cell, platform) == list(dict.fromkeys(problems.claimed_problems(cell)))
+
+
+def test_verifying_runs_every_check_of_the_kit() -> None:
+    listed = {check.kind for check in listing.list_suite("torch").checks} | {"graph", "synchronization", "drawn"}
+    assert listed == set(KINDS)
+    tested = {name.removeprefix("check_") for name in checks.__all__ if name.startswith("check_")}
+    # Of the names that differ, a layer and a case are what is drawn.
+    assert len(tested - {"case", "layer"}) == len(KINDS) - len({"deciding", "drawn"})
 
 
 def test_cases_follow_the_registry(isolated_registry: object) -> None:

@@ -19,7 +19,7 @@ from moereg.testing.cases import is_imitated, running_as
 from moereg.testing.check import Check, chosen_machine
 from moereg.testing.modules import import_modules
 from moereg.testing.suite import checks_of, run_check, verify
-from moereg.testing.workers import shared_worker
+from moereg.testing.workers import Worker, shared_worker
 from tests.support.fakes import FakeExperts
 
 FILE = str(pathlib.Path(__file__).with_name("bad_backends.py"))
@@ -55,27 +55,91 @@ def test_a_check_is_a_value() -> None:
     }  # fmt: skip
 
 
+# The kind of check that shows it, the status, and a part of the message.
 BROKEN = {
-    "exits": ("crashed", "the process was ended with exit code 3"),
-    "raises_exit": ("failed", "SystemExit"),
-    "hoards": ("crashed", "of memory"),
-    "writes_behind": ("failed", "memory 1 bytes behind out was written to"),
-    "writes_before": ("failed", "bytes in front of workspace13 was written to"),
-    "writes_inputs": ("failed", "topk_weights was written to"),
-    "writes_weights": ("failed", "canonical w13 was written to"),
-    "nan": ("failed", "are not finite"),
+    "exits": ("numbers", "crashed", "the process was ended with exit code 3"),
+    "raises_exit": ("numbers", "failed", "raised in SystemExitExperts.apply: SystemExit: no"),
+    "hoards": ("numbers", "crashed", "of memory in spoil of bad_backends.py"),
+    "floods": ("numbers", "crashed", "to its standard streams in spoil of bad_backends.py"),
+    "uninitialized": ("numbers", "failed", "are not finite"),
+    "writes_behind": ("numbers", "failed", "memory 1 bytes behind out was written to"),
+    "writes_before": ("numbers", "failed", "bytes in front of workspace13 was written to"),
+    "writes_inputs": ("numbers", "failed", "topk_weights was written to"),
+    "writes_weights": ("numbers", "failed", "canonical w13 was written to"),
+    "random": ("equal_bits", "failed", "equal inputs gave other bits"),
+    "nan": ("drawn", "failed", "are not finite"),
+    "wrong_predicate": ("deciding", "failed", "its predicate raised KeyError: 'no such key'"),
+    "importing_predicate": ("deciding", "failed", "choosing a backend imports transformers"),
 }
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    """A worker whose checks may take little memory."""
+    worker = Worker(memory_bytes=3 << 29)
+    yield worker
+    worker.stop()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_promise_is_an_outcome_of_one_line(name: str) -> None:
-    status, message = BROKEN[name]
-    outcome = run_check(checks(name, "numbers")[0])
-    assert outcome.status == status
+def test_a_broken_promise_is_an_outcome_of_one_line(name: str, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moereg.testing.suite.shared_worker", lambda: worker)
+    kind, status, message = BROKEN[name]
+    outcome = run_check(checks(name, kind)[0])
+    assert outcome.status == status, outcome
     assert message in outcome.message
     assert "\n" not in outcome.message
     assert run_check(checks("good", "permute")[0]).status == "passed"
+
+
+@pytest.mark.slow
+def test_a_right_backend_passes_and_one_that_prints_gets_a_note() -> None:
+    report = verify("picky", modules=[FILE])
+    assert report.passed is True, report.failures
+    (cell,) = report.verified_cells
+    assert report.verified_cells[cell] == len(report.results) > 20
+    assert not report.notes
+    report = verify("prints", modules=[FILE], only=["permute", "numbers"])
+    assert report.passed is True
+    (note,) = report.notes
+    assert "PrintExperts cpu unquantized writes to standard output in 9 checks" in note
+    assert "'compiling kernel compiling kernel" in note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "status", "message"),
+    [
+        ("import os; os._exit(4)", "crashed", "exit code 4"),
+        ("import time; time.sleep(1000)", "timed_out", "no end after 2 s in <module> of backend_at_import.py:1"),
+        ("import ctypes; ctypes.string_at(0)", "crashed", "SIGSEGV"),
+    ],
+    ids=["exits", "hangs", "segfault"],
+)
+def test_an_import_that_ends_the_process_is_an_outcome(
+    code: str, status: str, message: str, tmp_path: pathlib.Path
+) -> None:
+    file = tmp_path / "backend_at_import.py"
+    file.write_text(code + "\n")
+    report = verify(modules=[str(file)], check_seconds=2)
+    assert report.passed is False
+    (result,) = report.failures
+    assert result.outcome.status == status
+    assert message in result.outcome.message
+
+
+@pytest.mark.slow
+def test_a_predicate_that_ends_the_process_is_an_outcome_and_verifying_does_not_verify_in_turn(
+    tmp_path: pathlib.Path,
+) -> None:
+    report = verify("killing_predicate", modules=[FILE])
+    assert report.passed is False
+    assert "exit code 9" in report.failures[0].outcome.message
+    file = tmp_path / "script.py"
+    file.write_text("from moereg.testing import verify\nverify('torch', only=['permute'])\n")
+    with pytest.raises(ArgumentError, match="must not verify in turn"):
+        verify(modules=[str(file)])
 
 
 def test_a_crash_and_a_hang_are_outcomes_and_the_next_check_runs() -> None:

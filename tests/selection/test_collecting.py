@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from moereg import discovery
 from moereg.discovery import _Loader
-from moereg.errors import MoeregWarning
+from moereg.errors import MoeregWarning, RegistrationError
 from moereg.registry import BackendRegistry, register_moe_backend
 from tests.support.fakes import FakeExperts
 from tests.support.wheels import HEAD, Wheels, backend, cell, fresh_wheels, summary
@@ -267,6 +271,7 @@ def test_unreadable_entry_points_stop_nobody(wheels: Wheels) -> None:
         (wheels.folder / f"{name}-1.2.dist-info" / "entry_points.txt").write_bytes(content)
     found = wheels.load()
     assert found["good"] == "loaded"
+    assert found["latin"].startswith("UnicodeDecodeError: 'utf-8' codec can't decode byte 0xfc")
     assert found["dashed"] == "ValueError: 'not-a-module' names no module; write moereg_mine or moereg_mine:provide"
     assert found["lines"]
 
@@ -279,3 +284,43 @@ def test_an_older_copy_further_down_the_path_is_not_seen(wheels: Wheels, monkeyp
     monkeypatch.syspath_prepend(newer.folder)
     assert wheels.load() == {"copied": "loaded"}
     assert wheels.origins("copied") == {"copied": "copied 2.0"}
+
+
+def test_a_class_that_is_defined_again_takes_the_place_of_the_first(wheels: Wheels) -> None:
+    # A notebook's cell that runs twice, and a module that its author reloads.
+    source = backend("again", rule="cpu").replace(
+        "@register", '@register_moe_backend("again", 9, ("mxfp8",), ("*",))\n@register'
+    )
+    (wheels.folder / "notebook.py").write_text(source)
+    notebook = importlib.import_module("notebook")
+    first = notebook.Mine
+    assert [cell.experts for cell in wheels.cells("again")] == [first, first]
+    importlib.reload(notebook)
+    assert [cell.experts for cell in wheels.cells("again")] == [notebook.Mine, notebook.Mine]
+    assert notebook.Mine is not first
+    # One that cannot be registered takes nobody's place.
+    (wheels.folder / "notebook.py").write_text(source.replace("'cpu'", "'gpux'"))
+    with pytest.raises(RegistrationError, match="unknown platform kind 'gpux'"):
+        importlib.reload(notebook)
+    assert len(wheels.cells("again")) == 2
+
+
+def test_a_slow_import_is_attributed(
+    wheels: Wheels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(discovery, "_SLOW_SECONDS", 0)
+    monkeypatch.setattr(discovery, "_LONG_SECONDS", 0.05)
+    (wheels.folder / "heavy_library.py").write_text("import time\ntime.sleep(0.5)\n")
+    wheels.install("slow", {"slow": "slow_wheel"}, {"slow_wheel.py": "import heavy_library\n" + backend("slow")})
+    with caplog.at_level(logging.INFO, "moereg"):
+        wheels.load()
+    told, logged = (record.getMessage() for record in caplog.records if "slow_wheel" in record.getMessage())
+    assert told == (
+        "slow_wheel of slow 1.2 is still being imported after 0.05 s, and choosing waits for it; report it to its "
+        "authors, or leave it out of MOEREG_PLUGINS"
+    )
+    assert re.fullmatch(
+        r"importing slow_wheel of slow 1\.2 took \d\.\d s, with heavy_library; its authors may import that in "
+        "permute_weights or apply",
+        logged,
+    )

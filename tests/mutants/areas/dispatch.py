@@ -344,6 +344,13 @@ MUTANTS: Final = (
         tests=("tests/selection/test_collecting.py::test_all_cells_of_an_entry_point_or_none",),
     ),
     Mutant(
+        "the first definition of a class stays beside the second",
+        "moereg/registry.py",
+        old="replaced=_defined_before(cell, target.cells)",
+        new="replaced=()",
+        tests=("tests/selection/test_collecting.py::test_a_class_that_is_defined_again_takes_the_place_of_the_first",),
+    ),
+    Mutant(
         "a minor version breaks a wheel",
         "moereg/discovery.py",
         old="(\\.\\d+)*",
