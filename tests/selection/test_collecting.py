@@ -15,10 +15,14 @@ import pytest
 
 from moereg import discovery
 from moereg.discovery import _Loader
-from moereg.errors import MoeregWarning, RegistrationError
+from moereg.dispatch import select_backend
+from moereg.errors import MoeregWarning, PluginError, RegistrationError
+from moereg.problem import MoEProblem
 from moereg.registry import BackendRegistry, register_moe_backend
 from tests.support.fakes import FakeExperts
 from tests.support.wheels import HEAD, Wheels, backend, cell, fresh_wheels, summary
+
+PROBLEM = MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)
 
 
 @pytest.fixture
@@ -114,6 +118,63 @@ def test_a_class_of_another_registered_by_a_helper(wheels: Wheels) -> None:
     assert wheels.origins("amade", "helper", "wider") == {
         "amade": "maker 1.2", "helper": "helper 1.2", "wider": "wider 1.2",
     }  # fmt: skip
+
+
+@quiet
+def test_a_name_belongs_to_the_distribution_that_comes_first(wheels: Wheels) -> None:
+    # By name and module, in whichever order the folder lists them.
+    for letter in "dbeac":
+        wheels.install(f"moereg-{letter}", {"same": f"wheel_{letter}"}, {f"wheel_{letter}.py": backend("same")})
+    statuses = _Loader(wheels.registry).load()
+    assert [status.status for status in statuses] == ["loaded", *["failed"] * 4]
+    assert [status.value for status in statuses] == [f"wheel_{letter}" for letter in "abcde"]
+    failure = statuses[1].failure
+    assert failure is not None
+    assert failure.error == (
+        "RegistrationError: backend name 'same' belongs to moereg-a (Mine); Mine of moereg-b needs another name"
+    )
+    assert wheels.origins("same") == {"same": "moereg-a 1.2"}
+
+
+def test_plugins_can_be_limited(wheels: Wheels, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels.install("moereg-one", {"one": "one_wheel"}, {"one_wheel.py": backend("one")})
+    wheels.install("moereg-two", {"two": "two_wheel"}, {"two_wheel.py": "raise RuntimeError('must not be imported')"})
+    monkeypatch.setattr(discovery, "_LOADER", _Loader(wheels.registry))
+    monkeypatch.setenv("MOEREG_PLUGINS", " one , other ")
+    with pytest.raises(PluginError, match=r"^backend 'two' of moereg-two 1\.2 is not in MOEREG_PLUGINS; add it there$"):
+        select_backend(PROBLEM, require="two")
+    assert summary(discovery.plugin_statuses()) == {"one": "loaded", "two": "skipped"}
+    assert select_backend(PROBLEM, require="one").backend == "one"
+    monkeypatch.setenv("MOEREG_PLUGINS", "")
+    assert wheels.load() == {"one": "skipped", "two": "skipped"}
+
+
+def test_what_an_uninstall_left_behind_stops_nobody(wheels: Wheels) -> None:
+    wheels.install("left", {"left": "left_wheel"}, {"left_wheel.py": backend("left")})
+    (wheels.folder / "left-1.2.dist-info" / "METADATA").unlink()
+    assert wheels.load() == {"left": "loaded"}
+    assert wheels.origins("left") == {"left": "unknown distribution of left_wheel unknown"}
+
+
+def test_threads_that_select_at_once_see_the_same(wheels: Wheels, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels.install(
+        "late", {"late": "late_wheel"}, {"late_wheel.py": "import time\ntime.sleep(0.3)\n" + backend("late")}
+    )
+    monkeypatch.setattr(discovery, "_LOADER", _Loader(wheels.registry))
+    barrier, seen = threading.Barrier(12), []
+
+    def select() -> None:
+        barrier.wait()
+        seen.append({decision.backend for decision in select_backend(PROBLEM, require="late").decisions})
+
+    threads = [threading.Thread(target=select) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 12
+    assert all(names == seen[0] and "late" in names for names in seen)
+    assert len(wheels.cells("late")) == 1
 
 
 @quiet

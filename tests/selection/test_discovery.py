@@ -185,33 +185,6 @@ def test_good_and_bad_plugins_side_by_side(site: Site) -> None:
     assert asked["something_else"][0].startswith("UnknownBackendError: unknown backend 'something_else'")
 
 
-def test_two_distributions_want_one_name(site: Site) -> None:
-    site.install("moereg-a", {"module_a": BACKEND.format(name="same", api=API)}, {"backends": {"same": "module_a"}})
-    site.install("moereg-b", {"module_b": BACKEND.format(name="same", api=API)}, {"backends": {"same": "module_b"}})
-    found = site.run("print(json.dumps([errors(), ask('same'), [c.origin for c in load_backends().by_name('same')]]))")
-    assert found == [
-        {
-            "same": "RegistrationError: backend name 'same' belongs to moereg-a (StrangersExperts); StrangersExperts "
-            "of moereg-b needs another name"
-        },
-        "same",
-        ["moereg-a"],
-    ]
-
-
-def test_plugins_can_be_limited(site: Site) -> None:
-    site.install_backend("one")
-    site.install_backend("two", "raise RuntimeError('must not be imported')")
-    code = "print(json.dumps([statuses(), ask('two'), 'moereg_two' in sys.modules, 'moereg_one' in sys.modules]))"
-    statuses, asked, two, one = site.run(code, MOEREG_PLUGINS=" one , other ")
-    assert statuses == {"backends:one": "loaded", "backends:two": "skipped"}
-    assert asked[0] == "PluginError: backend 'two' of moereg-two 1.2 is not in MOEREG_PLUGINS; add it there"
-    assert (two, one) == (False, True)
-    statuses, _, _, one = site.run(code, MOEREG_PLUGINS="")
-    assert set(statuses.values()) == {"skipped"}
-    assert not one
-
-
 ALLOWED: dict[str | None, set[str]] = {
     None: {"backends:one", "backends:two", "platforms:one", "platforms:two"},
     "": set(),
@@ -232,27 +205,6 @@ def test_a_group_is_limited_alone(text: str | None) -> None:
 def test_a_group_that_is_not_there_is_refused() -> None:
     with pytest.raises(ArgumentError, match="group:name with group backends or platforms, got 'platfroms:one'"):
         is_allowed("platfroms:one", "moereg.platforms", "one")
-
-
-def test_a_plugin_imported_before_selecting(site: Site) -> None:
-    # Its own tests do this. The distribution is not known then, and is once plugins are loaded.
-    site.install_backend("early")
-    found = site.run(
-        """
-        import moereg_early
-        cells = load_backends().by_name("early")
-        origins = {(cell.origin, cell.origin_version) for cell in cells}
-        print(json.dumps([statuses(), errors(), ask("early"), *origins]))
-        """
-    )
-    assert found == [{"backends:early": "loaded"}, {}, "early", ["moereg-early", "1.2"]]
-
-
-def test_what_an_uninstall_left_behind_stops_nobody(site: Site) -> None:
-    site.install_backend("left")
-    (site.folder / "moereg_left-1.2.dist-info" / "METADATA").unlink()
-    found = site.run("print(json.dumps([moereg.select_backend(problem).backend, list(statuses())]))")
-    assert found == ["torch", ["backends:left"]]
 
 
 def test_a_platform_plugin_beats_the_probe(site: Site) -> None:
@@ -309,30 +261,6 @@ def test_two_platform_plugins_are_an_error(site: Site) -> None:
         "torch",
     ]
     assert site.run(code, MOEREG_PLUGINS="two") == ["cuda:sm90", "torch"]
-
-
-def test_threads_select_at_once(site: Site) -> None:
-    slow = "import time\ntime.sleep(0.3)\n" + BACKEND.format(name="late", api=API)
-    site.install_backend("late", slow)
-    found = site.run(
-        """
-        import threading
-        barrier, seen = threading.Barrier(12), []
-        def select():
-            barrier.wait()
-            selection = moereg.select_backend(problem)
-            seen.append((selection.backend, sorted({decision.backend for decision in selection.decisions})))
-        threads = [threading.Thread(target=select) for _ in range(12)]
-        for thread in threads: thread.start()
-        for thread in threads: thread.join()
-        late = load_backends().by_name("late")
-        print(json.dumps([len(seen), len({str(entry) for entry in seen}), seen[0], len(late)]))
-        """
-    )
-    assert found[:2] == [12, 1]
-    assert found[2][0] == "torch"
-    assert "late" in found[2][1]
-    assert found[3] == 1
 
 
 def test_nothing_is_loaded_by_importing_moereg(site: Site) -> None:

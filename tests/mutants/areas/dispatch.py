@@ -369,14 +369,14 @@ MUTANTS: Final = (
         "moereg/entry_points.py",
         old="return sorted(points, key=lambda point: (groups.index(point.group), point.name, point.value)), broken",
         new="return points, broken",
-        tests=("tests/selection/test_discovery.py::test_two_distributions_want_one_name",),
+        tests=("tests/selection/test_collecting.py::test_a_name_belongs_to_the_distribution_that_comes_first",),
     ),
     Mutant(
         "an empty MOEREG_PLUGINS loads all",
         "moereg/plugins.py",
         old="    if text is None:\n",
         new="    if not text:\n",
-        tests=("tests/selection/test_discovery.py::test_plugins_can_be_limited",),
+        tests=("tests/selection/test_collecting.py::test_plugins_can_be_limited",),
     ),
     Mutant(
         "an entry of one group limits the others",
