@@ -269,7 +269,9 @@ def verify(
     seconds: Annotated[
         float | None, typer.Option(min=1, help="Time for everything; layers are drawn until it is over.")
     ] = None,
-    check_seconds: Annotated[float, typer.Option(min=0.1, help="Time for each check.")] = 120.0,
+    check_seconds: Annotated[
+        float | None, typer.Option(min=0.1, help="Time for each check; 120, and 300 beside a GPU, if left out.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 2, help="Of the drawn layers.")] = 0,
     check: Annotated[
         list[str] | None, typer.Option(help="Run only checks whose id has this text, or a drawn layer's JSON.")

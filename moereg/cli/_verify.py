@@ -71,7 +71,7 @@ def verify_backend(
     platform: str | None,
     isolate: bool,
     seconds: float | None,
-    check_seconds: float,
+    check_seconds: float | None,
     seed: int,
     only: Sequence[str],
 ) -> Report:

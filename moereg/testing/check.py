@@ -142,7 +142,7 @@ class Check:
             watch = stack.enter_context(watched_imports()) if self.kind == "deciding" else None
             import_modules(self.modules)
             stack.enter_context(running_as(chosen_machine(self.platform)))
-            cell = stack.enter_context(ready_to_run(self.cell.find()))
+            cell = stack.enter_context(ready_to_run(self.cell.find(), has_threads=self.kind == "equal_bits"))
             if self.kind in _POISONED_KINDS:
                 stack.enter_context(poisoned_empty())
             try:
@@ -184,10 +184,10 @@ def chosen_machine(name: str) -> Platform | None:
 
 
 @contextlib.contextmanager
-def ready_to_run(cell: BackendCell) -> Iterator[BackendCell]:
-    """Prepares torch and Triton's interpreter for a cell's checks, which are too small for many threads."""
+def ready_to_run(cell: BackendCell, has_threads: bool = False) -> Iterator[BackendCell]:
+    """Prepares torch and Triton's interpreter for a cell's checks, most of which are too small for many threads."""
     num_threads = torch.get_num_threads()
-    if machine().device_type == "cpu" or is_imitated(cell):
+    if not has_threads and (machine().device_type == "cpu" or is_imitated(cell)):
         torch.set_num_threads(1)
     if is_imitated(cell) and os.environ.get("TRITON_INTERPRET") == "1":
         from moereg.testing.interpreter import patch_interpreter

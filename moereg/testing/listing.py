@@ -127,10 +127,12 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
                 seen.add(cell.class_name)
         here = cases.machine()
     required = {"torch", *(Requirement(text).name for cell in wanted.values() for text in cell.requires)}
-    versions = current_platform().versions
+    physical = current_platform()
+    versions = physical.versions
     return Suite(
         platform=str(here),
-        device=here.device_name or current_platform().device_name,
+        # Another platform is imitated by this device; the CPU beside a GPU has no name here.
+        device=here.device_name if here.probed else physical.device_name,
         versions={name: versions[name] for name in sorted(required) if name in versions},
         checks=tuple(sorted(found, key=lambda check: _ORDER.index(check.kind))),
         idle=idle,

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+import torch
+
 from moereg.errors import ArgumentError, unknown_name_message
 from moereg.platforms import Platform
 from moereg.registry import BUILTIN, REGISTRY
@@ -17,7 +19,7 @@ from moereg.testing.drawing import DrawnLayer
 from moereg.testing.listing import Suite, draw_check, list_suite
 from moereg.testing.modules import is_file_name
 from moereg.testing.outcomes import Outcome, Report, Result
-from moereg.testing.workers import CHECK_SECONDS, Here, Worker, interpreting, shared_worker
+from moereg.testing.workers import CHECK_SECONDS, GPU_CHECK_SECONDS, Here, Worker, interpreting, shared_worker
 
 __all__ = ["CHECK_SECONDS", "DRAWN", "Check", "Outcome", "Report", "Result", "checks_of", "run_check", "verify"]
 
@@ -55,7 +57,7 @@ def checks_of(
         UnknownNameError: No backend or platform has that name.
         PluginError: The backend's plugin did not load.
     """
-    names = _resolved(modules) or _own_modules(name)
+    names = _resolved(modules) or _own_modules(name, is_needed=False)
     with interpreting():
         suite = list_suite(name, _platform_name(platform), names)
         drawn = [
@@ -73,9 +75,15 @@ def run_check(check: Check, isolate: bool = True, seconds: float | None = None) 
         check: One of `checks_of`.
         isolate: Whether it runs in a worker process, which later checks share while it lives. Without, a crash ends
             this process, and only a loop in Python is given up.
-        seconds: Time that it gets; `CHECK_SECONDS` where None.
+        seconds: Time that it gets; `CHECK_SECONDS` where None, and `GPU_CHECK_SECONDS` beside a GPU.
     """
-    return _run(shared_worker() if isolate else Here(), check, CHECK_SECONDS if seconds is None else seconds)
+    return _run(shared_worker() if isolate else Here(), check, _check_seconds(seconds))
+
+
+def _check_seconds(seconds: float | None) -> float:
+    if seconds is not None:
+        return seconds
+    return GPU_CHECK_SECONDS if torch.cuda.is_available() else CHECK_SECONDS
 
 
 def _run(worker: Worker | Here, check: Check, seconds: float) -> Outcome:
@@ -107,7 +115,7 @@ def verify(
     seed: int = 0,
     modules: Sequence[str] = (),
     only: Sequence[str] = (),
-    check_seconds: float = CHECK_SECONDS,
+    check_seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Runs the conformance kit on one backend.
@@ -122,7 +130,7 @@ def verify(
         seed: Equal seeds draw equal layers.
         modules: As in `checks_of`.
         only: Texts of which a check's id must contain one, or lines of JSON of drawn layers; all checks where empty.
-        check_seconds: Time that each check gets.
+        check_seconds: Time that each check gets, as in `run_check`.
         progress: Called after each check.
 
     Returns:
@@ -134,9 +142,8 @@ def verify(
         ArgumentError: A module cannot be imported, registers nothing, or cannot be imported by another process.
     """
     worker = Worker() if isolate else Here()
-    run = _Run(
-        worker, _platform_name(platform), _resolved(modules) or _own_modules(name), seed, check_seconds, progress
-    )
+    names = _resolved(modules) or _own_modules(name, is_needed=isolate)
+    run = _Run(worker, _platform_name(platform), names, seed, _check_seconds(check_seconds), progress)
     try:
         return run.report(name, tuple(only), seconds)
     finally:
@@ -309,8 +316,12 @@ def _resolved(modules: Sequence[str]) -> tuple[str, ...]:
     return tuple(str(pathlib.Path(name).resolve()) if is_file_name(name) else name for name in modules)
 
 
-def _own_modules(name: str) -> tuple[str, ...]:
-    """The modules of a backend that is registered in this process and that no distribution brings."""
+def _own_modules(name: str, is_needed: bool) -> tuple[str, ...]:
+    """The modules of a backend that is registered in this process and that no distribution brings.
+
+    Raises:
+        ArgumentError: A class has no module that another process could import, where one is needed.
+    """
     found: dict[str, None] = {}
     for cell in REGISTRY.by_name(name):
         module = cell.experts.__module__
@@ -318,6 +329,8 @@ def _own_modules(name: str) -> tuple[str, ...]:
             continue
         file = getattr(sys.modules.get(module), "__file__", None)
         if module == "__main__" or file is None:
+            if not is_needed:
+                continue
             raise ArgumentError(
                 f"a worker process must be able to import {cell.class_name} of {module}, which has no module; put it "
                 "into a file (moereg verify ./my_backend.py), or pass isolate=False"

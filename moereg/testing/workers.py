@@ -23,10 +23,13 @@ from moereg.memory import format_bytes, free_memory_bytes
 from moereg.testing.answers import answer
 from moereg.testing.outcomes import Outcome
 
-__all__ = ["CHECK_SECONDS", "Here", "Worker", "interpreting", "shared_worker"]
+__all__ = ["CHECK_SECONDS", "GPU_CHECK_SECONDS", "Here", "Worker", "interpreting", "shared_worker"]
 
 CHECK_SECONDS: Final = 120.0
-"""The time that a check gets. The slowest take some seconds, and compiling for a GPU some tens."""
+"""The time that a check gets. The slowest take some seconds."""
+
+GPU_CHECK_SECONDS: Final = 300.0
+"""The time that a check gets beside a GPU, where some compile many kernels."""
 
 _VARIABLE: Final = "MOEREG_IN_WORKER"
 _START_SECONDS: Final = 300.0

@@ -88,10 +88,12 @@ def test_importing_moereg_registers_nothing() -> None:
     assert run(code) == [0, []]
 
 
-def test_the_version_needs_no_torch() -> None:
+def test_the_version_and_the_names_of_the_kit_need_no_torch() -> None:
     code = """
         import contextlib, io, json, sys
         sys.modules["torch"] = None
+        import moereg.testing
+        assert not {"triton", "hypothesis", "pytest"} & set(sys.modules)
         from moereg.__main__ import main
         sys.argv = ["moereg", "--version"]
         with contextlib.redirect_stdout(io.StringIO()) as out:
