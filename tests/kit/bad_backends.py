@@ -181,13 +181,6 @@ class RaisingPredicateExperts(GoodExperts):
         raise KeyError("no such key")
 
 
-@bad("killing_predicate")
-class KillingPredicateExperts(GoodExperts):
-    @classmethod
-    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        os._exit(9)
-
-
 @bad("importing_predicate")
 class ImportingPredicateExperts(GoodExperts):
     @classmethod

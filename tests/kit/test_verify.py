@@ -129,11 +129,26 @@ def test_an_import_that_ends_the_process_is_an_outcome(
     assert message in result.outcome.message
 
 
+# In a file of its own: whoever asks it is gone.
+KILLING = """
+import os
+from bad_backends import GoodExperts, bad
+
+@bad("killing")
+class KillingExperts(GoodExperts):
+    @classmethod
+    def unsupported_reasons(cls, problem, platform):
+        os._exit(9)
+"""
+
+
 @pytest.mark.slow
 def test_a_predicate_that_ends_the_process_is_an_outcome_and_verifying_does_not_verify_in_turn(
     tmp_path: pathlib.Path,
 ) -> None:
-    report = verify("killing_predicate", modules=[FILE])
+    file = tmp_path / "killing.py"
+    file.write_text(KILLING)
+    report = verify("killing", modules=[FILE, str(file)])
     assert report.passed is False
     assert "exit code 9" in report.failures[0].outcome.message
     file = tmp_path / "script.py"
