@@ -32,15 +32,20 @@ class Command:
 
 def commands_of(page: Path) -> list[Command]:
     """The commands of a page's console blocks, in order."""
+    blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [command for block in blocks for command in commands_in(block)]
+
+
+def commands_in(block: str) -> list[Command]:
+    """The commands of one console block, in order."""
     found: list[Command] = []
-    for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            line, *shown = part.rstrip("\n").split("\n")
-            promised = _EXITS.search(line)
-            text = re.split(r"\s{2,}# ", line)[0].strip()
-            # Three dots stand for what is left out.
-            expected = tuple(each for each in (" ".join(text.split()) for text in shown) if each not in ("", "..."))
-            found.append(Command(text, int(promised[1]) if promised else 0, expected))
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        line, *shown = part.rstrip("\n").split("\n")
+        promised = _EXITS.search(line)
+        text = re.split(r"\s{2,}# ", line)[0].strip()
+        # Three dots stand for what is left out.
+        expected = tuple(each for each in (" ".join(text.split()) for text in shown) if each not in ("", "..."))
+        found.append(Command(text, int(promised[1]) if promised else 0, expected))
     return found
 
 
