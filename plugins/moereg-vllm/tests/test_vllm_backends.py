@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from moereg.author import (
     local_expert_ids,
     quantize_weights,
 )
+from moereg.testing.ledger import evidence_of
 
 NAMES = ("deepgemm", "marlin", "triton_kernels", "vllm_cutlass", "vllm_triton")
 LAYER = {"num_experts": 8, "hidden_size": 1024, "intermediate_size": 256, "top_k": 2}
@@ -349,3 +351,12 @@ def test_the_wheel_names_what_it_registers() -> None:
     assert Path(marlin.__file__).with_name("py.typed").exists()
     points = {point.name for point in importlib.metadata.entry_points(group="moereg.backends")}
     assert set(NAMES) <= points
+
+
+def test_the_ledger_is_of_this_code() -> None:
+    cells = [cell for cell in list_cells() if cell.name in NAMES]
+    ledger = Path(marlin.__file__).with_name("moereg_ledger.json")
+    records = json.loads(ledger.read_text())["records"] if ledger.exists() else []
+    evidence = [evidence_of(cell) for cell in cells]
+    assert sum(len(found.current) for found in evidence) == len(records)
+    assert not any(found.stale for found in evidence)
