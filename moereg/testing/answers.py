@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from moereg.ambient import AmbientState
 from moereg.errors import BackendError, MoeregError, described, one_line
 from moereg.testing.check import CellName, Check
 from moereg.testing.listing import draw_check, list_suite, simpler_checks
@@ -41,8 +42,13 @@ def run_here(check: Check) -> dict[str, Any]:
     Returns:
         `status` (`passed` or `failed`), `message`, and `spoiled`: whether the process should not run another check.
     """
+    state = AmbientState.now()
     try:
-        check.run()
+        try:
+            check.run()
+        finally:
+            changed = state.restore()
+        assert not changed, f"it changed torch's state for everybody ({', '.join(changed)})"
     except AssertionError as error:
         cause = error.__cause__
         message = one_line(str(cause if isinstance(cause, BackendError) else error))
