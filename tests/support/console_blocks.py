@@ -91,6 +91,8 @@ class Environment:
             "PIP_NO_BUILD_ISOLATION": "0",  # As an option it would be --no-build-isolation.
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
             "OMP_NUM_THREADS": "1",
+            # Pages show what a machine without a GPU answers.
+            "CUDA_VISIBLE_DEVICES": "",
         }
 
     def run(self, command: Command, cwd: Path, seconds: float = 600) -> str:
