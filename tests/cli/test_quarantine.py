@@ -138,30 +138,30 @@ def test_lifting_is_for_a_backend_on_this_machine() -> None:
     assert list_cells("torch")
 
 
-FILE = Path(__file__).parents[1] / "kit" / "bad_backends.py"
-
-
 def test_the_command_quarantines_and_lifts(
-    file: Path, isolated_registry: BackendRegistry, call: Call, call_json: CallJson
+    file: Path, tmp_path: Path, isolated_registry: BackendRegistry, call: Call, call_json: CallJson
 ) -> None:
-    line = f"verify writes_behind --module {FILE} --no-isolate --check permute --check float32"
+    assert call(f"new-backend wrong_here --directory {tmp_path / 'wheel'}")[0] == 0
+    module = tmp_path / "wheel" / "src" / "moereg_wrong_here" / "backend.py"
+    module.write_text(module.read_text().replace("weights.w13.transpose", "weights.w13.flip(1).transpose"))
+    line = f"verify wrong_here --module {module} --no-isolate --check float32"
     assert "quarantine" not in call_json(line)[1]
     code, found = call_json(f"{line} --quarantine")
     assert (code, list(found["quarantine"])) == (1, ["file", "added", "lifted", "left"])
     assert found["quarantine"]["file"] == str(file)
     (added,) = found["quarantine"]["added"]
-    assert (added["backend"], added["rule"], added["scheme"]) == ("writes_behind", "cpu", "unquantized")
-    layer = "explain --experts 8 --hidden 64 --intermediate 32 --top-k 2 --dtype float32 --require writes_behind"
+    assert (added["backend"], added["rule"], added["scheme"]) == ("wrong_here", "cpu", "unquantized")
+    layer = "explain --experts 8 --hidden 64 --intermediate 32 --top-k 2 --require wrong_here"
     code, found = call_json(layer)
     assert code == 3
-    (held,) = (each for each in found["decisions"] if each["backend"] == "writes_behind")
+    (held,) = (each for each in found["decisions"] if each["backend"] == "wrong_here")
     assert [reason["code"] for reason in held["reasons"]] == ["quarantined"]
-    code, out, _ = call("verify writes_behind --unquarantine")
-    assert (code, out) == (0, f"no longer quarantined: writes_behind ({added['experts']}, cpu), unquantized\n")
+    code, out, _ = call("verify wrong_here --unquarantine")
+    assert (code, out) == (0, "no longer quarantined: wrong_here (WrongHereExperts, cpu), unquantized\n")
     assert call_json(layer)[0] == 0
-    code, found = call_json("verify writes_behind --unquarantine")
+    code, found = call_json("verify wrong_here --unquarantine")
     assert (code, found["quarantine"]["lifted"]) == (0, [])
-    sys.modules.pop("bad_backends", None)
+    sys.modules.pop("backend", None)
 
 
 BAD_LINES = {
