@@ -63,6 +63,8 @@ _SLOW_SECONDS: Final = 0.5
 """An import that takes longer is logged with its plugin's name."""
 _LONG_SECONDS: Final = 10.0
 """An import that takes longer is told while it goes on: it may never end."""
+_LONGEST_WAIT_SECONDS: Final = 60.0
+"""For a thread that names an unknown kind of machine while another one loads."""
 
 
 class _Loader:
@@ -113,7 +115,10 @@ class _Loader:
         """Loads platform plugins alone: all that naming a machine needs."""
         if self._has_platforms:
             return
-        with self._lock:
+        # A plugin that a thread imports by hand may name a kind while the thread that loads waits for its module.
+        if not self._lock.acquire(timeout=_LONGEST_WAIT_SECONDS):
+            return
+        try:
             # A platform plugin that names its own kind while it is imported gets the error about an unknown kind.
             if self._has_platforms or self._loading is not None:
                 return
@@ -123,6 +128,8 @@ class _Loader:
                     if status.status != "loaded":
                         miss_kinds_of(point.name, str(unusable(status)))
             self._has_platforms = True
+        finally:
+            self._lock.release()
 
     def _scan(self) -> tuple[list[PluginPoint], list[PluginStatus]]:
         if self._scanned is None:

@@ -6,7 +6,6 @@ import importlib
 import logging
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from moereg.discovery import _Loader
 from moereg.dispatch import select_backend
 from moereg.errors import MoeregWarning, PluginError, RegistrationError
 from moereg.problem import MoEProblem
-from moereg.registry import BackendRegistry, register_moe_backend
-from tests.support.fakes import FakeExperts
+from moereg.registry import BackendRegistry
 from tests.support.wheels import HEAD, Wheels, backend, cell, fresh_wheels, summary
 
 PROBLEM = MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)
@@ -156,27 +154,6 @@ def test_what_an_uninstall_left_behind_stops_nobody(wheels: Wheels) -> None:
     assert wheels.origins("left") == {"left": "unknown distribution of left_wheel unknown"}
 
 
-def test_threads_that_select_at_once_see_the_same(wheels: Wheels, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheels.install(
-        "late", {"late": "late_wheel"}, {"late_wheel.py": "import time\ntime.sleep(0.3)\n" + backend("late")}
-    )
-    monkeypatch.setattr(discovery, "_LOADER", _Loader(wheels.registry))
-    barrier, seen = threading.Barrier(12), []
-
-    def select() -> None:
-        barrier.wait()
-        seen.append({decision.backend for decision in select_backend(PROBLEM, require="late").decisions})
-
-    threads = [threading.Thread(target=select) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(seen) == 12
-    assert all(names == seen[0] and "late" in names for names in seen)
-    assert len(wheels.cells("late")) == 1
-
-
 @quiet
 def test_all_cells_of_an_entry_point_or_none(wheels: Wheels) -> None:
     twice = backend("twice") + 'register_moe_backend("twice", 2, ("unquantized",), ("*",))(Mine)\n'
@@ -186,50 +163,6 @@ def test_all_cells_of_an_entry_point_or_none(wheels: Wheels) -> None:
     assert found["twice"].startswith("RegistrationError: Mine of twice registers 'twice' twice for scheme unquantized")
     assert found["again"].endswith("must register a backend of that name and no other, got again, torch")
     assert not wheels.origins("twice", "again")
-
-
-def test_what_is_registered_while_a_plugin_loads_stays(wheels: Wheels) -> None:
-    wait = "import threading\nentered, go = threading.Event(), threading.Event()\n"
-    slow = wait + backend("slow") + "entered.set()\nassert go.wait(60)\nraise ValueError('late')\n"
-    wheels.install("slow", {"slow": "slow_wheel"}, {"slow_wheel.py": slow})
-    found: list[Any] = []
-
-    def load() -> None:
-        with pytest.warns(MoeregWarning, match="late"):
-            found.append(wheels.load())
-
-    thread = threading.Thread(target=load)
-    thread.start()
-    while not hasattr(module := sys.modules.get("slow_wheel"), "go") and thread.is_alive():
-        pass
-    assert module is not None
-    assert module.entered.wait(60)
-    # Nothing of the plugin shows, and a notebook's class shows at once.
-    assert wheels.origins("slow") == {}
-    register_moe_backend("at_once", 1, ("unquantized",), ("*",))(FakeExperts)
-    assert wheels.origins("at_once") == {"at_once": "tests.support.fakes "}
-    module.go.set()
-    thread.join(60)
-    assert found == [{"slow": "ValueError: late"}]
-    assert wheels.origins("slow", "at_once") == {"at_once": "tests.support.fakes "}
-
-
-def test_threads_that_register_at_once_lose_nothing() -> None:
-    registry = BackendRegistry()
-    barrier = threading.Barrier(8)
-
-    def register(number: int) -> None:
-        barrier.wait()
-        for step in range(25):
-            kind = type(f"Experts{number}", (FakeExperts,), {})
-            register_moe_backend(f"own_{number}", step, ("unquantized",), ("*",), registry=registry)(kind)
-
-    threads = [threading.Thread(target=register, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(registry.cells) == 200
 
 
 @quiet

@@ -1,0 +1,132 @@
+"""Registration by several threads: nothing is lost, nothing half-done is seen, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moereg import discovery
+from moereg.discovery import _Loader
+from moereg.dispatch import select_backend
+from moereg.errors import MoeregWarning, RegistrationError
+from moereg.platforms import load_kinds_with
+from moereg.problem import MoEProblem
+from moereg.registry import BackendRegistry, register_moe_backend
+from tests.support.fakes import FakeExperts
+from tests.support.wheels import Wheels, backend, fresh_wheels, summary
+
+PROBLEM = MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry) -> Iterator[Wheels]:
+    yield from fresh_wheels(tmp_path, monkeypatch, isolated_registry)
+
+
+def test_threads_that_select_at_once_see_the_same(wheels: Wheels, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels.install(
+        "late", {"late": "late_wheel"}, {"late_wheel.py": "import time\ntime.sleep(0.3)\n" + backend("late")}
+    )
+    monkeypatch.setattr(discovery, "_LOADER", _Loader(wheels.registry))
+    barrier, seen = threading.Barrier(12), []
+
+    def select() -> None:
+        barrier.wait()
+        seen.append({decision.backend for decision in select_backend(PROBLEM, require="late").decisions})
+
+    threads = [threading.Thread(target=select) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 12
+    assert all(names == seen[0] and "late" in names for names in seen)
+    assert len(wheels.cells("late")) == 1
+
+
+def test_what_is_registered_while_a_plugin_loads_stays(wheels: Wheels) -> None:
+    wait = "import threading\nentered, go = threading.Event(), threading.Event()\n"
+    slow = wait + backend("slow") + "entered.set()\nassert go.wait(60)\nraise ValueError('late')\n"
+    wheels.install("slow", {"slow": "slow_wheel"}, {"slow_wheel.py": slow})
+    found: list[Any] = []
+
+    def load() -> None:
+        with pytest.warns(MoeregWarning, match="late"):
+            found.append(wheels.load())
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    while not hasattr(module := sys.modules.get("slow_wheel"), "go") and thread.is_alive():
+        pass
+    assert module is not None
+    assert module.entered.wait(60)
+    # Nothing of the plugin shows, and a notebook's class shows at once.
+    assert wheels.origins("slow") == {}
+    register_moe_backend("at_once", 1, ("unquantized",), ("*",))(FakeExperts)
+    assert wheels.origins("at_once") == {"at_once": "tests.support.fakes "}
+    module.go.set()
+    thread.join(60)
+    assert found == [{"slow": "ValueError: late"}]
+    assert wheels.origins("slow", "at_once") == {"at_once": "tests.support.fakes "}
+
+
+@pytest.mark.filterwarnings("ignore::moereg.errors.PluginWarning")
+def test_a_direct_import_that_names_a_kind_while_another_thread_loads(
+    wheels: Wheels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One thread has the module's lock and wants the loader's, the other one has that and waits for the module.
+    gate: Any = types.ModuleType("gate_of_the_test")
+    gate.entered, gate.go = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, gate.__name__, gate)
+    wait = f"import {gate.__name__} as gate\ngate.entered.set()\nassert gate.go.wait(60)\n"
+    wheels.install("both", {"both": "both_wheel"}, {"both_wheel.py": wait + backend("both", rule="no_kind:a1")})
+    points = wheels.folder / "both-1.2.dist-info" / "entry_points.txt"
+    points.write_text("[moereg.platforms]\nboth = both_wheel\n" + points.read_text())
+    monkeypatch.setattr(discovery, "_LONGEST_WAIT_SECONDS", 0.2)
+    loader = _Loader(wheels.registry)
+    load_kinds_with(loader.load_platforms)
+
+    def import_directly() -> None:
+        with pytest.raises(RegistrationError, match="no_kind"):
+            importlib.import_module("both_wheel")
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (import_directly, loader.load)]
+    try:
+        threads[0].start()
+        assert gate.entered.wait(60)
+        threads[1].start()
+        while loader._loading is None and threads[1].is_alive():
+            time.sleep(0.01)
+        gate.go.set()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+    finally:
+        load_kinds_with(discovery._LOADER.load_platforms)
+    assert "no_kind" in summary(loader.load())["both"]
+
+
+def test_threads_that_register_at_once_lose_nothing() -> None:
+    registry = BackendRegistry()
+    barrier = threading.Barrier(8)
+
+    def register(number: int) -> None:
+        barrier.wait()
+        for step in range(25):
+            kind = type(f"Experts{number}", (FakeExperts,), {})
+            register_moe_backend(f"own_{number}", step, ("unquantized",), ("*",), registry=registry)(kind)
+
+    threads = [threading.Thread(target=register, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(registry.cells) == 200
