@@ -129,7 +129,7 @@ _PROBLEM: Final = {
     "max_num_tokens": [None, 16],
 }
 _REQUEST: Final = {"require": [None, "torch"], "prefer": [None, ["triton"]], "deny": [None, {"nvfp4": "triton"}]}
-_RULE: Final = {"text": ["cuda:sm90+", "*", "cpu"]}
+_RULE: Final = {"text": ["cuda:sm90+", "*", "cpu", "cuda:sm90+,!sm120", "rocm:gfx9*,!gfx90a", "*,!cpu"]}
 
 
 def _register(experts: Any, **keywords: Any) -> Any:
@@ -180,7 +180,7 @@ _CALLS: Final[Mapping[str, tuple[Callable[..., Any], int, Mapping[str, list[Any]
     "PlatformKind": (
         PlatformKind, 3,
         {"name": ["mine"], "device_type": ["cpu"], "arch_pattern": [r"a\d+"], "family_size": [0],
-         "arch_number": [None, _tagged("function")]},
+         "arch_number": [None, _tagged("function")], "example": ["", "a1"], "probe": [None, _tagged("function")]},
     ),
     "ExpertWeights": (
         ExpertWeights, 2,
