@@ -10,12 +10,13 @@ from moereg.platforms.platform import Platform
 __all__ = ["torch_device"]
 
 
-def torch_device(platform: Platform, device_type: str | None = None) -> torch.device:
+def torch_device(platform: Platform, device_type: str | None = None, *, touch: bool = True) -> torch.device:
     """The device that layers of a platform live on here.
 
     Args:
         platform: The platform.
         device_type: Torch's name for the device, where a backend reads tensors of another than the platform's.
+        touch: Whether to try it, which initializes it. Without, only its name is checked, as before a process forks.
 
     Raises:
         UnknownPlatformError: This torch has no such device. Some kinds need an extension of torch, which brings it.
@@ -23,7 +24,8 @@ def torch_device(platform: Platform, device_type: str | None = None) -> torch.de
     wanted = device_type or platform.device_type
     try:
         device = torch.device(wanted)
-        torch.empty(0, device=device)
+        if touch:
+            torch.empty(0, device=device)
     except Exception as error:  # Torch raises RuntimeError, AssertionError or NotImplementedError, by device type.
         if is_lack_of_memory(error):
             raise

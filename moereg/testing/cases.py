@@ -14,7 +14,7 @@ import torch
 from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import Decision, Selection, evaluate, machine_reasons
 from moereg.layer import MoEKernel, make_kernel
-from moereg.platforms import Platform
+from moereg.platforms import Platform, torch_device
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
 from moereg.registry import BackendCell
@@ -256,6 +256,10 @@ def build(case: Case, weights: ExpertWeights | None = None) -> MoEKernel:
 
 
 def default_device() -> torch.device:
-    """The device for cases: that of the machine."""
+    """The device for cases: that of the machine.
+
+    Raises:
+        UnknownPlatformError: This torch has no such device.
+    """
     named = machine()
-    return torch.device((named if named.probed else current_platform()).device_type)
+    return torch_device(named if named.probed else current_platform(), touch=False)

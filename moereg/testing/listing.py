@@ -103,6 +103,7 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
         UnknownNameError: No backend or platform has that name.
         PluginError: The backend's plugin did not load.
         ArgumentError: A module cannot be imported, or registers nothing.
+        UnknownPlatformError: This torch lacks the machine's device, for which no backend is to blame.
     """
     import_modules(modules)
     registry = load_backends()
@@ -116,6 +117,7 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
     idle, imitated, seen = {}, set(), set()
     machine = chosen_machine(platform)
     with running_as(machine):
+        cases.default_device()
         for cell_name, cell in wanted.items():
             if runnable_platform(cell) is None:
                 idle[cell_name] = cases.why_not_runnable(cell)

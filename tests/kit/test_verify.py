@@ -13,10 +13,12 @@ import torch
 
 import moereg.testing
 from moereg.discovery import load_backends
-from moereg.errors import ArgumentError, UnknownBackendError
+from moereg.errors import ArgumentError, UnknownBackendError, UnknownPlatformError
+from moereg.platforms import Platform
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from moereg.testing.cases import is_imitated, running_as
 from moereg.testing.check import Check, chosen_machine
+from moereg.testing.listing import list_suite
 from moereg.testing.modules import import_modules
 from moereg.testing.suite import checks_of, run_check, verify
 from moereg.testing.workers import Worker, shared_worker
@@ -195,3 +197,9 @@ def test_what_a_named_platform_ran_is_imitated_and_no_evidence() -> None:
     assert is_imitated(cell)
     with running_as(chosen_machine("cuda:sm90")):
         assert is_imitated(cell)
+
+
+def test_a_machine_without_its_device_is_no_fault_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moereg.testing.cases.current_platform", lambda: Platform("npu", "910b", probed=True))
+    with pytest.raises(UnknownPlatformError, match="layers of platform npu:910b live on torch's device type 'npu'"):
+        list_suite("good")
