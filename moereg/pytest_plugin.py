@@ -5,7 +5,7 @@ pytest loads it in every project where moereg is installed, so it imports nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -46,35 +46,36 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{_MARKER}: a check of moereg's conformance kit, out of --moereg-backend")
 
 
-@pytest.hookimpl(tryfirst=True)  # Before -m, -k and the like choose among the items.
-def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Adds the checks of each backend that was asked for, behind the project's tests.
-
-    Raises:
-        pytest.UsageError: A backend or platform is not known, or a plugin did not load.
-    """
-    for name in dict.fromkeys(config.getoption("--moereg-backend")):
-        kit: KitCollector = KitCollector.from_parent(session, name=f"moereg:{name}", nodeid=f"moereg:{name}")
-        items.extend(kit.checks(name, config.getoption("--moereg-platform")))
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Puts the checks of each backend that was asked for behind the project's tests."""
+    report = yield
+    if isinstance(collector, pytest.Session) and report.result is not None:
+        names = dict.fromkeys(collector.config.getoption("--moereg-backend"))
+        kits = [KitCollector.from_parent(collector, name=name, nodeid=f"moereg:{name}") for name in names]
+        report.result = [*report.result, *kits]
+    return report
 
 
 class KitCollector(pytest.Collector):
     """The checks of one backend."""
 
-    def checks(self, name: str, platform: str | None) -> Iterable[CheckItem]:
-        """One item for each check that can run on this machine."""
+    def collect(self) -> Iterable[CheckItem]:
+        """One item for each check that can run on this machine.
+
+        Raises:
+            CollectError: The backend or the platform is not known, or a plugin did not load.
+        """
         from moereg.errors import MoeregError
         from moereg.testing.suite import checks_of
 
         try:
-            found = checks_of(name, platform)
+            found = checks_of(self.name, self.config.getoption("--moereg-platform"))
         except MoeregError as error:
-            raise pytest.UsageError(f"--moereg-backend {name}: {error}") from error
+            raise self.CollectError(f"--moereg-backend {self.name}: {error}") from error
         return [CheckItem.from_parent(self, name=check.id, check=check) for check in found]
-
-    def collect(self) -> Iterable[pytest.Item]:
-        """Nothing: items are added when everything else has been collected."""
-        return []
 
 
 class CheckItem(pytest.Item):

@@ -66,6 +66,7 @@ def run_pytest(
 def test_checks_are_tests_with_their_outcomes(run_pytest: RunPytest, asked: list[object]) -> None:
     code, out = run_pytest("--moereg-backend", "mine")
     assert code == 1
+    assert "collected 6 items" in out
     assert "3 failed, 2 passed, 1 skipped" in out
     assert "PASSED test_own.py::test_own" in out
     assert "PASSED moereg:mine::deciding/MineExperts/cpu/unquantized" in out
@@ -99,8 +100,11 @@ def test_several_backends_and_none(run_pytest: RunPytest, asked: list[object]) -
     assert asked == []
 
 
-def test_a_backend_that_is_not_there_is_an_error_of_usage(run_pytest: RunPytest) -> None:
-    assert run_pytest("--moereg-backend", "nobody")[0] == pytest.ExitCode.USAGE_ERROR
+def test_a_backend_that_is_not_there_is_one_line_of_an_error(run_pytest: RunPytest) -> None:
+    code, out = run_pytest("--moereg-backend", "nobody")
+    assert code == pytest.ExitCode.INTERRUPTED
+    assert "\n--moereg-backend nobody: unknown backend 'nobody' (known: mine)\n" in out
+    assert "Traceback" not in out
 
 
 def test_it_costs_nothing_when_it_is_not_used() -> None:
