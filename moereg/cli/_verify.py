@@ -161,7 +161,7 @@ def show_verify(report: Report) -> None:
     target.print(f"{report.backend} on {_machine(report)}")
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("experts", "platforms", "computes", "runs", *_COLUMNS):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "experts")
     for cell in report.cells:
         table.add_row(*_row(report, cell))
     if table.row_count:

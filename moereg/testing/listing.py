@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -136,10 +137,20 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
         # Another platform is imitated by this device; the CPU beside a GPU has no name here.
         device=here.device_name if here.probed else physical.device_name,
         versions={name: versions[name] for name in sorted(required) if name in versions},
-        checks=tuple(sorted(found, key=lambda check: _ORDER.index(check.kind))),
+        checks=_in_turn(found),
         idle=idle,
         imitated=frozenset(imitated),
     )
+
+
+def _in_turn(checks: Sequence[Check]) -> tuple[Check, ...]:
+    """Kind after kind, and within a kind one check of each cell in turn, so that little time says something of each."""
+    counts: collections.Counter[tuple[CellName, str]] = collections.Counter()
+    keys = {}
+    for check in checks:
+        keys[check] = (_ORDER.index(check.kind), counts[check.cell, check.kind])
+        counts[check.cell, check.kind] += 1
+    return tuple(sorted(checks, key=keys.__getitem__))
 
 
 def _is_of(cell: BackendCell, modules: Sequence[str]) -> bool:

@@ -186,8 +186,8 @@ def _given_up_after(seconds: float) -> Iterator[None]:
 
 
 def _is_interpreting() -> bool:
-    """Whether kernels in Triton's language run in its interpreter: where there is no GPU."""
-    return not torch.cuda.is_available()
+    """Whether kernels in Triton's language run in its interpreter: where there is no device but the CPU."""
+    return not (torch.cuda.is_available() or torch.accelerator.is_available())
 
 
 @contextlib.contextmanager
