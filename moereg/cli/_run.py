@@ -184,11 +184,12 @@ def _measure(
 ) -> RunResult:
     selection, weights, problem = result.selection, layer.weights, result.selection.problem
     # Before the backend sees anything of the layer.
-    call = Call(hidden_states, *layer.route(hidden_states))
+    # Two calls, so that a backend that answers the second as the first is wrong.
+    calls = [Call(rows, *layer.route(rows)) for rows in (hidden_states, hidden_states.flip(1))]
     winner = selection.winner
     assert winner is not None
     alone = dataclasses.replace(selection, decisions=(winner,))
-    comparison = Comparison(alone, lambda: weights, {result.num_tokens: [call]}, layer_tolerance, phase)
+    comparison = Comparison(alone, lambda: weights, {result.num_tokens: calls}, layer_tolerance, phase)
     with phase("running"):
         (row,) = comparison.measure(result.num_tokens, None)
     if row.error is not None:
@@ -201,7 +202,7 @@ def _measure(
     loss = None
     if unquantized is not None:
         with phase("computing the unquantized reference"):
-            loss = relative_error(reference, reference_experts(_plain_problem(problem), unquantized, *call))
+            loss = relative_error(reference, reference_experts(_plain_problem(problem), unquantized, *calls[0]))
     return dataclasses.replace(
         result,
         tolerance=row.tolerance,

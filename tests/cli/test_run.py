@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from moereg.author import ExpertInputs, PermutedWeights
 from moereg.cli import _layer
 from moereg.cli import _memory as cli_memory
 from moereg.cli._options import ProblemFlags
@@ -99,6 +100,33 @@ def test_wrong_numbers_are_exit_1(call: Call, call_json: CallJson, isolated_regi
     assert code == 1
     assert "WRONG" in out
     assert "not within" in out
+
+
+class RememberingExperts(FakeExperts):
+    """Answers each call as the first of its size: a graph that was captured on other memory does so."""
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        if not hasattr(self, "kept"):
+            super().apply(out, inputs, weights, workspace13, workspace2)
+            self.kept = out.clone()
+        out.copy_(self.kept)
+
+
+def test_answering_with_the_result_of_another_call_is_wrong(
+    call_json: CallJson, isolated_registry: BackendRegistry
+) -> None:
+    register_moe_backend(name="remembering", priority=200, quant_schemes=("unquantized",), platforms=("*",))(
+        RememberingExperts
+    )
+    code, found = call_json(f"run {SIZES} --tokens 4")
+    assert (code, found["backend"], found["passed"]) == (1, "remembering", False)
 
 
 def test_not_a_number_is_null_and_exit_1(call_json: CallJson, isolated_registry: BackendRegistry) -> None:

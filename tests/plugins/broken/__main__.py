@@ -23,7 +23,7 @@ def _cells(broken: Broken, commands: dict[str, Answer], kit: dict[str, Answer]) 
     decisions = commands["explain"].json["decisions"]
     mine = [decision for decision in decisions if decision["origin"] == broken.distribution]
     yield _cut(mine[0]["reasons"][0]["text"] if mine and mine[0]["reasons"] else "fits" if mine else "not listed")
-    yield _run(commands[broken.name]) if broken.name in commands else "-"
+    yield _run(commands[broken.name], plugin["error"]) if broken.name in commands else "-"
     rows = [row for row in commands["bench"].json["rows"] if row["backend"] == broken.name]
     yield _row(rows[0]) if rows else "denied" if mine and not mine[0]["reasons"] else "not compared"
     if broken.name not in kit:
@@ -34,10 +34,12 @@ def _cells(broken: Broken, commands: dict[str, Answer], kit: dict[str, Answer]) 
     yield f"exit {answer.code}: {_cut(texts[0])}" if texts else f"exit {answer.code}"
 
 
-def _run(answer: Answer) -> str:
+def _run(answer: Answer, error: str | None) -> str:
     found = answer.json
     if not found:
-        return f"exit {answer.code}: {_cut(answer.err)}"
+        return (
+            f"exit {answer.code}: {'the wheel and that error' if error and error in answer.err else _cut(answer.err)}"
+        )
     return f"exit {answer.code}" if found["passed"] is None else f"exit {answer.code}: {_row(found)}"
 
 

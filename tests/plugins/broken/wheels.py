@@ -166,6 +166,7 @@ AT_IMPORT: Final = (
     _edited("unknown_kind", "unknown platform kind 'gpux'", (_PLATFORMS, 'platforms=("gpux",)')),
     _edited("bad_range", "is not a version range", (_PLATFORMS, f'{_PLATFORMS}, requires=("torch >>> 1",)')),
     _edited("bad_priority", "priority must be an integer, got 'high'", ("priority=1", 'priority="high"')),
+    _edited("huge_priority", "priority must be", ("priority=1", "priority=10**30")),
     Broken("no_module", "", "No module named 'broken_module_that_is_not_here'", entry="broken_module_that_is_not_here"),
     Broken("odd_entry", _API, "names no module", entry="broken odd: entry"),
 )
@@ -247,7 +248,6 @@ LIARS: Final = (
     _last("apply_nan", "", "out[0, 0] = float('nan')"),
     _edited("apply_swapped", "", ("activation(gemm1)", _SWAPPED)),
     _last("apply_off", "", "out.mul_(1.05)"),
-    # `run` asks once, and cannot tell.
     _edited(
         "apply_remembers",
         "",
