@@ -13,7 +13,7 @@ LAYER = "--experts 16 --hidden 512 --intermediate 256 --top-k 4"
 
 
 @pytest.mark.slow
-def test_without_jax_it_says_what_is_missing(tmp_path: Path) -> None:
+def test_without_jax_it_says_what_is_missing_and_where_it_was_verified(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.install(ROOT / "plugins" / "moereg-jax")
     process = site.moereg(f"explain {LAYER} --json")
@@ -22,6 +22,13 @@ def test_without_jax_it_says_what_is_missing(tmp_path: Path) -> None:
     (decision,) = (found for found in decisions if (found["backend"], found["rule"]) == ("jax", "cpu"))
     assert decision["origin"] == "moereg-jax"
     assert [reason["text"] for reason in decision["reasons"]] == ["requires jax<1,>=0.6, which is not installed"]
+
+    info = json.loads(site.moereg("info --json").stdout)
+    (cells,) = (backend["cells"] for backend in info["backends"] if backend["name"] == "jax")
+    records = [record for cell in cells for record in cell["verified"]]
+    assert "cpu" in {record["platform"] for record in records}
+    # When the code changes: moereg verify jax --ledger plugins/moereg-jax/src/moereg_jax/moereg_ledger.json
+    assert not [record for record in records if record["stale"]]
 
 
 @pytest.mark.slow
