@@ -20,6 +20,7 @@ AREAS = {
     "command_line",
     "dispatch",
     "gpu",
+    "kit",
     "layer",
     "quantize",
     "third_parties",
