@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -80,8 +79,6 @@ def verify_backend(
     Raises:
         MoeregError: Anything that the user can cure.
     """
-    if isolate and not hasattr(os, "fork"):
-        raise UsageError("a worker process needs a system that can fork; pass --no-isolate")
     last = time.monotonic()
     num_failed = 0
     told: set[str] = set()

@@ -19,6 +19,9 @@ from moereg.testing.problems import claimed_problems, rejected_problems
 
 __all__ = ["KERNEL_LIBRARIES", "check_deciding", "kernel_libraries"]
 
+_COMPILED: Final = (".so", ".pyd")
+_LARGE_BYTES: Final = 10_000_000
+
 KERNEL_LIBRARIES: Final = frozenset(
     {
         "aiter",
@@ -53,16 +56,15 @@ KERNEL_LIBRARIES: Final = frozenset(
 
 
 def kernel_libraries(cell: BackendCell) -> frozenset[str]:
-    """Modules that choosing must not import: the known ones, and those of the distributions that the cell requires."""
-    required = {Requirement(text).name.lower().replace("-", "_") for text in cell.requires}
+    """Modules that choosing must not import: the known ones, and large compiled ones that the cell requires."""
     found = set(KERNEL_LIBRARIES)
-    for name in required - {"torch", "numpy", "packaging", "moereg"}:
-        found.add(name)
+    for requirement in cell.requires:
         try:
-            files = importlib.metadata.files(name) or ()
+            files = importlib.metadata.files(Requirement(requirement).name) or ()
         except importlib.metadata.PackageNotFoundError:
             continue
-        found |= {str(file.parts[0]) for file in files if re.fullmatch(r"[A-Za-z]\w*", file.parts[0])}
+        if sum(file.size or 0 for file in files if file.suffix in _COMPILED) > _LARGE_BYTES:
+            found |= {str(file.parts[0]) for file in files if re.fullmatch(r"[A-Za-z]\w*", file.parts[0])}
     return frozenset(found) - {"torch", "numpy", cell.experts.__module__.partition(".")[0]}
 
 

@@ -100,6 +100,8 @@ class Worker:
         atexit.unregister(self.stop)
 
     def _start(self) -> subprocess.Popen[bytes]:
+        if not hasattr(os, "fork"):
+            raise ArgumentError("a worker process needs a system that can fork; leave isolation out (--no-isolate)")
         if os.environ.get(_VARIABLE):
             raise ArgumentError(
                 "a worker process of the conformance kit must not verify in turn; put the call below "
