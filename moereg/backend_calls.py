@@ -11,7 +11,15 @@ from typing import Final, NoReturn
 import torch
 
 from moereg.ambient import plain_torch
-from moereg.errors import BackendError, MoeregError, described, is_lack_of_memory, shown, stops_the_process
+from moereg.errors import (
+    BackendError,
+    MoeregError,
+    RegistrationError,
+    described,
+    is_lack_of_memory,
+    shown,
+    stops_the_process,
+)
 from moereg.experts import Experts
 from moereg.platforms import KINDS
 from moereg.selection import Decision, Selection
@@ -127,9 +135,10 @@ def named(selection: Selection, step: str, error: BaseException) -> BaseExceptio
     """The exception of one of the chosen backend's methods under its name: a `BackendError`.
 
     Lack of memory and requests to stop the process pass unchanged, since the backend did not cause them; so do errors
-    that name a backend already.
+    that name a backend already. A registration that was refused names the one that it came from.
     """
-    if isinstance(error, MoeregError) or is_lack_of_memory(error) or stops_the_process(error):
+    is_told = isinstance(error, MoeregError) and not isinstance(error, RegistrationError)
+    if is_told or is_lack_of_memory(error) or stops_the_process(error):
         return error
     found = _backend_error(selection, step, "raised in", described(error))
     found.__cause__ = error

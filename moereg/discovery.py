@@ -117,7 +117,12 @@ class _Loader:
             return
         # A plugin that a thread imports by hand may name a kind while the thread that loads waits for its module.
         if not self._lock.acquire(timeout=_LONGEST_WAIT_SECONDS):
-            return
+            loading = self._loading
+            who = f"{loading.module} of {' '.join(loading.owner)}" if loading else "another thread"
+            raise PluginError(
+                f"{who} has been loading for more than {_LONGEST_WAIT_SECONDS:g} s, and platforms that plugins bring "
+                "are not known before; report it to its authors, or leave it out of MOEREG_PLUGINS"
+            )
         try:
             # A platform plugin that names its own kind while it is imported gets the error about an unknown kind.
             if self._has_platforms or self._loading is not None:
@@ -180,9 +185,12 @@ class _Loader:
         if names != {point.name}:
             # What a direct import of its modules made visible goes with the rest.
             self._registry.publish((), replaced=early)
+            same = (other for other in self._scan()[0] if other.module == point.module)
+            others = {" ".join(other.owner) for other in same if other.owner != point.owner}
+            shared = f"; {point.module} is of {', '.join(sorted(others))} too, uninstall one" if others else ""
             raise RegistrationError(
                 f"entry point {point.name!r} must register a backend of that name and no other, got "
-                f"{', '.join(sorted(names)) or 'none'}"
+                f"{', '.join(sorted(names)) or 'none'}{shared}"
             )
         self._registry.publish(cells, replaced=early)
 

@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 
 import importlib_metadata
 
-from moereg.errors import described
-from moereg.plugins import BACKEND_GROUP, LoadFailure, PluginStatus
+from moereg.errors import RegistrationError, described, one_line
+from moereg.plugins import BACKEND_GROUP, LoadFailure, PluginStatus, is_reserved
 
 __all__ = ["Owner", "Owners", "PluginPoint", "scan"]
 
 _MARK = "moereg."
 """Each group's name starts so. Only entry points that have it somewhere are parsed."""
+_LONGEST = 100
+"""Of the names and versions that tables show, in characters. A text of another's metadata may be anything."""
 
 
 class Owner(NamedTuple):
@@ -95,7 +97,7 @@ def scan(groups: Sequence[str]) -> tuple[list[PluginPoint], list[PluginStatus]]:
                 continue
             seen.add(owner.origin)
             # An older copy further down the path does not count.
-            distribution = importlib_metadata.distribution(owner.origin)
+            distribution = importlib_metadata.distribution(distribution.name)
             owner = _owner(distribution)
         try:
             found = [point for point in distribution.entry_points if point.group in groups]
@@ -110,7 +112,10 @@ def scan(groups: Sequence[str]) -> tuple[list[PluginPoint], list[PluginStatus]]:
                 fault = ValueError(f"{point.value!r} names no module; write moereg_mine or moereg_mine:provide")
                 broken.append(_unreadable(point.group, point.name, point.value, owner, fault))
                 continue
-            known = owner or Owner(f"unknown distribution of {point.value}", "unknown")
+            if (refusal := _refusal(owner, point.name)) is not None:
+                broken.append(_unreadable(point.group, point.name, point.value, owner, refusal))
+                continue
+            known = owner or _nobody(point.value)
             points.append(PluginPoint(point.group, point.name, point.value, module, known, point))
     return sorted(points, key=lambda point: (groups.index(point.group), point.name, point.value)), broken
 
@@ -121,11 +126,27 @@ def _owner(distribution: Any) -> Owner | None:
         name, version = distribution.name, distribution.version
     except Exception:  # What is raised differs between versions of importlib_metadata.
         return None
-    return Owner(name, str(version)) if isinstance(name, str) and name else None
+    if not isinstance(name, str) or not name.strip():
+        return None
+    return Owner(one_line(name, _LONGEST), one_line(str(version), _LONGEST))
+
+
+def _nobody(value: str) -> Owner:
+    return Owner(f"unknown distribution of {one_line(value, _LONGEST)}", "unknown")
+
+
+def _refusal(owner: Owner | None, name: str) -> RegistrationError | None:
+    """Why an entry point is not loaded: its distribution would pass for moereg, or no table could show its name."""
+    if owner is not None and is_reserved(owner.origin):
+        return RegistrationError(f"the name {owner.origin!r} stands for moereg itself; rename that distribution")
+    if one_line(name, _LONGEST) != name:
+        return RegistrationError(f"an entry point's name is at most {_LONGEST} printable characters; choose another")
+    return None
 
 
 def _unreadable(group: str, name: str, value: str, owner: Owner | None, error: Exception) -> PluginStatus:
-    distribution = " ".join(owner or Owner(f"unknown distribution of {value}", "unknown"))
+    distribution = " ".join(owner or _nobody(value))
+    name, value = one_line(name, _LONGEST), one_line(value, _LONGEST)
     return PluginStatus(group, name, value, distribution, "failed", LoadFailure(described(error), error))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, Final
 
 from moereg.errors import ArgumentError, MoeregError, PluginError, shown
@@ -14,11 +15,19 @@ __all__ = [
     "PluginStatus",
     "failure_text",
     "is_allowed",
+    "is_reserved",
     "unusable",
 ]
 
 BACKEND_GROUP: Final = "moereg.backends"
 PLATFORM_GROUP: Final = "moereg.platforms"
+
+_RESERVED: Final = ("builtin", "moereg")
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a name stands for moereg itself, so that no other distribution may have it."""
+    return re.sub(r"[-_.]+", "-", name).lower() in _RESERVED
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import sys
+import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Final, TypeVar
 
@@ -17,15 +19,18 @@ from moereg.errors import ArgumentError, RegistrationError, UnknownNameError, on
 from moereg.experts import OUTPUT_FORMS, Experts
 from moereg.facts import Facts, check_facts
 from moereg.platforms import Platform, PlatformRule
+from moereg.plugins import is_reserved
 from moereg.quant import QUANT_SCHEMES, QuantScheme, get_scheme
 
 __all__ = [
     "AUTO",
     "HIGHEST_PRIORITY",
+    "LONGEST_NAME",
     "TIERS",
     "Probe",
     "check_experts",
     "check_name",
+    "check_outside_calls",
     "check_rank",
     "read_probes",
     "read_requirements",
@@ -35,6 +40,9 @@ __all__ = [
 
 AUTO: Final = "auto"
 """In require or prefer: no wish, which beats one of a weaker source. No backend has this name."""
+
+LONGEST_NAME: Final = 100
+"""Of a backend, in characters: tables have a column of them."""
 
 HIGHEST_PRIORITY: Final = 1_000_000
 """Room for every order; a number that each reader of the JSON can hold."""
@@ -51,8 +59,33 @@ def check_name(name: str, who: str) -> None:
     """A name is lower-case letters, digits and underscores."""
     if not isinstance(name, str) or not name.replace("_", "").isalnum() or name != name.lower() or not name.isascii():
         raise RegistrationError(f"{who}: a name is lower-case letters, digits and underscores, got {shown(name)}")
+    if len(name) > LONGEST_NAME:
+        raise RegistrationError(f"{who}: a name has at most {LONGEST_NAME} characters, got {len(name)}")
     if name == AUTO:
         raise RegistrationError(f"{who}: {AUTO!r} is no name of a backend, since it is no wish in requests; rename it")
+    if is_reserved(name):
+        raise RegistrationError(
+            f"{who}: {name!r} is no name of a backend, since it stands for moereg itself; rename it"
+        )
+
+
+_CALLERS: Final = ("moereg.asking", "moereg.backend_calls", "moereg.layer", "moereg.machine")
+"""Modules that call the code of backends once all are loaded."""
+
+
+def check_outside_calls(name: object, module: str, owner: str) -> None:
+    """Refuses what a backend's own code registers while it is called: choices made so far would be of other cells.
+
+    Found on the stack, so that calls cost nothing for it and compiled layers know nothing of it.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and (caller := frame.f_globals.get("__name__")) != "moereg.discovery":
+        if caller in _CALLERS:
+            raise RegistrationError(
+                f"{module} of {owner} registers backend {shown(name)} while a backend's code is called; register when "
+                "the module of an entry point is imported"
+            )
+        frame = frame.f_back
 
 
 def check_experts(experts: object, who: str) -> None:

@@ -24,11 +24,13 @@ from moereg.errors import RegistrationError, shown
 from moereg.experts import Experts
 from moereg.facts import Facts, NarrowedFacts, disjoint_fact, narrow_facts
 from moereg.platforms import KINDS, Platform, PlatformKind, PlatformRule
+from moereg.plugins import is_reserved
 from moereg.quant import QuantScheme
 from moereg.registration import (
     Probe,
     check_experts,
     check_name,
+    check_outside_calls,
     check_rank,
     read_probes,
     read_requirements,
@@ -345,6 +347,13 @@ def register_moe_backend(
         if not origin:
             owner_of = target.owner_of if collector is None else collector.owner_of
             origin, version = (BUILTIN, "") if is_builtin else owner_of(module) or (module, "")
+            if not is_builtin and is_reserved(origin):
+                raise RegistrationError(
+                    f"backend {shown(name)} of module {module}: {origin!r} stands for moereg itself; rename that "
+                    "distribution or module"
+                )
+            if collector is None and target is REGISTRY:
+                check_outside_calls(name, module, provider(origin, version))
         who = f"backend {shown(name)} ({getattr(experts, '__name__', None) or shown(experts)} of {origin})"
         check_name(name, who)
         check_experts(experts, who)

@@ -12,7 +12,8 @@ from typing import Any, Final
 from moereg._version import __version__
 from moereg.cli._options import UsageError
 from moereg.discovery import list_backends, list_cells
-from moereg.errors import shown
+from moereg.errors import RegistrationError, shown
+from moereg.registration import check_name
 from moereg.selection import SCHEMA
 
 __all__ = ["NewWheel", "write_wheel"]
@@ -120,6 +121,10 @@ def _distribution(name: str) -> str:
             f"a backend's name is at most {_LONGEST_NAME} lower-case letters and digits, a letter first and words "
             f"joined by underscores, got {shown(name)}; for instance my_kernel"
         )
+    try:
+        check_name(name, f"backend {name!r}")
+    except RegistrationError as error:
+        raise UsageError(str(error)) from error
     distribution = f"moereg-{name.replace('_', '-')}"
     origin = list_cells(name)[0].origin if name in list_backends() else distribution
     if origin != distribution:

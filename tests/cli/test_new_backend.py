@@ -85,6 +85,14 @@ def test_a_name_that_no_wheel_can_have_is_refused(
     assert not (tmp_path / "wheel").exists()
 
 
+@pytest.mark.parametrize("name", ["auto", "builtin", "moereg"])
+def test_a_name_that_the_registry_refuses_is_refused(name: str, call: Call, tmp_path: Path) -> None:
+    code, out, err = call(f"new-backend {name} --directory {tmp_path / 'wheel'}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{name!r} is no name of a backend" in err
+    assert not (tmp_path / "wheel").exists()
+
+
 def test_every_template_is_a_file_of_the_wheel() -> None:
     assert sorted(f"{name}.template" for name in _FILES) == sorted(file.name for file in _TEMPLATES.iterdir())
 

@@ -1,0 +1,75 @@
+"""Names that a wheel may not have: moereg's own, and what no table could show."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moereg.entry_points import scan
+from moereg.errors import RegistrationError
+from moereg.plugins import BACKEND_GROUP
+from moereg.registry import BackendRegistry, register_moe_backend
+from tests.support.fakes import FakeExperts
+from tests.support.wheels import Wheels, backend, fresh_wheels
+
+pytestmark = pytest.mark.filterwarnings("ignore::moereg.errors.PluginWarning")
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry) -> Iterator[Wheels]:
+    yield from fresh_wheels(tmp_path, monkeypatch, isolated_registry)
+
+
+@pytest.mark.parametrize("distribution", ["builtin", "Builtin", "BUILTIN"])
+def test_a_distribution_does_not_pass_for_moereg(wheels: Wheels, distribution: str) -> None:
+    wheels.install(distribution, {"torch": "evil_wheel"}, {"evil_wheel.py": backend("torch")})
+    before = wheels.registry.cells
+    error = wheels.load()["torch"]
+    assert error == f"RegistrationError: the name '{distribution}' stands for moereg itself; rename that distribution"
+    assert "evil_wheel" not in sys.modules
+    assert wheels.registry.cells == before
+
+
+def test_neither_does_another_wheel_named_moereg(wheels: Wheels) -> None:
+    wheels.install("moereg", {"evil": "evil_wheel"}, {"evil_wheel.py": backend("evil")}, version="99")
+    assert "the name 'moereg' stands for moereg itself" in wheels.load()["evil"]
+
+
+def test_nor_does_a_module(isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "builtin", types.ModuleType("builtin"))
+    kind = type("Evil", (FakeExperts,), {"__module__": "builtin"})
+    with pytest.raises(RegistrationError, match="'builtin' stands for moereg itself"):
+        register_moe_backend("torch", 500, ("unquantized",), ("*",))(kind)
+
+
+@pytest.mark.parametrize("name", ["builtin", "moereg", "a" * 101])
+def test_a_backend_has_a_name_of_its_own(isolated_registry: BackendRegistry, name: str) -> None:
+    with pytest.raises(RegistrationError):
+        register_moe_backend(name, 1, ("unquantized",), ("*",))(FakeExperts)
+    assert name not in isolated_registry.names
+
+
+def test_names_are_safe_to_print(wheels: Wheels) -> None:
+    wheels.install("red\x1b[31m", {"fine": "fine_wheel"}, {"fine_wheel.py": backend("fine")})
+    wheels.install("long", {"n" * 500: "long_wheel"}, {"long_wheel.py": ""})
+    points, broken = scan((BACKEND_GROUP,))
+    (point,) = [point for point in points if point.name == "fine"]
+    assert point.owner.origin == "red\\x1b[31m"
+    (status,) = [status for status in broken if status.distribution == "long 1.2"]
+    assert status.failure is not None
+    assert len(status.name) == 100
+    assert status.failure.error.endswith("an entry point's name is at most 100 printable characters; choose another")
+
+
+def test_two_wheels_with_one_module(wheels: Wheels) -> None:
+    wheels.install("one", {"aa": "same_wheel"}, {"same_wheel.py": backend("aa")})
+    wheels.install("two", {"bb": "same_wheel"}, {"same_wheel.py": backend("aa")})
+    assert wheels.load() == {
+        "aa": "loaded",
+        "bb": "RegistrationError: entry point 'bb' must register a backend of that name and no other, got none; "
+        "same_wheel is of one 1.2 too, uninstall one",
+    }
