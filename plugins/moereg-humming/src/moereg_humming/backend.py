@@ -18,7 +18,6 @@ from moereg.author import (
     Facts,
     MoEProblem,
     PermutedWeights,
-    Platform,
     QuantFormat,
     QuantScheme,
     register_moe_backend,
@@ -109,8 +108,3 @@ class HummingIndexedExperts(Experts):
     ) -> None:
         """See `Experts`."""
         self._layer.run(out, inputs, weights, workspace13, workspace2)
-
-    @classmethod
-    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        """See `Experts`."""
-        return []
