@@ -24,6 +24,9 @@ def test_without_jax_it_says_what_is_missing_and_where_it_was_verified(tmp_path:
     assert [reason["text"] for reason in decision["reasons"]] == ["requires jax<1,>=0.6, which is not installed"]
 
     info = json.loads(site.moereg("info --json").stdout)
+    statuses = {(plugin["group"], plugin["name"]): plugin["status"] for plugin in info["plugins"]}
+    assert statuses == {("moereg.backends", "jax"): "loaded", ("moereg.platforms", "tpu"): "loaded"}
+    assert info["platform"] == "cpu"
     (cells,) = (backend["cells"] for backend in info["backends"] if backend["name"] == "jax")
     records = [record for cell in cells for record in cell["verified"]]
     assert "cpu" in {record["platform"] for record in records}
