@@ -1,11 +1,14 @@
-"""Device code of `_routes`: the local expert of every route. Imports triton, so it is imported when a layer runs."""
+"""Device code of `_routes`: the local expert of every route, and sums over choices.
+
+Imports triton, so it is imported when a layer runs.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["localize"]
+__all__ = ["localize", "weighted_sum"]
 
 
 @triton.jit
@@ -33,3 +36,18 @@ def localize(
     weight = tl.load(topk_weights + offset, mask=inside, other=0.0)
     tl.store(out_ids + offset, tl.where(known, expert, without_expert), mask=inside)
     tl.store(out_weights + offset, tl.where(known, weight, 0.0), mask=inside)
+
+
+@triton.jit
+def weighted_sum(rows, topk_weights, topk_ids, out, num_local, hidden, top_k, BLOCK: tl.constexpr):
+    """Sums a token's rows [top_k, hidden] in fp32, each times its weight; rows of no local expert are not read."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for choice in range(top_k):
+        route = token * top_k + choice
+        known = tl.load(topk_ids + route) < num_local
+        row = tl.load(rows + route * hidden + column, mask=inside & known, other=0.0)
+        total += tl.load(topk_weights + route) * row.to(tl.float32)
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)

@@ -43,7 +43,10 @@ def packed_rows(weight: torch.Tensor) -> torch.Tensor:
     """
     if weight.dtype == torch.int8:
         weight = weight.view(torch.uint8) ^ 0x80
-    return weight.contiguous().view(torch.int32).T.contiguous()
+    weight = weight.contiguous()
+    # Four bytes make a word only where they begin at one.
+    weight = weight.clone() if weight.storage_offset() % 4 else weight
+    return weight.view(torch.int32).T.contiguous()
 
 
 def group_scales(scale: torch.Tensor, rows: int, group_rows: int | None = None) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from moereg.author import ExpertInputs, MoEProblem, local_expert_ids
 
-__all__ = ["Routes", "add_routed_bias", "expert_table", "local_routes", "mapped_routes"]
+__all__ = ["Routes", "add_routed_bias", "expert_table", "local_routes", "mapped_routes", "sum_routes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +62,26 @@ def mapped_routes(inputs: ExpertInputs, problem: MoEProblem, table: torch.Tensor
     return _routes(inputs, problem, without_expert=problem.num_local_experts, expert_map=table)
 
 
+def sum_routes(out: torch.Tensor, rows: torch.Tensor, routes: Routes, num_local: int) -> None:
+    """Sums the outputs of each token's experts, each times its routing weight, in fp32: one rounding.
+
+    Args:
+        out: [T,H]; overwritten.
+        rows: [T,K,H]; those of routes that have no local expert may hold anything.
+        routes: Of `mapped_routes`.
+        num_local: Local experts; an id of as much or more is no expert.
+    """
+    num_tokens, top_k, hidden = rows.shape
+    if not rows.is_cuda:
+        known = (routes.topk_ids < num_local).unsqueeze(-1)
+        out.copy_((torch.where(known, rows.float(), 0.0) * routes.topk_weights.unsqueeze(-1)).sum(1))
+        return
+    block = 1024
+    _device_code().weighted_sum[(num_tokens, -(-hidden // block))](
+        rows, routes.topk_weights, routes.topk_ids, out, num_local, hidden, top_k, BLOCK=block
+    )
+
+
 def add_routed_bias(out: torch.Tensor, bias: torch.Tensor, routes: Routes) -> None:
     """Adds to each token the biases of its experts, each times its routing weight.
 
@@ -108,7 +128,7 @@ def _localized(inputs: ExpertInputs, num_local: int, without_expert: int) -> tup
     count, block = ids.numel(), 1024
     expert_map = inputs.expert_map
     known = num_local if expert_map is None else expert_map.shape[0]
-    _localize_kernel()[(-(-count // block),)](
+    _device_code().localize[(-(-count // block),)](
         inputs.topk_ids,
         inputs.topk_weights,
         expert_map,
@@ -125,7 +145,7 @@ def _localized(inputs: ExpertInputs, num_local: int, without_expert: int) -> tup
 
 
 @functools.cache
-def _localize_kernel() -> Any:
-    from moereg_vllm._localize import localize
+def _device_code() -> Any:
+    from moereg_vllm import _localize
 
-    return localize
+    return _localize

@@ -17,6 +17,7 @@ from moereg.author import (
     round_up,
 )
 from moereg_vllm._activation import activate, is_sigmoid_gate
+from moereg_vllm._alignment import aligned_tensors
 from moereg_vllm._claims import FACTS, REQUIRES
 from moereg_vllm._library import fused_moe, vllm_module
 from moereg_vllm._routes import local_routes
@@ -72,8 +73,8 @@ class DeepGemmExperts(Experts):
     layouts = ("canonical",)
 
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
-        """Views: on Hopper DeepGEMM reads the canonical order."""
-        return PermutedWeights("canonical", weights.tensors())
+        """Views: on Hopper DeepGEMM reads the canonical order; copies of what does not begin at 16 bytes."""
+        return PermutedWeights("canonical", aligned_tensors(weights))
 
     def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Codes that a matmul reads, in bytes of 16-bit numbers, and outputs of the matmuls."""

@@ -24,7 +24,7 @@ from moereg_vllm import _marlin_layout as layout
 from moereg_vllm._activation import activate
 from moereg_vllm._claims import FACTS, REQUIRES, sorting_reasons
 from moereg_vllm._library import fused_moe, vllm_module
-from moereg_vllm._routes import add_routed_bias, expert_table, mapped_routes
+from moereg_vllm._routes import add_routed_bias, expert_table, mapped_routes, sum_routes
 
 __all__ = ["FP8_SCHEMES", "MarlinExperts", "moereg_api"]
 
@@ -216,15 +216,14 @@ class MarlinExperts(Experts):
         """Calls what vLLM's layer calls, with moereg's activation between the matmuls."""
         problem = self.problem
         routes = mapped_routes(inputs, problem, weights["expert_table"])
-        ops, names = vllm_module("_custom_ops"), fused_moe("activation").MoEActivation
+        names = fused_moe("activation").MoEActivation
         last_bias = weights.get("w2_bias") if self._adds_bias_last else None
 
         def activation(_: object, result: torch.Tensor, gemm1: torch.Tensor, **__: object) -> None:
             activate(problem, result, gemm1)
 
-        def sum_choices(rows: torch.Tensor, result: torch.Tensor, ids: torch.Tensor, map_: Any) -> None:
-            # Rows of routes to other ranks are not written; the map says which.
-            ops.moe_sum(rows, result, *(() if map_ is None else (ids, map_)))
+        def sum_choices(rows: torch.Tensor, result: torch.Tensor, _ids: torch.Tensor, _map: Any) -> None:
+            sum_routes(result, rows, routes, problem.num_local_experts)
             if last_bias is not None:
                 add_routed_bias(result, last_bias, routes)
 
@@ -236,7 +235,8 @@ class MarlinExperts(Experts):
             bias2=None if last_bias is not None else weights.get("w2_bias"),
             w1_scale=weights["w13_scale"],
             w2_scale=weights["w2_scale"],
-            topk_weights=routes.topk_weights,
+            # The kernel would round the weights and each product to 16 bits; the sum multiplies in fp32 instead.
+            topk_weights=torch.ones_like(routes.topk_weights),
             topk_ids=routes.topk_ids,
             quant_type_id=self._scalar_type().id,
             global_num_experts=routes.num_experts,

@@ -15,6 +15,7 @@ from moereg.author import (
     Platform,
     register_moe_backend,
 )
+from moereg_vllm._alignment import aligned_tensors
 from moereg_vllm._claims import FACTS, REQUIRES, sorting_reasons
 from moereg_vllm._library import fused_moe, vllm_module
 from moereg_vllm._routes import expert_table, mapped_routes
@@ -52,7 +53,7 @@ class VllmCutlassExperts(Experts):
         return sorting_reasons(problem)
 
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
-        """Views, and the strides that the kernel takes for each expert."""
+        """Views, copies of what does not begin at 16 bytes, and the strides that the kernel takes for each expert."""
         experts, device = problem.num_local_experts, weights.w13.device
 
         def strides(stride: int) -> torch.Tensor:
@@ -65,7 +66,7 @@ class VllmCutlassExperts(Experts):
             "gate_up_stride": strides(2 * problem.intermediate_size),
             "expert_table": expert_table(problem, device),
         }
-        return PermutedWeights(self.layouts[0], weights.tensors(), shared)
+        return PermutedWeights(self.layouts[0], aligned_tensors(weights), shared)
 
     def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the first matmul writes and the second reads, and what the first reads and the second writes."""
