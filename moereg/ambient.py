@@ -63,6 +63,7 @@ class AmbientState(NamedTuple):
         default_dtype, default_device: Of new tensors.
         num_threads: Of one operation on a CPU.
         is_deterministic: Whether only deterministic algorithms are allowed.
+        is_deterministic_warn_only: Whether others are allowed all the same, with a warning.
         is_grad_enabled: In this thread.
     """
 
@@ -70,6 +71,7 @@ class AmbientState(NamedTuple):
     default_device: torch.device
     num_threads: int
     is_deterministic: bool
+    is_deterministic_warn_only: bool
     is_grad_enabled: bool
 
     @classmethod
@@ -80,6 +82,7 @@ class AmbientState(NamedTuple):
             torch.get_default_device(),
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.is_grad_enabled(),
         )
 
@@ -97,7 +100,7 @@ class AmbientState(NamedTuple):
             # With None, unlike with a device, calls of torch are not slower.
             torch.set_default_device(None if self.default_device.type == "cpu" else self.default_device)
         torch.set_num_threads(self.num_threads)
-        torch.use_deterministic_algorithms(self.is_deterministic)
+        torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.is_deterministic_warn_only)
         torch.set_grad_enabled(self.is_grad_enabled)
         names = (field.removeprefix("is_").replace("_", " ") for field in self._fields)
         return tuple(f"{name} {new}" for name, old, new in zip(names, self, found, strict=True) if old != new)

@@ -26,7 +26,7 @@ from typing import Final
 from moereg.candidates import Candidate
 from moereg.errors import ArgumentError, described, shown, stops_the_process
 from moereg.experts import Experts
-from moereg.machine import PROBES, Probes, clause, probe_name
+from moereg.machine import PROBES, Probes, clause, private_copy, probe_name
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.reasons import Reason
@@ -43,6 +43,10 @@ SECONDS_VARIABLE: Final = "MOEREG_PREDICATE_SECONDS"
 
 _SLOW_SECONDS: Final = 0.25
 """A call that takes longer is logged once."""
+
+_SLICE_SECONDS: Final = 0.05
+"""Whoever waits wakes up so often, and counts no more than that each time: while another thread holds Python's lock,
+nobody can answer, nor wake up to see it."""
 
 _PREDICATE: Final = "predicate"
 
@@ -125,7 +129,7 @@ def ask_predicates(
             found[place] = []
         else:
             places[place] = len(questions)
-            ask = functools.partial(own_reasons, cell, problem, platform)
+            ask = functools.partial(_reasons_of_stranger, cell, problem, platform)
             questions.append(_Question(cell, _PREDICATE, cell.experts, ask))
     answers = _HELPERS.ask(questions, seconds)
     return {**found, **{place: answers[number] for place, number in places.items()}}
@@ -157,6 +161,10 @@ def _of_probes(cell: BackendCell, platform: Platform, probes: Probes) -> list[_Q
         for probe in cell.probes
         if not probes.has_answer(probe, platform)
     ]
+
+
+def _reasons_of_stranger(cell: BackendCell, problem: MoEProblem, platform: Platform) -> list[Reason]:
+    return own_reasons(cell, private_copy(problem), private_copy(platform))
 
 
 def _reasons_of(probe: Probe, platform: Platform, probes: Probes) -> list[Reason]:
@@ -231,10 +239,14 @@ class _Batch:
 
     def wait(self, helper: threading.Thread, seconds: float) -> bool:
         """Waits until all questions are answered, or leaves their thread once one takes longer than the limit."""
-        while not self._done.wait(max(0.0, self._began + seconds - time.perf_counter())):
+        waited, num_answers = 0.0, 0
+        slice_seconds = min(_SLICE_SECONDS, seconds / 8)
+        while not self._done.wait(slice_seconds):
             with self._lock:
-                is_late = time.perf_counter() - self._began >= seconds
-                if is_late and self.raised is None and len(self.answers) < len(self.questions):
+                waited += slice_seconds
+                if num_answers != len(self.answers):
+                    waited, num_answers = 0.0, len(self.answers)
+                if waited >= seconds and self.raised is None and num_answers < len(self.questions):
                     self._is_left = True
                     # A loop in Python ends by this; a call that waits outside Python goes on. The thread needs the
                     # lock before it can end, so its number is not that of another one.

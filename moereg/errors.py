@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 import signal
+import threading
 import traceback
 from collections.abc import Iterable
 from typing import Any, Final
@@ -227,8 +228,11 @@ def is_lack_of_memory(error: BaseException) -> bool:
 def stops_the_process(error: BaseException) -> bool:
     """Whether an error means that someone outside wants the process to stop, whatever code it passed through.
 
-    Ctrl-C does, and so does an exception of a signal's handler. SystemExit out of a backend's own code does not.
+    Ctrl-C does, and so does an exception of a signal's handler. SystemExit out of a backend's own code does not. Python
+    runs handlers in the main thread alone: whatever comes up in another one, its code raised itself.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return False
     if isinstance(error, KeyboardInterrupt):
         return True
     if isinstance(error, Exception):

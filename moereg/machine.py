@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -17,7 +18,9 @@ from moereg.reasons import Reason
 from moereg.registration import Probe
 from moereg.registry import BackendCell
 
-__all__ = ["PROBES", "Probes", "assumptions", "clause", "lacks", "probe_name"]
+__all__ = ["PROBES", "Probes", "assumptions", "clause", "lacks", "private_copy", "probe_name"]
+
+T = TypeVar("T")
 
 _LONGEST_CLAUSE: Final = 2000
 
@@ -26,6 +29,19 @@ def clause(reason: str) -> str:
     """A backend's reason on one line that can be printed."""
     # A subclass of str may bring methods of its own.
     return one_line(str.__str__(reason), _LONGEST_CLAUSE) or "no text"
+
+
+def private_copy(value: T) -> T:
+    """A copy of a problem or platform for a stranger's code: what that changes in it, nobody else sees."""
+    copy: Any = object.__new__(type(value))
+    parts = copy.__dict__
+    for name, part in vars(value).items():
+        if isinstance(part, Mapping):
+            part = dict(part)
+        elif hasattr(part, "__dict__") and dataclasses.is_dataclass(part):
+            part = private_copy(part)
+        parts[name] = part
+    return copy  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +99,15 @@ PROBES: Final = Probes()
 
 def _run_probe(probe: Probe, platform: Platform) -> Reason | None:
     try:
-        text: object = probe(platform)
+        text: object = probe(private_copy(platform))
     except BaseException as error:  # As with predicates: the bug of one backend must not affect the others.
         if stops_the_process(error):
             raise
         return Reason("predicate_error", f"its {probe_name(probe)} raised {described(error)}")
     if text is None:
         return None
-    if not isinstance(text, str):
+    # An empty text is no reason, nor does it say that all is well.
+    if not isinstance(text, str) or not str.strip(text):
         return Reason("predicate_error", f"its {probe_name(probe)} has to return a text or None, got {shown(text)}")
     return Reason("probe", clause(text))
 

@@ -178,12 +178,10 @@ def _by_scheme(names: Names, word: str) -> dict[str, tuple[str, ...]]:
             found[scheme] = (*found.get(scheme, ()), *_split(name, word))
         if isinstance(names, str) and names.strip() and not found:
             raise RequestError(
-                f"a request names backends, such as 'triton,torch', got {shown(names)}; leave it out for any"
+                f"{word} must name backends, such as 'triton,torch', got {shown(names)}; leave it out for any"
             )
     if empty := sorted(scheme for scheme, listed in found.items() if not listed):
-        raise RequestError(
-            f"a request for scheme {shown(empty[0])} must name a backend, got none; leave it out for any"
-        )
+        raise RequestError(f"{word} for scheme {shown(empty[0])} must name a backend, got none; leave it out for any")
     return found
 
 
@@ -221,7 +219,7 @@ def _notice(wish: _Wish, error: MoeregError) -> str:
     """The notice of a name that means nothing here, where its source may have such; else raises the error."""
     if not wish.may_be_absent:
         raise error
-    return f"{wish.source} names what is not here, which is ignored: {error}"
+    return f"{wish.source} is ignored where it names unknown things: {error}"
 
 
 def _split(names: object, word: str) -> tuple[str, ...]:

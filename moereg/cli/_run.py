@@ -32,6 +32,9 @@ __all__ = ["DEFAULT_TOKENS", "RunResult", "run_layer"]
 
 DEFAULT_TOKENS: Final = 64
 
+# So that a backend that answers the second as the first is wrong.
+_NUM_CALLS: Final = 2
+
 # Bytes of 16-bit weights that are built only to say what quantizing them costs.
 _LARGEST_UNQUANTIZED: Final = 2e9
 
@@ -130,7 +133,7 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
     except UnsupportedProblemError as error:
         return RunResult(subject, error.selection, num_tokens)
     device = layer_device(selection)
-    check_run_fits(problem, num_tokens, device)
+    check_run_fits(problem, num_tokens, device, num_calls=_NUM_CALLS)
     with torch.no_grad():
         if checkpoint is None or layer is None:
             with phase("building weights") as advance:
@@ -184,8 +187,9 @@ def _measure(
 ) -> RunResult:
     selection, weights, problem = result.selection, layer.weights, result.selection.problem
     # Before the backend sees anything of the layer.
-    # Two calls, so that a backend that answers the second as the first is wrong.
-    calls = [Call(rows, *layer.route(rows)) for rows in (hidden_states, hidden_states.flip(1))]
+    inputs = (hidden_states, hidden_states.flip(1))
+    assert len(inputs) == _NUM_CALLS
+    calls = [Call(rows, *layer.route(rows)) for rows in inputs]
     winner = selection.winner
     assert winner is not None
     alone = dataclasses.replace(selection, decisions=(winner,))

@@ -44,7 +44,7 @@ def show_info(info: dict[str, Any], platform: Platform) -> None:
     target = console(sys.stdout)
     target.print(f"moereg {info['version']} on {_machine(platform)}")
     if info["platform_error"] is not None:
-        target.print(f"Which machine this is, is not decided: {info['platform_error']}", markup=False)
+        target.print(f"it is not settled which machine this is: {info['platform_error']}", markup=False)
     cells = _table("backend", "experts", "computes", "platforms", "priority", "tier", "runs here", "verified")
     quarantine = read_quarantine()
     held: list[QuarantineRecord] = []

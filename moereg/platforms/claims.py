@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Final
 
-from moereg.errors import PluginError, shown
+from moereg.errors import PluginError, described, shown
 from moereg.platforms.kinds import PlatformKind, register_platform_kind
 from moereg.platforms.platform import Platform
 from moereg.platforms.probe import installed_versions
@@ -64,9 +64,26 @@ def claim_of(value: str, loaded: Any, seconds: float = _PROBE_SECONDS) -> Platfo
         return None
     if not isinstance(platform, Platform):
         raise TypeError(f"{value} must return a Platform or None, got {type(platform).__name__}")
+    platform = _plain(platform)
     if isinstance(loaded, PlatformKind) and platform.kind != loaded.name:
         raise ValueError(f"the probe of {value} must return a platform of kind {loaded.name}, got {platform}")
     return platform
+
+
+def _plain(platform: Platform) -> Platform:
+    """A platform of the very class, made of the very types: a stranger's subclass may fail wherever it is read."""
+    return Platform(
+        kind=_text(platform.kind),
+        arch=_text(platform.arch),
+        device_name=_text(platform.device_name),
+        memory_bytes=int.__int__(platform.memory_bytes),
+        versions={_text(name): _text(version) for name, version in dict(platform.versions).items()},
+        probed=platform.probed,
+    )
+
+
+def _text(value: str) -> str:
+    return str.__str__(value)
 
 
 def _within(seconds: float, function: Callable[[], object]) -> object:
@@ -84,6 +101,8 @@ def _within(seconds: float, function: Callable[[], object]) -> object:
     thread.start()
     thread.join(seconds)
     if errors:
+        if isinstance(errors[0], KeyboardInterrupt):  # Ctrl-C ends the main thread, never this one.
+            raise RuntimeError(f"its probe raised {described(errors[0])}") from errors[0]
         raise errors[0]
     if not results:
         raise TimeoutError(f"its probe did not return within {seconds:g} s")

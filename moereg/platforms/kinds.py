@@ -279,7 +279,7 @@ def find_kind(name: str) -> PlatformKind | None:
 
 
 def unknown_kind(what: str, name: str, known: Iterable[str], kind: str | None = None) -> str:
-    """Words the error about a kind that is not known, with the plugins that failed to bring theirs.
+    """The message of the error about an unknown kind, with the plugins that failed to bring theirs.
 
     Args:
         what: `platform kind` or `platform`.

@@ -110,7 +110,7 @@ def test_an_environment_that_names_an_absent_wheel_is_noted(call: Call, monkeypa
     code, out, err = call(f"explain {SIZES}")
     assert (code, err) == (0, "")
     text = " ".join(out.split())
-    assert "note: MOEREG_DENY names what is not here, which is ignored: unknown backend 'torhc', did you mean" in text
+    assert "note: MOEREG_DENY is ignored where it names unknown things: unknown backend 'torhc', did you mean" in text
 
 
 def test_long_work_shows_without_a_terminal(

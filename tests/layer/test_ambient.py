@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moereg import ambient, routing
-from moereg.ambient import fp32_is_exact, in_plain_torch, plain_torch
+from moereg.ambient import AmbientState, fp32_is_exact, in_plain_torch, plain_torch
 from moereg.checkpoints import load_experts
 from moereg.dispatch import select_backend
 from moereg.layer import MoEKernel, make_kernel
@@ -52,6 +52,17 @@ def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
 
 def matmul_precision(name: str) -> AbstractContextManager[None]:
     return restored(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, name)
+
+
+def test_warnings_about_nondeterminism_are_restored() -> None:
+    with deterministic():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        state = AmbientState.now()
+        torch.use_deterministic_algorithms(False)
+        assert state.restore() == ("deterministic False", "deterministic warn only False")
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+        assert state.restore() == ("deterministic warn only False",)
 
 
 STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {

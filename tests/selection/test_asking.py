@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 import sys
 import threading
@@ -20,6 +22,7 @@ from moereg.errors import ArgumentError
 from moereg.machine import PROBES, Probes
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
+from moereg.quant import QUANT_SCHEMES
 from moereg.registry import BackendRegistry, register_moe_backend, registering_origin
 from moereg.request import Request
 from moereg.selection import Decision, Selection
@@ -28,6 +31,8 @@ from tests.support.fakes import FakeExperts
 HERE = Platform("cpu", "x86_64", probed=True)
 PROBLEM = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
 SHORT = 0.5
+"""A limit for what never returns. The one that waits counts it in ten steps, which healthy code runs in between."""
+"""For what never returns; healthy code in the same selection has LONG where a thread may be busy."""
 Predicate = Callable[[MoEProblem, Platform], Any]
 
 
@@ -151,11 +156,11 @@ def test_code_of_what_is_denied_is_not_asked(registry: BackendRegistry) -> None:
         raise AssertionError("it was asked")
 
     add(registry, "unwanted", refuse, probes=(refuse,))
-    add(registry, "builtin", lambda problem, platform: ["requires more"], "builtin")
-    denying = Request(deny=("unwanted", "builtin"))
+    add(registry, "own", lambda problem, platform: ["requires more"], "builtin")
+    denying = Request(deny=("unwanted", "own"))
     selection = decide(PROBLEM, HERE, denying, registry.cells, Probes())
     assert [code for code, _ in texts(selection, "unwanted")] == ["denied"]
-    assert [code for code, _ in texts(selection, "builtin")] == ["denied", "backend"]
+    assert [code for code, _ in texts(selection, "own")] == ["denied", "backend"]
 
 
 def test_info_does_not_wait_for_a_probe(
@@ -255,13 +260,65 @@ def test_a_class_without_a_predicate_costs_no_thread(
     assert choose(registry).backend == "one"
 
 
-def test_what_stops_the_process_comes_through(registry: BackendRegistry) -> None:
-    def interrupt(problem: MoEProblem, platform: Platform) -> list[str]:
+def test_an_interrupt_that_nobody_sent_is_an_error_of_the_wheel(registry: BackendRegistry) -> None:
+    def interrupt(*arguments: object) -> Any:
         raise KeyboardInterrupt
 
-    add(registry, "one", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        choose(registry, 60)
+    add(registry, "one", interrupt, probes=(interrupt,))
+    add(registry, "two")
+    selection = choose(registry, 60, probes=Probes())
+    assert selection.backend == "two"
+    assert texts(selection, "one") == [
+        ("predicate_error", "its probe interrupt raised KeyboardInterrupt: no message"),
+        ("predicate_error", "its predicate raised KeyboardInterrupt: no message"),
+    ]
+
+
+def test_what_a_stranger_changes_in_its_arguments_nobody_else_sees(registry: BackendRegistry) -> None:
+    platform = dataclasses.replace(HERE, versions={"torch": "2.11"})
+    before = copy.deepcopy((PROBLEM, platform, platform.versions, QUANT_SCHEMES["unquantized"]))
+
+    def change(*arguments: Any) -> Any:
+        machine = arguments[-1]
+        machine.versions.clear()
+        object.__setattr__(machine, "kind", "cuda")
+        for problem in arguments[:-1]:
+            object.__setattr__(problem, "top_k", 3)
+            object.__setattr__(problem.quant, "name", "mine")
+        return [] if arguments[:-1] else None
+
+    add(registry, "one", change, probes=(change,))
+    add(registry, "two", lambda problem, platform: [] if (problem, platform.kind) == (PROBLEM, "cpu") else ["changed"])
+    selection = decide(PROBLEM, platform, Request(), registry.cells, Probes(), seconds=60)
+    assert [decision.accepted for decision in selection.decisions] == [True, True]
+    assert (PROBLEM, platform, platform.versions, QUANT_SCHEMES["unquantized"]) == before
+
+
+def test_time_in_which_nobody_can_answer_is_not_counted(
+    registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while another thread holds Python's lock: the one that waits wakes up late, and the answer is on its way."""
+    held = threading.Event()
+    wait = threading.Event.wait
+
+    def wait_late(event: threading.Event, timeout: float | None = None) -> bool:
+        done = wait(event, timeout)
+        if timeout is not None and not held.is_set():
+            time.sleep(0.3)  # Longer than the limit.
+            held.set()
+        return done
+
+    add(registry, "one", lambda problem, platform: [str(wait(held))][1:])
+    monkeypatch.setattr(threading.Event, "wait", wait_late)
+    assert choose(registry, 0.25).backend == "one"
+
+
+@pytest.mark.parametrize("answer", ["", " "])
+def test_a_probe_that_says_nothing_is_an_error(registry: BackendRegistry, answer: str) -> None:
+    add(registry, "one", probes=(lambda platform: answer,))
+    assert texts(choose(registry, 60, probes=Probes()), "one") == [
+        ("predicate_error", f"its probe <lambda> has to return a text or None, got {answer!r}")
+    ]
 
 
 def test_a_slow_predicate_is_logged_once(
@@ -324,7 +381,7 @@ def test_the_limit_is_set_by_the_environment(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
-def test_a_limit_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_a_limit_that_is_no_positive_number_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(SECONDS_VARIABLE, text)
     with pytest.raises(ArgumentError, match=rf"^{SECONDS_VARIABLE} must be a number of seconds above 0, got '{text}'"):
         explain_backends(PROBLEM, "cpu")

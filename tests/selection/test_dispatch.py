@@ -500,8 +500,8 @@ def test_an_environment_may_outlive_wheels(
         selection = select_backend(problem_of(), H100)
     assert selection.backend == ("torch_like" if variable == "MOEREG_PREFER" else "triton_like")
     first, second, third = selection.notices
-    assert first.startswith(f"{variable} names what is not here, which is ignored: unknown quant scheme 'mine' (known:")
-    assert second == f"{variable} names what is not here, which is ignored: {UNKNOWN}"
+    assert first.startswith(f"{variable} is ignored where it names unknown things: unknown quant scheme 'mine' (known:")
+    assert second == f"{variable} is ignored where it names unknown things: {UNKNOWN}"
     assert third == f"{variable}: no backend matches 'flash*' (known: torch_like, triton_like)"
     assert [record.getMessage() for record in caplog.records] == [first, second, third]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
@@ -731,7 +731,7 @@ def test_what_stops_the_process_is_no_reason(fakes: BackendRegistry, place: str)
         raise KeyboardInterrupt
 
     members = {"unsupported_reasons": classmethod(predicate)} if place == "predicate" else {}
-    add("sole", 1, experts_class("Sole", **members), probes=(probe,) if place == "probe" else ())
+    add("sole", 1, experts_class("Sole", **members), probes=(probe,) if place == "probe" else (), origin="builtin")
     with pytest.raises(KeyboardInterrupt):
         explain_backends(problem_of(), H100)
 
