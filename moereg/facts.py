@@ -17,7 +17,17 @@ from moereg.errors import RegistrationError, shown, unknown_name_message
 from moereg.problem import ACTIVATION_FORMATS, DTYPES, HELD_EXPERTS, PLACEMENTS, MoEProblem
 from moereg.reasons import Reason
 
-__all__ = ["FACTS", "Fact", "Facts", "NarrowedFacts", "check_facts", "disjoint_fact", "fact_reasons", "narrow_facts"]
+__all__ = [
+    "FACTS",
+    "Fact",
+    "Facts",
+    "NarrowedFacts",
+    "check_facts",
+    "disjoint_fact",
+    "fact_reasons",
+    "narrow_facts",
+    "narrowed_text",
+]
 
 
 class Fact(abc.ABC):
@@ -340,3 +350,14 @@ def fact_reasons(facts: Facts, problem: MoEProblem) -> list[Reason]:
     for fact, value in facts.binding:
         reasons += fact.reasons(value, problem)
     return reasons
+
+
+def narrowed_text(facts: Facts, of_class: Facts) -> str:
+    """The facts of a cell that differ from its class's, such as `activations=silu`; empty where none does."""
+    found = []
+    for field in dataclasses.fields(facts):
+        value = getattr(facts, field.name)
+        if value != getattr(of_class, field.name):
+            text = ",".join(sorted(value)) if isinstance(value, frozenset) else str(value)
+            found.append(f"{field.name}={text}")
+    return "; ".join(found)

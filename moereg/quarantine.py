@@ -24,6 +24,7 @@ from packaging.utils import canonicalize_name
 
 from moereg.digest import class_digest
 from moereg.errors import MoeregError, MoeregWarning, described, one_line, shown
+from moereg.facts import narrowed_text
 from moereg.platforms import Platform, PlatformRule
 from moereg.quant import QuantScheme
 from moereg.reasons import Reason
@@ -45,6 +46,7 @@ SCHEMA: Final = 1
 _VARIABLE: Final = "MOEREG_QUARANTINE"
 _MOST_BYTES: Final = 4 << 20
 _LONGEST_FAILURE: Final = 500
+_LONGEST_FACTS: Final = 4000
 _LOCK_SECONDS: Final = 10.0
 
 
@@ -56,7 +58,7 @@ class QuarantineError(MoeregError, RuntimeError):
     """The quarantine cannot be changed."""
 
 
-_Key = tuple[str, str, str, str, str, str]
+_Key = tuple[str, str, str, str, str, str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,8 @@ class QuarantineRecord:
         versions: Versions of moereg, torch, the cell's distribution and what the cell requires.
         failure: The check that failed and how, on one line.
         date: ISO date.
+        facts: The facts that the cell narrows, as text, which tells cells on one rule apart; empty where it narrows
+            none.
     """
 
     backend: str
@@ -85,6 +89,7 @@ class QuarantineRecord:
     versions: Mapping[str, str] = dataclasses.field(hash=False)
     failure: str
     date: str
+    facts: str = ""
 
     @classmethod
     def of(cls, cell: BackendCell, scheme: QuantScheme, platform: Platform, failure: str) -> QuarantineRecord:
@@ -105,12 +110,19 @@ class QuarantineRecord:
                 f"only what failed on the machine at hand can be quarantined, got {cell.class_name} "
                 f"({cell.rules_text}) on {platform}; verify it there"
             )
+        backend, experts, matched, computes, machine, device, facts = _key(cell, scheme, rule, platform)
         return cls(
-            *_key(cell, scheme, rule, platform),
+            backend,
+            experts,
+            matched,
+            computes,
+            machine,
+            device,
             digest=class_digest(cell.experts),
             versions=_versions(cell, platform),
             failure=one_line(failure, _LONGEST_FAILURE),
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            facts=facts,
         )
 
     @classmethod
@@ -124,6 +136,8 @@ class QuarantineRecord:
             raise ValueError(f"a record must be an object, got {shown(values)}")
         checked: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
+            if field.name == "facts" and field.name not in values:
+                continue
             value = values.get(field.name)
             texts = [*value, *value.values()] if field.name == "versions" and isinstance(value, Mapping) else [value]
             # A terminal would obey characters that do not print.
@@ -137,7 +151,7 @@ class QuarantineRecord:
     @property
     def key(self) -> _Key:
         """The subject of a record: a later one of the same cell, scheme and device replaces an earlier one."""
-        return (self.backend, self.experts, self.rule, self.scheme, self.platform, self.device)
+        return (self.backend, self.experts, self.rule, self.scheme, self.platform, self.device, self.facts)
 
     @property
     def reason(self) -> Reason:
@@ -162,13 +176,15 @@ def _key(cell: BackendCell, scheme: QuantScheme, rule: PlatformRule, platform: P
     own = next(alike, scheme)
     names = (cell.name, cell.class_name, rule.text, own.name, str(platform), platform.device_name)
     backend, experts, text, computes, machine, device = map(one_line, names)
-    return (backend, experts, text, computes, machine, device)
+    narrowed = one_line(narrowed_text(cell.facts, cell.experts.facts), _LONGEST_FACTS)
+    return (backend, experts, text, computes, machine, device, narrowed)
 
 
-def record_keys(cell: BackendCell, platform: Platform) -> frozenset[_Key]:
-    """The keys of all records that a cell could have on a machine."""
+def record_keys(cell: BackendCell, platform: Platform, scheme: QuantScheme | None = None) -> frozenset[_Key]:
+    """The keys of all records that a cell could have on a machine, for one scheme where it is given."""
     rule = cell.rule_for(platform)
-    return frozenset() if rule is None else frozenset(_key(cell, scheme, rule, platform) for scheme in cell.schemes)
+    schemes = cell.schemes if scheme is None else (scheme,)
+    return frozenset() if rule is None else frozenset(_key(cell, each, rule, platform) for each in schemes)
 
 
 def _versions(cell: BackendCell, platform: Platform) -> dict[str, str]:

@@ -291,6 +291,7 @@ def verify(
     """Run the conformance kit on one backend."""
     from moereg.cli._quarantine import check_quarantine, lift_quarantine, quarantine_failures
     from moereg.cli._verify import Subject, check_ledger, record_verified, show_verify, verify_backend
+    from moereg.testing.suite import run_again
 
     if unquarantine:
         if name is None or quarantine:
@@ -310,7 +311,9 @@ def verify(
     with only_results_on_stdout(verbose):
         report = verify_backend(subject, platform, isolate, seconds, check_seconds, seed, check or [])
         recorded = () if ledger is None else record_verified(report, ledger, subject)
-        change = quarantine_failures(report, is_whole=not check) if quarantine else None
+        change = None
+        if quarantine:
+            change = quarantine_failures(report, not check, lambda found: run_again(found, isolate, check_seconds))
     if json:
         print_json(report.to_dict() if change is None else {**report.to_dict(), "quarantine": change.to_dict()})
     else:
@@ -319,6 +322,8 @@ def verify(
             print(f"{len(recorded)} of {len(report.cells)} cells are recorded in {ledger}")
         if change is not None:
             print(change)
+    if report.has_no_time:
+        return BAD_INPUT
     if report.passed is None:
         return NOTHING_FITS
     return OK if report.passed else WRONG_NUMBERS

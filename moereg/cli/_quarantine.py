@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from moereg.discovery import current_platform, list_cells, load_backends
 from moereg.problem import MoEProblem
@@ -13,10 +13,7 @@ from moereg.quant import QuantScheme, get_scheme
 from moereg.quarantine import QuarantineRecord, change_quarantine, quarantine_path, record_keys
 from moereg.registry import BackendCell
 from moereg.testing.check import CellName, Check
-from moereg.testing.outcomes import Report
-
-IMPORT: Final = "(import)"
-"""Stands for the class where importing a backend ended a worker process."""
+from moereg.testing.outcomes import IMPORT, Outcome, Report
 
 __all__ = ["Change", "check_quarantine", "lift_quarantine", "quarantine_failures"]
 
@@ -68,18 +65,25 @@ def check_quarantine() -> None:
     change_quarantine()
 
 
-def quarantine_failures(report: Report, is_whole: bool = True) -> Change:
+def quarantine_failures(
+    report: Report, is_whole: bool = True, again: Callable[[Check], Outcome] | None = None
+) -> Change:
     """Quarantines the schemes of cells that failed here, and lifts cells that passed all of their checks.
 
     Args:
         report: What the kit found.
         is_whole: Whether all checks ran; otherwise nothing is lifted.
+        again: Runs a check that took too long once more, alone and with more time: one limit of wall-clock time says
+            little on a busy machine. Where None, such checks quarantine nothing.
 
     Raises:
         QuarantineError: The quarantine cannot be read or written.
     """
-    if any(result.check.cell.experts == IMPORT for result in report.failures):
+    at_import = [result.outcome for result in report.failures if result.check.cell.experts == IMPORT]
+    if at_import:
         reason = "importing it ends the process; uninstall it, or leave it out of MOEREG_PLUGINS"
+        if at_import[0].status == "timed_out":
+            reason = "importing it took too long, so nothing of it was checked; give it more --check-seconds"
         return Change(left={report.backend: reason})
     here, known = current_platform(), CellName.of_all(load_backends().cells)
     added: dict[tuple[str, ...], QuarantineRecord] = {}
@@ -91,11 +95,22 @@ def quarantine_failures(report: Report, is_whole: bool = True) -> Change:
             left[str(name)] = "it is registered where its module is imported, and not by an installed wheel"
         elif name in report.imitated or name in report.idle or cell.rule_for(here) is None:
             left[str(name)] = f"selection on {here} does not offer it"
+        elif result.outcome.passes_alone:
+            left[str(name)] = f"{check.id} passes alone; a check before it, of any cell, damages the process"
         else:
-            failure = f"{check.id} {result.outcome.status.replace('_', ' ')}: {result.outcome.message}"
-            for scheme in _schemes(check, cell):
+            schemes = [
+                scheme for scheme in _schemes(check, cell) if not record_keys(cell, here, scheme) <= added.keys()
+            ]
+            outcome = result.outcome
+            if schemes and outcome.status == "timed_out":
+                outcome = Outcome("passed") if again is None else again(check)
+            if schemes and not outcome.is_failure:
+                left[str(name)] = f"{check.id} took too long once, and not when it ran again"
+                continue
+            failure = f"{check.id} {outcome.status.replace('_', ' ')}: {outcome.message}"
+            for scheme in schemes:  # Of several failures of one scheme the first is kept.
                 record = QuarantineRecord.of(cell, scheme, here, failure)
-                added.setdefault(record.key, record)  # Of several failures of one scheme the first is kept.
+                added[record.key] = record
     passed = (known[name] for name in report.verified_cells if is_whole and name in known)
     keys = {key for cell in passed for key in record_keys(cell, here)}
     lifted = change_quarantine(added.values(), lambda record: record.key in keys)

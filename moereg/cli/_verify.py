@@ -215,7 +215,8 @@ def _show_failures(report: Report, results: Sequence[Result]) -> None:
     target.print(Text(f"{status}: {first.check.id}", style="bold red"), soft_wrap=True)
     target.print(f"  {first.outcome.message}", soft_wrap=True)
     if others:
-        target.print(f"  and so do {len(others)} other checks of {first.check.cell.experts}")
+        told = "does 1 other check" if len(others) == 1 else f"do {len(others)} other checks"
+        target.print(f"  and so {told} of {first.check.cell.experts}")
     target.print(f"  again: {report.rerun_line(first)}", soft_wrap=True)
 
 
@@ -233,6 +234,8 @@ def _verdict(report: Report) -> Text:
     if counts["skipped"]:
         text += f", {counts['skipped']} skipped"
     text += f" in {report.seconds:.0f} s; drawn layers are those of --seed {report.seed}"
+    if report.has_no_time:
+        return Text(f"no time left for what runs here of {report.backend}; {text}", style="bold red")
     if report.passed is None:
         return Text(f"nothing of {report.backend} can run here; {text}", style="bold red")
     return Text(f"{report.backend}: {text}", style="bold green" if report.passed else "bold red")

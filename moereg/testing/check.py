@@ -129,8 +129,9 @@ class Check:
 
     @property
     def layer(self) -> DrawnLayer | None:
-        """The layer of a check of the kind `drawn`."""
-        return DrawnLayer.from_dict(json.loads(self.argument)["layer"]) if self.kind == "drawn" else None
+        """The layer of a check of the kind `drawn`; None of others, and where drawing it failed."""
+        layer = json.loads(self.argument).get("layer") if self.kind == "drawn" else None
+        return None if layer is None else DrawnLayer.from_dict(layer)
 
     def run(self) -> None:
         """Runs in this process.

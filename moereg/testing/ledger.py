@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from moereg.digest import LEDGER_NAME, UNKNOWN, class_digest, module_file, root_package
 from moereg.discovery import plugin_statuses
 from moereg.errors import MoeregWarning
+from moereg.facts import narrowed_text
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BUILTIN, BackendCell
 from moereg.testing.provenance import provenance
@@ -58,7 +59,7 @@ class Verification:
         platform: Such as `cuda:sm90`.
         device: Name that the driver gives.
         versions: Versions of torch and of what the cell requires.
-        commit: Commit of the code, empty where unknown.
+        commit: Commit of moereg's code; empty where unknown, and for the cells of other distributions.
         date: ISO date.
         cases: Conformance tests that passed; none failed.
         digest: `cell_digest` of the code.
@@ -93,6 +94,10 @@ class Verification:
             raise ValueError(
                 f"a record of {cell.class_name} needs a platform in ({rules}), got {platform}; run it there"
             )
+        found = provenance(platform, {"torch", *(Requirement(text).name for text in cell.requires)})
+        if cell.origin != BUILTIN:
+            # The commit is that of moereg's checkout, and says nothing of another distribution's code.
+            found["commit"] = ""
         return cls(
             backend=cell.name,
             experts=cell.class_name,
@@ -102,7 +107,7 @@ class Verification:
             cases=cases,
             digest=cell_digest(cell),
             facts=_narrowed(cell),
-            **provenance(platform, {"torch", *(Requirement(text).name for text in cell.requires)}),
+            **found,
         )
 
     @classmethod
@@ -143,14 +148,7 @@ class Verification:
 
 
 def _narrowed(cell: BackendCell) -> str:
-    """The facts of a cell that differ from its class's, such as `activations=silu`."""
-    found = []
-    for field in dataclasses.fields(cell.facts):
-        value = getattr(cell.facts, field.name)
-        if value != getattr(cell.experts.facts, field.name):
-            text = ",".join(sorted(value)) if isinstance(value, frozenset) else str(value)
-            found.append(f"{field.name}={text}")
-    return "; ".join(found)
+    return narrowed_text(cell.facts, cell.experts.facts)
 
 
 def _checked(name: str, value: object) -> object:

@@ -6,11 +6,12 @@ import importlib
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from moereg.errors import ArgumentError, described, stops_the_process
+from moereg.registry import BUILTIN, REGISTRY
 
-__all__ = ["import_modules", "is_file_name"]
+__all__ = ["import_modules", "is_file_name", "own_modules", "resolved_modules"]
 
 
 def is_file_name(name: str) -> bool:
@@ -57,3 +58,31 @@ def _import_file(path: pathlib.Path) -> None:
     except BaseException:
         del sys.modules[path.stem]
         raise
+
+
+def resolved_modules(modules: Sequence[str]) -> tuple[str, ...]:
+    """The names, files among them with their whole paths."""
+    return tuple(str(pathlib.Path(name).resolve()) if is_file_name(name) else name for name in modules)
+
+
+def own_modules(name: str, is_needed: bool) -> tuple[str, ...]:
+    """The modules of a backend that is registered in this process and that no distribution brings.
+
+    Raises:
+        ArgumentError: A class has no module that another process could import, where one is needed.
+    """
+    found: dict[str, None] = {}
+    for cell in REGISTRY.by_name(name):
+        module = cell.experts.__module__
+        if cell.origin in (BUILTIN, "") or cell.origin != module:
+            continue
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if module == "__main__" or file is None:
+            if not is_needed:
+                continue
+            raise ArgumentError(
+                f"a worker process must be able to import {cell.class_name} of {module}, which has no module; put it "
+                "into a file (moereg verify ./my_backend.py), or pass isolate=False"
+            )
+        found.setdefault(str(file) if "." not in module and is_file_name(str(file)) else module)
+    return tuple(found)

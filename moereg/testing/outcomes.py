@@ -9,12 +9,18 @@ from typing import Any, Final
 
 from moereg.testing.check import CellName, Check
 
-__all__ = ["SCHEMA", "STATUSES", "Outcome", "Report", "Result"]
+__all__ = ["IMPORT", "NO_TIME", "SCHEMA", "STATUSES", "Outcome", "Report", "Result"]
 
 SCHEMA: Final = 1
 
 STATUSES: Final = ("passed", "failed", "crashed", "timed_out", "skipped")
 """Kept its promise; broke it; ended its process; took longer than its limit; was not run, for the reason given."""
+
+IMPORT: Final = "(import)"
+"""Stands for the class where importing a backend, or asking what it claims, ended its process or took too long."""
+
+NO_TIME: Final = "no time left; give it more --seconds"
+"""The message of a check that was skipped because the report's time was over."""
 
 _FAILURES: Final = ("failed", "crashed", "timed_out")
 
@@ -29,6 +35,7 @@ class Outcome:
         seconds: Time that it took.
         output: The end of what the backend wrote to standard output and standard error, where that was recorded.
         printed: The beginning of what it wrote to standard output, as one line, where that was recorded.
+        passes_alone: Whether it crashed after other checks of its process, and passes in one of its own.
     """
 
     status: str
@@ -36,6 +43,7 @@ class Outcome:
     seconds: float = 0.0
     output: str = ""
     printed: str = ""
+    passes_alone: bool = False
 
     @property
     def is_failure(self) -> bool:
@@ -100,6 +108,13 @@ class Report:
         return True if any(result.check.cell not in self.idle for result in ran) else None
 
     @property
+    def has_no_time(self) -> bool:
+        """Whether nothing is known of cells that can run here because the time was over."""
+        return self.passed is None and any(
+            result.outcome.message == NO_TIME and result.check.cell not in self.idle for result in self.results
+        )
+
+    @property
     def cells(self) -> tuple[CellName, ...]:
         """All cells, in the order of registration where they ran, then those that cannot run here."""
         return tuple(dict.fromkeys([*(result.check.cell for result in self.results), *self.idle]))
@@ -130,6 +145,8 @@ class Report:
 
     def rerun_line(self, result: Result) -> str:
         """The command that runs one check again."""
+        if result.check.cell.experts == IMPORT:
+            return self.rerun
         layer = result.check.layer
         return f"{self.rerun} --check {shlex.quote(result.check.id if layer is None else str(layer))}"
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -13,12 +11,11 @@ import torch
 
 from moereg.errors import ArgumentError, unknown_name_message
 from moereg.platforms import Platform
-from moereg.registry import BUILTIN, REGISTRY
 from moereg.testing.check import GIVEN, CellName, Check
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.listing import Suite, draw_check, list_suite
-from moereg.testing.modules import is_file_name
-from moereg.testing.outcomes import Outcome, Report, Result
+from moereg.testing.modules import own_modules, resolved_modules
+from moereg.testing.outcomes import IMPORT, NO_TIME, Outcome, Report, Result
 from moereg.testing.workers import CHECK_SECONDS, GPU_CHECK_SECONDS, Here, Worker, interpreting, shared_worker
 
 __all__ = ["CHECK_SECONDS", "DRAWN", "Check", "Outcome", "Report", "Result", "checks_of", "run_check", "verify"]
@@ -29,6 +26,7 @@ DRAWN: Final = 10
 _DRAWN_IMITATED: Final = 3
 _MOST_SIMPLER: Final = 40
 _SIMPLER_SECONDS: Final = 30.0
+_BLAME_SECONDS: Final = 60.0
 _MOST_TIMED_OUT: Final = 2
 
 Progress = Callable[[int, int, Result], None]
@@ -57,7 +55,7 @@ def checks_of(
         UnknownNameError: No backend or platform has that name.
         PluginError: The backend's plugin did not load.
     """
-    names = _resolved(modules) or _own_modules(name, is_needed=False)
+    names = resolved_modules(modules) or own_modules(name, is_needed=False)
     with interpreting():
         suite = list_suite(name, _platform_name(platform), names)
         drawn = [
@@ -77,7 +75,13 @@ def run_check(check: Check, isolate: bool = True, seconds: float | None = None) 
             this process, and only a loop in Python is given up.
         seconds: Time that it gets; `CHECK_SECONDS` where None, and `GPU_CHECK_SECONDS` beside a GPU.
     """
-    return _run(shared_worker() if isolate else Here(), check, _check_seconds(seconds))
+    return _run(shared_worker() if isolate else Here(), check, _check_seconds(seconds))[0]
+
+
+def run_again(check: Check, isolate: bool = True, seconds: float | None = None) -> Outcome:
+    """As `run_check`, in a process that has run no other check, and with twice the time."""
+    worker = shared_worker() if isolate else Here()
+    return _run(worker, check, 2 * _check_seconds(seconds), is_alone=True)[0]
 
 
 def _check_seconds(seconds: float | None) -> float:
@@ -86,19 +90,20 @@ def _check_seconds(seconds: float | None) -> float:
     return GPU_CHECK_SECONDS if torch.cuda.is_available() else CHECK_SECONDS
 
 
-def _run(worker: Worker | Here, check: Check, seconds: float) -> Outcome:
+def _run(worker: Worker | Here, check: Check, seconds: float, is_alone: bool = False) -> tuple[Outcome, int]:
+    """What became of a check, and how many others its process had run where it crashed and passes alone."""
     # Importing is a part of choosing, so its check must see it.
-    is_first = check.kind == "deciding" and worker.is_isolated
+    is_first = is_alone or (check.kind == "deciding" and worker.is_isolated)
     found = worker.ask(op="run", check=check.to_dict(), seconds=seconds, fresh=is_first)
     outcome = _outcome_of(found)
     if outcome.status == "crashed" and found["before"]:
         # It may have been another check that damaged the process.
         alone = _outcome_of(worker.ask(op="run", check=check.to_dict(), seconds=seconds, fresh=True))
         if alone.status != "passed":
-            return alone
+            return alone, 0
         message = f"{outcome.message}, after {found['before']} other checks in that process; alone it passes"
-        return dataclasses.replace(outcome, message=message)
-    return outcome
+        return dataclasses.replace(outcome, message=message, passes_alone=True), int(found["before"])
+    return outcome, 0
 
 
 def _outcome_of(found: dict[str, Any]) -> Outcome:
@@ -142,7 +147,7 @@ def verify(
         ArgumentError: A module cannot be imported, registers nothing, or cannot be imported by another process.
     """
     worker = Worker() if isolate else Here()
-    names = _resolved(modules) or _own_modules(name, is_needed=isolate)
+    names = resolved_modules(modules) or own_modules(name, is_needed=isolate)
     run = _Run(worker, _platform_name(platform), names, seed, _check_seconds(check_seconds), progress)
     try:
         return run.report(name, tuple(only), seconds)
@@ -169,8 +174,11 @@ class _Run:
         self._check_seconds = check_seconds
         self._progress = progress
         self._results: list[Result] = []
+        self._asked: list[Check] = []
         self._start = time.monotonic()
         self._deadline = float("inf")
+        self._has_drawn: set[CellName] = set()
+        self._not_drawn: dict[Check, Outcome] = {}
 
     def report(self, name: str, only: tuple[str, ...], seconds: float | None) -> Report:
         if seconds is not None:
@@ -190,6 +198,8 @@ class _Run:
             if outcome.is_failure and check.cell not in made_simpler:
                 made_simpler.add(check.cell)
                 self._make_simpler(len(self._results) - 1)
+        if not only:
+            self._skip_undrawn(suite)
         if only and suite.running and not self._results:
             raise ArgumentError(unknown_name_message("check", ", ".join(only), {check.kind for check in suite.checks}))
         return self._made(name, suite)
@@ -201,7 +211,7 @@ class _Run:
         outcome = found.get("outcome")
         if isinstance(outcome, Outcome):
             # Importing the backend or asking its predicates ended the process.
-            check = Check.make(CellName(name, "(import)", ("*",), ("*",)), "deciding")
+            check = Check.make(CellName(name, IMPORT, ("*",), ("*",)), "deciding")
             self._results.append(Result(check, outcome))
             return None
         return Suite.from_dict(found)
@@ -222,27 +232,82 @@ class _Run:
             for cell in list(cells):
                 is_over = (seconds is None or bool(only)) and number >= _num_drawn(suite, cell, DRAWN)
                 check = None if is_over else self._draw(cell, number)
-                if check is None:
-                    cells.remove(cell)
-                elif not only or any(text in check.id for text in only):
-                    yield check
-                if time.monotonic() >= self._deadline:
+                if number and time.monotonic() >= self._deadline:
                     return
+                self._has_drawn.add(cell)
+                if check is None or check.layer is None:
+                    cells.remove(cell)
+                if check is not None and (not only or any(text in check.id for text in only)):
+                    yield check
             number += 1
 
     def _draw(self, cell: CellName, number: int) -> Check | None:
-        found = self._worker.ask(
-            op="draw",
-            cell=dataclasses.asdict(cell),
-            seed=self._seed,
-            number=number,
-            platform=self._platform,
-            modules=self._modules,
-        )
+        request: dict[str, Any] = {
+            "op": "draw",
+            "cell": dataclasses.asdict(cell),
+            "seed": self._seed,
+            "number": number,
+            "platform": self._platform,
+            "modules": self._modules,
+        }
+        found = self._worker.ask(seconds=self._check_seconds, **request)
+        if "outcome" in found and found["before"]:
+            # It may have been another check that damaged the process.
+            found = self._worker.ask(seconds=self._check_seconds, fresh=True, **request)
+        outcome = found.get("outcome")
+        if isinstance(outcome, Outcome):
+            # A layer is drawn for what the cell's predicate accepts.
+            check = self._undrawn(cell, number)
+            message = f"asking its predicate of a drawn layer: {outcome.message}"
+            self._not_drawn[check] = dataclasses.replace(outcome, message=message)
+            return check
         return next((Check.from_dict(check) for check in found.get("checks", ())), None)
 
+    def _undrawn(self, cell: CellName, number: int) -> Check:
+        """Stands for a layer that could not be drawn."""
+        label = {"label": f"seed{self._seed}-{number}"}
+        return Check.make(cell, "drawn", label, self._platform, self._modules)
+
+    def _skip_undrawn(self, suite: Suite) -> None:
+        """What passed without a drawn layer for want of time has not passed everything."""
+        for cell in suite.running:
+            if cell not in self._has_drawn:
+                self._results.append(Result(self._undrawn(cell, 0), Outcome("skipped", NO_TIME)))
+
+    def _ask(self, check: Check) -> Outcome:
+        outcome, num_before = _run(self._worker, check, self._check_seconds)
+        if outcome.passes_alone:
+            outcome = self._blame(check, outcome, self._asked[-num_before:])
+        self._asked.append(check)
+        return outcome
+
+    def _blame(self, check: Check, outcome: Outcome, before: Sequence[Check]) -> Outcome:
+        """Finds which of the checks before one did the damage that it crashed of; that one fails, and this one passes.
+
+        Where none is found, none that ran in that process is known to have passed.
+        """
+        deadline = min(time.monotonic() + _BLAME_SECONDS, self._deadline)
+        places = {result.check: place for place, result in enumerate(self._results)}
+        suspects = [earlier for earlier in before if earlier in places]
+        for earlier in reversed(suspects):
+            if time.monotonic() > deadline:
+                break
+            first, _ = _run(self._worker, earlier, self._check_seconds, is_alone=True)
+            self._asked.append(earlier)
+            again = self._worker.ask(op="run", check=check.to_dict(), seconds=self._check_seconds)
+            if first.status == "passed" and again["before"] and _outcome_of(again).status == "crashed":
+                message = f"damages its process: after it, {check.id} ends so: {_outcome_of(again).message}"
+                damage = dataclasses.replace(outcome, message=message, passes_alone=False)
+                self._results[places[earlier]] = Result(earlier, damage)
+                return _run(self._worker, check, self._check_seconds, is_alone=True)[0]
+        unknown = Outcome("skipped", f"{check.id} crashed in the same process later, and passes alone")
+        for earlier in suspects:
+            if self._results[places[earlier]].outcome.status == "passed":
+                self._results[places[earlier]] = Result(earlier, unknown)
+        return outcome
+
     def _add(self, check: Check, total: int) -> Outcome:
-        outcome = self._reason_to_skip(check) or _run(self._worker, check, self._check_seconds)
+        outcome = self._reason_to_skip(check) or self._not_drawn.get(check) or self._ask(check)
         self._results.append(Result(check, outcome))
         if self._progress is not None:
             self._progress(len(self._results), max(total, len(self._results)), self._results[-1])
@@ -250,7 +315,7 @@ class _Run:
 
     def _reason_to_skip(self, check: Check) -> Outcome | None:
         if time.monotonic() >= self._deadline:
-            return Outcome("skipped", "no time left; give it more --seconds")
+            return Outcome("skipped", NO_TIME)
         if not self._worker.is_isolated and self._has_lost_its_device:
             return Outcome("skipped", "an error of the device ended its use in this process; run with --isolate")
         own = [result.outcome.status for result in self._results if result.check.cell == check.cell]
@@ -270,7 +335,7 @@ class _Run:
         deadline = min(time.monotonic() + _SIMPLER_SECONDS, self._deadline)
         if result.outcome.status == "timed_out":
             return
-        is_smaller = True
+        is_smaller = result.check.layer is not None
         while is_smaller:
             is_smaller = False
             found = self._worker.ask(op="simpler", check=result.check.to_dict())
@@ -278,7 +343,7 @@ class _Run:
                 tries += 1
                 if tries > _MOST_SIMPLER or time.monotonic() > deadline:
                     break
-                outcome = _run(self._worker, check, self._check_seconds)
+                outcome = self._ask(check)
                 if outcome.is_failure:
                     result, is_smaller = Result(check, outcome), True
                     break
@@ -310,30 +375,3 @@ def _num_drawn(suite: Suite, cell: CellName, num_drawn: int) -> int:
 
 def _platform_name(platform: Platform | str | None) -> str:
     return "" if platform is None else str(platform)
-
-
-def _resolved(modules: Sequence[str]) -> tuple[str, ...]:
-    return tuple(str(pathlib.Path(name).resolve()) if is_file_name(name) else name for name in modules)
-
-
-def _own_modules(name: str, is_needed: bool) -> tuple[str, ...]:
-    """The modules of a backend that is registered in this process and that no distribution brings.
-
-    Raises:
-        ArgumentError: A class has no module that another process could import, where one is needed.
-    """
-    found: dict[str, None] = {}
-    for cell in REGISTRY.by_name(name):
-        module = cell.experts.__module__
-        if cell.origin in (BUILTIN, "") or cell.origin != module:
-            continue
-        file = getattr(sys.modules.get(module), "__file__", None)
-        if module == "__main__" or file is None:
-            if not is_needed:
-                continue
-            raise ArgumentError(
-                f"a worker process must be able to import {cell.class_name} of {module}, which has no module; put it "
-                "into a file (moereg verify ./my_backend.py), or pass isolate=False"
-            )
-        found.setdefault(str(file) if "." not in module and is_file_name(str(file)) else module)
-    return tuple(found)

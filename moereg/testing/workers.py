@@ -157,7 +157,7 @@ class Here:
             with interpreting(), _given_up_after(seconds):
                 found = answer(request)
         except _TimeUpError:
-            return {"outcome": Outcome("timed_out", f"took longer than {seconds:.0f} s", seconds), "before": 0}
+            return {"outcome": Outcome("timed_out", f"took longer than {seconds:g} s", seconds), "before": 0}
         return {**found, "seconds": time.monotonic() - start, "before": 0}
 
     def stop(self) -> None:
@@ -216,7 +216,7 @@ def _outcome(found: dict[str, Any], seconds: float) -> Outcome | None:
     place = f" in {found['place']}" if found.get("place") else ""
     status, ended = "crashed", found.get("ended", "error")
     if ended == "time":
-        status, message = "timed_out", f"no end after {seconds:.0f} s{place}"
+        status, message = "timed_out", f"no end after {seconds:g} s{place}"
     elif ended == "memory":
         message = f"took {format_bytes(found['bytes'])} of memory{place}"
     elif ended == "output":
@@ -237,7 +237,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _streams(found: dict[str, Any]) -> dict[str, str]:
+def _streams(found: dict[str, Any]) -> dict[str, Any]:
     printed, written = found.get("printed", ""), found.get("written", "")
     first = errors.one_line(printed, _LONGEST_PRINTED)
     return {"output": "\n".join(filter(None, [printed, written])), "printed": first}

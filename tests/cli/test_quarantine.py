@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moereg.cli._quarantine import IMPORT, lift_quarantine, quarantine_failures
+from moereg.cli._quarantine import lift_quarantine, quarantine_failures
 from moereg.discovery import current_platform, list_cells, load_backends
 from moereg.errors import UnknownBackendError
 from moereg.problem import MoEProblem
@@ -15,7 +15,7 @@ from moereg.quarantine import read_quarantine
 from moereg.registry import BackendCell, BackendRegistry
 from moereg.testing.check import CellName, Check
 from moereg.testing.drawing import DrawnLayer
-from moereg.testing.outcomes import Outcome, Report, Result
+from moereg.testing.outcomes import IMPORT, Outcome, Report, Result
 from tests.cli.command import Call, CallJson
 
 PROBLEM = MoEProblem(num_experts=4, hidden_size=64, intermediate_size=64, top_k=2, quant="int8_w8a16")
@@ -71,10 +71,36 @@ def test_a_check_of_one_scheme_quarantines_that_scheme(kind: str) -> None:
     assert str(change) == f"quarantined here: torch ({QUANTIZED}, cpu), int8_w8a16"
 
 
-@pytest.mark.parametrize("status", ["failed", "crashed", "timed_out"])
+@pytest.mark.parametrize("status", ["failed", "crashed"])
 def test_a_check_of_no_scheme_quarantines_all_of_them(status: str) -> None:
     quarantine_failures(report((Check.make(name_of(QUANTIZED), "permute"), Outcome(status, "off"))))
     assert held() == {(QUANTIZED, scheme.name) for scheme in cell_of(QUANTIZED).schemes}
+
+
+def test_what_took_too_long_runs_again_before_it_is_quarantined() -> None:
+    check = Check.make(name_of(QUANTIZED), "permute")
+    late = report((check, Outcome("timed_out", "no end after 2 s")))
+    for again in (None, lambda found: GOOD):
+        change = quarantine_failures(late, again=again)
+        assert held() == set()
+        assert "took too long once" in change.left[str(check.cell)]
+    asked: list[Check] = []
+
+    def still(found: Check) -> Outcome:
+        asked.append(found)
+        return Outcome("timed_out", "no end after 4 s")
+
+    quarantine_failures(late, again=still)
+    assert held() == {(QUANTIZED, scheme.name) for scheme in cell_of(QUANTIZED).schemes}
+    assert read_quarantine().records[0].failure == f"{check.id} timed out: no end after 4 s"
+    assert asked == [check]
+
+
+def test_what_crashed_of_a_check_before_it_is_not_quarantined() -> None:
+    check = Check.make(name_of(QUANTIZED), "permute")
+    change = quarantine_failures(report((check, Outcome("crashed", "SIGSEGV", passes_alone=True))))
+    assert held() == set()
+    assert "passes alone" in change.left[str(check.cell)]
 
 
 def test_what_passed_and_what_was_skipped_is_not_quarantined() -> None:
@@ -126,6 +152,8 @@ def test_a_backend_whose_import_ends_the_process_is_not_imported_here(monkeypatc
     check = Check.make(CellName("mine", IMPORT, ("*",), ("*",)), "deciding")
     change = quarantine_failures(report((check, Outcome("crashed", "signal 11"))))
     assert change.left == {"mine": "importing it ends the process; uninstall it, or leave it out of MOEREG_PLUGINS"}
+    change = quarantine_failures(report((check, Outcome("timed_out", "no end after 0.1 s"))))
+    assert "give it more --check-seconds" in change.left["mine"]
 
 
 def test_lifting_is_for_a_backend_on_this_machine() -> None:

@@ -19,7 +19,7 @@ import pytest
 from moereg.discovery import load_backends
 from moereg.platforms import Platform, PlatformRule
 from moereg.plugins import PluginStatus
-from moereg.registry import BackendCell, BackendRegistry, register_moe_backend, registering_origin
+from moereg.registry import REGISTRY, BackendCell, BackendRegistry, register_moe_backend, registering_origin
 from moereg.testing import ledger
 from moereg.testing.ledger import (
     LedgerWarning,
@@ -341,6 +341,15 @@ def test_a_run_records_what_passed_and_nothing_else(conformance: Conformance) ->
     conformance.report(batched, "passed")
     conformance.report(batched, "failed", is_named=False)
     assert conformance.records() == {"TorchDenseExperts": 2}
+
+
+def test_a_commit_of_moereg_says_nothing_of_another_distribution(
+    wheel: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEREG_COMMIT", "0123abc")
+    (strangers,) = [cell for cell in REGISTRY.cells if cell.name == "wheel_y"]
+    assert Verification.of(strangers, H200, 31).commit == ""
+    assert Verification.of(builtin("TorchDenseExperts", "unquantized", EPYC), EPYC, 31).commit == "0123abc"
 
 
 def test_nothing_of_moereg_starts_a_program() -> None:

@@ -6,20 +6,24 @@ import json
 import pathlib
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import moereg.testing
+from moereg.cli._verify import _verdict
 from moereg.discovery import load_backends
 from moereg.errors import ArgumentError, UnknownBackendError, UnknownPlatformError
 from moereg.platforms import Platform
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from moereg.testing.cases import is_imitated, running_as
-from moereg.testing.check import Check, chosen_machine
-from moereg.testing.listing import list_suite
+from moereg.testing.check import CellName, Check, chosen_machine
+from moereg.testing.listing import Suite, list_suite
 from moereg.testing.modules import import_modules
+from moereg.testing.outcomes import Outcome, Report
 from moereg.testing.suite import checks_of, run_check, verify
 from moereg.testing.workers import Worker, shared_worker
 from tests.support.fakes import FakeExperts
@@ -167,6 +171,106 @@ def test_a_crash_and_a_hang_are_outcomes_and_the_next_check_runs() -> None:
     assert outcome.status == "timed_out"
     assert "permute_weights of bad_backends.py" in outcome.message
     assert run_check(checks("good", "permute")[0]).status == "passed"
+
+
+class FakeWorker:
+    """Answers as a worker does, out of a table; keeps which checks ran in the process that lives."""
+
+    is_isolated = True
+
+    def __init__(self, suite: Suite, broken: Callable[[Check, list[str]], str], draws: bool = True) -> None:
+        self.suite, self.broken, self.draws = suite, broken, draws
+        self.ran: list[str] = []
+
+    def ask(self, fresh: bool = False, **request: Any) -> dict[str, Any]:
+        if request["op"] == "list":
+            return self.suite.to_dict()
+        before, self.ran = len(self.ran), [] if fresh else self.ran
+        if request["op"] == "draw":
+            found = {"checks": []} if self.draws else {"outcome": Outcome("crashed", "exit code 5")}
+            return {**found, "before": before}
+        check = Check.from_dict(request["check"])
+        message = self.broken(check, self.ran)
+        before = len(self.ran)
+        self.ran = [] if message else [*self.ran, check.id]
+        if message:
+            return {"outcome": Outcome("crashed", message), "before": before}
+        return {"status": "passed", "before": before}
+
+    def stop(self) -> None:
+        """Nothing to stop."""
+
+
+ONE, OTHER = (CellName("fake", f"{name}Experts", ("unquantized",), ("cpu",)) for name in ("One", "Other"))
+
+
+def faked(
+    monkeypatch: pytest.MonkeyPatch, broken: Callable[[Check, list[str]], str], draws: bool = True, **options: Any
+) -> Report:
+    listed = tuple(Check.make(cell, kind) for kind in ("permute", "workspaces", "reload") for cell in (ONE, OTHER))
+    suite = Suite("cpu", "A CPU", {}, listed, {}, frozenset())
+    monkeypatch.setattr("moereg.testing.suite.Worker", lambda: FakeWorker(suite, broken, draws))
+    return verify("fake", **options)
+
+
+def test_the_check_that_damaged_the_process_fails_and_not_the_one_that_crashed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    culprit, victim = Check.make(ONE, "workspaces"), Check.make(OTHER, "reload")
+    report = faked(monkeypatch, lambda check, before: "exit code 7" if check == victim and culprit.id in before else "")
+    (failure,) = report.failures
+    assert failure.check == culprit
+    assert f"damages its process: after it, {victim.id} ends so: exit code 7" in failure.outcome.message
+    assert list(report.verified_cells) == [OTHER]
+
+
+def test_where_the_damage_is_from_two_checks_nothing_of_their_process_has_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    victim = Check.make(OTHER, "workspaces")
+    report = faked(monkeypatch, lambda check, before: "exit code 7" if check == victim and len(before) == 3 else "")
+    (failure,) = report.failures
+    assert (failure.check, failure.outcome.passes_alone) == (victim, True)
+    assert report.verified_cells == {}
+    (told,) = {result.outcome.message for result in report.results if result.outcome.status == "skipped"}
+    assert told == f"{victim.id} crashed in the same process later, and passes alone"
+
+
+def test_a_predicate_that_ends_the_process_of_a_drawn_layer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = faked(monkeypatch, lambda check, before: "", draws=False)
+    assert [result.check.id for result in report.failures] == [
+        f"drawn/{cell.experts}/cpu/unquantized/seed0-0" for cell in (ONE, OTHER)
+    ]
+    assert report.verified_cells == {}
+    assert "--check drawn/OneExperts/cpu/unquantized/seed0-0" in report.rerun_line(report.failures[0])
+    assert report.to_dict()["passed"] is False
+
+
+def test_a_cell_whose_drawn_layers_had_no_time_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def slow(check: Check, before: list[str]) -> str:
+        now[0] += 10
+        return ""
+
+    monkeypatch.setattr("moereg.testing.suite.time", SimpleNamespace(monotonic=lambda: now[0]))
+    report = faked(monkeypatch, slow, seconds=55)
+    assert report.passed is True
+    assert report.verified_cells == {}
+    assert len(faked(monkeypatch, slow, seconds=1000).verified_cells) == 2
+    report = faked(monkeypatch, slow, seconds=-1)
+    assert (report.passed, report.has_no_time) == (None, True)
+    assert _verdict(report).plain.startswith("no time left for what runs here of fake; 0 checks passed, 8 skipped")
+
+
+@pytest.mark.slow
+def test_real_damage_is_found_and_a_predicate_that_kills_drawn_layers_fails() -> None:
+    report = verify("damaging", modules=[FILE], only=["numbers"])
+    assert {result.check.cell.experts for result in report.failures} == {"DamagingExperts"}
+    assert any("InnocentExperts" in result.outcome.message for result in report.failures)
+    report = verify("kills_when_drawn", modules=[FILE], only=["drawn"])
+    assert report.verified_cells == {}
+    assert "exit code 5" in report.failures[0].outcome.message
 
 
 def test_without_isolation_a_loop_is_given_up() -> None:

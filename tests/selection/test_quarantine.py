@@ -106,6 +106,24 @@ def test_a_record_of_another_cell_or_of_changed_code_says_nothing(cells: tuple[B
     assert choose(cells[:1], Quarantine([record(cells[0], **OTHERS[other])])).backend == "bad"
 
 
+def test_cells_on_one_rule_that_differ_in_narrowed_facts_are_held_one_by_one() -> None:
+    registry = BackendRegistry()
+    for activation in ("silu", "gelu"):
+        register_moe_backend("twins", 20, ("unquantized",), ("cpu",), activations={activation}, registry=registry)(
+            FakeExperts
+        )
+    register_moe_backend("good", 10, ("unquantized",), ("cpu",), registry=registry)(
+        type("GoodExperts", (FakeExperts,), {})
+    )
+    silu, gelu, _ = registry.cells
+    held = Quarantine([record(silu)])
+    assert held.records[0].facts == "activations=silu"
+    assert held.of_cell(gelu, HERE) == ()
+    assert choose(registry.cells, held).backend == "good"
+    assert choose(registry.cells, held, activation="gelu").backend == "twins"
+    assert len(Quarantine([record(silu), record(gelu)]).of_cell(silu, HERE)) == 1
+
+
 def test_versions_are_those_that_the_cell_runs_on(cells: tuple[BackendCell, ...]) -> None:
     made = record(cells[0])
     assert made.versions == {name: VERSIONS[name] for name in ("kernels", "moereg", "torch")}
