@@ -29,6 +29,7 @@ from moereg.experts import Experts
 from moereg.machine import PROBES, Probes, clause, private_copy, probe_name
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
+from moereg.process_state import libraries_since
 from moereg.reasons import Reason
 from moereg.registration import Probe
 from moereg.registry import BUILTIN, BackendCell
@@ -351,10 +352,7 @@ class _Helpers:
             level = logging.WARNING if question.what == _PREDICATE else logging.INFO
             logger.log(level, "%s took %.2g s; report it to its authors if it is in your way", question, seconds)
         if len(sys.modules) > num_modules:
-            own = question.cell.experts.__module__.partition(".")[0]
-            known = {own, "moereg", *sys.stdlib_module_names}
-            added = list(itertools.islice(reversed(list(sys.modules)), len(sys.modules) - num_modules))
-            libraries = sorted(name for name in added if "." not in name and name not in known)
+            libraries = sorted(libraries_since(num_modules, question.cell.experts.__module__))
             if libraries and self._is_new(question, "import"):
                 logger.warning(
                     "%s imported %s; choosing has to import no library: read versions from platform.versions, and "

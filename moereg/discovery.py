@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final
 
 from moereg.collecting import Collection
@@ -27,6 +27,7 @@ from moereg.errors import (
     UnknownBackendError,
     UnknownSchemeError,
     described,
+    one_line,
     shown,
     stops_the_process,
     unknown_name_message,
@@ -50,6 +51,7 @@ from moereg.plugins import (
     is_allowed,
     unusable,
 )
+from moereg.process_state import Interrupts, ProcessState, libraries_since, origin_of
 from moereg.quant import QUANT_SCHEMES, QuantScheme
 from moereg.registry import API_VERSION, BUILTIN, REGISTRY, BackendCell, BackendRegistry, registering_origin
 
@@ -152,13 +154,16 @@ class _Loader:
         status = point.status
         if not is_allowed(os.environ.get("MOEREG_PLUGINS"), point.group, point.name):
             return dataclasses.replace(status, status="skipped")
+        # First, and written at once: code that ends the process leaves no other trace.
+        logger.debug("importing %s of %s", point.module, status.distribution)
         started, num_modules = time.perf_counter(), len(sys.modules)
+        state, interrupts = ProcessState.now(), Interrupts()
         overdue = threading.Timer(_LONG_SECONDS, _say_overdue, (point,))
         overdue.daemon = True
         overdue.start()
         try:
             self._loading = point
-            with kinds_of_plugin(point.owner.origin, point.module):
+            with interrupts.watched(), kinds_of_plugin(point.owner.origin, point.module):
                 with self._collection.importing(point):
                     loaded = point.load()
                 _check_api_version(point)
@@ -167,7 +172,8 @@ class _Loader:
             if point.group == BACKEND_GROUP:
                 self._publish(point)
         except BaseException as error:  # A stranger's module may raise anything.
-            if stops_the_process(error):
+            if stops_the_process(error) and not (isinstance(error, KeyboardInterrupt) and interrupts.are_excluded()):
+                logger.warning("interrupted while %s of %s was imported", point.module, status.distribution)
                 raise
             if point.group == BACKEND_GROUP:
                 _, early = self._collection.take(point)
@@ -175,8 +181,10 @@ class _Loader:
             return _failed(status, error)
         finally:
             self._loading = None
+            _put_back(state, point)
             overdue.cancel()
-            _log_if_slow(f"importing {point.module}", status.distribution, started, _libraries(point, num_modules))
+            libraries = libraries_since(num_modules, point.module)
+            _log_if_slow(f"importing {point.module}", status.distribution, started, libraries)
         return dataclasses.replace(status, loaded=loaded)
 
     def _publish(self, point: PluginPoint) -> None:
@@ -249,12 +257,22 @@ def _log_if_slow(doing: str, distribution: str, started: float, libraries: Itera
         logger.info("%s of %s took %.1f s%s", doing, distribution, seconds, brought)
 
 
-def _libraries(point: PluginPoint, num_modules: int) -> Iterator[str]:
-    """Packages of others that were imported since there were so many modules."""
-    known = {point.module.partition(".")[0], "moereg", *sys.stdlib_module_names}
-    for name in list(sys.modules)[num_modules:]:
-        if "." not in name and name not in known:
-            yield name
+def _put_back(state: ProcessState, point: PluginPoint) -> None:
+    who = f"importing {point.module} of {' '.join(point.owner)}"
+    if changes := state.restore():
+        logger.warning(
+            "%s changed %s for the whole process, which moereg has put back; report it to its authors",
+            who,
+            one_line(", ".join(changes)),
+        )
+    for thread in state.new_threads():
+        logger.warning(
+            "%s started thread %s of %s, which is no daemon: this process does not end before it; report it to its "
+            "authors, or leave it out of MOEREG_PLUGINS",
+            who,
+            shown(thread.name),
+            origin_of(thread),
+        )
 
 
 def _say_overdue(point: PluginPoint) -> None:

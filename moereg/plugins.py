@@ -22,6 +22,8 @@ __all__ = [
 BACKEND_GROUP: Final = "moereg.backends"
 PLATFORM_GROUP: Final = "moereg.platforms"
 
+_ADD: Final = "add it there"
+_REPAIR: Final = "repair or uninstall that distribution"
 _RESERVED: Final = ("builtin", "moereg")
 
 
@@ -113,12 +115,17 @@ def _described(status: PluginStatus) -> str:
     return f"{kind} plugin {status.name!r} of {status.distribution}"
 
 
+def _cure(failure: LoadFailure, cure: str = _REPAIR) -> str:
+    """A cure to append; nothing where the error is about another plugin and ends with the cure for that."""
+    return "" if failure.error.endswith((_ADD, _REPAIR)) else f"; {cure}"
+
+
 def unusable(status: PluginStatus) -> MoeregError:
     """The error for a request that names a backend or machine whose plugin is not loaded."""
     who = f"backend {status.name!r} of {status.distribution}" if status.group == BACKEND_GROUP else _described(status)
     if status.failure is None:
-        return PluginError(f"{who} is not in MOEREG_PLUGINS; add it there")
-    error = PluginError(f"{who} failed to load: {status.failure.error}; repair or uninstall that distribution")
+        return PluginError(f"{who} is not in MOEREG_PLUGINS; {_ADD}")
+    error = PluginError(f"{who} failed to load: {status.failure.error}{_cure(status.failure)}")
     error.__cause__ = status.failure.exception
     return error
 
@@ -127,7 +134,5 @@ def failure_text(status: PluginStatus, fault: str = "did not load") -> str:
     """The text of the warning about a plugin that failed: the distribution, the fault and error, the cure."""
     assert status.failure is not None
     kind = status.group.removeprefix("moereg.").removesuffix("s")
-    return (
-        f"{kind} {status.name!r} of {status.distribution} {fault}: {status.failure.error}; repair or uninstall "
-        "that distribution, or leave it out of MOEREG_PLUGINS"
-    )
+    cure = _cure(status.failure, f"{_REPAIR}, or leave it out of MOEREG_PLUGINS")
+    return f"{kind} {status.name!r} of {status.distribution} {fault}: {status.failure.error}{cure}"

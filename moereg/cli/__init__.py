@@ -14,7 +14,7 @@ import typer
 from moereg._version import __version__
 from moereg.cli._info import collect_info, machine_shown, selection_with_evidence
 from moereg.cli._options import JsonFlag, ProblemFlags, UsageError, VerboseFlag, takes_problem_flags
-from moereg.cli._output import only_results_on_stdout, print_error, print_json
+from moereg.cli._output import only_results_on_stdout, print_error, print_json, warnings_on_one_line
 from moereg.cli._streams import OutputLostError, guarded_streams
 from moereg.digest import files_stay
 from moereg.discovery import load_backends
@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _exit_code(arguments: list[str]) -> int:
     try:
-        code: int | None = app(args=arguments, prog_name="moereg", standalone_mode=False)
+        with warnings_on_one_line():  # Also of what is read while results are shown.
+            code: int | None = app(args=arguments, prog_name="moereg", standalone_mode=False)
     except OutputLostError:
         raise
     except (MoeregError, MoeregWarning) as error:  # A warning where a filter says so, such as that of python -W error.

@@ -16,7 +16,7 @@ from rich.console import Console
 from moereg.cli._streams import others_print_to_stderr
 from moereg.errors import MoeregWarning, one_line
 
-__all__ = ["console", "only_results_on_stdout", "print_error", "print_json"]
+__all__ = ["console", "only_results_on_stdout", "print_error", "print_json", "warnings_on_one_line"]
 
 # Without a terminal there is no width to fit; rich would assume 80 columns and break names.
 _PIPED_WIDTH: Final = 140
@@ -57,7 +57,7 @@ def print_error(message: str) -> None:
 
 
 @contextlib.contextmanager
-def _warnings_on_one_line() -> Iterator[None]:
+def warnings_on_one_line() -> Iterator[None]:
     """Shows moereg's warnings as its errors: the place in the code says nothing to a user of the command line."""
     before = warnings.formatwarning
 
@@ -80,9 +80,9 @@ def only_results_on_stdout(is_verbose: bool) -> Iterator[None]:
     """Output during a command's work goes to standard error; results are printed after it.
 
     Args:
-        is_verbose: Whether moereg's INFO lines are shown.
+        is_verbose: Whether moereg's log is shown.
     """
-    with others_print_to_stderr(), _warnings_on_one_line():
+    with others_print_to_stderr(), warnings_on_one_line():
         if not is_verbose:
             yield
             return
@@ -91,7 +91,7 @@ def only_results_on_stdout(is_verbose: bool) -> Iterator[None]:
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         level = logger.level
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        logger.setLevel(logging.DEBUG)
         try:
             yield
         finally:

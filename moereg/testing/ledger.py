@@ -41,6 +41,9 @@ __all__ = [
 FILE_NAME: Final = LEDGER_NAME
 SCHEMA: Final = 2
 
+_MOST_BYTES: Final = 16 << 20
+"""A record has about 500 bytes, and every command reads all of them."""
+
 _PACKAGE: Final = __name__.partition(".")[0]
 
 
@@ -297,8 +300,8 @@ def _records(path: pathlib.Path, origin: str, _changed_ns: int, _num_bytes: int)
         return read_ledger(path)
     except ValueError as error:
         warnings.warn(
-            f"the ledger of {origin}, {path}, cannot be used as evidence: {error}; "
-            f"write it again or uninstall {origin}",
+            f"the ledger of {origin}, {path}, cannot be used as evidence, and its cells count as not verified: "
+            f"{error}; reinstall {_PACKAGE if origin == BUILTIN else origin}, or remove the ledger",
             LedgerWarning,
             stacklevel=2,
         )
@@ -312,6 +315,9 @@ def read_ledger(path: pathlib.Path) -> tuple[Verification, ...]:
         ValueError: It cannot be read, is not JSON, or does not hold records of this schema.
     """
     try:
+        size = path.stat().st_size
+        if size > _MOST_BYTES:
+            raise ValueError(f"it may have at most {_MOST_BYTES >> 20} MiB, got {size >> 20} MiB")
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"it must be readable JSON, got {type(error).__name__}: {error}") from error

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import json
+import logging
 import os
 import re
 import select
@@ -111,6 +112,8 @@ def _work(requests: int, answers: int) -> None:
     with os.fdopen(requests, "r", encoding="utf-8") as lines, os.fdopen(answers, "w", encoding="utf-8") as sink:
         for line in lines:
             request = json.loads(line)
+            if request["op"] == "list":
+                _log_to_stderr()
             # Says where the code is that never returns, to the file that the parent reads.
             faulthandler.dump_traceback_later(request["seconds"], file=2)
             try:
@@ -125,6 +128,13 @@ def _work(requests: int, answers: int) -> None:
                     stream.flush()
             sink.write(json.dumps(found) + "\n")
             sink.flush()
+
+
+def _log_to_stderr() -> None:
+    """Says which plugin is imported, for the message about one that ends the process."""
+    logger = logging.getLogger("moereg")
+    logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.DEBUG)
 
 
 class _Supervisor:
@@ -152,7 +162,7 @@ class _Supervisor:
         found["printed"], found["written"] = _read(child.stdout), _read(child.stderr)
         child.num_answered += request["op"] == "run"
         if not text:
-            found["place"] = _place(found["written"])
+            found["place"] = _place(found["written"]) or _imported(found["written"])
             self.stop()
         elif found.get("answer", {}).get("spoiled"):
             self.stop()
@@ -229,6 +239,12 @@ def _place(written: str) -> str:
         return ""
     path, line, function = own[0]
     return f"{function} of {os.path.basename(path)}:{line}"
+
+
+def _imported(written: str) -> str:
+    """The plugin that was imported last: `import of my_module of my-wheel 1.0`."""
+    lines = re.findall(r"^importing (\S+ of .+)$", written, re.MULTILINE)
+    return f"import of {lines[-1]}" if lines else ""
 
 
 def main() -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moereg import cli, discovery
-from moereg.cli._output import only_results_on_stdout
+from moereg.cli._output import warnings_on_one_line
 from moereg.errors import MoeregWarning, PluginWarning
 from moereg.registry import BackendRegistry
 from tests.cli.command import SIZES, Call, CallJson, strict_json
@@ -42,6 +44,19 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: B
     yield from fresh_wheels(tmp_path, monkeypatch, isolated_registry)
 
 
+@pytest.fixture
+def warnings_shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Warnings on standard error, as outside of pytest."""
+
+    def show(message: Warning | str, category: type[Warning], filename: str, line: int, *_: Any, **__: Any) -> None:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, line))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        monkeypatch.setattr(warnings, "showwarning", show)
+        yield
+
+
 @pytest.mark.filterwarnings("ignore::moereg.errors.PluginWarning")
 def test_broken_and_loud_wheels_beside_a_good_one(wheels: Wheels, capfd: pytest.CaptureFixture[str]) -> None:
     wheels.install("loud", {"loud": "loud_wheel"}, {"loud_wheel.py": LOUD + backend("loud")})
@@ -67,18 +82,21 @@ def test_broken_and_loud_wheels_beside_a_good_one(wheels: Wheels, capfd: pytest.
     )
 
 
-def test_streams_and_filters_that_a_wheel_spoils(wheels: Wheels, capfd: pytest.CaptureFixture[str]) -> None:
+def test_streams_and_filters_that_a_wheel_spoils(
+    wheels: Wheels, warnings_shown: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     spoils = "import sys, warnings\nsys.stdout.close()\nsys.stdout = None\nwarnings.simplefilter('error')\n"
     wheels.install("spoils", {"spoils": "spoils_wheel"}, {"spoils_wheel.py": spoils + backend("spoils")})
     huge = backend("wrong").replace('"1"', "'9' * 10**6")
     wheels.install("wrong", {"wrong": "wrong_wheel"}, {"wrong_wheel.py": huge})
-    # The warning is an error once, told as one.
-    with warnings.catch_warnings():
-        assert cli.main(["info"]) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.startswith("moereg: backend 'wrong' of wrong 1.2 did not load: RegistrationError: wrong_wheel must say ")
-    assert (len(err.splitlines()), len(err) < 600) == (1, True)
+    before = warnings.filters[:]
+    assert cli.main(["info"]) == 0
+    assert warnings.filters == before
+    (failed,) = capfd.readouterr().err.splitlines()
+    (told,) = caplog.messages
+    assert told.startswith("importing spoils_wheel of spoils 1.2 changed filters of all warnings for the whole process")
+    start = "moereg: warning: backend 'wrong' of wrong 1.2 did not load: RegistrationError: wrong_wheel must say "
+    assert (failed.startswith(start), len(failed) < 600) == (True, True)
     assert cli.main(["info", "--json"]) == 0
     assert {plugin["name"]: plugin["status"] for plugin in strict_json(capfd.readouterr().out)["plugins"]} == {
         "spoils": "loaded", "wrong": "failed",
@@ -98,10 +116,30 @@ def test_a_scheme_of_a_wheel(wheels: Wheels, call: Call, call_json: CallJson) ->
 
 def test_a_warning_is_one_line_of_the_command_line() -> None:
     before = warnings.formatwarning
-    with only_results_on_stdout(False):
+    with warnings_on_one_line():
         text = warnings.formatwarning(PluginWarning("a\nb \x1b"), PluginWarning, "moereg/discovery.py", 3)
         other = warnings.formatwarning("theirs", UserWarning, "theirs.py", 3, "")
     assert text == "moereg: warning: a b \\x1b\n"
     assert other == before("theirs", UserWarning, "theirs.py", 3, "")
     assert warnings.formatwarning is before
     assert issubclass(PluginWarning, MoeregWarning)
+
+
+def test_a_wheel_that_ends_the_process_was_named_before(wheels: Wheels, capfd: pytest.CaptureFixture[str]) -> None:
+    # What ends an interpreter is stopped here by an exception that nothing contains.
+    ends = "import os\nos.write(2, b'the end\\n')\n"
+    wheels.install("ends", {"ends": "ends_wheel"}, {"ends_wheel.py": ends + backend("ends")})
+    assert cli.main(["info", "-v", "--json"]) == 0
+    lines = capfd.readouterr().err.splitlines()
+    assert lines.index("DEBUG moereg: importing ends_wheel of ends 1.2") == lines.index("the end") - 1
+
+
+def test_a_ledger_that_is_read_while_results_are_shown(
+    wheels: Wheels, warnings_shown: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = {"own_wheel/__init__.py": backend("own", rule="cpu"), "own_wheel/moereg_ledger.json": "{}"}
+    wheels.install("own", {"own": "own_wheel"}, files)
+    assert cli.main(f"explain {SIZES} --require own --platform cpu".split()) == 0
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "ledger" in line]
+    assert line.startswith("moereg: warning: the ledger of own, ")
+    assert line.endswith("; reinstall own, or remove the ledger")

@@ -245,7 +245,7 @@ def test_a_malformed_ledger_is_one_warning_and_no_evidence(wheel: pathlib.Path, 
     with pytest.warns(LedgerWarning) as warned:
         assert str(evidence_of(wheel_cell())) == "not verified"
     (text,) = [str(warning.message) for warning in warned]
-    assert text.startswith(f"the ledger of wheel_y.backend, {path}, cannot be used as evidence: ")
+    assert text.startswith(f"the ledger of wheel_y.backend, {path}, cannot be used as evidence, and its cells ")
     assert expected in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -259,6 +259,14 @@ def test_a_malformed_ledger_is_one_warning_and_no_evidence(wheel: pathlib.Path, 
 def test_a_ledger_that_is_a_folder_is_malformed(wheel: pathlib.Path) -> None:
     (wheel / ledger.FILE_NAME).mkdir()
     with pytest.warns(LedgerWarning, match="IsADirectoryError"):
+        assert str(evidence_of(wheel_cell())) == "not verified"
+
+
+def test_a_ledger_of_many_megabytes_is_not_read(wheel: pathlib.Path) -> None:
+    path = wheel / ledger.FILE_NAME
+    with path.open("wb") as file:
+        file.truncate(100 << 20)
+    with pytest.warns(LedgerWarning, match=r"at most 16 MiB, got 100 MiB; reinstall wheel_y\.backend, or remove"):
         assert str(evidence_of(wheel_cell())) == "not verified"
 
 

@@ -25,6 +25,7 @@ from moereg.testing.listing import Suite, list_suite
 from moereg.testing.modules import import_modules
 from moereg.testing.outcomes import Outcome, Report
 from moereg.testing.suite import checks_of, run_check, verify
+from moereg.testing.worker import _imported
 from moereg.testing.workers import Worker, shared_worker
 from tests.support.fakes import FakeExperts
 
@@ -307,3 +308,9 @@ def test_a_machine_without_its_device_is_no_fault_of_a_backend(monkeypatch: pyte
     monkeypatch.setattr("moereg.testing.cases.current_platform", lambda: Platform("npu", "910b", probed=True))
     with pytest.raises(UnknownPlatformError, match="layers of platform npu:910b live on torch's device type 'npu'"):
         list_suite("good")
+
+
+def test_a_plugin_that_ends_the_process_is_the_last_that_was_imported() -> None:
+    written = "importing one of wheel-one 1.0\nof its own\nimporting two.backend of wheel-two 2.0\nits last words"
+    assert _imported(written) == "import of two.backend of wheel-two 2.0"
+    assert _imported("importing is not all") == ""

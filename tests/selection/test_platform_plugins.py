@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from moereg.errors import UnknownPlatformError
+from moereg.errors import RegistrationError, UnknownPlatformError, described
 from moereg.platforms import Platform, kinds, miss_kinds_of
+from moereg.plugins import LoadFailure, PluginStatus, failure_text, unusable
 from tests.selection.test_discovery import API, BACKEND, Site
 
 KIND = """
@@ -194,3 +195,13 @@ def test_a_plugin_that_is_left_out_is_named_too(monkeypatch: pytest.MonkeyPatch)
     assert str(raised.value).endswith(
         "; platform plugin 'lava' of moereg-lava 1.2 is not in MOEREG_PLUGINS; add it there"
     )
+
+
+def test_one_cure_where_another_plugin_is_missing() -> None:
+    other = "platform plugin 'lava' of moereg-lava 1.2 is not in MOEREG_PLUGINS; add it there"
+    error = RegistrationError(f"unknown platform kind 'lava'; {other}")
+    failure = LoadFailure(described(error), error)
+    status = PluginStatus("moereg.backends", "x", "x_wheel", "moereg-x 1.2", "failed", failure)
+    for text in (failure_text(status), str(unusable(status))):
+        assert text.endswith(other)
+        assert "repair" not in text
