@@ -149,9 +149,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         "libraries that a predicate imports are not named",
-        "moereg/asking.py",
-        old='if "." not in name and name not in known)',
-        new='if "." in name and name not in known)',
+        "moereg/process_state.py",
+        old='if "." not in name and name not in known]',
+        new='if "." in name and name not in known]',
         tests=("tests/selection/test_asking.py::test_a_predicate_that_imports_a_library_is_named",),
     ),
     Mutant(
