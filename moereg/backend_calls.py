@@ -21,11 +21,11 @@ from moereg.errors import (
     stops_the_process,
 )
 from moereg.experts import Experts
-from moereg.platforms import KINDS
+from moereg.platforms import KINDS, is_device_type
 from moereg.selection import Decision, Selection
 from moereg.weights import ExpertWeights, PermutedWeights
 
-__all__ = ["make_experts", "named", "permute", "raise_named", "workspace_shapes"]
+__all__ = ["device_types", "lacking_workspaces", "make_experts", "named", "permute", "raise_named", "workspace_shapes"]
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -88,11 +88,28 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
     return permuted
 
 
-def _check_device(selection: Selection, experts: Experts, device: torch.device) -> None:
+def device_types(selection: Selection, experts: Experts | type[Experts]) -> tuple[str, ...]:
+    """Torch's names of the devices whose tensors the experts read on the selection's platform.
+
+    Raises:
+        BackendError: The method raised, or returned something else, such as a name that torch does not know.
+    """
+    platform = selection.platform
     try:
-        allowed = tuple(map(str, experts.device_types(platform=selection.platform)))
+        found: object = experts.device_types(platform=platform)
     except BaseException as error:
         raise_named(selection, "device_types", error)
+    if not isinstance(found, (tuple, list)) or not found or not all(isinstance(name, str) for name in found):
+        raise _backend_error(selection, "device_types", "returned no tuple of names of devices from", shown(found))
+    for name in found:
+        # The device of the platform itself may need an extension of torch, and its error says so.
+        if name != platform.device_type and not is_device_type(name):
+            raise _backend_error(selection, "device_types", "named a device that torch does not know in", shown(name))
+    return tuple(map(str.__str__, found))
+
+
+def _check_device(selection: Selection, experts: Experts, device: torch.device) -> None:
+    allowed = device_types(selection, experts)
     if device.type not in allowed:
         raise ValueError(
             f"{type(experts).__name__} for {selection.platform} needs weights on a {' or '.join(allowed)} device, "
@@ -119,6 +136,21 @@ def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) ->
             if min((*first, *second, 0)) == 0 and max(map(_extent, (first, second))) <= _MOST_ELEMENTS:
                 return first, second
     raise _backend_error(selection, "workspace_shapes", "returned no two shapes from", shown(shapes))
+
+
+def lacking_workspaces(selection: Selection, shapes: Shapes, error: Exception) -> Exception:
+    """The lack of memory for a backend's workspaces with its name: a larger machine is no cure for an absurd shape."""
+    winner = selection.winner
+    if winner is None or not is_lack_of_memory(error):
+        return error
+    text = (
+        f"{error} (backend {winner.backend!r} of {winner.provider} asked for workspaces {shapes[0]} and {shapes[1]}: "
+        f"if that is absurd, do without it (--deny {winner.backend}) and report it to its authors)"
+    )
+    try:
+        return type(error)(text)
+    except Exception:  # An allocator's own type may take other arguments.
+        return error
 
 
 def _extent(shape: tuple[int, ...]) -> int:

@@ -178,14 +178,14 @@ class MoEKernel:
             shapes = backend_calls.workspace_shapes(self.selection, experts, prepared.num_tokens)
             self._workspace_shapes[prepared.num_tokens] = shapes
         if experts.output_form == "reduced":
-            workspace13, workspace2 = WORKSPACES.take(shapes, problem.torch_dtype, self._device)
+            workspace13, workspace2 = self._scratch(shapes)
             expert_out = out
         else:
             if experts.output_form == "per_expert":
                 rows: tuple[int, ...] = (problem.num_local_experts, prepared.num_tokens, problem.hidden_size)
             else:
                 rows = (*topk_ids.shape, problem.hidden_size)
-            workspace13, workspace2, expert_out = WORKSPACES.take((*shapes, rows), problem.torch_dtype, self._device)
+            workspace13, workspace2, expert_out = self._scratch(shapes, rows)
         try:
             experts.apply(
                 out=expert_out,
@@ -198,6 +198,15 @@ class MoEKernel:
             backend_calls.raise_named(self.selection, "apply", error)
         if experts.output_form != "reduced":
             self._prepare_finalize.finalize(out, expert_out, prepared, problem)
+
+    def _scratch(self, shapes: backend_calls.Shapes, *others: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        try:
+            return WORKSPACES.take((*shapes, *others), self.problem.torch_dtype, self._device)
+        except Exception as error:
+            named = backend_calls.lacking_workspaces(self.selection, shapes, error)
+            if named is error:
+                raise
+            raise named from error
 
     def __repr__(self) -> str:
         winner = self.selection.winner

@@ -253,6 +253,7 @@ class Selection:
             "source": self.source,
             "decisions": [decision.to_dict() for decision in self.decisions],
             "notices": list(self.notices),
+            "platform_claimed_by": self.platform.claimed_by or None,
         }
 
     def to_json(self) -> str:
@@ -303,9 +304,12 @@ class Selection:
         read = functools.partial(_read_decision, cells=tuple(cells))
         platform = within("platform", Platform.from_name, field("platform", check_text))
         is_probed = field("platform_source", lambda path, found: check_one_of(path, found, _PLATFORM_SOURCES))
+        claimed_by = None
+        if "platform_claimed_by" in values:
+            claimed_by = field("platform_claimed_by", check_optional(check_text))
         selection = cls(
             problem=within("problem", MoEProblem.from_dict, field("problem", check_mapping)),
-            platform=dataclasses.replace(platform, probed=is_probed == "probed"),
+            platform=dataclasses.replace(platform, probed=is_probed == "probed", claimed_by=claimed_by or ""),
             request=_read_request(field("request", check_mapping)),
             decisions=field("decisions", lambda path, found: check_list(path, found, read)),
             source=field("source", check_optional(lambda path, found: check_one_of(path, found, SOURCES))),

@@ -39,6 +39,7 @@ def collect_info() -> dict[str, Any]:
         "platform_error": platform_error,
         "backends": [_backend(name, registry.by_name(name), platform, quarantine) for name in registry.names],
         "plugins": [status.to_dict() for status in plugin_statuses()],
+        "platform_claimed_by": platform.claimed_by or None,
     }
 
 

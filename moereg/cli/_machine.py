@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
+from moereg.backend_calls import device_types
 from moereg.cli._options import UsageError
 from moereg.discovery import current_platform, load_backends
-from moereg.errors import stops_the_process
 from moereg.platforms import Platform, probe_cpu, torch_device
 from moereg.selection import Selection
 
@@ -45,10 +47,7 @@ def layer_device(selection: Selection) -> torch.device:
     platform, winner = selection.platform, selection.winner
     types: tuple[str, ...] = ()
     if winner is not None and winner.cell is not None:
-        try:
-            types = tuple(map(str, winner.cell.experts.device_types(platform=platform)))
-        except BaseException as error:  # One that raises is named once the layer is built.
-            if stops_the_process(error):
-                raise
+        with contextlib.suppress(Exception):  # It fails again, under the backend's name, once the layer is built.
+            types = device_types(selection, winner.cell.experts)
     # A backend may read another device's tensors, as with DLPack.
     return torch_device(platform, None if not types or platform.device_type in types else types[0])

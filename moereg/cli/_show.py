@@ -278,7 +278,8 @@ def _machine(platform: Platform) -> str:
     facts = [platform.device_name] if platform.device_name else []
     if platform.memory_bytes:
         facts.append(format_bytes(platform.memory_bytes))
-    return f"{platform} ({', '.join(facts)})" if facts else str(platform)
+    claim = f", as {platform.claimed_by} claims" if platform.claimed_by else ""
+    return f"{platform} ({', '.join(facts)}){claim}" if facts else f"{platform}{claim}"
 
 
 def _mark(decision: Decision, winner: Decision | None) -> Text:

@@ -4,7 +4,7 @@ Everything else takes a `Platform`, so a laptop can ask what another machine wou
 """
 
 from moereg.platforms.claims import accept_plugin, claim_of, decide_claims
-from moereg.platforms.devices import torch_device
+from moereg.platforms.devices import is_device_type, torch_device
 from moereg.platforms.kinds import (
     KINDS,
     PlatformKind,
@@ -29,6 +29,7 @@ __all__ = [
     "decide_claims",
     "gpu_clocks",
     "installed_versions",
+    "is_device_type",
     "kinds_of_plugin",
     "load_kinds_with",
     "miss_kinds_of",

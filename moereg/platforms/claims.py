@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Final
 
-from moereg.errors import PluginError, described, shown
+from moereg.errors import PluginError, described, one_line, shown
 from moereg.platforms.kinds import PlatformKind, register_platform_kind
 from moereg.platforms.platform import Platform
 from moereg.platforms.probe import installed_versions
@@ -124,7 +124,13 @@ def decide_claims(claims: Mapping[str, Platform]) -> Platform | None:
             f"one platform plugin may claim this machine, got {len(claims)}: {', '.join(names)}; choose one by "
             f"MOEREG_PLUGINS=platforms:{names[0].partition(' ')[0]} or uninstall the others"
         )
-    for platform in claims.values():
+    for plugin, platform in claims.items():
+        name, _, distribution = plugin.partition(" of ")
         # A plugin describes the machine at hand, whether or not it says so.
-        return dataclasses.replace(platform, versions=platform.versions or installed_versions(), probed=True)
+        return dataclasses.replace(
+            platform,
+            claimed_by=one_line(f"platform plugin {name!r} of {distribution}"),
+            versions=platform.versions or installed_versions(),
+            probed=True,
+        )
     return None

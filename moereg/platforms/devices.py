@@ -7,7 +7,7 @@ import torch
 from moereg.errors import UnknownPlatformError, described, is_lack_of_memory
 from moereg.platforms.platform import Platform
 
-__all__ = ["torch_device"]
+__all__ = ["is_device_type", "torch_device"]
 
 
 def torch_device(platform: Platform, device_type: str | None = None, *, touch: bool = True) -> torch.device:
@@ -31,7 +31,29 @@ def torch_device(platform: Platform, device_type: str | None = None, *, touch: b
             raise
         raise UnknownPlatformError(
             f"layers of platform {platform} live on torch's device type {wanted!r}, which torch {torch.__version__} "
-            f"cannot use here: {described(error)}; import the extension of torch that brings it, or name another "
-            "platform such as cpu"
+            f"cannot use here: {described(error)}; {_cure(platform, wanted)}"
         ) from error
     return device
+
+
+def is_device_type(name: str) -> bool:
+    """Whether torch knows a device type by that name, be there such a device or not."""
+    try:
+        return torch.device(name).type == name
+    except RuntimeError:
+        return False
+
+
+def _cure(platform: Platform, device_type: str) -> str:
+    if not is_device_type(device_type):
+        cure = "import the extension of torch that brings it, or name another platform such as cpu"
+    elif platform.claimed_by:
+        cure = "name another platform such as cpu"
+    else:
+        cure = "use a build of torch that can, or name another platform such as cpu"
+    if platform.claimed_by:
+        cure += (
+            f"; {platform.claimed_by} claims that this machine is {platform}: where it is not, do without platform "
+            "plugins by MOEREG_PLUGINS=platforms:"
+        )
+    return cure

@@ -24,6 +24,8 @@ class Platform:
         memory_bytes: Memory of one device; 0 if unknown.
         versions: Installed distributions by name (empty for a named platform).
         probed: Whether this describes the machine at hand; False for a named one.
+        claimed_by: The platform plugin that says so, as `platform plugin 'mine' of moereg-mine 1.0`; empty where moereg
+            found out itself.
     """
 
     kind: str
@@ -32,6 +34,7 @@ class Platform:
     memory_bytes: int = 0
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False, compare=False, repr=False)
     probed: bool = False
+    claimed_by: str = dataclasses.field(default="", hash=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for field in ("kind", "arch"):
@@ -40,6 +43,7 @@ class Platform:
         check_instance("device_name of a platform", self.device_name, str, "as the driver says it")
         check_count("memory_bytes of a platform", self.memory_bytes, minimum=0)
         check_flag("probed of a platform", self.probed)
+        check_text("claimed_by of a platform", self.claimed_by)
         for name, version in check_mapping("versions of a platform", self.versions).items():
             if not isinstance(version, str):
                 raise ArgumentError(f"versions of a platform must be texts, got {shown(version)} for {shown(name)}")

@@ -18,7 +18,7 @@ from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from tests.cli.command import Call, CallJson
 from tests.support.fakes import FakeExperts
 
-INFO_KEYS = ["schema", "version", "platform", "platform_error", "backends", "plugins"]
+INFO_KEYS = ["schema", "version", "platform", "platform_error", "backends", "plugins", "platform_claimed_by"]
 BACKEND_KEYS = ["name", "origin", "origin_version", "cells", "available", "reasons"]
 CELL_KEYS = ["experts", "quant_schemes", "platforms", "priority", "tier", "verified", "not_verified", "quarantined"]
 PLUGIN_KEYS = ["group", "name", "value", "distribution", "status", "error"]

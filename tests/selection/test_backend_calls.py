@@ -155,6 +155,10 @@ def test_a_signal_that_ends_the_process_passes(isolated_registry: BackendRegistr
 @pytest.mark.parametrize(
     ("step", "value", "text"),
     [
+        ("device_types", ("bogus",), "named a device that torch does not know in Failing.device_types: 'bogus';"),
+        ("device_types", ("cpu", 3), "returned no tuple of names of devices from Failing.device_types: ('cpu', 3);"),
+        ("device_types", "cpu", "returned no tuple of names of devices from Failing.device_types: 'cpu';"),
+        ("device_types", (), "returned no tuple of names of devices from Failing.device_types: ();"),
         ("permute_weights", None, "returned no PermutedWeights from Failing.permute_weights: None;"),
         ("permute_weights", {"w13": 1}, "returned no PermutedWeights from Failing.permute_weights: {'w13': 1};"),
         (
@@ -197,6 +201,32 @@ def test_what_a_backend_returns_is_checked(
     with pytest.raises(BackendError) as raised:
         _call(make_kernel(PROBLEM, _weights(), _selection()))
     assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [("bogus", 3), ("bogus",), "cpu"])
+def test_a_run_names_the_backend_whose_devices_are_none(
+    isolated_registry: BackendRegistry, capsys: pytest.CaptureFixture[str], value: object
+) -> None:
+    _returning("device_types", value)
+    assert cli.main([*RUN.split(), "--require", "failing"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "FAILED: backend 'failing' of " in out
+    assert "--deny failing" in out
+
+
+def test_workspaces_that_fit_nowhere_are_named(
+    isolated_registry: BackendRegistry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _returning("workspace_shapes", ((10**7, 10**7), (8,)))
+    with pytest.raises(
+        RuntimeError, match=r"backend 'failing' of .* asked for workspaces \(10000000, 10000000\)"
+    ) as raised:
+        _call(make_kernel(PROBLEM, _weights(), _selection()))
+    assert is_lack_of_memory(raised.value)
+    assert cli.main([*RUN.split(), "--require", "failing"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("moereg: not enough memory: ")
+    assert "do without it (--deny failing)" in err
 
 
 def test_a_reload_that_fails_is_named_too(isolated_registry: BackendRegistry) -> None:

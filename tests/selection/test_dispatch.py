@@ -830,6 +830,7 @@ def test_json_shape(fakes: BackendRegistry) -> None:
         "source",
         "decisions",
         "notices",
+        "platform_claimed_by",
     ]
     assert values["notices"] == []
     assert values["schema"] == 1

@@ -185,6 +185,9 @@ def test_a_machine_that_two_claim_and_one_without_its_device(site: Site) -> None
     for _, _, err in (ran, bench):
         assert "layers of platform lava:lava3 live on torch's device type 'lava', which torch" in err
         assert "import the extension of torch that brings it, or name another platform such as cpu" in err
+        assert "; platform plugin 'lava' of moereg-lava 1.2 claims that this machine is lava:lava3: where " in err
+    claim = "platform plugin 'lava' of moereg-lava 1.2"
+    assert (info["platform_claimed_by"], f", as {claim} claims" in " ".join(explained[1].split())) == (claim, True)
 
 
 def test_a_plugin_that_is_left_out_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:

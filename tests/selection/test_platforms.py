@@ -412,6 +412,22 @@ def test_a_claim_is_a_plain_value() -> None:
     assert f"{claimed} {claimed.device_name} {claimed.versions}" == "cpu odd {'a': '1'}"
 
 
+@pytest.mark.parametrize(
+    ("device_type", "cure"),
+    [("bogus", "import the extension of torch that brings it, or name another"), ("meta:7:7", "")],
+)
+@pytest.mark.usefixtures("kinds")
+def test_a_device_that_a_plugin_claims_is_told_with_the_plugin(device_type: str, cure: str) -> None:
+    claimed = dataclasses.replace(Platform("cpu"), claimed_by="platform plugin 'a' of pl-a 1.0")
+    with pytest.raises(UnknownPlatformError) as raised:
+        torch_device(claimed, device_type)
+    assert cure in str(raised.value)
+    assert str(raised.value).endswith(
+        "; platform plugin 'a' of pl-a 1.0 claims that this machine is cpu: where it is not, do without platform "
+        "plugins by MOEREG_PLUGINS=platforms:"
+    )
+
+
 def test_claims_are_decided() -> None:
     h200 = Platform("cuda", "sm90")
     assert decide_claims({}) is None
@@ -419,6 +435,8 @@ def test_claims_are_decided() -> None:
     assert decided is not None
     assert decided.probed
     assert decided.versions["torch"] == torch.__version__
+    assert decided.claimed_by == "platform plugin 'one' of moereg-one 1.2"
+    assert decided == dataclasses.replace(decided, claimed_by="")
     with pytest.raises(PluginError, match=r"got 2: a of b 1, c of d 2; choose one by MOEREG_PLUGINS=platforms:a or"):
         decide_claims({"c of d 2": h200, "a of b 1": h200})
 
