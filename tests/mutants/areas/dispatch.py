@@ -120,6 +120,27 @@ MUTANTS: Final = (
         tests=("tests/selection/test_asking.py::test_a_predicate_that_does_not_return_is_given_up_once",),
     ),
     Mutant(
+        "predicates of wheels share their arguments",
+        "moereg/asking.py",
+        old="return own_reasons(cell, private_copy(problem), private_copy(platform))",
+        new="return own_reasons(cell, problem, platform)",
+        tests=("tests/selection/test_asking.py::test_what_a_stranger_changes_in_its_arguments_nobody_else_sees",),
+    ),
+    Mutant(
+        "time in which nobody could answer counts",
+        "moereg/asking.py",
+        old="if waited >= seconds and",
+        new="if time.perf_counter() - self._began >= seconds and",
+        tests=("tests/selection/test_asking.py::test_time_in_which_nobody_can_answer_is_not_counted",),
+    ),
+    Mutant(
+        "any thread's KeyboardInterrupt is Ctrl-C",
+        "moereg/errors.py",
+        old="    if threading.current_thread() is not threading.main_thread():\n        return False\n",
+        new="",
+        tests=("tests/selection/test_asking.py::test_an_interrupt_that_nobody_sent_is_an_error_of_the_wheel",),
+    ),
+    Mutant(
         "questions behind one that is given up are forgotten",
         "moereg/asking.py",
         old="rest = questions[len(answers) :]",
@@ -360,8 +381,8 @@ MUTANTS: Final = (
     Mutant(
         "a plugin's machine is not marked as probed",
         "moereg/platforms/claims.py",
-        old="versions=platform.versions or installed_versions(), probed=True)",
-        new="versions=platform.versions or installed_versions())",
+        old="            probed=True,\n",
+        new="",
         tests=("tests/selection/test_discovery.py::test_a_platform_plugin_beats_the_probe",),
     ),
     Mutant(
