@@ -183,6 +183,7 @@ class _Loader:
             self._loading = None
             _put_back(state, point)
             overdue.cancel()
+            logger.debug("imported %s of %s", point.module, status.distribution)
             libraries = libraries_since(num_modules, point.module)
             _log_if_slow(f"importing {point.module}", status.distribution, started, libraries)
         return dataclasses.replace(status, loaded=loaded)

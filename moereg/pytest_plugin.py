@@ -32,7 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--moereg-platform", metavar="PLATFORM", help="run the kit as this platform; as this machine where left out"
     )
     group.addoption(
-        "--moereg-seconds", type=float, metavar="S", help="time that each check of the kit gets; 120 s where left out"
+        "--moereg-seconds",
+        type=float,
+        metavar="S",
+        help="time that each check of the kit gets; 120 s, and 300 s beside a GPU, where left out",
     )
     group.addoption(
         "--moereg-no-isolate",
@@ -72,7 +75,8 @@ class KitCollector(pytest.Collector):
         from moereg.testing.suite import checks_of
 
         try:
-            found = checks_of(self.name, self.config.getoption("--moereg-platform"))
+            options = self.config.option
+            found = checks_of(self.name, options.moereg_platform, isolate=not options.moereg_no_isolate)
         except MoeregError as error:
             raise self.CollectError(f"--moereg-backend {self.name}: {error}") from error
         return [CheckItem.from_parent(self, name=check.id, check=check) for check in found]

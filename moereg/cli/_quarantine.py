@@ -26,11 +26,13 @@ class Change:
         added: Records that it wrote.
         lifted: Records that it took out.
         left: Cells that failed and were left, with why.
+        lifts: The backend whose records were to be lifted; empty where a report was the cause.
     """
 
     added: tuple[QuarantineRecord, ...] = ()
     lifted: tuple[QuarantineRecord, ...] = ()
     left: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    lifts: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """As the command's JSON shows it."""
@@ -45,7 +47,8 @@ class Change:
         lines = [f"quarantined here: {_named(record)}" for record in self.added]
         lines += [f"no longer quarantined: {_named(record)}" for record in self.lifted]
         lines += [f"not quarantined: {cell}, {reason}" for cell, reason in self.left.items()]
-        return "\n".join(lines or ["nothing is quarantined or lifted"])
+        nothing = f"{self.lifts} is not quarantined here" if self.lifts else "nothing is quarantined or lifted"
+        return "\n".join(lines or [nothing])
 
 
 def _short(record: QuarantineRecord) -> dict[str, str]:
@@ -81,9 +84,10 @@ def quarantine_failures(
     """
     at_import = [result.outcome for result in report.failures if result.check.cell.experts == IMPORT]
     if at_import:
-        reason = "importing it ends the process; uninstall it, or leave it out of MOEREG_PLUGINS"
+        ended = at_import[0].message
+        reason = f"loading ends the process: {ended}; uninstall what does that, or leave it out of MOEREG_PLUGINS"
         if at_import[0].status == "timed_out":
-            reason = "importing it took too long, so nothing of it was checked; give it more --check-seconds"
+            reason = f"loading took too long: {ended}; give it more --check-seconds"
         return Change(left={report.backend: reason})
     here, known = current_platform(), CellName.of_all(load_backends().cells)
     added: dict[tuple[str, ...], QuarantineRecord] = {}
@@ -142,4 +146,4 @@ def lift_quarantine(backend: str) -> Change:
     lifted = change_quarantine(lift=lambda record: record.backend == backend and record.is_from(here))
     if not lifted:
         list_cells(backend)
-    return Change(lifted=lifted)
+    return Change(lifted=lifted, lifts=backend)

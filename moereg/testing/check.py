@@ -211,6 +211,8 @@ def _scheme(argument: str | Mapping[str, Any]) -> QuantScheme:
 
 
 def _drawn(cell: BackendCell, argument: Mapping[str, Any]) -> None:
+    # The check of a layer whose drawing ended the process has none.
+    assert "layer" in argument, "its predicate ended or held up the process when it was asked of a drawn layer"
     layer = DrawnLayer.from_dict(argument["layer"])
     case = layer.case() if argument["label"] == GIVEN else _case(cell, argument["layer"])
     assert case is not None, "this machine cannot run the layer"

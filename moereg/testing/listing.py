@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 
 from moereg.discovery import current_platform, load_backends, plugin_statuses
 from moereg.errors import ArgumentError, UnknownBackendError, unknown_name_message
+from moereg.platforms import torch_device
 from moereg.plugins import BACKEND_GROUP, unusable
 from moereg.registry import BackendCell
 from moereg.testing import cases
@@ -118,7 +119,9 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
     idle, imitated, seen = {}, set(), set()
     machine = chosen_machine(platform)
     with running_as(machine):
-        cases.default_device()
+        # A platform plugin may say of this machine what torch cannot do here, for which no backend is to blame.
+        here = cases.machine()
+        torch_device(here if here.probed else current_platform())
         for cell_name, cell in wanted.items():
             if runnable_platform(cell) is None:
                 idle[cell_name] = cases.why_not_runnable(cell)
@@ -128,7 +131,6 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
                 found.append(Check.make(cell_name, kind, argument, platform, tuple(modules)))
             if cell_name not in idle:
                 seen.add(cell.class_name)
-        here = cases.machine()
     required = {"torch", *(Requirement(text).name for cell in wanted.values() for text in cell.requires)}
     physical = current_platform()
     versions = physical.versions

@@ -9,14 +9,14 @@ from typing import Any, Final
 
 import torch
 
-from moereg.errors import ArgumentError, unknown_name_message
+from moereg.errors import ArgumentError, BackendError, unknown_name_message
 from moereg.platforms import Platform
 from moereg.testing.check import GIVEN, CellName, Check
 from moereg.testing.drawing import DrawnLayer
-from moereg.testing.listing import Suite, draw_check, list_suite
+from moereg.testing.listing import Suite
 from moereg.testing.modules import own_modules, resolved_modules
 from moereg.testing.outcomes import IMPORT, NO_TIME, Outcome, Report, Result
-from moereg.testing.workers import CHECK_SECONDS, GPU_CHECK_SECONDS, Here, Worker, interpreting, shared_worker
+from moereg.testing.workers import CHECK_SECONDS, GPU_CHECK_SECONDS, Here, Worker, shared_worker
 
 __all__ = ["CHECK_SECONDS", "DRAWN", "Check", "Outcome", "Report", "Result", "checks_of", "run_check", "verify"]
 
@@ -40,6 +40,7 @@ def checks_of(
     modules: Sequence[str] = (),
     num_drawn: int = DRAWN,
     seed: int = 0,
+    isolate: bool = True,
 ) -> tuple[Check, ...]:
     """The checks of a backend that can run on this machine, without running one.
 
@@ -50,20 +51,16 @@ def checks_of(
         modules: Modules or files to import first, which register the backend where no entry point does.
         num_drawn: Drawn layers of each cell; fewer where kernels are interpreted.
         seed: Seed of the drawn layers.
+        isolate: Whether the backend is imported and its predicates are asked in a worker process, not in this one.
 
     Raises:
         UnknownNameError: No backend or platform has that name.
         PluginError: The backend's plugin did not load.
+        BackendError: Importing the backend or asking its predicates ended the worker process, or took too long.
     """
-    names = resolved_modules(modules) or own_modules(name, is_needed=False)
-    with interpreting():
-        suite = list_suite(name, _platform_name(platform), names)
-        drawn = [
-            draw_check(cell, seed, number, _platform_name(platform), names)
-            for cell in suite.running
-            for number in range(_num_drawn(suite, cell, num_drawn))
-        ]
-    return (*suite.checks, *(check for check in drawn if check is not None))
+    worker = shared_worker() if isolate else Here()
+    names = resolved_modules(modules) or own_modules(name, is_needed=isolate)
+    return _Run(worker, _platform_name(platform), names, seed, _check_seconds(None), None).checks(name, num_drawn)
 
 
 def run_check(check: Check, isolate: bool = True, seconds: float | None = None) -> Outcome:
@@ -179,6 +176,15 @@ class _Run:
         self._deadline = float("inf")
         self._has_drawn: set[CellName] = set()
         self._not_drawn: dict[Check, Outcome] = {}
+
+    def checks(self, name: str, num_drawn: int) -> tuple[Check, ...]:
+        suite = self._list(name)
+        if suite is None:
+            raise BackendError(f"the checks of {name} cannot be listed: {self._results[0].outcome.message}")
+        drawn = [
+            self._draw(cell, number) for cell in suite.running for number in range(_num_drawn(suite, cell, num_drawn))
+        ]
+        return (*suite.checks, *(check for check in drawn if check is not None))
 
     def report(self, name: str, only: tuple[str, ...], seconds: float | None) -> Report:
         if seconds is not None:

@@ -1,4 +1,4 @@
-"""`python -m moereg.testing.worker`: runs checks in a child process each crash or hang of which is an answer.
+"""`python -m moereg.testing.worker`: runs checks in a child process, and answers how it ended if it crashes or hangs.
 
 Started by `moereg.testing.workers`, it reads requests from standard input and answers on standard output, one line of
 JSON each. It imports torch and moereg once, touches no device, loads no backend and starts no thread, so that it can
@@ -242,9 +242,9 @@ def _place(written: str) -> str:
 
 
 def _imported(written: str) -> str:
-    """The plugin that was imported last: `import of my_module of my-wheel 1.0`."""
-    lines = re.findall(r"^importing (\S+ of .+)$", written, re.MULTILINE)
-    return f"import of {lines[-1]}" if lines else ""
+    """The plugin that was being imported: `import of my_module of my-wheel 1.0`; empty once its import has ended."""
+    lines = re.findall(r"^import(ing|ed) (\S+ of .+)$", written, re.MULTILINE)
+    return f"import of {lines[-1][1]}" if lines and lines[-1][0] == "ing" else ""
 
 
 def main() -> int:

@@ -151,7 +151,9 @@ def test_a_backend_whose_import_ends_the_process_is_not_imported_here(monkeypatc
     monkeypatch.setattr(_quarantine, "current_platform", crash)
     check = Check.make(CellName("mine", IMPORT, ("*",), ("*",)), "deciding")
     change = quarantine_failures(report((check, Outcome("crashed", "signal 11"))))
-    assert change.left == {"mine": "importing it ends the process; uninstall it, or leave it out of MOEREG_PLUGINS"}
+    assert change.left == {
+        "mine": "loading ends the process: signal 11; uninstall what does that, or leave it out of MOEREG_PLUGINS"
+    }
     change = quarantine_failures(report((check, Outcome("timed_out", "no end after 0.1 s"))))
     assert "give it more --check-seconds" in change.left["mine"]
 
@@ -160,7 +162,8 @@ def test_lifting_is_for_a_backend_on_this_machine() -> None:
     quarantine_failures(report((Check.make(name_of("TorchDenseExperts"), "permute"), BAD)))
     (record,) = lift_quarantine("torch").lifted
     assert (record.experts, held()) == ("TorchDenseExperts", set())
-    assert lift_quarantine("torch").lifted == ()
+    change = lift_quarantine("torch")
+    assert (change.lifted, str(change)) == ((), "torch is not quarantined here")
     with pytest.raises(UnknownBackendError, match="unknown backend 'torhc', did you mean 'torch'"):
         lift_quarantine("torhc")
     assert list_cells("torch")

@@ -31,8 +31,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The arguments that the kit was called with; no check is run."""
     calls: list[object] = []
 
-    def checks_of(name: str, platform: str | None = None) -> tuple[Check, ...]:
-        calls.append((name, platform))
+    def checks_of(name: str, platform: str | None = None, *, isolate: bool = True) -> tuple[Check, ...]:
+        calls.append((name, platform, isolate))
         if name == "nobody":
             raise UnknownBackendError("unknown backend 'nobody' (known: mine)")
         return CHECKS
@@ -80,13 +80,13 @@ def test_checks_are_tests_with_their_outcomes(run_pytest: RunPytest, asked: list
         assert text in out
     assert "no compiler" in out
     assert "Traceback" not in out
-    assert asked == [("mine", None), *((check.kind, True, None) for check in CHECKS)]
+    assert asked == [("mine", None, True), *((check.kind, True, None) for check in CHECKS)]
 
 
 def test_options_reach_the_kit_and_markers_choose(run_pytest: RunPytest, asked: list[object]) -> None:
     options = ("--moereg-platform", "cpu", "--moereg-seconds", "2.5", "--moereg-no-isolate")
     code, out = run_pytest("--moereg-backend", "mine", *options, "-m", "moereg_kit", "-k", "deciding")
-    assert (code, asked) == (0, [("mine", "cpu"), ("deciding", False, 2.5)])
+    assert (code, asked) == (0, [("mine", "cpu", False), ("deciding", False, 2.5)])
     assert "1 passed, 5 deselected" in out
 
 
@@ -94,7 +94,7 @@ def test_several_backends_and_none(run_pytest: RunPytest, asked: list[object]) -
     out = run_pytest("--moereg-backend", "mine", "--moereg-backend", "other", "--collect-only", "-q")[1]
     assert "moereg:mine::deciding" in out
     assert "moereg:other::deciding" in out
-    assert asked == [("mine", None), ("other", None)]
+    assert asked == [("mine", None, True), ("other", None, True)]
     asked.clear()
     assert run_pytest()[0] == 0
     assert asked == []

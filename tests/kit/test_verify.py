@@ -16,7 +16,7 @@ import torch
 import moereg.testing
 from moereg.cli._verify import _verdict
 from moereg.discovery import load_backends
-from moereg.errors import ArgumentError, UnknownBackendError, UnknownPlatformError
+from moereg.errors import ArgumentError, BackendError, UnknownBackendError, UnknownPlatformError
 from moereg.platforms import Platform
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from moereg.testing.cases import is_imitated, running_as
@@ -45,11 +45,11 @@ def _bad_backends() -> Iterator[None]:
 
 
 def checks(name: str, kind: str) -> list[Check]:
-    return [check for check in checks_of(name, modules=[FILE], num_drawn=2) if check.kind == kind]
+    return [check for check in checks_of(name, modules=[FILE], num_drawn=2, isolate=False) if check.kind == kind]
 
 
 def test_a_check_is_a_value() -> None:
-    found = checks_of("good", modules=[FILE], num_drawn=2)
+    found = checks_of("good", modules=[FILE], num_drawn=2, isolate=False)
     assert len({check.id for check in found}) == len(found)
     for check in found:
         assert Check.from_dict(json.loads(json.dumps(check.to_dict()))) == check
@@ -119,7 +119,7 @@ def test_a_right_backend_passes_and_one_that_prints_gets_a_note() -> None:
     ("code", "status", "message"),
     [
         ("import os; os._exit(4)", "crashed", "exit code 4"),
-        ("import time; time.sleep(1000)", "timed_out", "no end after 2 s in <module> of backend_at_import.py:1"),
+        ("import time; time.sleep(1000)", "timed_out", "no end after 15 s in <module> of backend_at_import.py:1"),
         ("import ctypes; ctypes.string_at(0)", "crashed", "SIGSEGV"),
     ],
     ids=["exits", "hangs", "segfault"],
@@ -129,7 +129,7 @@ def test_an_import_that_ends_the_process_is_an_outcome(
 ) -> None:
     file = tmp_path / "backend_at_import.py"
     file.write_text(code + "\n")
-    report = verify(modules=[str(file)], check_seconds=2)
+    report = verify(modules=[str(file)], check_seconds=15)
     assert report.passed is False
     (result,) = report.failures
     assert result.outcome.status == status
@@ -168,7 +168,9 @@ def test_a_crash_and_a_hang_are_outcomes_and_the_next_check_runs() -> None:
     outcome = run_check(checks("segfault", "numbers")[0])
     assert outcome.status == "crashed"
     assert "SIGSEGV in spoil of bad_backends.py" in outcome.message
-    outcome = run_check(checks("hangs", "permute")[0], seconds=1)
+    # The limit counts the import of the backends, which the check before it has seen to.
+    assert run_check(checks("good", "permute")[0]).status == "passed"
+    outcome = run_check(checks("hangs", "permute")[0], seconds=3)
     assert outcome.status == "timed_out"
     assert "permute_weights of bad_backends.py" in outcome.message
     assert run_check(checks("good", "permute")[0]).status == "passed"
@@ -304,6 +306,25 @@ def test_what_a_named_platform_ran_is_imitated_and_no_evidence() -> None:
         assert is_imitated(cell)
 
 
+def test_listing_is_isolated_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dead(FakeWorker):
+        def ask(self, fresh: bool = False, **request: Any) -> dict[str, Any]:
+            return {"outcome": Outcome("crashed", "exit code 4, importing a.b of a 1.0"), "before": 0}
+
+    dead = Dead(Suite("", "", {}, (), {}, frozenset()), lambda check, before: "")
+    monkeypatch.setattr("moereg.testing.suite.shared_worker", lambda: dead)
+    with pytest.raises(BackendError, match=r"checks of torch cannot be listed: exit code 4, importing a\.b of a 1\.0"):
+        checks_of("torch")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the lie would be true")
+def test_a_lie_of_a_platform_plugin_is_no_fault_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    liar = Platform("cuda", "sm90", probed=True)
+    monkeypatch.setattr("moereg.testing.cases.current_platform", lambda: liar)
+    with pytest.raises(UnknownPlatformError, match="layers of platform cuda:sm90"):
+        list_suite("good")
+
+
 def test_a_machine_without_its_device_is_no_fault_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moereg.testing.cases.current_platform", lambda: Platform("npu", "910b", probed=True))
     with pytest.raises(UnknownPlatformError, match="layers of platform npu:910b live on torch's device type 'npu'"):
@@ -314,3 +335,5 @@ def test_a_plugin_that_ends_the_process_is_the_last_that_was_imported() -> None:
     written = "importing one of wheel-one 1.0\nof its own\nimporting two.backend of wheel-two 2.0\nits last words"
     assert _imported(written) == "import of two.backend of wheel-two 2.0"
     assert _imported("importing is not all") == ""
+    # A predicate or a call ended it, which is no fault of the plugin that happened to be the last.
+    assert _imported(f"{written}\nimported two.backend of wheel-two 2.0\n") == ""
