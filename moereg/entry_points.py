@@ -138,7 +138,7 @@ def _nobody(value: str) -> Owner:
 def _refusal(owner: Owner | None, name: str) -> RegistrationError | None:
     """Why an entry point is not loaded: its distribution would pass for moereg, or no table could show its name."""
     if owner is not None and is_reserved(owner.origin):
-        return RegistrationError(f"the name {owner.origin!r} stands for moereg itself; rename that distribution")
+        return RegistrationError(f"the name {owner.origin!r} stands for moereg itself")
     if one_line(name, _LONGEST) != name:
         return RegistrationError(f"an entry point's name is at most {_LONGEST} printable characters; choose another")
     return None

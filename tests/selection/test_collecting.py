@@ -206,7 +206,8 @@ def test_a_module_of_a_library_without_entry_points(wheels: Wheels, fails: bool)
 
 def test_interrupted_loading_goes_on(wheels: Wheels) -> None:
     wheels.install("aa", {"aa": "aa"}, {"aa.py": backend("aa")})
-    stops = "import sys\nif not hasattr(sys, 'stopped_once'):\n    sys.stopped_once = 1\n    raise KeyboardInterrupt\n"
+    stops = "import os, signal, sys\nif not hasattr(sys, 'stopped_once'):\n    sys.stopped_once = 1\n"
+    stops += "    os.kill(os.getpid(), signal.SIGINT)\n    os.getpid()\n"
     wheels.install("bb", {"bb": "bb"}, {"bb.py": backend("bb") + stops})
     loader = _Loader(wheels.registry)
     try:

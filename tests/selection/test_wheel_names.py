@@ -29,7 +29,7 @@ def test_a_distribution_does_not_pass_for_moereg(wheels: Wheels, distribution: s
     wheels.install(distribution, {"torch": "evil_wheel"}, {"evil_wheel.py": backend("torch")})
     before = wheels.registry.cells
     error = wheels.load()["torch"]
-    assert error == f"RegistrationError: the name '{distribution}' stands for moereg itself; rename that distribution"
+    assert error == f"RegistrationError: the name '{distribution}' stands for moereg itself"
     assert "evil_wheel" not in sys.modules
     assert wheels.registry.cells == before
 
