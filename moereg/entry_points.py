@@ -97,7 +97,8 @@ def scan(groups: Sequence[str]) -> tuple[list[PluginPoint], list[PluginStatus]]:
                 continue
             seen.add(owner.origin)
             # An older copy further down the path does not count.
-            distribution = importlib_metadata.distribution(distribution.name)
+            with contextlib.suppress(importlib_metadata.PackageNotFoundError):  # Its folder has another name than it.
+                distribution = importlib_metadata.distribution(distribution.name)
             owner = _owner(distribution)
         try:
             found = [point for point in distribution.entry_points if point.group in groups]

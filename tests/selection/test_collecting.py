@@ -219,6 +219,12 @@ def test_interrupted_loading_goes_on(wheels: Wheels) -> None:
     assert [cell.name for cell in wheels.cells("aa", "bb")] == ["aa", "bb"]
 
 
+def test_a_distribution_in_a_folder_of_another_name_is_found(wheels: Wheels) -> None:
+    wheels.install("aa", {"aa": "aa"}, {"aa.py": backend("aa")})
+    (wheels.folder / "aa-1.2.dist-info").rename(wheels.folder / "other-1.2.dist-info")
+    assert summary(_Loader(wheels.registry).load()) == {"aa": "loaded"}
+
+
 def test_a_plugin_that_selects_while_it_is_imported(wheels: Wheels) -> None:
     wheels.install("hasty", {"hasty": "hasty"}, {"hasty.py": "import loader_of_the_test\nloader_of_the_test.load()\n"})
     loader: Any = _Loader(wheels.registry)
