@@ -295,7 +295,7 @@ def _read(path: Path) -> tuple[QuarantineRecord, ...]:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
                 raise ValueError(f"it must be a file of at most {_MOST_BYTES} bytes")
-            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
+            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise ValueError("it must belong to this user or to root, and nobody else may write to it")
             document = json.loads(file.read().decode("utf-8"))
     except FileNotFoundError:

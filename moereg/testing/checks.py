@@ -34,6 +34,7 @@ from moereg.testing.guards import (
     GuardedMemory,
     GuardedPrepareFinalize,
     GuardedWorkspaces,
+    LateWrites,
     guard_permuted,
     guard_weights,
 )
@@ -90,6 +91,7 @@ class GuardedLayer:
             AssertionError: Permuting wrote to the canonical weights or beside them.
         """
         self.case = case
+        self.late = LateWrites()  # Looks at what calls gave once more.
         self._memory = GuardedMemory(case.device)
         self._workspaces = GuardedWorkspaces(self._memory)
         self.weights = guard_weights(self._memory, weights, form)
@@ -139,6 +141,7 @@ class GuardedLayer:
         assert returned is out, "a layer must return the out that it was given"
         for guarded in (memory, self._memory, self._prepare.memory):
             guarded.check()
+        self.late.expect(out)
         return out
 
     def reference(self, inputs: Inputs, computes: QuantScheme | None = None) -> torch.Tensor:
@@ -180,6 +183,7 @@ def check_case(case: Case, layer: DrawnLayer, num_calls: int = 1) -> None:
     if layer.fill == "stale":
         guarded(make_inputs(problem, layer.num_tokens, "uniform", device, layer.seed + 1))
     outs = [guarded(inputs, layer.fill) for _ in range(num_calls)]
+    guarded.late.check()
     for out in outs:
         _check_close(case, out, truth)
     if case.cell.facts.deterministic:
@@ -203,6 +207,7 @@ def check_numbers(case: Case, is_first: bool = False) -> None:
             _check_close(case, layer(inputs), truth)
         except AssertionError as error:
             raise AssertionError(f"{call}: {error}") from error
+    layer.late.check()
 
 
 def check_rejections(cell: BackendCell) -> None:

@@ -63,6 +63,8 @@ def kernel_libraries(cell: BackendCell) -> frozenset[str]:
             files = importlib.metadata.files(Requirement(requirement).name) or ()
         except importlib.metadata.PackageNotFoundError:
             continue
+        if not files:  # Nothing is known of what it brings.
+            found.add(Requirement(requirement).name.replace("-", "_").lower())
         if sum(file.size or 0 for file in files if file.suffix in _COMPILED) > _LARGE_BYTES:
             found |= {str(file.parts[0]) for file in files if re.fullmatch(r"[A-Za-z]\w*", file.parts[0])}
     return frozenset(found) - {"torch", "numpy", cell.experts.__module__.partition(".")[0]}

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -28,6 +30,7 @@ __all__ = [
     "GuardedMemory",
     "GuardedPrepareFinalize",
     "GuardedWorkspaces",
+    "LateWrites",
     "guard_permuted",
     "guard_weights",
 ]
@@ -43,6 +46,7 @@ parameters that require grad; biases and scales expanded from one number.
 """
 
 _BYTE: Final = 0xFF
+_THREADS_SECONDS: Final = 1.0
 _LEAST_BAND: Final = 1 << 16
 _MOST_BAND: Final = 1 << 20
 _BAND_ROWS: Final = 256  # The tallest tile has as many.
@@ -204,6 +208,31 @@ class GuardedWorkspaces:
             elif self.fill == "huge":
                 tensor.fill_(_HUGE[dtype])
         return tensors
+
+
+class LateWrites:
+    """Keeps what calls gave, and sees whether a thread that one left behind changes it."""
+
+    def __init__(self) -> None:
+        self._threads = set(threading.enumerate())
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def expect(self, out: torch.Tensor) -> None:
+        """The tensor must stay as it is now."""
+        self._kept.append((out, out.clone()))
+
+    def check(self) -> None:
+        """Waits a little for new threads to end, then compares.
+
+        Raises:
+            AssertionError: A tensor has changed.
+        """
+        deadline = time.monotonic() + _THREADS_SECONDS
+        for thread in set(threading.enumerate()) - self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for out, given in self._kept:
+            same = torch.equal(out.view(torch.uint8), given.view(torch.uint8))
+            assert same, "out was written to after the call had returned; wait in apply for what it starts"
 
 
 class GuardedPrepareFinalize(PrepareFinalize):

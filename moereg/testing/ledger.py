@@ -235,8 +235,9 @@ class Evidence:
 
 
 def arch_name(platform: str) -> str:
-    """`sm90` of `cuda:sm90`; `cpu` of `cpu`."""
-    return platform.rpartition(":")[2]
+    """`sm90` of `cuda:sm90`; `cpu` of `cpu`; of a plugin's kind all of its name, since nobody knows its `g3`."""
+    kind, _, arch = platform.partition(":")
+    return arch if arch and kind in ("cpu", "cuda", "rocm") else platform
 
 
 def _machines(records: Sequence[Verification]) -> str:

@@ -19,7 +19,7 @@ from moereg.testing import cases
 from moereg.testing.cases import is_imitated, runnable_platform, running_as
 from moereg.testing.check import CellName, Check, chosen_machine
 from moereg.testing.drawing import DrawnLayer, draw_layer, limits_of, redraw, simpler_layers
-from moereg.testing.modules import import_modules
+from moereg.testing.modules import import_modules, is_file_name
 from moereg.testing.problems import accepted_neighbor, accepted_problems
 
 __all__ = ["Suite", "draw_check", "list_suite", "simpler_checks"]
@@ -113,6 +113,10 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
     wanted = {
         cell_name: cell for cell_name, cell in names.items() if (cell.name == name if name else _is_of(cell, modules))
     }
+    if not wanted and not name:
+        # A module may decorate a class of another module of its package.
+        roots = {module.partition(".")[0] for module in modules if not is_file_name(module)}
+        wanted = {key: cell for key, cell in names.items() if cell.experts.__module__.partition(".")[0] in roots}
     if not wanted:
         _refuse(name, registry.names, modules)
     found: list[Check] = []
@@ -137,7 +141,7 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
     return Suite(
         platform=str(here),
         # Another platform is imitated by this device; the CPU beside a GPU has no name here.
-        device=here.device_name if here.probed else physical.device_name,
+        device=here.device_name if here.probed else f"imitated by {physical.device_name}",
         versions={name: versions[name] for name in sorted(required) if name in versions},
         checks=_in_turn(found),
         idle=idle,

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -136,6 +137,19 @@ class FloodExperts(GoodExperts):
 class UninitializedExperts(GoodExperts):
     def spoil(self, out: torch.Tensor, *others: Any) -> None:
         out.add_(torch.empty(1) * 0)
+
+
+@bad("writes_later")
+class LaterExperts(GoodExperts):
+    """Gives the right numbers and spoils them when nobody looks."""
+
+    def spoil(self, out: torch.Tensor, *others: Any) -> None:
+        def fill() -> None:
+            time.sleep(0.2)
+            out.fill_(1)
+
+        if len(out) == 17:
+            threading.Thread(target=fill, daemon=True).start()
 
 
 @bad("writes_behind")

@@ -24,6 +24,7 @@ from moereg.testing import ledger
 from moereg.testing.ledger import (
     LedgerWarning,
     Verification,
+    arch_name,
     cell_digest,
     evidence_of,
     merge_ledger,
@@ -385,3 +386,8 @@ def test_the_shipped_ledger_is_of_registered_cells_only() -> None:
     path = pathlib.Path(ledger.__file__).parents[1] / ledger.FILE_NAME
     for record in read_ledger(path):
         assert [cell for cell in load_backends().cells if record.is_of(cell)], record
+
+
+def test_an_architecture_is_named_with_its_kind_where_a_plugin_brings_it() -> None:
+    named = [arch_name(name) for name in ("cuda:sm90", "rocm:gfx942", "cpu", "lantern:g3")]
+    assert named == ["sm90", "gfx942", "cpu", "lantern:g3"]

@@ -276,6 +276,29 @@ def test_real_damage_is_found_and_a_predicate_that_kills_drawn_layers_fails() ->
     assert "exit code 5" in report.failures[0].outcome.message
 
 
+def test_what_a_thread_writes_after_the_call_is_seen() -> None:
+    outcome = run_check(checks("writes_later", "numbers")[0], isolate=False)
+    assert outcome.status == "failed"
+    assert "out was written to after the call had returned" in outcome.message
+
+
+def test_a_module_may_register_a_class_of_another_module_of_its_package(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "two_modules"
+    package.mkdir()
+    texts = {
+        "__init__": "",
+        "_impl": "from bad_backends import GoodExperts\nclass OwnExperts(GoodExperts):\n    pass\n",
+        "backend": "from bad_backends import bad\nfrom two_modules._impl import OwnExperts\nbad('own')(OwnExperts)\n",
+    }
+    for name, text in texts.items():
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    suite = list_suite("", modules=("two_modules.backend",))
+    assert {cell.experts for cell in suite.running} == {"OwnExperts"}
+
+
 def test_without_isolation_a_loop_is_given_up() -> None:
     outcome = run_check(checks("loops", "numbers")[0], isolate=False, seconds=0.5)
     assert outcome.status == "timed_out"

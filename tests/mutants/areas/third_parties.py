@@ -35,7 +35,7 @@ MUTANTS: Final = (
     Mutant(
         "what somebody else may write is believed",
         "moereg/quarantine.py",
-        old="or status.st_mode & stat.S_IWOTH",
+        old="or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)",
         new="",
         tests=(f"{_QUARANTINE}test_a_file_that_others_may_write_is_not_believed",),
     ),

@@ -105,6 +105,6 @@ def ask_kit(site: Site) -> dict[str, Answer]:
     lines |= {broken.name: ["--no-isolate"] for broken in PREDICATES}  # Of a rejected backend the kit checks little.
     lines |= {broken.name: ["--no-isolate", *ONE_LAYER] for broken in (*ODD, *AT_RUN, *LIARS)}
     lines |= {broken.name: ["--no-isolate", *ONE_LAYER, *MANY_EXPERTS] for broken in KIT_ONLY}
-    lines |= {broken.name: ["--check-seconds", "10", *ONE_LAYER] for broken in CRASHES}
+    lines |= {broken.name: ["--check-seconds", "30", *ONE_LAYER] for broken in CRASHES}
     answers = ask(site, [["verify", name, "--json", *options] for name, options in lines.items()])
     return dict(zip(lines, answers, strict=True))
