@@ -111,7 +111,7 @@ def test_an_import_is_logged_before_it_begins(wheels: Wheels, caplog: pytest.Log
     wheels.install("first", {"own": "own_wheel"}, {"own_wheel.py": source + backend("own")})
     with caplog.at_level(logging.DEBUG, "moereg"):
         assert wheels.load() == {"own": "loaded"}
-    assert caplog.messages == ["importing own_wheel of first 1.2", "it begins"]
+    assert caplog.messages == ["importing own_wheel of first 1.2", "it begins", "imported own_wheel of first 1.2"]
 
 
 def test_libraries_are_packages_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
