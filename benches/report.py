@@ -290,6 +290,25 @@ def _without(document: dict[str, Any], field: str) -> dict[str, Any]:
     return {name: value for name, value in document.items() if name != field}
 
 
+def wheels_table() -> str:
+    """Kernels of wheels beside moereg's own, each row from one process."""
+    document = _load("h200_wheels.json")
+    rows = []
+    for bench in document["benches"]:
+        layer = f"{bench['model']} {bench['problem']['quant']}"
+        for tokens in sorted({row["tokens"] for row in bench["rows"]}):
+            times: dict[str, float] = {}
+            for row in bench["rows"]:
+                if row["tokens"] == tokens and row["passed"]:
+                    times[row["backend"]] = min(row["time_us"], times.get(row["backend"], row["time_us"]))
+            own = times.pop("triton")
+            times.pop("torch", None)
+            beside = ", ".join(f"{name} {time:,.1f}" for name, time in sorted(times.items(), key=lambda item: item[1]))
+            rows.append([layer, str(tokens), f"{own:,.1f}", beside, f"{min(times.values()) / own:.2f}"])
+    header = ["layer", "T", "triton us", "wheels us", "best wheel / triton"]
+    return f"{_table(header, rows)}\n\n{_where(document)} {document['note']}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": cpu_table,
     "full_size": full_size_table,
@@ -301,6 +320,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quant": quant_table,
     "host_time": host_time_table,
     "sweep": sweep_table,
+    "wheels": wheels_table,
 }
 
 
