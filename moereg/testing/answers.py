@@ -1,4 +1,7 @@
-"""Answers to the requests of a report, in whichever process they are asked."""
+"""Answers to the requests of a report, in whichever process they are asked.
+
+pytest leaves the messages of its assertions as they are: PYTEST_DONT_REWRITE.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One check of one cell as a value: it can be written as JSON, sent to another process, and run there."""
+"""One check of one cell as a value: it can be written as JSON, sent to another process, and run there.
+
+pytest leaves the messages of its assertions as they are: PYTEST_DONT_REWRITE.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The checks of the conformance kit: each runs a cell and raises AssertionError where it does not keep its contract.
 
 On a machine without a GPU, call `moereg.testing.interpreter.patch_interpreter` first.
+
+pytest leaves the messages of its assertions as they are: PYTEST_DONT_REWRITE.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The check of what a cell does while backends are chosen: it answers in words, and loads nothing for it."""
+"""The check of what a cell does while backends are chosen: it answers in words, and loads nothing for it.
+
+pytest leaves the messages of its assertions as they are: PYTEST_DONT_REWRITE.
+"""
 
 from __future__ import annotations
 

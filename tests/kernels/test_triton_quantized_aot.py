@@ -168,7 +168,14 @@ def check(target: str, rows: list[dict[str, Any]], cases: tuple[str, ...]) -> No
             assert row["spill_bytes"] <= MAX_SPILL_BYTES_SM90.get(key, 0), row
 
 
-@pytest.mark.parametrize("target", FAST_CASES)
+# Each takes 10 s. The GPUs that most people have are quick; the slow tests run the others.
+@pytest.mark.parametrize(
+    "target",
+    [
+        target if target in ("sm_90", "sm_100") else pytest.param(target, marks=pytest.mark.slow)
+        for target in FAST_CASES
+    ],
+)
 def test_kernels_compile(target: str) -> None:
     check(target, compile_all({target: FAST_CASES[target]})[target], FAST_CASES[target])
 

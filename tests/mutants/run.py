@@ -111,7 +111,8 @@ def run_tests(copy: Path, tests: tuple[str, ...], *, limit_s: float, options: tu
     """The tests' verdict on the unchanged tree; `detail` names the first that failed."""
     start = time.perf_counter()
     log = copy / "pytest.log"
-    arguments = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *options, *tests]
+    # The plugin of the moereg that is installed would be imported before the copy's.
+    arguments = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:moereg.pytest_plugin", *options, *tests]
     process = _FORKS.Process(target=_run_pytest, args=(ROOT, copy, arguments, log))
     process.start()
     process.join(limit_s)
