@@ -200,7 +200,7 @@ class RaisingPredicateExperts(GoodExperts):
 class ImportingPredicateExperts(GoodExperts):
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        import transformers  # noqa: F401
+        import triton  # noqa: F401
 
         return []
 

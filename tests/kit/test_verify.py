@@ -76,7 +76,7 @@ BROKEN = {
     "random": ("equal_bits", "failed", "equal inputs gave other bits"),
     "nan": ("drawn", "failed", "are not finite"),
     "wrong_predicate": ("deciding", "failed", "its predicate raised KeyError: 'no such key'"),
-    "importing_predicate": ("deciding", "failed", "choosing a backend imports transformers"),
+    "importing_predicate": ("deciding", "failed", "choosing a backend imports triton"),
 }
 
 
