@@ -21,15 +21,7 @@ from moereg.quant import QuantScheme
 from moereg.reference import reference_experts, relative_error
 from moereg.registry import BackendCell
 from moereg.request import Request
-from moereg.testing.cases import (
-    Case,
-    build,
-    calls_of,
-    fault_tokens,
-    first_case,
-    runnable_platform,
-    select_cell,
-)
+from moereg.testing.cases import Case, build, calls_of, fault_tokens, first_case, runnable_platform, select_cell
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.faults import plant_faults
 from moereg.testing.guards import (
