@@ -1,4 +1,4 @@
-"""Every process collects the same tests: workers of one run compare their lists and refuse to start when they differ."""
+"""Every process collects the same tests: workers of a run compare their lists and refuse to start when they differ."""
 
 import os
 import subprocess
