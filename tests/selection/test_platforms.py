@@ -626,11 +626,13 @@ def test_versions_are_of_canonical_names(monkeypatch: pytest.MonkeyPatch, tmp_pa
         (tmp_path / folder).mkdir()
         if text is not None:
             (tmp_path / folder / "METADATA").write_text(text)
+    (tmp_path / "latin-2.0.dist-info").mkdir()
+    (tmp_path / "latin-2.0.dist-info" / "METADATA").write_bytes(b"Name: latin\nVersion: 2.0\nAuthor: Ren\xe9\n")
     monkeypatch.syspath_prepend(tmp_path)
     versions = installed_versions()
     assert versions["some-dotted-name"] == "1.5"
-    # The remains of an interrupted uninstall count as not installed and do no harm.
-    assert "leftover" not in versions
+    # The remains of an interrupted uninstall, and what cannot be read, count as not installed and do no harm.
+    assert not {"leftover", "latin"} & set(versions)
     assert versions["torch"] == torch.__version__
 
 
