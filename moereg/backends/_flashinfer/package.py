@@ -1,0 +1,213 @@
+"""What is known of an installed FlashInfer without importing it: its folder, its built modules, what it would lack.
+
+Importing it takes a second, asks the GPU (after which a process can no longer fork), and creates folders. So probes
+look at files.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform as python_platform
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from moereg.platforms import Platform
+
+__all__ = [
+    "DISTRIBUTION",
+    "JIT_DISABLED",
+    "REQUIRES",
+    "aot_path",
+    "built_module",
+    "cache_folder",
+    "can_be_imported",
+    "cuda_home",
+    "foreign_machine",
+    "has_compiler",
+    "installed_version",
+    "lacking_compiler",
+    "nvcc_path",
+    "package_folder",
+]
+
+DISTRIBUTION: Final = "flashinfer-python"
+REQUIRES: Final = "flashinfer-python>=0.7.2,<0.8"
+"""0.7.2 is what the calls are written against. 0.8 announces other return values."""
+
+JIT_DISABLED: Final = "FLASHINFER_DISABLE_JIT"
+"""Environment variable with which FlashInfer compiles nothing and raises instead."""
+
+# What `import flashinfer` imports beside torch and what torch itself needs.
+_IMPORTED: Final = ("tvm_ffi", "filelock", "jinja2", "numpy", "packaging", "pynvml", "requests", "tqdm")
+# Files that every entry point needs; a package that was cut short lacks some.
+_FILES: Final = ("__init__.py", "fused_moe/__init__.py", "fused_moe/core.py", "jit/core.py", "jit/env.py")
+
+# `e_machine` of ELF files.
+_ELF_MACHINES: Final = {0x3E: "x86_64", 0xB7: "aarch64"}
+
+
+@functools.cache
+def package_folder() -> Path | None:
+    """The folder that `import flashinfer` would load, or None."""
+    try:
+        spec = importlib.util.find_spec("flashinfer")
+    except (ImportError, ValueError):  # A module of that name that is half imported or no package.
+        return None
+    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(locations[0]) if locations else None
+
+
+def installed_version() -> str | None:
+    """Version of the installed distribution, or None."""
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cache_folder() -> Path:
+    """Where FlashInfer keeps what it compiles and downloads, as it finds it: `~/.cache/flashinfer` by default."""
+    return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home())) / ".cache" / "flashinfer"
+
+
+def aot_path(module: str) -> Path | None:
+    """Where FlashInfer looks for a module that was built ahead of time; None without the package.
+
+    Args:
+        module: Such as `fused_moe_90`.
+    """
+    folder = package_folder()
+    return None if folder is None else folder / "data" / "aot" / module / f"{module}.so"
+
+
+def built_module(module: str, target: str) -> Path | None:
+    """The shared object of a module that loads without compiling anything: ahead of time, out of a wheel, or cached.
+
+    Args:
+        module: Such as `fused_moe_90`.
+        target: Compute capability as FlashInfer spells it, such as `90a`.
+    """
+    ahead = aot_path(module)
+    if ahead is not None and ahead.is_file():
+        return ahead
+    for package in ("flashinfer_jit_cache", f"flashinfer_jit_cache_sm{target}"):
+        if found := _in_wheel(package, module):
+            return found
+    cached = cache_folder() / (installed_version() or "") / target / "cached_ops" / module / f"{module}.so"
+    return cached if cached.is_file() else None
+
+
+def _in_wheel(package: str, module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(location) / "jit_cache" / module / f"{module}.so"
+        if path.is_file():
+            return path
+    return None
+
+
+def can_be_imported(platform: Platform) -> str | None:
+    """Probe: why `import flashinfer` would fail here, or None."""
+    folder = package_folder()
+    if folder is None:
+        return f"requires the package flashinfer, found its distribution alone; reinstall {DISTRIBUTION}"
+    missing = [file for file in _FILES if not (folder / file).is_file()]
+    if missing:
+        return f"requires a whole flashinfer package, found no {missing[0]} in {folder}; reinstall {DISTRIBUTION}"
+    lacking = [name for name in _IMPORTED if not _is_importable(name)]
+    if lacking:
+        return f"requires the packages that flashinfer imports, found no {', '.join(lacking)}; install them"
+    return _unwritable(cache_folder())
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why FlashInfer could not create its cache folder, which it does when it is imported."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        # Permissions say little where root asks or a file system is read-only, so a file that has no name is made.
+        with tempfile.TemporaryFile(dir=existing):
+            return None
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        return (
+            f"requires a cache folder that can be written, got {folder} ({why.lower()}); "
+            "set FLASHINFER_WORKSPACE_BASE to a folder that can"
+        )
+
+
+def cuda_home() -> Path | None:
+    """The CUDA toolkit that FlashInfer would compile with, or None.
+
+    FlashInfer takes the folder above `nvcc` as it stands on the path. Where that is a script that starts another one,
+    the folder has no headers; then the variable CUDA_HOME has to name the toolkit.
+    """
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if named := os.environ.get(variable):
+            return Path(named)
+    found = shutil.which("nvcc")
+    default = Path("/usr/local/cuda")
+    if found is not None:
+        return Path(found).parent.parent
+    return default if default.exists() else None
+
+
+def nvcc_path() -> Path | None:
+    """The `nvcc` that FlashInfer would start, or None."""
+    named = os.environ.get("FLASHINFER_NVCC")
+    if named is not None:
+        found = shutil.which(named)
+        return None if found is None else Path(found)
+    home = cuda_home()
+    nvcc = None if home is None else home / "bin" / "nvcc"
+    return nvcc if nvcc is not None and os.access(nvcc, os.X_OK) else None
+
+
+def lacking_compiler() -> list[str]:
+    """The tools that FlashInfer compiles with and that are missing: none where it can compile."""
+    tools = [] if nvcc_path() is not None else ["nvcc"]
+    return tools + [tool for tool in ("ninja", os.environ.get("CXX", "c++")) if shutil.which(tool) is None]
+
+
+def has_compiler(platform: Platform) -> str | None:
+    """Probe: what FlashInfer's compiling of kernels at first use lacks here, or None."""
+    if os.environ.get(JIT_DISABLED):
+        return f"requires that FlashInfer may compile kernels, got {JIT_DISABLED}={os.environ[JIT_DISABLED]}; unset it"
+    if lacking := lacking_compiler():
+        return (
+            f"requires nvcc, ninja and a C++ compiler, since FlashInfer compiles these kernels at first use, found no "
+            f"{' and no '.join(lacking)}; install the CUDA toolkit, and name it in CUDA_HOME"
+        )
+    return None
+
+
+def foreign_machine(path: Path) -> str | None:
+    """Why the process cannot load a shared object: it is cut off, no shared object, or for another processor.
+
+    Args:
+        path: An ELF file.
+    """
+    try:
+        with path.open("rb") as file:
+            header = file.read(20)
+    except OSError as error:
+        return f"cannot be read ({(error.strerror or type(error).__name__).lower()})"
+    if len(header) < 20 or header[:4] != b"\x7fELF":
+        return "is no shared object"
+    machine = _ELF_MACHINES.get(int.from_bytes(header[18:20], "little"), "another processor")
+    here = python_platform.machine()
+    return None if machine == here else f"was built for {machine}, and this machine is {here}"

@@ -1,0 +1,119 @@
+"""Probes of an installed FlashInfer, against folders that look like one."""
+
+import sys
+
+import pytest
+
+from moereg.backends._flashinfer import package
+from moereg.platforms import Platform
+
+_HOPPER = Platform("cuda", "sm90", probed=True)
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A folder with the files of a FlashInfer, found before any other; its dependencies are this interpreter's."""
+    folder = tmp_path / "site" / "flashinfer"
+    for name in package._FILES:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("raise AssertionError('a probe imported flashinfer')\n")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    monkeypatch.setattr(package, "_IMPORTED", ("json",))
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "home"))
+    monkeypatch.delenv(package.JIT_DISABLED, raising=False)
+    package.package_folder.cache_clear()
+    yield folder
+    package.package_folder.cache_clear()
+
+
+def test_whole_package_can_be_imported(installed):
+    assert package.package_folder() == installed
+    assert package.can_be_imported(_HOPPER) is None
+
+
+def test_package_that_was_cut_short(installed):
+    (installed / "jit" / "env.py").unlink()
+    text = package.can_be_imported(_HOPPER)
+    assert text == (
+        f"requires a whole flashinfer package, found no jit/env.py in {installed}; reinstall flashinfer-python"
+    )
+
+
+def test_dependency_that_is_missing(installed, monkeypatch):
+    monkeypatch.setattr(package, "_IMPORTED", ("json", "no_such_module"))
+    text = package.can_be_imported(_HOPPER)
+    assert text == "requires the packages that flashinfer imports, found no no_such_module; install them"
+
+
+def test_cache_folder_that_cannot_be_made(installed, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(file))
+    text = package.can_be_imported(_HOPPER)
+    assert text == (
+        f"requires a cache folder that can be written, got {file}/.cache/flashinfer (not a directory); "
+        "set FLASHINFER_WORKSPACE_BASE to a folder that can"
+    )
+
+
+def test_probing_leaves_nothing_in_the_cache_folder(installed, tmp_path):
+    package.can_be_imported(_HOPPER)
+    assert not (tmp_path / "home").exists()
+
+
+def test_no_package_at_all(monkeypatch):
+    monkeypatch.setattr(package, "package_folder", lambda: None)
+    text = package.can_be_imported(_HOPPER)
+    assert text == "requires the package flashinfer, found its distribution alone; reinstall flashinfer-python"
+
+
+def test_built_modules_are_found_in_the_order_in_which_flashinfer_looks(installed, tmp_path, monkeypatch):
+    monkeypatch.setattr(package, "installed_version", lambda: "0.7.2")
+    assert package.built_module("fused_moe_90", "90a") is None
+    cached = tmp_path / "home" / ".cache" / "flashinfer" / "0.7.2" / "90a" / "cached_ops" / "fused_moe_90"
+    wheel = tmp_path / "site" / "flashinfer_jit_cache" / "jit_cache" / "fused_moe_90"
+    ahead = installed / "data" / "aot" / "fused_moe_90"
+    for folder in (cached, wheel, ahead):
+        folder.mkdir(parents=True)
+        (tmp_path / "site" / "flashinfer_jit_cache").mkdir(exist_ok=True, parents=True)
+        (tmp_path / "site" / "flashinfer_jit_cache" / "__init__.py").write_text("")
+        (folder / "fused_moe_90.so").write_bytes(b"")
+        assert package.built_module("fused_moe_90", "90a") == folder / "fused_moe_90.so"
+
+
+def test_compiler_is_looked_for_where_flashinfer_looks(installed, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("FLASHINFER_NVCC", raising=False)
+    monkeypatch.setattr(package.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert package.has_compiler(_HOPPER) == (
+        "requires nvcc, ninja and a C++ compiler, since FlashInfer compiles these kernels at first use, found no nvcc; "
+        "install the CUDA toolkit, and name it in CUDA_HOME"
+    )
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    assert package.has_compiler(_HOPPER) is None
+    monkeypatch.setenv(package.JIT_DISABLED, "1")
+    assert package.has_compiler(_HOPPER) == (
+        "requires that FlashInfer may compile kernels, got FLASHINFER_DISABLE_JIT=1; unset it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "is no shared object"),
+        (b"MZ" + bytes(40), "is no shared object"),
+        (b"\x7fELF" + bytes(14) + (0xB7).to_bytes(2, "little"), "was built for aarch64, and this machine is x86_64"),
+        (b"\x7fELF" + bytes(14) + (0x3E).to_bytes(2, "little"), None),
+    ],
+    ids=["empty", "windows", "aarch64", "x86_64"],
+)
+def test_shared_object_for_another_processor(content, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(package.python_platform, "machine", lambda: "x86_64")
+    path = tmp_path / "fused_moe_90.so"
+    path.write_bytes(content)
+    assert package.foreign_machine(path) == text
