@@ -14,7 +14,6 @@ from moereg.registry import register_moe_backend
 __all__ = [
     "TorchBatchedExperts",
     "TorchDenseExperts",
-    "TorchGroupedExperts",
     "TorchInt8BatchedExperts",
     "TorchInt8Experts",
     "TorchPackedBatchedExperts",
@@ -82,26 +81,6 @@ class TorchPackedBatchedExperts(LoadedExperts):
         from moereg.backends._torch import plain
 
         return plain.HostBatched(self)
-
-
-# Slower than fused kernels, since it writes and reads every intermediate. On an H200, torch 2.11: 5.0 ms for
-# Qwen3-30B's layer at T 4096 and 0.15 ms at T 1, against 32 and 5.7 ms of the dense loop.
-@register_moe_backend(name="torch", priority=20, quant_schemes=("unquantized",), platforms=("cuda:sm90", "cuda:sm100"))
-class TorchGroupedExperts(LoadedExperts):
-    """GPUs for which torch has a grouped matmul, standard format."""
-
-    facts = dataclasses.replace(
-        _DEVICE,
-        dtypes=frozenset({"bfloat16"}),
-        # The grouped matmul wants strides of 16 bytes.
-        requires_multiple={"hidden_size": 8, "intermediate_size": 8},
-    )
-    layouts = ("canonical",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._torch import plain
-
-        return plain.Grouped(self)
 
 
 # The last resort: E/K times the work that was routed.

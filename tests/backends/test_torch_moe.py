@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moereg.activations import Activation
+from moereg.backends.cutlass_moe import TorchGroupedExperts
 from moereg.backends.torch_moe import (
     TorchBatchedExperts,
     TorchDenseExperts,
-    TorchGroupedExperts,
     TorchPackedBatchedExperts,
     TorchPackedExperts,
 )

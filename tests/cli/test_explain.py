@@ -47,7 +47,7 @@ def test_explain_json_has_exactly_the_keys(call_json: CallJson) -> None:
     ("line", "code"),
     [
         ("--require triton --platform cpu", "platform"),
-        ("--deny torch,triton --platform cuda:sm90", "denied"),
+        ("--deny torch,triton --platform cuda:sm80", "denied"),
         ("--require triton --platform cuda:sm75", "platform"),
         ("--quant mxfp8 --platform cuda:sm80", "platform"),
     ],

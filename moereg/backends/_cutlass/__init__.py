@@ -1,0 +1,1 @@
+"""Implementations behind the claims of `cutlass_moe`."""

@@ -1,0 +1,113 @@
+"""torch's grouped matmul of 8-bit floats with a scale for each row of both sides, which is CUTLASS inside PyTorch.
+
+Nothing here reads a device tensor on the host. T tokens, K choices, N = T * K routes, H hidden size, I intermediate
+size, E local experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from moereg.backends._cutlass.scales import row_scales
+from moereg.backends._loaded import Call, Implementation
+from moereg.kernels.plain.device import device_chunk_tokens, local_expert_ids
+from moereg.layouts import aligned
+from moereg.quantize import quantize_activations
+from moereg.weights import ExpertWeights, PermutedWeights
+
+
+class _Rows(NamedTuple):
+    """The routes of some tokens in order of their experts; those of no local expert are last.
+
+    Attributes:
+        order: [N] int64; the route of each row.
+        offsets: [E] int32; where each expert's rows end.
+        expert: [N] int64; of each row, any where it has none.
+        counts: [N] bool; whether the row has an expert.
+    """
+
+    order: torch.Tensor
+    offsets: torch.Tensor
+    expert: torch.Tensor
+    counts: torch.Tensor
+
+
+class ScaledGrouped(Implementation):
+    """Standard format: rows are gathered and quantized by torch, in chunks that bound its temporaries."""
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """Codes as they are, where they begin at a multiple of 16 bytes, and a scale for each row of both matrices."""
+        problem = self.problem
+        tensors = {name: aligned(tensor) for name, tensor in weights.tensors().items()}
+        for name, rows in (("w13", weights.w13.shape[1]), ("w2", problem.hidden_size)):
+            tensors[f"{name}_scale"] = row_scales(tensors[f"{name}_scale"], rows)
+        for name in ("a13_scale", "a2_scale"):
+            if name in tensors:
+                tensors[name] = tensors[name].expand(problem.num_local_experts).contiguous()
+        return PermutedWeights(self.layouts[0], tensors)
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """None: torch's allocator serves temporaries, also while a graph is captured."""
+        return (0,), (0,)
+
+    def run(self, call: Call) -> None:
+        num_tokens, top_k = call.inputs.topk_ids.shape
+        w13_rows, hidden_size = call.weights["w13"].shape[1:]
+        chunk = device_chunk_tokens(num_tokens, top_k, hidden_size, w13_rows)
+        for first in range(0, num_tokens, chunk):
+            self._run(call, slice(first, first + chunk))
+
+    def _run(self, call: Call, tokens: slice) -> None:
+        problem, inputs, weights = self.problem, call.inputs, call.weights
+        hidden_states, topk_weights = inputs.hidden_states[tokens], inputs.topk_weights[tokens]
+        num_tokens, top_k = topk_weights.shape
+        rows = self._rows(call, tokens)
+        x = hidden_states.index_select(0, rows.order // top_k)
+        scales = topk_weights.reshape(-1).index_select(0, rows.order).unsqueeze(1)
+        if problem.apply_router_weight_on_input:
+            x = (x * scales).to(hidden_states.dtype)
+        gemm1 = self._matmul(x, rows, weights, "w13", "a13_scale")
+        result = self._matmul(problem.activation(gemm1).to(x.dtype), rows, weights, "w2", "a2_scale")
+        if not problem.apply_router_weight_on_input:
+            result *= scales
+        # Rows past the last offset were never written: selected away, since 0 * NaN is NaN.
+        result = torch.where(rows.counts.unsqueeze(1), result, 0.0)
+        places = torch.arange(len(rows.order), device=rows.order.device)
+        place = torch.empty_like(rows.order).scatter_(0, rows.order, places)
+        call.out[tokens].copy_(result.index_select(0, place).view(num_tokens, top_k, -1).sum(1))
+
+    def _rows(self, call: Call, tokens: slice) -> _Rows:
+        num_experts = self.problem.num_local_experts
+        local = local_expert_ids(call.inputs.topk_ids[tokens], num_experts, call.inputs.expert_map).reshape(-1)
+        keys, order = torch.sort(torch.where(local < 0, num_experts, local), stable=True)
+        experts = torch.arange(num_experts, device=keys.device)
+        offsets = torch.searchsorted(keys, experts, right=True, out_int32=True)
+        return _Rows(order, offsets, keys.clamp(max=num_experts - 1), keys < num_experts)
+
+    def _matmul(
+        self, x: torch.Tensor, rows: _Rows, weights: PermutedWeights, matrix: str, static_scale: str
+    ) -> torch.Tensor:
+        """Quantizes [N,K] rows, multiplies them with their experts' matrices and adds biases; [N, rows] fp32."""
+        static = weights.get(static_scale)
+        scale = None if static is None else static.index_select(0, rows.expert).unsqueeze(1)
+        found = quantize_activations(x, self.computes, scale)
+        product: torch.Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
+            found.q,
+            weights[matrix].transpose(1, 2),
+            scale_a=found.scale.reshape(-1),
+            scale_recipe_a=F.ScalingType.RowWise,
+            scale_b=weights[f"{matrix}_scale"],
+            scale_recipe_b=F.ScalingType.RowWise,
+            offs=rows.offsets,
+            output_dtype=x.dtype,
+            # Sums of 8-bit products keep 14 bits or so in Hopper's tensor cores; this adds them up in fp32.
+            use_fast_accum=False,
+        )
+        result = product.float()
+        bias = weights.get(f"{matrix}_bias")
+        if bias is not None:
+            result += bias.index_select(0, rows.expert)
+        return result

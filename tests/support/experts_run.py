@@ -1,0 +1,52 @@
+"""Runs an experts class on its own, between NaN, and compares with the reference."""
+
+from __future__ import annotations
+
+import torch
+
+from moereg.experts import ExpertInputs, Experts
+from moereg.facts import fact_reasons
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.reference import reference_experts, relative_error
+from moereg.testing.inputs import Inputs, make_expert_map, make_inputs, make_weights
+from moereg.weights import ExpertWeights
+
+CPU = torch.device("cpu")
+
+
+def run_experts(
+    experts_class: type[Experts],
+    problem: MoEProblem,
+    weights: ExpertWeights,
+    inputs: Inputs,
+    platform: Platform,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Applies a class that claims the problem to NaN-filled output and workspaces."""
+    assert not fact_reasons(experts_class.facts, problem)
+    experts = experts_class(problem, platform)
+    permuted = experts.permute_weights(weights, problem)
+    assert permuted.layout in experts_class.layouts
+    workspaces = [
+        torch.full(shape, float("nan"), dtype=problem.torch_dtype)
+        for shape in experts.workspace_shapes(problem, len(inputs.hidden_states))
+    ]
+    out = torch.full_like(inputs.hidden_states, float("nan"))
+    call = ExpertInputs(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, expert_map=expert_map)
+    experts.apply(out, call, permuted, *workspaces)
+    return out
+
+
+def error_of(
+    experts_class: type[Experts], problem: MoEProblem, platform: Platform, num_tokens: int = 24, routing: str = "skewed"
+) -> float:
+    """The relative error of one call with random weights and inputs."""
+    weights = make_weights(problem, CPU)
+    inputs = make_inputs(problem, num_tokens, routing, CPU)
+    expert_map = make_expert_map(problem, CPU)
+    found = run_experts(experts_class, problem, weights, inputs, platform, expert_map)
+    expected = reference_experts(
+        problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, expert_map
+    )
+    return relative_error(found, expected)
