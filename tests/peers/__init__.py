@@ -1,0 +1,1 @@
+"""Backends against the libraries that they call."""

@@ -1,0 +1,311 @@
+"""Foreign functions as the backends know them: their parameters, written down, and who passes what.
+
+A `ForeignCall` says the parameters of one function of another project. Two tests in `test_contracts.py` read it:
+
+- everywhere, that the backend's source passes only what is written down, by reading the source;
+- where the library is installed (`make test-peers`), that its function has exactly these parameters.
+
+So an upgrade that renames an argument fails in a test that names the backend, and not in a user's first call. To add
+one, write it into the backend's module in `tests/peers/calls/`:
+
+    CALLS = (
+        ForeignCall(
+            "flashinfer.fused_moe.cutlass_fused_moe",
+            "(input, token_selected_experts, ..., *, backend='cutlass')",
+            package="flashinfer-python",
+            backends=("flashinfer_cutlass",),
+        ),
+    )
+
+`python -m tests.peers.contract flashinfer.fused_moe.cutlass_fused_moe` prints the row to paste.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import importlib
+import importlib.metadata
+import inspect
+import pkgutil
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import tests.peers.calls
+
+__all__ = ["FOREIGN", "ForeignCall", "Passed", "all_calls", "foreign_uses", "parameters_of", "resolve", "unbound"]
+
+FOREIGN: Final = ("aiter", "cuda", "cutlass", "flashinfer", "humming", "jax", "quack", "sonicmoe", "tvm_ffi", "vllm")
+"""Import names of libraries whose functions have to be written down where a backend uses them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignCall:
+    """One name of another project that backends use.
+
+    Attributes:
+        target: Where it is, dotted: a function, class, enum, or the overload of a torch operator.
+        parameters: As Python writes them, without annotations, `self` or what is returned: `(a, *, b=None)`. The
+            members of an enum are parameters, and their values the defaults. Empty for a value, and for a module that
+            is a language of its own, such as `jax.numpy`: names below it only have to exist.
+        package: Distribution that has it.
+        backends: Those that use it, as they are registered.
+        published: Project, version and file that the parameters were read from, where the package cannot be installed
+            on a machine without its GPU. Empty where the tests ask the package itself.
+    """
+
+    target: str
+    parameters: str
+    package: str
+    backends: tuple[str, ...]
+    published: str = ""
+
+    def __str__(self) -> str:
+        return self.target
+
+    def covers(self, target: str) -> bool:
+        """Whether this is what is written down for a name: itself, a member of its enum, or a word of its language."""
+        if target == self.target or not target.startswith(f"{self.target}."):
+            return target == self.target
+        member = target.removeprefix(f"{self.target}.").partition(".")[0]
+        return not self.parameters or member in _by_name(self.parameters)
+
+    def faults(self) -> list[str]:
+        """What the installed package has otherwise; empty if nothing."""
+        version = importlib.metadata.version(self.package)
+        who = f"{self.package} {version}: {self.target}, which {' and '.join(self.backends)} use"
+        try:
+            has_it = resolve(self.target)
+            found = parameters_of(has_it) if self.parameters else ""
+        except (ImportError, AttributeError) as error:
+            return [f"{who}, is gone: {error}"]
+        wanted, has = _by_name(self.parameters), _by_name(found)
+        faults = [f"{who}, has no parameter {name!r} any more" for name in wanted if name not in has]
+        faults += [f"{who}, has a new parameter {has[name]}" for name in has if name not in wanted]
+        faults += [
+            f"{who}, has {has[name]} where {text} is written down"
+            for name, text in wanted.items()
+            if has.get(name, text) != text
+        ]
+        if not faults and list(wanted) != list(has):
+            faults = [f"{who}, has its parameters in another order: {found}"]
+        return faults
+
+
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """A use of a foreign name in the source of a backend.
+
+    Attributes:
+        target: Dotted name, as far as the source says.
+        line: `file:line`.
+        call: The call, or None where the name is only read or handed on. `functools.partial(name, a)` is a call that
+            leaves out the rest.
+    """
+
+    target: str
+    line: str
+    call: ast.Call | None
+
+
+def all_calls() -> list[ForeignCall]:
+    """Every `ForeignCall` of every module in `tests/peers/calls/`."""
+    names = sorted(module.name for module in pkgutil.iter_modules(tests.peers.calls.__path__))
+    return [call for name in names for call in importlib.import_module(f"tests.peers.calls.{name}").CALLS]
+
+
+def foreign_uses(path: Path, libraries: Iterable[str] = FOREIGN) -> Iterator[Passed]:
+    """Foreign names that a file uses, resolved through its imports.
+
+    Args:
+        path: Python source.
+        libraries: Import names that count as foreign.
+
+    Yields:
+        Each longest dotted name once a place: `from quack import gemm_interface` and `gemm_interface.gemm(a, b)` give
+        `quack.gemm_interface.gemm` with its call. An import whose name is never used counts as read.
+    """
+    tree = ast.parse(path.read_text())
+    roots = frozenset(libraries)
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] in roots:
+                    bound[alias.asname or alias.name.partition(".")[0]] = (
+                        alias.name if alias.asname else alias.name.partition(".")[0]
+                    )
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in roots and not node.level:
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    calls: dict[int, ast.Call] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "functools.partial":
+            rest = ast.Starred(ast.Name("rest"))
+            calls[id(node.args[0])] = ast.Call(
+                node.args[0], [*node.args[1:], rest], [*node.keywords, ast.keyword(None, rest.value)]
+            )
+        elif isinstance(node, ast.Call):
+            calls[id(node.func)] = node
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Name, ast.Attribute)) and id(node) not in inner:
+            base, _, attributes = ast.unparse(node).partition(".")
+            if base in bound and re.fullmatch(r"[\w.]*", attributes):
+                used.add(base)
+                target = f"{bound[base]}.{attributes}".rstrip(".")
+                yield Passed(target, f"{path.name}:{node.lineno}", calls.get(id(node)))
+    for name in sorted(set(bound) - used):
+        yield Passed(bound[name], f"{path.name}:1", None)
+
+
+def unbound(parameters: str, call: ast.Call) -> str | None:
+    """Why a call does not fit parameters, or None. Unpacked arguments (`*a`, `**b`) may be any.
+
+    Args:
+        parameters: As in `ForeignCall`.
+        call: From the source.
+    """
+    signature = inspect.Signature(
+        [
+            parameter.replace(default=None) if parameter.default is not parameter.empty else parameter
+            for parameter in _parsed(parameters).values()
+        ]
+    )
+    unpacked = any(isinstance(value, ast.Starred) for value in call.args) or any(
+        keyword.arg is None for keyword in call.keywords
+    )
+    positional = [value for value in call.args if not isinstance(value, ast.Starred)]
+    keywords = {keyword.arg: None for keyword in call.keywords if keyword.arg is not None}
+    try:
+        (signature.bind_partial if unpacked else signature.bind)(*positional, **keywords)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def parameters_of(found: Any) -> str:
+    """The parameters of a function, class, enum or overload of a torch operator, as `ForeignCall` writes them."""
+    if schema := getattr(found, "_schema", None):
+        parameters = [
+            _parameter(
+                argument.name,
+                inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                repr(argument.default_value) if argument.has_default_value() else None,
+            )
+            for argument in schema.arguments
+        ]
+    elif isinstance(found, type) and issubclass(found, enum.Enum):
+        parameters = [
+            _parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, repr(member.value))
+            for name, member in found.__members__.items()
+        ]
+    else:
+        parameters = [
+            _parameter(value.name, value.kind, None if value.default is value.empty else _text(value.default))
+            for value in inspect.signature(found).parameters.values()
+        ]
+    return _written(parameters)
+
+
+class _Text:
+    """A default by its text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _parameter(name: str, kind: Any, default: str | None) -> inspect.Parameter:
+    return inspect.Parameter(name, kind, default=inspect.Parameter.empty if default is None else _Text(default))
+
+
+def _written(parameters: list[inspect.Parameter]) -> str:
+    return str(inspect.Signature(parameters))
+
+
+def _text(default: Any) -> str:
+    if isinstance(default, enum.Enum):
+        return f"{type(default).__name__}.{default.name}"
+    if inspect.isroutine(default) or isinstance(default, type):
+        return default.__name__
+    text = repr(default)
+    # A value whose text names where it lies in memory, or is no expression, differs from run to run.
+    return type(default).__name__ if text.startswith("<") else text
+
+
+def _parsed(parameters: str) -> dict[str, inspect.Parameter]:
+    """Parameters by name, from their text."""
+    arguments = ast.parse(f"def f{parameters}: ...").body[0].args  # type: ignore[attr-defined]
+    kinds = inspect.Parameter
+    plain = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
+    found = [
+        (node.arg, kinds.POSITIONAL_ONLY if i < len(arguments.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD, default)
+        for i, (node, default) in enumerate(zip(plain, defaults, strict=True))
+    ]
+    if arguments.vararg:
+        found.append((arguments.vararg.arg, kinds.VAR_POSITIONAL, None))
+    found += [
+        (node.arg, kinds.KEYWORD_ONLY, default)
+        for node, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    if arguments.kwarg:
+        found.append((arguments.kwarg.arg, kinds.VAR_KEYWORD, None))
+    return {
+        name: _parameter(name, kind, None if default is None else ast.unparse(default)) for name, kind, default in found
+    }
+
+
+def _by_name(parameters: str) -> dict[str, str]:
+    """Each parameter's name with its text, which tells a keyword-only one."""
+    if not parameters:
+        return {}
+    return {
+        name: f"{'keyword-only ' if value.kind is value.KEYWORD_ONLY else ''}{value}"
+        for name, value in _parsed(parameters).items()
+    }
+
+
+def resolve(target: str) -> Any:
+    """The object at a dotted name: the longest module that imports, then attributes.
+
+    Raises:
+        ImportError: No part of the name is a module, or a module fails to import.
+        AttributeError: The module lacks the rest.
+    """
+    parts = target.split(".")
+    for length in range(len(parts), 0, -1):
+        name = ".".join(parts[:length])
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # A module that is there and misses another one is broken, not absent.
+            if length == 1 or error.name is None or not name.startswith(error.name):
+                raise
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(target)
+
+
+def _row(target: str) -> str:
+    """The source of a `ForeignCall` for an installed function; its backends are to be filled in."""
+    found = resolve(target)
+    parameters = parameters_of(found) if callable(found) or hasattr(found, "_schema") else ""
+    lines = textwrap.wrap(parameters, 100, break_long_words=False, drop_whitespace=False) or [""]
+    package = importlib.metadata.packages_distributions()[target.partition(".")[0]][0]
+    arguments = [f'"{target}",', *(f'"{line}"' for line in lines[:-1]), f'"{lines[-1]}",', f'package="{package}",']
+    return "\n        ".join(["    ForeignCall(", *arguments, "backends=(),"]) + "\n    ),"
+
+
+if __name__ == "__main__":
+    print("\n".join(map(_row, sys.argv[1:])))

@@ -1,0 +1,191 @@
+"""What backends pass to other people's functions is what these functions take."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import moereg
+import tests.peers.contract as contract
+from tests.peers.contract import ForeignCall, all_calls, foreign_uses, parameters_of, unbound
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib  # import-linter brings it
+
+PACKAGE = Path(moereg.__file__).parent
+ROOT = PACKAGE.parent
+CALLS = all_calls()
+SOURCES = sorted([*(PACKAGE / "backends").rglob("*.py"), *ROOT.glob("plugins/*/src/**/*.py")])
+
+
+INSTALLED = {distribution.name.lower().replace("_", "-") for distribution in importlib.metadata.distributions()}
+
+
+def _skip_without(package: str) -> None:
+    """For environments made by hand; `test_the_pinned_versions_are_installed` fails there."""
+    if package not in INSTALLED:
+        pytest.skip(f"{package} is not installed; make test-peers installs it")
+
+
+each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+@each_source
+def test_every_foreign_name_is_written_down(path: Path) -> None:
+    for use in foreign_uses(path):
+        found = next((call for call in CALLS if call.covers(use.target)), None)
+        assert found, f"{use.line} uses {use.target}; add a ForeignCall for it to tests/peers/calls/"
+        if use.call and use.target == found.target and found.parameters:
+            assert not (fault := unbound(found.parameters, use.call)), f"{use.line} calls {use.target}: {fault}"
+
+
+def test_a_name_is_written_down_once() -> None:
+    assert len({call.target for call in CALLS}) == len(CALLS)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("call", [call for call in CALLS if not call.published], ids=str)
+def test_the_installed_package_has_it(call: ForeignCall) -> None:
+    _skip_without(call.package)
+    assert not call.faults(), "\n".join(call.faults())
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("path", [path for path in SOURCES if any(foreign_uses(path))], ids=lambda path: path.name)
+def test_the_installed_package_has_every_name(path: Path) -> None:
+    """Those below a module that is a language of its own, too."""
+    for use in foreign_uses(path):
+        call = next(call for call in CALLS if call.covers(use.target))
+        if not call.published:
+            _skip_without(call.package)
+            contract.resolve(use.target)
+
+
+@pytest.mark.peers
+def test_the_pinned_versions_are_installed() -> None:
+    """Otherwise the tests above say nothing about the versions of constraints.txt."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
+    pinned = [Requirement(line) for line in lines if line]
+    packages = {call.package for call in CALLS if not call.published}
+    assert packages <= {one.name for one in pinned}
+    assert packages <= INSTALLED
+    others = [
+        f"{one} is pinned, {found} installed"
+        for one in pinned
+        if one.name in packages and (one.marker is None or one.marker.evaluate())
+        if not one.specifier.contains(found := importlib.metadata.version(one.name))
+    ]
+    assert not others
+
+
+# The tests of the tests: what is planted here must be caught.
+
+
+def _example(a, b=1, *rest, c, d=None, **others):  # type: ignore[no-untyped-def]
+    """Has a parameter of each kind."""
+
+
+EXAMPLE = ForeignCall(f"{__name__}._example", "(a, b=1, *rest, c, d=None, **others)", "torch", ("mine", "yours"))
+
+
+def test_parameters_as_they_are_written() -> None:
+    assert parameters_of(_example) == EXAMPLE.parameters
+    assert not EXAMPLE.faults()
+
+
+@pytest.mark.parametrize(
+    ("written", "fault"),
+    [
+        ("(a, b=1, *rest, e, d=None, **others)", "has no parameter 'e' any more"),
+        ("(a, b=1, *rest, d=None, **others)", "has a new parameter keyword-only c"),
+        ("(a, b=2, *rest, c, d=None, **others)", "has b=1 where b=2 is written down"),
+        ("(a, b=1, c=None, d=None, **others)", "has keyword-only c where c=None is written down"),
+        ("(b=1, a=None, *rest, c, d=None, **others)", "has a where a=None is written down"),
+        ("(a, b=1, *rest, d=None, c, **others)", "has its parameters in another order"),
+    ],
+)
+def test_another_signature_is_a_fault_that_names_the_backends(written: str, fault: str) -> None:
+    faults = dataclasses.replace(EXAMPLE, parameters=written).faults()
+    assert any(fault in text for text in faults), faults
+    assert all("test_contracts._example, which mine and yours use, " in text for text in faults)
+
+
+@pytest.mark.parametrize("target", [f"{__name__}.gone", "tests.peers.gone.function"])
+def test_a_name_that_is_gone_is_a_fault(target: str) -> None:
+    (fault,) = dataclasses.replace(EXAMPLE, target=target).faults()
+    assert "is gone" in fault
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("f(1, c=2)", None),
+        ("f(1, 2, 3, c=2, e=5)", None),
+        ("f(*args, c=2)", None),
+        ("f(1, **options)", None),
+        ("f(1)", "missing a required"),
+        ("f(c=2)", "missing a required argument: 'a'"),
+        ("f(1, *args, a=2, **options)", "multiple values for argument 'a'"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_found(source: str, fault: str | None) -> None:
+    call = ast.parse(source, mode="eval").body
+    assert isinstance(call, ast.Call)
+    found = unbound(EXAMPLE.parameters, call)
+    assert found is None if fault is None else fault in str(found)
+
+
+def test_uses_are_resolved_through_imports(tmp_path: Path) -> None:
+    path = tmp_path / "source.py"
+    path.write_text(
+        "import quack.gemm_interface\n"
+        "import flashinfer.fused_moe as moe\n"
+        "from flashinfer.fused_moe import cutlass_fused_moe as run, unused\n"
+        "from json import loads\n"
+        "def f():\n"
+        "    run(1, tp_size=2)\n"
+        "    quack.gemm_interface.gemm(loads('1'))\n"
+        "    moe.tables[run](0).rows\n"
+        "    return moe.ActivationType.Swiglu.value, functools.partial(run, 1)\n"
+    )
+    uses = {(use.target, use.line, use.call is not None) for use in foreign_uses(path)}
+    assert uses == {
+        ("flashinfer.fused_moe.cutlass_fused_moe", "source.py:6", True),
+        ("flashinfer.fused_moe.cutlass_fused_moe", "source.py:8", False),
+        ("quack.gemm_interface.gemm", "source.py:7", True),
+        ("flashinfer.fused_moe.cutlass_fused_moe", "source.py:9", True),
+        ("flashinfer.fused_moe.tables", "source.py:8", False),
+        ("flashinfer.fused_moe.ActivationType.Swiglu.value", "source.py:9", False),
+        ("flashinfer.fused_moe.unused", "source.py:1", False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("parameters", "target", "is_covered"),
+    [
+        ("(Silu=2, Swiglu=3)", "lib.Name", True),
+        ("(Silu=2, Swiglu=3)", "lib.Name.Silu", True),
+        ("(Silu=2, Swiglu=3)", "lib.Name.Silu.value", True),
+        ("(Silu=2, Swiglu=3)", "lib.Name.Gelu", False),
+        ("(Silu=2, Swiglu=3)", "lib.Names", False),
+        ("", "lib.Name.anything", True),
+        ("", "lib", False),
+    ],
+)
+def test_what_a_row_is_about(parameters: str, target: str, is_covered: bool) -> None:
+    assert ForeignCall("lib.Name", parameters, "lib", ("mine",)).covers(target) == is_covered
+
+
+def test_the_libraries_are_those_that_core_must_not_import() -> None:
+    """Apart from triton and transformers, whose use is ours to test, and matplotlib, which computes nothing."""
+    banned = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["flake8-tidy-imports"]
+    assert set(banned["banned-module-level-imports"]) - {"triton", "transformers", "matplotlib"} <= set(
+        contract.FOREIGN
+    )
