@@ -12,8 +12,8 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -28,18 +28,22 @@ from moereg.selection import Decision, Selection
 from moereg.tuning.culprits import Culprits
 from moereg.tuning.inputs import Call
 from moereg.tuning.measurement import Measurement
+from moereg.tuning.own_calls import OwnCalls
 from moereg.tuning.roofline import Ceilings, roofline_us, work_of
-from moereg.tuning.timing import ROUNDS, Run, Timing, kernel_runs, time_runs, wait_for
-from moereg.tuning.watched import WatchedTensors, same_bytes
+from moereg.tuning.timing import ROUNDS, Timing, kernel_runs, time_runs, wait_for
+from moereg.tuning.watched import WatchedTensors
 from moereg.weights import ExpertWeights
 
-__all__ = ["Comparison", "Measurement", "Phase", "Tolerance", "output_error"]
+__all__ = ["Comparison", "Measurement", "Phase", "Tolerance", "Watch", "output_error"]
 
 Tolerance = Callable[[MoEProblem, int, QuantScheme | str], float]
 """The bound for a layer, a number of tokens and the computed scheme: `moereg.tolerances.layer_tolerance`."""
 
 Phase = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], object]]]
 """Shows that a long step is under way, given its name; yields a callback for (done, in all)."""
+
+Watch = Callable[[Decision, str], object]
+"""Is told which candidate's code runs next, and in which of its methods: a crash leaves no other trace."""
 
 
 @dataclasses.dataclass
@@ -50,30 +54,11 @@ class _Findings:
     errors: dict[Decision, Exception] = dataclasses.field(default_factory=dict)
     damages: dict[Decision, str] = dataclasses.field(default_factory=dict)
     timings: dict[Decision, Timing] = dataclasses.field(default_factory=dict)
+    first_ms: dict[Decision, float] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Own:
-    """One candidate's own inputs and outputs, and its runs on them."""
-
-    pristine: Sequence[Call]
-    calls: list[Call]
-    outs: list[torch.Tensor]
-    runs: list[Run] = dataclasses.field(default_factory=list)
-
-    @classmethod
-    def of(cls, calls: Sequence[Call]) -> _Own:
-        own = [Call(*(tensor.clone() for tensor in call)) for call in calls]
-        return cls(calls, own, [torch.full_like(call.hidden_states, math.nan) for call in calls])
-
-    def written(self) -> tuple[str, ...]:
-        """Names of the inputs that differ from their originals, or whose writes torch counted."""
-        names: dict[str, None] = {}
-        for own, call in zip(self.calls, self.pristine, strict=True):
-            for name, tensor, pristine in zip(Call._fields, own, call, strict=True):
-                if (not tensor.is_inference() and tensor._version) or not same_bytes(tensor, pristine):
-                    names[name] = None
-        return tuple(names)
+def _unwatched(_decision: Decision, _step: str) -> None:
+    """Keeps nothing."""
 
 
 @contextlib.contextmanager
@@ -97,9 +82,10 @@ class Comparison:
         self,
         selection: Selection,
         make_weights: Callable[[], ExpertWeights],
-        inputs: Mapping[int, Sequence[Call]],
+        inputs: Mapping[Any, Sequence[Call]],
         tolerance: Tolerance,
         phase: Phase = _silent,
+        watch: Watch = _unwatched,
     ) -> None:
         """Makes the weights and the references, then permutes the weights for every accepted candidate.
 
@@ -107,28 +93,27 @@ class Comparison:
             selection: For the machine at hand.
             make_weights: Makes the canonical weights; called again for the same weights if a candidate has written into
                 them.
-            inputs: Calls by their number of tokens, at least one each; they are copied for each candidate.
+            inputs: Calls of one number of tokens by a key, which may be that number; at least one each. They are
+                copied for each candidate.
             tolerance: The bounds.
             phase: Shows progress.
+            watch: Is told before a candidate's code runs.
         """
         self.problem: Final = selection.problem
         self.permute_ms: Final[dict[Decision, float]] = {}
         self._make_weights: Final = make_weights
         self._tolerance: Final = tolerance
-        self._inputs: Final = {num_tokens: tuple(calls) for num_tokens, calls in inputs.items()}
+        self._inputs: Final[dict[Hashable, tuple[Call, ...]]] = {key: tuple(calls) for key, calls in inputs.items()}
         self._candidates: Final = [decision for decision in selection.decisions if decision.accepted]
         self._kernels: Final[dict[Decision, MoEKernel]] = {}
         self._found: Final = _Findings()
         self.weights: Final = make_weights().contiguous()
         with phase("computing references"):
-            self._references: Final = {
-                num_tokens: self._references_of(calls) for num_tokens, calls in self._inputs.items()
-            }
+            self._references: Final = {key: self._references_of(calls) for key, calls in self._inputs.items()}
             self._works: Final = {
-                num_tokens: [work_of(self.problem, call) for call in calls]
-                for num_tokens, calls in self._inputs.items()
+                key: [work_of(self.problem, call) for call in calls] for key, calls in self._inputs.items()
             }
-        self._culprits: Final = Culprits(selection, self.weights.w13.device)
+        self._culprits: Final = Culprits(selection, self.weights.w13.device, watch)
         self._watched: Final = WatchedTensors(self.weights.tensors())
         self._torch = AmbientState.now()
         with phase("permuting weights") as advance:
@@ -138,11 +123,11 @@ class Comparison:
                 advance(number, len(self._candidates))
 
     @torch.no_grad()
-    def measure(self, num_tokens: int, ceilings: Ceilings | None, rounds: int = ROUNDS) -> list[Measurement]:
+    def measure(self, key: Hashable, ceilings: Ceilings | None, rounds: int = ROUNDS) -> list[Measurement]:
         """Compares the candidates with the reference, and times those that are right in turns.
 
         Args:
-            num_tokens: One of those that there are inputs for.
+            key: One of those that there are inputs for.
             ceilings: The device's ceilings, where they are known.
             rounds: Samples of each.
 
@@ -153,19 +138,19 @@ class Comparison:
         self._torch = AmbientState.now()  # The caller may have set another one.
         for decision in list(self._kernels):
             if self._culprits.stopped is None:
-                self._check(found, decision, num_tokens)
+                self._check(found, decision, key)
         if self._culprits.stopped is None:
-            self._time(found, num_tokens, rounds)
+            self._time(found, key, rounds)
         if self._culprits.stopped is not None:
-            self._culprits.skip(found.errors, self._not_judged(found, num_tokens))
-        works = self._works[num_tokens]
+            self._culprits.skip(found.errors, self._not_judged(found, key))
+        works = self._works[key]
         best_us = math.nan if ceilings is None else roofline_us(works, ceilings)
         return [
             Measurement(
                 decision=decision,
-                num_tokens=num_tokens,
+                num_tokens=self._num_tokens(key),
                 relative_error=found.relative_errors.get(decision, math.nan),
-                tolerance=self._bound(decision, num_tokens),
+                tolerance=self._bound(decision, key),
                 failure=_text(found.errors.get(decision)),
                 timing=found.timings.get(decision),
                 flops=statistics.fmean(work.flops for work in works),
@@ -173,9 +158,15 @@ class Comparison:
                 roofline_us=best_us,
                 damage=found.damages.get(decision, ""),
                 error=found.errors.get(decision),
+                first_ms=found.first_ms.get(decision, math.nan),
             )
             for decision in self._candidates
         ]
+
+    @property
+    def stopped(self) -> BackendError | None:
+        """Why nothing more can be measured in this process; None while it can."""
+        return self._culprits.stopped
 
     def workspace_bytes(self, decision: Decision, num_tokens: int) -> int:
         """Bytes of a candidate's two workspaces for a call.
@@ -186,9 +177,12 @@ class Comparison:
         shapes = self._kernels[decision].experts.workspace_shapes(self.problem, num_tokens)
         return sum(math.prod(shape) for shape in shapes) * self.problem.torch_dtype.itemsize
 
-    def reference(self, decision: Decision, num_tokens: int) -> torch.Tensor:
-        """The reference for a candidate's output of the first call, [T,H] fp32."""
-        return self._references[num_tokens][decision.computes][0]
+    def reference(self, decision: Decision, key: Hashable) -> torch.Tensor:
+        """The reference for a candidate's output of a key's first call, [T,H] fp32."""
+        return self._references[key][decision.computes][0]
+
+    def _num_tokens(self, key: Hashable) -> int:
+        return len(self._inputs[key][0].hidden_states)
 
     def _references_of(self, calls: Sequence[Call]) -> dict[str, list[torch.Tensor]]:
         """References of the first call and, if there are several, of the last, by computed scheme.
@@ -221,23 +215,25 @@ class Comparison:
             self._kernels.pop(decision, None)
         self._blame(self._found, decision, "permute_weights")
 
-    def _check(self, found: _Findings, decision: Decision, num_tokens: int) -> None:
+    def _check(self, found: _Findings, decision: Decision, key: Hashable) -> None:
         """Compares the output of the first call."""
-        reference = self._references[num_tokens][decision.computes][0]
+        reference = self._references[key][decision.computes][0]
         with self._culprits.naming(found.errors, decision, "apply"):
-            own = _Own.of(self._inputs[num_tokens][:1])
+            own = OwnCalls.of(self._inputs[key][:1])
+            start = time.perf_counter()
             with self._culprits.naming(found.errors, decision, "apply"):
                 found.relative_errors[decision] = output_error(self._kernels[decision], own.calls[0], reference)
+                found.first_ms[decision] = (time.perf_counter() - start) * 1e3
             self._blame(found, decision, "apply", own)
 
-    def _blame(self, found: _Findings, decision: Decision, step: str, own: _Own | None = None) -> bool:
+    def _blame(self, found: _Findings, decision: Decision, step: str, own: OwnCalls | None = None) -> bool:
         """Reports what was written or set since the last time, if anything, and restores weights and torch's state."""
         has_written = True  # Used where writes cannot be attributed.
         with self._culprits.naming(found.errors, decision, step):
             has_written = self._has_written(found, decision, step, own)
         return has_written
 
-    def _has_written(self, found: _Findings, decision: Decision, step: str, own: _Own | None) -> bool:
+    def _has_written(self, found: _Findings, decision: Decision, step: str, own: OwnCalls | None) -> bool:
         if changed := self._torch.restore():
             self._found.damages[decision] = f"{step} {_changed(changed)}"
             found.damages[decision] = self._found.damages[decision]
@@ -265,30 +261,30 @@ class Comparison:
         except Exception as error:
             self._culprits.not_restored(found.errors, writers, error)
 
-    def _bound(self, decision: Decision, num_tokens: int) -> float:
-        return self._tolerance(self.problem, num_tokens, decision.scheme or decision.computes)
+    def _bound(self, decision: Decision, key: Hashable) -> float:
+        return self._tolerance(self.problem, self._num_tokens(key), decision.scheme or decision.computes)
 
-    def _is_right(self, found: _Findings, decision: Decision, num_tokens: int) -> bool:
+    def _is_right(self, found: _Findings, decision: Decision, key: Hashable) -> bool:
         is_whole = decision not in found.errors and decision not in found.damages
-        return is_whole and found.relative_errors[decision] <= self._bound(decision, num_tokens)
+        return is_whole and found.relative_errors[decision] <= self._bound(decision, key)
 
-    def _not_judged(self, found: _Findings, num_tokens: int) -> list[Decision]:
+    def _not_judged(self, found: _Findings, key: Hashable) -> list[Decision]:
         return [
             decision
             for decision in self._candidates
             if decision not in found.timings and decision not in found.damages
             # NaN is wrong.
-            if found.relative_errors.get(decision, 0.0) <= self._bound(decision, num_tokens)
+            if found.relative_errors.get(decision, 0.0) <= self._bound(decision, key)
         ]
 
-    def _time(self, found: _Findings, num_tokens: int, rounds: int) -> None:
+    def _time(self, found: _Findings, key: Hashable, rounds: int) -> None:
         """Times the candidates that are right, and forgets the times of those that are not right afterwards."""
         device = self.weights.w13.device
-        owns: dict[Decision, _Own] = {}
-        for decision in [one for one in self._kernels if self._is_right(found, one, num_tokens)]:
+        owns: dict[Decision, OwnCalls] = {}
+        for decision in [one for one in self._kernels if self._is_right(found, one, key)]:
             # For example, a kernel that cannot be captured although its facts say so.
             with self._culprits.naming(found.errors, decision, "apply"):
-                own = _Own.of(self._inputs[num_tokens])
+                own = OwnCalls.of(self._inputs[key])
                 own.runs.extend(kernel_runs(self._kernels[decision], own.calls, own.outs))
                 owns[decision] = own
             if decision in found.errors:
@@ -309,16 +305,16 @@ class Comparison:
         if (written or changed or not is_clean) and self._culprits.stopped is None:
             self._time_one_by_one(found, owns, rounds, written, changed)
         for decision in list(found.timings):
-            if self._culprits.stopped is None and self._is_right(found, decision, num_tokens):
-                self._check_again(found, decision, owns[decision], num_tokens)
-                if self._is_right(found, decision, num_tokens):
+            if self._culprits.stopped is None and self._is_right(found, decision, key):
+                self._check_again(found, decision, owns[decision], key)
+                if self._is_right(found, decision, key):
                     continue
             del found.timings[decision]
 
     def _time_one_by_one(
         self,
         found: _Findings,
-        owns: Mapping[Decision, _Own],
+        owns: Mapping[Decision, OwnCalls],
         rounds: int,
         written: tuple[str, ...],
         changed: tuple[str, ...],
@@ -347,9 +343,9 @@ class Comparison:
                 found.damages[decision] = f"one of {names} {deed}, once"
             found.timings = {}
 
-    def _check_again(self, found: _Findings, decision: Decision, own: _Own, num_tokens: int) -> None:
+    def _check_again(self, found: _Findings, decision: Decision, own: OwnCalls, key: Hashable) -> None:
         """Compares the outputs that the timed runs left, and those of another run on outputs full of NaN."""
-        references = self._references[num_tokens][decision.computes]
+        references = self._references[key][decision.computes]
         errors: list[float] = []
         with self._culprits.naming(found.errors, decision, "apply"):
             errors.append(relative_error(own.outs[0], references[0]))
@@ -358,7 +354,7 @@ class Comparison:
                 own.runs[place]()
                 wait_for(own.outs[place].device)
                 errors.append(relative_error(own.outs[place], reference))
-        bound = self._bound(decision, num_tokens)
+        bound = self._bound(decision, key)
         found.relative_errors[decision] = next(
             (error for error in errors if not error <= bound), found.relative_errors[decision]
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import traceback
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Final
 
 import torch
@@ -29,16 +29,18 @@ class Culprits:
         stopped: Why nothing more can be measured; None while it can.
     """
 
-    def __init__(self, selection: Selection, device: torch.device) -> None:
+    def __init__(self, selection: Selection, device: torch.device, watch: Callable[[Decision, str], object]) -> None:
         """Knows which candidates may be named.
 
         Args:
             selection: The selection that has the candidates.
             device: Where they run.
+            watch: Is told which candidate runs next, and in which of its methods.
         """
         self.stopped: BackendError | None = None
         self._selection: Final = selection
         self._device: Final = device
+        self._watch: Final = watch
 
     @contextlib.contextmanager
     def naming(self, errors: Errors, decision: Decision, step: str) -> Iterator[None]:
@@ -49,6 +51,7 @@ class Culprits:
             decision: The candidate that runs inside.
             step: The method of its that runs inside.
         """
+        self._watch(decision, step)
         try:
             yield
         except Exception as error:

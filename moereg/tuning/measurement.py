@@ -27,6 +27,7 @@ class Measurement:
         roofline_us: Time that the device could reach; NaN if unknown.
         damage: What it wrote to without permission; empty if nothing.
         error: The exception itself.
+        first_ms: Time until the output of the first call was there and compared: compiling and tuning included.
     """
 
     decision: Decision
@@ -40,6 +41,7 @@ class Measurement:
     roofline_us: float
     damage: str = ""
     error: Exception | None = dataclasses.field(default=None, compare=False, repr=False)
+    first_ms: float = math.nan
 
     @property
     def passed(self) -> bool:

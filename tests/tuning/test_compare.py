@@ -128,3 +128,25 @@ def test_what_was_not_written_is_no_number() -> None:
 
     assert math.isnan(output_error(forgets_one, call, reference))  # type: ignore[arg-type]
     assert output_error(forgets_none, call, reference) == 0  # type: ignore[arg-type]
+
+
+def test_keys_tell_inputs_of_one_size_apart_and_the_running_candidate_is_told() -> None:
+    selection = explain_backends(PROBLEM)
+    inputs = {(routing, 3): random_calls(PROBLEM, 3, routing, 0, CPU)[:2] for routing in ("uniform", "one_set")}
+    told: list[tuple[str, str]] = []
+    comparison = Comparison(
+        selection,
+        lambda: random_weights(PROBLEM, torch.Generator().manual_seed(0), CPU),
+        inputs,
+        layer_tolerance,
+        watch=lambda decision, step: told.append((decision.experts, step)),
+    )
+    permuted = [(decision.experts, "permute_weights") for decision in selection.decisions if decision.accepted]
+    assert list(dict.fromkeys(told)) == permuted
+    rows = {key: comparison.measure(key, CEILINGS, rounds=1) for key in inputs}
+    assert {row.num_tokens for row in rows["one_set", 3]} == {3}
+    few, many = (rows[routing, 3][0].num_bytes for routing in ("one_set", "uniform"))
+    assert few < many
+    assert all(row.passed and row.first_ms > 0 for found in rows.values() for row in found)
+    assert {step for _, step in told} == {"permute_weights", "apply"}
+    assert comparison.stopped is None

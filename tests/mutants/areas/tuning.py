@@ -94,7 +94,7 @@ MUTANTS: Final = (
     Mutant(
         "wrong numbers are timed",
         "moereg/tuning/compare.py",
-        old="return is_whole and found.relative_errors[decision] <= self._bound(decision, num_tokens)",
+        old="return is_whole and found.relative_errors[decision] <= self._bound(decision, key)",
         new="return is_whole",
         tests=("tests/tuning/test_compare.py::test_wrong_numbers_get_no_time",),
     ),
@@ -108,8 +108,8 @@ MUTANTS: Final = (
     Mutant(
         "every candidate is compared with the first scheme's reference",
         "moereg/tuning/compare.py",
-        old="reference = self._references[num_tokens][decision.computes][0]\n",
-        new="reference = next(iter(self._references[num_tokens].values()))[0]\n",
+        old="reference = self._references[key][decision.computes][0]\n",
+        new="reference = next(iter(self._references[key].values()))[0]\n",
         tests=("tests/tuning/test_compare_hostile.py::test_each_candidate_is_checked_against_what_it_computes",),
     ),
     Mutant(
