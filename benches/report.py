@@ -1,28 +1,29 @@
-"""Writes the tables of docs/results.md from the stored results, so that no number there is typed.
+"""Writes the tables of the docs from the stored results and the registered cells, so that no number there is typed.
 
-python -m benches.report            # rewrites docs/results.md
-python -m benches.report --check    # exits with 1 where it is out of date
+python -m benches.report            # rewrites docs/results.md, docs/board.md and docs/backends.md, and draws pictures
+python -m benches.report --check    # names what is out of date, and exits with 1
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pathlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from benches import pictures, which_backend
+from benches.board import page as board
 from benches.h200 import leave_one_out
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches" / "results"
-PAGE = ROOT / "docs" / "results.md"
-PICTURE = ROOT / "docs" / "h200.svg"
-
-# Okabe and Ito's, which everyone can tell apart.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DOCS = ROOT / "docs"
+PAGE = DOCS / "results.md"
+PICTURE = DOCS / "h200.svg"
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -324,12 +325,19 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def render(page: str) -> str:
+PAGES: dict[pathlib.Path, Mapping[str, Callable[[], str]]] = {
+    PAGE: TABLES,
+    DOCS / "board.md": board.TABLES,
+    DOCS / "backends.md": which_backend.TABLES,
+}
+
+
+def render(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
     """The page with each `<!-- table NAME -->` ... `<!-- end -->` filled from the stored results that there are."""
 
     def fill(match: re.Match[str]) -> str:
         try:
-            table = TABLES[match[1]]()
+            table = tables[match[1]]()
         except FileNotFoundError:
             table = "Not measured yet."
         return f"<!-- table {match[1]} -->\n\n{table}\n\n<!-- end -->"
@@ -337,47 +345,27 @@ def render(page: str) -> str:
     return re.sub(r"<!-- table (\w+) -->.*?<!-- end -->", fill, page, flags=re.DOTALL)
 
 
-def draw_h200(path: pathlib.Path) -> None:
-    """The ratios of the H200 table over tokens, a line a layer: above 1 the triton backend is the faster."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    rows = _load("h200_table_bf16.json")["rows"]
-    style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": path.name}
-    with matplotlib.rc_context(style):
-        figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
-        for model, color in zip(dict.fromkeys(row["model"] for row in rows), COLORS, strict=False):
-            own = [row for row in rows if row["model"] == model and not row["wrong"]]
-            ratios = [row["best_peer_over_ours"] for row in own]
-            axes.plot([row["tokens"] for row in own], ratios, "o-", color=color, label=model)
-        axes.axhline(1.0, color="#777777", linewidth=1, linestyle="--")
-        axes.set_xscale("log", base=2)
-        tokens = sorted({row["tokens"] for row in rows})
-        axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
-        axes.minorticks_off()
-        axes.set_xlabel("tokens")
-        axes.set_ylabel("best peer's time / ours")
-        axes.set_title(
-            "bf16 on one H200, against the best of FlashInfer, SonicMoE, torch and vLLM", loc="left", size=12
-        )
-        axes.legend(frameon=False, ncols=2)
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
-
-
 def main() -> int:
-    """Rewrites or checks the page; rewriting also draws the picture."""
+    """Rewrites or checks the pages; rewriting also draws the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    page = PAGE.read_text(encoding="utf-8")
-    rendered = render(page)
+    old = []
+    for path, tables in PAGES.items():
+        page = path.read_text(encoding="utf-8")
+        rendered = render(page, tables)
+        if rendered != page:
+            old.append(path.relative_to(ROOT))
+            if not arguments.check:
+                path.write_text(rendered, encoding="utf-8")
     if arguments.check:
-        return int(rendered != page)
-    PAGE.write_text(rendered, encoding="utf-8")
-    draw_h200(PICTURE)
+        for name in old:
+            print(f"{name} is out of date; run python -m benches.report")
+        return int(bool(old))
+    pictures.draw_h200(PICTURE, _load("h200_table_bf16.json"))
+    for name in board.BOARDS:
+        with contextlib.suppress(FileNotFoundError):
+            pictures.draw_board(board.standings(board.documents(name)), DOCS / f"board_{name}.svg")
     return 0
 
 

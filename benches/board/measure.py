@@ -1,0 +1,334 @@
+"""Measures the rows of a board in one process: numbers first, then time in turns, a row after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import gc
+import json
+import math
+import pathlib
+import sys
+import time
+import traceback
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from benches.board.layers import BoardLayer, Point
+from benches.board.store import Board, Row
+from moereg.discovery import load_backends
+from moereg.dispatch import explain_backends
+from moereg.memory import format_bytes, free_memory_bytes
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.selection import Decision, Selection, nearest_by_backend
+from moereg.testing.provenance import clocks
+from moereg.tolerances import layer_tolerance
+from moereg.tuning.compare import Comparison, Measurement
+from moereg.tuning.inputs import random_calls, random_weights
+from moereg.tuning.roofline import Ceilings, expert_bytes, measure_ceilings
+from moereg.weights import ExpertWeights
+from moereg.workspace import WORKSPACES
+
+__all__ = ["Lost", "Marker", "Wanted", "measure_board"]
+
+# Of the free memory, for the canonical weights and one permuted copy a candidate; the rest is for calls and references.
+_WEIGHTS_FRACTION: Final = 0.75
+
+
+class Lost(Exception):
+    """A candidate took the device down, and is on the board's list of those; another process may go on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Who takes part.
+
+    Attributes:
+        only: Patterns of backends; all where empty.
+        deny: Patterns of backends that do not.
+        opt_in: Whether cells take part that a request would have to name.
+    """
+
+    only: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    opt_in: bool = True
+
+    def __contains__(self, backend: str) -> bool:
+        is_asked = not self.only or any(fnmatch.fnmatchcase(backend, pattern) for pattern in self.only)
+        return is_asked and not any(fnmatch.fnmatchcase(backend, pattern) for pattern in self.deny)
+
+
+class Marker:
+    """A file that says whose code runs, for whoever finds the process dead or stuck."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path: Final = path
+        self._layer = ""
+        self.last: Decision | None = None
+
+    def begin(self, layer: str) -> None:
+        """A layer begins, and none of its candidates runs yet."""
+        self._layer, self.last = layer, None
+        self._write("", "", "making the layer")
+
+    def watch(self, decision: Decision, step: str) -> None:
+        """A candidate's code runs next."""
+        self.last = decision
+        self._write(decision.backend, decision.experts, step)
+
+    def _write(self, backend: str, experts: str, step: str) -> None:
+        mark = {"layer": self._layer, "backend": backend, "experts": experts, "step": step}
+        self._path.write_text(json.dumps(mark), encoding="utf-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entrants:
+    """The candidates of a layer, and why others are none.
+
+    Attributes:
+        selection: Every candidate; those that take part are accepted.
+        default: What `select_backend` would choose.
+        skipped: Reasons of each backend that does not fit.
+        excluded: Candidates that fit and do not take part, with the reason.
+    """
+
+    selection: Selection
+    default: Decision | None
+    skipped: dict[str, str]
+    excluded: list[tuple[Decision, str]]
+
+
+def _entrants(layer: BoardLayer, problem: MoEProblem, board: Board, wanted: Wanted, platform: Platform) -> _Entrants:
+    default = explain_backends(problem, platform).winner
+    opt_in = sorted({cell.name for cell in load_backends().cells if cell.opt_in}) if wanted.opt_in else []
+    found = explain_backends(problem, platform, prefer=opt_in)
+    fitting = [decision for decision in found.decisions if decision.accepted and decision.backend in wanted]
+    # Emulations last; a wish for cells that are opt-in does not put them first here.
+    fitting.sort(key=lambda decision: (decision.tier == "emulation", -decision.priority))
+    skipped = {
+        decision.backend: "; ".join(reason.text for reason in decision.reasons)
+        for decision in nearest_by_backend(found.decisions)
+        if not decision.accepted and decision.backend in wanted
+    }
+    excluded: list[tuple[Decision, str]] = []
+    taking: list[Decision] = []
+    free_bytes = free_memory_bytes(torch.device(platform.device_type))
+    layer_bytes = problem.num_local_experts * expert_bytes(problem)
+    for decision in fitting:
+        reason = board.reason_out(layer.name, decision.backend, decision.experts)
+        if (
+            reason is None
+            and free_bytes is not None
+            and (len(taking) + 2) * layer_bytes > _WEIGHTS_FRACTION * free_bytes
+        ):
+            reason = (
+                f"left out: {len(taking)} copies of {format_bytes(layer_bytes)} are what fits beside the layer's own; "
+                "measure it with --only"
+            )
+        if reason is None:
+            taking.append(decision)
+        else:
+            excluded.append((decision, reason))
+    return _Entrants(dataclasses.replace(found, decisions=tuple(taking)), default, skipped, excluded)
+
+
+def measure_board(
+    board: Board,
+    layers: Sequence[BoardLayer],
+    platform: Platform,
+    wanted: Wanted,
+    marker: Marker,
+    seconds: float = math.inf,
+    rounds: int = 48,
+) -> None:
+    """Measures the rows that the board lacks, and writes it after each.
+
+    A layer may take its share of the seconds that are left; what it leaves over is for later ones.
+
+    Args:
+        board: Where rows go.
+        layers: In this order.
+        platform: This machine, probed.
+        wanted: Who takes part.
+        marker: Says whose code runs.
+        seconds: After which no row is begun.
+        rounds: Samples of each candidate, at most.
+
+    Raises:
+        Lost: A candidate took the device down.
+    """
+    start, before = time.monotonic(), board.document["seconds"]
+    deadline = start + seconds
+    reasons: dict[str, str] = {}
+    open_layers = [layer for layer in layers if board.missing(layer)]
+    try:
+        for number, layer in enumerate(open_layers):
+            now = time.monotonic()
+            if now >= deadline:
+                break
+            own = now + (deadline - now) / (len(open_layers) - number)
+            marker.begin(layer.name)
+            try:
+                reason = _measure_layer(board, layer, platform, wanted, marker, own, rounds)
+            except Lost:
+                raise
+            except Exception as error:  # For example memory for the layer itself: others may be smaller.
+                traceback.print_exc()
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            if reason:
+                reasons[layer.name] = reason
+                print(f"{layer.name}: left out: {reason}", flush=True)
+            _release()
+    finally:
+        board.document["seconds"] = before + time.monotonic() - start
+        board.document |= clocks(platform)
+        board.leave_out(layers, reasons)
+
+
+def _measure_layer(
+    board: Board,
+    layer: BoardLayer,
+    platform: Platform,
+    wanted: Wanted,
+    marker: Marker,
+    deadline: float,
+    rounds: int,
+) -> str:
+    """Measures a layer's missing rows until the deadline; returns why it could not be measured, or nothing."""
+    points, problem, device = board.missing(layer), layer.problem(), torch.device(platform.device_type)
+    entrants = _entrants(layer, problem, board, wanted, platform)
+    board.document["layers"][layer.name] = {
+        "layer": layer.layer,
+        "scheme": layer.scheme,
+        "problem": problem.to_dict(),
+        "default": entrants.default and entrants.default.backend,
+        "skipped": entrants.skipped,
+    }
+    if not entrants.selection.decisions:
+        return "nothing fits"
+    names = ", ".join(decision.backend for decision in entrants.selection.decisions)
+    print(f"{layer.name}: {names}", flush=True)
+    ceilings = _ceilings(problem, platform)
+    board.document["ceilings"][_ceiling_name(problem, platform)] = dataclasses.asdict(ceilings)
+    _precompile(problem, {point.tokens for point in points}, entrants.selection)
+
+    def make_weights() -> ExpertWeights:
+        return random_weights(problem, torch.Generator().manual_seed(0), device)
+
+    inputs = {point: random_calls(problem, point.tokens, point.routing, 0, device) for point in points}
+    comparison = Comparison(entrants.selection, make_weights, inputs, layer_tolerance, watch=marker.watch)
+    for point in points:
+        if time.monotonic() >= deadline:
+            return "no time was left"
+        found = comparison.measure(point, ceilings, rounds)
+        _give_up_if_lost(board, layer, comparison, marker)
+        row = _row(found, comparison, entrants)
+        board.add(layer, point, row)
+        print(_line(layer, point, row), flush=True)
+    return ""
+
+
+def _give_up_if_lost(board: Board, layer: BoardLayer, comparison: Comparison, marker: Marker) -> None:
+    if comparison.stopped is None:
+        return
+    last = marker.last
+    assert last is not None, "a candidate ran"
+    board.put_out(layer.name, last.backend, last.experts, str(comparison.stopped))
+    raise Lost(str(comparison.stopped))
+
+
+def _row(found: Sequence[Measurement], comparison: Comparison, entrants: _Entrants) -> Row:
+    default = entrants.default
+    return {
+        "roofline_us": found[0].roofline_us,
+        "default": default and {"backend": default.backend, "experts": default.experts, "computes": default.computes},
+        "results": [
+            *({**_identity(one.decision), **_result(one, comparison)} for one in found),
+            *({**_identity(decision), "time_us": None, "failure": reason} for decision, reason in entrants.excluded),
+        ],
+    }
+
+
+def _identity(decision: Decision) -> dict[str, Any]:
+    return {
+        "backend": decision.backend,
+        "experts": decision.experts,
+        "computes": decision.computes,
+        "origin": decision.origin,
+        "tier": decision.tier,
+        "priority": decision.priority,
+    }
+
+
+def _result(one: Measurement, comparison: Comparison) -> dict[str, Any]:
+    reason = one.failure or one.damage
+    if not reason and one.timing is None:
+        reason = f"wrong numbers: error {one.relative_error:.2e} > {one.tolerance:.1e}"
+    return {
+        "time_us": one.time_us,
+        "p10_us": one.timing.p10_us if one.timing else math.nan,
+        "p90_us": one.timing.p90_us if one.timing else math.nan,
+        "share": one.share,
+        "relative_error": one.relative_error,
+        "tolerance": one.tolerance,
+        "permute_ms": comparison.permute_ms.get(one.decision, math.nan),
+        "first_ms": one.first_ms,
+        "failure": reason or None,
+    }
+
+
+def _line(layer: BoardLayer, point: Point, row: Row) -> str:
+    timed = sorted((one for one in row["results"] if one["failure"] is None), key=lambda one: one["time_us"])
+    texts = [f"{one['backend']} {one['time_us']:,.1f}" for one in timed]
+    texts += [f"{one['backend']} FAILED" for one in row["results"] if one["failure"] is not None]
+    return f"{layer.name} {point.routing} T {point.tokens}: {', '.join(texts)}"
+
+
+def _ceiling_name(problem: MoEProblem, platform: Platform) -> str:
+    """The element type whose products are the ceiling of a scheme."""
+    activation = problem.quant.activation
+    is_measured = platform.kind == "cuda" and activation is not None and activation.dtype in ("float8_e4m3fn", "int8")
+    return activation.dtype if is_measured and activation is not None else problem.dtype
+
+
+def _ceilings(problem: MoEProblem, platform: Platform) -> Ceilings:
+    return _measured_ceilings(_ceiling_name(problem, platform), platform)
+
+
+@functools.cache
+def _measured_ceilings(dtype: str, platform: Platform) -> Ceilings:
+    if dtype not in ("float8_e4m3fn", "int8"):
+        return measure_ceilings(getattr(torch, dtype), torch.device(platform.device_type))
+    from benches.h200 import quant
+
+    return quant.ceilings_of("int8_w8a8" if dtype == "int8" else "fp8_block128", quant.measure_ceilings([dtype]))
+
+
+def _precompile(problem: MoEProblem, tokens: Collection[int], selection: Selection) -> None:
+    """Compiles Triton's kernels on all cores, which on one core outlast the board."""
+    is_there = any(decision.backend == "triton" for decision in selection.decisions)
+    if not is_there or selection.platform.device_type != "cuda":
+        return
+    from benches.h200.precompile import precompile
+
+    try:
+        precompile((problem, num_tokens) for num_tokens in sorted(tokens))
+    except Exception:  # The comparison finds out the same, and whose fault it is.
+        traceback.print_exc(limit=-3, file=sys.stderr)
+
+
+def _release() -> None:
+    """Frees the memory of the last layer."""
+    WORKSPACES.release()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def patterns(texts: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
+    """Names or patterns of backends, of one argument with commas or several."""
+    return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())

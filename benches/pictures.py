@@ -1,0 +1,84 @@
+"""The pictures of the docs, from the stored results."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+from benches.board.page import Standing
+
+__all__ = ["draw_board", "draw_h200"]
+
+# Okabe and Ito's, which everyone can tell apart.
+COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+def draw_h200(path: pathlib.Path, document: dict[str, Any]) -> None:
+    """The ratios of the H200 table over tokens, a line a layer: above 1 the triton backend is the faster."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    rows = document["rows"]
+    style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": path.name}
+    with matplotlib.rc_context(style):
+        figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
+        for model, color in zip(dict.fromkeys(row["model"] for row in rows), COLORS, strict=False):
+            own = [row for row in rows if row["model"] == model and not row["wrong"]]
+            ratios = [row["best_peer_over_ours"] for row in own]
+            axes.plot([row["tokens"] for row in own], ratios, "o-", color=color, label=model)
+        axes.axhline(1.0, color="#777777", linewidth=1, linestyle="--")
+        axes.set_xscale("log", base=2)
+        tokens = sorted({row["tokens"] for row in rows})
+        axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
+        axes.minorticks_off()
+        axes.set_xlabel("tokens")
+        axes.set_ylabel("best peer's time / ours")
+        axes.set_title(
+            "bf16 on one H200, against the best of FlashInfer, SonicMoE, torch and vLLM", loc="left", size=12
+        )
+        axes.legend(frameon=False, ncols=2)
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def draw_board(found: Sequence[Standing], path: pathlib.Path) -> None:
+    """A map: who is fastest in each row, and the fastest other backend's time over the default's.
+
+    Args:
+        found: Rows of a board.
+        path: An SVG, overwritten.
+    """
+    import matplotlib
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.figure import Figure
+
+    lines = list(dict.fromkeys((one.layer, one.scheme, one.routing) for one in found))
+    tokens = sorted({one.tokens for one in found})
+    style = {"font.size": 9, "svg.hashsalt": path.name, "svg.fonttype": "none"}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(2.6 + 1.15 * len(tokens), 1.1 + 0.3 * len(lines)), layout="constrained")
+        axes = figure.subplots()
+        norm = TwoSlopeNorm(0.0, -1.0, 1.0)
+        colors = matplotlib.colormaps["PuOr"]
+        for one in found:
+            x, y = tokens.index(one.tokens), lines.index((one.layer, one.scheme, one.routing))
+            ratio = one.ratio
+            shade = 0.0 if ratio is None else max(-1.0, min(1.0, math.log2(max(ratio, 0.25))))
+            axes.add_patch(matplotlib.patches.Rectangle((x, y), 1, 1, facecolor=colors(norm(shade)), edgecolor="white"))
+            text = one.ranking[0].name if one.ranking else "none"
+            text += "" if ratio is None else f" {ratio:.2f}"
+            dark = abs(shade) > 0.75
+            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", size=7, color="white" if dark else "#222222")
+        axes.set_xlim(0, len(tokens))
+        axes.set_ylim(len(lines), 0)
+        axes.set_xticks([x + 0.5 for x in range(len(tokens))], [f"T {count:,}" for count in tokens])
+        axes.set_yticks([y + 0.5 for y in range(len(lines))], [" ".join(line) for line in lines])
+        axes.tick_params(length=0)
+        axes.xaxis.tick_top()
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        figure.savefig(path, metadata={"Date": None})

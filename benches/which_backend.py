@@ -1,0 +1,335 @@
+"""The tables of docs/backends.md: which backend for what, from the registered cells, their ledgers and the boards.
+
+The cells are moereg's own and those of the wheels under plugins/, whether or not these are installed: their modules are
+imported from the tree, as their entry points name them. Nothing here depends on the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from benches.board import page as board_page
+from moereg.decide import decide
+from moereg.digest import files_stay
+from moereg.discovery import load_backends
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.quant import QUANT_SCHEMES
+from moereg.registry import BUILTIN, REGISTRY, BackendCell, collecting_with
+from moereg.request import Request
+from moereg.selection import Decision
+from moereg.testing.ledger import Evidence, arch_name, evidence_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["TABLES", "World", "world"]
+
+ROOT: Final = pathlib.Path(__file__).resolve().parent.parent
+
+# One of each kind that a cell's rule or a record names.
+PLATFORMS: Final = (
+    "cpu",
+    "cuda:sm80",
+    "cuda:sm89",
+    "cuda:sm90",
+    "cuda:sm100",
+    "cuda:sm103",
+    "cuda:sm120",
+    "rocm:gfx942",
+    "rocm:gfx950",
+    "tpu",
+)
+# Qwen3-30B-A3B's: no backend refuses its sizes.
+LAYER: Final[Mapping[str, Any]] = {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 768, "top_k": 8}
+FORMATS: Final = ("standard", "batched")
+
+_FAMILY: Final = "int4_w4a16_g"
+_OTHER_EXTRAS: Final = ("test", "dev", "peers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A candidate that fits, on one platform.
+
+    Attributes:
+        decision: The candidate.
+        evidence: Of its cell.
+        is_default: Whether a bare `select_backend` of moereg alone chooses it there.
+        is_opt_in: Whether a request has to name it.
+    """
+
+    decision: Decision
+    evidence: Evidence
+    is_default: bool
+    is_opt_in: bool
+
+    @property
+    def is_wheel(self) -> bool:
+        """Whether it comes from a wheel of its own."""
+        return self.decision.origin != BUILTIN
+
+    def text(self, platform: Platform) -> str:
+        """Its name with what is special about it."""
+        name = f"**{self.decision.backend}**" if self.is_default else self.decision.backend
+        marks = ["✓"] if self.evidence.on(platform) else []
+        words = [
+            word
+            for word, holds in (
+                ("wheel", self.is_wheel),
+                ("opt-in", self.is_opt_in),
+                ("emulated", self.decision.tier == "emulation"),
+            )
+            if holds
+        ]
+        return " ".join([name, *marks, *([f"({', '.join(words)})"] if words else [])])
+
+
+class World:
+    """Every cell of the tree, and what each platform would make of it."""
+
+    def __init__(self, cells: Sequence[BackendCell]) -> None:
+        self.cells: Final = tuple(cells)
+        self.evidence: Final[dict[int, Evidence]] = {}
+        self._fits: Final[dict[tuple[str, Platform, str], list[Fit]]] = {}
+        with files_stay():
+            for cell in self.cells:
+                self.evidence[id(cell)] = evidence_of(cell)
+
+    def fits(self, scheme: str, platform: Platform, activation_format: str) -> list[Fit]:
+        """The candidates of a layer in a scheme, best first: a backend's best one alone."""
+        key = (scheme, platform, activation_format)
+        if key not in self._fits:
+            self._fits[key] = self._look_up(*key)
+        return self._fits[key]
+
+    def _look_up(self, scheme: str, platform: Platform, activation_format: str) -> list[Fit]:
+        problem = MoEProblem(**LAYER, quant=scheme, activation_format=activation_format)
+        opt_in = tuple(dict.fromkeys(cell.name for cell in self.cells if cell.opt_in))
+        builtin = [cell for cell in self.cells if cell.origin == BUILTIN]
+        default = decide(problem, platform, Request(), builtin).winner
+        found = decide(problem, platform, Request(prefer=opt_in), self.cells)
+        fits: dict[str, Fit] = {}
+        accepted = [decision for decision in found.decisions if decision.accepted and decision.cell is not None]
+        accepted.sort(key=lambda one: (one.tier == "emulation", one.cell.opt_in, -one.priority))  # type: ignore[union-attr]
+        for decision in accepted:
+            cell = decision.cell
+            assert cell is not None
+            is_default = default is not None and (decision.backend, decision.experts) == (
+                default.backend,
+                default.experts,
+            )
+            fits.setdefault(decision.backend, Fit(decision, self.evidence[id(cell)], is_default, cell.opt_in))
+        return list(fits.values())
+
+
+class _Collector:
+    """Takes what modules of the tree register, so that the process's registry stays as it is."""
+
+    registry = REGISTRY
+
+    def __init__(self) -> None:
+        self.cells: list[BackendCell] = []
+
+    def owner_of(self, module: str) -> tuple[str, str] | None:
+        """The package, whose ledger is found beside it."""
+        return _package(module), ""
+
+    def collect(self, cell: BackendCell, module: str) -> None:
+        self.cells.append(cell)
+
+
+def _package(module: str) -> str:
+    return module.partition(":")[0].partition(".")[0]
+
+
+@contextlib.contextmanager
+def _plugins() -> Iterator[dict[str, dict[str, Any]]]:
+    """The projects under plugins/ by their package, on the path; the process is as before afterwards."""
+    projects = {}
+    folders = []
+    for file in sorted((ROOT / "plugins").glob("*/pyproject.toml")):
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        folders.append(str(file.parent / "src"))
+        for value in project["entry-points"].get("moereg.backends", {}).values():
+            projects[_package(value)] = project
+    roots = set(projects)
+    hidden = {name: module for name, module in sys.modules.items() if _package(name) in roots}
+    for name in hidden:
+        del sys.modules[name]
+    path, writes = list(sys.path), sys.dont_write_bytecode
+    sys.path[:0], sys.dont_write_bytecode = folders, True
+    importlib.invalidate_caches()
+    try:
+        yield projects
+    finally:
+        sys.path[:], sys.dont_write_bytecode = path, writes
+        for name in [name for name in sys.modules if _package(name) in roots]:
+            del sys.modules[name]
+        sys.modules.update(hidden)
+
+
+@functools.cache
+def world() -> tuple[World, dict[str, dict[str, Any]], dict[str, str]]:
+    """All cells, the wheels' projects by package, and each backend's own words about itself."""
+    builtin = [cell for cell in load_backends().cells if cell.origin == BUILTIN]
+    with _plugins() as projects:
+        collector = _Collector()
+        with collecting_with(collector):
+            for project in projects.values():
+                for value in project["entry-points"]["moereg.backends"].values():
+                    importlib.import_module(value)
+        found = World([*builtin, *collector.cells])
+        words = {cell.name: _words_of(cell) for cell in found.cells}
+    return found, projects, words
+
+
+def _words_of(cell: BackendCell) -> str:
+    module = sys.modules[cell.experts.__module__]
+    text = " ".join((module.__doc__ or "").split("\n\n")[0].split())
+    return text.removeprefix("Registers the backend ").removeprefix(f"`{cell.name}`").lstrip(": ").rstrip(".")
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _platforms() -> list[Platform]:
+    return [Platform.from_name(name) for name in PLATFORMS]
+
+
+def defaults_table() -> str:
+    """What moereg alone chooses for each scheme on each kind of machine."""
+    found, _, _ = world()
+    rows: dict[str, list[str]] = {}
+    for scheme in QUANT_SCHEMES:
+        cells = []
+        for platform in _platforms():
+            fits = found.fits(scheme, platform, "standard")
+            default = next((fit for fit in fits if fit.is_default), None)
+            cells.append("-" if default is None else default.text(platform).replace("**", ""))
+        rows.setdefault(" | ".join(cells), []).append(scheme)
+    lines = [[_spelled(schemes), text] for text, schemes in rows.items()]
+    return _table(["scheme", *(arch_name(name) for name in PLATFORMS)], lines)
+
+
+def choices_table() -> str:
+    """Everything that fits, best first: a table for each kind of machine; equal answers stand together."""
+    found, _, _ = world()
+    sections: dict[str, list[str]] = {}
+    for platform in _platforms():
+        rows: dict[str, list[str]] = {}
+        for scheme in QUANT_SCHEMES:
+            texts = [
+                ", ".join(fit.text(platform) for fit in found.fits(scheme, platform, form)) or "-" for form in FORMATS
+            ]
+            rows.setdefault(" | ".join(texts), []).append(scheme)
+        lines = [[_spelled(schemes), text] for text, schemes in rows.items()]
+        sections.setdefault(_table(["schemes", *FORMATS], lines), []).append(arch_name(str(platform)))
+    return "\n\n".join(f"### {', '.join(archs)}\n\n{table}" for table, archs in sections.items())
+
+
+def _spelled(schemes: Sequence[str]) -> str:
+    """The names, with `*` for all that begin alike."""
+    family = [scheme for scheme in QUANT_SCHEMES if scheme.startswith(_FAMILY)]
+    short = [scheme for scheme in schemes if scheme not in family] if set(family) <= set(schemes) else list(schemes)
+    return ", ".join(f"`{name}`" for name in [*short, *([f"{_FAMILY}*"] if len(short) < len(schemes) else [])])
+
+
+def backends_table() -> str:
+    """Each backend: what it is, how to get it, where it is the default, where it ran, and what the boards say of it."""
+    found, projects, words = world()
+    ranks = _fastest()
+    rows = []
+    for name in sorted({cell.name for cell in found.cells}):
+        cells = [cell for cell in found.cells if cell.name == name]
+        verified = dict.fromkeys(
+            arch_name(record.platform) for cell in cells for record in found.evidence[id(cell)].current
+        )
+        stale = dict.fromkeys(arch_name(record.platform) for cell in cells for record in found.evidence[id(cell)].stale)
+        ran = ", ".join(verified) or "nowhere yet"
+        if older := [arch for arch in stale if arch not in verified]:
+            ran += f"; before its code changed: {', '.join(older)}"
+        rows.append([f"`{name}`", words[name], _install(cells, projects), _chosen_where(found, name), ran, ranks(name)])
+    return _table(["backend", "what it is", "how to get it", "chosen for", "verified on", "on the board"], rows)
+
+
+def _chosen_where(found: World, name: str) -> str:
+    """Platforms where it is chosen without a request, each with its schemes; of a wheel, once it is installed."""
+    parts: dict[str, list[str]] = {}
+    is_wheel = False
+    for platform in _platforms():
+        schemes = []
+        for scheme in QUANT_SCHEMES:
+            fits = found.fits(scheme, platform, "standard")
+            own = next((fit for fit in fits if fit.decision.backend == name), None)
+            if own is not None and (own.is_default or (own.is_wheel and own is fits[0] and not own.is_opt_in)):
+                is_wheel |= own.is_wheel
+                schemes.append(scheme)
+        if schemes:
+            count = "all schemes" if len(schemes) == len(QUANT_SCHEMES) else f"{len(schemes)} schemes"
+            parts.setdefault(f"`{schemes[0]}`" if len(schemes) == 1 else count, []).append(arch_name(str(platform)))
+    text = "; ".join(f"{what} on {', '.join(archs)}" for what, archs in parts.items())
+    return f"{text}{', once installed' if is_wheel else ''}" if text else "where a request names it"
+
+
+def _install(cells: Sequence[BackendCell], projects: Mapping[str, Mapping[str, Any]]) -> str:
+    requires = list(dict.fromkeys(text for cell in cells for text in cell.requires))
+    needs = ", ".join(f"`{text}`" for text in requires)
+    if cells[0].origin != BUILTIN:
+        project = projects[cells[0].origin]
+        return f"`pip install ./plugins/{project['name']}`" + (f", with {needs}" if needs else "")
+    extras = _extras()
+    wanted = {canonicalize_name(Requirement(text).name) for text in requires} - {"torch"}
+    if not wanted:
+        return "comes with moereg"
+    named = sorted(extra for extra, names in extras.items() if wanted <= names)
+    least = min(named, key=lambda extra: (len(extras[extra]), extra), default=None)
+    return (f"`pip install 'moereg[{least}]'`, which brings " if least else "install ") + needs
+
+
+@functools.cache
+def _extras() -> dict[str, set[str]]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return {
+        extra: {canonicalize_name(Requirement(text).name) for text in texts}
+        for extra, texts in project["optional-dependencies"].items()
+        if extra not in _OTHER_EXTRAS
+    }
+
+
+def _fastest() -> Callable[[str], str]:
+    """By backend, in how many of its rows of each board it was the fastest."""
+    counts: dict[str, list[str]] = {}
+    for board in board_page.BOARDS:
+        try:
+            documents = board_page.documents(board)
+        except FileNotFoundError:
+            continue
+        rows = board_page.standings(documents)
+        names = {name.partition(" (")[0] for row in rows for name in row.entries}
+        for name in names:
+            own = [row for row in rows if any(entry.partition(" (")[0] == name for entry in row.entries)]
+            first = sum(bool(row.ranking) and row.ranking[0].name.partition(" (")[0] == name for row in own)
+            counts.setdefault(name, []).append(f"fastest in {first} of {len(own)} rows on {documents[0]['device']}")
+    return lambda name: "; ".join(counts.get(name, [])) or "not on it yet"
+
+
+TABLES: Final[dict[str, Callable[[], str]]] = {
+    "defaults": defaults_table,
+    "choices": choices_table,
+    "backends": backends_table,
+}

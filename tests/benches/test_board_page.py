@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from benches import pictures
+from benches.board import page
+
+HEAD = {
+    "schema": 1,
+    "device": "a GPU",
+    "versions": {"torch": "2.13"},
+    "commit": "0123456789abcdef",
+    "date": "2026-11-22",
+    "seconds": 12.3,
+    "ceilings": {"bfloat16": {"matmul_tflops": 678.0, "read_gbps": 4370.0, "read_by": "x"}},
+    "layers": {},
+    "out": [],
+    "left_out": [],
+}
+
+
+def result(backend: str, time_us: float | None, failure: str | None = None, experts: str = "") -> dict[str, Any]:
+    identity = {"backend": backend, "experts": experts or f"{backend.title()}Experts", "computes": "unquantized"}
+    return {**identity, "time_us": time_us, "share": 0.5, "failure": failure, "first_ms": 12.0, "permute_ms": 3.0}
+
+
+def row(tokens: int, *results: dict[str, Any], default: str = "own", routing: str = "uniform") -> dict[str, Any]:
+    (chosen,) = [one for one in results if one["backend"] == default][:1] or [result(default, None)]
+    place = {"layer": "big", "scheme": "unquantized", "routing": routing, "tokens": tokens}
+    return {**place, "default": {key: chosen[key] for key in ("backend", "experts", "computes")}, "results": [*results]}
+
+
+@pytest.fixture
+def stored(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes the files of the H200's board."""
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+
+    def write(*rows: dict[str, Any], number: int = 0, **head: Any) -> None:
+        document = {**HEAD, **head, "rows": [*rows]}
+        (tmp_path / page.BOARDS["h200"][number]).write_text(json.dumps(document))
+
+    return write
+
+
+def lines(name: str) -> list[str]:
+    return [line for line in page.TABLES[f"h200_{name}"]().splitlines() if line]
+
+
+def test_a_board_that_was_not_measured(stored: Any) -> None:
+    for name in ("losses", "summary", "rows", "failures", "first_use", "variants"):
+        with pytest.raises(FileNotFoundError):
+            lines(name)
+
+
+def test_losses_come_worst_first_and_a_tie_is_none(stored: Any) -> None:
+    stored(
+        row(1, result("own", 100.0), result("other", 99.5)),
+        row(16, result("own", 100.0), result("other", 80.0), result("third", 90.0)),
+        row(64, result("own", 100.0), result("other", 60.0)),
+        row(256, result("own", None, "it raised"), result("other", 60.0)),
+        row(1024, result("own", 100.0), result("other", 120.0)),
+        row(4096, result("own", 100.0)),
+    )
+    head, _, _, *found = lines("losses")
+    assert head == "3 of 5 rows with more than one backend."
+    assert found == [
+        "| big | unquantized | uniform | 256 | own | failed | other | 60.0 (50%) | all of it: the default failed |",
+        "| big | unquantized | uniform | 64 | own | 100.0 (50%) | other | 60.0 (50%) | 40.0% |",
+        "| big | unquantized | uniform | 16 | own | 100.0 (50%) | other | 80.0 (50%) | 20.0% |",
+    ]
+    (line,) = lines("summary")[2:]
+    # 0.995, 0.8, 0.6 and 1.2; a default that failed has no ratio.
+    assert line == "| big | unquantized | uniform | own | 3 of 6 | 0.87 | 0.60 | other, own |"
+
+
+def test_a_board_without_losses_says_so(stored: Any) -> None:
+    stored(row(1, result("own", 100.0), result("other", 150.0)))
+    assert lines("losses") == ["0 of 1 rows with more than one backend."]
+
+
+def test_rows_have_the_default_first_and_the_fastest_in_bold(stored: Any) -> None:
+    slow_class = result("other", 300.0, experts="SlowExperts")
+    stored(
+        row(1, result("slow", 12_345.6), result("other", 80.0), slow_class, result("own", 100.0)),
+        row(16, result("slow", None, "out of | memory"), result("other", 80.0), result("own", 70.0)),
+    )
+    title, header, _, *found, where = lines("rows")
+    assert title == "### big, unquantized"
+    assert header == "| routing | T | own | other | slow |"
+    assert found == [
+        "| uniform | 1 | 100.0 (50%) | **80.0 (50%)** | 12,346 (50%) |",
+        "| uniform | 16 | **70.0 (50%)** | 80.0 (50%) | failed |",
+    ]
+    assert where.startswith("Measured on a GPU with torch 2.13 at commit 0123456789ab, 2026-11-22, in 12 s.")
+    assert where.endswith("Ceilings in the same process: bfloat16 678 TFLOP/s, read 4.37 TB/s.")
+
+
+def test_a_faster_second_class_has_a_column(stored: Any) -> None:
+    stored(row(1, result("own", 100.0), result("own", 90.0, experts="OtherExperts")))
+    assert lines("rows")[1:4:2] == [
+        "| routing | T | own | own (Other) |",
+        "| uniform | 1 | 100.0 (50%) | **90.0 (50%)** |",
+    ]
+    assert lines("losses")[3:] == [
+        "| big | unquantized | uniform | 1 | own | 100.0 (50%) | own (Other) | 90.0 (50%) | 10.0% |"
+    ]
+
+
+def test_another_process_is_scaled_by_the_default(stored: Any) -> None:
+    stored(row(1, result("own", 100.0)), row(16, result("own", 100.0)))
+    stored(row(1, result("own", 110.0), result("sonic", 55.0)), number=1)
+    assert lines("rows")[3:5] == [
+        "| uniform | 1 | 100.0 (50%) | **~50.0 (55%)** |",
+        "| uniform | 16 | **100.0 (50%)** | - |",
+    ]
+
+
+def test_failures_and_rows_that_are_missing_have_their_reasons(stored: Any) -> None:
+    left = {"layer": "big", "scheme": "fp8", "routing": "zipf", "left_out": "no time was left"}
+    stored(
+        row(1, result("own", 1.0), result("bad", None, "out of | memory\nsecond line")),
+        row(16, result("own", 1.0), result("bad", None, "out of | memory\nsecond line")),
+        left_out=[{**left, "tokens": 1}, {**left, "tokens": 16}],
+    )
+    assert lines("failures")[2:] == [
+        "| bad | big unquantized uniform T 1 and 1 more | out of \\| memory second line |",
+        "| every backend | big fp8: 2 rows | no time was left |",
+    ]
+    stored(row(1, result("own", 1.0)))
+    assert lines("failures") == ["Nothing failed and nothing was left out."]
+
+
+def test_tuned_beside_untuned_and_first_use(stored: Any) -> None:
+    stored(row(1, result("own", 100.0), result("own_untuned", 250.0)))
+    assert lines("variants")[2:] == ["| big | unquantized | uniform | 1 | own | 100.0 (50%) | 250.0 (50%) | 2.50 |"]
+    assert lines("first_use")[2:] == ["| own | 3 | 12 | 12 |", "| own_untuned | 3 | 12 | 12 |"]
+    stored(row(1, result("own", 100.0)))
+    assert lines("variants") == ["Not measured yet."]
+
+
+def test_the_picture_names_who_is_fastest(stored: Any, tmp_path: pathlib.Path) -> None:
+    stored(row(1, result("own", 100.0), result("other", 50.0)), row(16, result("own", 100.0)), row(64))
+    pictures.draw_board(page.standings(page.documents("h200")), tmp_path / "board.svg")
+    text = (tmp_path / "board.svg").read_text()
+    for words in ("other 0.50", ">own<", ">none<", "T 64", "big unquantized uniform"):
+        assert words in text, words

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import sys
+
+from benches import which_backend
+from moereg.platforms import Platform
+from moereg.registry import REGISTRY
+
+
+def test_every_wheel_of_the_tree_is_there_and_the_process_is_as_before() -> None:
+    before = REGISTRY.snapshot()
+    found, projects, words = which_backend.world()
+    assert REGISTRY.snapshot() == before or not before
+    assert {"moereg-humming", "moereg-jax", "moereg-sonic", "moereg-vllm"} <= {
+        project["name"] for project in projects.values()
+    }
+    assert not {name.partition(".")[0] for name in sys.modules} & set(projects)
+    names = {cell.name for cell in found.cells}
+    assert {"torch", "triton", "marlin", "sonic", "jax", "humming"} <= names
+    assert set(words) == names
+    assert all(words.values())
+
+
+def test_a_tick_is_for_that_kind_of_machine_alone() -> None:
+    found, _, _ = which_backend.world()
+    marks = {}
+    for name in ("cuda:sm90", "cuda:sm80"):
+        platform = Platform.from_name(name)
+        fits = found.fits("unquantized", platform, "standard")
+        marks[name] = {fit.decision.backend: fit.text(platform) for fit in fits}
+    assert marks["cuda:sm90"]["triton"] == "**triton** ✓"
+    assert marks["cuda:sm80"]["triton"] == "**triton**"
+    assert marks["cuda:sm90"]["sonic"] == "sonic ✓ (wheel)"
+
+
+def test_an_emulation_is_chosen_after_every_kernel() -> None:
+    found, _, _ = which_backend.world()
+    sm90 = Platform.from_name("cuda:sm90")
+    texts = [fit.text(sm90) for fit in found.fits("mxfp8", sm90, "standard")]
+    assert texts[-1] == "**triton** ✓ (emulated)"
+    assert len(texts) > 1
+
+
+def test_how_to_get_a_backend() -> None:
+    rows = dict(line.split(" | ", 1) for line in which_backend.backends_table().splitlines())
+    assert "| comes with moereg | " in rows["| `torch`"]
+    assert "| `pip install 'moereg[triton]'`, which brings `triton>=3.6`" in rows["| `triton`"]
+    assert "| `pip install ./plugins/moereg-vllm`, with `vllm" in rows["| `marlin`"]
