@@ -183,6 +183,12 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def picture(board: str) -> str:
+    """The link to a board's picture, which `benches.pictures` draws from the same rows."""
+    device = documents(board)[0]["device"]
+    return f"![The fastest backend by layer and tokens on {device}, and its lead or lag](board_{board}.svg)"
+
+
 def losses_table(board: str) -> str:
     """Rows in which another backend is faster than the default, worst first."""
     found = standings(documents(board))
@@ -332,6 +338,7 @@ def _where(document: Row) -> str:
 
 
 _KINDS: Final[dict[str, Callable[[str], str]]] = {
+    "picture": picture,
     "losses": losses_table,
     "summary": summary_table,
     "variants": variants_table,

@@ -51,7 +51,7 @@ def lines(name: str) -> list[str]:
 
 
 def test_a_board_that_was_not_measured(stored: Any) -> None:
-    for name in ("losses", "summary", "rows", "failures", "first_use", "variants"):
+    for name in ("picture", "losses", "summary", "rows", "failures", "first_use", "variants"):
         with pytest.raises(FileNotFoundError):
             lines(name)
 
