@@ -1,0 +1,405 @@
+"""Rows of nvfp4 layers."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from tests.oracle_parity.rows import CONFLICT, FACTS_DECIDE, MEASURED, RAN_FIRST, SERVED_HERE, UNCLAIMED, Row
+
+__all__ = ["ROWS"]
+
+_B200: Final = "flashinfer_trtllm flashinfer_cutedsl flashinfer_cutlass"
+_WEIGHT_ONLY: Final = "marlin triton~"
+_LIMIT: Final = {"activation": "silu(limit=7.0)"}
+_BATCHED: Final = {"activation_format": "batched"}
+_FORCED: Final = {"VLLM_USE_FLASHINFER_MOE_FP4": "1"}
+_OFF: Final = {"VLLM_USE_FLASHINFER_MOE_FP4": "0"}
+_LATENCY: Final = {**_FORCED, "VLLM_FLASHINFER_MOE_BACKEND": "latency"}
+_THROUGHPUT: Final = {**_FORCED, "VLLM_FLASHINFER_MOE_BACKEND": "throughput"}
+_MARLIN: Final = {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}
+_ANY_FLASHINFER: Final = {"require": "flashinfer_trtllm,flashinfer_cutedsl,flashinfer_cutlass"}
+
+
+def _row(platform: str, ours: str, supports: str = "", **keywords: Any) -> Row:
+    problem = {"quant": "nvfp4", **keywords.pop("problem", {})}
+    return Row(platform=platform, ours=ours, supports=supports, problem=problem, **keywords)
+
+
+_ORDER: Final = (
+    _row(
+        "cuda:sm100",
+        f"triton {_B200} marlin humming triton~",
+        f"{_B200} {_WEIGHT_ONLY}",
+        reasons={"flashinfer_b12x": "platform: .*got cuda:sm100"},
+        why={RAN_FIRST: "triton"},
+    ),
+    _row("cuda:sm103", f"triton {_B200} marlin triton~", f"{_B200} {_WEIGHT_ONLY}", why={RAN_FIRST: "triton"}),
+    # Without TensorRT-LLM's kernels the next one of the order.
+    _row(
+        "cuda:sm100",
+        "triton flashinfer_cutedsl flashinfer_cutlass marlin",
+        "flashinfer_cutedsl flashinfer_cutlass marlin",
+        request={"deny": "flashinfer_trtllm"},
+        why={RAN_FIRST: "triton"},
+    ),
+    _row(
+        "cuda:sm100",
+        "triton flashinfer_cutlass marlin",
+        "flashinfer_cutlass marlin vllm_cutlass",
+        request={"deny": "flashinfer_trtllm,flashinfer_cutedsl"},
+        why={RAN_FIRST: "triton", UNCLAIMED: "vllm_cutlass"},
+    ),
+    _row(
+        "cuda:sm120",
+        "triton flashinfer_cutlass marlin humming triton~",
+        f"flashinfer_cutlass {_WEIGHT_ONLY}",
+        reasons={"flashinfer_b12x": "opt_in: is opt-in", "flashinfer_trtllm": "platform: "},
+        why={RAN_FIRST: "triton"},
+    ),
+    _row(
+        "cuda:sm90",
+        "triton marlin humming triton~",
+        _WEIGHT_ONLY,
+        reasons={"flashinfer_cutlass": "platform: .*got cuda:sm90", "flashinfer_trtllm": "platform: "},
+        why={MEASURED: "triton"},
+    ),
+    _row("cuda:sm80", "triton marlin humming triton~", _WEIGHT_ONLY, why={MEASURED: "triton"}),
+    # A checkpoint's activations taken at their word: no weight-only kernel, so that emulation is what is left.
+    _row(
+        "cuda:sm90",
+        "triton~",
+        "triton~",
+        problem={"exact_activations": True},
+        reasons={"marlin": "precision: requires activations as nvfp4 has them, got nvfp4_w4a16 instead"},
+    ),
+    _row(
+        "cuda:sm100",
+        f"triton {_B200} triton~",
+        f"{_B200} triton~",
+        problem={"exact_activations": True},
+        why={RAN_FIRST: "triton"},
+    ),
+    _row("rocm:gfx942", "triton triton~", "triton~", why={SERVED_HERE: "triton"}),
+    _row("rocm:gfx942", "triton~", "triton~", problem={"exact_activations": True}),
+    _row("cpu", "torch torch~", why={SERVED_HERE: "torch"}),
+    _row("cpu", "torch~", problem={"exact_activations": True, **_BATCHED}, why={SERVED_HERE: "torch~"}),
+    _row("cpu", "torch torch~", problem=_BATCHED, why={SERVED_HERE: "torch"}),
+    _row("cuda:sm75", "", reasons={"triton": "platform: ", "marlin": "platform: "}),
+    _row(
+        "cuda:sm100",
+        "triton flashinfer_cutedsl triton~",
+        "flashinfer_cutedsl",
+        problem=_BATCHED,
+        reasons={"flashinfer_trtllm": "activation_format: ", "marlin": "activation_format: "},
+        why={RAN_FIRST: "triton"},
+    ),
+    _row(
+        "cuda:sm100",
+        "triton flashinfer_cutedsl triton~",
+        "flashinfer_cutedsl",
+        problem={**_BATCHED, "exact_activations": True},
+        why={RAN_FIRST: "triton"},
+    ),
+    _row("cuda:sm90", "triton triton~", problem=_BATCHED, why={SERVED_HERE: "triton"}),
+    _row("cuda:sm90", "triton~", problem={**_BATCHED, "exact_activations": True}, why={SERVED_HERE: "triton~"}),
+    _row("rocm:gfx942", "triton triton~", problem=_BATCHED, why={SERVED_HERE: "triton"}),
+    _row(
+        "rocm:gfx942", "triton~", problem={**_BATCHED, "exact_activations": True}, why={SERVED_HERE: "triton~"}
+    ),
+    _row(
+        "cuda:sm100",
+        "triton marlin humming triton~",
+        "marlin triton~",
+        packages={"flashinfer-python": None},
+        reasons={"flashinfer_trtllm": "package: ", "flashinfer_cutedsl": "package: "},
+        why={RAN_FIRST: "triton"},
+    ),
+    _row(
+        "cuda:sm90",
+        "marlin",
+        "marlin",
+        packages={"triton": None},
+        reasons={"triton": "package: requires triton>=3.6, which is not installed"},
+    ),
+    _row(
+        "cuda:sm100",
+        "triton marlin triton~",
+        "marlin triton~",
+        packages={"triton": "3.6.0", "flashinfer-python": None},
+        reasons={"triton": "package: requires triton>=3.8, got 3.6.0"},
+        why={RAN_FIRST: "triton"},
+    ),
+)
+
+# A clamp between the matmuls.
+_CLAMP: Final = (
+    _row(
+        "cuda:sm100",
+        "triton flashinfer_trtllm flashinfer_cutlass marlin",
+        _B200,
+        problem=_LIMIT,
+        reasons={"flashinfer_cutedsl": "swiglu_limit: does not apply the swiglu clamp, got limit 7"},
+        why={RAN_FIRST: "triton"},
+    ),
+    _row(
+        "cuda:sm90",
+        "triton marlin humming triton~",
+        _WEIGHT_ONLY,
+        problem=_LIMIT,
+        reasons={"flashinfer_trtllm": "platform: "},
+        why={FACTS_DECIDE: "triton"},
+    ),
+    _row(
+        "cuda:sm100",
+        "",
+        _B200,
+        problem=_LIMIT,
+        engine={"backend": "flashinfer_cutedsl"},
+        request={"require": "flashinfer_cutedsl"},
+        reasons={"flashinfer_cutedsl": "swiglu_limit: "},
+    ),
+    _row(
+        "cuda:sm100",
+        "",
+        _B200,
+        problem={**_LIMIT, **_BATCHED},
+        engine={"backend": "flashinfer_cutedsl"},
+        request={"require": "flashinfer_cutedsl"},
+        reasons={"flashinfer_cutedsl": "swiglu_limit: "},
+    ),
+    # Which vLLM's error text recommends for a clamp, and its list of those that apply it leaves out.
+    _row(
+        "cuda:sm100",
+        "flashinfer_cutlass",
+        _B200,
+        problem=_LIMIT,
+        engine={"backend": "flashinfer_cutlass"},
+        request={"require": "flashinfer_cutlass"},
+        why={FACTS_DECIDE: "flashinfer_cutlass"},
+    ),
+    _row(
+        "cuda:sm100",
+        "flashinfer_trtllm",
+        _B200,
+        problem=_LIMIT,
+        engine={"backend": "flashinfer_trtllm"},
+        request={"require": "flashinfer_trtllm"},
+    ),
+    _row(
+        "cuda:sm100",
+        "triton marlin",
+        f"{_B200} marlin",
+        problem=_LIMIT,
+        engine=_OFF,
+        request={"deny": "flashinfer_*"},
+        reasons={"flashinfer_trtllm": "denied: "},
+        why={FACTS_DECIDE: "triton"},
+    ),
+    _row(
+        "cuda:sm100",
+        "flashinfer_cutlass",
+        _B200,
+        problem=_LIMIT,
+        engine=_THROUGHPUT,
+        request={"require": "flashinfer_cutlass"},
+        why={FACTS_DECIDE: "flashinfer_cutlass"},
+    ),
+    _row(
+        "cuda:sm100",
+        "flashinfer_trtllm",
+        _B200,
+        problem=_LIMIT,
+        engine=_LATENCY,
+        request={"MOEREG_REQUIRE": "nvfp4=flashinfer_trtllm"},
+    ),
+    _row(
+        "cuda:sm100",
+        "flashinfer_trtllm flashinfer_cutlass",
+        _B200,
+        problem=_LIMIT,
+        engine=_FORCED,
+        request=_ANY_FLASHINFER,
+        reasons={"flashinfer_cutedsl": "swiglu_limit: "},
+    ),
+    _row(
+        "cuda:sm120",
+        "flashinfer_cutlass",
+        "flashinfer_cutlass",
+        problem=_LIMIT,
+        engine=_FORCED,
+        request=_ANY_FLASHINFER,
+        why={FACTS_DECIDE: "flashinfer_cutlass"},
+    ),
+    # Forced, Marlin is not asked about the clamp by vLLM; it applies it.
+    _row(
+        "cuda:sm90",
+        "marlin",
+        _WEIGHT_ONLY,
+        problem=_LIMIT,
+        engine=_MARLIN,
+        request={"require": "nvfp4=marlin"},
+    ),
+    _row(
+        "cuda:sm120",
+        "",
+        "flashinfer_b12x",
+        problem=_LIMIT,
+        engine={"backend": "flashinfer_b12x"},
+        request={"require": "flashinfer_b12x"},
+        reasons={"flashinfer_b12x": "swiglu_limit: "},
+    ),
+)
+
+# One backend that is asked for.
+_EXPLICIT: Final = (
+    _row(
+        "cuda:sm120",
+        "flashinfer_b12x",
+        "flashinfer_cutlass flashinfer_b12x",
+        engine={"backend": "flashinfer_b12x"},
+        request={"require": "flashinfer_b12x"},
+    ),
+    # A pattern names nobody.
+    _row(
+        "cuda:sm120",
+        "flashinfer_cutlass",
+        "flashinfer_cutlass",
+        engine=_FORCED,
+        request={"require": "flashinfer_*"},
+        reasons={"flashinfer_b12x": "opt_in: "},
+    ),
+    _row(
+        "cuda:sm100",
+        "flashinfer_cutedsl",
+        _B200,
+        engine={"backend": "flashinfer_cutedsl"},
+        request={"require": "flashinfer_cutedsl"},
+        reasons={"flashinfer_trtllm": "not_required: ", "marlin": "not_required: "},
+    ),
+    _row(
+        "cuda:sm100",
+        "flashinfer_cutedsl",
+        "flashinfer_cutedsl",
+        problem=_BATCHED,
+        engine={"backend": "flashinfer_cutedsl"},
+        request={"require": "flashinfer_cutedsl"},
+    ),
+    _row(
+        "cuda:sm100",
+        "",
+        "flashinfer_cutedsl",
+        problem=_BATCHED,
+        engine={"backend": "flashinfer_trtllm"},
+        request={"require": "flashinfer_trtllm"},
+        reasons={"flashinfer_trtllm": "activation_format: "},
+    ),
+    _row(
+        "cuda:sm90",
+        "",
+        _WEIGHT_ONLY,
+        engine={"backend": "flashinfer_cutlass"},
+        request={"require": "flashinfer_cutlass"},
+        reasons={"flashinfer_cutlass": "platform: ", "triton": "not_required: "},
+    ),
+    _row(
+        "cuda:sm90",
+        "marlin",
+        _WEIGHT_ONLY,
+        engine={"backend": "marlin"},
+        request={"MOEREG_REQUIRE": "nvfp4=marlin,unquantized=triton"},
+    ),
+    _row(
+        "cuda:sm100",
+        "",
+        _B200,
+        engine={"backend": "flashinfer_cute"},
+        request={"require": "flashinfer_cute"},
+        error="unknown backend 'flashinfer_cute', did you mean",
+    ),
+    _row(
+        "cuda:sm100",
+        "",
+        _B200,
+        engine={"backend": "flashinfer_trtllm", **_OFF},
+        request={"require": "flashinfer_trtllm", "MOEREG_DENY": "flashinfer_*"},
+        error=r"both required and denied \(by require and MOEREG_DENY\)",
+        why={CONFLICT: "flashinfer_trtllm"},
+    ),
+)
+
+# FlashInfer and Marlin forced on and off.
+_VARIABLES: Final = (
+    _row(
+        "cuda:sm100",
+        "triton marlin humming triton~",
+        f"{_B200} {_WEIGHT_ONLY}",
+        engine=_OFF,
+        request={"MOEREG_DENY": "nvfp4=flashinfer_*"},
+        reasons={name: "denied: " for name in _B200.split()},
+        why={RAN_FIRST: "triton"},
+    ),
+    _row("cuda:sm100", "flashinfer_trtllm", _B200, engine=_LATENCY, request={"require": "flashinfer_trtllm"}),
+    _row("cuda:sm120", "flashinfer_cutlass", "flashinfer_cutlass", engine=_THROUGHPUT, request={"require": "flashinfer_cutlass"}),
+    _row(
+        "cuda:sm120",
+        "",
+        "flashinfer_cutlass",
+        engine=_LATENCY,
+        request={"require": "flashinfer_trtllm"},
+        reasons={"flashinfer_trtllm": "platform: "},
+    ),
+    _row("cuda:sm100", _B200, _B200, engine=_FORCED, request=_ANY_FLASHINFER),
+    _row(
+        "cuda:sm120",
+        "flashinfer_cutlass",
+        "flashinfer_cutlass",
+        engine=_FORCED,
+        request=_ANY_FLASHINFER,
+        reasons={"flashinfer_trtllm": "platform: ", "flashinfer_cutedsl": "platform: "},
+    ),
+    _row(
+        "cuda:sm100",
+        "flashinfer_cutedsl",
+        "flashinfer_cutedsl",
+        problem=_BATCHED,
+        engine=_FORCED,
+        request=_ANY_FLASHINFER,
+        reasons={"flashinfer_trtllm": "activation_format: ", "flashinfer_cutlass": "activation_format: "},
+    ),
+    _row(
+        "cuda:sm90",
+        "",
+        _WEIGHT_ONLY,
+        engine=_FORCED,
+        request=_ANY_FLASHINFER,
+        reasons={"flashinfer_trtllm": "platform: ", "marlin": "not_required: "},
+    ),
+    # FlashInfer forced on comes before Marlin forced.
+    _row(
+        "cuda:sm100",
+        _B200,
+        f"{_B200} marlin",
+        engine={**_FORCED, **_MARLIN},
+        request={**_ANY_FLASHINFER, "MOEREG_REQUIRE": "marlin"},
+    ),
+    _row("cuda:sm100", "marlin", f"{_B200} {_WEIGHT_ONLY}", engine=_MARLIN, request={"MOEREG_REQUIRE": "nvfp4=marlin"}),
+    _row(
+        "cuda:sm100",
+        "",
+        "flashinfer_cutedsl",
+        problem=_BATCHED,
+        engine=_MARLIN,
+        request={"MOEREG_REQUIRE": "nvfp4=marlin"},
+        reasons={"marlin": "activation_format: "},
+    ),
+    _row(
+        "rocm:gfx942",
+        "",
+        "triton~",
+        engine=_MARLIN,
+        request={"require": "marlin"},
+        reasons={"marlin": r"platform: requires platform in \(cuda:sm80\+\)"},
+    ),
+)
+
+ROWS: Final = (*_ORDER, *_CLAMP, *_EXPLICIT, *_VARIABLES)

@@ -1,0 +1,146 @@
+"""What a row of the tables is, and where moereg chooses differently on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from tests.oracle_parity.cells import PACKAGES
+from tests.oracle_parity.oracles import Layer
+
+__all__ = [
+    "CONFLICT",
+    "DIFFERENCES",
+    "FACTS_DECIDE",
+    "KEPT_REQUEST",
+    "LATER",
+    "MEASURED",
+    "RAN_FIRST",
+    "SERVED_HERE",
+    "UNCLAIMED",
+    "Difference",
+    "Row",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A deliberate difference; `docs/selection.md` says each of them, in these words.
+
+    Attributes:
+        text: The difference, and why.
+    """
+
+    text: str
+
+
+RAN_FIRST: Final = Difference(
+    "a foreign kernel that never ran on a kind of hardware goes behind the kernels that did and behind moereg's own: "
+    "the order of an engine was measured by others, on other versions"
+)
+MEASURED: Final = Difference(
+    "`triton` goes before vLLM's kernels on Hopper, its weight-only kernels before Marlin: both were measured on an H200"
+)
+FACTS_DECIDE: Final = Difference(
+    "a clamp is a fact of each backend. vLLM's function for nvfp4 keeps a list of one backend, its error text "
+    "recommends another one that is not on it, and Marlin, when forced, is not asked at all"
+)
+KEPT_REQUEST: Final = Difference(
+    "a backend that is asked for runs or is an error. vLLM returns a CPU's, a TPU's or a plugin's backend before it "
+    "reads the request"
+)
+CONFLICT: Final = Difference(
+    "asked for and forced off at once is an error that names both sources. vLLM lets the first win, and one of two "
+    "people does not hear of it"
+)
+SERVED_HERE: Final = Difference(
+    "moereg serves what vLLM refuses there: `torch` restores quantized weights on a CPU and runs unquantized layers on "
+    "anything, and `triton` reads 4-bit weights on GPUs without 4-bit products"
+)
+UNCLAIMED: Final = Difference(
+    "no cell claims what vLLM has there: its kernels are in no wheel for that scheme or platform yet, or nothing but "
+    "the batched format is missing"
+)
+LATER: Final = Difference(
+    "`humming` is still behind `marlin` on Hopper. vLLM has it before Marlin there, and so had an H200 for int4; the "
+    "wheel's priority changes when its cells are next verified, since the evidence is for the code as it stands"
+)
+DIFFERENCES: Final = (RAN_FIRST, MEASURED, FACTS_DECIDE, KEPT_REQUEST, CONFLICT, SERVED_HERE, UNCLAIMED, LATER)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One question, asked of an oracle and of moereg.
+
+    Attributes:
+        platform: Name of the machine.
+        ours: What moereg accepts, best first, as far as the row is about it; the first one wins, and none is an error.
+            `name~` is an emulation.
+        supports: Backends whose predicate would say yes to vLLM.
+        problem: The layer, as far as it is not the usual one.
+        engine: What the engine is told: `backend`, variables of its environment, ranks.
+        request: What moereg is told for it: `require`, `prefer`, `deny` or variables of its environment.
+        packages: Versions of installed packages that are not the usual ones, or None for one that is missing; the
+            platform is that machine then, and a name otherwise.
+        failing: Probe that finds something missing on that machine, by a part of its name.
+        reasons: Backend to what one of its reasons says, as `code: text`, a regular expression.
+        error: What an error about the request says, a regular expression.
+        why: The difference, where there is one, with the backends whose place it explains.
+    """
+
+    platform: str
+    ours: str
+    supports: str = ""
+    problem: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    request: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    packages: Mapping[str, str | None] | None = None
+    failing: str = ""
+    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    error: str = ""
+    why: Mapping[Difference, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        words = [self.platform]
+        for values in (self.problem, self.engine, self.request, self.packages or {}):
+            words += [f"{name}={value}" for name, value in values.items()]
+        return " ".join([*words, *([self.failing] if self.failing else [])])
+
+    def moe_problem(self) -> MoEProblem:
+        """The layer, with sizes that every backend takes."""
+        sizes = {"num_experts": 64, "hidden_size": 2048, "intermediate_size": 1024, "top_k": 4}
+        return MoEProblem(**{**sizes, **self.problem})
+
+    def machine(self) -> Platform:
+        """The platform: a name, or a machine with packages."""
+        named = Platform.from_name(self.platform)
+        if self.packages is None:
+            return named
+        versions = {**PACKAGES, **self.packages}
+        installed = {name: version for name, version in versions.items() if version is not None}
+        return dataclasses.replace(named, versions=installed, probed=True)
+
+    def layer(self) -> Layer:
+        """The same, as vLLM sees it."""
+        problem, engine = self.moe_problem(), dict(self.engine)
+        kind, _, arch = self.platform.partition(":")
+        return Layer(
+            kind=kind,
+            arch=arch,
+            scheme=problem.quant.name,
+            supports=tuple(self.supports.split()),
+            is_batched=problem.activation_format == "batched",
+            is_swigluoai=problem.activation.name == "swigluoai",
+            has_clamp=problem.activation.limit is not None,
+            num_data_parallel=engine.pop("num_data_parallel", 1),
+            num_expert_parallel=problem.num_experts // problem.num_local_experts,
+            backend=engine.pop("backend", "auto"),
+            variables=engine,
+        )
+
+    def explained(self) -> frozenset[str]:
+        """Backends whose place a difference explains."""
+        return frozenset(" ".join(self.why.values()).split())

@@ -1,0 +1,251 @@
+"""What moereg chooses equals what vLLM's functions choose, but where a row of the tables says why not.
+
+The tables are in `tests/oracle_parity/`: each row asks a model of vLLM's function and moereg the same question. No
+kernel library can be imported meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+import moereg.decide
+from moereg.errors import MoeregError
+from moereg.machine import Probes
+from moereg.platforms import Platform, PlatformRule
+from moereg.problem import MoEProblem
+from moereg.quant import QUANT_SCHEMES
+from moereg.reasons import Reason
+from moereg.registration import Probe
+from moereg.registry import BackendCell
+from moereg.request import Request
+from moereg.selection import Decision, Selection
+from moereg.testing.ledger import evidence_of
+from tests.oracle_parity import nvfp4, other_schemes, unquantized
+from tests.oracle_parity.branches import BRANCHES
+from tests.oracle_parity.cells import OWN, builtin_cells, parity_cells
+from tests.oracle_parity.oracles import ORACLES, Answer
+from tests.oracle_parity.rows import DIFFERENCES, Row
+
+ROWS = (*unquantized.ROWS, *nvfp4.ROWS, *other_schemes.ROWS)
+ROOT = Path(__file__).parents[1]
+BLOCKED = ("triton", "flashinfer", "cutlass", "quack", "aiter", "jax", "transformers", "vllm", "humming", "sonicmoe")
+
+
+@pytest.fixture(autouse=True)
+def _blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in BLOCKED:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.fixture(scope="module")
+def cells() -> tuple[BackendCell, ...]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in BLOCKED:
+            patch.setitem(sys.modules, name, None)
+        return parity_cells()
+
+
+class OneFailing(Probes):
+    """Answers for a machine that has what probes look for, but for one."""
+
+    def __init__(self, failing: str) -> None:
+        super().__init__()
+        self._failing = failing
+
+    def has_answer(self, probe: Probe, platform: Platform) -> bool:
+        return True
+
+    def reason(self, probe: Probe, platform: Platform) -> Reason | None:
+        fails = self._failing and self._failing in getattr(probe, "__name__", "")
+        return Reason("probe", f"requires what {self._failing} looks for") if fails else None
+
+
+def choose(row: Row, cells: Sequence[BackendCell]) -> Selection:
+    """What moereg says to a row.
+
+    Raises:
+        MoeregError: The request cannot be met by any machine.
+    """
+    problem = row.moe_problem()
+    words = {word: names for word, names in row.request.items() if word.islower()}
+    environ = {name: value for name, value in row.request.items() if name.isupper()}
+    request = Request.resolve(problem.quant.name, **words, environ=environ, cells=cells)
+    return moereg.decide.decide(problem, row.machine(), request, cells, probes=OneFailing(row.failing))
+
+
+def accepted(decisions: Iterable[Decision]) -> list[str]:
+    """Names of what fits, best first, each once; `~` behind an emulation."""
+    return list(dict.fromkeys(d.backend + "~" * (d.tier == "emulation") for d in decisions if d.accepted))
+
+
+def is_unlike(row: Row, found: Sequence[str]) -> bool:
+    """Whether names of what fits are not a row's."""
+    expected = row.ours.split()
+    return found[:1] != expected[:1] or [name for name in found if name in expected] != expected
+
+
+def unlike(row: Row, cells: Sequence[BackendCell]) -> str | None:
+    """The first thing that moereg does and a row does not say, or None."""
+    try:
+        selection = choose(row, cells)
+    except MoeregError as error:
+        return None if row.error and re.search(row.error, str(error)) else f"error: {error}"
+    if row.error:
+        return f"no error, expected {row.error}"
+    found = accepted(selection.decisions)
+    if is_unlike(row, found):
+        return f"accepts {found}, expected {row.ours}"
+    for backend, pattern in row.reasons.items():
+        texts = [
+            f"{reason.code}: {reason.text}"
+            for decision in selection.decisions
+            if decision.backend == backend
+            for reason in decision.reasons
+        ]
+        if not any(re.match(pattern, text) for text in texts):
+            return f"{backend} has {texts or 'no reason'}, expected {pattern}"
+    return None
+
+
+@functools.cache
+def oracle(number: int) -> Answer:
+    """What vLLM says to a row."""
+    return ORACLES[ROWS[number].moe_problem().quant.name](ROWS[number].layer())
+
+
+def disagreement(row: Row, order: Sequence[str], explained: Iterable[str]) -> str | None:
+    """What differs between a row and an oracle's order, leaving the places of explained backends out."""
+    ours, explained = row.ours.split(), frozenset(explained)
+    known = [name for name in order if name not in explained]
+    if [name for name in ours if name in known] != known:
+        return f"accepts {ours}, and vLLM {list(order)}"
+    winners = {next(iter(ours), "nothing"), next(iter(order), "nothing")}
+    if len(winners) > 1 and not winners & explained:
+        return f"{next(iter(ours), 'nothing')} wins, and for vLLM {next(iter(order), 'nothing')}"
+    return None
+
+
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: str(ROWS[number]))
+def test_rows(number: int, cells: tuple[BackendCell, ...]) -> None:
+    """moereg does what a row says, which is what vLLM does, but for backends whose place a difference explains."""
+    row, order = ROWS[number], oracle(number).order
+    assert unlike(row, cells) is None
+    assert disagreement(row, order, row.explained()) is None
+    for name in row.explained():
+        assert disagreement(row, order, row.explained() - {name}) is not None, f"{name} needs no explanation"
+
+
+def test_every_branch_has_a_row() -> None:
+    taken = set()
+    for number, row in enumerate(ROWS):
+        scheme = row.moe_problem().quant.name
+        taken |= {f"{scheme}/{branch}" for branch in oracle(number).branches}
+    assert sorted(taken & set(BRANCHES)) == sorted(BRANCHES)
+    assert not {name for name in taken - set(BRANCHES) if name.startswith(("unquantized/", "nvfp4/"))}
+
+
+def test_every_difference_has_a_row_and_stands_on_the_page() -> None:
+    used = {difference for row in ROWS for difference in row.why}
+    assert used == set(DIFFERENCES)
+    page = " ".join((ROOT / "docs" / "selection.md").read_text(encoding="utf-8").split())
+    assert [difference.text for difference in DIFFERENCES if f"- {difference.text}." not in page] == []
+
+
+def sees(row: Row, decisions: Sequence[Decision]) -> bool:
+    """Whether a row fails where moereg decides so."""
+    return is_unlike(row, accepted(decisions))
+
+
+Answered = list[tuple[Row, Selection]]
+
+
+@pytest.fixture(scope="module")
+def answered(cells: tuple[BackendCell, ...]) -> Answered:
+    """Rows with what moereg says to them."""
+    return [(row, choose(row, cells)) for row in ROWS if not row.error]
+
+
+def sees_mutant(row: Row, selection: Selection, cell: BackendCell, mutant: BackendCell | None) -> bool:
+    """Whether a row fails with another cell, or none, in place of one that it accepts."""
+    kept = [decision.cell for decision in selection.decisions if decision.accepted and decision.cell is not cell]
+    cells = [*filter(None, kept), *([mutant] if mutant else [])]
+    decided = moereg.decide.decide(
+        selection.problem, selection.platform, selection.request, cells, probes=OneFailing(row.failing)
+    )
+    return sees(row, decided.decisions)
+
+
+def test_a_deleted_rule_of_a_cell_fails_a_row(cells: tuple[BackendCell, ...], answered: Answered) -> None:
+    missed = []
+    for cell in cells:
+        for rule in cell.rules:
+            left = tuple(other for other in cell.rules if other is not rule)
+            mutant = dataclasses.replace(cell, rules=left) if left else None
+            told = [(row, said) for row, said in answered if accepts_by(said, cell, rule)]
+            if not any(sees_mutant(row, said, cell, mutant) for row, said in told):
+                missed.append(f"{cell.name} {cell.class_name} {rule} {cell.schemes[0].name}")
+    assert not missed, "\n".join(missed)
+
+
+def accepts_by(selection: Selection, cell: BackendCell, rule: PlatformRule | None = None) -> bool:
+    return any(
+        decision.accepted and decision.cell is cell and (rule is None or decision.rule == rule.text)
+        for decision in selection.decisions
+    )
+
+
+def test_a_mutated_priority_fails_a_row(cells: tuple[BackendCell, ...], answered: Answered) -> None:
+    """Raised above all or lowered below all, each cell changes what a row says."""
+    missed = []
+    for cell in cells:
+        mutants = [dataclasses.replace(cell, priority=priority) for priority in (-1_000_000, 1_000_000)]
+        told = [(row, said) for row, said in answered if accepts_by(said, cell)]
+        if not any(sees_mutant(row, said, cell, mutant) for mutant in mutants for row, said in told):
+            missed.append(f"{cell.name} {cell.class_name} {cell.rules_text} {cell.schemes[0].name}")
+    assert not missed, "\n".join(missed)
+
+
+CODES = (
+    *("platform", "package", "probe", "denied", "not_required", "opt_in", "quant_scheme", "activation"),
+    *("swiglu_limit", "bias", "activation_format", "placement", "alignment", "precision"),
+)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_deleted_kind_of_reason_fails_a_row(code: str, answered: Answered) -> None:
+    def without(decision: Decision) -> Decision:
+        return dataclasses.replace(decision, reasons=tuple(r for r in decision.reasons if r.code != code))
+
+    assert any(
+        sees(row, moereg.decide.rank(map(without, said.decisions), said.request))
+        for row, said in answered
+        if any(reason.code == code for decision in said.decisions for reason in decision.reasons)
+    )
+
+
+def test_a_deleted_rule_of_ranking_fails_a_row(answered: Answered) -> None:
+    def first(change: Callable[[Decision], Decision], **request: tuple[str, ...]) -> Row | None:
+        return next(
+            (
+                row
+                for row, said in answered
+                if sees(
+                    row,
+                    moereg.decide.rank(map(change, said.decisions), dataclasses.replace(said.request, **request)),
+                )
+            ),
+            None,
+        )
+
+    assert first(lambda decision: decision) is None
+    assert first(lambda decision: dataclasses.replace(decision, tier="kernel", backend=decision.backend)) is not None
+    assert first(lambda decision: decision, prefer=()) is not None
+    assert first(lambda decision: decision, require=()) is not None
