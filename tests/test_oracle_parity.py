@@ -20,7 +20,6 @@ import moereg.decide
 from moereg.errors import MoeregError
 from moereg.machine import Probes
 from moereg.platforms import Platform, PlatformRule
-from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES
 from moereg.reasons import Reason
 from moereg.registration import Probe
@@ -28,13 +27,14 @@ from moereg.registry import BackendCell
 from moereg.request import Request
 from moereg.selection import Decision, Selection
 from moereg.testing.ledger import evidence_of
-from tests.oracle_parity import nvfp4, other_schemes, unquantized
+from tests.oracle_parity import fewer_bits, fp8, nvfp4, nvfp4_requests, unquantized, unquantized_requests
 from tests.oracle_parity.branches import BRANCHES
 from tests.oracle_parity.cells import OWN, builtin_cells, parity_cells
 from tests.oracle_parity.oracles import ORACLES, Answer
 from tests.oracle_parity.rows import DIFFERENCES, Row
 
-ROWS = (*unquantized.ROWS, *nvfp4.ROWS, *other_schemes.ROWS)
+TABLES = (unquantized, unquantized_requests, nvfp4, nvfp4_requests, fp8, fewer_bits)
+ROWS = tuple(row for table in TABLES for row in table.ROWS)
 ROOT = Path(__file__).parents[1]
 BLOCKED = ("triton", "flashinfer", "cutlass", "quack", "aiter", "jax", "transformers", "vllm", "humming", "sonicmoe")
 
@@ -86,10 +86,15 @@ def accepted(decisions: Iterable[Decision]) -> list[str]:
     return list(dict.fromkeys(d.backend + "~" * (d.tier == "emulation") for d in decisions if d.accepted))
 
 
-def is_unlike(row: Row, found: Sequence[str]) -> bool:
-    """Whether names of what fits are not a row's."""
-    expected = row.ours.split()
-    return found[:1] != expected[:1] or [name for name in found if name in expected] != expected
+def wrong_order(row: Row, decisions: Sequence[Decision]) -> str | None:
+    """How what fits differs from what a row says, or None."""
+    found, expected = accepted(decisions), row.ours.split()
+    about = {*expected, *row.reasons}
+    if found[:1] != expected[:1] or [name for name in found if name in about] != expected:
+        return f"accepts {found}, expected {expected}"
+    if row.by and decisions[0].experts != row.by:
+        return f"{decisions[0].experts} wins, expected {row.by}"
+    return None
 
 
 def unlike(row: Row, cells: Sequence[BackendCell]) -> str | None:
@@ -100,9 +105,8 @@ def unlike(row: Row, cells: Sequence[BackendCell]) -> str | None:
         return None if row.error and re.search(row.error, str(error)) else f"error: {error}"
     if row.error:
         return f"no error, expected {row.error}"
-    found = accepted(selection.decisions)
-    if is_unlike(row, found):
-        return f"accepts {found}, expected {row.ours}"
+    if wrong := wrong_order(row, selection.decisions):
+        return wrong
     for backend, pattern in row.reasons.items():
         texts = [
             f"{reason.code}: {reason.text}"
@@ -159,11 +163,6 @@ def test_every_difference_has_a_row_and_stands_on_the_page() -> None:
     assert [difference.text for difference in DIFFERENCES if f"- {difference.text}." not in page] == []
 
 
-def sees(row: Row, decisions: Sequence[Decision]) -> bool:
-    """Whether a row fails where moereg decides so."""
-    return is_unlike(row, accepted(decisions))
-
-
 Answered = list[tuple[Row, Selection]]
 
 
@@ -171,6 +170,11 @@ Answered = list[tuple[Row, Selection]]
 def answered(cells: tuple[BackendCell, ...]) -> Answered:
     """Rows with what moereg says to them."""
     return [(row, choose(row, cells)) for row in ROWS if not row.error]
+
+
+def sees(row: Row, decisions: Sequence[Decision]) -> bool:
+    """Whether a row fails where moereg decides so."""
+    return wrong_order(row, decisions) is not None
 
 
 def sees_mutant(row: Row, selection: Selection, cell: BackendCell, mutant: BackendCell | None) -> bool:
@@ -196,19 +200,26 @@ def test_a_deleted_rule_of_a_cell_fails_a_row(cells: tuple[BackendCell, ...], an
 
 
 def accepts_by(selection: Selection, cell: BackendCell, rule: PlatformRule | None = None) -> bool:
+    """Whether a cell fits, by a rule of it."""
     return any(
         decision.accepted and decision.cell is cell and (rule is None or decision.rule == rule.text)
         for decision in selection.decisions
     )
 
 
+def competes(selection: Selection, cell: BackendCell) -> bool:
+    """Whether a cell fits, and another one that a priority can put before or behind it."""
+    rivals = [decision for decision in selection.decisions if decision.accepted and decision.tier == cell.tier]
+    return accepts_by(selection, cell) and len(rivals) > 1
+
+
 def test_a_mutated_priority_fails_a_row(cells: tuple[BackendCell, ...], answered: Answered) -> None:
-    """Raised above all or lowered below all, each cell changes what a row says."""
+    """Raised above all or lowered below all, each cell that has a rival changes what a row says."""
     missed = []
     for cell in cells:
         mutants = [dataclasses.replace(cell, priority=priority) for priority in (-1_000_000, 1_000_000)]
-        told = [(row, said) for row, said in answered if accepts_by(said, cell)]
-        if not any(sees_mutant(row, said, cell, mutant) for mutant in mutants for row, said in told):
+        told = [(row, said) for row, said in answered if competes(said, cell)]
+        if told and not any(sees_mutant(row, said, cell, mutant) for mutant in mutants for row, said in told):
             missed.append(f"{cell.name} {cell.class_name} {cell.rules_text} {cell.schemes[0].name}")
     assert not missed, "\n".join(missed)
 
@@ -249,3 +260,31 @@ def test_a_deleted_rule_of_ranking_fails_a_row(answered: Answered) -> None:
     assert first(lambda decision: dataclasses.replace(decision, tier="kernel", backend=decision.backend)) is not None
     assert first(lambda decision: decision, prefer=()) is not None
     assert first(lambda decision: decision, require=()) is not None
+
+
+SCHEMES = [name for name in QUANT_SCHEMES if not name.startswith("int4") or name == "int4_w4a16_g128"]
+GPUS = ("cuda:sm90", "cuda:sm100", "cuda:sm120", "rocm:gfx942", "rocm:gfx950")
+OTHERS = ("cuda:sm75", "cuda:sm80", "cuda:sm89", "cuda:sm103", "cuda:sm110", "rocm:gfx90a", "cpu", "xpu", "npu", "tpu")
+VARIATIONS: tuple[dict[str, object], ...] = (
+    {"activation": "swigluoai", "has_bias": True},
+    {"activation": "relu2"},
+    {"dtype": "float16", "num_local_experts": 16},
+    {"dtype": "float32"},
+    {"placement": "map", "num_local_experts": 16},
+    {"exact_activations": True},
+)
+
+
+@pytest.mark.parametrize("platform", [*GPUS, *OTHERS])
+def test_a_foreign_kernel_that_never_ran_there_is_no_default(platform: str) -> None:
+    cells, machine = builtin_cells(), Platform.from_name(platform)
+    variations = ({}, *VARIATIONS) if platform in GPUS else ({},)
+    unproven = set()
+    for scheme, form, changes in itertools.product(SCHEMES, ("standard", "batched"), variations):
+        row = Row(platform=platform, ours="", problem={"quant": scheme, "activation_format": form, **changes})
+        winner = moereg.decide.decide(row.moe_problem(), machine, Request(), cells).winner
+        if winner is None or winner.backend in OWN or winner.cell is None:
+            continue
+        if not evidence_of(winner.cell).on(machine):
+            unproven.add(f"{winner.backend} {winner.experts} for {scheme}, {form}")
+    assert not unproven, f"make it opt-in on {platform}, or rank it behind what ran there: {sorted(unproven)}"

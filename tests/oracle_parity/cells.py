@@ -120,7 +120,13 @@ def _stand_ins() -> tuple[BackendCell, ...]:
         batched = dataclasses.replace(no_clamp, activation_formats=frozenset({"batched"}))
         add("flashinfer_cutedsl", 57, "nvfp4", "cuda:sm100f", no_clamp, **flashinfer)
         add("flashinfer_cutedsl", 56, "nvfp4", "cuda:sm100f", batched, BatchedExperts, **flashinfer)
-        add("flashinfer_cutlass", 48, "unquantized fp8_tensor_static fp8_block128 mxfp4_w4a16", "cuda:sm90", **flashinfer)
+        add(
+            "flashinfer_cutlass",
+            48,
+            "unquantized fp8_tensor_static fp8_block128 mxfp4_w4a16",
+            "cuda:sm90",
+            **flashinfer,
+        )
         add("flashinfer_cutlass", 55, "unquantized fp8_tensor_static nvfp4", "cuda:sm100f cuda:sm120f", **flashinfer)
         add("flashinfer_cutlass", 55, "mxfp4_mxfp8", "cuda:sm100f cuda:sm120f", **flashinfer)
         add("flashinfer_cutile", 35, "unquantized fp8_tensor_static", "cuda:sm90", silu, **flashinfer)

@@ -24,7 +24,11 @@ _NVFP4_ORDER: Final = (*_FLASHINFER_FP4, "vllm_cutlass", "marlin", "triton~")
 _NVFP4_NAMES: Final = (*_NVFP4_ORDER, "flashinfer_b12x")
 _APPLIES_CLAMP: Final = ("flashinfer_trtllm",)
 # The values of the variable that names one of FlashInfer.
-_PINNED: Final = {"latency": "flashinfer_trtllm", "throughput": "flashinfer_cutlass", "masked_gemm": "flashinfer_cutedsl"}
+_PINNED: Final = {
+    "latency": "flashinfer_trtllm",
+    "throughput": "flashinfer_cutlass",
+    "masked_gemm": "flashinfer_cutedsl",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,7 +330,7 @@ ORACLES: Final[dict[str, Callable[[Layer], Answer]]] = {
     **dict.fromkeys(("mxfp4_w4a16", "mxfp4_mxfp8"), _of_order(_mxfp4_order)),
     "int8_w8a8": _of_order(_int8_order),
     **dict.fromkeys(
-        ("int8_w8a16", "int4_w4a16_g32", "int4_w4a16_g128", "int4_w4a16_g128_zp", "int4_w4a16_gall"),
+        ("int8_w8a16", *(f"int4_w4a16_g{group}" for group in ("32", "64", "128", "128_zp", "all"))),
         _of_order(_int_wna16_order),
     ),
 }

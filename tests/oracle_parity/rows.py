@@ -23,6 +23,7 @@ __all__ = [
     "UNCLAIMED",
     "Difference",
     "Row",
+    "row_of",
 ]
 
 
@@ -38,31 +39,32 @@ class Difference:
 
 
 RAN_FIRST: Final = Difference(
-    "a foreign kernel that never ran on a kind of hardware goes behind the kernels that did and behind moereg's own: "
-    "the order of an engine was measured by others, on other versions"
+    "A foreign kernel that never ran on a kind of hardware goes behind moereg's own and behind foreign ones that did. "
+    "An engine's order was measured by others, with other versions"
 )
 MEASURED: Final = Difference(
-    "`triton` goes before vLLM's kernels on Hopper, its weight-only kernels before Marlin: both were measured on an H200"
+    "`triton` goes before vLLM's kernels for the same scheme: on an H200 it took less time than each of them in every "
+    "row of [results](results.md). Elsewhere neither was measured"
 )
 FACTS_DECIDE: Final = Difference(
-    "a clamp is a fact of each backend. vLLM's function for nvfp4 keeps a list of one backend, its error text "
-    "recommends another one that is not on it, and Marlin, when forced, is not asked at all"
+    "Each backend declares whether it applies a clamp. vLLM's function for nvfp4 has a list with one backend, "
+    "recommends another one in its error text, and does not ask Marlin where that is forced"
 )
 KEPT_REQUEST: Final = Difference(
-    "a backend that is asked for runs or is an error. vLLM returns a CPU's, a TPU's or a plugin's backend before it "
+    "A backend that is asked for runs or is an error. vLLM returns a CPU's, a TPU's or a plugin's backend before it "
     "reads the request"
 )
 CONFLICT: Final = Difference(
-    "asked for and forced off at once is an error that names both sources. vLLM lets the first win, and one of two "
+    "Asked for and forced off at once is an error that names both sources. vLLM lets the first win, and one of two "
     "people does not hear of it"
 )
 SERVED_HERE: Final = Difference(
-    "moereg serves what vLLM refuses there: `torch` restores quantized weights on a CPU and runs unquantized layers on "
-    "anything, and `triton` reads 4-bit weights on GPUs without 4-bit products"
+    "moereg serves layers that vLLM refuses: `torch` runs unquantized ones on anything and quantized ones on a CPU, "
+    "and `triton` has batched kernels for every scheme and reads 4-bit weights on GPUs without 4-bit products"
 )
 UNCLAIMED: Final = Difference(
-    "no cell claims what vLLM has there: its kernels are in no wheel for that scheme or platform yet, or nothing but "
-    "the batched format is missing"
+    "No cell claims what vLLM has there: no wheel brings those kernels for that scheme, platform, size or format of "
+    "activations"
 )
 LATER: Final = Difference(
     "`humming` is still behind `marlin` on Hopper. vLLM has it before Marlin there, and so had an H200 for int4; the "
@@ -79,6 +81,7 @@ class Row:
         platform: Name of the machine.
         ours: What moereg accepts, best first, as far as the row is about it; the first one wins, and none is an error.
             `name~` is an emulation.
+        by: Class of the winner, where its name has several that fit.
         supports: Backends whose predicate would say yes to vLLM.
         problem: The layer, as far as it is not the usual one.
         engine: What the engine is told: `backend`, variables of its environment, ranks.
@@ -86,13 +89,15 @@ class Row:
         packages: Versions of installed packages that are not the usual ones, or None for one that is missing; the
             platform is that machine then, and a name otherwise.
         failing: Probe that finds something missing on that machine, by a part of its name.
-        reasons: Backend to what one of its reasons says, as `code: text`, a regular expression.
+        reasons: Backend to what one of its reasons says, as `code: text`, a regular expression. It does not fit, unless
+            `ours` has its name as well, by another cell.
         error: What an error about the request says, a regular expression.
         why: The difference, where there is one, with the backends whose place it explains.
     """
 
     platform: str
     ours: str
+    by: str = ""
     supports: str = ""
     problem: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -144,3 +149,13 @@ class Row:
     def explained(self) -> frozenset[str]:
         """Backends whose place a difference explains."""
         return frozenset(" ".join(self.why.values()).split())
+
+
+def row_of(quant: str, platform: str, ours: str, supports: str = "", **others: Any) -> Row:
+    """The row of a scheme."""
+    return Row(
+        platform=platform,
+        ours=ours,
+        supports=supports,
+        **{**others, "problem": {"quant": quant, **others.get("problem", {})}},
+    )
