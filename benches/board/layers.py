@@ -96,17 +96,17 @@ GPU_LAYERS: Final = (
     _model("gpt-oss-120b", suffix=" plain", skewed=(), activation="silu", has_bias=False),
 )
 
-_SMALL: Final = MappingProxyType({"num_experts": 64, "hidden_size": 1024, "intermediate_size": 512, "top_k": 8})
-_CPU_TOKENS: Final = (1, 16, 256)
+_SMALL: Final = MappingProxyType({"num_experts": 32, "hidden_size": 1024, "intermediate_size": 512, "top_k": 4})
+_CPU_TOKENS: Final = (1, 16, 128)
 
 
 def _small(
-    layer: str = "small", scheme: str = "unquantized", skewed: tuple[int, ...] = (256,), **changes: Any
+    layer: str = "small", scheme: str = "unquantized", skewed: tuple[int, ...] = (128,), **changes: Any
 ) -> BoardLayer:
     return BoardLayer(layer, scheme, MappingProxyType({**_SMALL, **changes}), _points(_CPU_TOKENS, skewed))
 
 
-# 200 MB in bf16: beyond the caches of a CPU, and measured in minutes.
+# 100 MB in bf16: beyond the caches of most CPUs, and measured in minutes.
 CPU_LAYERS: Final = (
     _small(),
     _small("small fp32", dtype="float32"),
