@@ -74,7 +74,7 @@ NVFP4: Final = {
     "flashinfer_unset": "the variable of FlashInfer is not set",
     "flashinfer_off": "FlashInfer is forced off",
     "flashinfer_off_present": "one of FlashInfer leaves the order",
-    "flashinfer_off_absent": "one of FlashInfer has left the order before, for the clamp",
+    "flashinfer_off_absent": "one of FlashInfer is not in the order: b12x, or one that left for the clamp",
     "flashinfer_pinned": "FlashInfer is forced on and one of it is named",
     "flashinfer_pinned_clamp_refused": "the layer has a clamp and the one named is not known to apply it: an error",
     "flashinfer_pinned_supported": "the one named supports the layer",

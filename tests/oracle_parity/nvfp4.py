@@ -18,7 +18,7 @@ _OFF: Final = {"VLLM_USE_FLASHINFER_MOE_FP4": "0"}
 _LATENCY: Final = {**_FORCED, "VLLM_FLASHINFER_MOE_BACKEND": "latency"}
 _THROUGHPUT: Final = {**_FORCED, "VLLM_FLASHINFER_MOE_BACKEND": "throughput"}
 _MARLIN: Final = {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}
-_ANY_FLASHINFER: Final = {"require": "flashinfer_trtllm,flashinfer_cutedsl,flashinfer_cutlass"}
+_ANY_FLASHINFER: Final = {"require": "flashinfer_trtllm,flashinfer_cutlass,flashinfer_cutedsl,flashinfer_b12x"}
 
 _row = functools.partial(row_of, "nvfp4")
 

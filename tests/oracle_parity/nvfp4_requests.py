@@ -17,7 +17,7 @@ _OFF: Final = {"VLLM_USE_FLASHINFER_MOE_FP4": "0"}
 _LATENCY: Final = {**_FORCED, "VLLM_FLASHINFER_MOE_BACKEND": "latency"}
 _THROUGHPUT: Final = {**_FORCED, "VLLM_FLASHINFER_MOE_BACKEND": "throughput"}
 _MARLIN: Final = {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}
-_ANY_FLASHINFER: Final = {"require": "flashinfer_trtllm,flashinfer_cutedsl,flashinfer_cutlass"}
+_ANY_FLASHINFER: Final = {"require": "flashinfer_trtllm,flashinfer_cutlass,flashinfer_cutedsl,flashinfer_b12x"}
 
 _row = functools.partial(row_of, "nvfp4")
 
@@ -125,11 +125,17 @@ _VARIABLES: Final = (
         request={"require": "flashinfer_trtllm"},
         reasons={"flashinfer_trtllm": "platform: "},
     ),
-    _row("cuda:sm100", _B200, _B200, engine=_FORCED, request=_ANY_FLASHINFER),
+    _row(
+        "cuda:sm100",
+        "flashinfer_trtllm flashinfer_cutlass flashinfer_cutedsl",
+        _B200,
+        engine=_FORCED,
+        request=_ANY_FLASHINFER,
+    ),
     _row(
         "cuda:sm120",
-        "flashinfer_cutlass",
-        "flashinfer_cutlass",
+        "flashinfer_cutlass flashinfer_b12x",
+        "flashinfer_cutlass flashinfer_b12x",
         engine=_FORCED,
         request=_ANY_FLASHINFER,
         reasons={"flashinfer_trtllm": "platform: ", "flashinfer_cutedsl": "platform: "},
@@ -154,7 +160,7 @@ _VARIABLES: Final = (
     # FlashInfer forced on comes before Marlin forced.
     _row(
         "cuda:sm100",
-        _B200,
+        "flashinfer_trtllm flashinfer_cutlass flashinfer_cutedsl",
         f"{_B200} marlin",
         engine={**_FORCED, **_MARLIN},
         request={**_ANY_FLASHINFER, "MOEREG_REQUIRE": "marlin"},

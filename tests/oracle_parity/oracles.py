@@ -14,13 +14,23 @@ __all__ = ["ORACLES", "Answer", "Layer"]
 
 _BATCHED: Final = "_batched"
 _UNQUANTIZED_NAMES: Final = ("triton", "flashinfer_trtllm", "flashinfer_cutlass", "aiter")
+# The order in which those of FlashInfer are tried where it is forced on, b12x among them.
 _FLASHINFER_FP4: Final = (
+    "flashinfer_trtllm",
+    "flashinfer_cutlass",
+    "flashinfer_cutedsl",
+    "flashinfer_cutedsl_batched",
+    "flashinfer_b12x",
+)
+_NVFP4_ORDER: Final = (
     "flashinfer_trtllm",
     "flashinfer_cutedsl",
     "flashinfer_cutedsl_batched",
     "flashinfer_cutlass",
+    "vllm_cutlass",
+    "marlin",
+    "triton~",
 )
-_NVFP4_ORDER: Final = (*_FLASHINFER_FP4, "vllm_cutlass", "marlin", "triton~")
 _NVFP4_NAMES: Final = (*_NVFP4_ORDER, "flashinfer_b12x")
 _APPLIES_CLAMP: Final = ("flashinfer_trtllm",)
 # The values of the variable that names one of FlashInfer.
@@ -161,7 +171,7 @@ def unquantized(layer: Layer) -> Answer:
     elif (value := layer.variables.get("VLLM_FLASHINFER_MOE_BACKEND")) is not None:
         answer.took("flashinfer_pinned")
         pinned = _PINNED[value]
-        if pinned not in order:
+        if pinned not in ("flashinfer_trtllm", "flashinfer_cutlass"):
             answer.took("flashinfer_pinned_other")
             return answer
         answer.took(f"flashinfer_pinned_{pinned.removeprefix('flashinfer_')}")
