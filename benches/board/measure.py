@@ -22,7 +22,7 @@ from benches.board.store import Board, Row
 from moereg.discovery import load_backends
 from moereg.dispatch import explain_backends
 from moereg.memory import format_bytes, free_memory_bytes
-from moereg.platforms import Platform
+from moereg.platforms import Platform, torch_device
 from moereg.problem import MoEProblem
 from moereg.selection import Decision, Selection, nearest_by_backend
 from moereg.testing.provenance import clocks
@@ -116,7 +116,7 @@ def _entrants(layer: BoardLayer, problem: MoEProblem, board: Board, wanted: Want
     }
     excluded: list[tuple[Decision, str]] = []
     taking: list[Decision] = []
-    free_bytes = free_memory_bytes(torch.device(platform.device_type))
+    free_bytes = free_memory_bytes(torch_device(platform))
     layer_bytes = problem.num_local_experts * expert_bytes(problem)
     for decision in fitting:
         reason = board.reason_out(layer.name, decision.backend, decision.experts)
@@ -199,7 +199,7 @@ def _measure_layer(
     rounds: int,
 ) -> str:
     """Measures a layer's missing rows until the deadline; returns why it could not be measured, or nothing."""
-    points, problem, device = board.missing(layer), layer.problem(), torch.device(platform.device_type)
+    points, problem, device = board.missing(layer), layer.problem(), torch_device(platform)
     entrants = _entrants(layer, problem, board, wanted, platform)
     board.document["layers"][layer.name] = {
         "layer": layer.layer,
@@ -283,9 +283,14 @@ def _result(one: Measurement, comparison: Comparison) -> dict[str, Any]:
 
 def _line(layer: BoardLayer, point: Point, row: Row) -> str:
     timed = sorted((one for one in row["results"] if one["failure"] is None), key=lambda one: one["time_us"])
-    texts = [f"{one['backend']} {one['time_us']:,.1f}" for one in timed]
-    texts += [f"{one['backend']} FAILED" for one in row["results"] if one["failure"] is not None]
+    texts = [f"{_label(one, row)} {one['time_us']:,.1f}" for one in timed]
+    texts += [f"{_label(one, row)} FAILED" for one in row["results"] if one["failure"] is not None]
     return f"{layer.name} {point.routing} T {point.tokens}: {', '.join(texts)}"
+
+
+def _label(one: Row, row: Row) -> str:
+    is_alone = sum(other["backend"] == one["backend"] for other in row["results"]) == 1
+    return str(one["backend"] if is_alone else f"{one['backend']} ({one['experts']})")
 
 
 def _ceiling_name(problem: MoEProblem, platform: Platform) -> str:
@@ -302,7 +307,7 @@ def _ceilings(problem: MoEProblem, platform: Platform) -> Ceilings:
 @functools.cache
 def _measured_ceilings(dtype: str, platform: Platform) -> Ceilings:
     if dtype not in ("float8_e4m3fn", "int8"):
-        return measure_ceilings(getattr(torch, dtype), torch.device(platform.device_type))
+        return measure_ceilings(getattr(torch, dtype), torch_device(platform))
     from benches.h200 import quant
 
     return quant.ceilings_of("int8_w8a8" if dtype == "int8" else "fp8_block128", quant.measure_ceilings([dtype]))

@@ -10,6 +10,9 @@ import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from benches.board.variants import UNTUNED
+from moereg.tuning.inputs import ROUTINGS
+
 __all__ = ["BOARDS", "TABLES", "Standing", "documents", "standings"]
 
 RESULTS: Final = pathlib.Path(__file__).resolve().parents[1] / "results"
@@ -136,7 +139,11 @@ def standings(found: Sequence[Row]) -> list[Standing]:
         for other in others:
             entries |= _scaled(row, other, entries, default)
         rows.append(Standing(row["layer"], row["scheme"], row["routing"], row["tokens"], default, entries))
-    return rows
+    # A run that went on where another was cut has its rows at the end.
+    layers = list(dict.fromkeys((row.layer, row.scheme) for row in rows))
+    return sorted(
+        rows, key=lambda row: (layers.index((row.layer, row.scheme)), ROUTINGS.index(row.routing), row.tokens)
+    )
 
 
 def _name(one: Row, results: Iterable[Row]) -> str:
@@ -311,13 +318,13 @@ def first_use_table(board: str) -> str:
 
 
 def variants_table(board: str) -> str:
-    """A backend beside itself with something switched off: names that differ by a suffix such as `_untuned`."""
+    """A backend beside itself without its tactics."""
     rows = []
     for one in standings(documents(board)):
         for name, entry in one.entries.items():
-            base, _, suffix = name.rpartition("_")
+            base = name.replace(UNTUNED, "").replace("(Untuned", "(")
             own = one.entries.get(base)
-            if suffix not in ("untuned",) or own is None or not own.time_us or not entry.time_us:
+            if base == name or own is None or not own.time_us or not entry.time_us:
                 continue
             rows.append([one.place, base, own.text, entry.text, f"{entry.time_us / own.time_us:.2f}"])
     header = ["layer", "scheme", "routing", "T", "backend", "tuned us", "untuned us", "untuned / tuned"]

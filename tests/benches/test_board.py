@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -12,13 +13,13 @@ import pytest
 import torch
 
 from benches.board import __main__ as command
-from benches.board import measure
+from benches.board import measure, variants
 from benches.board.layers import CPU_LAYERS, GPU_LAYERS, BoardLayer, Point, layers_of
 from benches.board.measure import Lost, Marker, Wanted, measure_board, patterns
 from benches.board.store import Board, OtherRunError
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform, probe_cpu
-from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from moereg.tuning.roofline import Ceilings
 from moereg.weights import PermutedWeights
 from tests.support.fakes import FakeExperts, WrongExperts
@@ -250,3 +251,26 @@ def test_the_list_names_every_layer(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(": ")[0] for line in lines] == [layer.name for layer in GPU_LAYERS]
     assert "one_set 1024" in lines[0]
+
+
+class _Implementation:
+    has_tactics = True
+
+
+class TunedExperts(FakeExperts):
+    def _load(self) -> Any:
+        return _Implementation()
+
+
+def test_the_untuned_variant_is_another_backend_that_a_request_names(isolated_registry: BackendRegistry) -> None:
+    REGISTRY.restore(cell for cell in REGISTRY.cells if "flashinfer" not in cell.name)
+    register_moe_backend("flashinfer_cutlass", 55, ("unquantized",), ("cuda:sm90",))(TunedExperts)
+    variants.register()
+    variants.register()
+    (tuned,), (untuned,) = (REGISTRY.by_name(f"flashinfer_cutlass{suffix}") for suffix in ("", "_untuned"))
+    assert untuned.opt_in
+    assert untuned.class_name == "UntunedTunedExperts"
+    assert dataclasses.replace(untuned, name=tuned.name, experts=tuned.experts, opt_in=False) == tuned
+    fresh: Any = untuned.experts.__new__(untuned.experts)
+    assert not fresh._load().has_tactics
+    assert _Implementation.has_tactics
