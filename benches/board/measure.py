@@ -37,6 +37,7 @@ __all__ = ["Lost", "Marker", "Wanted", "measure_board"]
 
 # Of the free memory, for the canonical weights and one permuted copy a candidate; the rest is for calls and references.
 _WEIGHTS_FRACTION: Final = 0.75
+_EIGHT_BITS: Final = ("float8_e4m3fn", "int8")
 
 
 class Lost(Exception):
@@ -296,7 +297,7 @@ def _label(one: Row, row: Row) -> str:
 def _ceiling_name(problem: MoEProblem, platform: Platform) -> str:
     """The element type whose products are the ceiling of a scheme."""
     activation = problem.quant.activation
-    is_measured = platform.kind == "cuda" and activation is not None and activation.dtype in ("float8_e4m3fn", "int8")
+    is_measured = platform.kind == "cuda" and activation is not None and activation.dtype in _EIGHT_BITS
     return activation.dtype if is_measured and activation is not None else problem.dtype
 
 
@@ -306,11 +307,13 @@ def _ceilings(problem: MoEProblem, platform: Platform) -> Ceilings:
 
 @functools.cache
 def _measured_ceilings(dtype: str, platform: Platform) -> Ceilings:
-    if dtype not in ("float8_e4m3fn", "int8"):
+    if dtype not in _EIGHT_BITS:
         return measure_ceilings(getattr(torch, dtype), torch_device(platform))
     from benches.h200 import quant
 
-    return quant.ceilings_of("int8_w8a8" if dtype == "int8" else "fp8_block128", quant.measure_ceilings([dtype]))
+    # The same fastest reader for all, and the rate of products of such elements.
+    found = quant.measure_ceilings([dtype])[f"{dtype}_tflops"]
+    return dataclasses.replace(_measured_ceilings("bfloat16", platform), matmul_tflops=found)
 
 
 def _precompile(problem: MoEProblem, tokens: Collection[int], selection: Selection) -> None:

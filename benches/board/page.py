@@ -101,6 +101,12 @@ class Standing:
         return next((entry for entry in self.ranking if entry.name != self.default), None)
 
     @property
+    def lead(self) -> str:
+        """By how much the fastest is ahead of the second."""
+        times = [entry.time_us for entry in self.ranking if entry.time_us]
+        return f"{times[1] / times[0] - 1:.1%}" if len(times) > 1 else "-"
+
+    @property
     def is_loss(self) -> bool:
         """Whether another candidate is faster, beyond what medians vary by."""
         return self.ratio is not None and self.ratio * _SAME < 1
@@ -247,8 +253,8 @@ def rows_table(board: str) -> str:
             fastest = one.ranking[0].name if one.ranking else ""
             cells = [one.entries[name].text if name in one.entries else "-" for name in names]
             bold = [f"**{text}**" if name == fastest else text for name, text in zip(names, cells, strict=True)]
-            rows.append([one.routing, str(one.tokens), *bold])
-        parts.append(f"### {layer}, {scheme}\n\n{_table(['routing', 'T', *names], rows)}")
+            rows.append([one.routing, str(one.tokens), *bold, one.lead])
+        parts.append(f"### {layer}, {scheme}\n\n{_table(['routing', 'T', *names, 'lead'], rows)}")
     parts.append(" ".join(map(_where, files)))
     return "\n\n".join(parts)
 

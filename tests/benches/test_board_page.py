@@ -90,10 +90,10 @@ def test_rows_have_the_default_first_and_the_fastest_in_bold(stored: Any) -> Non
     )
     title, header, _, *found, where = lines("rows")
     assert title == "### big, unquantized"
-    assert header == "| routing | T | own | other | slow |"
+    assert header == "| routing | T | own | other | slow | lead |"
     assert found == [
-        "| uniform | 1 | 100.0 (50%) | **80.0 (50%)** | 12,346 (50%) |",
-        "| uniform | 16 | **70.0 (50%)** | 80.0 (50%) | failed |",
+        "| uniform | 1 | 100.0 (50%) | **80.0 (50%)** | 12,346 (50%) | 25.0% |",
+        "| uniform | 16 | **70.0 (50%)** | 80.0 (50%) | failed | 14.3% |",
     ]
     assert where.startswith("Measured on a GPU with torch 2.13 at commit 0123456789ab, 2026-11-22, in 12 s.")
     assert where.endswith("Ceilings in the same process: bfloat16 678 TFLOP/s, read 4.37 TB/s.")
@@ -102,8 +102,8 @@ def test_rows_have_the_default_first_and_the_fastest_in_bold(stored: Any) -> Non
 def test_a_faster_second_class_has_a_column(stored: Any) -> None:
     stored(row(1, result("own", 100.0), result("own", 90.0, experts="OtherExperts")))
     assert lines("rows")[1:4:2] == [
-        "| routing | T | own | own (Other) |",
-        "| uniform | 1 | 100.0 (50%) | **90.0 (50%)** |",
+        "| routing | T | own | own (Other) | lead |",
+        "| uniform | 1 | 100.0 (50%) | **90.0 (50%)** | 11.1% |",
     ]
     assert lines("losses")[3:] == [
         "| big | unquantized | uniform | 1 | own | 100.0 (50%) | own (Other) | 90.0 (50%) | 10.0% |"
@@ -114,8 +114,8 @@ def test_another_process_is_scaled_by_the_default(stored: Any) -> None:
     stored(row(1, result("own", 100.0)), row(16, result("own", 100.0)))
     stored(row(1, result("own", 110.0), result("sonic", 55.0)), number=1)
     assert lines("rows")[3:5] == [
-        "| uniform | 1 | 100.0 (50%) | **~50.0 (55%)** |",
-        "| uniform | 16 | **100.0 (50%)** | - |",
+        "| uniform | 1 | 100.0 (50%) | **~50.0 (55%)** | 100.0% |",
+        "| uniform | 16 | **100.0 (50%)** | - | - |",
     ]
 
 
