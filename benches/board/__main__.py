@@ -1,7 +1,8 @@
 """Measures the board, or goes on where a run of it was cut.
 
     python -m benches.board --json FILE [--seconds S] [--layers NAME ...] [--tokens N ...] [--routings R ...]
-                            [--only PATTERN ...] [--deny PATTERN ...] [--no-opt-in] [--rounds N] [--list]
+                            [--only PATTERN ...] [--deny PATTERN ...] [--no-opt-in] [--rounds N] [--each S]
+                            [--list]
 
 A row is one layer, scheme, routing and number of tokens; every backend that fits is in it. Its numbers are compared
 with the reference first, then calls are timed in turns (docs/measuring.md). The file is written after each row, so a
@@ -27,12 +28,13 @@ from packaging.requirements import Requirement
 
 from benches.board import variants
 from benches.board.layers import BoardLayer, layers_of
-from benches.board.measure import Lost, Marker, Wanted, measure_board, patterns
+from benches.board.measure import Limits, Lost, Marker, Wanted, measure_board, patterns
 from benches.board.store import Board
 from moereg.discovery import current_platform, load_backends
 from moereg.platforms import Platform
 from moereg.testing.provenance import provenance
 from moereg.tuning.inputs import ROUTINGS
+from moereg.tuning.timing import ROUNDS, SECONDS
 
 _LOST: Final = 75
 _FROM_SIGNALS: Final = 128
@@ -124,8 +126,9 @@ def _measure(
     board: Board, layers: Sequence[BoardLayer], platform: Platform, options: argparse.Namespace, running: pathlib.Path
 ) -> int:
     wanted = Wanted(patterns(options.only), patterns(options.deny), not options.no_opt_in)
+    limits = Limits(options.seconds, options.rounds, options.each)
     try:
-        measure_board(board, layers, platform, wanted, Marker(running), options.seconds, options.rounds)
+        measure_board(board, layers, platform, wanted, Marker(running), limits)
     except Lost as error:
         print(f"benches.board: {error}", file=sys.stderr, flush=True)
         return _LOST
@@ -172,7 +175,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="*", default=[], metavar="PATTERN", help="these backends alone")
     parser.add_argument("--deny", nargs="*", default=[], metavar="PATTERN", help="none of these backends")
     parser.add_argument("--no-opt-in", action="store_true", help="leave out what a request would have to name")
-    parser.add_argument("--rounds", type=int, default=48, help="samples of each backend, at most")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="samples of each backend in a row, at most")
+    parser.add_argument("--each", type=_positive, default=SECONDS, help="seconds for timing each backend in a row")
     parser.add_argument("--patience", type=_positive, default=240.0, help="seconds for one step of one backend")
     parser.add_argument("--list", action="store_true", help="the layers and their rows")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

@@ -30,10 +30,11 @@ from moereg.tolerances import layer_tolerance
 from moereg.tuning.compare import Comparison, Measurement
 from moereg.tuning.inputs import random_calls, random_weights
 from moereg.tuning.roofline import Ceilings, expert_bytes, measure_ceilings
+from moereg.tuning.timing import ROUNDS, SECONDS
 from moereg.weights import ExpertWeights
 from moereg.workspace import WORKSPACES
 
-__all__ = ["Lost", "Marker", "Wanted", "measure_board"]
+__all__ = ["Limits", "Lost", "Marker", "Wanted", "measure_board"]
 
 # Of the free memory, for the canonical weights and one permuted copy a candidate; the rest is for calls and references.
 _WEIGHTS_FRACTION: Final = 0.75
@@ -42,6 +43,21 @@ _EIGHT_BITS: Final = ("float8_e4m3fn", "int8")
 
 class Lost(Exception):
     """A candidate took the device down, and is on the board's list of those; another process may go on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How much is measured.
+
+    Attributes:
+        seconds: After which no row is begun.
+        rounds: Samples of each candidate in a row, at most.
+        each_seconds: After which a candidate takes no further sample in a row, once it has three.
+    """
+
+    seconds: float = math.inf
+    rounds: int = ROUNDS
+    each_seconds: float = SECONDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +159,7 @@ def measure_board(
     platform: Platform,
     wanted: Wanted,
     marker: Marker,
-    seconds: float = math.inf,
-    rounds: int = 48,
+    limits: Limits,
 ) -> None:
     """Measures the rows that the board lacks, and writes it after each.
 
@@ -156,14 +171,13 @@ def measure_board(
         platform: This machine, probed.
         wanted: Who takes part.
         marker: Says whose code runs.
-        seconds: After which no row is begun.
-        rounds: Samples of each candidate, at most.
+        limits: How much is measured.
 
     Raises:
         Lost: A candidate took the device down.
     """
     start, before = time.monotonic(), board.document["seconds"]
-    deadline = start + seconds
+    deadline = start + limits.seconds
     reasons: dict[str, str] = {}
     open_layers = [layer for layer in layers if board.missing(layer)]
     try:
@@ -174,7 +188,7 @@ def measure_board(
             own = now + (deadline - now) / (len(open_layers) - number)
             marker.begin(layer.name)
             try:
-                reason = _measure_layer(board, layer, platform, wanted, marker, own, rounds)
+                reason = _measure_layer(board, layer, platform, wanted, marker, own, limits)
             except Lost:
                 raise
             except Exception as error:  # For example memory for the layer itself: others may be smaller.
@@ -197,7 +211,7 @@ def _measure_layer(
     wanted: Wanted,
     marker: Marker,
     deadline: float,
-    rounds: int,
+    limits: Limits,
 ) -> str:
     """Measures a layer's missing rows until the deadline; returns why it could not be measured, or nothing."""
     points, problem, device = board.missing(layer), layer.problem(), torch_device(platform)
@@ -225,7 +239,7 @@ def _measure_layer(
     for point in points:
         if time.monotonic() >= deadline:
             return "no time was left"
-        found = comparison.measure(point, ceilings, rounds)
+        found = comparison.measure(point, ceilings, limits.rounds, limits.each_seconds)
         _give_up_if_lost(board, layer, comparison, marker)
         row = _row(found, comparison, entrants)
         board.add(layer, point, row)

@@ -30,7 +30,7 @@ from moereg.tuning.inputs import Call
 from moereg.tuning.measurement import Measurement
 from moereg.tuning.own_calls import OwnCalls
 from moereg.tuning.roofline import Ceilings, roofline_us, work_of
-from moereg.tuning.timing import ROUNDS, Timing, kernel_runs, time_runs, wait_for
+from moereg.tuning.timing import ROUNDS, SECONDS, Timing, kernel_runs, time_runs, wait_for
 from moereg.tuning.watched import WatchedTensors
 from moereg.weights import ExpertWeights
 
@@ -123,13 +123,16 @@ class Comparison:
                 advance(number, len(self._candidates))
 
     @torch.no_grad()
-    def measure(self, key: Hashable, ceilings: Ceilings | None, rounds: int = ROUNDS) -> list[Measurement]:
+    def measure(
+        self, key: Hashable, ceilings: Ceilings | None, rounds: int = ROUNDS, seconds: float = SECONDS
+    ) -> list[Measurement]:
         """Compares the candidates with the reference, and times those that are right in turns.
 
         Args:
             key: One of those that there are inputs for.
             ceilings: The device's ceilings, where they are known.
             rounds: Samples of each.
+            seconds: After which a candidate takes no further sample, once it has three.
 
         Returns:
             One measurement a candidate, in the selection's order.
@@ -140,7 +143,7 @@ class Comparison:
             if self._culprits.stopped is None:
                 self._check(found, decision, key)
         if self._culprits.stopped is None:
-            self._time(found, key, rounds)
+            self._time(found, key, rounds, seconds)
         if self._culprits.stopped is not None:
             self._culprits.skip(found.errors, self._not_judged(found, key))
         works = self._works[key]
@@ -277,7 +280,7 @@ class Comparison:
             if found.relative_errors.get(decision, 0.0) <= self._bound(decision, key)
         ]
 
-    def _time(self, found: _Findings, key: Hashable, rounds: int) -> None:
+    def _time(self, found: _Findings, key: Hashable, rounds: int, seconds: float) -> None:
         """Times the candidates that are right, and forgets the times of those that are not right afterwards."""
         device = self.weights.w13.device
         owns: dict[Decision, OwnCalls] = {}
@@ -292,7 +295,7 @@ class Comparison:
             if self._culprits.stopped is not None:
                 return
         try:
-            found.timings = time_runs({decision: own.runs for decision, own in owns.items()}, device, rounds)
+            found.timings = time_runs({one: own.runs for one, own in owns.items()}, device, rounds, seconds)
             is_clean = True
         except Exception as error:
             is_clean = False
@@ -303,7 +306,7 @@ class Comparison:
         changed = self._torch.restore()
         written = self._watched.written() if self._culprits.stopped is None else ()
         if (written or changed or not is_clean) and self._culprits.stopped is None:
-            self._time_one_by_one(found, owns, rounds, written, changed)
+            self._time_one_by_one(found, owns, rounds, seconds, written, changed)
         for decision in list(found.timings):
             if self._culprits.stopped is None and self._is_right(found, decision, key):
                 self._check_again(found, decision, owns[decision], key)
@@ -316,6 +319,7 @@ class Comparison:
         found: _Findings,
         owns: Mapping[Decision, OwnCalls],
         rounds: int,
+        seconds: float,
         written: tuple[str, ...],
         changed: tuple[str, ...],
     ) -> None:
@@ -330,7 +334,7 @@ class Comparison:
             if not own.runs:  # Blamed before.
                 continue
             with self._culprits.naming(found.errors, decision, "apply"):
-                found.timings |= time_runs({decision: own.runs}, self.weights.w13.device, rounds)
+                found.timings |= time_runs({decision: own.runs}, self.weights.w13.device, rounds, seconds)
             if decision in found.errors:
                 is_found = True
             if self._blame(found, decision, "apply", own):

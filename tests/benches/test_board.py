@@ -15,7 +15,7 @@ import torch
 from benches.board import __main__ as command
 from benches.board import measure, variants
 from benches.board.layers import CPU_LAYERS, GPU_LAYERS, BoardLayer, Point, layers_of
-from benches.board.measure import Lost, Marker, Wanted, measure_board, patterns
+from benches.board.measure import Limits, Lost, Marker, Wanted, measure_board, patterns
 from benches.board.store import Board, OtherRunError
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform, probe_cpu
@@ -131,7 +131,7 @@ def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, isolated_regist
     def measured(seconds: float = math.inf, **wanted: Any) -> Board:
         board = Board(tmp_path / "board.json", MEASURED_ON)
         marker = Marker(tmp_path / "running")
-        measure_board(board, [TINY], probe_cpu(), Wanted(**wanted), marker, seconds, rounds=1)
+        measure_board(board, [TINY], probe_cpu(), Wanted(**wanted), marker, Limits(seconds, rounds=1))
         return Board(tmp_path / "board.json", MEASURED_ON)
 
     return measured
