@@ -128,7 +128,8 @@ def foreign_uses(path: Path, libraries: Iterable[str] = FOREIGN) -> Iterator[Pas
 
     Yields:
         Each longest dotted name once a place: `from quack import gemm_interface` and `gemm_interface.gemm(a, b)` give
-        `quack.gemm_interface.gemm` with its call. An import whose name is never used counts as read.
+        `quack.gemm_interface.gemm` with its call. Names that are kept as attributes of `self` are followed within the
+        file. An import whose name is never used counts as read.
     """
     tree = ast.parse(path.read_text())
     roots = frozenset(libraries)
@@ -142,6 +143,11 @@ def foreign_uses(path: Path, libraries: Iterable[str] = FOREIGN) -> Iterator[Pas
                     )
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in roots and not node.level:
             bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and (kept := ast.unparse(node.targets[0])).startswith("self."):
+            value, _, attributes = ast.unparse(node.value).partition(".")
+            if value in bound and re.fullmatch(r"[\w.]*", attributes):
+                bound[kept] = f"{bound[value]}.{attributes}".rstrip(".")
     calls: dict[int, ast.Call] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "functools.partial":
@@ -155,12 +161,15 @@ def foreign_uses(path: Path, libraries: Iterable[str] = FOREIGN) -> Iterator[Pas
     used: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Name, ast.Attribute)) and id(node) not in inner:
-            base, _, attributes = ast.unparse(node).partition(".")
+            text = ast.unparse(node)
+            kept = re.match(r"self\.\w+", text)
+            base = kept[0] if kept else text.partition(".")[0]
+            attributes = text.removeprefix(base).removeprefix(".")
             if base in bound and re.fullmatch(r"[\w.]*", attributes):
                 used.add(base)
                 target = f"{bound[base]}.{attributes}".rstrip(".")
                 yield Passed(target, f"{path.name}:{node.lineno}", calls.get(id(node)))
-    for name in sorted(set(bound) - used):
+    for name in sorted(name for name in set(bound) - used if not name.startswith("self.")):
         yield Passed(bound[name], f"{path.name}:1", None)
 
 

@@ -22,7 +22,7 @@ except ModuleNotFoundError:  # Python 3.10
 PACKAGE = Path(moereg.__file__).parent
 ROOT = PACKAGE.parent
 CALLS = all_calls()
-SOURCES = sorted([*(PACKAGE / "backends").rglob("*.py"), *ROOT.glob("plugins/*/src/**/*.py")])
+SOURCES = sorted([*PACKAGE.glob("[bk]*/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")])
 
 
 INSTALLED = {distribution.name.lower().replace("_", "-") for distribution in importlib.metadata.distributions()}
@@ -153,6 +153,9 @@ def test_uses_are_resolved_through_imports(tmp_path: Path) -> None:
         "    run(1, tp_size=2)\n"
         "    quack.gemm_interface.gemm(loads('1'))\n"
         "    moe.tables[run](0).rows\n"
+        "    self.run, self.other = run, 1\n"
+        "    self.table = moe.table.rows\n"
+        "    self.table.get(self.run(0))\n"
         "    return moe.ActivationType.Swiglu.value, functools.partial(run, 1)\n"
     )
     uses = {(use.target, use.line, use.call is not None) for use in foreign_uses(path)}
@@ -160,9 +163,12 @@ def test_uses_are_resolved_through_imports(tmp_path: Path) -> None:
         ("flashinfer.fused_moe.cutlass_fused_moe", "source.py:6", True),
         ("flashinfer.fused_moe.cutlass_fused_moe", "source.py:8", False),
         ("quack.gemm_interface.gemm", "source.py:7", True),
-        ("flashinfer.fused_moe.cutlass_fused_moe", "source.py:9", True),
         ("flashinfer.fused_moe.tables", "source.py:8", False),
-        ("flashinfer.fused_moe.ActivationType.Swiglu.value", "source.py:9", False),
+        ("flashinfer.fused_moe.cutlass_fused_moe", "source.py:9", False),
+        ("flashinfer.fused_moe.table.rows", "source.py:10", False),
+        ("flashinfer.fused_moe.table.rows.get", "source.py:11", True),
+        ("flashinfer.fused_moe.ActivationType.Swiglu.value", "source.py:12", False),
+        ("flashinfer.fused_moe.cutlass_fused_moe", "source.py:12", True),
         ("flashinfer.fused_moe.unused", "source.py:1", False),
     }
 

@@ -1,0 +1,153 @@
+"""One layer by AITER's `fused_moe`. Imports AITER with the first layer: it asks the GPU and loads its compiled core."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import torch
+
+from moereg.backends._aiter.package import has_built_kernels, jit_folder
+from moereg.backends._aiter.weights import as_fnuz, shuffled
+from moereg.backends._loaded import Call, Implementation
+from moereg.experts import ExpertInputs, Experts
+from moereg.platforms import Platform
+from moereg.weights import ExpertWeights, PermutedWeights
+
+__all__ = ["Fp8", "Unquantized"]
+
+_LOG: Final = logging.getLogger("moereg")
+
+_FNUZ_ARCHS: Final = ("gfx942",)
+
+
+class Unquantized(Implementation):
+    """16-bit weights, standard format."""
+
+    def __init__(self, experts: Experts) -> None:
+        """See `Implementation`; says so if the first call will compile."""
+        from aiter import ActivationType, QuantType
+        from aiter.fused_moe import fused_moe
+
+        super().__init__(experts)
+        self._fused_moe = fused_moe
+        self._silu = ActivationType.Silu
+        methods = {
+            "fp8_tensor_static": QuantType.per_Tensor,
+            "fp8_channel_token": QuantType.per_Token,
+            "fp8_block128": QuantType.per_128x128,
+        }
+        self._method = methods.get(self.computes.name, QuantType.No)
+        if not has_built_kernels():
+            _LOG.warning(
+                "aiter compiles the kernels of a layer at its first call, several minutes for each kind, and keeps "
+                "them in %s; to avoid that, build its wheel with PREBUILD_KERNELS=1",
+                jit_folder(),
+            )
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """Both matrices in AITER's order; a pure permutation."""
+        return PermutedWeights(self.layouts[0], {"w13": shuffled(weights.w13), "w2": shuffled(weights.w2)})
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """None: AITER allocates from torch's allocator, also while a graph is captured."""
+        return (0,), (0,)
+
+    def run(self, call: Call) -> None:
+        """Computes into a tensor of AITER's, which is copied to `out`: `fused_moe` takes no output."""
+        weights, inputs = call.weights, call.inputs
+        w13, w2 = weights["w13"], weights["w2"]
+        for matrix in (w13, w2):
+            # How `fused_moe` is told the order. Views and copies of a tensor lose its attributes.
+            matrix.is_shuffled = True  # type: ignore[attr-defined]
+        topk_ids, topk_weights = _with_masked_slot(inputs, self.problem.num_experts)
+        found = self._fused_moe(
+            inputs.hidden_states,
+            w13,
+            w2,
+            topk_weights,
+            topk_ids,
+            expert_mask=_expert_mask(inputs, self.problem.num_experts),
+            activation=self._silu,
+            quant_type=self._method,
+            w1_scale=weights.get("w13_scale"),
+            w2_scale=weights.get("w2_scale"),
+            a1_scale=weights.get("a13_scale"),
+            a2_scale=weights.get("a2_scale"),
+            dtype=call.out.dtype,
+        )
+        call.out.copy_(found)
+
+
+class Fp8(Unquantized):
+    """Codes of e4m3 with scales for a matrix, a row or a block of 128 x 128."""
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """Codes in AITER's order, on gfx942 as its own 8-bit float.
+
+        Raises:
+            ValueError: A matrix needs two scales, or experts have different scales of activations.
+        """
+        is_fnuz = _reads_fnuz(self.platform)
+        per_expert: dict[str, torch.Tensor] = {}
+        shared: dict[str, torch.Tensor] = {}
+        given = weights.tensors()
+        for matrix in ("w13", "w2"):
+            codes, scale = shuffled(given[matrix]), _one_scale(matrix, given[f"{matrix}_scale"])
+            if is_fnuz:
+                codes, scale = as_fnuz(codes, scale)
+            per_expert |= {matrix: codes, f"{matrix}_scale": scale}
+            name = f"a{matrix.removeprefix('w')}_scale"
+            if name in given:
+                shared[name] = _one_activation_scale(name, given[name]) * (2 if is_fnuz else 1)
+        return PermutedWeights(self.layouts[is_fnuz], per_expert, shared)
+
+
+def _reads_fnuz(platform: Platform) -> bool:
+    return platform.arch in _FNUZ_ARCHS
+
+
+def _one_scale(matrix: str, scale: torch.Tensor) -> torch.Tensor:
+    """Scales as AITER reads them: [E], [E,N,1] or [E,N/128,K/128]."""
+    if scale.dim() != 2:
+        return scale
+    if not torch.equal(scale[:, 0], scale[:, 1]):
+        raise ValueError(
+            f"aiter requires one scale for gate and up of an expert, got {matrix}_scale [E,2] where they differ; deny "
+            "it for this layer"
+        )
+    return scale[:, 0].contiguous()
+
+
+def _one_activation_scale(name: str, scale: torch.Tensor) -> torch.Tensor:
+    """[1]: AITER quantizes a token once for all of its experts."""
+    flat = scale.reshape(-1)
+    if not bool((flat == flat[0]).all()):
+        raise ValueError(
+            f"aiter requires one scale of activations for all experts, got {name} [E] where they differ; deny it for "
+            "this layer"
+        )
+    return flat[:1].clone()
+
+
+def _expert_mask(inputs: ExpertInputs, num_experts: int) -> torch.Tensor:
+    """[num_experts + 1] int32: 1 where this rank holds the expert. The last one is nobody's.
+
+    AITER counts local experts in the order of the mask, so a rank's experts have to stand in the order of the layer.
+    """
+    mask = torch.ones(num_experts + 1, dtype=torch.int32, device=inputs.topk_ids.device)
+    if inputs.expert_map is not None:
+        mask[:num_experts] = inputs.expert_map >= 0
+    mask[num_experts:] = 0
+    return mask
+
+
+def _with_masked_slot(inputs: ExpertInputs, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routes as AITER wants them beside a mask: [T,K+1], where the last slot is masked, and so is an id out of range.
+
+    It looks its tuned configurations up for one slot less.
+    """
+    ids = inputs.topk_ids
+    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(torch.int32)
+    pad = torch.nn.functional.pad
+    return pad(ids, (0, 1), value=num_experts), pad(inputs.topk_weights, (0, 1))

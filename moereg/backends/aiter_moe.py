@@ -1,0 +1,94 @@
+"""`aiter`: AMD's own kernels for Instinct GPUs, assembly and composable_kernel behind one call.
+
+Written against the published source of AITER 0.1.20 and not run on any GPU yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from moereg.backends._aiter.package import REQUIRES, can_be_imported, can_load_kernels
+from moereg.backends._loaded import Implementation, LoadedExperts
+from moereg.experts import Facts
+from moereg.registry import register_moe_backend
+
+__all__ = ["AiterExperts", "AiterFp8Experts"]
+
+_FACTS: Final = Facts(
+    # AITER has others in some of its kernels; which gelu it is, and which kernels clamp, differs between them.
+    activations=frozenset({"silu"}),
+    activation_formats=frozenset({"standard"}),
+    dtypes=frozenset({"bfloat16", "float16"}),
+    # A mask says which experts are here, and no map in what order.
+    placements=frozenset({"contiguous"}),
+    # What AITER is tuned for, and what its users pad to.
+    requires_multiple={"hidden_size": 128, "intermediate_size": 128},
+    # Engines capture it. Sums over a token's experts are atomic, so their order varies.
+    graph_capture=True,
+)
+
+
+# Not measured. Below Triton's kernels where these have run: AITER never ran here.
+@register_moe_backend(
+    name="aiter",
+    priority=55,
+    quant_schemes=("unquantized",),
+    platforms=("rocm:gfx942",),
+    requires=(REQUIRES,),
+    probes=(can_be_imported, can_load_kernels),
+)
+# Only the dense loop of torch is there beside it, and an untried backend is nobody's default.
+@register_moe_backend(
+    name="aiter",
+    priority=55,
+    quant_schemes=("unquantized",),
+    platforms=("rocm:gfx950",),
+    requires=(REQUIRES,),
+    probes=(can_be_imported, can_load_kernels),
+    opt_in=True,
+)
+class AiterExperts(LoadedExperts):
+    """16-bit weights in tiles of 16 rows."""
+
+    facts = _FACTS
+    layouts = ("aiter_shuffled",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._aiter import layer
+
+        return layer.Unquantized(self)
+
+
+# Nothing else serves these schemes there. `fp8_tensor_dynamic` is left out: AITER's scale spans rows that no expert of
+# this rank has written.
+@register_moe_backend(
+    name="aiter",
+    priority=55,
+    quant_schemes=("fp8_tensor_static", "fp8_channel_token", "fp8_block128"),
+    platforms=("rocm:gfx950",),
+    requires=(REQUIRES,),
+    probes=(can_be_imported, can_load_kernels),
+    opt_in=True,
+)
+# gfx942's own float ends at 240 and not at 448. With dynamic scales it rounds activations to other numbers than the
+# scheme's: an imitation had 1.1 to 1.2 times the error that `moereg.tolerances` allows. Static scales keep the numbers.
+@register_moe_backend(
+    name="aiter",
+    priority=55,
+    quant_schemes=("fp8_tensor_static",),
+    platforms=("rocm:gfx942",),
+    requires=(REQUIRES,),
+    probes=(can_be_imported, can_load_kernels),
+    opt_in=True,
+)
+class AiterFp8Experts(LoadedExperts):
+    """8-bit floats in tiles of 16 rows; gfx942 has a float of its own."""
+
+    facts = dataclasses.replace(_FACTS, dtypes=frozenset({"bfloat16"}))
+    layouts = ("aiter_shuffled", "aiter_shuffled_fnuz")
+
+    def _load(self) -> Implementation:
+        from moereg.backends._aiter import layer
+
+        return layer.Fp8(self)
