@@ -31,7 +31,7 @@ PACKAGES: Final = {
     "cuda-tile": "1.7.0",
     "vllm": "0.26.0",
     "humming-kernels": "0.1.19",
-    "amd-aiter": "0.1.7",
+    "amd-aiter": "0.1.20",
     "jax": "0.10.2",
 }
 """A machine with every package, in a version that its backends accept; SonicMoE asks for another nvidia-cutlass-dsl."""
@@ -132,9 +132,4 @@ def _stand_ins() -> tuple[BackendCell, ...]:
         add("flashinfer_cutile", 35, "unquantized fp8_tensor_static", "cuda:sm90", silu, **flashinfer)
         add("flashinfer_b12x", 40, "nvfp4", "cuda:sm120f", no_clamp, opt_in=True, **flashinfer)
         add("cutlass", 45, "unquantized", "cuda:sm90 cuda:sm100", no_clamp, requires=("quack-kernels>=0.6,<0.7",))
-        aiter = dataclasses.replace(_FLASHINFER, swiglu_limit=False)
-        add("aiter", 55, "unquantized", "rocm:gfx942", aiter, requires=("amd-aiter",))
-        fp8 = "fp8_block128 fp8_tensor_static fp8_channel_token"
-        add("aiter", 55, fp8, "rocm:gfx942", aiter, requires=("amd-aiter",), opt_in=True)
-        add("aiter", 55, f"unquantized {fp8}", "rocm:gfx950", aiter, requires=("amd-aiter",), opt_in=True)
     return registry.cells

@@ -93,9 +93,18 @@ _FP8_BLOCK: Final = (
     row_of("fp8_block128", "cuda:sm120", "triton marlin humming", "triton marlin humming"),
     row_of("fp8_block128", "cuda:sm89", "triton vllm_triton marlin humming", "triton marlin humming"),
     row_of("fp8_block128", "cuda:sm80", "marlin humming", "marlin humming", reasons={"triton": "platform: "}),
+    # With dynamic scales, gfx942's own float misses the bound of the numbers.
     row_of(
         "fp8_block128",
         "rocm:gfx942",
+        "",
+        "aiter",
+        reasons={"aiter": "platform: ", "triton": "platform: "},
+        why={UNCLAIMED: "aiter"},
+    ),
+    row_of(
+        "fp8_block128",
+        "rocm:gfx950",
         "",
         "aiter",
         reasons={"aiter": "opt_in: ", "triton": "platform: "},
@@ -103,7 +112,7 @@ _FP8_BLOCK: Final = (
     ),
     row_of(
         "fp8_block128",
-        "rocm:gfx942",
+        "rocm:gfx950",
         "aiter",
         "aiter",
         engine={"backend": "aiter"},
@@ -181,6 +190,22 @@ _FP8: Final = (
     ),
     row_of("fp8_tensor_dynamic", "cuda:sm90", "triton", "triton"),
     row_of("fp8_tensor_dynamic", "cuda:sm89", "triton", "triton", problem=_BATCHED),
+    row_of(
+        "fp8_tensor_static",
+        "rocm:gfx950",
+        "aiter",
+        "aiter",
+        engine={"backend": "aiter"},
+        request={"require": "aiter"},
+    ),
+    row_of(
+        "fp8_tensor_static",
+        "rocm:gfx942",
+        "aiter",
+        "aiter",
+        engine={"backend": "aiter"},
+        request={"require": "aiter"},
+    ),
     row_of(
         "fp8_tensor_static",
         "rocm:gfx942",
