@@ -22,6 +22,7 @@ from benches.board import page as board_page
 from moereg.decide import decide
 from moereg.digest import files_stay
 from moereg.discovery import load_backends
+from moereg.facts import Facts
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES
@@ -263,8 +264,20 @@ def backends_table() -> str:
         ran = ", ".join(verified) or "nowhere yet"
         if older := [arch for arch in stale if arch not in verified]:
             ran += f"; before its code changed: {', '.join(older)}"
-        rows.append([f"`{name}`", words[name], _install(cells, projects), _chosen_where(found, name), ran, ranks(name)])
-    return _table(["backend", "what it is", "how to get it", "chosen for", "verified on", "on the board"], rows)
+        rows.append(
+            [
+                f"`{name}`",
+                words[name],
+                _install(cells, projects),
+                _chosen_where(found, name),
+                _lacks(cells),
+                ran,
+                ranks(name),
+            ]
+        )
+    return _table(
+        ["backend", "what it is", "how to get it", "chosen for", "does not do", "verified on", "on the board"], rows
+    )
 
 
 def _chosen_where(found: World, name: str) -> str:
@@ -286,9 +299,33 @@ def _chosen_where(found: World, name: str) -> str:
     return f"{text}{', once installed' if is_wheel else ''}" if text else "where a request names it"
 
 
+# What a layer may ask for, and how it is called where none of a backend's cells has it.
+_ASKED: Final[tuple[tuple[str, Callable[[Facts], bool]], ...]] = (
+    ("biases", lambda facts: facts.bias),
+    ("a clamped `swigluoai`", lambda facts: facts.swiglu_limit and "swigluoai" in facts.activations),
+    ("expert parallelism", lambda facts: "some" in facts.held_experts and bool(facts.placements)),
+    ("an expert map", lambda facts: "map" in facts.placements),
+    ("the batched format", lambda facts: "batched" in facts.activation_formats),
+    ("float16", lambda facts: "float16" in facts.dtypes),
+    ("float32", lambda facts: "float32" in facts.dtypes),
+    ("router weights on the input", lambda facts: facts.router_weight_on_input),
+    ("CUDA graphs", lambda facts: facts.graph_capture),
+    ("equal bits each time", lambda facts: facts.deterministic),
+)
+
+
+def _lacks(cells: Iterable[BackendCell]) -> str:
+    """What no cell of a backend does."""
+    facts = [cell.facts for cell in cells]
+    missing = [name for name, has in _ASKED if not any(map(has, facts))]
+    if "expert parallelism" in missing:
+        missing.remove("an expert map")
+    return ", ".join(missing) or "-"
+
+
 def _install(cells: Sequence[BackendCell], projects: Mapping[str, Mapping[str, Any]]) -> str:
     requires = list(dict.fromkeys(text for cell in cells for text in cell.requires))
-    needs = ", ".join(f"`{text}`" for text in requires)
+    needs = _needs(requires)
     if cells[0].origin != BUILTIN:
         project = projects[cells[0].origin]
         return f"`pip install ./plugins/{project['name']}`" + (f", with {needs}" if needs else "")
@@ -299,6 +336,16 @@ def _install(cells: Sequence[BackendCell], projects: Mapping[str, Mapping[str, A
     named = sorted(extra for extra, names in extras.items() if wanted <= names)
     least = min(named, key=lambda extra: (len(extras[extra]), extra), default=None)
     return (f"`pip install 'moereg[{least}]'`, which brings " if least else "install ") + needs
+
+
+def _needs(requires: Iterable[str]) -> str:
+    """Version ranges, each distribution once: the first cell's range, then those that other cells ask for."""
+    ranges: dict[str, list[str]] = {}
+    for text in requires:
+        ranges.setdefault(canonicalize_name(Requirement(text).name), []).append(f"`{text}`")
+    return ", ".join(
+        texts[0] + (f" (some cells {', '.join(texts[1:])})" if len(texts) > 1 else "") for texts in ranges.values()
+    )
 
 
 @functools.cache
