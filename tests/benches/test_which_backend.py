@@ -46,3 +46,12 @@ def test_how_to_get_a_backend() -> None:
     assert "| comes with moereg | " in rows["| `torch`"]
     assert "| `pip install 'moereg[triton]'`, which brings `triton>=3.6`" in rows["| `triton`"]
     assert "| `pip install ./plugins/moereg-vllm`, with `vllm" in rows["| `marlin`"]
+
+
+def test_what_no_class_of_a_backend_does() -> None:
+    header, _, *rows = (line.split(" | ") for line in which_backend.backends_table().splitlines())
+    lacks = {row[0]: row[header.index("does not do")] for row in rows}
+    assert lacks["| `triton`"] == "-"
+    assert "a clamped `swigluoai`" in lacks["| `sonic`"]
+    assert "CUDA graphs" in lacks["| `jax`"]
+    assert "biases" not in lacks["| `jax`"]
