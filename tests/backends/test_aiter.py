@@ -236,12 +236,11 @@ def test_kernels_of_another_gpu(aiter: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_compiling_is_announced(aiter: Path, caplog: pytest.LogCaptureFixture) -> None:
-    problem = MoEProblem(**SIZES)
     with caplog.at_level(logging.WARNING, logger="moereg"):
-        AiterExperts(problem, Platform.from_name("rocm:gfx942"))
+        error_of(MoEProblem(**SIZES), "rocm:gfx942", AiterExperts)
     assert f"keeps them in {aiter / 'aiter' / 'jit'}; to avoid that, build its wheel with" in caplog.text
     caplog.clear()
     (aiter / "aiter" / "jit" / "module_moe_asm.so").write_bytes(b"")
     with caplog.at_level(logging.WARNING, logger="moereg"):
-        AiterExperts(problem, Platform.from_name("rocm:gfx942"))
+        error_of(MoEProblem(**SIZES), "rocm:gfx942", AiterExperts)
     assert not caplog.text

@@ -19,7 +19,7 @@ from tests.kit.test_ledger import EPYC, H200, builtin
 
 # Modules, and the classes that run them.
 CODE = {
-    "backends._torch.plain": r"Torch(?!Quantized|Int8).*",
+    "backends._torch.plain": r"Torch(?!Quantized|Int8|Scaled).*",
     "backends._torch.quantized": r"Torch(Quantized|Int8).*",
     "kernels.plain.quantized_mlp": r"Torch(Quantized|Int8).*",
     "backends._triton.plain": r"Triton(?!Quantized).*",

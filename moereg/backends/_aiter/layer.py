@@ -1,9 +1,9 @@
-"""One layer by AITER's `fused_moe`. Imports AITER with the first layer: it asks the GPU and loads its compiled core."""
+"""One layer by AITER's `fused_moe`. The first call imports AITER, which asks the GPU and loads its compiled core."""
 
 from __future__ import annotations
 
 import logging
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -25,12 +25,15 @@ class Unquantized(Implementation):
     """16-bit weights, standard format."""
 
     def __init__(self, experts: Experts) -> None:
-        """See `Implementation`; says so if the first call will compile."""
+        """See `Implementation`."""
+        super().__init__(experts)
+        self._fused_moe: Any = None
+
+    def _import_library(self) -> None:
+        """Imports AITER, and says so if the first call will compile."""
         from aiter import ActivationType, QuantType
         from aiter.fused_moe import fused_moe
 
-        super().__init__(experts)
-        self._fused_moe = fused_moe
         self._silu = ActivationType.Silu
         methods = {
             "fp8_tensor_static": QuantType.per_Tensor,
@@ -38,6 +41,7 @@ class Unquantized(Implementation):
             "fp8_block128": QuantType.per_128x128,
         }
         self._method = methods.get(self.computes.name, QuantType.No)
+        self._fused_moe = fused_moe
         if not has_built_kernels():
             _LOG.warning(
                 "aiter compiles the kernels of a layer at its first call, several minutes for each kind, and keeps "
@@ -55,6 +59,8 @@ class Unquantized(Implementation):
 
     def run(self, call: Call) -> None:
         """Computes into a tensor of AITER's, which is copied to `out`: `fused_moe` takes no output."""
+        if self._fused_moe is None:
+            self._import_library()
         weights, inputs = call.weights, call.inputs
         w13, w2 = weights["w13"], weights["w2"]
         for matrix in (w13, w2):
