@@ -1,6 +1,7 @@
-"""`cutlass`: CUTLASS through libraries that others keep, on GPUs of NVIDIA.
+"""`cutlass`: CUTLASS through libraries that others keep, on GPUs of NVIDIA from Hopper on.
 
-torch's grouped matmuls are CUTLASS inside PyTorch: they need no package, and nothing is compiled at first use.
+QuACK's kernels, written in CuTe DSL, gather rows and apply the activation themselves; they are compiled at their first
+use, in seconds and without nvcc. torch's grouped matmuls are CUTLASS inside PyTorch: they need no package.
 """
 
 from __future__ import annotations
@@ -8,11 +9,30 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
+from moereg.backends._cutlass.package import REQUIRES, cache_can_be_written, can_be_imported
 from moereg.backends._loaded import Implementation, LoadedExperts
 from moereg.experts import Facts
 from moereg.registry import register_moe_backend
 
-__all__ = ["TorchGroupedExperts", "TorchScaledGroupedExperts"]
+__all__ = ["QuackCodesExperts", "QuackExperts", "TorchGroupedExperts", "TorchScaledGroupedExperts"]
+
+_QUACK_FACTS: Final = Facts(
+    activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
+    activation_scalars=True,
+    swiglu_limit=True,
+    activation_formats=frozenset({"standard"}),
+    # Gated epilogues store 16 bits.
+    dtypes=frozenset({"bfloat16", "float16"}),
+    bias=True,
+    placements=frozenset({"contiguous", "map"}),
+    router_weight_on_input=True,
+    graph_capture=True,
+    deterministic=True,
+    # Rows of 16 bytes.
+    requires_multiple={"hidden_size": 8, "intermediate_size": 8},
+    # The scan over experts keeps one value per expert and thread in registers.
+    max_experts=1024,
+)
 
 _TORCH_FACTS: Final = Facts(
     activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
@@ -29,6 +49,56 @@ _TORCH_FACTS: Final = Facts(
     # Rows of 16 bytes.
     requires_multiple={"hidden_size": 8, "intermediate_size": 8},
 )
+
+
+# Not measured, and not run on any such machine yet. Engines that have both put FlashInfer's kernels first.
+@register_moe_backend(
+    name="cutlass",
+    priority=45,
+    quant_schemes=("unquantized",),
+    platforms=("cuda:sm90", "cuda:sm100f"),
+    requires=REQUIRES,
+    probes=(can_be_imported, cache_can_be_written),
+)
+class QuackExperts(LoadedExperts):
+    """QuACK, standard format: sorted routes, two grouped products with epilogues, and a sum.
+
+    Equal inputs give equal bits: no product splits its sums, nothing adds atomically, and a token's rows are added in
+    the order of its choices.
+    """
+
+    facts = _QUACK_FACTS
+    layouts = ("quack_gate_up_interleaved",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._cutlass import interleaved
+
+        return interleaved.Interleaved(self)
+
+
+# As the unquantized one, and not run either.
+@register_moe_backend(
+    name="cutlass",
+    priority=45,
+    quant_schemes=("fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic"),
+    platforms=("cuda:sm90", "cuda:sm100f"),
+    requires=REQUIRES,
+    probes=(can_be_imported, cache_can_be_written),
+)
+class QuackCodesExperts(LoadedExperts):
+    """QuACK on 8-bit floats with a scale for each row of tokens and of weights; otherwise as `QuackExperts`.
+
+    Tokens are quantized in a launch of their own, and so is the intermediate, which is rounded to the problem's dtype
+    first. Sums of products are added up in fp32 every few steps, since Hopper's tensor cores keep 14 bits or so.
+    """
+
+    facts = _QUACK_FACTS
+    layouts = ("quack_codes_gate_up_interleaved",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._cutlass import interleaved
+
+        return interleaved.InterleavedCodes(self)
 
 
 # Below fused kernels, since it writes and reads every intermediate, and above the dense loop. On an H200, torch 2.11:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from moereg.activations import Activation
+from moereg.backends._cutlass.scales import row_scales
 from moereg.backends.cutlass_moe import TorchScaledGroupedExperts
 from moereg.kernels.plain import device
 from moereg.platforms import Platform
@@ -35,15 +36,14 @@ def scaled_grouped_mm(
     output_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> torch.Tensor:
-    """[N,K] times [E,K,N'] by groups of rows, with the checks of torch's own function; rows past the last are NaN."""
+    """[N,K] times [E,K,N'] by groups of rows, with the checks of torch's own function; rows past the last hold inf."""
     assert scale_recipe_a == scale_recipe_b == F.ScalingType.RowWise
     assert not use_fast_accum
-    # What torch's meta function checks holds on the device too.
-    torch._scaled_grouped_mm(
-        *(tensor.to("meta") for tensor in (mat_a, mat_b, scale_a, scale_b, offs)), out_dtype=output_dtype
-    )
-    assert mat_a.data_ptr() % 16 == mat_b.data_ptr() % 16 == 0
-    out = torch.full((mat_a.shape[0], mat_b.shape[2]), float("nan"))
+    assert (mat_a.dtype, offs.dtype, output_dtype) == (torch.float8_e4m3fn, torch.int32, torch.bfloat16)
+    assert (scale_a.shape, scale_b.shape) == (mat_a.shape[:1], (mat_b.shape[0], mat_b.shape[2]))
+    assert mat_a.stride(1) == mat_b.stride(1) == 1
+    assert all(number % 16 == 0 for number in (mat_a.stride(0), mat_b.stride(2), mat_a.data_ptr(), mat_b.data_ptr()))
+    out = torch.full((mat_a.shape[0], mat_b.shape[2]), float("inf"))
     first = 0
     for expert, last in enumerate(offs.tolist()):
         product = mat_a[first:last].float() @ mat_b[expert].float()
@@ -82,6 +82,14 @@ def test_scaled_products_match_the_reference(quant: str, changes: dict[str, Any]
     assert error_of(TorchScaledGroupedExperts, problem, SM90, routing="unmapped") < bound
 
 
+def test_every_row_has_the_scale_of_its_part() -> None:
+    of_matrix, of_halves = torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert row_scales(of_matrix, 3).tolist() == [[1, 1, 1], [2, 2, 2]]
+    assert row_scales(of_halves, 4).tolist() == [[1, 1, 2, 2], [3, 3, 4, 4]]
+    of_rows = torch.arange(6.0).view(2, 3, 1)
+    assert row_scales(of_rows, 3).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
 def test_routes_to_nobody_add_nothing() -> None:
     problem = make_problem("fp8_channel_token")
     inputs = make_inputs(problem, 5, "nowhere", CPU)
@@ -100,6 +108,24 @@ def test_chunks_of_tokens_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_call_is_the_installed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    taken = inspect.signature(F.scaled_grouped_mm).parameters
-    assert set(inspect.signature(scaled_grouped_mm).parameters) <= set(taken)
+    assert set(inspect.signature(scaled_grouped_mm).parameters) <= set(
+        inspect.signature(F.scaled_grouped_mm).parameters
+    )
     assert F.ScalingType.RowWise is not None
+
+
+# Loads what torch knows of every operator's shapes: two seconds.
+@pytest.mark.slow
+def test_torch_has_no_fault_to_find_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def checked(mat_a: torch.Tensor, mat_b: torch.Tensor, **others: Any) -> torch.Tensor:
+        tensors = (mat_a, mat_b, others["scale_a"], others["scale_b"], others["offs"])
+        found = torch._scaled_grouped_mm(*(tensor.to("meta") for tensor in tensors), out_dtype=others["output_dtype"])
+        calls.append(found.shape)
+        return scaled_grouped_mm(mat_a, mat_b, **others)
+
+    monkeypatch.setattr(F, "scaled_grouped_mm", checked)
+    for quant in SCHEMES:
+        error_of(TorchScaledGroupedExperts, make_problem(quant, has_bias=True), SM90)
+    assert calls == 2 * [(48, 96), (48, 64)]

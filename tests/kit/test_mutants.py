@@ -18,6 +18,7 @@ MUTANTS = [(area, mutant) for area, mutants in TABLES.items() for mutant in muta
 AREAS = {
     "checkpoints",
     "command_line",
+    "cutlass",
     "dispatch",
     "gpu",
     "kit",

@@ -1,0 +1,88 @@
+"""What is known of an installed QuACK without importing it, which takes seconds."""
+
+from __future__ import annotations
+
+import getpass
+import importlib.util
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from moereg.backends._flashinfer.package import foreign_machine
+from moereg.platforms import Platform
+
+__all__ = ["REQUIRES", "cache_can_be_written", "can_be_imported"]
+
+REQUIRES: Final = ("quack-kernels>=0.6,<0.7", "nvidia-cutlass-dsl>=4.8,<5", "triton>=3.6")
+"""QuACK 0.6.5 is what the calls are written against; it imports triton without asking for it."""
+
+_DSL: Final = "nvidia_cutlass_dsl"
+# What QuACK and CuTe DSL import beside torch and each other.
+_IMPORTED: Final = ("cuda", "einops", "torch_c_dlpack_ext", "tvm_ffi")
+_RUNTIMES: Final = ("cu12/lib/libcute_dsl_runtime.so", "cu13/lib/libcute_dsl_runtime.so")
+
+
+def can_be_imported(platform: Platform) -> str | None:
+    """Probe: why `import quack` would fail here, or None."""
+    if _folder("quack") is None:
+        return "requires the package quack, found its distribution alone; reinstall quack-kernels"
+    dsl = _folder(_DSL)
+    if dsl is None:
+        return "requires CuTe DSL, found its distribution alone; reinstall nvidia-cutlass-dsl"
+    language = _folder("cutlass")
+    if language is None or not language.is_relative_to(dsl):
+        return (
+            f"requires that `import cutlass` means CuTe DSL, found {language or 'nothing'}; install into a folder "
+            f"whose .pth files Python reads, or add {dsl / 'dsl_packages'} to PYTHONPATH"
+        )
+    lacking = [name for name in _IMPORTED if not _is_importable(name)]
+    if lacking:
+        return f"requires the packages that QuACK imports, found no {', '.join(lacking)}; install them"
+    runtimes = [dsl / name for name in _RUNTIMES if (dsl / name).is_file()]
+    if not runtimes:
+        return (
+            f"requires CuTe DSL's runtime library, found none in {dsl}; install nvidia-cutlass-dsl-libs-cu12 or, for "
+            "CUDA 13, nvidia-cutlass-dsl[cu13]"
+        )
+    # The first one is loaded.
+    why = foreign_machine(runtimes[0])
+    return None if why is None else f"requires CuTe DSL's runtime library, but {runtimes[0]} {why}; reinstall it"
+
+
+def cache_can_be_written(platform: Platform) -> str | None:
+    """Probe: why QuACK could not keep compiled kernels, for which it raises at the first call; or None."""
+    if os.environ.get("QUACK_CACHE_ENABLED", "1") != "1":
+        return None
+    named = os.environ.get("QUACK_CACHE_DIR")
+    cure = "set QUACK_CACHE_DIR to a folder that can, or QUACK_CACHE_ENABLED=0"
+    try:
+        folder = Path(named) if named is not None else Path(tempfile.gettempdir()) / getpass.getuser() / "quack_cache"
+    except (OSError, KeyError):  # Containers have users without a name.
+        return f"requires a cache folder, which QuACK names after the user, found no name of this one; {cure}"
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        # Permissions say little where root asks or a file system is read-only, so a file that has no name is made.
+        with tempfile.TemporaryFile(dir=existing):
+            return None
+    except OSError as error:
+        why = (error.strerror or type(error).__name__).lower()
+        return f"requires a cache folder that can be written, got {folder} ({why}); {cure}"
+
+
+def _folder(name: str) -> Path | None:
+    """The folder of a package, or None."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # A module of that name that is half imported or no package.
+        return None
+    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(locations[0]) if locations else None
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return name in sys.modules or importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,69 @@
+"""Long waits say so before they start: what takes how long, and how to avoid it.
+
+A backend that has to compile, tune or load for long wraps that in `long_wait`. It goes to the log of `moereg`, and the
+command line shows it as progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Final
+
+__all__ = ["Advance", "duration", "long_wait", "waits_shown_by"]
+
+logger: Final = logging.getLogger("moereg")
+
+Advance = Callable[[int, int], None]
+"""Called with (steps done, steps in all)."""
+
+_Show = Callable[[str], AbstractContextManager[Advance]]
+
+_SHOWING: list[_Show] = []
+"""Who shows waits of this process besides the log, the latest last."""
+
+_WARNED_SECONDS: Final = 10.0
+"""From here on somebody may believe that the process hangs, so the line is a warning."""
+
+
+@contextlib.contextmanager
+def waits_shown_by(show: _Show) -> Iterator[None]:
+    """Has waits shown meanwhile, by a function that takes a description and returns a context with their progress."""
+    _SHOWING.append(show)
+    try:
+        yield
+    finally:
+        _SHOWING.remove(show)
+
+
+@contextlib.contextmanager
+def long_wait(what: str, seconds: float | None, avoid: str) -> Iterator[Advance]:
+    """Announces a wait and shows its progress.
+
+    Args:
+        what: What is done, as in `compiling 2 kernels of flashinfer_cutlass`.
+        seconds: Estimate of the time; None where there is none.
+        avoid: How to do without it the next time, as a clause.
+
+    Yields:
+        A callback for finished steps, for who has some.
+    """
+    time = "some time" if seconds is None else f"about {duration(seconds)}"
+    level = logging.WARNING if seconds is None or seconds >= _WARNED_SECONDS else logging.INFO
+    logger.log(level, "%s takes %s; %s", what, time, avoid)
+    shown = _SHOWING[-1](f"{what} (about {duration(seconds)})" if seconds else what) if _SHOWING else None
+    with shown if shown is not None else contextlib.nullcontext(_nowhere) as advance:
+        yield advance
+
+
+def _nowhere(done: int, total: int) -> None:
+    return None
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that people would say: `2 s`, `50 min`, `8.7 h`."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 2 * 3600 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,100 @@
+"""Probes of an installed QuACK, against folders that look like one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from moereg.backends._cutlass import package
+from moereg.platforms import Platform
+
+HOPPER = Platform("cuda", "sm90", probed=True)
+X86, ARM = 0x3E, 0xB7
+
+
+def elf(machine: int) -> bytes:
+    return b"\x7fELF" + bytes(14) + machine.to_bytes(2, "little")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with QuACK and CuTe DSL, found before any other; what they import is this interpreter's."""
+    monkeypatch.setattr(package, "_IMPORTED", ("json",))
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    for name in ("quack", "cutlass"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    dsl = tmp_path / "nvidia_cutlass_dsl"
+    for folder in (tmp_path / "quack", dsl / "dsl_packages" / "cutlass"):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("raise AssertionError('a probe imported a library')\n")
+    runtime = dsl / "cu12" / "lib" / "libcute_dsl_runtime.so"
+    runtime.parent.mkdir(parents=True)
+    runtime.write_bytes(elf(X86))
+    for path in (tmp_path, dsl / "dsl_packages"):
+        monkeypatch.syspath_prepend(str(path))
+    importlib.invalidate_caches()
+    return tmp_path
+
+
+def test_a_whole_package_can_be_imported(site: Path) -> None:
+    assert package.can_be_imported(HOPPER) is None
+
+
+def test_a_folder_whose_pth_files_nobody_reads(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(site / "elsewhere"))
+    (site / "elsewhere" / "cutlass").mkdir(parents=True)
+    (site / "elsewhere" / "cutlass" / "__init__.py").write_text("")
+    importlib.invalidate_caches()
+    assert package.can_be_imported(HOPPER) == (
+        f"requires that `import cutlass` means CuTe DSL, found {site / 'elsewhere' / 'cutlass'}; install into a folder "
+        f"whose .pth files Python reads, or add {site / 'nvidia_cutlass_dsl' / 'dsl_packages'} to PYTHONPATH"
+    )
+
+
+def test_a_dependency_that_is_missing(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "_IMPORTED", ("json", "no_such_module"))
+    text = package.can_be_imported(HOPPER)
+    assert text == "requires the packages that QuACK imports, found no no_such_module; install them"
+
+
+def test_a_runtime_library_that_is_missing_or_for_another_processor(site: Path) -> None:
+    runtime = site / "nvidia_cutlass_dsl" / "cu12" / "lib" / "libcute_dsl_runtime.so"
+    runtime.write_bytes(elf(ARM))
+    assert package.can_be_imported(HOPPER) == (
+        f"requires CuTe DSL's runtime library, but {runtime} was built for aarch64, and this machine is x86_64; "
+        "reinstall it"
+    )
+    runtime.unlink()
+    text = package.can_be_imported(HOPPER)
+    assert text is not None
+    assert text.startswith("requires CuTe DSL's runtime library, found none in")
+
+
+def test_a_cache_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUACK_CACHE_ENABLED", raising=False)
+    monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path / "kernels"))
+    assert package.cache_can_be_written(HOPPER) is None
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("QUACK_CACHE_DIR", str(file / "kernels"))
+    assert package.cache_can_be_written(HOPPER) == (
+        f"requires a cache folder that can be written, got {file}/kernels (not a directory); set QUACK_CACHE_DIR to a "
+        "folder that can, or QUACK_CACHE_ENABLED=0"
+    )
+    monkeypatch.setenv("QUACK_CACHE_ENABLED", "0")
+    assert package.cache_can_be_written(HOPPER) is None
+
+
+def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 1234")
+
+    monkeypatch.delenv("QUACK_CACHE_DIR", raising=False)
+    monkeypatch.delenv("QUACK_CACHE_ENABLED", raising=False)
+    monkeypatch.setattr("getpass.getuser", nameless)
+    text = package.cache_can_be_written(HOPPER)
+    assert text is not None
+    assert "found no name of this one; set QUACK_CACHE_DIR" in text
