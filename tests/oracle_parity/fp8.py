@@ -211,9 +211,7 @@ _FP8: Final = (
         "rocm:gfx942",
         "",
         "aiter",
-        engine={"VLLM_ROCM_USE_AITER": "1"},
-        request={"MOEREG_REQUIRE": "flashinfer_cutlass"},
-        reasons={"flashinfer_cutlass": "platform: ", "aiter": "(opt_in|not_required): "},
+        reasons={"aiter": "opt_in: ", "triton": "platform: "},
         why={RAN_FIRST: "aiter"},
     ),
 )
