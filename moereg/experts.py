@@ -8,6 +8,7 @@ from typing import ClassVar, Final
 
 import torch
 
+from moereg.building import KernelBuilder
 from moereg.facts import Facts
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
@@ -87,6 +88,11 @@ class Experts(abc.ABC):
     def device_types(cls, platform: Platform) -> tuple[str, ...]:
         """Torch device types that tensors may be on when this runs for `platform`."""
         return (platform.device_type,)
+
+    @classmethod
+    def kernel_builder(cls) -> KernelBuilder | None:
+        """What builds this class's kernels ahead of time, for `moereg build-kernels`; None where nothing has to."""
+        return None
 
     @abc.abstractmethod
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:

@@ -7,10 +7,185 @@ layer runs.
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+from collections.abc import Callable
 from typing import Final
 
-from moereg.backends._flashinfer.package import REQUIRES, can_be_imported
+from moereg.backends._flashinfer.loading import kernels_probe
+from moereg.backends._flashinfer.package import REQUIRES, can_be_imported, can_compile_at_run_time
+from moereg.backends._loaded import Implementation, LoadedExperts
+from moereg.building import KernelBuilder
+from moereg.experts import Experts, Facts
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.registry import register_moe_backend
+
+__all__ = [
+    "FlashInferCutlassBlockExperts",
+    "FlashInferCutlassExperts",
+    "FlashInferCutlassFp8Experts",
+    "FlashInferCutlassMxfp8Experts",
+    "FlashInferCutlassNvfp4Experts",
+    "FlashInferCutlassPackedExperts",
+]
 
 # What every cell needs; classes of kernels that have to be built or downloaded add probes of their own.
 _REQUIRES: Final = (REQUIRES,)
 _PROBES: Final = (can_be_imported,)
+
+# flashinfer_cutlass. Priorities are the order in which vLLM tries its kernels, not measurements: on Hopper behind
+# Triton, in front of other CUTLASS kernels everywhere. A rectangle where nothing else is a kernel is chosen only where
+# it is asked for, until it has run on such a machine.
+
+_CUTLASS: Final = Facts(
+    activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
+    activation_scalars=True,
+    swiglu_limit=True,
+    activation_formats=frozenset({"standard"}),
+    dtypes=frozenset({"bfloat16", "float16"}),
+    bias=True,
+    # The sort of many tokens counts a local expert once a token, which a map may name twice.
+    placements=frozenset({"contiguous"}),
+    graph_capture=True,
+    # A token's rows are added in their order, and tactics are found once in a process.
+    deterministic=True,
+    max_experts=1024,
+)
+_BFLOAT16: Final = frozenset({"bfloat16"})
+
+
+def _cutlass(
+    set_name: str,
+    scheme: str,
+    *platforms: str,
+    priority: int = 55,
+    opt_in: bool = False,
+    dtypes: tuple[str, ...] = ("bfloat16", "float16"),
+    runs_nvcc: bool = False,
+) -> Callable[[type[Experts]], type[Experts]]:
+    """A rectangle of `flashinfer_cutlass`, which needs one set of kernels."""
+    option = f"--quant {scheme}" + ("" if dtypes[0] == "bfloat16" else f" --dtype {dtypes[0]}")
+    nvcc = (can_compile_at_run_time,) if runs_nvcc else ()
+    return register_moe_backend(
+        name="flashinfer_cutlass",
+        priority=priority,
+        quant_schemes=(scheme,),
+        platforms=platforms,
+        requires=_REQUIRES,
+        probes=(*_PROBES, kernels_probe(set_name, option), *nvcc),
+        opt_in=opt_in,
+        dtypes=dtypes,
+    )
+
+
+class _CutlassExperts(LoadedExperts):
+    """Both products by CUTLASS, with the activation and the sum of a token's routes in kernels of their own."""
+
+    @classmethod
+    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
+        """A clamp or beta of another activation than SwiGLU."""
+        activation = problem.activation
+        if activation.name in ("gelu", "gelu_tanh") and (activation.limit is not None or activation.beta):
+            return [f"applies limit and beta to silu and swigluoai alone, got {activation}"]
+        return []
+
+    @classmethod
+    def kernel_builder(cls) -> KernelBuilder | None:
+        # By name: how kernels are built is no part of what a layer runs, whose digest follows imports.
+        builder: KernelBuilder = importlib.import_module("moereg.backends._flashinfer.building").CutlassBuilder()
+        return builder
+
+
+# Tuned pairs of tiles reach 44 to 98 % of an H200's roofline, FlashInfer's own choice a third to a fifth of that.
+@_cutlass("bfloat16", "unquantized", "cuda:sm90", priority=48, dtypes=("bfloat16",))
+@_cutlass("float16", "unquantized", "cuda:sm90", priority=48, dtypes=("float16",))
+@_cutlass("bfloat16", "unquantized", "cuda:sm100f", dtypes=("bfloat16",))
+@_cutlass("float16", "unquantized", "cuda:sm100f", dtypes=("float16",))
+# Tiles of Ampere, which are all that there is.
+@_cutlass("bfloat16_ampere", "unquantized", "cuda:sm120f", dtypes=("bfloat16",))
+class FlashInferCutlassExperts(_CutlassExperts):
+    """16-bit weights, standard format."""
+
+    facts = _CUTLASS
+    layouts = ("flashinfer_up_gate_pad8",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import cutlass
+
+        return cutlass.Plain(self)
+
+
+@_cutlass("fp8", "fp8_tensor_static", "cuda:sm90", priority=48)
+@_cutlass("fp8", "fp8_tensor_static", "cuda:sm100f", "cuda:sm120f")
+class FlashInferCutlassFp8Experts(_CutlassExperts):
+    """8-bit floats with one scale for a matrix and static ones for activations, standard format."""
+
+    facts = _CUTLASS
+    layouts = ("flashinfer_up_gate_pad16_scaled",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import cutlass_quantized
+
+        return cutlass_quantized.Fp8Tensor(self)
+
+
+# On an H200 with Qwen3-30B's sizes: 132 us at T 16, 280 at 256, 1,133 at 4,096.
+@_cutlass("fp8_block128", "fp8_block128", "cuda:sm90", priority=48, dtypes=("bfloat16",), runs_nvcc=True)
+class FlashInferCutlassBlockExperts(_CutlassExperts):
+    """8-bit floats in blocks of 128 x 128, standard format; its products are compiled at run time."""
+
+    facts = dataclasses.replace(
+        _CUTLASS,
+        dtypes=_BFLOAT16,
+        # Blocks of gate and up rows have to change places whole.
+        requires_multiple={"intermediate_size": 128},
+    )
+    layouts = ("flashinfer_up_gate_block128",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import cutlass_quantized
+
+        return cutlass_quantized.Fp8Block(self)
+
+
+@_cutlass("mxfp4_w4a16", "mxfp4_w4a16", "cuda:sm90", priority=48, dtypes=("bfloat16",))
+class FlashInferCutlassPackedExperts(_CutlassExperts):
+    """4-bit floats and 16-bit activations, standard format."""
+
+    facts = dataclasses.replace(_CUTLASS, dtypes=_BFLOAT16)
+    layouts = ("flashinfer_hopper_fp4_up_gate_pad128",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import cutlass_quantized
+
+        return cutlass_quantized.Mxfp4W4A16(self)
+
+
+@_cutlass("mxfp4_mxfp8", "mxfp4_mxfp8", "cuda:sm100f")
+@_cutlass("mxfp4_mxfp8", "mxfp4_mxfp8", "cuda:sm120f", opt_in=True)
+@_cutlass("fp8", "mxfp8", "cuda:sm100f")
+class FlashInferCutlassMxfp8Experts(_CutlassExperts):
+    """Activations in groups of 32 8-bit floats, weights of the same kind or of 4-bit floats, standard format."""
+
+    facts = _CUTLASS
+    layouts = ("flashinfer_swizzled_up_gate_pad128",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import cutlass_quantized
+
+        return cutlass_quantized.Mxfp8Activations(self)
+
+
+@_cutlass("nvfp4", "nvfp4", "cuda:sm100f")
+@_cutlass("nvfp4", "nvfp4", "cuda:sm120f", opt_in=True)
+class FlashInferCutlassNvfp4Experts(_CutlassExperts):
+    """4-bit floats on both sides, in groups of 16, with static scales above them; standard format."""
+
+    facts = _CUTLASS
+    layouts = ("flashinfer_swizzled_nvfp4_up_gate_pad128",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import cutlass_quantized
+
+        return cutlass_quantized.Nvfp4(self)

@@ -6,6 +6,7 @@ import errno
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -22,6 +23,7 @@ from moereg.dispatch import explain_backends
 from moereg.errors import MoeregError, MoeregWarning, described, is_lack_of_memory, one_line
 from moereg.selection import SCHEMA
 from moereg.tuning.timing import ROUNDS
+from moereg.waiting import Advance, waits_shown_by
 
 __all__ = ["main"]
 
@@ -68,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with guarded_streams():
+    with guarded_streams(), waits_shown_by(_show_wait):
         try:
             code = _exit_code(arguments)
             sys.stdout.flush()
@@ -80,6 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stderr.flush()
         return code
+
+
+def _show_wait(what: str) -> AbstractContextManager[Advance]:
+    from moereg.cli._progress import phase  # Rich takes a tenth of a second to import.
+
+    return phase(what)
 
 
 def _exit_code(arguments: list[str]) -> int:
@@ -250,6 +258,37 @@ def new_backend(
         print_json(written.to_dict())
     else:
         print(written)
+    return OK
+
+
+@app.command("build-kernels")
+def build_kernels(
+    name: Annotated[str, typer.Argument(help="A backend whose kernels are built ahead of time.")],
+    quant: Annotated[
+        list[str] | None, typer.Option(help="Scheme that it shall compute; all of the platform's if left out.")
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Of hidden states; bfloat16 if left out.")] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help="Build this set too, by the backend's own name for it.")
+    ] = None,
+    platform: Annotated[
+        str | None, typer.Option(help="Build for it, e.g. cuda:sm90; this machine if left out.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once; as memory allows if left out.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write into; where the backend looks if left out.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would do and how long that takes.")] = False,
+    json: JsonFlag = False,
+    verbose: VerboseFlag = False,
+) -> int:
+    """Build a backend's kernels ahead of time."""
+    from moereg.cli import _build_kernels
+
+    with only_results_on_stdout(verbose):
+        built = _build_kernels.build_kernels(name, quant or [], dtype or [], part or [], platform, jobs, out, dry_run)
+    if json:
+        print_json(built.to_dict())
+    else:
+        print(built)
     return OK
 
 

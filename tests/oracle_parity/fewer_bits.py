@@ -50,9 +50,10 @@ _MXFP4: Final = (
     row_of(
         "mxfp4_mxfp8",
         "cuda:sm120",
-        "triton flashinfer_cutlass marlin triton~",
+        "triton marlin triton~",
         "flashinfer_cutlass marlin triton~",
-        why={RAN_FIRST: "triton"},
+        reasons={"flashinfer_cutlass": "opt_in: "},
+        why={RAN_FIRST: "flashinfer_cutlass"},
     ),
     row_of(
         "mxfp4_mxfp8",
@@ -60,7 +61,7 @@ _MXFP4: Final = (
         "flashinfer_cutlass triton~",
         "flashinfer_cutlass triton~",
         problem={"exact_activations": True},
-        request={"prefer": "triton"},
+        request={"prefer": "flashinfer_cutlass"},
         reasons={"marlin": "precision: "},
     ),
     row_of("mxfp4_mxfp8", "cuda:sm90", "triton~", "triton~", problem={"exact_activations": True}),

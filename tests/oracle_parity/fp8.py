@@ -220,8 +220,8 @@ _MXFP8: Final = (
     row_of(
         "mxfp8",
         "cuda:sm100",
-        "triton flashinfer_trtllm humming",
-        "flashinfer_trtllm deepgemm marlin humming",
+        "triton flashinfer_trtllm flashinfer_cutlass humming",
+        "flashinfer_trtllm flashinfer_cutlass deepgemm marlin humming",
         why={RAN_FIRST: "triton", UNCLAIMED: "deepgemm marlin"},
     ),
     row_of("mxfp8", "cuda:sm120", "triton humming", "humming", why={SERVED_HERE: "triton"}),

@@ -48,10 +48,10 @@ _ORDER: Final = (
     ),
     _row(
         "cuda:sm120",
-        "triton flashinfer_cutlass marlin humming triton~",
+        "triton marlin humming triton~",
         f"flashinfer_cutlass {_WEIGHT_ONLY}",
-        reasons={"flashinfer_b12x": "opt_in: is opt-in", "flashinfer_trtllm": "platform: "},
-        why={RAN_FIRST: "triton"},
+        reasons={"flashinfer_b12x": "opt_in: ", "flashinfer_cutlass": "opt_in: ", "flashinfer_trtllm": "platform: "},
+        why={RAN_FIRST: "flashinfer_cutlass"},
     ),
     _row(
         "cuda:sm90",

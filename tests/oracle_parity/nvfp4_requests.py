@@ -36,7 +36,7 @@ _EXPLICIT: Final = (
         "flashinfer_cutlass",
         "flashinfer_cutlass",
         engine=_FORCED,
-        request={"require": "flashinfer_*"},
+        request={"require": "flashinfer_cutlass,flashinfer_*"},
         reasons={"flashinfer_b12x": "opt_in: "},
     ),
     _row(

@@ -145,10 +145,25 @@ _ORDER: Final = (
     ),
     Row(
         platform="cuda:sm90",
-        ours="triton torch",
+        ours="triton vllm_triton flashinfer_cutlass torch jax",
         supports="triton",
         problem={"hidden_size": 2050, "intermediate_size": 1021},
-        reasons={"flashinfer_cutlass": "(alignment|backend): requires hidden_size"},
+        reasons={"cutlass": "(alignment|backend): requires hidden_size"},
+    ),
+    Row(
+        platform="cuda:sm90",
+        ours="triton vllm_triton flashinfer_cutlass torch",
+        supports="triton flashinfer_cutlass",
+        problem={"dtype": "float16"},
+        request={"deny": "flashinfer_cutile"},
+        reasons={"cutlass": "dtype: "},
+    ),
+    Row(
+        platform="cuda:sm100",
+        ours="triton flashinfer_cutlass torch",
+        supports="flashinfer_cutlass triton",
+        problem={"dtype": "float16"},
+        why={RAN_FIRST: "triton"},
     ),
     # A machine without packages.
     Row(

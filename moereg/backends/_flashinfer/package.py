@@ -26,6 +26,7 @@ __all__ = [
     "built_module",
     "cache_folder",
     "can_be_imported",
+    "can_compile_at_run_time",
     "cuda_home",
     "foreign_machine",
     "has_compiler",
@@ -193,6 +194,19 @@ def has_compiler(platform: Platform) -> str | None:
             f"{' and no '.join(lacking)}; install the CUDA toolkit, and name it in CUDA_HOME"
         )
     return None
+
+
+def can_compile_at_run_time(platform: Platform) -> str | None:
+    """Probe: why the part of FlashInfer that always compiles its kernels with nvcc cannot, or None."""
+    named = os.environ.get("TRTLLM_DG_NVCC_COMPILER")
+    home = os.environ.get("CUDA_HOME")
+    found = named or (Path(home) / "bin" / "nvcc" if home else "nvcc")
+    if shutil.which(found) is not None:
+        return None
+    return (
+        f"requires nvcc, which compiles these kernels at first use, found no {found}; install the CUDA toolkit, and "
+        "name it in CUDA_HOME"
+    )
 
 
 def foreign_machine(path: Path) -> str | None:

@@ -1,0 +1,321 @@
+"""Builds FlashInfer's CUTLASS kernels ahead of time, only the sets that are asked for.
+
+FlashInfer's own generator writes sources and flags, and the result lies where FlashInfer looks for modules that were
+built ahead of time. What differs is which sources take part. A symbol of a source that does not is replaced by one that
+throws: without it the process would end with a "symbol lookup error" where somebody asks for another dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import subprocess
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from moereg.backends._flashinfer import kernel_sets, loading, package
+from moereg.backends._flashinfer.manifest import Manifest, ManifestError, read_manifest
+from moereg.building import BuildPlan, KernelBuilder
+from moereg.errors import ArgumentError, MoeregError, unknown_name_message
+from moereg.platforms import Platform
+from moereg.quant import QuantScheme
+
+__all__ = ["BuildError", "CutlassBuilder", "missing_symbols", "stub_source"]
+
+_BYTES_PER_JOB: Final = 8 * 2**30
+"""The most that nvcc took for one of these files (measured: 8.1 GiB)."""
+
+# Headers that the sources include beside those of FlashInfer, and the packages of torch's CUDA build that have them.
+_HEADERS: Final = ("cuda_runtime.h", "cublasLt.h", "cublas_v2.h", "curand_kernel.h", "nvrtc.h")
+_LAST_LINES: Final = 12
+_STUBS: Final = "moereg_missing.cpp"
+
+
+class BuildError(MoeregError, RuntimeError):
+    """A compiler or linker failed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Token:
+    """What a plan of this builder needs to be carried out: FlashInfer's build specification and the manifest."""
+
+    spec: Any
+    manifest: Manifest
+
+
+class CutlassBuilder(KernelBuilder):
+    """Builds a `fused_moe_*` module."""
+
+    def plan(
+        self,
+        platform: Platform,
+        schemes: Sequence[QuantScheme],
+        dtypes: Sequence[str],
+        parts: Sequence[str],
+        folder: Path | None,
+    ) -> BuildPlan:
+        try:
+            module, capability, known = kernel_sets.modules(platform.arch)
+        except KeyError:
+            raise ArgumentError(
+                f"FlashInfer has CUTLASS kernels for sm90, sm100, sm103, sm120 and sm121, got {platform}; "
+                "name one, as in --platform cuda:sm90"
+            ) from None
+        names = [*_names(schemes, dtypes, known, platform), *(_known_set(part, known, platform) for part in parts)]
+        self._check_tools()
+        spec = _specification(module, capability)
+        target = (folder or _aot_folder(module)) / f"{module}.so"
+        built = _built(target)
+        every = sorted({*names, *built}, key=known.index)
+        sources = kernel_sets.select_sources(spec.sources, every)
+        build_folder = _build_folder(spec)
+        todo = [path for path in sources if not _object(build_folder, path).exists()]
+        return BuildPlan(
+            parts=tuple(name for name in every if name not in built),
+            built=tuple(name for name in every if name in built),
+            num_steps=len(todo) + 2,
+            cpu_seconds=kernel_sets.cpu_seconds(todo),
+            bytes_per_job=_BYTES_PER_JOB,
+            target=target,
+            token=_Token(
+                _trimmed(spec, sources),
+                Manifest(module, package.installed_version() or "", _suffix(capability), tuple(every), 0, _release()),
+            ),
+        )
+
+    def build(self, plan: BuildPlan, jobs: int, advance: Callable[[int, int], None]) -> None:
+        token = plan.token
+        assert isinstance(token, _Token)
+        spec, folder = token.spec, token.spec.build_dir
+        spec.write_ninja()
+        objects = [str(_object(folder, path)) for path in spec.sources]
+        _run_ninja(folder, objects, jobs, lambda done, total: advance(done, total + 2))
+        stubs = folder / _STUBS
+        stubs.write_text(stub_source(missing_symbols(objects), plan.target), encoding="utf-8")
+        linked = dataclasses.replace(spec, sources=[*spec.sources, stubs])
+        linked.write_ninja()
+        _run_ninja(folder, (), 1, lambda done, total: advance(plan.num_steps - total + done, plan.num_steps))
+        _put_in_place(linked.jit_library_path, plan.target, token.manifest)
+
+    @staticmethod
+    def _check_tools() -> None:
+        if package.package_folder() is None:
+            raise ArgumentError(f"building needs {package.REQUIRES}, which is not installed; install it")
+        if lacking := package.lacking_compiler():
+            raise ArgumentError(
+                f"building needs nvcc, ninja and a C++ compiler, found no {' and no '.join(lacking)}; "
+                "install the CUDA toolkit, and name it in CUDA_HOME"
+            )
+        if lacking := [header for header in _HEADERS if not any((path / header).is_file() for path in _includes())]:
+            raise ArgumentError(
+                f"building needs headers of the CUDA toolkit, found no {', '.join(lacking)}; install the whole "
+                "toolkit and name it in CUDA_HOME, or the packages nvidia-cublas, nvidia-curand and nvidia-cuda-nvrtc"
+            )
+
+
+def _names(
+    schemes: Sequence[QuantScheme], dtypes: Sequence[str], known: Sequence[str], platform: Platform
+) -> list[str]:
+    """The sets that schemes and dtypes ask for, in the order of the module's."""
+    if not schemes:
+        left_out = {"float16"} | ({kernel_sets.AMPERE} if "bfloat16" in known else set())
+        return [name for name in known if name not in left_out]
+    names: set[str] = set()
+    for scheme in schemes:
+        for dtype in dtypes or ("bfloat16",):
+            name = kernel_sets.set_name(scheme.name, dtype, known)
+            if name not in known:
+                raise ArgumentError(
+                    f"FlashInfer has no CUTLASS kernels of scheme {scheme.name} in {dtype} for {platform}; "
+                    f"its sets there are {', '.join(known)}"
+                )
+            names.add(name)
+    return sorted(names, key=known.index)
+
+
+def _known_set(name: str, known: Sequence[str], platform: Platform) -> str:
+    if name not in known:
+        raise ArgumentError(unknown_name_message(f"set of CUTLASS kernels for {platform}", name, known))
+    return name
+
+
+def _aot_folder(module: str) -> Path:
+    path = package.aot_path(module)
+    assert path is not None, "the package was looked for"
+    return path.parent
+
+
+def _built(target: Path) -> tuple[str, ...]:
+    """Sets that are in place from an earlier build by the same version."""
+    try:
+        found = read_manifest(target)
+    except (ManifestError, OSError):
+        return ()
+    return found.sets if found is not None and found.flashinfer == package.installed_version() else ()
+
+
+def _suffix(capability: str) -> str:
+    return capability.replace(".", "")
+
+
+def _toolkit() -> Path | None:
+    """The CUDA toolkit to compile with: FlashInfer's, or the usual one where FlashInfer takes a script for it."""
+    found, usual = package.cuda_home(), Path("/usr/local/cuda")
+    has_headers = found is not None and (found / "include" / "cuda_runtime.h").is_file()
+    return found if has_headers or not (usual / "include" / "cuda_runtime.h").is_file() else usual
+
+
+def _includes() -> list[Path]:
+    """Folders with headers: the toolkit's, those of packages that torch's CUDA build installs, and the compiler's."""
+    home = _toolkit()
+    named = [Path(folder) for folder in os.environ.get("CPATH", "").split(os.pathsep) if folder]
+    return [*([home / "include"] if home is not None else []), *_pip_folders("include"), *named]
+
+
+def _pip_folders(name: str) -> list[Path]:
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
+    return [path for root in roots for path in sorted(root.glob(f"*/{name}")) if path.is_dir()]
+
+
+def _release() -> str:
+    nvcc = package.nvcc_path()
+    try:
+        text = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False, timeout=60).stdout
+    except OSError:
+        return ""
+    found = re.search(r"release (\d+\.\d+)", text)
+    return found[1] if found else ""
+
+
+def _specification(module: str, capability: str) -> Any:
+    """FlashInfer's build specification of a module, for a machine that need not be this one."""
+    # Read where FlashInfer is imported; on a machine without that GPU it would know no target.
+    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", capability)
+    if (home := _toolkit()) is not None:
+        os.environ.setdefault("CUDA_HOME", str(home))
+    return loading.specification(module)
+
+
+def _trimmed(spec: Any, sources: list[Path]) -> Any:
+    """A specification with some of the sources, that builds in a folder of its own."""
+    folder = _build_folder(spec)
+    folder.mkdir(parents=True, exist_ok=True)
+    stubs = _link_stubs(folder)
+    return dataclasses.replace(
+        spec,
+        name=folder.name,
+        sources=sources,
+        extra_include_dirs=[*(spec.extra_include_dirs or ()), *_pip_folders("include")],
+        # The driver's library has to be among those that the object names: nothing else may have loaded it.
+        extra_ldflags=[f"-L{stubs}", *(spec.extra_ldflags or ()), "-Wl,--no-as-needed", "-lcuda", "-Wl,--as-needed"],
+    )
+
+
+def _build_folder(spec: Any) -> Path:
+    # Not FlashInfer's own folder of the module, in which it would build everything else too.
+    folder: Path = spec.build_dir
+    return folder.with_name(f"moereg_{folder.name}")
+
+
+def _object(folder: Path, source: Path) -> Path:
+    suffix = ".cuda.o" if source.suffix == ".cu" else ".o"
+    return folder / f"{source.parent.name}_{source.stem}{suffix}"
+
+
+def _link_stubs(folder: Path) -> Path:
+    """A folder of empty libraries to link with, for those that only machines with a driver or whole toolkits have."""
+    stubs = folder / "stubs"
+    stubs.mkdir(exist_ok=True)
+    for name, soname in (("cuda", "libcuda.so.1"), ("nvrtc", "libnvrtc.so")):
+        library = stubs / f"lib{name}.so"
+        if not library.exists():
+            command = [os.environ.get("CXX", "c++"), "-shared", "-x", "c", "/dev/null", f"-Wl,-soname,{soname}"]
+            subprocess.run([*command, "-o", str(library)], check=True, capture_output=True)
+    return stubs
+
+
+def _run_ninja(folder: Path, targets: Iterable[str], jobs: int, advance: Callable[[int, int], None]) -> None:
+    """Runs ninja, tells what it finishes, and keeps its last lines for an error."""
+    command = ["ninja", "-C", str(folder), "-f", "build.ninja", "-j", str(jobs), *targets]
+    last: deque[str] = deque(maxlen=_LAST_LINES)
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "NINJA_STATUS": "[%f/%t] "},
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                last.append(line.rstrip())
+                if found := re.match(r"\[(\d+)/(\d+)\]", line):
+                    advance(int(found[1]), int(found[2]))
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode:
+        raise BuildError(
+            f"ninja failed in {folder} with exit {process.returncode}; run it again to go on where it stopped, with "
+            f"fewer --jobs if the compiler was killed; its last words: {' | '.join(last)}"
+        )
+
+
+def missing_symbols(objects: Iterable[str]) -> list[str]:
+    """FlashInfer's functions that objects call and none of them has, sorted."""
+    defined: set[str] = set()
+    used: set[str] = set()
+    text = subprocess.run(
+        ["nm", "--format=posix", "--extern-only", *objects], capture_output=True, text=True, check=True
+    ).stdout
+    for line in text.splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.startswith(("_ZN12tensorrt_llm", "_ZNK12tensorrt_llm")):
+            continue
+        (used if rest[:1] == "U" else defined).add(name)
+    return sorted(used - defined)
+
+
+def stub_source(names: Iterable[str], target: Path) -> str:
+    """C++ that defines functions by their symbols, each of which throws.
+
+    Args:
+        names: Symbols.
+        target: The shared object, for the message.
+    """
+    message = (
+        (
+            f"{target} was built without these kernels; build them with moereg build-kernels flashinfer_cutlass, "
+            "or remove the file"
+        )
+        .replace("\\", "\\\\")
+        .replace('"', '\\"')
+    )
+    aliases = "\n".join(f'asm(".globl {name}\\n.set {name}, moereg_kernels_are_missing");' for name in names)
+    return (
+        "#include <stdexcept>\n"
+        'extern "C" __attribute__((visibility("default"))) void moereg_kernels_are_missing() {\n'
+        f'  throw std::runtime_error("{message}");\n'
+        "}\n"
+        f"{aliases}\n"
+    )
+
+
+def _put_in_place(library: Path, target: Path, manifest: Manifest) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_bytes(library.read_bytes())
+        temporary.chmod(0o755)
+        temporary.replace(target)
+        dataclasses.replace(manifest, num_bytes=target.stat().st_size).write(target)
+    except OSError as error:
+        raise BuildError(
+            f"{target} could not be written ({(error.strerror or 'no reason given').lower()}); the kernels are built "
+            f"in {library.parent}: run the command again as a user who may write there, or with --out"
+        ) from None

@@ -1,0 +1,314 @@
+"""Layers on FlashInfer's `cutlass_fused_moe`: one implementation for each kind of weights.
+
+All of them pad sizes to what the kernels take, hand routing on as it comes, and ask for the finalize that adds a
+token's rows in order. FlashInfer skips ids that are out of range, so only expert parallelism needs ids of its own.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Final, NamedTuple
+
+import torch
+
+from moereg.activations import Activation
+from moereg.backends._flashinfer import loading, tactics
+from moereg.backends._flashinfer.cutlass_layouts import arrange
+from moereg.backends._flashinfer.timing import CallTimer, layer_key
+from moereg.backends._loaded import Call, Implementation
+from moereg.experts import Experts
+from moereg.kernels.plain.device import local_expert_ids
+from moereg.layouts import ALIGNMENT, aligned, round_up
+from moereg.weights import ExpertWeights, PermutedWeights
+
+__all__ = ["Cutlass", "Plain", "Rows"]
+
+_PIECE_ALIGNMENT: Final = 256
+
+# FlashInfer's names. Clamp, alpha and beta of SwiGLU are tensors beside it.
+_ACTIVATIONS: Final = {
+    "silu": "Swiglu",
+    "swigluoai": "Swiglu",
+    "gelu": "Geglu",
+    "gelu_tanh": "GegluTanh",
+    "relu2": "Relu2",
+}
+
+
+class Rows(NamedTuple):
+    """What FlashInfer takes for the rows of a call.
+
+    Attributes:
+        x: [R,H_pad], codes or 16-bit.
+        ids: [R,k] int32, local experts; others are skipped.
+        scales: [R,k] fp32, weights of the routes.
+        out: [R,H_pad]; what FlashInfer writes.
+        x_scale: [R,H_pad / 32] uint8 where codes have scales of their own, in rows.
+    """
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    scales: torch.Tensor
+    out: torch.Tensor
+    x_scale: torch.Tensor | None = None
+
+
+def _scalars(activation: Activation) -> dict[str, float]:
+    """The scalars that differ from those of SwiGLU, by FlashInfer's names."""
+    given = {
+        "swiglu_alpha": (activation.alpha, 1.0),
+        "swiglu_beta": (activation.beta, 0.0),
+        "swiglu_limit": (activation.limit, None),
+    }
+    return {name: value for name, (value, standard) in given.items() if value is not None and value != standard}
+
+
+class Cutlass(Implementation):
+    """What all kinds of weights share.
+
+    Attributes:
+        hidden, intermediate: Sizes padded to what the kernels take.
+        num_halves: Rows of w13 for each row of the intermediate.
+    """
+
+    multiple: ClassVar[int] = 8
+    """H and I are padded to multiples of this."""
+    flags: ClassVar[dict[str, bool]] = {}
+    """Arguments that name the scheme to FlashInfer."""
+    has_tactics: ClassVar[bool] = True
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__(experts)
+        problem = self.problem
+        self.num_halves = problem.activation.num_halves
+        self.hidden = round_up(problem.hidden_size, self.multiple)
+        self.intermediate = round_up(problem.intermediate_size, self.multiple)
+
+    @functools.cached_property
+    def library(self) -> loading.Library:
+        """FlashInfer with the kernels of this platform; loaded by the first call."""
+        return loading.load(self.platform.arch)
+
+    @abc.abstractmethod
+    def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Matrices and scales in FlashInfer's order: those of each expert, and shared ones."""
+
+    def quant_scales(self, weights: PermutedWeights) -> list[torch.Tensor]:
+        """The list of scales that the scheme takes."""
+        return []
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """Puts up rows first and pads; see the kind of weights for the rest."""
+        per_expert, shared = self.permuted(weights)
+        per_expert |= self._biases(weights)
+        per_expert |= {
+            name: torch.full((weights.num_experts,), value, dtype=torch.float32, device=weights.w13.device)
+            for name, value in _scalars(self.problem.activation).items()
+        }
+        return PermutedWeights(self.layouts[0], per_expert, shared)
+
+    def _biases(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+        """`w13_bias` [E, halves * I_pad] and `w2_bias` [E, H_pad] in the problem's dtype, where there are any."""
+        if weights.w13_bias is None or weights.w2_bias is None:
+            return {}
+        sizes = {"w13_bias": (self.intermediate, self.num_halves), "w2_bias": (self.hidden, 1)}
+        dtype = self.problem.torch_dtype
+        return {
+            name: arrange(bias.unsqueeze(2).to(dtype), rows, 1, halves).squeeze(2)
+            for name, bias in weights.tensors("bias").items()
+            for rows, halves in (sizes[name],)
+        }
+
+    def matrices(self, weights: ExpertWeights, divisor: int = 1) -> dict[str, torch.Tensor]:
+        """w13 and w2 in order and padded; `divisor` elements lie in one stored one."""
+        return {
+            "w13": arrange(weights.w13, self.intermediate, self.hidden // divisor, self.num_halves),
+            "w2": arrange(weights.w2, self.hidden, self.intermediate // divisor),
+        }
+
+    # A call.
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What FlashInfer asks for; then, flat, rows that are made for it and that it writes."""
+        itemsize = self.problem.torch_dtype.itemsize
+        own = sum(_padded_bytes(shape, dtype) for shape, dtype in self.pieces(num_tokens))
+        return (-(-self._library_bytes(num_tokens) // itemsize),), (own // itemsize,)
+
+    def _library_bytes(self, num_tokens: int) -> int:
+        return self.bytes_for(num_tokens, self.problem.top_k)
+
+    def bytes_for(self, num_rows: int, top_k: int) -> int:
+        """Bytes that FlashInfer needs for rows with some routes each."""
+        problem, library = self.problem, self.library
+        name = _ACTIVATIONS[problem.activation.name]
+        has_scalars = bool(_scalars(problem.activation))
+        num_bytes: int = library.workspace_bytes(
+            num_rows,
+            self.hidden,
+            self.intermediate,
+            problem.num_local_experts,
+            top_k,
+            **self.dtypes,
+            **self.flags,
+            # What SwiGLU becomes where it is given tensors.
+            activation_type=library.activation_type["SwigluBias" if has_scalars else name],
+            use_fused_finalize=False,
+        )
+        return num_bytes
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Dtypes by which FlashInfer names the kernels, as `x_dtype`, `weight_dtype` and `output_dtype`."""
+        dtype = self.problem.torch_dtype
+        return {"x_dtype": dtype, "weight_dtype": dtype, "output_dtype": dtype}
+
+    def pieces(self, num_tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of the rows that `make_rows` cuts from the second workspace."""
+        if self.hidden == self.problem.hidden_size:
+            return []
+        return [((num_tokens, self.hidden), self.problem.torch_dtype)] * 2
+
+    def make_rows(self, call: Call) -> Rows:
+        """The rows of a call: tokens as they are, or padded."""
+        inputs, hidden_size = call.inputs, self.problem.hidden_size
+        ids, scales = self.local_ids(call), inputs.topk_weights
+        if self.hidden == hidden_size:
+            # FlashInfer loads and stores whole vectors.
+            out = call.out if call.out.data_ptr() % ALIGNMENT == 0 else torch.empty_like(call.out)
+            return Rows(aligned(inputs.hidden_states), ids, scales, out)
+        x, out = self.cut(call)
+        x[:, :hidden_size].copy_(inputs.hidden_states)
+        x[:, hidden_size:].zero_()
+        return Rows(x, ids, scales, out)
+
+    def finish(self, call: Call, rows: Rows) -> None:
+        """Brings what FlashInfer wrote into `out`."""
+        if rows.out is not call.out:
+            call.out.copy_(rows.out[:, : self.problem.hidden_size])
+
+    def cut(self, call: Call) -> list[torch.Tensor]:
+        """The pieces, cut from the second workspace."""
+        storage, start, cut = call.workspace2.view(-1).view(torch.uint8), 0, []
+        for shape, dtype in self.pieces(call.inputs.hidden_states.shape[0]):
+            num_bytes = math.prod(shape) * dtype.itemsize
+            cut.append(storage[start : start + num_bytes].view(dtype).view(shape))
+            start += _padded_bytes(shape, dtype)
+        return cut
+
+    def local_ids(self, call: Call) -> torch.Tensor:
+        """[T,K] int32 of local experts; others are negative or too large, and FlashInfer skips them."""
+        inputs = call.inputs
+        if inputs.expert_map is None:
+            return inputs.topk_ids.contiguous()
+        return local_expert_ids(inputs.topk_ids, self.problem.num_local_experts, inputs.expert_map).to(torch.int32)
+
+    def run(self, call: Call) -> None:
+        library, rows, weights = self.library, self.make_rows(call), call.weights
+        arguments = {
+            "input": rows.x,
+            "token_selected_experts": rows.ids,
+            "token_final_scales": rows.scales,
+            "fc1_expert_weights": self.as_taken(weights["w13"]),
+            "fc2_expert_weights": self.as_taken(weights["w2"]),
+            "output_dtype": rows.out.dtype,
+            "quant_scales": self.quant_scales(weights),
+            **({} if rows.x_scale is None else {"input_sf": rows.x_scale, "swizzled_input_sf": False}),
+            "fc1_expert_biases": weights.get("w13_bias"),
+            "fc2_expert_biases": weights.get("w2_bias"),
+            **{name: weights.get(name) for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")},
+            **self.flags,
+            "output": rows.out,
+            "activation_type": self._activation(library),
+            # The other one adds atomically, in any order.
+            "use_fused_finalize": False,
+            "workspace_buffer": call.workspace13.view(-1).view(torch.uint8),
+        }
+        call_with = functools.partial(_call, library.fused_moe, arguments)
+        call_with(self._pair(call, rows, call_with))
+        self.finish(call, rows)
+
+    def as_taken(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A matrix as FlashInfer's argument."""
+        return matrix
+
+    def _activation(self, library: loading.Library) -> Any:
+        return library.activation_type[_ACTIVATIONS[self.problem.activation.name]]
+
+    # Tactics.
+
+    @functools.cached_property
+    def _tuner(self) -> tactics.Tuner:
+        return tactics.Tuner(layer_key(self.problem, self.computes, self.platform, self.library.path))
+
+    def _pair(self, call: Call, rows: Rows, call_with: Callable[[tactics.Pair], None]) -> tactics.Pair:
+        if not self.has_tactics:
+            return tactics.UNTUNED
+        return self._tuner.pair(
+            call.inputs.hidden_states.shape[0],
+            lambda: self._candidates(rows),
+            lambda: CallTimer(call_with, rows.out),
+            torch.cuda.is_current_stream_capturing,
+        )
+
+    def _candidates(self, rows: Rows) -> tuple[list[int], list[int]]:
+        """Tactics of the two products that the device can run, as FlashInfer numbers them."""
+        runner = self.library.runner(
+            **self.dtypes,
+            top_k=rows.ids.shape[1],
+            **{name: 1 for name in ("tp_size", "ep_size", "cluster_size")},
+            **{name: 0 for name in ("tp_rank", "ep_rank", "cluster_rank")},
+            **{name: self.flags.get(name, False) for name in _FLAGS},
+            enable_alltoall=False,
+            min_latency_mode=False,
+            enable_pdl=True,
+            activation_type=self._activation(self.library),
+            use_fused_finalize=False,
+        ).fused_moe_runner
+        counts = (runner.get_gemm1_tactic_count(), runner.get_gemm2_tactic_count())
+        sizes = (
+            (self.num_halves * self.intermediate, self.hidden),
+            (self.hidden, self.intermediate),
+        )
+        first = range(counts[0])
+        second = range(counts[0], sum(counts))
+        found = [[tactic for tactic in ids if _fits(runner, tactic)] for ids in (first, second)]
+        if self.flags.get("use_w4_group_scaling"):
+            for stage, (rows_n, depth) in enumerate(sizes):
+                fitting = set(map(int, runner.get_valid_tactics_for_shape(stage + 1, rows_n, depth)))
+                found[stage] = [tactic for tactic in found[stage] if tactic in fitting] or found[stage]
+        return found[0], found[1]
+
+
+_FLAGS: Final = (
+    "use_deepseek_fp8_block_scale",
+    "use_w4_group_scaling",
+    "use_mxfp8_act_scaling",
+    "use_packed_weights",
+    "use_wfp4afp8_humming",
+)
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any], pair: tactics.Pair) -> None:
+    function(**arguments, profile_ids=list(pair))
+
+
+def _fits(runner: Any, tactic: int) -> bool:
+    """Whether the device runs a tactic; one whose kernels are not in the shared object raises."""
+    try:
+        return bool(runner.get_tactic_occupancy(tactic) > 0)
+    except RuntimeError:
+        return False
+
+
+def _padded_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return round_up(math.prod(shape) * dtype.itemsize, _PIECE_ALIGNMENT)
+
+
+class Plain(Cutlass):
+    """16-bit weights."""
+
+    def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        return self.matrices(weights), {}

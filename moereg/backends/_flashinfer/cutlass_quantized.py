@@ -1,0 +1,342 @@
+"""FlashInfer's CUTLASS kernels on quantized weights: 8-bit floats with one scale or blocks, and 4-bit ones."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+import torch
+
+from moereg.backends._flashinfer.cutlass import Cutlass, Rows
+from moereg.backends._flashinfer.cutlass_layouts import arrange, fold_scales, interleave_fp4, swizzle_scales
+from moereg.backends._flashinfer.tactics import bucket_of
+from moereg.backends._loaded import Call
+from moereg.quantize import quantize_activations
+from moereg.waiting import long_wait
+from moereg.weights import ExpertWeights, PermutedWeights
+
+__all__ = ["Fp8Block", "Fp8Tensor", "Mxfp4W4A16", "Mxfp8Activations", "Nvfp4"]
+
+_E4M3_MAX = 448.0
+
+_SMALLEST_BLOCK_SCALE = 1e-10
+"""Kernels for Hopper make NaN of block scales near 1e-23; a block of such weights adds nothing either way."""
+
+
+def up_share(weights: ExpertWeights, activation: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The scale of w13 that FlashInfer takes, one an expert, and what the up rows lack of theirs.
+
+    FlashInfer has one scale for gate and up. Where they differ it takes the gate's. The activation is linear in the up
+    half, so the rest of its scale goes to the scale that quantizes the intermediate.
+
+    Args:
+        weights: Of a scheme with a scale (or global scale) for a whole matrix.
+        activation: Between the products.
+
+    Returns:
+        fp32 [E], and up / gate as fp32 [E] or None where there is one scale.
+
+    Raises:
+        ValueError: The scales differ and the activation is not linear in the up half.
+    """
+    scale = weights.w13_scale if weights.w13_scale_2 is None else weights.w13_scale_2
+    assert scale is not None
+    if scale.dim() == 3:  # Group scales alone.
+        return scale.new_ones(weights.num_experts, dtype=torch.float32), None
+    scale = scale.float()
+    if scale.dim() == 1:
+        return scale, None
+    gate, up = scale[:, 0].contiguous(), scale[:, -1]
+    if scale.shape[1] == 1 or torch.equal(gate, up):
+        return gate, None
+    if activation.limit is not None or activation.beta:
+        raise ValueError(
+            "FlashInfer's kernels take one scale for gate and up rows where the activation has a clamp or beta, got "
+            f"w13 scales {list(scale.shape)} that differ with activation {activation}; quantize both halves with one"
+        )
+    return gate, torch.where(gate > 0, up / gate, torch.ones_like(gate))
+
+
+def _per_expert(scale: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return scale.float().expand(num_experts)
+
+
+class _OneScaleForHalves(Cutlass):
+    """Kernels that take one scale for gate and up rows, of weights that may have two."""
+
+    def _biases(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+        biases = super()._biases(weights)
+        _, up = up_share(weights, self.problem.activation)
+        if biases and up is not None:
+            # What the up rows come to is divided by what their scale lacks, and so has to be their bias.
+            of_up = biases["w13_bias"][:, : self.intermediate]
+            of_up.copy_(of_up.float() / up[:, None])
+        return biases
+
+
+class Fp8Tensor(_OneScaleForHalves):
+    """e4m3 weights and static activations, one scale each for a matrix.
+
+    FlashInfer takes codes of the tokens. Where every expert has a scale of its own for them, a token has other codes at
+    each of its experts: then every route is a row by itself, and the routes of a token are summed here.
+    """
+
+    multiple = 16
+    flags: ClassVar[dict[str, bool]] = {}
+
+    def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Scales of both products and of both inputs, as FlashInfer multiplies them."""
+        assert weights.w2_scale is not None and weights.a13_scale is not None and weights.a2_scale is not None
+        num_experts = weights.num_experts
+        w13_scale, up = up_share(weights, self.problem.activation)
+        a2_scale = _per_expert(weights.a2_scale, num_experts)
+        second_quant = a2_scale.reciprocal()
+        per_expert = {
+            **self.matrices(weights),
+            "first_dequant": w13_scale * _per_expert(weights.a13_scale, num_experts),
+            "second_quant": second_quant if up is None else second_quant * up,
+            "second_dequant": weights.w2_scale.float() * a2_scale,
+        }
+        input_scale = weights.a13_scale.float().clone()
+        if input_scale.dim():
+            return {**per_expert, "input_scale": input_scale}, {"unit": input_scale.new_ones(())}
+        return per_expert, {"input_scale": input_scale}
+
+    def quant_scales(self, weights: PermutedWeights) -> list[torch.Tensor]:
+        input_scale = weights.get("unit")
+        return [
+            weights["first_dequant"],
+            weights["second_quant"],
+            weights["second_dequant"],
+            weights["input_scale"] if input_scale is None else input_scale,
+        ]
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        e4m3 = torch.float8_e4m3fn
+        return {"x_dtype": e4m3, "weight_dtype": e4m3, "output_dtype": self.problem.torch_dtype}
+
+    def _library_bytes(self, num_tokens: int) -> int:
+        # Which way a layer takes is known from its weights, and the workspaces are asked for without them.
+        num_routes = num_tokens * self.problem.top_k
+        return max(self.bytes_for(num_tokens, self.problem.top_k), self.bytes_for(num_routes, 1))
+
+    def pieces(self, num_tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        shape = (num_tokens * self.problem.top_k, self.hidden)
+        return [(shape, torch.float8_e4m3fn), (shape, self.problem.torch_dtype)]
+
+    def make_rows(self, call: Call) -> Rows:
+        """Codes of the tokens, or of every route."""
+        inputs, weights = call.inputs, call.weights
+        ids, topk_weights = self.local_ids(call), inputs.topk_weights
+        codes, out = self.cut(call)
+        if "input_scale" in weights.shared:
+            num_rows, scale, source = ids.shape[0], weights["input_scale"], inputs.hidden_states
+        else:
+            num_rows = ids.numel()
+            # Routes without a local expert are skipped, whatever their codes.
+            of_routes = ids.clamp(0, self.problem.num_local_experts - 1).long().view(-1)
+            scale = weights["input_scale"].index_select(0, of_routes)[:, None]
+            source = inputs.hidden_states.repeat_interleave(ids.shape[1], 0)
+            ids, topk_weights = ids.view(-1, 1), topk_weights.reshape(-1, 1)
+        hidden_size = self.problem.hidden_size
+        codes, out = codes[:num_rows], out[:num_rows]
+        codes[:, :hidden_size] = (source.float() / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(codes.dtype)
+        codes[:, hidden_size:].view(torch.uint8).zero_()
+        return Rows(codes, ids, topk_weights, out)
+
+    def finish(self, call: Call, rows: Rows) -> None:
+        result = rows.out[:, : self.problem.hidden_size]
+        if rows.ids.shape[1] != self.problem.top_k:
+            result = result.view(-1, self.problem.top_k, result.shape[1]).sum(1, dtype=torch.float32)
+        call.out.copy_(result)
+
+
+class Fp8Block(Cutlass):
+    """e4m3 weights in blocks of 128 x 128, and tokens quantized inside in groups of 128.
+
+    The products are compiled by nvcc at run time, for each shape and range of tokens, and kept on disk.
+    """
+
+    multiple = 128
+    flags: ClassVar[dict[str, bool]] = {"use_deepseek_fp8_block_scale": True}
+    has_tactics = False
+
+    def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Blocks of up rows first, as their weights."""
+        assert weights.w13_scale is not None and weights.w2_scale is not None
+        sizes = {
+            "w13_scale": (weights.w13_scale, self.intermediate // 128, self.hidden // 128, self.num_halves),
+            "w2_scale": (weights.w2_scale, self.hidden // 128, self.intermediate // 128, 1),
+        }
+        scales = {
+            name: arrange(scale.clamp(min=_SMALLEST_BLOCK_SCALE), rows, columns, halves)
+            for name, (scale, rows, columns, halves) in sizes.items()
+        }
+        return {**self.matrices(weights), **scales}, {}
+
+    def quant_scales(self, weights: PermutedWeights) -> list[torch.Tensor]:
+        return [weights["w13_scale"], weights["w2_scale"]]
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {**super().dtypes, "weight_dtype": torch.float8_e4m3fn}
+
+    @functools.cached_property
+    def _compiled(self) -> set[int]:
+        """Buckets of tokens that a call has been made for."""
+        return set()
+
+    def run(self, call: Call) -> None:
+        bucket = bucket_of(call.inputs.hidden_states.shape[0])
+        if bucket in self._compiled:
+            super().run(call)
+            return
+        with long_wait(
+            f"compiling FlashInfer's fp8 block kernels for {bucket} to {2 * bucket - 1} tokens with nvcc",
+            _DEEPGEMM_SECONDS,
+            "once for each layer shape, kept in ~/.tensorrt_llm/cache or TRTLLM_DG_CACHE_DIR",
+        ):
+            super().run(call)
+        self._compiled.add(bucket)
+
+
+_DEEPGEMM_SECONDS = 20.0
+"""Two products at about 10 s each. Not measured here: nothing is compiled where the files are kept already."""
+
+
+class Mxfp4W4A16(Cutlass):
+    """4-bit floats with a power of two for 32 of them, restored to bfloat16 on the way. Hopper."""
+
+    multiple = 128
+    flags: ClassVar[dict[str, bool]] = {"use_w4_group_scaling": True}
+
+    def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Words of codes and blocks of scales as the instructions take them up; expert by expert."""
+        assert weights.w13_scale is not None and weights.w2_scale is not None
+        found = {}
+        for name, codes, scale, rows, columns, halves in (
+            ("w13", weights.w13, weights.w13_scale, self.intermediate, self.hidden, self.num_halves),
+            ("w2", weights.w2, weights.w2_scale, self.hidden, self.intermediate, 1),
+        ):
+            matrices = codes.new_empty(codes.shape[0], halves * rows, columns // 2)
+            for expert in range(codes.shape[0]):
+                matrices[expert] = interleave_fp4(arrange(codes[expert : expert + 1], rows, columns // 2, halves)[0])
+            found[name] = matrices
+            arranged = arrange(scale.view(torch.uint8), rows, columns // 32, halves)
+            found[f"{name}_scale"] = fold_scales(arranged, group=32)
+        return found, {}
+
+    def quant_scales(self, weights: PermutedWeights) -> list[torch.Tensor]:
+        return [weights["w13_scale"].view(torch.int32), weights["w2_scale"].view(torch.int32)]
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {**super().dtypes, "weight_dtype": torch.uint8}
+
+
+class _ScaledByHardware(_OneScaleForHalves):
+    """Weights of Blackwell: codes in rows, scales in tiles of 128 rows and 4 groups."""
+
+    multiple = 128
+    group: ClassVar[int] = 32
+
+    def scales(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+        """Block scales of both matrices, four to an int32."""
+        assert weights.w13_scale is not None and weights.w2_scale is not None
+        arranged = {
+            "w13_scale": arrange(
+                weights.w13_scale.view(torch.uint8), self.intermediate, self.hidden // self.group, self.num_halves
+            ),
+            "w2_scale": arrange(weights.w2_scale.view(torch.uint8), self.hidden, self.intermediate // self.group),
+        }
+        return {name: swizzle_scales(scale).view(torch.int32) for name, scale in arranged.items()}
+
+
+class Mxfp8Activations(_ScaledByHardware):
+    """Tokens in groups of 32 e4m3 codes; weights of the same kind or of 4-bit floats. Blackwell."""
+
+    flags: ClassVar[dict[str, bool]] = {"use_mxfp8_act_scaling": True}
+
+    @property
+    def _is_packed(self) -> bool:
+        assert self.problem.quant.weight is not None
+        return self.problem.quant.weight.bits == 4
+
+    def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        matrices = self.matrices(weights, 2 if self._is_packed else 1)
+        ones = torch.ones(weights.num_experts, dtype=torch.float32, device=weights.w13.device)
+        return {**matrices, **self.scales(weights), "unit": ones}, {}
+
+    def as_taken(self, matrix: torch.Tensor) -> torch.Tensor:
+        return matrix.view(torch.int64) if self._is_packed else matrix
+
+    def quant_scales(self, weights: PermutedWeights) -> list[torch.Tensor]:
+        unit = weights["unit"]
+        return [weights["w13_scale"], unit, weights["w2_scale"], unit]
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        e4m3 = torch.float8_e4m3fn
+        weight = torch.int64 if self._is_packed else e4m3
+        return {"x_dtype": e4m3, "weight_dtype": weight, "output_dtype": self.problem.torch_dtype}
+
+    def pieces(self, num_tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [
+            ((num_tokens, self.hidden), torch.float8_e4m3fn),
+            ((num_tokens, self.hidden // 32), torch.uint8),
+            ((num_tokens, self.hidden), self.problem.torch_dtype),
+        ]
+
+    def make_rows(self, call: Call) -> Rows:
+        """Codes and scales of the tokens."""
+        hidden_size = self.problem.hidden_size
+        codes, scales, out = self.cut(call)
+        for piece in (codes.view(torch.uint8), scales):
+            piece.zero_()
+        quantized = quantize_activations(call.inputs.hidden_states, self.computes)
+        codes[:, :hidden_size] = quantized.q
+        scales[:, : quantized.scale.shape[1]] = quantized.scale.view(torch.uint8)
+        return Rows(codes, self.local_ids(call), call.inputs.topk_weights, out, scales)
+
+
+class Nvfp4(_ScaledByHardware):
+    """4-bit floats on both sides, in groups of 16 with e4m3 scales; tokens are quantized inside. Blackwell."""
+
+    group = 16
+
+    def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Global scales of both products and of both inputs, as FlashInfer multiplies them.
+
+        Raises:
+            ValueError: The checkpoint leaves the scales of activations to the data.
+        """
+        if weights.a13_scale is None or weights.a2_scale is None:
+            raise ValueError(
+                "flashinfer_cutlass takes nvfp4 activations with static global scales, got weights without a13_scale "
+                "and a2_scale; calibrate them (moereg.reference.calibrate_activation_scales) or deny this backend"
+            )
+        assert weights.w2_scale_2 is not None
+        num_experts = weights.num_experts
+        w13_scale, up = up_share(weights, self.problem.activation)
+        a13_scale, a2_scale = (_per_expert(scale, num_experts) for scale in (weights.a13_scale, weights.a2_scale))
+        second = a2_scale.reciprocal()
+        return {
+            **self.matrices(weights, 2),
+            **self.scales(weights),
+            "first_input": a13_scale.reciprocal(),
+            "first_dequant": w13_scale * a13_scale,
+            "second_input": second if up is None else second * up,
+            "second_dequant": weights.w2_scale_2.float() * a2_scale,
+        }, {}
+
+    def as_taken(self, matrix: torch.Tensor) -> torch.Tensor:
+        return matrix.view(torch.int64)
+
+    def quant_scales(self, weights: PermutedWeights) -> list[torch.Tensor]:
+        names = ("first_input", "w13_scale", "first_dequant", "second_input", "w2_scale", "second_dequant")
+        return [weights[name] for name in names]
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {**super().dtypes, "weight_dtype": torch.int64}

@@ -1,0 +1,76 @@
+"""Which kernels a shared object of FlashInfer holds: a file beside it says so.
+
+FlashInfer builds all of its CUTLASS kernels or none. `moereg build-kernels` builds the sets that were asked for, which
+takes a tenth of the time, and writes down which. A whole build has no such file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["Manifest", "ManifestError", "manifest_path", "read_manifest"]
+
+_SCHEMA: Final = 1
+
+
+class ManifestError(ValueError):
+    """A manifest that does not say what the file beside it holds; the text is a clause."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a shared object holds.
+
+    Attributes:
+        module: FlashInfer's name of the module, such as `fused_moe_90`.
+        flashinfer: Version of the distribution that its sources come from.
+        target: Compute capability, such as `90a`.
+        sets: Names of the kernel sets, sorted.
+        num_bytes: Size of the shared object.
+        nvcc: Release of the compiler.
+    """
+
+    module: str
+    flashinfer: str
+    target: str
+    sets: tuple[str, ...]
+    num_bytes: int
+    nvcc: str = ""
+
+    def write(self, path: Path) -> None:
+        """Writes it beside a shared object, whole or not at all."""
+        values = {"schema": _SCHEMA, **dataclasses.asdict(self), "sets": sorted(self.sets)}
+        temporary = manifest_path(path).with_suffix(".tmp")
+        temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(manifest_path(path))
+
+
+def manifest_path(path: Path) -> Path:
+    """The manifest's place beside a shared object."""
+    return path.with_suffix(".moereg.json")
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """The manifest of a shared object; None if it has none.
+
+    Raises:
+        ManifestError: It cannot be read, or speaks of another file.
+    """
+    try:
+        values: Any = json.loads(manifest_path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        raise ManifestError(f"cannot be read ({manifest_path(path)})") from None
+    try:
+        if values.pop("schema") != _SCHEMA:
+            raise ManifestError(f"has another schema than {_SCHEMA}")
+        found = Manifest(**{**values, "sets": tuple(map(str, values["sets"]))})
+    except (AttributeError, KeyError, TypeError):
+        raise ManifestError(f"lacks a field ({manifest_path(path)})") from None
+    if found.num_bytes != path.stat().st_size:
+        raise ManifestError(f"speaks of {found.num_bytes} bytes, and {path.name} has {path.stat().st_size}")
+    return found

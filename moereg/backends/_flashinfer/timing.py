@@ -1,0 +1,89 @@
+"""Times one call with different tactics, by replaying it as a CUDA graph, and names what the times depend on."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from moereg.backends._flashinfer import package
+from moereg.backends._flashinfer.tactics import UNTUNED, Pair
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.quant import QuantScheme
+
+__all__ = ["CallTimer", "layer_key"]
+
+
+class CallTimer:
+    """Runs one call on the current stream; its time is that of the device alone, however long Python takes."""
+
+    def __init__(self, call: Callable[[Pair], None], out: torch.Tensor) -> None:
+        """Takes a call.
+
+        Args:
+            call: Runs it with a pair of tactics; overwrites `out`.
+            out: Its output.
+        """
+        self._call = call
+        self._out = out
+        self._graphs: dict[Pair, torch.cuda.CUDAGraph] = {}
+        self._expected: torch.Tensor | None = None
+
+    def microseconds(self, pair: Pair) -> float:
+        """Time of one run; the first run of a pair loads its kernels, and captures it for later ones."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if pair not in self._graphs:
+            self._graphs.clear()  # One is needed at a time.
+            self._call(pair)
+            torch.cuda.synchronize()
+            self._graphs[pair] = self._captured(pair)
+        start.record()
+        self._graphs[pair].replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3
+
+    def _captured(self, pair: Pair) -> torch.cuda.CUDAGraph:
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            # Other threads may go on allocating.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._call(pair)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(side)
+        return graph
+
+    def difference(self, pair: Pair) -> float:
+        """Relative difference between the outputs with this pair and with FlashInfer's own choice; NaN counts as 1."""
+        if self._expected is None:
+            self._call(UNTUNED)
+            self._expected = self._out.float()
+        self._call(pair)
+        norm = float((self._out.float() - self._expected).norm() / self._expected.norm().clamp(min=1e-30))
+        return norm if norm == norm else 1.0
+
+
+def layer_key(problem: MoEProblem, computes: QuantScheme, platform: Platform, library: Path) -> str:
+    """Everything that times of a layer depend on but the number of tokens, as one line."""
+    sizes = f"E{problem.num_local_experts} H{problem.hidden_size} I{problem.intermediate_size} k{problem.top_k}"
+    parts = (
+        platform.device_name or torch.cuda.get_device_name(),
+        f"flashinfer {package.installed_version()}",
+        f"cuda {torch.version.cuda}",
+        digest_of(library),
+        f"{sizes} {problem.dtype} {computes.name} {problem.activation.name} bias={problem.has_bias}",
+    )
+    return "|".join(parts)
+
+
+@functools.cache
+def digest_of(path: Path) -> str:
+    """Of a shared object: another build has other times."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
