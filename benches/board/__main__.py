@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child:
         return _measure(board, layers, platform, options, running)
     board.save()
+    # Without it, a process that is ended from outside would leave the measuring one behind.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(_FROM_SIGNALS + number))
     deadline = time.monotonic() + options.seconds
     command = [sys.executable, "-m", "benches.board", *(sys.argv[1:] if arguments is None else arguments), "--child"]
 
