@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -198,9 +199,11 @@ def world() -> tuple[World, dict[str, dict[str, Any]], dict[str, str]]:
 
 
 def _words_of(cell: BackendCell) -> str:
-    module = sys.modules[cell.experts.__module__]
-    text = " ".join((module.__doc__ or "").split("\n\n")[0].split())
-    return text.removeprefix("Registers the backend ").removeprefix(f"`{cell.name}`").lstrip(": ").rstrip(".")
+    """A backend's own words: the line of its page's docstring that is about it, else the first paragraph."""
+    text = sys.modules[cell.experts.__module__].__doc__ or ""
+    own = re.search(rf"^- `{cell.name}`: (.+?)(?=^- |^$|\Z)", text, re.MULTILINE | re.DOTALL)
+    words = " ".join((own[1] if own else text.split("\n\n")[0]).split())
+    return words.removeprefix("Registers the backend ").removeprefix(f"`{cell.name}`").lstrip(": ").rstrip(".")
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

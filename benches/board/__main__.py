@@ -45,7 +45,6 @@ _POLL_SECONDS: Final = 0.2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures in a second process; returns the exit code."""
     options = _parser().parse_args(arguments)
-    variants.register()
     platform = current_platform()
     known = layers_of(platform.device_type)
     if options.list:
@@ -127,6 +126,7 @@ def run_child(command: Sequence[str], running: pathlib.Path, patience: float) ->
 def _measure(
     board: Board, layers: Sequence[BoardLayer], platform: Platform, options: argparse.Namespace, running: pathlib.Path
 ) -> int:
+    variants.register()
     wanted = Wanted(patterns(options.only), patterns(options.deny), not options.no_opt_in)
     limits = Limits(options.seconds, options.rounds, options.each)
     try:
