@@ -136,7 +136,7 @@ _FP8: Final = (
     row_of(
         "fp8_channel_token",
         "cuda:sm90",
-        "triton vllm_cutlass vllm_triton marlin humming cutlass",
+        "triton vllm_cutlass vllm_triton cutlass marlin humming",
         "vllm_cutlass triton humming marlin",
         reasons={"deepgemm": "quant_scheme: ", "flashinfer_cutlass": "quant_scheme: "},
         why={MEASURED: "triton", LATER: "humming"},
@@ -166,7 +166,28 @@ _FP8: Final = (
         problem=_BATCHED,
         why={UNCLAIMED: "vllm_cutlass"},
     ),
-    row_of("fp8_channel_token", "cuda:sm100", "triton vllm_triton marlin humming", "triton marlin humming"),
+    row_of("fp8_channel_token", "cuda:sm100", "triton vllm_triton cutlass marlin humming", "triton marlin humming"),
+    # CUTLASS by QuACK, or else by torch.
+    row_of(
+        "fp8_channel_token",
+        "cuda:sm90",
+        "cutlass marlin humming",
+        "humming marlin",
+        by="QuackCodesExperts",
+        packages={},
+        request={"deny": "triton,vllm_*"},
+        why={LATER: "humming"},
+    ),
+    row_of(
+        "fp8_channel_token",
+        "cuda:sm90",
+        "cutlass marlin humming",
+        "humming marlin",
+        by="TorchScaledGroupedExperts",
+        packages={"quack-kernels": None},
+        request={"deny": "triton,vllm_*"},
+        why={LATER: "humming"},
+    ),
     row_of(
         "fp8_tensor_static",
         "cuda:sm90",

@@ -69,7 +69,7 @@ _ORDER: Final = (
     ),
     Row(
         platform="cuda:sm90",
-        ours="triton vllm_triton flashinfer_cutlass sonic flashinfer_cutile cutlass torch jax",
+        ours="triton vllm_triton flashinfer_cutlass cutlass sonic flashinfer_cutile torch jax",
         supports="triton flashinfer_cutlass",
         reasons={"flashinfer_trtllm": r"platform: requires platform in .*got cuda:sm90"},
     ),
@@ -152,11 +152,10 @@ _ORDER: Final = (
     ),
     Row(
         platform="cuda:sm90",
-        ours="triton vllm_triton flashinfer_cutlass torch",
+        ours="triton vllm_triton flashinfer_cutlass cutlass torch",
         supports="triton flashinfer_cutlass",
         problem={"dtype": "float16"},
         request={"deny": "flashinfer_cutile"},
-        reasons={"cutlass": "dtype: "},
     ),
     Row(
         platform="cuda:sm100",
@@ -164,6 +163,20 @@ _ORDER: Final = (
         supports="flashinfer_cutlass triton",
         problem={"dtype": "float16"},
         why={RAN_FIRST: "triton"},
+    ),
+    # CUTLASS by QuACK, or else by torch.
+    *(
+        Row(
+            platform=platform,
+            ours="cutlass",
+            by=by,
+            packages={} if by == "QuackExperts" else {"quack-kernels": None},
+            engine={"backend": "cutlass"},
+            request={"require": "cutlass"},
+            why={SERVED_HERE: "cutlass"},
+        )
+        for platform in ("cuda:sm90", "cuda:sm100")
+        for by in ("QuackExperts", "TorchGroupedExperts")
     ),
     # A machine without packages.
     Row(
