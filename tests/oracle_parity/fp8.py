@@ -181,9 +181,8 @@ _FP8: Final = (
     row_of(
         "fp8_channel_token",
         "cuda:sm90",
-        "cutlass marlin humming",
+        "marlin humming cutlass",
         "humming marlin",
-        by="TorchScaledGroupedExperts",
         packages={"quack-kernels": None},
         request={"deny": "triton,vllm_*"},
         why={LATER: "humming"},
