@@ -50,6 +50,11 @@ class Entry:
     is_scaled: bool = False
 
     @property
+    def is_variant(self) -> bool:
+        """Whether only the board has it, to compare with."""
+        return UNTUNED in self.name
+
+    @property
     def text(self) -> str:
         """Time and share as a cell of a table."""
         if self.time_us is None:
@@ -82,8 +87,8 @@ class Standing:
 
     @property
     def ranking(self) -> list[Entry]:
-        """The entries that are right, fastest first."""
-        timed = [entry for entry in self.entries.values() if entry.time_us is not None]
+        """The backends that are right, fastest first; those that only the board has take no place."""
+        timed = [entry for entry in self.entries.values() if entry.time_us is not None and not entry.is_variant]
         return sorted(timed, key=lambda entry: entry.time_us or math.inf)
 
     @property
@@ -267,7 +272,8 @@ def _columns(found: Sequence[Standing]) -> list[str]:
         ranking = [entry.name for entry in one.ranking]
         for name in names:
             ranks[name].append(ranking.index(name) if name in ranking else len(names))
-    kept = [name for name in names if " (" not in name or _beats_its_first(name, found)]
+    backends = [name for name in names if UNTUNED not in name]
+    kept = [name for name in backends if " (" not in name or _beats_its_first(name, found)]
     default = found[0].default
     return sorted(kept, key=lambda name: (name != default, math.fsum(ranks[name])))[:_COLUMNS]
 

@@ -138,6 +138,13 @@ def test_tuned_beside_untuned_and_first_use(stored: Any) -> None:
     stored(row(1, result("own", 100.0), result("own_untuned", 250.0)))
     assert lines("variants")[2:] == ["| big | unquantized | uniform | 1 | own | 100.0 (50%) | 250.0 (50%) | 2.50 |"]
     assert lines("first_use")[2:] == ["| own | 3 | 12 | 12 |", "| own_untuned | 3 | 12 | 12 |"]
+    # It is no backend that a user could choose.
+    stored(row(1, result("own", 100.0), result("own_untuned", 50.0), result("other", 200.0)))
+    assert lines("losses") == ["0 of 1 rows with more than one backend."]
+    assert lines("rows")[1:4:2] == [
+        "| routing | T | own | other | lead |",
+        "| uniform | 1 | **100.0 (50%)** | 200.0 (50%) | 100.0% |",
+    ]
     stored(row(1, result("own", 100.0)))
     assert lines("variants") == ["Not measured yet."]
 
