@@ -71,6 +71,10 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
         # Tensors of inference mode could not be reloaded outside it.
         with plain_torch(), torch.inference_mode(False):
             permuted: object = experts.permute_weights(weights=weights.contiguous(), problem=selection.problem)
+    except Exception as error:
+        if (lack := _lacking_copy(selection, weights, error)) is not error:
+            raise lack from error
+        raise_named(selection, "permute_weights", error)
     except BaseException as error:
         raise_named(selection, "permute_weights", error)
     if not isinstance(permuted, PermutedWeights):
@@ -141,16 +145,43 @@ def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) ->
 def lacking_workspaces(selection: Selection, shapes: Shapes, error: Exception) -> Exception:
     """The lack of memory for a backend's workspaces with its name: a larger machine is no cure for an absurd shape."""
     winner = selection.winner
-    if winner is None or not is_lack_of_memory(error):
+    if winner is None:
         return error
-    text = (
-        f"{error} (backend {winner.backend!r} of {winner.provider} asked for workspaces {shapes[0]} and {shapes[1]}: "
-        f"if that is absurd, do without it (--deny {winner.backend}) and report it to its authors)"
+    return _lacking(
+        error,
+        f"backend {winner.backend!r} of {winner.provider} asked for workspaces {shapes[0]} and {shapes[1]}: if that is "
+        f"absurd, do without it (--deny {winner.backend}) and report it to its authors{_instead(selection)}",
     )
+
+
+def _lacking_copy(selection: Selection, weights: ExpertWeights, error: Exception) -> Exception:
+    """The lack of memory for weights in a backend's order, which are about one more copy, with its name."""
+    winner = selection.winner
+    if winner is None:
+        return error
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors().values())
+    return _lacking(
+        error,
+        f"backend {winner.backend!r} of {winner.provider} was permuting {num_bytes / 2**30:.1f} GiB of weights and "
+        f"needs about that much again: free memory, load fewer layers before it, or do without it (--deny "
+        f"{winner.backend}){_instead(selection)}",
+    )
+
+
+def _lacking(error: Exception, text: str) -> Exception:
+    """An error of the same type that also says a text, if it is a lack of memory; else the error itself."""
+    if not is_lack_of_memory(error):
+        return error
     try:
-        return type(error)(text)
+        return type(error)(f"{error} ({text})")
     except Exception:  # An allocator's own type may take other arguments.
         return error
+
+
+def _instead(selection: Selection) -> str:
+    """A clause that names the backends that would do instead, or nothing."""
+    names = selection.alternatives
+    return f"; {' or '.join(names)} would do instead" if names else ""
 
 
 def _extent(shape: tuple[int, ...]) -> int:
@@ -183,7 +214,7 @@ def _backend_error(selection: Selection, step: str, fault: str, found: str) -> B
     name, origin = winner.backend, winner.origin
     return BackendError(
         f"backend {name!r} of {origin} {fault} {winner.experts}.{step}: {found}; do without it (--deny {name}, or "
-        f"deny={name!r} in code) and report it to its authors",
+        f"deny={name!r} in code) and report it to its authors{_instead(selection)}",
         name,
         origin,
     )

@@ -39,6 +39,7 @@ SOURCES: Final = ("required", "preferred", "measured", "priority")
 """Why a candidate may win."""
 
 _PLATFORM_SOURCES: Final = ("probed", "named")
+_ONLY_WISHES: Final = frozenset({"not_required", "opt_in"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +206,12 @@ class Selection:
         return self.winner.backend if self.winner else None
 
     @property
+    def alternatives(self) -> tuple[str, ...]:
+        """The other backends that fit, or that only a request for others rules out: accepted first, best first."""
+        names = [one.backend for one in self.decisions if {reason.code for reason in one.reasons} <= _ONLY_WISHES]
+        return tuple(dict.fromkeys(name for name in names if name != self.backend))
+
+    @property
     def plan(self) -> tuple[tuple[int | None, Decision], ...]:
         """(most tokens, candidate) ranges; one open range unless measured."""
         return ((None, self.winner),) if self.winner else ()
@@ -234,12 +241,12 @@ class Selection:
         elif nearest and len(nearest[0].reasons) == 1:
             reason = nearest[0].reasons[0]
             lines[0] += f"; nearest is {nearest[0].backend}: {reason.text} ({CURES[reason.code]})"
+        if self.request.require and self.alternatives:
+            lines[0] += f"; without the request, {' or '.join(self.alternatives)} would do"
         for decision in nearest:
             reasons = "; ".join(reason.text for reason in decision.reasons)
             lines.append(f"  {decision.backend} ({decision.experts}{_of_wheel(decision)}): {reasons}")
-        if not nearest:
-            lines.append("  no backend is registered")
-        return "\n".join(lines)
+        return "\n".join(lines if nearest else [*lines, "  no backend is registered"])
 
     def to_dict(self) -> dict[str, Any]:
         """As `moereg explain --json` prints it."""
@@ -304,18 +311,14 @@ class Selection:
         read = functools.partial(_read_decision, cells=tuple(cells))
         platform = within("platform", Platform.from_name, field("platform", check_text))
         is_probed = field("platform_source", lambda path, found: check_one_of(path, found, _PLATFORM_SOURCES))
-        claimed_by = None
-        if "platform_claimed_by" in values:
-            claimed_by = field("platform_claimed_by", check_optional(check_text))
+        claimed_by = field("platform_claimed_by", check_optional(check_text)) if "platform_claimed_by" in values else ""
         selection = cls(
             problem=within("problem", MoEProblem.from_dict, field("problem", check_mapping)),
             platform=dataclasses.replace(platform, probed=is_probed == "probed", claimed_by=claimed_by or ""),
             request=_read_request(field("request", check_mapping)),
             decisions=field("decisions", lambda path, found: check_list(path, found, read)),
             source=field("source", check_optional(lambda path, found: check_one_of(path, found, SOURCES))),
-            notices=field("notices", lambda path, found: check_list(path, found, check_text))
-            if "notices" in values
-            else (),
+            notices=field("notices", lambda at, got: check_list(at, got, check_text)) if "notices" in values else (),
         )
         if (selection.source is None) is not (selection.winner is None):
             raise ArgumentError(
@@ -370,6 +373,7 @@ def nearest_by_backend(decisions: Sequence[Decision]) -> tuple[Decision, ...]:
     """Every accepted candidate, and the nearest one of each backend that has none.
 
     The nearest has the fewest reasons; among equals it is one that another request would cure, not another machine.
+    Packages and probes count last, since cells of other machines were not asked for them.
     If a backend cannot read the weights, list every cell rejected only for that: together they say what it reads.
     """
     nearest: dict[str, Decision] = {}
@@ -385,8 +389,9 @@ def nearest_by_backend(decisions: Sequence[Decision]) -> tuple[Decision, ...]:
     return tuple(shown)
 
 
-def _distance(decision: Decision) -> tuple[int, bool]:
-    return len(decision.reasons), any(reason.code == "platform" for reason in decision.reasons)
+def _distance(decision: Decision) -> tuple[int, bool, int]:
+    codes = [reason.code for reason in decision.reasons]
+    return sum(code not in ("package", "probe") for code in codes), "platform" in codes, len(codes)
 
 
 def _reads_others(decision: Decision) -> bool:

@@ -31,6 +31,13 @@ class _Hostile(Exception):
         raise ValueError("no text either")
 
 
+class _Allocator(MemoryError):
+    """An allocator's own error, which takes more than a text."""
+
+    def __init__(self, asked: int, free: int) -> None:
+        super().__init__(f"asked {asked}, free {free}")
+
+
 def _raising(step: str, error: BaseException) -> type[FakeExperts]:
     def method(*arguments: Any, **keywords: Any) -> Any:
         raise error
@@ -77,7 +84,7 @@ def test_what_a_backend_raises_is_named(isolated_registry: BackendRegistry, step
     }
     assert text == (
         f"backend 'failing' of {kind.__module__} raised in Failing.{step}: {texts[type(error).__name__]}; do without "
-        "it (--deny failing, or deny='failing' in code) and report it to its authors"
+        "it (--deny failing, or deny='failing' in code) and report it to its authors; torch would do instead"
     )
     copied = pickle.loads(pickle.dumps(raised.value))
     assert (str(copied), copied.backend) == (text, "failing")
@@ -118,6 +125,23 @@ def test_what_is_not_the_backends_doing_passes(isolated_registry: BackendRegistr
     with pytest.raises(type(error)) as raised:
         _call(kernel)
     assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("no memory"), torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB"), _Allocator(3, 4)]
+)
+def test_lack_of_memory_while_weights_are_permuted(isolated_registry: BackendRegistry, error: Exception) -> None:
+    """The same type, so that who handles it still does, with the backend, the cure, and what would do instead."""
+    kind = _raising("permute_weights", error)
+    with pytest.raises(type(error)) as raised:
+        make_kernel(PROBLEM, _weights(), _selection())
+    if isinstance(error, _Allocator):
+        assert raised.value is error
+        return
+    text = str(raised.value)
+    assert text.startswith(f"{error} (backend 'failing' of {kind.__module__} was permuting 0.0 GiB of weights and ")
+    assert "do without it (--deny failing); torch would do instead)" in text
+    assert raised.value.__cause__ is error
 
 
 def test_what_torch_says_of_the_cpus_memory_is_lack_of_memory(

@@ -1,0 +1,272 @@
+"""Packages that are there and broken, as files on the path: what a user is told, and what runs instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moereg.backends._cutlass import package as quack_package
+from moereg.backends._flashinfer import package as flashinfer_package
+from moereg.backends.aiter_moe import AiterExperts
+from moereg.dispatch import explain_backends, select_backend
+from moereg.errors import BackendError, UnsupportedProblemError
+from moereg.layer import MoEKernel, make_kernel
+from moereg.platforms import Platform
+from moereg.platforms.probe import installed_versions
+from moereg.problem import MoEProblem
+from moereg.selection import Selection
+from moereg.weights import ExpertWeights
+from tests.support import aiter_imitation
+
+PROBLEM = MoEProblem(num_experts=4, hidden_size=256, intermediate_size=128, top_k=2)
+NAMES = ("aiter", "cutlass", "flashinfer", "nvidia_cutlass_dsl", "quack", "triton")
+NEVER = "raise AssertionError('deciding imported a library')\n"
+X86, ARM = 0x3E, 0xB7
+_MACHINES = itertools.count()
+
+
+def elf(machine: int) -> bytes:
+    return b"\x7fELF" + bytes(14) + machine.to_bytes(2, "little")
+
+
+class Site:
+    """A folder of packages before all others, tools and a home of its own; as pip and a careless user leave it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.home, self.patch = folder / "site", folder / "home", monkeypatch
+        for made in (self.folder, self.home, folder / "bin"):
+            made.mkdir()
+        monkeypatch.syspath_prepend(str(self.folder))
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        for name in NAMES[:5]:
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        for variable, value in {
+            "PATH": folder / "bin", "HOME": self.home, "FLASHINFER_WORKSPACE_BASE": self.home,
+            "QUACK_CACHE_DIR": self.home / "quack", "AITER_JIT_DIR": self.home / "aiter", "ROCM_PATH": folder,
+        }.items():  # fmt: skip
+            monkeypatch.setenv(variable, str(value))
+        for variable in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_NVCC", "TRTLLM_DG_NVCC_COMPILER"):
+            monkeypatch.delenv(variable, raising=False)
+
+    def write(self, name: str, content: str | bytes) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+    def metadata(self, distribution: str, version: str) -> None:
+        name = f"{distribution.replace('-', '_')}-{version}.dist-info/METADATA"
+        self.write(name, f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+
+    def install_flashinfer(self, version: str = "0.7.2.post1") -> None:
+        for file in flashinfer_package._FILES:
+            self.write(f"flashinfer/{file}", NEVER)
+        for name in flashinfer_package._IMPORTED:
+            if importlib.util.find_spec(name) is None:
+                self.write(f"{name}/__init__.py", NEVER)
+        self.metadata("flashinfer-python", version)
+
+    def install_quack(self, version: str = "0.6.5", runtime: bytes | None = None) -> None:
+        self.write("quack/__init__.py", NEVER)
+        self.write("nvidia_cutlass_dsl/dsl_packages/cutlass/__init__.py", NEVER)
+        here = elf(ARM if quack_package.foreign_machine(self.file("probe", elf(X86))) else X86)
+        self.write("nvidia_cutlass_dsl/cu12/lib/libcute_dsl_runtime.so", here if runtime is None else runtime)
+        self.patch.syspath_prepend(str(self.folder / "nvidia_cutlass_dsl" / "dsl_packages"))
+        for name in quack_package._IMPORTED:
+            if importlib.util.find_spec(name) is None:
+                self.write(f"{name}/__init__.py", NEVER)
+        self.metadata("quack-kernels", version)
+        self.metadata("nvidia-cutlass-dsl", "4.8.1")
+
+    def install_aiter(self, version: str = "0.1.20", **files: str) -> None:
+        aiter_imitation.install(self.folder, version, {**aiter_imitation.PACKAGE, **files})
+
+    def file(self, name: str, content: bytes = b"") -> Path:
+        """A file outside the packages."""
+        path = self.home / name
+        path.write_bytes(content)
+        return path
+
+    def explain(self, kind: str, arch: str, problem: MoEProblem = PROBLEM, **request: Any) -> Selection:
+        """What is chosen on a machine with these packages and this GPU; each machine is asked anew."""
+        importlib.invalidate_caches()
+        flashinfer_package.package_folder.cache_clear()
+        return explain_backends(problem, platform=self.machine(kind, arch), **request)
+
+    def machine(self, kind: str, arch: str) -> Platform:
+        return Platform(kind, arch, f"GPU {next(_MACHINES)}", 2**37, installed_versions(), probed=True)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    yield Site(tmp_path, monkeypatch)
+    flashinfer_package.package_folder.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] in NAMES[:5]]:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def _unwritable(variable: str) -> Callable[[Site], None]:
+    """A cache folder below a file: no user can make it, not even root."""
+    return lambda site: site.patch.setenv(variable, str(site.file("occupied") / "cache"))
+
+
+def _cut_short(name: str) -> Callable[[Site], None]:
+    return lambda site: (site.folder / name).unlink()
+
+
+CASES: dict[str, tuple[Callable[[Site], None] | None, Callable[[Site], None] | None, str]] = {
+    "flashinfer_cutlass missing": (None, None, "package: requires flashinfer-python.*, which is not installed"),
+    "flashinfer_cutlass old": (
+        lambda site: site.install_flashinfer("0.6.7"),
+        None,
+        r"package: requires flashinfer-python.*0\.7\.2.*, got 0\.6\.7",
+    ),
+    "flashinfer_cutlass new": (
+        lambda site: site.install_flashinfer("0.8.0"),
+        None,
+        r"package: requires flashinfer-python.*<0\.8.*, got 0\.8\.0",
+    ),
+    "flashinfer_cutlass half": (
+        Site.install_flashinfer,
+        _cut_short("flashinfer/jit/env.py"),
+        "probe: requires a whole flashinfer package, found no jit/env.py in .*; reinstall flashinfer-python",
+    ),
+    "flashinfer_cutlass cache": (
+        Site.install_flashinfer,
+        _unwritable("FLASHINFER_WORKSPACE_BASE"),
+        "probe: requires a cache folder that can be written, .*; set FLASHINFER_WORKSPACE_BASE to a folder that can",
+    ),
+    "flashinfer_cutlass unbuilt": (Site.install_flashinfer, None, "probe: requires .*build"),
+    "cutlass missing": (None, None, "package: requires quack-kernels.*, which is not installed"),
+    "cutlass old": (
+        lambda site: site.install_quack("0.5.0"),
+        None,
+        r"package: requires quack-kernels.*, got 0\.5\.0",
+    ),
+    "cutlass foreign": (
+        lambda site: site.install_quack(runtime=elf(0xF3)),
+        None,
+        "probe: requires CuTe DSL's runtime library, but .* was built for another processor, .*; reinstall it",
+    ),
+    "cutlass cache": (
+        Site.install_quack,
+        _unwritable("QUACK_CACHE_DIR"),
+        "probe: requires a cache folder that can be written, got .*; set QUACK_CACHE_DIR to a folder that can",
+    ),
+    "aiter missing": (None, None, "package: requires amd-aiter.*, which is not installed"),
+    "aiter old": (lambda site: site.install_aiter("0.1.9"), None, r"package: requires amd-aiter.*, got 0\.1\.9"),
+    "aiter half": (
+        Site.install_aiter,
+        _cut_short("aiter/fused_moe.py"),
+        "probe: requires AMD's aiter, found another package of that name in .*; install amd-aiter from",
+    ),
+    "aiter cache": (
+        Site.install_aiter,
+        _unwritable("AITER_JIT_DIR"),
+        "probe: requires a folder for compiled kernels, cannot write to .*; set AITER_JIT_DIR to one",
+    ),
+    "aiter unbuilt": (
+        Site.install_aiter,
+        None,
+        "probe: requires hipcc to compile kernels at their first call, .* install ROCm's compiler",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_broken_is_a_reason_and_something_else_runs(case: str, site: Site) -> None:
+    name = case.split()[0]
+    install, damage, expected = CASES[case]
+    for step in (install, damage):
+        if step is not None:
+            step(site)
+    site.metadata("triton", "3.8.0")
+    # torch's part of `cutlass` has no float16.
+    problem = dataclasses.replace(PROBLEM, dtype="float16") if name == "cutlass" else PROBLEM
+    said = site.explain(*(("rocm", "gfx942") if name == "aiter" else ("cuda", "sm90")), problem)
+    assert said.backend == "triton"
+    own = [one for one in said.decisions if one.backend == name]
+    reasons = [f"{reason.code}: {reason.text}" for one in own for reason in one.reasons]
+    assert any(re.search(expected, reason) for reason in reasons), reasons
+    # Asked for by name, it is an error that says the same and names what would do.
+    with pytest.raises(UnsupportedProblemError) as raised:
+        select_backend(problem, platform=said.platform, require=name)
+    first, *rest = str(raised.value).splitlines()
+    assert "; without the request, triton" in first
+    assert any(re.search(expected.partition(": ")[2], line) for line in rest), rest
+
+
+def test_an_import_that_fails_names_backend_cure_and_what_would_do(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe imports nothing, so a library that is missing behind it shows at the first call."""
+    lost = "raise ImportError('libamdhip64.so.7: cannot open shared object file')\n"
+    kernel = _kernel_on_aiter(site, monkeypatch, {"aiter/fused_moe.py": lost})
+    with pytest.raises(BackendError) as raised:
+        _call(kernel)
+    assert str(raised.value) == (
+        "backend 'aiter' of builtin raised in AiterExperts.apply: ImportError: libamdhip64.so.7: cannot open shared "
+        "object file; do without it (--deny aiter, or deny='aiter' in code) and report it to its authors; triton or "
+        "torch would do instead"
+    )
+    assert isinstance(raised.value.__cause__, ImportError)
+
+
+def test_memory_that_ends_while_weights_are_permuted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **keywords: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB")
+
+    monkeypatch.setattr("moereg.backends._aiter.weights.torch.empty_like", full)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        _kernel_on_aiter(site, monkeypatch, {})
+    text = str(raised.value)
+    assert text.startswith("CUDA out of memory. Tried to allocate 6.00 GiB (backend 'aiter' of builtin was permuting ")
+    assert text.endswith("or do without it (--deny aiter); triton or torch would do instead)")
+
+
+def test_a_package_that_is_whole_computes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: whole packages compute."""
+    out = _call(_kernel_on_aiter(site, monkeypatch, {}))
+    assert out.isfinite().all()
+    assert out.abs().sum() > 0
+
+
+def _kernel_on_aiter(site: Site, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> MoEKernel:
+    """A kernel of an installed AITER with some files replaced, whose tensors stay on the CPU."""
+    site.install_aiter(**files)
+    site.write("aiter/jit/module_moe_asm.so", b"amdhsa--gfx942")
+    site.metadata("triton", "3.8.0")
+    monkeypatch.setattr(AiterExperts, "device_types", classmethod(lambda cls, platform: ("cpu",)))
+    said = site.explain("rocm", "gfx942", require="aiter")
+    assert said.backend == "aiter"
+    generator = torch.Generator().manual_seed(0)
+    weights = ExpertWeights(
+        w13=torch.randn(4, 256, 256, generator=generator).bfloat16(),
+        w2=torch.randn(4, 256, 128, generator=generator).bfloat16(),
+    )
+    return make_kernel(PROBLEM, weights, said)
+
+
+def _call(kernel: MoEKernel) -> torch.Tensor:
+    return kernel(torch.ones(3, 256).bfloat16(), torch.ones(3, 2), torch.tensor([[0, 1]] * 3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("name", "platform"), [("aiter", "rocm:gfx942"), ("flashinfer_cutlass", "cuda:sm90")], ids=["aiter", "flashinfer"]
+)
+def test_experts_in_another_order_name_who_would_do(name: str, platform: str) -> None:
+    """A backend that wants a range of the experts says so, and the others are named."""
+    scattered = dataclasses.replace(PROBLEM, num_local_experts=2, placement="map")
+    with pytest.raises(UnsupportedProblemError) as raised:
+        select_backend(scattered, platform=platform, require=name)
+    first = str(raised.value).splitlines()[0]
+    assert f"; nearest is {name}: requires placement in (contiguous), got map (place experts that way)" in first
+    assert "; without the request, triton or " in first
+    assert explain_backends(scattered, platform=platform).backend == "triton"
