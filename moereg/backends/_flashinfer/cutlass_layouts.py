@@ -99,7 +99,9 @@ def fold_scales(scales: torch.Tensor, group: int) -> torch.Tensor:
     num_slices = 16 // scales.element_size() // per_block
     folded = 64 // num_slices
     parts = scales.view(num_experts, rows // 64, num_slices, folded, groups // per_block, per_block)
-    return parts.permute(0, 1, 4, 3, 2, 5).reshape(num_experts, rows // 64, groups // per_block, folded, -1)
+    return (
+        parts.permute(0, 1, 4, 3, 2, 5).reshape(num_experts, rows // 64, groups // per_block, folded, -1).contiguous()
+    )
 
 
 def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,231 @@
+"""Which kernels of FlashInfer are built, what is known of built ones, and why some cannot be loaded."""
+
+import ctypes
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moereg.backends._flashinfer import building, kernel_sets, loading, manifest, package
+from moereg.backends._flashinfer.manifest import Manifest
+from moereg.errors import ArgumentError
+from moereg.platforms import Platform
+from moereg.quant import get_scheme
+
+_HOPPER = Platform.from_name("cuda:sm90")
+
+_DENSE = """
+        INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM(Sm90, {a}, {b}, {a},
+        void, EpilogueOpDefault, NONE,
+"""
+_SOURCES = {
+    "kernels/moe_gemm_kernels_bf16_bf16.cu": "",
+    "kernels/moe_gemm_kernels_bf16_fp8.cu": "",
+    "kernels/moe_gemm_kernels_fp8_fp8.cu": "",
+    "kernels/moe_gemm_kernels_fp32_fp32.cu": "",
+    "kernels/moe_gemm_tma_warp_specialized_input.cu": "",
+    "common/logger.cpp": "",
+    "grouped/90/bf16.generated.cu": _DENSE.format(a="__nv_bfloat16", b="__nv_bfloat16"),
+    "grouped/90/fp8.generated.cu": _DENSE.format(a="__nv_fp8_e4m3", b="__nv_fp8_e4m3"),
+    "grouped/90/float.generated.cu": _DENSE.format(a="float", b="float"),
+    "grouped/90/mixed.generated.cu": (
+        "template void sm90_generic_mixed_moe_gemm_kernelLauncher<__nv_bfloat16, SafeFP4, __nv_bfloat16,"
+    ),
+    "gemm/90/dead.generated.cu": "template void sm90_generic_mixed_gemm_kernelLauncher<__nv_bfloat16, uint8_t,",
+    "grouped/80/ampere.generated.cu": (
+        "template void sm80_generic_fused_moe_gemm_kernelLauncher<cutlass::bfloat16_t, cutlass::bfloat16_t, 16,"
+    ),
+}
+
+
+@pytest.fixture
+def sources(tmp_path):
+    paths = []
+    for name, text in _SOURCES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        paths.append(path)
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["bfloat16"], ["moe_gemm_kernels_bf16_bf16.cu", "bf16.generated.cu"]),
+        (["fp8_block128"], ["moe_gemm_kernels_bf16_fp8.cu"]),
+        (["fp8"], ["moe_gemm_kernels_fp8_fp8.cu", "fp8.generated.cu"]),
+        (["mxfp4_w4a16"], ["mixed.generated.cu"]),
+        (["bfloat16_ampere"], ["moe_gemm_kernels_bf16_bf16.cu", "ampere.generated.cu"]),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_a_set_takes_its_own_sources_and_what_all_need(sources, names, expected):
+    chosen = {path.name for path in kernel_sets.select_sources(sources, names)}
+    assert chosen == {"moe_gemm_tma_warp_specialized_input.cu", "logger.cpp", *expected}
+
+
+def test_estimates_grow_with_what_is_asked_for(sources):
+    few, more = (kernel_sets.select_sources(sources, names) for names in (["bfloat16"], ["bfloat16", "fp8"]))
+    assert 100 < kernel_sets.cpu_seconds(few) < kernel_sets.cpu_seconds(more)
+
+
+@pytest.fixture
+def tools(monkeypatch, tmp_path):
+    """A machine that could build."""
+    for header in building._HEADERS:
+        (tmp_path / header).write_text("")
+    monkeypatch.setenv("CPATH", str(tmp_path))
+    monkeypatch.setattr(package, "package_folder", lambda: tmp_path)
+    monkeypatch.setattr(package, "lacking_compiler", list)
+
+
+def _plan(platform=_HOPPER, quant=(), dtypes=(), parts=()):
+    schemes = [get_scheme(name) for name in quant]
+    return building.CutlassBuilder().plan(platform, schemes, dtypes, parts, None)
+
+
+def test_what_has_no_kernels_is_an_error_before_anything_is_built(tools):
+    with pytest.raises(ArgumentError, match=r"^FlashInfer has no CUTLASS kernels of scheme int8_w8a8 in bfloat16 f"):
+        _plan(quant=["int8_w8a8"])
+    with pytest.raises(ArgumentError, match=r"^FlashInfer has no CUTLASS kernels of scheme unquantized in float32 for"):
+        _plan(quant=["unquantized"], dtypes=["float32"])
+    with pytest.raises(ArgumentError, match=r"^FlashInfer has CUTLASS kernels for sm90, sm100, sm103, sm120 and sm12"):
+        _plan(Platform.from_name("cuda:sm80"))
+    with pytest.raises(ArgumentError, match=r"^unknown set of CUTLASS kernels for cuda:sm90 'bfloat', did you mean"):
+        _plan(quant=["unquantized"], parts=["bfloat"])
+
+
+def test_tools_that_are_missing_are_named(monkeypatch, tools):
+    monkeypatch.setattr(package, "lacking_compiler", lambda: ["nvcc", "ninja"])
+    with pytest.raises(ArgumentError, match=r"^building needs nvcc, ninja and a C\+\+ compiler, found no nvcc and no"):
+        _plan()
+    monkeypatch.setattr(package, "lacking_compiler", list)
+    monkeypatch.setenv("CPATH", "")
+    monkeypatch.setattr(building, "_includes", list)
+    with pytest.raises(ArgumentError, match=r"^building needs headers of the CUDA toolkit, found no cuda_runtime.h, c"):
+        _plan()
+
+
+def test_memory_bounds_the_number_of_compilers():
+    plan = building.BuildPlan((), (), 1, 1.0, bytes_per_job=8 * 2**30, target=Path("x"))
+    assert plan.num_jobs(16, 64 * 2**30) == 8
+    assert plan.num_jobs(4, 64 * 2**30) == 4
+    assert plan.num_jobs(16, 2**30) == 1
+    assert plan.num_jobs(16, None) == 16
+
+
+@pytest.mark.skipif(not (shutil.which("c++") and shutil.which("nm")), reason="needs a C++ compiler and binutils")
+def test_a_kernel_that_was_not_built_throws_instead_of_ending_the_process(tmp_path):
+    (tmp_path / "one.cpp").write_text(
+        "namespace tensorrt_llm { struct Gemm { Gemm(int); int run() const; }; int built() { return 7; } }\n"
+        'extern "C" int works() { return tensorrt_llm::built(); }\n'
+        'extern "C" const char* fails() {\n'
+        '  static char text[400] = "";\n'
+        '  try { tensorrt_llm::Gemm gemm(3); return gemm.run() ? "ran" : ""; }\n'
+        "  catch (const std::exception& error) {\n"
+        "    for (int i = 0; i < 399 && error.what()[i]; ++i) text[i] = error.what()[i];\n"
+        "    return text;\n"
+        "  }\n"
+        "}\n"
+    )
+    source, object_file, library = (tmp_path / name for name in ("one.cpp", "one.o", "one.so"))
+    source.write_text("#include <exception>\n" + source.read_text())
+    subprocess.run(["c++", "-fPIC", "-c", str(source), "-o", str(object_file)], check=True)
+    missing = building.missing_symbols([str(object_file)])
+    assert missing == ["_ZN12tensorrt_llm4GemmC1Ei", "_ZNK12tensorrt_llm4Gemm3runEv"]
+    stubs = tmp_path / "stubs.cpp"
+    stubs.write_text(building.stub_source(missing, Path("/cache/fused_moe_90.so")))
+    subprocess.run(["c++", "-shared", "-fPIC", str(object_file), str(stubs), "-o", str(library)], check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.fails.restype = ctypes.c_char_p
+    assert loaded.works() == 7
+    assert loaded.fails().decode() == (
+        "/cache/fused_moe_90.so was built without these kernels; build them with moereg build-kernels "
+        "flashinfer_cutlass, or remove the file"
+    )
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    """A shared object in its place, by its manifest one of two sets."""
+    path = tmp_path / "aot" / "fused_moe_90.so"
+    path.parent.mkdir()
+    path.write_bytes(b"\x7fELF" + bytes(14) + (0x3E).to_bytes(2, "little") + bytes(80))
+    monkeypatch.setattr(package.python_platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(package, "built_module", lambda module, target: path if path.exists() else None)
+    monkeypatch.setattr(package, "aot_path", lambda module: path)
+    monkeypatch.setattr(package, "installed_version", lambda: "0.7.2")
+    Manifest("fused_moe_90", "0.7.2", "90a", ("bfloat16", "fp8_block128"), path.stat().st_size).write(path)
+    return path
+
+
+def _reason(name="bfloat16"):
+    return loading.reason_not_built("sm90", name, "--quant unquantized")
+
+
+def test_kernels_that_are_built_give_no_reason(built):
+    assert _reason() is None
+    assert manifest.read_manifest(built).sets == ("bfloat16", "fp8_block128")
+
+
+def test_kernels_that_are_not_in_it(built):
+    assert _reason("fp8") == (
+        f"requires the kernels fp8, got {built} with bfloat16, fp8_block128; "
+        "run moereg build-kernels flashinfer_cutlass --quant unquantized"
+    )
+
+
+def test_nothing_is_built(built):
+    built.unlink()
+    assert _reason() == (
+        "requires FlashInfer's kernels fused_moe_90, which are not built (all of them take about 8.7 hours of one "
+        "core, these a part of it); run moereg build-kernels flashinfer_cutlass --quant unquantized"
+    )
+
+
+def test_a_shared_object_for_another_processor(built, monkeypatch):
+    monkeypatch.setattr(package.python_platform, "machine", lambda: "aarch64")
+    assert _reason().startswith(
+        f"requires FlashInfer's kernels fused_moe_90, but {built} was built for x86_64, and this machine is aarch64; "
+    )
+
+
+def test_a_shared_object_of_another_version(built, monkeypatch):
+    monkeypatch.setattr(package, "installed_version", lambda: "0.7.3")
+    assert _reason().startswith(f"requires kernels of FlashInfer 0.7.3, got {built} of 0.7.2; run moereg build-kernels")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda values: values.update(num_bytes=1), "speaks of 1 bytes, and fused_moe_90.so has 100"),
+        (lambda values: values.update(schema=2), "has another schema than 1"),
+        (lambda values: values.pop("sets"), "lacks a field"),
+    ],
+    ids=["size", "schema", "field"],
+)
+def test_a_manifest_of_another_file(built, change, text):
+    path = manifest.manifest_path(built)
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+    assert f"requires to know what {built} holds, but its manifest {text}" in _reason()
+
+
+def test_a_shared_object_that_nobody_describes(built):
+    """Where FlashInfer puts none, and a missing kernel would end the process."""
+    manifest.manifest_path(built).unlink()
+    assert _reason().startswith(f"requires to know what {built} holds, which has no manifest; run moereg build-kernels")
+
+
+def test_a_whole_build_in_flashinfers_cache_has_no_manifest(built, monkeypatch):
+    manifest.manifest_path(built).unlink()
+    monkeypatch.setattr(package, "aot_path", lambda module: built.with_name("elsewhere.so"))
+    assert _reason() is None
+
+
+def test_architectures_without_such_kernels():
+    assert loading.reason_not_built("sm107", "bfloat16", "").endswith("builds these kernels for, got sm107")

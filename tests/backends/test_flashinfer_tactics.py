@@ -1,0 +1,162 @@
+"""Finding FlashInfer's tactics by timing, with a clock and times that are made up."""
+
+import json
+import logging
+
+import pytest
+
+from moereg.backends._flashinfer import tactics
+from moereg.backends._flashinfer.tactics import UNTUNED, TacticStore, Tuner, bucket_of
+
+_FIRST, _SECOND = range(4), range(4, 9)
+
+
+class _Layer:
+    """A call whose time depends on its tactics.
+
+    Attributes:
+        seconds: Of the made-up clock.
+        tried: Pairs in the order of their first run.
+    """
+
+    def __init__(self, times, broken=(), wrong=(), step=0.001):
+        self.times, self.broken, self.wrong, self.step = times, broken, wrong, step
+        self.seconds = 0.0
+        self.tried = []
+        self.num_tunings = 0
+
+    def microseconds(self, pair):
+        self.seconds += self.step
+        if pair not in self.tried:
+            self.tried.append(pair)
+        if set(pair) & set(self.broken):
+            raise RuntimeError("this tile needs more shared memory")
+        first, second = pair
+        return self.times.get(first, 50.0) + self.times.get(second, 50.0)
+
+    def difference(self, pair):
+        return 0.5 if set(pair) & set(self.wrong) else 0.001
+
+    def pair(self, tuner, num_tokens=16, is_capturing=False):
+        def timer():
+            self.num_tunings += 1
+            return self
+
+        return tuner.pair(num_tokens, lambda: (list(_FIRST), list(_SECOND)), timer, lambda: is_capturing)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return TacticStore(tmp_path / "deep" / "tactics.json")
+
+
+def _tuner(layer, store):
+    return Tuner("a layer", store, clock=lambda: layer.seconds)
+
+
+def test_the_fastest_tactic_of_each_product_is_taken(store):
+    layer = _Layer({2: 10.0, 7: 12.0})
+    assert layer.pair(_tuner(layer, store)) == (2, 7)
+    assert layer.tried == [*((first, -1) for first in _FIRST), *((2, second) for second in _SECOND)]
+
+
+def test_tactics_that_raise_or_give_other_numbers_are_not_taken(store, caplog):
+    layer = _Layer({1: 1.0, 2: 10.0, 7: 12.0, 8: 5.0}, broken=[1], wrong=[8])
+    with caplog.at_level(logging.WARNING, "moereg"):
+        assert layer.pair(_tuner(layer, store)) == (2, 7)
+    assert "drops tactics (2, 8), whose numbers are wrong" in caplog.text
+
+
+def test_a_bucket_is_tuned_once_and_kept_for_other_processes(store):
+    layer = _Layer({2: 10.0, 7: 12.0})
+    tuner = _tuner(layer, store)
+    assert {layer.pair(tuner, tokens) for tokens in (16, 17, 31)} == {(2, 7)}
+    assert layer.num_tunings == 1
+    later = _Layer({})
+    assert later.pair(_tuner(later, TacticStore(store.path)), 20) == (2, 7)
+    assert later.num_tunings == 0
+    assert list(json.loads(store.path.read_text())["pairs"]) == ["a layer|T16"]
+
+
+def test_another_layer_is_tuned_by_itself(store):
+    layer = _Layer({2: 10.0})
+    layer.pair(_tuner(layer, store))
+    other = _Layer({3: 10.0})
+    assert other.pair(Tuner("another layer", store, clock=lambda: other.seconds))[0] == 3
+
+
+def test_tuning_ends_when_its_time_is_over(store, caplog):
+    layer = _Layer({}, step=0.2)
+    with caplog.at_level(logging.INFO, "moereg"):
+        first, second = layer.pair(_tuner(layer, store))
+    assert first in _FIRST
+    assert len(layer.tried) < len(_FIRST) + len(_SECOND)
+    assert "the time for tuning was over before" in caplog.text
+    assert layer.seconds < 2 * tactics.SECONDS + 1
+    assert second in (*_SECOND, -1)
+
+
+def test_it_is_announced_before_it_starts(store, caplog):
+    layer = _Layer({})
+    with caplog.at_level(logging.INFO, "moereg"):
+        layer.pair(_tuner(layer, store))
+    assert caplog.messages[0] == (
+        "timing 9 tactics of flashinfer_cutlass for 16 to 31 tokens takes about 1 s; once for each layer shape, kept "
+        f"in {store.path}"
+    )
+
+
+def test_nothing_is_timed_while_a_graph_is_captured(store, caplog):
+    layer = _Layer({2: 10.0, 7: 12.0})
+    tuner = _tuner(layer, store)
+    with caplog.at_level(logging.WARNING, "moereg"):
+        assert layer.pair(tuner, 16, is_capturing=True) == UNTUNED
+        assert layer.pair(tuner, 16, is_capturing=True) == UNTUNED
+    assert len(caplog.messages) == 1
+    assert "can be 3 to 5 times slower (a CUDA graph is captured before a call of 16 to 31 tokens" in caplog.text
+    layer.pair(tuner, 64)
+    assert layer.pair(tuner, 16, is_capturing=True) == (2, 7)
+    assert "takes the tactics that it found for 64 tokens" in caplog.text
+    assert layer.num_tunings == 1
+    layer.pair(tuner, 16)
+    assert layer.num_tunings == 2
+
+
+def test_flashinfers_own_choice_on_request(store, monkeypatch, caplog):
+    monkeypatch.setenv(tactics.SWITCH, "first")
+    layer = _Layer({2: 10.0})
+    with caplog.at_level(logging.WARNING, "moereg"):
+        assert layer.pair(_tuner(layer, store)) == UNTUNED
+    assert layer.num_tunings == 0
+    assert "(MOEREG_FLASHINFER_TACTICS=first)" in caplog.text
+    assert not store.path.exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"schema": 2}', '{"schema": 1, "pairs": {"a": 3}}', "\x00"])
+def test_a_file_that_cannot_be_read_is_replaced(store, content, caplog):
+    store.path.parent.mkdir()
+    store.path.write_text(content)
+    with caplog.at_level(logging.WARNING, "moereg"):
+        assert store.get("a") is None
+        store.put("a", (1, 2))
+    assert TacticStore(store.path).get("a") == (1, 2)
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning_alone(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    store = TacticStore(tmp_path / "file" / "tactics.json")
+    store.put("a", (1, 2))
+    assert store.get("a") == (1, 2)
+    assert "could not be written" in caplog.text
+
+
+def test_two_processes_keep_both_of_what_they_found(store):
+    other = TacticStore(store.path)
+    assert other.get("b") is None
+    store.put("a", (1, 2))
+    other.put("b", (3, 4))
+    assert TacticStore(store.path).get("a") == (1, 2)
+
+
+def test_buckets_are_powers_of_two():
+    assert [bucket_of(tokens) for tokens in (1, 2, 3, 4, 7, 8, 4095, 4096)] == [1, 2, 2, 4, 4, 8, 2048, 4096]

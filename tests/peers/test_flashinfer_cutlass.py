@@ -1,0 +1,163 @@
+"""`flashinfer_cutlass` beside the installed FlashInfer: what signatures alone do not say."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from moereg.backends import flashinfer_moe
+from moereg.backends._flashinfer import kernel_sets
+from moereg.backends._flashinfer.cutlass import Rows
+from moereg.backends._flashinfer.loading import Library
+from moereg.experts import ExpertInputs
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.testing.inputs import make_inputs, make_weights
+from tests.support.flashinfer_imitation import ActivationType, Imitation
+
+pytestmark = pytest.mark.peers
+
+_CLASSES = {
+    "unquantized": flashinfer_moe.FlashInferCutlassExperts,
+    "fp8_tensor_static": flashinfer_moe.FlashInferCutlassFp8Experts,
+    "fp8_block128": flashinfer_moe.FlashInferCutlassBlockExperts,
+    "mxfp4_w4a16": flashinfer_moe.FlashInferCutlassPackedExperts,
+    "mxfp4_mxfp8": flashinfer_moe.FlashInferCutlassMxfp8Experts,
+    "nvfp4": flashinfer_moe.FlashInferCutlassNvfp4Experts,
+}
+
+
+@pytest.fixture(scope="module")
+def core():
+    return pytest.importorskip("flashinfer.fused_moe.core", reason="make test-peers installs flashinfer-python")
+
+
+class _Built:
+    """What the shared object has, as far as Python asks it on a machine without a GPU."""
+
+    def __init__(self):
+        self.made = []
+
+    def set_deepgemm_jit_include_dirs(self, folders):
+        assert os.path.isdir(folders[0])
+
+    def interleave_moe_weights_for_sm90_mixed_gemm(self, *arguments):
+        raise AssertionError("moereg interleaves by itself")
+
+    def init(self, *arguments):
+        self.made.append(arguments)
+        return types.SimpleNamespace(
+            get_gemm1_tactic_count=lambda: 3,
+            get_gemm2_tactic_count=lambda: 4,
+            get_tactic_occupancy=self.occupancy,
+            get_valid_tactics_for_shape=lambda stage, rows, depth: [0, 1, 3, 4, 5],
+        )
+
+    @staticmethod
+    def occupancy(tactic):
+        if tactic == 5:
+            raise RuntimeError("was built without these kernels")
+        return 0 if tactic == 2 else 1
+
+
+@pytest.fixture
+def runner(core, monkeypatch):
+    built = _Built()
+    spec = types.SimpleNamespace(build_and_load=lambda: built)
+    monkeypatch.setattr(core, "gen_cutlass_fused_moe_sm90_module", lambda use_fast_build: spec)
+    make = core.get_cutlass_fused_moe_module.__wrapped__
+    return make("90").MoERunner, built
+
+
+@pytest.mark.parametrize("quant", _CLASSES)
+def test_tactics_are_asked_of_flashinfers_own_runner(runner, quant):
+    runner, built = runner
+    problem = MoEProblem(num_experts=4, hidden_size=128, intermediate_size=128, top_k=2, quant=quant)
+    implementation = _CLASSES[quant](problem, Platform.from_name("cuda:sm90")).implementation
+    implementation.library = Library(None, None, ActivationType, runner, None)
+    ids = torch.zeros(1, 2, dtype=torch.int32)
+    first, second = implementation._candidates(Rows(ids, ids, ids, ids))
+    assert (first, second) == ([0, 1], [3, 4] if quant == "mxfp4_w4a16" else [3, 4, 6])
+    (made,) = built.made
+    names = ("x_dtype", "weight_dtype", "output_dtype")
+    assert made[:3] == tuple(implementation.dtypes[name] for name in names)
+    assert made[3:] == (quant == "fp8_block128", quant == "mxfp4_w4a16", quant == "mxfp4_mxfp8", False, False, False)
+
+
+class _Fixed:
+    def pair(self, *arguments):
+        return (0, 3)
+
+
+@pytest.mark.parametrize("quant", _CLASSES)
+def test_calls_bind_to_flashinfers_functions(core, quant):
+    problem = MoEProblem(num_experts=4, hidden_size=128, intermediate_size=128, top_k=2, quant=quant, has_bias=True)
+    weights, inputs = (
+        make_weights(problem, torch.device("cpu")),
+        make_inputs(problem, 2, "uniform", torch.device("cpu")),
+    )
+    experts = _CLASSES[quant](problem, Platform.from_name("cuda:sm90"))
+    imitation = Imitation()
+    bound = []
+
+    def checked(theirs, ours):
+        def call(*arguments, **keywords):
+            bound.append(inspect.signature(theirs).bind(*arguments, **keywords))
+            return ours(*arguments, **keywords)
+
+        return call
+
+    experts.implementation.library = Library(
+        checked(core.cutlass_fused_moe, imitation.fused_moe),
+        checked(core.cutlass_fused_moe_workspace_size, imitation.workspace_bytes),
+        core.ActivationType,
+        None,
+        None,
+    )
+    experts.implementation._tuner = _Fixed()
+    scratch = [torch.zeros(shape, dtype=problem.torch_dtype) for shape in experts.workspace_shapes(problem, 2)]
+    out = torch.empty(2, 128, dtype=problem.torch_dtype)
+    call = ExpertInputs(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    experts.apply(out, call, experts.permute_weights(weights.contiguous(), problem), *scratch)
+    assert len(bound) >= 2
+    assert ActivationType.Swiglu == core.ActivationType.Swiglu
+    assert out.isfinite().all()
+
+
+_COUNT_SOURCES = """
+import json, sys
+from moereg.backends._flashinfer import kernel_sets, loading
+spec = loading.specification(sys.argv[1])
+found = {name: len(kernel_sets.select_sources(spec.sources, [name])) for name in json.loads(sys.argv[2])}
+print(json.dumps({"all": len(spec.sources), **found}))
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_sets_find_their_sources(core, arch, tmp_path):
+    """A rename in FlashInfer's generator would leave a set without its tiles."""
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    module, capability, sets = kernel_sets.modules(arch)
+    home = {"CUDA_HOME": str(nvcc.parent.parent), "FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNT_SOURCES, module, json.dumps(sets)],
+        env={**os.environ, **home, "FLASHINFER_CUDA_ARCH_LIST": capability},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    expected = {
+        "sm90": {"bfloat16": 24, "float16": 24, "fp8_block128": 15, "fp8": 33, "mxfp4_w4a16": 38},
+        "sm100": {"bfloat16": 45, "fp8": 95, "mxfp4_mxfp8": 27, "nvfp4": 27},
+    }[arch]
+    assert {name: found[name] for name in expected} == expected
+    assert found["all"] > 200
