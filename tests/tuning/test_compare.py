@@ -150,3 +150,6 @@ def test_keys_tell_inputs_of_one_size_apart_and_the_running_candidate_is_told() 
     assert all(row.passed and row.first_ms > 0 for found in rows.values() for row in found)
     assert {step for _, step in told} == {"permute_weights", "apply"}
     assert comparison.stopped is None
+    # Three samples are taken whatever they cost.
+    hurried = comparison.measure(("uniform", 3), CEILINGS, rounds=5, seconds=1e-9)
+    assert {len(row.timing.samples_us) for row in hurried if row.timing} == {3}
