@@ -1,0 +1,85 @@
+"""Kernels' buffers as pieces of a layer's scratch memory: a dataclass of tensors, planned without memory.
+
+FlashInfer's kernels take a dataclass of buffers and come with a function that allocates one. On torch's meta device
+that function says shapes and dtypes and allocates nothing; here the pieces are then cut out of scratch memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from moereg.kernels.sizes import WORKSPACE_ALIGNMENT
+from moereg.layouts import round_up
+
+__all__ = ["Piece", "carved", "carved_fields", "num_bytes", "pieces_of"]
+
+B = TypeVar("B")
+
+
+class Piece(NamedTuple):
+    """A tensor to be."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes, padding behind it included."""
+        return round_up(math.prod(self.shape) * self.dtype.itemsize, WORKSPACE_ALIGNMENT)
+
+
+def num_bytes(pieces: Mapping[str, Piece]) -> int:
+    """Bytes of all pieces, one behind the other."""
+    return sum(piece.num_bytes for piece in pieces.values())
+
+
+def carved(memory: torch.Tensor, pieces: Mapping[str, Piece]) -> dict[str, torch.Tensor]:
+    """Tensors one behind the other.
+
+    Args:
+        memory: Contiguous, of any dtype, as large as the pieces.
+        pieces: By name.
+
+    Returns:
+        Contiguous views of the memory, by name.
+    """
+    data = memory.view(-1).view(torch.uint8)
+    tensors: dict[str, torch.Tensor] = {}
+    first = 0
+    for name, piece in pieces.items():
+        size = math.prod(piece.shape) * piece.dtype.itemsize
+        tensors[name] = data[first : first + size].view(piece.dtype).view(piece.shape)
+        first += piece.num_bytes
+    return tensors
+
+
+def pieces_of(plan: Any) -> dict[str, Piece]:
+    """The tensors of a dataclass, by field; a tensor that two fields share is planned once, under the first."""
+    pieces: dict[str, Piece] = {}
+    seen: set[int] = set()
+    for field in dataclasses.fields(plan):
+        value = getattr(plan, field.name)
+        if isinstance(value, torch.Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            pieces[field.name] = Piece(tuple(value.shape), value.dtype)
+    return pieces
+
+
+def carved_fields(plan: B, memory: torch.Tensor) -> B:
+    """The dataclass with pieces of the memory for its tensors.
+
+    Args:
+        plan: With tensors of the meta device.
+        memory: As in `carved`, for `pieces_of(plan)`.
+    """
+    tensors = carved(memory, pieces_of(plan))
+    by_identity = {id(getattr(plan, name)): tensor for name, tensor in tensors.items()}
+    fields = dataclasses.fields(plan)  # type: ignore[arg-type]  # any dataclass
+    values = {field.name: getattr(plan, field.name) for field in fields}
+    found = {name: by_identity[id(value)] for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return dataclasses.replace(plan, **found)  # type: ignore[type-var]
