@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Final
 
+from moereg.backends._flashinfer import claims
 from moereg.backends._flashinfer.loading import kernels_probe
 from moereg.backends._flashinfer.package import REQUIRES, can_be_imported, can_compile_at_run_time
 from moereg.backends._loaded import Implementation, LoadedExperts
@@ -19,15 +20,29 @@ from moereg.building import KernelBuilder
 from moereg.experts import Experts, Facts
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
+from moereg.quant import QuantScheme
 from moereg.registry import register_moe_backend
 
 __all__ = [
+    "FlashInferB12xExperts",
+    "FlashInferCuTeDslBatchedExperts",
+    "FlashInferCuTeDslExperts",
+    "FlashInferCuTileExperts",
+    "FlashInferCuTileFloat4Experts",
+    "FlashInferCuTileFloat8Experts",
     "FlashInferCutlassBlockExperts",
     "FlashInferCutlassExperts",
     "FlashInferCutlassFp8Experts",
     "FlashInferCutlassMxfp8Experts",
     "FlashInferCutlassNvfp4Experts",
     "FlashInferCutlassPackedExperts",
+    "FlashInferTrtLlmExperts",
+    "FlashInferTrtLlmFloat4Experts",
+    "FlashInferTrtLlmFloat8BlockExperts",
+    "FlashInferTrtLlmFloat8GroupExperts",
+    "FlashInferTrtLlmFloat8TensorExperts",
+    "FlashInferTrtLlmInteger4Experts",
+    "FlashInferTrtLlmNvfp4Experts",
 ]
 
 # What every cell needs; classes of kernels that have to be built or downloaded add probes of their own.
@@ -189,3 +204,254 @@ class FlashInferCutlassNvfp4Experts(_CutlassExperts):
         from moereg.backends._flashinfer import cutlass_quantized
 
         return cutlass_quantized.Nvfp4(self)
+
+
+# The other families. Among them, too, priorities are vLLM's order, below kernels that have run on such machines; where
+# none stands before it, a cell is opt-in. Neither sm100, sm103 nor sm120 has run any of these.
+
+_BLACKWELL: Final = ("cuda:sm100", "cuda:sm103")
+_TILES: Final = ("cuda:sm89", "cuda:sm90", "cuda:sm120f")
+
+
+def _trtllm(
+    scheme: str, *platforms: str, opt_in: bool = False
+) -> Callable[[type[Experts]], type[Experts]]:
+    """A rectangle of `flashinfer_trtllm`."""
+    return register_moe_backend(
+        name="flashinfer_trtllm",
+        priority=58,
+        quant_schemes=(scheme,),
+        platforms=platforms or _BLACKWELL,
+        requires=claims.OWN_KERNELS,
+        probes=claims.TRTLLM_PROBES,
+        opt_in=opt_in,
+    )
+
+
+def _cutedsl(priority: int, *schemes: str, opt_in: bool = False) -> Callable[[type[Experts]], type[Experts]]:
+    """A rectangle of `flashinfer_cutedsl`."""
+    return register_moe_backend(
+        name="flashinfer_cutedsl",
+        priority=priority,
+        quant_schemes=schemes,
+        platforms=_BLACKWELL,
+        requires=claims.CUTEDSL_REQUIRES,
+        probes=claims.CUTEDSL_PROBES,
+        opt_in=opt_in,
+    )
+
+
+def _cutile(
+    *schemes: str | QuantScheme, platforms: tuple[str, ...] = _TILES, opt_in: bool = False
+) -> Callable[[type[Experts]], type[Experts]]:
+    """A rectangle of `flashinfer_cutile`."""
+    return register_moe_backend(
+        name="flashinfer_cutile",
+        priority=35,
+        quant_schemes=schemes,
+        platforms=platforms,
+        requires=claims.CUTILE_REQUIRES,
+        probes=claims.CUTILE_PROBES,
+        opt_in=opt_in,
+    )
+
+
+class _TrtLlmExperts(LoadedExperts):
+    """TensorRT-LLM's generated kernels, standard format. Routes are local, so any placement of experts will do."""
+
+    facts = claims.TRTLLM_FACTS
+
+    @classmethod
+    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
+        return claims.trtllm_reasons(problem) + claims.scalar_reasons(problem)
+
+
+@_trtllm("unquantized")
+class FlashInferTrtLlmExperts(_TrtLlmExperts):
+    """bfloat16."""
+
+    facts = claims.TRTLLM_RELU2_FACTS
+    layouts = ("flashinfer_trtllm_blocks",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import trtllm
+
+        return trtllm.Bfloat16(self)
+
+
+@_trtllm("fp8_block128")
+class FlashInferTrtLlmFloat8BlockExperts(_TrtLlmExperts):
+    """8-bit floats with scales of 128 x 128."""
+
+    layouts = ("flashinfer_up_gate",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import trtllm
+
+        return trtllm.Float8Blocks(self)
+
+
+@_trtllm("mxfp8", opt_in=True)
+class FlashInferTrtLlmFloat8GroupExperts(_TrtLlmExperts):
+    """8-bit floats with scales of 32 columns."""
+
+    facts = claims.TRTLLM_RELU2_FACTS
+    layouts = ("flashinfer_trtllm_mxfp8",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import trtllm
+
+        return trtllm.Float8Groups(self)
+
+
+@_trtllm("fp8_tensor_static")
+class FlashInferTrtLlmFloat8TensorExperts(_TrtLlmExperts):
+    """8-bit floats with static scales. Tokens are quantized with the largest of the experts'."""
+
+    facts = claims.TRTLLM_PLAIN_FACTS
+    layouts = ("flashinfer_trtllm_fp8_tensor",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import trtllm
+
+        return trtllm.Float8Tensor(self)
+
+
+@_trtllm("nvfp4", opt_in=True)
+class FlashInferTrtLlmNvfp4Experts(_TrtLlmExperts):
+    """nvfp4 with static global scales. Tokens are quantized with the largest of the experts'."""
+
+    facts = claims.TRTLLM_PLAIN_FACTS
+    layouts = ("flashinfer_trtllm_nvfp4",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import trtllm
+
+        return trtllm.Float4(self)
+
+
+# FlashInfer's tests expect 16-bit activations to fail on sm103.
+@_trtllm("mxfp4_w4a16", "cuda:sm100")
+@_trtllm("mxfp4_mxfp8", opt_in=True)
+class FlashInferTrtLlmFloat4Experts(_TrtLlmExperts):
+    """mxfp4, with activations of 16 bits or mxfp8."""
+
+    facts = claims.TRTLLM_BIAS_FACTS
+    layouts = ("flashinfer_trtllm_mxfp4",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import trtllm
+
+        return trtllm.Float4(self)
+
+
+@_trtllm("int4_w4a16_g32")
+class FlashInferTrtLlmInteger4Experts(_TrtLlmExperts):
+    """4-bit integers in groups of 32. Scales become bf16, as most checkpoints have them, and routing weights too."""
+
+    facts = claims.TRTLLM_INTEGER_FACTS
+    layouts = ("flashinfer_trtllm_mxint4",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import trtllm
+
+        return trtllm.Integer4(self)
+
+
+@_cutedsl(57, "nvfp4_w4a16")
+@_cutedsl(57, "nvfp4", "mxfp4_mxfp8", opt_in=True)
+class FlashInferCuTeDslExperts(_TrtLlmExperts):
+    """CuTe DSL, standard format: 4-bit floats. nvfp4 quantizes tokens with the largest of the experts' scales."""
+
+    facts = claims.CUTEDSL_FACTS
+    layouts = ("flashinfer_cutedsl_interleaved",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import cutedsl
+
+        return cutedsl.Standard(self)
+
+
+@_cutedsl(56, "nvfp4", opt_in=True)
+class FlashInferCuTeDslBatchedExperts(LoadedExperts):
+    """CuTe DSL, batched format: nvfp4 with static scales of each expert."""
+
+    facts = claims.CUTEDSL_BATCHED_FACTS
+    output_form = "per_expert"
+    layouts = ("flashinfer_cutedsl_gate_up",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import cutedsl
+
+        return cutedsl.Batched(self)
+
+
+class _CuTileExperts(LoadedExperts):
+    """cuTile kernels, standard format: they need no nvcc. Equal inputs give equal bits."""
+
+    facts = claims.CUTILE_FACTS
+
+    @classmethod
+    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
+        return claims.scalar_reasons(problem)
+
+
+@_cutile("unquantized")
+class FlashInferCuTileExperts(_CuTileExperts):
+    """bfloat16."""
+
+    layouts = ("flashinfer_cutile_transposed",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import cutile
+
+        return cutile.Bfloat16(self)
+
+
+@_cutile("fp8_tensor_dynamic", platforms=("cuda:sm90", "cuda:sm120f"))
+@_cutile(claims.FP8_TENSOR_W8A16)
+@_cutile(claims.MXFP8_W8A16, opt_in=True)
+class FlashInferCuTileFloat8Experts(_CuTileExperts):
+    """8-bit floats; activations of 16 bits, or with one dynamic scale for all that count."""
+
+    facts = claims.CUTILE_FLOAT8_FACTS
+    layouts = ("flashinfer_cutile_float8",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import cutile
+
+        return cutile.Float8(self)
+
+
+@_cutile("nvfp4_w4a16", "mxfp4_w4a16")
+class FlashInferCuTileFloat4Experts(_CuTileExperts):
+    """4-bit floats with 16-bit activations."""
+
+    facts = claims.CUTILE_FLOAT4_FACTS
+    layouts = ("flashinfer_cutile_float4",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import cutile
+
+        return cutile.Float4(self)
+
+
+@register_moe_backend(
+    name="flashinfer_b12x",
+    priority=34,
+    quant_schemes=("nvfp4_w4a16",),
+    platforms=("cuda:sm120f",),
+    requires=claims.CUTEDSL_REQUIRES,
+    probes=_PROBES,
+    opt_in=True,
+)
+class FlashInferB12xExperts(LoadedExperts):
+    """b12x: nvfp4 weights with 16-bit activations. Sums with atomic additions, into buffers of the process."""
+
+    facts = claims.B12X_FACTS
+    layouts = ("flashinfer_b12x_packed",)
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import b12x
+
+        return b12x.Standard(self)

@@ -1,0 +1,128 @@
+"""FlashInfer's b12x kernels: 4-bit floats with 16-bit activations on sm120. No such machine has run this yet.
+
+FlashInfer's own entry point repacks weights at the first call and finds them again by their address, so new weights in
+the same memory would go unseen. Here they are repacked by `permute_weights`, and handed on.
+
+T tokens, K choices of each, E local experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from moereg.backends._flashinfer import shuffles
+from moereg.backends._flashinfer.library import announce
+from moereg.backends._flashinfer.scales import one_scale
+from moereg.backends._flashinfer.scratch import Piece, carved, num_bytes
+from moereg.backends._loaded import Call, Implementation
+from moereg.experts import Experts
+from moereg.kernels.rows.local import local_routes
+from moereg.layouts import aligned
+from moereg.weights import ExpertWeights, PermutedWeights
+
+_PACKED: Final = ("w13", "w13_scale", "w13_global_scale", "w2", "w2_scale", "w2_global_scale")
+_COUNTERS: Final = "workspace"
+"""Field of FlashInfer's value that holds counters of the device and belongs to no expert."""
+
+
+class Standard(Implementation):
+    """nvfp4 weights, 16-bit activations: one call for the whole layer."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__(experts)
+        from flashinfer.fused_moe.cute_dsl.blackwell_sm12x import moe_w4a16_prepare
+        from flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_dispatch import launch_sm120_moe
+
+        self.launch: Any = launch_sm120_moe
+        self.prepared: Any = moe_w4a16_prepare.W4A16PackedWeights
+
+    @property
+    def activation(self) -> str:
+        """FlashInfer's name."""
+        return self.problem.activation.name
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """Repacked by FlashInfer, all experts at once.
+
+        Raises:
+            ValueError: Gate and up have different global scales.
+        """
+        from flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_w4a16_prepare import (
+            prepare_w4a16_modelopt_nvfp4_weights,
+        )
+
+        assert weights.w13_scale is not None and weights.w13_scale_2 is not None
+        assert weights.w2_scale is not None and weights.w2_scale_2 is not None
+        prepared = prepare_w4a16_modelopt_nvfp4_weights(
+            w13_fp4=aligned(weights.w13),
+            w13_blockscale=_padded_scales(weights.w13_scale),
+            w13_global_scale=one_scale(weights.w13_scale_2, "w13_scale_2"),
+            w2_fp4=aligned(weights.w2),
+            w2_blockscale=_padded_scales(weights.w2_scale),
+            w2_global_scale=weights.w2_scale_2,
+            activation=self.activation,
+            params_dtype=self.problem.torch_dtype,
+            w13_layout="gate_up",
+        )
+        tensors = {name: getattr(prepared, name) for name in _PACKED}
+        return PermutedWeights(self.layouts[0], tensors, {_COUNTERS: prepared.workspace})
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Routes. FlashInfer keeps the kernels' own buffers, one set for a process."""
+        return (0,), (num_bytes(self._pieces(num_tokens)) // self.problem.torch_dtype.itemsize,)
+
+    def run(self, call: Call) -> None:
+        problem, inputs, weights = self.problem, call.inputs, call.weights
+        experts = problem.num_local_experts
+        scratch = carved(call.workspace2, self._pieces(len(inputs.hidden_states)))
+        local_routes(
+            scratch["topk_ids"],
+            scratch["topk_weights"],
+            inputs.topk_ids,
+            inputs.topk_weights,
+            inputs.expert_map,
+            experts if inputs.expert_map is None else len(inputs.expert_map),
+            experts,
+        )
+        packed = {name: weights[name] for name in (*_PACKED, _COUNTERS)}
+        announce(
+            "flashinfer_b12x compiles its kernels at the first call of a layer's sizes, which takes about a minute"
+        )
+        self.launch(
+            a=aligned(inputs.hidden_states),
+            topk_ids=scratch["topk_ids"],
+            topk_weights=scratch["topk_weights"],
+            w1_weight=packed["w13"],
+            w1_weight_sf=packed["w13_scale"],
+            w1_alpha=packed["w13_global_scale"],
+            w2_weight=packed["w2"],
+            w2_weight_sf=packed["w2_scale"],
+            w2_alpha=packed["w2_global_scale"],
+            num_experts=experts,
+            top_k=problem.top_k,
+            num_local_experts=experts,
+            scatter_output=call.out,
+            activation=self.activation,
+            quant_mode="w4a16",
+            _prepared_weights=self.prepared(
+                **packed,
+                hidden_size=problem.hidden_size,
+                intermediate_size=problem.intermediate_size,
+                num_experts=experts,
+                is_gated=problem.activation.gated,
+                params_dtype=problem.torch_dtype,
+                w13_layout="w31",
+            ),
+        )
+
+    def _pieces(self, num_tokens: int) -> dict[str, Piece]:
+        shape = (num_tokens, self.problem.top_k)
+        return {"topk_ids": Piece(shape, torch.int32), "topk_weights": Piece(shape, torch.float32)}
+
+
+def _padded_scales(scale: torch.Tensor) -> torch.Tensor:
+    """Scales [E, N, G] in blocks, as [E, N, G] with both rounded up to whole blocks."""
+    blocks = shuffles.each_expert(scale, shuffles.swizzled_scales)
+    return blocks.view(len(scale), blocks.shape[1] * shuffles.SCALE_ROWS, blocks.shape[2] * shuffles.SCALE_COLUMNS)

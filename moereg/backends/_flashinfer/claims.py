@@ -1,0 +1,154 @@
+"""Facts, predicates and probes that classes of `moereg/backends/flashinfer_moe.py` share. Imports no kernel library."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from moereg.backends._flashinfer.package import REQUIRES, built_module, can_be_imported, has_compiler
+from moereg.backends._flashinfer.tileiras import CUDA_TILE, can_compile_tiles
+from moereg.facts import Facts
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.quant import WHOLE, QuantFormat, QuantScheme
+
+__all__ = [
+    "B12X_FACTS",
+    "CUTEDSL_BATCHED_FACTS",
+    "CUTEDSL_FACTS",
+    "CUTEDSL_PROBES",
+    "CUTEDSL_REQUIRES",
+    "CUTILE_FACTS",
+    "CUTILE_FLOAT4_FACTS",
+    "CUTILE_FLOAT8_FACTS",
+    "CUTILE_PROBES",
+    "CUTILE_REQUIRES",
+    "FP8_TENSOR_W8A16",
+    "MXFP8_W8A16",
+    "OWN_KERNELS",
+    "TRTLLM_BIAS_FACTS",
+    "TRTLLM_FACTS",
+    "TRTLLM_INTEGER_FACTS",
+    "TRTLLM_PLAIN_FACTS",
+    "TRTLLM_RELU2_FACTS",
+    "TRTLLM_PROBES",
+    "scalar_reasons",
+    "trtllm_reasons",
+]
+
+_E4M3: Final = "float8_e4m3fn"
+
+FP8_TENSOR_W8A16: Final = QuantScheme("fp8_tensor_w8a16", QuantFormat(_E4M3, (WHOLE, WHOLE)))
+MXFP8_W8A16: Final = QuantScheme("mxfp8_w8a16", QuantFormat(_E4M3, (1, 32), scale_dtype="float8_e8m0fnu"))
+"""Weights of 8-bit floats with 16-bit activations: what cuTile kernels compute for checkpoints of fp8 and mxfp8."""
+
+OWN_KERNELS: Final = (REQUIRES, "triton>=3.6")
+"""moereg's own Triton kernels prepare the routes, and the codes of tokens."""
+
+_FACTS: Final = Facts(
+    activations=frozenset({"silu", "swigluoai"}),
+    activation_scalars=True,
+    swiglu_limit=True,
+    activation_formats=frozenset({"standard"}),
+    dtypes=frozenset({"bfloat16"}),
+    placements=frozenset({"contiguous", "map"}),
+    graph_capture=True,
+)
+
+CUTILE_FACTS: Final = dataclasses.replace(
+    _FACTS,
+    activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
+    # A stable sort, no atomic addition, and a sum in the order of a token's choices.
+    deterministic=True,
+    # Copies of tiles begin at multiples of 16 bytes.
+    requires_multiple={"hidden_size": 8, "intermediate_size": 8},
+    max_experts=1024,
+)
+CUTILE_FLOAT8_FACTS: Final = dataclasses.replace(
+    CUTILE_FACTS, requires_multiple={"hidden_size": 32, "intermediate_size": 32}
+)
+CUTILE_FLOAT4_FACTS: Final = dataclasses.replace(
+    CUTILE_FACTS, requires_multiple={"hidden_size": 64, "intermediate_size": 64}
+)
+CUTILE_REQUIRES: Final = (*OWN_KERNELS, CUDA_TILE)
+CUTILE_PROBES: Final = (can_be_imported, can_compile_tiles)
+
+TRTLLM_FACTS: Final = dataclasses.replace(
+    _FACTS,
+    # FlashInfer checks the latter; scales of blocks and groups need both.
+    requires_multiple={"hidden_size": 128, "intermediate_size": 128},
+)
+TRTLLM_RELU2_FACTS: Final = dataclasses.replace(
+    TRTLLM_FACTS, activations=frozenset({"silu", "swigluoai", "relu2"})
+)
+TRTLLM_BIAS_FACTS: Final = dataclasses.replace(TRTLLM_FACTS, bias=True)
+TRTLLM_PLAIN_FACTS: Final = dataclasses.replace(
+    # Scalars would be those of sums before scales are applied, which differ between experts.
+    TRTLLM_FACTS,
+    activations=frozenset({"silu", "relu2"}),
+    activation_scalars=False,
+    swiglu_limit=False,
+)
+TRTLLM_INTEGER_FACTS: Final = dataclasses.replace(
+    TRTLLM_FACTS, requires_multiple={"hidden_size": 256, "intermediate_size": 256}
+)
+
+CUTEDSL_FACTS: Final = dataclasses.replace(
+    TRTLLM_FACTS, activations=frozenset({"silu", "gelu_tanh", "swigluoai", "relu2"})
+)
+CUTEDSL_BATCHED_FACTS: Final = dataclasses.replace(
+    TRTLLM_FACTS,
+    # The only one with a kernel that applies it and quantizes.
+    activations=frozenset({"silu"}),
+    activation_scalars=False,
+    swiglu_limit=False,
+    activation_formats=frozenset({"batched"}),
+)
+B12X_FACTS: Final = dataclasses.replace(
+    TRTLLM_PLAIN_FACTS,
+    # A later call with more tokens frees the buffers that a graph has captured.
+    graph_capture=False,
+)
+# CuTe DSL changes its language between minor versions.
+CUTEDSL_REQUIRES: Final = (*OWN_KERNELS, "nvidia-cutlass-dsl>=4.8,<5")
+
+_MOST_EXPERTS: Final = 2048
+_MOST_CHOICES: Final = 32
+"""What TensorRT-LLM's kernels that sort routes are compiled for."""
+
+
+def _has_launcher(platform: Platform) -> str | None:
+    """Probe: what the launcher of TensorRT-LLM's kernels lacks, unless it was built before."""
+    target = f"{platform.arch.removeprefix('sm')}a"
+    return None if built_module("fused_moe_trtllm_sm100", target) else has_compiler(platform)
+
+
+def _has_sort(platform: Platform) -> str | None:
+    """Probe: what the sort of routes lacks, unless it was built before."""
+    target = f"{platform.arch.removeprefix('sm')}a"
+    return None if built_module("moe_utils", target) else has_compiler(platform)
+
+
+TRTLLM_PROBES: Final = (can_be_imported, _has_launcher)
+CUTEDSL_PROBES: Final = (can_be_imported, _has_sort)
+
+
+def trtllm_reasons(problem: MoEProblem) -> list[str]:
+    """Sizes that TensorRT-LLM's sort of routes is not compiled for."""
+    reasons = []
+    if problem.num_experts > _MOST_EXPERTS:
+        reasons.append(f"requires num_experts <= {_MOST_EXPERTS}, got {problem.num_experts}")
+    if problem.top_k > _MOST_CHOICES:
+        reasons.append(f"requires top_k <= {_MOST_CHOICES}, got {problem.top_k}")
+    return reasons
+
+
+def scalar_reasons(problem: MoEProblem) -> list[str]:
+    """Scalars of activations that FlashInfer's have no place for: those of a gate without sigmoid."""
+    activation = problem.activation
+    if activation.name in ("silu", "swigluoai"):
+        return []
+    reasons = [f"requires beta=0, got {activation}"] if activation.beta else []
+    if activation.limit is not None:
+        reasons.append(f"requires no clamp, got {activation}")
+    return reasons

@@ -1,0 +1,208 @@
+"""FlashInfer's CuTe DSL kernels for 4-bit floats: sm100 and its family. No such machine has run this yet.
+
+CuTe DSL compiles products at their first use, and FlashInfer compiles its sort of routes with nvcc and headers that it
+downloads. Ids are local, -1 where a route has no expert: to the kernels every rank is the first one.
+
+T tokens, K choices of each, E local experts, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from moereg.backends._flashinfer import shuffles
+from moereg.backends._flashinfer.coded import CodedTokens
+from moereg.backends._flashinfer.library import announce
+from moereg.backends._flashinfer.scales import one_for_all, one_scale
+from moereg.backends._flashinfer.scratch import Piece, carved, num_bytes
+from moereg.backends._loaded import Call, Implementation
+from moereg.experts import Experts
+from moereg.kernels.rows.local import local_routes
+from moereg.layouts import aligned
+from moereg.weights import ExpertWeights, PermutedWeights
+
+_HALVES: Final = 64
+"""Rows of up, then of gate, that a tile of the first product holds."""
+
+_ANNOUNCEMENT: Final = (
+    "flashinfer_cutedsl compiles its kernels at the first call of a layer's sizes, about a minute in all, in every "
+    "process, and its sort of routes with nvcc once; the latter is kept in FlashInfer's cache"
+)
+
+
+def _scale_blocks(weights: ExpertWeights, matrix: str, halves: int) -> torch.Tensor:
+    scale = weights.tensors()[f"{matrix}_scale"]
+    grouped = shuffles.grouped_halves(scale, _HALVES) if halves == 2 else scale
+    return shuffles.each_expert(grouped, shuffles.swizzled_scales)
+
+
+class Standard(Implementation):
+    """One call for the whole layer: nvfp4 with static global scales, or 16-bit activations, or mxfp4 with mxfp8."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__(experts)
+        from flashinfer.fused_moe import cute_dsl_fused_moe
+        from flashinfer.tllm_enums import ActivationType
+
+        self.entry: Any = cute_dsl_fused_moe
+        names = {"gelu_tanh": ActivationType.GegluTanh, "relu2": ActivationType.Relu2}
+        self._activation_type = names.get(self.problem.activation.name, ActivationType.Swiglu).value
+        activation = self.computes.activation
+        self.coded = None if activation is None else CodedTokens(activation, self.problem.hidden_size)
+
+    @property
+    def mode(self) -> str:
+        """FlashInfer's name of what is multiplied."""
+        if self.coded is None:
+            return "w4a16"
+        return "w4a4" if self.coded.fmt.global_scale else "w4a8"
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """`w13` in groups of 64 rows of up and of gate; scales in blocks; products of global scales.
+
+        Raises:
+            ValueError: Gate and up have different global scales, or nvfp4 has no static scales of activations.
+        """
+        halves = self.problem.activation.num_halves
+        w13 = shuffles.grouped_halves(weights.w13, _HALVES) if halves == 2 else aligned(weights.w13)
+        tensors = {"w13": w13, "w2": aligned(weights.w2)}
+        tensors["w13_scale"] = _scale_blocks(weights, "w13", halves)
+        tensors["w2_scale"] = _scale_blocks(weights, "w2", 1)
+        ones = torch.ones(weights.num_experts, dtype=torch.float32, device=weights.w13.device)
+        first = one_scale(weights.w13_scale_2, "w13_scale_2") if weights.w13_scale_2 is not None else ones
+        second = weights.w2_scale_2 if weights.w2_scale_2 is not None else ones
+        shared: dict[str, torch.Tensor] = {}
+        if self.mode == "w4a4":
+            inputs, intermediate = one_for_all(weights, "a13_scale"), one_for_all(weights, "a2_scale")
+            first, second = first * inputs, second * intermediate
+            shared = {"a13_scale": inputs, "fc2_input_scale": intermediate.reciprocal()}
+        tensors |= {"w13_alpha": aligned(first), "w2_alpha": aligned(second)}
+        return PermutedWeights(self.layouts[0], tensors, shared)
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Routes and codes. The kernels' own buffers come from torch's allocator."""
+        return (0,), (num_bytes(self._pieces(num_tokens)) // self.problem.torch_dtype.itemsize,)
+
+    def run(self, call: Call) -> None:
+        problem, inputs, weights, activation = self.problem, call.inputs, call.weights, self.problem.activation
+        scratch = carved(call.workspace2, self._pieces(len(inputs.hidden_states)))
+        local_routes(
+            scratch["topk_ids"],
+            scratch["topk_weights"],
+            inputs.topk_ids,
+            inputs.topk_weights,
+            inputs.expert_map,
+            problem.num_local_experts if inputs.expert_map is None else len(inputs.expert_map),
+            problem.num_local_experts,
+        )
+        tokens, scales = aligned(inputs.hidden_states), None
+        if self.coded is not None:
+            tokens, scales = self.coded.run(
+                scratch, tokens, weights.get("a13_scale"), scratch["topk_ids"], problem.num_local_experts
+            )
+            if self.mode == "w4a4":
+                scales = scales.unsqueeze(-1)
+        scalars = {}
+        if activation.name in ("silu", "swigluoai"):
+            scalars = {"swiglu_alpha": activation.alpha, "swiglu_beta": activation.beta}
+            if activation.limit is not None:
+                scalars["swiglu_limit"] = activation.limit
+        announce(_ANNOUNCEMENT)
+        self.entry(
+            x=tokens,
+            x_sf=scales,
+            token_selected_experts=scratch["topk_ids"],
+            token_final_scales=scratch["topk_weights"],
+            w1_weight=weights["w13"],
+            w1_weight_sf=shuffles.mma_scales(weights["w13_scale"]),
+            w1_alpha=weights["w13_alpha"],
+            fc2_input_scale=weights.get("fc2_input_scale"),
+            w2_weight=weights["w2"],
+            w2_weight_sf=shuffles.mma_scales(weights["w2_scale"]),
+            w2_alpha=weights["w2_alpha"],
+            num_experts=problem.num_experts,
+            top_k=problem.top_k,
+            num_local_experts=problem.num_local_experts,
+            local_expert_offset=0,
+            output_dtype=problem.torch_dtype,
+            # Atomic additions in the second product, which mxfp8 cannot do without.
+            use_fused_finalize=self.mode == "w4a8",
+            moe_output=call.out,
+            activation_type=self._activation_type,
+            quant_mode=self.mode,
+            **scalars,
+        )
+
+    def _pieces(self, num_tokens: int) -> dict[str, Piece]:
+        shape = (num_tokens, self.problem.top_k)
+        pieces = {"topk_ids": Piece(shape, torch.int32), "topk_weights": Piece(shape, torch.float32)}
+        return pieces if self.coded is None else pieces | self.coded.pieces(num_tokens)
+
+
+class Batched(Implementation):
+    """nvfp4, batched format: rows quantized by expert, two products on the rows that count, SiLU between them."""
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """The canonical codes; scales in blocks; products of global scales, and inverses to quantize with, [E].
+
+        Raises:
+            ValueError: Gate and up have different global scales, or there are no static scales of activations.
+        """
+        assert weights.w13_scale_2 is not None and weights.w2_scale_2 is not None
+        count = weights.num_experts
+        inputs = one_for_all(weights, "a13_scale", largest=False).expand(count)
+        intermediate = one_for_all(weights, "a2_scale", largest=False).expand(count)
+        tensors = {
+            "w13": aligned(weights.w13),
+            "w2": aligned(weights.w2),
+            "w13_scale": _scale_blocks(weights, "w13", 1),
+            "w2_scale": _scale_blocks(weights, "w2", 1),
+            "w13_alpha": one_scale(weights.w13_scale_2, "w13_scale_2") * inputs,
+            "w2_alpha": weights.w2_scale_2 * intermediate,
+            "a13_inverse": inputs.reciprocal(),
+            "a2_inverse": intermediate.reciprocal(),
+        }
+        return PermutedWeights(self.layouts[0], tensors)
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows of the first product. Codes come from torch's allocator."""
+        return (self.problem.num_local_experts, num_tokens, 2 * self.problem.intermediate_size), (0,)
+
+    def run(self, call: Call) -> None:
+        from flashinfer import scaled_fp4_grouped_quantize, silu_and_mul_scaled_nvfp4_experts_quantize
+
+        inputs, weights = call.inputs, call.weights
+        counts = inputs.expert_num_tokens
+        assert counts is not None
+        announce(_ANNOUNCEMENT)
+        codes = scaled_fp4_grouped_quantize(inputs.hidden_states, counts, weights["a13_inverse"])
+        gemm1 = call.workspace13.view(len(counts), -1, 2 * self.problem.intermediate_size)
+        _masked_product(gemm1, codes, weights, "w13", counts)
+        codes = silu_and_mul_scaled_nvfp4_experts_quantize(gemm1, counts, weights["a2_inverse"])
+        _masked_product(call.out, codes, weights, "w2", counts)
+
+
+def _masked_product(
+    out: torch.Tensor,
+    codes: tuple[torch.Tensor, torch.Tensor],
+    weights: PermutedWeights,
+    name: str,
+    counts: torch.Tensor,
+) -> None:
+    """Each expert's rows [E, M, K] times its matrix [E, N, K], to `out` [E, M, N]."""
+    from flashinfer.cute_dsl import grouped_gemm_nt_masked
+
+    grouped_gemm_nt_masked(
+        lhs=codes,
+        rhs=(weights[name].permute(1, 2, 0), shuffles.mma_scales(weights[f"{name}_scale"])),
+        out=out.permute(1, 2, 0),
+        masked_m=counts,
+        ab_dtype="float4_e2m1fn",
+        sf_dtype="float8_e4m3fn",
+        c_dtype=str(out.dtype).removeprefix("torch."),
+        sf_vec_size=16,
+        alpha=weights[f"{name}_alpha"],
+        alpha_dtype="float32",
+    )

@@ -1,0 +1,436 @@
+"""TensorRT-LLM's generated kernels through FlashInfer: sm100 and its family. No such machine has run this yet.
+
+Routes come as local experts and fp32 weights, so the kernels' own routing only sorts them. Ids are local already and
+the rest is -1, which it drops: to the kernels every rank is the first one, and any placement works.
+
+The products are downloaded as binaries at first use, some MiB for each kind of weights.
+
+T tokens, K choices of each, E local experts, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from moereg.backends._flashinfer import shuffles
+from moereg.backends._flashinfer.coded import CodedTokens
+from moereg.backends._flashinfer.library import announce
+from moereg.backends._flashinfer.scales import one_for_all
+from moereg.backends._flashinfer.scratch import Piece, carved, num_bytes
+from moereg.backends._loaded import Call, Implementation
+from moereg.experts import Experts
+from moereg.kernels.rows.local import local_routes
+from moereg.layouts import aligned
+from moereg.quant import QuantFormat
+from moereg.weights import ExpertWeights, PermutedWeights
+
+
+class _TrtLlm(Implementation):
+    """One entry point: routes, codes of tokens where it wants them, and the call.
+
+    Attributes:
+        entry: FlashInfer's function.
+        coded: How tokens are quantized, or None.
+    """
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__(experts)
+        self.entry = self._entry()
+        self._options = self.options()
+        activation = self.computes.activation
+        self.coded = None if activation is None else CodedTokens(activation, self.problem.hidden_size)
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Routes and codes. The kernels' own buffers come from torch's allocator."""
+        return (0,), (num_bytes(self._pieces(num_tokens)) // self.problem.torch_dtype.itemsize,)
+
+    def run(self, call: Call) -> None:
+        problem, inputs, weights = self.problem, call.inputs, call.weights
+        scratch = carved(call.workspace2, self._pieces(len(inputs.hidden_states)))
+        num_ids = problem.num_local_experts if inputs.expert_map is None else len(inputs.expert_map)
+        local_routes(
+            scratch["topk_ids"],
+            scratch["topk_weights"],
+            inputs.topk_ids,
+            inputs.topk_weights,
+            inputs.expert_map,
+            num_ids,
+            problem.num_local_experts,
+        )
+        tokens = {"hidden_states": aligned(inputs.hidden_states)}
+        if self.coded is not None:
+            codes, scales = self.coded.run(
+                scratch,
+                tokens["hidden_states"],
+                weights.get("a13_scale"),
+                scratch["topk_ids"],
+                problem.num_local_experts,
+            )
+            tokens = self.coded_arguments(scratch, codes, scales)
+        announce(
+            "flashinfer_trtllm compiles its launcher with nvcc at its first call, which takes minutes, and downloads "
+            "kernels; both are kept in FlashInfer's cache"
+        )
+        self.entry(
+            topk_ids=self.routes(scratch),
+            **tokens,
+            **self.weight_arguments(weights),
+            num_experts=problem.num_experts,
+            top_k=problem.top_k,
+            n_group=None,
+            topk_group=None,
+            intermediate_size=problem.intermediate_size,
+            local_expert_offset=0,
+            local_num_experts=problem.num_local_experts,
+            routed_scaling_factor=None,
+            do_finalize=True,
+            output=call.out,
+            **self._options,
+        )
+
+    @abc.abstractmethod
+    def _entry(self) -> Any:
+        """FlashInfer's function, imported."""
+
+    def routes(self, scratch: Mapping[str, torch.Tensor]) -> Any:
+        """Ids and weights, or both in one number."""
+        return scratch["topk_ids"], scratch["topk_weights"]
+
+    def coded_arguments(
+        self, scratch: Mapping[str, torch.Tensor], codes: torch.Tensor, scales: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Codes and scales as arguments of the entry point."""
+        return {"hidden_states": codes, "hidden_states_scale": scales}
+
+    @abc.abstractmethod
+    def weight_arguments(self, weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
+        """Permuted weights as arguments of the entry point."""
+
+    def options(self) -> dict[str, Any]:
+        """Further arguments."""
+        from flashinfer.tllm_enums import ActivationType, RoutingMethodType
+
+        activation = ActivationType.Swiglu if self.problem.activation.gated else ActivationType.Relu2
+        # Routes are given. This method's kernels are the ones that are compiled for most experts and choices.
+        return {"activation_type": activation.value, "routing_method_type": RoutingMethodType.Renormalize.value}
+
+    @property
+    def halves(self) -> int:
+        """2 where gated, else 1."""
+        return self.problem.activation.num_halves
+
+    def _pieces(self, num_tokens: int) -> dict[str, Piece]:
+        shape = (num_tokens, self.problem.top_k)
+        pieces = {"topk_ids": Piece(shape, torch.int32), "topk_weights": Piece(shape, torch.float32)}
+        if self.coded is not None:
+            pieces |= self.coded.pieces(num_tokens) | self.further_pieces(num_tokens)
+        return pieces
+
+    def further_pieces(self, num_tokens: int) -> dict[str, Piece]:
+        """Of a subclass."""
+        return {}
+
+    def scalars(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+        """Alpha, beta and the clamp as [E] fp32, those that are not the plain function's."""
+        activation = self.problem.activation
+        given = {
+            "gemm1_alpha": None if activation.alpha == 1.0 else activation.alpha,
+            "gemm1_beta": activation.beta or None,
+            "gemm1_clamp_limit": activation.limit,
+        }
+        like = weights.w13.new_empty(0, dtype=torch.float32)
+        return {
+            name: like.new_full((weights.num_experts,), value) for name, value in given.items() if value is not None
+        }
+
+    def shuffled(self, tensor: torch.Tensor, matrix: str, blocks: bool = False) -> torch.Tensor:
+        """w13 or w2 in the rows' order that the kernels read, expert by expert.
+
+        Args:
+            tensor: [E, N, ...]: a matrix, its scales, or [E, N, 1] biases.
+            matrix: `w13` or `w2`.
+            blocks: Whether parts of 128 bytes of all rows lie together.
+        """
+        num_rows = tensor.shape[1]
+        order = shuffles.gemm1_rows(num_rows, self.halves) if matrix == "w13" else shuffles.gemm2_rows(num_rows)
+        rows = order.to(tensor.device)
+
+        def permute(expert: torch.Tensor) -> torch.Tensor:
+            data = expert.view(torch.uint8) if expert.element_size() == 1 else expert
+            data = data.index_select(0, rows)
+            return shuffles.blocks_of_columns(data) if blocks else data
+
+        return shuffles.each_expert(tensor, permute, tensor.dtype)
+
+    def shuffled_scales(self, scale: torch.Tensor, matrix: str) -> torch.Tensor:
+        """Scales [E, N, G] with the rows of their matrix, in blocks of 128 x 4: as many numbers, in the same shape."""
+        shuffled = self.shuffled(scale, matrix)
+        return shuffles.each_expert(shuffled, shuffles.swizzled_scales).view(scale.shape)
+
+
+class Bfloat16(_TrtLlm):
+    """16-bit weights."""
+
+    def _entry(self) -> Any:
+        from flashinfer.fused_moe import trtllm_bf16_routed_moe
+
+        return trtllm_bf16_routed_moe
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """`w13` [E, H / 64, 2 * I, 64] and `w2` [E, I / 64, H, 64], rows shuffled, up and gate alternating."""
+        tensors = weights.tensors("weight")
+        matrices = {name: self.shuffled(tensors[name], name, blocks=True) for name in tensors}
+        return PermutedWeights(self.layouts[0], {**matrices, **self.scalars(weights)})
+
+    def weight_arguments(self, weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
+        return {"gemm1_weights": weights["w13"], "gemm2_weights": weights["w2"], **_scalars(weights)}
+
+    def options(self) -> dict[str, Any]:
+        from flashinfer.tllm_enums import WeightLayout
+
+        return {
+            **super().options(),
+            "use_shuffled_weight": True,
+            "weight_layout": WeightLayout.BlockMajorK.value,
+        }
+
+
+class Float8Blocks(_TrtLlm):
+    """8-bit floats with scales of 128 x 128, as DeepSeek stores them."""
+
+    def _entry(self) -> Any:
+        from flashinfer.fused_moe import trtllm_fp8_block_scale_routed_moe
+
+        return trtllm_fp8_block_scale_routed_moe
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """Matrices and scales with up rows first; w2 and its scales are the given tensors."""
+        tensors = {name: aligned(tensor) for name, tensor in weights.tensors("weight", "scale").items()}
+        for name in ("w13", "w13_scale"):
+            tensors[name] = shuffles.swapped_halves(tensors[name], self.halves)
+        return PermutedWeights(self.layouts[0], {**tensors, **self.scalars(weights)})
+
+    def weight_arguments(self, weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
+        return {"routing_bias": None, **_scaled(weights), **_scalars(weights)}
+
+    def further_pieces(self, num_tokens: int) -> dict[str, Piece]:
+        return {"turned_scales": Piece((self.problem.hidden_size // 128, num_tokens), torch.float32)}
+
+    def coded_arguments(
+        self, scratch: Mapping[str, torch.Tensor], codes: torch.Tensor, scales: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        # Scales of a group of columns lie together.
+        turned = scratch["turned_scales"].copy_(scales.T)
+        return super().coded_arguments(scratch, codes, turned)
+
+    def options(self) -> dict[str, Any]:
+        from flashinfer.tllm_enums import Fp8QuantizationType, WeightLayout
+
+        return {
+            **super().options(),
+            "use_shuffled_weight": False,
+            "weight_layout": WeightLayout.MajorK.value,
+            "fp8_quantization_type": Fp8QuantizationType.DeepSeekFp8,
+        }
+
+
+class Float8Groups(Float8Blocks):
+    """mxfp8: 8-bit floats with scales of 32 columns that are powers of two."""
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """Rows shuffled, up and gate alternating; scales as bytes, in blocks."""
+        tensors = _shuffled_groups(self, weights)
+        scales = {name: tensors[name].view(torch.uint8) for name in ("w13_scale", "w2_scale")}
+        return PermutedWeights(self.layouts[0], {**tensors, **scales, **self.scalars(weights)})
+
+    def further_pieces(self, num_tokens: int) -> dict[str, Piece]:
+        return {}
+
+    def coded_arguments(
+        self, scratch: Mapping[str, torch.Tensor], codes: torch.Tensor, scales: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        return {"hidden_states": codes, "hidden_states_scale": scales}
+
+    def options(self) -> dict[str, Any]:
+        from flashinfer.tllm_enums import Fp8QuantizationType
+
+        return {
+            **super().options(),
+            "use_shuffled_weight": True,
+            "fp8_quantization_type": Fp8QuantizationType.MxFp8,
+        }
+
+
+class Float8Tensor(_TrtLlm):
+    """8-bit floats with one scale for a matrix, or for each of its halves, and static scales of activations."""
+
+    def _entry(self) -> Any:
+        from flashinfer.fused_moe import trtllm_fp8_per_tensor_scale_routed_moe
+
+        return trtllm_fp8_per_tensor_scale_routed_moe
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """Rows shuffled, up and gate alternating; scales multiplied as the kernels apply them, [E].
+
+        Tokens are quantized before their experts are known, so with the largest of the experts' scales.
+        """
+        tensors = weights.tensors()
+        matrices = {name: self.shuffled(tensors[name], name) for name in ("w13", "w2")}
+        scales = _output_scales(self, tensors["w13_scale"], tensors["w2_scale"], weights)
+        return PermutedWeights(
+            self.layouts[0], {**matrices, **scales}, {"a13_scale": one_for_all(weights, "a13_scale")}
+        )
+
+    def weight_arguments(self, weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
+        return {
+            "routing_bias": None,
+            "gemm1_weights": weights["w13"],
+            "gemm2_weights": weights["w2"],
+            "output1_scales_scalar": weights["output1_scale"],
+            "output1_scales_gate_scalar": weights["gate_scale"],
+            "output2_scales_scalar": weights["output2_scale"],
+        }
+
+    def coded_arguments(
+        self, scratch: Mapping[str, torch.Tensor], codes: torch.Tensor, scales: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        return {"hidden_states": codes}
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "use_routing_scales_on_input": False}
+
+
+class Float4(_TrtLlm):
+    """4-bit floats: mxfp4 with activations of 16 bits or mxfp8, or nvfp4 with static global scales."""
+
+    def _entry(self) -> Any:
+        from flashinfer.fused_moe import trtllm_fp4_block_scale_routed_moe
+
+        return trtllm_fp4_block_scale_routed_moe
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """Rows shuffled, up and gate alternating; scales in blocks, biases fp32 in the rows' order.
+
+        Raises:
+            ValueError: nvfp4 without static scales of activations.
+        """
+        tensors = _shuffled_groups(self, weights)
+        shared: dict[str, torch.Tensor] = {}
+        for name, bias in weights.tensors("bias").items():
+            tensors[name] = self.shuffled(bias.float().unsqueeze(2), name.removesuffix("_bias")).squeeze(2)
+        if self._weight.global_scale:
+            assert weights.w13_scale_2 is not None and weights.w2_scale_2 is not None
+            tensors |= _output_scales(self, weights.w13_scale_2, weights.w2_scale_2, weights)
+            shared["a13_scale"] = one_for_all(weights, "a13_scale")
+            if self.halves == 2:
+                # Kernels of this format read it also where it is 1.
+                tensors["gemm1_alpha"] = torch.ones_like(tensors["gate_scale"])
+        return PermutedWeights(self.layouts[0], {**tensors, **self.scalars(weights)}, shared)
+
+    @property
+    def _weight(self) -> QuantFormat:
+        assert self.computes.weight is not None
+        return self.computes.weight
+
+    def weight_arguments(self, weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
+        arguments = {
+            "routing_bias": None,
+            **_scaled(weights),
+            "gemm1_bias": weights.get("w13_bias"),
+            "gemm2_bias": weights.get("w2_bias"),
+            **_scalars(weights),
+            "output1_scale_scalar": weights.get("output1_scale"),
+            "output1_scale_gate_scalar": weights.get("gate_scale"),
+            "output2_scale_scalar": weights.get("output2_scale"),
+        }
+        for name in ("gemm1_weights_scale", "gemm2_weights_scale"):
+            # The entry point wants this dtype for powers of two as well, and tells them by their number.
+            scale = arguments[name]
+            assert scale is not None
+            arguments[name] = scale.view(torch.float8_e4m3fn)
+        if self.coded is None:
+            arguments["hidden_states_scale"] = None
+        return arguments
+
+    def coded_arguments(
+        self, scratch: Mapping[str, torch.Tensor], codes: torch.Tensor, scales: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        return super().coded_arguments(scratch, codes, scales.view(torch.float8_e4m3fn))
+
+    def options(self) -> dict[str, Any]:
+        from flashinfer.tllm_enums import SfLayout
+
+        return {**super().options(), "hidden_states_scale_layout": SfLayout.layout_linear}
+
+
+class Integer4(_TrtLlm):
+    """4-bit integers in groups of 32 with 16-bit scales: mxint4."""
+
+    def _entry(self) -> Any:
+        from flashinfer.fused_moe import trtllm_mxint4_block_scale_routed_moe
+
+        return trtllm_mxint4_block_scale_routed_moe
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        """Codes without their offset of 8, rows shuffled, parts of 128 bytes together; scales bf16, in blocks."""
+        tensors = weights.tensors()
+        permuted: dict[str, torch.Tensor] = {}
+        for name in ("w13", "w2"):
+            # q - 8 in two's complement is q with its highest bit turned.
+            codes = shuffles.each_expert(tensors[name], lambda expert: expert ^ 0x88)
+            permuted[name] = self.shuffled(codes, name, blocks=True)
+            permuted[f"{name}_scale"] = self.shuffled_scales(tensors[f"{name}_scale"].bfloat16(), name)
+        return PermutedWeights(self.layouts[0], {**permuted, **self.scalars(weights)})
+
+    def weight_arguments(self, weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
+        return {**_scaled(weights), **_scalars(weights)}
+
+    def routes(self, scratch: Mapping[str, torch.Tensor]) -> Any:
+        """Expert in the upper half of a number, the weight's bf16 in the lower: this entry point takes no others."""
+        low = scratch["topk_weights"].bfloat16().view(torch.int16).to(torch.int32) & 0xFFFF
+        return (scratch["topk_ids"] << 16) | low
+
+    def options(self) -> dict[str, Any]:
+        options = super().options()
+        del options["activation_type"]
+        return options
+
+
+def _scaled(weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
+    return {
+        "gemm1_weights": weights["w13"],
+        "gemm1_weights_scale": weights["w13_scale"],
+        "gemm2_weights": weights["w2"],
+        "gemm2_weights_scale": weights["w2_scale"],
+    }
+
+
+def _scalars(weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
+    return {name: weights.get(name) for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")}
+
+
+def _shuffled_groups(layer: _TrtLlm, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+    tensors = weights.tensors()
+    permuted = {name: layer.shuffled(tensors[name], name) for name in ("w13", "w2")}
+    for name in ("w13", "w2"):
+        permuted[f"{name}_scale"] = layer.shuffled_scales(tensors[f"{name}_scale"], name)
+    return permuted
+
+
+def _output_scales(
+    layer: _TrtLlm, w13_scale: torch.Tensor, w2_scale: torch.Tensor, weights: ExpertWeights
+) -> dict[str, torch.Tensor]:
+    """Products of scales, [E] fp32: of the gate, of the up half with the intermediate's inverse, and of the output."""
+    inputs = one_for_all(weights, "a13_scale")
+    halves = w13_scale.reshape(len(w13_scale), -1) * inputs
+    intermediate = one_for_all(weights, "a2_scale", largest=False).expand(len(w13_scale))
+    return {
+        # One that is not gated takes the first product's scale from here, and is rounded by the next alone.
+        "gate_scale": aligned(halves[:, 0].contiguous()),
+        "output1_scale": aligned(((halves[:, -1] if layer.halves == 2 else 1.0) / intermediate).contiguous()),
+        "output2_scale": aligned((w2_scale * intermediate).contiguous()),
+    }
