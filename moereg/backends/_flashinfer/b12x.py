@@ -8,7 +8,7 @@ T tokens, K choices of each, E local experts.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -17,7 +17,6 @@ from moereg.backends._flashinfer.library import announce
 from moereg.backends._flashinfer.scales import one_scale
 from moereg.backends._flashinfer.scratch import Piece, carved, num_bytes
 from moereg.backends._loaded import Call, Implementation
-from moereg.experts import Experts
 from moereg.kernels.rows.local import local_routes
 from moereg.layouts import aligned
 from moereg.weights import ExpertWeights, PermutedWeights
@@ -29,14 +28,6 @@ _COUNTERS: Final = "workspace"
 
 class Standard(Implementation):
     """nvfp4 weights, 16-bit activations: one call for the whole layer."""
-
-    def __init__(self, experts: Experts) -> None:
-        super().__init__(experts)
-        from flashinfer.fused_moe.cute_dsl.blackwell_sm12x import moe_w4a16_prepare
-        from flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_dispatch import launch_sm120_moe
-
-        self.launch: Any = launch_sm120_moe
-        self.prepared: Any = moe_w4a16_prepare.W4A16PackedWeights
 
     @property
     def activation(self) -> str:
@@ -74,6 +65,9 @@ class Standard(Implementation):
         return (0,), (num_bytes(self._pieces(num_tokens)) // self.problem.torch_dtype.itemsize,)
 
     def run(self, call: Call) -> None:
+        from flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_dispatch import launch_sm120_moe
+        from flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_w4a16_prepare import W4A16PackedWeights
+
         problem, inputs, weights = self.problem, call.inputs, call.weights
         experts = problem.num_local_experts
         scratch = carved(call.workspace2, self._pieces(len(inputs.hidden_states)))
@@ -90,7 +84,7 @@ class Standard(Implementation):
         announce(
             "flashinfer_b12x compiles its kernels at the first call of a layer's sizes, which takes about a minute"
         )
-        self.launch(
+        launch_sm120_moe(
             a=aligned(inputs.hidden_states),
             topk_ids=scratch["topk_ids"],
             topk_weights=scratch["topk_weights"],
@@ -106,7 +100,7 @@ class Standard(Implementation):
             scatter_output=call.out,
             activation=self.activation,
             quant_mode="w4a16",
-            _prepared_weights=self.prepared(
+            _prepared_weights=W4A16PackedWeights(
                 **packed,
                 hidden_size=problem.hidden_size,
                 intermediate_size=problem.intermediate_size,

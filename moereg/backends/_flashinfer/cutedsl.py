@@ -8,7 +8,7 @@ T tokens, K choices of each, E local experts, H hidden, I intermediate.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -32,6 +32,14 @@ _ANNOUNCEMENT: Final = (
 )
 
 
+def _activation_type(name: str) -> int:
+    """FlashInfer's."""
+    from flashinfer.tllm_enums import ActivationType
+
+    value = {"gelu_tanh": ActivationType.GegluTanh, "relu2": ActivationType.Relu2}.get(name, ActivationType.Swiglu)
+    return int(value)
+
+
 def _scale_blocks(weights: ExpertWeights, matrix: str, halves: int) -> torch.Tensor:
     scale = weights.tensors()[f"{matrix}_scale"]
     grouped = shuffles.grouped_halves(scale, _HALVES) if halves == 2 else scale
@@ -43,12 +51,6 @@ class Standard(Implementation):
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
-        from flashinfer.fused_moe import cute_dsl_fused_moe
-        from flashinfer.tllm_enums import ActivationType
-
-        self.entry: Any = cute_dsl_fused_moe
-        names = {"gelu_tanh": ActivationType.GegluTanh, "relu2": ActivationType.Relu2}
-        self._activation_type = names.get(self.problem.activation.name, ActivationType.Swiglu).value
         activation = self.computes.activation
         self.coded = None if activation is None else CodedTokens(activation, self.problem.hidden_size)
 
@@ -110,7 +112,9 @@ class Standard(Implementation):
             if activation.limit is not None:
                 scalars["swiglu_limit"] = activation.limit
         announce(_ANNOUNCEMENT)
-        self.entry(
+        from flashinfer.fused_moe import cute_dsl_fused_moe
+
+        cute_dsl_fused_moe(
             x=tokens,
             x_sf=scales,
             token_selected_experts=scratch["topk_ids"],
@@ -130,7 +134,7 @@ class Standard(Implementation):
             # Atomic additions in the second product, which mxfp8 cannot do without.
             use_fused_finalize=self.mode == "w4a8",
             moe_output=call.out,
-            activation_type=self._activation_type,
+            activation_type=_activation_type(activation.name),
             quant_mode=self.mode,
             **scalars,
         )

@@ -60,8 +60,6 @@ class _CuTile(Implementation):
 
     Attributes:
         arch: Compute capability of the platform, 90 say.
-        kernels: FlashInfer's functions.
-        activation: FlashInfer's value of the problem's activation.
     """
 
     block_rows: tuple[int, ...]
@@ -70,8 +68,6 @@ class _CuTile(Implementation):
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
         self.arch = int(self.platform.arch.removeprefix("sm"))
-        self.kernels = self._kernels()
-        self.activation = _activation(self.problem.activation)
         self._plan = functools.lru_cache(maxsize=_PLANS)(self._planned)
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -118,6 +114,16 @@ class _CuTile(Implementation):
             **self.options(num_tokens),
         )
         clear_dead_rows(call.out, routes["is_live"])
+
+    @functools.cached_property
+    def kernels(self) -> Kernels:
+        """FlashInfer's functions, imported when a layer first runs."""
+        return self._kernels()
+
+    @functools.cached_property
+    def activation(self) -> Any:
+        """FlashInfer's value of the problem's activation."""
+        return _activation(self.problem.activation)
 
     @abc.abstractmethod
     def _kernels(self) -> Kernels:

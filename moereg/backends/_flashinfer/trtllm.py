@@ -11,6 +11,7 @@ T tokens, K choices of each, E local experts, H hidden, I intermediate.
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,14 +34,11 @@ class _TrtLlm(Implementation):
     """One entry point: routes, codes of tokens where it wants them, and the call.
 
     Attributes:
-        entry: FlashInfer's function.
         coded: How tokens are quantized, or None.
     """
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
-        self.entry = self._entry()
-        self._options = self.options()
         activation = self.computes.activation
         self.coded = None if activation is None else CodedTokens(activation, self.problem.hidden_size)
 
@@ -75,7 +73,8 @@ class _TrtLlm(Implementation):
             "flashinfer_trtllm compiles its launcher with nvcc at its first call, which takes minutes, and downloads "
             "kernels; both are kept in FlashInfer's cache"
         )
-        self.entry(
+        entry, options = self._call
+        entry(
             topk_ids=self.routes(scratch),
             **tokens,
             **self.weight_arguments(weights),
@@ -89,11 +88,15 @@ class _TrtLlm(Implementation):
             routed_scaling_factor=None,
             do_finalize=True,
             output=call.out,
-            **self._options,
+            **options,
         )
 
+    @functools.cached_property
+    def _call(self) -> tuple[Any, dict[str, Any]]:
+        return self.entry(), self.options()
+
     @abc.abstractmethod
-    def _entry(self) -> Any:
+    def entry(self) -> Any:
         """FlashInfer's function, imported."""
 
     def routes(self, scratch: Mapping[str, torch.Tensor]) -> Any:
@@ -175,7 +178,7 @@ class _TrtLlm(Implementation):
 class Bfloat16(_TrtLlm):
     """16-bit weights."""
 
-    def _entry(self) -> Any:
+    def entry(self) -> Any:
         from flashinfer.fused_moe import trtllm_bf16_routed_moe
 
         return trtllm_bf16_routed_moe
@@ -202,7 +205,7 @@ class Bfloat16(_TrtLlm):
 class Float8Blocks(_TrtLlm):
     """8-bit floats with scales of 128 x 128, as DeepSeek stores them."""
 
-    def _entry(self) -> Any:
+    def entry(self) -> Any:
         from flashinfer.fused_moe import trtllm_fp8_block_scale_routed_moe
 
         return trtllm_fp8_block_scale_routed_moe
@@ -268,7 +271,7 @@ class Float8Groups(Float8Blocks):
 class Float8Tensor(_TrtLlm):
     """8-bit floats with one scale for a matrix, or for each of its halves, and static scales of activations."""
 
-    def _entry(self) -> Any:
+    def entry(self) -> Any:
         from flashinfer.fused_moe import trtllm_fp8_per_tensor_scale_routed_moe
 
         return trtllm_fp8_per_tensor_scale_routed_moe
@@ -307,7 +310,7 @@ class Float8Tensor(_TrtLlm):
 class Float4(_TrtLlm):
     """4-bit floats: mxfp4 with activations of 16 bits or mxfp8, or nvfp4 with static global scales."""
 
-    def _entry(self) -> Any:
+    def entry(self) -> Any:
         from flashinfer.fused_moe import trtllm_fp4_block_scale_routed_moe
 
         return trtllm_fp4_block_scale_routed_moe
@@ -370,7 +373,7 @@ class Float4(_TrtLlm):
 class Integer4(_TrtLlm):
     """4-bit integers in groups of 32 with 16-bit scales: mxint4."""
 
-    def _entry(self) -> Any:
+    def entry(self) -> Any:
         from flashinfer.fused_moe import trtllm_mxint4_block_scale_routed_moe
 
         return trtllm_mxint4_block_scale_routed_moe

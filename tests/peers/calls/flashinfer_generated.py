@@ -1,4 +1,4 @@
-"""What FlashInfer's backends beside `flashinfer_cutlass` call: `flashinfer_trtllm`, `_cutedsl`, `_cutile` and `_b12x`."""
+"""What `flashinfer_trtllm`, `flashinfer_cutedsl`, `flashinfer_cutile` and `flashinfer_b12x` call in FlashInfer."""
 
 from __future__ import annotations
 
