@@ -20,7 +20,6 @@ from moereg.building import KernelBuilder
 from moereg.experts import Experts, Facts
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
-from moereg.quant import QuantScheme
 from moereg.registry import register_moe_backend
 
 __all__ = [
@@ -42,7 +41,6 @@ __all__ = [
     "FlashInferTrtLlmFloat8GroupExperts",
     "FlashInferTrtLlmFloat8TensorExperts",
     "FlashInferTrtLlmInteger4Experts",
-    "FlashInferTrtLlmNvfp4Experts",
 ]
 
 # What every cell needs; classes of kernels that have to be built or downloaded add probes of their own.
@@ -209,52 +207,6 @@ class FlashInferCutlassNvfp4Experts(_CutlassExperts):
 # The other families. Among them, too, priorities are vLLM's order, below kernels that have run on such machines; where
 # none stands before it, a cell is opt-in. Neither sm100, sm103 nor sm120 has run any of these.
 
-_BLACKWELL: Final = ("cuda:sm100", "cuda:sm103")
-_TILES: Final = ("cuda:sm89", "cuda:sm90", "cuda:sm120f")
-
-
-def _trtllm(
-    scheme: str, *platforms: str, opt_in: bool = False
-) -> Callable[[type[Experts]], type[Experts]]:
-    """A rectangle of `flashinfer_trtllm`."""
-    return register_moe_backend(
-        name="flashinfer_trtllm",
-        priority=58,
-        quant_schemes=(scheme,),
-        platforms=platforms or _BLACKWELL,
-        requires=claims.OWN_KERNELS,
-        probes=claims.TRTLLM_PROBES,
-        opt_in=opt_in,
-    )
-
-
-def _cutedsl(priority: int, *schemes: str, opt_in: bool = False) -> Callable[[type[Experts]], type[Experts]]:
-    """A rectangle of `flashinfer_cutedsl`."""
-    return register_moe_backend(
-        name="flashinfer_cutedsl",
-        priority=priority,
-        quant_schemes=schemes,
-        platforms=_BLACKWELL,
-        requires=claims.CUTEDSL_REQUIRES,
-        probes=claims.CUTEDSL_PROBES,
-        opt_in=opt_in,
-    )
-
-
-def _cutile(
-    *schemes: str | QuantScheme, platforms: tuple[str, ...] = _TILES, opt_in: bool = False
-) -> Callable[[type[Experts]], type[Experts]]:
-    """A rectangle of `flashinfer_cutile`."""
-    return register_moe_backend(
-        name="flashinfer_cutile",
-        priority=35,
-        quant_schemes=schemes,
-        platforms=platforms,
-        requires=claims.CUTILE_REQUIRES,
-        probes=claims.CUTILE_PROBES,
-        opt_in=opt_in,
-    )
-
 
 class _TrtLlmExperts(LoadedExperts):
     """TensorRT-LLM's generated kernels, standard format. Routes are local, so any placement of experts will do."""
@@ -266,7 +218,7 @@ class _TrtLlmExperts(LoadedExperts):
         return claims.trtllm_reasons(problem) + claims.scalar_reasons(problem)
 
 
-@_trtllm("unquantized")
+@claims.trtllm("unquantized")
 class FlashInferTrtLlmExperts(_TrtLlmExperts):
     """bfloat16."""
 
@@ -279,7 +231,7 @@ class FlashInferTrtLlmExperts(_TrtLlmExperts):
         return trtllm.Bfloat16(self)
 
 
-@_trtllm("fp8_block128")
+@claims.trtllm("fp8_block128")
 class FlashInferTrtLlmFloat8BlockExperts(_TrtLlmExperts):
     """8-bit floats with scales of 128 x 128."""
 
@@ -291,7 +243,7 @@ class FlashInferTrtLlmFloat8BlockExperts(_TrtLlmExperts):
         return trtllm.Float8Blocks(self)
 
 
-@_trtllm("mxfp8", opt_in=True)
+@claims.trtllm("mxfp8", opt_in=True)
 class FlashInferTrtLlmFloat8GroupExperts(_TrtLlmExperts):
     """8-bit floats with scales of 32 columns."""
 
@@ -304,7 +256,7 @@ class FlashInferTrtLlmFloat8GroupExperts(_TrtLlmExperts):
         return trtllm.Float8Groups(self)
 
 
-@_trtllm("fp8_tensor_static")
+@claims.trtllm("fp8_tensor_static")
 class FlashInferTrtLlmFloat8TensorExperts(_TrtLlmExperts):
     """8-bit floats with static scales. Tokens are quantized with the largest of the experts'."""
 
@@ -317,27 +269,15 @@ class FlashInferTrtLlmFloat8TensorExperts(_TrtLlmExperts):
         return trtllm.Float8Tensor(self)
 
 
-@_trtllm("nvfp4", opt_in=True)
-class FlashInferTrtLlmNvfp4Experts(_TrtLlmExperts):
-    """nvfp4 with static global scales. Tokens are quantized with the largest of the experts'."""
-
-    facts = claims.TRTLLM_PLAIN_FACTS
-    layouts = ("flashinfer_trtllm_nvfp4",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import trtllm
-
-        return trtllm.Float4(self)
-
-
 # FlashInfer's tests expect 16-bit activations to fail on sm103.
-@_trtllm("mxfp4_w4a16", "cuda:sm100")
-@_trtllm("mxfp4_mxfp8", opt_in=True)
+@claims.trtllm("mxfp4_w4a16", "cuda:sm100")
+@claims.trtllm("mxfp4_mxfp8", opt_in=True)
+@claims.trtllm("nvfp4", opt_in=True, **claims.UNSCALED)
 class FlashInferTrtLlmFloat4Experts(_TrtLlmExperts):
-    """mxfp4, with activations of 16 bits or mxfp8."""
+    """mxfp4, with activations of 16 bits or mxfp8; nvfp4 with static global scales, tokens by the experts' largest."""
 
     facts = claims.TRTLLM_BIAS_FACTS
-    layouts = ("flashinfer_trtllm_mxfp4",)
+    layouts = ("flashinfer_trtllm_float4",)
 
     def _load(self) -> Implementation:
         from moereg.backends._flashinfer import trtllm
@@ -345,7 +285,7 @@ class FlashInferTrtLlmFloat4Experts(_TrtLlmExperts):
         return trtllm.Float4(self)
 
 
-@_trtllm("int4_w4a16_g32")
+@claims.trtllm("int4_w4a16_g32")
 class FlashInferTrtLlmInteger4Experts(_TrtLlmExperts):
     """4-bit integers in groups of 32. Scales become bf16, as most checkpoints have them, and routing weights too."""
 
@@ -358,8 +298,8 @@ class FlashInferTrtLlmInteger4Experts(_TrtLlmExperts):
         return trtllm.Integer4(self)
 
 
-@_cutedsl(57, "nvfp4_w4a16")
-@_cutedsl(57, "nvfp4", "mxfp4_mxfp8", opt_in=True)
+@claims.cutedsl(57, "nvfp4_w4a16")
+@claims.cutedsl(57, "nvfp4", "mxfp4_mxfp8", opt_in=True)
 class FlashInferCuTeDslExperts(_TrtLlmExperts):
     """CuTe DSL, standard format: 4-bit floats. nvfp4 quantizes tokens with the largest of the experts' scales."""
 
@@ -372,7 +312,7 @@ class FlashInferCuTeDslExperts(_TrtLlmExperts):
         return cutedsl.Standard(self)
 
 
-@_cutedsl(56, "nvfp4", opt_in=True)
+@claims.cutedsl(56, "nvfp4", opt_in=True)
 class FlashInferCuTeDslBatchedExperts(LoadedExperts):
     """CuTe DSL, batched format: nvfp4 with static scales of each expert."""
 
@@ -396,7 +336,7 @@ class _CuTileExperts(LoadedExperts):
         return claims.scalar_reasons(problem)
 
 
-@_cutile("unquantized")
+@claims.cutile("unquantized")
 class FlashInferCuTileExperts(_CuTileExperts):
     """bfloat16."""
 
@@ -408,9 +348,9 @@ class FlashInferCuTileExperts(_CuTileExperts):
         return cutile.Bfloat16(self)
 
 
-@_cutile("fp8_tensor_dynamic", platforms=("cuda:sm90", "cuda:sm120f"))
-@_cutile(claims.FP8_TENSOR_W8A16)
-@_cutile(claims.MXFP8_W8A16, opt_in=True)
+@claims.cutile("fp8_tensor_dynamic", platforms=("cuda:sm90", "cuda:sm120f"))
+@claims.cutile(claims.FP8_TENSOR_W8A16)
+@claims.cutile(claims.MXFP8_W8A16, opt_in=True)
 class FlashInferCuTileFloat8Experts(_CuTileExperts):
     """8-bit floats; activations of 16 bits, or with one dynamic scale for all that count."""
 
@@ -423,7 +363,7 @@ class FlashInferCuTileFloat8Experts(_CuTileExperts):
         return cutile.Float8(self)
 
 
-@_cutile("nvfp4_w4a16", "mxfp4_w4a16")
+@claims.cutile("nvfp4_w4a16", "mxfp4_w4a16")
 class FlashInferCuTileFloat4Experts(_CuTileExperts):
     """4-bit floats with 16-bit activations."""
 

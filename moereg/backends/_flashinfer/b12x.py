@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from moereg.backends._flashinfer import shuffles
-from moereg.backends._flashinfer.library import announce
+from moereg.backends._flashinfer.first_call import first_call
 from moereg.backends._flashinfer.scales import one_scale
 from moereg.backends._flashinfer.scratch import Piece, carved, num_bytes
 from moereg.backends._loaded import Call, Implementation
@@ -81,35 +81,33 @@ class Standard(Implementation):
             experts,
         )
         packed = {name: weights[name] for name in (*_PACKED, _COUNTERS)}
-        announce(
-            "flashinfer_b12x compiles its kernels at the first call of a layer's sizes, which takes about a minute"
-        )
-        launch_sm120_moe(
-            a=aligned(inputs.hidden_states),
-            topk_ids=scratch["topk_ids"],
-            topk_weights=scratch["topk_weights"],
-            w1_weight=packed["w13"],
-            w1_weight_sf=packed["w13_scale"],
-            w1_alpha=packed["w13_global_scale"],
-            w2_weight=packed["w2"],
-            w2_weight_sf=packed["w2_scale"],
-            w2_alpha=packed["w2_global_scale"],
-            num_experts=experts,
-            top_k=problem.top_k,
-            num_local_experts=experts,
-            scatter_output=call.out,
-            activation=self.activation,
-            quant_mode="w4a16",
-            _prepared_weights=W4A16PackedWeights(
-                **packed,
-                hidden_size=problem.hidden_size,
-                intermediate_size=problem.intermediate_size,
+        with first_call("flashinfer_b12x", problem, 60.0, "nothing keeps them for the next process"):
+            launch_sm120_moe(
+                a=aligned(inputs.hidden_states),
+                topk_ids=scratch["topk_ids"],
+                topk_weights=scratch["topk_weights"],
+                w1_weight=packed["w13"],
+                w1_weight_sf=packed["w13_scale"],
+                w1_alpha=packed["w13_global_scale"],
+                w2_weight=packed["w2"],
+                w2_weight_sf=packed["w2_scale"],
+                w2_alpha=packed["w2_global_scale"],
                 num_experts=experts,
-                is_gated=problem.activation.gated,
-                params_dtype=problem.torch_dtype,
-                w13_layout="w31",
-            ),
-        )
+                top_k=problem.top_k,
+                num_local_experts=experts,
+                scatter_output=call.out,
+                activation=self.activation,
+                quant_mode="w4a16",
+                _prepared_weights=W4A16PackedWeights(
+                    **packed,
+                    hidden_size=problem.hidden_size,
+                    intermediate_size=problem.intermediate_size,
+                    num_experts=experts,
+                    is_gated=problem.activation.gated,
+                    params_dtype=problem.torch_dtype,
+                    w13_layout="w31",
+                ),
+            )
 
     def _pieces(self, num_tokens: int) -> dict[str, Piece]:
         shape = (num_tokens, self.problem.top_k)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 from moereg.backends._flashinfer.package import REQUIRES, built_module, can_be_imported, has_compiler
 from moereg.backends._flashinfer.tileiras import CUDA_TILE, can_compile_tiles
-from moereg.facts import Facts
+from moereg.experts import Experts
+from moereg.facts import Facts, NarrowedFacts
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quant import WHOLE, QuantFormat, QuantScheme
+from moereg.registry import register_moe_backend
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Decorator = Callable[[type[Experts]], type[Experts]]
 
 __all__ = [
     "B12X_FACTS",
@@ -30,9 +38,13 @@ __all__ = [
     "TRTLLM_FACTS",
     "TRTLLM_INTEGER_FACTS",
     "TRTLLM_PLAIN_FACTS",
-    "TRTLLM_RELU2_FACTS",
     "TRTLLM_PROBES",
+    "TRTLLM_RELU2_FACTS",
+    "UNSCALED",
+    "cutedsl",
+    "cutile",
     "scalar_reasons",
+    "trtllm",
     "trtllm_reasons",
 ]
 
@@ -78,9 +90,7 @@ TRTLLM_FACTS: Final = dataclasses.replace(
     # FlashInfer checks the latter; scales of blocks and groups need both.
     requires_multiple={"hidden_size": 128, "intermediate_size": 128},
 )
-TRTLLM_RELU2_FACTS: Final = dataclasses.replace(
-    TRTLLM_FACTS, activations=frozenset({"silu", "swigluoai", "relu2"})
-)
+TRTLLM_RELU2_FACTS: Final = dataclasses.replace(TRTLLM_FACTS, activations=frozenset({"silu", "swigluoai", "relu2"}))
 TRTLLM_BIAS_FACTS: Final = dataclasses.replace(TRTLLM_FACTS, bias=True)
 TRTLLM_PLAIN_FACTS: Final = dataclasses.replace(
     # Scalars would be those of sums before scales are applied, which differ between experts.
@@ -104,6 +114,14 @@ CUTEDSL_BATCHED_FACTS: Final = dataclasses.replace(
     swiglu_limit=False,
     activation_formats=frozenset({"batched"}),
 )
+UNSCALED: Final[NarrowedFacts] = {
+    # Scalars and biases would belong to sums before scales are applied, which differ between experts.
+    "activations": ("silu",),
+    "activation_scalars": False,
+    "swiglu_limit": False,
+    "bias": False,
+}
+
 B12X_FACTS: Final = dataclasses.replace(
     TRTLLM_PLAIN_FACTS,
     # A later call with more tokens frees the buffers that a graph has captured.
@@ -152,3 +170,47 @@ def scalar_reasons(problem: MoEProblem) -> list[str]:
     if activation.limit is not None:
         reasons.append(f"requires no clamp, got {activation}")
     return reasons
+
+
+_BLACKWELL: Final = ("cuda:sm100", "cuda:sm103")
+_TILES: Final = ("cuda:sm89", "cuda:sm90", "cuda:sm120f")
+
+
+def trtllm(scheme: str, *platforms: str, opt_in: bool = False, **facts: Unpack[NarrowedFacts]) -> Decorator:
+    """A rectangle of `flashinfer_trtllm`."""
+    return register_moe_backend(
+        name="flashinfer_trtllm",
+        priority=58,
+        quant_schemes=(scheme,),
+        platforms=platforms or _BLACKWELL,
+        requires=OWN_KERNELS,
+        probes=TRTLLM_PROBES,
+        opt_in=opt_in,
+        **facts,
+    )
+
+
+def cutedsl(priority: int, *schemes: str, opt_in: bool = False) -> Decorator:
+    """A rectangle of `flashinfer_cutedsl`."""
+    return register_moe_backend(
+        name="flashinfer_cutedsl",
+        priority=priority,
+        quant_schemes=schemes,
+        platforms=_BLACKWELL,
+        requires=CUTEDSL_REQUIRES,
+        probes=CUTEDSL_PROBES,
+        opt_in=opt_in,
+    )
+
+
+def cutile(*schemes: str | QuantScheme, platforms: tuple[str, ...] = _TILES, opt_in: bool = False) -> Decorator:
+    """A rectangle of `flashinfer_cutile`."""
+    return register_moe_backend(
+        name="flashinfer_cutile",
+        priority=35,
+        quant_schemes=schemes,
+        platforms=platforms,
+        requires=CUTILE_REQUIRES,
+        probes=CUTILE_PROBES,
+        opt_in=opt_in,
+    )

@@ -14,7 +14,7 @@ import torch
 
 from moereg.backends._flashinfer import shuffles
 from moereg.backends._flashinfer.coded import CodedTokens
-from moereg.backends._flashinfer.library import announce
+from moereg.backends._flashinfer.first_call import first_call
 from moereg.backends._flashinfer.scales import one_for_all, one_scale
 from moereg.backends._flashinfer.scratch import Piece, carved, num_bytes
 from moereg.backends._loaded import Call, Implementation
@@ -26,10 +26,10 @@ from moereg.weights import ExpertWeights, PermutedWeights
 _HALVES: Final = 64
 """Rows of up, then of gate, that a tile of the first product holds."""
 
-_ANNOUNCEMENT: Final = (
-    "flashinfer_cutedsl compiles its kernels at the first call of a layer's sizes, about a minute in all, in every "
-    "process, and its sort of routes with nvcc once; the latter is kept in FlashInfer's cache"
-)
+_COMPILING_SECONDS: Final = 90.0
+"""A guess: CuTe DSL's products, in every process, and with nvcc FlashInfer's sort of routes, once."""
+
+_KEPT: Final = "FlashInfer's sort is kept in its cache, CuTe DSL's products are not"
 
 
 def _activation_type(name: str) -> int:
@@ -111,33 +111,33 @@ class Standard(Implementation):
             scalars = {"swiglu_alpha": activation.alpha, "swiglu_beta": activation.beta}
             if activation.limit is not None:
                 scalars["swiglu_limit"] = activation.limit
-        announce(_ANNOUNCEMENT)
         from flashinfer.fused_moe import cute_dsl_fused_moe
 
-        cute_dsl_fused_moe(
-            x=tokens,
-            x_sf=scales,
-            token_selected_experts=scratch["topk_ids"],
-            token_final_scales=scratch["topk_weights"],
-            w1_weight=weights["w13"],
-            w1_weight_sf=shuffles.mma_scales(weights["w13_scale"]),
-            w1_alpha=weights["w13_alpha"],
-            fc2_input_scale=weights.get("fc2_input_scale"),
-            w2_weight=weights["w2"],
-            w2_weight_sf=shuffles.mma_scales(weights["w2_scale"]),
-            w2_alpha=weights["w2_alpha"],
-            num_experts=problem.num_experts,
-            top_k=problem.top_k,
-            num_local_experts=problem.num_local_experts,
-            local_expert_offset=0,
-            output_dtype=problem.torch_dtype,
-            # Atomic additions in the second product, which mxfp8 cannot do without.
-            use_fused_finalize=self.mode == "w4a8",
-            moe_output=call.out,
-            activation_type=_activation_type(activation.name),
-            quant_mode=self.mode,
-            **scalars,
-        )
+        with first_call("flashinfer_cutedsl", problem, _COMPILING_SECONDS, _KEPT):
+            cute_dsl_fused_moe(
+                x=tokens,
+                x_sf=scales,
+                token_selected_experts=scratch["topk_ids"],
+                token_final_scales=scratch["topk_weights"],
+                w1_weight=weights["w13"],
+                w1_weight_sf=shuffles.mma_scales(weights["w13_scale"]),
+                w1_alpha=weights["w13_alpha"],
+                fc2_input_scale=weights.get("fc2_input_scale"),
+                w2_weight=weights["w2"],
+                w2_weight_sf=shuffles.mma_scales(weights["w2_scale"]),
+                w2_alpha=weights["w2_alpha"],
+                num_experts=problem.num_experts,
+                top_k=problem.top_k,
+                num_local_experts=problem.num_local_experts,
+                local_expert_offset=0,
+                output_dtype=problem.torch_dtype,
+                # Atomic additions in the second product, which mxfp8 cannot do without.
+                use_fused_finalize=self.mode == "w4a8",
+                moe_output=call.out,
+                activation_type=_activation_type(activation.name),
+                quant_mode=self.mode,
+                **scalars,
+            )
 
     def _pieces(self, num_tokens: int) -> dict[str, Piece]:
         shape = (num_tokens, self.problem.top_k)
@@ -180,12 +180,12 @@ class Batched(Implementation):
         inputs, weights = call.inputs, call.weights
         counts = inputs.expert_num_tokens
         assert counts is not None
-        announce(_ANNOUNCEMENT)
-        codes = scaled_fp4_grouped_quantize(inputs.hidden_states, counts, weights["a13_inverse"])
-        gemm1 = call.workspace13.view(len(counts), -1, 2 * self.problem.intermediate_size)
-        _masked_product(gemm1, codes, weights, "w13", counts)
-        codes = silu_and_mul_scaled_nvfp4_experts_quantize(gemm1, counts, weights["a2_inverse"])
-        _masked_product(call.out, codes, weights, "w2", counts)
+        with first_call("flashinfer_cutedsl", self.problem, _COMPILING_SECONDS, _KEPT):
+            codes = scaled_fp4_grouped_quantize(inputs.hidden_states, counts, weights["a13_inverse"])
+            gemm1 = call.workspace13.view(len(counts), -1, 2 * self.problem.intermediate_size)
+            _masked_product(gemm1, codes, weights, "w13", counts)
+            codes = silu_and_mul_scaled_nvfp4_experts_quantize(gemm1, counts, weights["a2_inverse"])
+            _masked_product(call.out, codes, weights, "w2", counts)
 
 
 def _masked_product(

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from moereg.activations import Activation
-from moereg.backends._flashinfer.library import announce
+from moereg.backends._flashinfer.first_call import first_call
 from moereg.backends._flashinfer.scales import one_scale
 from moereg.backends._flashinfer.scratch import Piece, carved, carved_fields, num_bytes, pieces_of
 from moereg.backends._flashinfer.shuffles import each_expert, swizzled_scales
@@ -95,24 +95,21 @@ class _CuTile(Implementation):
         if self.spans_tokens:
             copy_live_rows(routes["hidden_states"], hidden_states, routes["is_live"])
             hidden_states = routes["hidden_states"]
-        announce(
-            f"flashinfer_cutile compiles about ten kernels at the first call of a layer's sizes, 2 to 5 s each, and "
-            f"again for other numbers of tokens; they are kept in {_CACHE}"
-        )
         tiles = self.tiles(num_tokens * problem.top_k)
-        self.kernels.run_moe(
-            hidden_states,
-            routes["topk_ids"],
-            routes["topk_weights"],
-            *(call.weights[name] for name in self.weight_names),
-            call.out,
-            carved_fields(self._plan(num_tokens), call.workspace13),
-            activation=self.activation,
-            block_size=tiles.rows,
-            gemm1_config=self.kernels.gemm_config(*tiles.gemm1),
-            gemm2_config=self.kernels.gemm_config(*tiles.gemm2),
-            **self.options(num_tokens),
-        )
+        with first_call("flashinfer_cutile", problem, _COMPILING_SECONDS, f"they are kept in {_CACHE}"):
+            self.kernels.run_moe(
+                hidden_states,
+                routes["topk_ids"],
+                routes["topk_weights"],
+                *(call.weights[name] for name in self.weight_names),
+                call.out,
+                carved_fields(self._plan(num_tokens), call.workspace13),
+                activation=self.activation,
+                block_size=tiles.rows,
+                gemm1_config=self.kernels.gemm_config(*tiles.gemm1),
+                gemm2_config=self.kernels.gemm_config(*tiles.gemm2),
+                **self.options(num_tokens),
+            )
         clear_dead_rows(call.out, routes["is_live"])
 
     @functools.cached_property
@@ -361,6 +358,8 @@ class Float4(_CuTile):
 
 
 _CACHE: Final = "~/.cache/cutile-python"
+_COMPILING_SECONDS: Final = 15.0
+"""For about seven kernels, 0.2 to 5 s each on one core; other numbers of tokens may take other tiles."""
 
 
 def _rows_of_tile(layer: _CuTile, num_routes: int) -> int:

@@ -138,23 +138,6 @@ CALLS = (
         backends=("flashinfer_trtllm",),
     ),
     ForeignCall(
-        "flashinfer.tllm_enums.ActivationType",
-        "(Gelu=0, Relu=1, Silu=2, Swiglu=3, Geglu=4, SwigluBias=5, Relu2=6, SwigluStep=7, GegluTanh=8, "
-        "Identity=9, Situ=10, InvalidType=11, ClampedRelu2=12)",
-        package="flashinfer-python",
-        backends=(
-            "flashinfer_cutedsl",
-            "flashinfer_trtllm",
-        ),
-    ),
-    ForeignCall(
-        "flashinfer.tllm_enums.RoutingMethodType",
-        "(Default=0, Renormalize=1, DeepSeekV3=2, Llama4=3, RenormalizeNaive=4, TopK=5, SigmoidRenorm=6, "
-        "MiniMax2=7, Sigmoid=8, TopKSigmoid=9, Unspecified=10)",
-        package="flashinfer-python",
-        backends=("flashinfer_trtllm",),
-    ),
-    ForeignCall(
         "flashinfer.tllm_enums.WeightLayout",
         "(MajorK=0, MajorMn=1, BlockMajorK=2)",
         package="flashinfer-python",
@@ -173,6 +156,32 @@ CALLS = (
         backends=("flashinfer_trtllm",),
     ),
     ForeignCall(
+        "flashinfer.tllm_enums.ActivationType",
+        "(Gelu=0, Relu=1, Silu=2, Swiglu=3, Geglu=4, SwigluBias=5, Relu2=6, SwigluStep=7, GegluTanh=8, "
+        "Identity=9, Situ=10, InvalidType=11, ClampedRelu2=12)",
+        package="flashinfer-python",
+        backends=(
+            "flashinfer_cutedsl",
+            "flashinfer_trtllm",
+        ),
+    ),
+    ForeignCall(
+        "flashinfer.tllm_enums.RoutingMethodType",
+        "(Default=0, Renormalize=1, DeepSeekV3=2, Llama4=3, RenormalizeNaive=4, TopK=5, SigmoidRenorm=6, "
+        "MiniMax2=7, Sigmoid=8, TopKSigmoid=9, Unspecified=10)",
+        package="flashinfer-python",
+        backends=("flashinfer_trtllm",),
+    ),
+    ForeignCall(
+        "flashinfer.cute_dsl.grouped_gemm_nt_masked",
+        "(lhs, rhs, out, masked_m, *, ab_dtype, sf_dtype, c_dtype, sf_vec_size, topk_weights=None, "
+        "idx_src_info=None, rank_src_info=None, out_ptrs=None, num_ranks=0, dst_signals=None, sm_count=None, "
+        "barrier_flag_local=None, barrier_flag_multicast=None, is_combine_fusion=False, is_swap_ab=False, "
+        "**kwargs)",
+        package="flashinfer-python",
+        backends=("flashinfer_cutedsl",),
+    ),
+    ForeignCall(
         "flashinfer.fused_moe.cute_dsl_fused_moe",
         "(x, x_sf, token_selected_experts, token_final_scales, w1_weight, w1_weight_sf, w1_alpha, "
         "fc2_input_scale, w2_weight, w2_weight_sf, w2_alpha, num_experts, top_k, num_local_experts=None, "
@@ -182,15 +191,6 @@ CALLS = (
         "per_token_scale=None, tactic=None, localized_weights=None, localized_streams=None, "
         "localized_sm_count=None, localized_memset_stream=None, localized_allow_nonlocalized=False, "
         "autotune_use_cuda_graph=False)",
-        package="flashinfer-python",
-        backends=("flashinfer_cutedsl",),
-    ),
-    ForeignCall(
-        "flashinfer.cute_dsl.grouped_gemm_nt_masked",
-        "(lhs, rhs, out, masked_m, *, ab_dtype, sf_dtype, c_dtype, sf_vec_size, topk_weights=None, "
-        "idx_src_info=None, rank_src_info=None, out_ptrs=None, num_ranks=0, dst_signals=None, sm_count=None, "
-        "barrier_flag_local=None, barrier_flag_multicast=None, is_combine_fusion=False, is_swap_ab=False, "
-        "**kwargs)",
         package="flashinfer-python",
         backends=("flashinfer_cutedsl",),
     ),
@@ -205,6 +205,13 @@ CALLS = (
         "(a, mask, a_global_sf, nvfp4_4over6=_UnsetType)",
         package="flashinfer-python",
         backends=("flashinfer_cutedsl",),
+    ),
+    ForeignCall(
+        "flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_w4a16_prepare.prepare_w4a16_modelopt_nvfp4_weights",
+        "(w13_fp4, w13_blockscale, w13_global_scale, w2_fp4, w2_blockscale, w2_global_scale, *, activation, "
+        "params_dtype=torch.bfloat16, w13_layout='w13', reuse_input_storage=False)",
+        package="flashinfer-python",
+        backends=("flashinfer_b12x",),
     ),
     ForeignCall(
         "flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_dispatch.launch_sm120_moe",
@@ -222,13 +229,6 @@ CALLS = (
         "(w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale, workspace, hidden_size, "
         "intermediate_size, num_experts, is_gated, params_dtype, source_format='modelopt', w13_layout='w13', "
         "weight_layout='packed', scale_format='e4m3_k16')",
-        package="flashinfer-python",
-        backends=("flashinfer_b12x",),
-    ),
-    ForeignCall(
-        "flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_w4a16_prepare.prepare_w4a16_modelopt_nvfp4_weights",
-        "(w13_fp4, w13_blockscale, w13_global_scale, w2_fp4, w2_blockscale, w2_global_scale, *, activation, "
-        "params_dtype=torch.bfloat16, w13_layout='w13', reuse_input_storage=False)",
         package="flashinfer-python",
         backends=("flashinfer_b12x",),
     ),

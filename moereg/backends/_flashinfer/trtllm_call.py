@@ -1,0 +1,175 @@
+"""TensorRT-LLM's generated kernels through FlashInfer: sm100 and its family. No such machine has run this yet.
+
+Routes come as local experts and fp32 weights, so the kernels' own routing only sorts them. Ids are local already and
+the rest is -1, which it drops: to the kernels every rank is the first one, and any placement works.
+
+The products are downloaded as binaries at first use, some MiB for each kind of weights.
+
+T tokens, K choices of each, E local experts, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from moereg.backends._flashinfer import shuffles
+from moereg.backends._flashinfer.coded import CodedTokens
+from moereg.backends._flashinfer.first_call import first_call
+from moereg.backends._flashinfer.scratch import Piece, carved, num_bytes
+from moereg.backends._loaded import Call, Implementation
+from moereg.experts import Experts
+from moereg.kernels.rows.local import local_routes
+from moereg.layouts import aligned
+from moereg.weights import ExpertWeights, PermutedWeights
+
+_COMPILING_SECONDS: Final = 300.0
+"""A guess: nvcc compiles the launcher, and kernels are downloaded."""
+
+
+class TrtLlm(Implementation):
+    """One entry point: routes, codes of tokens where it wants them, and the call.
+
+    Attributes:
+        coded: How tokens are quantized, or None.
+    """
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__(experts)
+        activation = self.computes.activation
+        self.coded = None if activation is None else CodedTokens(activation, self.problem.hidden_size)
+
+    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Routes and codes. The kernels' own buffers come from torch's allocator."""
+        return (0,), (num_bytes(self._pieces(num_tokens)) // self.problem.torch_dtype.itemsize,)
+
+    def run(self, call: Call) -> None:
+        problem, inputs, weights = self.problem, call.inputs, call.weights
+        scratch = carved(call.workspace2, self._pieces(len(inputs.hidden_states)))
+        num_ids = problem.num_local_experts if inputs.expert_map is None else len(inputs.expert_map)
+        local_routes(
+            scratch["topk_ids"],
+            scratch["topk_weights"],
+            inputs.topk_ids,
+            inputs.topk_weights,
+            inputs.expert_map,
+            num_ids,
+            problem.num_local_experts,
+        )
+        tokens = {"hidden_states": aligned(inputs.hidden_states)}
+        if self.coded is not None:
+            codes, scales = self.coded.run(
+                scratch,
+                tokens["hidden_states"],
+                weights.get("a13_scale"),
+                scratch["topk_ids"],
+                problem.num_local_experts,
+            )
+            tokens = self.coded_arguments(scratch, codes, scales)
+        entry, options = self._call
+        with first_call(
+            "flashinfer_trtllm", problem, _COMPILING_SECONDS, "launcher and downloads are kept in FlashInfer's cache"
+        ):
+            entry(
+                topk_ids=self.routes(scratch),
+                **tokens,
+                **self.weight_arguments(weights),
+                num_experts=problem.num_experts,
+                top_k=problem.top_k,
+                n_group=None,
+                topk_group=None,
+                intermediate_size=problem.intermediate_size,
+                local_expert_offset=0,
+                local_num_experts=problem.num_local_experts,
+                routed_scaling_factor=None,
+                do_finalize=True,
+                output=call.out,
+                **options,
+            )
+
+    @functools.cached_property
+    def _call(self) -> tuple[Any, dict[str, Any]]:
+        return self.entry(), self.options()
+
+    @abc.abstractmethod
+    def entry(self) -> Any:
+        """FlashInfer's function, imported."""
+
+    def routes(self, scratch: Mapping[str, torch.Tensor]) -> Any:
+        """Ids and weights, or both in one number."""
+        return scratch["topk_ids"], scratch["topk_weights"]
+
+    def coded_arguments(
+        self, scratch: Mapping[str, torch.Tensor], codes: torch.Tensor, scales: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Codes and scales as arguments of the entry point."""
+        return {"hidden_states": codes, "hidden_states_scale": scales}
+
+    @abc.abstractmethod
+    def weight_arguments(self, weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
+        """Permuted weights as arguments of the entry point."""
+
+    def options(self) -> dict[str, Any]:
+        """Further arguments."""
+        from flashinfer.tllm_enums import ActivationType, RoutingMethodType
+
+        activation = ActivationType.Swiglu if self.problem.activation.gated else ActivationType.Relu2
+        # Routes are given. This method's kernels are the ones that are compiled for most experts and choices.
+        return {"activation_type": activation.value, "routing_method_type": RoutingMethodType.Renormalize.value}
+
+    @property
+    def halves(self) -> int:
+        """2 where gated, else 1."""
+        return self.problem.activation.num_halves
+
+    def _pieces(self, num_tokens: int) -> dict[str, Piece]:
+        shape = (num_tokens, self.problem.top_k)
+        pieces = {"topk_ids": Piece(shape, torch.int32), "topk_weights": Piece(shape, torch.float32)}
+        if self.coded is not None:
+            pieces |= self.coded.pieces(num_tokens) | self.further_pieces(num_tokens)
+        return pieces
+
+    def further_pieces(self, num_tokens: int) -> dict[str, Piece]:
+        """Of a subclass."""
+        return {}
+
+    def scalars(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+        """Alpha, beta and the clamp as [E] fp32, those that are not the plain function's."""
+        activation = self.problem.activation
+        given = {
+            "gemm1_alpha": None if activation.alpha == 1.0 else activation.alpha,
+            "gemm1_beta": activation.beta or None,
+            "gemm1_clamp_limit": activation.limit,
+        }
+        like = weights.w13.new_empty(0, dtype=torch.float32)
+        return {
+            name: like.new_full((weights.num_experts,), value) for name, value in given.items() if value is not None
+        }
+
+    def shuffled(self, tensor: torch.Tensor, matrix: str, blocks: bool = False) -> torch.Tensor:
+        """w13 or w2 in the rows' order that the kernels read, expert by expert.
+
+        Args:
+            tensor: [E, N, ...]: a matrix, its scales, or [E, N, 1] biases.
+            matrix: `w13` or `w2`.
+            blocks: Whether parts of 128 bytes of all rows lie together.
+        """
+        num_rows = tensor.shape[1]
+        order = shuffles.gemm1_rows(num_rows, self.halves) if matrix == "w13" else shuffles.gemm2_rows(num_rows)
+        rows = order.to(tensor.device)
+
+        def permute(expert: torch.Tensor) -> torch.Tensor:
+            data = expert.view(torch.uint8) if expert.element_size() == 1 else expert
+            data = data.index_select(0, rows)
+            return shuffles.blocks_of_columns(data) if blocks else data
+
+        return shuffles.each_expert(tensor, permute, tensor.dtype)
+
+    def shuffled_scales(self, scale: torch.Tensor, matrix: str) -> torch.Tensor:
+        """Scales [E, N, G] with the rows of their matrix, in blocks of 128 x 4: as many numbers, in the same shape."""
+        shuffled = self.shuffled(scale, matrix)
+        return shuffles.each_expert(shuffled, shuffles.swizzled_scales).view(scale.shape)
