@@ -222,7 +222,7 @@ class _TrtLlmExperts(LoadedExperts):
 class FlashInferTrtLlmExperts(_TrtLlmExperts):
     """bfloat16."""
 
-    facts = claims.TRTLLM_RELU2_FACTS
+    facts = claims.TRTLLM_BFLOAT16_FACTS
     layouts = ("flashinfer_trtllm_blocks",)
 
     def _load(self) -> Implementation:
@@ -243,7 +243,7 @@ class FlashInferTrtLlmFloat8BlockExperts(_TrtLlmExperts):
         return trtllm.Float8Blocks(self)
 
 
-@claims.trtllm("mxfp8", opt_in=True)
+@claims.trtllm("mxfp8")
 class FlashInferTrtLlmFloat8GroupExperts(_TrtLlmExperts):
     """8-bit floats with scales of 32 columns."""
 
@@ -271,8 +271,8 @@ class FlashInferTrtLlmFloat8TensorExperts(_TrtLlmExperts):
 
 # FlashInfer's tests expect 16-bit activations to fail on sm103.
 @claims.trtllm("mxfp4_w4a16", "cuda:sm100")
-@claims.trtllm("mxfp4_mxfp8", opt_in=True)
-@claims.trtllm("nvfp4", opt_in=True, **claims.UNSCALED)
+@claims.trtllm("mxfp4_mxfp8")
+@claims.trtllm("nvfp4", **claims.UNSCALED)
 class FlashInferTrtLlmFloat4Experts(_TrtLlmExperts):
     """mxfp4, with activations of 16 bits or mxfp8; nvfp4 with static global scales, tokens by the experts' largest."""
 
@@ -298,8 +298,7 @@ class FlashInferTrtLlmInteger4Experts(_TrtLlmExperts):
         return trtllm.Integer4(self)
 
 
-@claims.cutedsl(57, "nvfp4_w4a16")
-@claims.cutedsl(57, "nvfp4", "mxfp4_mxfp8", opt_in=True)
+@claims.cutedsl(57, "nvfp4", "nvfp4_w4a16", "mxfp4_mxfp8")
 class FlashInferCuTeDslExperts(_TrtLlmExperts):
     """CuTe DSL, standard format: 4-bit floats. nvfp4 quantizes tokens with the largest of the experts' scales."""
 
@@ -312,7 +311,7 @@ class FlashInferCuTeDslExperts(_TrtLlmExperts):
         return cutedsl.Standard(self)
 
 
-@claims.cutedsl(56, "nvfp4", opt_in=True)
+@claims.cutedsl(56, "nvfp4")
 class FlashInferCuTeDslBatchedExperts(LoadedExperts):
     """CuTe DSL, batched format: nvfp4 with static scales of each expert."""
 
@@ -348,8 +347,7 @@ class FlashInferCuTileExperts(_CuTileExperts):
         return cutile.Bfloat16(self)
 
 
-@claims.cutile("fp8_tensor_dynamic", platforms=("cuda:sm90", "cuda:sm120f"))
-@claims.cutile(claims.FP8_TENSOR_W8A16)
+@claims.cutile("fp8_tensor_dynamic", claims.FP8_TENSOR_W8A16)
 @claims.cutile(claims.MXFP8_W8A16, opt_in=True)
 class FlashInferCuTileFloat8Experts(_CuTileExperts):
     """8-bit floats; activations of 16 bits, or with one dynamic scale for all that count."""

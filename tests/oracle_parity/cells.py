@@ -16,7 +16,7 @@ from typing import Any, Final
 from moereg.discovery import load_backends
 from moereg.facts import Facts
 from moereg.registry import BUILTIN, REGISTRY, BackendCell, BackendRegistry, register_moe_backend, registering_origin
-from tests.support.fakes import EVERYTHING, BatchedExperts, FakeExperts
+from tests.support.fakes import EVERYTHING, FakeExperts
 
 __all__ = ["OWN", "PACKAGES", "builtin_cells", "parity_cells"]
 
@@ -114,13 +114,6 @@ def _stand_ins() -> tuple[BackendCell, ...]:
         add("xpu_kernels", 100, "unquantized fp8_block128 mxfp8 mxfp4_w4a16 int4_w4a16_g128", "xpu", EVERYTHING)
     flashinfer = {"requires": ("flashinfer-python>=0.7.2,<0.8",)}
     with registering_origin(BUILTIN):
-        silu = dataclasses.replace(_FLASHINFER, activations=frozenset({"silu", "relu2"}), bias=False)
-        add("flashinfer_trtllm", 58, "unquantized fp8_tensor_static fp8_block128", "cuda:sm100f", silu, **flashinfer)
-        add("flashinfer_trtllm", 58, "nvfp4 mxfp4_w4a16 mxfp4_mxfp8 mxfp8", "cuda:sm100f", **flashinfer)
-        no_clamp = dataclasses.replace(_FLASHINFER, swiglu_limit=False, bias=False)
-        batched = dataclasses.replace(no_clamp, activation_formats=frozenset({"batched"}))
-        add("flashinfer_cutedsl", 57, "nvfp4", "cuda:sm100f", no_clamp, **flashinfer)
-        add("flashinfer_cutedsl", 56, "nvfp4", "cuda:sm100f", batched, BatchedExperts, **flashinfer)
         add(
             "flashinfer_cutlass",
             48,
@@ -130,7 +123,6 @@ def _stand_ins() -> tuple[BackendCell, ...]:
         )
         add("flashinfer_cutlass", 55, "unquantized fp8_tensor_static nvfp4", "cuda:sm100f cuda:sm120f", **flashinfer)
         add("flashinfer_cutlass", 55, "mxfp4_mxfp8", "cuda:sm100f cuda:sm120f", **flashinfer)
-        add("flashinfer_cutile", 35, "unquantized fp8_tensor_static", "cuda:sm90", silu, **flashinfer)
-        add("flashinfer_b12x", 40, "nvfp4", "cuda:sm120f", no_clamp, opt_in=True, **flashinfer)
+        no_clamp = dataclasses.replace(_FLASHINFER, swiglu_limit=False, bias=False)
         add("cutlass", 45, "unquantized", "cuda:sm90 cuda:sm100", no_clamp, requires=("quack-kernels>=0.6,<0.7",))
     return registry.cells

@@ -208,7 +208,14 @@ _FP8: Final = (
         "flashinfer_cutlass triton marlin",
         why={RAN_FIRST: "triton"},
     ),
-    row_of("fp8_tensor_dynamic", "cuda:sm90", "triton", "triton"),
+    row_of("fp8_tensor_dynamic", "cuda:sm90", "triton flashinfer_cutile", "triton"),
+    row_of(
+        "fp8_tensor_dynamic",
+        "cuda:sm90",
+        "triton flashinfer_cutile",
+        "triton",
+        problem={"exact_activations": True},
+    ),
     row_of("fp8_tensor_dynamic", "cuda:sm89", "triton", "triton", problem=_BATCHED),
     row_of(
         "fp8_tensor_static",
@@ -254,6 +261,13 @@ _MXFP8: Final = (
         why={UNCLAIMED: "marlin"},
     ),
     row_of("mxfp8", "cuda:sm90", "triton~", "triton~", problem={"exact_activations": True}),
+    row_of(
+        "mxfp8",
+        "cuda:sm90",
+        "flashinfer_cutile",
+        request={"require": "flashinfer_cutile"},
+        why={SERVED_HERE: "flashinfer_cutile"},
+    ),
     row_of(
         "mxfp8",
         "cuda:sm90",

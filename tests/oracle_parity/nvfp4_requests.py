@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from tests.oracle_parity.rows import CONFLICT, RAN_FIRST, row_of
+from tests.oracle_parity.rows import CONFLICT, RAN_FIRST, SERVED_HERE, row_of
 
 __all__ = ["ROWS"]
 
@@ -29,6 +29,12 @@ _EXPLICIT: Final = (
         "flashinfer_cutlass flashinfer_b12x",
         engine={"backend": "flashinfer_b12x"},
         request={"require": "flashinfer_b12x"},
+    ),
+    _row(
+        "cuda:sm90",
+        "flashinfer_cutile",
+        request={"require": "flashinfer_cutile"},
+        why={SERVED_HERE: "flashinfer_cutile"},
     ),
     # A pattern names nobody.
     _row(

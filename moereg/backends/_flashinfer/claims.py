@@ -34,6 +34,7 @@ __all__ = [
     "FP8_TENSOR_W8A16",
     "MXFP8_W8A16",
     "OWN_KERNELS",
+    "TRTLLM_BFLOAT16_FACTS",
     "TRTLLM_BIAS_FACTS",
     "TRTLLM_FACTS",
     "TRTLLM_INTEGER_FACTS",
@@ -91,6 +92,7 @@ TRTLLM_FACTS: Final = dataclasses.replace(
     requires_multiple={"hidden_size": 128, "intermediate_size": 128},
 )
 TRTLLM_RELU2_FACTS: Final = dataclasses.replace(TRTLLM_FACTS, activations=frozenset({"silu", "swigluoai", "relu2"}))
+TRTLLM_BFLOAT16_FACTS: Final = dataclasses.replace(TRTLLM_FACTS, activations=frozenset({"silu", "relu2"}))
 TRTLLM_BIAS_FACTS: Final = dataclasses.replace(TRTLLM_FACTS, bias=True)
 TRTLLM_PLAIN_FACTS: Final = dataclasses.replace(
     # Scalars would be those of sums before scales are applied, which differ between experts.
@@ -104,7 +106,11 @@ TRTLLM_INTEGER_FACTS: Final = dataclasses.replace(
 )
 
 CUTEDSL_FACTS: Final = dataclasses.replace(
-    TRTLLM_FACTS, activations=frozenset({"silu", "gelu_tanh", "swigluoai", "relu2"})
+    # FlashInfer has scalars and a clamp here too; vLLM does not use them, and no machine has shown what they mean.
+    TRTLLM_FACTS,
+    activations=frozenset({"silu", "gelu_tanh", "relu2"}),
+    activation_scalars=False,
+    swiglu_limit=False,
 )
 CUTEDSL_BATCHED_FACTS: Final = dataclasses.replace(
     TRTLLM_FACTS,
@@ -118,7 +124,6 @@ UNSCALED: Final[NarrowedFacts] = {
     # Scalars and biases would belong to sums before scales are applied, which differ between experts.
     "activations": ("silu",),
     "activation_scalars": False,
-    "swiglu_limit": False,
     "bias": False,
 }
 
@@ -172,8 +177,8 @@ def scalar_reasons(problem: MoEProblem) -> list[str]:
     return reasons
 
 
-_BLACKWELL: Final = ("cuda:sm100", "cuda:sm103")
-_TILES: Final = ("cuda:sm89", "cuda:sm90", "cuda:sm120f")
+_BLACKWELL: Final = ("cuda:sm100f",)
+_TILES: Final = ("cuda:sm90",)
 
 
 def trtllm(scheme: str, *platforms: str, opt_in: bool = False, **facts: Unpack[NarrowedFacts]) -> Decorator:

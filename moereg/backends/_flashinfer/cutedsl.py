@@ -88,7 +88,7 @@ class Standard(Implementation):
         return (0,), (num_bytes(self._pieces(num_tokens)) // self.problem.torch_dtype.itemsize,)
 
     def run(self, call: Call) -> None:
-        problem, inputs, weights, activation = self.problem, call.inputs, call.weights, self.problem.activation
+        problem, inputs, weights = self.problem, call.inputs, call.weights
         scratch = carved(call.workspace2, self._pieces(len(inputs.hidden_states)))
         local_routes(
             scratch["topk_ids"],
@@ -106,11 +106,6 @@ class Standard(Implementation):
             )
             if self.mode == "w4a4":
                 scales = scales.unsqueeze(-1)
-        scalars = {}
-        if activation.name in ("silu", "swigluoai"):
-            scalars = {"swiglu_alpha": activation.alpha, "swiglu_beta": activation.beta}
-            if activation.limit is not None:
-                scalars["swiglu_limit"] = activation.limit
         from flashinfer.fused_moe import cute_dsl_fused_moe
 
         with first_call("flashinfer_cutedsl", problem, _COMPILING_SECONDS, _KEPT):
@@ -134,9 +129,8 @@ class Standard(Implementation):
                 # Atomic additions in the second product, which mxfp8 cannot do without.
                 use_fused_finalize=self.mode == "w4a8",
                 moe_output=call.out,
-                activation_type=_activation_type(activation.name),
+                activation_type=_activation_type(problem.activation.name),
                 quant_mode=self.mode,
-                **scalars,
             )
 
     def _pieces(self, num_tokens: int) -> dict[str, Piece]:

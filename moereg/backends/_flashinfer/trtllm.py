@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moereg.backends._flashinfer import shuffles
-from moereg.backends._flashinfer.scales import one_for_all
+from moereg.backends._flashinfer.scales import one_for_all, one_scale
 from moereg.backends._flashinfer.scratch import Piece
 from moereg.backends._flashinfer.trtllm_call import TrtLlm
 from moereg.layouts import aligned
@@ -160,7 +160,7 @@ class Float4(TrtLlm):
         """Rows shuffled, up and gate alternating; scales in blocks, biases fp32 in the rows' order.
 
         Raises:
-            ValueError: nvfp4 without static scales of activations.
+            ValueError: nvfp4 without static scales of activations, or with a clamp and different scales of gate and up.
         """
         tensors = _shuffled_groups(self, weights)
         shared: dict[str, torch.Tensor] = {}
@@ -173,7 +173,11 @@ class Float4(TrtLlm):
             if self.halves == 2:
                 # Kernels of this format read it also where it is 1.
                 tensors["gemm1_alpha"] = torch.ones_like(tensors["gate_scale"])
-        return PermutedWeights(self.layouts[0], {**tensors, **self.scalars(weights)}, shared)
+            if (limit := self.problem.activation.limit) is not None:
+                # The clamp is that of sums before they are scaled.
+                one_scale(weights.w13_scale_2, "w13_scale_2")
+                tensors["gemm1_clamp_limit"] = limit / tensors["gate_scale"]
+        return PermutedWeights(self.layouts[0], {**self.scalars(weights), **tensors}, shared)
 
     @property
     def _weight(self) -> QuantFormat:
