@@ -204,7 +204,7 @@ REQUESTS: Final[list[tuple[str, str, dict[str, Any], tuple[str, str] | None]]] =
     ("cuda:sm90", "fp8_block128", {"require": ("torch", "triton")}, ("triton", "required")),
     ("cuda:sm90", "fp8_block128", {"prefer": "torch"}, ("triton", "priority")),
     ("cuda:sm90", "fp8_block128", {"prefer": ("torch", "triton")}, ("triton", "preferred")),
-    ("cuda:sm90", "fp8_block128", {"deny": "triton"}, None),
+    ("cuda:sm90", "fp8_block128", {"deny": ("triton", "flashinfer_*")}, None),
     ("cuda:sm90", "fp8_block128", {"deny": "torch"}, ("triton", "priority")),
     ("cuda:sm90", "nvfp4", {"require": "triton", "prefer": "torch"}, ("triton", "required")),
     ("cuda:sm90", "nvfp4", {"require": "triton", "deny": "torch"}, ("triton", "required")),
