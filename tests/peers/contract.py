@@ -17,6 +17,7 @@ one, write it into the backend's module in `tests/peers/calls/`:
         ),
     )
 
+Where a test runs a backend on an imitation of its library, `stand_in` makes the imitation as strict as the row.
 `python -m tests.peers.contract flashinfer.fused_moe.cutlass_fused_moe` prints the row to paste.
 """
 
@@ -32,13 +33,23 @@ import pkgutil
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import tests.peers.calls
 
-__all__ = ["FOREIGN", "ForeignCall", "Passed", "all_calls", "foreign_uses", "parameters_of", "resolve", "unbound"]
+__all__ = [
+    "FOREIGN",
+    "ForeignCall",
+    "Passed",
+    "all_calls",
+    "foreign_uses",
+    "parameters_of",
+    "resolve",
+    "stand_in",
+    "unbound",
+]
 
 FOREIGN: Final = ("aiter", "cuda", "cutlass", "flashinfer", "humming", "jax", "quack", "sonicmoe", "tvm_ffi", "vllm")
 """Import names of libraries whose functions have to be written down where a backend uses them."""
@@ -144,6 +155,8 @@ def foreign_uses(path: Path, libraries: Iterable[str] = FOREIGN) -> Iterator[Pas
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in roots and not node.level:
             bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and "import_module" in ast.unparse(node.value):
+            bound |= zip(_assigned(node.targets[0]), _modules(node.value, roots), strict=False)
         if isinstance(node, ast.Assign) and (kept := ast.unparse(node.targets[0])).startswith("self."):
             value, _, attributes = ast.unparse(node.value).partition(".")
             if value in bound and re.fullmatch(r"[\w.]*", attributes):
@@ -171,6 +184,37 @@ def foreign_uses(path: Path, libraries: Iterable[str] = FOREIGN) -> Iterator[Pas
                 yield Passed(target, f"{path.name}:{node.lineno}", calls.get(id(node)))
     for name in sorted(name for name in set(bound) - used if not name.startswith("self.")):
         yield Passed(bound[name], f"{path.name}:1", None)
+
+
+def _assigned(target: ast.expr) -> list[str]:
+    """Names that an assignment gives, in order."""
+    return [
+        node.id for node in (target.elts if isinstance(target, ast.Tuple) else [target]) if isinstance(node, ast.Name)
+    ]
+
+
+def _modules(value: ast.expr, roots: frozenset[str]) -> list[str]:
+    """Names of foreign modules that stand in an expression as texts, in order."""
+    texts = [node.value for node in ast.walk(value) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [text for text in texts if re.fullmatch(r"[\w.]+", text) and text.partition(".")[0] in roots]
+
+
+def stand_in(target: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for tests in place of a foreign one, which refuses what the foreign one would refuse.
+
+    Reading the source shows no arguments that are collected in a dict first; with this, the calls of a test show them.
+
+    Args:
+        target: Of a `ForeignCall`.
+        function: Called with what was passed, by name.
+    """
+    (parameters,) = (call.parameters for call in all_calls() if call.target == target)
+    signature = inspect.Signature(list(_parsed(parameters).values()))
+
+    def checked(*given: Any, **named: Any) -> Any:
+        return function(**signature.bind(*given, **named).arguments)
+
+    return checked
 
 
 def unbound(parameters: str, call: ast.Call) -> str | None:

@@ -156,6 +156,8 @@ def test_uses_are_resolved_through_imports(tmp_path: Path) -> None:
         "    self.run, self.other = run, 1\n"
         "    self.table = moe.table.rows\n"
         "    self.table.get(self.run(0))\n"
+        "    jit, core = map(importlib.import_module, ('flashinfer.jit', 'flashinfer.core'))\n"
+        "    jit.env(core.load)\n"
         "    return moe.ActivationType.Swiglu.value, functools.partial(run, 1)\n"
     )
     uses = {(use.target, use.line, use.call is not None) for use in foreign_uses(path)}
@@ -167,10 +169,22 @@ def test_uses_are_resolved_through_imports(tmp_path: Path) -> None:
         ("flashinfer.fused_moe.cutlass_fused_moe", "source.py:9", False),
         ("flashinfer.fused_moe.table.rows", "source.py:10", False),
         ("flashinfer.fused_moe.table.rows.get", "source.py:11", True),
-        ("flashinfer.fused_moe.ActivationType.Swiglu.value", "source.py:12", False),
-        ("flashinfer.fused_moe.cutlass_fused_moe", "source.py:12", True),
+        ("flashinfer.jit", "source.py:12", False),
+        ("flashinfer.core", "source.py:12", False),
+        ("flashinfer.jit.env", "source.py:13", True),
+        ("flashinfer.core.load", "source.py:13", False),
+        ("flashinfer.fused_moe.ActivationType.Swiglu.value", "source.py:14", False),
+        ("flashinfer.fused_moe.cutlass_fused_moe", "source.py:14", True),
         ("flashinfer.fused_moe.unused", "source.py:1", False),
     }
+
+
+def test_an_imitation_takes_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "all_calls", lambda: [dataclasses.replace(EXAMPLE, parameters="(a, *, b=None)")])
+    taken = contract.stand_in(EXAMPLE.target, dict)
+    assert taken(1, b=2) == {"a": 1, "b": 2}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'c'"):
+        taken(1, c=2)
 
 
 @pytest.mark.parametrize(
