@@ -30,29 +30,21 @@ import importlib
 import importlib.metadata
 import inspect
 import pkgutil
-import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 import tests.peers.calls
 
 __all__ = [
-    "FOREIGN",
     "ForeignCall",
-    "Passed",
     "all_calls",
-    "foreign_uses",
     "parameters_of",
     "resolve",
     "stand_in",
     "unbound",
 ]
-
-FOREIGN: Final = ("aiter", "cuda", "cutlass", "flashinfer", "humming", "jax", "quack", "sonicmoe", "tvm_ffi", "vllm")
-"""Import names of libraries whose functions have to be written down where a backend uses them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,95 +100,10 @@ class ForeignCall:
         return faults
 
 
-@dataclasses.dataclass(frozen=True)
-class Passed:
-    """A use of a foreign name in the source of a backend.
-
-    Attributes:
-        target: Dotted name, as far as the source says.
-        line: `file:line`.
-        call: The call, or None where the name is only read or handed on. `functools.partial(name, a)` is a call that
-            leaves out the rest.
-    """
-
-    target: str
-    line: str
-    call: ast.Call | None
-
-
 def all_calls() -> list[ForeignCall]:
     """Every `ForeignCall` of every module in `tests/peers/calls/`."""
     names = sorted(module.name for module in pkgutil.iter_modules(tests.peers.calls.__path__))
     return [call for name in names for call in importlib.import_module(f"tests.peers.calls.{name}").CALLS]
-
-
-def foreign_uses(path: Path, libraries: Iterable[str] = FOREIGN) -> Iterator[Passed]:
-    """Foreign names that a file uses, resolved through its imports.
-
-    Args:
-        path: Python source.
-        libraries: Import names that count as foreign.
-
-    Yields:
-        Each longest dotted name once a place: `from quack import gemm_interface` and `gemm_interface.gemm(a, b)` give
-        `quack.gemm_interface.gemm` with its call. Names that are kept as attributes of `self` are followed within the
-        file. An import whose name is never used counts as read.
-    """
-    tree = ast.parse(path.read_text())
-    roots = frozenset(libraries)
-    bound: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.partition(".")[0] in roots:
-                    bound[alias.asname or alias.name.partition(".")[0]] = (
-                        alias.name if alias.asname else alias.name.partition(".")[0]
-                    )
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in roots and not node.level:
-            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and "import_module" in ast.unparse(node.value):
-            bound |= zip(_assigned(node.targets[0]), _modules(node.value, roots), strict=False)
-        if isinstance(node, ast.Assign) and (kept := ast.unparse(node.targets[0])).startswith("self."):
-            value, _, attributes = ast.unparse(node.value).partition(".")
-            if value in bound and re.fullmatch(r"[\w.]*", attributes):
-                bound[kept] = f"{bound[value]}.{attributes}".rstrip(".")
-    calls: dict[int, ast.Call] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "functools.partial":
-            rest = ast.Starred(ast.Name("rest"))
-            calls[id(node.args[0])] = ast.Call(
-                node.args[0], [*node.args[1:], rest], [*node.keywords, ast.keyword(None, rest.value)]
-            )
-        elif isinstance(node, ast.Call):
-            calls[id(node.func)] = node
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    used: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Name, ast.Attribute)) and id(node) not in inner:
-            text = ast.unparse(node)
-            kept = re.match(r"self\.\w+", text)
-            base = kept[0] if kept else text.partition(".")[0]
-            attributes = text.removeprefix(base).removeprefix(".")
-            if base in bound and re.fullmatch(r"[\w.]*", attributes):
-                used.add(base)
-                target = f"{bound[base]}.{attributes}".rstrip(".")
-                yield Passed(target, f"{path.name}:{node.lineno}", calls.get(id(node)))
-    for name in sorted(name for name in set(bound) - used if not name.startswith("self.")):
-        yield Passed(bound[name], f"{path.name}:1", None)
-
-
-def _assigned(target: ast.expr) -> list[str]:
-    """Names that an assignment gives, in order."""
-    return [
-        node.id for node in (target.elts if isinstance(target, ast.Tuple) else [target]) if isinstance(node, ast.Name)
-    ]
-
-
-def _modules(value: ast.expr, roots: frozenset[str]) -> list[str]:
-    """Names of foreign modules that stand in an expression as texts, in order."""
-    texts = [node.value for node in ast.walk(value) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return [text for text in texts if re.fullmatch(r"[\w.]+", text) and text.partition(".")[0] in roots]
 
 
 def stand_in(target: str, function: Callable[..., Any]) -> Callable[..., Any]:
