@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import platform
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ NAMES = ("aiter", "cutlass", "flashinfer", "nvidia_cutlass_dsl", "quack", "trito
 NEVER = "raise AssertionError('deciding imported a library')\n"
 X86, ARM = 0x3E, 0xB7
 _MACHINES = itertools.count()
+_MACHINES_OF = {"aiter": ("rocm", "gfx942"), "flashinfer_trtllm": ("cuda", "sm100")}
 
 
 def elf(machine: int) -> bytes:
@@ -77,7 +79,7 @@ class Site:
     def install_quack(self, version: str = "0.6.5", runtime: bytes | None = None) -> None:
         self.write("quack/__init__.py", NEVER)
         self.write("nvidia_cutlass_dsl/dsl_packages/cutlass/__init__.py", NEVER)
-        here = elf(ARM if quack_package.foreign_machine(self.file("probe", elf(X86))) else X86)
+        here = elf(ARM if platform.machine() == "aarch64" else X86)
         self.write("nvidia_cutlass_dsl/cu12/lib/libcute_dsl_runtime.so", here if runtime is None else runtime)
         self.patch.syspath_prepend(str(self.folder / "nvidia_cutlass_dsl" / "dsl_packages"))
         for name in quack_package._IMPORTED:
@@ -119,6 +121,16 @@ def _unwritable(variable: str) -> Callable[[Site], None]:
     return lambda site: site.patch.setenv(variable, str(site.file("occupied") / "cache"))
 
 
+def _built(content: bytes) -> Callable[[Site], None]:
+    """FlashInfer with a shared object of its kernels, where FlashInfer looks for one."""
+
+    def install(site: Site) -> None:
+        site.install_flashinfer()
+        site.write("flashinfer/data/aot/fused_moe_90/fused_moe_90.so", content)
+
+    return install
+
+
 def _cut_short(name: str) -> Callable[[Site], None]:
     return lambda site: (site.folder / name).unlink()
 
@@ -145,7 +157,27 @@ CASES: dict[str, tuple[Callable[[Site], None] | None, Callable[[Site], None] | N
         _unwritable("FLASHINFER_WORKSPACE_BASE"),
         "probe: requires a cache folder that can be written, .*; set FLASHINFER_WORKSPACE_BASE to a folder that can",
     ),
-    "flashinfer_cutlass unbuilt": (Site.install_flashinfer, None, "probe: requires .*build"),
+    "flashinfer_cutlass unbuilt": (
+        Site.install_flashinfer,
+        None,
+        "probe: requires FlashInfer's kernels fused_moe_90, which are not built .*; run moereg build-kernels",
+    ),
+    "flashinfer_cutlass foreign": (
+        _built(elf(0xF3)),
+        None,
+        "probe: requires FlashInfer's kernels fused_moe_90, but .* was built for another processor, .*; remove it",
+    ),
+    "flashinfer_cutlass cut": (_built(b"\x7fELF"), None, "probe: .* is no shared object; remove it and run"),
+    "flashinfer_cutlass unknown": (
+        _built(elf(ARM if platform.machine() == "aarch64" else X86)),
+        None,
+        "probe: requires to know what .* holds, which has no manifest; run moereg build-kernels",
+    ),
+    "flashinfer_trtllm nvcc": (
+        Site.install_flashinfer,
+        None,
+        "probe: requires nvcc, ninja .*; install the CUDA toolkit",
+    ),
     "cutlass missing": (None, None, "package: requires quack-kernels.*, which is not installed"),
     "cutlass old": (
         lambda site: site.install_quack("0.5.0"),
@@ -192,7 +224,7 @@ def test_what_is_broken_is_a_reason_and_something_else_runs(case: str, site: Sit
     site.metadata("triton", "3.8.0")
     # torch's part of `cutlass` has no float16.
     problem = dataclasses.replace(PROBLEM, dtype="float16") if name == "cutlass" else PROBLEM
-    said = site.explain(*(("rocm", "gfx942") if name == "aiter" else ("cuda", "sm90")), problem)
+    said = site.explain(*_MACHINES_OF.get(name, ("cuda", "sm90")), problem)
     assert said.backend == "triton"
     own = [one for one in said.decisions if one.backend == name]
     reasons = [f"{reason.code}: {reason.text}" for one in own for reason in one.reasons]
@@ -259,14 +291,14 @@ def _call(kernel: MoEKernel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "platform"), [("aiter", "rocm:gfx942"), ("flashinfer_cutlass", "cuda:sm90")], ids=["aiter", "flashinfer"]
+    ("name", "machine"), [("aiter", "rocm:gfx942"), ("flashinfer_cutlass", "cuda:sm90")], ids=["aiter", "flashinfer"]
 )
-def test_experts_in_another_order_name_who_would_do(name: str, platform: str) -> None:
+def test_experts_in_another_order_name_who_would_do(name: str, machine: str) -> None:
     """A backend that wants a range of the experts says so, and the others are named."""
     scattered = dataclasses.replace(PROBLEM, num_local_experts=2, placement="map")
     with pytest.raises(UnsupportedProblemError) as raised:
-        select_backend(scattered, platform=platform, require=name)
+        select_backend(scattered, platform=machine, require=name)
     first = str(raised.value).splitlines()[0]
     assert f"; nearest is {name}: requires placement in (contiguous), got map (place experts that way)" in first
     assert "; without the request, triton or " in first
-    assert explain_backends(scattered, platform=platform).backend == "triton"
+    assert explain_backends(scattered, platform=machine).backend == "triton"

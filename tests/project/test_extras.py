@@ -1,0 +1,57 @@
+"""Versions of other people's packages: the extras, the cells that need them and the pins say the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from moereg.discovery import load_backends
+from moereg.registry import BUILTIN
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib  # import-linter brings it
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = {
+    (extra, canonicalize_name(one.name)): one.specifier
+    for extra, lines in PROJECT["optional-dependencies"].items()
+    for one in map(Requirement, lines)
+    if extra in ("triton", "flashinfer", "cutlass", "peers") and one.name != "moereg"
+}
+PINS = [
+    Requirement(text)
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if (text := line.partition("#")[0].strip())
+]
+# AMD's is not on the package index; a release of triton that one cell needs is narrower than the extra.
+NEEDS = sorted(
+    {
+        (cell.name, text)
+        for cell in load_backends().cells
+        if cell.origin == BUILTIN
+        for text in cell.requires
+        if canonicalize_name(Requirement(text).name) not in ("amd-aiter", "triton")
+    }
+)
+
+
+@pytest.mark.parametrize(("name", "text"), NEEDS, ids=[" ".join(need) for need in NEEDS])
+def test_an_extra_brings_what_a_cell_needs(name: str, text: str) -> None:
+    need = Requirement(text)
+    ranges = [specifier for (_, package), specifier in EXTRAS.items() if package == canonicalize_name(need.name)]
+    assert need.specifier in ranges, f"{name} needs {text}; the extras say {[str(one) for one in ranges]}"
+
+
+@pytest.mark.parametrize(("extra", "package"), EXTRAS, ids=[" ".join(key) for key in EXTRAS])
+def test_a_pin_is_inside_its_range(extra: str, package: str) -> None:
+    pins = [pin for pin in PINS if canonicalize_name(pin.name) == package]
+    assert pins
+    for pin in pins:
+        versions = [one.version for one in pin.specifier if one.operator in ("==", ">=", "<=")]
+        assert all(EXTRAS[extra, package].contains(version) for version in versions), f"{pin} in {extra}"
