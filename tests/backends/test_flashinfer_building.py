@@ -60,7 +60,7 @@ def sources(tmp_path):
         (["mxfp4_w4a16"], ["mixed.generated.cu"]),
         (["bfloat16_ampere"], ["moe_gemm_kernels_bf16_bf16.cu", "ampere.generated.cu"]),
     ],
-    ids=lambda value: "-".join(value),
+    ids=["bfloat16", "fp8_block128", "fp8", "mxfp4_w4a16", "ampere"],
 )
 def test_a_set_takes_its_own_sources_and_what_all_need(sources, names, expected):
     chosen = {path.name for path in kernel_sets.select_sources(sources, names)}

@@ -21,6 +21,7 @@ AREAS = {
     "command_line",
     "cutlass",
     "dispatch",
+    "flashinfer",
     "gpu",
     "kit",
     "layer",

@@ -49,7 +49,6 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
     "fp8_block128": KernelSet("moe_gemm_kernels_bf16_fp8", (_BF16, _E4M3)),
     "fp8": KernelSet("moe_gemm_kernels_fp8_fp8", (_E4M3, _E4M3)),
     "mxfp4_w4a16": KernelSet("moe_gemm_kernels_bf16_fp4", (_BF16, _FP4)),
-    "int4_w4a8": KernelSet("moe_gemm_kernels_fp8_uint4", (_E4M3, "cutlass::uint4b_t")),
     "mxfp4_mxfp8": KernelSet("moe_gemm_kernels_fp8_fp4", (_E4M3, _FP4)),
     "nvfp4": KernelSet("moe_gemm_kernels_fp4_fp4", (_FP4, _FP4)),
     # Takes as long as bfloat16, for tactics that Hopper can run too: built for it where somebody asks.
@@ -61,7 +60,7 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
 # interface makes no layer in float32, although its tiles are generated.
 _PLAIN: Final = ("bfloat16", "float16")
 _MODULES: Final[Mapping[str, tuple[str, str, tuple[str, ...]]]] = {
-    "sm90": ("fused_moe_90", "9.0a", (*_PLAIN, "fp8_block128", "fp8", "mxfp4_w4a16", "int4_w4a8", AMPERE)),
+    "sm90": ("fused_moe_90", "9.0a", (*_PLAIN, "fp8_block128", "fp8", "mxfp4_w4a16", AMPERE)),
     "sm100": ("fused_moe_100", "10.0a", (*_PLAIN, "fp8", "mxfp4_mxfp8", "nvfp4")),
     "sm103": ("fused_moe_103", "10.3a", (*_PLAIN, "fp8", "mxfp4_mxfp8", "nvfp4")),
     "sm120": ("fused_moe_120", "12.0f", (AMPERE, "fp8", "mxfp4_mxfp8", "nvfp4")),
@@ -96,7 +95,7 @@ def set_name(scheme: str, dtype: str, known: Sequence[str]) -> str:
     """
     if scheme == "unquantized":
         return AMPERE if dtype == "bfloat16" and dtype not in known else dtype
-    return {"fp8_tensor_static": "fp8", "mxfp8": "fp8", "int4_w4a8_g128": "int4_w4a8"}.get(scheme, scheme)
+    return {"fp8_tensor_static": "fp8", "mxfp8": "fp8"}.get(scheme, scheme)
 
 
 def sets_of(text: str) -> frozenset[_Operands]:
@@ -136,7 +135,6 @@ def select_sources(sources: Iterable[Path], names: Sequence[str]) -> list[Path]:
 
 # CPU-seconds of one file, nvcc 13.0 on a server's core; each was timed, but for the tiles, of which some were.
 _SECONDS: Final[Mapping[str, float]] = {
-    "moe_gemm_kernels_fp8_uint4": 540,
     "moe_gemm_kernels_fp8_fp8": 332,
     "cutlass_fused_moe_instantiation": 144,
     "moe_gemm_kernels_bf16_bf16": 134,

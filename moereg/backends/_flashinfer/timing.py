@@ -31,6 +31,7 @@ class CallTimer:
         self._call = call
         self._out = out
         self._graphs: dict[Pair, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()  # One graph after the other allocates there.
         self._expected: torch.Tensor | None = None
 
     def microseconds(self, pair: Pair) -> float:
@@ -52,7 +53,7 @@ class CallTimer:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             # Other threads may go on allocating.
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 self._call(pair)
             finally:

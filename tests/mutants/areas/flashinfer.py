@@ -1,0 +1,114 @@
+"""Faults in what `flashinfer_cutlass` hands to FlashInfer, and in how it finds, builds and keeps what it needs."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_SOURCES: Final = "moereg/backends/_flashinfer/"
+_CUTLASS: Final = "tests/backends/test_flashinfer_cutlass.py::"
+_LAYOUTS: Final = "tests/backends/test_flashinfer_cutlass_layouts.py::"
+_TACTICS: Final = "tests/backends/test_flashinfer_tactics.py::"
+_BUILDING: Final = "tests/backends/test_flashinfer_building.py::"
+
+MUTANTS: Final = (
+    Mutant(
+        "FlashInfer is handed gate rows first",
+        _SOURCES + "cutlass_layouts.py",
+        old="moved[:, num_halves - 1 - half, :",
+        new="moved[:, half, :",
+        tests=(f"{_LAYOUTS}test_up_rows_come_first_and_halves_are_padded_apart",),
+    ),
+    Mutant(
+        "two bits of Hopper's 4-bit floats change places",
+        _SOURCES + "cutlass_layouts.py",
+        old="((31, 30), (28, 29), (29, 26), (30, 27)),",
+        new="((31, 30), (28, 26), (29, 29), (30, 27)),",
+        tests=(f"{_LAYOUTS}test_every_word_of_4_bit_floats_lies_where_the_kernel_puts_it",),
+    ),
+    Mutant(
+        "every expert has the first one's scale of its inputs",
+        _SOURCES + "cutlass_quantized.py",
+        old='if "input_scale" in weights.shared:',
+        new="if True:",
+        tests=(f"{_CUTLASS}test_a_scale_for_each_expert_makes_one_row_a_route",),
+    ),
+    Mutant(
+        "up rows have the gate's scale",
+        _SOURCES + "cutlass_quantized.py",
+        old='"second_quant": second_quant if up is None else second_quant * up,',
+        new='"second_quant": second_quant,',
+        tests=(f"{_CUTLASS}test_scales_of_gate_and_up_that_differ[fp8_tensor_static-plain]",),
+    ),
+    Mutant(
+        "the bias of up rows is scaled with the gate's",
+        _SOURCES + "cutlass_quantized.py",
+        old="of_up.copy_(of_up.float() / up[:, None])",
+        new="of_up.copy_(of_up.float())",
+        tests=(f"{_CUTLASS}test_scales_of_gate_and_up_that_differ[nvfp4-bias]",),
+    ),
+    Mutant(
+        "a finalize that adds in any order",
+        _SOURCES + "cutlass.py",
+        old='            "use_fused_finalize": False,\n            "workspace_buffer"',
+        new='            "use_fused_finalize": True,\n            "workspace_buffer"',
+        tests=(f"{_CUTLASS}test_numbers_of_each_scheme[unquantized]",),
+    ),
+    Mutant(
+        "columns that were padded hold what was there",
+        _SOURCES + "cutlass.py",
+        old="        x[:, hidden_size:].zero_()\n",
+        new="",
+        tests=(f"{_CUTLASS}test_sizes_that_the_kernels_do_not_take_are_padded[unquantized]",),
+    ),
+    Mutant(
+        "experts of other ranks are taken for local ones",
+        _SOURCES + "cutlass.py",
+        old="        if inputs.expert_map is None:\n            return inputs.topk_ids.contiguous()\n",
+        new="        return inputs.topk_ids.contiguous()\n",
+        tests=(f"{_CUTLASS}test_a_part_of_the_experts",),
+    ),
+    Mutant(
+        "a tactic is taken whose numbers are wrong",
+        _SOURCES + "tactics.py",
+        old="if timer.difference(pair) <= _SAME:",
+        new="if True:",
+        tests=(f"{_TACTICS}test_tactics_that_raise_or_give_other_numbers_are_not_taken",),
+    ),
+    Mutant(
+        "tactics are timed while a graph is captured",
+        _SOURCES + "tactics.py",
+        old="                if is_capturing():\n",
+        new="                if False:\n",
+        tests=(f"{_TACTICS}test_nothing_is_timed_while_a_graph_is_captured",),
+    ),
+    Mutant(
+        "tuning goes on when its time is over",
+        _SOURCES + "tactics.py",
+        old="if best.times and self._clock() > until:",
+        new="if False:",
+        tests=(f"{_TACTICS}test_tuning_ends_when_its_time_is_over",),
+    ),
+    Mutant(
+        "kernels are loaded that the shared object does not hold",
+        _SOURCES + "loading.py",
+        old="    if name not in manifest.sets:\n",
+        new="    if False:\n",
+        tests=(f"{_BUILDING}test_kernels_that_are_not_in_it",),
+    ),
+    Mutant(
+        "a shared object is trusted that nobody describes",
+        _SOURCES + "loading.py",
+        old="        is_handmade = path == package.aot_path(module)\n",
+        new="        is_handmade = False\n",
+        tests=(f"{_BUILDING}test_a_shared_object_that_nobody_describes",),
+    ),
+    Mutant(
+        "a set has the tiles of another one",
+        _SOURCES + "kernel_sets.py",
+        old='sets_of(path.read_text(encoding="utf-8")) & wanted)',
+        new='sets_of(path.read_text(encoding="utf-8")))',
+        tests=(f"{_BUILDING}test_a_set_takes_its_own_sources_and_what_all_need[fp8]",),
+    ),
+)
