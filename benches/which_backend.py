@@ -332,13 +332,19 @@ def _install(cells: Sequence[BackendCell], projects: Mapping[str, Mapping[str, A
     if cells[0].origin != BUILTIN:
         project = projects[cells[0].origin]
         return f"`pip install ./plugins/{project['name']}`" + (f", with {needs}" if needs else "")
-    extras = _extras()
     wanted = {canonicalize_name(Requirement(text).name) for text in requires} - {"torch"}
     if not wanted:
         return "comes with moereg"
-    named = sorted(extra for extra, names in extras.items() if wanted <= names)
-    least = min(named, key=lambda extra: (len(extras[extra]), extra), default=None)
-    return (f"`pip install 'moereg[{least}]'`, which brings " if least else "install ") + needs
+    chosen: list[str] = []
+    while missing := wanted.difference(*(_extras()[extra] for extra in chosen)):
+        best = max(sorted(_extras()), key=lambda extra: (len(_extras()[extra] & missing), -len(_extras()[extra])))
+        if not _extras()[best] & missing:
+            break
+        chosen.append(best)
+    command = f"`pip install 'moereg[{','.join(sorted(chosen))}]'`" if chosen else ""
+    left = f"`pip install {' '.join(sorted(missing))}`" if missing else ""
+    alone = "; some classes need none of it" if any(not cell.requires for cell in cells) else ""
+    return f"{' and '.join(filter(None, (command, left)))}, for {needs}{alone}"
 
 
 def _needs(requires: Iterable[str]) -> str:

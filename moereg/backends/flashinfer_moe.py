@@ -1,8 +1,13 @@
 """FlashInfer's kernels: `flashinfer_cutlass` and its siblings. GPUs of NVIDIA from Hopper on.
 
-One backend for each family of kernels, since they differ in weights, routing and machines. All of them want the up rows
-of w13 first and take routing as it comes. What a machine has to have is asked of files: FlashInfer is imported where a
-layer runs.
+All of them want the up rows of w13 first and take routing as it comes. What a machine has to have is asked of files:
+FlashInfer is imported where a layer runs.
+
+- `flashinfer_cutlass`: FlashInfer's CUTLASS kernels, built on request and tuned by timing
+- `flashinfer_trtllm`: TensorRT-LLM's generated kernels for Blackwell, through FlashInfer
+- `flashinfer_cutedsl`: FlashInfer's CuTe DSL kernels of 4-bit floats for Blackwell
+- `flashinfer_cutile`: FlashInfer's cuTile kernels, which need no nvcc
+- `flashinfer_b12x`: FlashInfer's kernels of nvfp4 weights for sm120
 """
 
 from __future__ import annotations

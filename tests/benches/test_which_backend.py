@@ -44,7 +44,9 @@ def test_an_emulation_is_chosen_after_every_kernel() -> None:
 def test_how_to_get_a_backend() -> None:
     rows = dict(line.split(" | ", 1) for line in which_backend.backends_table().splitlines())
     assert "| comes with moereg | " in rows["| `torch`"]
-    assert "| `pip install 'moereg[triton]'`, which brings `triton>=3.6`" in rows["| `triton`"]
+    assert "| `pip install 'moereg[triton]'`, for `triton>=3.6`" in rows["| `triton`"]
+    assert "some classes need none of it" in rows["| `cutlass`"]
+    assert "| FlashInfer's cuTile kernels, which need no nvcc | " in f"| {rows['| `flashinfer_cutile`']}"
     assert "| `pip install ./plugins/moereg-vllm`, with `vllm" in rows["| `marlin`"]
 
 
