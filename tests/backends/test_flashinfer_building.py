@@ -143,7 +143,7 @@ def test_a_kernel_that_was_not_built_throws_instead_of_ending_the_process(tmp_pa
     loaded.fails.restype = ctypes.c_char_p
     assert loaded.works() == 7
     assert loaded.fails().decode() == (
-        "/cache/fused_moe_90.so was built without these kernels; build them with moereg build-kernels "
+        "fused_moe_90.so was built without these kernels; build them with moereg build-kernels "
         "flashinfer_cutlass, or remove the file"
     )
 

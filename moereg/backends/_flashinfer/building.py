@@ -176,6 +176,13 @@ def _includes() -> list[Path]:
     return [*([home / "include"] if home is not None else []), *_pip_folders("include"), *named]
 
 
+def _missing_includes() -> list[Path]:
+    """Folders of packages with a header that the toolkit lacks; others could bring another version of what it has."""
+    home = _toolkit()
+    lacking = [header for header in _HEADERS if home is None or not (home / "include" / header).is_file()]
+    return [folder for folder in _pip_folders("include") if any((folder / header).is_file() for header in lacking)]
+
+
 def _pip_folders(name: str) -> list[Path]:
     spec = importlib.util.find_spec("nvidia")
     roots = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
@@ -210,7 +217,7 @@ def _trimmed(spec: Any, sources: list[Path]) -> Any:
         spec,
         name=folder.name,
         sources=sources,
-        extra_include_dirs=[*(spec.extra_include_dirs or ()), *_pip_folders("include")],
+        extra_include_dirs=[*(spec.extra_include_dirs or ()), *_missing_includes()],
         # The driver's library has to be among those that the object names: nothing else may have loaded it.
         extra_ldflags=[f"-L{stubs}", *(spec.extra_ldflags or ()), "-Wl,--no-as-needed", "-lcuda", "-Wl,--as-needed"],
     )
@@ -290,7 +297,7 @@ def stub_source(names: Iterable[str], target: Path) -> str:
     """
     message = (
         (
-            f"{target} was built without these kernels; build them with moereg build-kernels flashinfer_cutlass, "
+            f"{target.name} was built without these kernels; build them with moereg build-kernels flashinfer_cutlass, "
             "or remove the file"
         )
         .replace("\\", "\\\\")

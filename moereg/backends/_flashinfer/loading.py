@@ -20,6 +20,7 @@ from moereg.backends._flashinfer import kernel_sets, package
 from moereg.backends._flashinfer.manifest import ManifestError, read_manifest
 from moereg.platforms import Platform
 from moereg.registration import Probe
+from moereg.waiting import long_wait
 
 __all__ = ["BUILD_COMMAND", "Library", "kernels_probe", "load", "reason_not_built", "specification"]
 
@@ -27,6 +28,9 @@ BUILD_COMMAND: Final = "moereg build-kernels flashinfer_cutlass"
 
 _WHOLE_BUILD_HOURS: Final = 8.7
 """31,500 CPU-seconds for Hopper, from the files that were timed."""
+
+_LOAD_SECONDS: Final = 6.0
+"""Of one core: importing FlashInfer 1.5, and the rest for the sources that it writes."""
 
 _LOCK: Final = threading.Lock()
 
@@ -118,7 +122,9 @@ def load(arch: str) -> Library:
     path = package.built_module(module, capability.replace(".", ""))
     if path is None:
         raise RuntimeError(f"FlashInfer's kernels {module} are not built; run {BUILD_COMMAND}")
-    with _LOCK:
+    # FlashInfer writes the sources of a module each time, also of one that is built.
+    wait = long_wait(f"loading FlashInfer's kernels {module}", _LOAD_SECONDS, "once a process")
+    with _LOCK, wait:
         fused_moe, core = map(importlib.import_module, ("flashinfer.fused_moe", "flashinfer.fused_moe.core"))
         is_cached = package.cache_folder() in path.parents
         if is_cached:
