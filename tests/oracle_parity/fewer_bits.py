@@ -43,9 +43,19 @@ _MXFP4: Final = (
     row_of(
         "mxfp4_mxfp8",
         "cuda:sm100",
-        "triton flashinfer_trtllm flashinfer_cutlass marlin humming triton~",
+        "triton flashinfer_trtllm marlin humming triton~",
         "flashinfer_trtllm flashinfer_cutlass marlin humming triton~",
-        why={RAN_FIRST: "triton"},
+        by="TritonQuantizedExperts",
+        reasons={"flashinfer_cutlass": "opt_in: ", "flashinfer_cutedsl": "opt_in: "},
+        why={RAN_FIRST: "triton flashinfer_cutlass"},
+    ),
+    row_of(
+        "mxfp4_mxfp8",
+        "cuda:sm100",
+        "flashinfer_trtllm flashinfer_cutedsl flashinfer_cutlass triton triton~",
+        "flashinfer_trtllm flashinfer_cutlass triton~",
+        problem={"exact_activations": True},
+        request={"prefer": "flashinfer_*,flashinfer_trtllm,flashinfer_cutedsl,flashinfer_cutlass"},
     ),
     # The same backend has a cell that leaves activations at 16 bits.
     row_of(
@@ -86,6 +96,7 @@ _MXFP4: Final = (
         "mxfp4_mxfp8",
         "cuda:sm100",
         "triton triton~",
+        by="TritonQuantizedBatchedExperts",
         problem={**_BATCHED, "exact_activations": True},
         why={SERVED_HERE: "triton"},
     ),

@@ -18,33 +18,52 @@ _OFF: Final = {"VLLM_USE_FLASHINFER_MOE_FP4": "0"}
 _LATENCY: Final = {**_FORCED, "VLLM_FLASHINFER_MOE_BACKEND": "latency"}
 _THROUGHPUT: Final = {**_FORCED, "VLLM_FLASHINFER_MOE_BACKEND": "throughput"}
 _MARLIN: Final = {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}
+_PREFERRED: Final = {"prefer": "flashinfer_*,flashinfer_trtllm,flashinfer_cutedsl,flashinfer_cutlass"}
 _ANY_FLASHINFER: Final = {"require": "flashinfer_trtllm,flashinfer_cutlass,flashinfer_cutedsl,flashinfer_b12x"}
 
 _row = functools.partial(row_of, "nvfp4")
 
 _ORDER: Final = (
+    # Those that never ran there and that a package's version could make the default are opt-in.
     _row(
         "cuda:sm100",
-        f"triton {_B200} marlin humming triton~",
+        "triton flashinfer_cutedsl marlin humming triton~",
         f"{_B200} {_WEIGHT_ONLY}",
-        reasons={"flashinfer_b12x": "platform: .*got cuda:sm100"},
-        why={RAN_FIRST: "triton"},
+        reasons={
+            "flashinfer_trtllm": "opt_in: ",
+            "flashinfer_cutlass": "opt_in: ",
+            "flashinfer_b12x": "platform: .*got cuda:sm100",
+        },
+        why={RAN_FIRST: "flashinfer_trtllm flashinfer_cutlass"},
     ),
-    _row("cuda:sm103", f"triton {_B200} marlin triton~", f"{_B200} {_WEIGHT_ONLY}", why={RAN_FIRST: "triton"}),
+    # A pattern gives those that are named beside it one place, in which they go by priority.
+    _row(
+        "cuda:sm100",
+        f"{_B200} triton marlin humming triton~",
+        f"{_B200} {_WEIGHT_ONLY}",
+        request=_PREFERRED,
+    ),
+    _row("cuda:sm103", f"{_B200} triton marlin humming triton~", f"{_B200} {_WEIGHT_ONLY}", request=_PREFERRED),
+    _row(
+        "cuda:sm100",
+        f"{_B200} triton triton~",
+        f"{_B200} triton~",
+        problem={"exact_activations": True},
+        request=_PREFERRED,
+    ),
     # Without TensorRT-LLM's kernels the next one of the order.
     _row(
         "cuda:sm100",
-        "triton flashinfer_cutedsl flashinfer_cutlass marlin",
+        "flashinfer_cutedsl flashinfer_cutlass triton marlin",
         "flashinfer_cutedsl flashinfer_cutlass marlin",
-        request={"deny": "flashinfer_trtllm"},
-        why={RAN_FIRST: "triton"},
+        request={"prefer": "flashinfer_*,flashinfer_cutlass", "deny": "flashinfer_trtllm"},
     ),
     _row(
         "cuda:sm100",
-        "triton flashinfer_cutlass marlin",
+        "flashinfer_cutlass triton marlin",
         "flashinfer_cutlass marlin vllm_cutlass",
-        request={"deny": "flashinfer_trtllm,flashinfer_cutedsl"},
-        why={RAN_FIRST: "triton", UNCLAIMED: "vllm_cutlass"},
+        request={"prefer": "flashinfer_cutlass", "deny": "flashinfer_trtllm,flashinfer_cutedsl"},
+        why={UNCLAIMED: "vllm_cutlass"},
     ),
     _row(
         "cuda:sm120",
@@ -71,10 +90,11 @@ _ORDER: Final = (
     ),
     _row(
         "cuda:sm100",
-        f"triton {_B200} triton~",
+        "triton triton~",
         f"{_B200} triton~",
         problem={"exact_activations": True},
-        why={RAN_FIRST: "triton"},
+        reasons={name: "opt_in: " for name in _B200.split()},
+        why={RAN_FIRST: _B200},
     ),
     _row("rocm:gfx942", "triton triton~", "triton~", why={SERVED_HERE: "triton"}),
     _row("rocm:gfx942", "triton~", "triton~", problem={"exact_activations": True}),
@@ -84,18 +104,36 @@ _ORDER: Final = (
     _row("cuda:sm75", "", reasons={"triton": "platform: ", "marlin": "platform: "}),
     _row(
         "cuda:sm100",
-        "triton flashinfer_cutedsl triton~",
+        "triton triton~",
         "flashinfer_cutedsl",
+        by="TritonQuantizedBatchedExperts",
         problem=_BATCHED,
-        reasons={"flashinfer_trtllm": "activation_format: ", "marlin": "activation_format: "},
-        why={RAN_FIRST: "triton"},
+        reasons={
+            "flashinfer_cutedsl": "opt_in: ",
+            "flashinfer_trtllm": "activation_format: ",
+            "marlin": "activation_format: ",
+        },
+        why={RAN_FIRST: "flashinfer_cutedsl"},
     ),
     _row(
         "cuda:sm100",
-        "triton flashinfer_cutedsl triton~",
+        "flashinfer_cutedsl triton triton~",
+        "flashinfer_cutedsl",
+        problem=_BATCHED,
+        request=_PREFERRED,
+    ),
+    _row(
+        "cuda:sm103",
+        "flashinfer_cutedsl triton~",
         "flashinfer_cutedsl",
         problem={**_BATCHED, "exact_activations": True},
-        why={RAN_FIRST: "triton"},
+        request=_PREFERRED,
+    ),
+    _row(
+        "cuda:sm100",
+        "triton triton~",
+        problem={**_BATCHED, "exact_activations": True},
+        why={SERVED_HERE: "triton"},
     ),
     _row("cuda:sm90", "triton triton~", problem=_BATCHED, why={SERVED_HERE: "triton"}),
     _row("cuda:sm90", "triton~", problem={**_BATCHED, "exact_activations": True}, why={SERVED_HERE: "triton~"}),
@@ -130,11 +168,19 @@ _ORDER: Final = (
 _CLAMP: Final = (
     _row(
         "cuda:sm100",
-        "triton flashinfer_trtllm flashinfer_cutlass marlin",
+        "triton marlin",
         _B200,
         problem=_LIMIT,
+        reasons={"flashinfer_trtllm": "opt_in: "},
+        why={RAN_FIRST: "flashinfer_trtllm"},
+    ),
+    _row(
+        "cuda:sm100",
+        "flashinfer_trtllm flashinfer_cutlass triton marlin",
+        _B200,
+        problem=_LIMIT,
+        request=_PREFERRED,
         reasons={"flashinfer_cutedsl": "swiglu_limit: does not apply the swiglu clamp, got limit 7"},
-        why={RAN_FIRST: "triton"},
     ),
     _row(
         "cuda:sm90",

@@ -332,7 +332,7 @@ def _of_order(order_of: Callable[[Layer], tuple[str, ...]]) -> Callable[[Layer],
 
 ORACLES: Final[dict[str, Callable[[Layer], Answer]]] = {
     "unquantized": unquantized,
-    "nvfp4": nvfp4,
+    **dict.fromkeys(("nvfp4", "nvfp4_w4a16"), nvfp4),
     **dict.fromkeys(
         ("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic"), _of_order(_fp8_order)
     ),

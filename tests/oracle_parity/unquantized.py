@@ -101,7 +101,22 @@ _ORDER: Final = (
         ours="triton flashinfer_cutlass",
         supports="triton flashinfer_cutlass",
         problem={"activation": "swigluoai", "has_bias": True},
-        reasons={"flashinfer_trtllm": r"activation: requires activation in"},
+        reasons={"flashinfer_trtllm": "bias: does not apply biases"},
+    ),
+    Row(
+        platform="cuda:sm100",
+        ours="triton flashinfer_cutlass",
+        supports="triton flashinfer_cutlass",
+        problem={"activation": "swigluoai"},
+        reasons={"flashinfer_trtllm": "activation: requires activation in"},
+    ),
+    Row(
+        platform="cuda:sm100",
+        ours="triton flashinfer_cutlass",
+        supports="triton flashinfer_cutlass",
+        problem={"activation": "gelu_tanh"},
+        reasons={"flashinfer_trtllm": "activation: requires activation in"},
+        why={RAN_FIRST: "triton"},
     ),
     Row(
         platform="cuda:sm90",

@@ -189,10 +189,10 @@ _FLASHINFER: Final = (
         platform="cuda:sm100",
         ours="flashinfer_cutlass",
         supports="triton flashinfer_cutlass",
-        problem={"activation": "swigluoai"},
+        problem={"activation": "swigluoai", "has_bias": True},
         engine=_FORCED,
         request=_EITHER,
-        reasons={"flashinfer_trtllm": "activation: "},
+        reasons={"flashinfer_trtllm": "bias: "},
     ),
     Row(
         platform="rocm:gfx942",
