@@ -180,9 +180,8 @@ class FlashInferCutlassPackedExperts(_CutlassExperts):
         return cutlass_quantized.Mxfp4W4A16(self)
 
 
-@_cutlass("mxfp4_mxfp8", "mxfp4_mxfp8", "cuda:sm100f")
-@_cutlass("mxfp4_mxfp8", "mxfp4_mxfp8", "cuda:sm120f", opt_in=True)
-@_cutlass("fp8", "mxfp8", "cuda:sm100f")
+@_cutlass("mxfp4_mxfp8", "mxfp4_mxfp8", "cuda:sm100f", "cuda:sm120f", opt_in=True)
+@_cutlass("fp8", "mxfp8", "cuda:sm100f", opt_in=True)
 class FlashInferCutlassMxfp8Experts(_CutlassExperts):
     """Activations in groups of 32 8-bit floats, weights of the same kind or of 4-bit floats, standard format."""
 
@@ -195,8 +194,7 @@ class FlashInferCutlassMxfp8Experts(_CutlassExperts):
         return cutlass_quantized.Mxfp8Activations(self)
 
 
-@_cutlass("nvfp4", "nvfp4", "cuda:sm100f")
-@_cutlass("nvfp4", "nvfp4", "cuda:sm120f", opt_in=True)
+@_cutlass("nvfp4", "nvfp4", "cuda:sm100f", "cuda:sm120f", opt_in=True)
 class FlashInferCutlassNvfp4Experts(_CutlassExperts):
     """4-bit floats on both sides, in groups of 16, with static scales above them; standard format."""
 
@@ -210,7 +208,8 @@ class FlashInferCutlassNvfp4Experts(_CutlassExperts):
 
 
 # The other families. Among them, too, priorities are vLLM's order, below kernels that have run on such machines; where
-# none stands before it, a cell is opt-in. Neither sm100, sm103 nor sm120 has run any of these.
+# none stands before it, a cell is opt-in: moereg's own for these schemes ask for Triton 3.8, and torch 2.11 brings 3.6.
+# Neither sm100, sm103 nor sm120 has run any of these.
 
 
 class _TrtLlmExperts(LoadedExperts):
@@ -248,7 +247,7 @@ class FlashInferTrtLlmFloat8BlockExperts(_TrtLlmExperts):
         return trtllm.Float8Blocks(self)
 
 
-@claims.trtllm("mxfp8")
+@claims.trtllm("mxfp8", opt_in=True)
 class FlashInferTrtLlmFloat8GroupExperts(_TrtLlmExperts):
     """8-bit floats with scales of 32 columns."""
 
@@ -276,8 +275,8 @@ class FlashInferTrtLlmFloat8TensorExperts(_TrtLlmExperts):
 
 # FlashInfer's tests expect 16-bit activations to fail on sm103.
 @claims.trtllm("mxfp4_w4a16", "cuda:sm100")
-@claims.trtllm("mxfp4_mxfp8")
-@claims.trtllm("nvfp4", **claims.UNSCALED)
+@claims.trtllm("mxfp4_mxfp8", opt_in=True)
+@claims.trtllm("nvfp4", opt_in=True, **claims.UNSCALED)
 class FlashInferTrtLlmFloat4Experts(_TrtLlmExperts):
     """mxfp4, with activations of 16 bits or mxfp8; nvfp4 with static global scales, tokens by the experts' largest."""
 
@@ -303,7 +302,8 @@ class FlashInferTrtLlmInteger4Experts(_TrtLlmExperts):
         return trtllm.Integer4(self)
 
 
-@claims.cutedsl(57, "nvfp4", "nvfp4_w4a16", "mxfp4_mxfp8")
+@claims.cutedsl(57, "nvfp4_w4a16")
+@claims.cutedsl(57, "nvfp4", "mxfp4_mxfp8", opt_in=True)
 class FlashInferCuTeDslExperts(_TrtLlmExperts):
     """CuTe DSL, standard format: 4-bit floats. nvfp4 quantizes tokens with the largest of the experts' scales."""
 
@@ -316,7 +316,7 @@ class FlashInferCuTeDslExperts(_TrtLlmExperts):
         return cutedsl.Standard(self)
 
 
-@claims.cutedsl(56, "nvfp4")
+@claims.cutedsl(56, "nvfp4", opt_in=True)
 class FlashInferCuTeDslBatchedExperts(LoadedExperts):
     """CuTe DSL, batched format: nvfp4 with static scales of each expert."""
 

@@ -57,15 +57,6 @@ _MXFP4: Final = (
         problem={"exact_activations": True},
         request={"prefer": "flashinfer_*,flashinfer_trtllm,flashinfer_cutedsl,flashinfer_cutlass"},
     ),
-    # The same backend has a cell that leaves activations at 16 bits.
-    row_of(
-        "mxfp4_mxfp8",
-        "cuda:sm100",
-        "triton flashinfer_trtllm flashinfer_cutedsl flashinfer_cutlass triton~",
-        "flashinfer_trtllm flashinfer_cutlass triton~",
-        problem={"exact_activations": True},
-        why={RAN_FIRST: "triton"},
-    ),
     row_of(
         "mxfp4_mxfp8",
         "cuda:sm120",

@@ -39,8 +39,8 @@ class Difference:
 
 
 RAN_FIRST: Final = Difference(
-    "A foreign kernel that never ran on a kind of hardware goes behind moereg's own and behind foreign ones that did. "
-    "An engine's order was measured by others, with other versions"
+    "A foreign kernel that never ran on a kind of hardware goes behind moereg's own and behind foreign ones that did, "
+    "and is opt-in where it could be the only one. An engine's order was measured by others, with other versions"
 )
 MEASURED: Final = Difference(
     "`triton` goes before vLLM's kernels for the same scheme: on an H200 it took less time than each of them in every "
