@@ -63,7 +63,7 @@ def builtin_cells() -> tuple[BackendCell, ...]:
 
 
 def parity_cells() -> tuple[BackendCell, ...]:
-    """All of them. Leaves the global registry as it was."""
+    """All of them. Leaves the registry and loaded modules as they were."""
     own = builtin_cells()
     computed = {(cell.name, scheme.name) for cell in own for scheme in cell.schemes}
     stand_ins = []
@@ -76,7 +76,7 @@ def parity_cells() -> tuple[BackendCell, ...]:
 
 def _wheels() -> Iterator[BackendCell]:
     """Cells of the wheels, out of their sources: claims import no kernel library."""
-    before, path = REGISTRY.snapshot(), list(sys.path)
+    before, path, loaded = REGISTRY.snapshot(), list(sys.path), dict(sys.modules)
     REGISTRY.restore(())
     try:
         for wheel, modules in _WHEELS.items():
@@ -90,6 +90,9 @@ def _wheels() -> Iterator[BackendCell]:
     finally:
         REGISTRY.restore(before)
         sys.path[:] = path
+        for name in [name for name in sys.modules if name.partition(".")[0].startswith("moereg_")]:
+            del sys.modules[name]
+        sys.modules.update({name: module for name, module in loaded.items() if name.startswith("moereg_")})
 
 
 def _stand_ins() -> tuple[BackendCell, ...]:
