@@ -1,8 +1,4 @@
-"""The cells that the tables choose among: the built-in ones, those of the wheels in plugins/, and stand-ins.
-
-A stand-in claims what a backend will claim that is not written yet, or is another vendor's wheel. It goes, scheme by
-scheme, once a built-in backend of its name computes the scheme.
-"""
+"""The cells that the tables choose among: the built-in ones, those of the wheels in plugins/, and two vendors' fakes."""
 
 from __future__ import annotations
 
@@ -11,12 +7,11 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from moereg.discovery import load_backends
-from moereg.facts import Facts
 from moereg.registry import BUILTIN, REGISTRY, BackendCell, BackendRegistry, register_moe_backend, registering_origin
-from tests.support.fakes import EVERYTHING, FakeExperts
+from tests.support.fakes import FakeExperts
 
 __all__ = ["OWN", "PACKAGES", "builtin_cells", "parity_cells"]
 
@@ -46,16 +41,6 @@ _WHEELS: Final = {
 }
 _PLUGINS: Final = Path(__file__).parents[2] / "plugins"
 
-# What FlashInfer's kernels have in common: ranks hold contiguous experts.
-_FLASHINFER: Final = dataclasses.replace(
-    EVERYTHING,
-    activations=frozenset({"silu", "gelu_tanh", "relu2", "swigluoai"}),
-    dtypes=frozenset({"bfloat16", "float16"}),
-    placements=frozenset({"contiguous"}),
-    router_weight_on_input=False,
-    requires_multiple={"hidden_size": 8, "intermediate_size": 8},
-)
-
 
 def builtin_cells() -> tuple[BackendCell, ...]:
     """Those of moereg itself."""
@@ -64,14 +49,7 @@ def builtin_cells() -> tuple[BackendCell, ...]:
 
 def parity_cells() -> tuple[BackendCell, ...]:
     """All of them. Leaves the registry and loaded modules as they were."""
-    own = builtin_cells()
-    computed = {(cell.name, scheme.name) for cell in own for scheme in cell.schemes}
-    stand_ins = []
-    for cell in _stand_ins():
-        left = tuple(scheme for scheme in cell.schemes if (cell.name, scheme.name) not in computed)
-        if left:
-            stand_ins.append(dataclasses.replace(cell, schemes=left))
-    return (*own, *_wheels(), *stand_ins)
+    return (*builtin_cells(), *_wheels(), *_vendors())
 
 
 def _wheels() -> Iterator[BackendCell]:
@@ -95,37 +73,14 @@ def _wheels() -> Iterator[BackendCell]:
         sys.modules.update({name: module for name, module in loaded.items() if name.startswith("moereg_")})
 
 
-def _stand_ins() -> tuple[BackendCell, ...]:
+def _vendors() -> tuple[BackendCell, ...]:
+    """What wheels of other vendors would bring, for platforms that moereg has no kernels for."""
     registry = BackendRegistry()
-
-    def add(
-        name: str,
-        priority: int,
-        schemes: str,
-        platforms: str,
-        facts: Facts = _FLASHINFER,
-        base: type[FakeExperts] = FakeExperts,
-        **keywords: Any,
-    ) -> None:
-        cls = type("StandInExperts", (base,), {"facts": facts})
-        register_moe_backend(name, priority, schemes.split(), platforms.split(), registry=registry, **keywords)(cls)
-
-    # Wheels of other vendors, for platforms that moereg has no kernels for.
-    with registering_origin("moereg-npu", "1.0"):
-        add("npu_kernels", 100, "unquantized", "npu", EVERYTHING)
-    with registering_origin("moereg-xpu", "1.0"):
-        add("xpu_kernels", 100, "unquantized fp8_block128 mxfp8 mxfp4_w4a16 int4_w4a16_g128", "xpu", EVERYTHING)
-    flashinfer = {"requires": ("flashinfer-python>=0.7.2,<0.8",)}
-    with registering_origin(BUILTIN):
-        add(
-            "flashinfer_cutlass",
-            48,
-            "unquantized fp8_tensor_static fp8_block128 mxfp4_w4a16",
-            "cuda:sm90",
-            **flashinfer,
-        )
-        add("flashinfer_cutlass", 55, "unquantized fp8_tensor_static nvfp4", "cuda:sm100f cuda:sm120f", **flashinfer)
-        add("flashinfer_cutlass", 55, "mxfp4_mxfp8", "cuda:sm100f cuda:sm120f", **flashinfer)
-        no_clamp = dataclasses.replace(_FLASHINFER, swiglu_limit=False, bias=False)
-        add("cutlass", 45, "unquantized", "cuda:sm90 cuda:sm100", no_clamp, requires=("quack-kernels>=0.6,<0.7",))
+    claims = (
+        ("npu_kernels", "npu", ("unquantized",)),
+        ("xpu_kernels", "xpu", ("unquantized", "fp8_block128", "mxfp8", "mxfp4_w4a16", "int4_w4a16_g128")),
+    )
+    for name, platform, schemes in claims:
+        with registering_origin(f"moereg-{platform}", "1.0"):
+            register_moe_backend(name, 100, schemes, (platform,), registry=registry)(FakeExperts)
     return registry.cells
