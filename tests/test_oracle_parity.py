@@ -19,7 +19,7 @@ import pytest
 import moereg.decide
 from moereg.errors import MoeregError
 from moereg.machine import Probes
-from moereg.platforms import Platform, PlatformRule
+from moereg.platforms import Platform
 from moereg.quant import QUANT_SCHEMES
 from moereg.reasons import Reason
 from moereg.registration import Probe
@@ -186,52 +186,59 @@ def sees(row: Row, decisions: Sequence[Decision]) -> bool:
     return wrong_order(row, decisions) is not None
 
 
-def sees_mutant(row: Row, selection: Selection, cell: BackendCell, mutant: BackendCell | None) -> bool:
-    """Whether a row fails with another cell, or none, in place of one that it accepts."""
-    kept = [decision.cell for decision in selection.decisions if decision.accepted and decision.cell is not cell]
-    cells = [*filter(None, kept), *([mutant] if mutant else [])]
-    decided = moereg.decide.decide(
-        selection.problem, selection.platform, selection.request, cells, probes=OneFailing(row.failing)
-    )
-    return sees(row, decided.decisions)
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A cell that fits a row, by the rule of its decision, among all that do."""
+
+    row: Row
+    said: Selection
+    decision: Decision
+    others: tuple[BackendCell, ...]
+
+    def sees(self, mutant: BackendCell | None) -> bool:
+        """Whether the row fails with another cell, or none, in place of this one."""
+        said, cells = self.said, (*self.others, *([mutant] if mutant else []))
+        probes = OneFailing(self.row.failing)
+        decided = moereg.decide.decide(said.problem, said.platform, said.request, cells, probes=probes)
+        return sees(self.row, decided.decisions)
 
 
-def test_a_deleted_rule_of_a_cell_fails_a_row(cells: tuple[BackendCell, ...], answered: Answered) -> None:
+Fits = dict[int, list[Fit]]
+
+
+@pytest.fixture(scope="module")
+def fits(answered: Answered) -> Fits:
+    """Where each cell fits, by its identity."""
+    found: Fits = {}
+    for row, said in answered:
+        accepted_here = [decision for decision in said.decisions if decision.accepted]
+        for decision in accepted_here:
+            others = tuple(other.cell for other in accepted_here if other is not decision and other.cell is not None)
+            found.setdefault(id(decision.cell), []).append(Fit(row, said, decision, others))
+    return found
+
+
+def test_a_deleted_rule_of_a_cell_fails_a_row(cells: tuple[BackendCell, ...], fits: Fits) -> None:
     missed = []
     for cell in cells:
         for rule in cell.rules:
             left = tuple(other for other in cell.rules if other is not rule)
             mutant = dataclasses.replace(cell, rules=left) if left else None
-            told = [(row, said) for row, said in answered if accepts_by(said, cell, rule)]
-            if not any(sees_mutant(row, said, cell, mutant) for row, said in told):
+            if not any(fit.sees(mutant) for fit in fits.get(id(cell), ()) if fit.decision.rule == rule.text):
                 missed.append(f"{cell.name} {cell.class_name} {rule} {cell.schemes[0].name}")
     assert not missed, "\n".join(missed)
 
 
-def accepts_by(selection: Selection, cell: BackendCell, rule: PlatformRule | None = None) -> bool:
-    """Whether a cell fits, by a rule of it."""
-    return any(
-        decision.accepted and decision.cell is cell and (rule is None or decision.rule == rule.text)
-        for decision in selection.decisions
-    )
-
-
-def competes(selection: Selection, cell: BackendCell) -> bool:
-    """Whether a cell fits, and another one that a priority can put before or behind it.
+def test_a_mutated_priority_fails_a_row(cells: tuple[BackendCell, ...], fits: Fits) -> None:
+    """Raised above all or lowered below all, each cell that has a rival changes what a row says.
 
     A request that names an opt-in cell says its place as well.
     """
-    rivals = [decision for decision in selection.decisions if decision.accepted and decision.tier == cell.tier]
-    return accepts_by(selection, cell) and len(rivals) > 1 and not cell.opt_in
-
-
-def test_a_mutated_priority_fails_a_row(cells: tuple[BackendCell, ...], answered: Answered) -> None:
-    """Raised above all or lowered below all, each cell that has a rival changes what a row says."""
     missed = []
     for cell in cells:
         mutants = [dataclasses.replace(cell, priority=priority) for priority in (-1_000_000, 1_000_000)]
-        told = [(row, said) for row, said in answered if competes(said, cell)]
-        if told and not any(sees_mutant(row, said, cell, mutant) for mutant in mutants for row, said in told):
+        told = [fit for fit in fits.get(id(cell), ()) if any(other.tier == cell.tier for other in fit.others)]
+        if told and not cell.opt_in and not any(fit.sees(mutant) for mutant in mutants for fit in told):
             missed.append(f"{cell.name} {cell.class_name} {cell.rules_text} {cell.schemes[0].name}")
     assert not missed, "\n".join(missed)
 
@@ -287,22 +294,22 @@ VARIATIONS: tuple[dict[str, object], ...] = (
 )
 
 
-# Triton 3.6 comes with torch 2.11; some of moereg's kernels need a later one.
+# Triton 3.6 comes with torch 2.11, and some of moereg's own kernels ask for a later one.
 OLD_TRITON = {"triton": "3.6.0"}
 
 
 @pytest.mark.parametrize("platform", [*GPUS, *OTHERS])
 def test_a_foreign_kernel_that_never_ran_there_is_no_default(platform: str) -> None:
     cells = builtin_cells()
-    variations = ({}, *VARIATIONS) if platform in GPUS else ({},)
     unproven = set()
-    for scheme, form, changes in itertools.product(SCHEMES, ("standard", "batched"), variations):
+    for scheme, form, changes in itertools.product(
+        SCHEMES, ("standard", "batched"), ({}, *VARIATIONS) if platform in GPUS else ({},)
+    ):
         problem = {"quant": scheme, "activation_format": form, **changes}
-        for packages in (None, OLD_TRITON) if platform in GPUS else (None,):
-            row = Row(platform=platform, ours="", problem=problem, packages=packages)
-            winner = choose(row, cells).winner
-            if winner is None or winner.backend in OWN or winner.cell is None:
-                continue
-            if not evidence_of(winner.cell).on(row.machine()):
-                unproven.add(f"{winner.backend} {winner.experts} for {scheme}, {form}")
+        row = Row(platform=platform, ours="", problem=problem, packages=OLD_TRITON)
+        winner = choose(row, cells).winner
+        if winner is None or winner.backend in OWN or winner.cell is None:
+            continue
+        if not evidence_of(winner.cell).on(row.machine()):
+            unproven.add(f"{winner.backend} {winner.experts} for {scheme}, {form}")
     assert not unproven, f"make it opt-in on {platform}, or rank it behind what ran there: {sorted(unproven)}"

@@ -1,4 +1,4 @@
-"""The cells that the tables choose among: the built-in ones, those of the wheels in plugins/, and two vendors' fakes."""
+"""The cells that the tables choose among: built-in ones, those of the wheels in plugins/, and two vendors' fakes."""
 
 from __future__ import annotations
 
