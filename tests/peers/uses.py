@@ -14,6 +14,11 @@ __all__ = ["FOREIGN", "Passed", "foreign_uses"]
 FOREIGN: Final = ("aiter", "cuda", "cutlass", "flashinfer", "humming", "jax", "quack", "sonicmoe", "tvm_ffi", "vllm")
 """Import names of libraries whose functions have to be written down where a backend uses them."""
 
+LOADERS: Final = {"vllm_module": "vllm.", "fused_moe": "vllm.model_executor.layers.fused_moe."}
+"""Functions of the wheels that import a module by its name below a package."""
+
+LOADED: Final = ("vllm",)
+
 
 @dataclasses.dataclass(frozen=True)
 class Passed:
@@ -43,11 +48,11 @@ def foreign_uses(path: Path, libraries: Iterable[str] = FOREIGN) -> Iterator[Pas
         `quack.gemm_interface.gemm` with its call. Names that are kept as attributes of `self` are followed within the
         file. An import at the top whose name is never used counts as read.
     """
-    tree = ast.parse(path.read_text())
+    tree = _Loaded().visit(ast.parse(path.read_text()))
     roots = frozenset(libraries)
     functions, outside = _scopes(tree)
-    shared = _bindings(outside, roots)
-    own = {id(function): _bindings(list(ast.walk(function)), roots) for function in functions}
+    shared = _bindings(outside, roots, {})
+    own = {id(function): _bindings(list(ast.walk(function)), roots, shared) for function in functions}
     kept: dict[str, str] = {}
     for function in functions:
         kept |= _kept_on_self(function, shared | own[id(function)])
@@ -78,9 +83,28 @@ def _scopes(tree: ast.AST) -> tuple[list[ast.AST], list[ast.AST]]:
     return functions, outside
 
 
-def _bindings(nodes: Iterable[ast.AST], roots: frozenset[str]) -> dict[str, str]:
-    """Names that imports bind, with what they mean."""
+class _Loaded(ast.NodeTransformer):
+    """Writes `vllm_module("a.b")` as the name `vllm.a.b`."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        prefix = LOADERS.get(ast.unparse(node.func))
+        match node.args:
+            case [ast.Constant(value=str(name))] if prefix and not node.keywords:
+                return _moved(ast.parse(prefix + name, mode="eval").body, node)
+        return node
+
+
+def _moved(name: ast.expr, to: ast.expr) -> ast.expr:
+    for part in ast.walk(name):
+        ast.copy_location(part, to)
+    return name
+
+
+def _bindings(nodes: Iterable[ast.AST], roots: frozenset[str], outer: dict[str, str]) -> dict[str, str]:
+    """Names that imports, and assignments of foreign names, bind; with what they mean."""
     bound: dict[str, str] = {}
+    assigned: list[tuple[str, str]] = []
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -91,6 +115,14 @@ def _bindings(nodes: Iterable[ast.AST], roots: frozenset[str]) -> dict[str, str]
             bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Assign) and "import_module" in ast.unparse(node.value):
             bound |= zip(_assigned(node.targets[0]), _modules(node.value, roots), strict=False)
+        elif isinstance(node, ast.Assign):
+            values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+            assigned += zip(_assigned(node.targets[0]), map(ast.unparse, values), strict=False)
+    for name, text in assigned:
+        base, _, attributes = text.partition(".")
+        target = (outer | bound).get(base) or (base if base in LOADED else None)
+        if target and re.fullmatch(r"[\w.]*", attributes):
+            bound[name] = f"{target}.{attributes}".rstrip(".")
     return bound
 
 
@@ -117,6 +149,10 @@ def _uses(nodes: list[ast.AST], bound: dict[str, str], file: str) -> Iterator[tu
         elif isinstance(node, ast.Call):
             calls[id(node.func)] = node
     inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    # What is only given another name is used under that one.
+    for node in nodes:
+        if isinstance(node, ast.Assign) and _assigned(node.targets[0]):
+            inner |= {id(value) for value in (node.value.elts if isinstance(node.value, ast.Tuple) else [node.value])}
     for node in nodes:
         if not isinstance(node, (ast.Name, ast.Attribute)) or id(node) in inner or isinstance(node.ctx, ast.Store):
             continue
@@ -124,8 +160,8 @@ def _uses(nodes: list[ast.AST], bound: dict[str, str], file: str) -> Iterator[tu
         of_self = re.match(r"self\.\w+", text)
         name = of_self[0] if of_self else text.partition(".")[0]
         attributes = text.removeprefix(name).removeprefix(".")
-        if name in bound and re.fullmatch(r"[\w.]*", attributes):
-            target = f"{bound[name]}.{attributes}".rstrip(".")
+        if (name in bound or name in LOADED) and re.fullmatch(r"[\w.]*", attributes):
+            target = f"{bound.get(name, name)}.{attributes}".rstrip(".")
             yield name, Passed(target, f"{file}:{node.lineno}", calls.get(id(node)))
 
 
