@@ -265,23 +265,15 @@ def rows_table(board: str) -> str:
 
 
 def _columns(found: Sequence[Standing]) -> list[str]:
-    """The default first, then backends by their mean rank; a backend's other classes where one is ever faster."""
-    names = dict.fromkeys(name for one in found for name in one.entries)
+    """The default first, then the others by their mean rank; if there are too many, the slowest are left out."""
+    names = dict.fromkeys(name for one in found for name, entry in one.entries.items() if not entry.is_variant)
     ranks: dict[str, list[float]] = {name: [] for name in names}
     for one in found:
         ranking = [entry.name for entry in one.ranking]
         for name in names:
             ranks[name].append(ranking.index(name) if name in ranking else len(names))
-    backends = [name for name in names if UNTUNED not in name]
-    kept = [name for name in backends if " (" not in name or _beats_its_first(name, found)]
     default = found[0].default
-    return sorted(kept, key=lambda name: (name != default, math.fsum(ranks[name])))[:_COLUMNS]
-
-
-def _beats_its_first(name: str, found: Sequence[Standing]) -> bool:
-    first = name.partition(" (")[0]
-    pairs = ((one.entries.get(name), one.entries.get(first)) for one in found)
-    return any(own and other and own.time_us and own.time_us < (other.time_us or math.inf) for own, other in pairs)
+    return sorted(names, key=lambda name: (name != default, math.fsum(ranks[name])))[:_COLUMNS]
 
 
 def failures_table(board: str) -> str:

@@ -90,16 +90,16 @@ def test_rows_have_the_default_first_and_the_fastest_in_bold(stored: Any) -> Non
     )
     title, header, _, *found, where = lines("rows")
     assert title == "### big, unquantized"
-    assert header == "| routing | T | own | other | slow | lead |"
+    assert header == "| routing | T | own | other | other (Slow) | slow | lead |"
     assert found == [
-        "| uniform | 1 | 100.0 (50%) | **80.0 (50%)** | 12,346 (50%) | 25.0% |",
-        "| uniform | 16 | **70.0 (50%)** | 80.0 (50%) | failed | 14.3% |",
+        "| uniform | 1 | 100.0 (50%) | **80.0 (50%)** | 300.0 (50%) | 12,346 (50%) | 25.0% |",
+        "| uniform | 16 | **70.0 (50%)** | 80.0 (50%) | - | failed | 14.3% |",
     ]
     assert where.startswith("Measured on a GPU with torch 2.13 at commit 0123456789ab, 2026-11-22, in 12 s.")
     assert where.endswith("Ceilings in the same process: bfloat16 678 TFLOP/s, read 4.37 TB/s.")
 
 
-def test_a_faster_second_class_has_a_column(stored: Any) -> None:
+def test_a_second_class_has_a_column(stored: Any) -> None:
     stored(row(1, result("own", 100.0), result("own", 90.0, experts="OtherExperts")))
     assert lines("rows")[1:4:2] == [
         "| routing | T | own | own (Other) | lead |",
