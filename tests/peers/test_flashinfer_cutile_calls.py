@@ -1,0 +1,115 @@
+"""`flashinfer_cutile` beside the package: FlashInfer's own functions run on a CPU up to each launch of a kernel."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from moereg.author import ExpertInputs, ExpertWeights, MoEProblem, quantize_weights
+from moereg.backends import flashinfer_moe as page
+from moereg.backends._flashinfer import claims
+from moereg.experts import Experts
+from moereg.platforms import Platform
+from moereg.quant import QuantScheme
+
+pytestmark = pytest.mark.peers
+
+H200 = Platform.from_name("cuda:sm90")
+E, H, I, K = 8, 256, 128, 2  # noqa: E741
+Launched = list[tuple[str, tuple[Any, ...]]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """The launches of a call, each with its kernel's name and arguments; nothing runs."""
+    import cuda.tile
+
+    found: Launched = []
+
+    def launch(stream: None, grid: tuple[int, ...], kernel: Any, arguments: tuple[Any, ...], **_: Any) -> None:
+        function = kernel._annotated_function.pyfunc
+        inspect.signature(function).bind(*arguments)
+        assert all(size > 0 for size in grid), function.__name__
+        found.append((function.__name__, arguments))
+
+    properties = collections.namedtuple("properties", "multi_processor_count")
+    monkeypatch.setattr(cuda.tile, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties(132))
+    return found
+
+
+def _run(cls: type[Experts], problem: MoEProblem, tokens: int, computes: QuantScheme | None) -> torch.Tensor:
+    torch.manual_seed(0)
+    rows = problem.activation.num_halves * I
+    weights = ExpertWeights(w13=torch.randn(E, rows, H).bfloat16(), w2=torch.randn(E, H, I).bfloat16())
+    if problem.quant.weight is not None:
+        weights = quantize_weights(weights, problem.quant)
+    experts = cls(problem, H200, computes or problem.quant)
+    permuted = experts.permute_weights(weights=weights.contiguous(), problem=problem)
+    first, second = (
+        torch.empty(shape, dtype=torch.bfloat16)
+        for shape in experts.workspace_shapes(problem=problem, num_tokens=tokens)
+    )
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(tokens)]).int()
+    ids[0] = E
+    inputs = ExpertInputs(torch.randn(tokens, H).bfloat16(), torch.rand(tokens, K), ids)
+    out = torch.full((tokens, H), 7.0, dtype=torch.bfloat16)
+    experts.apply(out=out, inputs=inputs, weights=permuted, workspace13=first, workspace2=second)
+    return out
+
+
+CASES = [
+    (page.FlashInferCuTileExperts, "unquantized", None, "silu"),
+    (page.FlashInferCuTileExperts, "unquantized", None, "relu2"),
+    (page.FlashInferCuTileExperts, "unquantized", None, "gelu_tanh"),
+    (page.FlashInferCuTileFloat8Experts, "fp8_tensor_dynamic", None, "silu"),
+    (page.FlashInferCuTileFloat8Experts, "fp8_tensor_dynamic", claims.FP8_TENSOR_W8A16, "silu"),
+    (page.FlashInferCuTileFloat8Experts, "mxfp8", claims.MXFP8_W8A16, "silu"),
+    (page.FlashInferCuTileFloat4Experts, "mxfp4_w4a16", None, "swigluoai"),
+    (page.FlashInferCuTileFloat4Experts, "nvfp4_w4a16", None, "silu"),
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "quant", "computes", "activation"),
+    CASES,
+    ids=[
+        f"{quant}-{computes.name if computes else 'as_stored'}-{activation}" for _, quant, computes, activation in CASES
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_call_goes_through_to_every_kernel(
+    cls: type[Experts], quant: str, computes: QuantScheme | None, activation: str, tokens: int, launched: Launched
+) -> None:
+    problem = MoEProblem(num_experts=E, hidden_size=H, intermediate_size=I, top_k=K, quant=quant, activation=activation)
+    out = _run(cls, problem, tokens, computes)
+    names = [name for name, _ in launched]
+    assert names[0] == ("_permute_small" if tokens * K <= 24 else "_permute_chunk_rank")
+    assert names[-1] == "_combine"
+    # Token 0 has no expert: its row is cleared after the kernels, which here wrote nothing.
+    assert not bool(out[0].any())
+    assert bool((out[1:] == 7.0).all())
+    combined = launched[-1][1]
+    assert combined[2].data_ptr() == out.data_ptr()
+    # Tokens without experts have weight 0, and an expert that exists.
+    assert not bool(combined[1][:K].any())
+    assert launched[0][1][0][:K].tolist() == [0, 0]
+
+
+def test_more_tokens_never_need_less_memory() -> None:
+    problem = MoEProblem(num_experts=128, hidden_size=512, intermediate_size=256, top_k=8)
+    for cls, quant in (
+        (page.FlashInferCuTileExperts, "unquantized"),
+        (page.FlashInferCuTileFloat4Experts, "mxfp4_w4a16"),
+    ):
+        layer = MoEProblem(**{**problem.to_dict(), "quant": quant})
+        experts = cls(layer, H200)
+        sizes = [experts.workspace_shapes(problem=layer, num_tokens=tokens) for tokens in range(1, 130)]
+        assert sizes == sorted(sizes)

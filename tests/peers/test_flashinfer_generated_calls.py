@@ -1,0 +1,328 @@
+"""`flashinfer_trtllm` and `flashinfer_cutedsl` beside the package: what they pass, and what that means as documented.
+
+No CPU runs these kernels. An imitation stands in for each entry point: it binds what it is given to the real signature,
+takes weights apart with FlashInfer's own indices, and computes the layer as the entry point's documentation says. So
+an order of rows, a scale that is dropped, or gate for up gives other numbers than moereg's reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moereg.author import (
+    ExpertInputs,
+    ExpertWeights,
+    MoEProblem,
+    layer_tolerance,
+    quantize_weights,
+    reference_experts,
+    relative_error,
+)
+from moereg.backends import flashinfer_moe as page
+from moereg.experts import Experts
+from moereg.platforms import Platform
+from moereg.reference import calibrate_activation_scales
+from moereg.testing.interpreter import patch_interpreter
+
+pytestmark = pytest.mark.peers
+
+patch_interpreter()
+
+B200 = Platform.from_name("cuda:sm100")
+T, E, H, I, K = 5, 4, 256, 256, 2  # noqa: E741
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def _codes(packed: torch.Tensor) -> torch.Tensor:
+    """float4_e2m1fn as numbers, two to a byte, the first in the low half."""
+    halves = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()
+    return E2M1[halves & 7] * (1 - 2 * (halves >> 3))
+
+
+def _integers(packed: torch.Tensor) -> torch.Tensor:
+    halves = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).int()
+    return (halves - 16 * (halves > 7)).float()
+
+
+def _powers(scale: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(scale.view(torch.uint8).float() - 127)
+
+
+def _linear(scale: torch.Tensor, rows: int) -> torch.Tensor:
+    """[E, N, G] of scales in blocks of 128 x 4."""
+    groups = scale[0].numel() // rows
+    blocks = scale.reshape(len(scale), rows // 128, groups // 4, 32, 4, 4)
+    return blocks.permute(0, 1, 4, 3, 2, 5).reshape(len(scale), rows, groups)
+
+
+def _unshuffled(tensor: torch.Tensor, gated: bool | None) -> torch.Tensor:
+    """[E, N, ...] in the order that FlashInfer's indices start from: up rows first where gated; w2 where None."""
+    from flashinfer.fused_moe.core import _maybe_get_cached_w3_w1_permute_indices, get_w2_permute_indices_with_cache
+
+    rows = torch.zeros(tensor.shape[1], 1, dtype=torch.uint8)
+    if gated is None:
+        order = get_w2_permute_indices_with_cache({}, rows, 128)
+    else:
+        order = _maybe_get_cached_w3_w1_permute_indices({}, rows, 128, is_gated_act_gemm=gated)
+    return tensor[:, order.argsort()]
+
+
+def _unblocked(tensor: torch.Tensor) -> torch.Tensor:
+    """[E, N, K] of [E, K / block, N, block]."""
+    return tensor.transpose(1, 2).flatten(2)
+
+
+def _grouped(scale: torch.Tensor, columns: int) -> torch.Tensor:
+    return scale.repeat_interleave(columns // scale.shape[-1], -1)
+
+
+def _layer(
+    problem: MoEProblem,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    routing: tuple[torch.Tensor, torch.Tensor],
+    up_first: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    scalars: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
+) -> None:
+    """The layer in fp32; ids outside the local experts are dropped."""
+    result = torch.zeros(out.shape)
+    ones = torch.ones(len(w2))
+    gate_scale, up_scale, out_scale = (ones if scale is None else scale for scale in scales)
+    alpha, beta, limit = scalars
+    for token, (ids, weights) in enumerate(zip(routing[0].tolist(), routing[1].float().tolist(), strict=True)):
+        for expert, weight in zip(ids, weights, strict=True):
+            if not 0 <= expert < len(w2):
+                continue
+            rows = up_first[expert].float() @ x[token].float()
+            if biases[0] is not None:
+                rows = rows + biases[0][expert]
+            if problem.activation.gated:
+                up, gate = rows.chunk(2)
+                if limit is not None:
+                    gate, up = gate.clamp(max=limit[expert]), up.clamp(-limit[expert], limit[expert])
+                gate = gate * gate_scale[expert]
+                slope = 1.0 if alpha is None else alpha[expert]
+                hidden = gate * torch.sigmoid(slope * gate) * (up + (0.0 if beta is None else beta[expert]))
+            else:
+                hidden = torch.relu(rows * gate_scale[expert]) ** 2
+            rows = w2[expert].float() @ (hidden * up_scale[expert]) * out_scale[expert]
+            result[token] += weight * (rows if biases[1] is None else rows + biases[1][expert])
+    out.copy_(result)
+
+
+def _scalars(given: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    return given["gemm1_alpha"], given["gemm1_beta"], given["gemm1_clamp_limit"]
+
+
+def _imitated(problem: MoEProblem, name: str) -> Callable[..., None]:
+    """What TensorRT-LLM's entry points do by their documentation."""
+    gated = problem.activation.gated
+
+    def run(given: dict[str, Any]) -> None:
+        assert given["local_expert_offset"] == 0
+        assert given["local_num_experts"] == problem.num_local_experts
+        w13, w2, x = given["gemm1_weights"], given["gemm2_weights"], given["hidden_states"]
+        s13, s2 = given.get("gemm1_weights_scale"), given.get("gemm2_weights_scale")
+        if name == "trtllm_bf16_routed_moe":
+            up_first, w2 = _unshuffled(_unblocked(w13), gated), _unshuffled(_unblocked(w2), None)
+            _layer(problem, given["output"], x, given["topk_ids"], up_first, w2, scalars=_scalars(given))
+        elif name == "trtllm_mxint4_block_scale_routed_moe":
+            packed = given["topk_ids"]
+            routing = (packed >> 16, (packed & 0xFFFF).to(torch.int16).view(torch.bfloat16))
+            matrices = []
+            for matrix, scale, kind in ((w13, s13, gated), (w2, s2, None)):
+                codes = _integers(_unblocked(matrix))
+                scaled = codes * _grouped(_linear(scale, codes.shape[1]).float(), codes.shape[2])
+                matrices.append(_unshuffled(scaled, kind))
+            _layer(problem, given["output"], x, routing, *matrices, scalars=_scalars(given))
+        elif name == "trtllm_fp8_per_tensor_scale_routed_moe":
+            scales = tuple(
+                given[f"output{part}"] for part in ("1_scales_gate_scalar", "1_scales_scalar", "2_scales_scalar")
+            )
+            up_first, w2 = _unshuffled(w13.float(), gated), _unshuffled(w2.float(), None)
+            _layer(problem, given["output"], x, given["topk_ids"], up_first, w2, scales=scales)
+        elif not given.get("use_shuffled_weight", True):
+            tokens = x.float() * _grouped(given["hidden_states_scale"].T, H)
+            matrices = [
+                matrix.float() * _grouped(scale.repeat_interleave(128, 1), matrix.shape[2])
+                for matrix, scale in ((w13, s13), (w2, s2))
+            ]
+            _layer(problem, given["output"], tokens, given["topk_ids"], *matrices, scalars=_scalars(given))
+        else:
+            is_nvfp4 = name.startswith("trtllm_fp4") and s13.shape[-1] == H // 16
+            number = (lambda scale: scale.float()) if is_nvfp4 else _powers
+            tokens = x.float() if x.dtype != torch.uint8 else _codes(x)
+            if given["hidden_states_scale"] is not None:
+                tokens = tokens * _grouped(number(given["hidden_states_scale"]), H)
+            matrices = []
+            for matrix, scale, kind in ((w13, s13, gated), (w2, s2, None)):
+                codes = _codes(matrix) if matrix.dtype == torch.uint8 else matrix.float()
+                linear = number(_linear(scale.view(torch.uint8), codes.shape[1]).view(scale.dtype))
+                matrices.append(_unshuffled(codes * _grouped(linear, codes.shape[2]), kind))
+            scales = tuple(
+                given.get(f"output{part}") for part in ("1_scale_gate_scalar", "1_scale_scalar", "2_scale_scalar")
+            )
+            biases = [given.get("gemm1_bias"), given.get("gemm2_bias")]
+            for place, kind in enumerate((gated, None)):
+                if biases[place] is not None:
+                    biases[place] = _unshuffled(biases[place].unsqueeze(2), kind).squeeze(2)
+            _layer(
+                problem,
+                given["output"],
+                tokens,
+                given["topk_ids"],
+                *matrices,
+                scales=scales,
+                biases=(biases[0], biases[1]),
+                scalars=_scalars(given),
+            )
+
+    return run
+
+
+def _weights(problem: MoEProblem) -> ExpertWeights:
+    torch.manual_seed(1)
+    halves, count = problem.activation.num_halves, problem.num_local_experts
+    w13 = torch.randn(count, halves * I, H) / H**0.5
+    w13[:, :I] *= 2.0  # Gate and up differ in size, so that a swap shows.
+    weights = ExpertWeights(
+        w13=w13.bfloat16(),
+        w2=(torch.randn(count, H, I) / I**0.5).bfloat16(),
+        w13_bias=torch.randn(count, halves * I) if problem.has_bias else None,
+        w2_bias=torch.randn(count, H) if problem.has_bias else None,
+    )
+    return weights
+
+
+def _inputs(problem: MoEProblem) -> ExpertInputs:
+    ids = torch.stack([torch.randperm(problem.num_experts)[:K] for _ in range(T)]).int()
+    ids[1, 0] = -1
+    expert_map = None
+    if problem.is_expert_parallel:
+        expert_map = torch.full((problem.num_experts,), -1, dtype=torch.int32)
+        expert_map[torch.tensor([5, 0, 6, 3])] = torch.arange(E, dtype=torch.int32)
+    return ExpertInputs(torch.randn(T, H).bfloat16(), torch.rand(T, K), ids, expert_map=expert_map)
+
+
+def _checked(cls: type[Experts], problem: MoEProblem, static: bool) -> None:
+    weights, inputs = _weights(problem), _inputs(problem)
+    scales: dict[str, torch.Tensor] = {}
+    if static:
+        plain = dataclasses.replace(problem, quant="unquantized")
+        sample = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+        found = calibrate_activation_scales(plain, weights, *sample, problem.quant)
+        scales = dict(zip(("a13_scale", "a2_scale"), found, strict=True))
+    if problem.quant.weight is not None:
+        weights = quantize_weights(weights, problem.quant, **scales)
+    experts = cls(problem, B200)
+    permuted = experts.permute_weights(weights=weights.contiguous(), problem=problem)
+    first, second = (torch.empty(shape, dtype=torch.bfloat16) for shape in experts.workspace_shapes(problem, T))
+    out = torch.empty(T, H, dtype=torch.bfloat16)
+    experts.apply(out=out, inputs=inputs, weights=permuted, workspace13=first, workspace2=second)
+    expected = reference_experts(
+        problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, inputs.expert_map
+    )
+    assert relative_error(out, expected) < layer_tolerance(problem, T)
+
+
+CASES = [
+    ("FlashInferTrtLlmExperts", "trtllm_bf16_routed_moe", {}, "unquantized"),
+    ("FlashInferTrtLlmExperts", "trtllm_bf16_routed_moe", {"activation": "relu2"}, "relu2"),
+    ("FlashInferTrtLlmExperts", "trtllm_bf16_routed_moe", {"num_experts": 8, "num_local_experts": E}, "some"),
+    ("FlashInferTrtLlmFloat8BlockExperts", "trtllm_fp8_block_scale_routed_moe", {"quant": "fp8_block128"}, "block"),
+    ("FlashInferTrtLlmFloat8GroupExperts", "trtllm_fp8_block_scale_routed_moe", {"quant": "mxfp8"}, "mxfp8"),
+    (
+        "FlashInferTrtLlmFloat8TensorExperts",
+        "trtllm_fp8_per_tensor_scale_routed_moe",
+        {"quant": "fp8_tensor_static"},
+        "tensor",
+    ),
+    ("FlashInferTrtLlmFloat4Experts", "trtllm_fp4_block_scale_routed_moe", {"quant": "nvfp4"}, "nvfp4"),
+    (
+        "FlashInferTrtLlmFloat4Experts",
+        "trtllm_fp4_block_scale_routed_moe",
+        {"quant": "nvfp4", "activation": "silu(limit=2.0)"},
+        "clamped",
+    ),
+    (
+        "FlashInferTrtLlmFloat4Experts",
+        "trtllm_fp4_block_scale_routed_moe",
+        {"quant": "mxfp4_w4a16", "activation": "swigluoai", "has_bias": True},
+        "gpt-oss",
+    ),
+    ("FlashInferTrtLlmFloat4Experts", "trtllm_fp4_block_scale_routed_moe", {"quant": "mxfp4_mxfp8"}, "mxfp4_mxfp8"),
+    (
+        "FlashInferTrtLlmInteger4Experts",
+        "trtllm_mxint4_block_scale_routed_moe",
+        {"quant": "int4_w4a16_g32"},
+        "mxint4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("cls", "name", "keywords"), [case[:3] for case in CASES], ids=[case[3] for case in CASES])
+def test_trtllm_computes_the_layer_as_its_entry_point_is_documented(
+    cls: str, name: str, keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import flashinfer.fused_moe as library
+
+    sizes = {"num_experts": E, "hidden_size": H, "intermediate_size": I, "top_k": K}
+    problem = MoEProblem(**{**sizes, **keywords})
+    signature, run = inspect.signature(getattr(library, name)), _imitated(problem, name)
+
+    def entry(**given: Any) -> None:
+        bound = signature.bind(**given)
+        bound.apply_defaults()
+        run(dict(bound.arguments))
+
+    monkeypatch.setattr(library, name, entry)
+    _checked(getattr(page, cls), problem, static=problem.quant.name in ("fp8_tensor_static", "nvfp4"))
+
+
+@pytest.mark.parametrize("quant", ["nvfp4", "nvfp4_w4a16", "mxfp4_mxfp8"])
+def test_cutedsl_computes_the_layer_as_its_entry_point_is_documented(
+    quant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import flashinfer.fused_moe as library
+    from flashinfer.cute_dsl.utils import convert_sf_from_mma_layout
+
+    problem = MoEProblem(num_experts=E, hidden_size=H, intermediate_size=I, top_k=K, quant=quant)
+    signature = inspect.signature(library.cute_dsl_fused_moe)
+    is_nvfp4 = quant != "mxfp4_mxfp8"
+    group = 16 if is_nvfp4 else 32
+
+    def entry(**given: Any) -> None:
+        bound = signature.bind(**given)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        assert given["quant_mode"] == {"nvfp4": "w4a4", "nvfp4_w4a16": "w4a16"}.get(quant, "w4a8")
+        number = (lambda scale: scale.float()) if is_nvfp4 else _powers
+        tokens = given["x"].float() if given["x"].dtype != torch.uint8 else _codes(given["x"])
+        if given["x_sf"] is not None:
+            tokens = tokens * _grouped(number(given["x_sf"].reshape(T, -1)), H)
+        matrices = []
+        for name, rows, columns in (("w1", 2 * I, H), ("w2", H, I)):
+            swizzled = convert_sf_from_mma_layout(given[f"{name}_weight_sf"], rows, columns, E, group)
+            scale = number(_linear(swizzled.reshape(E, -1).view(torch.uint8), rows).view(swizzled.dtype))
+            matrices.append(_codes(given[f"{name}_weight"]) * _grouped(scale, columns))
+        # Groups of 64 rows of up and of gate, in turn.
+        up_first = matrices[0].view(E, -1, 2, 64, H).transpose(1, 2).reshape(E, 2 * I, H)
+        inverse = given["fc2_input_scale"]
+        ones = torch.ones(E)
+        first, up = given["w1_alpha"], given["w1_alpha"] * (ones if inverse is None else inverse)
+        scales = (first, up, given["w2_alpha"])
+        routing = (given["token_selected_experts"], given["token_final_scales"])
+        _layer(problem, given["moe_output"], tokens, routing, up_first, matrices[1], scales=scales)
+
+    monkeypatch.setattr(library, "cute_dsl_fused_moe", entry)
+    _checked(page.FlashInferCuTeDslExperts, problem, static=quant == "nvfp4")
