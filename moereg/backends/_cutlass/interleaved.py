@@ -76,6 +76,7 @@ class Interleaved(Implementation):
         )
         self._gate_up = gate_up_epilogue(function, self.problem.has_bias, self._has_codes)
         self._down = down_epilogue(self.problem.has_bias, self._has_codes)
+        self._ready: set[GemmConfig] = set()
         self._capability = 10 if PlatformRule("cuda:sm100f").matches(self.platform) else 9
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
@@ -187,6 +188,9 @@ class Interleaved(Implementation):
     @contextlib.contextmanager
     def _announced(self, config: GemmConfig, dtype: torch.dtype) -> Iterator[None]:
         """Says so before kernels are compiled for the first time in this process."""
+        if config in self._ready:
+            yield
+            return
         keys = {
             (epilogue.semantic_digest, repr(config), dtype, self.problem.dtype)
             for epilogue in (self._gate_up, self._down)
@@ -194,6 +198,7 @@ class Interleaved(Implementation):
         with _LOCK:
             num_new = len(keys - _COMPILED)
         if not num_new:
+            self._ready.add(config)
             yield
             return
         folder = cache_folder()
@@ -207,6 +212,7 @@ class Interleaved(Implementation):
             yield
         with _LOCK:
             _COMPILED.update(keys)
+        self._ready.add(config)
 
 
 class InterleavedCodes(Interleaved):
