@@ -269,6 +269,8 @@ _MXFP8: Final = (
         reasons={"flashinfer_trtllm": "platform: ", "marlin": "quant_scheme: "},
         why={UNCLAIMED: "marlin"},
     ),
+    # No wish puts an emulation before a kernel.
+    row_of("mxfp8", "cuda:sm90", "humming triton~", "humming triton~", request={"prefer": "triton"}),
     row_of("mxfp8", "cuda:sm90", "triton~", "triton~", problem={"exact_activations": True}),
     row_of(
         "mxfp8",
