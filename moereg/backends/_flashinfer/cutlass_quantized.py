@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+import logging
+import os
+from pathlib import Path
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -17,9 +20,16 @@ from moereg.weights import ExpertWeights, PermutedWeights
 
 __all__ = ["Fp8Block", "Fp8Tensor", "Mxfp4W4A16", "Mxfp8Activations", "Nvfp4"]
 
-_E4M3_MAX = 448.0
+logger: Final = logging.getLogger("moereg")
 
-_SMALLEST_BLOCK_SCALE = 1e-10
+_E4M3_MAX: Final = 448.0
+
+# Not measured: two products at about 10 s of nvcc each. Where a shape has kernels for other numbers of tokens, these
+# may do.
+_FIRST_SECONDS: Final = 20.0
+_AGAIN_SECONDS: Final = 2.0
+
+_SMALLEST_BLOCK_SCALE: Final = 1e-10
 """Kernels for Hopper make NaN of block scales near 1e-23; a block of such weights adds nothing either way."""
 
 
@@ -192,17 +202,25 @@ class Fp8Block(Cutlass):
         if bucket in self._compiled:
             super().run(call)
             return
-        with long_wait(
-            f"compiling FlashInfer's fp8 block kernels for {bucket} to {2 * bucket - 1} tokens with nvcc",
-            _DEEPGEMM_SECONDS,
-            "once for each layer shape, kept in ~/.tensorrt_llm/cache or TRTLLM_DG_CACHE_DIR",
-        ):
+        folder = deepgemm_folder()
+        what = f"compiling FlashInfer's fp8 block kernels for {bucket} to {2 * bucket - 1} tokens with nvcc"
+        if call.out.is_cuda and torch.cuda.is_current_stream_capturing():
+            logger.warning("%s while a CUDA graph is captured, which may fail; call the layer once before", what)
+        seconds = _AGAIN_SECONDS if self._has_some(folder) else _FIRST_SECONDS
+        with long_wait(what, seconds, f"once for each layer shape, kept in {folder}"):
             super().run(call)
         self._compiled.add(bucket)
 
+    def _has_some(self, folder: Path) -> bool:
+        """Whether kernels of both products were compiled before, for some number of tokens."""
+        sizes = ((self.num_halves * self.intermediate, self.hidden), (self.hidden, self.intermediate))
+        return all(any(folder.glob(f"gemm_*{rows}_{depth}_*")) for rows, depth in sizes)
 
-_DEEPGEMM_SECONDS = 20.0
-"""Two products at about 10 s each. Not measured here: nothing is compiled where the files are kept already."""
+
+def deepgemm_folder() -> Path:
+    """Where the part of FlashInfer that compiles at run time keeps its kernels."""
+    named = os.environ.get("TRTLLM_DG_CACHE_DIR")
+    return (Path(named) if named else Path.home() / ".tensorrt_llm") / "cache"
 
 
 class Mxfp4W4A16(Cutlass):
