@@ -1,4 +1,4 @@
-"""QuACK itself: its kernels with our epilogues compile for GPUs that are not there, on their tensor cores."""
+"""QuACK itself: the copy that CPUs test with means what QuACK means, and its kernels with our epilogues compile."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.support import quack_copy
 
 pytestmark = pytest.mark.peers
 
@@ -30,3 +33,44 @@ def test_kernels_compile_and_nothing_spills(arch: str, instruction: str) -> None
         assert kernel[instruction] > 0, kernel
         assert kernel["stack"] == 0, kernel
         assert kernel["registers"] <= 168, kernel
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_copy_means_what_quack_means(has_bias: bool) -> None:
+    interface = pytest.importorskip("quack.gemm_interface", reason="quack-kernels is not installed")
+    generator = torch.Generator().manual_seed(0)
+    rows, matrices, bias = (torch.randn(shape, generator=generator) for shape in ((6, 16), (4, 24, 16), (4, 24)))
+    # An expert without rows, and a row in front of the first expert's end that is gathered twice.
+    offsets = torch.tensor([0, 3, 3, 6, 8], dtype=torch.int32)
+    source = torch.tensor([0, 5, 1, 2, 2, 4, 3, 0], dtype=torch.int32)
+    named = {"bias": bias} if has_bias else {}
+    _, expected = interface.gemm_act_ref(
+        rows, matrices.mT, activation="swiglu", cu_seqlens_m=offsets, A_idx=source, **named
+    )
+
+    def swiglu(acc: quack_copy.Pair, **operands: quack_copy.Pair) -> dict[str, torch.Tensor]:
+        gate, up = quack_copy.unpack(acc + operands["bias"] if operands else acc)
+        return {"intermediate": torch.nn.functional.silu(gate) * up}
+
+    def with_bias(acc: quack_copy.Pair, bias: quack_copy.Pair) -> dict[str, torch.Tensor]:
+        return swiglu(acc, bias=bias)
+
+    def without(acc: quack_copy.Pair) -> dict[str, torch.Tensor]:
+        return swiglu(acc)
+
+    operands = {"bias": quack_copy.RowVecLoad("bias")} if has_bias else {}
+    product = quack_copy.gemm_epilogue(("intermediate",), operands, "acc_pair")(with_bias if has_bias else without)
+    found = torch.full((8, 12), float("nan"))
+    config = quack_copy.GemmConfig(128, 192, True, False, 2, 9)
+    product(
+        rows,
+        matrices.transpose(1, 2),
+        out={"intermediate": found},
+        store_d=False,
+        config=config,
+        tuned=False,
+        cu_seqlens_m=offsets,
+        A_idx=source,
+        **named,
+    )
+    torch.testing.assert_close(found, expected)
