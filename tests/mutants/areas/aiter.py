@@ -1,0 +1,84 @@
+"""The `aiter` backend, and what is said of broken packages and foreign calls."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_AITER: Final = "tests/backends/test_aiter.py"
+_BROKEN: Final = "tests/selection/test_broken_packages.py"
+_CALLS: Final = "tests/selection/test_backend_calls.py"
+
+MUTANTS: Final = (
+    Mutant(
+        "rows and lanes of a tile change places",
+        "moereg/backends/_aiter/weights.py",
+        old="tiles.permute(0, 2, 3, 1, 4)",
+        new="tiles.permute(0, 2, 1, 3, 4).reshape(tiles.permute(0, 2, 3, 1, 4).shape)",
+        tests=(f"{_AITER}::test_the_order_is_the_one_that_aiter_documents[torch.bfloat16]",),
+    ),
+    Mutant(
+        "scales of gfx942's float stay",
+        "moereg/backends/_aiter/weights.py",
+        old="return codes.view(torch.float8_e4m3fnuz), scale * 2",
+        new="return codes.view(torch.float8_e4m3fnuz), scale",
+        tests=(f"{_AITER}::test_layers_of_8_bits[fp8_tensor_static-rocm:gfx942]",),
+    ),
+    Mutant(
+        "a negative zero becomes gfx942's NaN",
+        "moereg/backends/_aiter/weights.py",
+        old="bits.masked_fill_(bits == _NEGATIVE_ZERO, 0).masked_fill_(is_nan, _NEGATIVE_ZERO)",
+        new="bits.masked_fill_(is_nan, _NEGATIVE_ZERO)",
+        tests=(f"{_AITER}::test_the_float_of_gfx942_means_the_same_numbers",),
+    ),
+    Mutant(
+        "experts of other ranks are not masked",
+        "moereg/backends/_aiter/layer.py",
+        old="mask[:num_experts] = inputs.expert_map >= 0",
+        new="pass",
+        tests=(f"{_AITER}::test_experts_of_one_rank[1]",),
+    ),
+    Mutant(
+        "ids out of range reach AITER",
+        "moereg/backends/_aiter/layer.py",
+        old="torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(torch.int32)",
+        new="ids.to(torch.int32)",
+        tests=(f"{_AITER}::test_layers_of_16_bits[rocm:gfx942]",),
+    ),
+    Mutant(
+        "weights are not marked as shuffled",
+        "moereg/backends/_aiter/layer.py",
+        old="for matrix in (w13, w2):",
+        new="for matrix in (w13,):",
+        tests=(f"{_AITER}::test_layers_of_16_bits[rocm:gfx942]",),
+    ),
+    Mutant(
+        "modules for another GPU count as kernels",
+        "moereg/backends/_aiter/package.py",
+        old="if targets and platform.arch not in targets:",
+        new="if not targets:",
+        tests=(f"{_AITER}::test_kernels_of_another_gpu",),
+    ),
+    Mutant(
+        "a cell of another machine is the nearest one",
+        "moereg/selection.py",
+        old='sum(code not in ("package", "probe") for code in codes)',
+        new="len(codes)",
+        tests=(f"{_BROKEN}::test_what_is_broken_is_a_reason_and_something_else_runs[aiter cache]",),
+    ),
+    Mutant(
+        "an error names nobody who would do",
+        "moereg/backend_calls.py",
+        old='return f"; {\' or \'.join(names)} would do instead" if names else ""',
+        new='return ""',
+        tests=(f"{_BROKEN}::test_an_import_that_fails_names_backend_cure_and_what_would_do",),
+    ),
+    Mutant(
+        "a lack of memory while permuting has no name",
+        "moereg/backend_calls.py",
+        old="raise lack from error",
+        new="raise error",
+        tests=(f"{_CALLS}::test_lack_of_memory_while_weights_are_permuted[error1]",),
+    ),
+)
