@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Final
 
 from moereg.backends._flashinfer import claims
-from moereg.backends._flashinfer.loading import kernels_probe
+from moereg.backends._flashinfer.loading import KernelsProbe
 from moereg.backends._flashinfer.package import REQUIRES, can_be_imported, can_compile_at_run_time
 from moereg.backends._loaded import Implementation, LoadedExperts
 from moereg.building import KernelBuilder
@@ -91,7 +91,7 @@ def _cutlass(
         quant_schemes=(scheme,),
         platforms=platforms,
         requires=_REQUIRES,
-        probes=(*_PROBES, kernels_probe(set_name, option), *nvcc),
+        probes=(*_PROBES, KernelsProbe(set_name, option), *nvcc),
         opt_in=opt_in,
         dtypes=dtypes,
     )

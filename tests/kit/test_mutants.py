@@ -16,6 +16,7 @@ TABLES = {**load_tables(), **load_tables(on_gpu=True)}
 MUTANTS = [(area, mutant) for area, mutants in TABLES.items() for mutant in mutants]
 
 AREAS = {
+    "aiter",
     "board",
     "checkpoints",
     "command_line",

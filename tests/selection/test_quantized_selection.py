@@ -208,7 +208,7 @@ REQUESTS: Final[list[tuple[str, str, dict[str, Any], tuple[str, str] | None]]] =
     ("cuda:sm90", "fp8_block128", {"deny": "torch"}, ("triton", "priority")),
     ("cuda:sm90", "nvfp4", {"require": "triton", "prefer": "torch"}, ("triton", "required")),
     ("cuda:sm90", "nvfp4", {"require": "triton", "deny": "torch"}, ("triton", "required")),
-    ("cuda:sm90", "nvfp4", {"prefer": "triton", "deny": "triton"}, None),
+    ("cuda:sm90", "nvfp4", {"prefer": "triton", "deny": ("triton", "flashinfer_*")}, None),
     ("cuda:sm90", "nvfp4", {"require": "nvfp4=triton,mxfp8=torch"}, ("triton", "required")),
     ("cuda:sm90", "mxfp8", {"require": "nvfp4=triton,mxfp8=torch"}, None),
     ("cuda:sm90", "nvfp4", {"deny": "mxfp8=triton"}, ("triton", "priority")),

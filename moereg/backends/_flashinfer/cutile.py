@@ -22,6 +22,7 @@ from moereg.backends._flashinfer.scratch import Piece, carved, carved_fields, nu
 from moereg.backends._flashinfer.shuffles import each_expert, swizzled_scales
 from moereg.backends._loaded import Call, Implementation
 from moereg.experts import Experts
+from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.rows.local import clear_dead_rows, copy_live_rows, own_routes
 from moereg.layouts import aligned
 from moereg.quant import QuantFormat
@@ -346,7 +347,7 @@ class Float4(_CuTile):
         return {
             "activation_fp4": False,
             "scale_block_size": self._weight.group[1],
-            "num_sms": torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count,
+            "num_sms": num_multiprocessors(torch.device("cuda", torch.cuda.current_device())),
         }
 
     def allocation(self, num_tokens: int) -> dict[str, Any]:

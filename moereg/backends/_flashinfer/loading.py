@@ -7,6 +7,7 @@ loaded with FlashInfer's compiling switched off.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import os
@@ -19,10 +20,9 @@ from typing import Any, Final, NamedTuple
 from moereg.backends._flashinfer import kernel_sets, package
 from moereg.backends._flashinfer.manifest import ManifestError, read_manifest
 from moereg.platforms import Platform
-from moereg.registration import Probe
 from moereg.waiting import long_wait
 
-__all__ = ["BUILD_COMMAND", "Library", "kernels_probe", "load", "reason_not_built", "specification"]
+__all__ = ["BUILD_COMMAND", "KernelsProbe", "Library", "load", "reason_not_built", "specification"]
 
 BUILD_COMMAND: Final = "moereg build-kernels flashinfer_cutlass"
 
@@ -92,20 +92,25 @@ def reason_not_built(arch: str, name: str, asked: str) -> str | None:
     return None
 
 
-@functools.cache
-def kernels_probe(name: str, option: str) -> Probe:
-    """A probe that says why a set of kernels cannot be loaded here.
+@dataclasses.dataclass(frozen=True)
+class KernelsProbe:
+    """A probe that says why a set of kernels cannot be loaded here. A value, so that a selection can be pickled.
 
-    Args:
-        name: Of the set.
+    Attributes:
+        kernels: Name of the set.
         option: That asks `moereg build-kernels` for it.
     """
 
-    def probe(platform: Platform) -> str | None:
-        return reason_not_built(platform.arch, name, option)
+    kernels: str
+    option: str
 
-    probe.__name__ = f"flashinfer_has_{name}_kernels"
-    return probe
+    @property
+    def __name__(self) -> str:
+        return f"flashinfer_has_{self.kernels}_kernels"
+
+    def __call__(self, platform: Platform) -> str | None:
+        """See `Probe`."""
+        return reason_not_built(platform.arch, self.kernels, self.option)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import torch
 
 from moereg.backends._flashinfer import package
 from moereg.backends._flashinfer.tactics import UNTUNED, Pair
-from moereg.platforms import Platform
+from moereg.platforms import Platform, probe_platform
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
 
@@ -75,7 +75,7 @@ def layer_key(problem: MoEProblem, computes: QuantScheme, platform: Platform, li
     """Everything that times of a layer depend on but the number of tokens, as one line."""
     sizes = f"E{problem.num_local_experts} H{problem.hidden_size} I{problem.intermediate_size} k{problem.top_k}"
     parts = (
-        platform.device_name or torch.cuda.get_device_name(),
+        platform.device_name or probe_platform().device_name,
         f"flashinfer {package.installed_version()}",
         f"cuda {torch.version.cuda}",
         digest_of(library),
