@@ -326,3 +326,69 @@ def test_cutedsl_computes_the_layer_as_its_entry_point_is_documented(
 
     monkeypatch.setattr(library, "cute_dsl_fused_moe", entry)
     _checked(page.FlashInferCuTeDslExperts, problem, static=quant == "nvfp4")
+
+
+def test_cutedsl_multiplies_each_experts_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batched format: FlashInfer's two quantizers and its masked product, imitated."""
+    import flashinfer
+    import flashinfer.cute_dsl as library
+    from flashinfer.cute_dsl.utils import convert_sf_from_mma_layout
+
+    problem = MoEProblem(
+        num_experts=E, hidden_size=H, intermediate_size=I, top_k=K, quant="nvfp4", activation_format="batched"
+    )
+    quantize = inspect.signature(flashinfer.scaled_fp4_grouped_quantize)
+    activate = inspect.signature(flashinfer.silu_and_mul_scaled_nvfp4_experts_quantize)
+    product = inspect.signature(library.grouped_gemm_nt_masked)
+
+    # The quantizers divide by the inverse of what they multiply with, so their codes stand for scaled numbers.
+    def grouped_quantize(*positional: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        given = quantize.bind(*positional, **named).arguments
+        assert given["a_global_sf"].shape == (E,)
+        return given["a"].float() * given["a_global_sf"].view(E, 1, 1), given["mask"]
+
+    def silu_and_mul(*positional: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        given = activate.bind(*positional, **named).arguments
+        gate, up = given["a"].float().chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up * given["a_global_sf"].view(E, 1, 1), given["mask"]
+
+    def masked_product(*positional: Any, **named: Any) -> None:
+        given = product.bind(*positional, **named).arguments
+        (rows, counts), (matrix, scale) = given["lhs"], given["rhs"]
+        out, options = given["out"], given["kwargs"]
+        assert out.permute(2, 0, 1).is_contiguous()
+        assert (given["ab_dtype"], given["sf_dtype"], given["sf_vec_size"]) == ("float4_e2m1fn", "float8_e4m3fn", 16)
+        codes = _codes(matrix.permute(2, 0, 1).contiguous())
+        swizzled = convert_sf_from_mma_layout(scale, codes.shape[1], codes.shape[2], E, 16).reshape(E, -1)
+        linear = _linear(swizzled.view(torch.uint8), codes.shape[1]).view(swizzled.dtype).float()
+        whole = codes * _grouped(linear, codes.shape[2])
+        result = torch.einsum("emk,enk->emn", rows, whole) * options["alpha"].view(E, 1, 1)
+        for expert, count in enumerate(counts.tolist()):
+            out[:count, :, expert] = result[expert, :count]
+
+    monkeypatch.setattr(flashinfer, "scaled_fp4_grouped_quantize", grouped_quantize)
+    monkeypatch.setattr(flashinfer, "silu_and_mul_scaled_nvfp4_experts_quantize", silu_and_mul)
+    monkeypatch.setattr(library, "grouped_gemm_nt_masked", masked_product)
+
+    plain = dataclasses.replace(problem, quant="unquantized", activation_format="standard")
+    weights, inputs = _weights(plain), _inputs(plain)
+    sample = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    scales = calibrate_activation_scales(plain, weights, *sample, problem.quant)
+    weights = quantize_weights(weights, problem.quant, a13_scale=scales[0], a2_scale=scales[1])
+    experts = page.FlashInferCuTeDslBatchedExperts(problem, B200)
+    permuted = experts.permute_weights(weights=weights.contiguous(), problem=problem)
+    first, second = (
+        torch.empty(shape, dtype=torch.bfloat16) for shape in experts.workspace_shapes(problem=problem, num_tokens=T)
+    )
+    counts = torch.tensor([T, 0, 1, 3], dtype=torch.int32)
+    batch = inputs.hidden_states.expand(E, T, H).contiguous()
+    out = torch.empty(E, T, H, dtype=torch.bfloat16)
+    given = dataclasses.replace(inputs, hidden_states=batch, expert_num_tokens=counts)
+    experts.apply(out=out, inputs=given, weights=permuted, workspace13=first, workspace2=second)
+    standard = dataclasses.replace(problem, activation_format="standard", top_k=1)
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            ids = torch.full((count, 1), expert, dtype=torch.int32)
+            rows = inputs.hidden_states[:count]
+            expected = reference_experts(standard, weights, rows, torch.ones(count, 1), ids)
+            assert relative_error(out[expert, :count], expected) < layer_tolerance(standard, count)
