@@ -23,6 +23,7 @@ AREAS = {
     "cutlass",
     "dispatch",
     "flashinfer",
+    "flashinfer_generated",
     "gpu",
     "kit",
     "layer",
