@@ -43,7 +43,8 @@ def test_run_gives_the_median_in_us_and_permuting_in_ms(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def clock() -> Iterator[float]:
-        yield from (100.0, 102.5)
+        yield from (100.0, 102.5)  # permuting
+        yield from (103.0, 107.0)  # the first call
 
     timing = Timing((7000.0, 1234.0, 20.0))
     monkeypatch.setattr("moereg.tuning.compare.time_runs", lambda runs, device, rounds: dict.fromkeys(runs, timing))
