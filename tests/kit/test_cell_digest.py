@@ -29,7 +29,7 @@ CODE = {
     "kernels.gemm.gemv": r"Triton(?!Quantized).*",
     "kernels.hopper.gemm": r"Triton.*",
     "kernels.hopper.quantized_gemm": r"TritonQuantized.*",
-    "kernels.sizes": r"Triton.*",
+    "kernels.sizes": r"(Triton|Quack|FlashInfer(?!Cutlass)).*",
 }
 
 
@@ -48,7 +48,12 @@ def test_a_digest_covers_what_runs_behind_each_cell() -> None:
     seen: set[str] = set()
     for cell in load_backends().cells:
         problem = next(iter(claimed_problems(cell)))
-        experts = cell.experts(problem, cell_platform(cell), cell.scheme_for(problem.quant))
+        try:
+            experts = cell.experts(problem, cell_platform(cell), cell.scheme_for(problem.quant))
+        except ModuleNotFoundError as error:
+            # Another project's library, which make test-peers installs.
+            assert error.name in ("quack", "cutlass"), error
+            continue
         behind = getattr(experts, "implementation", experts)
         modules = {kind.__module__ for kind in type(behind).__mro__ if kind.__module__.startswith("moereg.backends.")}
         before = cell_digest(cell)
