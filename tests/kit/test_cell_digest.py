@@ -52,8 +52,9 @@ def test_a_digest_covers_what_runs_behind_each_cell() -> None:
             experts = cell.experts(problem, cell_platform(cell), cell.scheme_for(problem.quant))
         except ModuleNotFoundError as error:
             # Another project's library, which make test-peers installs.
-            assert error.name in ("quack", "cutlass"), error
-            continue
+            if error.name in ("quack", "cutlass"):
+                continue
+            raise
         behind = getattr(experts, "implementation", experts)
         modules = {kind.__module__ for kind in type(behind).__mro__ if kind.__module__.startswith("moereg.backends.")}
         before = cell_digest(cell)
