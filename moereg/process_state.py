@@ -120,10 +120,12 @@ class Interrupts:
     def watched(self) -> Iterator[None]:
         """Notes a Ctrl-C that comes inside; it raises KeyboardInterrupt as ever."""
         is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        handler = signal.getsignal(signal.SIGINT)
+        # A shell without job control starts `command &` with SIGINT ignored: no Ctrl-C can come.
+        self._can_tell = is_main and handler in (signal.default_int_handler, signal.SIG_IGN)
+        if not is_main or handler is not signal.default_int_handler:
             yield
             return
-        self._can_tell = True
         signal.signal(signal.SIGINT, self._note)
         try:
             yield

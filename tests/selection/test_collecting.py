@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from moereg.dispatch import select_backend
 from moereg.errors import MoeregWarning, PluginError, RegistrationError
 from moereg.problem import MoEProblem
 from moereg.registry import BackendRegistry
+from tests.support.signals import ctrl_c_handled_by
 from tests.support.wheels import HEAD, Wheels, backend, cell, fresh_wheels, summary
 
 PROBLEM = MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)
@@ -211,7 +213,7 @@ def test_interrupted_loading_goes_on(wheels: Wheels) -> None:
     wheels.install("bb", {"bb": "bb"}, {"bb.py": backend("bb") + stops})
     loader = _Loader(wheels.registry)
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with ctrl_c_handled_by(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
             loader.load()
         assert summary(loader.load()) == {"aa": "loaded", "bb": "loaded"}
     finally:

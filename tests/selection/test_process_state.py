@@ -9,12 +9,14 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from moereg.process_state import ProcessState, libraries_since
 from moereg.registry import BackendRegistry
+from tests.support.signals import ctrl_c_handled_by
 from tests.support.wheels import Wheels, backend, fresh_wheels
 
 CHANGES = {
@@ -90,20 +92,23 @@ def test_a_thread_that_keeps_the_process_is_told(wheels: Wheels, caplog: pytest.
     assert [told in message for message in caplog.messages] == [True]
 
 
-def test_a_keyboard_interrupt_of_its_own_is_its_error(wheels: Wheels) -> None:
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN], ids=("terminal", "background"))
+def test_a_keyboard_interrupt_of_its_own_is_its_error(wheels: Wheels, handler: Any) -> None:
     wheels.install("bad", {"own": "own_wheel"}, {"own_wheel.py": "raise KeyboardInterrupt('of its own')\n"})
-    with pytest.warns(UserWarning, match="'own' of bad 1.2 did not load: KeyboardInterrupt: of its own"):
-        assert wheels.load() == {"own": "KeyboardInterrupt: of its own"}
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with ctrl_c_handled_by(handler):
+        with pytest.warns(UserWarning, match="'own' of bad 1.2 did not load: KeyboardInterrupt: of its own"):
+            assert wheels.load() == {"own": "KeyboardInterrupt: of its own"}
+        assert signal.getsignal(signal.SIGINT) == handler
 
 
 def test_ctrl_c_is_not(wheels: Wheels, caplog: pytest.LogCaptureFixture) -> None:
     source = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     wheels.install("slow", {"own": "own_wheel"}, {"own_wheel.py": source})
-    with pytest.raises(KeyboardInterrupt):
-        wheels.load()
+    with ctrl_c_handled_by(signal.default_int_handler):
+        with pytest.raises(KeyboardInterrupt):
+            wheels.load()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert caplog.messages == ["interrupted while own_wheel of slow 1.2 was imported"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_import_is_logged_before_it_begins(wheels: Wheels, caplog: pytest.LogCaptureFixture) -> None:
