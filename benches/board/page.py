@@ -212,7 +212,7 @@ def losses_table(board: str) -> str:
     found = standings(documents(board))
     lost = sorted((one for one in found if one.is_loss), key=lambda one: one.ratio or 0.0)
     compared = [one for one in found if one.ratio is not None]
-    head = f"{len(lost)} of {len(compared)} rows with more than one backend."
+    head = f"{len(lost)} of {len(compared)} rows with another candidate, of another backend or of the same one."
     if not lost:
         return head
     rows = []

@@ -29,7 +29,7 @@ _FACTS: Final = Facts(
 )
 
 
-# Not measured. Below Triton's kernels where these have run: AITER never ran here.
+# Not measured. Below Triton's kernels, which did not run on an AMD GPU either: AITER never ran here.
 @register_moe_backend(
     name="aiter",
     priority=55,

@@ -66,7 +66,7 @@ def test_losses_come_worst_first_and_a_tie_is_none(stored: Any) -> None:
         row(4096, result("own", 100.0)),
     )
     head, _, _, *found = lines("losses")
-    assert head == "3 of 5 rows with more than one backend."
+    assert head == "3 of 5 rows with another candidate, of another backend or of the same one."
     assert found == [
         "| big | unquantized | uniform | 256 | own | failed | other | 60.0 (50%) | all of it: the default failed |",
         "| big | unquantized | uniform | 64 | own | 100.0 (50%) | other | 60.0 (50%) | 40.0% |",
@@ -79,7 +79,7 @@ def test_losses_come_worst_first_and_a_tie_is_none(stored: Any) -> None:
 
 def test_a_board_without_losses_says_so(stored: Any) -> None:
     stored(row(1, result("own", 100.0), result("other", 150.0)))
-    assert lines("losses") == ["0 of 1 rows with more than one backend."]
+    assert lines("losses") == ["0 of 1 rows with another candidate, of another backend or of the same one."]
 
 
 def test_rows_have_the_default_first_and_the_fastest_in_bold(stored: Any) -> None:
@@ -140,7 +140,7 @@ def test_tuned_beside_untuned_and_first_use(stored: Any) -> None:
     assert lines("first_use")[2:] == ["| own | 3 | 12 | 12 |", "| own_untuned | 3 | 12 | 12 |"]
     # It is no backend that a user could choose.
     stored(row(1, result("own", 100.0), result("own_untuned", 50.0), result("other", 200.0)))
-    assert lines("losses") == ["0 of 1 rows with more than one backend."]
+    assert lines("losses") == ["0 of 1 rows with another candidate, of another backend or of the same one."]
     assert lines("rows")[1:4:2] == [
         "| routing | T | own | other | lead |",
         "| uniform | 1 | **100.0 (50%)** | 200.0 (50%) | 100.0% |",

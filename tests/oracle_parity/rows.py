@@ -39,12 +39,12 @@ class Difference:
 
 
 RAN_FIRST: Final = Difference(
-    "A foreign kernel that never ran on a kind of hardware goes behind moereg's own and behind foreign ones that did, "
-    "and is opt-in where it could be the only one. An engine's order was measured by others, with other versions"
+    "A foreign kernel that never ran on a kind of hardware goes behind moereg's own, which mostly did not run there "
+    "either, and behind foreign ones that did. An engine's order was measured by others, with other versions"
 )
 MEASURED: Final = Difference(
-    "`triton` goes before vLLM's kernels for the same scheme: on an H200 it took less time than each of them in every "
-    "row of [results](results.md). Elsewhere neither was measured"
+    "`triton` goes before the engine's kernels for the same scheme: on an H200 it took less time in every row of "
+    "[results](results.md) but three, where `humming` did. On other GPUs neither was measured"
 )
 FACTS_DECIDE: Final = Difference(
     "Each backend declares whether it applies a clamp. vLLM's function for nvfp4 has a list with one backend, "
