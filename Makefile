@@ -7,7 +7,8 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP_INPUTS := pyproject.toml constraints.txt
+# The version too, so that the installed metadata says what `moereg --version` says.
+STAMP_INPUTS := pyproject.toml constraints.txt moereg/_version.py
 # Start each candidate instead of looking it up: version managers leave names on PATH that run nothing.
 USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3.10 python3; do \
