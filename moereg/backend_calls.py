@@ -180,8 +180,7 @@ def _lacking(error: Exception, text: str) -> Exception:
 
 def _instead(selection: Selection) -> str:
     """A clause that names the backends that would do instead, or nothing."""
-    names = selection.alternatives
-    return f"; {' or '.join(names)} would do instead" if names else ""
+    return f"; {selection.instead} would do instead" if selection.instead else ""
 
 
 def _extent(shape: tuple[int, ...]) -> int:

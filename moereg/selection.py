@@ -39,7 +39,6 @@ SOURCES: Final = ("required", "preferred", "measured", "priority")
 """Why a candidate may win."""
 
 _PLATFORM_SOURCES: Final = ("probed", "named")
-_ONLY_WISHES: Final = frozenset({"not_required", "opt_in"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,10 +133,8 @@ class Decision:
             assumes=field("assumes", lambda path, value: check_list(path, value, check_text)),
         )
         if field("accepted", check_flag) is not decision.accepted:
-            path = f"{name}.accepted" if name else "accepted"
-            raise ArgumentError(
-                f"{path} must be {decision.accepted} with {len(decision.reasons)} reasons, got {values['accepted']}"
-            )
+            rule = f"accepted must be {decision.accepted} with {len(decision.reasons)} reasons"
+            raise ArgumentError(f"{name}{'.' * bool(name)}{rule}, got {values['accepted']}")
         if cells is None:
             cells = load_backends().cells
         return dataclasses.replace(decision, candidate=_candidate(decision, cells))
@@ -208,7 +205,15 @@ class Selection:
     @property
     def alternatives(self) -> tuple[str, ...]:
         """The other backends that fit, or that only a request for others rules out: accepted first, best first."""
-        names = [one.backend for one in self.decisions if {reason.code for reason in one.reasons} <= _ONLY_WISHES]
+        return self._spared({"not_required"})
+
+    @property
+    def instead(self) -> str:
+        """`triton or torch`, the alternatives; where there are none, `require='aiter'` for backends that are opt-in."""
+        return " or ".join(self.alternatives or map("require={!r}".format, self._spared({"not_required", "opt_in"})))
+
+    def _spared(self, codes: set[str]) -> tuple[str, ...]:
+        names = [one.backend for one in self.decisions if {reason.code for reason in one.reasons} <= codes]
         return tuple(dict.fromkeys(name for name in names if name != self.backend))
 
     @property
@@ -241,8 +246,8 @@ class Selection:
         elif nearest and len(nearest[0].reasons) == 1:
             reason = nearest[0].reasons[0]
             lines[0] += f"; nearest is {nearest[0].backend}: {reason.text} ({CURES[reason.code]})"
-        if self.request.require and self.alternatives:
-            lines[0] += f"; without the request, {' or '.join(self.alternatives)} would do"
+        if self.request.require and self.instead:
+            lines[0] += f"; {'without the request, ' if self.alternatives else ''}{self.instead} would do"
         for decision in nearest:
             reasons = "; ".join(reason.text for reason in decision.reasons)
             lines.append(f"  {decision.backend} ({decision.experts}{_of_wheel(decision)}): {reasons}")
@@ -349,8 +354,7 @@ class Selection:
                 f"{decision.computes}, priority {decision.priority})"
             )
             lines.extend(f"{'':10}- {reason.text} [{reason.code}]" for reason in decision.reasons)
-        lines.extend(f"note      {notice}" for notice in self.notices)
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"note      {notice}" for notice in self.notices)])
 
 
 def _of_wheel(decision: Decision) -> str:
@@ -381,12 +385,12 @@ def nearest_by_backend(decisions: Sequence[Decision]) -> tuple[Decision, ...]:
         best = nearest.setdefault(decision.backend, decision)
         if _distance(decision) < _distance(best):
             nearest[decision.backend] = decision
-    shown: list[Decision] = []
-    for decision in decisions:
+
+    def is_shown(decision: Decision) -> bool:
         first = nearest[decision.backend]
-        if decision.accepted or decision is first or (_reads_others(first) and _reads_others(decision)):
-            shown.append(decision)
-    return tuple(shown)
+        return decision.accepted or decision is first or (_reads_others(first) and _reads_others(decision))
+
+    return tuple(filter(is_shown, decisions))
 
 
 def _distance(decision: Decision) -> tuple[int, bool, int]:

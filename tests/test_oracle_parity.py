@@ -23,13 +23,13 @@ from moereg.platforms import Platform
 from moereg.quant import QUANT_SCHEMES
 from moereg.reasons import Reason
 from moereg.registration import Probe
-from moereg.registry import BackendCell
+from moereg.registry import BUILTIN, BackendCell
 from moereg.request import Request
 from moereg.selection import Decision, Selection
-from moereg.testing.ledger import evidence_of
+from moereg.testing.ledger import evidence_of, read_ledger
 from tests.oracle_parity import fewer_bits, flashinfer, fp8, nvfp4, nvfp4_requests, unquantized, unquantized_requests
 from tests.oracle_parity.branches import BRANCHES
-from tests.oracle_parity.cells import OWN, builtin_cells, parity_cells
+from tests.oracle_parity.cells import OWN, PACKAGES, builtin_cells, parity_cells
 from tests.oracle_parity.oracles import ORACLES, Answer
 from tests.oracle_parity.rows import DIFFERENCES, Row
 
@@ -76,6 +76,8 @@ def choose(row: Row, cells: Sequence[BackendCell]) -> Selection:
     problem = row.moe_problem()
     words = {word: names for word, names in row.request.items() if word.islower()}
     environ = {name: value for name, value in row.request.items() if name.isupper()}
+    if row.named:  # A pattern gives those that are named beside it one place, in which they go by priority.
+        words["prefer"] = ",".join(["*", *sorted({cell.name for cell in cells if cell.opt_in})])
     request = Request.resolve(problem.quant.name, **words, environ=environ, cells=cells)
     return moereg.decide.decide(problem, row.machine(), request, cells, probes=OneFailing(row.failing))
 
@@ -289,32 +291,70 @@ def test_a_deleted_rule_of_ranking_fails_a_row(rule: str, answered: Answered) ->
 SCHEMES = [name for name in QUANT_SCHEMES if not name.startswith("int4") or name == "int4_w4a16_g128"]
 GPUS = ("cuda:sm90", "cuda:sm100", "cuda:sm103", "cuda:sm120", "rocm:gfx942", "rocm:gfx950")
 OTHERS = ("cuda:sm75", "cuda:sm80", "cuda:sm89", "cuda:sm110", "rocm:gfx90a", "cpu", "xpu", "npu", "tpu")
-VARIATIONS: tuple[dict[str, object], ...] = (
-    {"activation": "swigluoai", "has_bias": True},
-    {"activation": "relu2"},
-    {"dtype": "float16", "num_local_experts": 16},
-    {"dtype": "float32"},
-    {"placement": "map", "num_local_experts": 16},
-    {"exact_activations": True},
-)
-
-
-# Triton 3.6 comes with torch 2.11, and some of moereg's own kernels ask for a later one.
-OLD_TRITON = {"triton": "3.6.0"}
 
 
 @pytest.mark.parametrize("platform", [*GPUS, *OTHERS])
-def test_a_foreign_kernel_that_never_ran_there_is_no_default(platform: str) -> None:
-    cells = builtin_cells()
-    unproven = set()
-    for scheme, form, changes in itertools.product(
-        SCHEMES, ("standard", "batched"), ({}, *VARIATIONS) if platform in GPUS else ({},)
-    ):
-        problem = {"quant": scheme, "activation_format": form, **changes}
-        row = Row(platform=platform, ours="", problem=problem, packages=OLD_TRITON)
-        winner = choose(row, cells).winner
-        if winner is None or winner.backend in OWN or winner.cell is None:
-            continue
-        if not evidence_of(winner.cell).on(row.machine()):
-            unproven.add(f"{winner.backend} {winner.experts} for {scheme}, {form}")
-    assert not unproven, f"make it opt-in on {platform}, or rank it behind what ran there: {sorted(unproven)}"
+def test_a_foreign_cell_that_never_ran_there_is_opt_in(platform: str) -> None:
+    named = Platform.from_name(platform)
+    unproven = [
+        f"{cell.name} {cell.class_name} for {cell.schemes[0].name}"
+        for cell in builtin_cells()
+        if cell.name not in OWN
+        and not cell.opt_in
+        and any(rule.matches(named) for rule in cell.rules)
+        and not evidence_of(cell).on(named)
+    ]
+    assert not unproven, f"make it opt-in on {platform}: {unproven}"
+
+
+# Triton 3.6 comes with torch 2.11, and some of moereg's own kernels ask for a later one.
+TRITONS = (None, "3.6.0", PACKAGES["triton"])
+
+
+def winners(platform: str, cells: Sequence[BackendCell], triton: str | None) -> Iterator[tuple[str, Decision]]:
+    """What a bare call chooses on a machine with all packages but for its Triton: schemes with decisions."""
+    for scheme, dtype in itertools.product(SCHEMES, ("bfloat16", "float16")):
+        problem = {"quant": scheme, "dtype": dtype}
+        winner = choose(Row(platform=platform, ours="", problem=problem, packages={"triton": triton}), cells).winner
+        if winner is not None:
+            yield scheme, winner
+
+
+@pytest.mark.parametrize("triton", TRITONS, ids=str)
+@pytest.mark.parametrize("platform", [*GPUS, *OTHERS])
+def test_a_foreign_kernel_that_never_ran_there_is_no_default(platform: str, triton: str | None) -> None:
+    named = Platform.from_name(platform)
+    unproven = {
+        f"{winner.backend} {winner.experts} for {scheme}"
+        for scheme, winner in winners(platform, builtin_cells(), triton)
+        if winner.backend not in OWN and winner.cell is not None and not evidence_of(winner.cell).on(named)
+    }
+    assert not unproven, f"make it opt-in on {platform}: {sorted(unproven)}"
+
+
+# `docs/selection.md` says them: whoever installs a wheel wants its kernels, also where nobody ran them yet.
+UNTRIED_WHEELS = {
+    "cuda:sm75": {"humming int4_w4a16_g128"},
+    "cuda:sm80": {
+        *(f"marlin fp8_{kind}" for kind in ("block128", "channel_token", "tensor_dynamic", "tensor_static")),
+        "humming mxfp8",
+    },
+    "cuda:sm89": {"humming mxfp8"},
+}
+
+
+@pytest.mark.parametrize("platform", [*GPUS, *OTHERS])
+def test_a_wheel_is_the_default_where_it_ran_or_is_listed(platform: str, cells: tuple[BackendCell, ...]) -> None:
+    ran = {
+        (record.backend, record.experts, record.platform)
+        for ledger in ROOT.glob("plugins/*/src/*/moereg_ledger.json")
+        for record in read_ledger(ledger)
+    }
+    ours = {cell.name for cell in builtin_cells()}
+    without_fakes = [cell for cell in cells if cell.origin == BUILTIN]
+    untried = {
+        f"{winner.backend} {scheme}"
+        for scheme, winner in winners(platform, without_fakes, PACKAGES["triton"])
+        if winner.backend not in ours and (winner.backend, winner.experts, platform) not in ran
+    }
+    assert untried == UNTRIED_WHEELS.get(platform, set())

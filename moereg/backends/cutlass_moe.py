@@ -51,7 +51,7 @@ _TORCH_FACTS: Final = Facts(
 )
 
 
-# Not measured, and not run on any such machine yet. Engines that have both put FlashInfer's kernels first.
+# Not measured. Engines that have both put FlashInfer's kernels first. Opt-in, as all below: no such machine ran it yet.
 @register_moe_backend(
     name="cutlass",
     priority=45,
@@ -59,6 +59,7 @@ _TORCH_FACTS: Final = Facts(
     platforms=("cuda:sm90", "cuda:sm100f"),
     requires=REQUIRES,
     probes=(can_be_imported, cache_can_be_written),
+    opt_in=True,
 )
 class QuackExperts(LoadedExperts):
     """QuACK, standard format: sorted routes, two grouped products with epilogues, and a sum.
@@ -84,6 +85,7 @@ class QuackExperts(LoadedExperts):
     platforms=("cuda:sm90", "cuda:sm100f"),
     requires=REQUIRES,
     probes=(can_be_imported, cache_can_be_written),
+    opt_in=True,
 )
 class QuackCodesExperts(LoadedExperts):
     """QuACK on 8-bit floats with a scale for each row of tokens and of weights; otherwise as `QuackExperts`.
@@ -103,9 +105,14 @@ class QuackCodesExperts(LoadedExperts):
 
 # Below fused kernels, since it writes and reads every intermediate, and above the dense loop. On an H200, torch 2.11:
 # 5.0 ms for Qwen3-30B's layer at T 4096 and 0.15 ms at T 1, against 32 and 5.7 ms of the dense loop. Other GPUs are
-# left out: torch loops over the experts there, and waits for their counts to reach the host.
+# left out: torch loops over the experts there, and waits for their counts to reach the host. Opt-in until the ledger
+# has it: its code has moved since that run.
 @register_moe_backend(
-    name="cutlass", priority=25, quant_schemes=("unquantized",), platforms=("cuda:sm90", "cuda:sm100")
+    name="cutlass",
+    priority=25,
+    quant_schemes=("unquantized",),
+    platforms=("cuda:sm90", "cuda:sm100"),
+    opt_in=True,
 )
 class TorchGroupedExperts(LoadedExperts):
     """torch's `grouped_mm`, standard format."""
@@ -121,7 +128,11 @@ class TorchGroupedExperts(LoadedExperts):
 
 # Not measured, and not run on such a machine yet: as the unquantized one. torch has these products for Hopper alone.
 @register_moe_backend(
-    name="cutlass", priority=25, quant_schemes=("fp8_channel_token", "fp8_tensor_static"), platforms=("cuda:sm90",)
+    name="cutlass",
+    priority=25,
+    quant_schemes=("fp8_channel_token", "fp8_tensor_static"),
+    platforms=("cuda:sm90",),
+    opt_in=True,
 )
 class TorchScaledGroupedExperts(LoadedExperts):
     """torch's `scaled_grouped_mm` with a scale for each row of tokens and of weights, standard format."""

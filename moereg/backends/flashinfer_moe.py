@@ -78,11 +78,11 @@ def _cutlass(
     scheme: str,
     *platforms: str,
     priority: int = 55,
-    opt_in: bool = False,
+    opt_in: bool = True,
     dtypes: tuple[str, ...] = ("bfloat16", "float16"),
     runs_nvcc: bool = False,
 ) -> Callable[[type[Experts]], type[Experts]]:
-    """A rectangle of `flashinfer_cutlass`, which needs one set of kernels."""
+    """A rectangle of `flashinfer_cutlass`, which needs one set of kernels; opt-in until it ran on its platforms."""
     option = f"--quant {scheme}" + ("" if dtypes[0] == "bfloat16" else f" --dtype {dtypes[0]}")
     nvcc = (can_compile_at_run_time,) if runs_nvcc else ()
     return register_moe_backend(
@@ -180,8 +180,8 @@ class FlashInferCutlassPackedExperts(_CutlassExperts):
         return cutlass_quantized.Mxfp4W4A16(self)
 
 
-@_cutlass("mxfp4_mxfp8", "mxfp4_mxfp8", "cuda:sm100f", "cuda:sm120f", opt_in=True)
-@_cutlass("fp8", "mxfp8", "cuda:sm100f", opt_in=True)
+@_cutlass("mxfp4_mxfp8", "mxfp4_mxfp8", "cuda:sm100f", "cuda:sm120f")
+@_cutlass("fp8", "mxfp8", "cuda:sm100f")
 class FlashInferCutlassMxfp8Experts(_CutlassExperts):
     """Activations in groups of 32 8-bit floats, weights of the same kind or of 4-bit floats, standard format."""
 
@@ -194,7 +194,7 @@ class FlashInferCutlassMxfp8Experts(_CutlassExperts):
         return cutlass_quantized.Mxfp8Activations(self)
 
 
-@_cutlass("nvfp4", "nvfp4", "cuda:sm100f", "cuda:sm120f", opt_in=True)
+@_cutlass("nvfp4", "nvfp4", "cuda:sm100f", "cuda:sm120f")
 class FlashInferCutlassNvfp4Experts(_CutlassExperts):
     """4-bit floats on both sides, in groups of 16, with static scales above them; standard format."""
 
@@ -247,7 +247,7 @@ class FlashInferTrtLlmFloat8BlockExperts(_TrtLlmExperts):
         return trtllm.Float8Blocks(self)
 
 
-@claims.trtllm("mxfp8", opt_in=True)
+@claims.trtllm("mxfp8")
 class FlashInferTrtLlmFloat8GroupExperts(_TrtLlmExperts):
     """8-bit floats with scales of 32 columns."""
 
@@ -275,8 +275,8 @@ class FlashInferTrtLlmFloat8TensorExperts(_TrtLlmExperts):
 
 # FlashInfer's tests expect 16-bit activations to fail on sm103.
 @claims.trtllm("mxfp4_w4a16", "cuda:sm100")
-@claims.trtllm("mxfp4_mxfp8", opt_in=True)
-@claims.trtllm("nvfp4", opt_in=True, **claims.UNSCALED)
+@claims.trtllm("mxfp4_mxfp8")
+@claims.trtllm("nvfp4", **claims.UNSCALED)
 class FlashInferTrtLlmFloat4Experts(_TrtLlmExperts):
     """mxfp4, with activations of 16 bits or mxfp8; nvfp4 with static global scales, tokens by the experts' largest."""
 
@@ -303,7 +303,7 @@ class FlashInferTrtLlmInteger4Experts(_TrtLlmExperts):
 
 
 @claims.cutedsl(57, "nvfp4_w4a16")
-@claims.cutedsl(57, "nvfp4", "mxfp4_mxfp8", opt_in=True)
+@claims.cutedsl(57, "nvfp4", "mxfp4_mxfp8")
 class FlashInferCuTeDslExperts(_TrtLlmExperts):
     """CuTe DSL, standard format: 4-bit floats. nvfp4 quantizes tokens with the largest of the experts' scales."""
 
@@ -316,7 +316,7 @@ class FlashInferCuTeDslExperts(_TrtLlmExperts):
         return cutedsl.Standard(self)
 
 
-@claims.cutedsl(56, "nvfp4", opt_in=True)
+@claims.cutedsl(56, "nvfp4")
 class FlashInferCuTeDslBatchedExperts(LoadedExperts):
     """CuTe DSL, batched format: nvfp4 with static scales of each expert."""
 
@@ -353,7 +353,7 @@ class FlashInferCuTileExperts(_CuTileExperts):
 
 
 @claims.cutile("fp8_tensor_dynamic", claims.FP8_TENSOR_W8A16)
-@claims.cutile(claims.MXFP8_W8A16, opt_in=True)
+@claims.cutile(claims.MXFP8_W8A16)
 class FlashInferCuTileFloat8Experts(_CuTileExperts):
     """8-bit floats; activations of 16 bits, or with one dynamic scale for all that count."""
 

@@ -20,6 +20,9 @@ __all__ = ["installed_versions", "probe_cpu", "probe_platform"]
 _NAME: Final = re.compile(r"^name:[ \t]*(\S+)", re.IGNORECASE | re.MULTILINE)
 _VERSION: Final = re.compile(r"^version:[ \t]*(\S+)", re.IGNORECASE | re.MULTILINE)
 
+# As wheels of PyTorch for AMD's GPUs, and its nightly builds, call the Triton that they bring.
+_TRITON: Final = ("triton-rocm", "pytorch-triton-rocm", "pytorch-triton")
+
 
 @functools.lru_cache(maxsize=1)
 def probe_platform() -> Platform:
@@ -43,7 +46,10 @@ def probe_cpu() -> Platform:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of the installed distributions by canonical name; the first on the path counts, as for imports."""
+    """Versions of the installed distributions by canonical name; the first on the path counts, as for imports.
+
+    `triton` is there under its other names too.
+    """
     found: dict[str, str] = {}
     for distribution in importlib_metadata.distributions():
         try:
@@ -55,6 +61,8 @@ def installed_versions() -> dict[str, str]:
         name, version = _NAME.search(header), _VERSION.search(header)
         if name and version:
             found.setdefault(canonicalize_name(name[1]), version[1])
+    for other in filter(found.__contains__, _TRITON):
+        found.setdefault("triton", found[other])
     return found
 
 

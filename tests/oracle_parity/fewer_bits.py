@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.oracle_parity.rows import MEASURED, RAN_FIRST, SERVED_HERE, UNCLAIMED, row_of
+from tests.oracle_parity.rows import MEASURED, RAN_FIRST, SERVED_HERE, UNCLAIMED, UNMEASURED, row_of
 
 __all__ = ["ROWS"]
 
@@ -21,6 +21,7 @@ _MXFP4: Final = (
         problem=_GPT_OSS,
         reasons={"flashinfer_trtllm": "platform: "},
         why={MEASURED: "triton"},
+        named=True,
     ),
     row_of(
         "mxfp4_w4a16",
@@ -38,16 +39,17 @@ _MXFP4: Final = (
         problem=_GPT_OSS,
         reasons={"triton_kernels": "platform: "},
         why={RAN_FIRST: "triton", UNCLAIMED: "triton_kernels"},
+        named=True,
     ),
     # With activations of 8 bits.
     row_of(
         "mxfp4_mxfp8",
         "cuda:sm100",
-        "triton flashinfer_trtllm marlin humming triton~",
+        "triton marlin humming triton~",
         "flashinfer_trtllm flashinfer_cutlass marlin humming triton~",
         by="TritonQuantizedExperts",
-        reasons={"flashinfer_cutlass": "opt_in: ", "flashinfer_cutedsl": "opt_in: "},
-        why={RAN_FIRST: "triton flashinfer_cutlass"},
+        reasons=dict.fromkeys(("flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_cutedsl"), "opt_in: "),
+        why={RAN_FIRST: "flashinfer_trtllm flashinfer_cutlass"},
     ),
     row_of(
         "mxfp4_mxfp8",
@@ -91,8 +93,8 @@ _MXFP4: Final = (
         problem={**_BATCHED, "exact_activations": True},
         why={SERVED_HERE: "triton"},
     ),
-    row_of("mxfp4_w4a16", "cuda:sm120", "triton marlin humming", "marlin humming", why={MEASURED: "triton"}),
-    row_of("mxfp4_w4a16", "cuda:sm80", "triton marlin humming", "marlin humming", why={MEASURED: "triton"}),
+    row_of("mxfp4_w4a16", "cuda:sm120", "triton marlin humming", "marlin humming", why={UNMEASURED: "triton"}),
+    row_of("mxfp4_w4a16", "cuda:sm80", "triton marlin humming", "marlin humming", why={UNMEASURED: "triton"}),
     # Marlin forced, and for a clamp that it applies.
     row_of(
         "mxfp4_w4a16",
@@ -181,8 +183,12 @@ _WNA16: Final = (
         "marlin triton humming",
         why={MEASURED: "triton"},
     ),
-    row_of("int4_w4a16_g128", "cuda:sm80", "triton marlin humming", "marlin triton humming", why={MEASURED: "triton"}),
-    row_of("int4_w4a16_g128", "cuda:sm100", "triton marlin humming", "marlin triton humming", why={MEASURED: "triton"}),
+    row_of(
+        "int4_w4a16_g128", "cuda:sm80", "triton marlin humming", "marlin triton humming", why={UNMEASURED: "triton"}
+    ),
+    row_of(
+        "int4_w4a16_g128", "cuda:sm100", "triton marlin humming", "marlin triton humming", why={UNMEASURED: "triton"}
+    ),
     row_of(
         "int4_w4a16_g128_zp",
         "cuda:sm90",
@@ -198,7 +204,8 @@ _WNA16: Final = (
         "cuda:sm100",
         "triton flashinfer_trtllm marlin humming",
         "flashinfer_trtllm marlin triton humming",
-        why={MEASURED: "triton", RAN_FIRST: "triton"},
+        why={UNMEASURED: "triton", RAN_FIRST: "triton"},
+        named=True,
     ),
     row_of(
         "int4_w4a16_g128",

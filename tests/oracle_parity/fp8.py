@@ -21,6 +21,7 @@ _FP8_BLOCK: Final = (
         "triton flashinfer_cutlass deepgemm humming marlin",
         reasons={"flashinfer_trtllm": "platform: ", "vllm_cutlass": "quant_scheme: "},
         why={RAN_FIRST: "flashinfer_cutlass", LATER: "humming"},
+        named=True,
     ),
     row_of(
         "fp8_block128",
@@ -29,6 +30,7 @@ _FP8_BLOCK: Final = (
         "triton flashinfer_cutlass deepgemm humming marlin",
         problem=_ONE_OF_FOUR,
         why={RAN_FIRST: "flashinfer_cutlass triton", LATER: "humming"},
+        named=True,
     ),
     row_of(
         "fp8_block128",
@@ -54,6 +56,7 @@ _FP8_BLOCK: Final = (
         "triton flashinfer_cutlass marlin",
         request={"deny": "deepgemm"},
         reasons={"deepgemm": "denied: "},
+        named=True,
     ),
     row_of(
         "fp8_block128",
@@ -81,6 +84,7 @@ _FP8_BLOCK: Final = (
         "flashinfer_trtllm triton marlin humming",
         reasons={"deepgemm": "platform: "},
         why={RAN_FIRST: "triton"},
+        named=True,
     ),
     # An engine that moves tokens with DeepEP asks for FlashInfer first.
     row_of(
@@ -140,6 +144,7 @@ _FP8: Final = (
         "vllm_cutlass triton humming marlin",
         reasons={"deepgemm": "quant_scheme: ", "flashinfer_cutlass": "quant_scheme: "},
         why={MEASURED: "triton", LATER: "humming"},
+        named=True,
     ),
     # vLLM leaves its CUTLASS kernels out unless a quantization method allows them.
     row_of(
@@ -166,7 +171,13 @@ _FP8: Final = (
         problem=_BATCHED,
         why={UNCLAIMED: "vllm_cutlass"},
     ),
-    row_of("fp8_channel_token", "cuda:sm100", "triton vllm_triton cutlass marlin humming", "triton marlin humming"),
+    row_of(
+        "fp8_channel_token",
+        "cuda:sm100",
+        "triton vllm_triton cutlass marlin humming",
+        "triton marlin humming",
+        named=True,
+    ),
     # CUTLASS by QuACK, or else by torch.
     row_of(
         "fp8_channel_token",
@@ -177,6 +188,7 @@ _FP8: Final = (
         packages={},
         request={"deny": "triton,vllm_*"},
         why={LATER: "humming"},
+        named=True,
     ),
     row_of(
         "fp8_channel_token",
@@ -186,6 +198,7 @@ _FP8: Final = (
         packages={"quack-kernels": None},
         request={"deny": "triton,vllm_*"},
         why={LATER: "humming"},
+        named=True,
     ),
     row_of(
         "fp8_tensor_static",
@@ -193,6 +206,7 @@ _FP8: Final = (
         "triton flashinfer_cutlass humming",
         "flashinfer_cutlass vllm_cutlass triton humming",
         why={RAN_FIRST: "flashinfer_cutlass", UNCLAIMED: "vllm_cutlass"},
+        named=True,
     ),
     row_of(
         "fp8_tensor_static",
@@ -200,6 +214,7 @@ _FP8: Final = (
         "triton flashinfer_trtllm flashinfer_cutlass marlin humming",
         "flashinfer_trtllm flashinfer_cutlass triton marlin humming",
         why={RAN_FIRST: "triton"},
+        named=True,
     ),
     row_of(
         "fp8_tensor_static",
@@ -207,14 +222,16 @@ _FP8: Final = (
         "triton flashinfer_cutlass marlin",
         "flashinfer_cutlass triton marlin",
         why={RAN_FIRST: "triton"},
+        named=True,
     ),
-    row_of("fp8_tensor_dynamic", "cuda:sm90", "triton flashinfer_cutile", "triton"),
+    row_of("fp8_tensor_dynamic", "cuda:sm90", "triton flashinfer_cutile", "triton", named=True),
     row_of(
         "fp8_tensor_dynamic",
         "cuda:sm90",
         "triton flashinfer_cutile",
         "triton",
         problem={"exact_activations": True},
+        named=True,
     ),
     row_of("fp8_tensor_dynamic", "cuda:sm89", "triton", "triton", problem=_BATCHED),
     row_of(

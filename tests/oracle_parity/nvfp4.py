@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from tests.oracle_parity.rows import FACTS_DECIDE, MEASURED, RAN_FIRST, SERVED_HERE, UNCLAIMED, row_of
+from tests.oracle_parity.rows import FACTS_DECIDE, MEASURED, RAN_FIRST, SERVED_HERE, UNCLAIMED, UNMEASURED, row_of
 
 __all__ = ["ROWS"]
 
@@ -24,17 +24,13 @@ _ANY_FLASHINFER: Final = {"require": "flashinfer_trtllm,flashinfer_cutlass,flash
 _row = functools.partial(row_of, "nvfp4")
 
 _ORDER: Final = (
-    # Those that never ran there and that a package's version could make the default are opt-in.
+    # Those that never ran there are opt-in.
     _row(
         "cuda:sm100",
-        "triton flashinfer_cutedsl marlin humming triton~",
+        "triton marlin humming triton~",
         f"{_B200} {_WEIGHT_ONLY}",
-        reasons={
-            "flashinfer_trtllm": "opt_in: ",
-            "flashinfer_cutlass": "opt_in: ",
-            "flashinfer_b12x": "platform: .*got cuda:sm100",
-        },
-        why={RAN_FIRST: "flashinfer_trtllm flashinfer_cutlass"},
+        reasons={**dict.fromkeys(_B200.split(), "opt_in: "), "flashinfer_b12x": "platform: .*got cuda:sm100"},
+        why={RAN_FIRST: _B200},
     ),
     # A pattern gives those that are named beside it one place, in which they go by priority.
     _row(
@@ -56,7 +52,7 @@ _ORDER: Final = (
         "cuda:sm100",
         "flashinfer_cutedsl flashinfer_cutlass triton marlin",
         "flashinfer_cutedsl flashinfer_cutlass marlin",
-        request={"prefer": "flashinfer_*,flashinfer_cutlass", "deny": "flashinfer_trtllm"},
+        request={"prefer": "flashinfer_*,flashinfer_cutedsl,flashinfer_cutlass", "deny": "flashinfer_trtllm"},
     ),
     _row(
         "cuda:sm100",
@@ -79,7 +75,7 @@ _ORDER: Final = (
         reasons={"flashinfer_cutlass": "platform: .*got cuda:sm90", "flashinfer_trtllm": "platform: "},
         why={MEASURED: "triton"},
     ),
-    _row("cuda:sm80", "triton marlin humming triton~", _WEIGHT_ONLY, why={MEASURED: "triton"}),
+    _row("cuda:sm80", "triton marlin humming triton~", _WEIGHT_ONLY, why={UNMEASURED: "triton"}),
     # A checkpoint's activations taken at their word: no weight-only kernel, so that emulation is what is left.
     _row(
         "cuda:sm90",

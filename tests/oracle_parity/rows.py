@@ -13,6 +13,7 @@ from tests.oracle_parity.oracles import Layer
 
 __all__ = [
     "CONFLICT",
+    "DATA_PARALLEL",
     "DIFFERENCES",
     "FACTS_DECIDE",
     "KEPT_REQUEST",
@@ -21,6 +22,7 @@ __all__ = [
     "RAN_FIRST",
     "SERVED_HERE",
     "UNCLAIMED",
+    "UNMEASURED",
     "Difference",
     "Row",
     "row_of",
@@ -39,12 +41,17 @@ class Difference:
 
 
 RAN_FIRST: Final = Difference(
-    "A foreign kernel that never ran on a kind of hardware goes behind moereg's own, which mostly did not run there "
-    "either, and behind foreign ones that did. An engine's order was measured by others, with other versions"
+    "A foreign kernel that comes with moereg is opt-in on hardware that it never ran on, and `triton` goes first "
+    "there. That one did not run everywhere either, but its numbers are tested on a CPU as well. An engine's order "
+    "was measured by others, with other versions"
 )
 MEASURED: Final = Difference(
-    "`triton` goes before the engine's kernels for the same scheme: on an H200 it took less time in every row of "
-    "[results](results.md) but three, where `humming` did. On other GPUs neither was measured"
+    "On an H200 `triton` goes before vLLM's kernels for the same scheme: it took less time than each of them in every "
+    "row of [results](results.md) but three of Humming's, of int4 and mxfp4 at 1024 tokens"
+)
+UNMEASURED: Final = Difference(
+    "On other GPUs nobody here measured them. `triton` stays before vLLM's kernels for 4-bit weights there, as on the "
+    "H200"
 )
 FACTS_DECIDE: Final = Difference(
     "Each backend declares whether it applies a clamp. vLLM's function for nvfp4 has a list with one backend, "
@@ -70,7 +77,14 @@ LATER: Final = Difference(
     "`humming` is still behind `marlin` on Hopper. vLLM has it before Marlin there, and so had an H200 for int4; the "
     "wheel's priority changes when its cells are next verified, since the evidence is for the code as it stands"
 )
-DIFFERENCES: Final = (RAN_FIRST, MEASURED, FACTS_DECIDE, KEPT_REQUEST, CONFLICT, SERVED_HERE, UNCLAIMED, LATER)
+DATA_PARALLEL: Final = Difference(
+    "A layer is the same on each of several data parallel ranks, so their number changes no order: an engine that "
+    "wants `triton` before FlashInfer's CUTLASS there says so by `prefer`. vLLM's function reads the number"
+)
+DIFFERENCES: Final = (
+    *(RAN_FIRST, MEASURED, UNMEASURED, FACTS_DECIDE, KEPT_REQUEST, CONFLICT, SERVED_HERE, UNCLAIMED, LATER),
+    DATA_PARALLEL,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +105,7 @@ class Row:
         failing: Probe that finds something missing on that machine, by a part of its name.
         reasons: Backend to what one of its reasons says, as `code: text`, a regular expression. It does not fit, unless
             `ours` has its name as well, by another cell.
+        named: Whether the request names what is opt-in as well, at the place that priorities give it.
         error: What an error about the request says, a regular expression.
         why: The difference, where there is one, with the backends whose place it explains.
     """
@@ -105,6 +120,7 @@ class Row:
     packages: Mapping[str, str | None] | None = None
     failing: str = ""
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    named: bool = False
     error: str = ""
     why: Mapping[Difference, str] = dataclasses.field(default_factory=dict)
 
@@ -112,7 +128,7 @@ class Row:
         words = [self.platform]
         for values in (self.problem, self.engine, self.request, self.packages or {}):
             words += [f"{name}={value}" for name, value in values.items()]
-        return " ".join([*words, *([self.failing] if self.failing else [])])
+        return " ".join([*words, *filter(None, [self.failing, "named" * self.named])])
 
     def moe_problem(self) -> MoEProblem:
         """The layer, with sizes that every backend takes."""

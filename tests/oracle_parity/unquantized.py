@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.oracle_parity.rows import KEPT_REQUEST, RAN_FIRST, SERVED_HERE, UNCLAIMED, Row
+from tests.oracle_parity.rows import DATA_PARALLEL, KEPT_REQUEST, RAN_FIRST, SERVED_HERE, UNCLAIMED, Row
 
 __all__ = ["ROWS"]
 
@@ -52,6 +52,24 @@ _ONE_BACKEND: Final = (
     Row(platform="xpu", ours="torch", request={"deny": "xpu_kernels"}, why={SERVED_HERE: "torch"}),
 )
 
+# Kernels that never ran there wait for their names.
+_UNTRIED: Final = tuple(
+    Row(
+        platform=platform,
+        ours=ours,
+        supports=f"triton {untried}",
+        reasons=dict.fromkeys(untried.split(), "opt_in: "),
+        why={RAN_FIRST: untried},
+    )
+    for platform, ours, untried in (
+        ("cuda:sm90", "triton vllm_triton sonic torch jax", "flashinfer_cutlass"),
+        ("cuda:sm100", "triton torch", "flashinfer_trtllm flashinfer_cutlass"),
+        ("cuda:sm103", "triton torch", "flashinfer_trtllm flashinfer_cutlass"),
+        ("cuda:sm120", "triton torch", "flashinfer_cutlass"),
+        ("rocm:gfx942", "triton torch", "aiter"),
+    )
+)
+
 # The order on NVIDIA's GPUs and what changes it.
 _ORDER: Final = (
     Row(
@@ -60,18 +78,21 @@ _ORDER: Final = (
         supports="triton flashinfer_trtllm flashinfer_cutlass",
         reasons={"aiter": "platform: .*got cuda:sm100"},
         why={RAN_FIRST: "triton"},
+        named=True,
     ),
     Row(
         platform="cuda:sm103",
         ours="triton flashinfer_trtllm flashinfer_cutlass torch",
         supports="triton flashinfer_trtllm flashinfer_cutlass",
         why={RAN_FIRST: "triton"},
+        named=True,
     ),
     Row(
         platform="cuda:sm90",
         ours="triton vllm_triton flashinfer_cutlass cutlass sonic flashinfer_cutile torch jax",
         supports="triton flashinfer_cutlass",
         reasons={"flashinfer_trtllm": r"platform: requires platform in .*got cuda:sm90"},
+        named=True,
     ),
     Row(
         platform="cuda:sm120",
@@ -79,6 +100,7 @@ _ORDER: Final = (
         supports="triton flashinfer_cutlass",
         reasons={"flashinfer_trtllm": "platform: .*got cuda:sm120", "cutlass": "platform"},
         why={RAN_FIRST: "triton"},
+        named=True,
     ),
     Row(platform="cuda:sm80", ours="triton vllm_triton torch jax", supports="triton"),
     Row(platform="cuda:sm75", ours="torch jax", reasons={"triton": "platform: "}, why={SERVED_HERE: "torch"}),
@@ -88,13 +110,26 @@ _ORDER: Final = (
         ours="flashinfer_trtllm triton flashinfer_cutlass",
         supports="triton flashinfer_trtllm flashinfer_cutlass",
         engine={"num_data_parallel": 2},
-        request={"prefer": "flashinfer_trtllm,triton"},
+        request={"prefer": "flashinfer_trtllm,triton,flashinfer_cutlass"},
+    ),
+    *(
+        Row(
+            platform="cuda:sm100",
+            ours="flashinfer_cutlass triton",
+            supports="triton flashinfer_cutlass",
+            problem={"has_bias": True},
+            engine={"num_data_parallel": num_ranks},
+            request={"prefer": "flashinfer_cutlass"},
+            why={DATA_PARALLEL: "flashinfer_cutlass"} if num_ranks > 1 else {},
+        )
+        for num_ranks in (1, 2)
     ),
     Row(
         platform="cuda:sm90",
         ours="triton flashinfer_cutlass",
         supports="triton flashinfer_cutlass",
         engine={"num_data_parallel": 8},
+        named=True,
     ),
     Row(
         platform="cuda:sm100",
@@ -102,6 +137,7 @@ _ORDER: Final = (
         supports="triton flashinfer_cutlass",
         problem={"activation": "swigluoai", "has_bias": True},
         reasons={"flashinfer_trtllm": "bias: does not apply biases"},
+        named=True,
     ),
     Row(
         platform="cuda:sm100",
@@ -109,6 +145,7 @@ _ORDER: Final = (
         supports="triton flashinfer_cutlass",
         problem={"activation": "swigluoai"},
         reasons={"flashinfer_trtllm": "activation: requires activation in"},
+        named=True,
     ),
     Row(
         platform="cuda:sm100",
@@ -117,12 +154,14 @@ _ORDER: Final = (
         problem={"activation": "gelu_tanh"},
         reasons={"flashinfer_trtllm": "activation: requires activation in"},
         why={RAN_FIRST: "triton"},
+        named=True,
     ),
     Row(
         platform="cuda:sm90",
         ours="triton flashinfer_cutlass",
         supports="triton flashinfer_cutlass",
         problem={"activation": "swigluoai"},
+        named=True,
     ),
     Row(
         platform="cuda:sm100",
@@ -142,6 +181,7 @@ _ORDER: Final = (
         supports="triton flashinfer_cutlass",
         problem={"num_local_experts": 16},
         why={RAN_FIRST: "triton"},
+        named=True,
     ),
     Row(
         platform="cuda:sm90",
@@ -149,6 +189,7 @@ _ORDER: Final = (
         supports="triton",
         problem={"num_local_experts": 16, "placement": "map"},
         reasons={"flashinfer_cutlass": r"(placement|backend): .*(contiguous|map)"},
+        named=True,
     ),
     Row(
         platform="cuda:sm100",
@@ -157,6 +198,7 @@ _ORDER: Final = (
         problem={"has_bias": True},
         reasons={"flashinfer_trtllm": "bias: does not apply biases"},
         why={RAN_FIRST: "triton"},
+        named=True,
     ),
     Row(
         platform="cuda:sm90",
@@ -164,6 +206,7 @@ _ORDER: Final = (
         supports="triton",
         problem={"hidden_size": 2050, "intermediate_size": 1021},
         reasons={"cutlass": "(alignment|backend): requires hidden_size"},
+        named=True,
     ),
     Row(
         platform="cuda:sm90",
@@ -171,6 +214,7 @@ _ORDER: Final = (
         supports="triton flashinfer_cutlass",
         problem={"dtype": "float16"},
         request={"deny": "flashinfer_cutile"},
+        named=True,
     ),
     Row(
         platform="cuda:sm100",
@@ -178,6 +222,7 @@ _ORDER: Final = (
         supports="flashinfer_cutlass triton",
         problem={"dtype": "float16"},
         why={RAN_FIRST: "triton"},
+        named=True,
     ),
     # CUTLASS by QuACK, or else by torch.
     *(
@@ -200,6 +245,7 @@ _ORDER: Final = (
         supports="triton",
         packages={"flashinfer-python": None},
         reasons={"flashinfer_trtllm": "package: requires flashinfer-python.*which is not installed"},
+        named=True,
     ),
     Row(
         platform="cuda:sm90",
@@ -207,6 +253,7 @@ _ORDER: Final = (
         supports="triton",
         packages={"flashinfer-python": "0.8.0"},
         reasons={"flashinfer_cutlass": "package: requires flashinfer-python.*got 0.8.0"},
+        named=True,
     ),
     Row(
         platform="cuda:sm90",
@@ -214,6 +261,7 @@ _ORDER: Final = (
         supports="triton flashinfer_cutlass",
         packages={"quack-kernels": None, "vllm": None},
         reasons={"vllm_triton": "package: requires vllm", "sonic": "package: requires nvidia-cutlass-dsl"},
+        named=True,
     ),
     Row(platform="cuda:sm80", ours="torch", packages={"triton": None, "vllm": None}, why={SERVED_HERE: "torch"}),
 )
@@ -228,4 +276,4 @@ _NOTHING: Final = (
     ),
 )
 
-ROWS: Final = (*_ONE_BACKEND, *_ORDER, *_NOTHING)
+ROWS: Final = (*_ONE_BACKEND, *_UNTRIED, *_ORDER, *_NOTHING)

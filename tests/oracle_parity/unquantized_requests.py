@@ -78,6 +78,7 @@ _EXPLICIT: Final = (
         ours="triton flashinfer_cutlass",
         supports="triton flashinfer_cutlass",
         request={"require": "auto"},
+        named=True,
     ),
     # An engine's own words are translated by the engine: `auto` in code lifts what the environment requires.
     Row(
@@ -85,6 +86,7 @@ _EXPLICIT: Final = (
         ours="triton flashinfer_cutlass",
         supports="triton flashinfer_cutlass",
         request={"MOEREG_REQUIRE": "flashinfer_cutlass", "require": "auto"},
+        named=True,
     ),
     Row(
         platform="cuda:sm90",
@@ -122,6 +124,7 @@ _FLASHINFER: Final = (
         engine=_OFF,
         request=_NO_FLASHINFER,
         reasons={"flashinfer_trtllm": "denied: ", "flashinfer_cutlass": "denied: "},
+        named=True,
     ),
     Row(
         platform="cuda:sm90",
@@ -138,6 +141,7 @@ _FLASHINFER: Final = (
         engine=_OFF,
         request=_NO_FLASHINFER,
         why={RAN_FIRST: "triton"},
+        named=True,
     ),
     Row(
         platform="cuda:sm90",
@@ -221,6 +225,7 @@ _ROCM: Final = (
         supports="triton aiter",
         reasons={"flashinfer_cutlass": "platform: "},
         why={RAN_FIRST: "triton"},
+        named=True,
     ),
     Row(
         platform="rocm:gfx942",
@@ -259,6 +264,7 @@ _ROCM: Final = (
         supports="triton flashinfer_cutlass",
         engine={"VLLM_ROCM_USE_AITER": "0"},
         request={"deny": "aiter"},
+        named=True,
     ),
     Row(
         platform="rocm:gfx942",

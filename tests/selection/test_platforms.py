@@ -636,6 +636,20 @@ def test_versions_are_of_canonical_names(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert versions["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize("name", ["triton-rocm", "pytorch_triton_rocm", "pytorch-triton"])
+def test_triton_is_installed_under_its_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def install(distribution: str, version: str) -> None:
+        (tmp_path / f"{distribution}-{version}.dist-info").mkdir()
+        metadata = f"Name: {distribution}\nVersion: {version}\n"
+        (tmp_path / f"{distribution}-{version}.dist-info" / "METADATA").write_text(metadata)
+
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    install(name, "3.6.0+rocm7.1")
+    assert installed_versions()["triton"] == "3.6.0+rocm7.1"
+    install("triton", "3.8.0")
+    assert installed_versions()["triton"] == "3.8.0"
+
+
 def test_no_other_module_reads_devices() -> None:
     words = ("get_device_capability", "get_device_properties", "device_count(", "get_device_name", "libnvidia-ml")
     package = Path(moereg.__file__).parent

@@ -181,8 +181,8 @@ _BLACKWELL: Final = ("cuda:sm100f",)
 _TILES: Final = ("cuda:sm90",)
 
 
-def trtllm(scheme: str, *platforms: str, opt_in: bool = False, **facts: Unpack[NarrowedFacts]) -> Decorator:
-    """A rectangle of `flashinfer_trtllm`."""
+def trtllm(scheme: str, *platforms: str, opt_in: bool = True, **facts: Unpack[NarrowedFacts]) -> Decorator:
+    """A rectangle of `flashinfer_trtllm`, opt-in until it ran on its platforms."""
     return register_moe_backend(
         name="flashinfer_trtllm",
         priority=58,
@@ -195,8 +195,8 @@ def trtllm(scheme: str, *platforms: str, opt_in: bool = False, **facts: Unpack[N
     )
 
 
-def cutedsl(priority: int, *schemes: str, opt_in: bool = False) -> Decorator:
-    """A rectangle of `flashinfer_cutedsl`."""
+def cutedsl(priority: int, *schemes: str, opt_in: bool = True) -> Decorator:
+    """A rectangle of `flashinfer_cutedsl`, opt-in until it ran on its platforms."""
     return register_moe_backend(
         name="flashinfer_cutedsl",
         priority=priority,
@@ -208,8 +208,8 @@ def cutedsl(priority: int, *schemes: str, opt_in: bool = False) -> Decorator:
     )
 
 
-def cutile(*schemes: str | QuantScheme, platforms: tuple[str, ...] = _TILES, opt_in: bool = False) -> Decorator:
-    """A rectangle of `flashinfer_cutile`."""
+def cutile(*schemes: str | QuantScheme, platforms: tuple[str, ...] = _TILES, opt_in: bool = True) -> Decorator:
+    """A rectangle of `flashinfer_cutile`, opt-in until it ran on its platforms."""
     return register_moe_backend(
         name="flashinfer_cutile",
         priority=35,

@@ -70,7 +70,7 @@ MUTANTS: Final = (
     Mutant(
         "an error names nobody who would do",
         "moereg/backend_calls.py",
-        old='return f"; {\' or \'.join(names)} would do instead" if names else ""',
+        old='return f"; {selection.instead} would do instead" if selection.instead else ""',
         new='return ""',
         tests=(f"{_BROKEN}::test_an_import_that_fails_names_backend_cure_and_what_would_do",),
     ),
