@@ -220,10 +220,13 @@ def fits(answered: Answered) -> Fits:
     return found
 
 
+TOLD = frozenset(name.removesuffix("~") for row in ROWS for name in row.ours.split())
+"""Backends that the tables know. A new one needs no row."""
+
+
 def told_of(cells: Iterable[BackendCell]) -> list[BackendCell]:
-    """Cells of backends that the tables know. A new backend needs no row."""
-    known = {name.removesuffix("~") for row in ROWS for name in row.ours.split()}
-    return [cell for cell in cells if cell.name in known]
+    """Cells of backends that the tables know."""
+    return [cell for cell in cells if cell.name in TOLD]
 
 
 def test_a_deleted_rule_of_a_cell_fails_a_row(cells: tuple[BackendCell, ...], fits: Fits) -> None:
@@ -237,18 +240,54 @@ def test_a_deleted_rule_of_a_cell_fails_a_row(cells: tuple[BackendCell, ...], fi
     assert not missed, "\n".join(missed)
 
 
-def test_a_mutated_priority_fails_a_row(cells: tuple[BackendCell, ...], fits: Fits) -> None:
-    """Raised above all or lowered below all, each cell that has a rival changes what a row says.
+def rivals(cell: BackendCell, cells: Sequence[BackendCell]) -> Iterator[str]:
+    """Kinds of machines and schemes for which a cell of another backend, of the same tier, fits as well."""
+    for platform, scheme, dtype in itertools.product((*GPUS, *OTHERS), SCHEMES, ("bfloat16", "float16")):
+        named = Platform.from_name(platform)
+        if not any(rule.matches(named) for rule in cell.rules) or QUANT_SCHEMES[scheme].weight not in {
+            own.weight for own in cell.schemes
+        }:
+            continue
+        for form in cell.facts.activation_formats:
+            problem = {"quant": scheme, "dtype": dtype, "activation_format": form}
+            said = choose(Row(platform=platform, ours="", problem=problem, named=True), cells)
+            fitting = [decision for decision in said.decisions if decision.accepted and decision.tier == cell.tier]
+            if any(decision.cell is cell for decision in fitting) and len({one.backend for one in fitting}) > 1:
+                yield f"{platform} {scheme} {form}"
 
-    A request that names an opt-in cell says its place as well.
-    """
+
+def test_a_mutated_priority_fails_a_row(cells: tuple[BackendCell, ...], fits: Fits) -> None:
+    """Raised above all or lowered below all, each cell that has a rival changes what a row says."""
     missed = []
     for cell in told_of(cells):
         mutants = [dataclasses.replace(cell, priority=priority) for priority in (-1_000_000, 1_000_000)]
         told = [fit for fit in fits.get(id(cell), ()) if any(other.tier == cell.tier for other in fit.others)]
-        if told and not cell.opt_in and not any(fit.sees(mutant) for mutant in mutants for fit in told):
-            missed.append(f"{cell.name} {cell.class_name} {cell.rules_text} {cell.schemes[0].name}")
+        if not any(fit.sees(mutant) for mutant in mutants for fit in told):
+            where = next(rivals(cell, cells), None)
+            missed += [f"{cell.name} {cell.class_name} {cell.rules_text} on {where}"] if where else []
     assert not missed, "\n".join(missed)
+
+
+def test_neighbors_that_change_places_fail_a_row(answered: Answered) -> None:
+    """Any two cells of different backends that stand side by side in a row, with each other's priority."""
+    unseen: dict[tuple[int, int], str] = {}
+    seen: set[tuple[int, int]] = set()
+    for row, said in answered:
+        fitting = [decision for decision in said.decisions if decision.accepted and decision.cell is not None]
+        for first, second in itertools.pairwise(fitting):
+            pair = (id(first.cell), id(second.cell))
+            if pair in seen or first.backend == second.backend or first.tier != second.tier:
+                continue
+            swapped = {
+                id(first): dataclasses.replace(first, priority=second.priority),
+                id(second): dataclasses.replace(second, priority=first.priority),
+            }
+            mutated = moereg.decide.rank([swapped.get(id(each), each) for each in fitting], said.request)
+            if sees(row, mutated):
+                seen.add(pair)
+            elif accepted(mutated) != accepted(fitting) and {first.backend, second.backend} <= TOLD:
+                unseen[pair] = f"{row}: {first.backend} ({first.experts}) before {second.backend} ({second.experts})"
+    assert not (missed := [text for pair, text in unseen.items() if pair not in seen]), "\n".join(missed)
 
 
 CODES = (
@@ -334,7 +373,7 @@ def test_a_foreign_kernel_that_never_ran_there_is_no_default(platform: str, trit
 
 # `docs/selection.md` says them: whoever installs a wheel wants its kernels, also where nobody ran them yet.
 UNTRIED_WHEELS = {
-    "cuda:sm75": {"humming int4_w4a16_g128"},
+    "cuda:sm75": {f"humming {scheme}" for scheme in SCHEMES if scheme != "unquantized"},
     "cuda:sm80": {
         *(f"marlin fp8_{kind}" for kind in ("block128", "channel_token", "tensor_dynamic", "tensor_static")),
         "humming mxfp8",

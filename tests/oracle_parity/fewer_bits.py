@@ -196,7 +196,7 @@ _WNA16: Final = (
         "marlin triton humming",
         why={MEASURED: "triton"},
     ),
-    row_of("int4_w4a16_g64", "cuda:sm90", "triton marlin", "marlin triton", why={MEASURED: "triton"}),
+    row_of("int4_w4a16_g64", "cuda:sm90", "triton marlin humming", "marlin triton humming", why={MEASURED: "triton"}),
     row_of("int4_w4a16_gall", "cuda:sm90", "triton marlin", "marlin triton", why={MEASURED: "triton"}),
     row_of("int8_w8a16", "cuda:sm90", "triton marlin", "marlin triton", why={MEASURED: "triton"}),
     row_of(

@@ -17,7 +17,7 @@ _FP8_BLOCK: Final = (
     row_of(
         "fp8_block128",
         "cuda:sm90",
-        "triton deepgemm flashinfer_cutlass marlin humming",
+        "triton deepgemm vllm_triton flashinfer_cutlass marlin humming",
         "triton flashinfer_cutlass deepgemm humming marlin",
         reasons={"flashinfer_trtllm": "platform: ", "vllm_cutlass": "quant_scheme: "},
         why={RAN_FIRST: "flashinfer_cutlass", LATER: "humming"},
@@ -80,7 +80,7 @@ _FP8_BLOCK: Final = (
     row_of(
         "fp8_block128",
         "cuda:sm100",
-        "triton flashinfer_trtllm marlin humming",
+        "triton flashinfer_trtllm vllm_triton marlin humming",
         "flashinfer_trtllm triton marlin humming",
         reasons={"deepgemm": "platform: "},
         why={RAN_FIRST: "triton"},
@@ -150,7 +150,7 @@ _FP8: Final = (
     row_of(
         "fp8_channel_token",
         "cuda:sm90",
-        "triton marlin humming",
+        "triton vllm_triton marlin humming",
         "triton humming marlin",
         request={"deny": "vllm_cutlass"},
         why={LATER: "humming"},
@@ -203,7 +203,7 @@ _FP8: Final = (
     row_of(
         "fp8_tensor_static",
         "cuda:sm90",
-        "triton flashinfer_cutlass humming",
+        "triton flashinfer_cutlass cutlass flashinfer_cutile humming",
         "flashinfer_cutlass vllm_cutlass triton humming",
         why={RAN_FIRST: "flashinfer_cutlass", UNCLAIMED: "vllm_cutlass"},
         named=True,
@@ -211,7 +211,7 @@ _FP8: Final = (
     row_of(
         "fp8_tensor_static",
         "cuda:sm100",
-        "triton flashinfer_trtllm flashinfer_cutlass marlin humming",
+        "triton flashinfer_trtllm flashinfer_cutlass cutlass marlin humming",
         "flashinfer_trtllm flashinfer_cutlass triton marlin humming",
         why={RAN_FIRST: "triton"},
         named=True,
@@ -224,11 +224,11 @@ _FP8: Final = (
         why={RAN_FIRST: "triton"},
         named=True,
     ),
-    row_of("fp8_tensor_dynamic", "cuda:sm90", "triton flashinfer_cutile", "triton", named=True),
+    row_of("fp8_tensor_dynamic", "cuda:sm90", "triton cutlass marlin flashinfer_cutile humming", "triton", named=True),
     row_of(
         "fp8_tensor_dynamic",
         "cuda:sm90",
-        "triton flashinfer_cutile",
+        "triton cutlass flashinfer_cutile",
         "triton",
         problem={"exact_activations": True},
         named=True,
@@ -289,6 +289,14 @@ _MXFP8: Final = (
     # No wish puts an emulation before a kernel.
     row_of("mxfp8", "cuda:sm90", "humming triton~", "humming triton~", request={"prefer": "triton"}),
     row_of("mxfp8", "cuda:sm90", "triton~", "triton~", problem={"exact_activations": True}),
+    row_of(
+        "mxfp8",
+        "cuda:sm90",
+        "flashinfer_cutile humming triton~",
+        "humming triton~",
+        named=True,
+        why={SERVED_HERE: "flashinfer_cutile"},
+    ),
     row_of(
         "mxfp8",
         "cuda:sm90",

@@ -32,6 +32,36 @@ _ORDER: Final = (
         reasons={**dict.fromkeys(_B200.split(), "opt_in: "), "flashinfer_b12x": "platform: .*got cuda:sm100"},
         why={RAN_FIRST: _B200},
     ),
+    # Named, all of them by priority.
+    _row(
+        "cuda:sm100",
+        f"triton {_B200} marlin humming triton~",
+        f"{_B200} {_WEIGHT_ONLY}",
+        why={RAN_FIRST: "triton"},
+        named=True,
+    ),
+    _row(
+        "cuda:sm120",
+        "triton flashinfer_cutlass marlin flashinfer_b12x humming triton~",
+        f"flashinfer_cutlass {_WEIGHT_ONLY}",
+        why={RAN_FIRST: "triton"},
+        named=True,
+    ),
+    _row(
+        "cuda:sm90",
+        "triton marlin flashinfer_cutile humming triton~",
+        _WEIGHT_ONLY,
+        why={MEASURED: "triton"},
+        named=True,
+    ),
+    _row(
+        "cuda:sm100",
+        "triton flashinfer_cutedsl triton~",
+        "flashinfer_cutedsl",
+        problem=_BATCHED,
+        why={RAN_FIRST: "triton"},
+        named=True,
+    ),
     # A pattern gives those that are named beside it one place, in which they go by priority.
     _row(
         "cuda:sm100",

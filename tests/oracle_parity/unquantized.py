@@ -74,7 +74,7 @@ _UNTRIED: Final = tuple(
 _ORDER: Final = (
     Row(
         platform="cuda:sm100",
-        ours="triton flashinfer_trtllm flashinfer_cutlass cutlass torch",
+        ours="triton flashinfer_trtllm flashinfer_cutlass vllm_triton cutlass torch",
         supports="triton flashinfer_trtllm flashinfer_cutlass",
         reasons={"aiter": "platform: .*got cuda:sm100"},
         why={RAN_FIRST: "triton"},
@@ -96,7 +96,7 @@ _ORDER: Final = (
     ),
     Row(
         platform="cuda:sm120",
-        ours="triton flashinfer_cutlass torch",
+        ours="triton flashinfer_cutlass vllm_triton torch",
         supports="triton flashinfer_cutlass",
         reasons={"flashinfer_trtllm": "platform: .*got cuda:sm120", "cutlass": "platform"},
         why={RAN_FIRST: "triton"},
@@ -158,7 +158,7 @@ _ORDER: Final = (
     ),
     Row(
         platform="cuda:sm90",
-        ours="triton flashinfer_cutlass",
+        ours="triton flashinfer_cutlass cutlass flashinfer_cutile",
         supports="triton flashinfer_cutlass",
         problem={"activation": "swigluoai"},
         named=True,
@@ -218,7 +218,7 @@ _ORDER: Final = (
     ),
     Row(
         platform="cuda:sm100",
-        ours="triton flashinfer_cutlass torch",
+        ours="triton flashinfer_cutlass vllm_triton torch",
         supports="flashinfer_cutlass triton",
         problem={"dtype": "float16"},
         why={RAN_FIRST: "triton"},
@@ -257,7 +257,7 @@ _ORDER: Final = (
     ),
     Row(
         platform="cuda:sm90",
-        ours="triton flashinfer_cutlass torch",
+        ours="triton flashinfer_cutlass flashinfer_cutile cutlass torch",
         supports="triton flashinfer_cutlass",
         packages={"quack-kernels": None, "vllm": None},
         reasons={"vllm_triton": "package: requires vllm", "sonic": "package: requires nvidia-cutlass-dsl"},
