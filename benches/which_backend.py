@@ -368,7 +368,7 @@ def _extras() -> dict[str, set[str]]:
 
 
 def _fastest() -> Callable[[str], str]:
-    """By backend, in how many of its rows of each board it was the fastest."""
+    """By backend, in how many of its rows of each board that others ran in as well it was the fastest."""
     counts: dict[str, list[str]] = {}
     for board in board_page.BOARDS:
         try:
@@ -378,9 +378,10 @@ def _fastest() -> Callable[[str], str]:
         rows = board_page.standings(documents)
         names = {name.partition(" (")[0] for row in rows for name in row.entries}
         for name in names:
-            own = [row for row in rows if any(entry.partition(" (")[0] == name for entry in row.entries)]
-            first = sum(bool(row.ranking) and row.ranking[0].name.partition(" (")[0] == name for row in own)
-            counts.setdefault(name, []).append(f"fastest in {first} of {len(own)} rows on {documents[0]['device']}")
+            own = [row for row in rows if not row.is_alone and name in {one.backend for one in row.entries.values()}]
+            first = sum(row.ranking[0].backend == name for row in own)
+            if own:
+                counts.setdefault(name, []).append(f"fastest in {first} of {len(own)} rows on {documents[0]['device']}")
     return lambda name: "; ".join(counts.get(name, [])) or "not on it yet"
 
 

@@ -50,6 +50,11 @@ class Entry:
     is_scaled: bool = False
 
     @property
+    def backend(self) -> str:
+        """Its backend alone."""
+        return self.name.partition(" (")[0]
+
+    @property
     def is_variant(self) -> bool:
         """Whether only the board has it, to compare with."""
         return UNTUNED in self.name
@@ -92,24 +97,34 @@ class Standing:
         return sorted(timed, key=lambda entry: entry.time_us or math.inf)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether one backend alone ran, if any."""
+        return len({entry.backend for entry in self.ranking}) < 2
+
+    @property
     def ratio(self) -> float | None:
-        """Time of the fastest other candidate over the default's: above 1 the default is the fastest; None if alone."""
-        own = self.entries.get(self.default)
-        others = [entry.time_us for entry in self.ranking if entry.name != self.default and entry.time_us]
-        if not others or own is None:
+        """Time of `best_other` over the default's: above 1 the default is the fastest; None if it has no rival."""
+        own, other = self.entries.get(self.default), self.best_other
+        if other is None or other.time_us is None or own is None:
             return None
-        return 0.0 if own.time_us is None else others[0] / own.time_us
+        return 0.0 if own.time_us is None else other.time_us / own.time_us
 
     @property
     def best_other(self) -> Entry | None:
-        """The fastest candidate that is not the default."""
-        return next((entry for entry in self.ranking if entry.name != self.default), None)
+        """The fastest candidate of another backend, or of the default's own if that is faster than the default."""
+        own = self.entries.get(self.default)
+        backend, time_us = (own.backend, own.time_us or math.inf) if own is not None else ("", math.inf)
+        rivals = (one for one in self.ranking if one is not own)
+        return next((one for one in rivals if one.backend != backend or (one.time_us or 0.0) < time_us), None)
 
     @property
     def lead(self) -> str:
-        """By how much the fastest is ahead of the second."""
-        times = [entry.time_us for entry in self.ranking if entry.time_us]
-        return f"{times[1] / times[0] - 1:.1%}" if len(times) > 1 else "-"
+        """By how much the fastest is ahead of the fastest of another backend."""
+        if self.is_alone:
+            return "-"
+        first = self.ranking[0]
+        times = [entry.time_us for entry in self.ranking if entry.backend != first.backend and entry.time_us]
+        return f"{times[0] / (first.time_us or math.nan) - 1:.1%}"
 
     @property
     def is_loss(self) -> bool:
@@ -142,7 +157,7 @@ def documents(board: str) -> list[Row]:
 
 def standings(found: Sequence[Row]) -> list[Standing]:
     """The rows of the first document, with the backends of the others that it lacks."""
-    first, *others = found
+    first, *others = map(_with_true_shares, found)
     rows = []
     for row in first["rows"]:
         entries = _entries(row)
@@ -155,6 +170,19 @@ def standings(found: Sequence[Row]) -> list[Standing]:
     return sorted(
         rows, key=lambda row: (layers.index((row.layer, row.scheme)), ROUTINGS.index(row.routing), row.tokens)
     )
+
+
+def _exceeds_ceilings(document: Row) -> bool:
+    """Whether a row took clearly less time than the measured ceilings allow, so that they are none."""
+    return any((one.get("share") or 0.0) > _SAME for row in document["rows"] for one in row["results"])
+
+
+def _with_true_shares(document: Row) -> Row:
+    """A document without the shares of ceilings that were measured too low."""
+    if not _exceeds_ceilings(document):
+        return document
+    rows = [{**row, "results": [{**one, "share": None} for one in row["results"]]} for row in document["rows"]]
+    return {**document, "rows": rows}
 
 
 def _name(one: Row, results: Iterable[Row]) -> str:
@@ -211,8 +239,8 @@ def losses_table(board: str) -> str:
     """Rows in which another backend is faster than the default, worst first."""
     found = standings(documents(board))
     lost = sorted((one for one in found if one.is_loss), key=lambda one: one.ratio or 0.0)
-    compared = [one for one in found if one.ratio is not None]
-    head = f"{len(lost)} of {len(compared)} rows with another candidate, of another backend or of the same one."
+    alone = sum(one.is_alone for one in found)
+    head = f"{len(lost)} of {len(found)} rows" + (f"; in {alone} of them one backend ran alone." if alone else ".")
     if not lost:
         return head
     rows = []
@@ -342,6 +370,8 @@ def _where(document: Row) -> str:
         for name, found in document["ceilings"].items()
     )
     note = f" {document['note']}" if document.get("note") else ""
+    if _exceeds_ceilings(document):
+        note = f" Rows exceed them: they were measured too low, and no shares are given.{note}"
     return (
         f"Measured on {document['device']} with {versions} at commit {document['commit'][:12] or 'unknown'}, "
         f"{document['date']}, in {document['seconds']:.0f} s. Ceilings in the same process: {ceilings}.{note}"

@@ -66,7 +66,7 @@ def test_losses_come_worst_first_and_a_tie_is_none(stored: Any) -> None:
         row(4096, result("own", 100.0)),
     )
     head, _, _, *found = lines("losses")
-    assert head == "3 of 5 rows with another candidate, of another backend or of the same one."
+    assert head == "3 of 6 rows; in 2 of them one backend ran alone."
     assert found == [
         "| big | unquantized | uniform | 256 | own | failed | other | 60.0 (50%) | all of it: the default failed |",
         "| big | unquantized | uniform | 64 | own | 100.0 (50%) | other | 60.0 (50%) | 40.0% |",
@@ -79,7 +79,7 @@ def test_losses_come_worst_first_and_a_tie_is_none(stored: Any) -> None:
 
 def test_a_board_without_losses_says_so(stored: Any) -> None:
     stored(row(1, result("own", 100.0), result("other", 150.0)))
-    assert lines("losses") == ["0 of 1 rows with another candidate, of another backend or of the same one."]
+    assert lines("losses") == ["0 of 1 rows."]
 
 
 def test_rows_have_the_default_first_and_the_fastest_in_bold(stored: Any) -> None:
@@ -103,11 +103,34 @@ def test_a_second_class_has_a_column(stored: Any) -> None:
     stored(row(1, result("own", 100.0), result("own", 90.0, experts="OtherExperts")))
     assert lines("rows")[1:4:2] == [
         "| routing | T | own | own (Other) | lead |",
-        "| uniform | 1 | 100.0 (50%) | **90.0 (50%)** | 11.1% |",
+        "| uniform | 1 | 100.0 (50%) | **90.0 (50%)** | - |",
     ]
     assert lines("losses")[3:] == [
         "| big | unquantized | uniform | 1 | own | 100.0 (50%) | own (Other) | 90.0 (50%) | 10.0% |"
     ]
+
+
+def test_a_slower_class_of_the_default_is_no_rival(stored: Any) -> None:
+    stored(
+        row(1, result("own", 100.0), result("own", 900.0, experts="SlowExperts")),
+        row(16, result("own", 100.0), result("own", 900.0, experts="SlowExperts"), result("other", 950.0)),
+    )
+    assert lines("losses") == ["0 of 2 rows; in 1 of them one backend ran alone."]
+    assert lines("summary")[2:] == ["| big | unquantized | uniform | own | 0 of 2 | 9.50 | 9.50 | own |"]
+    assert [line.split(" | ")[-1] for line in lines("rows")[3:5]] == ["- |", "850.0% |"]
+    stored(row(1, result("own", 100.0), result("own", 900.0, experts="SlowExperts")))
+    assert lines("summary")[2:] == ["| big | unquantized | uniform | own | 0 of 1 | alone | alone | own |"]
+
+
+def test_ceilings_that_a_row_exceeds_are_none(stored: Any) -> None:
+    beyond = {**result("other", 50.0), "share": 1.3}
+    stored(row(1, result("own", 100.0), beyond), row(16, result("own", 100.0)))
+    *_, first, second, where = lines("rows")
+    assert first == "| uniform | 1 | 100.0 | **50.0** | 100.0% |"
+    assert second == "| uniform | 16 | **100.0** | - | - |"
+    assert "Rows exceed them: they were measured too low" in where
+    stored(row(1, result("own", 100.0), {**beyond, "share": 1.005}))
+    assert "(100%)" in lines("rows")[3]
 
 
 def test_another_process_is_scaled_by_the_default(stored: Any) -> None:
@@ -140,7 +163,7 @@ def test_tuned_beside_untuned_and_first_use(stored: Any) -> None:
     assert lines("first_use")[2:] == ["| own | 3 | 12 | 12 |", "| own_untuned | 3 | 12 | 12 |"]
     # It is no backend that a user could choose.
     stored(row(1, result("own", 100.0), result("own_untuned", 50.0), result("other", 200.0)))
-    assert lines("losses") == ["0 of 1 rows with another candidate, of another backend or of the same one."]
+    assert lines("losses") == ["0 of 1 rows."]
     assert lines("rows")[1:4:2] == [
         "| routing | T | own | other | lead |",
         "| uniform | 1 | **100.0 (50%)** | 200.0 (50%) | 100.0% |",
