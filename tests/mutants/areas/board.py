@@ -52,8 +52,8 @@ MUTANTS: Final = (
     Mutant(
         "a default that failed is no loss",
         "benches/board/page.py",
-        old="return 0.0 if own.time_us is None else others[0] / own.time_us",
-        new="return None if own.time_us is None else others[0] / own.time_us",
+        old="return 0.0 if own.time_us is None else other.time_us / own.time_us",
+        new="return None if own.time_us is None else other.time_us / own.time_us",
         tests=("tests/benches/test_board_page.py::test_losses_come_worst_first_and_a_tie_is_none",),
     ),
     Mutant(
