@@ -135,8 +135,7 @@ class Decision:
         if field("accepted", check_flag) is not decision.accepted:
             rule = f"accepted must be {decision.accepted} with {len(decision.reasons)} reasons"
             raise ArgumentError(f"{name}{'.' * bool(name)}{rule}, got {values['accepted']}")
-        if cells is None:
-            cells = load_backends().cells
+        cells = load_backends().cells if cells is None else cells
         return dataclasses.replace(decision, candidate=_candidate(decision, cells))
 
 
@@ -229,10 +228,8 @@ class Selection:
         for field in ("num_local_experts", "max_num_tokens"):
             problem.pop(field, None)
         winner = self.winner
-        chosen = None
-        if winner is not None:
-            # Two versions of a wheel may have different kernels under one name.
-            chosen = (winner.backend, winner.experts, winner.computes, winner.origin, winner.origin_version)
+        # Two versions of a wheel may have different kernels under one name.
+        chosen = winner and (winner.backend, winner.experts, winner.computes, winner.origin, winner.origin_version)
         text = json.dumps([problem, str(self.platform), chosen], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -311,8 +308,8 @@ class Selection:
         schema = values.get("schema")
         if isinstance(schema, bool) or not isinstance(schema, int) or schema != SCHEMA:
             raise ArgumentError(f"a selection must have schema {SCHEMA}, got {shown(schema)}; write it again")
-        if cells is None:
-            cells = load_backends().cells  # Plugins may bring the kind of machine that the platform's name says.
+        # Plugins may bring the kind of machine that the platform's name says.
+        cells = load_backends().cells if cells is None else cells
         read = functools.partial(_read_decision, cells=tuple(cells))
         platform = within("platform", Platform.from_name, field("platform", check_text))
         is_probed = field("platform_source", lambda path, found: check_one_of(path, found, _PLATFORM_SOURCES))
@@ -349,10 +346,8 @@ class Selection:
         lines = [f"problem   {self.problem}", f"platform  {self.platform}"]
         for decision in nearest_by_backend(self.decisions):
             mark = "chosen" if decision is self.winner else "fits" if decision.accepted else "rejected"
-            lines.append(
-                f"{mark:9} {decision.backend} ({decision.experts}{_of_wheel(decision)}, {decision.rule}, computes "
-                f"{decision.computes}, priority {decision.priority})"
-            )
+            facts = f"{decision.rule}, computes {decision.computes}, priority {decision.priority}"
+            lines.append(f"{mark:9} {decision.backend} ({decision.experts}{_of_wheel(decision)}, {facts})")
             lines.extend(f"{'':10}- {reason.text} [{reason.code}]" for reason in decision.reasons)
         return "\n".join([*lines, *(f"note      {notice}" for notice in self.notices)])
 
