@@ -72,14 +72,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "explain says that what does not fit does",
-        "moereg/cli/__init__.py",
+        "moereg/cli/_layer_commands.py",
         old="return OK if selection.winner else NOTHING_FITS",
         new="return OK",
         tests=("tests/cli/test_explain.py::test_nothing_fits_is_exit_3_with_every_reason",),
     ),
     Mutant(
         "wrong numbers exit as right ones",
-        "moereg/cli/__init__.py",
+        "moereg/cli/_layer_commands.py",
         old=(
             "        show_run(result)\n"
             "    if result.passed is None:\n"

@@ -1,0 +1,124 @@
+"""The commands about a machine and about a layer: their options, and what each does in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moereg.cli._exits import NOTHING_FITS, OK, WRONG_NUMBERS
+from moereg.cli._info import collect_info, machine_shown, selection_with_evidence
+from moereg.cli._options import JsonFlag, ProblemFlags, UsageError, VerboseFlag, takes_problem_flags
+from moereg.cli._output import only_results_on_stdout, print_json
+from moereg.digest import files_stay
+from moereg.discovery import load_backends
+from moereg.dispatch import explain_backends
+from moereg.tuning.timing import ROUNDS
+
+__all__ = ["bench", "explain", "info", "run"]
+
+
+def info(json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
+    """Show this machine, the backends and the plugins."""
+    with files_stay():
+        with only_results_on_stdout(verbose):
+            found = collect_info()
+        if json:
+            print_json(found)
+        else:
+            from moereg.cli._show import show_info
+
+            show_info(found, machine_shown()[0])
+    return OK
+
+
+@takes_problem_flags
+def explain(flags: ProblemFlags, json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
+    """Show which backend a layer gets, and why."""
+    with only_results_on_stdout(verbose):
+        problem = flags.problem()  # A plugin's scheme loads the plugins, which may print.
+        load_backends()  # A plugin's kind of platform is known once it is loaded.
+        selection = explain_backends(problem, flags.platform, **flags.request())
+        values = selection_with_evidence(selection) if json else {}
+    if json:
+        print_json(values)
+    else:
+        from moereg.cli._show import show_selection
+
+        show_selection(selection, flags.model)
+    return OK if selection.winner else NOTHING_FITS
+
+
+@takes_problem_flags
+def run(
+    flags: ProblemFlags,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Read a layer of this checkpoint directory instead of making a random one.")
+    ] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="Layer of the checkpoint; the first with experts if left out.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 2, help="Of weights, hidden states and routing.")] = 0,
+    json: JsonFlag = False,
+    verbose: VerboseFlag = False,
+) -> int:
+    """Run one layer, check it against the reference, time it."""
+    from moereg.cli._run import run_layer
+    from moereg.cli._show import show_run
+
+    with only_results_on_stdout(verbose):
+        result = run_layer(flags, checkpoint, layer, seed)
+    if json:
+        print_json(result.to_dict())
+    else:
+        show_run(result)
+    if result.passed is None:
+        return NOTHING_FITS
+    return OK if result.passed else WRONG_NUMBERS
+
+
+@takes_problem_flags
+def bench(
+    flags: ProblemFlags,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Numbers of tokens, e.g. 1,16,64; 1 to 4096 on a GPU and 1 to 256 on a CPU if left out."),
+    ] = None,
+    routing: Annotated[
+        str, typer.Option(help="uniform, zipf (popularity 1 / rank) or one_set (all to one set).")
+    ] = "uniform",
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Timed calls of each backend; fewer where they take longer than a second.")
+    ] = ROUNDS,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 2, help="Of weights, hidden states and routing.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw time and share of the roofline into this file, e.g. bench.png.")
+    ] = None,
+    json: JsonFlag = False,
+    verbose: VerboseFlag = False,
+) -> int:
+    """Compare all backends that fit: numbers first, then speed."""
+    from moereg.cli._bench import bench_layer, check_routing, parse_tokens
+    from moereg.cli._plot import check_can_plot, plot_bench
+    from moereg.cli._show import show_bench
+
+    token_counts = None if tokens is None else parse_tokens(tokens)
+    check_routing(routing)
+    if plot is not None:
+        check_can_plot(plot)
+    with only_results_on_stdout(verbose):
+        result = bench_layer(flags, token_counts, routing, rounds, seed)
+        # First, so that a disk that is full by now leaves nothing on standard output.
+        if plot is not None and result.rows:
+            try:
+                plot_bench(result, plot)
+            except OSError as error:
+                raise UsageError(f"--plot could not write {str(plot)!r}: {error.strerror}") from None
+    if json:
+        print_json(result.to_dict())
+    else:
+        show_bench(result)
+    if result.passed is None:
+        return NOTHING_FITS
+    return OK if result.passed else WRONG_NUMBERS
