@@ -1,6 +1,7 @@
 """`aiter`: AMD's own kernels for Instinct GPUs, assembly and composable_kernel behind one call.
 
-Written against the published source of AITER 0.1.20 and not run on any GPU yet.
+Written against the published source of AITER 0.1.20, compared with that of 0.1.16 to 0.1.20.post1, and not run on any
+GPU yet.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _FACTS: Final = Facts(
     priority=55,
     quant_schemes=("unquantized",),
     platforms=("rocm:gfx942", "rocm:gfx950"),
-    requires=(REQUIRES,),
+    requires=REQUIRES,
     probes=(can_be_imported, can_load_kernels),
     opt_in=True,
 )
@@ -57,20 +58,33 @@ class AiterExperts(LoadedExperts):
 @register_moe_backend(
     name="aiter",
     priority=55,
-    quant_schemes=("fp8_tensor_static", "fp8_channel_token", "fp8_block128"),
+    quant_schemes=("fp8_tensor_static", "fp8_channel_token"),
     platforms=("rocm:gfx950",),
-    requires=(REQUIRES,),
+    requires=REQUIRES,
     probes=(can_be_imported, can_load_kernels),
     opt_in=True,
 )
+# Some sizes with few tokens (Qwen3-Next's among them) are tuned to kernels that sort no routes. They read the ids that
+# are given and no mask, so that experts of other ranks would index weights that are not there.
+@register_moe_backend(
+    name="aiter",
+    priority=55,
+    quant_schemes=("fp8_block128",),
+    platforms=("rocm:gfx950",),
+    requires=REQUIRES,
+    probes=(can_be_imported, can_load_kernels),
+    opt_in=True,
+    held_experts=("all",),
+)
 # gfx942's own float ends at 240 and not at 448. With dynamic scales it rounds activations to other numbers than the
-# scheme's: an imitation had 1.1 to 1.2 times the error that `moereg.tolerances` allows. Static scales keep the numbers.
+# scheme's: an imitation had 1.1 to 1.2 times the error that `moereg.tolerances` allows. Static scales keep the numbers
+# up to the scheme's largest; what is beyond it is clamped at 480 times the scale and not at 448.
 @register_moe_backend(
     name="aiter",
     priority=55,
     quant_schemes=("fp8_tensor_static",),
     platforms=("rocm:gfx942",),
-    requires=(REQUIRES,),
+    requires=REQUIRES,
     probes=(can_be_imported, can_load_kernels),
     opt_in=True,
 )

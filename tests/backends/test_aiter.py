@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moereg.backends._aiter import package, weights
+from moereg.backends._aiter import layer, package, weights
 from moereg.backends.aiter_moe import AiterExperts, AiterFp8Experts
 from moereg.dispatch import explain_backends, select_backend
+from moereg.errors import UnsupportedProblemError
 from moereg.experts import ExpertInputs, Experts
 from moereg.placement import resolve_expert_map
 from moereg.platforms import Platform
@@ -118,6 +120,25 @@ def test_experts_of_one_rank(ep_rank: int) -> None:
     assert error_of(problem, "rocm:gfx942", AiterExperts, ep_rank) < 1
 
 
+@pytest.mark.usefixtures("aiter")
+def test_kernels_that_sort_no_routes_read_ids_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AITER tunes few tokens of some sizes to kernels that index weights by the ids as given, and ignore the mask."""
+    monkeypatch.setattr(aiter_imitation, "flat_rows", {(256, 128, 4, 2)})
+    assert error_of(MoEProblem(**SIZES, quant="fp8_block128"), "rocm:gfx950", AiterFp8Experts) < 1
+
+
+def test_routes_to_nowhere_go_where_their_token_does_not() -> None:
+    ids = torch.tensor([[0, -1, 2, 9], [7, 9, -1, 6], [-1, 5, 1, 0], [3, 2, 1, 0], [-1, -1, 8, 9]], dtype=torch.int32)
+    given = torch.rand(ids.shape, generator=generator(0)) + 0.1
+    expert_ids, expert_weights = layer._routes_of_all(ExpertInputs(torch.empty(5, 8), given, ids), 8)
+    is_route = (ids >= 0) & (ids < 8)
+    assert expert_ids.dtype == torch.int32
+    assert torch.equal(expert_ids[is_route], ids[is_route])
+    assert torch.equal(expert_weights, given * is_route)
+    assert ((expert_ids >= 0) & (expert_ids < 8)).all()
+    assert all(len(set(row)) == 4 for row in expert_ids.tolist())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=str)
 def test_the_order_of_weights_is_a_permutation_of_each_expert(dtype: torch.dtype) -> None:
     given = torch.randn(2, 48, 96, generator=generator(0)).to(dtype)
@@ -181,6 +202,38 @@ def test_refused_problems(change: dict[str, object], reason: str) -> None:
     assert any(reason in text for text in texts), texts
 
 
+def test_blocks_of_8_bits_want_every_expert() -> None:
+    """Tuned kernels of that scheme read no mask; those of the others do."""
+    gfx950 = Platform.from_name("rocm:gfx950")
+    parts = {**SIZES, "num_local_experts": 2}
+    for scheme in ("unquantized", "fp8_tensor_static", "fp8_channel_token"):
+        problem = MoEProblem(**parts, quant=scheme)
+        assert select_backend(problem, platform=gfx950, require="aiter").backend == "aiter"
+    selection = explain_backends(MoEProblem(**parts, quant="fp8_block128"), platform=gfx950, require="aiter")
+    texts = [text.text for decision in selection.decisions if decision.backend == "aiter" for text in decision.reasons]
+    assert "requires experts held by this rank in (all), got some" in texts
+
+
+@pytest.mark.parametrize(("version", "is_accepted"), [
+    ("0.1.15.post3", False), ("0.1.16", True), ("0.1.20.post1+rocm7.0", True), ("0.1.21.dev3", False), ("0.1.21", False)
+])  # fmt: skip
+def test_releases_whose_source_was_read(version: str, is_accepted: bool) -> None:
+    machine = Platform("rocm", "gfx942", "GPU", 2**37, {"amd-aiter": version}, probed=True)
+    selection = explain_backends(MoEProblem(**SIZES), platform=machine, require="aiter")
+    codes = {text.code for decision in selection.decisions if decision.backend == "aiter" for text in decision.reasons}
+    assert ("package" not in codes) == is_accepted
+
+
+def test_a_machine_without_it_hears_where_it_comes_from() -> None:
+    """`pip install amd-aiter` leads nowhere: it is on no package index."""
+    machine = Platform("rocm", "gfx942", "GPU", 2**37, {}, probed=True)
+    with pytest.raises(UnsupportedProblemError) as raised:
+        select_backend(MoEProblem(**SIZES), platform=machine, require="aiter")
+    # Versions of `packaging` space it otherwise.
+    pattern = r"aiter .*: requires amd-aiter ?@ git\+https://github.com/ROCm/aiter@v0\.1\.20, which is not installed"
+    assert re.search(pattern, str(raised.value)), str(raised.value)
+
+
 @pytest.mark.parametrize(("scheme", "platform"), [*(("unquantized", name) for name in PLATFORMS), *FP8_CELLS])
 def test_it_is_nobodys_default(scheme: str, platform: str) -> None:
     problem = MoEProblem(**SIZES, quant=scheme)
@@ -199,7 +252,8 @@ def test_an_installed_aiter_can_be_imported(aiter: Path) -> None:
 
 def test_without_aiter_it_says_where_to_get_it() -> None:
     reason = package.can_be_imported(Platform.from_name("rocm:gfx942"))
-    assert reason == "requires the package aiter, found none; install amd-aiter from github.com/ROCm/aiter"
+    where = "pip install 'amd-aiter @ git+https://github.com/ROCm/aiter@v0.1.20'"
+    assert reason == f"requires the package aiter, found none; {where}"
 
 
 def test_another_package_of_that_name_is_told_apart(aiter: Path) -> None:

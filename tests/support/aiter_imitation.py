@@ -31,6 +31,10 @@ class QuantType(enum.Enum):
     per_128x128 = 5
 
 
+flat_rows: set[tuple[int, int, int, int]] = set()
+"""Sizes (hidden, intermediate, local experts, choices) for which a kernel is tuned that sorts no routes."""
+
+
 def install(folder: Path, version: str = "0.1.20", files: dict[str, str] | None = None) -> None:
     """Writes the package with its metadata."""
     for name, text in (PACKAGE if files is None else files).items():
@@ -62,10 +66,14 @@ def fused_moe(
     assert not doweight_stage1
     assert w1.is_shuffled
     assert w2.is_shuffled
-    assert topk_ids.dtype == expert_mask.dtype == torch.int32
+    assert topk_ids.dtype == torch.int32
     assert topk_weight.dtype == torch.float32
-    assert (topk_ids[:, -1] == expert_mask.numel() - 1).all(), "the last slot is to be masked"
-    local = torch.where(expert_mask > 0, expert_mask.cumsum(0) - 1, -1)[topk_ids.long()]
+    sizes = (w1.shape[2], w2.shape[2], w1.shape[0], topk_ids.shape[1] - (expert_mask is not None))
+    if quant_type is QuantType.per_128x128 and sizes in flat_rows:
+        local = topk_ids
+        assert ((local >= 0) & (local < w1.shape[0])).all(), "an id indexes weights that are not there"
+    else:
+        local = _sorted(topk_ids, w1.shape[0], expert_mask)
     first = _weights(w1, w1_scale, quant_type)
     second = _weights(w2, w2_scale, quant_type)
     float8 = w1.dtype if quant_type is not QuantType.No else None
@@ -78,6 +86,21 @@ def fused_moe(
         middle = _rounded(middle, a2_scale, quant_type, float8) @ second[expert].T
         out.index_add_(0, token, middle * topk_weight[token, slot, None])
     return out.to(dtype)
+
+
+def _sorted(topk_ids: torch.Tensor, num_experts: int, expert_mask: torch.Tensor | None) -> torch.Tensor:
+    """The local expert of each route, or -1, as AITER's sort leaves them."""
+    if expert_mask is None:
+        expert_mask = torch.ones(num_experts, dtype=torch.int32)
+    else:
+        assert expert_mask.dtype == torch.int32
+        assert (topk_ids[:, -1] == expert_mask.numel() - 1).all(), "the last slot is to be masked"
+    local = torch.where(expert_mask > 0, expert_mask.cumsum(0) - 1, -1)[topk_ids.long()]
+    # A table of tokens and experts holds one slot: of two routes of a token to an expert, the last one stays.
+    slot = torch.full((len(topk_ids), expert_mask.numel()), -1)
+    for k in range(topk_ids.shape[1]):
+        slot[torch.arange(len(topk_ids)), topk_ids[:, k].long()] = k
+    return torch.where(slot.gather(1, topk_ids.long()) == torch.arange(topk_ids.shape[1]), local, -1)
 
 
 def _weights(weight: torch.Tensor, scale: torch.Tensor | None, quant_type: QuantType) -> torch.Tensor:

@@ -66,14 +66,18 @@ class Unquantized(Implementation):
         for matrix in (w13, w2):
             # How `fused_moe` is told the order. Views and copies of a tensor lose its attributes.
             matrix.is_shuffled = True  # type: ignore[attr-defined]
-        topk_ids, topk_weights = _with_masked_slot(inputs, self.problem.num_experts)
+        num_experts = self.problem.num_experts
+        if inputs.expert_map is None:
+            mask, (topk_ids, topk_weights) = None, _routes_of_all(inputs, num_experts)
+        else:
+            mask, (topk_ids, topk_weights) = _expert_mask(inputs.expert_map), _with_masked_slot(inputs, num_experts)
         found = self._fused_moe(
             inputs.hidden_states,
             w13,
             w2,
             topk_weights,
             topk_ids,
-            expert_mask=_expert_mask(inputs, self.problem.num_experts),
+            expert_mask=mask,
             activation=self._silu,
             quant_type=self._method,
             w1_scale=weights.get("w13_scale"),
@@ -136,22 +140,33 @@ def _one_activation_scale(name: str, scale: torch.Tensor) -> torch.Tensor:
     return flat[:1].clone()
 
 
-def _expert_mask(inputs: ExpertInputs, num_experts: int) -> torch.Tensor:
+def _routes_of_all(inputs: ExpertInputs, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routes where every expert is here: [T,K], where one to nowhere goes to another expert with the weight 0.
+
+    No mask says that a route is nobody's: some of AITER's kernels read ids and no mask. The other expert is one that
+    the token has not chosen, since AITER's sort keeps one route of a token to an expert and drops the rest.
+    """
+    ids = inputs.topk_ids
+    is_route = (ids >= 0) & (ids < num_experts)
+    # As many of the first K experts are free as routes go nowhere, or more.
+    is_free = (ids[:, :, None] != torch.arange(ids.shape[1], device=ids.device)).all(1)
+    # The n-th route to nowhere goes to the n-th free one: as many stand before it as have fewer than n up to there.
+    free = (is_free.cumsum(1)[:, None, :] < (~is_route).cumsum(1)[:, :, None]).sum(2)
+    return torch.where(is_route, ids, free).to(torch.int32), torch.where(is_route, inputs.topk_weights, 0)
+
+
+def _expert_mask(expert_map: torch.Tensor) -> torch.Tensor:
     """[num_experts + 1] int32: 1 where this rank holds the expert. The last one is nobody's.
 
     AITER counts local experts in the order of the mask, so a rank's experts have to stand in the order of the layer.
     """
-    mask = torch.ones(num_experts + 1, dtype=torch.int32, device=inputs.topk_ids.device)
-    if inputs.expert_map is not None:
-        mask[:num_experts] = inputs.expert_map >= 0
-    mask[num_experts:] = 0
-    return mask
+    return torch.nn.functional.pad((expert_map >= 0).to(torch.int32), (0, 1))
 
 
 def _with_masked_slot(inputs: ExpertInputs, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Routes as AITER wants them beside a mask: [T,K+1], where the last slot is masked, and so is an id out of range.
 
-    It looks its tuned configurations up for one slot less.
+    With a mask, it looks its tuned configurations up for one slot less.
     """
     ids = inputs.topk_ids
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(torch.int32)

@@ -14,10 +14,16 @@ from moereg.platforms import Platform
 
 __all__ = ["REQUIRES", "can_be_imported", "can_load_kernels", "has_built_kernels", "jit_folder", "package_folder"]
 
-REQUIRES: Final = "amd-aiter>=0.1.14,<0.2"
-"""From 0.1.14 on, `fused_moe` keeps gate rows before up rows unless told otherwise."""
+_SOURCE: Final = "git+https://github.com/ROCm/aiter@v0.1.20"
 
-_INSTALL: Final = "install amd-aiter from github.com/ROCm/aiter"
+REQUIRES: Final = (f"amd-aiter @ {_SOURCE}", "amd-aiter>=0.1.16,<0.1.21")
+"""Where it comes from, since it is on no package index, and the releases whose source was read.
+
+Before 0.1.16, tuned configurations are looked up with the masked slot and none is found. Its releases count the last
+number and change what this backend relies on: which kernels read a mask.
+"""
+
+_INSTALL: Final = f"pip install '{REQUIRES[0]}'"
 _MODULES: Final = "module_moe*.so"
 # How clang names the targets inside a module.
 _TARGETS: Final = re.compile(rb"amdhsa--(gfx[0-9a-z]+)")

@@ -35,8 +35,8 @@ MUTANTS: Final = (
     Mutant(
         "experts of other ranks are not masked",
         "moereg/backends/_aiter/layer.py",
-        old="mask[:num_experts] = inputs.expert_map >= 0",
-        new="pass",
+        old="(expert_map >= 0).to(torch.int32), (0, 1))",
+        new="(expert_map >= -1).to(torch.int32), (0, 1))",
         tests=(f"{_AITER}::test_experts_of_one_rank[1]",),
     ),
     Mutant(
@@ -44,7 +44,29 @@ MUTANTS: Final = (
         "moereg/backends/_aiter/layer.py",
         old="torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(torch.int32)",
         new="ids.to(torch.int32)",
+        tests=(f"{_AITER}::test_experts_of_one_rank[0]",),
+    ),
+    Mutant(
+        "routes to nowhere go to the first experts",
+        "moereg/backends/_aiter/layer.py",
+        old="torch.where(is_route, ids, free).to(torch.int32)",
+        new="torch.where(is_route, ids, 0).to(torch.int32)",
         tests=(f"{_AITER}::test_layers_of_16_bits[rocm:gfx942]",),
+    ),
+    Mutant(
+        "where every expert is here, nobody's routes are masked",
+        "moereg/backends/_aiter/layer.py",
+        old="mask, (topk_ids, topk_weights) = None, _routes_of_all(inputs, num_experts)",
+        new="""mask = torch.nn.functional.pad(torch.ones(num_experts, dtype=torch.int32), (0, 1))
+            topk_ids, topk_weights = _with_masked_slot(inputs, num_experts)""",
+        tests=(f"{_AITER}::test_kernels_that_sort_no_routes_read_ids_that_exist",),
+    ),
+    Mutant(
+        "blocks of 8 bits run without every expert",
+        "moereg/backends/aiter_moe.py",
+        old='    held_experts=("all",),\n',
+        new="",
+        tests=(f"{_AITER}::test_blocks_of_8_bits_want_every_expert",),
     ),
     Mutant(
         "weights are not marked as shuffled",
