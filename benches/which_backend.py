@@ -333,6 +333,10 @@ def _install(cells: Sequence[BackendCell], projects: Mapping[str, Mapping[str, A
         project = projects[cells[0].origin]
         return f"`pip install ./plugins/{project['name']}`" + (f", with {needs}" if needs else "")
     wanted = {canonicalize_name(Requirement(text).name) for text in requires} - {"torch"}
+    # What is on no package index names where it comes from.
+    sources = {
+        canonicalize_name(one.name): f"'{one.name} @ {one.url}'" for one in map(Requirement, requires) if one.url
+    }
     if not wanted:
         return "comes with moereg"
     chosen: list[str] = []
@@ -342,7 +346,7 @@ def _install(cells: Sequence[BackendCell], projects: Mapping[str, Mapping[str, A
             break
         chosen.append(best)
     command = f"`pip install 'moereg[{','.join(sorted(chosen))}]'`" if chosen else ""
-    left = f"`pip install {' '.join(sorted(missing))}`" if missing else ""
+    left = f"`pip install {' '.join(sources.get(name, name) for name in sorted(missing))}`" if missing else ""
     alone = "; some classes need none of it" if any(not cell.requires for cell in cells) else ""
     return f"{' and '.join(filter(None, (command, left)))}, for {needs}{alone}"
 
@@ -351,6 +355,8 @@ def _needs(requires: Iterable[str]) -> str:
     """Version ranges, each distribution once: the first cell's range, then those that other cells ask for."""
     ranges: dict[str, list[str]] = {}
     for text in requires:
+        if Requirement(text).url:
+            continue
         ranges.setdefault(canonicalize_name(Requirement(text).name), []).append(f"`{text}`")
     return ", ".join(
         texts[0] + (f" (some cells {', '.join(texts[1:])})" if len(texts) > 1 else "") for texts in ranges.values()

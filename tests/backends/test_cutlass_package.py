@@ -30,6 +30,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for folder in (tmp_path / "quack", dsl / "dsl_packages" / "cutlass"):
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text("raise AssertionError('a probe imported a library')\n")
+    (tmp_path / "quack" / "epilogue").mkdir()
+    (tmp_path / "quack" / "epilogue" / "__init__.py").write_text("")
+    (tmp_path / "quack" / "activation.py").write_text("def _maxnumf(x, c): ...\ndef _minnumf(x, c): ...\n")
     runtime = dsl / "cu12" / "lib" / "libcute_dsl_runtime.so"
     runtime.parent.mkdir(parents=True)
     runtime.write_bytes(elf(X86))
@@ -41,6 +44,18 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_whole_package_can_be_imported(site: Path) -> None:
     assert package.can_be_imported(HOPPER) is None
+
+
+def test_releases_without_what_the_epilogues_use(site: Path) -> None:
+    quack = site / "quack"
+    (quack / "activation.py").write_text("def _maxnumf(x, c): ...\n")
+    assert package.can_be_imported(HOPPER) == (
+        f"requires QuACK's epilogues, found no quack.activation._minnumf in {quack}; install quack-kernels==0.6.5"
+    )
+    (quack / "activation.py").unlink()
+    assert "found no quack.activation in" in str(package.can_be_imported(HOPPER))
+    (quack / "epilogue" / "__init__.py").unlink()
+    assert "found no quack.epilogue in" in str(package.can_be_imported(HOPPER))
 
 
 def test_a_folder_whose_pth_files_nobody_reads(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

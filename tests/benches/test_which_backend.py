@@ -48,6 +48,9 @@ def test_how_to_get_a_backend() -> None:
     assert "some classes need none of it" in rows["| `cutlass`"]
     assert "| FlashInfer's cuTile kernels, which need no nvcc | " in f"| {rows['| `flashinfer_cutile`']}"
     assert "| `pip install ./plugins/moereg-vllm`, with `vllm" in rows["| `marlin`"]
+    # It is on no package index, so that its name alone installs nothing.
+    command = "pip install 'amd-aiter @ git+https://github.com/ROCm/aiter@v0.1.20'"
+    assert f"| `{command}`, for `amd-aiter<0.1.21,>=0.1.16` | " in rows["| `aiter`"]
 
 
 def test_what_no_class_of_a_backend_does() -> None:

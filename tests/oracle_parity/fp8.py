@@ -195,7 +195,7 @@ _FP8: Final = (
         "cuda:sm90",
         "marlin humming cutlass",
         "humming marlin",
-        packages={"quack-kernels": None},
+        packages={"quack-kernels": "0.6.4"},
         request={"deny": "triton,vllm_*"},
         why={LATER: "humming"},
         named=True,

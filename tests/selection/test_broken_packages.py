@@ -77,7 +77,9 @@ class Site:
         self.metadata("flashinfer-python", version)
 
     def install_quack(self, version: str = "0.6.5", runtime: bytes | None = None) -> None:
-        self.write("quack/__init__.py", NEVER)
+        for name in ("__init__", "epilogue/__init__"):
+            self.write(f"quack/{name}.py", NEVER)
+        self.write("quack/activation.py", "def _maxnumf(x, c): ...\ndef _minnumf(x, c): ...\n" + NEVER)
         self.write("nvidia_cutlass_dsl/dsl_packages/cutlass/__init__.py", NEVER)
         here = elf(ARM if platform.machine() == "aarch64" else X86)
         self.write("nvidia_cutlass_dsl/cu12/lib/libcute_dsl_runtime.so", here if runtime is None else runtime)
@@ -184,6 +186,16 @@ CASES: dict[str, tuple[Callable[[Site], None] | None, Callable[[Site], None] | N
         None,
         r"package: requires quack-kernels.*, got 0\.5\.0",
     ),
+    "cutlass before epilogues": (
+        lambda site: site.install_quack("0.6.4"),
+        None,
+        r"package: requires quack-kernels.*>=0\.6\.5, got 0\.6\.4",
+    ),
+    "cutlass half": (
+        Site.install_quack,
+        _cut_short("quack/epilogue/__init__.py"),
+        "probe: requires QuACK's epilogues, found no quack.epilogue in .*; install quack-kernels==0\\.6\\.5",
+    ),
     "cutlass foreign": (
         lambda site: site.install_quack(runtime=elf(0xF3)),
         None,
@@ -199,7 +211,7 @@ CASES: dict[str, tuple[Callable[[Site], None] | None, Callable[[Site], None] | N
     "aiter half": (
         Site.install_aiter,
         _cut_short("aiter/fused_moe.py"),
-        "probe: requires AMD's aiter, found another package of that name in .*; install amd-aiter from",
+        "probe: requires AMD's aiter, found another package of that name in .*; pip install 'amd-aiter @ git",
     ),
     "aiter cache": (
         Site.install_aiter,

@@ -15,19 +15,25 @@ from moereg.platforms import Platform
 
 __all__ = ["REQUIRES", "cache_can_be_written", "can_be_imported"]
 
-REQUIRES: Final = ("quack-kernels>=0.6,<0.7", "nvidia-cutlass-dsl>=4.8,<5", "triton>=3.6")
-"""QuACK 0.6.5 is what the calls are written against; it imports triton without asking for it."""
+REQUIRES: Final = ("quack-kernels>=0.6.5,<0.7", "nvidia-cutlass-dsl>=4.8,<5", "triton>=3.6")
+"""QuACK 0.6.5 is what the calls are written against: 0.6.0 and 0.6.1 have no epilogues, and 0.6.2 lacks functions for
+them. It imports triton without asking for it."""
 
 _DSL: Final = "nvidia_cutlass_dsl"
 # What QuACK and CuTe DSL import beside torch and each other.
 _IMPORTED: Final = ("cuda", "einops", "torch_c_dlpack_ext", "tvm_ffi")
+# Functions of `quack/activation.py` without a public name, which any release may rename.
+_PRIVATE: Final = ("_maxnumf", "_minnumf")
 _RUNTIMES: Final = ("cu12/lib/libcute_dsl_runtime.so", "cu13/lib/libcute_dsl_runtime.so")
 
 
 def can_be_imported(platform: Platform) -> str | None:
     """Probe: why `import quack` would fail here, or None."""
-    if _folder("quack") is None:
+    quack = _folder("quack")
+    if quack is None:
         return "requires the package quack, found its distribution alone; reinstall quack-kernels"
+    if lacks := _lacks(quack):
+        return f"requires QuACK's epilogues, found no {lacks} in {quack}; install quack-kernels==0.6.5"
     dsl = _folder(_DSL)
     if dsl is None:
         return "requires CuTe DSL, found its distribution alone; reinstall nvidia-cutlass-dsl"
@@ -79,6 +85,17 @@ def _folder(name: str) -> Path | None:
         return None
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(locations[0]) if locations else None
+
+
+def _lacks(quack: Path) -> str | None:
+    """What the epilogues use and a release of QuACK has no more, or not yet; read and not imported."""
+    if not (quack / "epilogue" / "__init__.py").is_file():
+        return "quack.epilogue"
+    try:
+        text = (quack / "activation.py").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "quack.activation"
+    return next((f"quack.activation.{name}" for name in _PRIVATE if f"def {name}(" not in text), None)
 
 
 def _is_importable(name: str) -> bool:
