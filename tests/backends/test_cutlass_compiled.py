@@ -27,8 +27,12 @@ def test_kernels_compile_and_nothing_spills(arch: str, instruction: str) -> None
         [sys.executable, str(SCRIPT), arch], capture_output=True, text=True, env=environment, timeout=600
     )
     assert run.returncode == 0, run.stderr
-    kernels = json.loads(run.stdout.splitlines()[-1])
-    assert len(kernels) == 4
+    found = json.loads(run.stdout.splitlines()[-1])
+    # Once, and of both products: what tells kernels apart are attributes of QuACK's objects, which no signature shows.
+    (announced,) = found["announced"]
+    assert "compiling 2 kernels of cutlass" in announced
+    kernels = found["kernels"]
+    assert len(kernels) == 8
     for kernel in kernels:
         assert kernel[instruction] > 0, kernel
         assert kernel["stack"] == 0, kernel

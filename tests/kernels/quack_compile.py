@@ -1,6 +1,7 @@
 """Compiles QuACK's kernels with our epilogues for a GPU that is not there, exactly as a layer's calls would.
 
-Run as a script, since QuACK reads the architecture once. Prints one JSON list with one object a kernel.
+Run as a script, since QuACK reads the architecture once. Prints one JSON object: `kernels`, a list with one object a
+kernel, and `announced`, what a layer says before it compiles.
 
     python tests/kernels/quack_compile.py sm_90a
 """
@@ -8,6 +9,7 @@ Run as a script, since QuACK reads the architecture once. Prints one JSON list w
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -28,12 +30,18 @@ import quack.gemm_runtime.host as host
 import torch
 import triton
 
+from moereg.backends.cutlass_moe import QuackExperts
 from moereg.kernels.quack.epilogues import GateUp, down_epilogue, gate_up_epilogue
 from moereg.kernels.quack.products import grouped_product, select_config
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
 
 ARCH, DUMP = sys.argv[1], Path(os.environ["CUTE_DSL_DUMP_DIR"])
 CODES, HALF = torch.float8_e4m3fn, torch.bfloat16
 GATED = GateUp("silu", gated=True, alpha=1.0, beta=0.0, limit=None)
+GELU = GateUp("gelu", gated=True, alpha=1.0, beta=0.0, limit=None)
+GELU_TANH = GateUp("gelu_tanh", gated=True, alpha=1.0, beta=0.0, limit=None)
+RELU2 = GateUp("relu2", gated=False, alpha=1.0, beta=0.0, limit=None)
 CLAMPED = GateUp("swigluoai", gated=True, alpha=1.702, beta=1.0, limit=7.0)
 
 NUM_TOKENS, NUM_ROUTES, NUM_EXPERTS, HIDDEN, INTERMEDIATE = 32, 128, 8, 256, 128
@@ -41,9 +49,9 @@ NUM_TOKENS, NUM_ROUTES, NUM_EXPERTS, HIDDEN, INTERMEDIATE = 32, 128, 8, 256, 128
 
 def product(epilogue: Any, dtype: torch.dtype, *, gathers: bool, rows_per_expert: float, bias: bool) -> None:
     """One call as the backend makes it, on tensors of a CPU."""
-    columns = 2 * INTERMEDIATE if gathers else HIDDEN
-    depth = HIDDEN if gathers else INTERMEDIATE
     gated = bool(epilogue.outputs)
+    columns = (2 if gated else 1) * INTERMEDIATE if gathers else HIDDEN
+    depth = HIDDEN if gathers else INTERMEDIATE
     operands = {"bias": torch.empty(NUM_EXPERTS, columns)} if bias else {}
     if dtype == CODES:
         operands |= {"row_scale": torch.empty(NUM_ROUTES), "column_scale": torch.empty(NUM_EXPERTS, columns)}
@@ -71,6 +79,16 @@ CASES = {
     "gate_up codes": lambda: product(
         gate_up_epilogue(GATED, False, True), CODES, gathers=True, rows_per_expert=512, bias=False
     ),
+    "gate_up gelu": lambda: product(
+        gate_up_epilogue(GELU, False, False), HALF, gathers=True, rows_per_expert=512, bias=False
+    ),
+    "gate_up few gelu_tanh": lambda: product(
+        gate_up_epilogue(GELU_TANH, False, False), HALF, gathers=True, rows_per_expert=2, bias=False
+    ),
+    "gate_up relu2": lambda: product(
+        gate_up_epilogue(RELU2, False, False), HALF, gathers=True, rows_per_expert=512, bias=False
+    ),
+    "down codes": lambda: product(down_epilogue(False, True), CODES, gathers=False, rows_per_expert=512, bias=False),
     "down bias": lambda: product(down_epilogue(True, False), HALF, gathers=False, rows_per_expert=512, bias=True),
 }
 
@@ -83,6 +101,21 @@ def resources(cubin: Path) -> dict[str, int]:
     return {"registers": int(registers), "stack": int(stack)}
 
 
+def announced() -> list[str]:
+    """What a layer says before its first call, for which it reads attributes of QuACK's objects."""
+    said: list[str] = []
+    logger = logging.getLogger("moereg")
+    logger.addHandler(handler := logging.Handler(logging.INFO))
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.setLevel(logging.INFO)
+    problem = MoEProblem(num_experts=NUM_EXPERTS, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, top_k=2)
+    layer: Any = QuackExperts(problem, Platform.from_name(f"cuda:sm{ARCH[3:-1]}")).implementation
+    for _ in range(2):
+        with layer._announced(select_config(int(ARCH[3:-2]), 2, False), HALF):
+            pass
+    return said
+
+
 def main() -> None:
     """Compiles every case."""
     launched: list[Any] = []
@@ -92,11 +125,12 @@ def main() -> None:
         module.run_gemm_epi_plan = lambda *args, **kwargs: launched.append((args, kwargs))
     found = []
     for name, case in CASES.items():
-        before = set(DUMP.glob("*.cubin"))
+        before = {path: path.stat().st_mtime_ns for path in DUMP.glob("*.cubin")}
         started = time.process_time()
         case()
         seconds = time.process_time() - started
-        (cubin,) = set(DUMP.glob("*.cubin")) - before
+        # Equal epilogues give equal names, whatever the tiles.
+        (cubin,) = (path for path in DUMP.glob("*.cubin") if path.stat().st_mtime_ns != before.get(path))
         ptx = cubin.with_suffix(".ptx").read_text()
         found.append(
             {
@@ -108,7 +142,7 @@ def main() -> None:
             }
         )
     assert len(launched) == len(CASES)
-    print(json.dumps(found))
+    print(json.dumps({"kernels": found, "announced": announced()}))
 
 
 if __name__ == "__main__":
