@@ -58,7 +58,8 @@ def call_of(problem: MoEProblem, num_tokens: int) -> tuple[torch.Tensor, torch.T
     topk_weights, topk_ids = scores.topk(problem.top_k)
     topk_ids = topk_ids.int()
     topk_ids[1::3, 0] = problem.num_experts + 3
-    topk_ids[2::3, -1] = -1
+    # Beside the first expert, which a careless stand-in for no expert would be.
+    topk_ids[2::3] = torch.tensor([0, -1], dtype=torch.int32)
     return hidden_states, topk_weights, topk_ids
 
 
