@@ -172,6 +172,9 @@ def test_uses_are_resolved_through_imports(tmp_path: Path) -> None:
         "def h():\n"
         "    ops, other = vllm_module('_custom_ops'), fused_moe(1)\n"
         "    fused_moe('fused_moe').invoke(ops.moe_sum(1))\n"
+        "def i():\n"
+        "    name, ops = 'silu', torch.ops._C\n"
+        "    ops.silu_and_mul(1, 2)\n"
     )
     uses = {(use.target, use.line, use.call is not None) for use in foreign_uses(path)}
     assert uses == {
@@ -189,6 +192,7 @@ def test_uses_are_resolved_through_imports(tmp_path: Path) -> None:
         ("flashinfer.jit.other.load", "source.py:17", True),
         ("vllm.model_executor.layers.fused_moe.fused_moe.invoke", "source.py:20", True),
         ("vllm._custom_ops.moe_sum", "source.py:20", True),
+        ("vllm._C.silu_and_mul", "source.py:23", True),
         ("flashinfer.fused_moe.unused", "source.py:1", False),
     }
 

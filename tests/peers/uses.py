@@ -17,6 +17,9 @@ FOREIGN: Final = ("aiter", "cuda", "cutlass", "flashinfer", "humming", "jax", "q
 LOADERS: Final = {"vllm_module": "vllm.", "fused_moe": "vllm.model_executor.layers.fused_moe."}
 """Functions of the wheels that import a module by its name below a package."""
 
+OPERATORS: Final = {"torch.ops._C": "vllm._C"}
+"""Namespaces of torch's operators, with the module that fills them."""
+
 LOADED: Final = ("vllm",)
 
 
@@ -84,7 +87,12 @@ def _scopes(tree: ast.AST) -> tuple[list[ast.AST], list[ast.AST]]:
 
 
 class _Loaded(ast.NodeTransformer):
-    """Writes `vllm_module("a.b")` as the name `vllm.a.b`."""
+    """Writes `vllm_module("a.b")` as the name `vllm.a.b`, and a namespace of operators as its module."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        module = OPERATORS.get(ast.unparse(node))
+        return node if module is None else _moved(ast.parse(module, mode="eval").body, node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)

@@ -9,7 +9,19 @@ def _row(target: str, parameters: str, file: str, *backends: str) -> ForeignCall
     return ForeignCall(target, parameters, package="vllm", backends=backends, published=f"vLLM 0.26.0, vllm/{file}")
 
 
+_ACTIVATION = ("deepgemm", "marlin", "triton_kernels", "vllm_triton")
+_OPERATORS = "_C_stable_libtorch.abi3.so"
+
 CALLS = (
+    _row("vllm._C.gelu_and_mul", "(out, input)", _OPERATORS, *_ACTIVATION),
+    _row("vllm._C.gelu_tanh_and_mul", "(out, input)", _OPERATORS, *_ACTIVATION),
+    _row("vllm._C.silu_and_mul", "(result, input)", _OPERATORS, *_ACTIVATION),
+    _row(
+        "vllm._C.silu_and_mul_with_clamp",
+        "(result, input, limit, alpha=1.0, beta=0.0)",
+        _OPERATORS,
+        *_ACTIVATION,
+    ),
     _row(
         "vllm._custom_ops",
         "",
