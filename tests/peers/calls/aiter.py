@@ -1,4 +1,7 @@
-"""What `aiter` calls in AMD's AITER, which is not on the package index and needs an AMD GPU to be imported."""
+"""What `aiter` calls in AMD's AITER, which is not on the package index and needs an AMD GPU to be imported.
+
+Every release that the backend accepts, from 0.1.16 on, takes what it passes, in this meaning; later ones take more.
+"""
 
 from __future__ import annotations
 
