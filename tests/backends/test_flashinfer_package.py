@@ -1,6 +1,8 @@
 """Probes of an installed FlashInfer, against folders that look like one."""
 
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +58,69 @@ def test_cache_folder_that_cannot_be_made(installed, tmp_path, monkeypatch):
         f"requires a cache folder that can be written, got {file}/.cache/flashinfer (not a directory); "
         "set FLASHINFER_WORKSPACE_BASE to a folder that can"
     )
+
+
+def test_folders_of_another_user_below_the_cache_folder(installed, tmp_path, monkeypatch):
+    monkeypatch.setattr(package, "installed_version", lambda: "0.7.2")
+    folder = tmp_path / "home" / ".cache" / "flashinfer" / "0.7.2" / "90a"
+    folder.mkdir(parents=True)
+    log = folder / "flashinfer_jit.log"
+    log.write_text("")
+    assert package.can_be_imported(_HOPPER) is None
+    monkeypatch.setattr(package.os, "access", lambda path, mode: path != log)
+    assert package.can_be_imported(_HOPPER) == (
+        f"requires that FlashInfer can write its log, got {log} (permission denied); remove it, or set "
+        "FLASHINFER_WORKSPACE_BASE to another folder"
+    )
+
+
+def test_a_cache_folder_that_leads_nowhere(installed, tmp_path):
+    (tmp_path / "home" / ".cache").mkdir(parents=True)
+    (tmp_path / "home" / ".cache" / "flashinfer").symlink_to(tmp_path / "gone")
+    folder = tmp_path / "home" / ".cache" / "flashinfer"
+    assert package.can_be_imported(_HOPPER) == (
+        f"requires a cache folder that can be written, got {folder} (no such file or directory); "
+        "set FLASHINFER_WORKSPACE_BASE to a folder that can"
+    )
+
+
+@pytest.fixture
+def compiling(installed, tmp_path, monkeypatch):
+    """What the part that compiles at run time asks for."""
+    (installed / package._DEEPGEMM).mkdir(parents=True)
+    monkeypatch.setattr(package.shutil, "which", lambda name: str(name))
+    for name in ("TRTLLM_DG_CACHE_DIR", "TRTLLM_DG_NVCC_COMPILER", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return installed
+
+
+def test_kernels_that_are_compiled_at_run_time(compiling, tmp_path, monkeypatch):
+    assert package.deepgemm_folder() == tmp_path / ".tensorrt_llm"
+    assert package.can_compile_at_run_time(_HOPPER) is None
+    (tmp_path / ".tensorrt_llm").write_text("")
+    assert package.can_compile_at_run_time(_HOPPER) == (
+        f"requires a cache folder that can be written, got {tmp_path}/.tensorrt_llm (not a directory); "
+        "set TRTLLM_DG_CACHE_DIR to a folder that can"
+    )
+    monkeypatch.setenv("TRTLLM_DG_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert package.deepgemm_folder() == tmp_path / "elsewhere"
+    assert package.can_compile_at_run_time(_HOPPER) is None
+    (compiling / package._DEEPGEMM).rmdir()
+    assert package.can_compile_at_run_time(_HOPPER) == (
+        f"requires the headers of these kernels, which are compiled at first use, found no "
+        f"{compiling / package._DEEPGEMM}; reinstall flashinfer-python"
+    )
+    monkeypatch.setattr(package.shutil, "which", lambda name: None)
+    assert package.can_compile_at_run_time(_HOPPER) == (
+        "requires nvcc, which compiles these kernels at first use, found no nvcc; install the CUDA toolkit, and name "
+        "it in CUDA_HOME"
+    )
+
+
+def test_kernels_that_are_compiled_at_run_time_without_a_home(compiling, monkeypatch):
+    monkeypatch.delenv("HOME")
+    assert package.deepgemm_folder() == Path(tempfile.gettempdir()) / "tensorrt_llm"
 
 
 def test_probing_leaves_nothing_in_the_cache_folder(installed, tmp_path):

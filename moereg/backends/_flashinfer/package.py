@@ -28,6 +28,7 @@ __all__ = [
     "can_be_imported",
     "can_compile_at_run_time",
     "cuda_home",
+    "deepgemm_folder",
     "foreign_machine",
     "has_compiler",
     "installed_version",
@@ -126,7 +127,20 @@ def can_be_imported(platform: Platform) -> str | None:
     lacking = [name for name in _IMPORTED if not _is_importable(name)]
     if lacking:
         return f"requires the packages that flashinfer imports, found no {', '.join(lacking)}; install them"
-    return _unwritable(cache_folder())
+    # Below it are a folder for FlashInfer's version and those of devices' targets, with a log. Another user may have
+    # made them.
+    used = cache_folder() / (installed_version() or "")
+    made = [folder for folder in (used, *sorted(used.glob("*"))) if folder.is_dir()]
+    for folder in (cache_folder(), *made):
+        if reason := _unwritable(folder, "FLASHINFER_WORKSPACE_BASE"):
+            return reason
+    for log in (folder / "flashinfer_jit.log" for folder in made):
+        if log.exists() and not os.access(log, os.W_OK):
+            return (
+                f"requires that FlashInfer can write its log, got {log} (permission denied); remove it, or set "
+                "FLASHINFER_WORKSPACE_BASE to another folder"
+            )
+    return None
 
 
 def _is_importable(name: str) -> bool:
@@ -136,18 +150,21 @@ def _is_importable(name: str) -> bool:
         return False
 
 
-def _unwritable(folder: Path) -> str | None:
-    """Why FlashInfer could not create its cache folder, which it does when it is imported."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+def _unwritable(folder: Path, variable: str) -> str | None:
+    """Why FlashInfer could not create a folder or write into it, and the variable that names another one; else None."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     try:
-        # Permissions say little where root asks or a file system is read-only, so a file that has no name is made.
-        with tempfile.TemporaryFile(dir=existing):
+        # Permissions say little where root asks or a file system is read-only or full, so a file that has no name is
+        # made.
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"0")
+            file.flush()
             return None
     except OSError as error:
         why = error.strerror or type(error).__name__
         return (
             f"requires a cache folder that can be written, got {folder} ({why.lower()}); "
-            "set FLASHINFER_WORKSPACE_BASE to a folder that can"
+            f"set {variable} to a folder that can"
         )
 
 
@@ -196,17 +213,35 @@ def has_compiler(platform: Platform) -> str | None:
     return None
 
 
+_DEEPGEMM: Final = Path("data", "csrc", "nv_internal", "tensorrt_llm", "deep_gemm")
+"""Headers that it compiles, in the package."""
+
+
+def deepgemm_folder() -> Path:
+    """Where the part of FlashInfer that compiles with nvcc at run time keeps its kernels and writes their sources."""
+    if named := os.environ.get("TRTLLM_DG_CACHE_DIR"):
+        return Path(named)
+    home = os.environ.get("HOME")
+    return Path(home) / ".tensorrt_llm" if home is not None else Path(tempfile.gettempdir()) / "tensorrt_llm"
+
+
 def can_compile_at_run_time(platform: Platform) -> str | None:
     """Probe: why the part of FlashInfer that always compiles its kernels with nvcc cannot, or None."""
     named = os.environ.get("TRTLLM_DG_NVCC_COMPILER")
     home = os.environ.get("CUDA_HOME")
     found = named or (Path(home) / "bin" / "nvcc" if home else "nvcc")
-    if shutil.which(found) is not None:
-        return None
-    return (
-        f"requires nvcc, which compiles these kernels at first use, found no {found}; install the CUDA toolkit, and "
-        "name it in CUDA_HOME"
-    )
+    if shutil.which(found) is None:
+        return (
+            f"requires nvcc, which compiles these kernels at first use, found no {found}; install the CUDA toolkit, "
+            "and name it in CUDA_HOME"
+        )
+    folder = package_folder()
+    if folder is not None and not (folder / _DEEPGEMM).is_dir():
+        return (
+            f"requires the headers of these kernels, which are compiled at first use, found no {folder / _DEEPGEMM}; "
+            f"reinstall {DISTRIBUTION}"
+        )
+    return _unwritable(deepgemm_folder(), "TRTLLM_DG_CACHE_DIR")
 
 
 def foreign_machine(path: Path) -> str | None:
