@@ -2,8 +2,11 @@
 
 import ctypes
 import json
+import os
 import shutil
 import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -229,3 +232,59 @@ def test_a_whole_build_in_flashinfers_cache_has_no_manifest(built, monkeypatch):
 
 def test_architectures_without_such_kernels():
     assert loading.reason_not_built("sm107", "bfloat16", "").endswith("builds these kernels for, got sm107")
+
+
+def test_a_file_that_the_loader_refuses_says_why(built, monkeypatch, caplog):
+    """FlashInfer logs the reason, and raises that it may not compile."""
+
+    class MissingJITCacheError(RuntimeError):
+        pass
+
+    def refuse(capability):
+        raise MissingJITCacheError("JIT compilation is disabled via FLASHINFER_DISABLE_JIT")
+
+    for name in ("flashinfer", "flashinfer.fused_moe", "flashinfer.fused_moe.core"):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(get_cutlass_fused_moe_module=refuse))
+    with pytest.raises(RuntimeError, match=r"^[^\n]*$") as raised:
+        loading.load("sm90")
+    assert str(raised.value).startswith(f"{built} cannot be loaded (")
+    assert "DISABLE_JIT" not in str(raised.value)
+    assert str(raised.value).endswith(
+        "; mend that, or remove the file and run moereg build-kernels flashinfer_cutlass on this machine"
+    )
+    assert package.JIT_DISABLED not in os.environ
+
+
+@pytest.fixture
+def imported(monkeypatch):
+    """The targets of a FlashInfer that was imported for sm90."""
+    monkeypatch.delenv(building._TARGETS, raising=False)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(building, "_toolkit", lambda: Path("/toolkit"))
+    context = types.SimpleNamespace(TARGET_CUDA_ARCHS={(9, "0a")})
+
+    def refresh():
+        context.TARGET_CUDA_ARCHS.clear()
+        context.TARGET_CUDA_ARCHS.add(os.environ[building._TARGETS])
+
+    core = types.SimpleNamespace(current_compilation_context=context, refresh_current_compilation_context=refresh)
+    for name, module in (("flashinfer", core), ("flashinfer.jit", core), ("flashinfer.jit.core", core)):
+        monkeypatch.setitem(sys.modules, name, module)
+    return context.TARGET_CUDA_ARCHS
+
+
+def test_a_plan_for_another_target_changes_nothing_for_the_process(imported):
+    for capability in ("10.0a", "12.0f"):
+        with building._target(capability):
+            assert imported == {capability}
+            assert os.environ["CUDA_HOME"] == "/toolkit"
+        assert imported == {(9, "0a")}
+        assert building._TARGETS not in os.environ
+        assert "CUDA_HOME" not in os.environ
+
+
+def test_objects_of_two_targets_lie_apart():
+    """sm120 and sm121 share FlashInfer's name of the module, and the folder is that of the first target."""
+    spec = types.SimpleNamespace(build_dir=Path("/cache/0.7.2/120f/cached_ops/fused_moe_120"))
+    folders = [building._build_folder(spec, capability).name for capability in ("12.0f", "12.1a")]
+    assert folders == ["moereg_fused_moe_120", "moereg_fused_moe_120_121a"]

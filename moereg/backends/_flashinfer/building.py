@@ -7,13 +7,16 @@ throws: without it the process would end with a "symbol lookup error" where some
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import os
 import re
 import subprocess
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +47,7 @@ class _Token:
     """What a plan of this builder needs to be carried out: FlashInfer's build specification and the manifest."""
 
     spec: Any
+    capability: str
     manifest: Manifest
 
 
@@ -67,12 +71,13 @@ class CutlassBuilder(KernelBuilder):
             ) from None
         names = [*_names(schemes, dtypes, known, platform), *(_known_set(part, known, platform) for part in parts)]
         self._check_tools()
-        spec = _specification(module, capability)
+        with _target(capability):
+            spec = loading.specification(module)
         target = (folder or _aot_folder(module)) / f"{module}.so"
         built = _built(target)
         every = sorted({*names, *built}, key=known.index)
         sources = kernel_sets.select_sources(spec.sources, every)
-        build_folder = _build_folder(spec)
+        build_folder = _build_folder(spec, capability)
         todo = [path for path in sources if not _object(build_folder, path).exists()]
         return BuildPlan(
             parts=tuple(name for name in every if name not in built),
@@ -82,7 +87,8 @@ class CutlassBuilder(KernelBuilder):
             bytes_per_job=_BYTES_PER_JOB,
             target=target,
             token=_Token(
-                _trimmed(spec, sources),
+                _trimmed(spec, sources, build_folder),
+                capability,
                 Manifest(module, package.installed_version() or "", _suffix(capability), tuple(every), 0, _release()),
             ),
         )
@@ -90,6 +96,11 @@ class CutlassBuilder(KernelBuilder):
     def build(self, plan: BuildPlan, jobs: int, advance: Callable[[int, int], None]) -> None:
         token = plan.token
         assert isinstance(token, _Token)
+        with _target(token.capability):
+            self._build(token, plan, jobs, advance)
+
+    @staticmethod
+    def _build(token: _Token, plan: BuildPlan, jobs: int, advance: Callable[[int, int], None]) -> None:
         spec, folder = token.spec, token.spec.build_dir
         spec.write_ninja()
         objects = [str(_object(folder, path)) for path in spec.sources]
@@ -199,18 +210,41 @@ def _release() -> str:
     return found[1] if found else ""
 
 
-def _specification(module: str, capability: str) -> Any:
-    """FlashInfer's build specification of a module, for a machine that need not be this one."""
-    # Read where FlashInfer is imported; on a machine without that GPU it would know no target.
-    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", capability)
-    if (home := _toolkit()) is not None:
-        os.environ.setdefault("CUDA_HOME", str(home))
-    return loading.specification(module)
+_TARGETS: Final = "FLASHINFER_CUDA_ARCH_LIST"
 
 
-def _trimmed(spec: Any, sources: list[Path]) -> Any:
+@contextlib.contextmanager
+def _target(capability: str) -> Iterator[None]:
+    """FlashInfer compiles for a target meanwhile, which need not be this machine's, with the toolkit that is found.
+
+    Args:
+        capability: As FlashInfer's variable spells it, such as `9.0a`.
+    """
+    before = {name: os.environ.get(name) for name in (_TARGETS, "CUDA_HOME")}
+    os.environ[_TARGETS] = capability
+    if before["CUDA_HOME"] is None and (home := _toolkit()) is not None:
+        os.environ["CUDA_HOME"] = str(home)
+    # FlashInfer reads the variable where it is imported, and may have been for another target.
+    was_imported = "flashinfer.jit.core" in sys.modules
+    core = importlib.import_module("flashinfer.jit.core")
+    targets = core.current_compilation_context.TARGET_CUDA_ARCHS
+    # None: then FlashInfer looks at the machine's devices when it needs them.
+    own = set(targets) if was_imported else set()
+    core.refresh_current_compilation_context()
+    try:
+        yield
+    finally:
+        targets.clear()
+        targets.update(own)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _trimmed(spec: Any, sources: list[Path], folder: Path) -> Any:
     """A specification with some of the sources, that builds in a folder of its own."""
-    folder = _build_folder(spec)
     folder.mkdir(parents=True, exist_ok=True)
     stubs = _link_stubs(folder)
     return dataclasses.replace(
@@ -223,10 +257,13 @@ def _trimmed(spec: Any, sources: list[Path]) -> Any:
     )
 
 
-def _build_folder(spec: Any) -> Path:
+def _build_folder(spec: Any, capability: str) -> Path:
     # Not FlashInfer's own folder of the module, in which it would build everything else too.
     folder: Path = spec.build_dir
-    return folder.with_name(f"moereg_{folder.name}")
+    target = _suffix(capability)
+    # FlashInfer's folders are those of the target that it was imported for.
+    other = "" if target in folder.parts else f"_{target}"
+    return folder.with_name(f"moereg_{folder.name}{other}")
 
 
 def _object(folder: Path, source: Path) -> Path:

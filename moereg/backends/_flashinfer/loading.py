@@ -7,6 +7,7 @@ loaded with FlashInfer's compiling switched off.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import importlib
@@ -134,9 +135,15 @@ def load(arch: str) -> Library:
         is_cached = package.cache_folder() in path.parents
         if is_cached:
             _check_fresh(specification(module), path)
-        # A file that FlashInfer cannot load would start the build.
-        with contextlib.nullcontext() if is_cached else _no_compiling():
-            namespace = core.get_cutlass_fused_moe_module(arch.removeprefix("sm"))
+        try:
+            # A file that FlashInfer cannot load would start the build.
+            with contextlib.nullcontext() if is_cached else _no_compiling():
+                namespace = core.get_cutlass_fused_moe_module(arch.removeprefix("sm"))
+        except Exception as error:
+            raise RuntimeError(
+                f"{path} cannot be loaded ({_why_not_loaded(path, error)}); mend that, or remove the file and run "
+                f"{BUILD_COMMAND} on this machine"
+            ) from error
     return Library(
         fused_moe=fused_moe.cutlass_fused_moe,
         workspace_bytes=fused_moe.cutlass_fused_moe_workspace_size,
@@ -144,6 +151,16 @@ def load(arch: str) -> Library:
         runner=namespace.MoERunner,
         path=path,
     )
+
+
+def _why_not_loaded(path: Path, error: Exception) -> str:
+    """What the system's loader says of a shared object, in one line; FlashInfer's error where it says nothing."""
+    why = f"{type(error).__name__}: {error}"
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as reason:  # FlashInfer logs it, and raises that it may not compile.
+        why = str(reason)
+    return " ".join(why.removeprefix(f"{path}: ").split())
 
 
 @contextlib.contextmanager
