@@ -24,7 +24,7 @@ from moereg.kernels.plain.device import local_expert_ids
 from moereg.layouts import ALIGNMENT, aligned, round_up
 from moereg.weights import ExpertWeights, PermutedWeights
 
-__all__ = ["Cutlass", "Plain", "Rows"]
+__all__ = ["Cutlass", "Pieces", "Plain", "Rows", "cut_from"]
 
 _PIECE_ALIGNMENT: Final = 256
 
@@ -36,6 +36,10 @@ _ACTIVATIONS: Final = {
     "gelu_tanh": "GegluTanh",
     "relu2": "Relu2",
 }
+
+
+Pieces = list[tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes of tensors in one memory."""
 
 
 class Rows(NamedTuple):
@@ -86,6 +90,7 @@ class Cutlass(Implementation):
         self.num_halves = problem.activation.num_halves
         self.hidden = round_up(problem.hidden_size, self.multiple)
         self.intermediate = round_up(problem.intermediate_size, self.multiple)
+        self._device: torch.device | None = None
 
     @functools.cached_property
     def library(self) -> loading.Library:
@@ -102,6 +107,7 @@ class Cutlass(Implementation):
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         """Puts up rows first and pads; see the kind of weights for the rest."""
+        self._device = weights.w13.device  # Where sizes of workspaces will be asked for.
         per_expert, shared = self.permuted(weights)
         per_expert |= self._biases(weights)
         per_expert |= {
@@ -156,6 +162,7 @@ class Cutlass(Implementation):
             # What SwiGLU becomes where it is given tensors.
             activation_type=library.activation_type["SwigluBias" if has_scalars else name],
             use_fused_finalize=False,
+            device=self._device if self._device is not None and self._device.type == "cuda" else None,
         )
         return num_bytes
 
@@ -165,7 +172,7 @@ class Cutlass(Implementation):
         dtype = self.problem.torch_dtype
         return {"x_dtype": dtype, "weight_dtype": dtype, "output_dtype": dtype}
 
-    def pieces(self, num_tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def pieces(self, num_tokens: int) -> Pieces:
         """Shapes and dtypes of the rows that `make_rows` cuts from the second workspace."""
         if self.hidden == self.problem.hidden_size:
             return []
@@ -191,12 +198,7 @@ class Cutlass(Implementation):
 
     def cut(self, call: Call) -> list[torch.Tensor]:
         """The pieces, cut from the second workspace."""
-        storage, start, cut = call.workspace2.view(-1).view(torch.uint8), 0, []
-        for shape, dtype in self.pieces(call.inputs.hidden_states.shape[0]):
-            num_bytes = math.prod(shape) * dtype.itemsize
-            cut.append(storage[start : start + num_bytes].view(dtype).view(shape))
-            start += _padded_bytes(shape, dtype)
-        return cut
+        return cut_from(call.workspace2, self.pieces(call.inputs.hidden_states.shape[0]))
 
     def local_ids(self, call: Call) -> torch.Tensor:
         """[T,K] int32 of local experts; others are negative or too large, and FlashInfer skips them."""
@@ -208,14 +210,11 @@ class Cutlass(Implementation):
     def run(self, call: Call) -> None:
         library, rows, weights = self.library, self.make_rows(call), call.weights
         arguments = {
-            "input": rows.x,
-            "token_selected_experts": rows.ids,
-            "token_final_scales": rows.scales,
+            **_of_rows(rows),
             "fc1_expert_weights": self.as_taken(weights["w13"]),
             "fc2_expert_weights": self.as_taken(weights["w2"]),
             "output_dtype": rows.out.dtype,
             "quant_scales": self.quant_scales(weights),
-            **({} if rows.x_scale is None else {"input_sf": rows.x_scale, "swizzled_input_sf": False}),
             "fc1_expert_biases": weights.get("w13_bias"),
             "fc2_expert_biases": weights.get("w2_bias"),
             **{name: weights.get(name) for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")},
@@ -224,11 +223,15 @@ class Cutlass(Implementation):
             "activation_type": self._activation(library),
             # The other one adds atomically, in any order.
             "use_fused_finalize": False,
-            "workspace_buffer": call.workspace13.view(-1).view(torch.uint8),
+            "workspace_buffer": self.buffer(call),
         }
-        call_with = functools.partial(_call, library.fused_moe, arguments)
-        call_with(self._pair(call, rows, call_with))
+        function = library.fused_moe
+        function(**arguments, profile_ids=list(self._pair(call, rows, function, arguments)))
         self.finish(call, rows)
+
+    def buffer(self, call: Call) -> torch.Tensor | None:
+        """Memory for FlashInfer, as bytes; None where it takes its own."""
+        return call.workspace13.view(-1).view(torch.uint8)
 
     def as_taken(self, matrix: torch.Tensor) -> torch.Tensor:
         """A matrix as FlashInfer's argument."""
@@ -239,19 +242,32 @@ class Cutlass(Implementation):
 
     # Tactics.
 
+    @property
+    def choices(self) -> int:
+        """Routes of a row."""
+        return self.problem.top_k
+
     @functools.cached_property
     def _tuner(self) -> tactics.Tuner:
-        return tactics.Tuner(layer_key(self.problem, self.computes, self.platform, self.library.path))
+        key = layer_key(self.problem, self.computes, self.platform, self.library.path, self.choices)
+        return tactics.Tuner(key)
 
-    def _pair(self, call: Call, rows: Rows, call_with: Callable[[tactics.Pair], None]) -> tactics.Pair:
+    def _pair(self, call: Call, rows: Rows, function: Callable[..., Any], arguments: dict[str, Any]) -> tactics.Pair:
         if not self.has_tactics:
             return tactics.UNTUNED
-        return self._tuner.pair(
-            call.inputs.hidden_states.shape[0],
-            lambda: self._candidates(rows),
-            lambda: CallTimer(call_with, rows.out),
-            torch.cuda.is_current_stream_capturing,
-        )
+        # Streams, events and captures are the current device's, and FlashInfer runs on that of its tensors.
+        with torch.cuda.device_of(rows.out):
+            return self._tuner.pair(
+                call.inputs.hidden_states.shape[0],
+                lambda: self._candidates(rows),
+                lambda: self._timer(rows, function, arguments),
+                torch.cuda.is_current_stream_capturing,
+            )
+
+    def _timer(self, rows: Rows, function: Callable[..., Any], arguments: dict[str, Any]) -> CallTimer:
+        """Runs the call on drawn rows: what is found is kept, and somebody's first call may be of zeros."""
+        drawn = {**arguments, **_of_rows(drawn_rows(rows, self.problem.num_experts))}
+        return CallTimer(functools.partial(_call, function, drawn), rows.out)
 
     def _candidates(self, rows: Rows) -> tuple[list[int], list[int]]:
         """Tactics of the two products that the device can run, as FlashInfer numbers them."""
@@ -295,12 +311,58 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any], pair: tactics
     function(**arguments, profile_ids=list(pair))
 
 
+def _of_rows(rows: Rows) -> dict[str, Any]:
+    """Arguments."""
+    scale = {} if rows.x_scale is None else {"input_sf": rows.x_scale, "swizzled_input_sf": False}
+    return {
+        "input": rows.x,
+        "token_selected_experts": rows.ids,
+        "token_final_scales": rows.scales,
+        **scale,
+    }
+
+
+def drawn_rows(rows: Rows, num_experts: int) -> Rows:
+    """Rows of the same shapes and dtypes with drawn values, that choose every expert about as often; the same `out`.
+
+    Args:
+        rows: Of a call.
+        num_experts: Of all ranks; ids beyond the local ones are skipped.
+    """
+    device = rows.x.device
+    generator = torch.Generator(device).manual_seed(0)
+    # Codes of 8 bits are of rows that their scale brings into the format's range.
+    factor, scale = (32.0, rows.x_scale) if rows.x.dtype.itemsize == 1 else (1.0, None)
+    x = torch.randn(rows.x.shape, generator=generator, device=device).mul_(factor).to(rows.x.dtype)
+    num_rows, choices = rows.ids.shape
+    first = torch.randint(num_experts, (num_rows, 1), generator=generator, device=device)
+    # Steps of this size never meet within a row.
+    apart = torch.arange(choices, device=device) * max(1, num_experts // choices)
+    return Rows(
+        x=x,
+        ids=((first + apart) % num_experts).to(torch.int32),
+        scales=torch.full_like(rows.scales, 1 / choices),
+        out=rows.out,
+        x_scale=None if scale is None else torch.full_like(scale, 127 - 5),  # 2 ** -5.
+    )
+
+
 def _fits(runner: Any, tactic: int) -> bool:
     """Whether the device runs a tactic; one whose kernels are not in the shared object raises."""
     try:
         return bool(runner.get_tactic_occupancy(tactic) > 0)
     except RuntimeError:
         return False
+
+
+def cut_from(memory: torch.Tensor, pieces: Pieces) -> list[torch.Tensor]:
+    """Tensors of some shapes and dtypes, one behind the other in contiguous memory."""
+    storage, start, cut = memory.view(-1).view(torch.uint8), 0, []
+    for shape, dtype in pieces:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        cut.append(storage[start : start + num_bytes].view(dtype).view(shape))
+        start += _padded_bytes(shape, dtype)
+    return cut
 
 
 def _padded_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -2,12 +2,12 @@
 
 FlashInfer takes the first tile of its list unless it is told two tactics, one a product. Its own tuner refused every
 tactic of the second product on an H200, and the first was 3 to 5 times slower than the best pair. So the pairs are
-timed here, on the call's own data, and kept in memory and in a file of the user's cache folder.
+timed here, on drawn data of the call's shapes, and kept in memory. Pairs that were looked for long enough are also
+kept in a file of the user's cache folder.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -42,8 +42,12 @@ SECONDS: Final = 1.0
 _ROUNDS: Final = 3
 # A tile that takes so much longer than the best one is not timed again.
 _HOPELESS: Final = 1.3
+# Microseconds beside which a first run is no slower than others.
+_LONG: Final = 1000.0
 # Far above what another order of sums changes, far below what a wrong tile does.
 _SAME: Final = 0.05
+# Tactics of a product of which one is the best often enough to be kept for other processes.
+_ENOUGH: Final = 8
 _SCHEMA: Final = 1
 
 
@@ -53,8 +57,8 @@ class Timer(Protocol):
     def microseconds(self, pair: Pair) -> float:
         """Time of one run of the call; waits for the device."""
 
-    def difference(self, pair: Pair) -> float:
-        """Relative difference between the call's outputs with this pair and with FlashInfer's own choice."""
+    def difference(self, pair: Pair, reference: Pair) -> float | None:
+        """Relative difference between the outputs with two pairs; None where no row with the second one is finite."""
 
 
 def bucket_of(num_tokens: int) -> int:
@@ -63,38 +67,67 @@ def bucket_of(num_tokens: int) -> int:
 
 
 class TacticStore:
-    """Pairs that were found, in a file.
+    """Pairs that were found: in memory, and most of them in a file.
 
-    Keys hold everything that a time depends on, so a file that was copied from another machine does no harm.
+    Keys hold everything that a time depends on, so a file that was copied from another machine does no harm. A pair
+    that stands is never replaced in a process, whose layers would give other bits.
+
+    Attributes:
+        path: Of the file.
+        warned: What the process was warned of, so that a model with many equal layers is warned once.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._pairs: dict[str, Pair] | None = None
+        self.warned: set[tuple[str, str]] = set()
+        self._kept: dict[str, Pair] | None = None
+        self._pinned: dict[str, Pair] = {}
         self._lock = threading.Lock()
 
     def get(self, key: str) -> Pair | None:
         """The pair for a key; None if none was found yet."""
         with self._lock:
-            if self._pairs is None:
-                self._pairs = self._read()
-            return self._pairs.get(key)
+            return self._get(key)
 
-    def put(self, key: str, pair: Pair) -> None:
-        """Keeps a pair, also for other processes where the folder can be written."""
+    def _get(self, key: str) -> Pair | None:
+        if self._kept is None:
+            self._kept = self._read()
+        return self._pinned.get(key) or self._kept.get(key)
+
+    def pin(self, key: str, pair: Pair) -> Pair:
+        """Keeps a pair for this process alone.
+
+        Returns:
+            The one that stands: another one where another thread was faster.
+        """
         with self._lock:
-            known = self._pairs = self._pairs or {}
-            known[key] = pair
+            return self._get(key) or self._pinned.setdefault(key, pair)
+
+    def put(self, key: str, pair: Pair) -> Pair:
+        """Keeps a pair, also for other processes where the folder can be written.
+
+        Returns:
+            The one that stands: another one where another thread or process was faster.
+        """
+        with self._lock:
+            if (known := self._get(key)) is not None:
+                return known
+            assert self._kept is not None
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with filelock.FileLock(f"{self.path}.lock", timeout=10):
-                    known.update({**self._read(), key: pair})
+                    self._kept = {**self._read(), **self._kept}
+                    pair = self._kept.setdefault(key, pair)
                     temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-                    values = {"schema": _SCHEMA, "pairs": {name: list(found) for name, found in sorted(known.items())}}
-                    temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+                    pairs = {name: list(found) for name, found in sorted(self._kept.items())}
+                    temporary.write_text(
+                        json.dumps({"schema": _SCHEMA, "pairs": pairs}, indent=1) + "\n", encoding="utf-8"
+                    )
                     temporary.replace(self.path)
             except (OSError, filelock.Timeout) as error:
+                self._kept.setdefault(key, pair)
                 logger.warning("%s could not be written (%s); other processes tune again", self.path, error)
+            return self._kept[key]
 
     def _read(self) -> dict[str, Pair]:
         try:
@@ -111,10 +144,17 @@ class TacticStore:
 
 @dataclasses.dataclass
 class _Best:
-    """The fastest pairs so far, and how many were tried."""
+    """What was timed so far.
+
+    Attributes:
+        times: Microseconds, in the order in which pairs were timed.
+        tried: Pairs, those that raised included.
+        error: What the last of those raised.
+    """
 
     times: dict[Pair, float] = dataclasses.field(default_factory=dict)
     tried: int = 0
+    error: RuntimeError | None = None
 
     @property
     def pair(self) -> Pair:
@@ -123,6 +163,12 @@ class _Best:
     @property
     def time(self) -> float:
         return self.times.get(self.pair, float("inf"))
+
+    def has_enough(self, candidates: Sequence[Sequence[int]]) -> bool:
+        """Whether each product's best tactic was chosen among enough others."""
+        return all(
+            len({pair[product] for pair in self.times}) >= min(_ENOUGH, len(candidates[product])) for product in (0, 1)
+        )
 
 
 class Tuner:
@@ -140,7 +186,6 @@ class Tuner:
         self._store = store if store is not None else _default_store()
         self._clock = clock
         self._found: dict[int, Pair] = {}
-        self._warned: set[str] = set()
         self._lock = threading.Lock()
 
     def pair(
@@ -150,7 +195,7 @@ class Tuner:
         timer: Callable[[], Timer],
         is_capturing: Callable[[], bool],
     ) -> Pair:
-        """The pair for a call; times tactics if nobody has for its bucket.
+        """The pair for a call; times tactics if nobody has for its bucket. It stays what it is in this process.
 
         Args:
             num_tokens: T.
@@ -163,40 +208,45 @@ class Tuner:
         if found is not None:
             return found
         with self._lock:
-            found = self._found.get(bucket) or self._store.get(self._key(bucket))
+            key = f"{self.layer}|T{bucket}"
+            found = self._found.get(bucket) or self._store.get(key)
             if found is None:
                 if os.environ.get(SWITCH) == "first":
                     return self._untuned(f"{SWITCH}=first")
                 if is_capturing():
-                    return self._nearest(bucket)
-                found = self._tune(bucket, candidates, timer())
-                self._store.put(self._key(bucket), found)
+                    found = self._store.pin(key, self._nearest(bucket))
+                else:
+                    found, is_kept = self._tune(bucket, candidates(), timer())
+                    found = (self._store.put if is_kept else self._store.pin)(key, found)
             self._found[bucket] = found
             return found
 
-    def _key(self, bucket: int) -> str:
-        return f"{self.layer}|T{bucket}"
+    def _warn(self, why: str, text: str, *values: object) -> None:
+        if (self.layer, why) not in self._store.warned:
+            self._store.warned.add((self.layer, why))
+            logger.warning(text, *values)
 
     def _untuned(self, why: str) -> Pair:
-        if why not in self._warned:
-            self._warned.add(why)
-            logger.warning(
-                "flashinfer_cutlass runs with FlashInfer's first tactics, which can be 3 to 5 times slower (%s)", why
-            )
+        text = "flashinfer_cutlass runs with FlashInfer's first tactics, which can be 3 to 5 times slower (%s)"
+        self._warn(why, text, why)
         return UNTUNED
 
     def _nearest(self, bucket: int) -> Pair:
-        why = f"a CUDA graph is captured before a call of {bucket} to {2 * bucket - 1} tokens was made outside one"
-        if not self._found:
+        # A later call outside could find another pair, whose bits are others.
+        why = (
+            f"a CUDA graph is captured before a call of {bucket} to {2 * bucket - 1} tokens was made outside one, and "
+            "the process stays with it"
+        )
+        timed = [known for known, pair in self._found.items() if pair != UNTUNED]
+        if not timed:
             return self._untuned(f"{why}; make one first")
-        nearest = min(self._found, key=lambda known: (abs(known.bit_length() - bucket.bit_length()), known))
-        if why not in self._warned:
-            self._warned.add(why)
-            logger.warning("flashinfer_cutlass takes the tactics that it found for %d tokens (%s)", nearest, why)
+        nearest = min(timed, key=lambda known: (abs(known.bit_length() - bucket.bit_length()), known))
+        self._warn(why, "flashinfer_cutlass takes the tactics that it found for %d tokens (%s)", nearest, why)
         return self._found[nearest]
 
-    def _tune(self, bucket: int, candidates: Callable[[], tuple[Sequence[int], Sequence[int]]], timer: Timer) -> Pair:
-        first, second = candidates()
+    def _tune(self, bucket: int, candidates: tuple[Sequence[int], Sequence[int]], timer: Timer) -> tuple[Pair, bool]:
+        """The pair, and whether it was found well enough to be kept for other processes."""
+        first, second = ([*_spread(ids)] or [-1] for ids in candidates)
         total = len(first) + len(second)
         best = _Best()
         with long_wait(
@@ -204,50 +254,85 @@ class Tuner:
             SECONDS,
             f"once for each layer shape, kept in {self._store.path}",
         ) as advance:
+
+            def progress() -> None:
+                advance(min(best.tried, total), total)
+
             # Half of the time for each product; what the first leaves over, the second has too.
             start = self._clock()
-            self._try(((tactic, -1) for tactic in first), timer, best, start + SECONDS / 2, advance, total)
-            chosen = best.pair[0]
-            self._try(((chosen, tactic) for tactic in second), timer, best, start + SECONDS, advance, total)
-        pair = self._verified(best, timer)
+            for other in second:
+                pairs = [(tactic, other) for tactic in first]
+                is_whole = self._try(pairs, timer, best, start + SECONDS / 2, progress)
+                if best.times or self._clock() > start + SECONDS:
+                    break  # Else this tile of the second product may be what does not run.
+            if best.times:
+                pairs = [(best.pair[0], tactic) for tactic in second]
+                pairs = [pair for pair in pairs if pair not in best.times]
+                is_whole = self._try(pairs, timer, best, start + SECONDS, progress) and is_whole
+        if not best.times:
+            return self._untuned(f"none could be timed: {best.error}"), False
+        pair, is_checked = self._verified(best, timer)
         logger.info(
-            "flashinfer_cutlass takes tactics %s for %d tokens: %.1f us, of %d of %d that were timed in %.2f s",
-            pair, bucket, best.times.get(pair, float("nan")), best.tried, total, self._clock() - start,
+            "flashinfer_cutlass takes tactics %s for %d tokens: %.1f us, of %d of %d that were tried in %.2f s",
+            pair, bucket, best.times[pair], best.tried, total, self._clock() - start,
         )  # fmt: skip
-        if best.tried < total:
-            logger.info("the time for tuning was over before %d tactics were tried", total - best.tried)
-        return pair
+        is_long_enough = is_whole or best.has_enough((first, second))
+        if not is_long_enough:
+            why = f"only {best.tried} of {total} tactics were tried for {bucket} to {2 * bucket - 1} tokens"
+            text = "flashinfer_cutlass may run with slow tactics, and the next process tunes again (%s in %.0f s)"
+            self._warn(why, text, why, SECONDS)
+        return pair, is_checked and is_long_enough
 
     def _try(
-        self,
-        pairs: Iterable[Pair],
-        timer: Timer,
-        best: _Best,
-        until: float,
-        advance: Callable[[int, int], None],
-        total: int,
-    ) -> None:
+        self, pairs: Iterable[Pair], timer: Timer, best: _Best, until: float, progress: Callable[[], None]
+    ) -> bool:
+        """Times pairs until the time is over, at least one that runs; returns whether all were tried."""
+        known = len(best.times)
         for pair in pairs:
-            if best.times and self._clock() > until:
-                return
+            if len(best.times) > known and self._clock() > until:
+                return False
             best.tried += 1
-            advance(best.tried, total)
-            # A tile that the device refuses raises; so does one whose kernels are not built.
-            with contextlib.suppress(RuntimeError):
-                timer.microseconds(pair)  # Loads the kernel.
+            progress()
+            try:
                 times = [timer.microseconds(pair)]
+                if times[0] < _LONG:  # A first run is slower by what it takes to start.
+                    times = [timer.microseconds(pair)]
                 if times[0] <= _HOPELESS * best.time:
                     times += [timer.microseconds(pair) for _ in range(_ROUNDS - 1)]
+            except RuntimeError as error:  # A tile that the device refuses, or whose kernels are not built.
+                best.error = error
+            else:
                 best.times[pair] = min(times)
+        return True
 
-    def _verified(self, best: _Best, timer: Timer) -> Pair:
-        """The fastest pair whose numbers are those of FlashInfer's own choice, as far as rounding goes."""
+    def _verified(self, best: _Best, timer: Timer) -> tuple[Pair, bool]:
+        """The fastest pair whose numbers are those of the first one that ran, as far as rounding goes.
+
+        Returns:
+            The pair, and whether there were numbers to compare.
+        """
+        reference = next(iter(best.times))
         for pair in sorted(best.times, key=lambda pair: (best.times[pair], pair)):
-            with contextlib.suppress(RuntimeError):
-                if timer.difference(pair) <= _SAME:
-                    return pair
-                logger.warning("flashinfer_cutlass drops tactics %s, whose numbers are wrong", pair)
-        return self._untuned("no pair of tactics ran")
+            if pair == reference:
+                break
+            try:
+                difference = timer.difference(pair, reference)
+            except RuntimeError:
+                continue
+            if difference is None:
+                why = "the layer makes no finite number of drawn tokens, so other tactics cannot be checked"
+                text = "flashinfer_cutlass takes the first tactics that ran, which can be slow (%s)"
+                self._warn(why, text, why)
+                return reference, False
+            if difference <= _SAME:
+                return pair, True
+            logger.warning("flashinfer_cutlass drops tactics %s, whose numbers are wrong", pair)
+        return reference, True
+
+
+def _spread(ids: Sequence[int]) -> list[int]:
+    """The same ids, neighbors far from each other: where time is short, what is tried is of all kinds."""
+    return [tactic for start in (0, 4, 2, 6, 1, 5, 3, 7) for tactic in ids[start::8]]
 
 
 _STORES: Final[dict[Path, TacticStore]] = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from moereg.backends._flashinfer import package
-from moereg.backends._flashinfer.tactics import UNTUNED, Pair
+from moereg.backends._flashinfer.tactics import Pair
 from moereg.platforms import Platform, probe_platform
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
@@ -19,7 +19,10 @@ __all__ = ["CallTimer", "layer_key"]
 
 
 class CallTimer:
-    """Runs one call on the current stream; its time is that of the device alone, however long Python takes."""
+    """Runs one call on the current stream of the current device, which has to be the call's.
+
+    Its time is that of the device alone, however long Python takes.
+    """
 
     def __init__(self, call: Callable[[Pair], None], out: torch.Tensor) -> None:
         """Takes a call.
@@ -61,25 +64,40 @@ class CallTimer:
         torch.cuda.current_stream().wait_stream(side)
         return graph
 
-    def difference(self, pair: Pair) -> float:
-        """Relative difference between the outputs with this pair and with FlashInfer's own choice; NaN counts as 1."""
+    def difference(self, pair: Pair, reference: Pair) -> float | None:
+        """Relative difference between the outputs with two pairs, in the rows where the second one's are finite.
+
+        None where no row is. What is not finite with the first one alone counts as 1.
+        """
         if self._expected is None:
-            self._call(UNTUNED)
-            self._expected = self._out.float()
+            self._call(reference)
+            self._expected = self._out.to(torch.float32, copy=True)
+        rows = self._expected.isfinite().all(1)
+        expected = self._expected[rows]
+        if not expected.numel():
+            return None
         self._call(pair)
-        norm = float((self._out.float() - self._expected).norm() / self._expected.norm().clamp(min=1e-30))
+        norm = float((self._out.float()[rows] - expected).norm() / expected.norm().clamp(min=1e-30))
         return norm if norm == norm else 1.0
 
 
-def layer_key(problem: MoEProblem, computes: QuantScheme, platform: Platform, library: Path) -> str:
-    """Everything that times of a layer depend on but the number of tokens, as one line."""
-    sizes = f"E{problem.num_local_experts} H{problem.hidden_size} I{problem.intermediate_size} k{problem.top_k}"
+def layer_key(problem: MoEProblem, computes: QuantScheme, platform: Platform, library: Path, choices: int) -> str:
+    """Everything that times of a layer depend on but the number of tokens, as one line.
+
+    Args:
+        problem, computes, platform: The layer's.
+        library: The shared object.
+        choices: Routes of a row: `top_k`, or 1 where every route is a row.
+    """
+    # Of a rank's experts a token chooses few.
+    experts = f"E{problem.num_local_experts}/{problem.num_experts}"
+    sizes = f"{experts} H{problem.hidden_size} I{problem.intermediate_size} k{choices}/{problem.top_k}"
     parts = (
         platform.device_name or probe_platform().device_name,
         f"flashinfer {package.installed_version()}",
         f"cuda {torch.version.cuda}",
         digest_of(library),
-        f"{sizes} {problem.dtype} {computes.name} {problem.activation.name} bias={problem.has_bias}",
+        f"{sizes} {problem.dtype} {computes.name} {problem.activation} bias={problem.has_bias}",
     )
     return "|".join(parts)
 

@@ -72,7 +72,7 @@ MUTANTS: Final = (
     Mutant(
         "a tactic is taken whose numbers are wrong",
         _SOURCES + "tactics.py",
-        old="if timer.difference(pair) <= _SAME:",
+        old="if difference <= _SAME:",
         new="if True:",
         tests=(f"{_TACTICS}test_tactics_that_raise_or_give_other_numbers_are_not_taken",),
     ),
@@ -86,9 +86,23 @@ MUTANTS: Final = (
     Mutant(
         "tuning goes on when its time is over",
         _SOURCES + "tactics.py",
-        old="if best.times and self._clock() > until:",
+        old="if len(best.times) > known and self._clock() > until:",
         new="if False:",
         tests=(f"{_TACTICS}test_tuning_ends_when_its_time_is_over",),
+    ),
+    Mutant(
+        "what was found in a hurry is kept for good",
+        _SOURCES + "tactics.py",
+        old="return pair, is_checked and is_long_enough",
+        new="return pair, True",
+        tests=(f"{_TACTICS}test_tuning_ends_when_its_time_is_over",),
+    ),
+    Mutant(
+        "a process takes other tactics than its graphs",
+        _SOURCES + "tactics.py",
+        old="found = self._store.pin(key, self._nearest(bucket))",
+        new="return self._nearest(bucket)",
+        tests=(f"{_TACTICS}test_a_process_stays_with_what_a_capture_took",),
     ),
     Mutant(
         "kernels are loaded that the shared object does not hold",
