@@ -66,7 +66,7 @@ _CUTLASS: Final = Facts(
     # The sort of many tokens counts a local expert once a token, which a map may name twice.
     placements=frozenset({"contiguous"}),
     graph_capture=True,
-    # A token's rows are added in their order, and tactics are found once in a process.
+    # A token's rows are added in their order, and a process stays with the tactics that a call took.
     deterministic=True,
     max_experts=1024,
 )
@@ -162,9 +162,9 @@ class FlashInferCutlassBlockExperts(_CutlassExperts):
     layouts = ("flashinfer_up_gate_block128",)
 
     def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutlass_quantized
+        from moereg.backends._flashinfer import cutlass_blocks
 
-        return cutlass_quantized.Fp8Block(self)
+        return cutlass_blocks.Fp8Block(self)
 
 
 @_cutlass("mxfp4_w4a16", "mxfp4_w4a16", "cuda:sm90", priority=48, dtypes=("bfloat16",))

@@ -1,13 +1,18 @@
 """`flashinfer_cutlass` against the reference, with FlashInfer's function imitated in torch by its contract."""
 
+import contextlib
 import dataclasses
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 
 from moereg.activations import Activation
 from moereg.backends import flashinfer_moe
+from moereg.backends._flashinfer import cutlass, cutlass_blocks
+from moereg.backends._flashinfer.tactics import UNTUNED
+from moereg.backends._flashinfer.timing import layer_key
 from moereg.experts import ExpertInputs
 from moereg.placement import resolve_expert_map
 from moereg.platforms import Platform
@@ -113,19 +118,102 @@ def _fp8_weights(problem, **changes):
     return quantize_weights(plain, problem.quant, **{**scales, **changes})
 
 
-def test_compiling_at_run_time_is_announced(tmp_path, monkeypatch, caplog):
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """The folder of kernels that are compiled at run time, in a process that has called none."""
     monkeypatch.setenv("TRTLLM_DG_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cutlass_blocks, "_CALLED", set())
+    return tmp_path / "cache"
+
+
+def test_compiling_at_run_time_is_announced_once_for_all_layers_of_a_size(compiled, caplog):
     problem = _problem("fp8_block128")
     with caplog.at_level(logging.INFO, "moereg"):
         _run(problem)
+        _run(problem, num_tokens=8)
+        assert caplog.messages == [
+            "compiling FlashInfer's fp8 block kernels for 1 to 8 tokens with nvcc takes about 20 s; kept in "
+            f"{compiled} for each layer shape"
+        ]
         for name in ("gemm_swapAB_256_128_16", "gemm_128_128_16"):
-            (tmp_path / "cache" / name).mkdir(parents=True)
-        _run(problem)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    assert caplog.messages[0] == (
-        "compiling FlashInfer's fp8 block kernels for 4 to 7 tokens with nvcc takes about 20 s; once for each layer "
-        f"shape, kept in {tmp_path}/cache"
+            (compiled / name).mkdir(parents=True)
+        _run(problem, num_tokens=9)
+        _run(_problem("fp8_block128", num_experts=4), num_tokens=9)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "INFO"]
+    assert caplog.messages[1].startswith(
+        "loading FlashInfer's fp8 block kernels for 9 to 16 tokens, with about 10 s of nvcc for a missing one, takes"
     )
+
+
+def test_compiling_in_a_capture_is_warned_of(compiled, monkeypatch, caplog):
+    monkeypatch.setattr(cutlass_blocks, "is_capturing", lambda tensor: True)
+    _run(_problem("fp8_block128"), num_tokens=6)
+    assert "while a CUDA graph is captured, which may fail; call the layer with 6 tokens once before" in caplog.text
+
+
+def _tiles(num_tokens, rows, num_experts, num_processors, threshold):
+    """What FlashInfer compiles a kernel of blocks for, from the number of tokens: its tile, in words of one's own.
+
+    The fewest waves win, then the fullest last wave, then the smaller tile.
+    """
+    is_swapped = num_tokens < threshold
+    width = rows if not is_swapped else num_tokens
+    height = num_tokens if not is_swapped else rows
+    tall = 64 if height <= 64 else 128
+
+    def rank(wide):
+        tiles = -(-height // tall) * -(-width // wide) * num_experts
+        return -(-tiles // num_processors), -(tiles % num_processors or num_processors), wide
+
+    return is_swapped, tall, min(range(16, 129, 8), key=rank), num_tokens >= 1024
+
+
+@pytest.mark.parametrize(("num_processors", "threshold"), [(132, 32), (78, 64)], ids=["h200", "h20"])
+def test_tokens_that_share_their_kernels(num_processors, threshold):
+    ranges = [cutlass_blocks.tokens_of_tiles(tokens) for tokens in range(1, 1300)]
+    for tokens, (least, most) in enumerate(ranges, start=1):
+        assert least <= tokens <= most
+        assert most - least < (8 if tokens <= 64 else 128)
+        for rows, num_experts in ((1536, 128), (2048, 128), (4096, 8), (512, 3)):
+            taken = [_tiles(each, rows, num_experts, num_processors, threshold) for each in (tokens, least, most)]
+            assert taken[0] == taken[1] == taken[2], (tokens, least, most)
+    assert [ranges[tokens - 1] for tokens in (16, 24, 31, 32, 65, 200)] == [
+        (9, 16), (17, 24), (25, 31), (32, 32), (65, 128), (129, 256),
+    ]  # fmt: skip
+
+
+def test_few_tokens_after_many_of_any_layer():
+    """FlashInfer's runner then asks for the memory of the largest call, which no earlier answer has."""
+    problem = _problem("fp8_block128")
+    experts = flashinfer_moe.FlashInferCutlassBlockExperts(problem, Platform.from_name("cuda:sm90"))
+    experts.implementation.library = Imitation().library
+    weights = experts.permute_weights(make_weights(problem, _CPU).contiguous(), problem)
+    shapes = {tokens: experts.workspace_shapes(problem, tokens) for tokens in (2, 40)}
+    for tokens in (2, 40, 2):
+        inputs = make_inputs(problem, tokens, "uniform", _CPU)
+        out = torch.empty(tokens, 128, dtype=problem.torch_dtype)
+        scratch = [torch.empty(shape, dtype=problem.torch_dtype) for shape in shapes[tokens]]
+        call = ExpertInputs(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+        experts.apply(out, call, weights, *scratch)
+        assert out.isfinite().all()
+
+
+def test_block_scales_that_are_too_small_for_the_kernels_go_into_the_codes():
+    problem = _problem("fp8_block128", hidden_size=192, intermediate_size=256)
+    weights = make_weights(problem, _CPU)
+    for scale in (weights.w13_scale, weights.w2_scale):
+        scale[0] *= 1e-9  # About 1e-12.
+        scale[1, 0, 0], scale[1, 1, 1] = 0.0, 1e-23
+    codes, scale = cutlass_blocks.lifted(weights.w13, weights.w13_scale)
+    before, after = (
+        pair[0].double() * pair[1].double().repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :, :192]
+        for pair in ((weights.w13, weights.w13_scale), (codes, scale))
+    )
+    assert float((after - before).abs().max()) <= 2e-13
+    assert torch.equal(codes[2].view(torch.uint8), weights.w13[2].view(torch.uint8))
+    assert cutlass_blocks.lifted(weights.w13[2:], weights.w13_scale[2:])[0].data_ptr() == weights.w13[2].data_ptr()
+    error, bound, _ = _run(problem, weights)
+    assert error <= bound
 
 
 def test_one_scale_for_the_tokens_makes_one_row_a_token():
@@ -143,12 +231,39 @@ def test_a_scale_for_each_expert_makes_one_row_a_route():
     assert imitation.calls[0]["ids"].shape == (10, 1)
 
 
+def test_workspaces_hold_the_rows_that_the_weights_need():
+    problem = _problem("fp8_tensor_static")
+    experts = flashinfer_moe.FlashInferCutlassFp8Experts(problem, Platform.from_name("cuda:sm90"))
+    experts.implementation.library = Imitation().library
+    unknown = experts.workspace_shapes(problem, 8)
+    experts.permute_weights(_fp8_weights(problem).contiguous(), problem)
+    of_tokens = experts.workspace_shapes(problem, 8)
+    experts.permute_weights(_fp8_weights(problem, a13_scale=torch.tensor([0.01, 0.02, 0.03])).contiguous(), problem)
+    of_routes = experts.workspace_shapes(problem, 8)
+    assert unknown == of_routes
+    assert (of_tokens[1][0], of_routes[1][0]) == (8 * 128 * 3 // 2, 16 * 128 * 3 // 2)
+
+
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("quant", ["fp8_tensor_static", "nvfp4"])
 def test_scales_of_gate_and_up_that_differ(quant, has_bias):
     problem = _problem(quant, has_bias=has_bias)
     error, bound, _ = _run(problem, _fp8_weights(problem, separate_halves=True))
     assert error <= bound
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("quant", ["fp8_tensor_static", "nvfp4"])
+def test_halves_whose_scale_is_zero(quant, has_bias):
+    """Their rows are 0, and FlashInfer's one scale is the other half's."""
+    problem = _problem(quant, has_bias=has_bias)
+    weights = _fp8_weights(problem, separate_halves=True)
+    scale = weights.w13_scale if weights.w13_scale_2 is None else weights.w13_scale_2
+    scale[0, 1], scale[1, 0], scale[2] = 0.0, 0.0, 0.0
+    before = weights.w13.view(torch.uint8).clone()
+    error, bound, _ = _run(problem, weights, num_tokens=8)
+    assert error <= bound
+    assert torch.equal(weights.w13.view(torch.uint8), before)
 
 
 def test_scales_that_differ_do_not_go_with_a_clamp():
@@ -208,3 +323,81 @@ def test_reasons(changes, text):
 
     selection = explain_backends(_problem(**changes), "cuda:sm90", require="flashinfer_cutlass")
     assert text in [reason.text for decision in selection.decisions for reason in decision.reasons]
+
+
+class _Asking:
+    """A tuner that asks for everything, as one that has found nothing yet."""
+
+    def pair(self, num_tokens, candidates, timer, is_capturing):
+        timer()(UNTUNED)
+        return (3, 47)
+
+
+@pytest.mark.parametrize("quant", ["unquantized", "mxfp4_mxfp8"])
+def test_tactics_are_timed_on_drawn_rows(quant, monkeypatch):
+    """The first call may be a warm-up of zeros or of anything, and what is found is kept."""
+    monkeypatch.setattr(cutlass, "CallTimer", lambda call, out: call)
+    monkeypatch.setattr(_Fixed, "pair", _Asking.pair)
+    error, bound, imitation = _run(_problem(quant, num_experts=6), num_tokens=12)
+    assert error <= bound
+    drawn, own = imitation.calls
+    assert imitation.pairs == [[-1, -1], [3, 47]]
+    assert drawn["input"].dtype == own["input"].dtype
+    assert drawn["input"].float().isfinite().all()
+    assert not torch.equal(drawn["input"].float(), own["input"].float())
+    assert all(len(set(row)) == 2 for row in drawn["ids"].tolist())
+    assert 0 <= int(drawn["ids"].min()) < int(drawn["ids"].max()) < 6
+
+
+class _Device:
+    """The current device of a process with two, as `torch.cuda` has it."""
+
+    current = 0
+
+    @contextlib.contextmanager
+    def of(self, tensor):
+        before, self.current = self.current, 1
+        yield
+        self.current = before
+
+
+def test_everything_is_timed_on_the_device_of_the_call(monkeypatch):
+    device, seen = _Device(), []
+
+    class Recording:
+        def pair(self, num_tokens, candidates, timer, is_capturing):
+            seen.append(device.current)
+            return (3, 47)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device.of)
+    monkeypatch.setattr(_Fixed, "pair", Recording().pair.__func__)
+    _run(_problem())
+    assert seen == [1]
+    assert device.current == 0
+
+
+def test_workspaces_are_asked_for_on_the_device_of_the_weights():
+    implementation = flashinfer_moe.FlashInferCutlassExperts(_problem(), Platform.from_name("cuda:sm90")).implementation
+    asked = []
+    library = Imitation().library
+    implementation.library = library._replace(workspace_bytes=lambda *sizes, **flags: asked.append(flags) or 16)
+    implementation._device = torch.device("cuda", 1)
+    implementation.workspace_shapes(3)
+    assert [flags["device"] for flags in asked] == [torch.device("cuda", 1)]
+
+
+def test_tactics_are_kept_by_all_that_times_depend_on(tmp_path):
+    (tmp_path / "fused_moe_90.so").write_bytes(b"kernels")
+    platform = Platform("cuda", "sm90", device_name="a device")
+    whole = _problem(num_experts=8)
+    keys = [
+        layer_key(problem, problem.quant, platform, Path(tmp_path / "fused_moe_90.so"), choices)
+        for problem, choices in (
+            (whole, 2),
+            (whole, 1),
+            (dataclasses.replace(whole, num_local_experts=4), 2),
+            (_problem(num_experts=4), 2),
+            (dataclasses.replace(whole, activation=Activation("silu", limit=7.0)), 2),
+        )
+    ]
+    assert len(set(keys)) == len(keys)

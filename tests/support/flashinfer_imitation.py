@@ -31,6 +31,7 @@ class Imitation:
     def __init__(self) -> None:
         self.pairs: list[list[int]] = []
         self.calls: list[dict[str, object]] = []
+        self._most_block_bytes = 0
 
     @property
     def library(self) -> Library:
@@ -41,6 +42,12 @@ class Imitation:
         assert hidden % 8 == 0
         assert intermediate % 8 == 0
         return num_rows * top_k * (2 * intermediate + hidden) + 256
+
+    def _block_bytes(self, num_rows, hidden, intermediate, top_k):
+        """As much as any call of the process asked for, whatever its layer: FlashInfer's runner keeps the largest."""
+        needed = num_rows * top_k * (2 * intermediate + hidden) + 256
+        self._most_block_bytes = max(self._most_block_bytes, needed)
+        return self._most_block_bytes
 
     def fused_moe(
         self,
@@ -76,10 +83,15 @@ class Imitation:
         for tensor in (input, fc1_expert_weights, fc2_expert_weights, output, *quant_scales):
             assert tensor.is_contiguous()
             assert tensor.dim() == 0 or tensor.data_ptr() % 16 == 0
-        assert workspace_buffer.dtype == torch.uint8
-        assert workspace_buffer.dim() == 1
         top_k = token_selected_experts.shape[1]
         num_experts, hidden = fc2_expert_weights.shape[:2]
+        if workspace_buffer is not None:
+            assert workspace_buffer.dtype == torch.uint8
+            assert workspace_buffer.dim() == 1
+            if use_deepseek_fp8_block_scale:
+                needed = self._block_bytes(input.shape[0], hidden, fc2_expert_weights.shape[2], top_k)
+                if workspace_buffer.numel() < needed:
+                    raise RuntimeError(f"workspace_buffer too small: need {needed}, got {workspace_buffer.numel()}")
         alpha, beta, limit = swiglu_alpha, swiglu_beta, swiglu_limit
         if activation_type != ActivationType.Swiglu:
             assert alpha is None
@@ -89,6 +101,8 @@ class Imitation:
         first_quant = second_quant = None
         if use_deepseek_fp8_block_scale:
             scheme = "block"
+            # Smaller ones become NaN on Hopper.
+            assert all(float(scale.min()) >= 0.9e-10 for scale in quant_scales)
             w1, w2 = (
                 weight.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
                 for weight, scale in zip((fc1_expert_weights, fc2_expert_weights), quant_scales, strict=True)

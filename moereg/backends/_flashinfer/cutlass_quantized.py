@@ -1,36 +1,22 @@
-"""FlashInfer's CUTLASS kernels on quantized weights: 8-bit floats with one scale or blocks, and 4-bit ones."""
+"""FlashInfer's CUTLASS kernels on quantized weights: 8-bit floats with one scale or groups, and 4-bit ones."""
 
 from __future__ import annotations
 
-import functools
-import logging
-import os
-from pathlib import Path
+import dataclasses
 from typing import Any, ClassVar, Final
 
 import torch
 
-from moereg.backends._flashinfer.cutlass import Cutlass, Rows
+from moereg.backends._flashinfer.cutlass import Cutlass, Pieces, Rows, cut_from
 from moereg.backends._flashinfer.cutlass_layouts import arrange, fold_scales, interleave_fp4, swizzle_scales
-from moereg.backends._flashinfer.tactics import bucket_of
 from moereg.backends._loaded import Call
+from moereg.experts import Experts
 from moereg.quantize import quantize_activations
-from moereg.waiting import long_wait
 from moereg.weights import ExpertWeights, PermutedWeights
 
-__all__ = ["Fp8Block", "Fp8Tensor", "Mxfp4W4A16", "Mxfp8Activations", "Nvfp4"]
-
-logger: Final = logging.getLogger("moereg")
+__all__ = ["Fp8Tensor", "Mxfp4W4A16", "Mxfp8Activations", "Nvfp4"]
 
 _E4M3_MAX: Final = 448.0
-
-# Not measured: two products at about 10 s of nvcc each. Where a shape has kernels for other numbers of tokens, these
-# may do.
-_FIRST_SECONDS: Final = 20.0
-_AGAIN_SECONDS: Final = 2.0
-
-_SMALLEST_BLOCK_SCALE: Final = 1e-10
-"""Kernels for Hopper make NaN of block scales near 1e-23; a block of such weights adds nothing either way."""
 
 
 def up_share(weights: ExpertWeights, activation: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -40,7 +26,8 @@ def up_share(weights: ExpertWeights, activation: Any) -> tuple[torch.Tensor, tor
     half, so the rest of its scale goes to the scale that quantizes the intermediate.
 
     Args:
-        weights: Of a scheme with a scale (or global scale) for a whole matrix.
+        weights: Of a scheme with a scale (or global scale) for a whole matrix; of halves whose scale is 0, what
+            `without_zero_scales` makes of them.
         activation: Between the products.
 
     Returns:
@@ -64,7 +51,32 @@ def up_share(weights: ExpertWeights, activation: Any) -> tuple[torch.Tensor, tor
             "FlashInfer's kernels take one scale for gate and up rows where the activation has a clamp or beta, got "
             f"w13 scales {list(scale.shape)} that differ with activation {activation}; quantize both halves with one"
         )
-    return gate, torch.where(gate > 0, up / gate, torch.ones_like(gate))
+    # Where both are 0, so is everything.
+    share = torch.where(gate > 0, up / gate, torch.ones_like(gate))
+    return gate, share
+
+
+def without_zero_scales(weights: ExpertWeights) -> ExpertWeights:
+    """Weights whose gate and up rows both have a scale or neither has one; the same numbers.
+
+    Rows whose scale is 0 are 0 whatever their codes. They get codes of 0 and the other half's scale, so that no ratio
+    of the two scales is 0 or infinite.
+
+    Args:
+        weights: As in `up_share`.
+    """
+    field = "w13_scale" if weights.w13_scale_2 is None else "w13_scale_2"
+    scale = getattr(weights, field)
+    if scale.dim() != 2 or scale.shape[1] == 1:
+        return weights
+    is_zero = (scale == 0) & (scale != 0).any(1, keepdim=True)
+    if not is_zero.any():
+        return weights
+    # Bytes: torch does not fill every 8-bit float.
+    codes = weights.w13.view(torch.uint8).clone()
+    codes.unflatten(1, (2, -1)).masked_fill_(is_zero[:, :, None, None], 0)
+    changes: dict[str, Any] = {field: torch.where(is_zero, scale.flip(1), scale)}
+    return dataclasses.replace(weights, w13=codes.view(weights.w13.dtype), **changes)
 
 
 def _per_expert(scale: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -73,6 +85,9 @@ def _per_expert(scale: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 class _OneScaleForHalves(Cutlass):
     """Kernels that take one scale for gate and up rows, of weights that may have two."""
+
+    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
+        return super().permute_weights(without_zero_scales(weights))
 
     def _biases(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
         biases = super()._biases(weights)
@@ -94,6 +109,11 @@ class Fp8Tensor(_OneScaleForHalves):
     multiple = 16
     flags: ClassVar[dict[str, bool]] = {}
 
+    def __init__(self, experts: Experts) -> None:
+        super().__init__(experts)
+        self._has_own_inputs: bool | None = None
+        self._choices = self.problem.top_k
+
     def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Scales of both products and of both inputs, as FlashInfer multiplies them."""
         assert weights.w2_scale is not None and weights.a13_scale is not None and weights.a2_scale is not None
@@ -108,6 +128,8 @@ class Fp8Tensor(_OneScaleForHalves):
             "second_dequant": weights.w2_scale.float() * a2_scale,
         }
         input_scale = weights.a13_scale.float().clone()
+        # Workspaces are asked for without weights. Once they had to be larger they stay so.
+        self._has_own_inputs = bool(input_scale.dim()) or bool(self._has_own_inputs)
         if input_scale.dim():
             return {**per_expert, "input_scale": input_scale}, {"unit": input_scale.new_ones(())}
         return per_expert, {"input_scale": input_scale}
@@ -127,30 +149,37 @@ class Fp8Tensor(_OneScaleForHalves):
         return {"x_dtype": e4m3, "weight_dtype": e4m3, "output_dtype": self.problem.torch_dtype}
 
     def _library_bytes(self, num_tokens: int) -> int:
-        # Which way a layer takes is known from its weights, and the workspaces are asked for without them.
-        num_routes = num_tokens * self.problem.top_k
-        return max(self.bytes_for(num_tokens, self.problem.top_k), self.bytes_for(num_routes, 1))
+        of_tokens = self.bytes_for(num_tokens, self.problem.top_k)
+        if self._has_own_inputs is False:
+            return of_tokens
+        return max(of_tokens, self.bytes_for(num_tokens * self.problem.top_k, 1))
 
-    def pieces(self, num_tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        shape = (num_tokens * self.problem.top_k, self.hidden)
+    def pieces(self, num_tokens: int) -> Pieces:
+        return self._pieces_of(num_tokens if self._has_own_inputs is False else num_tokens * self.problem.top_k)
+
+    def _pieces_of(self, num_rows: int) -> Pieces:
+        shape = (num_rows, self.hidden)
         return [(shape, torch.float8_e4m3fn), (shape, self.problem.torch_dtype)]
+
+    @property
+    def choices(self) -> int:
+        return self._choices
 
     def make_rows(self, call: Call) -> Rows:
         """Codes of the tokens, or of every route."""
         inputs, weights = call.inputs, call.weights
         ids, topk_weights = self.local_ids(call), inputs.topk_weights
-        codes, out = self.cut(call)
         if "input_scale" in weights.shared:
-            num_rows, scale, source = ids.shape[0], weights["input_scale"], inputs.hidden_states
+            scale, source = weights["input_scale"], inputs.hidden_states
         else:
-            num_rows = ids.numel()
             # Routes without a local expert are skipped, whatever their codes.
             of_routes = ids.clamp(0, self.problem.num_local_experts - 1).long().view(-1)
             scale = weights["input_scale"].index_select(0, of_routes)[:, None]
             source = inputs.hidden_states.repeat_interleave(ids.shape[1], 0)
             ids, topk_weights = ids.view(-1, 1), topk_weights.reshape(-1, 1)
         hidden_size = self.problem.hidden_size
-        codes, out = codes[:num_rows], out[:num_rows]
+        self._choices = ids.shape[1]
+        codes, out = cut_from(call.workspace2, self._pieces_of(ids.shape[0]))
         codes[:, :hidden_size] = (source.float() / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(codes.dtype)
         codes[:, hidden_size:].view(torch.uint8).zero_()
         return Rows(codes, ids, topk_weights, out)
@@ -160,67 +189,6 @@ class Fp8Tensor(_OneScaleForHalves):
         if rows.ids.shape[1] != self.problem.top_k:
             result = result.view(-1, self.problem.top_k, result.shape[1]).sum(1, dtype=torch.float32)
         call.out.copy_(result)
-
-
-class Fp8Block(Cutlass):
-    """e4m3 weights in blocks of 128 x 128, and tokens quantized inside in groups of 128.
-
-    The products are compiled by nvcc at run time, for each shape and range of tokens, and kept on disk.
-    """
-
-    multiple = 128
-    flags: ClassVar[dict[str, bool]] = {"use_deepseek_fp8_block_scale": True}
-    has_tactics = False
-
-    def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Blocks of up rows first, as their weights."""
-        assert weights.w13_scale is not None and weights.w2_scale is not None
-        sizes = {
-            "w13_scale": (weights.w13_scale, self.intermediate // 128, self.hidden // 128, self.num_halves),
-            "w2_scale": (weights.w2_scale, self.hidden // 128, self.intermediate // 128, 1),
-        }
-        scales = {
-            name: arrange(scale.clamp(min=_SMALLEST_BLOCK_SCALE), rows, columns, halves)
-            for name, (scale, rows, columns, halves) in sizes.items()
-        }
-        return {**self.matrices(weights), **scales}, {}
-
-    def quant_scales(self, weights: PermutedWeights) -> list[torch.Tensor]:
-        return [weights["w13_scale"], weights["w2_scale"]]
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        return {**super().dtypes, "weight_dtype": torch.float8_e4m3fn}
-
-    @functools.cached_property
-    def _compiled(self) -> set[int]:
-        """Buckets of tokens that a call has been made for."""
-        return set()
-
-    def run(self, call: Call) -> None:
-        bucket = bucket_of(call.inputs.hidden_states.shape[0])
-        if bucket in self._compiled:
-            super().run(call)
-            return
-        folder = deepgemm_folder()
-        what = f"compiling FlashInfer's fp8 block kernels for {bucket} to {2 * bucket - 1} tokens with nvcc"
-        if call.out.is_cuda and torch.cuda.is_current_stream_capturing():
-            logger.warning("%s while a CUDA graph is captured, which may fail; call the layer once before", what)
-        seconds = _AGAIN_SECONDS if self._has_some(folder) else _FIRST_SECONDS
-        with long_wait(what, seconds, f"once for each layer shape, kept in {folder}"):
-            super().run(call)
-        self._compiled.add(bucket)
-
-    def _has_some(self, folder: Path) -> bool:
-        """Whether kernels of both products were compiled before, for some number of tokens."""
-        sizes = ((self.num_halves * self.intermediate, self.hidden), (self.hidden, self.intermediate))
-        return all(any(folder.glob(f"gemm_*{rows}_{depth}_*")) for rows, depth in sizes)
-
-
-def deepgemm_folder() -> Path:
-    """Where the part of FlashInfer that compiles at run time keeps its kernels."""
-    named = os.environ.get("TRTLLM_DG_CACHE_DIR")
-    return (Path(named) if named else Path.home() / ".tensorrt_llm") / "cache"
 
 
 class Mxfp4W4A16(Cutlass):
@@ -299,7 +267,7 @@ class Mxfp8Activations(_ScaledByHardware):
         weight = torch.int64 if self._is_packed else e4m3
         return {"x_dtype": e4m3, "weight_dtype": weight, "output_dtype": self.problem.torch_dtype}
 
-    def pieces(self, num_tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def pieces(self, num_tokens: int) -> Pieces:
         return [
             ((num_tokens, self.hidden), torch.float8_e4m3fn),
             ((num_tokens, self.hidden // 32), torch.uint8),

@@ -10,6 +10,7 @@ _SOURCES: Final = "moereg/backends/_flashinfer/"
 _CUTLASS: Final = "tests/backends/test_flashinfer_cutlass.py::"
 _LAYOUTS: Final = "tests/backends/test_flashinfer_cutlass_layouts.py::"
 _TACTICS: Final = "tests/backends/test_flashinfer_tactics.py::"
+_PACKAGE: Final = "tests/backends/test_flashinfer_package.py::"
 _BUILDING: Final = "tests/backends/test_flashinfer_building.py::"
 
 MUTANTS: Final = (
@@ -103,6 +104,48 @@ MUTANTS: Final = (
         old="found = self._store.pin(key, self._nearest(bucket))",
         new="return self._nearest(bucket)",
         tests=(f"{_TACTICS}test_a_process_stays_with_what_a_capture_took",),
+    ),
+    Mutant(
+        "tactics are timed on whatever the first call brings",
+        _SOURCES + "cutlass.py",
+        old="return CallTimer(functools.partial(_call, function, drawn), rows.out)",
+        new="return CallTimer(functools.partial(_call, function, arguments), rows.out)",
+        tests=(f"{_CUTLASS}test_tactics_are_timed_on_drawn_rows[unquantized]",),
+    ),
+    Mutant(
+        "FlashInfer's fp8 blocks get the memory of the first call",
+        _SOURCES + "cutlass_blocks.py",
+        old="    def buffer(self, call: Call) -> torch.Tensor | None:\n        return None\n",
+        new="    def buffer(self, call: Call) -> torch.Tensor | None:\n        return super().buffer(call)\n",
+        tests=(f"{_CUTLASS}test_few_tokens_after_many_of_any_layer",),
+    ),
+    Mutant(
+        "kernels of 31 tokens are taken for those of 32",
+        _SOURCES + "cutlass_blocks.py",
+        old="_LIMITS: Final = (32, 64, 1024)",
+        new="_LIMITS: Final = ()",
+        tests=(f"{_CUTLASS}test_tokens_that_share_their_kernels[h200]",),
+    ),
+    Mutant(
+        "block scales that Hopper makes NaN of are handed on",
+        _SOURCES + "cutlass_blocks.py",
+        old="    if not is_small.any():\n",
+        new="    if True:\n",
+        tests=(f"{_CUTLASS}test_block_scales_that_are_too_small_for_the_kernels_go_into_the_codes",),
+    ),
+    Mutant(
+        "a ratio of scales is 0 or infinite",
+        _SOURCES + "cutlass_quantized.py",
+        old="return super().permute_weights(without_zero_scales(weights))",
+        new="return super().permute_weights(weights)",
+        tests=(f"{_CUTLASS}test_halves_whose_scale_is_zero[nvfp4-bias]",),
+    ),
+    Mutant(
+        "nobody looks at the folder of kernels that are compiled at run time",
+        _SOURCES + "package.py",
+        old='    return _unwritable(deepgemm_folder(), "TRTLLM_DG_CACHE_DIR")\n',
+        new="    return None\n",
+        tests=(f"{_PACKAGE}test_kernels_that_are_compiled_at_run_time",),
     ),
     Mutant(
         "kernels are loaded that the shared object does not hold",

@@ -1,0 +1,159 @@
+"""FlashInfer's products of 8-bit floats in blocks of 128 x 128, whose kernels nvcc compiles while a layer runs."""
+
+from __future__ import annotations
+
+import logging
+from typing import ClassVar, Final
+
+import torch
+
+from moereg.backends._flashinfer import package
+from moereg.backends._flashinfer.cutlass import Cutlass
+from moereg.backends._flashinfer.cutlass_layouts import arrange
+from moereg.backends._loaded import Call
+from moereg.waiting import long_wait
+from moereg.weights import ExpertWeights, PermutedWeights
+
+__all__ = ["Fp8Block"]
+
+logger: Final = logging.getLogger("moereg")
+
+# Not measured: two products at about 10 s of nvcc each. Where a shape has kernels for other numbers of tokens, these
+# may do.
+_FIRST_SECONDS: Final = 20.0
+_AGAIN_SECONDS: Final = 2.0
+
+_SMALLEST_SCALE: Final = 1e-10
+"""Kernels for Hopper make NaN of block scales near 1e-23."""
+
+# Numbers of tokens from which on other tiles are taken.
+_LIMITS: Final = (32, 64, 1024)
+
+_CALLED: Final[set[tuple[object, ...]]] = set()
+"""Products of this process whose kernels are compiled and loaded: device, sizes, and what tiles depend on."""
+
+
+def tokens_of_tiles(num_tokens: int) -> tuple[int, int]:
+    """The range of tokens that a number of tokens shares its kernels with, for each product.
+
+    The kernel is chosen by how many tiles the tokens make. Below 32 tokens (64 on a device of 78 multiprocessors) they
+    lie along tiles that are 16 to 128 wide in steps of 8; above, along tiles that are 64 high up to 64 tokens, and 128
+    for more. From 1,024 on, the tiles of one expert are fetched for two multiprocessors at once.
+
+    Args:
+        num_tokens: T.
+
+    Returns:
+        The least and the most of them.
+    """
+    step = 8 if num_tokens <= 64 else 128
+    first = (num_tokens - 1) // step * step + 1
+    last = first + step - 1
+    first = max(first, 65) if step == 128 else first
+    if last in _LIMITS:
+        return (last, last) if num_tokens == last else (first, last - 1)
+    return first, last
+
+
+def lifted(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales with no scale below the least that the kernels take.
+
+    A scale is raised by a power of two, and its codes lowered by the same one. So numbers stay what they are, but for
+    codes that leave the format at its small end: those are rounded, by at most 2e-13 of a weight. Blocks of larger
+    scales keep their codes. Raising the scales alone would make weights of 1e-9 out of some of 1e-22.
+
+    Args:
+        codes: [E,R,C] e4m3.
+        scale: [E,R / 128,C / 128] fp32, rounded up.
+
+    Returns:
+        The given tensors where no scale is that small.
+    """
+    is_small = scale < _SMALLEST_SCALE
+    if not is_small.any():
+        return codes, scale
+    # Codes lowered by 30 are 0, as all codes of a scale of 0 may be.
+    steps = (_SMALLEST_SCALE / scale).log2().ceil().clamp(0, 30)
+    found, (rows, columns) = codes.clone(), codes.shape[1:]
+    for expert in is_small.flatten(1).any(1).nonzero().view(-1).tolist():
+        factor = (-steps[expert]).exp2()  # 1 where a scale is large enough, which changes no code.
+        of_codes = factor.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        found[expert] = (codes[expert].float() * of_codes).to(codes.dtype)
+    return found, (scale * steps.exp2()).clamp(min=_SMALLEST_SCALE)
+
+
+class Fp8Block(Cutlass):
+    """e4m3 weights in blocks of 128 x 128, and tokens quantized inside in groups of 128.
+
+    The products are compiled by nvcc at run time, for each shape and range of tokens, and kept on disk.
+    """
+
+    multiple = 128
+    flags: ClassVar[dict[str, bool]] = {"use_deepseek_fp8_block_scale": True}
+    has_tactics = False
+
+    def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Blocks of up rows first, as their weights."""
+        assert weights.w13_scale is not None and weights.w2_scale is not None
+        w13, w13_scale = lifted(weights.w13, weights.w13_scale)
+        w2, w2_scale = lifted(weights.w2, weights.w2_scale)
+        return {
+            "w13": arrange(w13, self.intermediate, self.hidden, self.num_halves),
+            "w2": arrange(w2, self.hidden, self.intermediate),
+            "w13_scale": arrange(w13_scale, self.intermediate // 128, self.hidden // 128, self.num_halves),
+            "w2_scale": arrange(w2_scale, self.hidden // 128, self.intermediate // 128),
+        }, {}
+
+    def quant_scales(self, weights: PermutedWeights) -> list[torch.Tensor]:
+        return [weights["w13_scale"], weights["w2_scale"]]
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {**super().dtypes, "weight_dtype": torch.float8_e4m3fn}
+
+    # FlashInfer's runner of blocks is one for the whole process and asks, in a call of few tokens, for what the largest
+    # call of any layer needed. No size that is known before a call stays large enough, so FlashInfer takes its own
+    # memory, which torch's allocator gives it, in a capture from the graph's pool.
+
+    def _library_bytes(self, num_tokens: int) -> int:
+        return 0
+
+    def buffer(self, call: Call) -> torch.Tensor | None:
+        return None
+
+    def run(self, call: Call) -> None:
+        num_tokens = call.inputs.hidden_states.shape[0]
+        least, most = tokens_of_tiles(num_tokens)
+        # How many tiles all experts make depends on their number too.
+        key = (call.out.device, self.problem.num_local_experts, *self._sizes, least)
+        if key in _CALLED:
+            super().run(call)
+            return
+        folder = package.deepgemm_folder() / "cache"
+        tokens = f"{least} to {most}" if most > least else f"{least}"
+        if is_capturing(call.out):
+            logger.warning(
+                "FlashInfer's fp8 block kernels for %s tokens are looked for, and where they are missing compiled with "
+                "nvcc, while a CUDA graph is captured, which may fail; call the layer with %d tokens once before",
+                tokens, num_tokens,
+            )  # fmt: skip
+        has_some = all(any(folder.glob(f"gemm_*{rows}_{depth}_*")) for rows, depth in self._sizes)
+        what = (
+            f"loading FlashInfer's fp8 block kernels for {tokens} tokens, with about 10 s of nvcc for a missing one,"
+            if has_some
+            else f"compiling FlashInfer's fp8 block kernels for {tokens} tokens with nvcc"
+        )
+        with long_wait(what, _AGAIN_SECONDS if has_some else _FIRST_SECONDS, f"kept in {folder} for each layer shape"):
+            super().run(call)
+        _CALLED.add(key)
+
+    @property
+    def _sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Rows and depth of both products."""
+        return (self.num_halves * self.intermediate, self.hidden), (self.hidden, self.intermediate)
+
+
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph is being captured on the current stream of a tensor's device."""
+    with torch.cuda.device_of(tensor):
+        return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
