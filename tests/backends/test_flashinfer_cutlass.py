@@ -266,6 +266,21 @@ def test_halves_whose_scale_is_zero(quant, has_bias):
     assert torch.equal(weights.w13.view(torch.uint8), before)
 
 
+@pytest.mark.parametrize(("factor", "fits"), [(0.1, True), (1e-4, False), (1e4, False)], ids=["near", "less", "more"])
+def test_scales_that_differ_much_do_not_go_with_float16(factor, fits):
+    problem = _problem("fp8_tensor_static", dtype="float16")
+    weights = _fp8_weights(problem, separate_halves=True)
+    weights.w13_scale[1, 1] = weights.w13_scale[1, 0] * factor
+    if fits:
+        error, bound, _ = _run(problem, weights)
+        assert error <= bound
+        return
+    with pytest.raises(
+        ValueError, match=r"which leaves float16 where they differ by more than 32, got .*; quantize bo"
+    ):
+        _run(problem, weights)
+
+
 def test_scales_that_differ_do_not_go_with_a_clamp():
     problem = _problem("fp8_tensor_static", activation="swigluoai")
     with pytest.raises(ValueError, match=r"^FlashInfer's kernels take one scale for gate and up rows where the activ"):

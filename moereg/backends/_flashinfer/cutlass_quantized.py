@@ -18,6 +18,9 @@ __all__ = ["Fp8Tensor", "Mxfp4W4A16", "Mxfp8Activations", "Nvfp4"]
 
 _E4M3_MAX: Final = 448.0
 
+_MOST_STEPS: Final = 5
+"""Powers of two by which numbers around 1 may be moved in float16."""
+
 
 def up_share(weights: ExpertWeights, activation: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The scale of w13 that FlashInfer takes, one an expert, and what the up rows lack of theirs.
@@ -89,9 +92,24 @@ class _OneScaleForHalves(Cutlass):
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         return super().permute_weights(without_zero_scales(weights))
 
+    def up_share(self, weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the function; up rows come to float16 without their share, whose range is small.
+
+        Raises:
+            ValueError: As the function, or a share is far from 1 in float16.
+        """
+        scale, up = up_share(weights, self.problem.activation)
+        if up is not None and self.problem.dtype == "float16" and float(up.log2().abs().max()) > _MOST_STEPS:
+            raise ValueError(
+                f"FlashInfer's kernels take one scale for gate and up rows, which leaves float16 where they differ by "
+                f"more than {2**_MOST_STEPS}, got {float(up.min()):.3g} to {float(up.max()):.3g}; quantize both halves "
+                "with one, use bfloat16, or deny this backend"
+            )
+        return scale, up
+
     def _biases(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
         biases = super()._biases(weights)
-        _, up = up_share(weights, self.problem.activation)
+        _, up = self.up_share(weights)
         if biases and up is not None:
             # What the up rows come to is divided by what their scale lacks, and so has to be their bias.
             of_up = biases["w13_bias"][:, : self.intermediate]
@@ -118,7 +136,7 @@ class Fp8Tensor(_OneScaleForHalves):
         """Scales of both products and of both inputs, as FlashInfer multiplies them."""
         assert weights.w2_scale is not None and weights.a13_scale is not None and weights.a2_scale is not None
         num_experts = weights.num_experts
-        w13_scale, up = up_share(weights, self.problem.activation)
+        w13_scale, up = self.up_share(weights)
         a2_scale = _per_expert(weights.a2_scale, num_experts)
         second_quant = a2_scale.reciprocal()
         per_expert = {
@@ -304,7 +322,7 @@ class Nvfp4(_ScaledByHardware):
             )
         assert weights.w2_scale_2 is not None
         num_experts = weights.num_experts
-        w13_scale, up = up_share(weights, self.problem.activation)
+        w13_scale, up = self.up_share(weights)
         a13_scale, a2_scale = (_per_expert(scale, num_experts) for scale in (weights.a13_scale, weights.a2_scale))
         second = a2_scale.reciprocal()
         return {
