@@ -295,6 +295,7 @@ def test_cutedsl_computes_the_layer_as_its_entry_point_is_documented(
 ) -> None:
     import flashinfer.fused_moe as library
     from flashinfer.cute_dsl.utils import convert_sf_from_mma_layout
+    from flashinfer.fused_moe.cute_dsl.fused_moe import validate_w4a8_inputs
 
     problem = MoEProblem(num_experts=E, hidden_size=H, intermediate_size=I, top_k=K, quant=quant)
     signature = inspect.signature(library.cute_dsl_fused_moe)
@@ -306,6 +307,10 @@ def test_cutedsl_computes_the_layer_as_its_entry_point_is_documented(
         bound.apply_defaults()
         given = dict(bound.arguments)
         assert given["quant_mode"] == {"nvfp4": "w4a4", "nvfp4_w4a16": "w4a16"}.get(quant, "w4a8")
+        if not is_nvfp4:
+            # What FlashInfer's function checks first.
+            names = ("x", "x_sf", "token_final_scales", "w1_weight", "w1_weight_sf", "w2_weight", "w2_weight_sf")
+            validate_w4a8_inputs(*(given[name] for name in names))
         number = (lambda scale: scale.float()) if is_nvfp4 else _powers
         tokens = given["x"].float() if given["x"].dtype != torch.uint8 else _codes(given["x"])
         if given["x_sf"] is not None:

@@ -42,6 +42,9 @@ def _activation_type(name: str) -> int:
 
 def _scale_blocks(weights: ExpertWeights, matrix: str, halves: int) -> torch.Tensor:
     scale = weights.tensors()[f"{matrix}_scale"]
+    if scale.dtype == torch.float8_e8m0fnu:
+        # FlashInfer takes powers of two as bytes, and refuses torch's dtype of them.
+        scale = scale.view(torch.uint8)
     grouped = shuffles.grouped_halves(scale, _HALVES) if halves == 2 else scale
     return shuffles.each_expert(grouped, shuffles.swizzled_scales)
 
