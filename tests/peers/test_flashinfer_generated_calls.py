@@ -29,6 +29,7 @@ from moereg.experts import Experts
 from moereg.platforms import Platform
 from moereg.reference import calibrate_activation_scales
 from moereg.testing.interpreter import patch_interpreter
+from tests.support.tensors import unaligned
 
 pytestmark = pytest.mark.peers
 
@@ -94,7 +95,8 @@ def _layer(
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     scalars: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
 ) -> None:
-    """The layer in fp32; ids outside the local experts are dropped."""
+    """The layer in fp32; ids outside the local experts are dropped. Whole vectors are stored."""
+    assert out.data_ptr() % 16 == 0
     result = torch.zeros(out.shape)
     ones = torch.ones(len(w2))
     gate_scale, up_scale, out_scale = (ones if scale is None else scale for scale in scales)
@@ -129,8 +131,7 @@ def _imitated(problem: MoEProblem, name: str) -> Callable[..., None]:
     gated = problem.activation.gated
 
     def run(given: dict[str, Any]) -> None:
-        assert given["local_expert_offset"] == 0
-        assert given["local_num_experts"] == problem.num_local_experts
+        assert (given["local_expert_offset"], given["local_num_experts"]) == (0, problem.num_local_experts)
         w13, w2, x = given["gemm1_weights"], given["gemm2_weights"], given["hidden_states"]
         s13, s2 = given.get("gemm1_weights_scale"), given.get("gemm2_weights_scale")
         if name == "trtllm_bf16_routed_moe":
@@ -161,7 +162,7 @@ def _imitated(problem: MoEProblem, name: str) -> Callable[..., None]:
         else:
             is_nvfp4 = name.startswith("trtllm_fp4") and s13.shape[-1] == H // 16
             number = (lambda scale: scale.float()) if is_nvfp4 else _powers
-            tokens = x.float() if x.dtype != torch.uint8 else _codes(x)
+            tokens = _codes(x) if x.dtype == torch.uint8 else x.float()
             if given["hidden_states_scale"] is not None:
                 tokens = tokens * _grouped(number(given["hidden_states_scale"]), H)
             matrices = []
@@ -195,13 +196,12 @@ def _weights(problem: MoEProblem) -> ExpertWeights:
     halves, count = problem.activation.num_halves, problem.num_local_experts
     w13 = torch.randn(count, halves * I, H) / H**0.5
     w13[:, :I] *= 2.0  # Gate and up differ in size, so that a swap shows.
-    weights = ExpertWeights(
+    return ExpertWeights(
         w13=w13.bfloat16(),
         w2=(torch.randn(count, H, I) / I**0.5).bfloat16(),
         w13_bias=torch.randn(count, halves * I) if problem.has_bias else None,
         w2_bias=torch.randn(count, H) if problem.has_bias else None,
     )
-    return weights
 
 
 def _inputs(problem: MoEProblem) -> ExpertInputs:
@@ -214,20 +214,26 @@ def _inputs(problem: MoEProblem) -> ExpertInputs:
     return ExpertInputs(torch.randn(T, H).bfloat16(), torch.rand(T, K), ids, expert_map=expert_map)
 
 
+def _bound(signature: inspect.Signature, given: dict[str, Any]) -> dict[str, Any]:
+    bound = signature.bind(**given)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
 def _checked(cls: type[Experts], problem: MoEProblem, static: bool) -> None:
     weights, inputs = _weights(problem), _inputs(problem)
     scales: dict[str, torch.Tensor] = {}
     if static:
         plain = dataclasses.replace(problem, quant="unquantized")
-        sample = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-        found = calibrate_activation_scales(plain, weights, *sample, problem.quant)
+        tokens, routes = inputs.hidden_states, (inputs.topk_weights, inputs.topk_ids)
+        found = calibrate_activation_scales(plain, weights, tokens, *routes, problem.quant)
         scales = dict(zip(("a13_scale", "a2_scale"), found, strict=True))
     if problem.quant.weight is not None:
         weights = quantize_weights(weights, problem.quant, **scales)
     experts = cls(problem, B200)
     permuted = experts.permute_weights(weights=weights.contiguous(), problem=problem)
     first, second = (torch.empty(shape, dtype=torch.bfloat16) for shape in experts.workspace_shapes(problem, T))
-    out = torch.empty(T, H, dtype=torch.bfloat16)
+    out = unaligned(T, H)
     experts.apply(out=out, inputs=inputs, weights=permuted, workspace13=first, workspace2=second)
     expected = reference_experts(
         problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, inputs.expert_map
@@ -281,9 +287,7 @@ def test_trtllm_computes_the_layer_as_its_entry_point_is_documented(
     signature, run = inspect.signature(getattr(library, name)), _imitated(problem, name)
 
     def entry(**given: Any) -> None:
-        bound = signature.bind(**given)
-        bound.apply_defaults()
-        run(dict(bound.arguments))
+        run(_bound(signature, given))
 
     monkeypatch.setattr(library, name, entry)
     _checked(getattr(page, cls), problem, static=problem.quant.name in ("fp8_tensor_static", "nvfp4"))
@@ -303,14 +307,10 @@ def test_cutedsl_computes_the_layer_as_its_entry_point_is_documented(
     group = 16 if is_nvfp4 else 32
 
     def entry(**given: Any) -> None:
-        bound = signature.bind(**given)
-        bound.apply_defaults()
-        given = dict(bound.arguments)
+        given = _bound(signature, given)
         assert given["quant_mode"] == {"nvfp4": "w4a4", "nvfp4_w4a16": "w4a16"}.get(quant, "w4a8")
         if not is_nvfp4:
-            # What FlashInfer's function checks first.
-            names = ("x", "x_sf", "token_final_scales", "w1_weight", "w1_weight_sf", "w2_weight", "w2_weight_sf")
-            validate_w4a8_inputs(*(given[name] for name in names))
+            validate_w4a8_inputs(**{name: given[name] for name in inspect.signature(validate_w4a8_inputs).parameters})
         number = (lambda scale: scale.float()) if is_nvfp4 else _powers
         tokens = given["x"].float() if given["x"].dtype != torch.uint8 else _codes(given["x"])
         if given["x_sf"] is not None:
@@ -323,8 +323,7 @@ def test_cutedsl_computes_the_layer_as_its_entry_point_is_documented(
         # Groups of 64 rows of up and of gate, in turn.
         up_first = matrices[0].view(E, -1, 2, 64, H).transpose(1, 2).reshape(E, 2 * I, H)
         inverse = given["fc2_input_scale"]
-        ones = torch.ones(E)
-        first, up = given["w1_alpha"], given["w1_alpha"] * (ones if inverse is None else inverse)
+        first, up = given["w1_alpha"], given["w1_alpha"] * (torch.ones(E) if inverse is None else inverse)
         scales = (first, up, given["w2_alpha"])
         routing = (given["token_selected_experts"], given["token_final_scales"])
         _layer(problem, given["moe_output"], tokens, routing, up_first, matrices[1], scales=scales)
@@ -350,6 +349,7 @@ def test_cutedsl_multiplies_each_experts_own_rows(monkeypatch: pytest.MonkeyPatc
     def grouped_quantize(*positional: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         given = quantize.bind(*positional, **named).arguments
         assert given["a_global_sf"].shape == (E,)
+        assert given["a"].data_ptr() % 16 == 0
         return given["a"].float() * given["a_global_sf"].view(E, 1, 1), given["mask"]
 
     def silu_and_mul(*positional: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -362,6 +362,7 @@ def test_cutedsl_multiplies_each_experts_own_rows(monkeypatch: pytest.MonkeyPatc
         (rows, counts), (matrix, scale) = given["lhs"], given["rhs"]
         out, options = given["out"], given["kwargs"]
         assert out.permute(2, 0, 1).is_contiguous()
+        assert out.data_ptr() % 16 == 0
         assert (given["ab_dtype"], given["sf_dtype"], given["sf_vec_size"]) == ("float4_e2m1fn", "float8_e4m3fn", 16)
         codes = _codes(matrix.permute(2, 0, 1).contiguous())
         swizzled = convert_sf_from_mma_layout(scale, codes.shape[1], codes.shape[2], E, 16).reshape(E, -1)
@@ -386,14 +387,14 @@ def test_cutedsl_multiplies_each_experts_own_rows(monkeypatch: pytest.MonkeyPatc
         torch.empty(shape, dtype=torch.bfloat16) for shape in experts.workspace_shapes(problem=problem, num_tokens=T)
     )
     counts = torch.tensor([T, 0, 1, 3], dtype=torch.int32)
-    batch = inputs.hidden_states.expand(E, T, H).contiguous()
-    out = torch.empty(E, T, H, dtype=torch.bfloat16)
-    given = dataclasses.replace(inputs, hidden_states=batch, expert_num_tokens=counts)
-    experts.apply(out=out, inputs=given, weights=permuted, workspace13=first, workspace2=second)
+    batch = unaligned(E, T, H).copy_(inputs.hidden_states)
+    out = unaligned(E, T, H)
+    inputs = dataclasses.replace(inputs, hidden_states=batch, expert_num_tokens=counts)
+    experts.apply(out=out, inputs=inputs, weights=permuted, workspace13=first, workspace2=second)
     standard = dataclasses.replace(problem, activation_format="standard", top_k=1)
     for expert, count in enumerate(counts.tolist()):
         if count:
             ids = torch.full((count, 1), expert, dtype=torch.int32)
-            rows = inputs.hidden_states[:count]
+            rows = batch[expert, :count]
             expected = reference_experts(standard, weights, rows, torch.ones(count, 1), ids)
             assert relative_error(out[expert, :count], expected) < layer_tolerance(standard, count)

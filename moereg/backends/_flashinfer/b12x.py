@@ -15,7 +15,7 @@ import torch
 from moereg.backends._flashinfer import shuffles
 from moereg.backends._flashinfer.first_call import first_call
 from moereg.backends._flashinfer.scales import one_scale
-from moereg.backends._flashinfer.scratch import Piece, carved, num_bytes
+from moereg.backends._flashinfer.scratch import Piece, aligned_result, carved, num_bytes
 from moereg.backends._loaded import Call, Implementation
 from moereg.kernels.rows.local import local_routes
 from moereg.layouts import aligned
@@ -81,7 +81,8 @@ class Standard(Implementation):
             experts,
         )
         packed = {name: weights[name] for name in (*_PACKED, _COUNTERS)}
-        with first_call("flashinfer_b12x", problem, 60.0, "nothing keeps them for the next process"):
+        waiting = first_call("flashinfer_b12x", problem, 60.0, "nothing keeps them for the next process")
+        with waiting, aligned_result(call.out) as out:
             launch_sm120_moe(
                 a=aligned(inputs.hidden_states),
                 topk_ids=scratch["topk_ids"],
@@ -95,7 +96,7 @@ class Standard(Implementation):
                 num_experts=experts,
                 top_k=problem.top_k,
                 num_local_experts=experts,
-                scatter_output=call.out,
+                scatter_output=out,
                 activation=self.activation,
                 quant_mode="w4a16",
                 _prepared_weights=W4A16PackedWeights(

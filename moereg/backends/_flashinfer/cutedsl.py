@@ -16,7 +16,7 @@ from moereg.backends._flashinfer import shuffles
 from moereg.backends._flashinfer.coded import CodedTokens
 from moereg.backends._flashinfer.first_call import first_call
 from moereg.backends._flashinfer.scales import one_for_all, one_scale
-from moereg.backends._flashinfer.scratch import Piece, carved, num_bytes
+from moereg.backends._flashinfer.scratch import Piece, aligned_result, carved, num_bytes
 from moereg.backends._loaded import Call, Implementation
 from moereg.experts import Experts
 from moereg.kernels.rows.local import local_routes
@@ -111,7 +111,8 @@ class Standard(Implementation):
                 scales = scales.unsqueeze(-1)
         from flashinfer.fused_moe import cute_dsl_fused_moe
 
-        with first_call("flashinfer_cutedsl", problem, _COMPILING_SECONDS, _KEPT):
+        waiting = first_call("flashinfer_cutedsl", problem, _COMPILING_SECONDS, _KEPT)
+        with waiting, aligned_result(call.out) as out:
             cute_dsl_fused_moe(
                 x=tokens,
                 x_sf=scales,
@@ -131,7 +132,7 @@ class Standard(Implementation):
                 output_dtype=problem.torch_dtype,
                 # Atomic additions in the second product, which mxfp8 cannot do without.
                 use_fused_finalize=self.mode == "w4a8",
-                moe_output=call.out,
+                moe_output=out,
                 activation_type=_activation_type(problem.activation.name),
                 quant_mode=self.mode,
             )
@@ -177,12 +178,13 @@ class Batched(Implementation):
         inputs, weights = call.inputs, call.weights
         counts = inputs.expert_num_tokens
         assert counts is not None
-        with first_call("flashinfer_cutedsl", self.problem, _COMPILING_SECONDS, _KEPT):
-            codes = scaled_fp4_grouped_quantize(inputs.hidden_states, counts, weights["a13_inverse"])
+        waiting = first_call("flashinfer_cutedsl", self.problem, _COMPILING_SECONDS, _KEPT)
+        with waiting, aligned_result(call.out) as out:
+            codes = scaled_fp4_grouped_quantize(aligned(inputs.hidden_states), counts, weights["a13_inverse"])
             gemm1 = call.workspace13.view(len(counts), -1, 2 * self.problem.intermediate_size)
             _masked_product(gemm1, codes, weights, "w13", counts)
             codes = silu_and_mul_scaled_nvfp4_experts_quantize(gemm1, counts, weights["a2_inverse"])
-            _masked_product(call.out, codes, weights, "w2", counts)
+            _masked_product(out, codes, weights, "w2", counts)
 
 
 def _masked_product(

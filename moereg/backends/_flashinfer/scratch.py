@@ -6,17 +6,18 @@ that function says shapes and dtypes and allocates nothing; here the pieces are 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from moereg.kernels.sizes import WORKSPACE_ALIGNMENT
-from moereg.layouts import round_up
+from moereg.layouts import ALIGNMENT, round_up
 
-__all__ = ["Piece", "carved", "carved_fields", "num_bytes", "pieces_of"]
+__all__ = ["Piece", "aligned_result", "carved", "carved_fields", "num_bytes", "pieces_of"]
 
 B = TypeVar("B")
 
@@ -56,6 +57,21 @@ def carved(memory: torch.Tensor, pieces: Mapping[str, Piece]) -> dict[str, torch
         tensors[name] = data[first : first + size].view(piece.dtype).view(piece.shape)
         first += piece.num_bytes
     return tensors
+
+
+@contextlib.contextmanager
+def aligned_result(out: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Where kernels that store whole vectors write: `out`, or memory that begins at `ALIGNMENT` and is copied to it.
+
+    Args:
+        out: Contiguous; it may begin anywhere.
+    """
+    if out.data_ptr() % ALIGNMENT == 0:
+        yield out
+        return
+    result = torch.empty_like(out)
+    yield result
+    out.copy_(result)
 
 
 def pieces_of(plan: Any) -> dict[str, Piece]:

@@ -20,7 +20,7 @@ import torch
 from moereg.backends._flashinfer import shuffles
 from moereg.backends._flashinfer.coded import CodedTokens
 from moereg.backends._flashinfer.first_call import first_call
-from moereg.backends._flashinfer.scratch import Piece, carved, num_bytes
+from moereg.backends._flashinfer.scratch import Piece, aligned_result, carved, num_bytes
 from moereg.backends._loaded import Call, Implementation
 from moereg.experts import Experts
 from moereg.kernels.rows.local import local_routes
@@ -29,6 +29,8 @@ from moereg.weights import ExpertWeights, PermutedWeights
 
 _COMPILING_SECONDS: Final = 300.0
 """A guess: nvcc compiles the launcher, and kernels are downloaded."""
+
+_KEPT: Final = "launcher and downloads are kept in FlashInfer's cache"
 
 
 class TrtLlm(Implementation):
@@ -71,9 +73,8 @@ class TrtLlm(Implementation):
             )
             tokens = self.coded_arguments(scratch, codes, scales)
         entry, options = self._call
-        with first_call(
-            "flashinfer_trtllm", problem, _COMPILING_SECONDS, "launcher and downloads are kept in FlashInfer's cache"
-        ):
+        waiting = first_call("flashinfer_trtllm", problem, _COMPILING_SECONDS, _KEPT)
+        with waiting, aligned_result(call.out) as out:
             entry(
                 topk_ids=self.routes(scratch),
                 **tokens,
@@ -87,7 +88,7 @@ class TrtLlm(Implementation):
                 local_num_experts=problem.num_local_experts,
                 routed_scaling_factor=None,
                 do_finalize=True,
-                output=call.out,
+                output=out,
                 **options,
             )
 
