@@ -316,7 +316,7 @@ class FlashInferCuTeDslExperts(_TrtLlmExperts):
         return cutedsl.Standard(self)
 
 
-@claims.cutedsl(56, "nvfp4")
+@claims.cutedsl(56, "nvfp4", probes=claims.CUTEDSL_BATCHED_PROBES)
 class FlashInferCuTeDslBatchedExperts(LoadedExperts):
     """CuTe DSL, batched format: nvfp4 with static scales of each expert."""
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.author import ExpertInputs, ExpertWeights, MoEProblem, quantize_weights
+from moereg.author import ExpertInputs, ExpertWeights, MoEProblem, PermutedWeights, quantize_weights
 from moereg.backends import flashinfer_moe as page
-from moereg.backends._flashinfer import claims
+from moereg.backends._flashinfer import claims, cutile
+from moereg.backends._loaded import Call
 from moereg.experts import Experts
 from moereg.platforms import Platform
 from moereg.quant import QuantScheme
@@ -113,3 +114,41 @@ def test_more_tokens_never_need_less_memory() -> None:
         experts = cls(layer, H200)
         sizes = [experts.workspace_shapes(problem=layer, num_tokens=tokens) for tokens in range(1, 130)]
         assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize(("cls", "quant"), [CASES[0][:2], CASES[3][:2], CASES[6][:2]], ids=["bf16", "fp8", "fp4"])
+def test_calls_of_one_kind_compile_nothing_anew(
+    cls: type[Experts], quant: str, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What FlashInfer's kernels are specialized by, constants and lengths that 16 divides, follows from the kind."""
+    for name in ("own_routes", "copy_live_rows", "clear_dead_rows"):
+        monkeypatch.setattr(cutile, name, lambda *_: None)
+    problem = MoEProblem(num_experts=16, hidden_size=H, intermediate_size=I, top_k=K, quant=quant)
+    layer = cls(problem, H200).implementation
+    matrix = torch.empty(16, H, 2 * I, dtype=torch.bfloat16)
+    weights = PermutedWeights(layer.layouts[0], dict.fromkeys(layer.weight_names, matrix))
+    kinds: dict[Any, set[tuple[Any, ...]]] = {}
+    for tokens in (*range(1, 24), *range(29, 36), 40, 44, 62, 64, 65, 70, 127, 128, 129, 256, 257, 260, 300):
+        launched.clear()
+        ids = torch.zeros(tokens, K, dtype=torch.int32)
+        x = torch.empty(tokens, H, dtype=torch.bfloat16)
+        memory = [torch.empty(shape, dtype=torch.bfloat16) for shape in layer.workspace_shapes(tokens)]
+        layer.run(Call(x, ExpertInputs(x, torch.empty(tokens, K), ids), weights, *memory))
+        kinds.setdefault(layer._sizes(tokens)[1], set()).add(_specialized(launched))
+    assert len(kinds) > 10
+    assert {len(found) for found in kinds.values()} == {1}
+
+
+def _specialized(launched: Launched) -> tuple[Any, ...]:
+    from flashinfer.fused_moe.cutile import activation, fp4, fp8, moe
+
+    modules, found = (moe, activation, fp8, fp4), []
+    for name, arguments in launched:
+        kernel = next(getattr(module, name) for module in modules if hasattr(module, name))
+        parameters = inspect.signature(kernel._annotated_function.pyfunc).parameters.values()
+        for argument, parameter in zip(arguments, parameters, strict=True):
+            if isinstance(argument, torch.Tensor):
+                found.append((name, *(length % 16 == 0 for length in argument.shape)))
+            elif "Const" in str(parameter.annotation):
+                found.append((name, argument))
+    return tuple(found)

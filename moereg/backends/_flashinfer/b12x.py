@@ -21,6 +21,7 @@ from moereg.kernels.rows.local import local_routes
 from moereg.layouts import aligned
 from moereg.weights import ExpertWeights, PermutedWeights
 
+_KEPT: Final = "nothing keeps them for the next process"
 _PACKED: Final = ("w13", "w13_scale", "w13_global_scale", "w2", "w2_scale", "w2_global_scale")
 _COUNTERS: Final = "workspace"
 """Field of FlashInfer's value that holds counters of the device and belongs to no expert."""
@@ -81,7 +82,7 @@ class Standard(Implementation):
             experts,
         )
         packed = {name: weights[name] for name in (*_PACKED, _COUNTERS)}
-        waiting = first_call("flashinfer_b12x", problem, 60.0, "nothing keeps them for the next process")
+        waiting = first_call("flashinfer_b12x", problem, 60.0, _KEPT, on=call.out)
         with waiting, aligned_result(call.out) as out:
             launch_sm120_moe(
                 a=aligned(inputs.hidden_states),

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from moereg.backends._flashinfer.downloads import has_generated_headers, has_generated_kernels
 from moereg.backends._flashinfer.package import REQUIRES, built_module, can_be_imported, has_compiler
 from moereg.backends._flashinfer.tileiras import CUDA_TILE, can_compile_tiles
 from moereg.experts import Experts
@@ -13,6 +14,7 @@ from moereg.facts import Facts, NarrowedFacts
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quant import WHOLE, QuantFormat, QuantScheme
+from moereg.registration import Probe
 from moereg.registry import register_moe_backend
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ Decorator = Callable[[type[Experts]], type[Experts]]
 __all__ = [
     "B12X_FACTS",
     "CUTEDSL_BATCHED_FACTS",
+    "CUTEDSL_BATCHED_PROBES",
     "CUTEDSL_FACTS",
     "CUTEDSL_PROBES",
     "CUTEDSL_REQUIRES",
@@ -65,12 +68,14 @@ _FACTS: Final = Facts(
     activation_formats=frozenset({"standard"}),
     dtypes=frozenset({"bfloat16"}),
     placements=frozenset({"contiguous", "map"}),
-    graph_capture=True,
 )
 
 CUTILE_FACTS: Final = dataclasses.replace(
     _FACTS,
     activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
+    # FlashInfer says so of the buffers, which are ours, and nothing else is allocated or waited for. A size that was
+    # never called compiles; `first_call` warns of that.
+    graph_capture=True,
     # A stable sort, no atomic addition, and a sum in the order of a token's choices.
     deterministic=True,
     # Copies of tiles begin at multiples of 16 bytes.
@@ -88,6 +93,8 @@ CUTILE_PROBES: Final = (can_be_imported, can_compile_tiles)
 
 TRTLLM_FACTS: Final = dataclasses.replace(
     _FACTS,
+    # FlashInfer's tuner captures each of these entry points to time it.
+    graph_capture=True,
     # FlashInfer checks the latter; scales of blocks and groups need both.
     requires_multiple={"hidden_size": 128, "intermediate_size": 128},
 )
@@ -106,14 +113,18 @@ TRTLLM_INTEGER_FACTS: Final = dataclasses.replace(
 )
 
 CUTEDSL_FACTS: Final = dataclasses.replace(
-    # FlashInfer has scalars and a clamp here too; vLLM does not use them, and no machine has shown what they mean.
     TRTLLM_FACTS,
+    # FlashInfer sends those who capture to another interface, which keeps its buffers.
+    graph_capture=False,
+    # It has scalars and a clamp here too; vLLM does not use them, and no machine has shown what they mean.
     activations=frozenset({"silu", "gelu_tanh", "relu2"}),
     activation_scalars=False,
     swiglu_limit=False,
 )
 CUTEDSL_BATCHED_FACTS: Final = dataclasses.replace(
     TRTLLM_FACTS,
+    # FlashInfer says nothing of it, and no machine has shown it.
+    graph_capture=False,
     # The only one with a kernel that applies it and quantizes.
     activations=frozenset({"silu"}),
     activation_scalars=False,
@@ -139,26 +150,44 @@ _MOST_EXPERTS: Final = 2048
 _MOST_CHOICES: Final = 32
 """What TensorRT-LLM's kernels that sort routes are compiled for."""
 
+_STRICT_LAUNCHER: Final = frozenset({"fp8_block128", "mxfp8"})
+"""Schemes whose launcher checks numbers of experts for a routing of its own, also where routes are given."""
+
 
 def _has_launcher(platform: Platform) -> str | None:
-    """Probe: what the launcher of TensorRT-LLM's kernels lacks, unless it was built before."""
-    target = f"{platform.arch.removeprefix('sm')}a"
-    return None if built_module("fused_moe_trtllm_sm100", target) else has_compiler(platform)
+    """Probe: what the launcher of TensorRT-LLM's kernels and the kernels lack."""
+    return _lacks(platform, "fused_moe_trtllm_sm100") or has_generated_headers() or has_generated_kernels()
 
 
 def _has_sort(platform: Platform) -> str | None:
-    """Probe: what the sort of routes lacks, unless it was built before."""
+    """Probe: what the sort of routes lacks; it includes headers of TensorRT-LLM's kernels."""
+    return _lacks(platform, "moe_utils") or has_generated_headers()
+
+
+def _has_quantizer(platform: Platform) -> str | None:
+    """Probe: what the quantization of each expert's rows lacks."""
+    return _lacks(platform, f"fp4_quantization_{platform.arch.removeprefix('sm')}")
+
+
+def _lacks(platform: Platform, module: str) -> str | None:
+    """Why a module that was not built before cannot be compiled, or None."""
     target = f"{platform.arch.removeprefix('sm')}a"
-    return None if built_module("moe_utils", target) else has_compiler(platform)
+    return None if built_module(module, target) else has_compiler(platform)
 
 
 TRTLLM_PROBES: Final = (can_be_imported, _has_launcher)
 CUTEDSL_PROBES: Final = (can_be_imported, _has_sort)
+CUTEDSL_BATCHED_PROBES: Final = (can_be_imported, _has_quantizer)
 
 
 def trtllm_reasons(problem: MoEProblem) -> list[str]:
-    """Sizes that TensorRT-LLM's sort of routes is not compiled for."""
+    """Sizes that TensorRT-LLM's sort of routes is not compiled for, or that a launcher refuses."""
     reasons = []
+    if problem.quant.name in _STRICT_LAUNCHER:
+        if problem.num_experts % 4:
+            reasons.append(f"requires num_experts % 4 == 0, got {problem.num_experts}")
+        if problem.top_k >= problem.num_experts:
+            reasons.append(f"requires top_k < num_experts, got {problem.top_k} of {problem.num_experts}")
     if problem.num_experts > _MOST_EXPERTS:
         reasons.append(f"requires num_experts <= {_MOST_EXPERTS}, got {problem.num_experts}")
     if problem.top_k > _MOST_CHOICES:
@@ -195,7 +224,9 @@ def trtllm(scheme: str, *platforms: str, opt_in: bool = True, **facts: Unpack[Na
     )
 
 
-def cutedsl(priority: int, *schemes: str, opt_in: bool = True) -> Decorator:
+def cutedsl(
+    priority: int, *schemes: str, opt_in: bool = True, probes: tuple[Probe, ...] = CUTEDSL_PROBES
+) -> Decorator:
     """A rectangle of `flashinfer_cutedsl`, opt-in until it ran on its platforms."""
     return register_moe_backend(
         name="flashinfer_cutedsl",
@@ -203,7 +234,7 @@ def cutedsl(priority: int, *schemes: str, opt_in: bool = True) -> Decorator:
         quant_schemes=schemes,
         platforms=_BLACKWELL,
         requires=CUTEDSL_REQUIRES,
-        probes=CUTEDSL_PROBES,
+        probes=probes,
         opt_in=opt_in,
     )
 

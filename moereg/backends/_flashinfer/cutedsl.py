@@ -111,7 +111,7 @@ class Standard(Implementation):
                 scales = scales.unsqueeze(-1)
         from flashinfer.fused_moe import cute_dsl_fused_moe
 
-        waiting = first_call("flashinfer_cutedsl", problem, _COMPILING_SECONDS, _KEPT)
+        waiting = first_call("flashinfer_cutedsl", problem, _COMPILING_SECONDS, _KEPT, on=call.out)
         with waiting, aligned_result(call.out) as out:
             cute_dsl_fused_moe(
                 x=tokens,
@@ -178,7 +178,7 @@ class Batched(Implementation):
         inputs, weights = call.inputs, call.weights
         counts = inputs.expert_num_tokens
         assert counts is not None
-        waiting = first_call("flashinfer_cutedsl", self.problem, _COMPILING_SECONDS, _KEPT)
+        waiting = first_call("flashinfer_cutedsl", self.problem, _COMPILING_SECONDS, _KEPT, on=call.out)
         with waiting, aligned_result(call.out) as out:
             codes = scaled_fp4_grouped_quantize(aligned(inputs.hidden_states), counts, weights["a13_inverse"])
             gemm1 = call.workspace13.view(len(counts), -1, 2 * self.problem.intermediate_size)

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import abc
 import functools
+import logging
+from collections.abc import Hashable
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from moereg.activations import Activation
+from moereg.backends._flashinfer.cutile_sizes import SORTED_ROUTES, Tile, Tiles, compiled_for
 from moereg.backends._flashinfer.first_call import first_call
 from moereg.backends._flashinfer.scales import one_scale
 from moereg.backends._flashinfer.scratch import Piece, carved, carved_fields, num_bytes, pieces_of
@@ -28,8 +31,10 @@ from moereg.layouts import aligned
 from moereg.quant import QuantFormat
 from moereg.weights import ExpertWeights, PermutedWeights
 
+logger: Final = logging.getLogger("moereg")
+
 _PLANS: Final = 128
-"""Sizes of calls whose scratch memory is remembered."""
+"""Sizes of calls whose tiles and scratch memory are remembered."""
 
 
 class Kernels(NamedTuple):
@@ -38,22 +43,6 @@ class Kernels(NamedTuple):
     run_moe: Any
     allocate_workspace: Any
     gemm_config: Any
-
-
-class Tile(NamedTuple):
-    """Columns, reduced columns and programs at a time of a grouped product, as FlashInfer's GemmConfig has them."""
-
-    tile_n: int
-    tile_k: int
-    occupancy: int
-
-
-class Tiles(NamedTuple):
-    """Rows of a tile, and the tiles of both products."""
-
-    rows: int
-    gemm1: Tile
-    gemm2: Tile
 
 
 class _CuTile(Implementation):
@@ -70,6 +59,7 @@ class _CuTile(Implementation):
         super().__init__(experts)
         self.arch = int(self.platform.arch.removeprefix("sm"))
         self._plan = functools.lru_cache(maxsize=_PLANS)(self._planned)
+        self._sizes = functools.lru_cache(maxsize=_PLANS)(self._sized)
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """FlashInfer's buffers, and the routes."""
@@ -96,8 +86,11 @@ class _CuTile(Implementation):
         if self.spans_tokens:
             copy_live_rows(routes["hidden_states"], hidden_states, routes["is_live"])
             hidden_states = routes["hidden_states"]
-        tiles = self.tiles(num_tokens * problem.top_k)
-        with first_call("flashinfer_cutile", problem, _COMPILING_SECONDS, f"they are kept in {_CACHE}"):
+        _say_that_tiles_are_untuned()
+        tiles, size = self._sizes(num_tokens)
+        with first_call(
+            "flashinfer_cutile", problem, _COMPILING_SECONDS, _KEPT, on=call.out, size=size, size_seconds=_SIZE_SECONDS
+        ):
             self.kernels.run_moe(
                 hidden_states,
                 routes["topk_ids"],
@@ -153,6 +146,11 @@ class _CuTile(Implementation):
         """Of an even routing, rounded up."""
         return -(-num_routes // self.problem.num_local_experts)
 
+    def _sized(self, num_tokens: int) -> tuple[Tiles, Hashable]:
+        """Tiles of a call, and what its kernels are compiled for."""
+        tiles = self.tiles(num_tokens * self.problem.top_k)
+        return tiles, compiled_for(self.problem, num_tokens, tiles)
+
     def _planned(self, num_tokens: int) -> Any:
         problem = self.problem
         return self.kernels.allocate_workspace(
@@ -184,7 +182,6 @@ class Bfloat16(_CuTile):
 
     block_rows = (32, 64, 128)
 
-    _SORTED_ROUTES: Final = 32768
     _SORTED_INTERMEDIATE: Final = 1024
 
     def _kernels(self) -> Kernels:
@@ -215,7 +212,7 @@ class Bfloat16(_CuTile):
 
     def _is_sorted(self, num_tokens: int) -> bool:
         long = self.problem.intermediate_size >= self._SORTED_INTERMEDIATE
-        return long and num_tokens * self.problem.top_k >= self._SORTED_ROUTES
+        return long and num_tokens * self.problem.top_k >= SORTED_ROUTES
 
 
 class Float8(_CuTile):
@@ -358,9 +355,20 @@ class Float4(_CuTile):
         }
 
 
-_CACHE: Final = "~/.cache/cutile-python"
+_KEPT: Final = "they are kept in ~/.cache/cutile-python"
 _COMPILING_SECONDS: Final = 15.0
-"""For about seven kernels, 0.2 to 5 s each on one core; other numbers of tokens may take other tiles."""
+"""For about seven kernels, 0.2 to 5 s each on one core."""
+
+_SIZE_SECONDS: Final = 5.0
+"""For those that another number of tokens does not share: mostly the sort."""
+
+
+@functools.cache
+def _say_that_tiles_are_untuned() -> None:
+    logger.warning(
+        "flashinfer_cutile runs with FlashInfer's untuned tiles, which nothing has timed for this device and layer; "
+        "time other backends beside it with moereg bench"
+    )
 
 
 def _rows_of_tile(layer: _CuTile, num_routes: int) -> int:

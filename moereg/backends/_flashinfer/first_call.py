@@ -3,32 +3,54 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Hashable, Iterator
 from typing import Final
+
+import torch
 
 from moereg.problem import MoEProblem
 from moereg.waiting import long_wait
 
 __all__ = ["first_call"]
 
-_BEGUN: Final[set[tuple[str, MoEProblem]]] = set()
-"""Backends and problems whose first call of this process has been announced."""
+logger: Final = logging.getLogger("moereg")
+
+_DONE: Final[set[tuple[str, MoEProblem, Hashable]]] = set()
+"""Backends, problems and sizes that a call of this process has gone through."""
 
 
 @contextlib.contextmanager
-def first_call(backend: str, problem: MoEProblem, seconds: float, avoid: str) -> Iterator[None]:
-    """Announces the wait of a layer's first call in a process; later calls pass.
+def first_call(
+    backend: str,
+    problem: MoEProblem,
+    seconds: float,
+    avoid: str,
+    *,
+    on: torch.Tensor,
+    size: Hashable = None,
+    size_seconds: float = 0.0,
+) -> Iterator[None]:
+    """Announces the wait of a layer's first call in a process, until one has gone through; later calls pass.
 
     Args:
         backend: Whose kernels.
         problem: The layer.
         seconds: Estimate, where nothing was compiled before.
         avoid: As in `long_wait`.
+        on: A tensor of the call, on its device: a CUDA graph that is captured there is warned of.
+        size: What kernels are compiled for besides the problem; None where for nothing.
+        size_seconds: Estimate for a further size of a problem, which shares some kernels.
     """
-    key = (backend, problem)
-    if key in _BEGUN:
+    key = (backend, problem, size)
+    if key in _DONE:
         yield
         return
-    _BEGUN.add(key)
-    with long_wait(f"compiling kernels of {backend} for {problem}", seconds, avoid):
+    tokens = f", {on.shape[-2]} tokens" if size is not None else ""
+    what = f"compiling kernels of {backend} for {problem}{tokens}"
+    if on.is_cuda and torch.cuda.is_current_stream_capturing():
+        logger.warning("%s while a CUDA graph is captured, which may fail; call the layer once before", what)
+    is_known = any(done[:2] == key[:2] for done in _DONE)
+    with long_wait(what, size_seconds if is_known else seconds, avoid):
         yield
+    _DONE.add(key)

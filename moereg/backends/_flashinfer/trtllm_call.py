@@ -73,7 +73,7 @@ class TrtLlm(Implementation):
             )
             tokens = self.coded_arguments(scratch, codes, scales)
         entry, options = self._call
-        waiting = first_call("flashinfer_trtllm", problem, _COMPILING_SECONDS, _KEPT)
+        waiting = first_call("flashinfer_trtllm", problem, _COMPILING_SECONDS, _KEPT, on=call.out)
         with waiting, aligned_result(call.out) as out:
             entry(
                 topk_ids=self.routes(scratch),
