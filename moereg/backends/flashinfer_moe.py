@@ -337,7 +337,7 @@ class _CuTileExperts(LoadedExperts):
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        return claims.scalar_reasons(problem)
+        return claims.cutile_reasons(problem)
 
 
 @claims.cutile("unquantized")

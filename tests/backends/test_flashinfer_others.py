@@ -41,6 +41,11 @@ def test_the_other_launchers_do_not(quant: str) -> None:
     assert _reasons(quant, 6, 6) == []
 
 
+def test_sizes_without_a_tile_are_reasons() -> None:
+    small = MoEProblem(num_experts=8, hidden_size=32, intermediate_size=64, top_k=2)
+    assert page.FlashInferCuTileExperts.unsupported_reasons(small, B200) == ["requires hidden_size >= 64, got 32"]
+
+
 def test_who_can_be_captured() -> None:
     names = {name for name in page.__all__ if "Cutlass" not in name}
     refused = {"FlashInferB12xExperts", "FlashInferCuTeDslBatchedExperts", "FlashInferCuTeDslExperts"}

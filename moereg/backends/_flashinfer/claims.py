@@ -47,6 +47,7 @@ __all__ = [
     "UNSCALED",
     "cutedsl",
     "cutile",
+    "cutile_reasons",
     "scalar_reasons",
     "trtllm",
     "trtllm_reasons",
@@ -150,6 +151,9 @@ _MOST_EXPERTS: Final = 2048
 _MOST_CHOICES: Final = 32
 """What TensorRT-LLM's kernels that sort routes are compiled for."""
 
+_SMALLEST: Final = 64
+"""Sizes from which on FlashInfer takes any of cuTile's tiles: it leaves out those twice as large as a matrix."""
+
 _STRICT_LAUNCHER: Final = frozenset({"fp8_block128", "mxfp8"})
 """Schemes whose launcher checks numbers of experts for a routing of its own, also where routes are given."""
 
@@ -193,6 +197,13 @@ def trtllm_reasons(problem: MoEProblem) -> list[str]:
     if problem.top_k > _MOST_CHOICES:
         reasons.append(f"requires top_k <= {_MOST_CHOICES}, got {problem.top_k}")
     return reasons
+
+
+def cutile_reasons(problem: MoEProblem) -> list[str]:
+    """Sizes that FlashInfer has no tile for, and scalars that it has no place for."""
+    sizes = {"hidden_size": problem.hidden_size, "intermediate_size": problem.intermediate_size}
+    reasons = [f"requires {name} >= {_SMALLEST}, got {size}" for name, size in sizes.items() if size < _SMALLEST]
+    return reasons + scalar_reasons(problem)
 
 
 def scalar_reasons(problem: MoEProblem) -> list[str]:
