@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -57,6 +58,15 @@ def isolated_registry() -> Iterator[BackendRegistry]:
     before = REGISTRY.snapshot()
     yield REGISTRY
     REGISTRY.restore(before)
+
+
+@pytest.fixture(autouse=True)
+def _registry_keeps_its_backends() -> Iterator[None]:
+    """Backends are loaded once in a process: who puts back an older registry takes them from every later test."""
+    yield
+    loader = getattr(sys.modules.get("moereg.discovery"), "_LOADER", None)
+    if loader is not None and loader._registry is REGISTRY and loader._statuses is not None:
+        assert REGISTRY.by_name("torch"), "the test left the registry without the backends that it had loaded"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,7 +14,7 @@ import moereg
 from moereg.discovery import current_platform, list_cells
 from moereg.platforms import Platform
 from moereg.quarantine import QuarantineRecord, change_quarantine
-from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
+from moereg.registry import BackendRegistry, register_moe_backend
 from tests.cli.command import Call, CallJson
 from tests.support.fakes import FakeExperts
 
@@ -63,7 +63,7 @@ def test_info_shows_where_a_cell_was_verified_and_where_not(call: Call, call_jso
 
 @pytest.mark.parametrize("content", ["{", '{"schema": 2, "records": [{}]}', '{"records": [{"backend": 1}]}'])
 def test_a_broken_ledger_is_a_warning(
-    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, isolated_registry: BackendRegistry
 ) -> None:
     (tmp_path / "wheel_z").mkdir()
     (tmp_path / "wheel_z" / "moereg_ledger.json").write_text(content)
@@ -72,14 +72,10 @@ def test_a_broken_ledger_is_a_warning(
     monkeypatch.syspath_prepend(str(tmp_path))
     fake = __import__("wheel_z").Fake
     del sys.modules["wheel_z"]
-    before = REGISTRY.snapshot()
-    try:
-        register_moe_backend("fake_broken_ledger", 1, ("unquantized",), ("*",))(fake)
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            code, out, _ = call("info")
-    finally:
-        REGISTRY.restore(before)
+    register_moe_backend("fake_broken_ledger", 1, ("unquantized",), ("*",))(fake)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        code, out, _ = call("info")
     assert code == 0
     assert "fake_broken_ledger" in re.sub(r"\s+", "", out)
     assert len([warning for warning in warned if "wheel_z" in str(warning.message)]) == 1
