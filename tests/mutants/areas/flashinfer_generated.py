@@ -9,6 +9,10 @@ from tests.mutants.mutant import Mutant
 _SHUFFLES: Final = "moereg/backends/_flashinfer/shuffles.py"
 _LOCAL: Final = "moereg/kernels/rows/local.py"
 _TILEIRAS: Final = "moereg/backends/_flashinfer/tileiras.py"
+_FIRST_CALL: Final = "moereg/backends/_flashinfer/first_call.py"
+_CLAIMS: Final = "moereg/backends/_flashinfer/claims.py"
+_SCRATCH: Final = "moereg/backends/_flashinfer/scratch.py"
+_OF_OTHERS: Final = "tests/backends/test_flashinfer_others.py::"
 _OF_SHUFFLES: Final = "tests/backends/test_flashinfer_shuffles.py::"
 _OF_ROUTES: Final = "tests/kernels/test_local_routes.py::"
 _OF_TILEIRAS: Final = "tests/backends/test_flashinfer_tileiras.py::"
@@ -85,5 +89,33 @@ MUTANTS: Final = (
         old="if len(releases) > 1:",
         new="if not releases:",
         tests=(f"{_OF_TILEIRAS}test_packages_of_several_releases_are_passed_over[older]",),
+    ),
+    Mutant(
+        "a call that failed counts as compiled",
+        _FIRST_CALL,
+        old="        yield\n    _DONE.add(key)",
+        new="        _DONE.add(key)\n        yield",
+        tests=(f"{_OF_OTHERS}test_a_call_that_failed_is_announced_again",),
+    ),
+    Mutant(
+        "one size announces them all",
+        _FIRST_CALL,
+        old="key = (backend, problem, size)",
+        new="key = (backend, problem, None)",
+        tests=(f"{_OF_OTHERS}test_each_size_is_announced_once",),
+    ),
+    Mutant(
+        "as many choices as experts pass a launcher that wants more",
+        _CLAIMS,
+        old="if problem.top_k >= problem.num_experts:",
+        new="if problem.top_k > problem.num_experts:",
+        tests=(f"{_OF_OTHERS}test_one_launcher_wants_four_experts_at_a_time_and_more_than_are_chosen[mxfp8]",),
+    ),
+    Mutant(
+        "a result that begins anywhere is handed on",
+        _SCRATCH,
+        old="if out.data_ptr() % ALIGNMENT == 0:\n        yield out",
+        new="if True:\n        yield out",
+        tests=(f"{_OF_OTHERS}test_a_result_that_begins_anywhere_is_written_through_one_that_does_not",),
     ),
 )
