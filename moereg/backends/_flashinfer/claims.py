@@ -235,9 +235,7 @@ def trtllm(scheme: str, *platforms: str, opt_in: bool = True, **facts: Unpack[Na
     )
 
 
-def cutedsl(
-    priority: int, *schemes: str, opt_in: bool = True, probes: tuple[Probe, ...] = CUTEDSL_PROBES
-) -> Decorator:
+def cutedsl(priority: int, *schemes: str, opt_in: bool = True, probes: tuple[Probe, ...] = CUTEDSL_PROBES) -> Decorator:
     """A rectangle of `flashinfer_cutedsl`, opt-in until it ran on its platforms."""
     return register_moe_backend(
         name="flashinfer_cutedsl",
