@@ -24,6 +24,7 @@ RESULTS = ROOT / "benches" / "results"
 DOCS = ROOT / "docs"
 PAGE = DOCS / "results.md"
 PICTURE = DOCS / "h200.svg"
+WHEELS_PICTURE = DOCS / "wheels.svg"
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -297,13 +298,8 @@ def wheels_table() -> str:
     rows = []
     for bench in document["benches"]:
         layer = f"{bench['model']} {bench['problem']['quant']}"
-        for tokens in sorted({row["tokens"] for row in bench["rows"]}):
-            times: dict[str, float] = {}
-            for row in bench["rows"]:
-                if row["tokens"] == tokens and row["passed"]:
-                    times[row["backend"]] = min(row["time_us"], times.get(row["backend"], row["time_us"]))
+        for tokens, times in pictures.fastest_times(bench).items():
             own = times.pop("triton")
-            times.pop("torch", None)
             beside = ", ".join(f"{name} {time:,.1f}" for name, time in sorted(times.items(), key=lambda item: item[1]))
             rows.append([layer, str(tokens), f"{own:,.1f}", beside, f"{min(times.values()) / own:.2f}"])
     header = ["layer", "T", "triton us", "wheels us", "best wheel / triton"]
@@ -363,6 +359,7 @@ def main() -> int:
             print(f"{name} is out of date; run python -m benches.report")
         return int(bool(old))
     pictures.draw_h200(PICTURE, _load("h200_table_bf16.json"))
+    pictures.draw_wheels(WHEELS_PICTURE, _load("h200_wheels.json"))
     for name in board.BOARDS:
         with contextlib.suppress(FileNotFoundError):
             pictures.draw_board(board.standings(board.documents(name)), DOCS / f"board_{name}.svg")
