@@ -1,6 +1,6 @@
 """Writes the tables of the docs from the stored results and the registered cells, so that no number there is typed.
 
-python -m benches.report            # rewrites docs/results.md, docs/board.md and docs/backends.md, and draws pictures
+python -m benches.report            # rewrites the pages below, and draws their pictures
 python -m benches.report --check    # names what is out of date, and exits with 1
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import pathlib
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -306,6 +308,27 @@ def wheels_table() -> str:
     return f"{_table(header, rows)}\n\n{_where(document)} {document['note']}"
 
 
+def wheels_summary() -> str:
+    """What the picture of the wheels' kernels shows, in words and as one line of numbers."""
+    document = _load("h200_wheels.json")
+    points = [
+        (name, tokens, ratio)
+        for line in pictures.wheel_ratios(document).values()
+        for tokens, ratios in line.items()
+        for name, ratio in ratios.items()
+    ]
+    ahead = [(name, tokens) for name, tokens, ratio in points if ratio < 1]
+    others = " and ".join(f"`{name}`" for name in dict.fromkeys(name for name, _ in ahead))
+    where = " and ".join(f"{tokens:,}" for tokens in sorted({tokens for _, tokens in ahead}))
+    mean = math.exp(sum(math.log(ratio) for _, _, ratio in points) / len(points))
+    text = (
+        f"Each row was measured in one process on an {document['device']}, numbers first. moereg's `triton` is the "
+        f"faster one in {len(points) - len(ahead)} of {len(points)} comparisons, {mean:.2f} times in the geometric mean"
+    )
+    text += f"; {others} is ahead in {len(ahead)}, at {where} tokens." if ahead else "."
+    return "\n".join(textwrap.wrap(text, 120))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": cpu_table,
     "full_size": full_size_table,
@@ -322,6 +345,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 PAGES: dict[pathlib.Path, Mapping[str, Callable[[], str]]] = {
+    ROOT / "README.md": {"wheels_summary": wheels_summary},
     PAGE: TABLES,
     DOCS / "board.md": board.TABLES,
     DOCS / "backends.md": which_backend.TABLES,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benches import report
+from benches import pictures, report
 
 MEASURED = {
     "schema": 1,
@@ -57,6 +57,50 @@ def test_a_table_without_its_file_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
         expected = f"before <!-- table {name} -->\n\nNot measured yet.\n\n<!-- end --> behind"
         assert report.render(page) == expected
         assert report.render(expected) == expected
+
+
+def _wheel_row(backend: str, time_us: float, tokens: int = 1, **fields: Any) -> dict[str, Any]:
+    origin = "builtin" if backend in ("triton", "torch") else "a-wheel"
+    return {"backend": backend, "tokens": tokens, "time_us": time_us, "passed": True, "origin": origin, **fields}
+
+
+def test_wheels_are_compared_with_the_fastest_class_in_the_same_process() -> None:
+    problem = {"quant": "unquantized", "dtype": "bfloat16"}
+    one = [_wheel_row("triton", 10.0), _wheel_row("triton", 8.0), _wheel_row("torch", 1.0), _wheel_row("fast", 4.0)]
+    one += [_wheel_row("fast", 6.0), _wheel_row("wrong", 1.0, passed=False)]
+    other = [
+        _wheel_row("triton", 20.0, 64),
+        _wheel_row("slow", 50.0, 64),
+        _wheel_row("triton", 5.0),
+        _wheel_row("slow", 5.0),
+    ]
+    benches = [{"model": "big", "problem": problem, "rows": rows} for rows in (one, other)]
+    found = pictures.wheel_ratios({"benches": benches})
+    assert found == {"big bfloat16": {1: {"fast": 0.5, "slow": 1.0}, 64: {"slow": 2.5}}}
+
+
+def test_the_summary_of_wheels_counts_who_is_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    rows = [
+        _wheel_row("triton", 10.0),
+        _wheel_row("fast", 5.0),
+        _wheel_row("triton", 1.0, 64),
+        _wheel_row("fast", 8.0, 64),
+    ]
+    document = {"benches": [{"model": "big", "problem": {"quant": "int8_w8a8", "dtype": "bfloat16"}, "rows": rows}]}
+    (tmp_path / "h200_wheels.json").write_text(json.dumps({**MEASURED, **document}), encoding="utf-8")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    text = " ".join(report.wheels_summary().split())
+    assert "one in 1 of 2 comparisons, 2.00 times in the geometric mean; `fast` is ahead in 1, at 1 tokens." in text
+
+
+def test_the_picture_of_wheels_is_the_one_of_the_stored_results(tmp_path: pathlib.Path) -> None:
+    pictures.draw_wheels(tmp_path / report.WHEELS_PICTURE.name, report._load("h200_wheels.json"))
+    texts = [
+        re.findall(r"<!-- (.*?) -->", path.read_text())
+        for path in (tmp_path / report.WHEELS_PICTURE.name, report.WHEELS_PICTURE)
+    ]
+    assert texts[0] == texts[1], "run python -m benches.report"
+    assert {"int8", "marlin", "humming"} <= set(re.findall(r"[a-z0-9]+", " ".join(texts[0])))
 
 
 @pytest.mark.parametrize("note", [{}, {"note": "measured before its last edit"}])

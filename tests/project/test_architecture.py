@@ -156,6 +156,12 @@ def test_what_documents_name_exists(document: Path) -> None:
     assert not broken_links(text, document.parent)
 
 
+def test_the_index_lists_every_page() -> None:
+    listed = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+    assert listed == {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert "docs/index.md" in (ROOT / "README.md").read_text()
+
+
 @pytest.mark.parametrize("document", [PAGE, ROOT / "CONTRIBUTING.md"], ids=lambda path: str(path.name))
 def test_names_in_the_text_are_names_of_the_code(document: Path) -> None:
     assert not missing_words(document.read_text())

@@ -1,0 +1,170 @@
+"""Every command and every program in the documents runs, as it is written where that is possible."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from moereg import cli, shapes
+from moereg.tuning.roofline import Ceilings
+from tests.support.console_blocks import Command, Environment, commands_in
+from tests.support.snippets import Block, blocks_of, small_models, write_layers
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # import-linter brings it
+
+ROOT: Final = Path(__file__).parents[2]
+# Whose blocks all run, as they are written, in an environment of their own.
+AS_WRITTEN: Final = {
+    "backend-authors.md": "tests/project/test_backend_authors.py",
+    "platform-authors.md": "tests/project/test_platform_authors.py",
+}
+PAGES: Final = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS: Final = [block for page in PAGES if page.name not in AS_WRITTEN for block in blocks_of(page)]
+# Blocks that hold nothing to run: trees of files, and lists that tests/project/test_architecture.py reads.
+NO_PROGRAM: Final = ("text", "layers")
+
+INSTEAD: Final = {
+    # Writes into the tree, and measures for minutes.
+    "python -m benches.board --json benches/results/board_h200.json --seconds 500": "python -m benches.board --list",
+    # Writes into the tree.
+    "python -m benches.report": "python -m benches.report --check",
+    # One check of one backend is a second, all of them a minute.
+    "moereg verify NAME --quarantine": "moereg verify torch --check rejections --quarantine",
+    # The page for authors runs all of them.
+    "moereg verify my_kernel": "moereg verify my_kernel --check float32",
+    "moereg verify NAME --unquarantine": "moereg verify torch --unquarantine",
+}
+"""What runs in a command's place."""
+
+NOT_RUN: Final = {
+    "source .venv/bin/activate": "nothing here made .venv; .ci/run runs `make demo`, and commands of that folder",
+    "moereg build-kernels flashinfer_cutlass --quant unquantized --quant fp8_block128": (
+        "compiles for half an hour; tests/cli/test_cli_build_kernels.py runs the command on an imitation"
+    ),
+    "export PYTORCH_NO_CUDA_MEMORY_CACHING=1": "belongs to the next",
+    "compute-sanitizer --tool memcheck python -m moereg.testing.one_call": "needs a GPU and CUDA's tools",
+}
+"""Commands that cannot run here, with the reason."""
+
+SLOW: Final = ("bench", "verify", "benches.board", "benches.report")
+
+
+def _commands() -> list[tuple[str, Command]]:
+    found = []
+    for block in BLOCKS:
+        if block.language == "console":
+            found += [(f"{block.name} {command.line}", command) for command in commands_in(block.text)]
+    return found
+
+
+COMMANDS: Final = _commands()
+
+
+def _needs_environment(command: Command) -> bool:
+    """Whether it installs something, or needs what another command installed."""
+    return command.line.startswith("pip ") or "my_kernel" in command.line
+
+
+def _params() -> list[Any]:
+    found = []
+    for name, command in COMMANDS:
+        if command.line not in NOT_RUN and not _needs_environment(command):
+            is_slow = bool({*SLOW} & set(command.line.split())) and not command.line.startswith("make")
+            found.append(pytest.param(command, id=name, marks=[pytest.mark.slow] if is_slow else []))
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the checkpoint that the documents name, and models whose layers are small."""
+    write_layers(tmp_path / "DIR")
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "path" / "to" / "checkpoint").symlink_to(tmp_path / "DIR")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MOEREG_QUARANTINE", str(tmp_path / "quarantine.json"))
+    monkeypatch.setattr("moereg.cli._bench.measure_ceilings", lambda dtype, device: Ceilings(0.1, 20.0, "nothing"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", _params())
+def test_a_command_does_what_it_says(
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = INSTEAD.get(command.line, command.line)
+    program, *arguments = shlex.split(line)
+    if [program, *arguments[:2]] == ["python", "-m", "moereg"]:
+        program, arguments = "moereg", arguments[2:]
+    if program == "moereg":
+        if arguments[0] != "explain":  # Which computes nothing.
+            monkeypatch.setattr(shapes, "MODEL_SHAPES", small_models())
+        code = cli.main(arguments)
+        captured = capsys.readouterr()
+        output = captured.out + captured.err
+    else:
+        known = {"make": ["make", "-n", *arguments], "python": [sys.executable, *arguments]}
+        done = subprocess.run(known[program], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+        code, output = done.returncode, done.stdout + done.stderr
+    assert code == command.code, output
+    plain = " ".join(output.split())
+    assert not [text for text in command.expected if text not in plain], output
+
+
+def _programs() -> list[Any]:
+    slow = [pytest.mark.slow]
+    return [
+        pytest.param(block, id=block.name, marks=slow if "transformers" in block.text else [])
+        for block in BLOCKS
+        if block.language == "python"
+    ]
+
+
+@pytest.mark.parametrize("block", _programs())
+def test_a_program_runs_by_itself(block: Block, folder: Path, isolated_registry: object) -> None:
+    exec(compile(block.text, block.name, "exec"), {"__name__": "__main__"})
+
+
+def test_every_block_is_run_or_holds_nothing_to_run() -> None:
+    assert {block.language for block in BLOCKS} <= {"console", "python", *NO_PROGRAM}
+    for block in BLOCKS:
+        fences = block.page.read_text().count("```")
+        assert fences == 2 * len(blocks_of(block.page)), f"{block.page.name} has a fence without a language"
+        if block.language in NO_PROGRAM:
+            hidden = re.findall(r"^\s*(?:\$ |moereg |pip |make |python ).*", block.text, re.MULTILINE)
+            assert not hidden, f"{block.name} hides commands from this test: {hidden}"
+
+
+def test_the_exceptions_are_still_in_the_documents() -> None:
+    lines = {command.line for _, command in COMMANDS}
+    assert not {*INSTEAD, *NOT_RUN} - lines
+    assert all((ROOT / path).is_file() for path in AS_WRITTEN.values())
+    assert set(AS_WRITTEN) <= {page.name for page in PAGES}
+
+
+def test_extras_that_are_installed_exist() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = set(tomllib.load(file)["project"]["optional-dependencies"])
+    named = {extra for page in PAGES for text in re.findall(r"(?:moereg|\.)\[([\w,]+)\]", page.read_text())
+             for extra in text.split(",")}  # fmt: skip
+    assert named
+    assert named <= extras
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_is_installed_runs(tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "environment")
+    for name, command in COMMANDS:
+        if _needs_environment(command):
+            command = dataclasses.replace(command, line=INSTEAD.get(command.line, command.line))
+            print(f"{name}\n{environment.run(command, tmp_path if 'my' in command.line else ROOT)}")
+    assert "my_kernel" in environment.run(Command("moereg info", 0, ()), tmp_path)
