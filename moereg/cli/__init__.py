@@ -13,14 +13,34 @@ import typer
 
 from moereg._version import __version__
 from moereg.cli._author_commands import build_kernels, new_backend, verify
-from moereg.cli._exits import BAD_INPUT, BROKEN_PIPE, EXIT_CODES, INTERNAL_ERROR, INTERRUPTED, OK, OUTPUT_LOST
+from moereg.cli._exits import (
+    BAD_INPUT,
+    BROKEN_PIPE,
+    EXIT_CODES,
+    INTERNAL_ERROR,
+    INTERRUPTED,
+    NOTHING_FITS,
+    OK,
+    OUTPUT_LOST,
+    WRONG_NUMBERS,
+)
 from moereg.cli._layer_commands import bench, explain, info, run
 from moereg.cli._output import print_error, warnings_on_one_line
 from moereg.cli._streams import OutputLostError, guarded_streams
 from moereg.errors import MoeregError, MoeregWarning, described, is_lack_of_memory, one_line
 from moereg.waiting import Advance, waits_shown_by
 
-__all__ = ["main"]
+__all__ = [
+    "BAD_INPUT",
+    "BROKEN_PIPE",
+    "INTERNAL_ERROR",
+    "INTERRUPTED",
+    "NOTHING_FITS",
+    "OK",
+    "OUTPUT_LOST",
+    "WRONG_NUMBERS",
+    "main",
+]
 
 # typer keeps its own copy of click or uses the installed one, by version; either way this is the base of usage errors.
 _ClickException: Final[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
