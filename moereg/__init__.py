@@ -1,4 +1,31 @@
-"""moereg picks, prepares, runs and compares fused Mixture-of-Experts kernels for PyTorch."""
+"""moereg picks, prepares, runs and compares fused Mixture-of-Experts kernels for PyTorch.
+
+Sizes have the same letters everywhere: T tokens, H hidden size, I intermediate size, E experts of this rank, K experts
+a token (top-k).
+
+A layer
+    `MoEProblem` says what a layer is, with a `QuantScheme` and an `Activation`; `ExpertWeights` are its weights in the
+    canonical order. `load_experts` reads both from a checkpoint.
+
+A choice
+    `select_backend` chooses for a problem and a `Platform` and returns a `Selection`, or raises
+    `UnsupportedProblemError`; `explain_backends` does not raise. `list_backends` names what there is.
+
+A kernel
+    `make_kernel` permutes the weights for the chosen backend. The `MoEKernel` that it returns runs the layer.
+
+A backend of your own
+    `register_moe_backend` decorates an experts class; `moereg.author` has everything that such a class needs, and
+    `moereg new-backend` on the command line writes a wheel with one.
+
+Errors and warnings
+    All errors are a `MoeregError`: `ArgumentError`, `BackendError`, `CheckpointError`, `PluginError`,
+    `RegistrationError`, `RequestError`, `UnknownBackendError`, `UnknownNameError`, `UnsupportedProblemError`. All
+    warnings are a `MoeregWarning`, such as `PluginWarning`.
+
+`moereg.routing` computes `topk_weights` and `topk_ids` as models do, `moereg.quantize` quantizes and restores weights,
+`moereg.shapes` has the sizes of known models, and `moereg.testing` is the conformance kit.
+"""
 
 from __future__ import annotations
 

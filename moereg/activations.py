@@ -37,6 +37,11 @@ class Activation:
     Raises:
         UnknownNameError: The name is not known.
         ArgumentError: A scalar is not finite or has no meaning for the activation, or `gated` contradicts the name.
+
+    Example:
+        >>> activation = moereg.Activation.from_name("silu", limit=10.0)
+        >>> print(activation, activation.num_halves)
+        silu(limit=10.0) 2
     """
 
     name: str

@@ -326,7 +326,12 @@ def load_backends() -> BackendRegistry:
 
 
 def list_backends() -> tuple[str, ...]:
-    """Names of all backends that are registered, built-in and of plugins, sorted."""
+    """Names of all backends that are registered, built-in and of plugins, sorted.
+
+    Example:
+        >>> "triton" in moereg.list_backends()
+        True
+    """
     return load_backends().names
 
 

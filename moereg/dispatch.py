@@ -80,7 +80,31 @@ def explain_backends(
     prefer: Names = None,
     deny: Names = None,
 ) -> Selection:
-    """As `select_backend`, but returns a selection without a winner if nothing fits."""
+    """As `select_backend`, but returns a selection without a winner if nothing fits.
+
+    Args:
+        problem: The layer.
+        platform: A value, a name such as `cuda:sm100`, or None for the machine at hand.
+        require: One of these backends, tried in this order, or no winner.
+        prefer: These go first.
+        deny: None of these.
+
+    Returns:
+        The selection; its `winner` is None if nothing fits.
+
+    Raises:
+        ArgumentError: The problem or the platform is something else.
+        RequestError: A name is both required and denied, or something is not a name.
+        UnknownNameError: A backend, scheme or platform is not known.
+
+    Example:
+        >>> problem = moereg.MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
+        >>> selection = moereg.explain_backends(problem, platform="cuda:sm70", require="triton")
+        >>> print(selection.winner)
+        None
+        >>> [reason.text for reason in selection.decisions[0].reasons]
+        ['requires platform in (cuda:sm80+, rocm:gfx942), got cuda:sm70']
+    """
     cells = load_backends().cells  # First: plugins may bring the kind of machine that the platform's name says.
     if platform is None:
         platform = current_platform()
@@ -130,6 +154,19 @@ def select_backend(
         ArgumentError: The problem or the platform is something else.
         RequestError: A name is both required and denied, or something is not a name.
         UnknownNameError: A backend, scheme or platform is not known.
+
+    Example:
+        >>> problem = moereg.MoEProblem(num_experts=8, hidden_size=2048, intermediate_size=768, top_k=2)
+        >>> selection = moereg.select_backend(problem, platform="cuda:sm90", deny="torch")
+        >>> selection.backend, selection.source
+        ('triton', 'priority')
+        >>> print(selection.table())
+        problem   E8 H2048 I768 k2 bfloat16 unquantized silu
+        platform  cuda:sm90
+        chosen    triton (TritonExperts, cuda:sm80+, computes unquantized, priority 100)
+        ...
+        >>> moereg.Selection.from_json(selection.to_json()).fingerprint == selection.fingerprint
+        True
     """
     selection = explain_backends(problem, platform, require, prefer, deny)
     winner = selection.winner

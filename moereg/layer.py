@@ -287,6 +287,17 @@ def make_kernel(
         BackendError: The backend's own code raised; names it and its distribution.
         ValueError: Weights, expert_map or ep_rank do not belong to the problem, the selection was made for another
             problem, or ranks of `group` chose differently.
+
+    Example:
+        >>> import torch
+        >>> problem = moereg.MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2, dtype="float32")
+        >>> weights = moereg.ExpertWeights(w13=torch.randn(8, 2 * 32, 64), w2=torch.randn(8, 64, 32))
+        >>> kernel = moereg.make_kernel(problem, weights, moereg.select_backend(problem, platform="cpu"))
+        >>> isinstance(kernel, moereg.MoEKernel)
+        True
+        >>> topk_weights, topk_ids = moereg.routing.softmax_topk(torch.randn(5, 8), top_k=2, renormalize=True)
+        >>> kernel(torch.randn(5, 64), topk_weights, topk_ids).shape
+        torch.Size([5, 64])
     """
     check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # `resolve_expert_map` checks its range.
     prepare_finalize = resolve_prepare_finalize(problem, prepare_finalize)

@@ -53,6 +53,15 @@ class MoEProblem:
     Raises:
         ArgumentError: A value of another type, a count below 1, top_k above num_experts, or another contradiction.
         UnknownNameError: An unknown dtype, scheme, activation, format or placement.
+
+    Example:
+        >>> problem = moereg.MoEProblem(
+        ...     num_experts=128, hidden_size=2048, intermediate_size=768, top_k=8, quant="fp8_block128"
+        ... )
+        >>> print(problem)
+        E128 H2048 I768 k8 bfloat16 fp8_block128 silu
+        >>> moereg.MoEProblem.from_dict(problem.to_dict()) == problem
+        True
     """
 
     num_experts: int

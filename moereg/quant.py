@@ -214,6 +214,12 @@ class QuantScheme:
 
     Raises:
         ArgumentError: The name is not printable text, or a format is not a QuantFormat.
+
+    Example:
+        >>> from moereg.quant import get_scheme
+        >>> scheme = get_scheme("int4_w4a16_g128")
+        >>> scheme.weight.dtype, scheme.weight.group, scheme.activation
+        ('uint4', (1, 128), None)
     """
 
     name: str

@@ -331,6 +331,24 @@ def register_moe_backend(
 
     Raises:
         RegistrationError: Anything invalid; nothing is stored then.
+
+    Example:
+        >>> from moereg.author import Experts, Facts, PermutedWeights
+        >>> @moereg.register_moe_backend("mine", priority=1, quant_schemes=("unquantized",), platforms=("cuda:sm90",))
+        ... class MineExperts(Experts):
+        ...     facts = Facts(
+        ...         activations=frozenset({"silu"}),
+        ...         activation_formats=frozenset({"standard"}),
+        ...         dtypes=frozenset({"bfloat16"}),
+        ...         placements=frozenset({"contiguous"}),
+        ...     )
+        ...     layouts = ("mine_blocked",)
+        ...     def permute_weights(self, weights, problem) -> PermutedWeights: ...
+        ...     def workspace_shapes(self, problem, num_tokens): ...
+        ...     def apply(self, out, inputs, weights, workspace13, workspace2): ...
+        >>> problem = moereg.MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
+        >>> moereg.select_backend(problem, platform="cuda:sm90", require="mine").backend
+        'mine'
     """
 
     def decorate(experts: E) -> E:

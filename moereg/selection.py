@@ -187,7 +187,7 @@ class Selection:
     problem: MoEProblem
     platform: Platform
     request: Request
-    decisions: tuple[Decision, ...]
+    decisions: tuple[Decision, ...] = dataclasses.field(repr=False)
     source: str | None
     notices: tuple[str, ...] = ()
 

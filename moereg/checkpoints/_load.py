@@ -54,6 +54,15 @@ def load_experts(
         CheckpointError: The layer cannot be read; the message says why.
         TooLargeError: The layer would not fit in the memory that is free.
         ValueError: The rank's experts are not experts of the layer, or an argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> layer = moereg.load_experts("path/to/checkpoint", layer=3)
+        >>> print(layer.problem)
+        E8 H256 I128 k2 bfloat16 unquantized silu
+        >>> hidden_states = torch.randn(5, layer.problem.hidden_size, dtype=layer.problem.torch_dtype)
+        >>> layer.make_kernel()(hidden_states, *layer.route(hidden_states)).shape
+        torch.Size([5, 256])
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"path must be a directory of a checkpoint, got {shown(path)}")

@@ -26,6 +26,11 @@ class Platform:
         probed: Whether this describes the machine at hand; False for a named one.
         claimed_by: The platform plugin that says so, as `platform plugin 'mine' of moereg-mine 1.0`; empty where moereg
             found out itself.
+
+    Example:
+        >>> platform = moereg.Platform.from_name("cuda:sm100")
+        >>> print(platform, platform.arch, platform.device_type)
+        cuda:sm100 sm100 cuda
     """
 
     kind: str
