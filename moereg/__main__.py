@@ -1,11 +1,12 @@
 """The `moereg` command, and `python -m moereg`.
 
-Answers `--version` itself, since all else needs torch, which takes a second to import.
+Answers `--version` itself, and loads torch, which takes a second or two, only for what needs it.
 """
 
 import sys
 
 from moereg._version import __version__
+from moereg.lazy_torch import load_torch_at_first_use
 
 __all__ = ["main"]
 
@@ -18,6 +19,7 @@ def main() -> int:
             return 0
         except OSError:  # The command line knows what to say of streams that are closed or full.
             pass
+    load_torch_at_first_use()
     from moereg.cli import main as run_command
 
     return run_command()

@@ -14,8 +14,8 @@ from moereg.errors import ArgumentError, shown
 
 __all__ = ["ACTIVATIONS", "Activation"]
 
-# The largest scalar that every computed dtype can hold.
-_LARGEST: Final = torch.finfo(torch.bfloat16).max
+# The largest scalar that every computed dtype can hold: that of bfloat16.
+_LARGEST: Final = (2 - 2**-7) * 2.0**127
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,8 @@ class Activation:
         Raises:
             ArgumentError: The argument is not a tensor of floats, or a gated activation got an odd number of columns.
         """
-        if not isinstance(gemm1, torch.Tensor) or gemm1.dim() == 0 or gemm1.dtype not in _COMPUTED or gemm1.is_sparse:
+        computed = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+        if not isinstance(gemm1, torch.Tensor) or gemm1.dim() == 0 or gemm1.dtype not in computed or gemm1.is_sparse:
             raise ArgumentError(
                 "an activation takes a dense tensor of floats of 16 bits or more, got "
                 f"{f'{gemm1.dtype} {list(gemm1.shape)}' if isinstance(gemm1, torch.Tensor) else shown(gemm1)}"
@@ -147,7 +148,6 @@ class Activation:
         return _GATE_FUNCTIONS[self.name](gate, self.alpha) * up
 
 
-_COMPUTED: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SCALAR: Final = re.compile(r"(alpha|beta|limit)=((?<=limit=)None|[-+0-9.e]+)")
 
 

@@ -17,9 +17,6 @@ import torch
 
 __all__ = ["AmbientState", "fp32_is_exact", "in_plain_torch", "plain_torch"]
 
-# Its module becomes an object at run time, which type checkers do not expect.
-_mkldnn: Any = torch.backends.mkldnn
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -149,7 +146,9 @@ class _Precisions(NamedTuple):
 
 def _matmuls() -> tuple[Any, Any]:
     """The operators, each with a setting that inherits those of its backend and of torch where it is none."""
-    return _mkldnn.matmul, torch.backends.cuda.matmul
+    # Its module becomes an object at run time, which type checkers do not expect.
+    mkldnn: Any = torch.backends.mkldnn
+    return mkldnn.matmul, torch.backends.cuda.matmul
 
 
 def _is_reduced(matmul: Any) -> bool:

@@ -15,7 +15,7 @@ from moereg.quant import QUANT_SCHEMES, QuantScheme, get_scheme
 
 __all__ = ["ACTIVATION_FORMATS", "DTYPES", "HELD_EXPERTS", "PLACEMENTS", "MoEProblem"]
 
-DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES: Final = ("bfloat16", "float16", "float32")
 _DTYPE_ALIASES: Final = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 ACTIVATION_FORMATS: Final = ("standard", "batched")
 PLACEMENTS: Final = ("contiguous", "map")
@@ -151,7 +151,8 @@ class MoEProblem:
     @property
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as torch spells it."""
-        return DTYPES[self.dtype]
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def is_expert_parallel(self) -> bool:
@@ -210,7 +211,8 @@ class MoEProblem:
 
 
 def _dtype_name(dtype: object) -> str:
-    if not isinstance(dtype, (str, torch.dtype)):
+    # A name first: reading torch.dtype loads torch, where a command has not needed it before.
+    if not isinstance(dtype, str) and not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"dtype must be a torch dtype or its name, got {shown(dtype)}")
     name = str(dtype).removeprefix("torch.")
-    return check_one_of("dtype", _DTYPE_ALIASES.get(name, name), tuple(DTYPES))
+    return check_one_of("dtype", _DTYPE_ALIASES.get(name, name), DTYPES)

@@ -32,6 +32,8 @@ WHOLE: Final = -1
 
 _PACKED: Final = ("uint4", "float4_e2m1fn")
 _INTEGERS: Final = ("int8", "uint8")
+_USUAL_FLOATS: Final = ("float32", "float8_e4m3fn", "float8_e8m0fnu")
+"""Those of moereg's own schemes, for which torch, which takes a second to load, need not be asked."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +139,8 @@ class QuantFormat:
 
 
 def _is_float(name: object) -> bool:
+    if name in _USUAL_FLOATS:
+        return True
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 

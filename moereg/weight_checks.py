@@ -68,8 +68,8 @@ def _dtype_cure(row: TensorRow, tensor: torch.Tensor) -> str:
     return "convert it"
 
 
-_LARGEST_FINITE_CODE: Final = {torch.float8_e4m3fn: 0x7E, torch.float8_e8m0fnu: 0xFE}
-"""Largest code of 8-bit floats; all codes up to it are finite and not negative."""
+_LARGEST_FINITE_CODE: Final = {"torch.float8_e4m3fn": 0x7E, "torch.float8_e8m0fnu": 0xFE}
+"""Largest code of 8-bit floats by dtype; all codes up to it are finite and not negative."""
 
 
 def check_scale(name: str, scale: torch.Tensor) -> None:
@@ -83,7 +83,7 @@ def check_scale(name: str, scale: torch.Tensor) -> None:
         ValueError: A scale is negative or not finite, or a static activation scale is zero.
     """
     # One max over the codes clears them all without an fp32 copy.
-    largest = _LARGEST_FINITE_CODE.get(scale.dtype)
+    largest = _LARGEST_FINITE_CODE.get(str(scale.dtype))
     if largest is not None and int(scale.view(torch.uint8).max()) <= largest:
         return
     values = scale.detach().float()

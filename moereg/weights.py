@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -236,7 +236,7 @@ class ExpertWeights:
             raise ValueError(f"the problem says has_bias={problem.has_bias}, got weights {word} biases")
 
 
-PerExpert = torch.Tensor | list[torch.Tensor]
+PerExpert: TypeAlias = "torch.Tensor | list[torch.Tensor]"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -44,7 +44,13 @@ def collect_info() -> dict[str, Any]:
 
 
 def _backend(name: str, cells: Sequence[BackendCell], platform: Platform, quarantine: Quarantine) -> dict[str, Any]:
-    by_cell = sorted((_reasons(cell, platform, quarantine) for cell in cells), key=len)
+    by_cell: list[list[Reason]] = []
+    # Probes last, which may take a second: a backend runs here if one of its cells does.
+    for cell in sorted(cells, key=lambda cell: len(cell.probes)):
+        by_cell.append(_reasons(cell, platform, quarantine))
+        if not by_cell[-1]:
+            break
+    by_cell.sort(key=len)
     is_available = not by_cell[0]
     # Each reason once, those of the cell that is nearest to running first.
     reasons = [] if is_available else list(dict.fromkeys(reason for reasons in by_cell for reason in reasons))

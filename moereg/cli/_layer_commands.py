@@ -14,12 +14,15 @@ from moereg.cli._output import only_results_on_stdout, print_json
 from moereg.digest import files_stay
 from moereg.discovery import load_backends
 from moereg.dispatch import explain_backends
-from moereg.tuning.timing import ROUNDS
 
 __all__ = ["bench", "explain", "info", "run"]
 
 
-def info(json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
+def info(
+    cells: Annotated[bool, typer.Option("--cells", help="Show every cell, not a line a backend.")] = False,
+    json: JsonFlag = False,
+    verbose: VerboseFlag = False,
+) -> int:
     """Show this machine, the backends and the plugins."""
     with files_stay():
         with only_results_on_stdout(verbose):
@@ -27,9 +30,9 @@ def info(json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
         if json:
             print_json(found)
         else:
-            from moereg.cli._show import show_info
+            from moereg.cli._show_info import show_cells, show_info
 
-            show_info(found, machine_shown()[0])
+            (show_cells if cells else show_info)(found, machine_shown()[0])
     return OK
 
 
@@ -65,7 +68,7 @@ def run(
 ) -> int:
     """Run one layer, check it against the reference, time it."""
     from moereg.cli._run import run_layer
-    from moereg.cli._show import show_run
+    from moereg.cli._show_results import show_run
 
     with only_results_on_stdout(verbose):
         result = run_layer(flags, checkpoint, layer, seed)
@@ -89,8 +92,9 @@ def bench(
         str, typer.Option(help="uniform, zipf (popularity 1 / rank) or one_set (all to one set).")
     ] = "uniform",
     rounds: Annotated[
-        int, typer.Option(min=1, help="Timed calls of each backend; fewer where they take longer than a second.")
-    ] = ROUNDS,
+        int | None,
+        typer.Option(min=1, help="Timed calls of each backend, 48 if left out; fewer where they take a second."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 2, help="Of weights, hidden states and routing.")] = 0,
     plot: Annotated[
         Path | None, typer.Option(help="Draw time and share of the roofline into this file, e.g. bench.png.")
@@ -101,14 +105,15 @@ def bench(
     """Compare all backends that fit: numbers first, then speed."""
     from moereg.cli._bench import bench_layer, check_routing, parse_tokens
     from moereg.cli._plot import check_can_plot, plot_bench
-    from moereg.cli._show import show_bench
+    from moereg.cli._show_results import show_bench
+    from moereg.tuning.timing import ROUNDS
 
     token_counts = None if tokens is None else parse_tokens(tokens)
     check_routing(routing)
     if plot is not None:
         check_can_plot(plot)
     with only_results_on_stdout(verbose):
-        result = bench_layer(flags, token_counts, routing, rounds, seed)
+        result = bench_layer(flags, token_counts, routing, ROUNDS if rounds is None else rounds, seed)
         # First, so that a disk that is full by now leaves nothing on standard output.
         if plot is not None and result.rows:
             try:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.machinery
 import os
+import pathlib
 import platform as host
 import re
+import runpy
+import sys
 from typing import Final
 
 import importlib_metadata
@@ -31,11 +36,23 @@ def probe_platform() -> Platform:
     An accelerator is reported where this torch build can use it. NVML describes a CUDA device; torch does if NVML is
     missing. CUDA_VISIBLE_DEVICES is honored.
     """
-    if torch.version.hip and torch.cuda.device_count() > 0:
+    cuda, hip = _torch_built_for()
+    if hip and torch.cuda.device_count() > 0:
         return _probe_rocm(installed_versions())
-    if torch.version.cuda and torch.cuda.device_count() > 0:
+    if cuda and torch.cuda.device_count() > 0:
         return _probe_cuda(installed_versions())
     return probe_cpu()
+
+
+def _torch_built_for() -> tuple[str | None, str | None]:
+    """Versions of CUDA and ROCm that torch was built for, without loading it where its file says that."""
+    if "torch.version" not in sys.modules:
+        with contextlib.suppress(Exception):  # An unusual installation; torch itself knows.
+            found = importlib.machinery.PathFinder.find_spec("torch")
+            assert found is not None and found.origin is not None
+            values = runpy.run_path(str(pathlib.Path(found.origin).with_name("version.py")))
+            return values["cuda"], values["hip"]
+    return torch.version.cuda, torch.version.hip
 
 
 @functools.lru_cache(maxsize=1)

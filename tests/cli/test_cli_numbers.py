@@ -17,7 +17,7 @@ from moereg import cli
 from moereg.author import ExpertInputs, PermutedWeights
 from moereg.cli._bench import BenchResult
 from moereg.cli._run import RunResult
-from moereg.cli._show import show_bench, show_run
+from moereg.cli._show_results import show_bench, show_run
 from moereg.discovery import current_platform
 from moereg.dispatch import Decision, Selection, explain_backends, machine_reasons
 from moereg.problem import MoEProblem
@@ -56,12 +56,12 @@ def test_run_gives_the_median_in_us_and_permuting_in_ms(
     assert (found["time_us"], found["permute_ms"]) == (1234.0, 2500.0)
 
 
-def test_run_for_people_has_the_same_units(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_for_people_has_units_that_read_well(capsys: pytest.CaptureFixture[str]) -> None:
     result = RunResult("layer", selection_here(), 64, 1e-3, None, 8e-3, 1234.4, 2500.0, 12 * 1024)
     show_run(result)
     out = capsys.readouterr().out
-    assert "1,234 us a call of 64 tokens" in out
-    assert "permuted in 2500 ms" in out
+    assert "1.23 ms a call of 64 tokens" in out
+    assert "permuted in 2.50 s" in out
     assert "1.00e-03, within the tolerance 8.0e-03" in out
 
 
@@ -142,8 +142,8 @@ def test_bench_for_people_has_the_fastest_first_and_marks_it(
     )
     places = [next(i for i, line in enumerate(lines) if f" {name} " in line) for name in ("fast", "slow", "wrong")]
     assert places == sorted(places)
-    assert fast == ["16", "fastest", "fast", "100.0", "92.0", "to", "132.0", "40", "30", "50.0%", "1.0e-03"]
-    assert slow == ["slow", "200.0", "184.0", "to", "248.0", "20", "15", "25.0%", "1.0e-03"]
+    assert fast == ["16", "fastest", "fast", "100", "us", "92.0", "to", "132", "us", "40", "30", "50.0%", "1.0e-03"]
+    assert slow == ["slow", "200", "us", "184", "to", "248", "us", "20", "15", "25.0%", "1.0e-03"]
     assert wrong == ["wrong", "WRONG", "1.0e+00", ">", "8.0e-03"]
 
 
@@ -156,7 +156,7 @@ def test_info_says_yes_where_the_cell_runs_here(
     platform = current_platform()
     runs = {cell.class_name: not machine_reasons(cell, platform) for cell in isolated_registry.cells}
     assert (runs["HereExperts"], runs["FarExperts"]) == (True, False)
-    assert cli.main(["info"]) == 0
+    assert cli.main(["info", "--cells"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, word in (("HereExperts", "yes"), ("FarExperts", "no")):
         (row,) = [line.split() for line in lines if name in line]

@@ -14,7 +14,7 @@ import moereg
 from moereg.discovery import current_platform, list_cells
 from moereg.platforms import Platform
 from moereg.quarantine import QuarantineRecord, change_quarantine
-from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.registry import BUILTIN, BackendRegistry, register_moe_backend
 from tests.cli.command import Call, CallJson
 from tests.support.fakes import FakeExperts
 
@@ -56,9 +56,27 @@ def test_info_shows_where_a_cell_was_verified_and_where_not(call: Call, call_jso
     assert {record["device"] for record in cells["cuda:sm90"]["verified"]} == {"NVIDIA H200"}
     assert cells["cuda:sm100+"]["verified"] == []
     assert cells["cuda:sm100+"]["not_verified"] == ["cuda:sm100"]
-    out = call("info")[1]
+    out = call("info --cells")[1]
     assert "sm90 (NVIDIA H200," in re.sub(r"\s+", " ", out)
     assert "not verified" in out
+
+
+def test_info_is_one_screen_of_80_columns(
+    call: Call, call_json: CallJson, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry
+) -> None:
+    monkeypatch.setattr("moereg.cli._output._PIPED_WIDTH", 80)
+    own = [cell for cell in isolated_registry.cells if cell.origin == BUILTIN]
+    isolated_registry.restore(own)
+    lines = call("info")[1].splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    for backend in call_json("info")[1]["backends"]:
+        (row,) = (line for line in lines if line.split()[:1] == [backend["name"]])
+        assert ("yes" in row.split()) is backend["available"]
+        num_verified = sum(any(not record["stale"] for record in cell["verified"]) for cell in backend["cells"])
+        if 0 < num_verified < len(backend["cells"]):
+            assert f"({num_verified} of {len(backend['cells'])})" in row
+        assert row.rstrip().endswith("-") is (num_verified == 0)
 
 
 @pytest.mark.parametrize("content", ["{", '{"schema": 2, "records": [{}]}', '{"records": [{"backend": 1}]}'])
@@ -99,7 +117,7 @@ def test_info_says_why_a_backend_cannot_run(
     missing = {"code": "package", "text": "requires no-such-package>=2, which is not installed"}
     assert backends["fake_lacking"]["reasons"] == [missing, {"code": "probe", "text": "requires a compiler, got none"}]
     assert [reason["code"] for reason in backends["fake_far"]["reasons"]] == ["platform"]
-    code, out, err = call("info")
+    code, out, err = call("info --cells")
     assert (code, err) == (0, "")
     for text in ("moereg ", "Lacking", "tpu:v5e", "fake_lacking (abc) cannot run here", "[package]"):
         assert text in out
@@ -122,7 +140,7 @@ def test_info_shows_what_is_quarantined_here(
         if entry["quarantined"]
     }
     assert shown == {cell.class_name: [(scheme.name, "off by 0.5")] for cell, scheme in failed}
-    out = re.sub(r"\s+", " ", call("info")[1])
+    out = re.sub(r"\s+", " ", call("info --cells")[1])
     assert "quarantined here, in" in out
     for cell, scheme in failed:
         assert f"- torch ({cell.class_name}), {scheme.name}: requires that it passes the conformance kit" in out

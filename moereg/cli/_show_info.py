@@ -1,0 +1,152 @@
+"""Tables of `moereg info`: a line a backend, or a line a cell."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Console
+from rich.text import Text
+
+from moereg.cli._output import console
+from moereg.cli._show import machine, new_table, print_reasons, yes_no
+from moereg.discovery import load_backends
+from moereg.dispatch import machine_reasons
+from moereg.platforms import Platform
+from moereg.quarantine import QuarantineRecord, quarantine_path, read_quarantine
+from moereg.registry import BUILTIN, BackendCell
+from moereg.testing.ledger import arch_name, evidence_of
+
+__all__ = ["show_cells", "show_info"]
+
+_MOST_NAMES: Final = 3
+"""Of platforms in one line; the table of cells has all."""
+
+
+def show_info(info: Mapping[str, Any], platform: Platform) -> None:
+    """Prints what `collect_info` found, a line a backend: fits 80 columns and, without wheels, one screen."""
+    target = console(sys.stdout)
+    _print_machine(target, info, platform)
+    backends = info["backends"]
+    with_origin = any(backend["origin"] != BUILTIN for backend in backends)
+    columns = ("backend", *(["origin"] if with_origin else []), "schemes", "platforms", "runs here", "verified on")
+    table = new_table(*columns)
+    table.show_edge, table.padding = False, (0, 1, 0, 0)
+    table.columns[0].no_wrap = True
+    for backend in backends:
+        cells = backend["cells"]
+        schemes = {name for cell in cells for name in cell["quant_schemes"]}
+        rules = dict.fromkeys(rule for cell in cells for rule in cell["platforms"])
+        table.add_row(
+            backend["name"],
+            *([backend["origin"]] if with_origin else []),
+            str(len(schemes)),
+            _short(_rule_name(rule) for rule in rules),
+            _runs(backend),
+            _verified(cells),
+        )
+    target.print(table)
+    num_cells = sum(len(backend["cells"]) for backend in backends)
+    target.print(f"{len(backends)} backends with {num_cells} cells: moereg info --cells shows all, and every reason")
+    _print_quarantine(target, _held(platform))
+    _print_plugins(target, [plugin for plugin in info["plugins"] if plugin["status"] != "loaded"])
+    loaded = {plugin["distribution"] for plugin in info["plugins"] if plugin["status"] == "loaded"}
+    if loaded:
+        target.print(f"plugins: {', '.join(sorted(loaded))}")
+    elif not info["plugins"]:
+        target.print("no plugins installed")
+    target.print("moereg explain --model NAME says what a layer gets; moereg models and moereg schemes list names")
+
+
+def show_cells(info: Mapping[str, Any], platform: Platform) -> None:
+    """Prints every cell with its evidence, every reason against those that cannot run here, and every plugin."""
+    target = console(sys.stdout)
+    _print_machine(target, info, platform)
+    cells = new_table("backend", "experts", "computes", "platforms", "priority", "tier", "runs here", "verified")
+    held = _held(platform)
+    for cell, records in held:
+        is_out = len(records) == len(cell.schemes)
+        cells.add_row(
+            cell.name,
+            cell.class_name,
+            ", ".join(scheme.name for scheme in cell.schemes),
+            ", ".join(rule.text for rule in cell.rules),
+            str(cell.priority),
+            cell.tier,
+            "quarantined" if is_out else yes_no(not machine_reasons(cell, platform)),
+            str(evidence_of(cell)),
+        )
+    target.print(cells)
+    for backend in info["backends"]:
+        if not backend["available"]:
+            print_reasons(target, f"{backend['name']} ({backend['origin']}) cannot run here:", backend["reasons"])
+    _print_quarantine(target, held)
+    if info["plugins"]:
+        _print_plugins(target, info["plugins"])
+    else:
+        target.print("no plugins installed")
+
+
+def _print_machine(target: Console, info: Mapping[str, Any], platform: Platform) -> None:
+    target.print(f"moereg {info['version']} on {machine(platform)}")
+    if info["platform_error"] is not None:
+        target.print(f"it is not settled which machine this is: {info['platform_error']}", markup=False)
+
+
+def _rule_name(rule: str) -> str:
+    if rule == "*":
+        return "all"
+    return ",".join(arch_name(part) for part in rule.split(",")) if ":" in rule else rule
+
+
+def _short(names: Iterable[str]) -> str:
+    """The names, or the first of many and how many more there are."""
+    known = list(dict.fromkeys(names))
+    if len(known) <= _MOST_NAMES:
+        return ", ".join(known)
+    return f"{', '.join(known[: _MOST_NAMES - 1])}, {len(known) - _MOST_NAMES + 1} more"
+
+
+def _runs(backend: Mapping[str, Any]) -> Text:
+    if backend["available"]:
+        return yes_no(True)
+    codes = {reason["code"] for reason in backend["reasons"]}
+    # Without the platform no package would help.
+    code = next((code for code in ("platform", "package", "probe", "quarantined") if code in codes), "")
+    return Text({"": "no", "platform": "no", "quarantined": "quarantined"}.get(code, f"no: {code}"), style="red")
+
+
+def _verified(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Where all of a backend's cells with current evidence were verified; of several cells, how many were."""
+    records = [[record for record in cell["verified"] if not record["stale"]] for cell in cells]
+    platforms = dict.fromkeys(arch_name(record["platform"]) for of_cell in records for record in of_cell)
+    if not platforms:
+        return "code changed" if any(cell["verified"] for cell in cells) else "-"
+    num_verified = sum(map(bool, records))
+    part = f" ({num_verified} of {len(cells)})" if num_verified < len(cells) else ""
+    return _short(platforms) + part
+
+
+def _held(platform: Platform) -> list[tuple[BackendCell, tuple[QuarantineRecord, ...]]]:
+    """Every cell by backend, with the records by which it is quarantined."""
+    registry, quarantine = load_backends(), read_quarantine()
+    cells = [cell for name in registry.names for cell in registry.by_name(name)]
+    return [(cell, quarantine.of_cell(cell, platform)) for cell in cells]
+
+
+def _print_quarantine(target: Console, held: Sequence[tuple[BackendCell, tuple[QuarantineRecord, ...]]]) -> None:
+    records = [record for _, of_cell in held for record in of_cell]
+    if records:
+        target.print(f"quarantined here, in {quarantine_path()}:")
+    for record in records:
+        target.print(f"  - {record.backend} ({record.experts}), {record.scheme}: {record.reason.text}")
+
+
+def _print_plugins(target: Console, plugins: Sequence[Mapping[str, Any]]) -> None:
+    if not plugins:
+        return
+    table = new_table("plugin", "group", "distribution", "status", "error")
+    for plugin in plugins:
+        table.add_row(plugin["name"], plugin["group"], plugin["distribution"], plugin["status"], plugin["error"] or "")
+    target.print(table)

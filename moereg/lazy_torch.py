@@ -1,0 +1,81 @@
+"""A torch that loads when it is first used: most of what the command line says needs none of it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import threading
+import types
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["load_torch_at_first_use"]
+
+_LOCK = threading.RLock()
+
+
+class _LaterTorch(types.ModuleType):
+    """Stands for torch until somebody reads an attribute of it, and is torch from then on.
+
+    It has no `__path__` before, so that the import of a submodule loads torch too.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        with _LOCK:
+            is_first = type(self) is _LaterTorch and "__path__" not in vars(self)
+            if is_first:
+                _load(self)
+        # Torch's own code asks for names while it runs, other threads when the lock is free again.
+        if not is_first and type(self) is _LaterTorch:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(self, name)
+
+
+def _load(module: types.ModuleType) -> None:
+    spec = module.__spec__
+    assert spec is not None and spec.loader is not None
+    module.__path__ = spec.submodule_search_locations or []
+    spec.loader.exec_module(module)
+    module.__class__ = types.ModuleType
+
+
+class _AlreadyImported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Hands over a submodule that torch imported while its loading was what an import of that submodule began with.
+
+    Python has looked for the submodule before and would run it a second time.
+    """
+
+    def __init__(self) -> None:
+        self._specs: dict[str, importlib.machinery.ModuleSpec | None] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith("torch.") or fullname not in sys.modules:
+            return None
+        self._specs[fullname] = sys.modules[fullname].__spec__
+        return importlib.machinery.ModuleSpec(fullname, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self._specs.pop(module.__name__)
+
+
+def load_torch_at_first_use() -> None:
+    """Makes `import torch` cost nothing until an attribute of it is read; loading it takes a second or two.
+
+    For a process of moereg's own, before anything else is imported. Nothing changes where torch is loaded already, is
+    not installed, or is not found on the path as an ordinary package is.
+    """
+    found = importlib.machinery.PathFinder.find_spec("torch")
+    if "torch" in sys.modules or found is None or found.loader is None or found.origin is None:
+        return
+    module = _LaterTorch("torch")
+    module.__spec__, module.__loader__, module.__file__ = found, found.loader, found.origin
+    module.__package__ = "torch"
+    sys.modules["torch"] = module
+    sys.meta_path.insert(0, _AlreadyImported())

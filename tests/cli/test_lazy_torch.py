@@ -1,0 +1,77 @@
+"""A command loads torch when it needs it, and what it gets then is torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import torch
+
+
+def _run(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_only_shows_does_not_load_torch() -> None:
+    # A build for an accelerator is asked which devices there are.
+    shows = ["--help", "explain --model gpt-oss-120b --platform cuda:sm90"]
+    shows += [] if torch.version.cuda or torch.version.hip else ["info", "info --json"]
+    _run(
+        f"""
+        import sys
+        from moereg.lazy_torch import load_torch_at_first_use
+        load_torch_at_first_use()
+        from moereg.cli import main
+        for line in {shows!r}:
+            assert main(line.split()) == 0, line
+            assert not [name for name in sys.modules if name.startswith("torch.")], line
+        """
+    )
+
+
+def test_the_torch_of_a_first_use_is_torch() -> None:
+    _run(
+        """
+        import importlib, sys, threading, types
+        from moereg.lazy_torch import load_torch_at_first_use
+        load_torch_at_first_use()
+        import torch
+        assert "torch.nn" not in sys.modules
+        import torch.nn.functional as functional  # Torch imports this one too while it loads.
+        modules = [name for name in sys.modules if name.startswith("torch.")]
+        assert len(modules) > 100
+        assert type(torch) is types.ModuleType and torch is sys.modules["torch"]
+        assert functional is sys.modules["torch.nn.functional"] is torch.nn.functional
+        assert functional.__spec__.name == "torch.nn.functional" and functional.__spec__.origin == functional.__file__
+        assert importlib.import_module("torch.nn").Module is torch.nn.Module
+        assert functional.silu(torch.zeros(2)).tolist() == [0.0, 0.0]
+        assert not hasattr(torch, "an_unknown_thing")
+        load_torch_at_first_use()
+        assert sys.modules["torch"] is torch
+        """
+    )
+    _run(
+        """
+        import threading
+        from moereg.lazy_torch import load_torch_at_first_use
+        load_torch_at_first_use()
+        import torch
+        found = []
+        threads = [threading.Thread(target=lambda: found.append(torch.Tensor)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [torch.Tensor] * 4
+        """
+    )
