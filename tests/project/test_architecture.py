@@ -33,7 +33,8 @@ else:
 
 ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "architecture.md"
-DOCUMENTS: Final = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+WHEELS: Final = tuple(sorted((ROOT / "plugins").glob("*/README.md")))
+DOCUMENTS: Final = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *WHEELS)
 _SUFFIXES: Final = (".py", ".md", ".json", ".toml", ".txt", ".svg")
 _COMMANDS: Final[dict[str, Any]] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
@@ -63,7 +64,7 @@ def code(text: str) -> Iterator[str]:
 @functools.cache
 def tracked() -> tuple[str, ...]:
     """Files and folders of the tree, folders with a slash at the end, each with a slash in front."""
-    folders = ("moereg", "tests", "benches", "docs", ".ci")
+    folders = ("moereg", "tests", "benches", "docs", "plugins", ".ci")
     paths = [*ROOT.iterdir(), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
     return tuple(f"/{path.relative_to(ROOT)}{'/' if path.is_dir() else ''}" for path in paths)
 
@@ -86,6 +87,7 @@ def missing_paths(text: str) -> list[str]:
 
 def missing_modules(text: str) -> list[str]:
     names = {name for span in code(text) for name in re.findall(r"(?<![\w./])moereg(?:\.[a-z_]\w*)+(?![\w/])", span)}
+    names |= {name for span in code(text) for name in re.findall(r"\bpython -m (benches[\w.]*)", span)}
     return sorted(name for name in names if not _resolves(name))
 
 
@@ -147,7 +149,7 @@ def test_layers_are_those_of_the_contracts(container: str) -> None:
     assert page_layers(PAGE.read_text(), container) == contract_layers(container)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.name))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_documents_name_exists(document: Path) -> None:
     text = document.read_text()
     assert not missing_paths(text)
