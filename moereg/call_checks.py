@@ -34,6 +34,11 @@ def check_call(
     # `check_tensor` rejects non-tensors.
     is_tensor = isinstance(hidden_states, torch.Tensor)
     num_tokens = hidden_states.shape[0] if is_tensor and hidden_states.dim() else 0
+    if is_tensor and hidden_states.dim() > 2:
+        raise ValueError(
+            f"hidden_states must be [T,H], got {list(hidden_states.shape)}; flatten batch and sequence with "
+            f".reshape(-1, {problem.hidden_size}), as moereg.MoELayer does by itself"
+        )
     rows = (num_tokens, problem.hidden_size)
     routes = (num_tokens, problem.top_k)
     dtype = problem.torch_dtype

@@ -15,6 +15,7 @@ __all__ = [
     "BackendError",
     "CheckpointError",
     "LayoutMismatchError",
+    "LayoutNotInvertibleError",
     "MoeregError",
     "MoeregWarning",
     "PluginError",
@@ -91,6 +92,10 @@ class CheckpointError(MoeregError, ValueError):
 
 class LayoutMismatchError(MoeregError, ValueError):
     """Permuted weights do not have the layout that the experts class reads."""
+
+
+class LayoutNotInvertibleError(MoeregError, ValueError):
+    """An expert cannot be read back from permuted weights, since their layout keeps less than canonical weights do."""
 
 
 class TooLargeError(MoeregError, MemoryError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import sys
 import weakref
 from collections.abc import Callable
@@ -13,11 +14,13 @@ import torch
 
 from moereg import backend_calls
 from moereg.ambient import fp32_is_exact, plain_torch
-from moereg.arguments import check_count, check_instance, takes
+from moereg.arguments import check_count, check_flag, check_instance, takes
 from moereg.call_checks import check_call, check_no_alias, check_values
+from moereg.canonical import check_expert
 from moereg.dispatch import Decision, Selection, select_backend
-from moereg.errors import LayoutMismatchError
+from moereg.errors import ArgumentError, LayoutMismatchError
 from moereg.experts import Experts
+from moereg.one_expert import OneExpert
 from moereg.placement import resolve_expert_map
 from moereg.prepare_finalize import PrepareFinalize, resolve_prepare_finalize
 from moereg.problem import MoEProblem
@@ -49,6 +52,7 @@ class MoEKernel:
         weights: PermutedWeights,
         prepare_finalize: PrepareFinalize,
         expert_map: torch.Tensor | None,
+        borrowed: frozenset[str] = frozenset(),
     ) -> None:
         if weights.layout not in experts.layouts:
             raise LayoutMismatchError(
@@ -62,6 +66,9 @@ class MoEKernel:
         self.expert_map = expert_map
         self._prepare_finalize = prepare_finalize
         self._device = weights.device
+        # Names of permuted tensors in memory that is the caller's, too. A captured graph holds their addresses.
+        self._borrowed = borrowed
+        self._is_captured = False
         # Devices without autocast, such as meta, raise when they are asked.
         self._autocast_type = weights.device.type if torch.amp.is_autocast_available(weights.device.type) else "cpu"
         # The question costs 2 us. On a GPU only layers that may multiply in fp32 ask it: float16 ones do where gates
@@ -122,20 +129,70 @@ class MoEKernel:
             "send the problem and Selection.to_dict(), and make it there"
         )
 
-    def reload(self, weights: ExpertWeights) -> None:
+    def reload(self, weights: ExpertWeights, *, write_shared: bool = False) -> None:
         """Permutes other weights of the same problem into the same storage, so that captured graphs see them.
 
-        A tensor that the layout leaves unchanged is still the one that `make_kernel` was given, and is written into.
+        A tensor that the layout leaves unchanged may be the one that `make_kernel` was given, and not the kernel's to
+        write into. The kernel then makes a copy of its own first. A graph that was captured before would go on reading
+        the old one, so that is refused; a kernel of `make_kernel(..., own_weights=True)` has copies from the start.
+
+        Args:
+            weights: Of this problem, on the kernel's device; they are read only.
+            write_shared: Whether tensors that `make_kernel` was given are written into. Whoever else reads them sees
+                the new numbers, other kernels of the same weights included.
 
         Raises:
+            ArgumentError: A captured graph reads tensors that are not the kernel's, and `write_shared` is not set.
             ValueError: The weights are not this problem's or on another device.
         """
         check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
         weights.check_against(self.problem)
+        self._check_may_write(write_shared)
         permuted = backend_calls.permute(self.selection, self.experts, weights)
         # Inference mode may write into tensors of either kind; outside it, tensors made inside may not be written into.
         with plain_torch(), torch.inference_mode():
+            self._own(write_shared)
             self.weights.copy_from(permuted)
+
+    def update_expert(self, expert: int, weights: ExpertWeights, *, write_shared: bool = False) -> None:
+        """Replaces one expert in the same storage, so that captured graphs see it; the others keep their bits.
+
+        The backend permutes that expert alone. The first update of a shape also permutes it beside another one, to see
+        that the layout keeps experts apart.
+
+        Args:
+            expert: Local expert, a row of the canonical weights. Where experts move between ranks, update `expert_map`
+                in place as well.
+            weights: Of that expert alone, E = 1, with the layer's tensors, on the kernel's device; they are read only.
+            write_shared: As in `reload`.
+
+        Raises:
+            ArgumentError: There is no such expert, the weights are not one expert of this layer, or as in `reload`.
+            BackendError: The backend's layout does not keep experts apart, or its code raised.
+        """
+        check_expert(expert, self.problem.num_local_experts)
+        reader = self.weights.reader
+        if not isinstance(reader, OneExpert):
+            raise ArgumentError("update_expert needs a kernel that make_kernel made; reload the whole layer")
+        self._check_may_write(write_shared)
+        rows = reader.rows_for(self.weights, weights)
+        with plain_torch(), torch.inference_mode():
+            self._own(write_shared)
+            self.weights.write_expert(expert, rows)
+
+    def _check_may_write(self, write_shared: bool) -> None:
+        check_flag("write_shared", write_shared)
+        if self._borrowed and not write_shared and self._is_captured:
+            names = ", ".join(sorted(self._borrowed))
+            raise ArgumentError(
+                f"this kernel reads {names} where make_kernel was given them, and so does a captured graph; make the "
+                "kernel with own_weights=True, or say write_shared=True to write there"
+            )
+
+    def _own(self, write_shared: bool) -> None:
+        if self._borrowed and not write_shared:
+            self.weights = self.weights.with_own(self._borrowed)
+            self._borrowed = frozenset()
 
     def _check_and_run(
         self,
@@ -149,6 +206,8 @@ class MoEKernel:
         if not is_own:
             check_no_alias(out, (hidden_states, topk_weights, topk_ids))
         check_values(self.problem, self._device, topk_weights, topk_ids, self.expert_map)
+        if self._borrowed and not self._is_captured:
+            self._is_captured = _may_be_captured(self._device)
         self._run(hidden_states, topk_weights, topk_ids, out)
 
     def _run(
@@ -214,7 +273,13 @@ class MoEKernel:
         return f"MoEKernel({name}, {self.problem}, {self.weights.num_bytes / 2**20:.0f} MiB on {self._device})"
 
 
-_HANDLES: Final = itertools.count()
+def _may_be_captured(device: torch.device) -> bool:
+    """Whether a graph is being captured, or cannot be ruled out: only `torch.cuda` is asked."""
+    return device.type not in ("cpu", "meta") and (device.type != "cuda" or torch.cuda.is_current_stream_capturing())
+
+
+# Another process counts from another number on, so that code which was exported there finds no layer of this one.
+_HANDLES: Final = itertools.count(random.SystemRandom().getrandbits(62))
 _KERNELS: Final[weakref.WeakValueDictionary[int, MoEKernel]] = weakref.WeakValueDictionary()
 
 _LIBRARY: Final = torch.library.Library("moereg", "DEF")
@@ -265,19 +330,23 @@ def make_kernel(
     ep_rank: int = 0,
     expert_map: torch.Tensor | None = None,
     group: Any = None,
+    own_weights: bool = False,
 ) -> MoEKernel:
     """Permutes weights for the selected backend and returns the layer, ready to run.
 
     Args:
         problem: The layer.
-        weights: Canonical weights of this rank's experts, of any strides. Not kept. But a contiguous tensor that the
-            backend's layout leaves unchanged is shared, and `reload` writes into it.
+        weights: Canonical weights of this rank's experts, of any strides. Not kept, and never written into unless
+            `reload` is told to. But a contiguous tensor that the backend's layout leaves unchanged is shared: the
+            kernel reads it where it is, and sees what its owner writes there.
         selection: From `select_backend`; made here if None.
         prepare_finalize: Token movement; the one without communication for the problem's format if None.
         ep_rank: Which slice of the experts this rank holds, if placement is `contiguous`.
         expert_map: [num_experts] int32, local expert or -1, if placement is `map`; kept, update it in place. Several
             experts may share one local expert. Values are checked here, and after an update as those of routing are.
         group: torch.distributed process group whose ranks must all have chosen the same kernel.
+        own_weights: Whether to copy tensors that would be shared: for kernels that are reloaded or updated after
+            graphs were captured, or whose canonical weights change.
 
     Returns:
         The kernel. Without communication its output is this rank's partial sum.
@@ -299,6 +368,7 @@ def make_kernel(
         >>> kernel(torch.randn(5, 64), topk_weights, topk_ids).shape
         torch.Size([5, 64])
     """
+    check_flag("own_weights", own_weights)
     check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # `resolve_expert_map` checks its range.
     prepare_finalize = resolve_prepare_finalize(problem, prepare_finalize)
     expert_map = resolve_expert_map(problem, ep_rank, expert_map, weights.w13.device)
@@ -309,8 +379,12 @@ def make_kernel(
     if group is not None:
         _check_same_everywhere(selection, group)
     experts = backend_calls.make_experts(selection, winner)
-    permuted = backend_calls.permute(selection, experts, weights)
-    return MoEKernel(problem, selection, experts, permuted, prepare_finalize, expert_map)
+    permuted = backend_calls.permute(selection, experts, weights).with_reader(OneExpert(selection, winner, weights))
+    borrowed = permuted.shared_with(weights)
+    if own_weights:
+        with plain_torch(), torch.inference_mode(False):
+            permuted, borrowed = permuted.with_own(borrowed), frozenset()
+    return MoEKernel(problem, selection, experts, permuted, prepare_finalize, expert_map, borrowed)
 
 
 def _check_selection(selection: Selection, problem: MoEProblem) -> Decision:

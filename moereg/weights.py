@@ -4,242 +4,28 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from moereg.arguments import check_device, takes
-from moereg.errors import ArgumentError, described
-from moereg.problem import MoEProblem
-from moereg.quant import MATRICES, TENSOR_ROLES, QuantScheme, TensorRole, get_scheme, tensor_name
-from moereg.weight_checks import check_row, check_scale, check_zero_points, checks_values
+from moereg.canonical import ExpertWeights, check_expert, shown_bytes
+from moereg.errors import LayoutNotInvertibleError
 
-__all__ = ["ExpertWeights", "PermutedWeights"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ExpertWeights:
-    """The experts of one layer on one rank, in the one canonical order. E is `num_local_experts`.
-
-    Attributes:
-        w13: [E,2I,H], gate rows first, then up rows; [E,I,H] where the activation is not gated. Quantized schemes store
-            K packed as the scheme's row says.
-        w2: [E,H,I].
-        w13_bias, w2_bias: [E,2I] (or [E,I]) and [E,H], in the problem's dtype or fp32.
-        w13_scale, w2_scale: Group scales, w = (q - zero_point) * scale * scale_2; docs/quantization.md has the shapes.
-        w13_scale_2, w2_scale_2: fp32 [E], w13 also [E,2] where gate and up differ.
-        a13_scale, a2_scale: Static activation scales, fp32 [E] or a scalar; absent means dynamic.
-        w13_zero_point, w2_zero_point: uint8, packed like the weights.
-        quant: Scheme that the tensors are checked against.
-
-    Raises:
-        ValueError: A tensor is missing, superfluous, of another shape or dtype than the scheme's row, or on another
-            device than w13; on a CPU, or with MOEREG_DEBUG=1, also a scale that is negative or not finite, a static
-            activation scale that is not positive, or zero points that are packed otherwise.
-    """
-
-    w13: torch.Tensor
-    w2: torch.Tensor
-    w13_bias: torch.Tensor | None = None
-    w2_bias: torch.Tensor | None = None
-    w13_scale: torch.Tensor | None = None
-    w2_scale: torch.Tensor | None = None
-    w13_scale_2: torch.Tensor | None = None
-    w2_scale_2: torch.Tensor | None = None
-    a13_scale: torch.Tensor | None = None
-    a2_scale: torch.Tensor | None = None
-    w13_zero_point: torch.Tensor | None = None
-    w2_zero_point: torch.Tensor | None = None
-    quant: QuantScheme | str = "unquantized"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "quant", get_scheme(self.quant))
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            is_optional = field.default is None
-            if field.name != "quant" and not (isinstance(value, torch.Tensor) or (value is None and is_optional)):
-                raise ValueError(f"{field.name} must be a tensor{' or None' * is_optional}, got {type(value).__name__}")
-            if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-                raise ValueError(f"{field.name} must be a dense tensor, got layout {value.layout}; call .to_dense()")
-        for name, tensor in self.tensors().items():
-            if tensor.device != self.w13.device:
-                raise ValueError(
-                    f"all expert weights must be on one device, got {name} on {tensor.device} and w13 on "
-                    f"{self.w13.device}; move one of them"
-                )
-        if self.w13.dim() != 3 or self.w2.dim() != 3:
-            raise ValueError(
-                f"w13 must be [E,2I,H] (or [E,I,H] not gated) and w2 [E,H,I], got w13 {list(self.w13.shape)} "
-                f"and w2 {list(self.w2.shape)}; stack the experts along dim 0"
-            )
-        if 0 in (*self.w13.shape, *self.w2.shape):
-            raise ValueError(
-                f"w13 and w2 must hold at least one expert, row and column, got w13 {list(self.w13.shape)} and w2 "
-                f"{list(self.w2.shape)}; a rank without experts has no layer to run"
-            )
-        if self.w2.shape[0] != self.num_experts:
-            raise ValueError(
-                f"w13 and w2 must hold the same experts, got {self.num_experts} and {self.w2.shape[0]}; stack those of "
-                "this rank along dim 0 of both"
-            )
-        fmt = self.scheme.weight
-        if self.w13.shape[2] != self.scheme_columns(self.hidden_size) and fmt is not None and fmt.bits == 4:
-            raise ValueError(
-                f"w13 must have hidden_size / 2 columns in scheme {self.scheme.name}, two 4-bit codes to a byte, where "
-                f"w2 has hidden_size rows, got w13 {list(self.w13.shape)} and w2 {list(self.w2.shape)}; "
-                "pack codes with moereg.quantize.pack_nibbles, and let the loader transpose and trim checkpoints"
-            )
-        if self.w13.shape[2] != self.scheme_columns(self.hidden_size):
-            raise ValueError(
-                f"w13 columns and w2 rows must both be hidden_size, got w13 {list(self.w13.shape)} and w2 "
-                f"{list(self.w2.shape)}; transposed checkpoints must be transposed by the loader"
-            )
-        if self.w2.shape[2] != self.scheme_columns(self.intermediate_size):
-            raise ValueError(
-                f"w13 must have 2*I rows (gated) or I rows (not gated) where w2 has I columns, got w13 "
-                f"{list(self.w13.shape)} and w2 {list(self.w2.shape)}"
-            )
-        self._check_rows()
-        self._check_values()
-
-    @property
-    def num_experts(self) -> int:
-        """E, experts on this rank."""
-        return self.w13.shape[0]
-
-    @property
-    def hidden_size(self) -> int:
-        """H."""
-        return self.w2.shape[1]
-
-    @property
-    def num_halves(self) -> int:
-        """2 where w13 holds gate and up rows, else 1."""
-        rows, columns = self.w13.shape[1], self.w2.shape[2]
-        return 2 if rows % 2 == 0 and self.scheme_columns(rows // 2) == columns else 1
-
-    @property
-    def intermediate_size(self) -> int:
-        """I."""
-        return self.w13.shape[1] // self.num_halves
-
-    def scheme_columns(self, columns: int) -> int:
-        """Stored columns of a row of `columns` elements in this scheme."""
-        fmt = self.scheme.weight
-        return columns if fmt is None else fmt.packed_columns(columns)
-
-    def _check_rows(self) -> None:
-        has_bias = self.w13_bias is not None or self.w2_bias is not None
-        rows = self.scheme.tensor_rows(
-            self.num_experts, self.hidden_size, self.intermediate_size, self.num_halves, has_bias
-        )
-        for row in rows:
-            check_row(row, getattr(self, row.name), self.scheme)
-        if unknown := set(self.tensors()) - {row.name for row in rows}:
-            raise ValueError(
-                f"scheme {self.scheme.name} has no tensor {sorted(unknown)[0]!r}; pass quant=... if the weights are of "
-                "another scheme, or leave it out"
-            )
-
-    def _check_values(self) -> None:
-        """Checks that need the values of tensors."""
-        # A fake tensor claims to be on a CPU but has no values.
-        if type(self.w13) not in (torch.Tensor, torch.nn.Parameter) or not checks_values(self.w13.device):
-            return
-        for name, scale in self.tensors("scale", "scale_2", "activation_scale").items():
-            check_scale(name, scale)
-        if self.scheme.weight is None or self.scheme.weight.bits != 4:
-            return
-        zero_points, scales = self.tensors("zero_point"), self.tensors("scale")
-        for matrix in MATRICES:
-            name = tensor_name(matrix, "zero_point")
-            if name in zero_points:
-                check_zero_points(name, zero_points[name], scales[tensor_name(matrix, "scale")].shape[-1])
-
-    @property
-    def scheme(self) -> QuantScheme:
-        """`quant` as a value."""
-        assert isinstance(self.quant, QuantScheme)
-        return self.quant
-
-    def tensors(self, *roles: TensorRole) -> dict[str, torch.Tensor]:
-        """The present tensors by field name; only those of some roles, if any are given."""
-        values = {name: getattr(self, name) for name, role in TENSOR_ROLES.items() if not roles or role in roles}
-        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-
-    def to(self, device: torch.device | str) -> ExpertWeights:
-        """The same weights on a device; itself if they are there already.
-
-        Raises:
-            ArgumentError: The argument is not a device, or this torch build cannot use it.
-        """
-        device = check_device("device", device)
-        try:
-            torch.empty(0, device=device)
-        except torch.OutOfMemoryError:
-            raise
-        except (AssertionError, NotImplementedError, RuntimeError) as error:
-            raise ArgumentError(
-                f"device must be one that this torch build can use, got {str(device)!r}: {described(error)}"
-            ) from None
-        moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
-        return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
-
-    def contiguous(self) -> ExpertWeights:
-        """The same weights as plain tensors in row-major order: what every `permute_weights` is given.
-
-        Returns:
-            Views without gradients of tensors that are in order already; copies of expanded, transposed and other
-            strided ones. Values are not checked again.
-        """
-        plain = copy.copy(self)
-        for name, tensor in self.tensors().items():
-            # The view has a new tensor's strides: where a size is 1, a contiguous tensor may have any stride.
-            object.__setattr__(plain, name, tensor.detach().contiguous().view(-1).view(tensor.shape))
-        return plain
-
-    @takes(problem=(MoEProblem, "make one with MoEProblem(...)"))
-    def check_against(self, problem: MoEProblem) -> None:
-        """Checks that these are the weights of `problem`.
-
-        Raises:
-            ValueError: Sizes, dtype, biases or scheme disagree.
-        """
-        if self.scheme != problem.quant:
-            raise ValueError(
-                f"the weights are {self.scheme.description} but the problem says {problem.quant.description}; "
-                "make both name the checkpoint's scheme"
-            )
-        hidden_size, intermediate_size = problem.hidden_size, problem.intermediate_size
-        sizes = {
-            "w13": (problem.activation.num_halves * intermediate_size, self.scheme_columns(hidden_size)),
-            "w2": (hidden_size, self.scheme_columns(intermediate_size)),
-        }
-        for name, size in sizes.items():
-            expected, found = [problem.num_local_experts, *size], list(self.tensors()[name].shape)
-            if found != expected:
-                raise ValueError(
-                    f"{name} must be {expected} for {problem}, got {found}; "
-                    "correct the problem's sizes or pass the weights of this rank"
-                )
-        for name, tensor in self.tensors("weight", "bias").items():
-            is_bias = TENSOR_ROLES[name] == "bias"
-            if not is_bias and self.scheme.weight is not None:
-                continue
-            allowed = (problem.torch_dtype, torch.float32) if is_bias else (problem.torch_dtype,)
-            if tensor.dtype not in allowed:
-                names = " or ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in allowed))
-                raise ValueError(f"{name} must be {names} for this problem, got {tensor.dtype}; convert one")
-        if problem.has_bias != (self.w13_bias is not None):
-            word = "with" if self.w13_bias is not None else "without"
-            raise ValueError(f"the problem says has_bias={problem.has_bias}, got weights {word} biases")
+__all__ = ["CanonicalReader", "ExpertWeights", "PerExpert", "PermutedWeights"]
 
 
 PerExpert: TypeAlias = "torch.Tensor | list[torch.Tensor]"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+class CanonicalReader(Protocol):
+    """Reads experts back from weights that it saw permuted."""
+
+    def read(self, permuted: PermutedWeights, expert: int) -> ExpertWeights:
+        """One expert as canonical weights, E = 1."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PermutedWeights:
     """Weights in one backend's layout.
 
@@ -248,11 +34,13 @@ class PermutedWeights:
         per_expert: By name: a tensor whose dim 0 is the local expert, or a list of one tensor per expert where the
             storage is opaque, so that experts can be moved and reloaded.
         shared: By name: tensors that belong to no one expert.
+        reader: What `to_canonical` asks; `make_kernel` sets it, backends leave it out.
     """
 
     layout: str
     per_expert: Mapping[str, PerExpert]
     shared: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    reader: CanonicalReader | None = None
 
     def __post_init__(self) -> None:
         counts = {name: len(value) for name, value in self.per_expert.items()}
@@ -292,6 +80,84 @@ class PermutedWeights:
         """Device of the tensors."""
         return next(self._flat()).device
 
+    @property
+    def num_experts(self) -> int:
+        """Local experts; 0 where no tensor belongs to one."""
+        return len(next(iter(self.per_expert.values()), ()))
+
+    def to_canonical(self, expert: int) -> ExpertWeights:
+        """Reads one expert back.
+
+        The first expert of a layout and shape takes some ten permutations of one expert, each later one a single one.
+
+        Args:
+            expert: Local expert.
+
+        Returns:
+            New canonical weights of that expert alone, E = 1, which permute to the same bits.
+
+        Raises:
+            LayoutNotInvertibleError: The layout does not keep the canonical numbers, or no kernel was made of these
+                weights.
+            ArgumentError: There is no such expert.
+        """
+        check_expert(expert, self.num_experts)
+        if self.reader is None:
+            raise LayoutNotInvertibleError(
+                f"how these {self.layout!r} weights were permuted is not known; read those of a kernel, kernel.weights"
+            )
+        return self.reader.read(self, expert)
+
+    def __repr__(self) -> str:
+        names = ", ".join([*self.per_expert, *self.shared])
+        return (
+            f"PermutedWeights({self.layout!r}, {self.num_experts} experts, {names}, {shown_bytes(self.num_bytes)} on "
+            f"{self.device})"
+        )
+
+    def shared_with(self, weights: ExpertWeights) -> frozenset[str]:
+        """Names of the tensors that lie in the memory of some canonical weights."""
+        given = set(map(_memory, weights.tensors().values()))
+        tensors = {**self.per_expert, **self.shared}
+        return frozenset(
+            name
+            for name, value in tensors.items()
+            for tensor in (value if isinstance(value, list) else [value])
+            if tensor.layout == torch.strided and _memory(tensor) in given
+        )
+
+    def with_own(self, names: Collection[str]) -> PermutedWeights:
+        """The same weights with copies of the tensors of these names, of the same strides."""
+
+        def of(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: _copied(value) if name in names else value for name, value in values.items()}
+
+        own = copy.copy(self)
+        object.__setattr__(own, "per_expert", of(self.per_expert))
+        object.__setattr__(own, "shared", of(self.shared))
+        return own
+
+    def with_reader(self, reader: CanonicalReader) -> PermutedWeights:
+        """The same tensors, whose experts `reader` can read back."""
+        known = copy.copy(self)
+        object.__setattr__(known, "reader", reader)
+        return known
+
+    def write_expert(self, expert: int, other: PermutedWeights) -> None:
+        """Writes the only expert of other weights into this one's storage; opaque tensors are replaced.
+
+        Raises:
+            ValueError: Layout, names, shapes or shared tensors differ.
+        """
+        mine, theirs = _signature(self, whole=False), _signature(other, whole=False)
+        if mine != theirs or other.num_experts != 1:
+            raise ValueError(f"an expert needs weights of the same layout and shapes, got {theirs} for {mine}")
+        for name, value in self.per_expert.items():
+            if isinstance(value, list):
+                value[expert] = other.per_expert[name][0]
+            else:
+                _write(value[expert], other[name][0])
+
     def copy_from(self, other: PermutedWeights) -> None:
         """Writes another set of weights into this one's storage, so that captured graphs see them.
 
@@ -321,7 +187,8 @@ class PermutedWeights:
             name: [of(tensor) for tensor in value] if isinstance(value, list) else of(value)
             for name, value in self.per_expert.items()
         }
-        return PermutedWeights(self.layout, per_expert, {name: of(value) for name, value in self.shared.items()})
+        shared = {name: of(value) for name, value in self.shared.items()}
+        return PermutedWeights(self.layout, per_expert, shared, self.reader)
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -332,9 +199,26 @@ def _write(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source.clone() if same else source)
 
 
-def _signature(weights: PermutedWeights) -> tuple[object, ...]:
+def _memory(tensor: torch.Tensor) -> tuple[str, int]:
+    storage = tensor.untyped_storage()
+    # Without memory, as on a meta device, the storage itself tells tensors apart.
+    address = 0 if tensor.device.type == "meta" else storage.data_ptr()
+    return str(tensor.device), address or storage._cdata
+
+
+def _copied(value: PerExpert) -> PerExpert:
+    if isinstance(value, list):
+        return [tensor.clone() if tensor.layout == torch.strided else tensor for tensor in value]
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _signature(weights: PermutedWeights, whole: bool = True) -> tuple[object, ...]:
+    """Layout, names, shapes and dtypes; of one expert and without shared tensors where not `whole`."""
+
     def of(value: PerExpert) -> object:
+        if not whole:
+            return tuple(value[0].shape), value[0].dtype
         return (len(value), tuple(value[0].shape)) if isinstance(value, list) else (tuple(value.shape), value.dtype)
 
-    tensors = {**weights.per_expert, **weights.shared}
+    tensors = {**weights.per_expert, **weights.shared} if whole else weights.per_expert
     return (weights.layout, tuple(sorted((name, of(value)) for name, value in tensors.items())))

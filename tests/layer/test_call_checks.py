@@ -24,7 +24,14 @@ def refuse(kernel: MoEKernel, inputs: Inputs, text: str, **changes: Any) -> None
     ("field", "value", "text"),
     [
         ("hidden_states", torch.zeros(4, 17), "hidden_states must have shape [4, 16], got [4, 17]"),
-        ("hidden_states", torch.zeros(4, 1, 16), "hidden_states must have shape [4, 16], got [4, 1, 16]"),
+        (
+            "hidden_states",
+            torch.zeros(4, 1, 16),
+            (
+                "hidden_states must be [T,H], got [4, 1, 16]; flatten batch and sequence with .reshape(-1, 16), as "
+                "moereg.MoELayer does by itself"
+            ),
+        ),
         ("hidden_states", None, "hidden_states must be a torch.Tensor, got NoneType; convert it"),
         ("hidden_states", [[0.0] * 16] * 4, "hidden_states must be a torch.Tensor, got list; convert it"),
         ("topk_weights", None, "topk_weights must be a torch.Tensor, got NoneType; convert it"),

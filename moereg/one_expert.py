@@ -1,0 +1,174 @@
+"""One expert of a layer: read back from permuted weights as canonical ones, and permuted alone to replace it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Hashable
+from typing import Final
+
+import torch
+
+from moereg import backend_calls
+from moereg.arguments import check_instance
+from moereg.errors import ArgumentError, BackendError
+from moereg.experts import Experts
+from moereg.inversion import Moves, TensorSpecs, expert_rows, find_moves, read_back, same_bits
+from moereg.selection import Decision, Selection
+from moereg.weights import ExpertWeights, PermutedWeights
+
+__all__ = ["OneExpert"]
+
+_MOST_PLANS: Final = 2
+"""Layouts and shapes whose moves are kept: they take up to four times an expert's bytes."""
+
+_PLANS: Final[collections.OrderedDict[Hashable, dict[str, Moves]]] = collections.OrderedDict()
+_APART: Final[set[Hashable]] = set()
+"""Layouts and shapes in which an expert was seen to be permuted without regard to others."""
+
+_LOCK: Final = threading.Lock()
+
+
+class OneExpert:
+    """Permutes and reads back single experts of one layer, whose backend and canonical tensors it knows.
+
+    Holds no weights, so that it does not keep them.
+    """
+
+    def __init__(self, selection: Selection, winner: Decision, weights: ExpertWeights) -> None:
+        """Notes shapes and dtypes of the layer's canonical weights; calls nothing."""
+        self._selection = selection
+        self._winner = winner
+        self._quant = weights.scheme
+        self._device = weights.w13.device
+        self._specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            name: ((1, *tensor.shape[1:]) if tensor.dim() else (), tensor.dtype)
+            for name, tensor in weights.tensors().items()
+        }
+        cell = winner.cell
+        assert cell is not None
+        self._key: Hashable = (
+            cell.experts,
+            winner.scheme,
+            selection.problem,
+            str(selection.platform),
+            tuple(self._specs.items()),
+            str(self._device),
+        )
+
+    def read(self, permuted: PermutedWeights, expert: int) -> ExpertWeights:
+        """One expert as canonical weights, E = 1.
+
+        Raises:
+            LayoutNotInvertibleError: The layout does not keep the canonical numbers.
+        """
+        rows = expert_rows(permuted, expert)
+        tensors = read_back(self.permute, self._specs, self._quant, self._moves(permuted.layout), rows)
+        return ExpertWeights.unchecked(tensors, self._quant)
+
+    def rows_for(self, permuted: PermutedWeights, weights: ExpertWeights) -> PermutedWeights:
+        """The rows of a new expert, to be written into `permuted`.
+
+        Args:
+            permuted: The layer's.
+            weights: Of the new expert alone, E = 1.
+
+        Raises:
+            ArgumentError: The weights are not one expert of the layer, or need other shared tensors than the layer has.
+            BackendError: The backend permutes experts together, or its code raised.
+        """
+        check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
+        self._check(weights)
+        rows = self.permute(weights)
+        if rows.layout != permuted.layout:
+            raise self._refusal(f"gives one expert the layout {rows.layout!r}, and the layer has {permuted.layout!r}")
+        self._check_apart(weights, rows)
+        for name, tensor in permuted.shared.items():
+            if name not in rows.shared or not same_bits(rows.shared[name], tensor):
+                raise ArgumentError(
+                    f"layout {permuted.layout!r} has {name!r} in common for all experts, and the new expert's differs; "
+                    "reload the whole layer"
+                )
+        return rows
+
+    def permute(self, weights: ExpertWeights) -> PermutedWeights:
+        """Some experts, up to as many as the layer has, in the backend's layout."""
+        selection, experts = self._experts(weights.num_experts)
+        return backend_calls.permute(selection, experts, weights)
+
+    def _experts(self, num_experts: int) -> tuple[Selection, Experts]:
+        problem = dataclasses.replace(self._selection.problem, num_local_experts=num_experts)
+        selection = dataclasses.replace(self._selection, problem=problem)
+        return selection, backend_calls.make_experts(selection, self._winner)
+
+    def _moves(self, layout: str) -> dict[str, Moves]:
+        key = (self._key, layout)
+        with _LOCK:
+            if key in _PLANS:
+                _PLANS.move_to_end(key)
+                return _PLANS[key]
+        moves = find_moves(self.permute, self._specs, self._quant, self._device)
+        with _LOCK:
+            _PLANS[key] = moves
+            while len(_PLANS) > _MOST_PLANS:
+                _PLANS.popitem(last=False)
+        return moves
+
+    def _check(self, weights: ExpertWeights) -> None:
+        problem = dataclasses.replace(self._selection.problem, num_local_experts=1)
+        weights.check_against(problem)
+        if weights.w13.device != self._device:
+            raise ArgumentError(f"the new expert must be on {self._device}, got {weights.w13.device}; move it")
+        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.tensors().items()}
+        if found != self._specs:
+            raise ArgumentError(
+                f"the new expert must have the layer's tensors, {_listed(self._specs)}, got {_listed(found)}; "
+                "convert them"
+            )
+
+    def _check_apart(self, weights: ExpertWeights, rows: PermutedWeights) -> None:
+        """Permutes the new expert beside another one: its rows have to be the same, and those of the other."""
+        if self._selection.problem.num_local_experts == 1 or self._key in _APART:
+            return
+        given = weights.contiguous().tensors()
+        others = {name: _changed(tensor) for name, tensor in given.items()}
+        other = ExpertWeights.unchecked(others, self._quant)
+        pair = {name: _stacked(tensor, others[name]) for name, tensor in given.items()}
+        both = self.permute(ExpertWeights.unchecked(pair, self._quant))
+        for expert, alone in enumerate((rows, self.permute(other))):
+            mine, theirs = expert_rows(both, expert), expert_rows(alone, 0)
+            same = mine.keys() == theirs.keys() and all(same_bits(mine[name], theirs[name]) for name in mine)
+            if not same or not all(same_bits(both.shared[name], alone.shared[name]) for name in both.shared):
+                raise self._refusal("permutes an expert in another way beside others than alone")
+        _APART.add(self._key)
+
+    def _refusal(self, fault: str) -> BackendError:
+        winner = self._winner
+        return BackendError(
+            f"backend {winner.backend!r} {fault}, so one expert cannot be replaced; reload the whole layer",
+            winner.backend,
+            winner.origin,
+        )
+
+
+def _changed(tensor: torch.Tensor) -> torch.Tensor:
+    """Another expert's valid tensor: rows change places, and floats are halved, so that no maximum is the same."""
+    if not tensor.dim():
+        return tensor
+    moved = _plain(tensor).roll(1, dims=min(1, tensor.dim() - 1)).view(tensor.dtype)
+    return (moved.float() / 2).to(tensor.dtype) if tensor.is_floating_point() else moved
+
+
+def _stacked(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.cat((_plain(one), _plain(other))).view(one.dtype) if one.dim() else one
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """8-bit floats, for which torch lacks operations, as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _listed(specs: TensorSpecs) -> str:
+    parts = (f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, (shape, dtype) in specs.items())
+    return ", ".join(parts)
