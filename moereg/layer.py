@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import random
 import sys
-import weakref
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -17,6 +14,7 @@ from moereg.ambient import fp32_is_exact, plain_torch
 from moereg.arguments import check_count, check_flag, check_instance, takes
 from moereg.call_checks import check_call, check_no_alias, check_values
 from moereg.canonical import check_expert
+from moereg.compiled import new_handle, run_compiled
 from moereg.dispatch import Decision, Selection, select_backend
 from moereg.errors import ArgumentError, LayoutMismatchError
 from moereg.experts import Experts
@@ -75,11 +73,7 @@ class MoEKernel:
         # leave its range.
         self._needs_exact_fp32 = self._device.type == "cpu" or problem.torch_dtype != torch.bfloat16
         self._workspace_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        # A tensor, since compiled code treats a number as a constant: each layer would compile its caller again. It is
-        # on the CPU whatever the default device is, since each call of compiled code reads it.
-        number = next(_HANDLES)
-        self._handle = torch.tensor(number, device="cpu")
-        _KERNELS[number] = self
+        self._handle = new_handle(self)
 
     def __call__(
         self,
@@ -113,9 +107,9 @@ class MoEKernel:
         if hidden_states.shape[0] == 0:
             return out
         if torch.compiler.is_compiling():
-            torch.ops.moereg.moe_layer(hidden_states, topk_weights, topk_ids, out, self._handle)
+            run_compiled(hidden_states, topk_weights, topk_ids, out, self._handle)
         else:
-            self._check_and_run(hidden_states, topk_weights, topk_ids, out, is_own)
+            self.check_and_run(hidden_states, topk_weights, topk_ids, out, is_own)
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoEKernel:
@@ -194,7 +188,7 @@ class MoEKernel:
             self.weights = self.weights.with_own(self._borrowed)
             self._borrowed = frozenset()
 
-    def _check_and_run(
+    def check_and_run(
         self,
         hidden_states: torch.Tensor,
         topk_weights: torch.Tensor,
@@ -276,44 +270,6 @@ class MoEKernel:
 def _may_be_captured(device: torch.device) -> bool:
     """Whether a graph is being captured, or cannot be ruled out: only `torch.cuda` is asked."""
     return device.type not in ("cpu", "meta") and (device.type != "cuda" or torch.cuda.is_current_stream_capturing())
-
-
-# Another process counts from another number on, so that code which was exported there finds no layer of this one.
-_HANDLES: Final = itertools.count(random.SystemRandom().getrandbits(62))
-_KERNELS: Final[weakref.WeakValueDictionary[int, MoEKernel]] = weakref.WeakValueDictionary()
-
-_LIBRARY: Final = torch.library.Library("moereg", "DEF")
-_LIBRARY.define(
-    "moe_layer(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor(a!) out, Tensor handle) -> ()",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
-
-
-def _moe_layer(
-    hidden_states: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    out: torch.Tensor,
-    handle: torch.Tensor,
-) -> None:
-    kernel = _KERNELS.get(int(handle))  # The handle is on the CPU, so nothing waits for a device.
-    if kernel is None:
-        raise RuntimeError(f"the MoEKernel of compiled code (handle {int(handle)}) is gone; keep a reference to it")
-    kernel._check_and_run(hidden_states, topk_weights, topk_ids, out)
-
-
-def _moe_layer_fake(
-    hidden_states: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    out: torch.Tensor,
-    handle: torch.Tensor,
-) -> None:
-    return None
-
-
-_LIBRARY.impl("moe_layer", _moe_layer, "CompositeExplicitAutograd")
-torch.library.register_fake("moereg::moe_layer", _moe_layer_fake, lib=_LIBRARY)
 
 
 @takes(

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from moereg import layer
+from moereg import compiled
 from moereg.layer import MoEKernel, make_kernel
 from moereg.testing.inputs import make_inputs, make_weights
 from tests.layer.small_layers import CPU, INPUTS, call, kernel_of, problem_of, selection_of
@@ -68,9 +68,9 @@ def test_compiled_code_outlives_no_kernel() -> None:
     handle = kernel_of(problem_of())._handle
     gc.collect()
     with pytest.raises(
-        RuntimeError, match=rf"the MoEKernel of compiled code \(handle {handle}\) is gone; keep a reference"
+        RuntimeError, match=rf"the MoE layer of compiled code \(handle {handle}\) is gone; keep a reference"
     ):
-        layer._moe_layer(INPUTS.hidden_states, INPUTS.topk_weights, INPUTS.topk_ids, torch.empty(4, 16), handle)
+        compiled._moe_layer(INPUTS.hidden_states, INPUTS.topk_weights, INPUTS.topk_ids, torch.empty(4, 16), handle)
 
 
 @pytest.mark.slow

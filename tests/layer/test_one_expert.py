@@ -140,9 +140,7 @@ PROBLEMS = st.builds(
 )
 
 
-@pytest.mark.parametrize(
-    ("scheme", "platform"), [("unquantized", "cpu"), ("int4_w4a16_g32_zp", "cuda:sm90")]
-)
+@pytest.mark.parametrize(("scheme", "platform"), [("unquantized", "cpu"), ("int4_w4a16_g32_zp", "cuda:sm90")])
 def test_experts_of_each_layout(scheme: str, platform: str, on_any_device: None) -> None:
     check_problem(
         problem_of(num_experts=2, hidden_size=64, intermediate_size=64, quant=scheme, dtype="bfloat16"), platform
