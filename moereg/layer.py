@@ -196,7 +196,17 @@ class MoEKernel:
         out: torch.Tensor,
         is_own: bool = False,
     ) -> None:
-        """Checks addresses and values, which tensors do not have while code is compiled, and runs the layer."""
+        """Runs a call whose shapes and dtypes were checked, as compiled code does.
+
+        Checks addresses and values, which tensors do not have while code is compiled.
+
+        Args:
+            hidden_states: [T,H], T at least 1.
+            topk_weights: [T,K] fp32.
+            topk_ids: [T,K] int32 or int64.
+            out: [T,H], overwritten.
+            is_own: Whether `out` is a new tensor, which nothing aliases.
+        """
         if not is_own:
             check_no_alias(out, (hidden_states, topk_weights, topk_ids))
         check_values(self.problem, self._device, topk_weights, topk_ids, self.expert_map)
