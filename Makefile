@@ -35,6 +35,7 @@ demo: $(VENV)/.core-stamp
 	$(BIN)/moereg explain --model qwen3-30b-a3b --platform cuda:sm90
 	@echo '== the same layer on this machine: 128 experts, 1.2 GB of weights, 64 tokens'
 	$(BIN)/moereg run --model qwen3-30b-a3b --tokens 64
+	@echo '== the command is $(BIN)/moereg; after `source $(BIN)/activate` it is moereg'
 
 test: $(VENV)/.test-stamp
 	$(IN_PARALLEL) -m 'not slow and not gpu and not peers' $(PYTEST_ARGS)
