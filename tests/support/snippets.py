@@ -82,6 +82,12 @@ def write_layers(path: Path) -> None:
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
         "hidden_act": "silu",
+        # Of the rest, which transformers makes up.
+        "vocab_size": 128,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
     }
     path.mkdir(parents=True)
     write_checkpoint(path, config, {name: tensor.bfloat16() for name, tensor in tensors.items()})
