@@ -13,6 +13,7 @@ A choice
 
 A kernel
     `make_kernel` permutes the weights for the chosen backend. The `MoEKernel` that it returns runs the layer.
+    `MoELayer` is a torch module around one, with parameters, `state_dict` and a router.
 
 A backend of your own
     `register_moe_backend` decorates an experts class; `moereg.author` has everything that such a class needs, and
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         UnsupportedProblemError,
     )
     from moereg.layer import MoEKernel, make_kernel
+    from moereg.module import MoELayer
     from moereg.platforms import Platform
     from moereg.problem import MoEProblem
     from moereg.quant import QuantScheme
@@ -67,6 +69,7 @@ __all__ = [
     "CheckpointError",
     "ExpertWeights",
     "MoEKernel",
+    "MoELayer",
     "MoEProblem",
     "MoeregError",
     "MoeregWarning",
@@ -117,6 +120,7 @@ _HOMES: Final = {
         "MoEKernel",
         "make_kernel",
     ),
+    "moereg.module": ("MoELayer",),
     "moereg.platforms": ("Platform",),
     "moereg.problem": ("MoEProblem",),
     "moereg.quant": ("QuantScheme",),

@@ -140,12 +140,15 @@ class MoEKernel:
             ValueError: The weights are not this problem's or on another device.
         """
         check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
+        check_flag("write_shared", write_shared)
         weights.check_against(self.problem)
-        self._check_may_write(write_shared)
         permuted = backend_calls.permute(self.selection, self.experts, weights)
+        # What is shared with these very weights is up to date.
+        others = frozenset[str]() if write_shared else self.weights.elsewhere(self._borrowed, permuted)
+        self._check_may_write(others)
         # Inference mode may write into tensors of either kind; outside it, tensors made inside may not be written into.
         with plain_torch(), torch.inference_mode():
-            self._own(write_shared)
+            self._own(others)
             self.weights.copy_from(permuted)
 
     def update_expert(self, expert: int, weights: ExpertWeights, *, write_shared: bool = False) -> None:
@@ -168,25 +171,26 @@ class MoEKernel:
         reader = self.weights.reader
         if not isinstance(reader, OneExpert):
             raise ArgumentError("update_expert needs a kernel that make_kernel made; reload the whole layer")
-        self._check_may_write(write_shared)
+        check_flag("write_shared", write_shared)
+        others = frozenset[str]() if write_shared else self._borrowed
+        self._check_may_write(others)
         rows = reader.rows_for(self.weights, weights)
         with plain_torch(), torch.inference_mode():
-            self._own(write_shared)
+            self._own(others)
             self.weights.write_expert(expert, rows)
 
-    def _check_may_write(self, write_shared: bool) -> None:
-        check_flag("write_shared", write_shared)
-        if self._borrowed and not write_shared and self._is_captured:
-            names = ", ".join(sorted(self._borrowed))
+    def _check_may_write(self, names: frozenset[str]) -> None:
+        if names and self._is_captured:
+            shown = ", ".join(sorted(names))
             raise ArgumentError(
-                f"this kernel reads {names} where make_kernel was given them, and so does a captured graph; make the "
+                f"this kernel reads {shown} where make_kernel was given them, and so does a captured graph; make the "
                 "kernel with own_weights=True, or say write_shared=True to write there"
             )
 
-    def _own(self, write_shared: bool) -> None:
-        if self._borrowed and not write_shared:
-            self.weights = self.weights.with_own(self._borrowed)
-            self._borrowed = frozenset()
+    def _own(self, names: frozenset[str]) -> None:
+        if names:
+            self.weights = self.weights.with_own(names)
+            self._borrowed -= names
 
     def check_and_run(
         self,

@@ -126,6 +126,11 @@ class PermutedWeights:
             if tensor.layout == torch.strided and _memory(tensor) in given
         )
 
+    def elsewhere(self, names: Collection[str], other: PermutedWeights) -> frozenset[str]:
+        """Those of some names whose tensors `other` holds in other memory, so that copying them would write."""
+        mine, theirs = {**self.per_expert, **self.shared}, {**other.per_expert, **other.shared}
+        return frozenset(name for name in names if name not in theirs or not _is_same(mine[name], theirs[name]))
+
     def with_own(self, names: Collection[str]) -> PermutedWeights:
         """The same weights with copies of the tensors of these names, of the same strides."""
 
@@ -191,8 +196,14 @@ class PermutedWeights:
         return PermutedWeights(self.layout, per_expert, shared, self.reader)
 
 
+def _is_same(one: PerExpert, other: PerExpert) -> bool:
+    if isinstance(one, list) or isinstance(other, list):
+        return False
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+
+
 def _write(target: torch.Tensor, source: torch.Tensor) -> None:
-    if target.data_ptr() == source.data_ptr() and target.stride() == source.stride():
+    if _is_same(target, source):
         return
     # A view of the same storage, a transposed one say, would be overwritten while it is read.
     same = target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()

@@ -1,0 +1,245 @@
+"""What a MoELayer holds: parameters, the router's tensors, and experts read back from its kernel."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from moereg.arguments import check_instance
+from moereg.compiled import new_handle
+from moereg.discovery import current_platform
+from moereg.errors import ArgumentError
+from moereg.layer import MoEKernel
+from moereg.platforms import Platform, probe_cpu
+from moereg.problem import DTYPES, MoEProblem
+from moereg.quant import TENSOR_ROLES
+from moereg.routing import RouterSpec
+from moereg.weights import ExpertWeights
+
+__all__ = ["CanonicalModule", "platform_of", "router_tensors", "zeros_for"]
+
+
+_State = tuple[tuple[int, int], ...]
+"""Address and version of each canonical tensor."""
+
+
+class CanonicalModule(torch.nn.Module):
+    """A module whose parameters are canonical weights, or in whose kernel they are where the parameters were freed.
+
+    Attributes:
+        problem: The layer, in the dtype that its parameters have now.
+    """
+
+    problem: MoEProblem
+    _handle: torch.Tensor
+
+    def __init__(self) -> None:
+        """Without parameters."""
+        super().__init__()
+        self._kernel: MoEKernel | None = None
+        self._seen: _State = ()
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """Canonical weights: views of the parameters, or new ones out of the kernel where they were freed."""
+        if self._is_freed:
+            assert self._kernel is not None
+            return _read_all(self._kernel)
+        tensors = {name: self._parameters.get(name) for name in TENSOR_ROLES}
+        held = {name: value.detach() for name, value in tensors.items() if value is not None}
+        return ExpertWeights.unchecked(held, self.problem.quant)
+
+    def _set(self, name: str, tensor: torch.Tensor | None) -> None:
+        self.register_parameter(name, None if tensor is None else _as_parameter(tensor))
+
+    @property
+    def _is_freed(self) -> bool:
+        return self._parameters["w13"] is None
+
+    def _state(self) -> _State:
+        held = (tensor for name in TENSOR_ROLES if (tensor := self._parameters[name]) is not None)
+        return tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in held)
+
+    def _thaw(self) -> None:
+        """Gives freed parameters back, and drops the kernel that held them."""
+        if self._is_freed:
+            for name, tensor in self.weights.tensors().items():
+                self._set(name, tensor)
+        self._kernel = None
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        dtype = fn(torch.empty(0, dtype=self.problem.torch_dtype, device=self._device)).dtype
+        if str(dtype).removeprefix("torch.") not in DTYPES:
+            raise ArgumentError(f"a MoELayer computes in {', '.join(DTYPES)}, got {dtype}")
+        self._thaw()
+        is_plain = self.problem.quant.weight is None
+        keep = {
+            id(tensor)
+            for name, tensor in self._parameters.items()
+            if name == "correction_bias" or (name in TENSOR_ROLES and not (is_plain or TENSOR_ROLES[name] == "bias"))
+        }
+
+        def apply(tensor: torch.Tensor) -> torch.Tensor:
+            return _as_bytes(fn, tensor) if id(tensor) in keep else fn(tensor)
+
+        super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+        self.problem = dataclasses.replace(self.problem, dtype=str(dtype).removeprefix("torch."))
+        return self
+
+    @property
+    def _device(self) -> torch.device:
+        if self._is_freed:
+            assert self._kernel is not None
+            return self._kernel.weights.device
+        w13 = self._parameters["w13"]
+        assert w13 is not None
+        return w13.device
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._is_freed:
+            destination.update({prefix + name: tensor for name, tensor in self.weights.tensors().items()})
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        if self._is_freed:
+            assert self._kernel is not None
+            given = {name: state_dict[prefix + name] for name in TENSOR_ROLES if prefix + name in state_dict}
+            if given:
+                # In place, so that captured graphs see it; the kernel's memory was that of the parameters.
+                device, quant = self._device, self.problem.quant
+                weights = ExpertWeights(**{name: value.to(device) for name, value in given.items()}, quant=quant)
+                self._kernel.reload(weights, write_shared=True)
+            state_dict = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in given}
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: canonical tensors and no kernel, which belongs to this machine."""
+        state = {**self.__dict__, "_kernel": None, "_seen": ()}
+        del state["_handle"]
+        if self._is_freed:
+            read = {name: _as_parameter(tensor) for name, tensor in self.weights.tensors().items()}
+            state["_parameters"] = {**self._parameters, **read}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = new_handle(self)
+
+    @abc.abstractmethod
+    def check_and_run(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """As `MoEKernel.check_and_run`."""
+
+
+def router_tensors(
+    problem: MoEProblem,
+    router: RouterSpec | None,
+    given: Mapping[str, torch.Tensor | None],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """The router's tensors by name, on the device; zeros for those that it needs and nobody gave.
+
+    Args:
+        problem: The layer.
+        router: How it routes, or None.
+        given: `router_weight`, `router_bias` and `correction_bias`, as the caller has them.
+        device: Of the weights.
+
+    Raises:
+        ArgumentError: The router is not the problem's, or a tensor is not the router's.
+    """
+    held = {name: tensor for name, tensor in given.items() if tensor is not None}
+    if router is None:
+        if held:
+            raise ArgumentError(f"{sorted(held)[0]} needs router=..., which says how it is used")
+        return {}
+    check_instance("router", router, RouterSpec, "make one with RouterSpec(...), or take load_experts(...).router")
+    sizes = (problem.num_experts, problem.top_k, problem.apply_router_weight_on_input)
+    if (router.num_experts, router.top_k, router.apply_router_weight_on_input) != sizes:
+        raise ArgumentError(f"router must be of the problem, {problem}, got {router}")
+    needs_correction = {"correction_bias"} if router.has_correction_bias else set()
+    if "correction_bias" in held and not needs_correction:
+        raise ArgumentError("this router takes no correction_bias; leave it out, or say has_correction_bias=True")
+    rows = {
+        "router_weight": ((problem.num_experts, problem.hidden_size), problem.torch_dtype),
+        "router_bias": ((problem.num_experts,), problem.torch_dtype),
+        "correction_bias": ((problem.num_experts,), torch.float32),
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (shape, dtype) in rows.items():
+        if name in held:
+            check_instance(name, held[name], torch.Tensor, f"pass {list(shape)}")
+            if (tuple(held[name].shape), held[name].dtype) != (shape, dtype):
+                found = f"{list(held[name].shape)} {held[name].dtype}"
+                raise ArgumentError(f"{name} must be {list(shape)} {dtype}, got {found}; convert it")
+            tensors[name] = held[name].to(device)
+        elif name in {"router_weight"} | needs_correction:
+            tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
+    return tensors
+
+
+def _as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    """The same memory as a parameter that needs no gradient."""
+    return torch.nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+def platform_of(device: torch.device) -> Platform:
+    """This machine's platform whose tensors are on a device.
+
+    Raises:
+        ArgumentError: It has no such device.
+    """
+    platform = current_platform()
+    if platform.device_type == device.type:
+        return platform
+    if device.type == "cpu":
+        return probe_cpu()
+    raise ArgumentError(
+        f"the layer is on {device}, and this machine is {platform}; move it to {platform.device_type!r}"
+    )
+
+
+def zeros_for(problem: MoEProblem, device: torch.device) -> dict[str, torch.Tensor]:
+    """Canonical tensors of experts that output zeros; static activation scales are 1, since 0 is none."""
+    rows = problem.quant.tensor_rows(
+        problem.num_local_experts,
+        problem.hidden_size,
+        problem.intermediate_size,
+        problem.activation.num_halves,
+        problem.has_bias,
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    for row in rows:
+        dtype = problem.torch_dtype if row.dtype is None else row.dtype
+        if row.required:
+            # 8-bit floats, which torch cannot always fill, by their bytes.
+            tensor = torch.zeros(math.prod(row.shapes[0]) * dtype.itemsize, dtype=torch.uint8, device=device)
+            tensors[row.name] = tensor.view(dtype).view(row.shapes[0])
+            if row.role == "activation_scale":
+                tensors[row.name].fill_(1.0)
+    return tensors
+
+
+def _as_bytes(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """What a function of `nn.Module._apply` makes of a tensor whose dtype stays: codes may be floats for torch."""
+    return fn(tensor.detach().reshape(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
+
+
+def _read_all(kernel: MoEKernel) -> ExpertWeights:
+    """All experts of a kernel as new canonical weights, read back one by one."""
+    num_experts = kernel.weights.num_experts
+    stacked: dict[str, torch.Tensor] = {}
+    for expert in range(num_experts):
+        for name, value in kernel.weights.to_canonical(expert).tensors().items():
+            if name not in stacked:
+                stacked[name] = value.new_empty(num_experts, *value.shape[1:]) if value.dim() else value
+            if value.dim():
+                stacked[name][expert] = value[0]
+    return ExpertWeights.unchecked(stacked, kernel.problem.quant)

@@ -1,0 +1,269 @@
+"""MoELayer: a module with canonical parameters, wherever torch takes one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moereg import module_state
+from moereg.checkpoints import load_experts
+from moereg.errors import ArgumentError, LayoutNotInvertibleError
+from moereg.inversion import same_bits
+from moereg.layer import make_kernel
+from moereg.module import MoELayer
+from moereg.reference import relative_error
+from moereg.routing import RouterSpec
+from moereg.testing.inputs import make_weights
+from moereg.weights import ExpertWeights
+from tests.checkpoints.small_checkpoint import write_checkpoint
+from tests.layer.small_layers import CPU, copied, problem_of
+
+# Layers on a CPU emulate codes of activations, which is no fault of theirs.
+pytestmark = pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
+
+ROUTER = RouterSpec(kind="softmax_topk", num_experts=8, top_k=2, renormalize=True)
+SCHEMES = ("unquantized", "fp8_block128", "int4_w4a16_g32_zp", "fp8_tensor_static", "mxfp4_w4a16")
+KEEPS = pytest.mark.parametrize("keep", [True, False], ids=["kept", "freed"])
+
+
+def layer_of(quant: str = "unquantized", seed: int = 0, **changes: Any) -> MoELayer:
+    dtype = "float32" if quant == "unquantized" else "bfloat16"
+    problem = problem_of(hidden_size=64, intermediate_size=32, quant=quant, dtype=dtype, has_bias=True)
+    generator = torch.Generator().manual_seed(seed)
+    router_weight = torch.randn(8, 64, generator=generator).to(problem.torch_dtype)
+    weights = make_weights(problem, CPU, seed)
+    return MoELayer(problem, weights, router=ROUTER, router_weight=router_weight, **changes)
+
+
+def tokens(layer: MoELayer, *sizes: int) -> torch.Tensor:
+    return torch.randn(*(sizes or (2, 3)), 64, generator=torch.Generator().manual_seed(5)).to(layer.problem.torch_dtype)
+
+
+def held(weights: ExpertWeights) -> dict[str, torch.Tensor]:
+    return weights.tensors()
+
+
+@KEEPS
+@pytest.mark.parametrize("quant", ["unquantized", "fp8_tensor_static"])
+def test_a_layer_is_its_kernel_and_router(quant: str, keep: bool) -> None:
+    layer = layer_of(quant, keep_canonical=keep)
+    weights = make_weights(layer.problem, CPU)
+    x = tokens(layer)
+    assert layer.router_weight is not None
+    topk_weights, topk_ids = ROUTER.route(x.view(-1, 64) @ layer.router_weight.T)
+    wanted = make_kernel(layer.problem, weights)(x.view(-1, 64), topk_weights, topk_ids).view(2, 3, 64)
+    assert torch.equal(layer(x), wanted)
+    assert torch.equal(layer(x, topk_weights.view(2, 3, 2), topk_ids.view(2, 3, 2)), wanted)
+    assert torch.equal(layer(x.transpose(0, 1)), wanted.transpose(0, 1))
+    assert layer(x[:0]).shape == (0, 3, 64)
+    assert layer(x[0, 0]).shape == (64,)
+    # Models hand routing weights over in their own dtype.
+    rounded = topk_weights.to(torch.bfloat16)
+    assert torch.equal(layer(x, rounded, topk_ids), layer(x, rounded.float(), topk_ids))
+    assert (dict(layer.named_parameters()).keys() == {"router_weight"}) is not keep
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+    assert all(same_bits(value, held(weights)[name]) for name, value in held(layer.weights).items())
+
+
+@KEEPS
+@pytest.mark.parametrize("quant", SCHEMES)
+def test_state_dict_is_canonical_and_comes_back(quant: str, keep: bool) -> None:
+    layer, other = layer_of(quant, keep_canonical=keep), layer_of(quant, seed=1, keep_canonical=keep)
+    x = tokens(layer)
+    wanted = layer(x)
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    weights = make_weights(layer.problem, CPU)
+    assert all(same_bits(state[name], value) for name, value in held(weights).items())
+    assert state.keys() == {*held(weights), "router_weight"}
+    kernel = other.prepare()
+    assert not torch.equal(other(x), wanted)
+    assert str(other.load_state_dict(state)) == "<All keys matched successfully>"
+    assert torch.equal(other(x), wanted)
+    assert other.prepare() is kernel, "captured graphs read the old kernel"
+    empty = MoELayer(layer.problem, router=ROUTER, keep_canonical=keep, device="meta")
+    with pytest.raises(ArgumentError, match="are on meta and hold nothing"):
+        empty.prepare()
+    empty.load_state_dict(state, assign=True)
+    assert torch.equal(empty(x), wanted)
+
+
+@KEEPS
+@pytest.mark.parametrize("quant", ["unquantized", "fp8_block128"])
+def test_copies_and_pickles_run_alone(quant: str, keep: bool) -> None:
+    layer = layer_of(quant, keep_canonical=keep)
+    x = tokens(layer)
+    wanted = layer(x)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    model = torch.nn.Sequential(torch.nn.Identity(), layer, torch.nn.ReLU())
+    for twin in (copy.deepcopy(layer), torch.load(file, weights_only=False), copy.deepcopy(model)[1]):
+        assert torch.equal(twin(x), wanted)
+        twin.load_state_dict(layer_of(quant, seed=1).state_dict())
+        assert not torch.equal(twin(x), wanted)
+        assert torch.equal(layer(x), wanted)
+    assert torch.equal(model(x), wanted.relu())
+
+
+@KEEPS
+@pytest.mark.parametrize("quant", ["unquantized", "fp8_block128", "int4_w4a16_g32_zp"])
+def test_dtypes_change_what_is_computed_in_and_no_codes(quant: str, keep: bool) -> None:
+    layer = layer_of(quant, keep_canonical=keep)
+    before = copy.deepcopy(held(layer.weights))
+    wanted = layer(tokens(layer))
+    layer.half()
+    assert layer.problem.dtype == "float16"
+    for name, value in held(layer.weights).items():
+        if quant == "unquantized" or name.endswith("bias"):
+            assert torch.equal(value, before[name].half())
+        else:
+            assert same_bits(value, before[name]), name
+    assert relative_error(layer(tokens(layer)).float(), wanted.float()) < 0.05
+    with pytest.raises(ArgumentError, match=r"^a MoELayer computes in bfloat16, float16, float32, got torch\.float64$"):
+        layer.double()
+    assert layer.to("cpu").problem.dtype == "float16"
+    moved = layer.to("meta")
+    with pytest.raises(ArgumentError, match="are on meta and hold nothing"):
+        moved(tokens(layer))
+
+
+def test_parameters_that_are_written_into_are_followed() -> None:
+    layer = layer_of()
+    x = tokens(layer)
+    first, kernel = layer(x), layer.prepare()
+    other = make_weights(layer.problem, CPU, seed=1)
+    with torch.no_grad():
+        layer.w13.copy_(other.w13)  # type: ignore[union-attr, operator]
+        layer.w2.copy_(other.w2)  # type: ignore[union-attr, operator]
+    assert layer.prepare() is kernel
+    assert not torch.equal(layer(x), first)
+    layer.w13_bias = torch.nn.Parameter(other.w13_bias, requires_grad=False)
+    layer.w2_bias = torch.nn.Parameter(other.w2_bias, requires_grad=False)
+    expected = MoELayer(layer.problem, other, router=ROUTER, router_weight=layer.router_weight)  # type: ignore[arg-type]
+    assert torch.equal(layer(x), expected(x))
+
+
+@KEEPS
+@pytest.mark.parametrize("quant", ["unquantized", "int4_w4a16_g32_zp"])
+def test_an_expert_is_replaced_in_parameters_and_kernel(quant: str, keep: bool) -> None:
+    layer, others = layer_of(quant, keep_canonical=keep), make_weights(layer_of(quant).problem, CPU, seed=1)
+    x = tokens(layer)
+    kernel = layer.prepare()
+    layer.update_expert(3, others.expert(3))
+    assert layer.prepare() is kernel
+    for expert in range(8):
+        source = others if expert == 3 else make_weights(layer.problem, CPU)
+        found = layer.weights.expert(expert).tensors()
+        assert all(same_bits(value, source.expert(expert).tensors()[name]) for name, value in found.items())
+    assert torch.equal(layer(x), copy.deepcopy(layer)(x))
+
+
+@KEEPS
+def test_compiled_and_exported_layers(keep: bool) -> None:
+    torch._dynamo.reset()
+    layer = layer_of(keep_canonical=keep)
+    x = tokens(layer)
+    # The kernel is made when compiled code runs.
+    compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
+    found = compiled(x)
+    assert torch.equal(found, layer(x))
+    other = layer_of(seed=1)
+    wanted = other(x)
+    layer.load_state_dict(other.state_dict())
+    assert torch.equal(compiled(x), wanted)
+    assert torch.equal(compiled(tokens(layer, 5)), layer(tokens(layer, 5)))
+    program = torch.export.export(layer, (x,))
+    assert torch.equal(program.module()(x), wanted)
+
+
+@pytest.mark.parametrize("placement", ["contiguous", "map"])
+def test_ranks_sum_to_the_whole(placement: str) -> None:
+    whole = layer_of()
+    x = tokens(whole)
+    problem = dataclasses.replace(whole.problem, num_local_experts=4, placement=placement)
+    router = {"router": ROUTER, "router_weight": whole.router_weight}
+    parts = []
+    for rank in (0, 1):
+        mine = {name: value[4 * rank : 4 * rank + 4].clone() for name, value in held(whole.weights).items()}
+        place: dict[str, Any] = {"ep_rank": rank}
+        if placement == "map":
+            local = torch.arange(8, dtype=torch.int32) - 4 * rank
+            place = {"expert_map": torch.where((local >= 0) & (local < 4), local, -1)}
+        parts.append(MoELayer(problem, ExpertWeights(**mine), **router, **place))
+    torch.testing.assert_close(sum(part(x) for part in parts), whole(x))
+    assert "expert_map" not in parts[0].state_dict()
+
+
+def test_what_cannot_be_read_back_is_not_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any, expert: int) -> None:
+        raise LayoutNotInvertibleError("folded")
+
+    layer = layer_of(keep_canonical=False)
+    monkeypatch.setattr("moereg.weights.PermutedWeights.to_canonical", refuse)
+    with pytest.raises(LayoutNotInvertibleError, match="folded"):
+        layer(tokens(layer))
+    assert layer.w13 is not None
+
+
+def test_bad_calls_are_refused() -> None:
+    layer = layer_of()
+    problem, x = layer.problem, tokens(layer)
+    bare = MoELayer(problem, copied(layer.weights))
+    weights, ids = torch.ones(6, 2), torch.zeros(6, 2, dtype=torch.int32)
+    trained = layer_of().requires_grad_(True)
+    wrong = dataclasses.replace(ROUTER, top_k=3)
+    for run, text in (
+        (lambda: bare(x), "this MoELayer has no router; pass topk_weights and topk_ids, or make it with router=..."),
+        (lambda: layer(x, weights), "topk_weights and topk_ids go together; pass both, or none for the layer's router"),
+        (lambda: layer(x[..., :32]), "hidden_states must be [..., 64], got [2, 3, 32]"),
+        (lambda: layer(x, weights[:, :1], ids), "topk_weights must be [..., 2], got [6, 1]"),
+        (lambda: layer(x, ids, weights), "topk_weights must be float32, got int32; convert it"),
+        (lambda: layer(x.half()), "hidden_states must be float32, got float16; convert it"),
+        (lambda: layer(None), "hidden_states must be a Tensor"),
+        (lambda: trained(x), "moereg is for inference and computes no gradients; call it under torch.no_grad(), or"),
+        (lambda: MoELayer(problem, router_weight=torch.zeros(8, 64)), "router_weight needs router=..., which says how"),
+        (lambda: MoELayer(problem, router=wrong), "router must be of the problem, E8 H64 I32 k2 "),
+        (
+            lambda: MoELayer(problem, router=ROUTER, router_weight=torch.zeros(8, 32)),
+            "router_weight must be [8, 64] torch.float32, got [8, 32] torch.float32; convert it",
+        ),
+        (
+            lambda: MoELayer(problem, router=ROUTER, correction_bias=torch.zeros(8)),
+            "this router takes no correction_bias; leave it out, or say has_correction_bias=True",
+        ),
+        (lambda: MoELayer(problem, make_weights(problem_of(), CPU)), "w13 must be [8, 64, 64] for "),
+        (lambda: module_state.platform_of(torch.device("meta")), "the layer is on meta, and this machine is cpu"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+            run()
+
+
+def test_a_layer_is_shown_on_one_line() -> None:
+    layer = layer_of()
+    assert repr(layer).startswith("MoELayer(E8 H64 I32 k2 float32 unquantized silu, has_bias, softmax_topk, no kernel")
+    layer.prepare()
+    assert repr(layer).endswith(", softmax_topk, torch)")
+
+
+@pytest.mark.parametrize("quant", SCHEMES)
+def test_zeros_wait_for_a_state_dict(quant: str) -> None:
+    layer = MoELayer(layer_of(quant).problem, router=ROUTER)
+    assert not layer(tokens(layer)).any()
+
+
+def test_a_layer_of_a_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    layer, loaded = MoELayer.from_checkpoint(tmp_path, 1, dtype="float32"), load_experts(tmp_path, 1, dtype="float32")
+    x = torch.randn(5, 8)
+    assert torch.equal(layer(x), loaded.make_kernel()(x, *loaded.route(x)))
+    half = MoELayer.from_checkpoint(tmp_path, 1, dtype="float32", num_local_experts=2, ep_rank=1, keep_canonical=False)
+    rest = MoELayer.from_checkpoint(tmp_path, 1, dtype="float32", num_local_experts=2)
+    torch.testing.assert_close(half(x) + rest(x), layer(x))
+    assert not layer.has_shared_experts
