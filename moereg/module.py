@@ -40,6 +40,25 @@ class MoELayer(CanonicalModule):
     It may stand in `nn.Sequential` if it has a router, be copied, pickled, compiled and exported. An exported program
     finds the layer in the process that exported it; elsewhere load its `state_dict`.
 
+    Args:
+        problem: The layer.
+        weights: Canonical weights of this rank's experts; they become the parameters and are not copied. Zeros
+            where None, for `load_state_dict`.
+        router: How the layer routes where a call names no experts.
+        router_weight: [E,H], all experts, in the problem's dtype; zeros where None and there is a router.
+        router_bias: [E] in the problem's dtype, or None.
+        correction_bias: [E] fp32; given exactly where the router has one, or zeros.
+        ep_rank: As `make_kernel` takes it.
+        expert_map: As `make_kernel` takes it.
+        keep_canonical: Whether the parameters stay after a kernel was made of them.
+        device: Of the zeros; torch's default where None. `meta` takes no memory.
+        require: As `select_backend` takes it.
+        prefer: As `select_backend` takes it.
+        deny: As `select_backend` takes it.
+
+    Raises:
+        ArgumentError: Weights or router do not belong to the problem.
+
     Attributes:
         problem: The layer, in the dtype that its parameters have now.
         router: How it routes, or None.
@@ -75,27 +94,7 @@ class MoELayer(CanonicalModule):
         prefer: Names = None,
         deny: Names = None,
     ) -> None:
-        """Makes the layer; no kernel yet.
-
-        Args:
-            problem: The layer.
-            weights: Canonical weights of this rank's experts; they become the parameters and are not copied. Zeros
-                where None, for `load_state_dict`.
-            router: How the layer routes where a call names no experts.
-            router_weight: [E,H], all experts, in the problem's dtype; zeros where None and there is a router.
-            router_bias: [E] in the problem's dtype, or None.
-            correction_bias: [E] fp32; given exactly where the router has one, or zeros.
-            ep_rank: As `make_kernel` takes it.
-            expert_map: As `make_kernel` takes it.
-            keep_canonical: Whether the parameters stay after a kernel was made of them.
-            device: Of the zeros; torch's default where None. `meta` takes no memory.
-            require: As `select_backend` takes it.
-            prefer: As `select_backend` takes it.
-            deny: As `select_backend` takes it.
-
-        Raises:
-            ArgumentError: Weights or router do not belong to the problem.
-        """
+        """Makes the layer; no kernel yet."""
         super().__init__()
         check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
         check_flag("keep_canonical", keep_canonical)
