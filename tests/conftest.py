@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 if not torch.cuda.is_available():
     # Decides at decoration whether kernels are interpreted, so it has to stand before their import.
@@ -23,6 +24,8 @@ from moereg.registry import REGISTRY, BackendCell, BackendRegistry
 def _poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.empty` gives NaN, and bytes that read as NaN in any float type, so that memory nothing wrote shows."""
     real = torch.empty
+    # `with torch.device(...)` lists the functions that it knows once, and would list ours instead of the real one.
+    _device_constructors()
 
     def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
         tensor: torch.Tensor = real(*args, **kwargs)  # type: ignore[call-overload]

@@ -1,0 +1,1 @@
+"""moereg inside other projects' models and engines, one module for each project."""

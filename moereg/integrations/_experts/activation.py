@@ -1,0 +1,108 @@
+"""Recognizes a live module's function between the two matmuls by comparing it with ours on probing values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import torch
+
+from moereg.activations import ACTIVATIONS, Activation
+from moereg.errors import ArgumentError, described
+
+__all__ = ["gate_function", "recognize"]
+
+_LIMITS: Final = ("limit", "swiglu_limit")
+_SLOPES: Final = ("alpha", "swiglu_alpha")
+"""Attributes in which transformers' modules keep the scalars of their gates."""
+
+_QUICK_GELU_SLOPE: Final = 1.702
+
+# The same formula in another order of operations differs by a few units in the last place; another formula by far more.
+_TOLERANCE: Final = 1e-5
+
+
+def recognize(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], is_gated: bool) -> Activation:
+    """The activation that a function computes.
+
+    Names and scalars of modules differ from class to class, and a class may clamp where nobody looks. So the function
+    itself is asked, on values that reach beyond any limit that the module has.
+
+    Args:
+        module: Where scalars may be.
+        function: Of [..., 2I], gate first, where gated, else of [..., I].
+        is_gated: Whether the input has a gate.
+
+    Raises:
+        ArgumentError: No `Activation` computes it.
+    """
+    candidates = list(dict.fromkeys(_candidates(module, is_gated)))
+    probe = _probe(candidates, is_gated)
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            found = function(probe)
+    except Exception as error:
+        raise ArgumentError(f"its activation cannot be asked: {described(error)}") from error
+    for candidate in candidates:
+        expected = candidate(probe)
+        if found.shape == expected.shape and torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+            return candidate
+    name = type(getattr(module, "act_fn", None) or module).__name__
+    known = ", ".join(name for name, value in ACTIVATIONS.items() if value.gated == is_gated)
+    raise ArgumentError(
+        f"its activation ({name}, {'gated' if is_gated else 'not gated'}) is none that moereg computes ({known}, with "
+        "a clamp before the gate or without)"
+    )
+
+
+def gate_function(module: torch.nn.Module, is_concatenated: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A module's own gate as a function of [..., 2I], gate first.
+
+    Args:
+        module: Has `_apply_gate`, or an `act_fn` that is applied to the gate alone.
+        is_concatenated: Whether its gate takes all of gate first; otherwise gate and up alternate.
+    """
+    own: Callable[[torch.Tensor], torch.Tensor] | None = getattr(module, "_apply_gate", None)
+    if own is None:
+        act_fn: Callable[[torch.Tensor], torch.Tensor] = module.act_fn  # type: ignore[assignment]
+
+        def plain(gate_up: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return act_fn(gate) * up
+
+        return plain
+    if is_concatenated:
+        return own
+    return lambda gate_up: own(torch.stack(gate_up.chunk(2, dim=-1), dim=-1).flatten(-2))
+
+
+def _candidates(module: torch.nn.Module, is_gated: bool) -> Iterator[Activation]:
+    if not is_gated:
+        yield from (value for value in ACTIVATIONS.values() if not value.gated)
+        return
+    limits = (None, *_numbers(module, _LIMITS))
+    slopes = (*_numbers(module, _SLOPES), _QUICK_GELU_SLOPE)
+    for limit in limits:
+        yield from (Activation(name, limit=limit) for name in ("silu", "gelu", "gelu_tanh"))
+    for limit, slope in itertools.product(limits, slopes):
+        yield Activation("swigluoai", alpha=slope, beta=1.0, limit=limit)
+        yield Activation("silu", alpha=slope, limit=limit)
+
+
+def _numbers(module: torch.nn.Module, names: tuple[str, ...]) -> tuple[float, ...]:
+    values = (getattr(module, name, None) for name in names)
+    return tuple(
+        float(value)
+        for value in values
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    )
+
+
+def _probe(candidates: list[Activation], is_gated: bool) -> torch.Tensor:
+    """[N,2] gate and up, or [N,1]: a grid around zero, and beyond every limit that a candidate has."""
+    largest = max((candidate.limit or 0.0 for candidate in candidates), default=0.0)
+    near = torch.linspace(-6, 6, 25, device="cpu", dtype=torch.float32)
+    far = torch.tensor([-2 * largest - 20, 2 * largest + 20, -0.75 * largest, 0.75 * largest], device="cpu")
+    points = torch.cat([near, far])
+    return torch.cartesian_prod(points, points) if is_gated else points[:, None]

@@ -1,0 +1,200 @@
+"""Finds the experts modules of a live model, and patches the classes that have no experts interface."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, Final
+
+import torch
+
+from moereg.errors import ArgumentError
+from moereg.integrations._experts.calls import call
+from moereg.integrations._experts.layouts import LiveExperts, read_experts
+from moereg.integrations._experts.serving import served
+
+__all__ = ["FoundExperts", "find_experts", "has_interface", "patch"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundExperts:
+    """The routed experts of one layer of a model.
+
+    Attributes:
+        name: Dotted name of the module that holds the weights.
+        module: That module; kernels are kept in it.
+        block: Where forward is patched; None where the experts interface calls us.
+        top_k: Experts a token; None where no module and no config says so.
+        live: What the parameters mean; None if `refusal` says why they cannot be served.
+        refusal: A clause, or None.
+    """
+
+    name: str
+    module: torch.nn.Module
+    block: torch.nn.Module | None
+    top_k: int | None
+    live: LiveExperts | None
+    refusal: str | None
+
+    @property
+    def class_name(self) -> str:
+        """Of the module."""
+        return type(self.module).__name__
+
+
+def has_interface(module: torch.nn.Module) -> bool:
+    """Whether transformers' experts interface decides which function runs this module."""
+    # `use_experts_implementation` sets both on every instance.
+    return "is_concatenated" in vars(module) and "is_transposed" in vars(module)
+
+
+def find_experts(model: torch.nn.Module) -> tuple[FoundExperts, ...]:
+    """Every module with routed experts, in the order of the model."""
+    return tuple(_find(model))
+
+
+def _find(model: torch.nn.Module) -> Iterator[FoundExperts]:
+    inside: str | None = None
+    for name, module in model.named_modules():
+        if inside is not None and name.startswith(inside):
+            continue  # Experts of a block that was found as a whole.
+        class_name = type(module).__name__
+        if (row := _PATCHES.get(class_name)) is not None:
+            inside = f"{name}."
+            path = f"{name}.{row.experts}" if row.experts else name
+            experts = module.get_submodule(row.experts) if row.experts else module
+            yield _read(model, path, experts, module, row.top_k)
+        elif (reason := _REFUSED.get(class_name)) is not None:
+            inside = f"{name}."
+            yield FoundExperts(name, module, None, None, None, reason)
+        elif has_interface(module):
+            yield _read(model, name, module, None)
+        elif _EXPERTS_NAME.search(class_name):
+            inside = f"{name}."
+            reason = "it does not use transformers' experts interface, and moereg has no patch for it"
+            yield FoundExperts(name, module, None, None, None, reason)
+
+
+_EXPERTS_NAME: Final = re.compile(r"(?<!Shared)(Experts|SparseMLP)$")
+
+
+def _read(
+    model: torch.nn.Module,
+    name: str,
+    module: torch.nn.Module,
+    block: torch.nn.Module | None,
+    top_k: int | None = None,
+) -> FoundExperts:
+    top_k = top_k or _top_k(model, name)
+    known = served(module)
+    try:
+        live = known.live if known is not None and known.released else read_experts(module)
+    except ArgumentError as error:
+        return FoundExperts(name, module, block, top_k, None, str(error))
+    return FoundExperts(name, module, block, top_k, live, None)
+
+
+_TOP_K: Final = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
+
+
+def _top_k(model: torch.nn.Module, name: str) -> int | None:
+    """Experts a token, from the block around the experts, its router, or a config."""
+    module = model.get_submodule(name)
+    block = model.get_submodule(name.rpartition(".")[0])
+    sources: list[Any] = [block, *block.children()] if block is not model or "." in name else []
+    configs = [getattr(each, "config", None) for each in (module, block, model)]
+    for config in configs:
+        sources += [config, getattr(config, "text_config", None), getattr(config, "ffn_config", None)]
+    for source in sources:
+        for attribute in _TOP_K:
+            value = getattr(source, attribute, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Patch:
+    """How a class without the interface is served.
+
+    Attributes:
+        forward: Takes the place of the class's own, for instances whose experts are prepared.
+        experts: Dotted name of the experts in it; empty where it is the experts module.
+        top_k: Experts a row that `forward` names, where that is not what the router says.
+    """
+
+    forward: Callable[..., Any]
+    experts: str = ""
+    top_k: int | None = None
+
+
+def patch(block: torch.nn.Module) -> None:
+    """Lets a prepared block run on its kernels; blocks of its class that are not prepared run as before."""
+    kind, row = type(block), _PATCHES[type(block).__name__]
+    original: Any = kind.forward
+    if getattr(original, "_is_moereg", False):
+        forward = original
+    else:
+
+        @functools.wraps(original)
+        def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            experts = self.get_submodule(row.experts) if row.experts else self
+            return (original if served(experts) is None else row.forward)(self, *args, **kwargs)
+
+        forward._is_moereg = True
+        kind.forward = forward
+    # A hook of accelerate calls the method that it found when it was added.
+    if "_old_forward" in vars(block):
+        block._old_forward = MethodType(forward, block)  # type: ignore[assignment]
+
+
+def _dbrx(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    rows = hidden_states.reshape(-1, self.hidden_size)
+    out = call(self, rows, top_k_index, top_k_weights)
+    return out.view(hidden_states.shape[0], -1, self.hidden_size)
+
+
+def _llama4(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Llama4TextMoe`: the router's score scales the input of an expert; the scores of others are zero."""
+    rows = hidden_states.reshape(-1, self.hidden_dim)
+    router_scores, router_logits = self.router(rows)
+    scores, ids = torch.topk(router_scores, self.top_k, dim=1)
+    # Each route is a token of its own, since a token's input is scaled once for each of its experts.
+    routed = rows.repeat_interleave(self.top_k, dim=0) * scores.reshape(-1, 1)
+    ones = torch.ones_like(scores).reshape(-1, 1)
+    experts_out = call(self.experts, routed, ids.reshape(-1, 1), ones)
+    out = self.shared_expert(rows)
+    out = out + experts_out.view(-1, self.top_k, self.hidden_dim).sum(dim=1)
+    return out, router_logits
+
+
+def _mxfp4(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Mxfp4GptOssMLP`, which goes around the forward of its experts."""
+    rows = hidden_states.reshape(-1, self.router.hidden_dim)
+    router_logits, router_scores, router_indices = self.router(rows)
+    out = call(self.experts, rows, router_indices, router_scores)
+    return out.reshape(hidden_states.shape[0], -1, self.router.hidden_dim), router_logits
+
+
+_PATCHES: Final = {
+    "DbrxExperts": _Patch(_dbrx),
+    "Llama4TextMoe": _Patch(_llama4, experts="experts", top_k=1),
+    "Mxfp4GptOssMLP": _Patch(_mxfp4, experts="experts"),
+    "Step3p7Experts": _Patch(call),
+}
+"""Classes of transformers that have experts and not the interface, and that moereg serves all the same."""
+
+_REFUSED: Final = {
+    "DogeCDMoE": "each of its experts is a pair of vectors, not of matrices",
+    "JetMoeMoE": "it sorts tokens by expert itself and its attention is made of experts too",
+    "LongcatFlashExperts": "some of its experts return their input, which no kernel here does",
+    "Mxfp4GptOssExperts": "this version of transformers routes inside its kernels; update transformers to 5.23",
+    "NllbMoeSparseMLP": "its experts are separate modules with relu, which no kernel here computes",
+    "SwitchTransformersSparseMLP": "its experts are separate modules with relu, which no kernel here computes",
+}
+"""Classes with routed experts that are not served, each with the reason."""

@@ -1,0 +1,312 @@
+"""Where a live experts module keeps its weights: parameters to canonical weights, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+from moereg.activations import Activation
+from moereg.errors import ArgumentError
+from moereg.integrations._experts.activation import gate_function, recognize
+from moereg.problem import DTYPES, MoEProblem
+from moereg.weights import ExpertWeights
+
+__all__ = ["LiveExperts", "read_experts"]
+
+_FP8_BLOCK: Final = (128, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveExperts:
+    """What the parameters of a module mean.
+
+    Attributes:
+        num_experts, hidden_size, intermediate_size: Sizes on this rank.
+        dtype: The problem's; None where the weights are quantized, since hidden states decide it.
+        quant: Scheme of the weights.
+        activation: Between the matmuls.
+        has_bias: Of both matmuls.
+        parameters: Dotted names in the module that hold them.
+        canonical: Makes canonical weights of a module; views where nothing moves.
+        stored: Maps canonical weights to the parameters by name; None where they cannot be written back.
+    """
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: str | None
+    quant: str
+    activation: Activation
+    has_bias: bool
+    parameters: tuple[str, ...]
+    canonical: Callable[[torch.nn.Module], ExpertWeights]
+    stored: Callable[[ExpertWeights], Mapping[str, torch.Tensor]] | None
+
+    def problem(self, top_k: int, dtype: torch.dtype, all_experts: int | None = None, **others: Any) -> MoEProblem:
+        """The layer's problem.
+
+        Args:
+            top_k: K.
+            dtype: Of hidden states, where the weights do not decide it.
+            all_experts: Experts of all ranks together, where other ranks hold some.
+            others: Further keywords of `MoEProblem`.
+        """
+        return MoEProblem(
+            num_experts=all_experts or self.num_experts,
+            num_local_experts=self.num_experts,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            top_k=top_k,
+            dtype=self.dtype or dtype,
+            quant=self.quant,
+            activation=self.activation,
+            has_bias=self.has_bias,
+            **others,
+        )
+
+
+def read_experts(module: torch.nn.Module) -> LiveExperts:
+    """Reads shapes and flags of a module; no values of its weights, which may be on meta.
+
+    Raises:
+        ArgumentError: moereg cannot compute what the module does; the message is a clause that says why.
+    """
+    if getattr(module, "has_post_expert_norm", False):  # transformers 5.17 has no such flag.
+        raise ArgumentError("it normalizes the output of each expert, which no kernel here does")
+    if getattr(module, "gate_up_proj_precision_config", None) is not None or type(module).__name__ == _MXFP4:
+        return _mxfp4(module)
+    if getattr(module, "down_proj_scale_inv", None) is not None:
+        return _fp8(module)
+    if getattr(getattr(module, "mlp", None), "v1", None) is not None:
+        return _flat(module)
+    return _fused(module)
+
+
+_MXFP4: Final = "Mxfp4GptOssExperts"
+_ALWAYS_TRANSPOSED: Final = frozenset({"Llama4TextExperts"})
+"""Classes that have no flags to say so."""
+
+
+def _parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
+    value: Any = module
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(f"{name} must be a tensor, got {type(value).__name__}")
+    kind = type(value.data)
+    if type(value).__name__ == "DTensor" or kind.__name__ == "DTensor":
+        raise ArgumentError(
+            f"{name} is sharded over devices (a DTensor); give each rank whole experts as plain tensors, or load the "
+            "model onto one device"
+        )
+    if kind is not torch.Tensor:
+        raise ArgumentError(f"{name} is a {kind.__name__} of another library; load the model without that quantization")
+    return value
+
+
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ArgumentError(f"{name} must be {', '.join(DTYPES)}, got {dtype}")
+    return dtype
+
+
+def _fused(module: torch.nn.Module) -> LiveExperts:
+    """[E,2I,H] and [E,H,I]: transposed or not, gate and up after each other or alternating, as the flags say."""
+    is_gated = bool(getattr(module, "has_gate", True))
+    has_bias = bool(getattr(module, "has_bias", False))
+    is_concatenated = bool(getattr(module, "is_concatenated", True))
+    is_transposed = bool(getattr(module, "is_transposed", type(module).__name__ in _ALWAYS_TRANSPOSED))
+    up_name = "gate_up_proj" if is_gated else "up_proj"
+    names = {"w13": up_name, "w2": "down_proj"}
+    if has_bias:
+        names |= {"w13_bias": f"{up_name}_bias", "w2_bias": "down_proj_bias"}
+    up, down = _parameter(module, up_name), _parameter(module, "down_proj")
+    if up.dim() != 3 or down.dim() != 3 or up.shape[0] != down.shape[0]:
+        raise ArgumentError(
+            f"{up_name} and down_proj must hold one matrix an expert, got {list(up.shape)} and {list(down.shape)}"
+        )
+    function = gate_function(module, is_concatenated) if is_gated else module.act_fn
+    activation = recognize(module, function, is_gated)  # type: ignore[arg-type]
+    rows, columns = (up.shape[2], up.shape[1]) if is_transposed else (up.shape[1], up.shape[2])
+
+    def canonical(module: torch.nn.Module) -> ExpertWeights:
+        fields = {field: _parameter(module, name).detach() for field, name in names.items()}
+        if is_transposed:
+            fields |= {field: fields[field].transpose(1, 2) for field in ("w13", "w2")}
+        if is_gated and not is_concatenated:
+            for field in ("w13", "w13_bias") if has_bias else ("w13",):
+                fields[field] = torch.cat([fields[field][:, 0::2], fields[field][:, 1::2]], dim=1)
+        return ExpertWeights(**fields)  # type: ignore[arg-type]
+
+    def stored(weights: ExpertWeights) -> Mapping[str, torch.Tensor]:
+        fields = {field: getattr(weights, field) for field in names}
+        if is_gated and not is_concatenated:
+            for field in ("w13", "w13_bias") if has_bias else ("w13",):
+                gate, up = fields[field].chunk(2, dim=1)
+                fields[field] = torch.stack([gate, up], dim=2).flatten(1, 2)
+        if is_transposed:
+            fields |= {field: fields[field].transpose(1, 2).contiguous() for field in ("w13", "w2")}
+        return {names[field]: value for field, value in fields.items()}
+
+    return LiveExperts(
+        num_experts=up.shape[0],
+        hidden_size=columns,
+        intermediate_size=rows // 2 if is_gated else rows,
+        dtype=_dtype_name(up_name, up),
+        quant="unquantized",
+        activation=activation,
+        has_bias=has_bias,
+        parameters=tuple(names.values()),
+        canonical=canonical,
+        stored=stored,
+    )
+
+
+def _flat(module: torch.nn.Module) -> LiveExperts:
+    """DBRX: gate `w1`, up `v1` and down `w2`, all [E*I,H]."""
+    mlp = module.mlp
+    gate, down = _parameter(module, "mlp.w1"), _parameter(module, "mlp.w2")
+    num_experts, intermediate_size = int(module.num_experts), int(module.ffn_hidden_size)  # type: ignore[arg-type]
+    act_fn: Callable[[torch.Tensor], torch.Tensor] = mlp.activation_fn  # type: ignore[assignment, union-attr]
+
+    def gated(gate_up: torch.Tensor) -> torch.Tensor:
+        first, second = gate_up.chunk(2, dim=-1)
+        return act_fn(first) * second
+
+    def canonical(module: torch.nn.Module) -> ExpertWeights:
+        w1, v1, w2 = (
+            _parameter(module, name).detach().unflatten(0, (num_experts, intermediate_size))
+            for name in ("mlp.w1", "mlp.v1", "mlp.w2")
+        )
+        return ExpertWeights(w13=torch.cat([w1, v1], dim=1), w2=w2.transpose(1, 2))
+
+    def stored(weights: ExpertWeights) -> Mapping[str, torch.Tensor]:
+        first, second = weights.w13.chunk(2, dim=1)
+        third = weights.w2.transpose(1, 2)
+        flat = {"mlp.w1": first, "mlp.v1": second, "mlp.w2": third}
+        return {name: value.flatten(0, 1).contiguous() for name, value in flat.items()}
+
+    return LiveExperts(
+        num_experts=num_experts,
+        hidden_size=down.shape[1],
+        intermediate_size=intermediate_size,
+        dtype=_dtype_name("mlp.w1", gate),
+        quant="unquantized",
+        activation=recognize(module, gated, is_gated=True),
+        has_bias=False,
+        parameters=("mlp.w1", "mlp.v1", "mlp.w2"),
+        canonical=canonical,
+        stored=stored,
+    )
+
+
+def _fp8(module: torch.nn.Module) -> LiveExperts:
+    """`FP8Experts`: codes with `*_scale_inv` for blocks or whole matrices, or MXFP4 codes in int8."""
+    is_gated = bool(getattr(module, "has_gate", True))
+    up_name = "gate_up_proj" if is_gated else "up_proj"
+    names = {
+        "w13": up_name,
+        "w13_scale": f"{up_name}_scale_inv",
+        "w2": "down_proj",
+        "w2_scale": "down_proj_scale_inv",
+    }
+    up = _parameter(module, up_name)
+    is_static = getattr(module, "activation_scheme", "dynamic") == "static"
+    block = getattr(module, "block_size", None)
+    is_fp4 = up.dtype == torch.int8
+    if is_fp4:
+        quant = "mxfp4_mxfp8"
+    elif block is None:
+        quant = "fp8_tensor_static" if is_static else "fp8_tensor_dynamic"
+    elif tuple(block) == _FP8_BLOCK and not is_static:
+        quant = "fp8_block128"
+    else:
+        raise ArgumentError(
+            f"its fp8 scales are of blocks {tuple(block)}{' with static activations' * is_static}, and moereg has "
+            f"blocks of {_FP8_BLOCK} with dynamic ones"
+        )
+    if quant == "fp8_tensor_static":
+        # transformers calls the scale of gate and up's input after the pair whether there is a gate or not.
+        names |= {"a13_scale": "gate_up_proj_activation_scale", "a2_scale": "down_proj_activation_scale"}
+    activation = recognize(module, gate_function(module, True) if is_gated else module.act_fn, is_gated)  # type: ignore[arg-type]
+
+    def canonical(module: torch.nn.Module) -> ExpertWeights:
+        fields = {field: _parameter(module, name).detach() for field, name in names.items()}
+        for field in ("w13_scale", "w2_scale"):
+            scale = fields[field]
+            if is_fp4:
+                scale = scale.to(torch.float8_e8m0fnu)
+            elif block is None:
+                scale = scale.float().flatten(1)  # [E,2,1] of gate and up, [E,1,1] of down.
+                scale = scale[:, 0] if scale.shape[1] == 1 else scale
+            else:
+                scale = scale.float()
+            fields[field] = scale
+        if is_fp4:
+            fields |= {field: fields[field].view(torch.uint8) for field in ("w13", "w2")}
+        return ExpertWeights(**fields, quant=quant)
+
+    return LiveExperts(
+        num_experts=up.shape[0],
+        hidden_size=up.shape[2] * (2 if is_fp4 else 1),
+        intermediate_size=up.shape[1] // 2 if is_gated else up.shape[1],
+        dtype=None,
+        quant=quant,
+        activation=activation,
+        has_bias=False,
+        parameters=tuple(names.values()),
+        canonical=canonical,
+        stored=None,
+    )
+
+
+def _mxfp4(module: torch.nn.Module) -> LiveExperts:
+    """`Mxfp4GptOssExperts`: codes and scales in the order of another library's kernels, which undoes it."""
+    bias = _parameter(module, "gate_up_proj_bias")
+    down_bias = _parameter(module, "down_proj_bias")
+    alpha, limit = float(module.alpha), float(module.limit)  # type: ignore[arg-type]
+
+    def canonical(module: torch.nn.Module) -> ExpertWeights:
+        fields = {
+            "w13_bias": _parameter(module, "gate_up_proj_bias").detach(),
+            "w2_bias": _parameter(module, "down_proj_bias").detach(),
+        }
+        for field, name in (("w13", "gate_up_proj"), ("w2", "down_proj")):
+            config = getattr(module, f"{name}_precision_config", None)
+            if config is None:
+                raise ArgumentError(f"{name} has no scales yet; load the model's weights first")
+            fields[field] = _unswizzled(getattr(module, name)).view(torch.uint8)
+            scale = _unswizzled(config.weight_scale)
+            fields[f"{field}_scale"] = scale.view(torch.uint8).view(torch.float8_e8m0fnu)
+        for field in ("w13", "w13_scale", "w13_bias"):
+            # Bytes move as bytes: not every torch concatenates e8m0.
+            rows = fields[field].view(torch.uint8) if field == "w13_scale" else fields[field]
+            joined = torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
+            fields[field] = joined.view(torch.float8_e8m0fnu) if field == "w13_scale" else joined
+        return ExpertWeights(**fields, quant="mxfp4_w4a16")
+
+    return LiveExperts(
+        num_experts=bias.shape[0],
+        hidden_size=down_bias.shape[1],
+        intermediate_size=bias.shape[1] // 2,
+        dtype=None,
+        quant="mxfp4_w4a16",
+        activation=Activation("swigluoai", alpha=alpha, beta=1.0, limit=limit),
+        has_bias=True,
+        # The codes are no parameters once they are swizzled.
+        parameters=("gate_up_proj_bias", "down_proj_bias"),
+        canonical=canonical,
+        stored=None,
+    )
+
+
+def _unswizzled(wrapped: Any) -> torch.Tensor:
+    """[E,N,K packed] of a wrapped [E,K,N] tensor."""
+    if isinstance(wrapped, torch.Tensor):
+        return wrapped.detach()
+    data: torch.Tensor = wrapped.storage.layout.unswizzle_data(wrapped.storage.data)
+    return data.transpose(-1, -2).contiguous()

@@ -1,0 +1,83 @@
+"""Builds the model of a config.json on meta: modules and shapes, no memory and no weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from moereg.errors import ArgumentError, described, shown
+
+__all__ = ["model_on_meta", "scheme_of"]
+
+_AUTO: Final = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
+"""The first that knows a config makes its model."""
+
+
+def model_on_meta(path: str | os.PathLike[str]) -> torch.nn.Module:
+    """The model of a directory. Code of the repository is not run.
+
+    Raises:
+        ArgumentError: There is no config.json, or transformers makes no model of it.
+    """
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise ArgumentError(f"{str(path)!r} must be a directory with config.json; give the model's own folder")
+    try:
+        import transformers
+    except ImportError as error:
+        raise ArgumentError(
+            f"the model's layers are found by transformers, which cannot be imported ({described(error)}); "
+            "pip install 'moereg[transformers]'"
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        kind = next(
+            (auto for name in _AUTO if type(config) in (auto := getattr(transformers, name))._model_mapping), None
+        )
+        if kind is None:
+            raise ArgumentError(f"transformers {transformers.__version__} has no model for {type(config).__name__}")
+        quantization = getattr(config, "quantization_config", None)
+        if quantization is not None:
+            del config.quantization_config  # Its own loaders would ask for a GPU.
+        with torch.device("meta"):
+            model: torch.nn.Module = kind.from_config(config, trust_remote_code=False)
+    except ArgumentError:
+        raise
+    except Exception as error:  # Whatever a config of strangers makes transformers raise.
+        raise ArgumentError(
+            f"transformers {transformers.__version__} makes no model of {str(folder / 'config.json')!r}: "
+            f"{described(error)}; try moereg explain --checkpoint, which reads tensors instead"
+        ) from error
+    model._moereg_quantization = quantization  # type: ignore[assignment]
+    return model
+
+
+def scheme_of(model: torch.nn.Module) -> str | None:
+    """The scheme that the experts of `model_on_meta` have once they are loaded; None where the model's own.
+
+    Raises:
+        ArgumentError: transformers loads this quantization into experts that moereg does not serve.
+    """
+    config: Any = getattr(model, "_moereg_quantization", None)
+    if config is None:
+        return None
+    values = config if isinstance(config, dict) else config.to_dict()
+    method = str(getattr(values.get("quant_method"), "value", values.get("quant_method")))
+    if values.get("dequantize"):
+        return None
+    if method == "mxfp4":
+        return "mxfp4_w4a16"
+    if method == "fp8":
+        block = values.get("weight_block_size")
+        if block is None:
+            return "fp8_tensor_static" if values.get("activation_scheme") == "static" else "fp8_tensor_dynamic"
+        if list(block) == [128, 128]:
+            return "fp8_block128"
+        raise ArgumentError(f"weight_block_size must be [128, 128] or absent, got {shown(block)}")
+    raise ArgumentError(
+        f"quant_method must be fp8 or mxfp4, which transformers keeps quantized in experts, got {shown(method)}; "
+        "moereg explain --checkpoint says what load_experts would get"
+    )

@@ -1,0 +1,313 @@
+"""Serves a live experts module: makes its kernels, keeps them in step with its parameters, and runs them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import random
+import weakref
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from moereg.discovery import current_platform
+from moereg.dispatch import Names, select_backend
+from moereg.errors import ArgumentError, MoeregError, described
+from moereg.integrations._experts.layouts import LiveExperts, read_experts
+from moereg.layer import MoEKernel, make_kernel
+from moereg.platforms import Platform, probe_cpu
+from moereg.problem import MoEProblem
+from moereg.weights import ExpertWeights
+
+__all__ = ["NAMES", "SERVED", "ServedExperts", "attach", "check_servable", "detach", "refused", "served"]
+
+NAMES: Final[set[str]] = set()
+"""Under which transformers knows `call`."""
+
+_ATTRIBUTE: Final = "_moereg"
+"""Of the module. A plain attribute: no parameter, no buffer, nothing in `state_dict`."""
+
+
+def refused(module: torch.nn.Module, why: object, name: str = "") -> ArgumentError:
+    """The error for a module that is not served: rule, value and cure."""
+    place = f" ({name})" if name else ""
+    return ArgumentError(
+        f"moereg does not serve {type(module).__name__}{place}: {why}; "
+        "set_experts_implementation('eager') runs it without moereg"
+    )
+
+
+def _platform_of(device: torch.device) -> Platform:
+    """The platform whose backends read tensors on a device.
+
+    Raises:
+        ArgumentError: This machine's platform has no such device.
+    """
+    platform = current_platform()
+    if platform.device_type == device.type:
+        return platform
+    if device.type == "cpu":
+        return probe_cpu()
+    raise ArgumentError(
+        f"its weights are on {device}, and this machine is {platform}; move the model to {platform.device_type!r}"
+    )
+
+
+def check_servable(module: torch.nn.Module, live: LiveExperts) -> torch.device:
+    """Where the weights are.
+
+    Raises:
+        ArgumentError: They are on meta, on several devices, or come and go with each call.
+    """
+    hook = getattr(module, "_hf_hook", None)
+    for each in getattr(hook, "hooks", (hook,)):
+        if getattr(each, "offload", False):
+            raise ArgumentError(
+                "its weights are offloaded and come and go with each call; load the model with a device_map that keeps "
+                "the experts on one device"
+            )
+    tensors = {name: _tensor(module, name) for name in live.parameters}
+    if any(tensor.is_meta for tensor in tensors.values()):
+        raise ArgumentError("its weights are on meta, where they have no values; load them first")
+    devices = sorted({str(tensor.device) for tensor in tensors.values()})
+    if len(devices) > 1:
+        raise ArgumentError(f"its weights are on several devices ({', '.join(devices)}); put each layer on one")
+    return next(iter(tensors.values())).device
+
+
+def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
+    value: Any = functools.reduce(getattr, name.split("."), module)
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """What tells whether parameters are those that a kernel was made of."""
+
+    address: int
+    version: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _State:
+        # Tensors that were made in inference mode count no versions.
+        version = -1 if tensor.is_inference() else tensor._version
+        return cls(tensor.data_ptr(), version, tensor.dtype, tensor.device)
+
+
+class ServedExperts:
+    """The kernels of one module. Lives in the module; never pickled, since its layouts are one machine's.
+
+    Attributes:
+        request: Keywords of `select_backend`.
+        kernels: By top_k and dtype of hidden states; one, unless callers differ.
+        released: The module's parameters as they were, as shapes and dtypes on meta, where their memory was freed.
+    """
+
+    def __init__(self, module: torch.nn.Module, request: Mapping[str, Names] | None = None) -> None:
+        self.request = dict(request or {})
+        self.kernels: dict[tuple[int, torch.dtype], MoEKernel] = {}
+        self.released: dict[str, torch.nn.Parameter] = {}
+        self._module = weakref.ref(module)
+        self._live: LiveExperts | None = None
+        self._states: tuple[_State, ...] = ()
+        number = next(_HANDLES)
+        # A tensor, since compiled code would treat a number as a constant and compile each layer again.
+        self.handle = torch.tensor(number, device="cpu")
+        SERVED[number] = self
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module that it serves."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the experts module of compiled code is gone; keep a reference to the model")
+        return module
+
+    @property
+    def live(self) -> LiveExperts:
+        """What the module's parameters mean, read once."""
+        if self._live is None:
+            try:
+                self._live = read_experts(self.module)
+            except ArgumentError as error:
+                raise refused(self.module, error) from error
+        return self._live
+
+    def problem(self, top_k: int, dtype: torch.dtype) -> MoEProblem:
+        """The module's layer, as a call with these tensors needs it."""
+        live, module = self.live, self.module
+        if not getattr(module, "_is_expert_parallel", False):  # transformers 5.17 has no such flag.
+            return live.problem(top_k, dtype)
+        # Ids from `num_experts` on belong to other ranks. How many experts those have changes nothing here, but a
+        # token may name more experts than this rank has.
+        return live.problem(top_k, dtype, all_experts=max(live.num_experts + 1, top_k))
+
+    def kernel(self, top_k: int, dtype: torch.dtype) -> MoEKernel:
+        """The kernel for such calls, made of the parameters as they are now.
+
+        Raises:
+            ArgumentError: The module cannot be served; says why and what to do.
+            UnsupportedProblemError: No backend fits.
+        """
+        key = (top_k, dtype)
+        kernel = self.kernels.get(key)
+        if kernel is None:
+            weights = self._weights()
+            kernel = self.kernels[key] = self._make(self.problem(top_k, dtype), weights)
+        return kernel
+
+    def follow(self) -> None:
+        """Takes the parameters as they are for those that the kernels were made of."""
+        self._states = self._present()
+
+    def _present(self) -> tuple[_State, ...]:
+        return tuple(_State.of(_tensor(self.module, name)) for name in self.live.parameters)
+
+    def _weights(self) -> ExpertWeights:
+        if self.released:
+            return self.restored()
+        try:
+            check_servable(self.module, self.live)
+            return self.live.canonical(self.module)
+        except MoeregError as error:
+            raise refused(self.module, error) from error
+
+    def _make(self, problem: MoEProblem, weights: ExpertWeights) -> MoEKernel:
+        with torch.no_grad():
+            selection = select_backend(problem, _platform_of(weights.w13.device), **self.request)
+            return make_kernel(problem, weights, selection)
+
+    def follow_parameters(self) -> None:
+        """Drops kernels whose parameters are elsewhere now, and reloads those whose parameters were written into."""
+        module = self.module
+        if self.released:
+            return
+        names = self.live.parameters  # Says what is wrong with tensors of other kinds.
+        try:
+            states = tuple(_State.of(_tensor(module, name)) for name in names)
+        except (AttributeError, AssertionError, RuntimeError) as error:
+            raise refused(module, f"its parameters changed ({described(error)})") from error
+        before, self._states = self._states, states
+        if states == before or not self.kernels:
+            return
+        if [dataclasses.replace(state, version=0) for state in states] != [
+            dataclasses.replace(state, version=0) for state in before
+        ]:
+            self._live = None  # Sizes and dtypes may be others.
+            self.kernels.clear()
+            return
+        # In place, so that CUDA graphs see the new weights. What a kernel shares with the parameters, it reads there.
+        weights = self._weights()
+        for kernel in self.kernels.values():
+            kernel.reload(weights, write_shared=True)
+
+    def restored(self) -> ExpertWeights:
+        """Canonical weights out of a kernel, where the module's own were freed.
+
+        Raises:
+            MoeregError: The layout cannot be inverted.
+        """
+        kernel = next(iter(self.kernels.values()))
+        return _canonical_of(kernel)
+
+    def run(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """Runs the module.
+
+        Args:
+            hidden_states: [..., H] in any float dtype; computed in the weights'.
+            topk_ids: [T,K] int32 or int64; ids outside the module's experts add nothing.
+            topk_weights: [T,K] in any float dtype.
+
+        Returns:
+            The shape and dtype of `hidden_states`.
+        """
+        self.follow_parameters()
+        live = self.live
+        dtype = getattr(torch, live.dtype) if live.dtype else hidden_states.dtype
+        kernel = self.kernel(topk_ids.shape[-1], dtype)
+        rows = hidden_states.detach().reshape(-1, hidden_states.shape[-1]).to(dtype).contiguous()
+        if kernel.weights.device != rows.device and self.released:
+            kernel = self._moved(kernel, rows.device)
+        ids = topk_ids.reshape(rows.shape[0], topk_ids.shape[-1])
+        if kernel.problem.is_expert_parallel:
+            ids = torch.where(ids < live.num_experts, ids, -1)
+        weights = topk_weights.detach().reshape(ids.shape).to(torch.float32).contiguous()
+        out = kernel(rows, weights, ids.contiguous())
+        return out.reshape(hidden_states.shape).to(hidden_states.dtype)
+
+    def _moved(self, kernel: MoEKernel, device: torch.device) -> MoEKernel:
+        # Parameters that were freed do not follow `model.to`; the kernel's weights do, once they are needed there.
+        weights = self.restored().to(device)
+        self.kernels = {
+            key: self._make(each.problem, weights) for key, each in self.kernels.items() if each.problem is not None
+        }
+        return next(each for each in self.kernels.values() if each.problem == kernel.problem)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ServedExperts | None:
+        module = memo.get(id(self._module()))
+        if module is None:
+            return None  # A copy of the attribute alone serves nobody.
+        served = ServedExperts(module, self.request)
+        if self.released:  # Otherwise its kernels are made at its first call, of the copied parameters.
+            served.released, served._live = dict(self.released), self._live
+            served.kernels = copy.deepcopy(self.kernels, memo)
+        return served
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.released:
+            raise TypeError(
+                "the weights of these experts are only in the layout of this machine's kernel; "
+                "call moereg.integrations.transformers.restore(model) first, or save model.state_dict()"
+            )
+        return (_nothing, ())
+
+
+def _nothing() -> None:
+    """What a pickled module has instead of kernels."""
+
+
+# Another process counts from another number on, so that code which was exported there finds no module of this one.
+_HANDLES: Final = itertools.count(random.SystemRandom().getrandbits(62))
+SERVED: Final[weakref.WeakValueDictionary[int, ServedExperts]] = weakref.WeakValueDictionary()
+"""By handle."""
+
+
+def _canonical_of(kernel: MoEKernel) -> ExpertWeights:
+    """Reads all experts back out of a kernel, one by one."""
+    weights = kernel.weights
+    stacked: dict[str, torch.Tensor] = {}
+    for expert in range(kernel.problem.num_local_experts):
+        one = weights.to_canonical(expert).tensors()
+        if not stacked:
+            num_experts = kernel.problem.num_local_experts
+            stacked = {name: value.new_empty(num_experts, *value.shape[1:]) for name, value in one.items()}
+        for name, value in one.items():
+            stacked[name][expert] = value[0]
+    return ExpertWeights(**stacked, quant=kernel.problem.quant)
+
+
+def served(module: torch.nn.Module) -> ServedExperts | None:
+    """The kernels of a module, if it has any."""
+    found: ServedExperts | None = getattr(module, _ATTRIBUTE, None)
+    return found
+
+
+def attach(module: torch.nn.Module, request: Mapping[str, Names] | None = None) -> ServedExperts:
+    """Gives a module its place for kernels; those that it has are kept unless the request is another."""
+    found = served(module)
+    if found is None or (request is not None and found.request != dict(request)):
+        found = ServedExperts(module, request)
+        setattr(module, _ATTRIBUTE, found)
+    return found
+
+
+def detach(module: torch.nn.Module) -> None:
+    """Drops a module's kernels."""
+    if served(module) is not None:
+        delattr(module, _ATTRIBUTE)

@@ -1,0 +1,307 @@
+"""moereg inside transformers: an experts implementation for live models.
+
+    from moereg.integrations.transformers import prepare, register
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moereg")
+    prepare(model)  # Optional: makes every kernel now, and says what could not be served.
+
+`register` is enough for every class that uses transformers' experts interface: kernels are made at its first call.
+`prepare` makes them ahead of time, patches classes that have experts but not the interface, and frees the canonical
+weights where asked. transformers 5.17 is the oldest version that this works with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+from moereg.dispatch import Names, explain_backends
+from moereg.errors import ArgumentError, one_line, shown
+from moereg.integrations._experts import memory, serving
+from moereg.integrations._experts.blocks import FoundExperts, find_experts, has_interface, patch
+from moereg.integrations._experts.calls import call
+from moereg.memory import format_bytes
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.selection import Selection
+
+__all__ = ["LayerChoice", "PreparedModel", "explain_model", "prepare", "register", "restore"]
+
+_NAME: Final = "moereg"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerChoice:
+    """What one layer of a model gets.
+
+    Attributes:
+        name: Dotted name of its experts module.
+        class_name: Of that module.
+        problem: The layer; None where it cannot be served.
+        selection: How its backend was chosen; without a winner where nothing fits.
+        refusal: Why moereg does not serve it; None if it does.
+        kept: Why its canonical weights were not freed; None if they were, or if nobody asked.
+    """
+
+    name: str
+    class_name: str
+    problem: MoEProblem | None = None
+    selection: Selection | None = None
+    refusal: str | None = None
+    kept: str | None = None
+
+    @property
+    def backend(self) -> str | None:
+        """Of the kernel; None if there is none."""
+        return None if self.selection is None else self.selection.backend
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedModel:
+    """What `prepare` did.
+
+    Attributes:
+        layers: One for each experts module, in the order of the model.
+        bytes_before: Parameters, buffers and kernels of the model before.
+        bytes_after: And now.
+    """
+
+    layers: tuple[LayerChoice, ...]
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{_names(group)}: {group[0].problem} -> {group[0].backend}"
+            + (f" (weights kept: {group[0].kept})" if group[0].kept else "")
+            for group in grouped(self.layers)
+        ]
+        lines.append(f"weights: {format_bytes(self.bytes_before)} before, {format_bytes(self.bytes_after)} now")
+        return "\n".join(lines)
+
+
+def grouped(layers: tuple[LayerChoice, ...]) -> list[tuple[LayerChoice, ...]]:
+    """Neighbors that got the same answer, together."""
+    groups: list[list[LayerChoice]] = []
+    for layer in layers:
+        key = (layer.class_name, layer.problem, layer.backend, layer.refusal, layer.kept)
+        first = groups[-1][0] if groups else None
+        if first and key == (first.class_name, first.problem, first.backend, first.refusal, first.kept):
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    return [tuple(group) for group in groups]
+
+
+def _names(group: tuple[LayerChoice, ...]) -> str:
+    if len(group) == 1:
+        return group[0].name
+    return f"{group[0].name} to {group[-1].name} ({len(group)} layers)"
+
+
+def register(name: str = _NAME) -> None:
+    """Makes moereg an experts implementation of transformers in this process; may be called again.
+
+    After it, `from_pretrained(..., experts_implementation="moereg")` and `model.set_experts_implementation("moereg")`
+    run every class with the experts interface on moereg's kernels, FP8 models included. A model's kernels are made at
+    its first call, of the weights as they are then; they follow `.to(device)`, `load_state_dict` and writes in place.
+
+    Args:
+        name: To register under.
+
+    Raises:
+        ArgumentError: The name is one of transformers' own, or transformers is missing or older than 5.17.
+    """
+    interfaces = _interfaces()
+    for interface in interfaces:
+        if name == "eager" or interface.get(name) not in (None, call):
+            raise ArgumentError(f"name must not be taken in transformers, got {shown(name)}; leave it out for 'moereg'")
+    for interface in interfaces:
+        type(interface).register(name, call)
+    serving.NAMES.add(name)
+
+
+def _interfaces() -> tuple[Any, ...]:
+    try:
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise ArgumentError(
+            f"moereg.integrations.transformers needs transformers 5.17 or newer ({one_line(str(error))}); "
+            "pip install 'moereg[transformers]'"
+        ) from error
+    return ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS
+
+
+def prepare(
+    model: torch.nn.Module,
+    *,
+    free: bool = False,
+    progress: bool | Callable[[int, int], None] = True,
+    require: Names = None,
+    prefer: Names = None,
+    deny: Names = None,
+) -> PreparedModel:
+    """Makes the kernels of all experts of a model and switches the model to them.
+
+    Nothing is changed before it is clear that every layer can be served. Layers are permuted one by one, so that the
+    peak is the model, its kernels and one layer.
+
+    Args:
+        model: With its weights loaded, each layer on one device.
+        free: Give back each layer's canonical weights once its kernel has them in its own layout. `state_dict`,
+            `load_state_dict`, `save_pretrained` and other experts implementations get them back out of the kernel.
+        progress: Show a bar on standard error; or called with (layers done, layers in all).
+        require, prefer, deny: As for `select_backend`.
+
+    Returns:
+        What each layer got, and memory before and after; `print` shows it.
+
+    Raises:
+        ArgumentError: A layer cannot be served, with the reason and the way out, or the model has no experts.
+        UnsupportedProblemError: No backend fits a layer; says every backend's reasons.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError(f"model must be a torch.nn.Module, got {shown(model)}")
+    found = find_experts(model)
+    if not found:
+        raise ArgumentError(
+            f"{type(model).__name__} has no routed experts that moereg knows; load a Mixture-of-Experts model"
+        )
+    request = {"require": require, "prefer": prefer, "deny": deny}
+    for each in found:
+        _check(each)
+    before = memory.held_bytes(model)
+    register()
+    layers: list[LayerChoice] = []
+    with _bar(progress, len(found)) as advance:
+        for each in found:
+            layers.append(_prepare_layer(model, each, request, free))
+            advance(len(layers), len(found))
+    _switch(model, found)
+    return PreparedModel(tuple(layers), before, memory.held_bytes(model))
+
+
+def _check(found: FoundExperts) -> None:
+    """Raises where a layer cannot be served."""
+    try:
+        if found.live is None:
+            raise ArgumentError(str(found.refusal))
+        if found.top_k is None:
+            raise ArgumentError("neither its block nor its config says how many experts a token has")
+        known = serving.served(found.module)
+        if known is None or not known.released:
+            serving.check_servable(found.module, found.live)
+    except ArgumentError as error:
+        raise serving.refused(found.module, error, found.name) from error
+
+
+def _prepare_layer(model: torch.nn.Module, found: FoundExperts, request: dict[str, Names], free: bool) -> LayerChoice:
+    assert found.live is not None and found.top_k is not None
+    served = serving.attach(found.module, request)
+    served.follow_parameters()
+    dtype = getattr(torch, found.live.dtype) if found.live.dtype else _hidden_dtype(model)
+    kernel = served.kernel(found.top_k, dtype)
+    if found.block is not None:
+        patch(found.block)
+    kept = memory.release(served) if free else None
+    return LayerChoice(found.name, found.class_name, kernel.problem, kernel.selection, kept=kept)
+
+
+def _hidden_dtype(model: torch.nn.Module) -> torch.dtype:
+    """The dtype of hidden states of a model with quantized experts: that of its 16-bit weights."""
+    dtypes = [parameter.dtype for parameter in model.parameters()]
+    return next((dtype for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)), torch.float32)
+
+
+def _switch(model: torch.nn.Module, found: tuple[FoundExperts, ...]) -> None:
+    """Sets the implementation of the configs that the experts' modules read."""
+    if not any(has_interface(each.module) for each in found):
+        return
+    set_implementation = getattr(model, "set_experts_implementation", None)
+    if set_implementation is not None:
+        set_implementation(_NAME)
+    for each in found:
+        if has_interface(each.module):
+            config: Any = each.module.config
+            # A bare layer has no such method, and a wrapper's may not reach every config.
+            if config._experts_implementation not in serving.NAMES:
+                config._experts_implementation = _NAME
+
+
+def restore(model: torch.nn.Module) -> None:
+    """Undoes `prepare`: puts freed weights back and drops all kernels.
+
+    Patched classes run their own code again. Others make their kernels again at the next call, unless another
+    implementation is set.
+    """
+    for module in model.modules():
+        found = serving.served(module)
+        if found is not None:
+            memory.give_back(found)
+            serving.detach(module)
+
+
+def explain_model(
+    path: str | os.PathLike[str],
+    platform: Platform | str | None = None,
+    *,
+    require: Names = None,
+    prefer: Names = None,
+    deny: Names = None,
+    **wishes: Any,
+) -> tuple[LayerChoice, ...]:
+    """What every layer of a saved model would get from `prepare`, from its config.json alone.
+
+    The model is built on meta, so it takes neither memory nor weights. Code of the repository is not run.
+
+    Args:
+        path: Directory with config.json.
+        platform: To ask for; this machine where None.
+        require, prefer, deny: As for `select_backend`.
+        wishes: Keywords of `MoEProblem` that no model decides, such as max_num_tokens.
+
+    Raises:
+        ArgumentError: transformers cannot make a model of that config, or it has no experts.
+    """
+    from moereg.integrations._experts.meta import model_on_meta, scheme_of
+
+    model = model_on_meta(path)
+    found = find_experts(model)
+    if not found:
+        raise ArgumentError(f"the model of {str(path)!r} ({type(model).__name__}) has no routed experts")
+    quant = scheme_of(model)
+    dtype = _hidden_dtype(model)
+    layers = []
+    for each in found:
+        choice = LayerChoice(each.name, each.class_name, refusal=each.refusal)
+        if each.live is not None and each.top_k is not None:
+            live = each.live if quant is None else dataclasses.replace(each.live, quant=quant)
+            problem = dataclasses.replace(live.problem(each.top_k, dtype), **wishes)
+            selection = explain_backends(problem, platform, require, prefer, deny)
+            choice = dataclasses.replace(choice, problem=problem, selection=selection)
+        elif each.live is not None:
+            choice = dataclasses.replace(choice, refusal="nothing says how many experts a token has")
+        layers.append(choice)
+    return tuple(layers)
+
+
+@contextlib.contextmanager
+def _bar(progress: bool | Callable[[int, int], None], total: int) -> Iterator[Callable[[int, int], None]]:
+    """Transformers' own bar, which its `disable_progress_bar` turns off, or the caller's function."""
+    if not isinstance(progress, bool):
+        yield progress
+        return
+    if not progress:
+        yield lambda done, total: None
+        return
+    from transformers.utils import logging
+
+    with logging.tqdm(total=total, desc="Making moereg kernels", unit="layer") as bar:
+        yield lambda done, total: bar.update(1)
