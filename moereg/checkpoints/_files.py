@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from moereg.checkpoints._rows import ShardRows
 from moereg.errors import CheckpointError, shown
 from moereg.memory import format_bytes
+from moereg.routing import language_config
 
 __all__ = ["CheckpointFiles", "TensorHeader", "config_errors"]
 
@@ -81,8 +82,7 @@ class CheckpointFiles(contextlib.ExitStack):
     @property
     def config(self) -> Mapping[str, Any]:
         """The part of config.json that describes the language model; multimodal models nest it."""
-        nested = self.full_config.get("text_config")
-        return nested if isinstance(nested, dict) else self.full_config
+        return language_config(self.full_config)
 
     @functools.cached_property
     def quantization(self) -> tuple[Mapping[str, Any], str] | None:
@@ -143,15 +143,21 @@ class CheckpointFiles(contextlib.ExitStack):
             view = self._shard(file).get_slice(name)
             return TensorHeader(view.get_dtype(), tuple(view.get_shape()), file)
 
-    def read(self, name: str, row: int | None = None) -> torch.Tensor:
-        """The tensor, or only its row along dim 0, on the CPU."""
+    def read(self, name: str, row: int | None = None, num_rows: int | None = None) -> torch.Tensor:
+        """The tensor, or only a part of it along dim 0, on the CPU.
+
+        Args:
+            name: Name of the tensor.
+            row: Which part; None for the whole tensor.
+            num_rows: Rows of a part; None for single rows, which come without that dimension.
+        """
         file = self._file_of(name)
         # Otherwise rows would be made on the default device, whichever the caller has set.
         with _named_errors(self.path / file), torch.device("cpu"):
             shard = self._shard(file)
             if row is not None:
                 view = shard.get_slice(name)
-                return self._rows[file].read(name, row, view.get_dtype(), view.get_shape())
+                return self._rows[file].read(name, row, view.get_dtype(), view.get_shape(), num_rows)
             tensor: torch.Tensor = shard.get_tensor(name)
             return tensor
 

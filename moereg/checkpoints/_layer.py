@@ -31,6 +31,8 @@ class CheckpointLayer:
         router_bias: [E] in the problem's dtype, or None.
         correction_bias: [E] fp32, DeepSeek-V3's bias for the choice, or None.
         ep_rank: Local experts are those from `ep_rank * num_local_experts` on.
+        has_shared_experts: Whether the model's layer also has experts that take every token. They are not in this
+            layer: the model combines their output with the kernel's.
     """
 
     problem: MoEProblem
@@ -42,6 +44,17 @@ class CheckpointLayer:
     router_bias: torch.Tensor | None = None
     correction_bias: torch.Tensor | None = None
     ep_rank: int = 0
+    has_shared_experts: bool = False
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Lines on what a user of this layer has to know; mostly none."""
+        if not self.has_shared_experts:
+            return ()
+        return (
+            f"layer {self.layer} also has shared experts, which are not in it: combine their output with the kernel's "
+            "as the model does",
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -83,7 +83,7 @@ def load_experts(
         fields = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in specs.items()}
         for local_expert, parts in enumerate(manifest.parts):
             for part in parts:
-                stored = files.read(part.name, part.row)
+                stored = files.read(part.name, part.row, part.num_rows)
                 try:
                     part.copy_to(fields, local_expert, stored)
                 except ValueError as error:
@@ -110,6 +110,8 @@ def _with_router(
 
     router_weight = read(manifest.router_weight, problem.torch_dtype)
     assert router_weight is not None
+    # transformers loads the router in the model's dtype, but keeps the correction bias in fp32. Ernie's is [1,E].
+    correction_bias = read(manifest.correction_bias, torch.float32)
     return CheckpointLayer(
         problem,
         weights,
@@ -117,10 +119,10 @@ def _with_router(
         layer,
         manifest.router,
         router_weight,
-        # transformers loads the router in the model's dtype, but keeps the correction bias in fp32.
         router_bias=read(manifest.router_bias, problem.torch_dtype),
-        correction_bias=read(manifest.correction_bias, torch.float32),
+        correction_bias=None if correction_bias is None else correction_bias.reshape(-1),
         ep_rank=ep_rank,
+        has_shared_experts=manifest.has_shared_experts,
     )
 
 

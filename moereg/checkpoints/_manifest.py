@@ -12,19 +12,33 @@ from typing import Final
 
 from moereg.checkpoints._files import CheckpointFiles, TensorHeader, config_errors
 from moereg.checkpoints._formats import FLOATS, StorageFormat, unquantized_format
-from moereg.checkpoints._models import ModelType
+from moereg.checkpoints._models import CORRECTION_BIASES, FusedNames, ModelType
 from moereg.checkpoints._moe_layers import check_has_experts, find_model
 from moereg.checkpoints._parts import ExpertPart, LayerSizes, list_modules, list_parts
 from moereg.checkpoints._quantization import quantized_format
-from moereg.config_entries import is_one_of, read_count
+from moereg.config_entries import is_one_of, read_count, read_object
 from moereg.errors import ArgumentError, CheckpointError, shown
 from moereg.problem import MoEProblem
 from moereg.routing import RouterSpec
 
 __all__ = ["LayerManifest", "list_layer"]
 
-# Prefixes of `layers.`: in language models, in old and new multimodal ones, and in models saved without a head.
-_PREFIXES: Final = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
+# What names of layers begin with: in language models, in old and new multimodal ones, in models saved without a head,
+# and in Qwen3-Omni, Nemotron-H and DBRX.
+_LAYERS: Final = (
+    "model.layers.",
+    "model.language_model.layers.",
+    "language_model.model.layers.",
+    "language_model.layers.",
+    "layers.",
+    "thinker.model.layers.",
+    "backbone.layers.",
+    "transformer.blocks.",
+)
+# Kolibri keeps it outside of the block.
+_OUTER_CORRECTION_BIAS: Final = "moe.router.expert_bias"
+# A module of experts that take every token, in the block or beside it.
+_SHARED: Final = re.compile(r"(?:^|\.)shared?_(?:expert|mlp)")
 # An expert's index in a tensor's name.
 _INDEX: Final = re.compile("[0-9]{1,9}")
 _DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -40,6 +54,7 @@ class LayerManifest:
         router: How it routes.
         parts: What to read, by local expert.
         router_weight, router_bias, correction_bias: Tensor names, None where the model has none.
+        has_shared_experts: Whether the layer has experts that take every token.
     """
 
     model_type: str
@@ -49,6 +64,7 @@ class LayerManifest:
     router_weight: str
     router_bias: str | None
     correction_bias: str | None
+    has_shared_experts: bool
 
 
 def list_layer(
@@ -75,35 +91,48 @@ def list_layer(
         router = RouterSpec.from_config(files.config)
         sizes = LayerSizes(
             router.num_experts,
-            read_count(files.config, "hidden_size"),
-            read_count(files.config, model.intermediate_size),
+            read_count(files.config, "hidden_size", "d_model"),
+            read_count({**files.config, **read_object(files.config, "ffn_config")}, model.intermediate_size),
         )
         activation = model.activation(files.config)
     experts = _local_experts(sizes.num_experts, num_local_experts, ep_rank)
-    root = _find_block(files, model, layer)
-    experts_root = f"{root}experts."
-    storage = _storage_format(files, model, experts_root, experts)
+    layer_root, root, router_root = _find_block(files, model, layer)
+    fused = _find_fused(files, model, root)
+    storage = _storage_format(files, model, sizes, root, experts, fused)
+    fused = model.fused[-1] if fused is None and storage.is_fused else fused
     headers: dict[str, TensorHeader] = {}
     parts = []
     # One expert after the other, so that the first missing tensor ends it.
     for expert in experts:
         with config_errors(files):
-            listed = list(list_parts(model, sizes, storage, experts_root, expert))
+            listed = list(list_parts(model, sizes, storage, root, expert, fused))
         parts.append(tuple(part for part in listed if part.required or part.name in files.file_of))
         for part in parts[-1]:
             if part.name not in headers:
                 headers[part.name] = _check_header(files, sizes, storage.name, part)
-    _check_nothing_else(files, storage, experts_root, experts, headers)
-
-    router_root = f"{root}{model.router}."
     router_weight = f"{router_root}weight"
     router_bias = f"{router_root}bias" if model.has_bias else None
-    correction_bias = f"{router_root}e_score_correction_bias" if router.has_correction_bias else None
+    found_bias = _find_correction_bias(files, layer_root, root, router_bias)
+    if router.has_correction_bias and found_bias is None:
+        found_bias = f"{router_root}e_score_correction_bias"  # Which the check of its header finds missing.
+    correction_bias = found_bias if router.has_correction_bias else None
     bias_shape = (sizes.num_experts,)
-    router_shapes: dict[str, tuple[int, ...]] = {router_weight: (*bias_shape, sizes.hidden_size)}
-    router_shapes.update({name: bias_shape for name in (router_bias, correction_bias) if name is not None})
-    for name, shape in router_shapes.items():
-        _check_header(files, sizes, storage.name, ExpertPart(name, (shape,), FLOATS))
+    router_shapes: dict[str, tuple[tuple[int, ...], ...]] = {router_weight: ((*bias_shape, sizes.hidden_size),)}
+    if router_bias is not None:
+        router_shapes[router_bias] = (bias_shape,)
+    if correction_bias is not None:
+        router_shapes[correction_bias] = (bias_shape, (1, *bias_shape))
+    for name, shapes in router_shapes.items():
+        _check_header(files, sizes, storage.name, ExpertPart(name, shapes, FLOATS))
+    shared = next((name for name in files.file_of if _is_shared(name, layer_root)), None)
+    # Types that store their experts alike differ in these, and reading one as the other would give wrong numbers.
+    for unread in (found_bias if correction_bias is None else None, None if model.may_share_experts else shared):
+        if unread is not None:
+            raise CheckpointError(
+                f"layers of model type {model_type!r} have no tensor such as {shown(unread)}, got one in "
+                f"{files.path / files.file_of[unread]}; use the config.json that belongs to these tensors"
+            )
+    _check_nothing_else(files, storage, f"{root}experts.", experts, {*headers, *router_shapes})
     with config_errors(files):
         problem = MoEProblem(
             **dataclasses.asdict(sizes),
@@ -115,7 +144,10 @@ def list_layer(
             dtype=_dtype(files, storage, headers, router_weight),
             num_local_experts=len(experts),
         )
-    return LayerManifest(model_type, problem, router, parts, router_weight, router_bias, correction_bias)
+    has_shared_experts = shared is not None
+    return LayerManifest(
+        model_type, problem, router, parts, router_weight, router_bias, correction_bias, has_shared_experts
+    )
 
 
 def _local_experts(num_experts: int, num_local_experts: int | None, ep_rank: int) -> range:
@@ -130,30 +162,69 @@ def _local_experts(num_experts: int, num_local_experts: int | None, ep_rank: int
     return range(first, first + count)
 
 
-def _find_block(files: CheckpointFiles, model: ModelType, layer: int) -> str:
-    """Prefix of the names of the layer's router and experts, up to and with a dot."""
-    roots = [f"{prefix}layers.{layer}.{block}." for prefix in _PREFIXES for block in model.blocks]
-    for root in roots:
-        if f"{root}{model.router}.weight" in files.file_of:
-            return root
+def _find_block(files: CheckpointFiles, model: ModelType, layer: int) -> tuple[str, str, str]:
+    """What the names of the layer, of its block and of its router begin with, each up to and with a dot."""
+    roots = [
+        (f"{layers}{layer}.", f"{layers}{layer}.{block}{'.' if block else ''}", router)
+        for layers in _LAYERS
+        for block in model.blocks
+        for router in model.routers
+    ]
+    for layer_root, root, router in roots:
+        if f"{root}{router}.weight" in files.file_of:
+            return layer_root, root, f"{root}{router}."
+    _, root, router = roots[0]
     raise CheckpointError(
-        f"the router of layer {layer} is missing from {str(files.path)!r}, expected {roots[0]}{model.router}.weight; "
-        "download the checkpoint again, or check that config.json belongs to it"
+        f"the router of layer {layer} is missing from {str(files.path)!r}, expected {root}{router}.weight; download "
+        "the checkpoint again, or check that config.json belongs to it"
     )
 
 
-def _storage_format(files: CheckpointFiles, model: ModelType, experts_root: str, experts: range) -> StorageFormat:
+def _find_fused(files: CheckpointFiles, model: ModelType, root: str) -> FusedNames | None:
+    """Names of the tensors that hold all experts; None if each expert has its own."""
+    for fused in model.fused:
+        if f"{root}{fused.w13[0]}" in files.file_of:
+            return fused
+    return model.fused[-1] if model.projections is None else None
+
+
+def _find_correction_bias(files: CheckpointFiles, layer_root: str, root: str, router_bias: str | None) -> str | None:
+    names = [*(f"{root}{name}" for name in CORRECTION_BIASES), f"{layer_root}{_OUTER_CORRECTION_BIAS}"]
+    return next((name for name in names if name in files.file_of and name != router_bias), None)
+
+
+def _is_shared(name: str, layer_root: str) -> bool:
+    return name.startswith(layer_root) and _SHARED.search(name.removeprefix(layer_root)) is not None
+
+
+def _storage_format(
+    files: CheckpointFiles,
+    model: ModelType,
+    sizes: LayerSizes,
+    root: str,
+    experts: range,
+    fused: FusedNames | None,
+) -> StorageFormat:
     """How the experts are stored, as the configs say."""
-    is_fused = model.projections is None or f"{experts_root}gate_up_proj" in files.file_of
-    storage = quantized_format(files, list_modules(model, experts_root, experts, is_fused))
+    storage = quantized_format(files, list_modules(model, root, experts, fused))
     if storage is None:
-        return unquantized_format(is_fused, model.is_transposed)
+        is_transposed = model.is_transposed
+        if is_transposed is None:
+            is_transposed = fused is not None and _is_transposed(files, sizes, root, fused)
+        return unquantized_format(fused is not None, is_transposed)
     if model.projections is None and not storage.is_fused:
         raise CheckpointError(
             f"{files.path / 'config.json'}: experts of model type {files.config.get('model_type')!r} are read fused, "
             f"which {storage.name} is not; use a release in mxfp4 or bfloat16"
         )
     return storage
+
+
+def _is_transposed(files: CheckpointFiles, sizes: LayerSizes, root: str, fused: FusedNames) -> bool:
+    """Whether the shapes are those of transposed tensors. No sizes make both gate and up, and down, ambiguous."""
+    columns = (2 * sizes.intermediate_size, sizes.hidden_size)
+    shapes = {fused.w13[0]: (sizes.hidden_size, columns[0]), fused.w2: (sizes.intermediate_size, columns[1])}
+    return all(files.header(f"{root}{name}").shape == (sizes.num_experts, *shape) for name, shape in shapes.items())
 
 
 def _check_header(files: CheckpointFiles, sizes: LayerSizes, storage_name: str, part: ExpertPart) -> TensorHeader:

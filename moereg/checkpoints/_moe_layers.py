@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moereg.checkpoints._files import CheckpointFiles, config_errors
+from moereg.checkpoints._model_rules import count_layers
 from moereg.checkpoints._models import MODEL_TYPES, ModelType
-from moereg.config_entries import MOST_LAYERS, read_count
-from moereg.errors import CheckpointError, one_line, shown, unknown_name_message
+from moereg.errors import CheckpointError, one_line, shown
+from moereg.routing import BY_HAND, unknown_model_message
 
 __all__ = ["check_has_experts", "find_model", "moe_layer_indices"]
 
@@ -16,7 +17,7 @@ def find_model(files: CheckpointFiles) -> tuple[str, ModelType]:
     """The name of the model type, as config.json has it, and its row of the table.
 
     Raises:
-        CheckpointError: It is missing or not known.
+        CheckpointError: It is missing, not known, or refused; the message says why and what to do.
     """
     model_type = files.config.get("model_type")
     config_path = files.path / "config.json"
@@ -25,7 +26,7 @@ def find_model(files: CheckpointFiles) -> tuple[str, ModelType]:
             f"{config_path} must hold model_type, got {shown(model_type)}; take config.json from the model's publisher"
         )
     if model_type not in MODEL_TYPES:
-        raise CheckpointError(f"{config_path}: {unknown_name_message('model type', model_type, MODEL_TYPES)}")
+        raise CheckpointError(f"{config_path}: {unknown_model_message(model_type)}")
     return model_type, MODEL_TYPES[model_type]
 
 
@@ -45,8 +46,9 @@ def check_has_experts(files: CheckpointFiles, layer: int) -> None:
     """Checks that the model has that layer, and that the layer has experts.
 
     Raises:
-        CheckpointError: The layer has no experts; the message lists those that do.
+        CheckpointError: The layer has no experts, and the message lists those that do; or it is refused.
     """
+    model_type, model = find_model(files)
     num_layers = _num_layers(files)
     moe_layers = moe_layer_indices(files)
     if not 0 <= layer < num_layers:
@@ -59,11 +61,17 @@ def check_has_experts(files: CheckpointFiles, layer: int) -> None:
             f"layer {layer} of {str(files.path)!r} is dense, but a layer with experts is needed; those are "
             f"{_index_ranges(moe_layers)}"
         )
+    with config_errors(files):
+        reason = model.unsupported_reason(files.config, layer)
+    if reason is not None:
+        raise CheckpointError(
+            f"layer {layer} of {str(files.path)!r}, model type {model_type!r}, is not read: {reason}; {BY_HAND}"
+        )
 
 
 def _num_layers(files: CheckpointFiles) -> int:
     with config_errors(files):
-        return read_count(files.config, "num_hidden_layers", maximum=MOST_LAYERS)
+        return count_layers(files.config)
 
 
 def _index_ranges(indices: Sequence[int]) -> str:

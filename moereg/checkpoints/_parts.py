@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
 
 import torch
 
 from moereg.checkpoints._formats import FLOATS, Convert, Projection, StorageFormat, as_is
-from moereg.checkpoints._models import ModelType
+from moereg.checkpoints._models import FusedNames, ModelType
 from moereg.layouts import deinterleave_gate_up
 from moereg.quant import TensorRole, tensor_name
 from moereg.weight_checks import check_scale
 
 __all__ = ["ExpertPart", "LayerSizes", "list_modules", "list_parts"]
-
-_FUSED: Final = ("gate_up_proj", "down_proj")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +38,7 @@ class ExpertPart:
         convert: Makes canonical rows of its field from what is stored.
         half: Which half of the expert's w13 it is: 0 gate, 1 up; None if it is the whole field.
         row: Row of the fused tensor; None if the tensor belongs to this expert alone.
+        num_rows: Rows of it that are this expert's, of which `row` counts; None if it is one, without that dimension.
         is_interleaved: Whether gate and up rows alternate.
         required: Whether the tensor has to be there.
     """
@@ -53,6 +51,7 @@ class ExpertPart:
     convert: Convert = as_is
     half: int | None = None
     row: int | None = None
+    num_rows: int | None = None
     is_interleaved: bool = False
     required: bool = True
 
@@ -90,23 +89,23 @@ class ExpertPart:
             rows.copy_(canonical if self.half == 0 else torch.maximum(rows, canonical.to(rows)))
 
 
-def list_modules(model: ModelType, experts_root: str, experts: range, is_fused: bool) -> Sequence[str]:
+def list_modules(model: ModelType, root: str, experts: range, fused: FusedNames | None) -> Sequence[str]:
     """Names of the experts' projections, as a quantization config spells modules.
 
     Args:
         model: The model's type.
-        experts_root: What names of experts begin with, up to and with a dot.
+        root: What names of the block begin with, up to and with a dot.
         experts: Global indices of the rank's experts.
-        is_fused: Whether all experts are in one tensor.
+        fused: Names of the tensors that hold all experts; None if each expert has its own.
     """
-    if is_fused:
-        return [f"{experts_root}{projection}" for projection in _FUSED]
+    if fused is not None:
+        return [f"{root}{projection}" for projection in (*fused.w13, fused.w2)]
     assert model.projections is not None
-    return [f"{experts_root}{expert}.{projection}" for expert in experts for projection in model.projections]
+    return [f"{root}experts.{expert}.{projection}" for expert in experts for projection in model.projections]
 
 
 def list_parts(
-    model: ModelType, sizes: LayerSizes, storage: StorageFormat, experts_root: str, expert: int
+    model: ModelType, sizes: LayerSizes, storage: StorageFormat, root: str, expert: int, fused: FusedNames | None
 ) -> Iterator[ExpertPart]:
     """Everything that is read of one expert.
 
@@ -114,23 +113,32 @@ def list_parts(
         model: The model's type.
         sizes: Sizes of the layer.
         storage: How its experts are stored.
-        experts_root: What names of experts begin with, up to and with a dot.
+        root: What names of the block begin with, up to and with a dot.
         expert: Global index.
+        fused: Names of the tensors that hold all experts; None if each expert has its own.
 
     Raises:
         CheckpointError: The sizes do not fit the format.
     """
-    list_some = _fused_parts if storage.is_fused else _separate_parts
-    return list_some(model, sizes, storage, experts_root, expert)
+    if fused is None:
+        return _separate_parts(model, sizes, storage, f"{root}experts.{expert}.")
+    if fused.is_flat:
+        return _flat_parts(sizes, fused, root, expert)
+    return _fused_parts(model, sizes, storage, root, expert, fused)
 
 
 def _fused_parts(
-    model: ModelType, sizes: LayerSizes, storage: StorageFormat, experts_root: str, expert: int
+    model: ModelType, sizes: LayerSizes, storage: StorageFormat, root: str, expert: int, fused: FusedNames
 ) -> Iterator[ExpertPart]:
-    gate_up, down = (f"{experts_root}{name}" for name in _FUSED)
-    for matrix, projection in (
-        ("w13", Projection(gate_up, 2 * sizes.intermediate_size, sizes.hidden_size)),
-        ("w2", Projection(down, sizes.hidden_size, sizes.intermediate_size)),
+    has_gate = model.projections is None or len(model.projections) == 3
+    halves: tuple[int | None, ...] = (0, 1) if len(fused.w13) == 2 else (None,)
+    rows = sizes.intermediate_size * (2 if has_gate and len(fused.w13) == 1 else 1)
+    for matrix, half, projection in (
+        *(
+            ("w13", half, Projection(f"{root}{name}", rows, sizes.hidden_size))
+            for half, name in zip(halves, fused.w13, strict=True)
+        ),
+        ("w2", None, Projection(f"{root}{fused.w2}", sizes.hidden_size, sizes.intermediate_size)),
     ):
         is_interleaved = model.is_interleaved and matrix == "w13"
         for tensor in storage.tensors(projection):
@@ -141,6 +149,7 @@ def _fused_parts(
                 matrix,
                 tensor.role,
                 tensor.convert,
+                half=half,
                 row=expert,
                 is_interleaved=is_interleaved,
                 required=tensor.required,
@@ -157,15 +166,35 @@ def _fused_parts(
             )
 
 
+def _flat_parts(sizes: LayerSizes, fused: FusedNames, root: str, expert: int) -> Iterator[ExpertPart]:
+    """Gate, up and down, each [E*I,H]."""
+    shape = (sizes.num_experts * sizes.intermediate_size, sizes.hidden_size)
+    for matrix, half, name in (("w13", 0, fused.w13[0]), ("w13", 1, fused.w13[1]), ("w2", None, fused.w2)):
+        yield ExpertPart(
+            f"{root}{name}",
+            (shape,),
+            FLOATS,
+            matrix,
+            "weight",
+            as_is if matrix == "w13" else torch.t,
+            half=half,
+            row=expert,
+            num_rows=sizes.intermediate_size,
+        )
+
+
 def _separate_parts(
-    model: ModelType, sizes: LayerSizes, storage: StorageFormat, experts_root: str, expert: int
+    model: ModelType, sizes: LayerSizes, storage: StorageFormat, expert_root: str
 ) -> Iterator[ExpertPart]:
     assert model.projections is not None and not model.has_bias, "no known model has separate experts with biases"
     hidden_size, intermediate_size = sizes.hidden_size, sizes.intermediate_size
-    gate, up, down = (f"{experts_root}{expert}.{name}" for name in model.projections)
+    *gate_up, down = (f"{expert_root}{name}" for name in model.projections)
+    has_gate = len(gate_up) == 2
     for matrix, half, projection in (
-        ("w13", 0, Projection(gate, intermediate_size, hidden_size, is_half=True)),
-        ("w13", 1, Projection(up, intermediate_size, hidden_size, is_half=True)),
+        *(
+            ("w13", half if has_gate else None, Projection(name, intermediate_size, hidden_size, is_half=has_gate))
+            for half, name in enumerate(gate_up)
+        ),
         ("w2", None, Projection(down, hidden_size, intermediate_size)),
     ):
         for tensor in storage.tensors(projection):

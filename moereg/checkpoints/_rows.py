@@ -49,16 +49,18 @@ class ShardRows(contextlib.ExitStack):
         self._header: Mapping[str, Any] = {}
         self._data_start = 0
 
-    def read(self, name: str, row: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-        """A row along dim 0, on the CPU; nothing else is read.
+    def read(self, name: str, row: int, dtype: str, shape: Sequence[int], num_rows: int | None = None) -> torch.Tensor:
+        """A row along dim 0, or a part of several rows, on the CPU; nothing else is read.
 
         Args:
             name: Name of the tensor.
-            row: Index of the row.
+            row: Index of the row or part.
             dtype: Dtype of the tensor, as safetensors spells it.
             shape: Shape of the whole tensor.
+            num_rows: Rows of a part; None for a single row, which comes without that dimension.
         """
-        num_bytes = math.prod(shape[1:]) * _DTYPES[dtype].itemsize
+        shape_read = (*(() if num_rows is None else (num_rows,)), *shape[1:])
+        num_bytes = math.prod(shape_read) * _DTYPES[dtype].itemsize
         try:
             start = self._start_of(name, dtype, shape)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -66,7 +68,7 @@ class ShardRows(contextlib.ExitStack):
             # error that JSON knows.
             raise SafetensorError(f"its header changed while {name} was read") from error
         stored = self._read(start + row * num_bytes, num_bytes)
-        return stored.view(_DTYPES[dtype]).view(tuple(shape[1:]))
+        return stored.view(_DTYPES[dtype]).view(shape_read)
 
     def _start_of(self, name: str, dtype: str, shape: Sequence[int]) -> int:
         if not self._header:

@@ -27,10 +27,12 @@ class RoutedWeights:
     Attributes:
         weights: Canonical, local experts.
         route: Its router.
+        notices: Lines on what the layer lacks.
     """
 
     weights: ExpertWeights
     route: Router
+    notices: tuple[str, ...] = ()
 
 
 def random_layer(problem: MoEProblem, seed: int, device: torch.device, advance: Advance) -> RoutedWeights:
@@ -76,7 +78,7 @@ def load_layer(path: Path, layer: int, problem: MoEProblem, device: torch.device
 
     num_local_experts = problem.num_local_experts if problem.is_expert_parallel else None
     loaded = load_experts(path, layer, problem.dtype, device, num_local_experts=num_local_experts, progress=advance)
-    return RoutedWeights(loaded.weights, loaded.route)
+    return RoutedWeights(loaded.weights, loaded.route, loaded.notices)
 
 
 def random_hidden_states(problem: MoEProblem, num_tokens: int, seed: int, device: torch.device) -> torch.Tensor:

@@ -144,6 +144,7 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
                 built = load_layer(checkpoint, layer, problem, device, advance)
             plain = None
         hidden_states = random_hidden_states(problem, num_tokens, seed, device)
+        selection = dataclasses.replace(selection, notices=(*selection.notices, *built.notices))
         result = RunResult(subject, selection, num_tokens)
         try:
             return _measure(result, built, plain, hidden_states)

@@ -4,14 +4,34 @@ Pure torch, no host synchronization, T = 0 included. Every function returns fp32
 with the best choice first. Models that round the weights to the dtype of their logits differ by that rounding only.
 """
 
+from moereg.routing.configs import language_config
+from moereg.routing.refused import BY_HAND, REFUSED_MODEL_TYPES, unknown_model_message
 from moereg.routing.spec import RouterSpec
-from moereg.routing.topk import grouped_sigmoid_topk, grouped_softmax_topk, llama4_topk, softmax_topk, topk_softmax
+from moereg.routing.topk import (
+    biased_softmax_topk,
+    grouped_sigmoid_topk,
+    grouped_softmax_topk,
+    llama4_topk,
+    softmax_topk,
+    sparsemixer,
+    sqrtsoftplus_topk,
+    topk_sigmoid,
+    topk_softmax,
+)
 
 __all__ = [
+    "BY_HAND",
+    "REFUSED_MODEL_TYPES",
     "RouterSpec",
+    "biased_softmax_topk",
     "grouped_sigmoid_topk",
     "grouped_softmax_topk",
+    "language_config",
     "llama4_topk",
     "softmax_topk",
+    "sparsemixer",
+    "sqrtsoftplus_topk",
+    "topk_sigmoid",
     "topk_softmax",
+    "unknown_model_message",
 ]

@@ -1,49 +1,96 @@
-"""Readers of Hugging Face's `config.json`, one per family of models: the keywords of its `RouterSpec`."""
+"""Readers of Hugging Face's `config.json`, one per way of routing: the keywords of a model type's `RouterSpec`.
+
+An entry that is absent has the default of its own model type, as transformers' config class has it. A setting whose
+meaning is not known is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from moereg.arguments import check_mapping
 from moereg.config_entries import MOST_EXPERTS, read_choice, read_count, read_flag, read_number, read_object
-from moereg.errors import UnknownModelError, unknown_name_message
+from moereg.errors import UnknownModelError
+from moereg.routing.refused import unknown_model_message
 
-__all__ = ["read_router"]
+__all__ = ["ROUTED_MODEL_TYPES", "language_config", "read_router"]
 
 _Keywords = dict[str, Any]
+_Reader = Callable[[Mapping[str, Any]], _Keywords]
+
+_NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+# Publishers' names of the function that makes scores of logits.
+_SCORING: Final = (
+    "scoring_func",
+    "score_func",
+    "score_function",
+    "moe_router_activation_func",
+    "moe_router_activation",
+)
 
 
 def read_router(config: Mapping[str, Any]) -> dict[str, Any]:
     """Reads how a model routes.
 
     Args:
-        config: The parsed `config.json`; its `model_type` decides how the rest is read.
+        config: The parsed `config.json`; its `model_type` decides how the rest is read. Multimodal models nest the
+            language model's.
 
     Returns:
         Keywords of `RouterSpec`.
 
     Raises:
-        UnknownModelError: The model type is missing or not known.
+        UnknownModelError: The model type is missing, not known, or refused.
         CheckpointError: A size is missing, or the file asks for a routing that the model type does not define.
     """
-    model_type = check_mapping("config", config).get("model_type")
+    config = language_config(check_mapping("config", config))
+    model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _READERS:
-        raise UnknownModelError(unknown_name_message("model type", model_type, _READERS))
+        raise UnknownModelError(unknown_model_message(model_type))
     return _READERS[model_type](config)
 
 
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a `config.json` that describes the language model; multimodal models nest it."""
+    for key in ("thinker_config", "text_config"):
+        nested = config.get(key)
+        config = nested if isinstance(nested, dict) else config
+    return config
+
+
 def _read_sizes(config: Mapping[str, Any]) -> _Keywords:
-    return {
-        "num_experts": read_count(config, "num_experts", "num_local_experts", "n_routed_experts", maximum=MOST_EXPERTS),
-        "top_k": read_count(config, "num_experts_per_tok", maximum=MOST_EXPERTS),
+    return {"num_experts": _read_experts(config, _NUM_EXPERTS), "top_k": _read_experts(config, _TOP_K)}
+
+
+def _read_experts(config: Mapping[str, Any], names: Sequence[str]) -> int:
+    # An error about an absent entry names the usual spelling alone.
+    found = [name for name in names if config.get(name) is not None]
+    return read_count(_alike(config, names), *(found or names[:1]), maximum=MOST_EXPERTS)
+
+
+def _alike(config: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
+    """The config with one count where a list gives every layer the same, as Hunyuan's do."""
+    alike = {
+        name: value[0]
+        for name in names
+        if isinstance(value := config.get(name), list) and value and all(item == value[0] for item in value)
     }
+    return {**config, **alike}
 
 
-def _read_groups(config: Mapping[str, Any]) -> _Keywords:
+def _read_groups(config: Mapping[str, Any], groups: tuple[int, int] | None) -> _Keywords:
+    """Groups and how many of them a token may choose from.
+
+    Args:
+        config: The parsed file.
+        groups: Both, where they are absent; None if they are required.
+    """
+    num_groups, topk_groups = (None, None) if groups is None else groups
     return {
-        "num_groups": read_count(config, "n_group", maximum=MOST_EXPERTS),
-        "topk_groups": read_count(config, "topk_group", maximum=MOST_EXPERTS),
+        "num_groups": read_count(config, "n_group", "num_expert_group", default=num_groups, maximum=MOST_EXPERTS),
+        "topk_groups": read_count(config, "topk_group", default=topk_groups, maximum=MOST_EXPERTS),
     }
 
 
@@ -54,17 +101,81 @@ def _require_choice(config: Mapping[str, Any], name: str, choices: tuple[Any, ..
     )
 
 
-def _mixtral_router(config: Mapping[str, Any]) -> _Keywords:
-    return dict(kind="softmax_topk", renormalize=True, **_read_sizes(config))
+def _require_scoring(config: Mapping[str, Any], *choices: str) -> None:
+    for name in _SCORING:
+        _require_choice(config, name, choices, choices[0])
 
 
-def _norm_topk_prob_router(config: Mapping[str, Any]) -> _Keywords:
-    # Absent means false, as in transformers' configs of these three families.
-    return dict(kind="softmax_topk", renormalize=read_flag(config, "norm_topk_prob"), **_read_sizes(config))
+def _softmax_topk(renormalize: bool | None = None, default: bool = False, *, fp32_logits: bool = False) -> _Reader:
+    """Softmax over all experts, then the best.
+
+    Args:
+        renormalize: Whether the model type renormalizes; None where `norm_topk_prob` says it.
+        default: Meant where `norm_topk_prob` is absent.
+        fp32_logits: Whether the model computes its logits in fp32.
+    """
+
+    def read(config: Mapping[str, Any]) -> _Keywords:
+        if renormalize is None:
+            normalizes = read_flag(config, "norm_topk_prob", default)
+        else:
+            # Some publishers write what the model does anyway; the contrary would be another model.
+            normalizes = _require_choice(config, "norm_topk_prob", (renormalize,), renormalize)
+        return dict(kind="softmax_topk", renormalize=normalizes, fp32_logits=fp32_logits, **_read_sizes(config))
+
+    return read
 
 
-def _gpt_oss_router(config: Mapping[str, Any]) -> _Keywords:
-    return dict(kind="topk_softmax", **_read_sizes(config))
+def _sigmoid_topk(
+    *,
+    scaling: str = "routed_scaling_factor",
+    scaling_factor: float = 1.0,
+    renormalize: bool = True,
+    reads_renormalize: bool = True,
+    groups: tuple[int, int] | None = (1, 1),
+    epsilon: float = 1e-20,
+    fp32_logits: bool = True,
+    scorings: tuple[str, ...] = ("sigmoid",),
+) -> _Reader:
+    """Sigmoid scores, chosen with a bias, as DeepSeek-V3 began it.
+
+    Args:
+        scaling: Entry of the scaling factor.
+        scaling_factor: Meant where it is absent.
+        renormalize: Meant where `norm_topk_prob` is absent.
+        reads_renormalize: Whether the model type reads that entry; otherwise the contrary is refused.
+        groups: Meant where they are absent; None if the model type has none.
+        epsilon: Added to the sum that weights are divided by.
+        fp32_logits: Whether the model computes its logits in fp32.
+        scorings: Accepted names of the scores.
+    """
+
+    def read(config: Mapping[str, Any]) -> _Keywords:
+        _require_scoring(config, *scorings)
+        _require_choice(config, "topk_method", ("noaux_tc",), "noaux_tc")
+        choices = (True, False) if reads_renormalize else (renormalize,)
+        normalizes = renormalize
+        for name in ("norm_topk_prob", "moe_renormalize", "route_norm"):
+            normalizes = _require_choice(config, name, choices, normalizes)
+        if groups is None:
+            for name in ("n_group", "num_expert_group", "num_expert_groups", "topk_group", "num_limited_groups"):
+                _require_choice(config, name, (1, 0), 1)
+        return dict(
+            kind="grouped_sigmoid_topk",
+            renormalize=normalizes,
+            scaling_factor=read_number(config, scaling, default=scaling_factor),
+            epsilon=epsilon,
+            has_correction_bias=True,
+            fp32_logits=fp32_logits,
+            **({} if groups is None else _read_groups(config, groups)),
+            **_read_sizes(config),
+        )
+
+    return read
+
+
+def _topk_softmax(*, fp32_logits: bool = False) -> _Reader:
+    return lambda config: dict(kind="topk_softmax", fp32_logits=fp32_logits, **_read_sizes(config))
 
 
 def _deepseek_v2_router(config: Mapping[str, Any]) -> _Keywords:
@@ -76,43 +187,184 @@ def _deepseek_v2_router(config: Mapping[str, Any]) -> _Keywords:
     is_grouped = method == "group_limited_greedy"
     return dict(
         kind="grouped_softmax_topk",
-        scaling_factor=read_number(config, "routed_scaling_factor"),
+        scaling_factor=read_number(config, "routed_scaling_factor", default=1.0),
         fp32_logits=True,
-        **(_read_groups(config) if is_grouped else {}),
+        **(_read_groups(config, None) if is_grouped else {}),
         **_read_sizes(config),
     )
 
 
-def _deepseek_v3_router(config: Mapping[str, Any]) -> _Keywords:
-    _require_choice(config, "scoring_func", ("sigmoid",), "sigmoid")
-    _require_choice(config, "topk_method", ("noaux_tc",), "noaux_tc")
+def _mistral_router(config: Mapping[str, Any]) -> _Keywords:
+    # Mistral Large 4 always normalizes, in fp32, and its config class has no flag for it.
+    is_large = config.get("model_type") == "mistral_large4_text"
+    choices = (True,) if is_large else (True, False)
     return dict(
-        kind="grouped_sigmoid_topk",
-        renormalize=_require_choice(config, "norm_topk_prob", (True, False), True),
-        scaling_factor=read_number(config, "routed_scaling_factor"),
+        kind="grouped_softmax_topk",
+        renormalize=_require_choice(config, "norm_topk_prob", choices, True),
+        scored_experts=2,
+        scaling_factor=read_number(config, "routed_scaling_factor", default=1.0),
+        fp32_logits=is_large,
+        **_read_groups(config, (1, 1)),
+        **_read_sizes(config),
+    )
+
+
+def _axk2_router(config: Mapping[str, Any]) -> _Keywords:
+    # Experts of other groups get the score 0 there and beat negative biased scores; none is released with groups.
+    cure = "build the RouterSpec by hand if the model really routes so"
+    read_choice(config, "n_group", (1,), 1, cure=cure)
+    read_choice(config, "topk_group", (1,), 1, cure=cure)
+    return _sigmoid_topk(scaling_factor=2.5)(config)
+
+
+def _cohere2_router(config: Mapping[str, Any]) -> _Keywords:
+    if _require_choice(config, "expert_selection_fn", ("softmax", "sigmoid"), "softmax") == "softmax":
+        return dict(kind="topk_softmax", **_read_sizes(config))
+    return dict(kind="topk_sigmoid", renormalize=read_flag(config, "norm_topk_prob", True), **_read_sizes(config))
+
+
+def _flint_router(config: Mapping[str, Any]) -> _Keywords:
+    renormalize = read_flag(config, "norm_topk_prob", True)
+    return dict(kind="topk_sigmoid", renormalize=renormalize, fp32_logits=True, **_read_sizes(config))
+
+
+def _kolibri_router(config: Mapping[str, Any]) -> _Keywords:
+    return dict(
+        kind="topk_sigmoid",
+        renormalize=read_flag(config, "norm_topk_prob"),
         has_correction_bias=True,
         fp32_logits=True,
-        **_read_groups(config),
         **_read_sizes(config),
     )
 
 
-def _llama4_text_router(config: Mapping[str, Any]) -> _Keywords:
-    return dict(kind="llama4_topk", **_read_sizes(config))
+def _laguna_router(config: Mapping[str, Any]) -> _Keywords:
+    _require_choice(config, "moe_apply_router_weight_on_input", (False,), False)
+    read = _sigmoid_topk(
+        scaling="moe_routed_scaling_factor", reads_renormalize=False, groups=None, epsilon=0.0, fp32_logits=False
+    )
+    return dict(read(config), logit_softcap=max(read_number(config, "moe_router_logit_softcapping", default=0.0), 0.0))
+
+
+def _lfm2_router(config: Mapping[str, Any]) -> _Keywords:
+    read = _sigmoid_topk(groups=None, epsilon=1e-6, fp32_logits=False)
+    return dict(read(config), has_correction_bias=read_flag(config, "use_expert_bias", True))
+
+
+def _ernie_router(config: Mapping[str, Any]) -> _Keywords:
+    return dict(
+        kind="biased_softmax_topk",
+        smallest_sum=read_number(config, "moe_norm_min", default=1e-12),
+        has_correction_bias=True,
+        fp32_logits=True,
+        **_read_sizes(config),
+    )
+
+
+def _deepseek_v4_router(config: Mapping[str, Any]) -> _Keywords:
+    _require_choice(config, "norm_topk_prob", (True,), True)
+    if _require_choice(config, "scoring_func", ("sqrtsoftplus", "sigmoid"), "sqrtsoftplus") == "sigmoid":
+        return _sigmoid_topk(scaling_factor=1.5, reads_renormalize=False, groups=None, fp32_logits=False)(config)
+    return dict(
+        kind="sqrtsoftplus_topk",
+        scaling_factor=read_number(config, "routed_scaling_factor", default=1.5),
+        has_correction_bias=True,
+        **_read_sizes(config),
+    )
+
+
+def _phimoe_router(config: Mapping[str, Any]) -> _Keywords:
+    jitter = read_number(config, "router_jitter_noise", default=0.01)
+    return dict(kind="sparsemixer", jitter=jitter, **_read_sizes(config))
+
+
+def _dbrx_router(config: Mapping[str, Any]) -> _Keywords:
+    ffn = {"model_type": "dbrx", **read_object(config, "ffn_config")}
+    # The norm that weights are divided by: of weights, which are positive, the first is their sum.
+    norm = ffn.get("moe_normalize_expert_weights", 1.0)
+    if norm is not None:
+        _require_choice(ffn, "moe_normalize_expert_weights", (1.0, 1), 1.0)
+    return dict(kind="softmax_topk", renormalize=norm is not None, **_read_sizes(ffn))
 
 
 def _llama4_router(config: Mapping[str, Any]) -> _Keywords:
-    return _llama4_text_router(read_object(config, "text_config"))
+    return dict(kind="llama4_topk", **_read_sizes(config))
 
 
-_READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], _Keywords]]] = {
+_DEEPSEEK_V3: Final = _sigmoid_topk(scaling_factor=2.5, groups=(8, 4))
+_MINIMAX_M2: Final = _sigmoid_topk(reads_renormalize=False, groups=None, epsilon=0.0, fp32_logits=False)
+
+_READERS: Final[Mapping[str, _Reader]] = {
+    "afmoe": _sigmoid_topk(scaling="route_scale", reads_renormalize=False, groups=None, fp32_logits=False),
+    "aria_text": _topk_softmax(),
+    "axk1": _DEEPSEEK_V3,
+    "axk2": _axk2_router,
+    "bailing_hybrid": _DEEPSEEK_V3,
+    "beam": _DEEPSEEK_V3,
+    "cohere2_moe": _cohere2_router,
+    "dbrx": _dbrx_router,
+    "deepseek_ocr2_text": _deepseek_v2_router,
     "deepseek_v2": _deepseek_v2_router,
-    "deepseek_v3": _deepseek_v3_router,
-    "gpt_oss": _gpt_oss_router,
-    "llama4": _llama4_router,
-    "llama4_text": _llama4_text_router,
-    "mixtral": _mixtral_router,
-    "olmoe": _norm_topk_prob_router,
-    "qwen2_moe": _norm_topk_prob_router,
-    "qwen3_moe": _norm_topk_prob_router,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V3,
+    "deepseek_v4": _deepseek_v4_router,
+    # Published files say noaux_tc where others say how scores are made.
+    "dots1": _sigmoid_topk(renormalize=False, scorings=("sigmoid", "noaux_tc")),
+    "dots3_note": _sigmoid_topk(),
+    "dots3_note_text": _sigmoid_topk(),
+    "ernie4_5_moe": _ernie_router,
+    "exaone_moe": _sigmoid_topk(scaling_factor=2.5),
+    "flex_olmo": _softmax_topk(),
+    "flint": _flint_router,
+    "glm4_moe": _sigmoid_topk(),
+    "glm4_moe_lite": _sigmoid_topk(scaling_factor=1.8),
+    "glm4v_moe_text": _sigmoid_topk(),
+    "glm5_next": _sigmoid_topk(scaling_factor=2.5),
+    "glm5_next_text": _sigmoid_topk(scaling_factor=2.5),
+    "glm_moe_dsa": _sigmoid_topk(scaling_factor=2.5),
+    "gpt_oss": _topk_softmax(),
+    "granitemoe": _topk_softmax(),
+    "granitemoe_swa": _topk_softmax(),
+    "granitemoehybrid": _topk_softmax(),
+    "granitemoeshared": _topk_softmax(),
+    "hunyuan_v1_moe": _softmax_topk(True),
+    "hy_v3": _sigmoid_topk(scaling="router_scaling_factor", scaling_factor=2.826, reads_renormalize=False, groups=None),
+    "hy_v4": _sigmoid_topk(scaling_factor=2.827),
+    "jamba": _softmax_topk(False),
+    # Kimi-K2 is DeepSeek-V3 under its publisher's own name.
+    "kimi_k2": _DEEPSEEK_V3,
+    "kimi_linear": _sigmoid_topk(scaling_factor=2.446),
+    "kolibri1": _kolibri_router,
+    "laguna": _laguna_router,
+    "lfm2_moe": _lfm2_router,
+    "llama4_text": _llama4_router,
+    "mellum": _softmax_topk(default=True),
+    "mimo_v2_flash": _sigmoid_topk(),
+    "minimax": _softmax_topk(True),
+    "minimax_m2": _MINIMAX_M2,
+    "minimax_m3_vl_text": _sigmoid_topk(
+        scaling_factor=2.0, reads_renormalize=False, groups=None, epsilon=0.0, fp32_logits=False
+    ),
+    "mistral4": _mistral_router,
+    "mistral_large4_text": _mistral_router,
+    "mixtral": _softmax_topk(True),
+    "nemotron_h": _sigmoid_topk(),
+    "olmoe": _softmax_topk(),
+    "openai_privacy_filter": _topk_softmax(fp32_logits=True),
+    "phimoe": _phimoe_router,
+    "qwen2_moe": _softmax_topk(),
+    "qwen3_5_moe_text": _softmax_topk(True),
+    "qwen3_moe": _softmax_topk(),
+    "qwen3_next": _softmax_topk(default=True),
+    "qwen3_omni_moe_text": _softmax_topk(default=True),
+    "qwen3_vl_moe_text": _softmax_topk(True),
+    "qwen4_exp_text": _softmax_topk(default=True),
+    "solar_open": _sigmoid_topk(),
+    "step3p5": _sigmoid_topk(
+        scaling="moe_router_scaling_factor", reads_renormalize=False, groups=None, epsilon=0.0, fp32_logits=False
+    ),
+    "unlimited_ocr_text": _deepseek_v2_router,
 }
+
+ROUTED_MODEL_TYPES: Final = tuple(_READERS)
+"""Model types whose configs are read."""

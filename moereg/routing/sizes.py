@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moereg.arguments import check_count
 
-__all__ = ["check_groups", "check_top_k"]
+__all__ = ["check_groups", "check_top_k", "check_two_experts"]
 
 
 def check_top_k(num_experts: int, top_k: int) -> None:
@@ -47,3 +47,13 @@ def check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int
             f"top_k must not exceed the experts of the chosen groups, got top_k={top_k} with {reachable} experts in "
             f"{topk_groups} of {num_groups} groups; raise topk_groups or lower top_k"
         )
+
+
+def check_two_experts(top_k: int) -> None:
+    """Checks what `sparsemixer` needs.
+
+    Raises:
+        ValueError: `top_k` is not 2.
+    """
+    if top_k != 2:
+        raise ValueError(f"sparsemixer chooses two experts, got top_k={top_k}; use top_k=2")

@@ -10,8 +10,18 @@ import torch
 
 from moereg.arguments import check_count, check_flag, check_instance, check_number, check_one_of
 from moereg.routing.configs import read_router
-from moereg.routing.sizes import check_groups, check_top_k
-from moereg.routing.topk import grouped_sigmoid_topk, grouped_softmax_topk, llama4_topk, softmax_topk, topk_softmax
+from moereg.routing.sizes import check_groups, check_top_k, check_two_experts
+from moereg.routing.topk import (
+    biased_softmax_topk,
+    grouped_sigmoid_topk,
+    grouped_softmax_topk,
+    llama4_topk,
+    softmax_topk,
+    sparsemixer,
+    sqrtsoftplus_topk,
+    topk_sigmoid,
+    topk_softmax,
+)
 
 __all__ = ["RouterSpec"]
 
@@ -29,14 +39,24 @@ class _RouterKind:
 _ROUTER_KINDS: Final[Mapping[str, _RouterKind]] = {
     "softmax_topk": _RouterKind(softmax_topk, ("renormalize",)),
     "topk_softmax": _RouterKind(topk_softmax),
+    "topk_sigmoid": _RouterKind(topk_sigmoid, ("renormalize",), takes_correction_bias=True),
+    "biased_softmax_topk": _RouterKind(biased_softmax_topk, ("smallest_sum",), takes_correction_bias=True),
+    "sqrtsoftplus_topk": _RouterKind(sqrtsoftplus_topk, ("scaling_factor",), takes_correction_bias=True),
+    "sparsemixer": _RouterKind(sparsemixer, ("jitter",)),
     "grouped_sigmoid_topk": _RouterKind(
         grouped_sigmoid_topk,
-        ("num_groups", "topk_groups", "renormalize", "scaling_factor"),
+        ("num_groups", "topk_groups", "renormalize", "scaling_factor", "epsilon", "logit_softcap"),
         takes_correction_bias=True,
     ),
-    "grouped_softmax_topk": _RouterKind(grouped_softmax_topk, ("num_groups", "topk_groups", "scaling_factor")),
+    "grouped_softmax_topk": _RouterKind(
+        grouped_softmax_topk, ("num_groups", "topk_groups", "scaling_factor", "renormalize", "scored_experts")
+    ),
     "llama4_topk": _RouterKind(llama4_topk, apply_router_weight_on_input=True),
 }
+
+
+# Fields of a spec that every kind knows, or that have a check of their own.
+_NOT_OPTIONS: Final = ("kind", "num_experts", "top_k", "has_correction_bias", "fp32_logits")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +71,11 @@ class RouterSpec:
         num_groups: Groups of experts; 1 means no groups.
         topk_groups: Groups that a token may choose from.
         scaling_factor: Folded into the weights.
+        epsilon: Added to the sum that sigmoid weights are divided by.
+        logit_softcap: Cap of the logits of sigmoid scores; 0 for none.
+        scored_experts: Best experts of a group whose softmax weights add up to the group's score.
+        smallest_sum: Least sum that Ernie's weights are divided by.
+        jitter: Half of the distance in which `sparsemixer` takes logits for near.
         has_correction_bias: Whether `route` needs a bias [E] for the choice.
         fp32_logits: Whether the model computes its logits in fp32 even where hidden states and router weight are
             16-bit. The caller computes the logits and therefore rounds them; rounded logits may choose other experts.
@@ -67,6 +92,11 @@ class RouterSpec:
     num_groups: int = 1
     topk_groups: int = 1
     scaling_factor: float = 1.0
+    epsilon: float = 1e-20
+    logit_softcap: float = 0.0
+    scored_experts: int = 1
+    smallest_sum: float = 0.0
+    jitter: float = 0.0
     has_correction_bias: bool = False
     fp32_logits: bool = False
 
@@ -75,14 +105,16 @@ class RouterSpec:
         check_count("num_experts", self.num_experts)
         for name in ("renormalize", "has_correction_bias", "fp32_logits"):
             check_flag(name, getattr(self, name))
-        check_number("scaling_factor", self.scaling_factor)
+        for name in ("scaling_factor", "epsilon", "logit_softcap", "smallest_sum", "jitter"):
+            check_number(name, getattr(self, name))
+        check_count("scored_experts", self.scored_experts)
         check_top_k(self.num_experts, self.top_k)
         check_groups(self.num_experts, self.top_k, self.num_groups, self.topk_groups)
         kind = _ROUTER_KINDS[self.kind]
         # An option that is silently ignored would be wrong numbers.
         for field in dataclasses.fields(self):
             if (
-                field.name in ("renormalize", "num_groups", "topk_groups", "scaling_factor")
+                field.name not in _NOT_OPTIONS
                 and field.name not in kind.options
                 and getattr(self, field.name) != field.default
             ):
@@ -90,6 +122,8 @@ class RouterSpec:
                     f"router kind {self.kind!r} does not use {field.name}, got {getattr(self, field.name)}; "
                     "leave it out"
                 )
+        if self.kind == "sparsemixer":
+            check_two_experts(self.top_k)
         if self.has_correction_bias and not kind.takes_correction_bias:
             raise ValueError(f"router kind {self.kind!r} takes no correction bias; leave has_correction_bias out")
 

@@ -6,11 +6,21 @@ from typing import Final
 
 import torch
 
-from moereg.arguments import check_flag, check_instance, check_number
+from moereg.arguments import check_count, check_flag, check_instance, check_number
 from moereg.errors import ArgumentError, shown
-from moereg.routing.sizes import check_groups, check_top_k
+from moereg.routing.sizes import check_groups, check_top_k, check_two_experts
 
-__all__ = ["grouped_sigmoid_topk", "grouped_softmax_topk", "llama4_topk", "softmax_topk", "topk_softmax"]
+__all__ = [
+    "biased_softmax_topk",
+    "grouped_sigmoid_topk",
+    "grouped_softmax_topk",
+    "llama4_topk",
+    "softmax_topk",
+    "sparsemixer",
+    "sqrtsoftplus_topk",
+    "topk_sigmoid",
+    "topk_softmax",
+]
 
 _DEEPSEEK_V3_EPSILON: Final = 1e-20
 """Guards DeepSeek-V3's renormalization against sigmoids that all underflow; the value is part of the model."""
@@ -70,8 +80,10 @@ def grouped_sigmoid_topk(
     correction_bias: torch.Tensor | None,
     renormalize: bool,
     scaling_factor: float,
+    epsilon: float = _DEEPSEEK_V3_EPSILON,
+    logit_softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sigmoid scores, chosen with a load-balancing bias inside the best groups (DeepSeek-V3, Kimi-K2, GLM-4.5).
+    """Sigmoid scores, chosen with a load-balancing bias inside the best groups (DeepSeek-V3, Kimi-K2, GLM, MiniMax).
 
     A group's score is the sum of its two best biased scores. The bias only decides who is chosen: the weights are the
     unbiased scores.
@@ -82,8 +94,10 @@ def grouped_sigmoid_topk(
         num_groups: Equal groups of neighboring experts; 1 means no groups.
         topk_groups: Groups that a token may choose from.
         correction_bias: [E] (`e_score_correction_bias`), or None for no bias.
-        renormalize: Whether the chosen weights are divided by their sum + 1e-20.
+        renormalize: Whether the chosen weights are divided by their sum + epsilon.
         scaling_factor: `routed_scaling_factor`, folded into the weights.
+        epsilon: Added to the sum: 1e-20 in DeepSeek-V3, 1e-6 in LFM2, 0 in MiniMax-M2.
+        logit_softcap: Logits x are taken as `cap * tanh(x / cap)` (Laguna); 0 for no cap.
 
     Returns:
         topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending by biased score (so the weights need not descend).
@@ -97,46 +111,37 @@ def grouped_sigmoid_topk(
     num_experts = _check_logits(router_logits, top_k)
     check_groups(num_experts, top_k, num_groups, topk_groups)
     check_flag("renormalize", renormalize)
-    check_number("scaling_factor", scaling_factor)
-    if num_groups > 1 and num_experts // num_groups < 2:
-        raise ValueError(
-            f"a group's score is the sum of its two best experts, got {num_experts} experts in {num_groups} groups; "
-            "use num_groups <= num_experts / 2, or 1 for no groups"
-        )
-    scores = torch.sigmoid(router_logits.float())
-    choice_scores = scores
-    if correction_bias is not None:
-        cure = "pass this layer's e_score_correction_bias, or None"
-        check_instance("correction_bias", correction_bias, torch.Tensor, cure)
-        if correction_bias.layout is not torch.strided or correction_bias.is_complex():
-            raise ArgumentError(f"correction_bias must be dense and real, got {shown(correction_bias)}; {cure}")
-        if correction_bias.device != router_logits.device:
-            raise ArgumentError(
-                f"correction_bias must be on the logits' device {router_logits.device}, got {correction_bias.device}; "
-                "move it"
-            )
-        if correction_bias.shape != (num_experts,):
-            raise ValueError(
-                f"correction_bias must be [{num_experts}] like the logits' experts, got "
-                f"{list(correction_bias.shape)}; pass this layer's e_score_correction_bias"
-            )
-        choice_scores = scores + correction_bias.float()
+    for name, number in (("scaling_factor", scaling_factor), ("epsilon", epsilon), ("logit_softcap", logit_softcap)):
+        check_number(name, number)
+    if num_groups > 1:
+        _check_group_score(num_experts, num_groups, 2)
+    logits = router_logits.float()
+    if logit_softcap:
+        logits = torch.tanh(logits / logit_softcap) * logit_softcap
+    scores = torch.sigmoid(logits)
+    choice_scores = _biased(scores, correction_bias)
     if topk_groups < num_groups:
         group_scores = _group(choice_scores, num_groups).topk(2, dim=-1).values.sum(dim=-1)
         choice_scores = _mask_other_groups(choice_scores, group_scores, topk_groups)
     topk_ids = torch.topk(choice_scores, top_k, dim=-1).indices
     topk_weights = scores.gather(-1, topk_ids)
     if renormalize:
-        topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + _DEEPSEEK_V3_EPSILON)
+        topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + epsilon)
     return topk_weights * scaling_factor, topk_ids.to(torch.int32)
 
 
 def grouped_softmax_topk(
-    router_logits: torch.Tensor, top_k: int, num_groups: int, topk_groups: int, scaling_factor: float
+    router_logits: torch.Tensor,
+    top_k: int,
+    num_groups: int,
+    topk_groups: int,
+    scaling_factor: float,
+    renormalize: bool = False,
+    scored_experts: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over all experts, then the best `top_k` inside the best groups (DeepSeek-V2).
+    """Softmax over all experts, then the best `top_k` inside the best groups (DeepSeek-V2, Mistral 4).
 
-    A group's score is its best expert's. `greedy` of DeepSeek-V2 has one group, `group_limited_greedy` more.
+    `greedy` of DeepSeek-V2 has one group, `group_limited_greedy` more.
 
     Args:
         router_logits: [T,E]; DeepSeek-V2 computes them in fp32.
@@ -144,6 +149,8 @@ def grouped_softmax_topk(
         num_groups: Equal groups of neighboring experts; 1 means no groups.
         topk_groups: Groups that a token may choose from.
         scaling_factor: `routed_scaling_factor`, folded into the weights.
+        renormalize: Whether the chosen weights are divided by their sum (Mistral 4).
+        scored_experts: Best experts of a group whose scores add up to the group's: 1 in DeepSeek-V2, 2 in Mistral 4.
 
     Returns:
         topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending.
@@ -152,16 +159,23 @@ def grouped_softmax_topk(
         ValueError: Logits, `top_k` and groups do not fit together.
 
     Source:
-        transformers 5.23, `DeepseekV2TopkRouter`; DeepSeek-V2 report, arXiv 2405.04434, section 2.2.2.
+        transformers 5.23, `DeepseekV2TopkRouter`, `Mistral4TopkRouter`; DeepSeek-V2 report, arXiv 2405.04434, section
+        2.2.2.
     """
     num_experts = _check_logits(router_logits, top_k)
     check_groups(num_experts, top_k, num_groups, topk_groups)
     check_number("scaling_factor", scaling_factor)
+    check_flag("renormalize", renormalize)
+    check_count("scored_experts", scored_experts)
+    if num_groups > 1:
+        _check_group_score(num_experts, num_groups, scored_experts)
     scores = torch.softmax(router_logits.float(), dim=-1)
     if topk_groups < num_groups:
-        group_scores = _group(scores, num_groups).amax(dim=-1)
+        group_scores = _group(scores, num_groups).topk(scored_experts, dim=-1).values.sum(dim=-1)
         scores = _mask_other_groups(scores, group_scores, topk_groups)
     topk_weights, topk_ids = torch.topk(scores, top_k, dim=-1)
+    if renormalize:
+        topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + _DEEPSEEK_V3_EPSILON)
     return topk_weights * scaling_factor, topk_ids.to(torch.int32)
 
 
@@ -187,6 +201,162 @@ def llama4_topk(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, 
     _check_logits(router_logits, top_k)
     topk_logits, topk_ids = torch.topk(router_logits.float(), top_k, dim=-1)
     return torch.sigmoid(topk_logits), topk_ids.to(torch.int32)
+
+
+def topk_sigmoid(
+    router_logits: torch.Tensor, top_k: int, renormalize: bool, correction_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best `top_k` logits, then a sigmoid of each (Cohere2-MoE, Flint, Kolibri).
+
+    Args:
+        router_logits: [T,E], any floating dtype.
+        top_k: Experts for each token.
+        renormalize: Whether the chosen weights are divided by their sum.
+        correction_bias: [E], added to the logits for the choice alone (Kolibri); None for no bias.
+
+    Returns:
+        topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending by biased logit.
+
+    Raises:
+        ValueError: Logits, `top_k` and bias do not fit together.
+
+    Source:
+        transformers 5.23, `Cohere2MoeTopKRouter`, `FlintTopKRouter`, `Kolibri1TopKRouter`.
+    """
+    _check_logits(router_logits, top_k)
+    check_flag("renormalize", renormalize)
+    logits = router_logits.float()
+    topk_ids = torch.topk(_biased(logits, correction_bias), top_k, dim=-1).indices
+    topk_weights = torch.sigmoid(logits.gather(-1, topk_ids))
+    if renormalize:
+        topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
+    return topk_weights, topk_ids.to(torch.int32)
+
+
+def biased_softmax_topk(
+    router_logits: torch.Tensor, top_k: int, correction_bias: torch.Tensor | None, smallest_sum: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over all experts, chosen with a load-balancing bias, then renormalized (Ernie 4.5).
+
+    Args:
+        router_logits: [T,E]; Ernie computes them in fp32.
+        top_k: Experts for each token.
+        correction_bias: [E], added to the softmax for the choice alone; None for no bias.
+        smallest_sum: The chosen weights are divided by their sum, or by this where the sum is smaller
+            (`moe_norm_min`).
+
+    Returns:
+        topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending by biased score.
+
+    Raises:
+        ValueError: Logits, `top_k` and bias do not fit together.
+
+    Source:
+        transformers 5.23, `Ernie4_5_MoeTopKRouter`.
+    """
+    _check_logits(router_logits, top_k)
+    check_number("smallest_sum", smallest_sum)
+    scores = torch.softmax(router_logits.float(), dim=-1)
+    topk_ids = torch.topk(_biased(scores, correction_bias), top_k, dim=-1).indices
+    topk_weights = scores.gather(-1, topk_ids)
+    topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True).clamp(min=smallest_sum)
+    return topk_weights, topk_ids.to(torch.int32)
+
+
+def sqrtsoftplus_topk(
+    router_logits: torch.Tensor, top_k: int, correction_bias: torch.Tensor | None, scaling_factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores sqrt(softplus(x)), chosen with a load-balancing bias, then renormalized (DeepSeek-V4).
+
+    Args:
+        router_logits: [T,E], any floating dtype.
+        top_k: Experts for each token.
+        correction_bias: [E], added to the scores for the choice alone; None for no bias.
+        scaling_factor: `routed_scaling_factor`, folded into the weights.
+
+    Returns:
+        topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending by biased score.
+
+    Raises:
+        ValueError: Logits, `top_k` and bias do not fit together.
+
+    Source:
+        transformers 5.23, `DeepseekV4TopKRouter`.
+    """
+    _check_logits(router_logits, top_k)
+    check_number("scaling_factor", scaling_factor)
+    scores = torch.nn.functional.softplus(router_logits.float()).sqrt()
+    topk_ids = torch.topk(_biased(scores, correction_bias), top_k, dim=-1).indices
+    topk_weights = scores.gather(-1, topk_ids)
+    topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + _DEEPSEEK_V3_EPSILON)
+    return topk_weights * scaling_factor, topk_ids.to(torch.int32)
+
+
+def sparsemixer(router_logits: torch.Tensor, top_k: int, jitter: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best logit and then the second best, each with a softmax over the logits near it (Phi-3.5-MoE).
+
+    Near means less than `2 * jitter` below the best, relative to the larger of the two magnitudes. The weights need not
+    sum to 1. Training, which samples instead, is not computed.
+
+    Args:
+        router_logits: [T,E], any floating dtype.
+        top_k: 2.
+        jitter: `router_jitter_noise`.
+
+    Returns:
+        topk_weights [T,2] fp32 and topk_ids [T,2] int32, descending by logit.
+
+    Raises:
+        ValueError: The logits are not [T,E] floating point, or `top_k` is not 2.
+
+    Source:
+        transformers 5.23, `sparsemixer` of Phimoe; SparseMixer, arXiv 2409.12136.
+    """
+    _check_logits(router_logits, top_k)
+    check_number("jitter", jitter)
+    check_two_experts(top_k)
+    logits = router_logits.float()
+    left = logits
+    chosen = []
+    for _ in range(top_k):
+        best, topk_id = left.max(dim=-1, keepdim=True)
+        is_far = (best - logits) / logits.abs().maximum(best) > 2 * jitter
+        weight = torch.softmax(left.masked_fill(is_far, -torch.inf), dim=-1).gather(-1, topk_id)
+        chosen.append((weight, topk_id))
+        left = left.scatter(-1, topk_id, -torch.inf)
+    weights, ids = zip(*chosen, strict=True)
+    return torch.cat(weights, dim=-1), torch.cat(ids, dim=-1).to(torch.int32)
+
+
+def _biased(scores: torch.Tensor, correction_bias: torch.Tensor | None) -> torch.Tensor:
+    """Scores [T,E] that the choice goes by."""
+    if correction_bias is None:
+        return scores
+    num_experts = scores.shape[-1]
+    cure = "pass this layer's e_score_correction_bias, or None"
+    check_instance("correction_bias", correction_bias, torch.Tensor, cure)
+    if correction_bias.layout is not torch.strided or correction_bias.is_complex():
+        raise ArgumentError(f"correction_bias must be dense and real, got {shown(correction_bias)}; {cure}")
+    if correction_bias.device != scores.device:
+        raise ArgumentError(
+            f"correction_bias must be on the logits' device {scores.device}, got {correction_bias.device}; move it"
+        )
+    if correction_bias.shape != (num_experts,):
+        raise ValueError(
+            f"correction_bias must be [{num_experts}] like the logits' experts, got "
+            f"{list(correction_bias.shape)}; pass this layer's e_score_correction_bias"
+        )
+    return scores + correction_bias.float()
+
+
+def _check_group_score(num_experts: int, num_groups: int, scored_experts: int) -> None:
+    """Checks that a group has the experts that make its score."""
+    if num_experts // num_groups < scored_experts:
+        count = "two best experts" if scored_experts == 2 else f"{scored_experts} best experts"
+        raise ValueError(
+            f"a group's score is the sum of its {count}, got {num_experts} experts in {num_groups} groups; "
+            f"use num_groups <= num_experts / {scored_experts}, or 1 for no groups"
+        )
 
 
 def _check_logits(router_logits: torch.Tensor, top_k: int) -> int:

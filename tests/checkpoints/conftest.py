@@ -50,9 +50,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
     calls: list[tuple[str, int | None]] = []
     real = _files.CheckpointFiles.read
 
-    def recording(self: Any, name: str, row: int | None = None) -> torch.Tensor:
+    def recording(self: Any, name: str, row: int | None = None, num_rows: int | None = None) -> torch.Tensor:
         calls.append((name, row))
-        return real(self, name, row)
+        return real(self, name, row, num_rows)
 
     monkeypatch.setattr(_files.CheckpointFiles, "read", recording)
     return calls

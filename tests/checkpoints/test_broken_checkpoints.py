@@ -67,7 +67,7 @@ BROKEN: dict[str, tuple[Break, tuple[str, ...]]] = {
     "no_model_type": (_config(model_type=...), ("{path}/config.json must hold model_type, got None",)),
     "unknown_model_type": (
         _config(model_type="qwen3_mo"),
-        ("{path}/config.json", "unknown model type 'qwen3_mo', did you mean 'qwen3_moe'?", "known:", "mixtral"),
+        ("{path}/config.json", "unknown model type 'qwen3_mo'; do not put another type's name", "ExpertWeights"),
     ),
     "unknown_activation": (
         _config(hidden_act="mish"),
@@ -83,9 +83,25 @@ BROKEN: dict[str, tuple[Break, tuple[str, ...]]] = {
         _config(model_type="gpt_oss", intermediate_size=6, swiglu_limit="7"),
         ("{path}/config.json", "swiglu_limit", "number", "got '7'"),
     ),
-    "no_index_of_dense": (
-        _config(model_type="deepseek_v2", first_k_dense_replace=...),
-        ("{path}/config.json", "first_k_dense_replace", "got none"),
+    "refused_model_type": (
+        _config(model_type="zaya"),
+        ("{path}/config.json", "model type 'zaya' is not read: its router is an MLP", "docs/checkpoints.md"),
+    ),
+    "bad_index_of_dense": (
+        _config(model_type="deepseek_v2", norm_topk_prob=False, first_k_dense_replace=-1),
+        ("{path}/config.json", "first_k_dense_replace", "got -1"),
+    ),
+    "too_few_kinds_of_layers": (
+        _config(model_type="glm4_moe_lite", mlp_layer_types=["dense", "sparse"]),
+        ("{path}/config.json", "mlp_layer_types must name each of 3 layers sparse or dense, got 2 names"),
+    ),
+    "unknown_kind_of_layer": (
+        _config(model_type="laguna", mlp_layer_types=["dense", "sparse", "moe"]),
+        ("{path}/config.json", "mlp_layer_types must name each of 3 layers sparse or dense, got 'moe'"),
+    ),
+    "unknown_scores": (
+        _config(model_type="minimax_m2", norm_topk_prob=True, intermediate_size=6, scoring_func="softmax"),
+        ("{path}/config.json", "scoring_func of model type 'minimax_m2' must be in ['sigmoid'], got 'softmax'"),
     ),
     "no_quant_method": (
         lambda path: write_checkpoint(path, {"text_config": CONFIG, "quantization_config": {"bits": 4}}),

@@ -156,9 +156,9 @@ def test_fused_codes_are_read_expert_by_expert(monkeypatch: pytest.MonkeyPatch) 
     rows: list[int | None] = []
     real = _files.CheckpointFiles.read
 
-    def recording(self: Any, name: str, row: int | None = None) -> torch.Tensor:
+    def recording(self: Any, name: str, row: int | None = None, num_rows: int | None = None) -> torch.Tensor:
         rows.extend([row] if ".experts." in name else [])
-        return real(self, name, row)
+        return real(self, name, row, num_rows)
 
     monkeypatch.setattr(_files.CheckpointFiles, "read", recording)
     read_problem(CHECKPOINTS / "mxfp4", 0)

@@ -45,13 +45,13 @@ MUTANTS: Final = (
     Mutant(
         "Mixtral's down projection as its up",
         "moereg/checkpoints/_models.py",
-        old='projections=("w1", "w3", "w2")',
-        new='projections=("w3", "w1", "w2")',
+        old='_W1_W3_W2: Final = ("w1", "w3", "w2")',
+        new='_W1_W3_W2: Final = ("w3", "w1", "w2")',
         tests=("tests/checkpoints/test_models.py::test_a_layer_computes_what_the_saved_module_computes",),
     ),
     Mutant(
         "Qwen's sparse layers begin at 0",
-        "moereg/checkpoints/_models.py",
+        "moereg/checkpoints/_model_rules.py",
         old="in range(step - 1, num_layers, step) if layer not in dense_layers",
         new="in range(0, num_layers, step) if layer not in dense_layers",
         tests=("tests/checkpoints/test_models.py::test_a_layer_computes_what_the_saved_module_computes",),
@@ -59,13 +59,13 @@ MUTANTS: Final = (
     Mutant(
         "gpt-oss is read as not interleaved",
         "moereg/checkpoints/_models.py",
-        old=("            is_interleaved=True,\n            has_bias=True,"),
-        new=("            is_interleaved=False,\n            has_bias=True,"),
+        old="_GPT_OSS, is_interleaved=True)",
+        new="_GPT_OSS, is_interleaved=False)",
         tests=("tests/checkpoints/test_models.py::test_a_layer_computes_what_the_saved_module_computes",),
     ),
     Mutant(
         "DeepSeek's frequency is ignored",
-        "moereg/checkpoints/_models.py",
+        "moereg/checkpoints/_model_rules.py",
         old="if layer % frequency == 0",
         new="if layer % 1 == 0",
         tests=("tests/checkpoints/test_models.py::test_moe_layers_that_models_made_by_transformers_do_not_show",),
@@ -73,8 +73,8 @@ MUTANTS: Final = (
     Mutant(
         "a rank reads all experts",
         "moereg/checkpoints/_manifest.py",
-        old="listed = list(list_parts(model, sizes, storage, experts_root, expert))",
-        new="listed = list(list_parts(model, sizes, storage, experts_root, expert - experts.start))",
+        old="listed = list(list_parts(model, sizes, storage, root, expert, fused))",
+        new="listed = list(list_parts(model, sizes, storage, root, expert - experts.start, fused))",
         tests=("tests/checkpoints/test_checkpoints.py::test_a_rank_reads_only_its_own_experts",),
     ),
     Mutant(
@@ -143,28 +143,22 @@ MUTANTS: Final = (
     Mutant(
         "the correction bias counts in the weight",
         "moereg/routing/topk.py",
-        old="topk_weights = scores.gather(-1, topk_ids)",
-        new="topk_weights = choice_scores.gather(-1, topk_ids)",
+        old="top_k, dim=-1).indices\n    topk_weights = scores.gather(-1, topk_ids)\n    if",
+        new="top_k, dim=-1).indices\n    topk_weights = choice_scores.gather(-1, topk_ids)\n    if",
         tests=("tests/layer/test_routing.py::test_equals_the_router_of_transformers",),
     ),
     Mutant(
         "a group's score is its sum",
         "moereg/routing/topk.py",
-        old="_group(scores, num_groups).amax(dim=-1)",
+        old="_group(scores, num_groups).topk(scored_experts, dim=-1).values.sum(dim=-1)",
         new="_group(scores, num_groups).sum(dim=-1)",
         tests=("tests/layer/test_routing.py::test_equals_the_router_of_transformers",),
     ),
     Mutant(
         "DeepSeek-V2 weights are renormalized",
         "moereg/routing/topk.py",
-        old=(
-            "    topk_weights, topk_ids = torch.topk(scores, top_k, dim=-1)\n    return topk_weights * scaling_factor"
-        ),
-        new=(
-            "    topk_weights, topk_ids = torch.topk(scores, top_k, dim=-1)\n"
-            "    topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)\n"
-            "    return topk_weights * scaling_factor"
-        ),
+        old="    topk_weights, topk_ids = torch.topk(scores, top_k, dim=-1)\n    if renormalize:",
+        new="    topk_weights, topk_ids = torch.topk(scores, top_k, dim=-1)\n    if True:",
         tests=("tests/layer/test_routing.py::test_equals_the_router_of_transformers",),
     ),
     Mutant(
@@ -184,15 +178,87 @@ MUTANTS: Final = (
     Mutant(
         "renormalized where the config does not say so",
         "moereg/routing/configs.py",
-        old='renormalize=read_flag(config, "norm_topk_prob"), **',
-        new="renormalize=True, **",
+        old='normalizes = read_flag(config, "norm_topk_prob", default)',
+        new="normalizes = True",
         tests=("tests/layer/test_router_spec.py::test_published_configs",),
     ),
     Mutant(
         "DeepSeek-V3's scaling factor is 1",
         "moereg/routing/configs.py",
-        old=('        scaling_factor=read_number(config, "routed_scaling_factor"),\n        has_correction_bias=True'),
-        new=("        scaling_factor=1.0,\n        has_correction_bias=True"),
+        old="scaling_factor=read_number(config, scaling, default=scaling_factor)",
+        new="scaling_factor=1.0",
         tests=("tests/layer/test_routing.py::test_equals_the_router_of_transformers",),
+    ),
+    Mutant(
+        "sparsemixer looks at all logits",
+        "moereg/routing/topk.py",
+        old="torch.softmax(left.masked_fill(is_far, -torch.inf), dim=-1)",
+        new="torch.softmax(left, dim=-1)",
+        tests=("tests/checkpoints/test_families.py::test_a_layer_routes_and_computes_like_the_model[phimoe]",),
+    ),
+    Mutant(
+        "Ernie's bias counts in the weight",
+        "moereg/routing/topk.py",
+        old="scores = torch.softmax(router_logits.float(), dim=-1)\n    topk_ids",
+        new="scores = _biased(torch.softmax(router_logits.float(), dim=-1), correction_bias)\n    topk_ids",
+        tests=("tests/checkpoints/test_families.py::test_a_layer_routes_and_computes_like_the_model[ernie4_5_moe]",),
+    ),
+    Mutant(
+        "softplus without its root",
+        "moereg/routing/topk.py",
+        old="softplus(router_logits.float()).sqrt()",
+        new="softplus(router_logits.float())",
+        tests=("tests/checkpoints/test_families.py::test_a_layer_routes_and_computes_like_the_model[deepseek_v4]",),
+    ),
+    Mutant(
+        "Laguna's logits are not capped",
+        "moereg/routing/topk.py",
+        old="    if logit_softcap:",
+        new="    if False:",
+        tests=("tests/checkpoints/test_families.py::test_a_layer_routes_and_computes_like_the_model[laguna]",),
+    ),
+    Mutant(
+        "DBRX's down is not transposed",
+        "moereg/checkpoints/_parts.py",
+        old='as_is if matrix == "w13" else torch.t',
+        new='as_is if matrix == "w13" else (lambda stored: stored.reshape(stored.mT.shape))',
+        tests=("tests/checkpoints/test_families.py::test_a_layer_routes_and_computes_like_the_model[dbrx]",),
+    ),
+    Mutant(
+        "DBRX's experts are single rows",
+        "moereg/checkpoints/_rows.py",
+        old="start + row * num_bytes",
+        new="start + row",
+        tests=("tests/checkpoints/test_families.py::test_a_layer_routes_and_computes_like_the_model[dbrx]",),
+    ),
+    Mutant(
+        "Granite's shared experts are not seen",
+        "moereg/checkpoints/_manifest.py",
+        old="shared?_(?:expert|mlp)",
+        new="shared?_(?:expert)",
+        tests=(
+            "tests/checkpoints/test_families.py::test_a_layer_routes_and_computes_like_the_model[granitemoeshared]",
+        ),
+    ),
+    Mutant(
+        "tensors of another type are not seen",
+        "moereg/checkpoints/_manifest.py",
+        old="        if unread is not None:",
+        new="        if False:",
+        tests=("tests/checkpoints/test_families.py::test_the_config_of_another_family_is_refused",),
+    ),
+    Mutant(
+        "shapes do not decide what is transposed",
+        "moereg/checkpoints/_manifest.py",
+        old="is_transposed = fused is not None and _is_transposed(files, sizes, root, fused)",
+        new="is_transposed = False",
+        tests=("tests/checkpoints/test_families.py::test_fused_experts_are_read_transposed_or_not",),
+    ),
+    Mutant(
+        "Qwen3-Next does not renormalize",
+        "moereg/routing/configs.py",
+        old='"qwen3_next": _softmax_topk(default=True)',
+        new='"qwen3_next": _softmax_topk()',
+        tests=("tests/checkpoints/test_families.py::test_an_absent_entry_has_the_default_of_its_own_family",),
     ),
 )

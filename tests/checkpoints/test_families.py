@@ -1,0 +1,331 @@
+"""Every family of the installed transformers with routed experts: read like its own model, or refused with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moereg.checkpoints import load_experts, moe_layers
+from moereg.checkpoints._model_rules import count_layers
+from moereg.checkpoints._models import MODEL_TYPES
+from moereg.errors import CheckpointError, MoeregError
+from moereg.reference import relative_error
+from moereg.routing import REFUSED_MODEL_TYPES, RouterSpec
+from moereg.routing.configs import ROUTED_MODEL_TYPES
+from tests.checkpoints.small_checkpoint import CONFIG, write_checkpoint
+from tests.checkpoints.tiny_families import FAMILIES, Family, find_layers, routed_model_types
+
+# With tensors, a router or a config like no other's; the rest take half a second each.
+HARD = ("dbrx", "deepseek_v4", "ernie4_5_moe", "granitemoeshared", "laguna", "minimax_m2", "nemotron_h", "phimoe")
+# Files of transformers with something called experts that no router of tokens feeds.
+NOT_ROUTED = {"vitpose_backbone": "a data set's index chooses its experts"}
+# Model types that publishers write and transformers reads as another, or takes from the file around it.
+NOT_IN_TRANSFORMERS = {"kimi_k2"}
+OTHER_NAMES = {"dots3_note": "dots3_note_text", "glm5_next": "glm5_next_text"}
+
+# Defaults of config classes that no model can have.
+NO_DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6},
+    "deepseek_ocr2_text": {"num_experts_per_tok": 6, "mlp_layer_types": ["dense"] + ["sparse"] * 31},
+}
+
+EACH_FAMILY = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in HARD else pytest.mark.slow) for name in FAMILIES]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """What the model's own block gave its experts, and what they made of it, scaled as the block scales it."""
+
+    hidden_states: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    out: torch.Tensor
+
+
+@torch.no_grad()
+def _run_block(family: Family, model: Any, num_tokens: int = 33) -> Routed:
+    """Runs the block and listens to its experts, so that the routing is the model's own."""
+    block = family.block(model)
+    size = getattr(model.config, "hidden_size", None) or model.config.d_model
+    hidden_states = torch.randn(1, num_tokens, size, generator=torch.Generator().manual_seed(1))
+    heard: dict[str, Any] = {}
+
+    def listen(module: Any, args: tuple[Any, ...], keywords: dict[str, Any], out: torch.Tensor) -> None:
+        heard.update(args=(*args, *keywords.values()), out=out)
+
+    handle = block.experts.register_forward_hook(listen, with_kwargs=True)
+    block(hidden_states)
+    handle.remove()
+    scaling = family.scaling(model.config)
+    flat = hidden_states[0]
+    if len(heard["args"]) == 1:  # Llama 4 hands over inputs that are weighted already, of all experts.
+        scores, _ = block.router(flat)
+        topk_weights, topk_ids = scores.topk(model.config.num_experts_per_tok, dim=-1)
+        out = heard["out"].view(block.num_experts, num_tokens, -1).sum(dim=0)
+        return Routed(flat, topk_ids, topk_weights, out)
+    _, topk_ids, topk_weights = heard["args"]
+    return Routed(flat, topk_ids, topk_weights * scaling, heard["out"].view(num_tokens, -1) * scaling)
+
+
+def _save(family: Family, model: Any, path: Path) -> tuple[Path, Path]:
+    """Saves it as transformers does, with the publisher's names, and with the names that transformers uses."""
+    released, live = path / "released", path / "live"
+    model.save_pretrained(released, max_shard_size="60KB")
+    model.config.save_pretrained(live)
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, live / "model.safetensors")
+    return released, live
+
+
+def _by_expert(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    order = topk_ids.long().argsort(dim=-1)
+    return topk_ids.long().gather(-1, order), topk_weights.float().gather(-1, order)
+
+
+@EACH_FAMILY
+def test_a_layer_routes_and_computes_like_the_model(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    model = family.make()
+    expected = _run_block(family, model)
+    own_ids, own_weights = _by_expert(expected.topk_weights, expected.topk_ids)
+    is_shared = any("shared" in part for part, _ in find_layers(model)[family.layer].named_parameters())
+    for path in _save(family, model, tmp_path):
+        layer = load_experts(path, family.layer)
+        assert layer.model_type == name.partition("-")[0]
+        ids, weights = _by_expert(*layer.route(expected.hidden_states))
+        assert torch.equal(ids, own_ids)
+        torch.testing.assert_close(weights, own_weights, rtol=1e-6, atol=1e-7)
+        topk_weights, topk_ids = layer.route(expected.hidden_states)
+        out = layer.make_kernel()(expected.hidden_states, topk_weights, topk_ids)
+        error = relative_error(out, expected.out)
+        print(f"family {name} {path.name} {layer.router.kind} {error:.1e}")
+        assert error < 1e-6
+        assert layer.has_shared_experts == is_shared
+        assert bool(layer.notices) == is_shared
+    blocks = [[part for part, _ in layer.named_modules() if part.endswith(".experts")] for layer in find_layers(model)]
+    supported = [index for index, parts in enumerate(blocks) if parts]
+    assert list(moe_layers(path)) == supported
+
+
+def test_every_class_of_transformers_with_routed_experts_is_a_family_or_refused() -> None:
+    unknown = {}
+    for module, class_name in routed_model_types().items():
+        kinds = {kind.model_type for kind in _configs_of(module)}
+        if module not in NOT_ROUTED and not kinds & {*ROUTED_MODEL_TYPES, *REFUSED_MODEL_TYPES}:
+            unknown[module] = class_name
+    assert not unknown, f"give these a row of MODEL_TYPES and a router, or a reason in REFUSED_MODEL_TYPES: {unknown}"
+
+
+def _configs_of(module: str) -> list[Any]:
+    found = importlib.import_module(f"transformers.models.{module}.configuration_{module}")
+    return [kind for kind in vars(found).values() if isinstance(kind, type) and hasattr(kind, "model_type")]
+
+
+def test_every_family_has_a_router_and_a_test() -> None:
+    tested = {name.partition("-")[0] for name in FAMILIES}
+    assert set(MODEL_TYPES) == set(ROUTED_MODEL_TYPES) == tested | NOT_IN_TRANSFORMERS | set(OTHER_NAMES)
+    assert not set(MODEL_TYPES) & set(REFUSED_MODEL_TYPES)
+    for name, other in OTHER_NAMES.items():
+        assert MODEL_TYPES[name] == MODEL_TYPES[other]
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED_MODEL_TYPES))
+def test_a_refused_family_says_why_and_the_way_out(tmp_path: Path, model_type: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_hidden_layers": 2}))
+    for read in (lambda: load_experts(tmp_path, 1), lambda: RouterSpec.from_config({"model_type": model_type})):
+        with pytest.raises(MoeregError) as caught:
+            read()
+        message = str(caught.value)
+        assert f"model type {model_type!r} is not read: {REFUSED_MODEL_TYPES[model_type]}; give" in message
+        assert "docs/checkpoints.md" in message
+        # Reading it as another type would give wrong numbers, so none is named.
+        assert not any(f"'{other}'" in message for other in MODEL_TYPES)
+
+
+class _Recording(dict[str, Any]):
+    """A config that remembers what was asked for."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.asked: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+
+def _facts(model_type: str, config: Mapping[str, Any]) -> list[Any]:
+    """What a config says of router, layers with experts and activation."""
+    row = MODEL_TYPES[model_type]
+    router = RouterSpec.from_config(config)
+    return [router, sorted(row.moe_layers(config, count_layers(config))), row.activation(config)]
+
+
+@pytest.mark.parametrize("model_type", sorted({name.partition("-")[0] for name in FAMILIES}))
+def test_an_absent_entry_has_the_default_of_its_own_family(model_type: str) -> None:
+    # All entries have their defaults here, so that leaving one out must change nothing.
+    full = {**FAMILIES[model_type].model_class.config_class().to_dict(), **NO_DEFAULTS.get(model_type, {})}
+    full["model_type"] = model_type
+    config = _Recording(full)
+    expected = _facts(model_type, config)
+    asked = sorted(config.asked & {name for name, value in full.items() if value is not None} - {"model_type"})
+    assert asked
+    for entry in asked:
+        rest = {name: value for name, value in full.items() if name != entry}
+        # The kinds of layers follow from other entries where they are absent.
+        message = ""
+        try:
+            found = _facts(model_type, rest)
+        except CheckpointError as error:
+            message, found = str(error), expected
+        assert found == expected, entry
+        # Sizes and lists of layers are never guessed.
+        assert not message or "got none" in message or "got neither" in message, entry
+
+
+PUBLISHED_K2: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "kimi_k2",
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid",
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "seq_aux": True,
+    "ep_size": 1,
+    "torch_dtype": "bfloat16",
+}
+"""Of moonshotai/Kimi-K2-Instruct, without the sizes."""
+
+
+@pytest.mark.parametrize("is_nested", [False, True], ids=["k2", "k2.5"])
+def test_kimi_k2_is_read_by_its_published_config(tmp_path: Path, is_nested: bool) -> None:
+    options = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
+    family = dataclasses.replace(FAMILIES["deepseek_v3"], options=options)
+    model = family.make()
+    expected = _run_block(family, model)
+    tensors = _released(family, model, tmp_path)
+    saved = model.config.to_dict()
+    sizes = ("num_hidden_layers", "hidden_size", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+    config = {**PUBLISHED_K2, **{name: saved[name] for name in sizes}}
+    if is_nested:
+        config = {"model_type": "kimi_k25", "text_config": config}
+        tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    write_checkpoint(tmp_path, config, tensors)
+    layer = load_experts(tmp_path, family.layer)
+    assert layer.model_type == "kimi_k2"
+    own = _by_expert(expected.topk_weights, expected.topk_ids)
+    ids, weights = _by_expert(*layer.route(expected.hidden_states))
+    assert torch.equal(ids, own[0])
+    torch.testing.assert_close(weights, own[1], rtol=1e-6, atol=1e-7)
+
+
+def _released(family: Family, model: Any, path: Path) -> dict[str, torch.Tensor]:
+    """The tensors that transformers writes, with the publisher's names."""
+    released, _ = _save(family, model, path)
+    return {name: tensor for file in released.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("sizes", [(8, 6), (8, 4), (8, 8)], ids=["different", "H=2I", "H=I"])
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["saved", "released"])
+def test_fused_experts_are_read_transposed_or_not(tmp_path: Path, sizes: tuple[int, int], is_transposed: bool) -> None:
+    hidden, intermediate = sizes
+    gate_up, down = torch.randn(4, 2 * intermediate, hidden), torch.randn(4, hidden, intermediate)
+    block = "model.language_model.layers.0.mlp"
+    fused = {f"{block}.experts.gate_up_proj": gate_up, f"{block}.experts.down_proj": down}
+    tensors = {name: (tensor.mT if is_transposed else tensor).contiguous() for name, tensor in fused.items()}
+    config = {
+        **CONFIG,
+        "model_type": "qwen3_vl_moe_text",
+        "num_hidden_layers": 1,
+        "hidden_size": hidden,
+        "moe_intermediate_size": intermediate,
+        "mlp_only_layers": [],
+    }
+    nested = {"model_type": "qwen3_vl_moe", "text_config": config}
+    write_checkpoint(tmp_path, nested, {**tensors, f"{block}.gate.weight": torch.randn(4, hidden)})
+    layer = load_experts(tmp_path, 0)
+    assert torch.equal(layer.weights.w13, gate_up)
+    assert torch.equal(layer.weights.w2, down)
+    # Qwen3-VL always renormalizes, and published files need not say it.
+    assert layer.router.renormalize
+
+
+CONFUSED = {
+    # The config that is taken by mistake, the tensors' family, and what gives it away.
+    "minimax_m2 as mixtral": ("mixtral", "minimax_m2", "e_score_correction_bias"),
+    "deepseek_v3 as deepseek_v2": ("deepseek_v2", "deepseek_v3", "e_score_correction_bias"),
+    "qwen2_moe as qwen3_moe": ("qwen3_moe", "qwen2_moe", "shared_expert"),
+    "mixtral as minimax_m2": ("minimax_m2", "mixtral", "e_score_correction_bias' is missing"),
+    "mixtral as qwen3_moe": ("qwen3_moe", "mixtral", "the router of layer 3 is missing"),
+    "gpt_oss as aria": ("aria_text", "gpt_oss", "have no tensor such as"),
+}
+
+
+@pytest.mark.parametrize("name", CONFUSED)
+def test_the_config_of_another_family_is_refused(tmp_path: Path, name: str) -> None:
+    model_type, tensors_of, expected = CONFUSED[name]
+    family = FAMILIES[tensors_of]
+    tensors = _released(family, family.make(), tmp_path)
+    config = {**FAMILIES[model_type].config().to_dict(), "model_type": model_type, "mlp_only_layers": []}
+    write_checkpoint(tmp_path, config, tensors)
+    with pytest.raises(CheckpointError, match=re.escape(expected)) as caught:
+        load_experts(tmp_path, 3)
+    assert re.search("config.json (that )?belongs to", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input .* in [False], got"),
+        ("axk2", {"n_group": 4}, "n_group .* must be in [1], got 4"),
+        ("minimax_m2", {"norm_topk_prob": False}, "norm_topk_prob .* must be in [True], got False"),
+        ("hunyuan_v1_moe", {"moe_topk": [2, 2, 3, 3]}, "moe_topk .* must be a whole number of at least 1, got [2, 2"),
+        (
+            "dbrx",
+            {"ffn_config": {"moe_num_experts": 8, "moe_top_k": 2, "moe_normalize_expert_weights": 2.0}},
+            "got 2.0",
+        ),
+        ("cohere2_moe", {"expert_selection_fn": "tanh"}, "in ['softmax', 'sigmoid'], got 'tanh'"),
+        ("phimoe", {"num_experts_per_tok": 3}, "sparsemixer chooses two experts, got top_k=3"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "in ['sigmoid'], got 'softmax'"),
+    ],
+)
+def test_a_router_with_a_setting_that_is_not_known(name: str, changes: dict[str, Any], expected: str) -> None:
+    config = {**FAMILIES[name].config().to_dict(), "model_type": name, **changes}
+    with pytest.raises(ValueError, match=re.escape(expected).replace(re.escape(" .* "), " .* ")):
+        RouterSpec.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "changes", "reason"),
+    [
+        ("deepseek_v4", 0, {}, "its experts are looked up by the token's id"),
+        ("step3p5", 1, {"swiglu_limits": [0.0, 7.0, 0.0, 0.0]}, "its experts clamp silu(gate)"),
+        ("nemotron_h", 1, {"moe_latent_size": 8}, "its experts are between two projections to a latent size"),
+    ],
+)
+def test_a_layer_that_is_not_read_says_why(
+    tmp_path: Path, name: str, layer: int, changes: dict[str, Any], reason: str
+) -> None:
+    config = {**FAMILIES[name].config().to_dict(), "model_type": name, **changes}
+    write_checkpoint(tmp_path, config, {"model.embed_tokens.weight": torch.zeros(2, 2)})
+    with pytest.raises(CheckpointError, match=re.escape(reason) + r".*; give moereg.make_kernel your own"):
+        load_experts(tmp_path, layer)
+    assert layer in moe_layers(tmp_path)
