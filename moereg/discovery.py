@@ -49,10 +49,11 @@ from moereg.plugins import (
     PluginStatus,
     failure_text,
     is_allowed,
+    unknown_names,
     unusable,
 )
 from moereg.process_state import Interrupts, ProcessState, libraries_since, origin_of
-from moereg.quant import QUANT_SCHEMES, QuantScheme
+from moereg.quant import QUANT_SCHEMES, SCHEMES_CALLED, QuantScheme
 from moereg.registry import API_VERSION, BUILTIN, REGISTRY, BackendCell, BackendRegistry, registering_origin
 
 __all__ = ["current_platform", "find_scheme", "list_backends", "list_cells", "load_backends", "plugin_statuses"]
@@ -92,6 +93,8 @@ class _Loader:
                     # Last: a user's filter may turn these into errors.
                     for status in self._statuses:
                         _warn(status)
+                    if (unknown := unknown_names(os.environ.get("MOEREG_PLUGINS"), self._statuses)) is not None:
+                        warnings.warn(unknown, PluginWarning, stacklevel=_outside())
         return self._statuses
 
     def _load_all(self) -> tuple[PluginStatus, ...]:
@@ -359,7 +362,7 @@ def find_scheme(name: str) -> QuantScheme:
         return QUANT_SCHEMES[name]
     known = {scheme.name: scheme for cell in load_backends().cells for scheme in cell.schemes}
     if name not in known:
-        raise UnknownSchemeError(unknown_name_message("quant scheme", name, {*QUANT_SCHEMES, *known}))
+        raise UnknownSchemeError(unknown_name_message("quant scheme", name, {*QUANT_SCHEMES, *known}, SCHEMES_CALLED))
     return known[name]
 
 

@@ -7,7 +7,8 @@ import reprlib
 import signal
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 __all__ = [
@@ -135,13 +136,19 @@ class UnsupportedProblemError(MoeregError, NotImplementedError):
         self.selection = selection
 
 
-def unknown_name_message(kind: str, name: object, known: Iterable[str]) -> str:
+def unknown_name_message(
+    kind: str, name: object, known: Iterable[str], also_called: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> str:
     """Words an unknown-name error: the rule, the name found, the nearest and all known names.
+
+    The nearest are the known names that begin with the one found, else those that contain it, else the one that is
+    spelled most alike.
 
     Args:
         kind: What the name should have been, for example `backend`.
         name: The name that was found.
         known: All names that would have been accepted.
+        also_called: Names that people use, in lower case, each with the known names that they mean.
 
     Returns:
         One line.
@@ -150,9 +157,18 @@ def unknown_name_message(kind: str, name: object, known: Iterable[str]) -> str:
     lowered = {known_name.lower(): known_name for known_name in names}
     # Comparing takes quadratic time, and a name of a page's length is no typing error.
     typed = name.lower() if isinstance(name, str) and len(name) <= _LONGEST_TYPED else ""
-    near = [lowered[match] for match in difflib.get_close_matches(typed, lowered, n=1, cutoff=0.5)]
-    hint = f", did you mean {near[0]!r}?" if near else ""
+    near = [meant for meant in also_called.get(typed, ()) if meant in names] or _nearest(typed, lowered)
+    words = ", ".join(map(repr, near))
+    hint = "" if not near else f", did you mean {words}?" if len(near) == 1 else f", did you mean one of {words}?"
     return f"unknown {kind} {shown(name)}{hint} (known: {', '.join(names) or 'none'})"
+
+
+def _nearest(typed: str, lowered: Mapping[str, str]) -> list[str]:
+    for is_near, fewest_letters in ((str.startswith, 2), (str.__contains__, 3)):
+        near = [name for lower, name in lowered.items() if is_near(lower, typed)]
+        if near and len(typed) >= fewest_letters:
+            return near
+    return [lowered[match] for match in difflib.get_close_matches(typed, lowered, n=1, cutoff=0.5)]
 
 
 _LONGEST_TYPED: Final = 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any, Final
 
 from moereg.errors import ArgumentError, MoeregError, PluginError, shown
@@ -16,6 +17,7 @@ __all__ = [
     "failure_text",
     "is_allowed",
     "is_reserved",
+    "unknown_names",
     "unusable",
 ]
 
@@ -108,6 +110,31 @@ def is_allowed(text: str | None, group: str, name: str) -> bool:
     if name in names or name in grouped.get(group, ()):
         return True
     return bool(grouped) and not names and group not in grouped
+
+
+def unknown_names(text: str | None, statuses: Sequence[PluginStatus]) -> str | None:
+    """The warning about entries of MOEREG_PLUGINS that name no installed plugin; None where all do.
+
+    An environment outlives wheels, so it is no error.
+    """
+    known = {name for status in statuses for name in (status.name, f"{_group(status)}:{status.name}")}
+    entries = (":".join(part.strip() for part in entry.split(":")) for entry in (text or "").split(","))
+    unknown = [
+        entry
+        for entry in (found.removeprefix("moereg.") for found in entries)
+        if entry and not entry.endswith(":") and entry not in known
+    ]
+    if not unknown:
+        return None
+    installed = ", ".join(sorted({status.name for status in statuses})) or "none"
+    names = ", ".join(map(shown, unknown))
+    return (
+        f"MOEREG_PLUGINS must name installed plugins (installed: {installed}), got {names}; leave it out or correct it"
+    )
+
+
+def _group(status: PluginStatus) -> str:
+    return status.group.removeprefix("moereg.")
 
 
 def _described(status: PluginStatus) -> str:

@@ -17,6 +17,7 @@ from moereg.errors import ArgumentError, UnknownSchemeError, shown, unknown_name
 __all__ = [
     "MATRICES",
     "QUANT_SCHEMES",
+    "SCHEMES_CALLED",
     "TENSOR_ROLES",
     "WHOLE",
     "QuantFormat",
@@ -323,7 +324,7 @@ def get_scheme(name: str | QuantScheme) -> QuantScheme:
     try:
         return QUANT_SCHEMES[name]
     except KeyError:
-        raise UnknownSchemeError(unknown_name_message("quant scheme", name, QUANT_SCHEMES)) from None
+        raise UnknownSchemeError(unknown_name_message("quant scheme", name, QUANT_SCHEMES, SCHEMES_CALLED)) from None
 
 
 def _known_schemes() -> dict[str, QuantScheme]:
@@ -356,3 +357,13 @@ def _known_schemes() -> dict[str, QuantScheme]:
 
 
 QUANT_SCHEMES: Final[dict[str, QuantScheme]] = _known_schemes()
+
+SCHEMES_CALLED: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "fp32", "float32", "none"), ("unquantized",)),
+    "mxfp4": ("mxfp4_w4a16",),
+    "gptq": ("int4_w4a16_g128",),
+    "awq": ("int4_w4a16_g128_zp",),
+    "int4": ("int4_w4a16_g128", "int4_w4a16_g128_zp", "int4_w4a16_g32", "int4_w4a16_g64"),
+    "w4a16": ("int4_w4a16_g128", "mxfp4_w4a16", "nvfp4_w4a16"),
+}
+"""What checkpoints and people call schemes, with the usual ones that they mean, for errors about unknown names."""

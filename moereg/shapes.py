@@ -29,6 +29,7 @@ class MoEShape:
         has_bias: Whether the experts' two matrices have biases.
         apply_router_weight_on_input: Whether the router weight multiplies the expert's input.
         num_moe_layers: Layers of the model that hold such experts, or None where the shape is no whole model.
+        released_quant: Quant scheme of the experts in the model's own release; its name has no other.
         source: Where the numbers were read.
     """
 
@@ -41,6 +42,7 @@ class MoEShape:
     has_bias: bool = False
     apply_router_weight_on_input: bool = False
     num_moe_layers: int | None
+    released_quant: str = "unquantized"
     source: str
 
     def problem_keywords(self) -> dict[str, Any]:
@@ -211,6 +213,7 @@ _SHAPES: Final = (
         intermediate_size=2048,
         top_k=8,
         num_moe_layers=58,
+        released_quant="fp8_block128",
         source=_config_copy("deepseek-ai/DeepSeek-V3"),
     ),
     MoEShape(
@@ -220,6 +223,7 @@ _SHAPES: Final = (
         intermediate_size=2048,
         top_k=8,
         num_moe_layers=60,
+        released_quant="fp8_block128",
         source=_config_copy("moonshotai/Kimi-K2-Instruct"),
     ),
     MoEShape(
@@ -231,6 +235,7 @@ _SHAPES: Final = (
         activation="swigluoai",
         has_bias=True,
         num_moe_layers=24,
+        released_quant="mxfp4_w4a16",
         source=_config_copy("openai/gpt-oss-20b") + "; activation and biases from transformers 5.23 GptOssExperts",
     ),
     MoEShape(
@@ -242,6 +247,7 @@ _SHAPES: Final = (
         activation="swigluoai",
         has_bias=True,
         num_moe_layers=36,
+        released_quant="mxfp4_w4a16",
         source=_config_copy("openai/gpt-oss-120b") + "; activation and biases from transformers 5.23 GptOssExperts",
     ),
     MoEShape(
@@ -298,6 +304,7 @@ _SHAPES: Final = (
         intermediate_size=1536,
         top_k=8,
         num_moe_layers=62,
+        released_quant="fp8_block128",
         source=_config_default("MiniMaxM2Config", "MiniMaxAI/MiniMax-M2") + "; equal to the config.json of M2.5",
     ),
     MoEShape(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Annotated, Any, Final
 
 import typer
+import typer.core
 
 from moereg._version import __version__
 from moereg.cli._author_commands import build_kernels, new_backend, verify
@@ -24,10 +26,18 @@ from moereg.cli._exits import (
     OUTPUT_LOST,
     WRONG_NUMBERS,
 )
-from moereg.cli._layer_commands import bench, explain, info, run
+from moereg.cli._layer_commands import bench, explain, info, models, run, schemes
 from moereg.cli._output import print_error, warnings_on_one_line
 from moereg.cli._streams import OutputLostError, guarded_streams
-from moereg.errors import MoeregError, MoeregWarning, described, is_lack_of_memory, one_line
+from moereg.errors import (
+    MoeregError,
+    MoeregWarning,
+    UnknownNameError,
+    described,
+    is_lack_of_memory,
+    one_line,
+    unknown_name_message,
+)
 from moereg.waiting import Advance, waits_shown_by
 
 __all__ = [
@@ -45,11 +55,40 @@ __all__ = [
 # typer keeps its own copy of click or uses the installed one, by version; either way this is the base of usage errors.
 _ClickException: Final[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
+_ALSO_CALLED: Final = {
+    "list": ("info", "models", "schemes"),
+    "ls": ("info", "models", "schemes"),
+    "backends": ("info",),
+    "doctor": ("info",),
+    "status": ("info",),
+    "why": ("explain",),
+    "choose": ("explain",),
+    "select": ("explain",),
+    "test": ("verify",),
+    "check": ("verify", "run"),
+    "quants": ("schemes",),
+    "new": ("new-backend",),
+    "build": ("build-kernels",),
+}
+"""What people may type, with the commands that they mean."""
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands; a mistyped one gets the error of every unknown name."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As click's; the first word must be a command's name."""
+        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            raise UnknownNameError(unknown_name_message("command", args[0], self.list_commands(ctx), _ALSO_CALLED))
+        return super().resolve_command(ctx, args)
+
+
 app: Final = typer.Typer(
     name="moereg",
+    cls=_Commands,
     help="Picks, prepares, runs and compares Mixture-of-Experts kernels for PyTorch.",
     epilog=EXIT_CODES,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     # Rich's boxes cut the names of options at 80 columns.
     rich_markup_mode=None,
@@ -65,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     with guarded_streams(), waits_shown_by(_show_wait):
         try:
             code = _exit_code(arguments)
@@ -96,11 +135,13 @@ def _exit_code(arguments: list[str]) -> int:
         print_error(str(error))
         return BAD_INPUT
     except _ClickException as error:
-        print_error(f"{error.format_message().rstrip('.')}; see moereg --help")
+        print_error(_usage_text(error))
         return BAD_INPUT
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and _is_about_completion(arguments):
+            return error.code if isinstance(error.code, int) else OK
         if is_lack_of_memory(error):
             print_error(f"not enough memory: {one_line(str(error))}; make the layer or the call smaller")
             return BAD_INPUT
@@ -110,6 +151,21 @@ def _exit_code(arguments: list[str]) -> int:
         print_error(f"internal error, please report it: {described(error)} (-v shows the traceback)")
         return INTERNAL_ERROR
     return code or OK
+
+
+def _usage_text(error: Any) -> str:
+    """What a usage error of typer says, on one line, with where to read on."""
+    context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
+    text = error.format_message().rstrip(".")
+    if type(error).__name__ == "NoSuchOption" and context is not None and option is not None:
+        known = {name for parameter in context.command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        text = unknown_name_message("option", option, {*known, "--help"})
+    return f"{text}; see {context.command_path if context is not None else 'moereg'} --help"
+
+
+def _is_about_completion(arguments: Sequence[str]) -> bool:
+    """Whether the shell asks for words to complete, or the user for its script: typer ends these by SystemExit."""
+    return "_MOEREG_COMPLETE" in os.environ or bool({"--install-completion", "--show-completion"} & set(arguments))
 
 
 def _print_version(is_asked: bool) -> None:
@@ -128,6 +184,8 @@ def _moereg(
 
 
 app.command()(info)
+app.command()(models)
+app.command()(schemes)
 app.command()(explain)
 app.command()(run)
 app.command()(bench)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from moereg.cli._completion import backend_names, platform_names, scheme_names
 from moereg.cli._exits import BAD_INPUT, NOTHING_FITS, OK, WRONG_NUMBERS
 from moereg.cli._options import JsonFlag, UsageError, VerboseFlag
 from moereg.cli._output import only_results_on_stdout, print_json
@@ -36,16 +37,22 @@ def new_backend(
 
 
 def build_kernels(
-    name: Annotated[str, typer.Argument(help="A backend whose kernels are built ahead of time.")],
+    name: Annotated[
+        str, typer.Argument(help="A backend whose kernels are built ahead of time.", autocompletion=backend_names)
+    ],
     quant: Annotated[
-        list[str] | None, typer.Option(help="Scheme that it shall compute; all of the platform's if left out.")
+        list[str] | None,
+        typer.Option(
+            help="Scheme that it shall compute; all of the platform's if left out.", autocompletion=scheme_names
+        ),
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Of hidden states; bfloat16 if left out.")] = None,
     part: Annotated[
         list[str] | None, typer.Option(help="Build this set too, by the backend's own name for it.")
     ] = None,
     platform: Annotated[
-        str | None, typer.Option(help="Build for it, e.g. cuda:sm90; this machine if left out.")
+        str | None,
+        typer.Option(help="Build for it, e.g. cuda:sm90; this machine if left out.", autocompletion=platform_names),
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once; as memory allows if left out.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write into; where the backend looks if left out.")] = None,
@@ -67,7 +74,10 @@ def build_kernels(
 
 def verify(
     name: Annotated[
-        str | None, typer.Argument(help="A backend, or a file that registers one, e.g. ./my_backend.py.")
+        str | None,
+        typer.Argument(
+            help="A backend, or a file that registers one, e.g. ./my_backend.py.", autocompletion=backend_names
+        ),
     ] = None,
     module: Annotated[
         list[str] | None, typer.Option(help="Import this module or file first, e.g. my_package.backend.")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from packaging.requirements import Requirement
 
-from moereg.cli._layer import random_layer
+from moereg.cli._layer import load_layer, random_layer
 from moereg.cli._machine import layer_device, platform_at_hand
 from moereg.cli._memory import check_run_fits
 from moereg.cli._options import ProblemFlags, UsageError
 from moereg.cli._progress import phase
+from moereg.cli._subject import find_subject
 from moereg.dispatch import explain_backends
 from moereg.errors import UnknownNameError, unknown_name_message
 from moereg.selection import SCHEMA, Decision, Selection, nearest_by_backend
@@ -144,12 +146,20 @@ def check_routing(routing: str) -> None:
 
 
 def bench_layer(
-    flags: ProblemFlags, token_counts: Sequence[int] | None, routing: str, rounds: int, seed: int
+    flags: ProblemFlags,
+    checkpoint: Path | None,
+    layer: int | None,
+    token_counts: Sequence[int] | None,
+    routing: str,
+    rounds: int,
+    seed: int,
 ) -> BenchResult:
-    """Builds a random layer for every backend that fits, checks each against the reference and times it.
+    """Makes one layer for every backend that fits, checks each against the reference and times it.
 
     Args:
-        flags: The problem and the request.
+        flags: The problem (with a checkpoint, what it leaves open) and the request.
+        checkpoint: Directory to read the layer from; random weights where None.
+        layer: Index in the checkpoint; its first layer with experts where None.
         token_counts: Numbers of tokens, ascending; the device's usual ones where None.
         routing: One of `ROUTINGS`.
         rounds: Timed calls of each backend at each number of tokens, at most.
@@ -164,11 +174,12 @@ def bench_layer(
     platform = platform_at_hand("bench", flags.platform)
     if token_counts is None:
         token_counts = _CPU_TOKENS if platform.device_type == "cpu" else _GPU_TOKENS
-    problem = dataclasses.replace(flags, tokens=max(token_counts)).problem()
-    selection = explain_backends(problem, platform, **flags.request())
+    subject = find_subject(dataclasses.replace(flags, tokens=max(token_counts)), checkpoint, layer)
+    problem = subject.problem
+    selection = subject.noted(explain_backends(problem, platform, **flags.request()))
     cells = [decision.cell for decision in selection.decisions if decision.accepted and decision.cell is not None]
     distributions = {"torch", *(Requirement(text).name for cell in cells for text in cell.requires)}
-    result = BenchResult(flags.model or "random weights", selection, routing, provenance(platform, distributions))
+    result = BenchResult(subject.name or "random weights", selection, routing, provenance(platform, distributions))
     if selection.winner is None:
         return result
     device = layer_device(selection)
@@ -179,6 +190,9 @@ def bench_layer(
         ceilings = measure_ceilings(problem.torch_dtype, device)
 
     def make_weights() -> ExpertWeights:
+        if subject.checkpoint is not None and subject.layer is not None:
+            with phase("loading weights") as advance:
+                return load_layer(subject.checkpoint, subject.layer, problem, device, advance).weights
         with phase("building weights") as advance:
             return random_layer(problem, seed, device, advance).weights
 

@@ -13,7 +13,7 @@ from moereg.platforms import Platform, probe_platform
 from moereg.quarantine import Quarantine, QuarantineRecord, read_quarantine
 from moereg.reasons import Reason
 from moereg.registry import BackendCell
-from moereg.selection import SCHEMA, Selection
+from moereg.selection import SCHEMA, Decision, Selection
 from moereg.testing.ledger import evidence_of
 
 __all__ = ["collect_info", "machine_shown", "selection_with_evidence"]
@@ -86,11 +86,19 @@ def _cell(cell: BackendCell, held: Sequence[QuarantineRecord]) -> dict[str, Any]
 def selection_with_evidence(selection: Selection) -> dict[str, Any]:
     """The object that `moereg explain --json` prints: the selection and the evidence of the chosen cell.
 
-    `verification` is None if nothing fits or the cell is not registered here.
+    `verification` is None if nothing fits or the cell is not registered here, and a decision's `verified_on_platform`
+    where it was rejected.
     """
     winner = selection.winner
     found = None
     if winner is not None and winner.cell is not None:
         evidence = evidence_of(winner.cell)
         found = {**evidence.to_dict(), "verified_on_platform": evidence.on(selection.platform)}
-    return {**selection.to_dict(), "verification": found}
+    values = selection.to_dict()
+    for decision, shown in zip(selection.decisions, values["decisions"], strict=True):
+        shown["verified_on_platform"] = _is_verified(decision, selection.platform) if decision.accepted else None
+    return {**values, "verification": found}
+
+
+def _is_verified(decision: Decision, platform: Platform) -> bool:
+    return decision.cell is not None and evidence_of(decision.cell).on(platform)

@@ -7,15 +7,26 @@ from typing import Annotated
 
 import typer
 
+from moereg.cli._completion import routing_names
 from moereg.cli._exits import NOTHING_FITS, OK, WRONG_NUMBERS
 from moereg.cli._info import collect_info, machine_shown, selection_with_evidence
-from moereg.cli._options import JsonFlag, ProblemFlags, UsageError, VerboseFlag, takes_problem_flags
+from moereg.cli._options import (
+    CheckpointOption,
+    JsonFlag,
+    LayerOption,
+    PlatformOption,
+    ProblemFlags,
+    UsageError,
+    VerboseFlag,
+    takes_problem_flags,
+)
 from moereg.cli._output import only_results_on_stdout, print_json
+from moereg.cli._subject import find_subject
 from moereg.digest import files_stay
 from moereg.discovery import load_backends
 from moereg.dispatch import explain_backends
 
-__all__ = ["bench", "explain", "info", "run"]
+__all__ = ["bench", "explain", "info", "models", "run", "schemes"]
 
 
 def info(
@@ -37,31 +48,34 @@ def info(
 
 
 @takes_problem_flags
-def explain(flags: ProblemFlags, json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
+def explain(
+    flags: ProblemFlags,
+    checkpoint: CheckpointOption = None,
+    layer: LayerOption = None,
+    reasons: Annotated[bool, typer.Option("--reasons", help="Show every reason, not the first of a backend.")] = False,
+    json: JsonFlag = False,
+    verbose: VerboseFlag = False,
+) -> int:
     """Show which backend a layer gets, and why."""
     with only_results_on_stdout(verbose):
-        problem = flags.problem()  # A plugin's scheme loads the plugins, which may print.
+        subject = find_subject(flags, checkpoint, layer)  # A plugin's scheme loads the plugins, which may print.
         load_backends()  # A plugin's kind of platform is known once it is loaded.
-        selection = explain_backends(problem, flags.platform, **flags.request())
+        selection = subject.noted(explain_backends(subject.problem, flags.platform, **flags.request()))
         values = selection_with_evidence(selection) if json else {}
     if json:
         print_json(values)
     else:
         from moereg.cli._show import show_selection
 
-        show_selection(selection, flags.model)
+        show_selection(selection, subject.name, all_reasons=reasons)
     return OK if selection.winner else NOTHING_FITS
 
 
 @takes_problem_flags
 def run(
     flags: ProblemFlags,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Read a layer of this checkpoint directory instead of making a random one.")
-    ] = None,
-    layer: Annotated[
-        int | None, typer.Option(help="Layer of the checkpoint; the first with experts if left out.")
-    ] = None,
+    checkpoint: CheckpointOption = None,
+    layer: LayerOption = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 2, help="Of weights, hidden states and routing.")] = 0,
     json: JsonFlag = False,
     verbose: VerboseFlag = False,
@@ -84,12 +98,17 @@ def run(
 @takes_problem_flags
 def bench(
     flags: ProblemFlags,
+    checkpoint: CheckpointOption = None,
+    layer: LayerOption = None,
     tokens: Annotated[
         str | None,
         typer.Option(help="Numbers of tokens, e.g. 1,16,64; 1 to 4096 on a GPU and 1 to 256 on a CPU if left out."),
     ] = None,
     routing: Annotated[
-        str, typer.Option(help="uniform, zipf (popularity 1 / rank) or one_set (all to one set).")
+        str,
+        typer.Option(
+            help="uniform, zipf (popularity 1 / rank) or one_set (all to one set).", autocompletion=routing_names
+        ),
     ] = "uniform",
     rounds: Annotated[
         int | None,
@@ -113,7 +132,8 @@ def bench(
     if plot is not None:
         check_can_plot(plot)
     with only_results_on_stdout(verbose):
-        result = bench_layer(flags, token_counts, routing, ROUNDS if rounds is None else rounds, seed)
+        timed = ROUNDS if rounds is None else rounds
+        result = bench_layer(flags, checkpoint, layer, token_counts, routing, timed, seed)
         # First, so that a disk that is full by now leaves nothing on standard output.
         if plot is not None and result.rows:
             try:
@@ -127,3 +147,29 @@ def bench(
     if result.passed is None:
         return NOTHING_FITS
     return OK if result.passed else WRONG_NUMBERS
+
+
+def models(json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
+    """List the models that --model knows, with their sizes."""
+    from moereg.cli._names import list_models, show_models
+
+    with only_results_on_stdout(verbose):
+        found = list_models()
+    if json:
+        print_json(found)
+    else:
+        show_models()
+    return OK
+
+
+def schemes(platform: PlatformOption = None, json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
+    """List the schemes that --quant knows, and the backends that run each."""
+    from moereg.cli._names import list_schemes, show_schemes
+
+    with only_results_on_stdout(verbose):
+        found, where = list_schemes(platform)
+    if json:
+        print_json(found)
+    else:
+        show_schemes(found, where)
+    return OK

@@ -7,17 +7,37 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
 from moereg.activations import Activation
+from moereg.cli._completion import (
+    activation_names,
+    backend_list,
+    dtype_names,
+    model_names,
+    platform_names,
+    scheme_names,
+)
 from moereg.discovery import find_scheme
 from moereg.errors import MoeregError
+from moereg.platforms import platform_of_product
 from moereg.problem import MoEProblem
 from moereg.shapes import get_shape
 
-__all__ = ["JsonFlag", "ProblemFlags", "UsageError", "VerboseFlag", "takes_problem_flags", "usage_errors"]
+__all__ = [
+    "CheckpointOption",
+    "JsonFlag",
+    "LayerOption",
+    "PlatformOption",
+    "ProblemFlags",
+    "UsageError",
+    "VerboseFlag",
+    "takes_problem_flags",
+    "usage_errors",
+]
 
 
 class UsageError(MoeregError, ValueError):
@@ -26,20 +46,37 @@ class UsageError(MoeregError, ValueError):
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 VerboseFlag = Annotated[bool, typer.Option("--verbose", "-v", help="Log to standard error.")]
+CheckpointOption = Annotated[
+    Path | None, typer.Option(help="A layer of this checkpoint directory instead of a model's or of sizes.")
+]
+LayerOption = Annotated[int | None, typer.Option(help="Of the checkpoint; the first with experts if left out.")]
+PlatformOption = Annotated[
+    str | None,
+    typer.Option(
+        help="A platform such as cuda:sm90 or h100; this machine's if left out.", autocompletion=platform_names
+    ),
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class ProblemFlags:
     """The options that describe a layer and a request; None if not given."""
 
-    model: Annotated[str | None, typer.Option(help="A known model's layer, e.g. qwen3-30b-a3b.")] = None
+    model: Annotated[
+        str | None, typer.Option(help="A known model's layer, e.g. qwen3-30b-a3b.", autocompletion=model_names)
+    ] = None
     experts: Annotated[int | None, typer.Option(help="Experts of the layer.")] = None
     hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None
     intermediate: Annotated[int | None, typer.Option(help="Intermediate size of one expert.")] = None
     top_k: Annotated[int | None, typer.Option(help="Experts a token.")] = None
-    quant: Annotated[str | None, typer.Option(help="Scheme of the checkpoint's weights.")] = None
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None
-    activation: Annotated[str | None, typer.Option(help="silu, gelu, gelu_tanh, swigluoai or relu2.")] = None
+    quant: Annotated[
+        str | None, typer.Option(help="Scheme of the checkpoint's weights.", autocompletion=scheme_names)
+    ] = None
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.", autocompletion=dtype_names)] = None
+    activation: Annotated[
+        str | None,
+        typer.Option(help="silu, gelu, gelu_tanh, swigluoai or relu2.", autocompletion=activation_names),
+    ] = None
     swiglu_limit: Annotated[float | None, typer.Option(help="Clamp of gate and up.")] = None
     bias: Annotated[bool | None, typer.Option("--bias/--no-bias", help="Both matmuls have a bias.")] = None
     activation_format: Annotated[str | None, typer.Option(help="standard or batched.")] = None
@@ -57,15 +94,21 @@ class ProblemFlags:
         bool, typer.Option("--exact-activations", help="Activations quantized as the scheme says.")
     ] = False
     tokens: Annotated[int | None, typer.Option(min=0, help="Tokens of one call.")] = None
-    platform: Annotated[str | None, typer.Option(help="A platform such as cuda:sm90; this machine's if left out.")] = (
-        None
-    )
+    platform: PlatformOption = None
     require: Annotated[
         list[str] | None,
-        typer.Option(help="Use one of these backends, tried in this order, or fail: a,b or scheme=a or a_*."),
+        typer.Option(
+            help="Use one of these backends, tried in this order, or fail: a,b or scheme=a or a_*.",
+            autocompletion=backend_list,
+        ),
     ] = None
-    prefer: Annotated[list[str] | None, typer.Option(help="Use these backends first where they fit.")] = None
-    deny: Annotated[list[str] | None, typer.Option(help="Use none of these backends.")] = None
+    prefer: Annotated[
+        list[str] | None,
+        typer.Option(help="Use these backends first where they fit.", autocompletion=backend_list),
+    ] = None
+    deny: Annotated[list[str] | None, typer.Option(help="Use none of these backends.", autocompletion=backend_list)] = (
+        None
+    )
 
     def problem(self) -> MoEProblem:
         """The layer that `--model` or the sizes describe; explicit options override the model's values.
@@ -81,7 +124,7 @@ class ProblemFlags:
         if missing := [_flag(field) for field, keyword in _SIZES.items() if keyword not in keywords]:
             raise UsageError(
                 f"say which layer: --model NAME, or all of {', '.join(map(_flag, _SIZES))} "
-                f"(missing: {', '.join(missing)}); moereg run also takes --checkpoint DIR"
+                f"(missing: {', '.join(missing)}), or --checkpoint DIR; moereg models lists names"
             )
         with usage_errors():
             if self.activation is not None or self.swiglu_limit is not None:
@@ -99,6 +142,20 @@ class ProblemFlags:
         values = self._given(_WISHES)
         values.update({field: True for field in _DEMANDS if getattr(self, field)})
         return {**values, "max_num_tokens": self.tokens} if self.tokens else values
+
+    def notices(self) -> tuple[str, ...]:
+        """What the options mean where that may surprise, one line each."""
+        notices = []
+        if self.platform is not None and (product := platform_of_product(self.platform)) is not None:
+            notices.append(f"--platform {self.platform} is {product}")
+        if self.model is not None and self.quant is None:
+            released = get_shape(self.model).released_quant
+            if released != "unquantized":
+                notices.append(
+                    f"{self.model} is released in {released}, and --model alone means 16-bit weights; "
+                    f"add --quant {released} for the released ones"
+                )
+        return tuple(notices)
 
     def request(self) -> dict[str, str]:
         """Keywords of `select_backend`; a repeated option adds to its list."""

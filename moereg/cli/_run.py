@@ -15,10 +15,11 @@ import torch
 from moereg.cli._layer import RoutedWeights, load_layer, random_hidden_states, random_layer
 from moereg.cli._machine import layer_device, platform_at_hand
 from moereg.cli._memory import check_run_fits
-from moereg.cli._options import ProblemFlags, UsageError, usage_errors
+from moereg.cli._options import ProblemFlags
 from moereg.cli._progress import phase
+from moereg.cli._subject import find_subject
 from moereg.dispatch import EmulationWarning, select_backend
-from moereg.errors import BackendError, UnsupportedProblemError, one_line
+from moereg.errors import BackendError, UnsupportedProblemError
 from moereg.problem import MoEProblem
 from moereg.quant import get_scheme
 from moereg.reference import reference_experts, relative_error
@@ -115,33 +116,26 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
     """
     num_tokens = DEFAULT_TOKENS if flags.tokens is None else flags.tokens
     flags = dataclasses.replace(flags, tokens=num_tokens)
-    if checkpoint is None:
-        if layer is not None:
-            raise UsageError("--layer needs --checkpoint, whose layer it is")
-        problem = flags.problem()
-        subject = flags.model or "random weights"
-    else:
-        flags.check_no_checkpoint_facts()
-        layer, problem = _checkpoint_problem(checkpoint, layer, flags)
-        subject = f"{one_line(checkpoint.resolve().name)}, layer {layer}"
+    found = find_subject(flags, checkpoint, layer)
+    problem, subject = found.problem, found.name or "random weights"
     platform = platform_at_hand("run", flags.platform)
     try:
         with warnings.catch_warnings():
             # The result names the tier.
             warnings.simplefilter("ignore", EmulationWarning)
-            selection = select_backend(problem, platform, **flags.request())
+            selection = found.noted(select_backend(problem, platform, **flags.request()))
     except UnsupportedProblemError as error:
-        return RunResult(subject, error.selection, num_tokens)
+        return RunResult(subject, found.noted(error.selection), num_tokens)
     device = layer_device(selection)
     check_run_fits(problem, num_tokens, device, num_calls=_NUM_CALLS)
     with torch.no_grad():
-        if checkpoint is None or layer is None:
+        if found.checkpoint is None or found.layer is None:
             with phase("building weights") as advance:
                 built = random_layer(problem, seed, device, advance)
             plain = functools.partial(_unquantized, problem, seed, device)
         else:
             with phase("loading weights") as advance:
-                built = load_layer(checkpoint, layer, problem, device, advance)
+                built = load_layer(found.checkpoint, found.layer, problem, device, advance)
             plain = None
         hidden_states = random_hidden_states(problem, num_tokens, seed, device)
         selection = dataclasses.replace(selection, notices=(*selection.notices, *built.notices))
@@ -166,18 +160,6 @@ def _unquantized(problem: MoEProblem, seed: int, device: torch.device) -> Expert
 
 def _plain_problem(problem: MoEProblem) -> MoEProblem:
     return dataclasses.replace(problem, quant=get_scheme("unquantized"))
-
-
-def _checkpoint_problem(checkpoint: Path, layer: int | None, flags: ProblemFlags) -> tuple[int, MoEProblem]:
-    from moereg.checkpoints import moe_layers, read_problem
-
-    with usage_errors():
-        if layer is None:
-            with_experts = moe_layers(checkpoint)
-            if not with_experts:
-                raise UsageError(f"no layer of {str(checkpoint)!r} has experts; give a Mixture-of-Experts checkpoint")
-            layer = with_experts[0]
-        return layer, read_problem(checkpoint, layer, **flags.wishes())
 
 
 def _measure(

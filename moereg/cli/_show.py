@@ -39,23 +39,20 @@ _SOURCES: Final = {
 }
 
 _NUMBERS: Final = ("priority", "T", "time", "p10 to p90", "TFLOP/s", "GB/s", "% of roofline", "error")
-_NUMBERS_OF_LISTS: Final = ("E", "H", "I", "K", "layers", "bits", "schemes", "cells")
+_NUMBERS_OF_LISTS: Final = ("E", "H", "I", "K", "L", "schemes")
 """Columns that are aligned at their right end."""
 
 _WIDE: Final = 110
 """Columns of a terminal from which on the class of every candidate is shown."""
 
 
-def show_selection(
-    selection: Selection, subject: str | None = None, all_reasons: bool = True, notices: Sequence[str] = ()
-) -> None:
+def show_selection(selection: Selection, subject: str | None = None, all_reasons: bool = True) -> None:
     """Prints the decision table: every accepted candidate, and of each other backend the one nearest to fitting.
 
     Args:
         selection: What to show.
         subject: The model's or checkpoint's name.
         all_reasons: Whether every reason is shown where something fits; else the first of each backend.
-        notices: Further notes, before those of the selection.
     """
     target = console(sys.stdout)
     platform, winner = selection.platform, selection.winner
@@ -80,7 +77,7 @@ def show_selection(
     else:
         target.print(Text(f"{winner.backend}{of_wheel(winner)}: {source_of(selection)}", style="bold green"))
         target.print(_verification(winner, platform))
-    print_notices(target, (*notices, *selection.notices))
+    print_notices(target, selection.notices)
 
 
 def _print_decisions(

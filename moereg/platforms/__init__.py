@@ -16,10 +16,12 @@ from moereg.platforms.kinds import (
 from moereg.platforms.nvml import gpu_clocks
 from moereg.platforms.platform import Platform
 from moereg.platforms.probe import installed_versions, probe_cpu, probe_platform
+from moereg.platforms.products import PRODUCTS, platform_of_product
 from moereg.platforms.rules import PlatformRule, Specificity
 
 __all__ = [
     "KINDS",
+    "PRODUCTS",
     "Platform",
     "PlatformKind",
     "PlatformRule",
@@ -33,6 +35,7 @@ __all__ = [
     "kinds_of_plugin",
     "load_kinds_with",
     "miss_kinds_of",
+    "platform_of_product",
     "probe_cpu",
     "probe_platform",
     "register_platform_kind",

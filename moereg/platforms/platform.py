@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from moereg.arguments import check_count, check_flag, check_instance, check_mapping, check_text
 from moereg.errors import ArgumentError, UnknownPlatformError, shown
 from moereg.platforms.kinds import KINDS, find_kind, unknown_kind
+from moereg.platforms.products import PRODUCTS, platform_of_product
 
 __all__ = ["Platform"]
 
@@ -68,7 +69,7 @@ class Platform:
 
     @classmethod
     def from_name(cls, name: str) -> Platform:
-        """The platform of a string such as `cuda:sm90`, `rocm:gfx942` or `cpu`.
+        """The platform of a string such as `cuda:sm90`, `rocm:gfx942` or `cpu`, or of a product such as `h100`.
 
         Raises:
             ArgumentError: The name is not text.
@@ -78,11 +79,13 @@ class Platform:
         if not isinstance(name, str):
             raise ArgumentError(f"platform must be a name such as 'cuda:sm90', got {shown(name)}")
         name = name.strip()
+        if name not in KINDS:
+            name = platform_of_product(name) or name
         kind_name, _, arch = name.partition(":")
         kind = find_kind(kind_name)
         if kind is None:
             examples = {f"{known.name}:{known.example}" for known in KINDS.values() if known.example}
-            raise UnknownPlatformError(unknown_kind("platform", name, {*examples, *KINDS}, kind_name))
+            raise UnknownPlatformError(unknown_kind("platform", name, {*examples, *KINDS, *PRODUCTS}, kind_name))
         if not arch and kind.has_order:
             raise UnknownPlatformError(f"platform {shown(name)} needs an architecture{kind.hint}")
         return cls(kind_name, arch)

@@ -16,8 +16,19 @@ from moereg.cli._output import console
 from tests.cli.command import SIZES, Call, check_run, run_module, strict_json
 
 BAD_LINES = {
-    "no command": ("", "Missing command"),
-    "unknown command": ("inf", "did you mean 'info'"),
+    "unknown command": ("ifno", "did you mean 'info'"),
+    "beginning of a command": ("exp", "did you mean 'explain'"),
+    "another's word for a command": ("why", "did you mean 'explain'"),
+    "mistyped option": ("explain --modle dbrx", "unknown option '--modle', did you mean '--model'?"),
+    "option of another command": ("models --platform h100", "see moereg models --help"),
+    "beginning of schemes": (
+        f"explain {SIZES} --quant fp8",
+        "did you mean one of 'fp8_block128', 'fp8_channel_token', 'fp8_tensor_dynamic', 'fp8_tensor_static', "
+        "'fp8_tensor_w8a16'?",
+    ),
+    "a checkpoint's word for a scheme": (f"explain {SIZES} --quant mxfp4", "did you mean 'mxfp4_w4a16'?"),
+    "part of a model": ("explain --model 120b", "did you mean 'gpt-oss-120b'?"),
+    "beginning of a product": (f"explain {SIZES} --platform mi3", "'mi300a', 'mi300x', 'mi325x'"),
     "unknown option": (f"explain {SIZES} --expert 3", "--expert"),
     "surplus argument": (f"explain {SIZES} extra", "extra"),
     "no layer": ("explain", "--model NAME"),
@@ -52,6 +63,9 @@ BAD_LINES = {
     "required and denied": (f"explain {SIZES} --require torch --deny torch", "both required and denied"),
     "run elsewhere": (f"run {SIZES} --platform cuda:sm100", "moereg explain --platform cuda:sm100"),
     "layer of nothing": (f"run {SIZES} --layer 3", "--layer needs --checkpoint"),
+    "explain a checkpoint and a model": ("explain --checkpoint . --model dbrx", "--model cannot be combined"),
+    "explain a checkpoint that is not there": ("explain --checkpoint /nonexistent", "/nonexistent"),
+    "bench a layer of nothing": ("bench --layer 3", "--layer needs --checkpoint"),
     "checkpoint and model": ("run --checkpoint . --model qwen3-30b-a3b", "--model cannot be combined"),
     "checkpoint and sizes": ("run --checkpoint . --top-k 2", "--top-k cannot be combined"),
     "no checkpoint": ("run --checkpoint /nonexistent", "/nonexistent"),
@@ -137,11 +151,46 @@ def test_no_colors_without_a_terminal(call: Call, monkeypatch: pytest.MonkeyPatc
     assert console(sys.stdout).color_system is None
 
 
+def test_help_is_asked_for_in_any_way(call: Call) -> None:
+    shown = call("--help")
+    assert shown[0] == 0
+    assert call("") == call("-h") == shown
+    assert call("explain -h") == call("explain --help")
+
+
+def test_the_tab_key(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def words(line: str) -> list[str]:
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+        code, out, err = call("")
+        assert (code, err) == (0, "")
+        return out.split()
+
+    monkeypatch.setenv("_MOEREG_COMPLETE", "complete_bash")
+    assert words("moereg ex") == ["explain"]
+    assert words("moereg explain --num") == ["--num-local-experts"]
+    assert words("moereg explain --model gpt-oss-1") == ["gpt-oss-120b"]
+    assert words("moereg schemes --platform h1") == ["h100"]
+    assert words("moereg run --quant int8_") == ["int8_w8a8", "int8_w8a16"]
+    assert words("moereg bench --routing z") == ["zipf"]
+    assert words("moereg run --require torch,tri") == ["torch,triton"]
+    assert words("moereg verify tor") == ["torch"]
+    assert words("moereg run --dtype fl") == ["float16", "float32"]
+    assert words("moereg run --activation si") == ["silu"]
+
+
+def test_the_shells_script(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("typer.completion._get_shell_name", lambda: "bash")
+    code, out, err = call("--show-completion")
+    assert (code, err) == (0, "")
+    assert "_MOEREG_COMPLETE=complete_bash" in out
+
+
 def test_version_and_help(call: Call) -> None:
     assert call("--version") == (0, f"moereg {moereg.__version__}\n", "")
     code, out, err = call("--help")
     assert (code, err) == (0, "")
-    for command in ("info", "explain", "run", "bench", "tune", "verify", "new-backend"):
+    for command in ("info", "models", "schemes", "explain", "run", "bench", "tune", "verify", "new-backend"):
         assert f"  {command} " in out
     assert "--num-local-experts" in call("run --help")[1]
     bench = call("bench --help")[1]

@@ -35,7 +35,8 @@ def test_explain_json_has_exactly_the_keys(call_json: CallJson) -> None:
     assert list(found) == EXPLAIN_KEYS
     assert (found["schema"], found["source"], found["platform_source"]) == (1, "priority", "probed")
     assert list(found["request"]) == ["require", "prefer", "deny"]
-    assert all(list(decision) == DECISION_KEYS for decision in found["decisions"])
+    assert all(list(decision) == [*DECISION_KEYS, "verified_on_platform"] for decision in found["decisions"])
+    assert all((decision["verified_on_platform"] is None) != decision["accepted"] for decision in found["decisions"])
     accepted = [decision["accepted"] for decision in found["decisions"]]
     assert accepted == sorted(accepted, reverse=True)
     reasons = [reason for decision in found["decisions"] for reason in decision["reasons"]]
@@ -111,6 +112,47 @@ def test_explain_for_people(call: Call) -> None:
     assert out.index("TritonExperts") < out.index("TorchDenseExperts")
     code, out, _ = call(f"explain {SIZES} --platform cpu")
     assert "requires platform in (cuda:sm80+, rocm:gfx942), got cpu [platform]" in out
+
+
+def test_all_reasons_where_they_are_asked_for(call: Call) -> None:
+    line = "explain --model gpt-oss-120b --platform cpu"
+    short, full = call(line)[1], call(f"{line} --reasons")[1]
+    assert short.count("[activation]") == 0 < full.count("[activation]")
+    assert "[platform] and " in short
+
+
+def test_a_platform_by_its_product(call: Call, call_json: CallJson) -> None:
+    found = call_json("explain --model dbrx --platform H100")[1]
+    assert (found["platform"], found["platform_source"]) == ("cuda:sm90", "named")
+    assert found["notices"] == ["--platform H100 is cuda:sm90"]
+    assert call_json("explain --model dbrx --platform cuda:sm90")[1]["notices"] == []
+    out = call("explain --model dbrx --platform b200")[1]
+    assert "on cuda:sm100 (named, not this machine)" in out
+    assert "note: --platform b200 is cuda:sm100" in out
+
+
+def test_sixteen_bits_of_a_model_that_is_released_quantized(call_json: CallJson) -> None:
+    (notice,) = call_json("explain --model gpt-oss-120b --platform cuda:sm90")[1]["notices"]
+    assert notice.startswith("gpt-oss-120b is released in mxfp4_w4a16, and --model alone means 16-bit weights")
+    for line in (
+        "--model gpt-oss-120b --quant mxfp4_w4a16",
+        "--model gpt-oss-120b --quant unquantized",
+        "--model dbrx",
+    ):
+        assert call_json(f"explain {line} --platform cuda:sm90")[1]["notices"] == []
+
+
+def test_every_candidate_says_whether_it_was_verified(call: Call, call_json: CallJson) -> None:
+    line = "explain --model qwen3-30b-a3b --platform cuda:sm80"
+    decisions = {decision["experts"]: decision for decision in call_json(line)[1]["decisions"]}
+    assert decisions["TritonExperts"]["verified_on_platform"] is False
+    row = next(line.split() for line in call(line)[1].splitlines() if "TritonExperts" in line)
+    assert (row[0], row[-1]) == ("chosen", "elsewhere")
+    on_sm90 = call_json(line.replace("sm80", "sm90"))[1]["decisions"]
+    expected = {decision["experts"]: decision["verified_on_platform"] for decision in on_sm90 if decision["accepted"]}
+    shown = call(line.replace("sm80", "sm90"))[1].splitlines()
+    for experts, is_verified in expected.items():
+        assert next(row.split() for row in shown if f" {experts} " in row)[-1] == ("yes" if is_verified else "no")
 
 
 def test_explain_says_whether_its_choice_was_verified(

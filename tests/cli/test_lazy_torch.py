@@ -24,7 +24,7 @@ def _run(script: str) -> None:
 
 def test_what_only_shows_does_not_load_torch() -> None:
     # A build for an accelerator is asked which devices there are.
-    shows = ["--help", "explain --model gpt-oss-120b --platform cuda:sm90"]
+    shows = ["--help", "models", "schemes --platform h100", "explain --model gpt-oss-120b --platform cuda:sm90"]
     shows += [] if torch.version.cuda or torch.version.hip else ["info", "info --json"]
     _run(
         f"""

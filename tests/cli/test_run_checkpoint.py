@@ -1,14 +1,17 @@
-"""`moereg run --checkpoint`."""
+"""`--checkpoint` of `moereg run`, `explain` and `bench`."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from moereg.cli import _layer
+from moereg.tuning.roofline import Ceilings
 from tests.cli.command import Call, CallJson, check_run
 
 
@@ -49,6 +52,38 @@ def test_run_on_a_checkpoint(call_json: CallJson, checkpoint: Path, line: str) -
     assert found["problem"]["num_experts"] == 4
     assert found["problem"]["dtype"] == ("float32" if "float32" in line else "bfloat16")
     assert found["problem"]["num_local_experts"] == (2 if "local" in line else 4)
+
+
+def test_explain_of_a_checkpoint_reads_headers_alone(
+    call: Call, call_json: CallJson, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moereg.checkpoints.load_experts", None)
+    code, found = call_json(f"explain --checkpoint {checkpoint} --layer 2 --platform b200 --tokens 7")
+    assert (code, found["selected"], found["platform"]) == (0, "triton", "cuda:sm100")
+    assert (found["problem"]["num_experts"], found["problem"]["max_num_tokens"]) == (4, 7)
+    out = call(f"explain --checkpoint {checkpoint}")[1]
+    assert out.startswith(f"{checkpoint.name}, layer 1: E4 H64 I32 k2 bfloat16")
+
+
+def test_bench_of_a_checkpoint_is_of_its_weights(
+    call: Call, call_json: CallJson, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Ceilings(matmul_tflops=0.1, read_gbps=20.0, read_by="nothing")
+    monkeypatch.setattr("moereg.cli._bench.measure_ceilings", lambda dtype, device: known)
+    layers = []
+    loaded = _layer.load_layer
+
+    def load(path: Path, layer: int, *others: Any) -> _layer.RoutedWeights:
+        layers.append(layer)
+        return loaded(path, layer, *others)
+
+    monkeypatch.setattr("moereg.cli._bench.load_layer", load)
+    line = f"bench --checkpoint {checkpoint} --layer 2 --tokens 3 --rounds 1 --require torch"
+    code, found = call_json(line)
+    assert (code, found["problem"]["num_experts"]) == (0, 4)
+    assert layers == [2]
+    assert all(row["passed"] for row in found["rows"])
+    assert call(line)[1].startswith(f"{checkpoint.name}, layer 2: E4")
 
 
 def test_a_checkpoint_is_named(call: Call, checkpoint: Path) -> None:

@@ -17,6 +17,7 @@ import typer.main
 from moereg.cli import app
 from moereg.cli._bench import BenchResult
 from moereg.cli._info import collect_info, selection_with_evidence
+from moereg.cli._names import list_models, list_schemes
 from moereg.cli._new_backend import NewWheel
 from moereg.cli._run import RunResult
 from moereg.dispatch import explain_backends
@@ -180,6 +181,10 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
         "run": RunResult("", selection, 1).to_dict(),
         "bench": BenchResult("", selection, "uniform", provenance(Platform("cpu"), ["torch"])).to_dict(),
         "new-backend": NewWheel("", "", "", Path(), ()).to_dict(),
+        "models": list_models(),
+        "a model": list_models()["models"][0],
+        "schemes": (schemes := list_schemes("cpu")[0]),
+        "a scheme": schemes["schemes"][0],
         "a decision": selection.decisions[0].to_dict(),
         "a backend": info["backends"][0],
         "a cell": info["backends"][0]["cells"][0],

@@ -16,7 +16,8 @@ import pytest
 from moereg import discovery
 from moereg.discovery import _Loader
 from moereg.dispatch import select_backend
-from moereg.errors import MoeregWarning, PluginError, RegistrationError
+from moereg.errors import MoeregWarning, PluginError, PluginWarning, RegistrationError
+from moereg.plugins import BACKEND_GROUP, PluginStatus, unknown_names
 from moereg.problem import MoEProblem
 from moereg.registry import BackendRegistry
 from tests.support.signals import ctrl_c_handled_by
@@ -141,12 +142,36 @@ def test_plugins_can_be_limited(wheels: Wheels, monkeypatch: pytest.MonkeyPatch)
     wheels.install("moereg-two", {"two": "two_wheel"}, {"two_wheel.py": "raise RuntimeError('must not be imported')"})
     monkeypatch.setattr(discovery, "_LOADER", _Loader(wheels.registry))
     monkeypatch.setenv("MOEREG_PLUGINS", " one , other ")
-    with pytest.raises(PluginError, match=r"^backend 'two' of moereg-two 1\.2 is not in MOEREG_PLUGINS; add it there$"):
+    with (
+        pytest.warns(PluginWarning, match=r"^MOEREG_PLUGINS must name .*\(installed: one, two\), got 'other'; leave"),
+        pytest.raises(PluginError, match=r"^backend 'two' of moereg-two 1\.2 is not in MOEREG_PLUGINS; add it there$"),
+    ):
         select_backend(PROBLEM, require="two")
     assert summary(discovery.plugin_statuses()) == {"one": "loaded", "two": "skipped"}
     assert select_backend(PROBLEM, require="one").backend == "one"
     monkeypatch.setenv("MOEREG_PLUGINS", "")
     assert wheels.load() == {"one": "skipped", "two": "skipped"}
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [
+        (None, None),
+        ("", None),
+        (" one ,,two", None),
+        ("backends:one,platforms:", None),
+        ("moereg.backends : one", None),
+        ("bogus", "'bogus'"),
+        ("one,platforms:one,bogus", "'platforms:one', 'bogus'"),
+    ],
+)
+def test_what_moereg_plugins_names_has_to_be_installed(text: str | None, unknown: str | None) -> None:
+    statuses = [PluginStatus(BACKEND_GROUP, name, "", "", "skipped") for name in ("one", "two")]
+    assert unknown_names(text, statuses) == (
+        unknown
+        and "MOEREG_PLUGINS must name installed plugins (installed: one, two), "
+        f"got {unknown}; leave it out or correct it"
+    )
 
 
 def test_what_an_uninstall_left_behind_stops_nobody(wheels: Wheels) -> None:

@@ -219,5 +219,5 @@ def test_get_scheme() -> None:
     value = QuantScheme("mine", QuantFormat("int8", (1, 32)))
     assert get_scheme(value) is value
     assert get_scheme("nvfp4") is QUANT_SCHEMES["nvfp4"]
-    with pytest.raises(UnknownSchemeError, match=r"^unknown quant scheme 'mxfp', did you mean 'mxfp8'\? \(known: fp8"):
+    with pytest.raises(UnknownSchemeError, match=r"^unknown quant scheme 'mxfp', did you mean one of 'mxfp4_mxfp8', "):
         get_scheme("mxfp")
