@@ -84,8 +84,9 @@ class Platform:
         kind_name, _, arch = name.partition(":")
         kind = find_kind(kind_name)
         if kind is None:
+            products = () if ":" in name else PRODUCTS
             examples = {f"{known.name}:{known.example}" for known in KINDS.values() if known.example}
-            raise UnknownPlatformError(unknown_kind("platform", name, {*examples, *KINDS, *PRODUCTS}, kind_name))
+            raise UnknownPlatformError(unknown_kind("platform", name, {*examples, *KINDS, *products}, kind_name))
         if not arch and kind.has_order:
             raise UnknownPlatformError(f"platform {shown(name)} needs an architecture{kind.hint}")
         return cls(kind_name, arch)

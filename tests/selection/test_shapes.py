@@ -137,5 +137,10 @@ def test_shapes_and_table_are_read_only() -> None:
 def test_problem_keywords(name: str, expected: dict[str, object]) -> None:
     keywords = get_shape(name).problem_keywords()
     assert expected.items() <= keywords.items()
-    facts = {field.name for field in dataclasses.fields(MoEShape)} - {"name", "num_moe_layers", "source"}
+    facts = {field.name for field in dataclasses.fields(MoEShape)} - {
+        "name",
+        "num_moe_layers",
+        "released_quant",
+        "source",
+    }
     assert set(keywords) == facts
