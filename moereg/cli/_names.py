@@ -30,7 +30,6 @@ def show_models() -> None:
     """Prints a line a model."""
     target = console(sys.stdout)
     table = new_table("model", "E", "H", "I", "K", "L", "activation", "released as")
-    table.show_edge, table.padding = False, (0, 1, 0, 0)
     for shape in MODEL_SHAPES.values():
         table.add_row(
             shape.name,
@@ -89,7 +88,6 @@ def show_schemes(found: dict[str, Any], platform: Platform) -> None:
     target = console(sys.stdout)
     target.print(f"on {machine(platform) if platform.probed else f'{platform} (named, not this machine)'}")
     table = new_table("scheme", "weights", "activations", "backends")
-    table.show_edge, table.padding = False, (0, 1, 0, 0)
     table.columns[0].no_wrap = True
     for row in found["schemes"]:
         weight = None if row["weight"] is None else QuantFormat(**row["weight"])

@@ -59,16 +59,17 @@ def show_selection(selection: Selection, subject: str | None = None, all_reasons
     target.print(f"{subject}: {selection.problem}" if subject else str(selection.problem))
     target.print(f"on {machine(platform) if platform.probed else f'{platform} (named, not this machine)'}")
     decisions = nearest_by_backend(selection.decisions)
-    _print_decisions(target, decisions, winner, platform)
-    rejected = [decision for decision in decisions if not decision.accepted]
+    fitting, rejected = ([one for one in decisions if one.accepted is fits] for fits in (True, False))
     if all_reasons or winner is None:
+        _print_decisions(target, decisions, winner, platform)
         for decision in rejected:
             print_reasons(target, f"{decision.backend} does not fit:", [vars(reason) for reason in decision.reasons])
     else:
+        _print_decisions(target, fitting, winner, platform)
         for decision in rejected:
             first, *others = decision.reasons
-            more = f" and {len(others)} more" if others else ""
-            target.print(Text(f"{decision.backend} {first.text} [{first.code}]{more}"))
+            more = f", and {len(others)} more" if others else ""
+            target.print(Text(f"rejected  {decision.backend}{of_wheel(decision)}: {first.text} [{first.code}]{more}"))
     assumed = dict.fromkeys(text for decision in decisions if decision.accepted for text in decision.assumes)
     if assumed:
         target.print(f"assumed of {platform}: {', '.join(assumed)}")
@@ -84,29 +85,28 @@ def _print_decisions(
     target: Console, decisions: Sequence[Decision], winner: Decision | None, platform: Platform
 ) -> None:
     is_wide = target.width >= _WIDE
-    origins = {decision.origin for decision in decisions}
     # On 80 columns the class is shown where it tells candidates apart, and the origin where there are several.
-    with_origin = is_wide or origins != {BUILTIN}
+    with_origin = is_wide or {decision.origin for decision in decisions} != {BUILTIN}
     columns = ["", "backend", *(["origin"] if with_origin else []), *(["experts"] if is_wide else [])]
-    table = new_table(*columns, "rule", "computes", "priority", *(["tier"] if is_wide else []), "verified")
+    table = new_table(*columns, "rule", "computes", "priority", "verified")
     backends = [decision.backend for decision in decisions]
     for decision in decisions:
-        label = decision.backend
-        computes = decision.computes
-        if not is_wide:
-            label += f" ({decision.experts})" if backends.count(decision.backend) > 1 else ""
-            computes += "" if decision.tier == "kernel" else f", {decision.tier}"
+        is_one_of_many = not is_wide and backends.count(decision.backend) > 1
         table.add_row(
             _mark(decision, winner),
-            label,
+            f"{decision.backend} ({decision.experts})" if is_one_of_many else decision.backend,
             *([decision.provider] if with_origin else []),
             *([decision.experts] if is_wide else []),
             decision.rule,
-            computes,
+            decision.computes if decision.tier == "kernel" else f"{decision.computes}, {decision.tier}",
             str(decision.priority),
-            *([decision.tier] if is_wide else []),
             _verified(decision, platform) if decision.accepted else "",
         )
+    # The rule is folded first, between its parts.
+    names = table.columns[: len(columns)]
+    width = sum(max((len(str(cell)) for cell in column.cells), default=0) for column in names)
+    for column in names if width < target.width / 2 else ():
+        column.no_wrap = True
     target.print(table)
 
 
@@ -177,7 +177,7 @@ def yes_no(value: bool) -> Text:
 
 def new_table(*columns: str) -> Table:
     """A table whose columns of numbers are aligned at their right end."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         # Folded, never cut: a name that lost its end cannot be asked for.
         is_number = column in (*_NUMBERS, *_NUMBERS_OF_LISTS)

@@ -32,7 +32,6 @@ def show_info(info: Mapping[str, Any], platform: Platform) -> None:
     with_origin = any(backend["origin"] != BUILTIN for backend in backends)
     columns = ("backend", *(["origin"] if with_origin else []), "schemes", "platforms", "runs here", "verified on")
     table = new_table(*columns)
-    table.show_edge, table.padding = False, (0, 1, 0, 0)
     table.columns[0].no_wrap = True
     for backend in backends:
         cells = backend["cells"]

@@ -118,7 +118,7 @@ def test_all_reasons_where_they_are_asked_for(call: Call) -> None:
     line = "explain --model gpt-oss-120b --platform cpu"
     short, full = call(line)[1], call(f"{line} --reasons")[1]
     assert short.count("[activation]") == 0 < full.count("[activation]")
-    assert "[platform] and " in short
+    assert "[platform], and " in short
 
 
 def test_a_platform_by_its_product(call: Call, call_json: CallJson) -> None:

@@ -33,7 +33,7 @@ def test_explain(call: Call, call_json: CallJson) -> None:
     code, out, _ = call(f"explain {SIZES} --platform cpu")
     text = words(out)
     assert code == 0
-    assert "chosen fake_acme acme-moe 1.2 AcmeExperts cpu unquantized 500 kernel no fits torch builtin Torch" in text
+    assert "chosen fake_acme acme-moe 1.2 AcmeExperts cpu unquantized 500 no fits torch builtin Torch" in text
     assert "fake_acme of acme-moe 1.2: chosen by priority" in text
     assert NOTE in text
     found = call_json(f"explain {SIZES} --platform cpu")[1]
