@@ -85,9 +85,8 @@ def _print_decisions(
     target: Console, decisions: Sequence[Decision], winner: Decision | None, platform: Platform
 ) -> None:
     is_wide = target.width >= _WIDE
-    # On 80 columns the class is shown where it tells candidates apart, and the origin where there are several.
-    with_origin = is_wide or {decision.origin for decision in decisions} != {BUILTIN}
-    columns = ["", "backend", *(["origin"] if with_origin else []), *(["experts"] if is_wide else [])]
+    # On 80 columns the class is shown where it tells candidates apart.
+    columns = ["", "backend", "origin", *(["experts"] if is_wide else [])]
     table = new_table(*columns, "rule", "computes", "priority", "verified")
     backends = [decision.backend for decision in decisions]
     for decision in decisions:
@@ -95,7 +94,7 @@ def _print_decisions(
         table.add_row(
             _mark(decision, winner),
             f"{decision.backend} ({decision.experts})" if is_one_of_many else decision.backend,
-            *([decision.provider] if with_origin else []),
+            decision.provider,
             *([decision.experts] if is_wide else []),
             decision.rule,
             decision.computes if decision.tier == "kernel" else f"{decision.computes}, {decision.tier}",

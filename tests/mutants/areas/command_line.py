@@ -30,7 +30,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the last layer with experts",
-        "moereg/cli/_run.py",
+        "moereg/cli/_subject.py",
         old="layer = with_experts[0]",
         new="layer = with_experts[-1]",
         tests=("tests/cli/test_run_checkpoint.py::test_a_checkpoint_is_named",),
@@ -123,5 +123,33 @@ MUTANTS: Final = (
         old="format_us_range(row.timing.p10_us, row.timing.p90_us)",
         new="format_us_range(row.timing.p10_us, row.timing.p10_us)",
         tests=("tests/cli/test_cli_numbers.py::test_bench_for_people_has_the_fastest_first_and_marks_it",),
+    ),
+    Mutant(
+        "a candidate counts as verified wherever it was",
+        "moereg/cli/_show.py",
+        old="    if evidence.on(platform):\n        return Text(",
+        new="    if evidence.current:\n        return Text(",
+        tests=("tests/cli/test_explain.py::test_every_candidate_says_whether_it_was_verified",),
+    ),
+    Mutant(
+        "a model that is released quantized is not noted",
+        "moereg/cli/_options.py",
+        old="if self.model is not None and self.quant is None:",
+        new="if self.model is not None and self.quant is not None:",
+        tests=("tests/cli/test_explain.py::test_sixteen_bits_of_a_model_that_is_released_quantized",),
+    ),
+    Mutant(
+        "a bench of a checkpoint is of random weights",
+        "moereg/cli/_bench.py",
+        old="if subject.checkpoint is not None and subject.layer is not None:",
+        new="if subject.checkpoint is not None and subject.layer is None:",
+        tests=("tests/cli/test_run_checkpoint.py::test_bench_of_a_checkpoint_is_of_its_weights",),
+    ),
+    Mutant(
+        "the spelling that is nearest goes before the names that begin so",
+        "moereg/errors.py",
+        old="if near and len(typed) >= fewest_letters:",
+        new="if near and len(typed) < fewest_letters:",
+        tests=("tests/cli/test_cli.py::test_bad_input_is_one_line_and_exit_2",),
     ),
 )
