@@ -24,8 +24,9 @@ Errors and warnings
     `RegistrationError`, `RequestError`, `UnknownBackendError`, `UnknownNameError`, `UnsupportedProblemError`. All
     warnings are a `MoeregWarning`, such as `PluginWarning`.
 
-`moereg.routing` computes `topk_weights` and `topk_ids` as models do, `moereg.quantize` quantizes and restores weights,
-`moereg.shapes` has the sizes of known models, and `moereg.testing` is the conformance kit.
+`moereg.integrations.transformers` runs live models on these kernels, `moereg.routing` computes `topk_weights` and
+`topk_ids` as models do, `moereg.quantize` quantizes and restores weights, `moereg.shapes` has the sizes of known
+models, and `moereg.testing` is the conformance kit.
 """
 
 from __future__ import annotations
