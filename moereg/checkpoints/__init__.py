@@ -14,10 +14,21 @@ Words of this package:
 
 `_files` opens files and `_models`, `_moe_layers` and `_quantization` read the configs; one module for each
 `quant_method` knows its formats. `_parts` and `_manifest` list what to read, and `_problem` and `_load` answer callers.
+`_save` writes a checkpoint with quantized experts, whose tensors `_compressed_write` makes.
 """
 
 from moereg.checkpoints._layer import CheckpointLayer
 from moereg.checkpoints._load import load_experts
 from moereg.checkpoints._problem import moe_layers, read_problem
+from moereg.checkpoints._save import SavedCheckpoint, check_can_save, quantize_layer, save_quantized
 
-__all__ = ["CheckpointLayer", "load_experts", "moe_layers", "read_problem"]
+__all__ = [
+    "CheckpointLayer",
+    "SavedCheckpoint",
+    "check_can_save",
+    "load_experts",
+    "moe_layers",
+    "quantize_layer",
+    "read_problem",
+    "save_quantized",
+]

@@ -1,0 +1,222 @@
+"""Writes what `_compressed_tensors` reads: the tensors of a projection and the config, out of canonical weights.
+
+The reader's own list of stored tensors says what to write, and its own conversion is what a written tensor is checked
+with. So what is written is what is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from moereg.checkpoints._compressed_tensors import compressed_tensors_formats
+from moereg.checkpoints._formats import Projection, StorageFormat, StoredTensor
+from moereg.errors import CheckpointError
+from moereg.quant import TENSOR_ROLES, WHOLE, QuantFormat, QuantScheme, TensorRole
+from moereg.quantize import pack_nibbles, unpack_nibbles
+from moereg.weights import ExpertWeights
+
+__all__ = ["as_stored", "projection_rows", "quantization_config", "storage_of", "stored_tensors"]
+
+_WORD_BYTES: Final = 4
+
+
+def quantization_config(scheme: QuantScheme, targets: Sequence[str]) -> dict[str, Any]:
+    """`quantization_config` of a checkpoint whose experts have that scheme, and nothing else is quantized.
+
+    Source: QuantizationConfig.to_dict of compressed-tensors 0.20.0.
+
+    Args:
+        scheme: With quantized weights.
+        targets: Names of the modules, or `re:` and an expression for them.
+
+    Raises:
+        CheckpointError: compressed-tensors has no such weights and activations.
+    """
+    assert scheme.weight is not None
+    layout = _layout(scheme)
+    group = {
+        "targets": list(targets),
+        "weights": _arguments(scheme.weight, is_activation=False),
+        "input_activations": None if scheme.activation is None else _arguments(scheme.activation, is_activation=True),
+        "output_activations": None,
+        "format": layout,
+    }
+    config = {
+        "config_groups": {"group_0": group},
+        "quant_method": "compressed-tensors",
+        "kv_cache_scheme": None,
+        "format": layout,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": [],
+    }
+    storage_of(config, scheme, targets[0])
+    return config
+
+
+def storage_of(config: Mapping[str, Any], scheme: QuantScheme, module: str) -> StorageFormat:
+    """The reader's format of a module, which is what a writer has to follow.
+
+    Args:
+        config: From `quantization_config`.
+        scheme: That the config was made for.
+        module: Name of one of the targets.
+
+    Raises:
+        CheckpointError: The reader takes the config for another scheme, or for none.
+    """
+    group = next(iter(config["config_groups"].values()))
+    try:
+        # Any name stands for the modules here: the expressions of the config may speak of others.
+        found = compressed_tensors_formats({**config, "config_groups": {"0": {**group, "targets": [module]}}})(module)
+    except CheckpointError as error:
+        raise CheckpointError(_no_layout(scheme)) from error
+    if found is None or found.scheme != scheme:
+        raise CheckpointError(_no_layout(scheme))
+    return found
+
+
+def _no_layout(scheme: QuantScheme) -> str:
+    return (
+        f"a checkpoint is written in compressed-tensors' layout, which has none for {scheme.description}; write a scheme "
+        "with the same weights and 16-bit activations, or another one of docs/quantization.md"
+    )
+
+
+def _layout(scheme: QuantScheme) -> str:
+    fmt = scheme.weight
+    assert fmt is not None
+    if fmt.dtype == "float4_e2m1fn":
+        return "nvfp4-pack-quantized" if fmt.global_scale else "mxfp4-pack-quantized"
+    if fmt.dtype.startswith("float8"):
+        return "mxfp8-quantized" if fmt.scale_dtype == "float8_e8m0fnu" else "float-quantized"
+    return "pack-quantized" if scheme.activation is None else "int-quantized"
+
+
+def _arguments(fmt: QuantFormat, is_activation: bool) -> dict[str, Any]:
+    """compressed-tensors' QuantizationArgs of a format."""
+    rows, columns = fmt.group
+    values: dict[str, Any] = {
+        "num_bits": fmt.bits,
+        "type": "float" if fmt.dtype.startswith("float") else "int",
+        "symmetric": fmt.symmetric,
+        "group_size": None,
+        "dynamic": is_activation and not fmt.static,
+    }
+    if fmt.group == (WHOLE, WHOLE):
+        values["strategy"] = "tensor"
+    elif columns == WHOLE:
+        values["strategy"] = "token" if is_activation else "channel"
+    elif rows != 1:
+        values |= {"strategy": "block", "block_structure": [rows, columns]}
+    else:
+        values |= {"strategy": "tensor_group" if fmt.global_scale else "group", "group_size": columns}
+    if is_activation and fmt.global_scale:
+        values["dynamic"] = "local"
+    if fmt.scale_dtype != "float32":
+        values["scale_dtype"] = "torch.uint8" if fmt.scale_dtype == "float8_e8m0fnu" else f"torch.{fmt.scale_dtype}"
+    return values
+
+
+def as_stored(weights: ExpertWeights) -> ExpertWeights:
+    """The same weights with global scales that survive being stored as their inverse.
+
+    A number whose inverse is rounded comes back from it as its neighbor at most, and from then on as itself.
+    """
+    fmt = weights.scheme.weight
+    if fmt is None or not fmt.global_scale:
+        return weights
+    tensors = weights.tensors()
+    for name, scale in weights.tensors("scale_2", "activation_scale").items():
+        tensors[name] = 1 / (1 / scale)
+    return ExpertWeights(**tensors, quant=weights.quant)
+
+
+def projection_rows(weights: ExpertWeights, expert: int, matrix: str, half: int | None) -> dict[TensorRole, torch.Tensor]:
+    """The canonical tensors of one projection of an expert, by role, as views.
+
+    Args:
+        weights: Canonical.
+        expert: Local expert.
+        matrix: `w13` or `w2`.
+        half: 0 gate, 1 up, None for all of w2.
+    """
+    found: dict[TensorRole, torch.Tensor] = {}
+    for name, tensor in weights.tensors().items():
+        role = TENSOR_ROLES[name]
+        if matrix.removeprefix("w") != name.removeprefix("a").removeprefix("w").partition("_")[0] or role == "bias":
+            continue
+        one = tensor[expert] if tensor.dim() else tensor
+        # One number for the matrix is both halves'; gate and up read the same input, which has one scale.
+        if half is not None and one.dim():
+            one = one.chunk(2)[half]
+        found[role] = one.reshape(()) if one.numel() == 1 and role in ("scale_2", "activation_scale") else one
+    return found
+
+
+def stored_tensors(
+    storage: StorageFormat, projection: Projection, canonical: Mapping[TensorRole, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What is stored of a projection, by name in the checkpoint.
+
+    Args:
+        storage: As `storage_of` gives it.
+        projection: Its name and sizes.
+        canonical: As `projection_rows` gives it.
+
+    Returns:
+        Contiguous tensors on the CPU; 16-bit and 32-bit scales stay fp32, as they were measured.
+
+    Raises:
+        CheckpointError: The sizes do not fit the format.
+    """
+    fmt = storage.scheme.weight
+    assert fmt is not None
+    found = {}
+    for tensor in storage.tensors(projection):
+        if tensor.role is None:
+            stored = torch.tensor([projection.rows, projection.columns])
+        elif tensor.role not in canonical:
+            raise CheckpointError(
+                f"{storage.name} stores {projection.module}{tensor.suffix}, which needs calibrated activations, got "
+                "none; give the layer's real inputs, or take a scheme without activation scales"
+            )
+        else:
+            value = canonical[tensor.role].cpu()
+            stored = _stored(tensor, value, fmt, projection).contiguous()
+            assert _same_bits(tensor.convert(stored), value), f"{projection.module}{tensor.suffix} is read differently"
+        assert tuple(stored.shape) in tensor.shapes, f"{projection.module}{tensor.suffix} has shape {stored.shape}"
+        found[f"{projection.module}{tensor.suffix}"] = stored
+    return found
+
+
+def _stored(tensor: StoredTensor, value: torch.Tensor, fmt: QuantFormat, projection: Projection) -> torch.Tensor:
+    is_words = "I32" in tensor.dtypes
+    if tensor.role == "weight" and is_words:
+        codes = value if fmt.bits == 4 else value.contiguous().view(torch.uint8) ^ 128
+        return _words(codes)
+    if tensor.role == "zero_point":
+        num_groups = 1 if fmt.group[1] == WHOLE else projection.columns // fmt.group[1]
+        return _words(pack_nibbles(unpack_nibbles(value, num_groups).mT.contiguous())).mT
+    if tensor.role == "scale_2" or tensor.suffix == ".input_global_scale":
+        return (1 / value).reshape(1)
+    if value.dtype == torch.float8_e8m0fnu:
+        return value.contiguous().view(torch.uint8)
+    stored = value.reshape(tensor.shapes[0])
+    # Gate and up have one number in common, and a file has no tensors that share memory.
+    return stored.clone() if stored.numel() == 1 else stored
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes [R,B] uint8 in words [R,ceil(B/4)] int32, lowest first; unused bytes are 0."""
+    padding = -codes.shape[1] % _WORD_BYTES
+    return torch.nn.functional.pad(codes, (0, padding)).contiguous().view(torch.int32)
+
+
+def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    if found.numel() != expected.numel() or found.dtype != expected.dtype:
+        return False
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (found, expected)))

@@ -1,0 +1,348 @@
+"""Writes a copy of a checkpoint whose routed experts are quantized, in compressed-tensors' layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from moereg.checkpoints._compressed_write import (
+    as_stored,
+    projection_rows,
+    quantization_config,
+    storage_of,
+    stored_tensors,
+)
+from moereg.checkpoints._files import CheckpointFiles
+from moereg.checkpoints._formats import Projection, StorageFormat
+from moereg.checkpoints._layer import CheckpointLayer
+from moereg.checkpoints._load import load_experts
+from moereg.checkpoints._manifest import LayerManifest, list_layer
+from moereg.checkpoints._moe_layers import find_model, moe_layer_indices
+from moereg.checkpoints._parts import list_modules
+from moereg.errors import CheckpointError, shown
+from moereg.memory import format_bytes
+from moereg.quant import QuantScheme, get_scheme
+from moereg.quantize import quantize_weights
+from moereg.reference import calibrate_activation_scales
+from moereg.weights import ExpertWeights
+
+__all__ = ["SavedCheckpoint", "check_can_save", "quantize_layer", "save_quantized"]
+
+_INDEX: Final = "model.safetensors.index.json"
+_WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+# Bytes of one file of experts; more would have to be in memory at once.
+_SHARD_BYTES: Final = 4 * 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedCheckpoint:
+    """What was written.
+
+    Attributes:
+        path: The directory.
+        quant: The scheme of the experts.
+        layers: Whose experts were quantized; all others are as they were.
+        num_bytes: Of all its files.
+    """
+
+    path: Path
+    quant: QuantScheme
+    layers: tuple[int, ...]
+    num_bytes: int
+
+
+def quantize_layer(
+    layer: CheckpointLayer, scheme: QuantScheme, hidden_states: torch.Tensor | None = None
+) -> ExpertWeights:
+    """The weights that `save_quantized` writes of a layer.
+
+    Args:
+        layer: Unquantized.
+        scheme: To quantize to.
+        hidden_states: [T,H] in the problem's dtype, real inputs of the layer, from which the scales of activations come
+            where the scheme stores such.
+
+    Raises:
+        ValueError: The layer is quantized already or not finite, or inputs are needed and not given.
+    """
+    fmt, scales = scheme.activation, (None, None)
+    if fmt is not None and (fmt.static or fmt.global_scale) and hidden_states is not None:
+        scales = calibrate_activation_scales(
+            layer.problem, layer.weights, hidden_states, *layer.route(hidden_states), scheme
+        )
+    return as_stored(quantize_weights(layer.weights, scheme, a13_scale=scales[0], a2_scale=scales[1]))
+
+
+def check_can_save(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    quant: str | QuantScheme,
+    layers: Sequence[int] | None = None,
+    hidden_states: Mapping[int, torch.Tensor] | None = None,
+) -> tuple[int, ...]:
+    """Checks everything that `save_quantized` needs, and reads and writes no tensor data.
+
+    Returns:
+        The layers whose experts would be quantized.
+
+    Raises:
+        CheckpointError, ValueError: As `save_quantized`.
+    """
+    with CheckpointFiles(path) as files:
+        return _Copy.of(files, Path(out), get_scheme(quant), layers, hidden_states or {}).layers
+
+
+def save_quantized(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    quant: str | QuantScheme,
+    layers: Sequence[int] | None = None,
+    hidden_states: Mapping[int, torch.Tensor] | None = None,
+    *,
+    progress: Callable[[int, int], object] | None = None,
+) -> SavedCheckpoint:
+    """Copies a checkpoint and quantizes its routed experts, layer by layer, in compressed-tensors' layout.
+
+    Everything else (attention, shared experts, routers, tokenizer) is copied as it is. The directory appears under its
+    name once it is complete. One layer and its quantized copy are in memory at a time.
+
+    Args:
+        path: Directory of an unquantized checkpoint.
+        out: Directory to write, which must not exist or be empty.
+        quant: Scheme, by name or value.
+        layers: Indices of the layers to quantize; all that have experts where None.
+        hidden_states: By layer, [T,H]: real inputs of the layer. Needed where the scheme stores scales of activations
+            (`fp8_tensor_static`, `nvfp4`), and by no other.
+        progress: Called after each layer, with how many are done and how many there are.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, is quantized already, or cannot be stored in that layout; or the
+            disk is full.
+        ValueError: The weights are not finite.
+    """
+    scheme = get_scheme(quant)
+    with CheckpointFiles(path) as files:
+        copy = _Copy.of(files, Path(out), scheme, layers, hidden_states or {})
+        copy.out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with tempfile.TemporaryDirectory(prefix=f".{copy.out.name}.", dir=copy.out.parent) as folder:
+                partial = Path(folder) / "checkpoint"
+                partial.mkdir()
+                copy.write(partial, progress or (lambda done, total: None))
+                num_bytes = sum(file.stat().st_size for file in partial.iterdir())
+                if copy.out.is_dir():
+                    copy.out.rmdir()
+                partial.rename(copy.out)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{copy.out} must be writable, with room for the checkpoint, got: {error}; nothing is left of it"
+            ) from error
+    return SavedCheckpoint(copy.out, scheme, copy.layers, num_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """A checkpoint that can be copied, and how.
+
+    Attributes:
+        config: `quantization_config`.
+        manifests: By layer to quantize.
+        experts_roots: By layer: what names of its experts begin with, up to and with a dot.
+        projections: Names of gate, up and down.
+        hidden_states: By layer.
+    """
+
+    files: CheckpointFiles
+    out: Path
+    scheme: QuantScheme
+    config: Mapping[str, Any]
+    manifests: Mapping[int, LayerManifest]
+    experts_roots: Mapping[int, str]
+    projections: tuple[str, str, str]
+    hidden_states: Mapping[int, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        files: CheckpointFiles,
+        out: Path,
+        scheme: QuantScheme,
+        layers: Sequence[int] | None,
+        hidden_states: Mapping[int, torch.Tensor],
+    ) -> _Copy:
+        """Checks everything that can be known before data is read."""
+        out = out.expanduser()
+        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise CheckpointError(
+                f"a checkpoint is written into a new or empty directory, got {str(out)!r}, which holds something; give "
+                "another one"
+            )
+        if scheme.weight is None:
+            raise CheckpointError(f"experts are quantized to a scheme with quantized weights, got {scheme.name}")
+        if files.quantization is not None:
+            raise CheckpointError(
+                f"only unquantized checkpoints are quantized, got {str(files.path)!r}, whose config says "
+                f"{shown(files.quantization[0].get('quant_method'))}: its other modules stay in that format, which "
+                "compressed-tensors does not hold; start from the model's 16-bit release"
+            )
+        name, model = find_model(files)
+        if model.projections is None or model.has_bias:
+            raise CheckpointError(
+                f"experts of model type {name!r} are released fused or with biases, which compressed-tensors' layout "
+                "of an expert does not hold; quantize it with a tool of its own format"
+            )
+        chosen = tuple(sorted(set(moe_layer_indices(files) if layers is None else layers)))
+        if not chosen:
+            raise CheckpointError(f"there must be a layer with experts to quantize, got none in {str(files.path)!r}")
+        manifests = {layer: list_layer(files, layer) for layer in chosen}
+        roots = {layer: _experts_root(manifest) for layer, manifest in manifests.items()}
+        if needs := _needs_inputs(scheme):
+            for layer in chosen:
+                if layer not in hidden_states:
+                    raise CheckpointError(
+                        f"{scheme.name} stores {needs}, which come from real inputs of each layer, got none for layer "
+                        f"{layer}; give hidden states, or take a scheme without them, such as one with 16-bit "
+                        "activations"
+                    )
+        config = quantization_config(scheme, _targets(roots, model.projections))
+        copy = cls(files, out, scheme, config, manifests, roots, model.projections, hidden_states)
+        for layer, manifest in manifests.items():
+            for projection, _, _ in copy.projections_of(layer, 0):
+                # Sizes that do not fit the format are an error here.
+                copy.storage.tensors(projection)
+            if manifest.problem.activation.num_halves != 2:
+                raise CheckpointError(
+                    f"experts are written as gate, up and down, got {manifest.problem.activation} without a gate"
+                )
+        copy.check_room()
+        return copy
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self.manifests)
+
+    @property
+    def storage(self) -> StorageFormat:
+        return storage_of(self.config, self.scheme, "any")
+
+    def projections_of(self, layer: int, expert: int) -> Iterator[tuple[Projection, str, int | None]]:
+        """The projections of an expert, each with its matrix and its half of it."""
+        problem, root = self.manifests[layer].problem, self.experts_roots[layer]
+        hidden, intermediate = problem.hidden_size, problem.intermediate_size
+        gate, up, down = (f"{root}{expert}.{name}" for name in self.projections)
+        yield Projection(gate, intermediate, hidden, is_half=True), "w13", 0
+        yield Projection(up, intermediate, hidden, is_half=True), "w13", 1
+        yield Projection(down, hidden, intermediate), "w2", None
+
+    def check_room(self) -> None:
+        """Checks the disk, with the size of the source, which is larger than what is written."""
+        files = {self.files.path / file for file in self.files.file_of.values()}
+        num_bytes = sum(file.stat().st_size for file in files if file.is_file())
+        parent = next(parent for parent in self.out.absolute().parents if parent.is_dir())
+        free_bytes = shutil.disk_usage(parent).free
+        if free_bytes < num_bytes:
+            raise CheckpointError(
+                f"a disk needs as much room as the checkpoint to quantize has, {format_bytes(num_bytes)}, got "
+                f"{format_bytes(free_bytes)} free in {str(parent)!r}; write to another disk"
+            )
+
+    def write(self, folder: Path, progress: Callable[[int, int], object]) -> None:
+        """Writes all files."""
+        weight_map: dict[str, str] = {}
+        replaced = {part.name for manifest in self.manifests.values() for parts in manifest.parts for part in parts}
+        by_file: dict[str, list[str]] = {}
+        for name, file in self.files.file_of.items():
+            by_file.setdefault(file, []).append(name)
+        for file, names in by_file.items():
+            kept = [name for name in names if name not in replaced]
+            weight_map |= dict.fromkeys(kept, file)
+            if len(kept) == len(names):
+                shutil.copyfile(self.files.path / file, folder / file)
+            elif kept:
+                _save({name: self.files.read(name) for name in kept}, folder / file)
+        for done, layer in enumerate(self.layers):
+            for number, tensors in enumerate(self._shards(layer)):
+                file = f"experts-{layer:05}-{number:02}.safetensors"
+                weight_map |= dict.fromkeys(tensors, file)
+                _save(tensors, folder / file)
+            progress(done + 1, len(self.layers))
+        for source in sorted(self.files.path.iterdir()):
+            if source.is_file() and source.suffix not in _WEIGHT_SUFFIXES and source.name not in (_INDEX, "config.json"):
+                shutil.copyfile(source, folder / source.name)
+        total = sum(_data_bytes(folder / file) for file in set(weight_map.values()))
+        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+        _write_json(folder / "config.json", {**self.files.full_config, "quantization_config": self.config})
+
+    def _shards(self, layer: int) -> Iterator[dict[str, torch.Tensor]]:
+        """The stored tensors of a layer, in pieces that fit into memory and a file."""
+        loaded = load_experts(self.files.path, layer)
+        inputs = self.hidden_states.get(layer) if _needs_inputs(self.scheme) else None
+        weights = quantize_layer(loaded, self.scheme, None if inputs is None else inputs.to(loaded.router_weight))
+        del loaded
+        storage, found, num_bytes = self.storage, dict[str, torch.Tensor](), 0
+        for expert in range(weights.num_experts):
+            for projection, matrix, half in self.projections_of(layer, expert):
+                stored = stored_tensors(storage, projection, projection_rows(weights, expert, matrix, half))
+                found |= stored
+                num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
+            if num_bytes >= _SHARD_BYTES:
+                yield found
+                found, num_bytes = {}, 0
+        if found:
+            yield found
+
+
+def _needs_inputs(scheme: QuantScheme) -> str:
+    """The scales that a checkpoint of a scheme has for its activations; empty if none."""
+    fmt = scheme.activation
+    if fmt is None or not (fmt.static or fmt.global_scale):
+        return ""
+    return "static scales of activations" if fmt.static else "global scales of activations"
+
+
+def _experts_root(manifest: LayerManifest) -> str:
+    name = manifest.parts[0][0].name
+    root, separator, _ = name.rpartition("experts.")
+    assert separator, f"{name} is no expert's"
+    return f"{root}{separator}"
+
+
+def _targets(roots: Mapping[int, str], projections: Sequence[str]) -> list[str]:
+    """One expression for each place of experts in a layer."""
+    layers: dict[str, list[int]] = {}
+    for layer, root in roots.items():
+        block = root.partition(f"layers.{layer}.")[2]
+        layers.setdefault(block, []).append(layer)
+    names = "|".join(map(re.escape, projections))
+    return [
+        rf"re:.*layers\.({'|'.join(map(str, some))})\.{re.escape(block)}\d+\.({names})$"
+        for block, some in layers.items()
+    ]
+
+
+def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _data_bytes(file: Path) -> int:
+    """Bytes of a safetensors file's tensors: all but the length of its header and the header."""
+    with file.open("rb") as stream:
+        return file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
