@@ -6,6 +6,7 @@ with. So what is written is what is read.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -15,10 +16,10 @@ from moereg.checkpoints._compressed_tensors import compressed_tensors_formats
 from moereg.checkpoints._formats import Projection, StorageFormat, StoredTensor
 from moereg.errors import CheckpointError
 from moereg.quant import TENSOR_ROLES, WHOLE, QuantFormat, QuantScheme, TensorRole
-from moereg.quantize import pack_nibbles, unpack_nibbles
+from moereg.quantize import pack_nibbles, quantize_weights, unpack_nibbles
 from moereg.weights import ExpertWeights
 
-__all__ = ["as_stored", "projection_rows", "quantization_config", "storage_of", "stored_tensors"]
+__all__ = ["projection_rows", "quantization_config", "quantize_as_stored", "storage_of", "stored_tensors"]
 
 _WORD_BYTES: Final = 4
 
@@ -44,7 +45,7 @@ def quantization_config(scheme: QuantScheme, targets: Sequence[str]) -> dict[str
         "output_activations": None,
         "format": layout,
     }
-    config = {
+    config: dict[str, Any] = {
         "config_groups": {"group_0": group},
         "quant_method": "compressed-tensors",
         "kv_cache_scheme": None,
@@ -81,8 +82,8 @@ def storage_of(config: Mapping[str, Any], scheme: QuantScheme, module: str) -> S
 
 def _no_layout(scheme: QuantScheme) -> str:
     return (
-        f"a checkpoint is written in compressed-tensors' layout, which has none for {scheme.description}; write a scheme "
-        "with the same weights and 16-bit activations, or another one of docs/quantization.md"
+        f"a checkpoint is written in compressed-tensors' layout, which has none for {scheme.description}; write a "
+        "scheme with the same weights and 16-bit activations, or another one"
     )
 
 
@@ -121,21 +122,53 @@ def _arguments(fmt: QuantFormat, is_activation: bool) -> dict[str, Any]:
     return values
 
 
-def as_stored(weights: ExpertWeights) -> ExpertWeights:
-    """The same weights with global scales that survive being stored as their inverse.
+def quantize_as_stored(
+    weights: ExpertWeights,
+    scheme: QuantScheme,
+    dtype: torch.dtype,
+    a13_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
+) -> ExpertWeights:
+    """`quantize_weights` with scales that survive being stored, so that what is measured is what is written.
 
-    A number whose inverse is rounded comes back from it as its neighbor at most, and from then on as itself.
+    Args:
+        weights: Unquantized.
+        scheme: To quantize to.
+        dtype: Of the checkpoint.
+        a13_scale, a2_scale: As `quantize_weights` takes them.
+
+    Raises:
+        ValueError: As `quantize_weights`.
     """
-    fmt = weights.scheme.weight
-    if fmt is None or not fmt.global_scale:
-        return weights
-    tensors = weights.tensors()
-    for name, scale in weights.tensors("scale_2", "activation_scale").items():
-        tensors[name] = 1 / (1 / scale)
-    return ExpertWeights(**tensors, quant=weights.quant)
+    assert scheme.weight is not None
+    stored = dataclasses.replace(scheme, weight=_with_stored_scales(scheme, dtype))
+    tensors = quantize_weights(weights, stored, a13_scale=a13_scale, a2_scale=a2_scale).tensors()
+    for name, tensor in tensors.items():
+        role = TENSOR_ROLES[name]
+        if role == "scale" and scheme.weight.scale_dtype == "float32":
+            tensors[name] = tensor.float()
+        # A number whose inverse is rounded comes back from it as its neighbor at most, and from then on as itself.
+        if scheme.weight.global_scale and role in ("scale_2", "activation_scale"):
+            tensors[name] = 1 / (1 / tensor)
+    return ExpertWeights(**tensors, quant=scheme)
 
 
-def projection_rows(weights: ExpertWeights, expert: int, matrix: str, half: int | None) -> dict[TensorRole, torch.Tensor]:
+def _with_stored_scales(scheme: QuantScheme, dtype: torch.dtype) -> QuantFormat:
+    """The weights' format with scales as a checkpoint of a dtype has them.
+
+    Scales of packed integers have the model's dtype: their readers multiply restored weights in it, or round to it.
+    Those of 8-bit weights stay fp32, as their readers keep them.
+    """
+    fmt = scheme.weight
+    assert fmt is not None
+    if _layout(scheme) == "pack-quantized" and dtype.itemsize == 2:
+        return dataclasses.replace(fmt, scale_dtype=str(dtype).removeprefix("torch."))
+    return fmt
+
+
+def projection_rows(
+    weights: ExpertWeights, expert: int, matrix: str, half: int | None
+) -> dict[TensorRole, torch.Tensor]:
     """The canonical tensors of one projection of an expert, by role, as views.
 
     Args:
@@ -158,17 +191,18 @@ def projection_rows(weights: ExpertWeights, expert: int, matrix: str, half: int 
 
 
 def stored_tensors(
-    storage: StorageFormat, projection: Projection, canonical: Mapping[TensorRole, torch.Tensor]
+    storage: StorageFormat, projection: Projection, canonical: Mapping[TensorRole, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """What is stored of a projection, by name in the checkpoint.
 
     Args:
         storage: As `storage_of` gives it.
         projection: Its name and sizes.
-        canonical: As `projection_rows` gives it.
+        canonical: As `projection_rows` gives it, of weights from `quantize_as_stored`.
+        dtype: Of the checkpoint.
 
     Returns:
-        Contiguous tensors on the CPU; 16-bit and 32-bit scales stay fp32, as they were measured.
+        Contiguous tensors on the CPU, no two of which share memory.
 
     Raises:
         CheckpointError: The sizes do not fit the format.
@@ -187,7 +221,10 @@ def stored_tensors(
         else:
             value = canonical[tensor.role].cpu()
             stored = _stored(tensor, value, fmt, projection).contiguous()
-            assert _same_bits(tensor.convert(stored), value), f"{projection.module}{tensor.suffix} is read differently"
+            if tensor.role == "scale" and stored.is_floating_point() and stored.dtype.itemsize > 1:
+                stored = stored.to(getattr(torch, _with_stored_scales(storage.scheme, dtype).scale_dtype))
+            restored = tensor.convert(stored).to(value.dtype)
+            assert _same_bits(restored, value), f"{projection.module}{tensor.suffix} is read differently"
         assert tuple(stored.shape) in tensor.shapes, f"{projection.module}{tensor.suffix} has shape {stored.shape}"
         found[f"{projection.module}{tensor.suffix}"] = stored
     return found

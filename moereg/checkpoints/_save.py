@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from moereg.checkpoints._compressed_write import (
-    as_stored,
     projection_rows,
     quantization_config,
+    quantize_as_stored,
     storage_of,
     stored_tensors,
 )
@@ -29,16 +29,15 @@ from moereg.checkpoints._layer import CheckpointLayer
 from moereg.checkpoints._load import load_experts
 from moereg.checkpoints._manifest import LayerManifest, list_layer
 from moereg.checkpoints._moe_layers import find_model, moe_layer_indices
-from moereg.checkpoints._parts import list_modules
 from moereg.errors import CheckpointError, shown
 from moereg.memory import format_bytes
 from moereg.quant import QuantScheme, get_scheme
-from moereg.quantize import quantize_weights
 from moereg.reference import calibrate_activation_scales
 from moereg.weights import ExpertWeights
 
 __all__ = ["SavedCheckpoint", "check_can_save", "quantize_layer", "save_quantized"]
 
+_CONFIG: Final = "config.json"
 _INDEX: Final = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 # Bytes of one file of experts; more would have to be in memory at once.
@@ -76,12 +75,13 @@ def quantize_layer(
     Raises:
         ValueError: The layer is quantized already or not finite, or inputs are needed and not given.
     """
-    fmt, scales = scheme.activation, (None, None)
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    fmt = scheme.activation
     if fmt is not None and (fmt.static or fmt.global_scale) and hidden_states is not None:
         scales = calibrate_activation_scales(
             layer.problem, layer.weights, hidden_states, *layer.route(hidden_states), scheme
         )
-    return as_stored(quantize_weights(layer.weights, scheme, a13_scale=scales[0], a2_scale=scales[1]))
+    return quantize_as_stored(layer.weights, scheme, layer.problem.torch_dtype, *scales)
 
 
 def check_can_save(
@@ -110,6 +110,7 @@ def save_quantized(
     layers: Sequence[int] | None = None,
     hidden_states: Mapping[int, torch.Tensor] | None = None,
     *,
+    device: str | torch.device = "cpu",
     progress: Callable[[int, int], object] | None = None,
 ) -> SavedCheckpoint:
     """Copies a checkpoint and quantizes its routed experts, layer by layer, in compressed-tensors' layout.
@@ -124,6 +125,7 @@ def save_quantized(
         layers: Indices of the layers to quantize; all that have experts where None.
         hidden_states: By layer, [T,H]: real inputs of the layer. Needed where the scheme stores scales of activations
             (`fp8_tensor_static`, `nvfp4`), and by no other.
+        device: Where to quantize.
         progress: Called after each layer, with how many are done and how many there are.
 
     Returns:
@@ -142,7 +144,7 @@ def save_quantized(
             with tempfile.TemporaryDirectory(prefix=f".{copy.out.name}.", dir=copy.out.parent) as folder:
                 partial = Path(folder) / "checkpoint"
                 partial.mkdir()
-                copy.write(partial, progress or (lambda done, total: None))
+                copy.write(partial, device, progress or (lambda done, total: None))
                 num_bytes = sum(file.stat().st_size for file in partial.iterdir())
                 if copy.out.is_dir():
                     copy.out.rmdir()
@@ -215,8 +217,8 @@ class _Copy:
                 if layer not in hidden_states:
                     raise CheckpointError(
                         f"{scheme.name} stores {needs}, which come from real inputs of each layer, got none for layer "
-                        f"{layer}; give hidden states, or take a scheme without them, such as one with 16-bit "
-                        "activations"
+                        f"{layer}; give hidden states (--inputs), or take a scheme without them, such as one with "
+                        "16-bit activations"
                     )
         config = quantization_config(scheme, _targets(roots, model.projections))
         copy = cls(files, out, scheme, config, manifests, roots, model.projections, hidden_states)
@@ -260,7 +262,7 @@ class _Copy:
                 f"{format_bytes(free_bytes)} free in {str(parent)!r}; write to another disk"
             )
 
-    def write(self, folder: Path, progress: Callable[[int, int], object]) -> None:
+    def write(self, folder: Path, device: str | torch.device, progress: Callable[[int, int], object]) -> None:
         """Writes all files."""
         weight_map: dict[str, str] = {}
         replaced = {part.name for manifest in self.manifests.values() for parts in manifest.parts for part in parts}
@@ -275,28 +277,35 @@ class _Copy:
             elif kept:
                 _save({name: self.files.read(name) for name in kept}, folder / file)
         for done, layer in enumerate(self.layers):
-            for number, tensors in enumerate(self._shards(layer)):
+            for number, tensors in enumerate(self._shards(layer, device)):
                 file = f"experts-{layer:05}-{number:02}.safetensors"
                 weight_map |= dict.fromkeys(tensors, file)
                 _save(tensors, folder / file)
             progress(done + 1, len(self.layers))
         for source in sorted(self.files.path.iterdir()):
-            if source.is_file() and source.suffix not in _WEIGHT_SUFFIXES and source.name not in (_INDEX, "config.json"):
+            if (
+                source.is_file()
+                and source.suffix not in _WEIGHT_SUFFIXES
+                and source.name not in (_INDEX, "config.json")
+            ):
                 shutil.copyfile(source, folder / source.name)
         total = sum(_data_bytes(folder / file) for file in set(weight_map.values()))
-        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-        _write_json(folder / "config.json", {**self.files.full_config, "quantization_config": self.config})
+        _write_json(
+            folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        )
+        _write_json(folder / _CONFIG, {**self.files.full_config, "quantization_config": self.config})
 
-    def _shards(self, layer: int) -> Iterator[dict[str, torch.Tensor]]:
+    def _shards(self, layer: int, device: str | torch.device) -> Iterator[dict[str, torch.Tensor]]:
         """The stored tensors of a layer, in pieces that fit into memory and a file."""
-        loaded = load_experts(self.files.path, layer)
+        loaded = load_experts(self.files.path, layer, device=device)
+        dtype = loaded.problem.torch_dtype
         inputs = self.hidden_states.get(layer) if _needs_inputs(self.scheme) else None
         weights = quantize_layer(loaded, self.scheme, None if inputs is None else inputs.to(loaded.router_weight))
         del loaded
         storage, found, num_bytes = self.storage, dict[str, torch.Tensor](), 0
         for expert in range(weights.num_experts):
             for projection, matrix, half in self.projections_of(layer, expert):
-                stored = stored_tensors(storage, projection, projection_rows(weights, expert, matrix, half))
+                stored = stored_tensors(storage, projection, projection_rows(weights, expert, matrix, half), dtype)
                 found |= stored
                 num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
             if num_bytes >= _SHARD_BYTES:

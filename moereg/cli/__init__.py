@@ -28,6 +28,7 @@ from moereg.cli._exits import (
 )
 from moereg.cli._layer_commands import bench, explain, info, models, run, schemes
 from moereg.cli._output import print_error, warnings_on_one_line
+from moereg.cli._quantize_command import quantize
 from moereg.cli._streams import OutputLostError, guarded_streams
 from moereg.errors import (
     MoeregError,
@@ -189,6 +190,7 @@ app.command()(schemes)
 app.command()(explain)
 app.command()(run)
 app.command()(bench)
+app.command()(quantize)
 app.command("new-backend")(new_backend)
 app.command("build-kernels")(build_kernels)
 app.command()(verify)

@@ -12,28 +12,28 @@ from moereg.tuning.compare import Measurement
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["check_can_plot", "plot_bench"]
+__all__ = ["COLORS", "FAINT", "INK", "STYLE", "check_can_plot", "format_us", "plot_bench"]
 
 # Okabe and Ito's colors, which also color-blind readers can tell apart, strong ones first.
-_COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _MARKERS: Final = "osD^vPX"
-_INK: Final = "#222222"
-_FAINT: Final = "#777777"
+INK: Final = "#222222"
+FAINT: Final = "#777777"
 _GRID: Final = "#e4e4e4"
-_STYLE: Final[dict[Any, Any]] = {
+STYLE: Final[dict[Any, Any]] = {
     "font.family": "sans-serif",
     "font.size": 11,
     "axes.edgecolor": "#999999",
-    "axes.labelcolor": _INK,
+    "axes.labelcolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlelocation": "left",
     "axes.titlesize": 12,
-    "axes.titlecolor": _INK,
+    "axes.titlecolor": INK,
     "axes.titlepad": 10,
-    "legend.labelcolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
+    "legend.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
     "lines.linewidth": 2.0,
     "lines.markersize": 6,
     "svg.fonttype": "none",
@@ -87,7 +87,7 @@ def plot_bench(result: BenchResult, path: Path) -> None:
     from matplotlib.figure import Figure
 
     # A figure of its own instead of pyplot, so that neither a display nor the caller's settings are touched.
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         names = [*(label for label in result.labels().values()), _ROOFLINE]
         columns = max(1, min(len(names), _LINE_LETTERS // (max(map(len, names)) + 8)))
         legend_rows = -(-len(names) // columns)
@@ -98,9 +98,9 @@ def plot_bench(result: BenchResult, path: Path) -> None:
         figure.subplots_adjust(left=_LEFT, right=0.985, top=1 - above / height, bottom=0.65 / height, wspace=0.17)
         _draw_lines(result, times, shares)
         _finish_axes(result, times, shares)
-        figure.text(_LEFT, 1 - 0.38 / height, _title(result), fontsize=15, fontweight="bold", color=_INK)
+        figure.text(_LEFT, 1 - 0.38 / height, _title(result), fontsize=15, fontweight="bold", color=INK)
         for line, text in enumerate(_subtitles(result)):
-            figure.text(_LEFT, 1 - (0.62 + 0.2 * line) / height, text, fontsize=10, color=_FAINT)
+            figure.text(_LEFT, 1 - (0.62 + 0.2 * line) / height, text, fontsize=10, color=FAINT)
         figure.legend(
             *times.get_legend_handles_labels(),
             loc="upper left",
@@ -116,7 +116,7 @@ def _draw_lines(result: BenchResult, times: Axes, shares: Axes) -> None:
     for number, (decision, label) in enumerate(result.labels().items()):
         rows = [row for row in result.rows if row.decision == decision]
         tokens = [row.num_tokens for row in rows]
-        color = _COLORS[number % len(_COLORS)]
+        color = COLORS[number % len(COLORS)]
         look: dict[str, Any] = {"color": color, "marker": _MARKERS[number % len(_MARKERS)], "clip_on": False}
         look |= {"markeredgecolor": "white", "markeredgewidth": 1.0, "zorder": 3}
         times.plot(tokens, [row.time_us for row in rows], label=label + _wrong_at(rows), **look)
@@ -131,7 +131,7 @@ def _draw_lines(result: BenchResult, times: Axes, shares: Axes) -> None:
             linewidth=0,
         )
     roofline = {row.num_tokens: row.roofline_us for row in result.rows}
-    look = {"color": _FAINT, "linestyle": (0, (4, 3)), "linewidth": 1.6}
+    look = {"color": FAINT, "linestyle": (0, (4, 3)), "linewidth": 1.6}
     times.plot(list(roofline), list(roofline.values()), label=_ROOFLINE, **look)
     shares.axhline(100, **look)
 
@@ -156,7 +156,7 @@ def _finish_axes(result: BenchResult, times: Axes, shares: Axes) -> None:
     times.set_yscale("log")
     low, high = times.dataLim.intervaly
     times.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < _FEW_DECADES * low else (1.0,)))
-    times.yaxis.set_major_formatter(FuncFormatter(_format_us))
+    times.yaxis.set_major_formatter(FuncFormatter(format_us))
     times.yaxis.set_minor_locator(NullLocator())
     times.set_title("time of a call")
     shares.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} %"))
@@ -164,7 +164,7 @@ def _finish_axes(result: BenchResult, times: Axes, shares: Axes) -> None:
     shares.set_title("share of the roofline")
 
 
-def _format_us(value: float, _: object = None) -> str:
+def format_us(value: float, _: object = None) -> str:
     for unit, scale in (("s", 1e6), ("ms", 1e3)):
         if value >= scale:
             return f"{value / scale:g} {unit}"
