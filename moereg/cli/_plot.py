@@ -12,7 +12,7 @@ from moereg.tuning.compare import Measurement
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLORS", "FAINT", "INK", "STYLE", "check_can_plot", "format_us", "plot_bench"]
+__all__ = ["COLORS", "FAINT", "INK", "STYLE", "axis_us", "check_can_plot", "plot_bench"]
 
 # Okabe and Ito's colors, which also color-blind readers can tell apart, strong ones first.
 COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -156,7 +156,7 @@ def _finish_axes(result: BenchResult, times: Axes, shares: Axes) -> None:
     times.set_yscale("log")
     low, high = times.dataLim.intervaly
     times.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < _FEW_DECADES * low else (1.0,)))
-    times.yaxis.set_major_formatter(FuncFormatter(format_us))
+    times.yaxis.set_major_formatter(FuncFormatter(axis_us))
     times.yaxis.set_minor_locator(NullLocator())
     times.set_title("time of a call")
     shares.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} %"))
@@ -164,7 +164,7 @@ def _finish_axes(result: BenchResult, times: Axes, shares: Axes) -> None:
     shares.set_title("share of the roofline")
 
 
-def format_us(value: float, _: object = None) -> str:
+def axis_us(value: float, _: object = None) -> str:
     for unit, scale in (("s", 1e6), ("ms", 1e3)):
         if value >= scale:
             return f"{value / scale:g} {unit}"

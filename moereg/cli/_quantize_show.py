@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from moereg.cli._output import console
-from moereg.cli._plot import COLORS, FAINT, INK, STYLE, format_us
+from moereg.cli._plot import COLORS, FAINT, INK, STYLE, axis_us
 from moereg.cli._quantize_result import QuantizeResult, SchemeRow
+from moereg.cli._units import format_us
 from moereg.memory import format_bytes
 from moereg.selection import nearest_by_backend
 
@@ -132,15 +133,8 @@ def _times(row: SchemeRow, original_us: Sequence[float] | None) -> list[str | Te
             found.append(Text("WRONG", style="bold red"))
             continue
         ratio = "" if original_us is None else f" {original_us[place] / measured.time_us:.1f}x"
-        found.append(f"{mark}{_time(measured.time_us)}{ratio}")
+        found.append(f"{mark}{format_us(measured.time_us)}{ratio}")
     return found
-
-
-def _time(value_us: float) -> str:
-    for unit, scale in (("s", 1e6), ("ms", 1e3)):
-        if value_us >= scale:
-            return f"{value_us / scale:.3g} {unit}"
-    return f"{value_us:.3g} us"
 
 
 def sketch(result: QuantizeResult) -> list[str]:
@@ -193,7 +187,7 @@ def plot_quantize(result: QuantizeResult, path: Path) -> None:
         sizes.set_xlabel("size of the layer's experts, MB")
         times.set_xscale("log")
         times.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        times.xaxis.set_major_formatter(FuncFormatter(format_us))
+        times.xaxis.set_major_formatter(FuncFormatter(axis_us))
         times.xaxis.set_minor_locator(NullLocator())
         times.set_xlabel(f"time of a call of {result.question.token_counts[-1]} tokens")
         _draw(sizes, result.rows, [row.num_bytes / 1e6 for row in result.rows], original.num_bytes / 1e6)

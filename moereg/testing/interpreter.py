@@ -85,6 +85,14 @@ def patch_interpreter() -> None:
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return np.where(np.isnan(data), 0x7FC0, rounded).astype(np.uint16)
 
+    splat = builder.create_splat
+
+    def create_splat(self: Any, shape: Any, value: Any) -> Any:
+        # Comparisons keep the type of what they compare. A single one, spread over a block by Triton 3.9, is then a
+        # block of integers, which it takes for no mask.
+        is_mask = value.data.dtype == np.bool_ and not isinstance(value.dtype, tl.block_type)
+        return splat(self, shape, interpreter.TensorHandle(value.data, tl.int1) if is_mask else value)
+
     def widening(name: str, operation: Any) -> Any:
         create = getattr(builder, name)
 
@@ -128,4 +136,5 @@ def patch_interpreter() -> None:
     create_dot._patched_by_moereg = True  # type: ignore[attr-defined]
     builder.create_dot = create_dot
     builder.create_fma = create_fma
+    builder.create_splat = create_splat
     interpreter._convert_float = convert_float

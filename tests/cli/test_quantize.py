@@ -1,0 +1,283 @@
+"""`moereg quantize`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moereg.checkpoints import load_experts
+from moereg.cli._options import ProblemFlags
+from moereg.cli._quantize import compare_schemes, find_schemes
+from moereg.cli._quantize_result import Question
+from moereg.quant import QUANT_SCHEMES
+from moereg.tuning import compare
+from tests.cli.command import Call, CallJson
+from tests.support.quantized_checkpoints import CHECKPOINTS
+
+KEYS = ["schema", "checkpoint", "layer", "problem", "platform", "device", "versions", "commit", "date", "inputs"]
+KEYS += ["original", "rows", "unbeaten", "skipped", "out"]
+ROW_KEYS = ["quant", "computes", "backend", "experts", "tier", "bytes", "bits", "weights_error", "output_error"]
+ROW_KEYS += ["passed", "times"]
+TIME_KEYS = ["tokens", "time_us", "original_us", "speedup", "relative_error", "tolerance", "passed"]
+TIME_KEYS += ["failure", "damage"]
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here depends on times."""
+    monkeypatch.setattr(compare.Comparison.measure, "__defaults__", (1, 0.0))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    config = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+        "hidden_act": "silu",
+    }
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in (1, 2):
+        block = f"model.layers.{layer}.mlp"
+        tensors[f"{block}.gate.weight"] = torch.randn(4, 64, generator=generator)
+        for expert in range(4):
+            for name, shape in (("gate_proj", (32, 64)), ("up_proj", (32, 64)), ("down_proj", (64, 32))):
+                tensors[f"{block}.experts.{expert}.{name}.weight"] = torch.randn(shape, generator=generator) / 8
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_the_comparison(call_json: CallJson, checkpoint: Path) -> None:
+    schemes = ["int4_w4a16_g32", "int8_w8a16", "fp8_channel_token", "nvfp4"]
+    code, found = call_json(f"quantize --checkpoint {checkpoint} --quant {','.join(schemes)} --tokens 3,1")
+    assert (code, list(found)) == (0, KEYS)
+    assert (found["layer"], found["inputs"], found["out"], found["skipped"]) == (1, "random", None, [])
+    rows = {row["quant"]: row for row in found["rows"]}
+    assert list(rows) == schemes
+    for row in (found["original"], *found["rows"]):
+        assert list(row) == ROW_KEYS
+        assert [list(time) for time in row["times"]] == [TIME_KEYS] * 2
+        assert [time["tokens"] for time in row["times"]] == [1, 3]
+        assert row["passed"]
+        assert all(time["speedup"] == time["original_us"] / time["time_us"] for time in row["times"])
+    assert found["original"]["bytes"] == 4 * 3 * 64 * 32 * 2
+    assert (found["original"]["bits"], rows["int4_w4a16_g32"]["bits"]) == (16, 5)
+    # What int4 and int8 cost of random normal weights, as docs/quantization.md has it.
+    assert 0.06 < rows["int4_w4a16_g32"]["weights_error"] < 0.12
+    assert rows["int8_w8a16"]["weights_error"] < 0.01
+    assert rows["int8_w8a16"]["output_error"] < rows["fp8_channel_token"]["output_error"] < 0.1
+    assert found["original"]["output_error"] < 1e-6
+    assert rows["nvfp4"]["computes"] == "nvfp4_w4a16"
+    assert set(found["unbeaten"]) <= {"int4_w4a16_g32", "int8_w8a16", "nvfp4"}
+
+
+def test_the_table(call: Call, checkpoint: Path) -> None:
+    code, out, _ = call(f"quantize --checkpoint {checkpoint} --quant int4*g32*,fp8_channel_token,nvfp4 --tokens 1")
+    assert code == 0
+    assert f"{checkpoint.name}, layer 1: E4 H64 I32 k2" in out
+    assert re.search(r"^ ?original +49.2 kB +\S+ \S+ *$", out, re.MULTILINE)
+    for letter, name in zip("abcd", ("int4_w4a16_g32", "int4_w4a16_g32_zp", "fp8_channel_token", "nvfp4"), strict=True):
+        assert re.search(rf"^ ?{letter} {name}\*? +\S+ kB +\S+% +\S+% +~?\S+ \S+ \S+x *$", out, re.MULTILINE), name
+    assert "~ an emulation here" in out
+    assert "nvfp4 as nvfp4_w4a16" in out
+    assert "up to the original's 49.2 kB" in out
+    # Every letter of the table is in the sketch.
+    sketch = "".join(line.partition("|")[2] for line in out.splitlines() if " |" in line)
+    assert set("abcd") <= set(sketch)
+    assert "nothing was written" in out
+    assert max(map(len, out.splitlines())) < 140
+
+
+def test_all_schemes_where_none_is_named(checkpoint: Path) -> None:
+    assert [scheme.name for scheme in find_schemes([])] == [name for name in QUANT_SCHEMES if name != "unquantized"]
+    assert [scheme.name for scheme in find_schemes(["nvfp4", "fp8_t*,nvfp4"])] == [
+        "nvfp4",
+        *(name for name in QUANT_SCHEMES if name.startswith("fp8_t")),
+    ]
+
+
+@pytest.mark.parametrize(("option", "layers"), [("--layer 2", [2]), ("", [1, 2])])
+def test_the_copy(call_json: CallJson, checkpoint: Path, tmp_path: Path, option: str, layers: list[int]) -> None:
+    out = tmp_path / "out"
+    code, found = call_json(f"quantize --checkpoint {checkpoint} --quant int4_w4a16_g32 --out {out} {option}")
+    assert code == 0
+    assert found["out"] == {
+        "path": str(out),
+        "quant": "int4_w4a16_g32",
+        "layers": layers,
+        "bytes": sum(file.stat().st_size for file in out.iterdir()),
+        "read_back": True,
+    }
+    for layer in (1, 2):
+        expected = "int4_w4a16_g32" if layer in layers else "unquantized"
+        assert load_experts(out, layer).problem.quant.name == expected
+    code, run = call_json(f"run --checkpoint {out} --layer 2 --tokens 3")
+    assert (code, run["passed"], run["problem"]["quant"]) == (0, True, "int4_w4a16_g32")
+
+
+def test_what_was_written_is_said(call: Call, checkpoint: Path, tmp_path: Path) -> None:
+    code, out, _ = call(f"quantize --checkpoint {checkpoint} --quant int8_w8a16 --tokens 2 --out {tmp_path / 'out'}")
+    assert code == 0
+    assert f"wrote {tmp_path / 'out'}: 2 layers in int8_w8a16" in " ".join(out.split())
+    assert "read back by load_experts, layer 1: the same bits" in out
+
+
+def test_real_inputs(call_json: CallJson, checkpoint: Path, tmp_path: Path) -> None:
+    save_file({str(layer): torch.randn(9, 64) * layer for layer in (1, 2)}, tmp_path / "inputs.safetensors")
+    line = f"quantize --checkpoint {checkpoint} --quant fp8_tensor_static --tokens 2 --out {tmp_path / 'out'}"
+    code, found = call_json(f"{line} --inputs {tmp_path / 'inputs.safetensors'}")
+    assert (code, found["inputs"], found["out"]["read_back"]) == (0, "given", True)
+    scales = [load_experts(tmp_path / "out", layer).weights.a13_scale for layer in (1, 2)]
+    assert scales[1].max() > 1.5 * scales[0].max()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8_block128"])
+def test_an_original_that_is_quantized(call_json: CallJson, name: str) -> None:
+    path = CHECKPOINTS / name
+    code, found = call_json(f"quantize --checkpoint {path} --quant fp8_block128,int4_w4a16_g32 --tokens 2")
+    assert (code, found["original"]["quant"]) == (0, "mxfp4_w4a16" if name == "mxfp4" else name)
+    first, second = found["rows"]
+    if name == "fp8_block128":
+        # Blocks that were quantized so before lose nothing but the rounding of their scale.
+        assert first["weights_error"] < 0.02
+    assert 0.05 < second["weights_error"] < 0.15
+
+
+def test_nothing_fits(call: Call, call_json: CallJson, checkpoint: Path) -> None:
+    line = f"quantize --checkpoint {checkpoint} --quant int4_w4a16_g32,mxfp8 --require triton --platform cpu"
+    code, found = call_json(line)
+    assert (code, found["rows"], found["original"]) == (3, [], None)
+    assert [one["quant"] for one in found["skipped"]] == ["int4_w4a16_g32", "mxfp8"]
+    assert all(one["reasons"] for one in found["skipped"])
+    code, out, _ = call(line)
+    assert code == 3
+    assert "not on this machine: int4_w4a16_g32" in out
+
+
+def test_nothing_is_written_where_something_is_wrong(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    monkeypatch.setattr("moereg.cli._quantize.layer_tolerance", lambda *arguments: 0.0)
+    code, out, _ = call(f"quantize --checkpoint {checkpoint} --quant int8_w8a16 --tokens 2 --out {tmp_path / 'out'}")
+    assert code == 1
+    assert "int8_w8a16 on torch is WRONG at 2 tokens" in out
+    assert "nothing was written, since something was wrong" in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_copy_that_differs_is_an_error(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    import moereg.cli._quantize as work
+
+    def save(*arguments: object, **keywords: object) -> object:
+        saved = original(*arguments, **keywords)  # type: ignore[arg-type]
+        file = saved.path / "experts-00001-00.safetensors"
+        tensors = load_file(file)
+        tensors["model.layers.1.mlp.experts.2.down_proj.weight_packed"][5, 1] ^= 1
+        save_file(tensors, file)
+        return saved
+
+    original = work.save_quantized
+    monkeypatch.setattr(work, "save_quantized", save)
+    code, out, _ = call(f"quantize --checkpoint {checkpoint} --quant int4_w4a16_g32 --tokens 2 --out {tmp_path / 'o'}")
+    assert code == 1
+    assert "OTHER BITS" in out
+
+
+def test_a_picture(call: Call, checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="draws with matplotlib")
+    picture = tmp_path / "quantize.svg"
+    code, _, _ = call(
+        f"quantize --checkpoint {checkpoint} --quant int4_w4a16_g32,mxfp8,int8_w8a16 --tokens 2 --plot {picture}"
+    )
+    assert code == 0
+    text = picture.read_text()
+    assert all(name in text for name in ("int4_w4a16_g32", "mxfp8", "int8_w8a16", "error of the output"))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", "Missing option '--checkpoint'"),
+        ("--checkpoint nowhere", "config.json"),
+        ("--layer 0", "layer 0"),
+        ("--quant int4", "unknown quant scheme 'int4'"),
+        ("--quant q*", "'q*' matches no scheme"),
+        ("--quant unquantized", "names what to quantize to"),
+        ("--tokens x", "--tokens takes numbers"),
+        ("--inputs nowhere", "--inputs takes a safetensors file"),
+        ("--plot a.txt", "--plot takes a file such as"),
+        ("--out TMP", "--out writes one scheme"),
+        ("--quant int8_w8a16 --out .", "new or empty directory"),
+        ("--quant nvfp4 --out TMP", "give hidden states (--inputs)"),
+        ("--quant mxfp4_mxfp8 --out TMP", "has none for mxfp4_mxfp8"),
+        ("--platform cuda:sm90", "quantize needs the machine itself"),
+        ("--num-local-experts 5", "num_local_experts"),
+    ],
+)
+def test_bad_input(call: Call, checkpoint: Path, tmp_path: Path, line: str, expected: str) -> None:
+    where = "" if not line or "--checkpoint" in line else f"--checkpoint {checkpoint}"
+    code, out, err = call(f"quantize {where} {line.replace('TMP', str(tmp_path / 'out'))}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert expected in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ({"one": torch.zeros(2, 64)}, "by the index of their layer"),
+        ({"1": torch.zeros(64)}, "hidden states [T,H]"),
+        ({"1": torch.zeros(0, 64)}, "hidden states [T,H]"),
+        ({"1": torch.full((2, 64), float("nan"))}, "infinity or NaN in '1'"),
+        ({"1": torch.zeros(2, 63)}, "hidden_size 64 columns for layer 1"),
+    ],
+    ids=["name", "rank", "empty", "nan", "columns"],
+)
+def test_inputs_that_are_no_inputs(
+    call: Call, checkpoint: Path, tmp_path: Path, tensors: dict[str, torch.Tensor], expected: str
+) -> None:
+    save_file(tensors, tmp_path / "inputs.safetensors")
+    code, out, err = call(
+        f"quantize --checkpoint {checkpoint} --quant int8_w8a16 --inputs {tmp_path / 'inputs.safetensors'}"
+    )
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert expected in err
+
+
+def test_a_layer_that_is_too_large(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    monkeypatch.setattr("moereg.cli._quantize.free_memory_bytes", lambda device: 150_000)
+    code, _, err = call(f"quantize --checkpoint {checkpoint} --quant int8_w8a16")
+    assert code == 2
+    assert "comparing schemes of this layer needs up to" in err
+    found = re.search(r"--num-local-experts (\d)", err)
+    assert found is not None
+    assert call(f"quantize --checkpoint {checkpoint} --quant int8_w8a16 --num-local-experts {found[1]}")[0] == 0
+
+
+def test_the_original_is_timed_beside_each_scheme(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+    measure = compare.Comparison.measure
+
+    def counted(self: compare.Comparison, *arguments: object) -> object:
+        measured.append(self.problem.quant.name)
+        return measure(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(compare.Comparison, "measure", counted)
+    schemes = find_schemes(["int8_w8a16", "int4_w4a16_g32"])
+    compare_schemes(ProblemFlags(), Question(checkpoint, 1, schemes, (2,), {}, 0, None, True))
+    assert measured == ["unquantized", "unquantized", "int8_w8a16", "unquantized", "int4_w4a16_g32"]
