@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -14,16 +15,19 @@ from typing import Any, Final
 import pytest
 import typer.main
 
+from moereg.checkpoints import SavedCheckpoint
 from moereg.cli import app
 from moereg.cli._bench import BenchResult
 from moereg.cli._info import collect_info, selection_with_evidence
 from moereg.cli._names import list_models, list_schemes
 from moereg.cli._new_backend import NewWheel
+from moereg.cli._quantize_result import QuantizeResult, Question, SchemeRow
 from moereg.cli._run import RunResult
 from moereg.dispatch import explain_backends
 from moereg.platforms import Platform
 from moereg.plugins import PluginStatus
 from moereg.problem import MoEProblem
+from moereg.quant import get_scheme
 from moereg.testing import CellName, Check, Outcome, Report, Result
 from moereg.testing.provenance import provenance
 
@@ -175,11 +179,19 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
     info = collect_info()
     check = Check(CellName("a", "B", ("unquantized",), ("cpu",)), "permute")
     verified = Report("a", "cpu", "", {}, 0, (Result(check, Outcome("failed")),), {}).to_dict()
+    where = provenance(Platform("cpu"), ["torch"])
+    question = Question(Path(), 0, (), (), {}, 0, None, False)
+    quantized = QuantizeResult(question, "", selection.problem, Platform("cpu"), where, "random")
+    saved = dataclasses.replace(quantized, saved=SavedCheckpoint(Path(), get_scheme("nvfp4"), (), 0))
+    row = SchemeRow("", selection.decisions[0], 0, 0.0, 0.0, 0.0, (), ())
     printed = {
         "explain": selection_with_evidence(selection),
         "info": info,
         "run": RunResult("", selection, 1).to_dict(),
-        "bench": BenchResult("", selection, "uniform", provenance(Platform("cpu"), ["torch"])).to_dict(),
+        "bench": BenchResult("", selection, "uniform", where).to_dict(),
+        "quantize": quantized.to_dict(),
+        "a compared scheme": row.to_dict(),
+        "a copy": saved.to_dict()["out"],
         "new-backend": NewWheel("", "", "", Path(), ()).to_dict(),
         "models": list_models(),
         "a model": list_models()["models"][0],
