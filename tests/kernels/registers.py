@@ -13,6 +13,6 @@ _MOST: Final = 255
 
 
 def register_bound(recorded: int) -> int:
-    """The recorded bound; with another Triton an eighth more, which is less than what costs a block of threads."""
+    """The recorded bound; with another Triton up to a sixth more."""
     is_same = triton.__version__.startswith(_RECORDED_WITH)
-    return recorded if is_same else min(recorded + recorded // 8, _MOST)
+    return recorded if is_same else min(recorded + recorded // 6, _MOST)
