@@ -164,7 +164,7 @@ class _Copy:
         config: `quantization_config`.
         manifests: By layer to quantize.
         experts_roots: By layer: what names of its experts begin with, up to and with a dot.
-        projections: Names of gate, up and down.
+        projections: Names of gate, up and down, or of up and down where there is no gate.
         hidden_states: By layer.
     """
 
@@ -174,7 +174,7 @@ class _Copy:
     config: Mapping[str, Any]
     manifests: Mapping[int, LayerManifest]
     experts_roots: Mapping[int, str]
-    projections: tuple[str, str, str]
+    projections: tuple[str, ...]
     hidden_states: Mapping[int, torch.Tensor]
 
     @classmethod
@@ -222,14 +222,9 @@ class _Copy:
                     )
         config = quantization_config(scheme, _targets(roots, model.projections))
         copy = cls(files, out, scheme, config, manifests, roots, model.projections, hidden_states)
-        for layer, manifest in manifests.items():
+        for layer in chosen:
             for projection, _, _ in copy.projections_of(layer, 0):
-                # Sizes that do not fit the format are an error here.
-                copy.storage.tensors(projection)
-            if manifest.problem.activation.num_halves != 2:
-                raise CheckpointError(
-                    f"experts are written as gate, up and down, got {manifest.problem.activation} without a gate"
-                )
+                copy.storage.tensors(projection)  # Sizes that do not fit the format are an error here.
         copy.check_room()
         return copy
 
@@ -245,9 +240,10 @@ class _Copy:
         """The projections of an expert, each with its matrix and its half of it."""
         problem, root = self.manifests[layer].problem, self.experts_roots[layer]
         hidden, intermediate = problem.hidden_size, problem.intermediate_size
-        gate, up, down = (f"{root}{expert}.{name}" for name in self.projections)
-        yield Projection(gate, intermediate, hidden, is_half=True), "w13", 0
-        yield Projection(up, intermediate, hidden, is_half=True), "w13", 1
+        *gate_up, down = (f"{root}{expert}.{name}" for name in self.projections)
+        has_gate = len(gate_up) == 2
+        for half, name in enumerate(gate_up):
+            yield Projection(name, intermediate, hidden, is_half=has_gate), "w13", half if has_gate else None
         yield Projection(down, hidden, intermediate), "w2", None
 
     def check_room(self) -> None:

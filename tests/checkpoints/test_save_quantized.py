@@ -23,6 +23,7 @@ from moereg.reference import reference_experts, relative_error
 from moereg.weights import ExpertWeights
 from tests.checkpoints.saved_models import CASES, save_model
 from tests.checkpoints.small_checkpoint import CONFIG, EXPERTS, small_tensors, write_checkpoint
+from tests.checkpoints.tiny_families import FAMILIES, MODELS
 from tests.support.quantized_checkpoints import CHECKPOINTS
 
 SIZE = 128
@@ -322,3 +323,29 @@ def test_transformers_restores_the_numbers(tmp_path: Path, name: str, model_type
         for found, expected in ((experts.gate_up_proj, w13), (experts.down_proj, w2)):
             assert relative_error(found.detach().float(), expected) < 3e-3  # It rounds to bf16, scales or products.
     assert restored(torch.arange(8)[None]).logits.isfinite().all()
+
+
+# Released fused, or with biases: there is no layout of one expert to write.
+NOT_WRITTEN = {"aria_text", "dbrx", "gpt_oss", "llama4_text", "openai_privacy_filter", "step3p5"}
+NOT_WRITTEN |= {name for name in FAMILIES if name.startswith("granite")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_written_or_refused(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    if not (MODELS / family.module).is_dir():
+        pytest.skip("a family that a later transformers has")
+    model = family.make()
+    model.save_pretrained(tmp_path / "model")
+    if name in NOT_WRITTEN:
+        with pytest.raises(CheckpointError, match="released fused or with biases"):
+            save_quantized(tmp_path / "model", tmp_path / "out", "int8_w8a16")
+        return
+    layer = load_experts(tmp_path / "model", family.layer)
+    saved = save_quantized(tmp_path / "model", tmp_path / "out", "int8_w8a16", [family.layer])
+    found = load_experts(saved.path, family.layer)
+    assert (found.router, found.problem.quant.name) == (layer.router, "int8_w8a16")
+    same(found.weights, quantize_layer(layer, get_scheme("int8_w8a16")))
+    router = found.router_weight
+    assert torch.equal(router, layer.router_weight)
