@@ -20,6 +20,7 @@ from moereg.selection import Decision, Selection, nearest_by_backend
 from moereg.testing.ledger import arch_name, evidence_of
 
 __all__ = [
+    "WIDE",
     "machine",
     "new_table",
     "of_wheel",
@@ -38,12 +39,12 @@ _SOURCES: Final = {
     "priority": "chosen by priority",
 }
 
-_NUMBERS: Final = ("priority", "T", "time", "p10 to p90", "TFLOP/s", "GB/s", "% of roofline", "error")
+_NUMBERS: Final = ("priority", "T", "time", "p10 to p90", "TFLOP/s", "GB/s", "% of roofline", "roofline", "error")
 _NUMBERS_OF_LISTS: Final = ("E", "H", "I", "K", "L", "schemes")
 """Columns that are aligned at their right end."""
 
-_WIDE: Final = 110
-"""Columns of a terminal from which on the class of every candidate is shown."""
+WIDE: Final = 110
+"""Columns of a terminal from which on tables show what 80 have no room for."""
 
 
 def show_selection(selection: Selection, subject: str | None = None, all_reasons: bool = True) -> None:
@@ -84,7 +85,7 @@ def show_selection(selection: Selection, subject: str | None = None, all_reasons
 def _print_decisions(
     target: Console, decisions: Sequence[Decision], winner: Decision | None, platform: Platform
 ) -> None:
-    is_wide = target.width >= _WIDE
+    is_wide = target.width >= WIDE
     # On 80 columns the class is shown where it tells candidates apart.
     columns = ["", "backend", "origin", *(["experts"] if is_wide else [])]
     table = new_table(*columns, "rule", "computes", "priority", "verified")

@@ -12,7 +12,7 @@ from rich.text import Text
 from moereg.cli._bench import BenchResult
 from moereg.cli._output import console
 from moereg.cli._run import RunResult
-from moereg.cli._show import machine, new_table, of_wheel, print_notices, show_selection, source_of, why_not
+from moereg.cli._show import WIDE, machine, new_table, of_wheel, print_notices, show_selection, source_of, why_not
 from moereg.cli._units import format_us, format_us_range
 from moereg.memory import format_bytes
 from moereg.registry import BUILTIN
@@ -90,20 +90,22 @@ def show_bench(result: BenchResult) -> None:
     # Only where it says something: the table is as wide as a terminal.
     with_origin = any(row.decision.origin != BUILTIN for row in result.rows)
     origin = ("origin",) if with_origin else ()
-    table = new_table("T", "", "backend", *origin, "time", "p10 to p90", "TFLOP/s", "GB/s", "% of roofline", "error")
+    # 80 columns have no room for what follows from the time.
+    rates, share = (("TFLOP/s", "GB/s"), "% of roofline") if target.width >= WIDE else ((), "roofline")
+    table = new_table("T", "", "backend", *origin, "time", "p10 to p90", *rates, share, "error")
     labels = result.labels()
     for num_tokens in result.token_counts:
         rows = result.fastest_first(num_tokens)
         for place, row in enumerate(rows):
             mark = Text("fastest" if row is rows[0] else "", style="bold green")
-            cells = _measured(row) if row.timing else (Text("WRONG", style="bold red"), "", "", "", "")
+            measured = _measured(row, bool(rates))
             first = f"{num_tokens:,}" if place == 0 else ""
             table.add_row(
                 first,
                 mark if row.timing else "",
                 labels[row.decision],
                 *([row.decision.provider] if with_origin else []),
-                *cells,
+                *measured,
                 _error(row),
                 end_section=row is rows[-1],
             )
@@ -120,13 +122,13 @@ def show_bench(result: BenchResult) -> None:
         target.print(f"not compared: {why_not(decision)}")
 
 
-def _measured(row: Measurement) -> tuple[str, str, str, str, str]:
-    assert row.timing is not None
+def _measured(row: Measurement, with_rates: bool) -> tuple[str | Text, ...]:
+    if row.timing is None:
+        return Text("WRONG", style="bold red"), "", *(["", ""] if with_rates else []), ""
     return (
         format_us(row.time_us),
         format_us_range(row.timing.p10_us, row.timing.p90_us),
-        _rate(row.tflops),
-        _rate(row.gbps),
+        *([_rate(row.tflops), _rate(row.gbps)] if with_rates else []),
         f"{row.share:.1%}",
     )
 

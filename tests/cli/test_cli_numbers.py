@@ -18,6 +18,7 @@ from moereg.author import ExpertInputs, PermutedWeights
 from moereg.cli._bench import BenchResult
 from moereg.cli._run import RunResult
 from moereg.cli._show_results import show_bench, show_run
+from moereg.cli._units import format_us, format_us_range
 from moereg.discovery import current_platform
 from moereg.dispatch import Decision, Selection, explain_backends, machine_reasons
 from moereg.problem import MoEProblem
@@ -145,6 +146,40 @@ def test_bench_for_people_has_the_fastest_first_and_marks_it(
     assert fast == ["16", "fastest", "fast", "100", "us", "92.0", "to", "132", "us", "40", "30", "50.0%", "1.0e-03"]
     assert slow == ["slow", "200", "us", "184", "to", "248", "us", "20", "15", "25.0%", "1.0e-03"]
     assert wrong == ["wrong", "WRONG", "1.0e+00", ">", "8.0e-03"]
+
+
+def test_bench_fits_80_columns(
+    bench_result: BenchResult, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moereg.cli._output._PIPED_WIDTH", 80)
+    show_bench(bench_result)
+    table = capsys.readouterr().out.partition("ceilings")[2].partition("a layer gets")[0].splitlines()[1:]
+    assert max(map(len, table)) <= 80
+    (fast,) = (line.split() for line in table if " fast " in line)
+    assert fast == ["16", "fastest", "fast", "100", "us", "92.0", "to", "132", "us", "50.0%", "1.0e-03"]
+
+
+@pytest.mark.parametrize(
+    ("time_us", "text"),
+    [
+        (0.0, "0.00 us"),
+        (8.254, "8.25 us"),
+        (99.94, "99.9 us"),
+        (99.96, "100 us"),
+        (999.4, "999 us"),
+        (999.6, "1.00 ms"),
+        (6187920.0, "6.19 s"),
+        (61_300_000.0, "61.3 s"),
+        (4e9, "4000 s"),
+    ],
+)
+def test_times_have_the_unit_that_reads_well(time_us: float, text: str) -> None:
+    assert format_us(time_us) == text
+    assert format_us_range(time_us, time_us) == text.replace(" ", f" to {text.split()[0]} ")
+
+
+def test_both_ends_have_the_unit_of_the_second() -> None:
+    assert format_us_range(980.0, 1210.0) == "0.98 to 1.21 ms"
 
 
 def test_info_says_yes_where_the_cell_runs_here(
