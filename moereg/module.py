@@ -14,6 +14,7 @@ from moereg.checkpoints import CheckpointLayer, load_experts
 from moereg.compiled import new_handle, run_compiled
 from moereg.dispatch import Names, Selection, select_backend
 from moereg.errors import ArgumentError
+from moereg.exported import run_exported
 from moereg.layer import MoEKernel, make_kernel
 from moereg.module_state import CanonicalModule, platform_of, router_tensors, zeros_for
 from moereg.placement import resolve_expert_map
@@ -38,7 +39,8 @@ class MoELayer(CanonicalModule):
     and copies read them back from it.
 
     It may stand in `nn.Sequential` if it has a router, be copied, pickled, compiled and exported. An exported program
-    finds the layer in the process that exported it; elsewhere load its `state_dict`.
+    holds the parameters and makes its kernel where it runs, after `import moereg.module`; one of a layer whose
+    parameters were freed runs in this process only.
 
     Args:
         problem: The layer.
@@ -210,7 +212,18 @@ class MoELayer(CanonicalModule):
         if torch.compiler.is_compiling():
             check_call(self.problem, hidden_states.device, rows, topk_weights, topk_ids, None)
             out = torch.empty_like(rows)
-            if rows.shape[0]:
+            if torch.compiler.is_exporting() and not self._is_freed:
+                held = {
+                    name: tensor
+                    for name, tensor in self._parameters.items()
+                    if name in TENSOR_ROLES and tensor is not None
+                }
+                expert_map = self._buffers["expert_map"]
+                tensors = held if expert_map is None else {**held, "expert_map": expert_map}
+                run_exported(
+                    rows, topk_weights, topk_ids, out, tensors, self.problem, ep_rank=self.ep_rank, **self._wishes
+                )
+            elif rows.shape[0]:
                 run_compiled(rows, topk_weights, topk_ids, out, self._handle)
         else:
             out = self.prepare()(rows, topk_weights, topk_ids)

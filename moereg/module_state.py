@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ from moereg.quant import TENSOR_ROLES
 from moereg.routing import RouterSpec
 from moereg.weights import ExpertWeights
 
-__all__ = ["CanonicalModule", "platform_of", "router_tensors", "zeros_for"]
+__all__ = ["CanonicalModule", "platform_of", "router_tensors", "state_of", "zeros_for"]
 
 
-_State = tuple[tuple[int, int], ...]
+State = tuple[tuple[int, int], ...]
 """Address and version of each canonical tensor."""
 
 
@@ -43,7 +43,7 @@ class CanonicalModule(torch.nn.Module):
         """Without parameters."""
         super().__init__()
         self._kernel: MoEKernel | None = None
-        self._seen: _State = ()
+        self._seen: State = ()
 
     @property
     def weights(self) -> ExpertWeights:
@@ -62,9 +62,8 @@ class CanonicalModule(torch.nn.Module):
     def _is_freed(self) -> bool:
         return self._parameters["w13"] is None
 
-    def _state(self) -> _State:
-        held = (tensor for name in TENSOR_ROLES if (tensor := self._parameters[name]) is not None)
-        return tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in held)
+    def _state(self) -> State:
+        return state_of(tensor for name in TENSOR_ROLES if (tensor := self._parameters[name]) is not None)
 
     def _thaw(self) -> None:
         """Gives freed parameters back, and drops the kernel that held them."""
@@ -136,6 +135,11 @@ class CanonicalModule(torch.nn.Module):
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
         """As `MoEKernel.check_and_run`."""
+
+
+def state_of(tensors: Iterable[torch.Tensor]) -> State:
+    """What changes when tensors are replaced or written into. Inference mode counts no versions."""
+    return tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
 
 
 def router_tensors(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import io
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from moereg import module_state
+from moereg import exported, module_state
 from moereg.checkpoints import load_experts
 from moereg.errors import ArgumentError, LayoutNotInvertibleError
 from moereg.inversion import same_bits
@@ -181,6 +182,35 @@ def test_compiled_and_exported_layers(keep: bool) -> None:
     assert torch.equal(compiled(tokens(layer, 5)), layer(tokens(layer, 5)))
     program = torch.export.export(layer, (x,))
     assert torch.equal(program.module()(x), wanted)
+
+
+def test_an_exported_program_holds_its_weights() -> None:
+    """It found its layer by a number that means nothing to another process."""
+    layer, other = layer_of(), layer_of(seed=1)
+    x = tokens(layer)
+    wanted = layer(x)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(layer, (x,)), file)
+    del layer
+    file.seek(0)
+    program = torch.export.load(file).module()
+    made: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            exported,
+            "make_kernel",
+            lambda *arguments, **keywords: made.append(1) or make_kernel(*arguments, **keywords),
+        )
+        for _ in range(2):
+            assert torch.equal(program(x), wanted)
+        program.load_state_dict(other.state_dict())
+        assert torch.equal(program(x), other(x))
+    assert len(made) == 1
+    count = len(exported._LAYERS)
+    del program
+    gc.collect()
+    torch.export.export(other, (x,)).module()(x)
+    assert len(exported._LAYERS) <= count, "a program that is gone keeps its kernel"
 
 
 @pytest.mark.parametrize("placement", ["contiguous", "map"])

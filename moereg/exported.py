@@ -1,0 +1,130 @@
+"""The torch op by which exported programs run a layer: the program holds its weights, and any process can load it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from moereg.dispatch import select_backend
+from moereg.layer import MoEKernel, make_kernel
+from moereg.module_state import platform_of, state_of
+from moereg.problem import MoEProblem
+from moereg.weights import ExpertWeights
+
+__all__ = ["run_exported"]
+
+
+@dataclasses.dataclass
+class _Layer:
+    """The kernel of a layer of a program.
+
+    Attributes:
+        kernel: Has its own weights, so that it does not keep the program's alive.
+        storages: Of the program's tensors; one that is gone may have left its address to another.
+        seen: State of the tensors that the kernel was made of.
+    """
+
+    kernel: MoEKernel
+    storages: tuple[StorageWeakRef, ...]
+    seen: tuple[tuple[int, int], ...]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the program was dropped."""
+        return any(storage.expired() for storage in self.storages)
+
+
+_LAYERS: Final[collections.OrderedDict[tuple[str, tuple[int, ...]], _Layer]] = collections.OrderedDict()
+_LOCK: Final = threading.Lock()
+
+_LIBRARY: Final = torch.library.Library("moereg", "FRAGMENT")
+_LIBRARY.define(
+    "exported_layer(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor(a!) out, Tensor[] tensors, "
+    "str layer) -> ()",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+
+
+def run_exported(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    problem: MoEProblem,
+    **keywords: Any,
+) -> None:
+    """Runs a layer where its caller is being exported: one opaque op that writes `out`.
+
+    Args:
+        hidden_states: [T,H].
+        topk_weights: [T,K] fp32.
+        topk_ids: [T,K] int32 or int64.
+        out: [T,H].
+        tensors: Canonical weights by field, and `expert_map` where placement is `map`.
+        problem: The layer.
+        **keywords: `ep_rank`, `require`, `prefer` and `deny`.
+    """
+    layer = json.dumps({"problem": problem.to_dict(), "tensors": list(tensors), **keywords})
+    torch.ops.moereg.exported_layer(hidden_states, topk_weights, topk_ids, out, list(tensors.values()), layer)
+
+
+def _exported_layer(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor,
+    tensors: list[torch.Tensor],
+    layer: str,
+) -> None:
+    if not hidden_states.shape[0]:
+        return
+    with _LOCK:
+        kernel = _kernel_of(tensors, layer)
+    kernel.check_and_run(hidden_states, topk_weights, topk_ids, out)
+
+
+def _kernel_of(tensors: list[torch.Tensor], layer: str) -> MoEKernel:
+    key = (layer, tuple(tensor.data_ptr() for tensor in tensors))
+    said = json.loads(layer)
+    held = dict(zip(said.pop("tensors"), tensors, strict=True))
+    expert_map = held.pop("expert_map", None)
+    found, seen = _LAYERS.get(key), state_of(held.values())
+    if found is not None and not found.is_gone and found.seen == seen:
+        return found.kernel
+    problem = MoEProblem.from_dict(said.pop("problem"))
+    weights = ExpertWeights(**held, quant=problem.quant)
+    if found is not None and not found.is_gone:
+        found.kernel.reload(weights)
+        found.seen = seen
+        return found.kernel
+    for gone in [each for each, value in _LAYERS.items() if value.is_gone]:
+        del _LAYERS[gone]
+    ep_rank = said.pop("ep_rank")
+    selection = select_backend(problem, platform_of(weights.w13.device), **said)
+    kernel = make_kernel(problem, weights, selection, ep_rank=ep_rank, expert_map=expert_map, own_weights=True)
+    storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in held.values())
+    _LAYERS[key] = _Layer(kernel, storages, seen)
+    return kernel
+
+
+def _exported_layer_fake(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor,
+    tensors: list[torch.Tensor],
+    layer: str,
+) -> None:
+    return None
+
+
+_LIBRARY.impl("exported_layer", _exported_layer, "CompositeExplicitAutograd")
+torch.library.register_fake("moereg::exported_layer", _exported_layer_fake, lib=_LIBRARY)
