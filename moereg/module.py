@@ -16,7 +16,7 @@ from moereg.dispatch import Names, Selection, select_backend
 from moereg.errors import ArgumentError
 from moereg.exported import run_exported
 from moereg.layer import MoEKernel, make_kernel
-from moereg.module_state import CanonicalModule, platform_of, router_tensors, zeros_for
+from moereg.module_state import CanonicalModule, experts_of, platform_of, router_tensors, zeros_for
 from moereg.placement import resolve_expert_map
 from moereg.problem import MoEProblem
 from moereg.quant import TENSOR_ROLES
@@ -174,6 +174,26 @@ class MoELayer(CanonicalModule):
         )
         made.has_shared_experts = getattr(loaded, "has_shared_experts", False)
         return made
+
+    @classmethod
+    def from_module(
+        cls, module: torch.nn.Module, *, top_k: int | None = None, dtype: torch.dtype | None = None, **keywords: Any
+    ) -> MoELayer:
+        """The routed experts of a live module of transformers, such as `model.model.layers[3].mlp`.
+
+        The module's memory becomes the parameters where its layout is canonical; elsewhere they are copies. Its router
+        stays where it is, unless `router` and `router_weight` say the same.
+
+        Args:
+            module: Holds the experts of one layer.
+            top_k: Experts a token; what the module or its config says where None.
+            dtype: Of hidden states, where quantized weights do not say it; bfloat16 where None.
+            **keywords: As the constructor takes them.
+
+        Raises:
+            ArgumentError: The module has no experts or those of several layers, or moereg cannot compute them.
+        """
+        return cls(*experts_of(module, top_k, dtype), **keywords)
 
     def forward(
         self,

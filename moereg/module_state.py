@@ -22,7 +22,7 @@ from moereg.quant import TENSOR_ROLES
 from moereg.routing import RouterSpec
 from moereg.weights import ExpertWeights
 
-__all__ = ["CanonicalModule", "platform_of", "router_tensors", "state_of", "zeros_for"]
+__all__ = ["CanonicalModule", "experts_of", "platform_of", "router_tensors", "state_of", "zeros_for"]
 
 
 State = tuple[tuple[int, int], ...]
@@ -208,6 +208,47 @@ def platform_of(device: torch.device) -> Platform:
     raise ArgumentError(
         f"the layer is on {device}, and this machine is {platform}; move it to {platform.device_type!r}"
     )
+
+
+def experts_of(
+    module: torch.nn.Module, top_k: int | None, dtype: torch.dtype | None
+) -> tuple[MoEProblem, ExpertWeights]:
+    """Problem and canonical weights of a live module of transformers; views where nothing moves.
+
+    Args:
+        module: Holds the experts of one layer.
+        top_k: Experts a token; what the module or its config says where None.
+        dtype: Of hidden states, where quantized weights do not say it; bfloat16 where None.
+
+    Raises:
+        ArgumentError: The module has no experts or those of several layers, or moereg cannot compute them.
+    """
+    from moereg.integrations._experts.blocks import find_experts
+    from moereg.integrations._experts.serving import check_servable, served
+
+    name = type(module).__name__
+    found = find_experts(module)
+    if len(found) != 1:
+        raise ArgumentError(
+            f"from_module takes a module with the experts of one layer, got {name} with {len(found)}; pass one layer's"
+        )
+    each = found[0]
+    top_k = top_k or each.top_k
+    try:
+        if each.live is None:
+            raise ArgumentError(str(each.refusal))
+        if each.block is not None and each.block is not each.module:
+            raise ArgumentError(f"{type(each.block).__name__} does more with its experts than call them")
+        if (known := served(each.module)) is not None and known.released:
+            raise ArgumentError(
+                "its weights were freed; moereg.integrations.transformers.restore(model) brings them back"
+            )
+        check_servable(each.module, each.live)
+        if top_k is None:
+            raise ArgumentError("nothing says how many experts a token has; pass top_k")
+    except ArgumentError as error:
+        raise ArgumentError(f"no MoELayer can be made of {name}: {error}") from error
+    return each.live.problem(top_k, dtype or torch.bfloat16), each.live.canonical(each.module)
 
 
 def zeros_for(problem: MoEProblem, device: torch.device) -> dict[str, torch.Tensor]:
