@@ -105,6 +105,7 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
         "split_ngram_parts": 1,
         "ple_embed_dim": 32,
     },
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 60},
     "step3p5": {"sliding_window": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
