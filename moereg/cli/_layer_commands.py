@@ -52,11 +52,17 @@ def explain(
     flags: ProblemFlags,
     checkpoint: CheckpointOption = None,
     layer: LayerOption = None,
+    model_dir: Annotated[
+        Path | None,
+        typer.Option(help="Every layer of the model of this directory's config.json, as transformers builds it."),
+    ] = None,
     reasons: Annotated[bool, typer.Option("--reasons", help="Show every reason, not the first of a backend.")] = False,
     json: JsonFlag = False,
     verbose: VerboseFlag = False,
 ) -> int:
     """Show which backend a layer gets, and why."""
+    if model_dir is not None:
+        return _explain_model_dir(flags, model_dir, checkpoint, json, verbose)
     with only_results_on_stdout(verbose):
         subject = find_subject(flags, checkpoint, layer)  # A plugin's scheme loads the plugins, which may print.
         load_backends()  # A plugin's kind of platform is known once it is loaded.
@@ -69,6 +75,21 @@ def explain(
 
         show_selection(selection, subject.name, all_reasons=reasons)
     return OK if selection.winner else NOTHING_FITS
+
+
+def _explain_model_dir(flags: ProblemFlags, model_dir: Path, checkpoint: Path | None, json: bool, verbose: bool) -> int:
+    from moereg.cli._model_dir import explain_model_dir, show_model_choices
+
+    if checkpoint is not None:
+        raise UsageError("--checkpoint asks for one layer and --model-dir for all of them; leave one out")
+    with only_results_on_stdout(verbose):
+        choices = explain_model_dir(flags, model_dir)
+        values = choices.to_dict() if json else {}
+    if json:
+        print_json(values)
+    else:
+        show_model_choices(choices)
+    return OK if choices.fits else NOTHING_FITS
 
 
 @takes_problem_flags

@@ -1,0 +1,74 @@
+"""`moereg explain --model-dir`: every layer of a model, as transformers builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.cli.command import Call
+from tests.support.tiny_models import tiny_config
+
+CallJson = Callable[[str], tuple[int, dict[str, Any]]]
+
+
+def saved(folder: Path, model_type: str, **values: Any) -> Path:
+    config = tiny_config(model_type)
+    for name, value in values.items():
+        setattr(config, name, value)
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_layers_of_one_kind_share_a_line(call: Call, tmp_path: Path) -> None:
+    code, out, _ = call(f"explain --model-dir {saved(tmp_path / 'tiny', 'mixtral', dtype='bfloat16')}")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("tiny: 2 layers with experts on cpu")
+    row = " ".join(lines[3:])
+    assert "model.layers.0.mlp.experts to" in row
+    assert "model.layers.1.mlp.experts" in row
+    assert "E4 H32 I48 k2 bfloat16 unquantized silu" in row
+    assert "torch" in row
+
+
+def test_json_has_every_layer_and_each_selection_once(call_json: CallJson, tmp_path: Path) -> None:
+    code, found = call_json(f"explain --platform cuda:sm90 --model-dir {saved(tmp_path, 'mixtral')}")
+    assert code == 0
+    assert found["schema"] == 1
+    assert found["model_dir"] == str(tmp_path)
+    assert [layer["name"] for layer in found["layers"]] == [f"model.layers.{index}.mlp.experts" for index in range(2)]
+    assert {layer["selection"] for layer in found["layers"]} == {0}
+    assert {layer["selected"] for layer in found["layers"]} == {found["selections"][0]["selected"]}
+    assert found["selections"][0]["platform"] == "cuda:sm90"
+    assert len(found["selections"]) == 1
+
+
+def test_what_is_not_served_exits_with_3_and_the_reason(call: Call, call_json: CallJson, tmp_path: Path) -> None:
+    path = saved(tmp_path, "inkling2_text")
+    code, out, _ = call(f"explain --model-dir {path}")
+    assert code == 3
+    assert "its activation" in out
+    code, found = call_json(f"explain --model-dir {path}")
+    assert code == 3
+    assert found["layers"][0]["selection"] is None
+    assert "its activation" in found["layers"][0]["refusal"]
+
+
+def test_nothing_fits_says_why(call: Call, tmp_path: Path) -> None:
+    code, out, _ = call(f"explain --deny * --model-dir {saved(tmp_path, 'mixtral')}")
+    assert code == 3
+    assert "nothing fits" in out
+    assert "torch does not fit E4 H32 I48 k2 float32 unquantized silu:" in out
+
+
+def test_bad_input_is_one_line(call: Call, tmp_path: Path) -> None:
+    for line, message in (
+        ("--model-dir nowhere", "'nowhere' must be a directory with config.json"),
+        (f"--model-dir {tmp_path} --top-k 2", "--top-k cannot be combined with --model-dir, which decides it"),
+        (f"--model-dir {tmp_path} --checkpoint {tmp_path}", "--checkpoint asks for one layer and --model-dir for all"),
+    ):
+        code, out, err = call(f"explain {line}")
+        assert (code, out) == (2, "")
+        assert message in err
+        assert len(err.splitlines()) == 1
