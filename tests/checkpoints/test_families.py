@@ -22,6 +22,7 @@ from moereg.errors import CheckpointError, MoeregError
 from moereg.reference import relative_error
 from moereg.routing import REFUSED_MODEL_TYPES, RouterSpec
 from moereg.routing.configs import ROUTED_MODEL_TYPES
+from tests.checkpoints.families_run import by_expert, run_block
 from tests.checkpoints.small_checkpoint import CONFIG, write_checkpoint
 from tests.checkpoints.tiny_families import FAMILIES, MODELS, Family, find_layers, routed_model_types
 
@@ -45,46 +46,11 @@ EACH_FAMILY = pytest.mark.parametrize(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Routed:
-    """What the model's own block gave its experts, and what they made of it, scaled as the block scales it."""
-
-    hidden_states: torch.Tensor
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
-    out: torch.Tensor
-
-
 def _family(name: str) -> Family:
     family = FAMILIES[name]
     if not (MODELS / family.module).is_dir():
         pytest.skip(f"transformers {transformers.__version__} has no {family.module}, which came later")
     return family
-
-
-@torch.no_grad()
-def _run_block(family: Family, model: Any, num_tokens: int = 33) -> Routed:
-    """Runs the block and listens to its experts, so that the routing is the model's own."""
-    block = family.block(model)
-    size = getattr(model.config, "hidden_size", None) or model.config.d_model
-    hidden_states = torch.randn(1, num_tokens, size, generator=torch.Generator().manual_seed(1))
-    heard: dict[str, Any] = {}
-
-    def listen(module: Any, args: tuple[Any, ...], keywords: dict[str, Any], out: torch.Tensor) -> None:
-        heard.update(args=(*args, *keywords.values()), out=out)
-
-    handle = block.experts.register_forward_hook(listen, with_kwargs=True)
-    block(hidden_states)
-    handle.remove()
-    scaling = family.scaling(model.config)
-    flat = hidden_states[0]
-    if len(heard["args"]) == 1:  # Llama 4 hands over inputs that are weighted already, of all experts.
-        scores, _ = block.router(flat)
-        topk_weights, topk_ids = scores.topk(model.config.num_experts_per_tok, dim=-1)
-        out = heard["out"].view(block.num_experts, num_tokens, -1).sum(dim=0)
-        return Routed(flat, topk_ids, topk_weights, out)
-    _, topk_ids, topk_weights = heard["args"]
-    return Routed(flat, topk_ids, topk_weights * scaling, heard["out"].view(num_tokens, -1) * scaling)
 
 
 def _save(family: Family, model: Any, path: Path) -> tuple[Path, Path]:
@@ -96,22 +62,17 @@ def _save(family: Family, model: Any, path: Path) -> tuple[Path, Path]:
     return released, live
 
 
-def _by_expert(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    order = topk_ids.long().argsort(dim=-1)
-    return topk_ids.long().gather(-1, order), topk_weights.float().gather(-1, order)
-
-
 @EACH_FAMILY
 def test_a_layer_routes_and_computes_like_the_model(name: str, tmp_path: Path) -> None:
     family = _family(name)
     model = family.make()
-    expected = _run_block(family, model)
-    own_ids, own_weights = _by_expert(expected.topk_weights, expected.topk_ids)
+    expected = run_block(family, model)
+    own_ids, own_weights = by_expert(expected.topk_weights, expected.topk_ids)
     is_shared = any("shared" in part for part, _ in find_layers(model)[family.layer].named_parameters())
     for path in _save(family, model, tmp_path):
         layer = load_experts(path, family.layer)
         assert layer.model_type == name.partition("-")[0]
-        ids, weights = _by_expert(*layer.route(expected.hidden_states))
+        ids, weights = by_expert(*layer.route(expected.hidden_states))
         assert torch.equal(ids, own_ids)
         torch.testing.assert_close(weights, own_weights, rtol=1e-6, atol=1e-7)
         topk_weights, topk_ids = layer.route(expected.hidden_states)
@@ -228,7 +189,7 @@ def test_kimi_k2_is_read_by_its_published_config(tmp_path: Path, is_nested: bool
     options = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
     family = dataclasses.replace(FAMILIES["deepseek_v3"], options=options)
     model = family.make()
-    expected = _run_block(family, model)
+    expected = run_block(family, model)
     tensors = _released(family, model, tmp_path)
     saved = model.config.to_dict()
     sizes = ("num_hidden_layers", "hidden_size", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -239,8 +200,8 @@ def test_kimi_k2_is_read_by_its_published_config(tmp_path: Path, is_nested: bool
     write_checkpoint(tmp_path, config, tensors)
     layer = load_experts(tmp_path, family.layer)
     assert layer.model_type == "kimi_k2"
-    own = _by_expert(expected.topk_weights, expected.topk_ids)
-    ids, weights = _by_expert(*layer.route(expected.hidden_states))
+    own = by_expert(expected.topk_weights, expected.topk_ids)
+    ids, weights = by_expert(*layer.route(expected.hidden_states))
     assert torch.equal(ids, own[0])
     torch.testing.assert_close(weights, own[1], rtol=1e-6, atol=1e-7)
 

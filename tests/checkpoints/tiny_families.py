@@ -72,13 +72,17 @@ class Family:
     def config(self) -> Any:
         kind = self.model_class.config_class
         default = kind()
-        sizes = {name: value for name, value in SIZES.items() if name not in self.options and _has(default, name)}
+        sizes = {name: value for name, value in SIZES.items() if name not in self.options and has_entry(default, name)}
         return kind(**sizes, **self.options)
 
     def make(self) -> Any:
         """The model in fp32, with weights large enough that activations and biases matter."""
+        return self.make_of(self.config())
+
+    def make_of(self, config: Any) -> Any:
+        """`make` from another config."""
         generator = torch.Generator().manual_seed(0)
-        model = self.model_class(self.config()).eval()
+        model = self.model_class(config).eval()
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 if ".layers." in f".{name}" or ".blocks." in name:
@@ -94,7 +98,8 @@ class Family:
         return next(block for name in names if hasattr(block := getattr(layer, name, None), "experts"))
 
 
-def _has(config: Any, name: str) -> bool:
+def has_entry(config: Any, name: str) -> bool:
+    """Whether a config has an entry of that name."""
     try:
         return hasattr(config, name)
     except Exception:  # An attribute that differs by layer cannot be asked for without one.
@@ -103,7 +108,7 @@ def _has(config: Any, name: str) -> bool:
 
 def find_layers(model: Any) -> Any:
     """The list of layers of a language model."""
-    for name in ("transformer.blocks", "model.layers", "layers"):
+    for name in ("transformer.blocks", "model.language_model.layers", "model.layers", "layers"):
         found = model
         for part in name.split("."):
             found = getattr(found, part, None)

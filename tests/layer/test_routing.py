@@ -33,10 +33,14 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from moereg.routing import (
     RouterSpec,
+    biased_softmax_topk,
     grouped_sigmoid_topk,
     grouped_softmax_topk,
     llama4_topk,
     softmax_topk,
+    sparsemixer,
+    sqrtsoftplus_topk,
+    topk_sigmoid,
     topk_softmax,
 )
 
@@ -107,6 +111,14 @@ ROUTERS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] 
     ),
     "grouped_softmax_topk": lambda logits: grouped_softmax_topk(logits, 2, 4, 2, 16.0),
     "llama4_topk": lambda logits: llama4_topk(logits, 2),
+    "topk_sigmoid": lambda logits: topk_sigmoid(logits, 2, True, torch.linspace(-1, 1, 8, device=logits.device)),
+    "biased_softmax_topk": lambda logits: biased_softmax_topk(
+        logits, 2, torch.linspace(-1, 1, 8, device=logits.device), 1e-12
+    ),
+    "sqrtsoftplus_topk": lambda logits: sqrtsoftplus_topk(
+        logits, 2, torch.linspace(-1, 1, 8, device=logits.device), 1.5
+    ),
+    "sparsemixer": lambda logits: sparsemixer(logits, 2, 0.1),
 }
 
 
@@ -209,6 +221,33 @@ def test_small_sigmoids_are_renormalized_all_the_same() -> None:
     torch.testing.assert_close(topk_weights, torch.full((1, 2), 0.5))
 
 
+def test_the_smallest_sum_is_what_weights_are_divided_by() -> None:
+    """Ernie divides by its `moe_norm_min` where the bias chose experts that hardly have a weight."""
+    logits = torch.tensor([[40.0, 0.0, 0.0, 0.0]])
+    bias = torch.tensor([-9.0, 0.0, 0.0, -9.0])
+    topk_weights, topk_ids = biased_softmax_topk(logits, 2, bias, 1e-12)
+    assert sorted(topk_ids[0].tolist()) == [1, 2]
+    torch.testing.assert_close(topk_weights, torch.softmax(logits, -1)[:, 1:3] / 1e-12)
+
+
+def test_sparsemixer_only_weighs_logits_that_are_near() -> None:
+    logits = torch.tensor([[1.0, 0.9, 0.3, 0.2]])
+    # Within 0.2 of 1.0 there are two logits; of those left, nothing is near 0.9.
+    topk_weights, topk_ids = sparsemixer(logits, 2, 0.1)
+    assert topk_ids.tolist() == [[0, 1]]
+    expected = torch.tensor([[torch.softmax(logits[0, :2], -1)[0], 1.0]])
+    torch.testing.assert_close(topk_weights, expected)
+
+
+def test_epsilons_are_the_models_own() -> None:
+    logits = torch.full((1, 8), -200.0)  # Whose sigmoids underflow.
+    assert grouped_sigmoid_topk(logits, 2, 1, 1, None, True, 1.0)[0].tolist() == [[0.0, 0.0]]
+    assert grouped_sigmoid_topk(logits, 2, 1, 1, None, True, 1.0, epsilon=0.0)[0].isnan().all()
+    lfm2 = grouped_sigmoid_topk(torch.full((1, 8), -14.0), 2, 1, 1, None, True, 1.0, epsilon=1e-6)[0]
+    score = torch.sigmoid(torch.tensor(-14.0))
+    torch.testing.assert_close(lfm2, (score / (2 * score + 1e-6)).expand(1, 2))
+
+
 def test_weights_stay_finite_when_every_sigmoid_underflows() -> None:
     topk_weights, _ = grouped_sigmoid_topk(torch.full((1, 8), -200.0), 2, 1, 1, None, True, 2.5)
     assert torch.isfinite(topk_weights).all()
@@ -262,6 +301,15 @@ def test_input_is_not_changed_and_strides_do_not_matter(name: str) -> None:
         (
             lambda: grouped_sigmoid_topk(torch.randn(3, 8), 2, 8, 4, None, True, 1.0),
             r"two best experts, got 8 experts in 8 groups; use",
+        ),
+        (
+            lambda: grouped_softmax_topk(torch.randn(3, 8), 2, 4, 2, 1.0, scored_experts=3),
+            r"sum of its 3 best experts, got 8 experts in 4 groups; use num_groups <= num_experts / 3",
+        ),
+        (lambda: sparsemixer(torch.randn(3, 8), 3, 0.1), r"chooses two experts, got top_k=3; use top_k=2"),
+        (
+            lambda: topk_sigmoid(torch.randn(3, 8), 2, True, torch.zeros(4)),
+            r"correction_bias must be \[8\] .* got \[4\]; pass",
         ),
         (
             lambda: grouped_sigmoid_topk(torch.randn(3, 8), 2, 2, 1, torch.zeros(4), True, 1.0),
