@@ -172,7 +172,10 @@ def router_tensors(
     if "correction_bias" in held and not needs_correction:
         raise ArgumentError("this router takes no correction_bias; leave it out, or say has_correction_bias=True")
     rows = {
-        "router_weight": ((problem.num_experts, problem.hidden_size), problem.torch_dtype),
+        "router_weight": (
+            (problem.num_experts, problem.hidden_size),
+            torch.float32 if router.fp32_weight else problem.torch_dtype,
+        ),
         "router_bias": ((problem.num_experts,), problem.torch_dtype),
         "correction_bias": ((problem.num_experts,), torch.float32),
     }

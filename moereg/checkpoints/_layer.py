@@ -27,7 +27,7 @@ class CheckpointLayer:
         model_type: As config.json says it; for multimodal models that of the language model.
         layer: Index in the whole model.
         router: How the model routes.
-        router_weight: [E,H], all experts, in the problem's dtype.
+        router_weight: [E,H], all experts, in the problem's dtype; fp32 where `router.fp32_weight`.
         router_bias: [E] in the problem's dtype, or None.
         correction_bias: [E] fp32, DeepSeek-V3's bias for the choice, or None.
         ep_rank: Local experts are those from `ep_rank * num_local_experts` on.
@@ -77,7 +77,7 @@ class CheckpointLayer:
         Raises:
             ValueError: hidden_states have another shape, dtype or device.
         """
-        expected = (self.problem.hidden_size, self.router_weight.dtype, self.router_weight.device)
+        expected = (self.problem.hidden_size, self.problem.torch_dtype, self.router_weight.device)
         columns = hidden_states.shape[1] if hidden_states.dim() == 2 else None
         if (columns, hidden_states.dtype, hidden_states.device) != expected:
             raise ValueError(

@@ -108,7 +108,8 @@ def _with_router(
     def read(name: str | None, dtype: torch.dtype) -> torch.Tensor | None:
         return None if name is None else files.read(name).to(weights.w13.device, dtype, copy=True)
 
-    router_weight = read(manifest.router_weight, problem.torch_dtype)
+    router_dtype = torch.float32 if manifest.router.fp32_weight else problem.torch_dtype
+    router_weight = read(manifest.router_weight, router_dtype)
     assert router_weight is not None
     # transformers loads the router in the model's dtype, but keeps the correction bias in fp32. Ernie's is [1,E].
     correction_bias = read(manifest.correction_bias, torch.float32)

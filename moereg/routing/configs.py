@@ -195,7 +195,7 @@ def _deepseek_v2_router(config: Mapping[str, Any]) -> _Keywords:
 
 
 def _mistral_router(config: Mapping[str, Any]) -> _Keywords:
-    # Mistral Large 4 always normalizes, in fp32, and its config class has no flag for it.
+    # Mistral Large 4 always normalizes, with a router in fp32, and its config class has no flag for it.
     is_large = config.get("model_type") == "mistral_large4_text"
     choices = (True,) if is_large else (True, False)
     return dict(
@@ -204,6 +204,7 @@ def _mistral_router(config: Mapping[str, Any]) -> _Keywords:
         scored_experts=2,
         scaling_factor=read_number(config, "routed_scaling_factor", default=1.0),
         fp32_logits=is_large,
+        fp32_weight=is_large,
         **_read_groups(config, (1, 1)),
         **_read_sizes(config),
     )
@@ -225,7 +226,7 @@ def _cohere2_router(config: Mapping[str, Any]) -> _Keywords:
 
 def _flint_router(config: Mapping[str, Any]) -> _Keywords:
     renormalize = read_flag(config, "norm_topk_prob", True)
-    return dict(kind="topk_sigmoid", renormalize=renormalize, fp32_logits=True, **_read_sizes(config))
+    return dict(kind="topk_sigmoid", renormalize=renormalize, fp32_logits=True, fp32_weight=True, **_read_sizes(config))
 
 
 def _kolibri_router(config: Mapping[str, Any]) -> _Keywords:
@@ -257,6 +258,7 @@ def _ernie_router(config: Mapping[str, Any]) -> _Keywords:
         smallest_sum=read_number(config, "moe_norm_min", default=1e-12),
         has_correction_bias=True,
         fp32_logits=True,
+        fp32_weight=True,
         **_read_sizes(config),
     )
 
@@ -300,7 +302,7 @@ _READERS: Final[Mapping[str, _Reader]] = {
     "axk1": _DEEPSEEK_V3,
     "axk2": _axk2_router,
     "bailing_hybrid": _DEEPSEEK_V3,
-    "beam": _DEEPSEEK_V3,
+    "beam": lambda config: dict(_DEEPSEEK_V3(config), fp32_weight=True),
     "cohere2_moe": _cohere2_router,
     "dbrx": _dbrx_router,
     "deepseek_ocr2_text": _deepseek_v2_router,
@@ -327,7 +329,7 @@ _READERS: Final[Mapping[str, _Reader]] = {
     "granitemoe_swa": _topk_softmax(),
     "granitemoehybrid": _topk_softmax(),
     "granitemoeshared": _topk_softmax(),
-    "hunyuan_v1_moe": _softmax_topk(True),
+    "hunyuan_v1_moe": lambda config: dict(_softmax_topk(True, fp32_logits=True)(config), fp32_weight=True),
     "hy_v3": _sigmoid_topk(scaling="router_scaling_factor", scaling_factor=2.826, reads_renormalize=False, groups=None),
     "hy_v4": _sigmoid_topk(scaling_factor=2.827),
     "jamba": _softmax_topk(False),

@@ -56,7 +56,7 @@ _ROUTER_KINDS: Final[Mapping[str, _RouterKind]] = {
 
 
 # Fields of a spec that every kind knows, or that have a check of their own.
-_NOT_OPTIONS: Final = ("kind", "num_experts", "top_k", "has_correction_bias", "fp32_logits")
+_NOT_OPTIONS: Final = ("kind", "num_experts", "top_k", "has_correction_bias", "fp32_logits", "fp32_weight")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,7 @@ class RouterSpec:
         has_correction_bias: Whether `route` needs a bias [E] for the choice.
         fp32_logits: Whether the model computes its logits in fp32 even where hidden states and router weight are
             16-bit. The caller computes the logits and therefore rounds them; rounded logits may choose other experts.
+        fp32_weight: Whether the model keeps its router's weight in fp32 beside 16-bit experts.
 
     Raises:
         UnknownNameError: `kind` is not known.
@@ -99,11 +100,12 @@ class RouterSpec:
     jitter: float = 0.0
     has_correction_bias: bool = False
     fp32_logits: bool = False
+    fp32_weight: bool = False
 
     def __post_init__(self) -> None:
         check_one_of("router kind", self.kind, tuple(_ROUTER_KINDS))
         check_count("num_experts", self.num_experts)
-        for name in ("renormalize", "has_correction_bias", "fp32_logits"):
+        for name in ("renormalize", "has_correction_bias", "fp32_logits", "fp32_weight"):
             check_flag(name, getattr(self, name))
         for name in ("scaling_factor", "epsilon", "logit_softcap", "smallest_sum", "jitter"):
             check_number(name, getattr(self, name))

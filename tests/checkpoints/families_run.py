@@ -21,12 +21,12 @@ class Routed:
 
 
 @torch.no_grad()
-def run_block(family: Family, model: Any, num_tokens: int = 33) -> Routed:
+def run_block(family: Family, model: Any, dtype: torch.dtype = torch.float32) -> Routed:
     """Runs the block and listens to its experts, so that the routing is the model's own."""
-    block = family.block(model)
+    block, num_tokens = family.block(model), 33
     text = model.config.get_text_config()
     size = getattr(text, "hidden_size", None) or text.d_model
-    hidden_states = torch.randn(1, num_tokens, size, generator=torch.Generator().manual_seed(1))
+    hidden_states = torch.randn(1, num_tokens, size, generator=torch.Generator().manual_seed(1)).to(dtype)
     heard: dict[str, Any] = {}
 
     def listen(module: Any, args: tuple[Any, ...], keywords: dict[str, Any], out: torch.Tensor) -> None:

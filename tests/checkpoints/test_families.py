@@ -28,6 +28,7 @@ from tests.checkpoints.tiny_families import FAMILIES, MODELS, Family, find_layer
 
 # With tensors, a router or a config like no other's; the rest take half a second each.
 HARD = ("dbrx", "deepseek_v4", "ernie4_5_moe", "granitemoeshared", "laguna", "minimax_m2", "nemotron_h", "phimoe")
+ROUTER_WEIGHTS = ("gate.weight", "router.weight", "gate.wg.weight", "router.layer.weight")
 # Files of transformers with something called experts that no router of tokens feeds.
 NOT_ROUTED = {"vitpose_backbone": "a data set's index chooses its experts"}
 # Model types that publishers write and transformers reads as another, or takes from the file around it.
@@ -85,6 +86,28 @@ def test_a_layer_routes_and_computes_like_the_model(name: str, tmp_path: Path) -
     blocks = [[part for part, _ in layer.named_modules() if part.endswith(".experts")] for layer in find_layers(model)]
     supported = [index for index, parts in enumerate(blocks) if parts]
     assert list(moe_layers(path)) == supported
+
+
+# transformers rounds their scores to 16 bits before it chooses, so that more of them tie.
+ROUNDED_SCORES = ("mistral4",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_layer_routes_like_the_model_in_16_bits(name: str, tmp_path: Path) -> None:
+    family = _family(name)
+    family.make().to(torch.bfloat16).save_pretrained(tmp_path)
+    model = family.model_class.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    expected = run_block(family, model, torch.bfloat16)
+    layer = load_experts(tmp_path, family.layer)
+    weights = [part for part, _ in family.block(model).named_parameters() if part.endswith(ROUTER_WEIGHTS)]
+    assert layer.router_weight.dtype == family.block(model).get_parameter(weights[0]).dtype
+    own_ids, own_weights = by_expert(expected.topk_weights, expected.topk_ids)
+    ids, weights = by_expert(*layer.route(expected.hidden_states))
+    is_same = (ids == own_ids).all(dim=-1)
+    assert is_same.sum() >= len(ids) - (2 if name in ROUNDED_SCORES else 0)
+    # transformers rounds the weights of some models to 16 bits, and of a few their scores before.
+    torch.testing.assert_close(weights[is_same], own_weights[is_same], rtol=2**-6, atol=2**-7)
 
 
 def test_every_class_of_transformers_with_routed_experts_is_a_family_or_refused() -> None:
