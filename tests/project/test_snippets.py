@@ -56,7 +56,7 @@ NOT_RUN: Final = {
 }
 """Commands that cannot run here, with the reason."""
 
-SLOW: Final = ("bench", "verify", "quantize", "benches.board", "benches.report")
+SLOW: Final = ("bench", "verify", "quantize", "--model-dir", "benches.board", "benches.report")
 
 
 def _commands() -> list[tuple[str, Command]]:
