@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 from moereg.cli._output import console
-from moereg.cli._show import machine, new_table, print_reasons, yes_no
+from moereg.cli._show import WIDE, machine, new_table, print_reasons, yes_no
 from moereg.discovery import load_backends
 from moereg.dispatch import machine_reasons
 from moereg.platforms import Platform
+from moereg.plugins import BACKEND_GROUP
 from moereg.quarantine import QuarantineRecord, quarantine_path, read_quarantine
 from moereg.registry import BUILTIN, BackendCell
 from moereg.testing.ledger import arch_name, evidence_of
@@ -29,7 +30,8 @@ def show_info(info: Mapping[str, Any], platform: Platform) -> None:
     target = console(sys.stdout)
     _print_machine(target, info, platform)
     backends = info["backends"]
-    with_origin = any(backend["origin"] != BUILTIN for backend in backends)
+    # On 80 columns the lines about plugins say it.
+    with_origin = target.width >= WIDE and any(backend["origin"] != BUILTIN for backend in backends)
     columns = ("backend", *(["origin"] if with_origin else []), "schemes", "platforms", "runs here", "verified on")
     table = new_table(*columns)
     table.columns[0].no_wrap = True
@@ -50,12 +52,16 @@ def show_info(info: Mapping[str, Any], platform: Platform) -> None:
     target.print(f"{len(backends)} backends with {num_cells} cells: moereg info --cells shows all, and every reason")
     _print_quarantine(target, _held(platform))
     _print_plugins(target, [plugin for plugin in info["plugins"] if plugin["status"] != "loaded"])
-    loaded = {plugin["distribution"] for plugin in info["plugins"] if plugin["status"] == "loaded"}
-    if loaded:
-        target.print(f"plugins: {', '.join(sorted(loaded))}")
-    elif not info["plugins"]:
+    loaded: dict[str, list[str]] = {}
+    for plugin in info["plugins"]:
+        if plugin["status"] == "loaded":
+            what = "" if plugin["group"] == BACKEND_GROUP else "platform "
+            loaded.setdefault(plugin["distribution"], []).append(what + plugin["name"])
+    for distribution, names in loaded.items():
+        target.print(f"plugin {distribution}: {', '.join(names)}")
+    if not info["plugins"]:
         target.print("no plugins installed")
-    target.print("moereg explain --model NAME says what a layer gets; moereg models and moereg schemes list names")
+    target.print("moereg explain --model NAME says what a layer gets, moereg models lists names")
 
 
 def show_cells(info: Mapping[str, Any], platform: Platform) -> None:
