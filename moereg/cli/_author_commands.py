@@ -24,7 +24,7 @@ def new_backend(
     json: JsonFlag = False,
     verbose: VerboseFlag = False,
 ) -> int:
-    """Write a wheel with one backend that works, to put a kernel into."""
+    """Write a wheel with one backend, to put a kernel into."""
     from moereg.cli._new_backend import write_wheel
 
     with only_results_on_stdout(verbose):

@@ -12,6 +12,7 @@ __all__ = [
     "model_names",
     "platform_names",
     "routing_names",
+    "scheme_list",
     "scheme_names",
 ]
 
@@ -32,6 +33,12 @@ def scheme_names(incomplete: str) -> list[str]:
     from moereg.quant import QUANT_SCHEMES
 
     return _starting(QUANT_SCHEMES, incomplete)
+
+
+def scheme_list(incomplete: str) -> list[str]:
+    """Of a `--quant` that takes several: the last of `a,b`."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in scheme_names(last)]
 
 
 def platform_names(incomplete: str) -> list[str]:

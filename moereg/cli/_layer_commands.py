@@ -184,7 +184,7 @@ def models(json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
 
 
 def schemes(platform: PlatformOption = None, json: JsonFlag = False, verbose: VerboseFlag = False) -> int:
-    """List the schemes that --quant knows, and the backends that run each."""
+    """List the schemes that --quant knows, and who runs each."""
     from moereg.cli._names import list_schemes, show_schemes
 
     with only_results_on_stdout(verbose):

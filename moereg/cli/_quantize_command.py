@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from moereg.cli._completion import backend_list, scheme_list
 from moereg.cli._exits import NOTHING_FITS, OK, WRONG_NUMBERS
 from moereg.cli._options import JsonFlag, ProblemFlags, UsageError, VerboseFlag
 from moereg.cli._output import only_results_on_stdout, print_json
@@ -25,7 +26,10 @@ def quantize(
     ] = None,
     quant: Annotated[
         list[str] | None,
-        typer.Option(help="Schemes to compare: int4_w4a16_g128 or a,b or int4_*; all that fit if left out."),
+        typer.Option(
+            help="Schemes to compare: int4_w4a16_g128 or a,b or int4_*; all that fit if left out.",
+            autocompletion=scheme_list,
+        ),
     ] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of the timed calls; 1,64 if left out.")] = None,
     inputs: Annotated[
@@ -34,9 +38,16 @@ def quantize(
     ] = None,
     num_local_experts: Annotated[int | None, typer.Option(help="Compare on so many experts alone.")] = None,
     platform: Annotated[str | None, typer.Option(help="cpu, on a machine that has a GPU.")] = None,
-    require: Annotated[list[str] | None, typer.Option(help="Use one of these backends.")] = None,
-    prefer: Annotated[list[str] | None, typer.Option(help="Use these backends first where they fit.")] = None,
-    deny: Annotated[list[str] | None, typer.Option(help="Use none of these backends.")] = None,
+    require: Annotated[
+        list[str] | None, typer.Option(help="Use one of these backends.", autocompletion=backend_list)
+    ] = None,
+    prefer: Annotated[
+        list[str] | None,
+        typer.Option(help="Use these backends first where they fit.", autocompletion=backend_list),
+    ] = None,
+    deny: Annotated[
+        list[str] | None, typer.Option(help="Use none of these backends.", autocompletion=backend_list)
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 2, help="Of random hidden states.")] = 0,
     plot: Annotated[
         Path | None, typer.Option(help="Draw error over size and over time into this file, e.g. quantize.png.")
@@ -47,7 +58,7 @@ def quantize(
     json: JsonFlag = False,
     verbose: VerboseFlag = False,
 ) -> int:
-    """Compare schemes on a checkpoint's layer: size, error, speed; write a quantized copy if asked."""
+    """Compare schemes on a checkpoint's layer, write a copy."""
     from moereg.cli._bench import parse_tokens
     from moereg.cli._plot import check_can_plot
     from moereg.cli._quantize import DEFAULT_TOKENS, compare_schemes, find_schemes, read_inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -175,6 +176,7 @@ def test_the_tab_key(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     assert words("moereg bench --routing z") == ["zipf"]
     assert words("moereg run --require torch,tri") == ["torch,triton"]
     assert words("moereg verify tor") == ["torch"]
+    assert words("moereg quantize --quant mxfp8,nvfp4_") == ["mxfp8,nvfp4_w4a16"]
     assert words("moereg run --dtype fl") == ["float16", "float32"]
     assert words("moereg run --activation si") == ["silu"]
 
@@ -190,6 +192,7 @@ def test_version_and_help(call: Call) -> None:
     assert call("--version") == (0, f"moereg {moereg.__version__}\n", "")
     code, out, err = call("--help")
     assert (code, err) == (0, "")
+    assert not re.search(r"\w\.\.\.", out)
     for command in ("info", "models", "schemes", "explain", "run", "bench", "tune", "verify", "new-backend"):
         assert f"  {command} " in out
     assert "--num-local-experts" in call("run --help")[1]
