@@ -3,7 +3,7 @@
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-peers fuzz mutants lint format bench build clean
+.PHONY: help demo test test-all test-peers test-ranges fuzz mutants lint format bench build clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,6 +16,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3.1
 # More arguments for pytest: make test PYTEST_ARGS='-k dispatch -x'
 PYTEST_ARGS ?=
 FUZZ_ARGS ?=
+RANGES_ARGS ?=
 # A process for each core, one thread in each: most of the time goes into interpreted kernels, which have one thread anyway.
 IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
@@ -24,6 +25,7 @@ help:
 	@echo 'make test        installs the test extra and runs the tests that are neither slow nor in need of a GPU'
 	@echo 'make test-all    runs the rest: the slow tests'
 	@echo 'make test-peers  installs the peer libraries (2 GB more) and runs the tests that need them'
+	@echo 'make test-ranges runs tests with the lowest and the newest torch, Triton and Python; docs/ranges.md has the last run'
 	@echo 'make fuzz        10,000 drawn cases of bad input, up to 10 minutes; make test runs a small sample'
 	@echo 'make mutants     plants faults in a copy of the source, one at a time: the tests must catch each; before a release'
 	@echo 'make lint        ruff, mypy --strict and the import contracts; make format applies what ruff can'
@@ -47,6 +49,11 @@ test-all: $(VENV)/.test-stamp
 
 test-peers: $(VENV)/.peers-stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'peers and not gpu' $(PYTEST_ARGS)
+
+# Some rows and tests: make test-ranges RANGES_ARGS='--rows 3.10-lowest tests/quantize'
+test-ranges:
+	@test -n '$(PYTHON)' || { echo 'moereg needs Python 3.10 or newer with the venv module' >&2; exit 1; }
+	$(PYTHON) -m tests.ranges $(RANGES_ARGS)
 
 # Other cases: make fuzz FUZZ_ARGS='--seed 7'. A case that fails is stored in tests/fuzz/corpus/, which `make test` replays.
 fuzz: $(VENV)/.test-stamp
@@ -75,7 +82,7 @@ build: $(VENV)/.test-stamp
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
+	rm -rf $(VENV) .ranges dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
 
 # --- the environment: installed again when a file that a stamp was made from is newer than the stamp ---
 
