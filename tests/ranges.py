@@ -1,7 +1,7 @@
 """Runs tests at the ends of the stated ranges: `python -m tests.ranges`, or `make test-ranges`.
 
-pyproject.toml states the ranges. The lowest torch and Triton run on the lowest Python, the newest ones that pip finds on
-every Python that is here or that pyenv or uv can install. What could not be installed is named as not run.
+pyproject.toml states the ranges. The lowest torch and Triton run on the lowest Python, the newest ones that pip finds
+on every Python that is here or that pyenv or uv can install. What could not be installed is named as not run.
 """
 
 from __future__ import annotations
@@ -107,9 +107,10 @@ def _pyenv(pattern: str) -> str:
 
 def _install_python(version: str) -> str:
     """Installs a Python with pyenv or uv; why not, if it fails."""
-    pyenv = shutil.which("pyenv") or str(Path(_pyenv("..")) / "bin" / "pyenv")
+    beside = Path(_pyenv("..")) / "bin" / "pyenv"
+    pyenv = shutil.which("pyenv") or (str(beside) if os.access(beside, os.X_OK) else "")
     why = []
-    if os.access(pyenv, os.X_OK):
+    if pyenv:
         _, latest = _output([pyenv, "latest", "-k", version])
         code, text = _output([pyenv, "install", "-s", latest.strip() or version])
         if code == 0:

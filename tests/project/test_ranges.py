@@ -1,4 +1,4 @@
-"""The command that runs tests at the ends of the ranges: which rows, and what it makes of them. Nothing is installed."""
+"""The command that runs tests at the ends of the ranges: its rows, and what it makes of them. Nothing is installed."""
 
 from __future__ import annotations
 
