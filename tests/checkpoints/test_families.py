@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from moereg import cli
 from moereg.checkpoints import load_experts, moe_layers
 from moereg.checkpoints._model_rules import count_layers
 from moereg.checkpoints._models import MODEL_TYPES
@@ -322,3 +323,10 @@ def test_a_layer_that_is_not_read_says_why(
     with pytest.raises(CheckpointError, match=re.escape(reason) + r".*; give moereg.make_kernel your own"):
         load_experts(tmp_path, layer)
     assert layer in moe_layers(tmp_path)
+
+
+def test_run_says_that_shared_experts_are_not_in_the_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family = FAMILIES["deepseek_v3"]
+    released, _ = _save(family, family.make(), tmp_path)
+    assert cli.main(["run", "--checkpoint", str(released), "--layer", "3", "--tokens", "4"]) == 0
+    assert "note: layer 3 also has shared experts, which are not in it" in " ".join(capsys.readouterr().out.split())
