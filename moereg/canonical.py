@@ -11,11 +11,12 @@ import torch
 
 from moereg.arguments import check_count, check_device, takes
 from moereg.errors import ArgumentError, described
+from moereg.memory import format_bytes
 from moereg.problem import MoEProblem
 from moereg.quant import MATRICES, TENSOR_ROLES, QuantScheme, TensorRole, get_scheme, tensor_name
 from moereg.weight_checks import check_row, check_scale, check_zero_points, checks_values
 
-__all__ = ["ExpertWeights", "check_expert", "shown_bytes"]
+__all__ = ["ExpertWeights", "check_expert"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -157,7 +158,7 @@ class ExpertWeights:
         held = f"{dtype} {self.scheme.name}" if self.scheme.weight is None else self.scheme.name
         return (
             f"ExpertWeights({self.num_experts} experts, w13 {list(self.w13.shape)}, w2 {list(self.w2.shape)}, {held}"
-            f"{', biases' if self.w13_bias is not None else ''}, {shown_bytes(self.num_bytes)} on {self.w13.device})"
+            f"{', biases' if self.w13_bias is not None else ''}, {format_bytes(self.num_bytes)} on {self.w13.device})"
         )
 
     def scheme_columns(self, columns: int) -> int:
@@ -281,11 +282,3 @@ def check_expert(expert: int, num_experts: int) -> None:
     check_count("expert", expert, minimum=-sys.maxsize)
     if not 0 <= expert < num_experts:
         raise ArgumentError(f"expert must be a local expert in [0, {num_experts}), got {expert}; count this rank's")
-
-
-def shown_bytes(num_bytes: int) -> str:
-    """A size in the unit that reads well."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if num_bytes >= 1 << power:
-            return f"{num_bytes / (1 << power):.3g} {unit}"
-    return f"{num_bytes} B"

@@ -9,8 +9,9 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from moereg.canonical import ExpertWeights, check_expert, shown_bytes
+from moereg.canonical import ExpertWeights, check_expert
 from moereg.errors import LayoutNotInvertibleError
+from moereg.memory import format_bytes
 
 __all__ = ["CanonicalReader", "ExpertWeights", "PerExpert", "PermutedWeights"]
 
@@ -109,11 +110,15 @@ class PermutedWeights:
         return self.reader.read(self, expert)
 
     def __repr__(self) -> str:
-        names = ", ".join([*self.per_expert, *self.shared])
-        return (
-            f"PermutedWeights({self.layout!r}, {self.num_experts} experts, {names}, {shown_bytes(self.num_bytes)} on "
-            f"{self.device})"
-        )
+        """One line. A backend may have put in anything, and the error that says so shows it."""
+        held = [value[0] if isinstance(value, list) and value else value for value in self.per_expert.values()]
+        values = [*held, *self.shared.values()]
+        names = ", ".join([*self.per_expert, *self.shared]) or "no tensors"
+        if not values or not all(isinstance(value, torch.Tensor) for value in values):
+            kinds = ", ".join(type(value).__name__ for value in values)
+            return f"PermutedWeights({self.layout!r}, {names}{': ' if kinds else ''}{kinds})"
+        size = f"{format_bytes(self.num_bytes)} on {self.device}"
+        return f"PermutedWeights({self.layout!r}, {self.num_experts} experts, {names}, {size})"
 
     def shared_with(self, weights: ExpertWeights) -> frozenset[str]:
         """Names of the tensors that lie in the memory of some canonical weights."""

@@ -9,6 +9,7 @@ import torch
 
 from moereg.ambient import in_plain_torch
 from moereg.layer import MoEKernel, make_kernel
+from moereg.memory import format_bytes
 from moereg.problem import MoEProblem
 from moereg.routing import RouterSpec
 from moereg.selection import Selection
@@ -17,7 +18,7 @@ from moereg.weights import ExpertWeights
 __all__ = ["CheckpointLayer"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class CheckpointLayer:
     """The routed experts of one layer of a checkpoint, and the router that feeds them.
 
@@ -62,6 +63,13 @@ class CheckpointLayer:
         router = (self.router_weight, self.router_bias, self.correction_bias)
         tensors = [*self.weights.tensors().values(), *(tensor for tensor in router if tensor is not None)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def __repr__(self) -> str:
+        others = ", shared experts left out" if self.has_shared_experts else ""
+        return (
+            f"CheckpointLayer({self.model_type} layer {self.layer}, {self.problem}, {self.router.kind}{others}, "
+            f"{format_bytes(self.num_bytes)} on {self.weights.w13.device})"
+        )
 
     @in_plain_torch
     def route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -297,3 +297,6 @@ def test_a_layer_of_a_checkpoint(tmp_path: Path) -> None:
     rest = MoELayer.from_checkpoint(tmp_path, 1, dtype="float32", num_local_experts=2)
     torch.testing.assert_close(half(x) + rest(x), layer(x))
     assert not layer.has_shared_experts
+    assert repr(loaded) == (
+        "CheckpointLayer(qwen3_moe layer 1, E4 H8 I6 k2 float32 unquantized silu, softmax_topk, 2.4 kB on cpu)"
+    )

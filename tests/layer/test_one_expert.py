@@ -298,6 +298,6 @@ def test_weights_are_shown_on_one_line() -> None:
     kernel = kernel_of(problem_of())
     weights = make_weights(problem_of(has_bias=True), CPU)
     assert repr(weights) == (
-        "ExpertWeights(8 experts, w13 [8, 24, 16], w2 [8, 16, 12], float32 unquantized, biases, 19.2 KiB on cpu)"
+        "ExpertWeights(8 experts, w13 [8, 24, 16], w2 [8, 16, 12], float32 unquantized, biases, 19.7 kB on cpu)"
     )
-    assert repr(kernel.weights) == "PermutedWeights('canonical', 8 experts, w13, w2, 18 KiB on cpu)"
+    assert repr(kernel.weights) == "PermutedWeights('canonical', 8 experts, w13, w2, 18.4 kB on cpu)"
