@@ -7,6 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 import torch
 
 
@@ -60,6 +61,10 @@ def test_the_torch_of_a_first_use_is_torch() -> None:
         assert sys.modules["torch"] is torch
         """
     )
+
+
+@pytest.mark.slow
+def test_threads_that_use_it_first_at_once_get_torch() -> None:
     _run(
         """
         import threading
