@@ -104,14 +104,14 @@ def scan(groups: Sequence[str]) -> tuple[list[PluginPoint], list[PluginStatus]]:
             found = [point for point in distribution.entry_points if point.group in groups]
         except Exception as error:
             name = owner.origin if owner else "unknown"
-            broken.append(_unreadable(BACKEND_GROUP, name, "entry_points.txt", owner, error))
+            said: Exception = _no_module(str(error.args[-1])) if _refuses_a_name(error) else error
+            broken.append(_unreadable(BACKEND_GROUP, name, "entry_points.txt", owner, said))
             continue
         for point in found:
             try:
                 module = str(point.module)
             except Exception:
-                fault = ValueError(f"{point.value!r} names no module; write moereg_mine or moereg_mine:provide")
-                broken.append(_unreadable(point.group, point.name, point.value, owner, fault))
+                broken.append(_unreadable(point.group, point.name, point.value, owner, _no_module(point.value)))
                 continue
             if (refusal := _refusal(owner, point.name)) is not None:
                 broken.append(_unreadable(point.group, point.name, point.value, owner, refusal))
@@ -143,6 +143,15 @@ def _refusal(owner: Owner | None, name: str) -> RegistrationError | None:
     if one_line(name, _LONGEST) != name:
         return RegistrationError(f"an entry point's name is at most {_LONGEST} printable characters; choose another")
     return None
+
+
+def _no_module(value: str) -> ValueError:
+    return ValueError(f"{value!r} names no module; write moereg_mine or moereg_mine:provide")
+
+
+def _refuses_a_name(error: Exception) -> bool:
+    """Whether importlib-metadata refused a point while it read the file, as 9.0 does; 10 does once it is asked."""
+    return type(error) is ValueError and len(error.args) == 2 and "object reference" in str(error.args[0])
 
 
 def _unreadable(group: str, name: str, value: str, owner: Owner | None, error: Exception) -> PluginStatus:
