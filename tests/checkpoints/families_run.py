@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
+import transformers
 
 from tests.checkpoints.tiny_families import Family
 
@@ -42,6 +44,8 @@ def run_block(family: Family, model: Any, dtype: torch.dtype = torch.float32) ->
         topk_weights, topk_ids = scores.topk(text.num_experts_per_tok, dim=-1)
         out = heard["out"].view(block.num_experts, num_tokens, -1).sum(dim=0)
         return Routed(flat, topk_ids, topk_weights, out)
+    if len(heard["args"]) == 2:
+        pytest.skip(f"transformers {transformers.__version__} routes inside of {type(block.experts).__name__}")
     _, topk_ids, topk_weights = heard["args"]
     return Routed(flat, topk_ids, topk_weights * scaling, heard["out"].view(num_tokens, -1) * scaling)
 

@@ -123,7 +123,7 @@ _SCALED: Callable[[Any], float] = lambda config: float(config.routed_scaling_fac
 FAMILIES: dict[str, Family] = {
     "afmoe": Family("afmoe", "AfmoeForCausalLM", {"route_scale": 1.7}),
     "aria_text": Family("aria", "AriaTextForCausalLM", {"moe_num_experts": 8, "moe_topk": 3}),
-    "axk1": Family("axk1", "AXK1ForCausalLM", _TYPES),
+    "axk1": Family("axk1", "AXK1ForCausalLM"),
     "axk2": Family("axk2", "AXK2ForCausalLM", {**_TYPES, "n_group": None, "topk_group": None}),
     "bailing_hybrid": Family("bailing_hybrid", "BailingHybridForCausalLM"),
     "beam": Family("beam", "BeamForCausalLM", scaling=_SCALED),
@@ -202,7 +202,6 @@ FAMILIES: dict[str, Family] = {
     "openai_privacy_filter": Family(
         "openai_privacy_filter",
         "OpenAIPrivacyFilterForTokenClassification",
-        {"swiglu_limit": 1.5},
         scaling=lambda config: float(config.num_experts_per_tok),
     ),
     "phimoe": Family("phimoe", "PhimoeForCausalLM", {"num_experts_per_tok": 2, "router_jitter_noise": 0.2}),
