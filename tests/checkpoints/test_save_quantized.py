@@ -124,6 +124,13 @@ def test_other_dtypes(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
     same(load_experts(saved.path, 1).weights, quantize_layer(load_experts(source, 1), get_scheme(name)))
 
 
+def test_scales_have_the_dtype_that_readers_multiply_in(source: Path, tmp_path: Path) -> None:
+    scale = f"{EXPERTS}.0.up_proj.weight_scale"
+    for name, dtype in (("int4_w4a16_g32", torch.bfloat16), ("int8_w8a8", torch.float32)):
+        saved = save_quantized(source, tmp_path / name, name, [1])
+        assert load_file(saved.path / "experts-00001-00.safetensors")[scale].dtype == dtype
+
+
 def test_one_layer_alone_and_everything_else_as_it_was(source: Path, tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
     saved = save_quantized(

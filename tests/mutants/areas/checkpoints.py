@@ -261,4 +261,36 @@ MUTANTS: Final = (
         new='"qwen3_next": _softmax_topk()',
         tests=("tests/checkpoints/test_families.py::test_an_absent_entry_has_the_default_of_its_own_family",),
     ),
+    Mutant(
+        "gate and up change places in a copy",
+        "moereg/checkpoints/_compressed_write.py",
+        old="            one = one.chunk(2)[half]",
+        new="            one = one.chunk(2)[1 - half]",
+        tests=(
+            "tests/checkpoints/test_save_quantized.py::test_what_is_written_is_read_back_and_restored_by_compressed_tensors[int8_w8a16]",
+        ),
+    ),
+    Mutant(
+        "a copy has one expert again and again",
+        "moereg/checkpoints/_compressed_write.py",
+        old="        one = tensor[expert] if tensor.dim() else tensor",
+        new="        one = tensor[0] if tensor.dim() else tensor",
+        tests=(
+            "tests/checkpoints/test_save_quantized.py::test_what_is_written_is_read_back_and_restored_by_compressed_tensors[int4_w4a16_g32]",
+        ),
+    ),
+    Mutant(
+        "scales of packed integers are not the checkpoint's",
+        "moereg/checkpoints/_compressed_write.py",
+        old='    if _layout(scheme) == "pack-quantized" and dtype.itemsize == 2:',
+        new='    if _layout(scheme) == "pack-quantized" and dtype.itemsize == 1:',
+        tests=("tests/checkpoints/test_save_quantized.py::test_scales_have_the_dtype_that_readers_multiply_in",),
+    ),
+    Mutant(
+        "what is wrong is written",
+        "moereg/cli/_quantize.py",
+        old="        if question.out is None or not result.passed:",
+        new="        if question.out is None:",
+        tests=("tests/cli/test_quantize.py::test_nothing_is_written_where_something_is_wrong",),
+    ),
 )
