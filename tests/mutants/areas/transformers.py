@@ -1,0 +1,127 @@
+"""Live models of transformers."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_MODELS: Final = "tests/integrations/test_transformers.py"
+_QUANTIZED: Final = "tests/integrations/test_transformers_quantized.py"
+_COMMAND: Final = "tests/cli/test_model_dir.py"
+_EXPERTS: Final = "moereg/integrations/_experts"
+
+MUTANTS: Final = (
+    Mutant(
+        "gate and up that alternate are taken for halves",
+        f"{_EXPERTS}/layouts.py",
+        old="fields[field] = torch.cat([fields[field][:, 0::2], fields[field][:, 1::2]], dim=1)",
+        new="fields[field] = fields[field].contiguous()",
+        tests=(f"{_MODELS}::test_a_prepared_model_generates_the_tokens_of_eager[gpt_oss]",),
+    ),
+    Mutant(
+        "freed gate and up come back as halves",
+        f"{_EXPERTS}/layouts.py",
+        old="fields[field] = torch.stack([gate, up], dim=2).flatten(1, 2)",
+        new="fields[field] = torch.cat([gate, up], dim=1)",
+        tests=(f"{_MODELS}::TestFreed::test_state_dict_has_the_bits_of_before[gpt_oss]",),
+    ),
+    Mutant(
+        "gate and up of flat experts change places",
+        f"{_EXPERTS}/layouts.py",
+        old="w13=torch.cat([w1, v1], dim=1)",
+        new="w13=torch.cat([v1, w1], dim=1)",
+        tests=(f"{_MODELS}::test_a_prepared_model_generates_the_tokens_of_eager[dbrx]",),
+    ),
+    Mutant(
+        "a gate is recognized by small values alone",
+        f"{_EXPERTS}/activation.py",
+        old="points = torch.cat([near, far])",
+        new="points = near.clamp(-1, 1)",
+        tests=(f"{_MODELS}::test_a_gate_is_recognized_by_what_it_computes",),
+    ),
+    Mutant(
+        "ids of other ranks reach the kernel",
+        f"{_EXPERTS}/serving.py",
+        old="ids = torch.where(ids < live.num_experts, ids, -1)",
+        new="ids = ids.clone()",
+        tests=(f"{_MODELS}::test_one_expert_of_a_rank_takes_tokens_of_two_routes",),
+    ),
+    Mutant(
+        "writes in place are not seen",
+        f"{_EXPERTS}/serving.py",
+        old="version = -1 if tensor.is_inference() else tensor._version",
+        new="version = -1",
+        tests=(f"{_MODELS}::test_writes_into_parameters_and_other_parameters_are_followed",),
+    ),
+    Mutant(
+        "a copy keeps the kernels of the model that was copied",
+        f"{_EXPERTS}/serving.py",
+        old="        if self.released:  # Otherwise its kernels are made",
+        new="        served.kernels = self.kernels\n        if self.released:  # Otherwise its kernels are made",
+        tests=(f"{_MODELS}::test_copies_and_pickles_make_kernels_of_their_own",),
+    ),
+    Mutant(
+        "weights are freed that do not come back",
+        f"{_EXPERTS}/memory.py",
+        old="if parameter is None or not _same_bits(parameter.detach(), value):",
+        new="if parameter is None:",
+        tests=(f"{_MODELS}::TestFreed::test_what_does_not_come_back_is_kept_and_said",),
+    ),
+    Mutant(
+        "training is not noticed",
+        f"{_EXPERTS}/calls.py",
+        old="if needs_gradient and module.training:",
+        new="if False:",
+        tests=(f"{_MODELS}::TestInference::test_training_is_refused_at_once",),
+    ),
+    Mutant(
+        "an output is cut off from the graph",
+        f"{_EXPERTS}/calls.py",
+        old="    if not needs_gradient:\n        return out\n",
+        new="    return out\n",
+        tests=(f"{_MODELS}::TestInference::test_eval_with_gradients_enabled_runs_and_its_backward_says_why_not",),
+    ),
+    Mutant(
+        "a patch serves models that are not prepared",
+        f"{_EXPERTS}/blocks.py",
+        old="(original if served(experts) is None else row.forward)",
+        new="row.forward",
+        tests=(f"{_MODELS}::test_a_patch_leaves_models_alone_that_are_not_prepared",),
+    ),
+    Mutant(
+        "a method that a hook kept is not patched",
+        f"{_EXPERTS}/blocks.py",
+        old='if "_old_forward" in vars(block):',
+        new="if False:",
+        tests=(f"{_MODELS}::test_hooks_of_accelerate_run_and_patched_blocks_run_under_them",),
+    ),
+    Mutant(
+        "offloaded weights are served",
+        f"{_EXPERTS}/serving.py",
+        old='if getattr(each, "offload", False):',
+        new="if False:",
+        tests=(f"{_MODELS}::TestRefused::test_offloaded",),
+    ),
+    Mutant(
+        "layers before the one that is refused are changed",
+        "moereg/integrations/transformers.py",
+        old="    for each in found:\n        _check(each)\n",
+        new="",
+        tests=(f"{_MODELS}::TestRefused::test_several_devices",),
+    ),
+    Mutant(
+        "rows of scales of MXFP4 stay in the order of the codes",
+        f"{_EXPERTS}/layouts.py",
+        old='for field in ("w13", "w13_scale", "w13_bias"):',
+        new='for field in ("w13", "w13_bias"):',
+        tests=(f"{_QUANTIZED}::test_mxfp4_experts_are_patched_at_their_block",),
+    ),
+    Mutant(
+        "layers that are refused fit",
+        "moereg/cli/_model_dir.py",
+        old="return all(layer.backend is not None for layer in self.layers)",
+        new="return True",
+        tests=(f"{_COMMAND}::test_what_is_not_served_exits_with_3_and_the_reason",),
+    ),
+)
