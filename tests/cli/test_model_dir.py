@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.command import Call
-from tests.support.tiny_models import tiny_config
+from tests.support.tiny_models import needs, tiny_config
 
 CallJson = Callable[[str], tuple[int, dict[str, Any]]]
 
@@ -45,6 +45,7 @@ def test_json_has_every_layer_and_each_selection_once(call_json: CallJson, tmp_p
 
 
 def test_what_is_not_served_exits_with_3_and_the_reason(call: Call, call_json: CallJson, tmp_path: Path) -> None:
+    needs("inkling2")
     path = saved(tmp_path, "inkling2_text")
     code, out, _ = call(f"explain --model-dir {path}")
     assert code == 3

@@ -15,10 +15,10 @@ from moereg.activations import Activation
 from moereg.errors import ArgumentError, RequestError, UnsupportedProblemError
 from moereg.integrations._experts import serving
 from moereg.integrations.transformers import explain_model, prepare, register, restore
-from tests.support.tiny_models import tiny_config, tiny_model
+from tests.support.tiny_models import needs, tiny_config, tiny_model
 
-FAMILIES = ("mixtral", "gpt_oss", "aria", "nemotron_h", "llama4", "dbrx")
-"""One of each: plain, interleaved with biases, transposed, not gated, and two that are patched."""
+FAMILIES = ("mixtral", "gpt_oss", "aria", "llama4", "dbrx")
+"""One of each: plain, interleaved with biases, transposed, and two that are patched. Slow tests have all."""
 
 PROMPT = torch.tensor([[3, 9, 27, 5, 15], [4, 16, 11, 44, 23]])
 
@@ -44,6 +44,7 @@ def _registered() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prepared_model_generates_the_tokens_of_eager(family: str) -> None:
+    needs(family)
     model = tiny_model(family)
     expected = eager(model)
     arguments = {"max_new_tokens": 4, "do_sample": False}
@@ -143,7 +144,9 @@ def test_one_expert_of_a_rank_takes_tokens_of_two_routes() -> None:
     with torch.no_grad():
         found = layer(hidden, ids, weights)
         layer.config._experts_implementation = "eager"
-        assert close(found, layer(hidden, ids, weights))
+        # One route each: eager of transformers 5.17 knows no ids of other ranks.
+        here = torch.where(ids == 0, weights, 0).sum(dim=1, keepdim=True)
+        assert close(found, layer(hidden, torch.zeros(3, 1, dtype=torch.int64), here))
     assert not found[1].any()
 
 
@@ -228,7 +231,7 @@ def test_a_patch_leaves_models_alone_that_are_not_prepared() -> None:
     assert all(serving.served(module) is None for module in other.modules())
 
 
-def test_hooks_of_accelerate_run_and_patched_blocks_run_under_them() -> None:
+def test_hooks_of_accelerate_run_and_patched_blocks_run_under_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama4")
     expected = logits_of(model)
     block = model.model.layers[0].feed_forward
@@ -241,10 +244,10 @@ def test_hooks_of_accelerate_run_and_patched_blocks_run_under_them() -> None:
     prepare(model, progress=False)
     assert close(logits_of(model), expected)
     assert calls == [1]
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(serving.ServedExperts, "run", lambda *_: pytest.fail("reached"))
-        with pytest.raises(pytest.fail.Exception, match="reached"):
-            logits_of(model)
+    served = []
+    monkeypatch.setattr(serving.ServedExperts, "run", lambda self, *values: served.append(self.module) or values[0])
+    logits_of(model)
+    assert any(module is block.experts for module in served)
 
 
 def test_a_request_is_passed_on_and_refusals_are_moeregs_own() -> None:
@@ -277,6 +280,7 @@ class TestFreed:
 
     @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "aria", "dbrx"])
     def test_state_dict_has_the_bits_of_before(self, family: str) -> None:
+        needs(family)
         model = tiny_model(family)
         expected, saved = eager(model), {name: value.clone() for name, value in model.state_dict().items()}
         prepared = prepare(model, free=True, progress=False)
@@ -533,6 +537,7 @@ class TestExplainModel:
         assert layers[0].selection.platform.kind == "cuda"
 
     def test_refusals_are_told_by_layer(self, tmp_path: Any) -> None:
+        needs("inkling2")
         tiny_config("inkling2_text").save_pretrained(tmp_path)
         layers = explain_model(tmp_path)
         assert layers

@@ -100,7 +100,7 @@ def test_a_family_is_within_the_bound_in_bfloat16(family: str) -> None:
     assert float((found - expected).abs().max() / expected.abs().max()) < BFLOAT16_BOUND
 
 
-@pytest.mark.parametrize("family", sorted(REFUSED))
+@pytest.mark.parametrize("family", [family for family in families() if family in REFUSED])
 def test_what_is_refused_is_named_with_the_reason(family: str) -> None:
     if family == "muse_spark":
         from transformers import MuseSparkTextConfig, MuseSparkTextModel
@@ -121,7 +121,7 @@ def test_every_class_of_the_experts_interface_is_in_a_model_that_is_tested() -> 
         for each in find_experts(tiny_model(family))
     }
     expected = {name for name in experts_classes() if name.partition(".")[0] not in REFUSED}
-    assert expected - found == set(UNMADE)
+    assert expected - found == set(UNMADE) & expected
 
 
 def test_every_other_family_with_experts_is_refused_or_known_to_have_none_that_are_routed() -> None:
@@ -131,4 +131,4 @@ def test_every_other_family_with_experts_is_refused_or_known_to_have_none_that_a
     folder = Path(transformers.models.__path__[0])
     named = re.compile(r"^class (\w*(?:Experts|SparseMLP))\(", re.MULTILINE)
     found = {path.parent.name for path in folder.glob("*/modeling_*.py") if named.search(path.read_text())}
-    assert found - set(families()) == OTHERS
+    assert found - set(families()) <= OTHERS

@@ -118,6 +118,8 @@ def test_other_blocks_of_fp8_are_refused() -> None:
 
 def test_a_softcapped_gate_is_refused_in_fp8_too() -> None:
     experts = bare_fp8_experts()
+    if not hasattr(experts, "gate_softcap"):
+        pytest.skip("this transformers has no softcapped gate in fp8")
     experts.gate_softcap = experts.up_softcap = 3.0
     with pytest.raises(ArgumentError, match="its activation"):
         read_experts(experts)

@@ -29,6 +29,7 @@ AREAS = {
     "layer",
     "quantize",
     "third_parties",
+    "transformers",
     "triton_16bit",
     "triton_batched",
     "triton_emulated",
@@ -49,9 +50,14 @@ def test_every_area_has_mutants() -> None:
 
 @functools.cache
 def _functions(path: str) -> frozenset[str]:
-    """Names of the tests of a file."""
+    """Names of the tests of a file; those of a class begin with its name, as in node ids."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    methods = {
+        f"{each.name}::{node.name}" for each in classes for node in each.body if isinstance(node, ast.FunctionDef)
+    }
+    return frozenset(functions | methods)
 
 
 @pytest.mark.parametrize("area", sorted(AREAS))

@@ -8,9 +8,11 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
 import torch
 
 SIZES: Final[dict[str, Any]] = {
@@ -145,6 +147,13 @@ def _modules(family: str) -> Iterator[tuple[str, str]]:
     folder = next(iter(transformers.models.__path__))
     for path in sorted(Path(folder, family).glob("modeling_*.py")):
         yield f"transformers.models.{family}.{path.stem}", path.read_text()
+
+
+def needs(family: str) -> None:
+    """Skips where the installed transformers does not have a family, or not behind its interface."""
+    known = family in WITHOUT_INTERFACE or any(name.startswith(f"{family}.") for name in experts_classes())
+    if not known:
+        pytest.skip(f"transformers {version('transformers')} has no {family} behind its experts interface")
 
 
 def tiny_config(model_type: str) -> Any:

@@ -55,13 +55,6 @@ MUTANTS: Final = (
         tests=(f"{_MODELS}::test_writes_into_parameters_and_other_parameters_are_followed",),
     ),
     Mutant(
-        "a copy keeps the kernels of the model that was copied",
-        f"{_EXPERTS}/serving.py",
-        old="        if self.released:  # Otherwise its kernels are made",
-        new="        served.kernels = self.kernels\n        if self.released:  # Otherwise its kernels are made",
-        tests=(f"{_MODELS}::test_copies_and_pickles_make_kernels_of_their_own",),
-    ),
-    Mutant(
         "weights are freed that do not come back",
         f"{_EXPERTS}/memory.py",
         old="if parameter is None or not _same_bits(parameter.detach(), value):",
