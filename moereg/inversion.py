@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -17,7 +17,7 @@ from moereg.errors import LayoutNotInvertibleError
 from moereg.quant import TENSOR_ROLES, QuantScheme, tensor_name
 from moereg.weights import ExpertWeights, PermutedWeights
 
-__all__ = ["Moves", "Permute", "TensorSpecs", "expert_rows", "find_moves", "read_back", "same_bits"]
+__all__ = ["Moves", "Permute", "TensorSpecs", "drawn_expert", "expert_rows", "find_moves", "read_back", "same_bits"]
 
 Permute = Callable[[ExpertWeights], PermutedWeights]
 """Permutes the weights of one expert."""
@@ -63,12 +63,22 @@ class Moves:
     Attributes:
         bits: Of a unit.
         source: [N] int32, unit of the rows that holds each unit of the tensor; -1 for bits that hold nothing.
-        flip: [N], bits of each that the layout turns around.
+        flip: [N], bits of each that the layout turns around; None where it turns none.
     """
 
     bits: int
     source: torch.Tensor
-    flip: torch.Tensor
+    flip: torch.Tensor | None
+
+    def apply(self, units: torch.Tensor, nothing: int) -> torch.Tensor:
+        """The tensor's units out of those of the rows, `nothing` where no unit is."""
+
+        def of(where: slice) -> torch.Tensor:
+            source = self.source[where].long()
+            values = units[source.clamp(min=0)]
+            return (values if self.flip is None else values ^ self.flip[where]).where(source >= 0, nothing)
+
+        return _by_pieces(len(self.source), units, of)
 
 
 def expert_rows(permuted: PermutedWeights, expert: int) -> dict[str, torch.Tensor]:
@@ -119,12 +129,8 @@ def read_back(
     tensors: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in specs.items():
         found, numbers = moves[name], _numbers(name, dtype)
-        units = _units(rows, found.bits, dtype)
-        is_kept = found.source >= 0
-        source = found.source.where(is_kept, 0).long()
         nothing = 0 if found.bits < numbers.bits else numbers.base
-        values = torch.where(is_kept, units[source] ^ found.flip, nothing)
-        tensors[name] = _joined(values, found.bits, shape, dtype)
+        tensors[name] = _joined(found.apply(_units(rows, found.bits, dtype), nothing), found.bits, shape, dtype)
     again = permute(ExpertWeights.unchecked(tensors, quant))
     for name, row in expert_rows(again, 0).items():
         if name not in rows or not same_bits(row, rows[name]):
@@ -171,27 +177,94 @@ def _try_moves(
     base = 0 if bits < numbers.bits else numbers.base
     digit_bits = min(numbers.digit_bits, bits)
     mask = (1 << digit_bits) - 1
-    where = torch.arange(count, dtype=torch.int64, device=device)
-    plain = probe(where * 0 + base, bits)
-    changed = plain ^ probe(where * 0 + (base | mask), bits)
-    if bool(((changed != 0) & (changed != mask)).any()):
+    kind = torch.empty(0, dtype=_UNITS[bits], device=device)
+
+    def ask(of: Callable[[torch.Tensor], torch.Tensor | int]) -> torch.Tensor:
+        """What the layout makes of units that are a function of their positions."""
+        return probe(_by_pieces(count, kind, lambda where: of(_positions(where, device))), bits)
+
+    plain = ask(lambda where: base)
+    carries = ask(lambda where: base | mask).bitwise_xor_(plain)
+    if bool(((carries != 0) & (carries != mask)).any()):
         return None
-    carriers = changed.nonzero().squeeze(1)
-    index = torch.zeros_like(carriers)
+    carries = carries != 0
+    index = torch.zeros(len(plain), dtype=torch.int32, device=device)
     for shift in range(0, max(count - 1, 1).bit_length(), digit_bits):
-        found = probe(base | (where >> shift) & mask, bits)
-        index |= ((found ^ plain)[carriers] & mask).long() << shift
-    if bool((index >= count).any()):
+        found = ask(lambda where, shift=shift: base | (where >> shift) & mask)  # type: ignore[misc]
+        found.bitwise_xor_(plain).bitwise_and_(mask)
+        for piece in _pieces(len(plain)):
+            index[piece] |= found[piece].int() << shift
+    if bool(((index >= count) & carries).any()):
         return None
     source = torch.full((count,), -1, dtype=torch.int32, device=device)
-    source[index] = carriers.int()
-    if bool((needed(where * bits) & (source < 0)).any()):
-        return None
+    for piece in _pieces(len(plain)):
+        carriers = carries[piece].nonzero().squeeze(1)
+        source[index[piece][carriers].long()] = (carriers + piece.start).int()
+    del index, carries
+    for piece in _pieces(count):
+        if bool((needed(_positions(piece, device) * bits) & (source[piece] < 0)).any()):
+            return None
+    bare = Moves(bits, source, None)
+    flip = bare.apply(plain, base).bitwise_xor_(base)
+    moves = Moves(bits, source, flip) if bool(flip.any()) else bare
+
     # Units of a coarser size may seem to move whole while halves of them part: other numbers show it.
-    drawn = base | (where * 2654435761 >> 7) & mask
-    flip = torch.where(source >= 0, plain[source.clamp(min=0).long()] ^ base, 0)
-    read = probe(drawn, bits)[source.clamp(min=0).long()] ^ flip
-    return None if bool(((read != drawn) & (source >= 0)).any()) else Moves(bits, source, flip)
+    def drawn(where: torch.Tensor) -> torch.Tensor:
+        return _drawn(where, base, mask)
+
+    read = moves.apply(ask(drawn), base)
+    for piece in _pieces(count):
+        wanted = drawn(_positions(piece, device)).to(read.dtype)
+        if bool(((read[piece] != wanted) & (source[piece] >= 0)).any()):
+            return None
+    return moves
+
+
+def drawn_expert(specs: TensorSpecs, device: torch.device) -> dict[str, torch.Tensor]:
+    """Canonical tensors of a made-up expert, whose numbers are finite, normal and differ.
+
+    Args:
+        specs: The expert's canonical tensors.
+        device: Where to make them.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (shape, dtype) in specs.items():
+        numbers = _numbers(name, dtype)
+        kind, mask = torch.empty(0, dtype=_UNITS[numbers.bits], device=device), (1 << numbers.digit_bits) - 1
+        units = _by_pieces(
+            math.prod(shape),
+            kind,
+            lambda where, numbers=numbers, mask=mask: _drawn(_positions(where, device), numbers.base, mask),  # type: ignore[misc]
+        )
+        tensors[name] = _joined(units, numbers.bits, shape, dtype)
+    return tensors
+
+
+_PIECE: Final = 2**20
+"""Units that are worked on at once: their positions take 8 bytes each, many times what the units do."""
+
+_UNITS: Final = {1: torch.uint8, 4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32}
+"""How units of so many bits are held, one an element."""
+
+
+def _pieces(count: int) -> Iterator[slice]:
+    return (slice(start, min(start + _PIECE, count)) for start in range(0, count, _PIECE))
+
+
+def _by_pieces(count: int, kind: torch.Tensor, of: Callable[[slice], torch.Tensor | int]) -> torch.Tensor:
+    """A tensor of so many elements, of the dtype and on the device of `kind`, that is made piece by piece."""
+    made = kind.new_empty(count)
+    for piece in _pieces(count):
+        made[piece] = of(piece)
+    return made
+
+
+def _positions(where: slice, device: torch.device) -> torch.Tensor:
+    return torch.arange(where.start, where.stop, dtype=torch.int64, device=device)
+
+
+def _drawn(where: torch.Tensor, base: int, mask: int) -> torch.Tensor:
+    return base | (where * 2654435761 >> 7) & mask
 
 
 def _used_bits(weights: ExpertWeights, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -236,29 +309,27 @@ def _units(rows: Mapping[str, torch.Tensor], bits: int, dtype: torch.dtype) -> t
 
 def _split(content: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 1:
-        return (content.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=content.device) & 1).flatten()
+        return torch.stack([content >> place & 1 for place in range(8)], dim=1).flatten()
     if bits == 4:
         return torch.stack((content & 15, content >> 4), dim=1).flatten()
     if bits == 8:
         return content
     missing = -len(content) % (bits // 8)
-    whole = torch.nn.functional.pad(content, (0, missing)) if missing else content
-    return whole.view(torch.int32) if bits == 32 else whole.view(torch.int16).int() & 0xFFFF
+    return (torch.nn.functional.pad(content, (0, missing)) if missing else content).view(_UNITS[bits])
 
 
 def _joined(units: torch.Tensor, bits: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     if bits == 1:
-        places = torch.arange(8, dtype=torch.int32, device=units.device)
-        content = (units.int().view(-1, 8) << places).sum(1).to(torch.uint8)
+        parts = units.view(-1, 8)
+        units = parts[:, 0].clone()
+        for place in range(1, 8):
+            units |= parts[:, place] << place
     elif bits == 4:
-        low, high = units.to(torch.uint8).view(-1, 2).unbind(1)
-        content = low | high << 4
-    elif bits == 8:
-        content = units.to(torch.uint8)
-    else:
-        content = units.to(torch.int32 if bits == 32 else torch.int16)
-    return content.view(dtype).view(shape)
+        low, high = units.view(-1, 2).unbind(1)
+        units = low | high << 4
+    return units.view(dtype).view(shape)
 
 
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, pattern: torch.Tensor) -> torch.Tensor:
-    return _joined(pattern.expand(math.prod(shape)), 8 * dtype.itemsize, shape, dtype)
+    bits = 8 * dtype.itemsize
+    return _joined(pattern.to(_UNITS[bits]).repeat(math.prod(shape)), bits, shape, dtype)

@@ -115,7 +115,9 @@ class MoEKernel:
     def __deepcopy__(self, memo: dict[int, Any]) -> MoEKernel:
         # Compiled code finds a kernel by its handle, so a copy needs its own.
         weights, expert_map = copy.deepcopy((self.weights, self.expert_map), memo)
-        return MoEKernel(self.problem, self.selection, self.experts, weights, self._prepare_finalize, expert_map)
+        # What lies in the caller's memory lies in that of the caller's copy, where both are copied together.
+        parts = self.problem, self.selection, self.experts, weights, self._prepare_finalize, expert_map
+        return MoEKernel(*parts, self._borrowed)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -146,15 +148,15 @@ class MoEKernel:
         # What is shared with these very weights is up to date.
         others = frozenset[str]() if write_shared else self.weights.elsewhere(self._borrowed, permuted)
         self._check_may_write(others)
+        self._own(others)
         # Inference mode may write into tensors of either kind; outside it, tensors made inside may not be written into.
         with plain_torch(), torch.inference_mode():
-            self._own(others)
             self.weights.copy_from(permuted)
 
     def update_expert(self, expert: int, weights: ExpertWeights, *, write_shared: bool = False) -> None:
         """Replaces one expert in the same storage, so that captured graphs see it; the others keep their bits.
 
-        The backend permutes that expert alone. The first update of a shape also permutes it beside another one, to see
+        The backend permutes that expert alone. The first update of a shape also permutes two made-up experts, to see
         that the layout keeps experts apart.
 
         Args:
@@ -175,8 +177,8 @@ class MoEKernel:
         others = frozenset[str]() if write_shared else self._borrowed
         self._check_may_write(others)
         rows = reader.rows_for(self.weights, weights)
+        self._own(others)
         with plain_torch(), torch.inference_mode():
-            self._own(others)
             self.weights.write_expert(expert, rows)
 
     def _check_may_write(self, names: frozenset[str]) -> None:
@@ -189,7 +191,9 @@ class MoEKernel:
 
     def _own(self, names: frozenset[str]) -> None:
         if names:
-            self.weights = self.weights.with_own(names)
+            # Copies that are made in inference mode could not be written into outside it.
+            with plain_torch(), torch.inference_mode(False):
+                self.weights = self.weights.with_own(names)
             self._borrowed -= names
 
     def check_and_run(

@@ -22,7 +22,7 @@ from moereg.quant import TENSOR_ROLES
 from moereg.routing import RouterSpec
 from moereg.weights import ExpertWeights
 
-__all__ = ["CanonicalModule", "experts_of", "platform_of", "router_tensors", "state_of", "zeros_for"]
+__all__ = ["CanonicalModule", "experts_of", "platform_of", "read_all", "router_tensors", "state_of", "zeros_for"]
 
 
 State = tuple[tuple[int, int], ...]
@@ -50,7 +50,7 @@ class CanonicalModule(torch.nn.Module):
         """Canonical weights: views of the parameters, or new ones out of the kernel where they were freed."""
         if self._is_freed:
             assert self._kernel is not None
-            return _read_all(self._kernel)
+            return read_all(self._kernel)
         tensors = {name: self._parameters.get(name) for name in TENSOR_ROLES}
         held = {name: value.detach() for name, value in tensors.items() if value is not None}
         return ExpertWeights.unchecked(held, self.problem.quant)
@@ -280,7 +280,7 @@ def _as_bytes(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) 
     return fn(tensor.detach().reshape(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
 
 
-def _read_all(kernel: MoEKernel) -> ExpertWeights:
+def read_all(kernel: MoEKernel) -> ExpertWeights:
     """All experts of a kernel as new canonical weights, read back one by one."""
     num_experts = kernel.weights.num_experts
     stacked: dict[str, torch.Tensor] = {}

@@ -14,14 +14,15 @@ from moereg import backend_calls
 from moereg.arguments import check_instance
 from moereg.errors import ArgumentError, BackendError
 from moereg.experts import Experts
-from moereg.inversion import Moves, TensorSpecs, expert_rows, find_moves, read_back, same_bits
+from moereg.inversion import Moves, TensorSpecs, drawn_expert, expert_rows, find_moves, read_back, same_bits
 from moereg.selection import Decision, Selection
 from moereg.weights import ExpertWeights, PermutedWeights
 
-__all__ = ["OneExpert"]
+__all__ = ["OneExpert", "forget_moves"]
 
 _MOST_PLANS: Final = 2
-"""Layouts and shapes whose moves are kept: they take up to four times an expert's bytes."""
+"""Layouts and shapes whose moves are kept. They take twice an expert's bytes where 16-bit numbers move, 4 times for
+8-bit ones, 8 times for 4-bit ones, and 32 times where single bits do."""
 
 _PLANS: Final[collections.OrderedDict[Hashable, dict[str, Moves]]] = collections.OrderedDict()
 _APART: Final[set[Hashable]] = set()
@@ -83,7 +84,7 @@ class OneExpert:
         rows = self.permute(weights)
         if rows.layout != permuted.layout:
             raise self._refusal(f"gives one expert the layout {rows.layout!r}, and the layer has {permuted.layout!r}")
-        self._check_apart(weights, rows)
+        self._check_apart()
         for name, tensor in permuted.shared.items():
             if name not in rows.shared or not same_bits(rows.shared[name], tensor):
                 raise ArgumentError(
@@ -127,16 +128,17 @@ class OneExpert:
                 "convert them"
             )
 
-    def _check_apart(self, weights: ExpertWeights, rows: PermutedWeights) -> None:
-        """Permutes the new expert beside another one: its rows have to be the same, and those of the other."""
+    def _check_apart(self) -> None:
+        """Permutes two experts beside each other: the rows of both have to be those of each alone."""
         if self._selection.problem.num_local_experts == 1 or self._key in _APART:
             return
-        given = weights.contiguous().tensors()
-        others = {name: _changed(tensor) for name, tensor in given.items()}
-        other = ExpertWeights.unchecked(others, self._quant)
-        pair = {name: _stacked(tensor, others[name]) for name, tensor in given.items()}
+        # Not the caller's numbers: zeros, as those of an expert that was pruned, would show nothing.
+        one = drawn_expert(self._specs, self._device)
+        other = {name: _changed(tensor) for name, tensor in one.items()}
+        pair = {name: _stacked(tensor, other[name]) for name, tensor in one.items()}
         both = self.permute(ExpertWeights.unchecked(pair, self._quant))
-        for expert, alone in enumerate((rows, self.permute(other))):
+        for expert, tensors in enumerate((one, other)):
+            alone = self.permute(ExpertWeights.unchecked(tensors, self._quant))
             mine, theirs = expert_rows(both, expert), expert_rows(alone, 0)
             same = mine.keys() == theirs.keys() and all(same_bits(mine[name], theirs[name]) for name in mine)
             if not same or not all(same_bits(both.shared[name], alone.shared[name]) for name in both.shared):
@@ -150,6 +152,12 @@ class OneExpert:
             winner.backend,
             winner.origin,
         )
+
+
+def forget_moves() -> None:
+    """Gives the memory of the kept moves back; the next expert that is read back has them found again."""
+    with _LOCK:
+        _PLANS.clear()
 
 
 def _changed(tensor: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,8 @@ class PermutedWeights:
         assert isinstance(value, list), f"{name} is one stacked tensor"
         return value
 
-    def _flat(self) -> Iterator[torch.Tensor]:
+    def flat(self) -> Iterator[torch.Tensor]:
+        """All tensors, those of lists one by one."""
         for value in (*self.per_expert.values(), *self.shared.values()):
             if isinstance(value, torch.Tensor):
                 yield value
@@ -74,12 +75,12 @@ class PermutedWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._flat())
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.flat())
 
     @property
     def device(self) -> torch.device:
         """Device of the tensors."""
-        return next(self._flat()).device
+        return next(self.flat()).device
 
     @property
     def num_experts(self) -> int:
@@ -90,6 +91,7 @@ class PermutedWeights:
         """Reads one expert back.
 
         The first expert of a layout and shape takes some ten permutations of one expert, each later one a single one.
+        Meanwhile some ten times its bytes are taken where 16-bit numbers move, and more for smaller ones.
 
         Args:
             expert: Local expert.
@@ -160,8 +162,10 @@ class PermutedWeights:
             ValueError: Layout, names, shapes or shared tensors differ.
         """
         mine, theirs = _signature(self, whole=False), _signature(other, whole=False)
-        if mine != theirs or other.num_experts != 1:
-            raise ValueError(f"an expert needs weights of the same layout and shapes, got {theirs} for {mine}")
+        if other.num_experts != 1:
+            raise ValueError(f"an expert needs weights of one expert, got {other.num_experts}; permute it alone")
+        if mine != theirs:
+            raise ValueError(f"an expert needs weights of the same layout and shapes, got {_difference(theirs, mine)}")
         for name, value in self.per_expert.items():
             if isinstance(value, list):
                 value[expert] = other.per_expert[name][0]
@@ -178,7 +182,7 @@ class PermutedWeights:
         """
         mine, theirs = _signature(self), _signature(other)
         if mine != theirs:
-            raise ValueError(f"reload needs weights of the same layout and shapes, got {theirs} for {mine}")
+            raise ValueError(f"reload needs weights of the same layout and shapes, got {_difference(theirs, mine)}")
         for name, value in (*self.per_expert.items(), *self.shared.items()):
             source = other.per_expert[name] if name in other.per_expert else other.shared[name]
             if isinstance(value, list):
@@ -228,13 +232,26 @@ def _copied(value: PerExpert) -> PerExpert:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _signature(weights: PermutedWeights, whole: bool = True) -> tuple[object, ...]:
+_Signature: TypeAlias = tuple[str, dict[str, tuple[Any, Any]]]
+
+
+def _signature(weights: PermutedWeights, whole: bool = True) -> _Signature:
     """Layout, names, shapes and dtypes; of one expert and without shared tensors where not `whole`."""
 
-    def of(value: PerExpert) -> object:
+    def of(value: PerExpert) -> tuple[Any, Any]:
         if not whole:
             return tuple(value[0].shape), value[0].dtype
         return (len(value), tuple(value[0].shape)) if isinstance(value, list) else (tuple(value.shape), value.dtype)
 
     tensors = {**weights.per_expert, **weights.shared} if whole else weights.per_expert
-    return (weights.layout, tuple(sorted((name, of(value)) for name, value in tensors.items())))
+    return weights.layout, {name: of(value) for name, value in tensors.items()}
+
+
+def _difference(theirs: _Signature, mine: _Signature) -> str:
+    """The first difference of what was given and what is held, and the way out."""
+    if theirs[0] != mine[0]:
+        return f"{theirs[0]!r} for {mine[0]!r}; permute them with the same class"
+    given, held = theirs[1], mine[1]
+    name = next(name for name in (*held, *given) if given.get(name) != held.get(name))
+    texts = [f"{of[name][0]} {of[name][1]}" if name in of else "none" for of in (given, held)]
+    return f"{name} {texts[0]} for {texts[1]}; convert the weights to the dtypes and shapes that the kernel was made of"

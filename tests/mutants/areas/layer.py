@@ -94,8 +94,8 @@ MUTANTS: Final = (
     Mutant(
         "a reload writes into weights that it was given",
         "moereg/layer.py",
-        old="            self.weights = self.weights.with_own(names)\n",
-        new="            pass\n",
+        old="                self.weights = self.weights.with_own(names)\n",
+        new="                pass\n",
         tests=("tests/layer/test_one_expert.py::test_nothing_is_written_where_others_read",),
     ),
     Mutant(
