@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from moereg.dispatch import select_backend
 from moereg.layer import MoEKernel, make_kernel
@@ -27,21 +26,15 @@ class _Layer:
 
     Attributes:
         kernel: Has its own weights, so that it does not keep the program's alive.
-        storages: Of the program's tensors; one that is gone may have left its address to another.
         seen: State of the tensors that the kernel was made of.
     """
 
     kernel: MoEKernel
-    storages: tuple[StorageWeakRef, ...]
     seen: tuple[tuple[int, int], ...]
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether the program was dropped."""
-        return any(storage.expired() for storage in self.storages)
 
-
-_LAYERS: Final[collections.OrderedDict[tuple[str, tuple[int, ...]], _Layer]] = collections.OrderedDict()
+_LAYERS: Final[dict[tuple[str, tuple[int, ...]], _Layer]] = {}
+"""By what a program says of a layer and the addresses of its tensors; gone with the first of these tensors."""
 _LOCK: Final = threading.Lock()
 
 _LIBRARY: Final = torch.library.Library("moereg", "FRAGMENT")
@@ -70,9 +63,9 @@ def run_exported(
         out: [T,H].
         tensors: Canonical weights by field, and `expert_map` where placement is `map`.
         problem: The layer.
-        **keywords: `ep_rank`, `require`, `prefer` and `deny`.
+        **keywords: `ep_rank`, `require`, `prefer` and `deny`. Collections that JSON lacks, such as sets, become lists.
     """
-    layer = json.dumps({"problem": problem.to_dict(), "tensors": list(tensors), **keywords})
+    layer = json.dumps({"problem": problem.to_dict(), "tensors": list(tensors), **keywords}, default=list)
     torch.ops.moereg.exported_layer(hidden_states, topk_weights, topk_ids, out, list(tensors.values()), layer)
 
 
@@ -97,22 +90,27 @@ def _kernel_of(tensors: list[torch.Tensor], layer: str) -> MoEKernel:
     held = dict(zip(said.pop("tensors"), tensors, strict=True))
     expert_map = held.pop("expert_map", None)
     found, seen = _LAYERS.get(key), state_of(held.values())
-    if found is not None and not found.is_gone and found.seen == seen:
+    if found is not None and found.seen == seen:
         return found.kernel
     problem = MoEProblem.from_dict(said.pop("problem"))
     weights = ExpertWeights(**held, quant=problem.quant)
-    if found is not None and not found.is_gone:
+    if found is not None:
         found.kernel.reload(weights)
         found.seen = seen
         return found.kernel
-    for gone in [each for each, value in _LAYERS.items() if value.is_gone]:
-        del _LAYERS[gone]
     ep_rank = said.pop("ep_rank")
     selection = select_backend(problem, platform_of(weights.w13.device), **said)
     kernel = make_kernel(problem, weights, selection, ep_rank=ep_rank, expert_map=expert_map, own_weights=True)
-    storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in held.values())
-    _LAYERS[key] = _Layer(kernel, storages, seen)
+    made = _LAYERS[key] = _Layer(kernel, seen)
+    for tensor in held.values():
+        weakref.finalize(tensor.untyped_storage(), _drop, key, weakref.ref(made)).atexit = False
     return kernel
+
+
+def _drop(key: tuple[str, tuple[int, ...]], layer: weakref.ref[_Layer]) -> None:
+    # Without the lock: memory may be given back at any moment, while this thread holds it too.
+    if _LAYERS.get(key) is layer():
+        _LAYERS.pop(key, None)
 
 
 def _exported_layer_fake(

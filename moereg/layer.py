@@ -40,7 +40,10 @@ class MoEKernel:
         weights: What it runs on; the canonical weights are not kept.
         expert_map: [num_experts] int32 on the weights' device, local expert or -1; update it in place. None where all
             experts are local.
+        cure: What to do where a captured graph reads memory that a reload may not write into; its owner may know.
     """
+
+    cure: str = "make the kernel with own_weights=True, or say write_shared=True to write there"
 
     def __init__(
         self,
@@ -185,8 +188,7 @@ class MoEKernel:
         if names and self._is_captured:
             shown = ", ".join(sorted(names))
             raise ArgumentError(
-                f"this kernel reads {shown} where make_kernel was given them, and so does a captured graph; make the "
-                "kernel with own_weights=True, or say write_shared=True to write there"
+                f"this kernel reads {shown} where make_kernel was given them, and so does a captured graph; {self.cure}"
             )
 
     def _own(self, names: frozenset[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moereg.ambient import in_plain_torch
-from moereg.arguments import check_count, check_flag, check_instance
+from moereg.arguments import check_count, check_device, check_flag, check_instance
 from moereg.call_checks import check_call
 from moereg.checkpoints import CheckpointLayer, load_experts
 from moereg.compiled import new_handle, run_compiled
@@ -16,7 +16,8 @@ from moereg.dispatch import Names, Selection, select_backend
 from moereg.errors import ArgumentError
 from moereg.exported import run_exported
 from moereg.layer import MoEKernel, make_kernel
-from moereg.module_state import CanonicalModule, experts_of, platform_of, router_tensors, zeros_for
+from moereg.module_state import CanonicalModule, experts_of, has_shared_experts, platform_of, router_tensors, zeros_for
+from moereg.one_expert import forget_moves
 from moereg.placement import resolve_expert_map
 from moereg.problem import MoEProblem
 from moereg.quant import TENSOR_ROLES
@@ -32,15 +33,16 @@ class MoELayer(CanonicalModule):
     Its parameters, which need no gradient, are the canonical tensors by the names of `ExpertWeights`: `w13` [E,2I,H]
     with gate rows first, `w2` [E,H,I], scales and biases; and `router_weight` [E,H], `router_bias` [E] and
     `correction_bias` [E]. `state_dict` holds these on every machine, whatever layout its kernel reads. The kernel is
-    made at the first call, or by `prepare`, and follows `.to()`, `load_state_dict` and parameters that are written
-    into.
+    made at the first call, or by `prepare`, and follows `.to()`, `load_state_dict` and parameters that are replaced or
+    written into. What is written through `parameter.data`, of which torch knows nothing, is seen after
+    `prepare(refresh=True)`.
 
     With `keep_canonical=False` the experts' parameters are freed once the kernel is made, and `state_dict`, `.to()`
     and copies read them back from it.
 
     It may stand in `nn.Sequential` if it has a router, be copied, pickled, compiled and exported. An exported program
-    holds the parameters and makes its kernel where it runs, after `import moereg.module`; one of a layer whose
-    parameters were freed runs in this process only.
+    holds the parameters and makes its kernel where it runs, after `import moereg.module`, from copies that go with its
+    parameters; one of a layer whose parameters were freed runs in this process only.
 
     Args:
         problem: The layer.
@@ -66,7 +68,8 @@ class MoELayer(CanonicalModule):
         router: How it routes, or None.
         expert_map: Buffer [num_experts] int32, local expert or -1, where placement is `map`; update it in place. Not in
             `state_dict`, since each rank has another.
-        has_shared_experts: Whether the checkpoint's layer also has shared experts, which are not in this one.
+        has_shared_experts: Whether the layer of the checkpoint, or the live module, also has shared experts, which are
+            not in this one.
 
     Example:
         >>> import torch
@@ -105,9 +108,13 @@ class MoELayer(CanonicalModule):
         self.ep_rank = check_count("ep_rank", ep_rank, minimum=0)
         self.keep_canonical = keep_canonical
         self.has_shared_experts = False
+        if weights is not None:
+            check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
+        if device is not None:
+            device = check_device("device", device)
         self._wishes = {"require": require, "prefer": prefer, "deny": deny}
         if weights is None:
-            place = torch.get_default_device() if device is None else torch.device(device)
+            place = torch.get_default_device() if device is None else device
             weights = ExpertWeights.unchecked(zeros_for(problem, place), problem.quant)
         elif device is not None:
             weights = weights.to(device)
@@ -193,7 +200,9 @@ class MoELayer(CanonicalModule):
         Raises:
             ArgumentError: The module has no experts or those of several layers, or moereg cannot compute them.
         """
-        return cls(*experts_of(module, top_k, dtype), **keywords)
+        made = cls(*experts_of(module, top_k, dtype), **keywords)
+        made.has_shared_experts = has_shared_experts(module)
+        return made
 
     def forward(
         self,
@@ -205,8 +214,8 @@ class MoELayer(CanonicalModule):
 
         Args:
             hidden_states: [..., H] in the problem's dtype, of any strides.
-            topk_weights: [..., K] fp32, bf16 or fp16; the layer's router chooses where None.
-            topk_ids: [..., K] int32 or int64, global experts; given exactly where `topk_weights` is.
+            topk_weights: [..., K] or [T,K], fp32, bf16 or fp16; the layer's router chooses where None.
+            topk_ids: The same shape, int32 or int64, global experts; given exactly where `topk_weights` is.
 
         Returns:
             [..., H]: the sum over this rank's experts.
@@ -226,7 +235,10 @@ class MoELayer(CanonicalModule):
         if topk_weights is None or topk_ids is None:
             topk_weights, topk_ids = self.route(rows)
         else:
-            topk_weights, topk_ids = self._flat(topk_weights, "topk_weights"), self._flat(topk_ids, "topk_ids")
+            topk_weights = self._flat(topk_weights, "topk_weights", hidden_states)
+            topk_ids = self._flat(topk_ids, "topk_ids", hidden_states)
+            if topk_ids.dtype.is_floating_point and not topk_weights.dtype.is_floating_point:
+                raise ArgumentError("topk_weights come before topk_ids, got them the other way round; exchange the two")
         if topk_weights.dtype in (torch.bfloat16, torch.float16):
             topk_weights = topk_weights.float()
         if torch.compiler.is_compiling():
@@ -273,11 +285,13 @@ class MoELayer(CanonicalModule):
         logits = torch.nn.functional.linear(hidden_states.to(dtype), weight.to(dtype), bias)
         return self.router.route(logits, self._parameters["correction_bias"])
 
-    def prepare(self, selection: Selection | None = None) -> MoEKernel:
+    def prepare(self, selection: Selection | None = None, *, refresh: bool = False) -> MoEKernel:
         """Makes the kernel, or brings it up to date with parameters that were written into or replaced.
 
         Args:
             selection: Of this problem, for this one kernel; chosen on the layer's device by its wishes where None.
+            refresh: Whether to read the parameters again though torch counted no write into them: writes through
+                `parameter.data` are not counted.
 
         Returns:
             The kernel. `.to()` drops it.
@@ -291,7 +305,7 @@ class MoELayer(CanonicalModule):
             if self._is_freed:
                 return self._kernel
             state = self._state()
-            if state != self._seen:
+            if refresh or state != self._seen:
                 # In place, so that captured graphs see it.
                 self._kernel.reload(self.weights)
                 self._seen = state
@@ -307,18 +321,17 @@ class MoELayer(CanonicalModule):
         weights = ExpertWeights(**weights.tensors(), quant=weights.scheme)
         if selection is None:
             selection = select_backend(self.problem, platform_of(weights.w13.device), **self._wishes)
-        kernel = make_kernel(
-            self.problem,
-            weights,
-            selection,
-            ep_rank=self.ep_rank,
-            expert_map=self._buffers["expert_map"],
+        place = self._buffers["expert_map"]
+        kernel = make_kernel(self.problem, weights, selection, ep_rank=self.ep_rank, expert_map=place)
+        kernel.cure = (
+            "write into the parameters instead of replacing them (load_state_dict without assign=True), or drop the "
+            "kernel with layer.to(layer.w13.device) and capture again"
         )
         if not self.keep_canonical:
             kernel.weights.to_canonical(0)  # Raises where nothing could be read back.
-            for name in weights.tensors():
-                self._set(name, None)
-        self._kernel, self._seen = kernel, () if self._is_freed else self._state()
+            forget_moves()
+            self._free()
+        self._kernel, self._seen = kernel, self._state()
         return kernel
 
     def update_expert(self, expert: int, weights: ExpertWeights) -> None:
@@ -362,10 +375,17 @@ class MoELayer(CanonicalModule):
         router = "no router" if self.router is None else self.router.kind
         return f"{self.problem}, {router}, {backend}{', canonical weights freed' if self._is_freed else ''}"
 
-    def _flat(self, routes: torch.Tensor, name: str) -> torch.Tensor:
+    def _flat(self, routes: torch.Tensor, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
         check_instance(name, routes, torch.Tensor, "pass [..., K]")
         if not routes.dim() or routes.shape[-1] != self.problem.top_k:
             raise ArgumentError(f"{name} must be [..., {self.problem.top_k}], got {list(routes.shape)}")
+        # [T,K] serves hidden states of any leading sizes; `check_call` compares T.
+        if routes.dim() != 2 and routes.shape[:-1] != hidden_states.shape[:-1]:
+            wanted = [*hidden_states.shape[:-1], self.problem.top_k]
+            raise ArgumentError(
+                f"{name} must be {wanted}, as hidden_states are {list(hidden_states.shape)}, or [T,K], got "
+                f"{list(routes.shape)}; a route belongs to the token at its place"
+            )
         return routes.reshape(-1, self.problem.top_k).contiguous()
 
     def _check_trains_not(self) -> None:

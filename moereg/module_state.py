@@ -5,24 +5,35 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from typing_extensions import Self
 
-from moereg.arguments import check_instance
+from moereg.arguments import check_count, check_instance
 from moereg.compiled import new_handle
 from moereg.discovery import current_platform
 from moereg.errors import ArgumentError
 from moereg.layer import MoEKernel
+from moereg.one_expert import forget_moves
 from moereg.platforms import Platform, probe_cpu
 from moereg.problem import DTYPES, MoEProblem
 from moereg.quant import TENSOR_ROLES
 from moereg.routing import RouterSpec
 from moereg.weights import ExpertWeights
 
-__all__ = ["CanonicalModule", "experts_of", "platform_of", "read_all", "router_tensors", "state_of", "zeros_for"]
+__all__ = [
+    "CanonicalModule",
+    "experts_of",
+    "has_shared_experts",
+    "platform_of",
+    "read_all",
+    "router_tensors",
+    "state_of",
+    "zeros_for",
+]
 
 
 State = tuple[tuple[int, int], ...]
@@ -38,12 +49,15 @@ class CanonicalModule(torch.nn.Module):
 
     problem: MoEProblem
     _handle: torch.Tensor
+    # _seen: Of the parameters that the kernel was made of; None where it has to be brought up to date.
+    # _freed: The parameters as they were, on meta, by name.
 
     def __init__(self) -> None:
         """Without parameters."""
         super().__init__()
         self._kernel: MoEKernel | None = None
-        self._seen: State = ()
+        self._seen: State | None = None
+        self._freed: dict[str, torch.Tensor] = {}
 
     @property
     def weights(self) -> ExpertWeights:
@@ -62,6 +76,12 @@ class CanonicalModule(torch.nn.Module):
     def _is_freed(self) -> bool:
         return self._parameters["w13"] is None
 
+    def _free(self) -> None:
+        """Gives the parameters' memory back; the kernel holds the experts from now on."""
+        for name, tensor in self.weights.tensors().items():
+            self._freed[name] = torch.empty_like(tensor, device="meta")
+            self._set(name, None)
+
     def _state(self) -> State:
         return state_of(tensor for name in TENSOR_ROLES if (tensor := self._parameters[name]) is not None)
 
@@ -70,6 +90,7 @@ class CanonicalModule(torch.nn.Module):
         if self._is_freed:
             for name, tensor in self.weights.tensors().items():
                 self._set(name, tensor)
+            self._freed = {}
         self._kernel = None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -105,21 +126,47 @@ class CanonicalModule(torch.nn.Module):
         if self._is_freed:
             destination.update({prefix + name: tensor for name, tensor in self.weights.tensors().items()})
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        others: tuple[Any, ...] = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if self._is_freed:
-            assert self._kernel is not None
-            given = {name: state_dict[prefix + name] for name in TENSOR_ROLES if prefix + name in state_dict}
-            if given:
-                # In place, so that captured graphs see it; the kernel's memory was that of the parameters.
-                device, quant = self._device, self.problem.quant
-                weights = ExpertWeights(**{name: value.to(device) for name, value in given.items()}, quant=quant)
-                self._kernel.reload(weights, write_shared=True)
-            state_dict = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in given}
+            given = {name: state_dict[prefix + name] for name in self._freed if prefix + name in state_dict}
+            missing_keys += [prefix + name for name in self._freed if strict and name not in given]
+            try:
+                self._load_freed(given, prefix)
+            except ValueError as error:
+                error_msgs.append(str(error))
+            taken = {prefix + name for name in given}
+            state_dict = {key: value for key, value in state_dict.items() if key not in taken}
         super()._load_from_state_dict(state_dict, prefix, *others)
+        self._seen = None  # Tensors that were made in inference mode count no versions.
+
+    def _load_freed(self, given: Mapping[str, torch.Tensor], prefix: str) -> None:
+        """Loads experts whose parameters were freed into their kernel, as torch loads parameters: dtypes may differ."""
+        for name, value in given.items():
+            wanted = self._freed[name].shape
+            if value.shape != wanted:
+                raise ArgumentError(f"{prefix}{name} must be {list(wanted)}, got {list(value.shape)}")
+        if given:
+            assert self._kernel is not None
+            device = self._device
+            tensors = {name: value.detach().to(device, self._freed[name].dtype) for name, value in given.items()}
+            if len(tensors) < len(self._freed):
+                tensors = {**self.weights.tensors(), **tensors}
+            # In place, so that captured graphs see it; the kernel's memory was that of the parameters.
+            self._kernel.reload(ExpertWeights(**tensors, quant=self.problem.quant), write_shared=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles hold: canonical tensors and no kernel, which belongs to this machine."""
-        state = {**self.__dict__, "_kernel": None, "_seen": ()}
+        state = {**self.__dict__, "_kernel": None, "_seen": None, "_freed": {}}
         del state["_handle"]
         if self._is_freed:
             read = {name: _as_parameter(tensor) for name, tensor in self.weights.tensors().items()}
@@ -138,7 +185,10 @@ class CanonicalModule(torch.nn.Module):
 
 
 def state_of(tensors: Iterable[torch.Tensor]) -> State:
-    """What changes when tensors are replaced or written into. Inference mode counts no versions."""
+    """What changes when tensors are replaced or written into.
+
+    Writes through `tensor.data`, and those into tensors that were made in inference mode, count no versions.
+    """
     return tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
 
 
@@ -193,7 +243,11 @@ def router_tensors(
 
 
 def _as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
-    """The same memory as a parameter that needs no gradient."""
+    """The same memory as a parameter that needs no gradient, and that counts what is written into it."""
+    if tensor.is_inference():
+        with torch.inference_mode(False):
+            place = tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+            tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*place)
     return torch.nn.Parameter(tensor.detach(), requires_grad=False)
 
 
@@ -213,6 +267,15 @@ def platform_of(device: torch.device) -> Platform:
     )
 
 
+_SHARED: Final = re.compile(r"(^|\.)shared_(experts?|mlp)$")
+"""How transformers names what every token passes beside the routed experts."""
+
+
+def has_shared_experts(module: torch.nn.Module) -> bool:
+    """Whether a live module of transformers also holds experts that take every token."""
+    return any(_SHARED.search(name) for name, _ in module.named_modules())
+
+
 def experts_of(
     module: torch.nn.Module, top_k: int | None, dtype: torch.dtype | None
 ) -> tuple[MoEProblem, ExpertWeights]:
@@ -229,6 +292,9 @@ def experts_of(
     from moereg.integrations._experts.blocks import find_experts
     from moereg.integrations._experts.serving import check_servable, served
 
+    check_instance("module", module, torch.nn.Module, "pass one such as model.model.layers[3].mlp")
+    if top_k is not None:
+        check_count("top_k", top_k)
     name = type(module).__name__
     found = find_experts(module)
     if len(found) != 1:
@@ -281,13 +347,20 @@ def _as_bytes(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) 
 
 
 def read_all(kernel: MoEKernel) -> ExpertWeights:
-    """All experts of a kernel as new canonical weights, read back one by one."""
+    """All experts of a kernel as new canonical weights, read back one by one.
+
+    Raises:
+        LayoutNotInvertibleError: The kernel's layout does not keep the canonical numbers.
+    """
     num_experts = kernel.weights.num_experts
     stacked: dict[str, torch.Tensor] = {}
-    for expert in range(num_experts):
-        for name, value in kernel.weights.to_canonical(expert).tensors().items():
-            if name not in stacked:
-                stacked[name] = value.new_empty(num_experts, *value.shape[1:]) if value.dim() else value
-            if value.dim():
-                stacked[name][expert] = value[0]
+    try:
+        for expert in range(num_experts):
+            for name, value in kernel.weights.to_canonical(expert).tensors().items():
+                if name not in stacked:
+                    stacked[name] = value.new_empty(num_experts, *value.shape[1:]) if value.dim() else value
+                if value.dim():
+                    stacked[name][expert] = value[0]
+    finally:
+        forget_moves()
     return ExpertWeights.unchecked(stacked, kernel.problem.quant)

@@ -27,6 +27,9 @@ def test_a_layer_takes_the_place_of_a_modules_experts(family: str) -> None:
         wanted = experts(x, ids, weights)
     torch.testing.assert_close(layer(x, weights, ids), wanted, rtol=1e-5, atol=1e-6)
     assert layer.problem == MoELayer.from_module(experts, top_k=top_k).problem
+    assert not layer.has_shared_experts
+    block.shared_experts = torch.nn.Linear(1, 1)
+    assert MoELayer.from_module(block).has_shared_experts
 
 
 def test_what_is_no_single_layer_is_refused() -> None:
@@ -61,6 +64,7 @@ def test_layers_of_every_family_or_a_reason(family: str) -> None:
         except ArgumentError as error:
             reasons.append(str(error))
             continue
+        assert layer.has_shared_experts == any("shared" in name for name, _ in module.named_children())
         x = torch.randn(4, layer.problem.hidden_size)
         top_k = layer.problem.top_k
         ids = torch.stack([torch.randperm(layer.problem.num_experts)[:top_k] for _ in range(4)])

@@ -254,7 +254,7 @@ def test_bad_calls_are_refused() -> None:
         (lambda: layer(x, weights), "topk_weights and topk_ids go together; pass both, or none for the layer's router"),
         (lambda: layer(x[..., :32]), "hidden_states must be [..., 64], got [2, 3, 32]"),
         (lambda: layer(x, weights[:, :1], ids), "topk_weights must be [..., 2], got [6, 1]"),
-        (lambda: layer(x, ids, weights), "topk_weights must be float32, got int32; convert it"),
+        (lambda: layer(x, ids, weights), "topk_weights come before topk_ids, got them the other way round; exchange"),
         (lambda: layer(x.half()), "hidden_states must be float32, got float16; convert it"),
         (lambda: layer(None), "hidden_states must be a Tensor"),
         (lambda: trained(x), "moereg is for inference and computes no gradients; call it under torch.no_grad(), or"),

@@ -242,6 +242,59 @@ def test_experts_that_are_permuted_together_stay_together() -> None:
         kernel.update_expert(0, make_weights(problem_of(), CPU, seed=1).expert(0))
 
 
+def test_an_expert_of_zeros_does_not_hide_that_experts_are_permuted_together() -> None:
+    """The layout was tried with the first caller's numbers, and zeros, as of a pruned expert, show nothing."""
+
+    class Clamped(FakeExperts):
+        def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+            largest = weights.w13.abs().amax().clamp(min=1e-6)
+            return PermutedWeights("canonical", {**weights.tensors(), "w13": weights.w13 / largest})
+
+    kernel = kernel_of(problem_of(), Clamped)
+    zeros = {
+        name: torch.zeros_like(value) for name, value in make_weights(problem_of(), CPU).expert(0).tensors().items()
+    }
+    with pytest.raises(BackendError, match="permutes an expert in another way beside others than alone"):
+        kernel.update_expert(0, ExpertWeights(**zeros))
+
+
+def test_copies_know_what_they_share_among_each_other() -> None:
+    """A reload of one copy changed the other, or the copied weights."""
+    problem = problem_of()
+    weights, other = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
+    one, two = copy.deepcopy([kernel_of(problem, weights=weights), kernel_of(problem, weights=weights)])
+    held, three = copy.deepcopy((weights, kernel_of(problem, weights=weights)))
+    assert one.weights["w13"].data_ptr() == two.weights["w13"].data_ptr()
+    wanted = call(two, INPUTS)
+    for each in (one, three):
+        each.reload(other)
+        assert not torch.equal(call(each, INPUTS), wanted)
+    assert torch.equal(call(two, INPUTS), wanted)
+    assert torch.equal(held.w13, weights.w13)
+
+
+def test_own_copies_can_be_written_into() -> None:
+    problem = problem_of()
+    weights, other = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
+    for change in (lambda kernel: kernel.reload(other), lambda kernel: kernel.update_expert(0, other.expert(0))):
+        kernel = kernel_of(problem, weights=weights)
+        change(kernel)
+        kernel.weights["w13"].mul_(1)
+
+
+def test_a_reload_says_which_tensor_is_another() -> None:
+    problem = problem_of(dtype="bfloat16", has_bias=True)
+    weights = make_weights(problem, CPU)
+    wide = {name: value.float() for name, value in weights.tensors("bias").items()}
+    kernel = kernel_of(problem, weights=weights)
+    text = (
+        "reload needs weights of the same layout and shapes, got w13_bias (8, 24) torch.float32 for (8, 24) "
+        "torch.bfloat16; convert the weights"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        kernel.reload(dataclasses.replace(weights, **wide))
+
+
 class Rounded(FakeExperts):
     """Moves numbers, but loses the sign of some: nothing that carries positions, all positive, shows it."""
 
