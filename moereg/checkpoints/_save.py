@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +39,8 @@ __all__ = ["SavedCheckpoint", "check_can_save", "quantize_layer", "save_quantize
 
 _CONFIG: Final = "config.json"
 _INDEX: Final = "model.safetensors.index.json"
+# transformers reads a file of this name alone, and does not open the index beside it.
+_SINGLE: Final = "model.safetensors"
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 # Bytes of one file of experts; more would have to be in memory at once.
 _SHARD_BYTES: Final = 4 * 2**30
@@ -265,16 +267,17 @@ class _Copy:
         by_file: dict[str, list[str]] = {}
         for name, file in self.files.file_of.items():
             by_file.setdefault(file, []).append(name)
+        written = {file: _free_name("rest", by_file) if file == _SINGLE else file for file in by_file}
         for file, names in by_file.items():
             kept = [name for name in names if name not in replaced]
-            weight_map |= dict.fromkeys(kept, file)
+            weight_map |= dict.fromkeys(kept, written[file])
             if len(kept) == len(names):
-                shutil.copyfile(self.files.path / file, folder / file)
+                shutil.copyfile(self.files.path / file, folder / written[file])
             elif kept:
-                _save({name: self.files.read(name) for name in kept}, folder / file)
+                _save({name: self.files.read(name) for name in kept}, folder / written[file])
         for done, layer in enumerate(self.layers):
             for number, tensors in enumerate(self._shards(layer, device)):
-                file = f"experts-{layer:05}-{number:02}.safetensors"
+                file = _free_name(f"experts-{layer:05}-{number:02}", written.values())
                 weight_map |= dict.fromkeys(tensors, file)
                 _save(tensors, folder / file)
             progress(done + 1, len(self.layers))
@@ -337,6 +340,12 @@ def _targets(roots: Mapping[int, str], projections: Sequence[str]) -> list[str]:
         rf"re:.*layers\.({'|'.join(map(str, some))})\.{re.escape(block)}\d+\.({names})$"
         for block, some in layers.items()
     ]
+
+
+def _free_name(stem: str, taken: Collection[str]) -> str:
+    """A file's name that the source's files do not have."""
+    names = (f"{stem}{suffix}.safetensors" for suffix in ("", *(f"-{number}" for number in range(len(taken)))))
+    return next(name for name in names if name not in taken)
 
 
 def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:

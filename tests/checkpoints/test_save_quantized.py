@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -140,15 +141,15 @@ def test_one_layer_alone_and_everything_else_as_it_was(source: Path, tmp_path: P
     assert load_experts(saved.path, 2).problem.quant.name == "int4_w4a16_g128"
     same(load_experts(saved.path, 1).weights, load_experts(source, 1).weights)
     assert moe_layers(saved.path) == moe_layers(source)
-    before, after = load_file(source / "model.safetensors"), load_file(saved.path / "model.safetensors")
+    before, after = load_file(source / "model.safetensors"), load_file(saved.path / "rest.safetensors")
     replaced = {name for name in before if ".layers.2.mlp.experts." in name}
     assert after.keys() == before.keys() - replaced
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
     assert {file.name for file in saved.path.iterdir()} == {
         "config.json",
         "experts-00002-00.safetensors",
-        "model.safetensors",
         "model.safetensors.index.json",
+        "rest.safetensors",
         "tokenizer.json",
     }
     index = json.loads((saved.path / "model.safetensors.index.json").read_text())
@@ -156,6 +157,25 @@ def test_one_layer_alone_and_everything_else_as_it_was(source: Path, tmp_path: P
     tensors = [tensor for file in files for tensor in file.values()]
     assert index["metadata"]["total_size"] == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     assert saved.num_bytes == sum(file.stat().st_size for file in saved.path.iterdir())
+
+
+def test_files_of_the_source_keep_their_names_but_for_the_one_that_transformers_would_read_alone(
+    source: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(source / "model.safetensors")
+    files = ["model.safetensors", "rest.safetensors", "rest-0.safetensors", "experts-00001-00.safetensors"]
+    weight_map = {name: files[number % len(files)] for number, name in enumerate(sorted(tensors))}
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    (mixed / "config.json").write_text((source / "config.json").read_text())
+    (mixed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for file in files:
+        save_file({name: tensor for name, tensor in tensors.items() if weight_map[name] == file}, mixed / file)
+    saved = save_quantized(mixed, tmp_path / "out", "int8_w8a16", [1])
+    found = {file.name for file in saved.path.glob("*.safetensors")}
+    assert found == {*files[1:], "rest-1.safetensors", "experts-00001-00-0.safetensors"}
+    same(load_experts(saved.path, 1).weights, quantize_layer(load_experts(mixed, 1), get_scheme("int8_w8a16")))
+    same(load_experts(saved.path, 2).weights, load_experts(mixed, 2).weights)
 
 
 def test_fused_experts_are_written_one_by_one(tmp_path: Path) -> None:
@@ -304,11 +324,14 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("model_type", "files"),
+    [("mixtral", "one file"), ("mixtral", "shards"), ("qwen3_moe", "shards"), ("deepseek_v3", "shards")],
+)
 @pytest.mark.parametrize(
     "name", [name for name in WRITTEN if name not in ("nvfp4_w4a16", *NOT_RESTORED) and "_zp" not in name]
 )
-def test_transformers_restores_the_numbers(tmp_path: Path, name: str, model_type: str) -> None:
+def test_transformers_restores_the_numbers(tmp_path: Path, name: str, model_type: str, files: str) -> None:
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     if "dequantize" not in inspect.signature(CompressedTensorsConfig).parameters:
@@ -320,10 +343,18 @@ def test_transformers_restores_the_numbers(tmp_path: Path, name: str, model_type
     model = save_model(case, torch.bfloat16, tmp_path / "model")
     layers = moe_layers(model.released)
     hidden = {layer: torch.randn(32, SIZE).bfloat16() for layer in layers}
+    if files == "one file":
+        shutil.rmtree(model.released)
+        model.model.save_pretrained(model.released)
+    assert (model.released / "model.safetensors").exists() == (files == "one file")
     saved = save_quantized(model.released, tmp_path / "out", name, hidden_states=hidden)
-    restored = AutoModelForCausalLM.from_pretrained(
-        saved.path, quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.bfloat16
+    restored, loading = AutoModelForCausalLM.from_pretrained(
+        saved.path,
+        quantization_config=CompressedTensorsConfig(dequantize=True),
+        dtype=torch.bfloat16,
+        output_loading_info=True,
     )
+    assert not any(loading.values()), loading
     for layer in layers:
         experts = getattr(restored.model.layers[layer], case.block).experts
         w13, w2 = dequantize_weights(load_experts(saved.path, layer).weights, torch.float32)
