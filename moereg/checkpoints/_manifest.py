@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Final
 
 from moereg.checkpoints._files import CheckpointFiles, TensorHeader, config_errors
 from moereg.checkpoints._formats import FLOATS, StorageFormat, unquantized_format
-from moereg.checkpoints._models import CORRECTION_BIASES, FusedNames, ModelType
+from moereg.checkpoints._models import MODEL_TYPES, FusedNames, ModelType
 from moereg.checkpoints._moe_layers import check_has_experts, find_model
 from moereg.checkpoints._parts import ExpertPart, LayerSizes, list_modules, list_parts
 from moereg.checkpoints._quantization import quantized_format
@@ -35,10 +35,11 @@ _LAYERS: Final = (
     "backbone.layers.",
     "transformer.blocks.",
 )
-# Kolibri keeps it outside of the block.
-_OUTER_CORRECTION_BIAS: Final = "moe.router.expert_bias"
+# Names of the bias in blocks of any model type, and in the layer outside of them.
+_CORRECTION_BIASES: Final = frozenset(name for model in MODEL_TYPES.values() for name in model.correction_biases)
+_OUTER_CORRECTION_BIASES: Final = frozenset(model.outer_correction_bias for model in MODEL_TYPES.values()) - {None}
 # A module of experts that take every token, in the block or beside it.
-_SHARED: Final = re.compile(r"(?:^|\.)shared?_(?:expert|mlp)")
+_SHARED: Final = re.compile(r"(?:^|\.)(shared?_(?:expert|mlp)\w*)")
 # An expert's index in a tensor's name.
 _INDEX: Final = re.compile("[0-9]{1,9}")
 _DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -112,10 +113,11 @@ def list_layer(
                 headers[part.name] = _check_header(files, sizes, storage.name, part)
     router_weight = f"{router_root}weight"
     router_bias = f"{router_root}bias" if model.has_bias else None
-    found_bias = _find_correction_bias(files, layer_root, root, router_bias)
-    if router.has_correction_bias and found_bias is None:
-        found_bias = f"{router_root}e_score_correction_bias"  # Which the check of its header finds missing.
-    correction_bias = found_bias if router.has_correction_bias else None
+    own_biases = _correction_biases(model, layer_root, root) if router.has_correction_bias else ()
+    # If there is none, the check of its header finds the usual name missing.
+    correction_bias = next(
+        (name for name in own_biases if name in files.file_of), own_biases[0] if own_biases else None
+    )
     bias_shape = (sizes.num_experts,)
     router_shapes: dict[str, tuple[tuple[int, ...], ...]] = {router_weight: ((*bias_shape, sizes.hidden_size),)}
     if router_bias is not None:
@@ -124,14 +126,19 @@ def list_layer(
         router_shapes[correction_bias] = (bias_shape, (1, *bias_shape))
     for name, shapes in router_shapes.items():
         _check_header(files, sizes, storage.name, ExpertPart(name, shapes, FLOATS))
-    shared = next((name for name in files.file_of if _is_shared(name, layer_root)), None)
+    shared = _find_shared(files, layer_root)
     # Types that store their experts alike differ in these, and reading one as the other would give wrong numbers.
-    for unread in (found_bias if correction_bias is None else None, None if model.may_share_experts else shared):
-        if unread is not None:
-            raise CheckpointError(
-                f"layers of model type {model_type!r} have no tensor such as {shown(unread)}, got one in "
-                f"{files.path / files.file_of[unread]}; use the config.json that belongs to these tensors"
-            )
+    others = [name for module, name in shared.items() if module not in model.shared_experts]
+    others += [
+        name
+        for name in _any_correction_bias(layer_root, root)
+        if name in files.file_of and name not in (*own_biases, router_bias)
+    ]
+    if others:
+        raise CheckpointError(
+            f"layers of model type {model_type!r} have no tensor such as {shown(others[0])}, got one in "
+            f"{files.path / files.file_of[others[0]]}; use the config.json that belongs to these tensors"
+        )
     _check_nothing_else(files, storage, f"{root}experts.", experts, {*headers, *router_shapes})
     with config_errors(files):
         problem = MoEProblem(
@@ -144,9 +151,8 @@ def list_layer(
             dtype=_dtype(files, storage, headers, router_weight),
             num_local_experts=len(experts),
         )
-    has_shared_experts = shared is not None
     return LayerManifest(
-        model_type, problem, router, parts, router_weight, router_bias, correction_bias, has_shared_experts
+        model_type, problem, router, parts, router_weight, router_bias, correction_bias, has_shared_experts=bool(shared)
     )
 
 
@@ -188,13 +194,25 @@ def _find_fused(files: CheckpointFiles, model: ModelType, root: str) -> FusedNam
     return model.fused[-1] if model.projections is None else None
 
 
-def _find_correction_bias(files: CheckpointFiles, layer_root: str, root: str, router_bias: str | None) -> str | None:
-    names = [*(f"{root}{name}" for name in CORRECTION_BIASES), f"{layer_root}{_OUTER_CORRECTION_BIAS}"]
-    return next((name for name in names if name in files.file_of and name != router_bias), None)
+def _correction_biases(model: ModelType, layer_root: str, root: str) -> tuple[str, ...]:
+    """Names that the model type's bias may have."""
+    outer = () if model.outer_correction_bias is None else (f"{layer_root}{model.outer_correction_bias}",)
+    return (*(f"{root}{name}" for name in model.correction_biases), *outer)
 
 
-def _is_shared(name: str, layer_root: str) -> bool:
-    return name.startswith(layer_root) and _SHARED.search(name.removeprefix(layer_root)) is not None
+def _any_correction_bias(layer_root: str, root: str) -> Iterator[str]:
+    """Names that the bias of some model type has."""
+    yield from (f"{root}{name}" for name in sorted(_CORRECTION_BIASES))
+    yield from (f"{layer_root}{name}" for name in _OUTER_CORRECTION_BIASES)
+
+
+def _find_shared(files: CheckpointFiles, layer_root: str) -> dict[str, str]:
+    """The layer's modules of experts that take every token, each with the first of its tensors."""
+    found: dict[str, str] = {}
+    for name in files.file_of:
+        if name.startswith(layer_root) and (module := _SHARED.search(name.removeprefix(layer_root))):
+            found.setdefault(module[1], name)
+    return found
 
 
 def _storage_format(

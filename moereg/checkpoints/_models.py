@@ -31,20 +31,7 @@ from moereg.checkpoints._model_rules import (
 )
 from moereg.config_entries import read_names
 
-__all__ = ["CORRECTION_BIASES", "MODEL_TYPES", "FusedNames", "ModelType"]
-
-CORRECTION_BIASES: Final = (
-    "gate.e_score_correction_bias",
-    "e_score_correction_bias",
-    "moe_statics.e_score_correction_bias",
-    "gate.moe_statics.e_score_correction_bias",
-    "experts.e_score_correction_bias",
-    "expert_bias",
-    "gate.expert_bias",
-    "gate.bias",
-    "router_bias",
-)
-"""Names in the block of the bias that only decides the choice: of publishers and of transformers."""
+__all__ = ["MODEL_TYPES", "FusedNames", "ModelType"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +91,11 @@ class ModelType:
             shape of down decides.
         is_interleaved: Rows of fused gate and up alternate; otherwise all of gate comes first.
         has_bias: Experts and router have biases.
-        may_share_experts: The model type may have experts that take every token, which are not read.
+        correction_biases: Names in the block of the bias that only decides the choice: as released, then as
+            transformers calls it. Where the router has none, none is accepted.
+        outer_correction_bias: Name of that bias in the layer, where a release has it outside of the block.
+        shared_experts: Modules of experts that take every token, in the block or beside it: as released, then as
+            transformers calls them. They are not read.
         unsupported_reason: Why a layer is not read, from the config and the layer's index; None if it is.
     """
 
@@ -118,7 +109,9 @@ class ModelType:
     is_transposed: bool | None = False
     is_interleaved: bool = False
     has_bias: bool = False
-    may_share_experts: bool = False
+    correction_biases: tuple[str, ...] = ("gate.e_score_correction_bias",)
+    outer_correction_bias: str | None = None
+    shared_experts: tuple[str, ...] = ()
     unsupported_reason: Callable[[Mapping[str, Any], int], str | None] = _always
 
 
@@ -129,7 +122,9 @@ _CLAMPED_SWIGLU: Final = clamped_swiglu(ACTIVATIONS["swigluoai"])
 _MIXTRAL: Final = ModelType(
     blocks=("block_sparse_moe", "mlp"), projections=_W1_W3_W2, intermediate_size="intermediate_size"
 )
-_DEEPSEEK: Final = ModelType(may_share_experts=True)
+_SHARED: Final = ("shared_experts",)
+_SHARED_AND_GATE: Final = ("shared_expert", "shared_expert_gate")
+_DEEPSEEK: Final = ModelType(shared_experts=_SHARED)
 _DEEPSEEK_V2: Final = dataclasses.replace(_DEEPSEEK, moe_layers=dense_layers_first(0))
 _DEEPSEEK_V3: Final = dataclasses.replace(_DEEPSEEK, moe_layers=dense_layers_first(3))
 _GLM4: Final = dataclasses.replace(_DEEPSEEK, moe_layers=dense_layers_first(1))
@@ -137,14 +132,14 @@ _ONE_DENSE: Final = dataclasses.replace(_DEEPSEEK, moe_layers=listed_layers(dens
 _THREE_DENSE: Final = dataclasses.replace(_DEEPSEEK, moe_layers=listed_layers(dense_layers_first(3)))
 _GLM5: Final = dataclasses.replace(_THREE_DENSE, activation=_CLAMPED_SILU)
 _QWEN: Final = ModelType(moe_layers=sparse_step_layers())
-_QWEN_SHARED: Final = dataclasses.replace(_QWEN, may_share_experts=True)
+_QWEN_SHARED: Final = dataclasses.replace(_QWEN, shared_experts=_SHARED_AND_GATE)
 _GRANITE: Final = ModelType(
     blocks=("block_sparse_moe",),
     routers=("router.layer", "router"),
     projections=None,
     fused=(FusedNames(("input_linear.weight",), "output_linear.weight"), FusedNames()),
     intermediate_size="intermediate_size",
-    may_share_experts=True,
+    shared_experts=("shared_mlp",),
 )
 _GPT_OSS: Final = ModelType(
     routers=("router",),
@@ -158,7 +153,10 @@ _GPT_OSS: Final = ModelType(
 MODEL_TYPES: Final[Mapping[str, ModelType]] = MappingProxyType(
     {
         "afmoe": ModelType(
-            routers=("router.gate",), moe_layers=dense_layers_first(1, "num_dense_layers"), may_share_experts=True
+            routers=("router.gate",),
+            moe_layers=dense_layers_first(1, "num_dense_layers"),
+            correction_biases=("expert_bias",),
+            shared_experts=_SHARED,
         ),
         "aria_text": ModelType(
             routers=("router",),
@@ -167,16 +165,20 @@ MODEL_TYPES: Final[Mapping[str, ModelType]] = MappingProxyType(
             intermediate_size="intermediate_size",
             activation=lambda config: ACTIVATIONS["silu"],  # hidden_act is that of the shared experts.
             is_transposed=True,
-            may_share_experts=True,
+            shared_experts=_SHARED,
         ),
         "axk1": _ONE_DENSE,
         "axk2": _ONE_DENSE,
-        "bailing_hybrid": dataclasses.replace(_DEEPSEEK, moe_layers=listed_layers(dense_layers_first(2))),
-        "beam": dataclasses.replace(_THREE_DENSE, may_share_experts=False),
+        "bailing_hybrid": dataclasses.replace(
+            _DEEPSEEK,
+            moe_layers=listed_layers(dense_layers_first(2)),
+            correction_biases=("gate.expert_bias", "gate.e_score_correction_bias"),
+        ),
+        "beam": dataclasses.replace(_THREE_DENSE, shared_experts=()),
         "cohere2_moe": ModelType(
             intermediate_size="intermediate_size",
             moe_layers=listed_layers(dense_layers_first(0)),
-            may_share_experts=True,
+            shared_experts=_SHARED,
         ),
         "dbrx": ModelType(
             blocks=("ffn",),
@@ -195,16 +197,25 @@ MODEL_TYPES: Final[Mapping[str, ModelType]] = MappingProxyType(
             projections=_W1_W3_W2,
             moe_layers=listed_layers(every_layer, sparse=("moe", "hash_moe")),
             activation=_CLAMPED_SILU,
-            may_share_experts=True,
+            correction_biases=("gate.bias", "gate.e_score_correction_bias"),
+            shared_experts=_SHARED,
             unsupported_reason=_deepseek_v4_reason,
         ),
         "dots1": _DEEPSEEK_V2,
         "dots3_note": _ONE_DENSE,
         "dots3_note_text": _ONE_DENSE,
-        "ernie4_5_moe": ModelType(moe_layers=bounded_step_layers, may_share_experts=True),
-        "exaone_moe": _ONE_DENSE,
+        "ernie4_5_moe": ModelType(
+            moe_layers=bounded_step_layers,
+            correction_biases=("moe_statics.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias"),
+            shared_experts=_SHARED,
+        ),
+        "exaone_moe": dataclasses.replace(
+            _ONE_DENSE, correction_biases=("e_score_correction_bias", "gate.e_score_correction_bias")
+        ),
         "flex_olmo": ModelType(intermediate_size="intermediate_size"),
-        "flint": dataclasses.replace(_QWEN_SHARED, moe_layers=sparse_step_layers((0, 1))),
+        "flint": dataclasses.replace(
+            _QWEN_SHARED, moe_layers=sparse_step_layers((0, 1)), shared_experts=("shared_expert",)
+        ),
         "glm4_moe": _GLM4,
         "glm4_moe_lite": _ONE_DENSE,
         "glm4v_moe_text": _GLM4,
@@ -212,14 +223,19 @@ MODEL_TYPES: Final[Mapping[str, ModelType]] = MappingProxyType(
         "glm5_next_text": _GLM5,
         "glm_moe_dsa": _THREE_DENSE,
         "gpt_oss": dataclasses.replace(_GPT_OSS, is_interleaved=True),
-        "granitemoe": dataclasses.replace(_GRANITE, may_share_experts=False),
+        "granitemoe": dataclasses.replace(_GRANITE, shared_experts=()),
         "granitemoe_swa": _GRANITE,
         "granitemoehybrid": _GRANITE,
         "granitemoeshared": _GRANITE,
         "hunyuan_v1_moe": ModelType(
-            routers=("gate.wg",), intermediate_size="intermediate_size", may_share_experts=True
+            routers=("gate.wg",), intermediate_size="intermediate_size", shared_experts=("shared_mlp",)
         ),
-        "hy_v3": dataclasses.replace(_ONE_DENSE, routers=("router.gate", "gate")),
+        "hy_v3": dataclasses.replace(
+            _ONE_DENSE,
+            routers=("router.gate", "gate"),
+            correction_biases=("expert_bias", "e_score_correction_bias"),
+            shared_experts=("shared_mlp", "shared_experts"),
+        ),
         "hy_v4": dataclasses.replace(_ONE_DENSE, activation=_CLAMPED_SILU),
         "jamba": ModelType(
             blocks=("feed_forward",),
@@ -229,13 +245,18 @@ MODEL_TYPES: Final[Mapping[str, ModelType]] = MappingProxyType(
         ),
         "kimi_k2": _DEEPSEEK_V3,
         "kimi_linear": dataclasses.replace(_ONE_DENSE, blocks=("block_sparse_moe", "mlp"), projections=_W1_W3_W2),
-        "kolibri1": ModelType(may_share_experts=True),
-        "laguna": _ONE_DENSE,
+        "kolibri1": ModelType(outer_correction_bias="moe.router.expert_bias", shared_experts=_SHARED),
+        "laguna": dataclasses.replace(
+            _ONE_DENSE,
+            correction_biases=("experts.e_score_correction_bias", "gate.e_score_correction_bias"),
+            shared_experts=("shared_expert", "shared_experts"),
+        ),
         "lfm2_moe": ModelType(
             blocks=("feed_forward",),
             projections=_W1_W3_W2,
             moe_layers=dense_layers_first(2, "num_dense_layers"),
             activation=lambda config: ACTIVATIONS["silu"],  # The config has no entry for it.
+            correction_biases=("expert_bias",),
         ),
         "llama4_text": ModelType(
             blocks=("feed_forward",),
@@ -244,17 +265,18 @@ MODEL_TYPES: Final[Mapping[str, ModelType]] = MappingProxyType(
             intermediate_size="intermediate_size",
             moe_layers=llama4_layers,
             is_transposed=True,
-            may_share_experts=True,
+            shared_experts=("shared_expert",),
         ),
         "mellum": ModelType(moe_layers=listed_layers(every_layer)),
-        "mimo_v2_flash": dataclasses.replace(_ONE_DENSE, may_share_experts=False),
+        "mimo_v2_flash": dataclasses.replace(_ONE_DENSE, shared_experts=()),
         "minimax": _MIXTRAL,
-        "minimax_m2": _MIXTRAL,
+        "minimax_m2": dataclasses.replace(_MIXTRAL, correction_biases=("e_score_correction_bias",)),
         "minimax_m3_vl_text": dataclasses.replace(
             _MIXTRAL,
             moe_layers=listed_layers(dense_layers_first(0)),
             activation=_CLAMPED_SWIGLU,
-            may_share_experts=True,
+            correction_biases=("e_score_correction_bias", "gate.e_score_correction_bias"),
+            shared_experts=_SHARED,
         ),
         "mistral4": _DEEPSEEK_V2,
         "mistral_large4_text": dataclasses.replace(_ONE_DENSE, blocks=("", "mlp"), projections=_W1_W3_W2),
@@ -265,27 +287,28 @@ MODEL_TYPES: Final[Mapping[str, ModelType]] = MappingProxyType(
             fused=(FusedNames(("experts.up_proj",)),),
             moe_layers=nemotron_layers,
             activation=relu2_act,
-            may_share_experts=True,
+            shared_experts=_SHARED,
             unsupported_reason=_nemotron_reason,
         ),
         "olmoe": ModelType(intermediate_size="intermediate_size"),
         "openai_privacy_filter": _GPT_OSS,
         "phimoe": dataclasses.replace(_MIXTRAL, routers=("gate", "router")),
         "qwen2_moe": _QWEN_SHARED,
-        "qwen3_5_moe_text": ModelType(may_share_experts=True),
+        "qwen3_5_moe_text": ModelType(shared_experts=_SHARED_AND_GATE),
         "qwen3_moe": _QWEN,
         "qwen3_next": _QWEN_SHARED,
         "qwen3_omni_moe_text": _QWEN,
         # Released transposed, and saved by newer versions of transformers as it is in memory.
         "qwen3_vl_moe_text": dataclasses.replace(_QWEN, is_transposed=None),
-        "qwen4_exp_text": ModelType(may_share_experts=True),
-        "solar_open": ModelType(may_share_experts=True),
+        "qwen4_exp_text": ModelType(shared_experts=_SHARED_AND_GATE),
+        "solar_open": ModelType(shared_experts=_SHARED),
         "step3p5": ModelType(
             blocks=("moe", "mlp"),
             projections=None,
             fused=(FusedNames(("gate_proj.weight", "up_proj.weight"), "down_proj.weight"), FusedNames()),
             moe_layers=listed_layers(step_layers),
-            may_share_experts=True,
+            correction_biases=("router_bias", "gate.e_score_correction_bias"),
+            shared_experts=("share_expert", "shared_experts"),
             unsupported_reason=_step_reason,
         ),
         "unlimited_ocr_text": _ONE_DENSE,

@@ -269,6 +269,11 @@ CONFUSED = {
     "mixtral as minimax_m2": ("minimax_m2", "mixtral", "e_score_correction_bias' is missing"),
     "mixtral as qwen3_moe": ("qwen3_moe", "mixtral", "the router of layer 3 is missing"),
     "gpt_oss as aria": ("aria_text", "gpt_oss", "have no tensor such as"),
+    "axk1 as ernie4_5_moe": ("ernie4_5_moe", "axk1", "moe_statics.e_score_correction_bias' is missing"),
+    "ernie4_5_moe as axk1": ("axk1", "ernie4_5_moe", "gate.e_score_correction_bias' is missing"),
+    "deepseek_v2 as qwen2_moe": ("qwen2_moe", "deepseek_v2", "have no tensor such as 'model.layers.3.mlp.shared_exp"),
+    "qwen2_moe as flint": ("flint", "qwen2_moe", "have no tensor such as 'model.layers.3.mlp.shared_expert_gate.w"),
+    "flint as cohere2_moe": ("cohere2_moe", "flint", "have no tensor such as 'model.layers.3.mlp.shared_expert."),
 }
 
 
