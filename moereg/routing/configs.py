@@ -13,6 +13,15 @@ from moereg.arguments import check_mapping
 from moereg.config_entries import MOST_EXPERTS, read_choice, read_count, read_flag, read_number, read_object
 from moereg.errors import UnknownModelError
 from moereg.routing.refused import unknown_model_message
+from moereg.routing.settings import (
+    GROUPS,
+    NEUTRAL,
+    RENORMALIZE,
+    SCALINGS,
+    require_choice,
+    require_nothing_else,
+    require_scoring,
+)
 
 __all__ = ["ROUTED_MODEL_TYPES", "language_config", "read_router"]
 
@@ -21,14 +30,6 @@ _Reader = Callable[[Mapping[str, Any]], _Keywords]
 
 _NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
-# Publishers' names of the function that makes scores of logits.
-_SCORING: Final = (
-    "scoring_func",
-    "score_func",
-    "score_function",
-    "moe_router_activation_func",
-    "moe_router_activation",
-)
 
 
 def read_router(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,18 +95,6 @@ def _read_groups(config: Mapping[str, Any], groups: tuple[int, int] | None) -> _
     }
 
 
-def _require_choice(config: Mapping[str, Any], name: str, choices: tuple[Any, ...], default: Any) -> Any:
-    """Reads an optional entry and refuses values whose meaning is not defined for the model type."""
-    return read_choice(
-        config, name, choices, default, cure="build the RouterSpec by hand if the model really routes so"
-    )
-
-
-def _require_scoring(config: Mapping[str, Any], *choices: str) -> None:
-    for name in _SCORING:
-        _require_choice(config, name, choices, choices[0])
-
-
 def _softmax_topk(renormalize: bool | None = None, default: bool = False, *, fp32_logits: bool = False) -> _Reader:
     """Softmax over all experts, then the best.
 
@@ -120,7 +109,8 @@ def _softmax_topk(renormalize: bool | None = None, default: bool = False, *, fp3
             normalizes = read_flag(config, "norm_topk_prob", default)
         else:
             # Some publishers write what the model does anyway; the contrary would be another model.
-            normalizes = _require_choice(config, "norm_topk_prob", (renormalize,), renormalize)
+            normalizes = require_choice(config, "norm_topk_prob", (renormalize,), renormalize)
+        require_nothing_else(config, scoring="softmax", renormalizes=normalizes)
         return dict(kind="softmax_topk", renormalize=normalizes, fp32_logits=fp32_logits, **_read_sizes(config))
 
     return read
@@ -151,19 +141,23 @@ def _sigmoid_topk(
     """
 
     def read(config: Mapping[str, Any]) -> _Keywords:
-        _require_scoring(config, *scorings)
-        _require_choice(config, "topk_method", ("noaux_tc",), "noaux_tc")
+        require_scoring(config, *scorings)
+        require_choice(config, "topk_method", ("noaux_tc",), "noaux_tc")
         choices = (True, False) if reads_renormalize else (renormalize,)
         normalizes = renormalize
-        for name in ("norm_topk_prob", "moe_renormalize", "route_norm"):
-            normalizes = _require_choice(config, name, choices, normalizes)
+        for name in RENORMALIZE:
+            normalizes = require_choice(config, name, choices, normalizes)
         if groups is None:
-            for name in ("n_group", "num_expert_group", "num_expert_groups", "topk_group", "num_limited_groups"):
-                _require_choice(config, name, (1, 0), 1)
+            for name in GROUPS:
+                require_choice(config, name, (1, 0), 1)
+        factor = read_number(config, scaling, default=scaling_factor)
+        for name in SCALINGS:
+            if name != scaling:
+                require_choice(config, name, (*NEUTRAL[name], factor), 1.0)
         return dict(
             kind="grouped_sigmoid_topk",
             renormalize=normalizes,
-            scaling_factor=read_number(config, scaling, default=scaling_factor),
+            scaling_factor=factor,
             epsilon=epsilon,
             has_correction_bias=True,
             fp32_logits=fp32_logits,
@@ -175,14 +169,18 @@ def _sigmoid_topk(
 
 
 def _topk_softmax(*, fp32_logits: bool = False) -> _Reader:
-    return lambda config: dict(kind="topk_softmax", fp32_logits=fp32_logits, **_read_sizes(config))
+    def read(config: Mapping[str, Any]) -> _Keywords:
+        require_nothing_else(config, scoring="softmax", renormalizes=True)
+        return dict(kind="topk_softmax", fp32_logits=fp32_logits, **_read_sizes(config))
+
+    return read
 
 
 def _deepseek_v2_router(config: Mapping[str, Any]) -> _Keywords:
-    _require_choice(config, "scoring_func", ("softmax",), "softmax")
+    require_scoring(config, "softmax")
     # Published files all say false; implementations disagree on what true would mean together with the scaling factor.
-    _require_choice(config, "norm_topk_prob", (False,), False)
-    method = _require_choice(config, "topk_method", ("greedy", "group_limited_greedy"), "greedy")
+    require_choice(config, "norm_topk_prob", (False,), False)
+    method = require_choice(config, "topk_method", ("greedy", "group_limited_greedy"), "greedy")
     # Files with greedy may carry group counts that the model never reads.
     is_grouped = method == "group_limited_greedy"
     return dict(
@@ -196,11 +194,12 @@ def _deepseek_v2_router(config: Mapping[str, Any]) -> _Keywords:
 
 def _mistral_router(config: Mapping[str, Any]) -> _Keywords:
     # Mistral Large 4 always normalizes, with a router in fp32, and its config class has no flag for it.
+    require_scoring(config, "softmax")
     is_large = config.get("model_type") == "mistral_large4_text"
     choices = (True,) if is_large else (True, False)
     return dict(
         kind="grouped_softmax_topk",
-        renormalize=_require_choice(config, "norm_topk_prob", choices, True),
+        renormalize=require_choice(config, "norm_topk_prob", choices, True),
         scored_experts=2,
         scaling_factor=read_number(config, "routed_scaling_factor", default=1.0),
         fp32_logits=is_large,
@@ -219,17 +218,21 @@ def _axk2_router(config: Mapping[str, Any]) -> _Keywords:
 
 
 def _cohere2_router(config: Mapping[str, Any]) -> _Keywords:
-    if _require_choice(config, "expert_selection_fn", ("softmax", "sigmoid"), "softmax") == "softmax":
+    scoring = require_choice(config, "expert_selection_fn", ("softmax", "sigmoid"), "softmax")
+    require_nothing_else(config, scoring=scoring)
+    if scoring == "softmax":
         return dict(kind="topk_softmax", **_read_sizes(config))
     return dict(kind="topk_sigmoid", renormalize=read_flag(config, "norm_topk_prob", True), **_read_sizes(config))
 
 
 def _flint_router(config: Mapping[str, Any]) -> _Keywords:
     renormalize = read_flag(config, "norm_topk_prob", True)
+    require_nothing_else(config, scoring="sigmoid")
     return dict(kind="topk_sigmoid", renormalize=renormalize, fp32_logits=True, fp32_weight=True, **_read_sizes(config))
 
 
 def _kolibri_router(config: Mapping[str, Any]) -> _Keywords:
+    require_nothing_else(config, scoring="sigmoid", method="noaux_tc")
     return dict(
         kind="topk_sigmoid",
         renormalize=read_flag(config, "norm_topk_prob"),
@@ -240,7 +243,7 @@ def _kolibri_router(config: Mapping[str, Any]) -> _Keywords:
 
 
 def _laguna_router(config: Mapping[str, Any]) -> _Keywords:
-    _require_choice(config, "moe_apply_router_weight_on_input", (False,), False)
+    require_choice(config, "moe_apply_router_weight_on_input", (False,), False)
     read = _sigmoid_topk(
         scaling="moe_routed_scaling_factor", reads_renormalize=False, groups=None, epsilon=0.0, fp32_logits=False
     )
@@ -253,6 +256,7 @@ def _lfm2_router(config: Mapping[str, Any]) -> _Keywords:
 
 
 def _ernie_router(config: Mapping[str, Any]) -> _Keywords:
+    require_nothing_else(config, scoring="softmax", method="noaux_tc", renormalizes=True)
     return dict(
         kind="biased_softmax_topk",
         smallest_sum=read_number(config, "moe_norm_min", default=1e-12),
@@ -264,9 +268,10 @@ def _ernie_router(config: Mapping[str, Any]) -> _Keywords:
 
 
 def _deepseek_v4_router(config: Mapping[str, Any]) -> _Keywords:
-    _require_choice(config, "norm_topk_prob", (True,), True)
-    if _require_choice(config, "scoring_func", ("sqrtsoftplus", "sigmoid"), "sqrtsoftplus") == "sigmoid":
+    require_choice(config, "norm_topk_prob", (True,), True)
+    if require_choice(config, "scoring_func", ("sqrtsoftplus", "sigmoid"), "sqrtsoftplus") == "sigmoid":
         return _sigmoid_topk(scaling_factor=1.5, reads_renormalize=False, groups=None, fp32_logits=False)(config)
+    require_nothing_else(config, scoring="sqrtsoftplus", method="noaux_tc", reads=("routed_scaling_factor",))
     return dict(
         kind="sqrtsoftplus_topk",
         scaling_factor=read_number(config, "routed_scaling_factor", default=1.5),
@@ -276,20 +281,24 @@ def _deepseek_v4_router(config: Mapping[str, Any]) -> _Keywords:
 
 
 def _phimoe_router(config: Mapping[str, Any]) -> _Keywords:
+    require_nothing_else(config, scoring="softmax", renormalizes=False)
     jitter = read_number(config, "router_jitter_noise", default=0.01)
     return dict(kind="sparsemixer", jitter=jitter, **_read_sizes(config))
 
 
 def _dbrx_router(config: Mapping[str, Any]) -> _Keywords:
     ffn = {"model_type": "dbrx", **read_object(config, "ffn_config")}
+    for entries in (config, ffn):
+        require_nothing_else(entries, scoring="softmax")
     # The norm that weights are divided by: of weights, which are positive, the first is their sum.
     norm = ffn.get("moe_normalize_expert_weights", 1.0)
     if norm is not None:
-        _require_choice(ffn, "moe_normalize_expert_weights", (1.0, 1), 1.0)
+        require_choice(ffn, "moe_normalize_expert_weights", (1.0, 1), 1.0)
     return dict(kind="softmax_topk", renormalize=norm is not None, **_read_sizes(ffn))
 
 
 def _llama4_router(config: Mapping[str, Any]) -> _Keywords:
+    require_nothing_else(config, scoring="sigmoid", renormalizes=False)
     return dict(kind="llama4_topk", **_read_sizes(config))
 
 

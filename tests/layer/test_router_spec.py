@@ -15,6 +15,7 @@ from moereg.errors import CheckpointError, UnknownModelError, UnknownNameError
 from moereg.routing import (
     RouterSpec,
 )
+from moereg.routing.configs import ROUTED_MODEL_TYPES
 
 
 @pytest.mark.parametrize(
@@ -131,6 +132,54 @@ def test_config_that_cannot_be_read(config: dict[str, Any], error: type[Exceptio
     with pytest.raises(error, match=message) as caught:
         RouterSpec.from_config(config)
     assert isinstance(caught.value, ValueError)
+
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "scores": {"scoring_func": "tanh"},
+    "another name of scores": {"score_func": "tanh"},
+    "a method": {"topk_method": "hashed"},
+    "groups": {"n_group": 4, "topk_group": 2},
+    "groups by another name": {"num_expert_group": 4, "topk_group": 2},
+    "scaling": {"routed_scaling_factor": 7.0},
+    "renormalized": {"norm_topk_prob": True},
+    "not renormalized": {"norm_topk_prob": False},
+}
+# Mistral names no method, and DeepSeek-V2's files carry groups that its greedy method does not read.
+ANY_METHOD = {"mistral4", "mistral_large4_text"}
+ANY_GROUPS = {"deepseek_v2", "deepseek_ocr2_text", "unlimited_ocr_text"}
+# A softmax over the chosen logits sums to 1, with the flag or without.
+ANY_FLAG = {"cohere2_moe", "dbrx"}
+
+
+@pytest.mark.parametrize("model_type", ROUTED_MODEL_TYPES)
+def test_no_setting_is_ignored(model_type: str) -> None:
+    sizes = {"num_experts": 16, "num_experts_per_tok": 2}
+    ffn = {"moe_num_experts": 16, "moe_top_k": 2}
+    config = {"model_type": model_type, **(dict(ffn_config=ffn) if model_type == "dbrx" else sizes)}
+    spec = RouterSpec.from_config(config)
+    normalizes = {}
+    for name, changes in FOREIGN.items():
+        try:
+            found = RouterSpec.from_config({**config, **changes})
+        except CheckpointError:
+            continue
+        if "renormalized" in name:
+            normalizes[name] = found
+        else:
+            is_exception = {"a method": ANY_METHOD, "groups": ANY_GROUPS}.get(name.removesuffix(" by another name"), ())
+            assert found != spec or model_type in is_exception, name
+    # Where both are accepted they mean something.
+    assert len(set(normalizes.values())) == len(normalizes) or model_type in ANY_FLAG
+
+
+def test_settings_that_say_what_the_model_does_anyway_are_accepted() -> None:
+    # As Hunyuan-A13B is published.
+    unused = {"n_group": False, "topk_group": False, "routed_scaling_factor": False, "norm_topk_prob": True}
+    config = {"model_type": "hunyuan_v1_moe", "num_experts": 64, "moe_topk": [8, 8], **unused}
+    assert RouterSpec.from_config(config).renormalize
+    softmax = {"scoring_func": "softmax", "topk_method": "greedy", "n_group": 1, "routed_scaling_factor": 1.0}
+    plain = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert RouterSpec.from_config({**plain, **softmax}) == RouterSpec.from_config(plain)
 
 
 @pytest.mark.parametrize(

@@ -185,9 +185,16 @@ MUTANTS: Final = (
     Mutant(
         "DeepSeek-V3's scaling factor is 1",
         "moereg/routing/configs.py",
-        old="scaling_factor=read_number(config, scaling, default=scaling_factor)",
-        new="scaling_factor=1.0",
+        old="            scaling_factor=factor,",
+        new="            scaling_factor=1.0,",
         tests=("tests/layer/test_routing.py::test_equals_the_router_of_transformers",),
+    ),
+    Mutant(
+        "groups of a router that has none are ignored",
+        "moereg/routing/settings.py",
+        old="        if name not in reads:",
+        new="        if name not in (*reads, *GROUPS):",
+        tests=("tests/layer/test_router_spec.py::test_no_setting_is_ignored",),
     ),
     Mutant(
         "sparsemixer looks at all logits",
@@ -243,8 +250,8 @@ MUTANTS: Final = (
     Mutant(
         "tensors of another type are not seen",
         "moereg/checkpoints/_manifest.py",
-        old="        if unread is not None:",
-        new="        if False:",
+        old="    if others:",
+        new="    if False:",
         tests=("tests/checkpoints/test_families.py::test_the_config_of_another_family_is_refused",),
     ),
     Mutant(
