@@ -54,6 +54,8 @@ CALLS = (
         )
         for arch in ("sm90", "sm100", "sm103", "sm120")
     ),
+    ForeignCall("flashinfer.jit.core.refresh_current_compilation_context", "()", _PACKAGE, _BACKENDS),
+    ForeignCall("flashinfer.jit.core.current_compilation_context", "", _PACKAGE, _BACKENDS),
     # Copies of it with fewer sources are built.
     ForeignCall(
         "flashinfer.jit.core.JitSpecNvcc",
