@@ -16,15 +16,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from moereg.dispatch import Names, explain_backends
+from moereg.arguments import check_flag, check_text
+from moereg.dispatch import Names, explain_backends, select_backend
 from moereg.errors import ArgumentError, one_line, shown
 from moereg.integrations._experts import memory, serving
-from moereg.integrations._experts.blocks import FoundExperts, find_experts, has_interface, patch
+from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch
 from moereg.integrations._experts.calls import call
 from moereg.memory import format_bytes
 from moereg.platforms import Platform
@@ -111,6 +112,8 @@ def register(name: str = _NAME) -> None:
     After it, `from_pretrained(..., experts_implementation="moereg")` and `model.set_experts_implementation("moereg")`
     run every class with the experts interface on moereg's kernels, FP8 models included. A model's kernels are made at
     its first call, of the weights as they are then; they follow `.to(device)`, `load_state_dict` and writes in place.
+    Writes through `.data` are not seen, nor are writes into tensors that were made in `torch.inference_mode()`:
+    `prepare(model)` reads all parameters again.
 
     Args:
         name: To register under.
@@ -118,6 +121,7 @@ def register(name: str = _NAME) -> None:
     Raises:
         ArgumentError: The name is one of transformers' own, or transformers is missing or older than 5.17.
     """
+    check_text("name", name)
     interfaces = _interfaces()
     for interface in interfaces:
         if name == "eager" or interface.get(name) not in (None, call):
@@ -150,8 +154,11 @@ def prepare(
 ) -> PreparedModel:
     """Makes the kernels of all experts of a model and switches the model to them.
 
-    Nothing is changed before it is clear that every layer can be served. Layers are permuted one by one, so that the
-    peak is the model, its kernels and one layer.
+    Every layer's backend is chosen before anything is changed. Where a later step raises, such as memory that runs
+    out, the model runs on with the implementation that it had. Layers are permuted one by one.
+
+    A model may be prepared again: kernels that fit the request are kept and read all parameters again, and others are
+    made anew. Experts that were freed stay freed.
 
     Args:
         model: With its weights loaded, each layer on one device.
@@ -167,6 +174,9 @@ def prepare(
         ArgumentError: A layer cannot be served, with the reason and the way out, or the model has no experts.
         UnsupportedProblemError: No backend fits a layer; says every backend's reasons.
     """
+    check_flag("free", free)
+    if not (isinstance(progress, bool) or callable(progress)):
+        raise ArgumentError(f"progress must be a bool or a function of (done, total), got {shown(progress)}")
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module, got {shown(model)}")
     found = find_experts(model)
@@ -174,43 +184,67 @@ def prepare(
         raise ArgumentError(
             f"{type(model).__name__} has no routed experts that moereg knows; load a Mixture-of-Experts model"
         )
-    request = {"require": require, "prefer": prefer, "deny": deny}
-    for each in found:
-        _check(each)
-    before = memory.held_bytes(model)
+    wishes = {"require": require, "prefer": prefer, "deny": deny}
+    request = {name: names for name, names in wishes.items() if names is not None}
     register()
+    plans = [_plan(model, each, request) for each in found]
+    before = memory.held_bytes(model)
     layers: list[LayerChoice] = []
     with _bar(progress, len(found)) as advance:
-        for each in found:
-            layers.append(_prepare_layer(model, each, request, free))
+        for plan in plans:
+            layers.append(_prepare_layer(plan, request, free))
             advance(len(layers), len(found))
     _switch(model, found)
     return PreparedModel(tuple(layers), before, memory.held_bytes(model))
 
 
-def _check(found: FoundExperts) -> None:
-    """Raises where a layer cannot be served."""
+class _Plan(NamedTuple):
+    """What `prepare` is about to do with one layer."""
+
+    found: FoundExperts
+    top_k: int
+    dtype: torch.dtype
+    selection: Selection
+
+
+def _plan(model: torch.nn.Module, found: FoundExperts, request: Mapping[str, Names]) -> _Plan:
+    """Raises where a layer cannot be served; changes nothing."""
+    module, live, top_k = found.module, found.live, found.top_k
     try:
-        if found.live is None:
+        if live is None:
             raise ArgumentError(str(found.refusal))
-        if found.top_k is None:
+        if top_k is None:
             raise ArgumentError("neither its block nor its config says how many experts a token has")
-        known = serving.served(found.module)
-        if known is None or not known.released:
-            serving.check_servable(found.module, found.live)
+        known = serving.served(module)
+        if known is not None and known.released:
+            device = next(iter(known.kernels.values())).weights.device
+        else:
+            device = serving.check_servable(module, live)
+        platform = serving.platform_of(device)
     except ArgumentError as error:
-        raise serving.refused(found.module, error, found.name) from error
+        raise serving.refused(module, error, found.name) from error
+    dtype = getattr(torch, live.dtype) if live.dtype else _hidden_dtype(model)
+    selection = select_backend(serving.problem_of(module, live, top_k, dtype), platform, **request)
+    return _Plan(found, top_k, dtype, selection)
 
 
-def _prepare_layer(model: torch.nn.Module, found: FoundExperts, request: dict[str, Names], free: bool) -> LayerChoice:
-    assert found.live is not None and found.top_k is not None
-    served = serving.attach(found.module, request)
+def _prepare_layer(plan: _Plan, request: Mapping[str, Names], free: bool) -> LayerChoice:
+    found = plan.found
+    known = serving.served(found.module)
+    was_freed = known is not None and bool(known.released)
+    if known is not None and known.request == request:
+        served = known
+        served.forget()
+    else:
+        if known is not None:
+            known.give_back()  # Its kernel may hold the only copy of the weights.
+        served = serving.ServedExperts(found.module, request)
     served.follow_parameters()
-    dtype = getattr(torch, found.live.dtype) if found.live.dtype else _hidden_dtype(model)
-    kernel = served.kernel(found.top_k, dtype)
+    kernel = served.kernel(plan.top_k, plan.dtype, plan.selection)
+    serving.attach(found.module, served)
     if found.block is not None:
         patch(found.block)
-    kept = memory.release(served) if free else None
+    kept = memory.release(served) if free or was_freed else None
     return LayerChoice(found.name, found.class_name, kernel.problem, kernel.selection, kept=kept)
 
 
@@ -222,13 +256,13 @@ def _hidden_dtype(model: torch.nn.Module) -> torch.dtype:
 
 def _switch(model: torch.nn.Module, found: tuple[FoundExperts, ...]) -> None:
     """Sets the implementation of the configs that the experts' modules read."""
-    if not any(has_interface(each.module) for each in found):
+    if not any(serving.has_interface(each.module) for each in found):
         return
     set_implementation = getattr(model, "set_experts_implementation", None)
     if set_implementation is not None:
         set_implementation(_NAME)
     for each in found:
-        if has_interface(each.module):
+        if serving.has_interface(each.module):
             config: Any = each.module.config
             # A bare layer has no such method, and a wrapper's may not reach every config.
             if config._experts_implementation not in serving.NAMES:
@@ -244,7 +278,7 @@ def restore(model: torch.nn.Module) -> None:
     for module in model.modules():
         found = serving.served(module)
         if found is not None:
-            memory.give_back(found)
+            found.give_back()
             serving.detach(module)
 
 
@@ -276,12 +310,13 @@ def explain_model(
     found = find_experts(model)
     if not found:
         raise ArgumentError(f"the model of {str(path)!r} ({type(model).__name__}) has no routed experts")
-    quant = scheme_of(model)
+    scheme = scheme_of(model)
     dtype = _hidden_dtype(model)
     layers = []
     for each in found:
         choice = LayerChoice(each.name, each.class_name, refusal=each.refusal)
         if each.live is not None and each.top_k is not None:
+            quant = scheme(each.name)
             live = each.live if quant is None else dataclasses.replace(each.live, quant=quant)
             problem = dataclasses.replace(live.problem(each.top_k, dtype), **wishes)
             selection = explain_backends(problem, platform, require, prefer, deny)

@@ -187,6 +187,16 @@ def test_explaining_quantized_models(tmp_path: Any) -> None:
         config.quantization_config = quantization
         config.save_pretrained(tmp_path)
         assert explain_model(tmp_path)[0].problem.quant.name == quant
+    for kept, names in (
+        ("model.layers.0.mlp.experts", ["unquantized", "fp8_block128"]),
+        ("model.layers.1.mlp", ["fp8_block128", "unquantized"]),
+        ("mlp.experts", ["unquantized", "unquantized"]),
+        ("lm_head", ["fp8_block128", "fp8_block128"]),
+    ):
+        fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [kept]}
+        config.quantization_config = fp8
+        config.save_pretrained(tmp_path)
+        assert [layer.problem.quant.name for layer in explain_model(tmp_path)] == names
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     config.save_pretrained(tmp_path)
     with pytest.raises(ArgumentError, match=r"quant_method must be fp8 or mxfp4.*got 'gptq'"):

@@ -14,9 +14,9 @@ import torch
 from moereg.errors import ArgumentError
 from moereg.integrations._experts.calls import call
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
-from moereg.integrations._experts.serving import served
+from moereg.integrations._experts.serving import has_interface, served
 
-__all__ = ["FoundExperts", "find_experts", "has_interface", "patch"]
+__all__ = ["FoundExperts", "find_experts", "patch"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +45,6 @@ class FoundExperts:
         return type(self.module).__name__
 
 
-def has_interface(module: torch.nn.Module) -> bool:
-    """Whether transformers' experts interface decides which function runs this module."""
-    # `use_experts_implementation` sets both on every instance.
-    return "is_concatenated" in vars(module) and "is_transposed" in vars(module)
-
-
 def find_experts(model: torch.nn.Module) -> tuple[FoundExperts, ...]:
     """Every module with routed experts, in the order of the model."""
     return tuple(_find(model))
@@ -62,18 +56,19 @@ def _find(model: torch.nn.Module) -> Iterator[FoundExperts]:
         if inside is not None and name.startswith(inside):
             continue  # Experts of a block that was found as a whole.
         class_name = type(module).__name__
+        prefix = f"{name}." if name else ""
         if (row := _PATCHES.get(class_name)) is not None:
-            inside = f"{name}."
-            path = f"{name}.{row.experts}" if row.experts else name
+            inside = prefix
+            path = f"{prefix}{row.experts}" if row.experts else name
             experts = module.get_submodule(row.experts) if row.experts else module
             yield _read(model, path, experts, module, row.top_k)
         elif (reason := _REFUSED.get(class_name)) is not None:
-            inside = f"{name}."
+            inside = prefix
             yield FoundExperts(name, module, None, None, None, reason)
         elif has_interface(module):
             yield _read(model, name, module, None)
         elif _EXPERTS_NAME.search(class_name):
-            inside = f"{name}."
+            inside = prefix
             reason = "it does not use transformers' experts interface, and moereg has no patch for it"
             yield FoundExperts(name, module, None, None, None, reason)
 
@@ -90,6 +85,8 @@ def _read(
 ) -> FoundExperts:
     top_k = top_k or _top_k(model, name)
     known = served(module)
+    if known is not None:
+        known.settle()
     try:
         live = known.live if known is not None and known.released else read_experts(module)
     except ArgumentError as error:

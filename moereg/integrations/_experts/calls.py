@@ -89,8 +89,8 @@ def _live_experts_fake(
 
 def _no_gradient(gradient: torch.Tensor) -> torch.Tensor:
     raise RuntimeError(
-        "moereg computes no gradients: call the model under torch.no_grad(), or train it with "
-        "set_experts_implementation('grouped_mm')"
+        "moereg computes no gradients: call the model under torch.no_grad(), or train it after "
+        "moereg.integrations.transformers.restore(model) and set_experts_implementation('grouped_mm')"
     )
 
 

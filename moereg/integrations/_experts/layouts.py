@@ -114,6 +114,15 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
     return dtype
 
 
+def _same_dtype(named: Mapping[str, torch.Tensor]) -> None:
+    (first, tensor), (second, other) = named.items()
+    if tensor.dtype != other.dtype:
+        raise ArgumentError(
+            f"{first} is {_dtype_name(first, tensor)} and {second} is {_dtype_name(second, other)}, and a kernel takes "
+            "one dtype; convert one with .to(dtype)"
+        )
+
+
 def _fused(module: torch.nn.Module) -> LiveExperts:
     """[E,2I,H] and [E,H,I]: transposed or not, gate and up after each other or alternating, as the flags say."""
     is_gated = bool(getattr(module, "has_gate", True))
@@ -129,6 +138,7 @@ def _fused(module: torch.nn.Module) -> LiveExperts:
         raise ArgumentError(
             f"{up_name} and down_proj must hold one matrix an expert, got {list(up.shape)} and {list(down.shape)}"
         )
+    _same_dtype({up_name: up, "down_proj": down})
     function = gate_function(module, is_concatenated) if is_gated else module.act_fn
     activation = recognize(module, function, is_gated)  # type: ignore[arg-type]
     rows, columns = (up.shape[2], up.shape[1]) if is_transposed else (up.shape[1], up.shape[2])
@@ -170,6 +180,7 @@ def _flat(module: torch.nn.Module) -> LiveExperts:
     """DBRX: gate `w1`, up `v1` and down `w2`, all [E*I,H]."""
     mlp = module.mlp
     gate, down = _parameter(module, "mlp.w1"), _parameter(module, "mlp.w2")
+    _same_dtype({"mlp.w1": gate, "mlp.w2": down})
     num_experts, intermediate_size = int(module.num_experts), int(module.ffn_hidden_size)  # type: ignore[arg-type]
     act_fn: Callable[[torch.Tensor], torch.Tensor] = mlp.activation_fn  # type: ignore[assignment, union-attr]
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any, Final
 
 import torch
 
 from moereg.errors import MoeregError
-from moereg.integrations._experts.serving import NAMES, ServedExperts, served
+from moereg.integrations._experts.serving import NAMES, ServedExperts, owner_of, served
+from moereg.inversion import same_bits
 from moereg.weights import PermutedWeights
 
-__all__ = ["give_back", "held_bytes", "release"]
+__all__ = ["held_bytes", "release"]
 
 
 def held_bytes(model: torch.nn.Module) -> int:
@@ -46,7 +48,8 @@ def _flat(weights: PermutedWeights) -> Iterator[torch.Tensor]:
 def release(found: ServedExperts) -> str | None:
     """Frees the parameters of a module whose kernel holds their values.
 
-    Its `state_dict` then has them all the same, out of the kernel, and so has another experts function.
+    Its `state_dict` then has them all the same, out of the kernel, and so has another experts function. What changes
+    them, such as `.to(dtype)` or `load_state_dict`, brings them back as parameters.
 
     Returns:
         Why they are kept; None if they are freed.
@@ -63,19 +66,21 @@ def release(found: ServedExperts) -> str | None:
     except MoeregError as error:
         return str(error)
     for name, value in stored.items():
-        owner, attribute = _owner(module, name)
+        owner, attribute = owner_of(module, name)
         parameter = owner._parameters[attribute]
         # Bits, not numbers: NaN is not equal to itself.
-        if parameter is None or not _same_bits(parameter.detach(), value):
+        if parameter is None or not same_bits(parameter.detach(), value):
             return f"{name} does not come back from the kernel's layout bit for bit"
     for name in stored:
-        owner, attribute = _owner(module, name)
+        owner, attribute = owner_of(module, name)
         parameter = owner._parameters[attribute]
         assert parameter is not None
         found.released[name] = torch.nn.Parameter(
             torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
         )
         owner._parameters[attribute] = None
+    # Of this instance; `give_back` takes it away.
+    module._apply = MethodType(_apply, module)  # type: ignore[method-assign]
     if not getattr(module, _HOOKED, False):
         setattr(module, _HOOKED, True)
         module.register_state_dict_post_hook(_save)
@@ -84,34 +89,21 @@ def release(found: ServedExperts) -> str | None:
     return None
 
 
-def give_back(found: ServedExperts) -> None:
-    """Puts freed parameters back, with the values that the kernel has."""
-    if not found.released:
-        return
-    module, live = found.module, found.live
-    assert live.stored is not None
-    for name, value in live.stored(found.restored()).items():
-        owner, attribute = _owner(module, name)
-        owner._parameters[attribute] = torch.nn.Parameter(
-            value.contiguous(), requires_grad=found.released[name].requires_grad
-        )
-    found.released = {}
-    found.follow()
-
-
 _HOOKED: Final = "_moereg_hooked"
 
 
-def _owner(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return module.get_submodule(path), attribute
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
-    return torch.equal(one.contiguous().view(integers), other.contiguous().view(integers))
+def _apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+    """In place of `nn.Module._apply`, which `.to()` and its like call: what it converts is there to be converted."""
+    found = served(self)
+    if found is not None and found.released:
+        device = next(iter(found.kernels.values())).weights.device
+        dtypes = {parameter.dtype for parameter in found.released.values()}
+        probes = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
+        if any(fn(probe) is not probe for probe in probes):
+            found.give_back()
+            found.kernels.clear()
+    applied: torch.nn.Module = type(self)._apply(self, fn, recurse)
+    return applied
 
 
 def _save(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
@@ -120,13 +112,26 @@ def _save(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, loca
         return
     assert found.live.stored is not None
     for name, value in found.live.stored(found.restored()).items():
-        state_dict[prefix + name] = value
+        state_dict.setdefault(prefix + name, value)  # A parameter that was set since is there already.
 
 
-def _before_load(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _before_load(
+    module: torch.nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    *_: Any,
+) -> None:
     found = served(module)
-    if found is not None and any(prefix + name in state_dict for name in found.released):
-        give_back(found)
+    if found is None:
+        return
+    if any(prefix + name in state_dict for name in found.released):
+        found.give_back()
+    elif strict:
+        # Torch does not miss a parameter that is None.
+        missing_keys.extend(prefix + name for name in found.released)
 
 
 def _before_forward(module: torch.nn.Module, _: Any) -> None:
@@ -135,4 +140,4 @@ def _before_forward(module: torch.nn.Module, _: Any) -> None:
         return
     config = getattr(module, "config", None)
     if config is not None and getattr(config, "_experts_implementation", None) not in NAMES:
-        give_back(found)
+        found.give_back()

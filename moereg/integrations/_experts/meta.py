@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,19 +56,31 @@ def model_on_meta(path: str | os.PathLike[str]) -> torch.nn.Module:
     return model
 
 
-def scheme_of(model: torch.nn.Module) -> str | None:
-    """The scheme that the experts of `model_on_meta` have once they are loaded; None where the model's own.
+def scheme_of(model: torch.nn.Module) -> Callable[[str], str | None]:
+    """The scheme that experts of `model_on_meta` have once they are loaded, by the name of their module.
+
+    Returns:
+        A function of the name; its result is None where they stay in the model's own dtype.
 
     Raises:
         ArgumentError: transformers loads this quantization into experts that moereg does not serve.
     """
     config: Any = getattr(model, "_moereg_quantization", None)
-    if config is None:
+    values: dict[str, Any] = {} if config is None else config if isinstance(config, dict) else config.to_dict()
+    scheme = _scheme(values)
+    if scheme is None:
+        return lambda name: None
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    keep = _not_converted(model, values)
+    return lambda name: scheme if should_convert_module(name, keep) else None
+
+
+def _scheme(values: Mapping[str, Any]) -> str | None:
+    """Of the experts that are converted."""
+    if not values or values.get("dequantize"):
         return None
-    values = config if isinstance(config, dict) else config.to_dict()
     method = str(getattr(values.get("quant_method"), "value", values.get("quant_method")))
-    if values.get("dequantize"):
-        return None
     if method == "mxfp4":
         return "mxfp4_w4a16"
     if method == "fp8":
@@ -81,3 +94,18 @@ def scheme_of(model: torch.nn.Module) -> str | None:
         f"quant_method must be fp8 or mxfp4, which transformers keeps quantized in experts, got {shown(method)}; "
         "moereg explain --checkpoint says what load_experts would get"
     )
+
+
+def _not_converted(model: torch.nn.Module, values: Mapping[str, Any]) -> list[str]:
+    """Patterns of modules that stay as they are, in the names of the model instead of those of its checkpoint."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    found = [*(values.get("modules_to_not_convert") or ()), *(getattr(model, "_keep_in_fp32_modules", None) or ())]
+    renamings = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    names = []
+    for name in found:
+        renamed = f"{name}."  # Renamings are written for names of weights.
+        for renaming in renamings:
+            renamed, _ = renaming.rename_source_key(renamed)
+        names.append(renamed.removesuffix("."))
+    return names

@@ -20,9 +20,23 @@ from moereg.integrations._experts.layouts import LiveExperts, read_experts
 from moereg.layer import MoEKernel, make_kernel
 from moereg.platforms import Platform, probe_cpu
 from moereg.problem import MoEProblem
+from moereg.selection import Selection
 from moereg.weights import ExpertWeights
 
-__all__ = ["NAMES", "SERVED", "ServedExperts", "attach", "check_servable", "detach", "refused", "served"]
+__all__ = [
+    "NAMES",
+    "SERVED",
+    "ServedExperts",
+    "attach",
+    "check_servable",
+    "detach",
+    "has_interface",
+    "owner_of",
+    "platform_of",
+    "problem_of",
+    "refused",
+    "served",
+]
 
 NAMES: Final[set[str]] = set()
 """Under which transformers knows `call`."""
@@ -34,13 +48,21 @@ _ATTRIBUTE: Final = "_moereg"
 def refused(module: torch.nn.Module, why: object, name: str = "") -> ArgumentError:
     """The error for a module that is not served: rule, value and cure."""
     place = f" ({name})" if name else ""
-    return ArgumentError(
-        f"moereg does not serve {type(module).__name__}{place}: {why}; "
-        "set_experts_implementation('eager') runs it without moereg"
-    )
+    # Classes that are patched do not ask which implementation is set.
+    cure = "set_experts_implementation('eager')" if has_interface(module) else f"{_HERE}.restore(model)"
+    return ArgumentError(f"moereg does not serve {type(module).__name__}{place}: {why}; {cure} runs it without moereg")
 
 
-def _platform_of(device: torch.device) -> Platform:
+_HERE: Final = "moereg.integrations.transformers"
+
+
+def has_interface(module: torch.nn.Module) -> bool:
+    """Whether transformers' experts interface decides which function runs this module."""
+    # `use_experts_implementation` sets both on every instance.
+    return "is_concatenated" in vars(module) and "is_transposed" in vars(module)
+
+
+def platform_of(device: torch.device) -> Platform:
     """The platform whose backends read tensors on a device.
 
     Raises:
@@ -78,6 +100,21 @@ def check_servable(module: torch.nn.Module, live: LiveExperts) -> torch.device:
     return next(iter(tensors.values())).device
 
 
+def problem_of(module: torch.nn.Module, live: LiveExperts, top_k: int, dtype: torch.dtype) -> MoEProblem:
+    """A module's layer, as a call with these tensors needs it."""
+    if not getattr(module, "_is_expert_parallel", False):  # transformers 5.17 has no such flag.
+        return live.problem(top_k, dtype)
+    # Ids from `num_experts` on belong to other ranks. How many experts those have changes nothing here, but a
+    # token may name more experts than this rank has.
+    return live.problem(top_k, dtype, all_experts=max(live.num_experts + 1, top_k))
+
+
+def owner_of(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    """The module that has a parameter, and its name there."""
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
+
+
 def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
     value: Any = functools.reduce(getattr, name.split("."), module)
     assert isinstance(value, torch.Tensor)
@@ -100,6 +137,10 @@ class _State:
         return cls(tensor.data_ptr(), version, tensor.dtype, tensor.device)
 
 
+def _places(states: tuple[_State, ...]) -> list[_State]:
+    return [dataclasses.replace(state, version=0) for state in states]
+
+
 class ServedExperts:
     """The kernels of one module. Lives in the module; never pickled, since its layouts are one machine's.
 
@@ -116,6 +157,7 @@ class ServedExperts:
         self._module = weakref.ref(module)
         self._live: LiveExperts | None = None
         self._states: tuple[_State, ...] = ()
+        self._is_stale = False
         number = next(_HANDLES)
         # A tensor, since compiled code would treat a number as a constant and compile each layer again.
         self.handle = torch.tensor(number, device="cpu")
@@ -139,17 +181,13 @@ class ServedExperts:
                 raise refused(self.module, error) from error
         return self._live
 
-    def problem(self, top_k: int, dtype: torch.dtype) -> MoEProblem:
-        """The module's layer, as a call with these tensors needs it."""
-        live, module = self.live, self.module
-        if not getattr(module, "_is_expert_parallel", False):  # transformers 5.17 has no such flag.
-            return live.problem(top_k, dtype)
-        # Ids from `num_experts` on belong to other ranks. How many experts those have changes nothing here, but a
-        # token may name more experts than this rank has.
-        return live.problem(top_k, dtype, all_experts=max(live.num_experts + 1, top_k))
-
-    def kernel(self, top_k: int, dtype: torch.dtype) -> MoEKernel:
+    def kernel(self, top_k: int, dtype: torch.dtype, selection: Selection | None = None) -> MoEKernel:
         """The kernel for such calls, made of the parameters as they are now.
+
+        Args:
+            top_k: K.
+            dtype: Of the problem.
+            selection: How to make one that is not there yet; chosen by the request where None.
 
         Raises:
             ArgumentError: The module cannot be served; says why and what to do.
@@ -159,15 +197,16 @@ class ServedExperts:
         kernel = self.kernels.get(key)
         if kernel is None:
             weights = self._weights()
-            kernel = self.kernels[key] = self._make(self.problem(top_k, dtype), weights)
+            problem = problem_of(self.module, self.live, top_k, dtype)
+            with torch.no_grad():
+                if selection is None:
+                    selection = select_backend(problem, platform_of(weights.w13.device), **self.request)
+                kernel = self.kernels[key] = make_kernel(problem, weights, selection)
         return kernel
 
-    def follow(self) -> None:
-        """Takes the parameters as they are for those that the kernels were made of."""
-        self._states = self._present()
-
-    def _present(self) -> tuple[_State, ...]:
-        return tuple(_State.of(_tensor(self.module, name)) for name in self.live.parameters)
+    def forget(self) -> None:
+        """Reads all parameters again at the next call, written into or not."""
+        self._is_stale = True
 
     def _weights(self) -> ExpertWeights:
         if self.released:
@@ -178,14 +217,10 @@ class ServedExperts:
         except MoeregError as error:
             raise refused(self.module, error) from error
 
-    def _make(self, problem: MoEProblem, weights: ExpertWeights) -> MoEKernel:
-        with torch.no_grad():
-            selection = select_backend(problem, _platform_of(weights.w13.device), **self.request)
-            return make_kernel(problem, weights, selection)
-
     def follow_parameters(self) -> None:
         """Drops kernels whose parameters are elsewhere now, and reloads those whose parameters were written into."""
         module = self.module
+        self.settle()
         if self.released:
             return
         names = self.live.parameters  # Says what is wrong with tensors of other kinds.
@@ -193,19 +228,43 @@ class ServedExperts:
             states = tuple(_State.of(_tensor(module, name)) for name in names)
         except (AttributeError, AssertionError, RuntimeError) as error:
             raise refused(module, f"its parameters changed ({described(error)})") from error
-        before, self._states = self._states, states
-        if states == before or not self.kernels:
+        before = self._states
+        if states == before and not self._is_stale:
             return
-        if [dataclasses.replace(state, version=0) for state in states] != [
-            dataclasses.replace(state, version=0) for state in before
-        ]:
+        if before and _places(states) != _places(before):
             self._live = None  # Sizes and dtypes may be others.
             self.kernels.clear()
+        elif self.kernels:
+            # In place, so that CUDA graphs see the new weights. What a kernel shares with the parameters, it reads
+            # there.
+            weights = self._weights()
+            for kernel in self.kernels.values():
+                kernel.reload(weights, write_shared=True)
+        # Not before: weights that are refused are refused at every call.
+        self._states, self._is_stale = states, False
+
+    def settle(self) -> None:
+        """Takes parameters that were set where freed ones had been; the others of the layer come back."""
+        if any(_held(self.module, name) is not None for name in self.released):
+            self.give_back()
+            self._live = None
+            self.kernels.clear()
+
+    def give_back(self) -> None:
+        """Puts freed parameters back, with the values that the kernel has; those that were set since stay."""
+        if not self.released:
             return
-        # In place, so that CUDA graphs see the new weights. What a kernel shares with the parameters, it reads there.
-        weights = self._weights()
-        for kernel in self.kernels.values():
-            kernel.reload(weights, write_shared=True)
+        module, live = self.module, self.live
+        assert live.stored is not None
+        for name, value in live.stored(self.restored()).items():
+            if _held(module, name) is None:
+                owner, attribute = owner_of(module, name)
+                owner._parameters[attribute] = torch.nn.Parameter(
+                    value.contiguous(), requires_grad=self.released[name].requires_grad
+                )
+        vars(module).pop("_apply", None)  # See `memory.release`.
+        self.released = {}
+        self._states = tuple(_State.of(_tensor(module, name)) for name in live.parameters)
 
     def restored(self) -> ExpertWeights:
         """Canonical weights out of a kernel, where the module's own were freed.
@@ -232,22 +291,12 @@ class ServedExperts:
         dtype = getattr(torch, live.dtype) if live.dtype else hidden_states.dtype
         kernel = self.kernel(topk_ids.shape[-1], dtype)
         rows = hidden_states.detach().reshape(-1, hidden_states.shape[-1]).to(dtype).contiguous()
-        if kernel.weights.device != rows.device and self.released:
-            kernel = self._moved(kernel, rows.device)
         ids = topk_ids.reshape(rows.shape[0], topk_ids.shape[-1])
         if kernel.problem.is_expert_parallel:
             ids = torch.where(ids < live.num_experts, ids, -1)
         weights = topk_weights.detach().reshape(ids.shape).to(torch.float32).contiguous()
         out = kernel(rows, weights, ids.contiguous())
         return out.reshape(hidden_states.shape).to(hidden_states.dtype)
-
-    def _moved(self, kernel: MoEKernel, device: torch.device) -> MoEKernel:
-        # Parameters that were freed do not follow `model.to`; the kernel's weights do, once they are needed there.
-        weights = self.restored().to(device)
-        self.kernels = {
-            key: self._make(each.problem, weights) for key, each in self.kernels.items() if each.problem is not None
-        }
-        return next(each for each in self.kernels.values() if each.problem == kernel.problem)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ServedExperts | None:
         module = memo.get(id(self._module()))
@@ -286,9 +335,14 @@ def _canonical_of(kernel: MoEKernel) -> ExpertWeights:
         one = weights.to_canonical(expert).tensors()
         if not stacked:
             num_experts = kernel.problem.num_local_experts
-            stacked = {name: value.new_empty(num_experts, *value.shape[1:]) for name, value in one.items()}
+            # Scales of activations may be one number for all experts.
+            stacked = {
+                name: value.new_empty(num_experts, *value.shape[1:]) if value.dim() else value
+                for name, value in one.items()
+            }
         for name, value in one.items():
-            stacked[name][expert] = value[0]
+            if value.dim():
+                stacked[name][expert] = value[0]
     return ExpertWeights(**stacked, quant=kernel.problem.quant)
 
 
@@ -298,13 +352,36 @@ def served(module: torch.nn.Module) -> ServedExperts | None:
     return found
 
 
-def attach(module: torch.nn.Module, request: Mapping[str, Names] | None = None) -> ServedExperts:
-    """Gives a module its place for kernels; those that it has are kept unless the request is another."""
+def attach(module: torch.nn.Module, made: ServedExperts | None = None) -> ServedExperts:
+    """Gives a module its place for kernels.
+
+    Args:
+        module: Experts.
+        made: Takes the place of what the module has; where None, that stays.
+    """
     found = served(module)
-    if found is None or (request is not None and found.request != dict(request)):
-        found = ServedExperts(module, request)
+    if made is not None or found is None:
+        found = ServedExperts(module) if made is None else made
         setattr(module, _ATTRIBUTE, found)
+        if not getattr(module, _HOOKED, False):
+            setattr(module, _HOOKED, True)
+            module.register_load_state_dict_post_hook(_after_load)
     return found
+
+
+_HOOKED: Final = "_moereg_follows_load"
+
+
+def _after_load(module: torch.nn.Module, _: Any) -> None:
+    # Tensors that were made in inference mode do not show that they were written into.
+    found = served(module)
+    if found is not None:
+        found.forget()
+
+
+def _held(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
+    owner, attribute = owner_of(module, name)
+    return owner._parameters.get(attribute)
 
 
 def detach(module: torch.nn.Module) -> None:

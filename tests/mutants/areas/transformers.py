@@ -7,6 +7,7 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _MODELS: Final = "tests/integrations/test_transformers.py"
+_AGAIN: Final = "tests/integrations/test_prepared_again.py"
 _QUANTIZED: Final = "tests/integrations/test_transformers_quantized.py"
 _COMMAND: Final = "tests/cli/test_model_dir.py"
 _EXPERTS: Final = "moereg/integrations/_experts"
@@ -57,7 +58,7 @@ MUTANTS: Final = (
     Mutant(
         "weights are freed that do not come back",
         f"{_EXPERTS}/memory.py",
-        old="if parameter is None or not _same_bits(parameter.detach(), value):",
+        old="if parameter is None or not same_bits(parameter.detach(), value):",
         new="if parameter is None:",
         tests=(f"{_MODELS}::TestFreed::test_what_does_not_come_back_is_kept_and_said",),
     ),
@@ -97,11 +98,33 @@ MUTANTS: Final = (
         tests=(f"{_MODELS}::TestRefused::test_offloaded",),
     ),
     Mutant(
-        "layers before the one that is refused are changed",
+        "layers before the one that nothing fits are changed",
         "moereg/integrations/transformers.py",
-        old="    for each in found:\n        _check(each)\n",
-        new="",
-        tests=(f"{_MODELS}::TestRefused::test_several_devices",),
+        old="    return _Plan(found, top_k, dtype, selection)",
+        new="    serving.attach(module, serving.ServedExperts(module, request))\n"
+        "    return _Plan(found, top_k, dtype, selection)",
+        tests=(f"{_AGAIN}::TestAgain::test_a_request_that_nothing_fits_changes_nothing",),
+    ),
+    Mutant(
+        "another request drops the only copy of freed weights",
+        "moereg/integrations/transformers.py",
+        old="            known.give_back()  # Its kernel may hold the only copy of the weights.",
+        new="            pass",
+        tests=(f"{_AGAIN}::TestAgain::test_another_request_keeps_freed_weights",),
+    ),
+    Mutant(
+        "freed weights stay as they are where the model is converted",
+        f"{_EXPERTS}/memory.py",
+        old="        if any(fn(probe) is not probe for probe in probes):",
+        new="        if False:",
+        tests=(f"{_AGAIN}::TestFreedAndChanged::test_another_dtype_brings_them_back_converted[mixtral]",),
+    ),
+    Mutant(
+        "load_state_dict into tensors of inference mode is not seen",
+        f"{_EXPERTS}/serving.py",
+        old="        found.forget()",
+        new="        pass",
+        tests=(f"{_AGAIN}::TestWritten::test_load_state_dict_is_seen_in_models_of_inference_mode[mixtral]",),
     ),
     Mutant(
         "rows of scales of MXFP4 stay in the order of the codes",
