@@ -100,9 +100,8 @@ MUTANTS: Final = (
     Mutant(
         "layers before the one that nothing fits are changed",
         "moereg/integrations/transformers.py",
-        old="    return _Plan(found, top_k, dtype, selection)",
-        new="    serving.attach(module, serving.ServedExperts(module, request))\n"
-        "    return _Plan(found, top_k, dtype, selection)",
+        old="    selection = select_backend(",
+        new="    serving.attach(module, serving.ServedExperts(module, request))\n    selection = select_backend(",
         tests=(f"{_AGAIN}::TestAgain::test_a_request_that_nothing_fits_changes_nothing",),
     ),
     Mutant(
