@@ -62,6 +62,11 @@ def explain(
 ) -> int:
     """Show which backend a layer gets, and why."""
     if model_dir is not None:
+        if layer is not None or reasons:
+            option = "--reasons" if layer is None else "--layer"
+            raise UsageError(
+                f"{option} is about one layer and --model-dir about all of them; give --checkpoint {model_dir} for one"
+            )
         return _explain_model_dir(flags, model_dir, checkpoint, json, verbose)
     with only_results_on_stdout(verbose):
         subject = find_subject(flags, checkpoint, layer)  # A plugin's scheme loads the plugins, which may print.

@@ -68,6 +68,11 @@ def test_bad_input_is_one_line(call: Call, tmp_path: Path) -> None:
         ("--model-dir nowhere", "'nowhere' must be a directory with config.json"),
         (f"--model-dir {tmp_path} --top-k 2", "--top-k cannot be combined with --model-dir, which decides it"),
         (f"--model-dir {tmp_path} --checkpoint {tmp_path}", "--checkpoint asks for one layer and --model-dir for all"),
+        (
+            f"--model-dir {tmp_path} --layer 1",
+            "--layer is about one layer and --model-dir about all of them; give --c",
+        ),
+        (f"--model-dir {tmp_path} --reasons", "--reasons is about one layer and --model-dir about all of them"),
     ):
         code, out, err = call(f"explain {line}")
         assert (code, out) == (2, "")
