@@ -24,7 +24,7 @@ from moereg.routing import RouterSpec
 __all__ = ["LayerManifest", "list_layer"]
 
 # What names of layers begin with: in language models, in old and new multimodal ones, in models saved without a head,
-# and in Qwen3-Omni, Nemotron-H and DBRX.
+# in Qwen3-Omni, in Nemotron-H and in what is built around it, and in DBRX.
 _LAYERS: Final = (
     "model.layers.",
     "model.language_model.layers.",
@@ -33,6 +33,8 @@ _LAYERS: Final = (
     "layers.",
     "thinker.model.layers.",
     "backbone.layers.",
+    "language_model.backbone.layers.",
+    "llm.model.layers.",
     "transformer.blocks.",
 )
 # Names of the bias in blocks of any model type, and in the layer outside of them.

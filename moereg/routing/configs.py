@@ -55,7 +55,7 @@ def read_router(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a `config.json` that describes the language model; multimodal models nest it."""
-    for key in ("thinker_config", "text_config"):
+    for key in ("thinker_config", "llm_config", "text_config"):
         nested = config.get(key)
         config = nested if isinstance(nested, dict) else config
     return config

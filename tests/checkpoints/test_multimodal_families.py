@@ -91,3 +91,27 @@ def test_the_thinker_of_an_omni_model_is_its_language_model(tmp_path: Path) -> N
     layer = load_experts(tmp_path, 1)
     assert layer.problem.num_experts == CONFIG["num_experts"]
     assert torch.equal(layer.router_weight, tensors["thinker.model.layers.1.mlp.gate.weight"])
+
+
+@pytest.mark.parametrize("key", ["text_config", "llm_config"])
+@pytest.mark.parametrize("prefix", ["language_model.backbone.layers.", "llm.model.layers."])
+def test_nemotron_h_inside_of_another_model(tmp_path: Path, prefix: str, key: str) -> None:
+    text = {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "ME*",
+        "hidden_size": 8,
+        "moe_intermediate_size": 6,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    block = f"{prefix}1.mixer"
+    shapes: dict[str, tuple[int, ...]] = {f"{block}.gate.weight": (4, 8), f"{block}.gate.e_score_correction_bias": (4,)}
+    for expert in range(4):
+        shapes[f"{block}.experts.{expert}.up_proj.weight"] = (6, 8)
+        shapes[f"{block}.experts.{expert}.down_proj.weight"] = (8, 6)
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    write_checkpoint(tmp_path, {"model_type": "nemotron_h_omni", key: text}, tensors)
+    layer = load_experts(tmp_path, 1)
+    assert moe_layers(tmp_path) == (1,)
+    assert torch.equal(layer.router_weight, tensors[f"{block}.gate.weight"])
+    assert torch.equal(layer.weights.w2[3], tensors[f"{block}.experts.3.down_proj.weight"])
