@@ -226,7 +226,14 @@ class _Copy:
         copy = cls(files, out, scheme, config, manifests, roots, model.projections, hidden_states)
         for layer in chosen:
             for projection, _, _ in copy.projections_of(layer, 0):
-                copy.storage.tensors(projection)  # Sizes that do not fit the format are an error here.
+                try:
+                    copy.storage.tensors(projection)
+                except CheckpointError as error:
+                    rule = str(error).partition(";")[0]
+                    raise CheckpointError(
+                        f"{rule}; {scheme.name} does not fit this layer's sizes, so take a scheme with smaller groups "
+                        "or with a scale for each row, such as int8_w8a16"
+                    ) from error
         copy.check_room()
         return copy
 

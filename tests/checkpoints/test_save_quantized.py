@@ -251,8 +251,10 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_written(tmp_path: 
     (tmp_path / "small").mkdir()
     write_checkpoint(tmp_path / "small", CONFIG, small_tensors())
     for quant, expected in (("int4_w4a16_g32", "multiple of the group size"), ("fp8_block128", "multiple of 128")):
-        with pytest.raises(CheckpointError, match=expected):
+        with pytest.raises(CheckpointError, match=f"{expected}.*{quant} does not fit .* such as int8_w8a16$") as caught:
             check_can_save(tmp_path / "small", tmp_path / "out", quant)
+        assert "config.json" not in str(caught.value)
+    assert check_can_save(tmp_path / "small", tmp_path / "out", "int8_w8a16") == (1, 2)
     assert check_can_save(tmp_path / "small", tmp_path / "out", "int4_w4a16_gall") == (1, 2)
     assert not (tmp_path / "out").exists()
 
