@@ -28,10 +28,15 @@ _BY_PLATFORM: Final = {
 PRODUCTS: Final = {product: platform for platform, products in _BY_PLATFORM.items() for product in products}
 """Platform of each product, lower case without spaces and hyphens."""
 
+# What a driver writes after the product: how it is connected, and its memory.
+_VARIANT: Final = re.compile(r"sxm\d?|pcie|nvl|hbm\d?e?|\d+gb")
 _MAKERS: Final = re.compile(r"^(nvidia|geforce|amd|instinct|radeon)+")
 
 
 def platform_of_product(name: str) -> str | None:
-    """`cuda:sm90` of `h100`, `H200` or `NVIDIA H100`; None for every other name."""
-    plain = re.sub(r"[-_ ]", "", name.lower())
+    """`cuda:sm90` of `h100`, `H200` or `NVIDIA H100 80GB HBM3`; None for every other name."""
+    words = re.split(r"[-_ ]+", name.lower())
+    while len(words) > 1 and _VARIANT.fullmatch(words[-1]):
+        words.pop()
+    plain = "".join(words)
     return PRODUCTS.get(plain) or PRODUCTS.get(_MAKERS.sub("", plain))

@@ -56,6 +56,15 @@ def test_products_are_platforms() -> None:
         assert str(Platform.from_name(product)) == name
     for name in ("NVIDIA H100", "h-100", "GeForce RTX 5090", "Instinct MI300X", "AMD Instinct mi300x"):
         assert platform_of_product(name) in ("cuda:sm90", "cuda:sm120", "rocm:gfx942")
+    # As drivers call them.
+    for name, arch in {
+        "A100 80GB": "sm80",
+        "NVIDIA A100-SXM4-40GB": "sm80",
+        "NVIDIA H100 80GB HBM3": "sm90",
+        "H100 PCIe": "sm90",
+    }.items():
+        assert platform_of_product(name) == f"cuda:{arch}"
+    assert platform_of_product("80GB") is platform_of_product("A100 of 80GB") is None
     assert platform_of_product("cuda:sm90") is None
     assert platform_of_product("h1000") is None
     assert explain_backends(
