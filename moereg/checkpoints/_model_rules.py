@@ -20,7 +20,8 @@ from moereg.config_entries import (
     read_number,
     read_object,
 )
-from moereg.errors import CheckpointError, shown, unknown_name_message
+from moereg.errors import CheckpointError, shown
+from moereg.routing import BY_HAND
 
 __all__ = [
     "ActivationRule",
@@ -214,7 +215,8 @@ def _named_act(config: Config, entry: str, default: str, known: Mapping[str, Act
     name = config.get(entry)
     name = default if name is None else name
     if not isinstance(name, str) or name not in known:
-        raise CheckpointError(unknown_name_message(entry, name, known))
+        # No other is suggested: one that is spelled alike computes other numbers.
+        raise CheckpointError(f"unknown {entry} {shown(name)} (known: {', '.join(sorted(known))}); {BY_HAND}")
     return known[name]
 
 
@@ -230,6 +232,8 @@ def clamped_swiglu(standard: Activation) -> ActivationRule:
         if standard.name == "silu" and hidden_act(config).name != "silu":
             raise CheckpointError(f"hidden_act must be silu where gate and up are clamped, got another; {_CURE}")
         limit = read_number(config, "swiglu_limit", default=standard.limit)
+        if limit <= 0:
+            raise CheckpointError(f"swiglu_limit must be above 0, got {limit}; {_CURE}")
         if standard.name == "silu":
             return dataclasses.replace(standard, limit=limit)
         return dataclasses.replace(

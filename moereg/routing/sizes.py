@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moereg.arguments import check_count
 
-__all__ = ["check_groups", "check_top_k", "check_two_experts"]
+__all__ = ["check_group_score", "check_groups", "check_top_k", "check_two_experts"]
 
 
 def check_top_k(num_experts: int, top_k: int) -> None:
@@ -46,6 +46,20 @@ def check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int
         raise ValueError(
             f"top_k must not exceed the experts of the chosen groups, got top_k={top_k} with {reachable} experts in "
             f"{topk_groups} of {num_groups} groups; raise topk_groups or lower top_k"
+        )
+
+
+def check_group_score(num_experts: int, num_groups: int, scored_experts: int) -> None:
+    """Checks that a group has the experts that make its score.
+
+    Raises:
+        ValueError: It has fewer.
+    """
+    if num_experts // num_groups < scored_experts:
+        count = "two best experts" if scored_experts == 2 else f"{scored_experts} best experts"
+        raise ValueError(
+            f"a group's score is the sum of its {count}, got {num_experts} experts in {num_groups} groups; "
+            f"use num_groups <= num_experts / {scored_experts}, or 1 for no groups"
         )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from moereg.arguments import check_count, check_flag, check_instance, check_number, check_one_of
 from moereg.routing.configs import read_router
-from moereg.routing.sizes import check_groups, check_top_k, check_two_experts
+from moereg.routing.sizes import check_group_score, check_groups, check_top_k, check_two_experts
 from moereg.routing.topk import (
     biased_softmax_topk,
     grouped_sigmoid_topk,
@@ -112,6 +112,9 @@ class RouterSpec:
         check_count("scored_experts", self.scored_experts)
         check_top_k(self.num_experts, self.top_k)
         check_groups(self.num_experts, self.top_k, self.num_groups, self.topk_groups)
+        if self.num_groups > 1:
+            scored_experts = 2 if self.kind == "grouped_sigmoid_topk" else self.scored_experts
+            check_group_score(self.num_experts, self.num_groups, scored_experts)
         kind = _ROUTER_KINDS[self.kind]
         # An option that is silently ignored would be wrong numbers.
         for field in dataclasses.fields(self):

@@ -8,7 +8,7 @@ import torch
 
 from moereg.arguments import check_count, check_flag, check_instance, check_number
 from moereg.errors import ArgumentError, shown
-from moereg.routing.sizes import check_groups, check_top_k, check_two_experts
+from moereg.routing.sizes import check_group_score, check_groups, check_top_k, check_two_experts
 
 __all__ = [
     "biased_softmax_topk",
@@ -114,7 +114,7 @@ def grouped_sigmoid_topk(
     for name, number in (("scaling_factor", scaling_factor), ("epsilon", epsilon), ("logit_softcap", logit_softcap)):
         check_number(name, number)
     if num_groups > 1:
-        _check_group_score(num_experts, num_groups, 2)
+        check_group_score(num_experts, num_groups, 2)
     logits = router_logits.float()
     if logit_softcap:
         logits = torch.tanh(logits / logit_softcap) * logit_softcap
@@ -168,7 +168,7 @@ def grouped_softmax_topk(
     check_flag("renormalize", renormalize)
     check_count("scored_experts", scored_experts)
     if num_groups > 1:
-        _check_group_score(num_experts, num_groups, scored_experts)
+        check_group_score(num_experts, num_groups, scored_experts)
     scores = torch.softmax(router_logits.float(), dim=-1)
     if topk_groups < num_groups:
         group_scores = _group(scores, num_groups).topk(scored_experts, dim=-1).values.sum(dim=-1)
@@ -347,16 +347,6 @@ def _biased(scores: torch.Tensor, correction_bias: torch.Tensor | None) -> torch
             f"{list(correction_bias.shape)}; pass this layer's e_score_correction_bias"
         )
     return scores + correction_bias.float()
-
-
-def _check_group_score(num_experts: int, num_groups: int, scored_experts: int) -> None:
-    """Checks that a group has the experts that make its score."""
-    if num_experts // num_groups < scored_experts:
-        count = "two best experts" if scored_experts == 2 else f"{scored_experts} best experts"
-        raise ValueError(
-            f"a group's score is the sum of its {count}, got {num_experts} experts in {num_groups} groups; "
-            f"use num_groups <= num_experts / {scored_experts}, or 1 for no groups"
-        )
 
 
 def _check_logits(router_logits: torch.Tensor, top_k: int) -> int:

@@ -71,8 +71,14 @@ BROKEN: dict[str, tuple[Break, tuple[str, ...]]] = {
     ),
     "unknown_activation": (
         _config(hidden_act="mish"),
-        ("{path}/config.json", "unknown hidden_act 'mish'", "gelu_pytorch_tanh"),
+        ("{path}/config.json", "unknown hidden_act 'mish' (known: gelu,", "gelu_pytorch_tanh", "ExpertWeights"),
     ),
+    "a clamp at nothing": (
+        _config(model_type="gpt_oss", intermediate_size=6, swiglu_limit=0.0),
+        ("{path}/config.json", "swiglu_limit must be above 0, got 0.0; take the file"),
+    ),
+    # relu is spelled like gelu.
+    "activation_like_another": (_config(hidden_act="relu"), ("unknown hidden_act 'relu' (known: gelu,",)),
     "no_num_layers": (_config(num_hidden_layers=...), ("{path}/config.json", "num_hidden_layers", "got none")),
     "bad_size": (_config(moe_intermediate_size=0), ("{path}/config.json", "moe_intermediate_size", "got 0")),
     "size_not_number": (_config(hidden_size="wide"), ("{path}/config.json", "hidden_size", "got 'wide'")),

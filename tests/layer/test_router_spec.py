@@ -191,6 +191,16 @@ def test_settings_that_say_what_the_model_does_anyway_are_accepted() -> None:
         ({"kind": "softmax_topk", "has_correction_bias": True}, ValueError, r"takes no correction bias"),
         ({"kind": "softmax_topk", "top_k": 9}, ValueError, r"top_k=9 with 8 experts"),
         ({"kind": "grouped_softmax_topk", "num_groups": 3}, ValueError, r"8 experts in 3 groups"),
+        (
+            {"kind": "grouped_sigmoid_topk", "num_groups": 8, "topk_groups": 4},
+            ValueError,
+            r"score is the sum of its two best experts, got 8 experts in 8 groups",
+        ),
+        (
+            {"kind": "grouped_softmax_topk", "num_groups": 4, "topk_groups": 2, "scored_experts": 3},
+            ValueError,
+            r"score is the sum of its 3 best experts, got 8 experts in 4 groups",
+        ),
     ],
 )
 def test_spec_refuses_what_it_would_ignore(options: dict[str, Any], error: type[Exception], message: str) -> None:
