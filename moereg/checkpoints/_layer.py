@@ -80,7 +80,8 @@ class CheckpointLayer:
 
         Returns:
             topk_weights [T,K] fp32 and topk_ids [T,K] int32, global experts. Models that round the weights to the
-            dtype of their logits differ by that rounding.
+            dtype of their logits differ by that rounding, and those that round scores before they choose (DeepSeek-V4,
+            LFM2, Mistral 4 and DBRX in transformers) take another of two near experts in 16 bits.
 
         Raises:
             ValueError: hidden_states have another shape, dtype or device.
