@@ -15,6 +15,7 @@ from moereg.arguments import check_instance
 from moereg.errors import ArgumentError, BackendError
 from moereg.experts import Experts
 from moereg.inversion import Moves, TensorSpecs, drawn_expert, expert_rows, find_moves, read_back, same_bits
+from moereg.quant import TENSOR_ROLES
 from moereg.selection import Decision, Selection
 from moereg.weights import ExpertWeights, PermutedWeights
 
@@ -57,6 +58,11 @@ class OneExpert:
             tuple(self._specs.items()),
             str(self._device),
         )
+
+    @property
+    def backend(self) -> str:
+        """Whose layout it knows."""
+        return self._winner.backend
 
     def read(self, permuted: PermutedWeights, expert: int) -> ExpertWeights:
         """One expert as canonical weights, E = 1.
@@ -134,9 +140,15 @@ class OneExpert:
             return
         # Not the caller's numbers: zeros, as those of an expert that was pruned, would show nothing.
         one = drawn_expert(self._specs, self._device)
+        for name, tensor in one.items():
+            if TENSOR_ROLES[name] in ("scale", "scale_2") and tensor.dim() == 2:
+                tensor[:, 1:] = tensor[:, :1]  # Some backends take only equal ones of gate and up.
         other = {name: _changed(tensor) for name, tensor in one.items()}
         pair = {name: _stacked(tensor, other[name]) for name, tensor in one.items()}
-        both = self.permute(ExpertWeights.unchecked(pair, self._quant))
+        try:
+            both = self.permute(ExpertWeights.unchecked(pair, self._quant))
+        except BackendError as error:
+            raise self._refusal("does not take every expert beside another one") from error
         for expert, tensors in enumerate((one, other)):
             alone = self.permute(ExpertWeights.unchecked(tensors, self._quant))
             mine, theirs = expert_rows(both, expert), expert_rows(alone, 0)

@@ -51,6 +51,15 @@ def copied(weights: ExpertWeights) -> ExpertWeights:
     return dataclasses.replace(weights, **{name: tensor.clone() for name, tensor in weights.tensors().items()})
 
 
+def replaced(weights: ExpertWeights, expert: int, others: ExpertWeights) -> ExpertWeights:
+    """Weights with one expert of others; numbers that serve all experts stay."""
+    tensors = {name: tensor.clone() for name, tensor in weights.tensors().items()}
+    for name, tensor in tensors.items():
+        if tensor.dim():
+            tensor[expert] = others.tensors()[name][expert]
+    return ExpertWeights.unchecked(tensors, weights.scheme)
+
+
 def call(kernel: MoEKernel, inputs: Inputs, **changes: Any) -> torch.Tensor:
     return kernel(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, **changes)
 

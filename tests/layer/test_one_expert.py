@@ -4,157 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from moereg import backend_calls, layer
+from moereg import layer
 from moereg.dispatch import explain_backends
 from moereg.errors import ArgumentError, BackendError, LayoutNotInvertibleError
 from moereg.inversion import same_bits
 from moereg.layer import MoEKernel, make_kernel
-from moereg.one_expert import OneExpert
 from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES
 from moereg.testing.inputs import make_weights
 from moereg.weights import ExpertWeights, PermutedWeights
-from tests.layer.small_layers import CPU, INPUTS, call, copied, kernel_of, problem_of
+from tests.layer.small_layers import CPU, INPUTS, call, copied, kernel_of, problem_of, replaced
 from tests.support.fakes import FakeExperts
-
-PLATFORMS = ("cpu", "cuda:sm80", "cuda:sm90", "cuda:sm100", "cuda:sm120", "rocm:gfx942", "rocm:gfx950")
-
-# Layouts that compute with what they are given: scales are folded into powers of their row's largest, and static
-# activation scales are multiplied into others.
-_FOLDED = "packed64_gate_up_interleaved"
-NOT_INVERTIBLE = {
-    *((_FOLDED, scheme) for scheme in ("mxfp4_w4a16", "mxfp4_mxfp8", "nvfp4", "nvfp4_w4a16")),
-    ("flashinfer_cutedsl_interleaved", "nvfp4"),
-    ("flashinfer_cutile_float4", "nvfp4"),
-    ("flashinfer_cutile_float8", "fp8_tensor_static"),
-    ("flashinfer_up_gate_pad16_scaled", "fp8_tensor_static"),
-    ("flashinfer_trtllm_fp8_tensor", "fp8_tensor_static"),
-}
-# Its scales are those of all experts together.
-NOT_APART = {"flashinfer_trtllm_fp8_tensor"}
-
-
-@dataclasses.dataclass
-class Permuted:
-    """One problem's weights in one backend's layout."""
-
-    one: OneExpert
-    permuted: PermutedWeights
-    again: Any
-
-
-def permuted_everywhere(problem: MoEProblem, weights: ExpertWeights, platform: str) -> Iterator[Permuted]:
-    """By every backend that fits and whose library is here; permuting needs no device of the platform."""
-    selection = explain_backends(problem, platform)
-    layouts: set[str] = set()
-    for decision in selection.decisions:
-        if not decision.accepted:
-            continue
-        chosen = dataclasses.replace(selection, decisions=(decision,))
-        if decision.backend == "cutlass" and importlib.util.find_spec("quack") is None:
-            continue
-        experts = backend_calls.make_experts(chosen, decision)
-
-        def again(weights: ExpertWeights, chosen: Any = chosen, experts: Any = experts) -> PermutedWeights:
-            return backend_calls.permute(chosen, experts, weights)
-
-        permuted = again(weights)
-        if permuted.layout not in layouts:
-            layouts.add(permuted.layout)
-            one = OneExpert(chosen, decision, weights)
-            yield Permuted(one, permuted.with_reader(one), again)
-
-
-def replaced(weights: ExpertWeights, expert: int, others: ExpertWeights) -> ExpertWeights:
-    """Weights with one expert of others; numbers that serve all experts stay."""
-    tensors = {name: tensor.clone() for name, tensor in weights.tensors().items()}
-    for name, tensor in tensors.items():
-        if tensor.dim():
-            tensor[expert] = others.tensors()[name][expert]
-    return ExpertWeights.unchecked(tensors, weights.scheme)
-
-
-def all_same(one: PermutedWeights, other: PermutedWeights) -> bool:
-    mine, theirs = ({**each.per_expert, **each.shared} for each in (one, other))
-    return mine.keys() == theirs.keys() and all(
-        same_bits(left, right)
-        for name in mine
-        for left, right in zip(dense(mine[name]), dense(theirs[name]), strict=True)
-    )
-
-
-def dense(value: Any) -> list[torch.Tensor]:
-    tensors = value if isinstance(value, list) else [value]
-    return [tensor if tensor.layout == torch.strided else tensor.to_dense() for tensor in tensors]
-
-
-def check_problem(problem: MoEProblem, platform: str) -> None:
-    weights, others = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
-    expert = problem.num_local_experts - 1
-    for each in permuted_everywhere(problem, weights, platform):
-        layout = each.permuted.layout
-        if (layout, problem.quant.name) in NOT_INVERTIBLE:
-            with pytest.raises(LayoutNotInvertibleError, match=r"keep the canonical weights$"):
-                each.permuted.to_canonical(expert)
-        else:
-            found, wanted = each.permuted.to_canonical(expert).tensors(), weights.expert(expert).tensors()
-            assert found.keys() == wanted.keys()
-            assert all(same_bits(found[name], wanted[name]) for name in wanted), layout
-        twin = copy.deepcopy(each.permuted)
-        assert all_same(twin, each.permuted), layout
-        if layout in NOT_APART and expert:
-            with pytest.raises(BackendError, match="permutes an expert in another way beside others than alone"):
-                each.one.rows_for(each.permuted, others.expert(expert))
-            continue
-        twin.write_expert(expert, each.one.rows_for(each.permuted, others.expert(expert)))
-        assert all_same(twin, each.again(replaced(weights, expert, others))), layout
-        assert all_same(each.permuted, each.again(weights)), "a copy shares memory"
-
-
-@pytest.fixture
-def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_calls, "_check_device", lambda *arguments: None)
-    monkeypatch.setattr(backend_calls, "device_types", lambda *arguments: ("cpu",))
-
-
-PROBLEMS = st.builds(
-    MoEProblem,
-    num_experts=st.integers(2, 4),
-    num_local_experts=st.integers(1, 2),
-    hidden_size=st.sampled_from([32, 96, 128, 160, 256]),
-    intermediate_size=st.sampled_from([32, 64, 128, 192]),
-    top_k=st.just(1),
-    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
-    activation=st.sampled_from(["silu", "swigluoai", "relu2"]),
-    has_bias=st.booleans(),
-    activation_format=st.sampled_from(["standard", "batched"]),
-)
-
-
-@pytest.mark.parametrize(("scheme", "platform"), [("unquantized", "cpu"), ("int4_w4a16_g32_zp", "cuda:sm90")])
-def test_experts_of_each_layout(scheme: str, platform: str, on_any_device: None) -> None:
-    check_problem(
-        problem_of(num_experts=2, hidden_size=64, intermediate_size=64, quant=scheme, dtype="bfloat16"), platform
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
-@pytest.mark.parametrize("scheme", sorted(QUANT_SCHEMES))
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(problem=PROBLEMS, platform=st.sampled_from(PLATFORMS))
-def test_experts_of_every_layout_and_size(scheme: str, problem: MoEProblem, platform: str, on_any_device: None) -> None:
-    check_problem(dataclasses.replace(problem, quant=QUANT_SCHEMES[scheme]), platform)
 
 
 def of_default(problem: MoEProblem, weights: ExpertWeights, **keywords: Any) -> MoEKernel:
