@@ -335,14 +335,9 @@ def _canonical_of(kernel: MoEKernel) -> ExpertWeights:
         one = weights.to_canonical(expert).tensors()
         if not stacked:
             num_experts = kernel.problem.num_local_experts
-            # Scales of activations may be one number for all experts.
-            stacked = {
-                name: value.new_empty(num_experts, *value.shape[1:]) if value.dim() else value
-                for name, value in one.items()
-            }
+            stacked = {name: value.new_empty(num_experts, *value.shape[1:]) for name, value in one.items()}
         for name, value in one.items():
-            if value.dim():
-                stacked[name][expert] = value[0]
+            stacked[name][expert] = value[0]
     return ExpertWeights(**stacked, quant=kernel.problem.quant)
 
 

@@ -7,6 +7,9 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _MODELS: Final = "tests/integrations/test_transformers.py"
+_FREED: Final = "tests/integrations/test_transformers_freed.py"
+_COMPILED: Final = "tests/integrations/test_transformers_compiled.py"
+_REFUSED: Final = "tests/integrations/test_transformers_refused.py"
 _AGAIN: Final = "tests/integrations/test_prepared_again.py"
 _QUANTIZED: Final = "tests/integrations/test_transformers_quantized.py"
 _COMMAND: Final = "tests/cli/test_model_dir.py"
@@ -25,7 +28,7 @@ MUTANTS: Final = (
         f"{_EXPERTS}/layouts.py",
         old="fields[field] = torch.stack([gate, up], dim=2).flatten(1, 2)",
         new="fields[field] = torch.cat([gate, up], dim=1)",
-        tests=(f"{_MODELS}::TestFreed::test_state_dict_has_the_bits_of_before[gpt_oss]",),
+        tests=(f"{_FREED}::test_state_dict_has_the_bits_of_before[gpt_oss]",),
     ),
     Mutant(
         "gate and up of flat experts change places",
@@ -39,7 +42,7 @@ MUTANTS: Final = (
         f"{_EXPERTS}/activation.py",
         old="points = torch.cat([near, far])",
         new="points = near.clamp(-1, 1)",
-        tests=(f"{_MODELS}::test_a_gate_is_recognized_by_what_it_computes",),
+        tests=(f"{_REFUSED}::test_a_gate_is_recognized_by_what_it_computes",),
     ),
     Mutant(
         "ids of other ranks reach the kernel",
@@ -60,21 +63,21 @@ MUTANTS: Final = (
         f"{_EXPERTS}/memory.py",
         old="if parameter is None or not same_bits(parameter.detach(), value):",
         new="if parameter is None:",
-        tests=(f"{_MODELS}::TestFreed::test_what_does_not_come_back_is_kept_and_said",),
+        tests=(f"{_FREED}::test_what_does_not_come_back_is_kept_and_said",),
     ),
     Mutant(
         "training is not noticed",
         f"{_EXPERTS}/calls.py",
         old="if needs_gradient and module.training:",
         new="if False:",
-        tests=(f"{_MODELS}::TestInference::test_training_is_refused_at_once",),
+        tests=(f"{_COMPILED}::TestInference::test_training_is_refused_at_once",),
     ),
     Mutant(
         "an output is cut off from the graph",
         f"{_EXPERTS}/calls.py",
         old="    if not needs_gradient:\n        return out\n",
         new="    return out\n",
-        tests=(f"{_MODELS}::TestInference::test_eval_with_gradients_enabled_runs_and_its_backward_says_why_not",),
+        tests=(f"{_COMPILED}::TestInference::test_eval_with_gradients_enabled_runs_and_its_backward_says_why_not",),
     ),
     Mutant(
         "a patch serves models that are not prepared",
@@ -95,7 +98,7 @@ MUTANTS: Final = (
         f"{_EXPERTS}/serving.py",
         old='if getattr(each, "offload", False):',
         new="if False:",
-        tests=(f"{_MODELS}::TestRefused::test_offloaded",),
+        tests=(f"{_REFUSED}::test_offloaded",),
     ),
     Mutant(
         "layers before the one that nothing fits are changed",

@@ -1,0 +1,79 @@
+"""Live models under torch.compile and autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moereg.errors import ArgumentError
+from moereg.integrations.transformers import prepare
+from tests.support.live_models import PROMPT, close, eager
+from tests.support.tiny_models import tiny_model
+
+
+class TestCompiled:
+    def test_a_prepared_layer_is_one_graph(self) -> None:
+        experts = tiny_model("mixtral").model.layers[0].mlp.experts
+        prepare(experts_model := torch.nn.Sequential(Holder(experts)), progress=False)
+        hidden, ids, weights = torch.randn(3, 32), torch.tensor([[0, 1], [2, 3], [3, 1]]), torch.rand(3, 2)
+        compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+        with torch.no_grad():
+            expected = experts(hidden, ids, weights)
+            assert torch.equal(compiled(hidden, ids, weights), expected)
+            experts.down_proj.mul_(2)  # Seen, although nothing is compiled again.
+            assert close(compiled(hidden, ids, weights), 2 * expected)
+        assert experts_model[0].experts is experts
+
+    def test_the_first_call_may_be_compiled(self) -> None:
+        experts = tiny_model("mixtral").model.layers[0].mlp.experts
+        experts.config._experts_implementation = "moereg"
+        hidden, ids, weights = torch.randn(3, 32), torch.tensor([[0, 1], [2, 3], [3, 1]]), torch.rand(3, 2)
+        with torch.no_grad():
+            found = torch.compile(experts, backend="aot_eager")(hidden, ids, weights)
+            assert torch.equal(found, experts(hidden, ids, weights))
+
+    def test_a_first_call_in_one_graph_says_what_to_do(self) -> None:
+        experts = tiny_model("mixtral").model.layers[0].mlp.experts
+        experts.config._experts_implementation = "moereg"
+        compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+        with (
+            torch.no_grad(),
+            pytest.raises(Exception, match="moereg makes kernels outside of compiled code: call moereg"),
+        ):
+            compiled(torch.randn(1, 32), torch.tensor([[0, 1]]), torch.rand(1, 2))
+
+    def test_a_backward_pass_of_compiled_code_says_why_not(self) -> None:
+        experts = tiny_model("mixtral").model.layers[0].mlp.experts
+        prepare(torch.nn.Sequential(Holder(experts)), progress=False)
+        compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+        out = compiled(torch.randn(3, 32, requires_grad=True), torch.tensor([[0, 1]] * 3), torch.rand(3, 2))
+        with pytest.raises(RuntimeError, match="moereg computes no gradients"):
+            out.sum().backward()
+
+
+class Holder(torch.nn.Module):
+    """A block around experts that says how many a token has."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.top_k = 2
+        self.experts = experts
+
+
+class TestInference:
+    def test_eval_with_gradients_enabled_runs_and_its_backward_says_why_not(self) -> None:
+        model = tiny_model("mixtral")
+        prepare(model, progress=False)
+        out = model(PROMPT).logits
+        assert out.requires_grad
+        assert close(out.detach(), eager(model))
+        with pytest.raises(RuntimeError, match=r"moereg computes no gradients: call the model under torch.no_grad"):
+            out.sum().backward()
+
+    def test_training_is_refused_at_once(self) -> None:
+        model = tiny_model("mixtral")
+        model.set_experts_implementation("moereg")
+        with pytest.raises(ArgumentError, match=r"MixtralExperts: it is being trained.*call model.eval\(\)"):
+            model.train()(PROMPT)
+        with torch.no_grad():
+            model(PROMPT)

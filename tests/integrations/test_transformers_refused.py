@@ -1,0 +1,122 @@
+"""Live modules that are not served, each with its reason, and gates by what they compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moereg.activations import Activation
+from moereg.errors import ArgumentError
+from moereg.integrations._experts import serving
+from moereg.integrations._experts.activation import recognize
+from moereg.integrations.transformers import prepare
+from tests.support.live_models import logits_of
+from tests.support.tiny_models import tiny_model
+
+
+def test_meta() -> None:
+    with torch.device("meta"):
+        model = tiny_model("mixtral")
+    with pytest.raises(ArgumentError, match="its weights are on meta, where they have no values; load them first"):
+        prepare(model, progress=False)
+
+
+def test_several_devices() -> None:
+    model = tiny_model("mixtral")
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.to("meta"))
+    with pytest.raises(ArgumentError, match=r"\(model.layers.1.mlp.experts\): its weights are on meta"):
+        prepare(model, progress=False)
+    assert serving.served(model.model.layers[0].mlp.experts) is None  # Nothing was changed.
+
+
+def test_offloaded() -> None:
+    model = tiny_model("mixtral")
+
+    class Hook:
+        offload = True
+
+    class Hooks:
+        hooks = (Hook(),)
+
+    for hook in (Hook(), Hooks()):
+        model.model.layers[0].mlp.experts._hf_hook = hook
+        with pytest.raises(ArgumentError, match="offloaded and come and go with each call; load the model with a"):
+            prepare(model, progress=False)
+
+
+def test_sharded() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    experts = tiny_model("mixtral").model.layers[0].mlp.experts
+    experts.config._experts_implementation = "moereg"
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(experts.gate_up_proj.detach(), mesh, [Shard(0)])
+        experts.gate_up_proj = torch.nn.Parameter(sharded)
+        with (
+            torch.no_grad(),
+            pytest.raises(ArgumentError, match=r"sharded over devices \(a DTensor\); give each rank whole"),
+        ):
+            experts(torch.randn(1, 32), torch.tensor([[0, 1]]), torch.rand(1, 2))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_double_precision() -> None:
+    with pytest.raises(ArgumentError, match="gate_up_proj must be bfloat16, float16, float32, got float64"):
+        prepare(tiny_model("mixtral").double(), progress=False)
+
+
+def test_a_model_without_experts() -> None:
+    with pytest.raises(ArgumentError, match="Linear has no routed experts that moereg knows"):
+        prepare(torch.nn.Linear(2, 2), progress=False)
+    with pytest.raises(ArgumentError, match=r"model must be a torch.nn.Module, got 3"):
+        prepare(3)  # type: ignore[arg-type]
+
+
+def test_an_activation_that_ours_does_not_express() -> None:
+    model = tiny_model("mixtral")
+    model.model.layers[0].mlp.experts.act_fn = torch.nn.ReLU()
+    with pytest.raises(ArgumentError, match=r"its activation \(ReLU, gated\) is none that moereg computes \(silu"):
+        prepare(model, progress=False)
+    model.set_experts_implementation("moereg")
+    with pytest.raises(ArgumentError, match=r"its activation.*set_experts_implementation\('eager'\) runs it"):
+        logits_of(model)
+
+
+def test_a_class_without_the_interface_is_named() -> None:
+    class FooExperts(torch.nn.Module):
+        pass
+
+    model = torch.nn.Sequential(FooExperts())
+    with pytest.raises(ArgumentError, match=r"FooExperts \(0\): it does not use transformers' experts interface"):
+        prepare(model, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("limit", "alpha", "activation"),
+    [
+        (None, None, Activation("silu")),
+        (7.0, None, Activation("silu", limit=7.0)),
+        (3.5, 1.702, Activation("swigluoai", alpha=1.702, beta=1.0, limit=3.5)),
+    ],
+)
+def test_a_gate_is_recognized_by_what_it_computes(
+    limit: float | None, alpha: float | None, activation: Activation
+) -> None:
+    module = torch.nn.Module()
+    module.limit, module.swiglu_alpha = limit, alpha
+    assert recognize(module, activation, is_gated=True) == activation
+    # A clamp after the gate is another function, where a clamp before it would be taken for it by name.
+    if limit is not None and alpha is None:
+
+        def clamped_after(gate_up: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+        with pytest.raises(ArgumentError, match="is none that moereg computes"):
+            recognize(module, clamped_after, is_gated=True)
