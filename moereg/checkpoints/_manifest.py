@@ -141,6 +141,12 @@ def list_layer(
             f"layers of model type {model_type!r} have no tensor such as {shown(others[0])}, got one in "
             f"{files.path / files.file_of[others[0]]}; use the config.json that belongs to these tensors"
         )
+    lacking = [module for module in model.shared_experts if module.endswith("_gate") and module not in shared]
+    if shared and lacking:
+        raise CheckpointError(
+            f"layers of model type {model_type!r} have {lacking[0]} beside their shared experts, got none with "
+            f"{shown(next(iter(shared.values())))}; use the config.json that belongs to these tensors"
+        )
     _check_nothing_else(files, storage, f"{root}experts.", experts, {*headers, *router_shapes})
     with config_errors(files):
         problem = MoEProblem(

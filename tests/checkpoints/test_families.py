@@ -36,6 +36,8 @@ NOT_ROUTED = {"vitpose_backbone": "a data set's index chooses its experts"}
 NOT_IN_TRANSFORMERS = {"kimi_k2"}
 OTHER_NAMES = {"dots3_note": "dots3_note_text", "glm5_next": "glm5_next_text"}
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 # Defaults of config classes that no model can have.
 NO_DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -109,6 +111,28 @@ def test_a_layer_routes_like_the_model_in_16_bits(name: str, tmp_path: Path) -> 
     assert is_same.sum() >= len(ids) - (2 if name in ROUNDED_SCORES else 0)
     # transformers rounds the weights of some models to 16 bits, and of a few their scores before.
     torch.testing.assert_close(weights[is_same], own_weights[is_same], rtol=2**-6, atol=2**-7)
+
+
+@pytest.mark.parametrize(("name", "num_experts"), [("deepseek_v4", 64), ("lfm2_moe", 32), ("mistral4", 64)])
+def test_scores_that_a_model_rounds_decide_between_near_experts_only(name: str, num_experts: int) -> None:
+    family = dataclasses.replace(
+        _family(name),
+        options={**FAMILIES[name].options, **dict.fromkeys(EXPERT_COUNTS, num_experts), "n_group": 1, "topk_group": 1},
+    )
+    model = family.make().to(torch.bfloat16)
+    expected = run_block(family, model, torch.bfloat16)
+    spec = RouterSpec.from_config({**model.config.to_dict(), "model_type": name})
+    block = family.block(model)
+    logits = torch.nn.functional.linear(expected.hidden_states, block.gate.weight)
+    bias = getattr(block, "expert_bias", getattr(block.gate, "e_score_correction_bias", None))
+    _, ids = spec.route(logits, bias)
+    scores = {
+        "sqrtsoftplus_topk": lambda x: torch.nn.functional.softplus(x).sqrt(),
+        "grouped_sigmoid_topk": torch.sigmoid,
+    }
+    choice = scores.get(spec.kind, lambda x: x.softmax(-1))(logits.float()) + (0 if bias is None else bias.float())
+    ours, theirs = (choice.gather(-1, index.long()).sort().values for index in (ids, expected.topk_ids))
+    torch.testing.assert_close(theirs, ours, rtol=2**-7, atol=2**-8)
 
 
 def test_every_class_of_transformers_with_routed_experts_is_a_family_or_refused() -> None:
@@ -273,6 +297,7 @@ CONFUSED = {
     "ernie4_5_moe as axk1": ("axk1", "ernie4_5_moe", "gate.e_score_correction_bias' is missing"),
     "deepseek_v2 as qwen2_moe": ("qwen2_moe", "deepseek_v2", "have no tensor such as 'model.layers.3.mlp.shared_exp"),
     "qwen2_moe as flint": ("flint", "qwen2_moe", "have no tensor such as 'model.layers.3.mlp.shared_expert_gate.w"),
+    "flint as qwen2_moe": ("qwen2_moe", "flint", "'qwen2_moe' have shared_expert_gate beside their shared experts"),
     "flint as cohere2_moe": ("cohere2_moe", "flint", "have no tensor such as 'model.layers.3.mlp.shared_expert."),
 }
 
