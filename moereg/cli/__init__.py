@@ -37,6 +37,7 @@ from moereg.errors import (
     described,
     is_lack_of_memory,
     one_line,
+    shown,
     unknown_name_message,
 )
 from moereg.waiting import Advance, waits_shown_by
@@ -154,6 +155,9 @@ def _exit_code(arguments: list[str]) -> int:
     return code or OK
 
 
+_SURPLUS: Final = "Got unexpected extra argument"
+
+
 def _usage_text(error: Any) -> str:
     """What a usage error of typer says, on one line, with where to read on."""
     context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
@@ -161,6 +165,9 @@ def _usage_text(error: Any) -> str:
     if type(error).__name__ == "NoSuchOption" and context is not None and option is not None:
         known = {name for parameter in context.command.params for name in (*parameter.opts, *parameter.secondary_opts)}
         text = unknown_name_message("option", option, {*known, "--help"})
+    if text.startswith(_SURPLUS):
+        surplus = text.partition(" (")[2].rstrip(")")
+        text = f"a command must have no surplus argument, got {shown(surplus)}; leave it out"
     return f"{text}; see {context.command_path if context is not None else 'moereg'} --help"
 
 

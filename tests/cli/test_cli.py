@@ -31,7 +31,10 @@ BAD_LINES = {
     "part of a model": ("explain --model 120b", "did you mean 'gpt-oss-120b'?"),
     "beginning of a product": (f"explain {SIZES} --platform mi3", "'mi300a', 'mi300x', 'mi325x'"),
     "unknown option": (f"explain {SIZES} --expert 3", "--expert"),
-    "surplus argument": (f"explain {SIZES} extra", "extra"),
+    "surplus argument": (
+        f"explain {SIZES} extra",
+        "no surplus argument, got 'extra'; leave it out; see moereg explain",
+    ),
     "no layer": ("explain", "--model NAME"),
     "no layer to run": ("run", "--checkpoint DIR"),
     "missing sizes": ("run --experts 8 --hidden 64", "missing: --intermediate, --top-k"),
