@@ -307,7 +307,7 @@ class MoELayer(CanonicalModule):
             state = self._state()
             if refresh or state != self._seen:
                 # In place, so that captured graphs see it.
-                self._kernel.reload(self.weights)
+                self._kernel.reload(self._checked_weights())
                 self._seen = state
             return self._kernel
         self._thaw()
@@ -317,8 +317,7 @@ class MoELayer(CanonicalModule):
                 "the parameters of this MoELayer are on meta and hold nothing; load_state_dict(..., assign=True), or "
                 "to_empty(device=...) and load_state_dict"
             )
-        # Checks values, as parameters may be anything by now.
-        weights = ExpertWeights(**weights.tensors(), quant=weights.scheme)
+        weights = self._checked_weights()
         if selection is None:
             selection = select_backend(self.problem, platform_of(weights.w13.device), **self._wishes)
         place = self._buffers["expert_map"]

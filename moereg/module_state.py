@@ -69,6 +69,11 @@ class CanonicalModule(torch.nn.Module):
         held = {name: value.detach() for name, value in tensors.items() if value is not None}
         return ExpertWeights.unchecked(held, self.problem.quant)
 
+    def _checked_weights(self) -> ExpertWeights:
+        """The same, whose values were checked where that is cheap: parameters may be anything by now."""
+        weights = self.weights
+        return ExpertWeights(**weights.tensors(), quant=weights.scheme)
+
     def _set(self, name: str, tensor: torch.Tensor | None) -> None:
         self.register_parameter(name, None if tensor is None else _as_parameter(tensor))
 

@@ -200,7 +200,7 @@ def test_a_deep_copy_is_a_kernel_of_its_own() -> None:
     arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
     before = kernel(*arguments)
     twin = copy.deepcopy(kernel)
-    twin.reload(make_weights(problem, CPU, seed=3))
+    twin.reload(make_weights(problem, CPU, seed=3), write_shared=True)
     torch._dynamo.reset()
     compiled = torch.compile(lambda *arguments: twin(*arguments), fullgraph=True, backend="eager")
     assert torch.equal(compiled(*arguments), twin(*arguments))

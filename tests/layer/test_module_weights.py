@@ -19,6 +19,9 @@ from moereg.testing.inputs import make_weights
 from tests.layer.small_layers import CPU
 from tests.layer.test_module import KEEPS, ROUTER, layer_of, tokens
 
+# Layers on a CPU emulate codes of activations, which is no fault of theirs.
+pytestmark = pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
+
 
 def test_writes_that_torch_does_not_count_are_read_when_asked() -> None:
     one, other = layer_of(), layer_of(seed=1)
@@ -80,6 +83,17 @@ def test_replaced_parameters_of_a_captured_graph(monkeypatch: pytest.MonkeyPatch
         half(x)
     half.to("cpu")
     assert half(x).any()
+
+
+def test_scales_that_are_written_into_are_checked_at_each_call() -> None:
+    one = layer_of("fp8_block128")
+    x = tokens(one)
+    one(x)
+    with torch.no_grad():
+        one.w2_scale.neg_()  # type: ignore[union-attr, operator]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="w2_scale must be finite and not negative"):
+            one(x)
 
 
 def test_a_program_that_is_dropped_gives_its_kernel_back() -> None:
