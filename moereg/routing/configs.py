@@ -16,9 +16,11 @@ from moereg.routing.refused import unknown_model_message
 from moereg.routing.settings import (
     GROUPS,
     NEUTRAL,
+    RARE,
     RENORMALIZE,
     SCALINGS,
     require_choice,
+    require_neutral,
     require_nothing_else,
     require_scoring,
 )
@@ -150,6 +152,7 @@ def _sigmoid_topk(
         if groups is None:
             for name in GROUPS:
                 require_choice(config, name, (1, 0), 1)
+        require_neutral(config, *RARE)
         factor = read_number(config, scaling, default=scaling_factor)
         for name in SCALINGS:
             if name != scaling:
@@ -178,6 +181,7 @@ def _topk_softmax(*, fp32_logits: bool = False) -> _Reader:
 
 def _deepseek_v2_router(config: Mapping[str, Any]) -> _Keywords:
     require_scoring(config, "softmax")
+    require_neutral(config, *RARE)
     # Published files all say false; implementations disagree on what true would mean together with the scaling factor.
     require_choice(config, "norm_topk_prob", (False,), False)
     method = require_choice(config, "topk_method", ("greedy", "group_limited_greedy"), "greedy")
@@ -195,6 +199,7 @@ def _deepseek_v2_router(config: Mapping[str, Any]) -> _Keywords:
 def _mistral_router(config: Mapping[str, Any]) -> _Keywords:
     # Mistral Large 4 always normalizes, with a router in fp32, and its config class has no flag for it.
     require_scoring(config, "softmax")
+    require_neutral(config, *RARE)
     is_large = config.get("model_type") == "mistral_large4_text"
     choices = (True,) if is_large else (True, False)
     return dict(
@@ -247,7 +252,8 @@ def _laguna_router(config: Mapping[str, Any]) -> _Keywords:
     read = _sigmoid_topk(
         scaling="moe_routed_scaling_factor", reads_renormalize=False, groups=None, epsilon=0.0, fp32_logits=False
     )
-    return dict(read(config), logit_softcap=max(read_number(config, "moe_router_logit_softcapping", default=0.0), 0.0))
+    cap = "moe_router_logit_softcapping"
+    return dict(read({**config, cap: None}), logit_softcap=max(read_number(config, cap, default=0.0), 0.0))
 
 
 def _lfm2_router(config: Mapping[str, Any]) -> _Keywords:

@@ -7,7 +7,17 @@ from typing import Any, Final
 
 from moereg.config_entries import read_choice
 
-__all__ = ["GROUPS", "NEUTRAL", "RENORMALIZE", "SCALINGS", "require_choice", "require_nothing_else", "require_scoring"]
+__all__ = [
+    "GROUPS",
+    "NEUTRAL",
+    "RARE",
+    "RENORMALIZE",
+    "SCALINGS",
+    "require_choice",
+    "require_neutral",
+    "require_nothing_else",
+    "require_scoring",
+]
 
 # Publishers' names of the function that makes scores of logits.
 _SCORING: Final = (
@@ -27,6 +37,8 @@ SCALINGS: Final = (
     "router_scaling_factor",
     "route_scale",
 )
+RARE: Final = ("moe_apply_router_weight_on_input", "moe_router_logit_softcapping", "zero_expert_num")
+"""What one family has."""
 # Settings of some routers, with the values that change nothing where a model type does not read them: some publishers
 # write them for a router that has none.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -92,6 +104,18 @@ def require_nothing_else(
     if renormalizes is not None:
         for name in RENORMALIZE:
             require_choice(config, name, (renormalizes,), renormalizes)
-    for name, neutral in NEUTRAL.items():
-        if name not in reads:
-            require_choice(config, name, neutral, neutral[0])
+    require_neutral(config, *(name for name in NEUTRAL if name not in reads))
+
+
+def require_neutral(config: Mapping[str, Any], *names: str) -> None:
+    """Refuses settings that change something.
+
+    Args:
+        config: The parsed file.
+        *names: Some of `NEUTRAL`.
+
+    Raises:
+        CheckpointError: One does.
+    """
+    for name in names:
+        require_choice(config, name, NEUTRAL[name], NEUTRAL[name][0])

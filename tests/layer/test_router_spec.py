@@ -141,6 +141,9 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "groups": {"n_group": 4, "topk_group": 2},
     "groups by another name": {"num_expert_group": 4, "topk_group": 2},
     "scaling": {"routed_scaling_factor": 7.0},
+    "a cap": {"moe_router_logit_softcapping": 3.0},
+    "weights on inputs": {"moe_apply_router_weight_on_input": True},
+    "experts that return their input": {"zero_expert_num": 4},
     "renormalized": {"norm_topk_prob": True},
     "not renormalized": {"norm_topk_prob": False},
 }

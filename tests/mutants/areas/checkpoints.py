@@ -192,8 +192,8 @@ MUTANTS: Final = (
     Mutant(
         "groups of a router that has none are ignored",
         "moereg/routing/settings.py",
-        old="        if name not in reads:",
-        new="        if name not in (*reads, *GROUPS):",
+        old="for name in NEUTRAL if name not in reads)",
+        new="for name in NEUTRAL if name not in (*reads, *GROUPS))",
         tests=("tests/layer/test_router_spec.py::test_no_setting_is_ignored",),
     ),
     Mutant(
