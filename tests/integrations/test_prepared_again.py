@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -214,6 +215,21 @@ def test_the_way_out_of_a_patched_class_runs_without_moereg() -> None:
     restore(model)
     assert model(PROMPT).logits.requires_grad
     assert torch.equal(logits_of(model.eval()), expected)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_restore_leaves_nothing_of_ours(copies: bool) -> None:
+    model = tiny_model("mixtral")
+    names = set(vars(experts_of(model)))
+    prepare(model, free=True, progress=False)
+    model = copy.deepcopy(model) if copies else model
+    restore(model)
+    assert set(vars(experts_of(model))) == names
+    model.set_experts_implementation("eager")
+    assert b"moereg" not in pickle.dumps(model)
+    expected = logits_of(model)
+    assert prepare(model, free=True, progress=False).layers[0].kept is None  # With its hooks again.
+    assert torch.equal(eager(model), expected)
 
 
 @pytest.mark.parametrize(

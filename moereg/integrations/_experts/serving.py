@@ -380,6 +380,18 @@ def _held(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
 
 
 def detach(module: torch.nn.Module) -> None:
-    """Drops a module's kernels."""
-    if served(module) is not None:
-        delattr(module, _ATTRIBUTE)
+    """Drops a module's kernels and every hook of ours, so that its pickles need no moereg."""
+    if served(module) is None:
+        return
+    for hooks in (
+        module._forward_pre_hooks,
+        module._state_dict_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    ):
+        for key, hook in list(hooks.items()):
+            # Torch wraps some, and copies of the wrapper name no module.
+            if getattr(getattr(hook, "hook", hook), "__module__", "").startswith("moereg."):
+                del hooks[key]
+    for name in [name for name in vars(module) if name.startswith(_ATTRIBUTE)]:
+        delattr(module, name)
