@@ -77,6 +77,14 @@ class CanonicalModule(torch.nn.Module):
     def _set(self, name: str, tensor: torch.Tensor | None) -> None:
         self.register_parameter(name, None if tensor is None else _as_parameter(tensor))
 
+    def _count_writes(self) -> None:
+        """Makes parameters that came out of inference mode ordinary ones, which count versions, of the same memory."""
+        self._seen = None  # What was written until now was not counted.
+        for name in TENSOR_ROLES:
+            tensor = self._parameters[name]
+            if tensor is not None and tensor.is_inference():
+                self._set(name, tensor)
+
     @property
     def _is_freed(self) -> bool:
         return self._parameters["w13"] is None
@@ -114,6 +122,7 @@ class CanonicalModule(torch.nn.Module):
             return _as_bytes(fn, tensor) if id(tensor) in keep else fn(tensor)
 
         super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+        self._count_writes()
         self.problem = dataclasses.replace(self.problem, dtype=str(dtype).removeprefix("torch."))
         return self
 
@@ -152,7 +161,7 @@ class CanonicalModule(torch.nn.Module):
             taken = {prefix + name for name in given}
             state_dict = {key: value for key, value in state_dict.items() if key not in taken}
         super()._load_from_state_dict(state_dict, prefix, *others)
-        self._seen = None  # Tensors that were made in inference mode count no versions.
+        self._count_writes()
 
     def _load_freed(self, given: Mapping[str, torch.Tensor], prefix: str) -> None:
         """Loads experts whose parameters were freed into their kernel, as torch loads parameters: dtypes may differ."""
