@@ -91,7 +91,7 @@ class PermutedWeights:
         """Reads one expert back.
 
         The first expert of a layout and shape takes some ten permutations of one expert, each later one a single one.
-        Finding out takes ten to twenty times the expert's bytes, and a hundred times where a layout moves single bits.
+        Finding out takes ten to thirty times the expert's bytes, and a hundred times where a layout moves single bits.
 
         Args:
             expert: Local expert.
