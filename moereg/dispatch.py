@@ -10,7 +10,7 @@ import os
 import threading
 import warnings
 from collections.abc import Hashable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from moereg.arguments import takes
 from moereg.asking import ask_probes, patience
@@ -19,13 +19,16 @@ from moereg.decide import evaluate as evaluate_within
 from moereg.discovery import current_platform, load_backends, plugin_statuses
 from moereg.errors import ArgumentError, MoeregWarning, UnsupportedProblemError, shown
 from moereg.machine import PROBES, lacks
-from moereg.platforms import Platform
+from moereg.platforms import Platform, probe_cpu
 from moereg.problem import MoEProblem
 from moereg.quarantine import read_quarantine
 from moereg.reasons import Reason
 from moereg.registry import BUILTIN, BackendCell
 from moereg.request import Names, Request
 from moereg.selection import Decision, Selection
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Decision",
@@ -36,6 +39,7 @@ __all__ = [
     "evaluate",
     "explain_backends",
     "machine_reasons",
+    "platform_of",
     "rank",
     "select_backend",
 ]
@@ -196,6 +200,21 @@ def select_backend(
             "".join(f"; {notice}" for notice in selection.notices if notice not in selection.request.notices),
         )
     return selection
+
+
+def platform_of(device: torch.device) -> Platform:
+    """This machine's platform whose backends read tensors on a device.
+
+    Raises:
+        ArgumentError: It has no such device.
+        PluginError: Two plugins claim this machine.
+    """
+    for probe in (current_platform, probe_cpu):
+        platform = probe()
+        if platform.device_type == device.type:
+            return platform
+    here = current_platform()
+    raise ArgumentError(f"the layer is on {device}, and this machine is {here}; move it to {here.device_type!r}")
 
 
 def _with_origin(decision: Decision) -> str:

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import torch
 
-from moereg.dispatch import select_backend
+from moereg.dispatch import platform_of, select_backend
 from moereg.layer import MoEKernel, make_kernel
-from moereg.module_state import platform_of, state_of
+from moereg.module_state import state_of
 from moereg.problem import MoEProblem
 from moereg.weights import ExpertWeights
 

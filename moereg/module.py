@@ -12,11 +12,11 @@ from moereg.arguments import check_count, check_device, check_flag, check_instan
 from moereg.call_checks import check_call
 from moereg.checkpoints import CheckpointLayer, load_experts
 from moereg.compiled import new_handle, run_compiled
-from moereg.dispatch import Names, Selection, select_backend
+from moereg.dispatch import Names, Selection, platform_of, select_backend
 from moereg.errors import ArgumentError
 from moereg.exported import run_exported
 from moereg.layer import MoEKernel, make_kernel
-from moereg.module_state import CanonicalModule, experts_of, has_shared_experts, platform_of, router_tensors, zeros_for
+from moereg.module_state import CanonicalModule, experts_of, has_shared_experts, router_tensors, zeros_for
 from moereg.one_expert import forget_moves
 from moereg.placement import resolve_expert_map
 from moereg.problem import MoEProblem

@@ -14,11 +14,9 @@ from typing_extensions import Self
 
 from moereg.arguments import check_count, check_instance
 from moereg.compiled import new_handle
-from moereg.discovery import current_platform
 from moereg.errors import ArgumentError
 from moereg.layer import MoEKernel
 from moereg.one_expert import forget_moves
-from moereg.platforms import Platform, probe_cpu
 from moereg.problem import DTYPES, MoEProblem
 from moereg.quant import TENSOR_ROLES
 from moereg.routing import RouterSpec
@@ -28,7 +26,6 @@ __all__ = [
     "CanonicalModule",
     "experts_of",
     "has_shared_experts",
-    "platform_of",
     "read_all",
     "router_tensors",
     "state_of",
@@ -263,22 +260,6 @@ def _as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
             place = tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
             tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*place)
     return torch.nn.Parameter(tensor.detach(), requires_grad=False)
-
-
-def platform_of(device: torch.device) -> Platform:
-    """This machine's platform whose tensors are on a device.
-
-    Raises:
-        ArgumentError: It has no such device.
-    """
-    platform = current_platform()
-    if platform.device_type == device.type:
-        return platform
-    if device.type == "cpu":
-        return probe_cpu()
-    raise ArgumentError(
-        f"the layer is on {device}, and this machine is {platform}; move it to {platform.device_type!r}"
-    )
 
 
 _SHARED: Final = re.compile(r"(^|\.)shared_(experts?|mlp)$")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moereg.cli._completion import backend_names, platform_names, scheme_names
-from moereg.cli._exits import BAD_INPUT, NOTHING_FITS, OK, WRONG_NUMBERS
+from moereg.cli._exits import BAD_INPUT, OK, code_of_verdict
 from moereg.cli._options import JsonFlag, UsageError, VerboseFlag
 from moereg.cli._output import only_results_on_stdout, print_json
 from moereg.selection import SCHEMA
@@ -146,6 +146,4 @@ def verify(
             print(change)
     if report.has_no_time:
         return BAD_INPUT
-    if report.passed is None:
-        return NOTHING_FITS
-    return OK if report.passed else WRONG_NUMBERS
+    return code_of_verdict(report.passed)

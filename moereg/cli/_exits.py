@@ -14,6 +14,7 @@ __all__ = [
     "OK",
     "OUTPUT_LOST",
     "WRONG_NUMBERS",
+    "code_of_verdict",
 ]
 
 OK: Final = 0
@@ -34,3 +35,8 @@ EXIT_CODES: Final = (
     "fits the problem; 70 a bug of moereg; 74 standard output could not be written, for instance to a full disk; 130 "
     "interrupted; 141 the reader of the output left. A stream that is closed from the start changes no code."
 )
+
+
+def code_of_verdict(passed: bool | None) -> int:
+    """The exit code of a result: whether its numbers were right, None where nothing could run."""
+    return NOTHING_FITS if passed is None else OK if passed else WRONG_NUMBERS

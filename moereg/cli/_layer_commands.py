@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moereg.cli._completion import routing_names
-from moereg.cli._exits import NOTHING_FITS, OK, WRONG_NUMBERS
+from moereg.cli._exits import NOTHING_FITS, OK, code_of_verdict
 from moereg.cli._info import collect_info, machine_shown, selection_with_evidence
 from moereg.cli._options import (
     CheckpointOption,
@@ -116,9 +116,7 @@ def run(
         print_json(result.to_dict())
     else:
         show_run(result)
-    if result.passed is None:
-        return NOTHING_FITS
-    return OK if result.passed else WRONG_NUMBERS
+    return code_of_verdict(result.passed)
 
 
 @takes_problem_flags
@@ -149,7 +147,7 @@ def bench(
 ) -> int:
     """Compare all backends that fit: numbers first, then speed."""
     from moereg.cli._bench import bench_layer, check_routing, parse_tokens
-    from moereg.cli._plot import check_can_plot, plot_bench
+    from moereg.cli._plot import check_can_plot, plot_bench, write_plot
     from moereg.cli._show_results import show_bench
     from moereg.tuning.timing import ROUNDS
 
@@ -162,17 +160,12 @@ def bench(
         result = bench_layer(flags, checkpoint, layer, token_counts, routing, timed, seed)
         # First, so that a disk that is full by now leaves nothing on standard output.
         if plot is not None and result.rows:
-            try:
-                plot_bench(result, plot)
-            except OSError as error:
-                raise UsageError(f"--plot could not write {str(plot)!r}: {error.strerror}") from None
+            write_plot(plot_bench, result, plot)
     if json:
         print_json(result.to_dict())
     else:
         show_bench(result)
-    if result.passed is None:
-        return NOTHING_FITS
-    return OK if result.passed else WRONG_NUMBERS
+    return code_of_verdict(result.passed)
 
 
 def models(json: JsonFlag = False, verbose: VerboseFlag = False) -> int:

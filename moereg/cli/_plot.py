@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from moereg.cli._bench import BenchResult
 from moereg.cli._options import UsageError
@@ -12,7 +13,9 @@ from moereg.tuning.compare import Measurement
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLORS", "FAINT", "INK", "STYLE", "axis_us", "check_can_plot", "plot_bench"]
+__all__ = ["COLORS", "FAINT", "INK", "STYLE", "axis_us", "check_can_plot", "plot_bench", "write_plot"]
+
+Result = TypeVar("Result")
 
 # Okabe and Ito's colors, which also color-blind readers can tell apart, strong ones first.
 COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -74,6 +77,18 @@ def check_can_plot(path: Path) -> None:
         raise UsageError(f"--plot needs a file that can be written, got {str(path)!r}: {error.strerror}") from None
     if not was_there:
         path.unlink()
+
+
+def write_plot(draw: Callable[[Result, Path], None], result: Result, path: Path) -> None:
+    """Draws a result into a file.
+
+    Raises:
+        UsageError: The file cannot be written, since the disk is full by now, for instance.
+    """
+    try:
+        draw(result, path)
+    except OSError as error:
+        raise UsageError(f"--plot could not write {str(path)!r}: {error.strerror}") from None
 
 
 def plot_bench(result: BenchResult, path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from moereg.cli._completion import backend_list, scheme_list
-from moereg.cli._exits import NOTHING_FITS, OK, WRONG_NUMBERS
-from moereg.cli._options import JsonFlag, ProblemFlags, UsageError, VerboseFlag
+from moereg.cli._exits import code_of_verdict
+from moereg.cli._options import JsonFlag, ProblemFlags, VerboseFlag
 from moereg.cli._output import only_results_on_stdout, print_json
 
 __all__ = ["quantize"]
@@ -60,7 +60,7 @@ def quantize(
 ) -> int:
     """Compare schemes on a checkpoint's layer, write a copy."""
     from moereg.cli._bench import parse_tokens
-    from moereg.cli._plot import check_can_plot
+    from moereg.cli._plot import check_can_plot, write_plot
     from moereg.cli._quantize import DEFAULT_TOKENS, compare_schemes, find_schemes, read_inputs
     from moereg.cli._quantize_result import Question
     from moereg.cli._quantize_show import plot_quantize, show_quantize
@@ -83,14 +83,9 @@ def quantize(
         )
         result = compare_schemes(flags, question)
         if plot is not None and result.rows:
-            try:
-                plot_quantize(result, plot)
-            except OSError as error:
-                raise UsageError(f"--plot could not write {str(plot)!r}: {error.strerror}") from None
+            write_plot(plot_quantize, result, plot)
     if json:
         print_json(result.to_dict())
     else:
         show_quantize(result)
-    if result.passed is None:
-        return NOTHING_FITS
-    return OK if result.passed else WRONG_NUMBERS
+    return code_of_verdict(result.passed)

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from moereg.arguments import check_flag, check_text
-from moereg.dispatch import Names, explain_backends, select_backend
+from moereg.dispatch import Names, explain_backends, platform_of, select_backend
 from moereg.errors import ArgumentError, one_line, shown
 from moereg.integrations._experts import memory, serving
 from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch
@@ -220,7 +220,7 @@ def _plan(model: torch.nn.Module, found: FoundExperts, request: Mapping[str, Nam
             device = next(iter(known.kernels.values())).weights.device
         else:
             device = serving.check_servable(module, live)
-        platform = serving.platform_of(device)
+        platform = platform_of(device)
     except ArgumentError as error:
         raise serving.refused(module, error, found.name) from error
     dtype = getattr(torch, live.dtype) if live.dtype else _hidden_dtype(model)

@@ -28,12 +28,19 @@ __all__ = ["RouterSpec"]
 
 @dataclasses.dataclass(frozen=True)
 class _RouterKind:
-    """A routing function, and which options of a `RouterSpec` it takes by the same name."""
+    """A routing function, and which options of a `RouterSpec` it takes by the same name.
+
+    Attributes:
+        scored_experts: Experts that make a group's score; as the spec says where None.
+        check_top_k: What it asks of `top_k` beyond the number of experts.
+    """
 
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     options: tuple[str, ...] = ()
     takes_correction_bias: bool = False
     apply_router_weight_on_input: bool = False
+    scored_experts: int | None = None
+    check_top_k: Callable[[int], None] | None = None
 
 
 _ROUTER_KINDS: Final[Mapping[str, _RouterKind]] = {
@@ -42,11 +49,12 @@ _ROUTER_KINDS: Final[Mapping[str, _RouterKind]] = {
     "topk_sigmoid": _RouterKind(topk_sigmoid, ("renormalize",), takes_correction_bias=True),
     "biased_softmax_topk": _RouterKind(biased_softmax_topk, ("smallest_sum",), takes_correction_bias=True),
     "sqrtsoftplus_topk": _RouterKind(sqrtsoftplus_topk, ("scaling_factor",), takes_correction_bias=True),
-    "sparsemixer": _RouterKind(sparsemixer, ("jitter",)),
+    "sparsemixer": _RouterKind(sparsemixer, ("jitter",), check_top_k=check_two_experts),
     "grouped_sigmoid_topk": _RouterKind(
         grouped_sigmoid_topk,
         ("num_groups", "topk_groups", "renormalize", "scaling_factor", "epsilon", "logit_softcap"),
         takes_correction_bias=True,
+        scored_experts=2,
     ),
     "grouped_softmax_topk": _RouterKind(
         grouped_softmax_topk, ("num_groups", "topk_groups", "scaling_factor", "renormalize", "scored_experts")
@@ -112,10 +120,9 @@ class RouterSpec:
         check_count("scored_experts", self.scored_experts)
         check_top_k(self.num_experts, self.top_k)
         check_groups(self.num_experts, self.top_k, self.num_groups, self.topk_groups)
-        if self.num_groups > 1:
-            scored_experts = 2 if self.kind == "grouped_sigmoid_topk" else self.scored_experts
-            check_group_score(self.num_experts, self.num_groups, scored_experts)
         kind = _ROUTER_KINDS[self.kind]
+        if self.num_groups > 1:
+            check_group_score(self.num_experts, self.num_groups, kind.scored_experts or self.scored_experts)
         # An option that is silently ignored would be wrong numbers.
         for field in dataclasses.fields(self):
             if (
@@ -127,8 +134,8 @@ class RouterSpec:
                     f"router kind {self.kind!r} does not use {field.name}, got {getattr(self, field.name)}; "
                     "leave it out"
                 )
-        if self.kind == "sparsemixer":
-            check_two_experts(self.top_k)
+        if kind.check_top_k is not None:
+            kind.check_top_k(self.top_k)
         if self.has_correction_bias and not kind.takes_correction_bias:
             raise ValueError(f"router kind {self.kind!r} takes no correction bias; leave has_correction_bias out")
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from moereg import exported, module_state
+from moereg import exported
 from moereg.checkpoints import load_experts
+from moereg.dispatch import platform_of
 from moereg.errors import ArgumentError, LayoutNotInvertibleError
 from moereg.inversion import same_bits
 from moereg.layer import make_kernel
@@ -269,7 +270,7 @@ def test_bad_calls_are_refused() -> None:
             "this router takes no correction_bias; leave it out, or say has_correction_bias=True",
         ),
         (lambda: MoELayer(problem, make_weights(problem_of(), CPU)), "w13 must be [8, 64, 64] for "),
-        (lambda: module_state.platform_of(torch.device("meta")), "the layer is on meta, and this machine is cpu"),
+        (lambda: platform_of(torch.device("meta")), "the layer is on meta, and this machine is cpu"),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
             run()

@@ -13,12 +13,10 @@ from typing import Any, Final
 
 import torch
 
-from moereg.discovery import current_platform
-from moereg.dispatch import Names, select_backend
+from moereg.dispatch import Names, platform_of, select_backend
 from moereg.errors import ArgumentError, MoeregError, described
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
 from moereg.layer import MoEKernel, make_kernel
-from moereg.platforms import Platform, probe_cpu
 from moereg.problem import MoEProblem
 from moereg.selection import Selection
 from moereg.weights import ExpertWeights
@@ -32,7 +30,6 @@ __all__ = [
     "detach",
     "has_interface",
     "owner_of",
-    "platform_of",
     "problem_of",
     "refused",
     "served",
@@ -60,22 +57,6 @@ def has_interface(module: torch.nn.Module) -> bool:
     """Whether transformers' experts interface decides which function runs this module."""
     # `use_experts_implementation` sets both on every instance.
     return "is_concatenated" in vars(module) and "is_transposed" in vars(module)
-
-
-def platform_of(device: torch.device) -> Platform:
-    """The platform whose backends read tensors on a device.
-
-    Raises:
-        ArgumentError: This machine's platform has no such device.
-    """
-    platform = current_platform()
-    if platform.device_type == device.type:
-        return platform
-    if device.type == "cpu":
-        return probe_cpu()
-    raise ArgumentError(
-        f"its weights are on {device}, and this machine is {platform}; move the model to {platform.device_type!r}"
-    )
 
 
 def check_servable(module: torch.nn.Module, live: LiveExperts) -> torch.device:

@@ -79,14 +79,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         "wrong numbers exit as right ones",
-        "moereg/cli/_layer_commands.py",
-        old=(
-            "        show_run(result)\n"
-            "    if result.passed is None:\n"
-            "        return NOTHING_FITS\n"
-            "    return OK if result.passed else WRONG_NUMBERS"
-        ),
-        new=("        show_run(result)\n    if result.passed is None:\n        return NOTHING_FITS\n    return OK"),
+        "moereg/cli/_exits.py",
+        old="return NOTHING_FITS if passed is None else OK if passed else WRONG_NUMBERS",
+        new="return NOTHING_FITS if passed is None else OK",
         tests=("tests/cli/test_run.py::test_wrong_numbers_are_exit_1",),
     ),
     Mutant(
