@@ -15,6 +15,10 @@ A kernel
     `make_kernel` permutes the weights for the chosen backend. The `MoEKernel` that it returns runs the layer.
     `MoELayer` is a torch module around one, with parameters, `state_dict` and a router.
 
+Many GPUs
+    `ExpertPlacement` says which rank holds which experts, replicas included; `balance_experts` makes one from counted
+    loads.
+
 A backend of your own
     `register_moe_backend` decorates an experts class; `moereg.author` has everything that such a class needs, and
     `moereg new-backend` on the command line writes a wheel with one.
@@ -38,6 +42,7 @@ from moereg._version import __version__
 
 if TYPE_CHECKING:
     from moereg.activations import Activation
+    from moereg.balancing import balance_experts
     from moereg.checkpoints import load_experts
     from moereg.discovery import list_backends
     from moereg.dispatch import Selection, explain_backends, select_backend
@@ -55,6 +60,7 @@ if TYPE_CHECKING:
         UnknownNameError,
         UnsupportedProblemError,
     )
+    from moereg.expert_placement import ExpertPlacement
     from moereg.layer import MoEKernel, make_kernel
     from moereg.module import MoELayer
     from moereg.platforms import Platform
@@ -68,6 +74,7 @@ __all__ = [
     "ArgumentError",
     "BackendError",
     "CheckpointError",
+    "ExpertPlacement",
     "ExpertWeights",
     "MoEKernel",
     "MoELayer",
@@ -85,6 +92,7 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedProblemError",
     "__version__",
+    "balance_experts",
     "explain_backends",
     "list_backends",
     "load_experts",
@@ -96,6 +104,7 @@ __all__ = [
 
 _HOMES: Final = {
     "moereg.activations": ("Activation",),
+    "moereg.balancing": ("balance_experts",),
     "moereg.checkpoints": ("load_experts",),
     "moereg.discovery": ("list_backends",),
     "moereg.dispatch": (
@@ -117,6 +126,7 @@ _HOMES: Final = {
         "UnknownNameError",
         "UnsupportedProblemError",
     ),
+    "moereg.expert_placement": ("ExpertPlacement",),
     "moereg.layer": (
         "MoEKernel",
         "make_kernel",
