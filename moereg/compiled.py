@@ -9,7 +9,9 @@ from typing import Final, Protocol
 
 import torch
 
-__all__ = ["CompiledLayer", "new_handle", "run_compiled"]
+from moereg.graph_pools import in_compiled_code
+
+__all__ = ["CompiledLayer", "is_exporting", "new_handle", "run_compiled"]
 
 
 class CompiledLayer(Protocol):
@@ -30,6 +32,14 @@ _LIBRARY.define(
     "moe_layer(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor(a!) out, Tensor handle) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
+
+
+def is_exporting() -> bool:
+    """Whether code is compiled for `torch.export`, not for this process: `torch.compiler.is_exporting`.
+
+    Dynamo of torch 2.11 takes that one for true in every compilation, so what it returns is read where it is.
+    """
+    return bool(torch.compiler._is_exporting_flag)
 
 
 def new_handle(layer: CompiledLayer) -> torch.Tensor:
@@ -68,7 +78,8 @@ def _moe_layer(
             f"the MoE layer of compiled code (handle {int(handle)}) is gone; keep a reference to it, and export again "
             "in another process"
         )
-    layer.check_and_run(hidden_states, topk_weights, topk_ids, out)
+    with in_compiled_code():
+        layer.check_and_run(hidden_states, topk_weights, topk_ids, out)
 
 
 def _moe_layer_fake(

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from moereg.dispatch import platform_of, select_backend
+from moereg.graph_pools import in_compiled_code
 from moereg.layer import MoEKernel, make_kernel
 from moereg.module_state import state_of
 from moereg.problem import MoEProblem
@@ -65,8 +66,14 @@ def run_exported(
         problem: The layer.
         **keywords: `ep_rank`, `require`, `prefer` and `deny`. Collections that JSON lacks, such as sets, become lists.
     """
-    layer = json.dumps({"problem": problem.to_dict(), "tensors": list(tensors), **keywords}, default=list)
+    layer = _said_of({"problem": problem.to_dict(), "tensors": list(tensors), **keywords})
     torch.ops.moereg.exported_layer(hidden_states, topk_weights, topk_ids, out, list(tensors.values()), layer)
+
+
+# Dynamo, which `torch.export.export(..., strict=True)` uses, cannot look into the encoder.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _said_of(layer: dict[str, Any]) -> str:
+    return json.dumps(layer, default=list)
 
 
 def _exported_layer(
@@ -79,9 +86,10 @@ def _exported_layer(
 ) -> None:
     if not hidden_states.shape[0]:
         return
-    with _LOCK:
-        kernel = _kernel_of(tensors, layer)
-    kernel.check_and_run(hidden_states, topk_weights, topk_ids, out)
+    with in_compiled_code():
+        with _LOCK:
+            kernel = _kernel_of(tensors, layer)
+        kernel.check_and_run(hidden_states, topk_weights, topk_ids, out)
 
 
 def _kernel_of(tensors: list[torch.Tensor], layer: str) -> MoEKernel:

@@ -18,6 +18,7 @@ from moereg.compiled import new_handle, run_compiled
 from moereg.dispatch import Decision, Selection, select_backend
 from moereg.errors import ArgumentError, LayoutMismatchError
 from moereg.experts import Experts
+from moereg.graph_pools import outside_pools
 from moereg.one_expert import OneExpert
 from moereg.placement import resolve_expert_map
 from moereg.prepare_finalize import PrepareFinalize, resolve_prepare_finalize
@@ -195,7 +196,7 @@ class MoEKernel:
         if names:
             # Copies that are made in inference mode could not be written into outside it.
             with plain_torch(), torch.inference_mode(False):
-                self.weights = self.weights.with_own(names)
+                self.weights = outside_pools(lambda: self.weights.with_own(names), self._device)
             self._borrowed -= names
 
     def check_and_run(
@@ -347,20 +348,25 @@ def make_kernel(
     check_flag("own_weights", own_weights)
     check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # `resolve_expert_map` checks its range.
     prepare_finalize = resolve_prepare_finalize(problem, prepare_finalize)
-    expert_map = resolve_expert_map(problem, ep_rank, expert_map, weights.w13.device)
+    device = weights.w13.device
+    expert_map = outside_pools(lambda: resolve_expert_map(problem, ep_rank, expert_map, device), device)
     weights.check_against(problem)
     if selection is None:
         selection = select_backend(problem)
     winner = _check_selection(selection, problem)
     if group is not None:
         _check_same_everywhere(selection, group)
-    experts = backend_calls.make_experts(selection, winner)
-    permuted = backend_calls.permute(selection, experts, weights).with_reader(OneExpert(selection, winner, weights))
-    borrowed = permuted.shared_with(weights)
-    if own_weights:
-        with plain_torch(), torch.inference_mode(False):
-            permuted, borrowed = permuted.with_own(borrowed), frozenset()
-    return MoEKernel(problem, selection, experts, permuted, prepare_finalize, expert_map, borrowed)
+
+    def made() -> MoEKernel:
+        experts = backend_calls.make_experts(selection, winner)
+        permuted = backend_calls.permute(selection, experts, weights).with_reader(OneExpert(selection, winner, weights))
+        borrowed = permuted.shared_with(weights)
+        if own_weights:
+            with plain_torch(), torch.inference_mode(False):
+                permuted, borrowed = permuted.with_own(borrowed), frozenset()
+        return MoEKernel(problem, selection, experts, permuted, prepare_finalize, expert_map, borrowed)
+
+    return outside_pools(made, device)
 
 
 def _check_selection(selection: Selection, problem: MoEProblem) -> Decision:

@@ -11,7 +11,7 @@ from moereg.ambient import in_plain_torch
 from moereg.arguments import check_count, check_device, check_flag, check_instance
 from moereg.call_checks import check_call
 from moereg.checkpoints import CheckpointLayer, load_experts
-from moereg.compiled import new_handle, run_compiled
+from moereg.compiled import is_exporting, new_handle, run_compiled
 from moereg.dispatch import Names, Selection, platform_of, select_backend
 from moereg.errors import ArgumentError
 from moereg.exported import run_exported
@@ -244,7 +244,7 @@ class MoELayer(CanonicalModule):
         if torch.compiler.is_compiling():
             check_call(self.problem, hidden_states.device, rows, topk_weights, topk_ids, None)
             out = torch.empty_like(rows)
-            if torch.compiler.is_exporting() and not self._is_freed:
+            if is_exporting() and not self._is_freed:
                 held = {
                     name: tensor
                     for name, tensor in self._parameters.items()

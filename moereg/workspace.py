@@ -11,6 +11,8 @@ from typing import Final
 
 import torch
 
+from moereg.graph_pools import outside_pools
+
 __all__ = ["WORKSPACES", "WorkspacePool"]
 
 _ALIGNMENT: Final = 256
@@ -37,7 +39,7 @@ class _Scratch:
         with torch.inference_mode(False):
             if self._buffer is None or self._buffer.numel() < num_bytes:
                 self.release()  # The old one goes back to the allocator before the larger one is asked for.
-                self._buffer = _allocate(num_bytes, device)
+                self._buffer = outside_pools(lambda: _allocate(num_bytes, device), device)
             if len(self._views) >= _MAX_REQUESTS:
                 self._views.clear()
             tensors = self._views[shapes, dtype] = _cut(self._buffer, shapes, dtype)

@@ -98,7 +98,10 @@ def test_tuning_ends_when_its_time_is_over(store, caplog):
     # Also the second product had a choice.
     assert second in _SECOND[1:]
     assert len(layer.tried) < len(_FIRST) + len(_SECOND) - 1
-    assert "may run with slow tactics, and the next process tunes again (only 2 of 9 tactics were tried" in caplog.text
+    assert (
+        "may run with slow tactics, and the next process tunes again (of 9 tactics 2 were tried and 2 ran"
+        in caplog.text
+    )
     assert layer.seconds < 2 * tactics.SECONDS + 1
     # Nor for the rest of the process.
     layer.pair(_tuner(layer, store))
@@ -152,6 +155,14 @@ def test_equal_layers_are_warned_of_once(store, monkeypatch, caplog):
             layer = _Layer({})
             layer.pair(_tuner(layer, store))
     assert len(caplog.messages) == 1
+
+
+def test_tactics_that_nearly_all_raise_are_a_fault_and_not_a_result(store, caplog):
+    layer = _Layer({}, broken=[1, 2, 3, 5, 6, 7, 8])
+    with caplog.at_level(logging.WARNING, "moereg"):
+        assert layer.pair(_tuner(layer, store)) == (0, 4)
+    assert "7 raised, the last: this tile needs more shared memory" in caplog.text
+    assert not store.path.exists()
 
 
 def test_what_another_process_found_meanwhile_stands(store):

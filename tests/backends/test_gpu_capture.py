@@ -9,8 +9,10 @@ import torch
 
 from moereg.dispatch import select_backend
 from moereg.layer import make_kernel
+from moereg.module import MoELayer
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
+from moereg.testing.inputs import make_weights
 from moereg.tolerances import tolerance
 from moereg.tuning.inputs import random_call
 from moereg.weights import ExpertWeights
@@ -52,3 +54,19 @@ def test_a_graph_keeps_its_scratch_when_the_pool_gives_its_own_back() -> None:
     assert all((other == 7).all() for other in others), "a replay wrote into memory that is not its own"
     truth = reference_experts(problem, weights, *call)
     assert relative_error(out, truth) <= tolerance(problem.quant, problem.dtype, out.numel())
+
+
+def test_compiled_code_with_cuda_graphs_runs_a_layer_that_was_never_called() -> None:
+    """Kernel and scratch are made while memory comes from the pool of the graph, in which nothing may stay alive."""
+    problem = MoEProblem(num_experts=8, hidden_size=512, intermediate_size=256, top_k=2)
+    generator = torch.Generator("cuda").manual_seed(0)
+    weights = make_weights(problem, torch.device("cuda"))
+    layer, call = MoELayer(problem, weights), random_call(problem, 64, "uniform", generator)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad():
+        for _ in range(4):
+            found = compiled(*call).clone()
+        truth = reference_experts(problem, weights, *call)
+        assert relative_error(found, truth) <= tolerance(problem.quant, problem.dtype, found.numel())
+        assert torch.equal(layer(*call), found)

@@ -41,10 +41,11 @@ class CallTimer:
         """Time of one run; the first run of a pair loads its kernels, and captures it for later ones."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if pair not in self._graphs:
-            self._graphs.clear()  # One is needed at a time.
             self._call(pair)
             torch.cuda.synchronize()
-            self._graphs[pair] = self._captured(pair)
+            # One is needed at a time, but the last one goes after the next is there: torch refuses to capture into a
+            # pool whose graphs are all gone.
+            self._graphs = {pair: self._captured(pair)}
         start.record()
         self._graphs[pair].replay()
         end.record()

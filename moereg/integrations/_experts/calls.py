@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import torch
 
+from moereg.graph_pools import in_compiled_code
 from moereg.integrations._experts.serving import SERVED, attach, refused, served
 
 __all__ = ["call"]
@@ -78,7 +79,8 @@ def _live_experts(
     found = SERVED.get(int(handle))  # The handle is on the CPU, so nothing waits for a device.
     if found is None:
         raise RuntimeError("the experts module of compiled code is gone; keep a reference to the model")
-    return found.run(hidden_states, topk_ids, topk_weights)
+    with in_compiled_code():
+        return found.run(hidden_states, topk_ids, topk_weights)
 
 
 def _live_experts_fake(

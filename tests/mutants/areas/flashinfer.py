@@ -50,6 +50,13 @@ MUTANTS: Final = (
         tests=(f"{_CUTLASS}test_scales_of_gate_and_up_that_differ[nvfp4-bias]",),
     ),
     Mutant(
+        "the pool of graphs is given back between two captures",
+        _SOURCES + "timing.py",
+        old="            self._graphs = {pair: self._captured(pair)}",
+        new="            self._graphs.clear()\n            self._graphs = {pair: self._captured(pair)}",
+        tests=("tests/backends/test_flashinfer_timing.py::test_one_pair_after_the_other_is_captured",),
+    ),
+    Mutant(
         "a finalize that adds in any order",
         _SOURCES + "cutlass.py",
         old='            "use_fused_finalize": False,\n            "workspace_buffer"',

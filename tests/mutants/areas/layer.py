@@ -94,7 +94,7 @@ MUTANTS: Final = (
     Mutant(
         "a reload writes into weights that it was given",
         "moereg/layer.py",
-        old="                self.weights = self.weights.with_own(names)\n",
+        old="                self.weights = outside_pools(lambda: self.weights.with_own(names), self._device)\n",
         new="                pass\n",
         tests=("tests/layer/test_one_expert.py::test_nothing_is_written_where_others_read",),
     ),

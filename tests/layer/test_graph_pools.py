@@ -1,0 +1,124 @@
+"""What outlives a call of compiled code is not allocated where the call allocates: `torch.cuda` is made up here."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+from moereg import workspace
+from moereg.dispatch import select_backend
+from moereg.graph_pools import in_compiled_code, outside_pools
+from moereg.layer import make_kernel
+from moereg.problem import MoEProblem
+from moereg.testing.inputs import make_inputs, make_weights
+from moereg.workspace import WorkspacePool
+
+CUDA = torch.device("cuda:0")
+
+
+class Cuda:
+    """`torch.cuda` as far as it is asked.
+
+    Attributes:
+        streams: Entered, by the name of the thread.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cuda_stream = 7
+        self.is_capturing = False
+        self.streams: list[tuple[str, object]] = []
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.streams.append((threading.current_thread().name, stream))
+        yield
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return Cuda(monkeypatch)
+
+
+def _thread() -> str:
+    return threading.current_thread().name
+
+
+def test_only_compiled_code_on_a_gpu_needs_another_thread(cuda: Cuda) -> None:
+    here = _thread()
+    assert outside_pools(_thread, CUDA) == here
+    with in_compiled_code():
+        assert outside_pools(_thread, torch.device("cpu")) == here
+        with in_compiled_code():
+            pass
+        assert outside_pools(_thread, CUDA) != here
+        cuda.is_capturing = True
+        assert outside_pools(_thread, CUDA) == here  # A graph's own memory, which the capture keeps.
+    cuda.is_capturing = False
+    assert outside_pools(_thread, CUDA) == here
+
+
+def test_the_other_thread_has_the_streams_and_modes_of_the_caller(cuda: Cuda) -> None:
+    def modes() -> tuple[bool, bool]:
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    with in_compiled_code():
+        assert outside_pools(modes, CUDA) == (True, False)
+        with torch.no_grad():
+            assert outside_pools(modes, CUDA) == (False, False)
+        with torch.inference_mode():
+            assert outside_pools(modes, CUDA) == modes()
+    assert [stream for _, stream in cuda.streams] == [cuda] * 3
+
+
+def test_what_goes_wrong_there_is_raised_here(cuda: Cuda) -> None:
+    def fails() -> None:
+        raise KeyError("of that thread")
+
+    with in_compiled_code(), pytest.raises(KeyError, match="of that thread"):
+        outside_pools(fails, CUDA)
+
+
+def test_scratch_that_stays_is_taken_outside(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def allocate(num_bytes, device):
+        threads.append(_thread())
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(workspace, "_allocate", allocate)
+    pool = WorkspacePool()
+    with in_compiled_code():
+        for rows in (4, 4, 400):  # It grows once; what is there already is just taken.
+            pool.take(((rows,),), torch.float32, CUDA)
+        cuda.is_capturing = True
+        pool.take(((4,),), torch.float32, CUDA)
+    assert [name == _thread() for name in threads] == [False, False, True]
+
+
+@pytest.mark.parametrize("way", ["kernel", "copies of a reload"])
+def test_what_a_kernel_is_made_of_is_taken_outside(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer may make its kernel when compiled code first runs it."""
+    asked = []
+
+    def outside(function, device):
+        made = function()
+        asked.append(type(made).__name__)
+        return made
+
+    monkeypatch.setattr("moereg.layer.outside_pools", outside)
+    problem = MoEProblem(num_experts=4, hidden_size=32, intermediate_size=32, top_k=2, quant="int8_w8a16")
+    device = torch.device("cpu")
+    kernel = make_kernel(problem, make_weights(problem, device), select_backend(problem, "cpu"))
+    if way == "kernel":
+        assert asked == ["NoneType", "MoEKernel"]  # The map of experts, of which there is none, and the rest.
+        return
+    assert kernel._borrowed
+    kernel.reload(make_weights(problem, device, seed=1))
+    assert asked[2:] == ["PermutedWeights"]
+    assert not kernel._borrowed
+    call = make_inputs(problem, 3, "uniform", device)
+    assert kernel(call.hidden_states, call.topk_weights, call.topk_ids).isfinite().all()
