@@ -20,6 +20,8 @@ from typing import Any
 from benches import pictures, which_backend
 from benches.board import page as board
 from benches.h200 import leave_one_out
+from benches.scale import page as scale
+from benches.scale.picture import draw_scale
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches" / "results"
@@ -27,6 +29,7 @@ DOCS = ROOT / "docs"
 PAGE = DOCS / "results.md"
 PICTURE = DOCS / "h200.svg"
 WHEELS_PICTURE = DOCS / "wheels.svg"
+SCALE_PICTURE = DOCS / "scale.svg"
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -349,6 +352,7 @@ PAGES: dict[pathlib.Path, Mapping[str, Callable[[], str]]] = {
     PAGE: TABLES,
     DOCS / "board.md": board.TABLES,
     DOCS / "backends.md": which_backend.TABLES,
+    DOCS / "scale.md": scale.TABLES,
 }
 
 
@@ -384,6 +388,7 @@ def main() -> int:
         return int(bool(old))
     pictures.draw_h200(PICTURE, _load("h200_table_bf16.json"))
     pictures.draw_wheels(WHEELS_PICTURE, _load("h200_wheels.json"))
+    draw_scale(SCALE_PICTURE)
     for name in board.BOARDS:
         with contextlib.suppress(FileNotFoundError):
             pictures.draw_board(board.standings(board.documents(name)), DOCS / f"board_{name}.svg")

@@ -1,0 +1,1 @@
+"""What expert parallelism costs on paper: bytes on the wire and time a layer, for docs/scale.md."""

@@ -1,0 +1,228 @@
+"""The tables of docs/scale.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from benches.scale.model import ASSUMED, LAYERS, RESULTS, WAYS, Layer, Way, alone, bare_us, cost, wire_bytes
+from benches.scale.routes import num_replicas, shares
+
+__all__ = ["CASES", "RANKS", "TABLES", "best", "ways_of"]
+
+RANKS: Final = (2, 4, 8, 64)
+PHASES: Final = {"decode": 64, "prefill": 8192}
+"""Tokens of each rank."""
+CASES: Final = (("uniform", False), ("zipf", False), ("zipf", True))
+"""Routing, and whether experts were balanced by their loads with replicas."""
+_TOKENS: Final = (1, 16, 64, 256, 1024, 8192)
+_MEASURED: Final = "h200_ep.json"
+_FLOORS: Final = {"qwen3-30b-a3b": 1.35, "gpt-oss-120b": 1.25, "deepseek-v3": 1.2}
+
+
+def ways_of(layer: Layer) -> Iterator[Way]:
+    """The ways that can carry the layer's tokens."""
+    return (way for way in WAYS if not way.coded or layer.problem.quant.activation is not None)
+
+
+def best(layer: Layer, num_ranks: int, num_tokens: int, routing: str, balanced: bool) -> dict[str, float]:
+    """Times of the ways that are built, the fastest first."""
+    found = {
+        way.name: cost(layer, way, num_ranks, num_tokens, routing, balanced).total_us
+        for way in ways_of(layer)
+        if way.is_built
+    }
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _case(routing: str, balanced: bool) -> str:
+    return f"{routing}, balanced" if balanced else routing
+
+
+def links_table() -> str:
+    """The collectives that were measured, and what was not."""
+    document = json.loads((RESULTS / "h200_links.json").read_text(encoding="utf-8"))
+    names = [name.removesuffix("_us") for name in document["rows"][0] if name != "bytes"]
+    rows = [
+        [f"{row['bytes'] / 1024:,.0f}", *(f"{row[f'{name}_us']:.1f}" for name in names)] for row in document["rows"]
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    where = f"{document['device']}, {document['link']}, {versions}, {document['date']}. {document['note']}"
+    assumed = [
+        ["`host_us`", f"{ASSUMED.host_us:g} us", "of a collective's measured time, what a captured one does not take"],
+        ["`wait_us`", f"{ASSUMED.wait_us:g} us", "the host reads sizes off the device and goes on, once a call"],
+        ["`hop_us`", f"{ASSUMED.hop_us:g} us", "each rank beyond two in a ring (all_gather, reduce_scatter)"],
+        ["`gather_us`", f"{ASSUMED.gather_us:g} us", "kernels around the experts with `all_gather`"],
+        ["`sort_us`", f"{ASSUMED.sort_us:g} us", "sorting and counting routes with the other ways"],
+        ["`pass_rate`", f"{ASSUMED.pass_rate:g}", "copies and sums of rows, as a share of the reading rate"],
+        ["`gpus_per_host`", f"{ASSUMED.gpus_per_host}", "ranks that NVLink joins, each at the rate of two"],
+        ["`network_rate`", f"{ASSUMED.network_rate / 1e3:g} GB/s", "of one rank's 400 Gb/s adapter"],
+        ["`network_us`", f"{ASSUMED.network_us:g} us", "more than NVLink takes before the first byte"],
+    ]
+    measured = _table(["KiB", *(f"{name} us" for name in names)], rows)
+    return f"{measured}\n\n{where}\n\n{_table(['assumed', 'value', 'what'], assumed)}"
+
+
+def bytes_table() -> str:
+    """MiB that the busiest rank sends or receives, out and back, under uniform routing."""
+    lines = []
+    for layer in LAYERS:
+        problem = layer.problem
+        for size in RANKS:
+            (ranks,) = shares(problem.num_experts, size, problem.top_k, "uniform", balanced=False)
+            for tokens in PHASES.values():
+                cells = []
+                for way in WAYS:
+                    out, back = wire_bytes(layer, way, tokens, ranks)
+                    can = way in ways_of(layer)
+                    cells.append(f"{out / 2**20:,.2f} + {back / 2**20:,.2f}" if can else "-")
+                lines.append([layer.name, str(size), f"{tokens:,}", *cells])
+    return _table(["layer", "ranks", "T a rank", *(way.name for way in WAYS)], lines)
+
+
+def _times(tokens: int) -> str:
+    lines = []
+    for layer in LAYERS:
+        for size in RANKS:
+            for routing, balanced in CASES:
+                fastest = next(iter(best(layer, size, tokens, routing, balanced)))
+                cells = []
+                for way in WAYS:
+                    time = cost(layer, way, size, tokens, routing, balanced).total_us
+                    cells.append(_bold(f"{time:,.0f}", way.name == fastest) if way in ways_of(layer) else "-")
+                kernel = alone(layer, size, tokens, routing, balanced)
+                lines.append([layer.name, str(size), _case(routing, balanced), f"{kernel:,.0f}", *cells])
+    header = ["layer", "ranks", "routing", "experts alone us", *(way.name for way in WAYS)]
+    return _table(header, lines)
+
+
+def _bold(text: str, is_bold: bool) -> str:
+    return f"**{text}**" if is_bold else text
+
+
+def decode_table() -> str:
+    """Times of a layer at 64 tokens a rank."""
+    return _times(PHASES["decode"])
+
+
+def prefill_table() -> str:
+    """Times of a layer at 8,192 tokens a rank."""
+    return _times(PHASES["prefill"])
+
+
+def winners_table() -> str:
+    """The fastest way at each number of tokens, under Zipf routing with balanced experts."""
+    lines = []
+    for layer in LAYERS:
+        for size in RANKS:
+            cells = []
+            for tokens in _TOKENS:
+                times = list(best(layer, size, tokens, "zipf", balanced=True).items())
+                cells.append(f"{times[0][0]} ({times[1][1] / times[0][1]:.2f})")
+            lines.append([layer.name, str(size), *cells])
+    return _table(["layer", "ranks", *(f"T {tokens:,}" for tokens in _TOKENS)], lines)
+
+
+def replicas_table() -> str:
+    """What slices of skewed experts cost: the slowest rank's time over that with balanced experts."""
+    lines = []
+    for layer in LAYERS:
+        for size in RANKS:
+            extra = num_replicas(layer.problem.num_experts, size)
+            cells = []
+            for tokens in PHASES.values():
+                slices, moved = (alone(layer, size, tokens, "zipf", balanced) for balanced in (False, True))
+                cells += [f"{slices:,.0f}", f"{moved:,.0f}", f"{slices / moved:.2f}"]
+            lines.append([layer.name, str(size), str(extra), *cells])
+    header = ["layer", "ranks", "replicas", "decode, slices us", "balanced us", "gain"]
+    return _table([*header, "prefill, slices us", "balanced us", "gain"], lines)
+
+
+def predictions_table() -> str:
+    """Two ranks, against one rank with the same share of experts and routes: predicted, and measured where it was."""
+    measured = _measurements()
+    lines = []
+    for layer in LAYERS:
+        for tokens in (1, 64, 1024, 8192):
+            kernel, bare = alone(layer, 2, tokens), bare_us(layer, 2, tokens)
+            for way in ways_of(layer):
+                if way.name.startswith("low_latency") and tokens > 1024:
+                    continue  # Nobody makes room for them.
+                total = cost(layer, way, 2, tokens, "uniform", balanced=False).total_us
+                found = measured.get((layer.model, layer.quant, way.name, tokens))
+                lines.append(
+                    [
+                        layer.name,
+                        f"{tokens:,}",
+                        way.name,
+                        f"{kernel:,.0f}",
+                        f"{bare:,.0f}",
+                        f"{total:,.0f}",
+                        f"{total / kernel:.2f}",
+                        *(_measured_cells(found, total)),
+                    ]
+                )
+    header = ["layer", "T a rank", "way", "experts alone us", "bare collectives us", "predicted us", "over alone"]
+    return _table([*header, "measured us", "over alone", "measured / predicted"], lines)
+
+
+def _measured_cells(row: dict[str, Any] | None, predicted: float) -> list[str]:
+    if row is None:
+        return ["not measured", "", ""]
+    if row["time_us"] is None:
+        return [row["failure"] or "wrong", "", ""]
+    over = f"{row['time_us'] / row['one_rank_us']:.2f}" if row.get("one_rank_us") else ""
+    return [f"{row['time_us']:,.0f}", over, f"{row['time_us'] / predicted:.2f}"]
+
+
+def _measurements() -> dict[tuple[str, str, str, int], dict[str, Any]]:
+    """Rows of stored benches over two ranks under uniform routing, by layer, scheme, way and tokens a rank."""
+    path = RESULTS / _MEASURED
+    if not path.exists():
+        return {}
+    found = {}
+    for bench in json.loads(path.read_text(encoding="utf-8"))["benches"]:
+        if bench["ranks"] != 2 or bench["balanced"]:
+            continue
+        for row in bench["rows"]:
+            if row["routing"] == "uniform":
+                name = row["way"] + (", fp8" if "float8" in row["wire"] else "")
+                found[bench["model"], bench["problem"]["quant"], name, row["tokens"]] = row
+    return found
+
+
+def floors_table() -> str:
+    """What was asked of two ranks at 8,192 tokens each, and what is predicted of the best way."""
+    lines = []
+    for layer in LAYERS:
+        name, time = next(iter(best(layer, 2, 8192, "uniform", balanced=False).items()))
+        floor = _FLOORS[layer.model]
+        lines.append([layer.name, name, f"{time / alone(layer, 2, 8192):.2f}", f"{floor:.2f}"])
+    return _table(["layer", "best way", "predicted over alone", "at most"], lines)
+
+
+def ways_table() -> str:
+    """What each way sends."""
+    return _table(
+        ["way", "captured", "sends"],
+        [[f"`{way.name}`", "yes" if way.captured else "no: the host reads sizes", way.note] for way in WAYS],
+    )
+
+
+TABLES: Final[dict[str, Callable[[], str]]] = {
+    "links": links_table,
+    "ways": ways_table,
+    "wire": bytes_table,
+    "decode": decode_table,
+    "prefill": prefill_table,
+    "winners": winners_table,
+    "replicas": replicas_table,
+    "floors": floors_table,
+    "predictions": predictions_table,
+}

@@ -1,0 +1,99 @@
+"""The model of docs/scale.md: it gives back what it was made of, and counts bytes and routes as they are."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+import torch
+
+from benches.scale import model, page
+from benches.scale.model import LAYERS, WAYS, alone, cost, wire_bytes
+from benches.scale.picture import draw_scale
+from benches.scale.routes import chosen, num_replicas, shares
+from moereg.balancing import count_routes
+from moereg.problem import MoEProblem
+from moereg.tuning.inputs import random_call
+
+QWEN, DEEPSEEK, GPT_OSS = LAYERS
+BY_NAME = {way.name: way for way in WAYS}
+
+
+def test_two_ranks_take_what_two_ranks_took() -> None:
+    for row in model._load("h200_links.json")["rows"]:
+        for name, sent in (("all_to_all_single", 2), ("reduce_scatter_tensor", 2), ("all_gather_into_tensor", 1)):
+            time = model._collective(name, row["bytes"] / sent, 2, captured=False)
+            assert time == pytest.approx(row[f"{name}_us"])
+
+
+def test_experts_of_one_rank_take_what_the_layer_took() -> None:
+    for row in model._load("h200_table_bf16.json")["rows"]:
+        if row["model"] == QWEN.model:
+            (ranks,) = shares(128, 1, 8, "uniform", balanced=False)
+            time = model._kernel_us(QWEN, ranks[0], row["tokens"], "uniform", WAYS[0])
+            assert time == pytest.approx(row["ours_us"], rel=0.08), row["tokens"]
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf"])
+def test_experts_are_chosen_as_often_as_in_drawn_calls(routing: str) -> None:
+    problem = MoEProblem(num_experts=32, hidden_size=8, intermediate_size=8, top_k=4, dtype="float32")
+    call = random_call(problem, 20_000, routing, torch.Generator().manual_seed(1))
+    drawn = (count_routes(call.topk_ids, 32) / 20_000).sort(descending=True).values
+    found = torch.tensor(chosen(32, 4, routing), dtype=torch.float32)
+    assert float(found.sum()) == pytest.approx(4)
+    assert float((drawn - found).abs().max()) < 0.03
+
+
+def test_every_route_has_a_rank() -> None:
+    for routing, balanced in page.CASES:
+        for size in page.RANKS:
+            for ranks in shares(128, size, 8, routing, balanced):
+                assert sum(share.routes for share in ranks) == pytest.approx(8)
+                assert sum(share.experts for share in ranks) == 128 + balanced * num_replicas(128, size)
+                assert all(0 < share.reached <= 1 for share in ranks)
+                assert all(share.active(1) == pytest.approx(share.routes) for share in ranks)
+
+
+def test_bytes_are_those_that_one_counts_by_hand() -> None:
+    (ranks,) = shares(128, 2, 8, "uniform", balanced=False)
+    found = {name: wire_bytes(QWEN, way, 64, ranks) for name, way in BY_NAME.items()}
+    row, routes = 2048 * 2, 8 * 8
+    assert found["all_gather"] == (64 * (row + routes), 64 * row)
+    # 64 experts of the other rank; half of the eight routes.
+    assert found["low_latency"] == (64 * 64 * (row + routes), 64 * 64 * row)
+    assert found["low_latency, symmetric"] == pytest.approx((64 * 4 * (row + routes), 64 * 4 * row))
+    reached = 1 - 0.9375**64
+    assert found["all_to_all"] == pytest.approx((64 * reached * (row + routes), 64 * 4 * row))
+    assert wire_bytes(DEEPSEEK, BY_NAME["all_gather, fp8"], 1, ranks)[0] == 7168 + 56 * 4 + routes
+
+
+def test_a_call_takes_at_least_the_experts_and_grows() -> None:
+    for layer in LAYERS:
+        for way in page.ways_of(layer):
+            times = [cost(layer, way, 4, tokens, "uniform", False).total_us for tokens in (16, 64, 256, 1024, 8192)]
+            assert times == sorted(times), (layer.name, way.name)
+            assert cost(layer, way, 4, 64, "zipf", True).total_us > alone(layer, 4, 64, "zipf", True)
+    assert "all_to_all, fp8" not in page.best(GPT_OSS, 2, 64, "uniform", False)
+    assert "all_to_all, sums" not in page.best(QWEN, 2, 64, "uniform", False)
+
+
+def test_a_measurement_stands_beside_its_prediction(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    total = cost(QWEN, BY_NAME["all_gather"], 2, 64, "uniform", False).total_us
+    row = {"way": "all_gather", "wire": "bfloat16", "tokens": 64, "routing": "uniform", "failure": None}
+    rows = [{**row, "time_us": 1.1 * total, "one_rank_us": total / 2}, {**row, "routing": "zipf", "time_us": 1.0}]
+    rows.append({**row, "way": "all_to_all", "time_us": None, "failure": "BackendError: lost"})
+    bench = {"model": QWEN.model, "problem": {"quant": QWEN.quant}, "ranks": 2, "balanced": False, "rows": rows}
+    (tmp_path / "h200_ep.json").write_text(json.dumps({"benches": [bench]}))
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    lines = page.predictions_table().splitlines()
+    (gathered,) = (line for line in lines if "bf16 | 64 | all_gather |" in line)
+    assert gathered.endswith(f"| {1.1 * total:,.0f} | 2.20 | 1.10 |")
+    (sent,) = (line for line in lines if "bf16 | 64 | all_to_all |" in line)
+    assert "BackendError: lost" in sent
+    assert sum("not measured" in line for line in lines) == len(lines) - 4
+
+
+def test_the_picture_is_that_of_the_model(tmp_path: pathlib.Path) -> None:
+    draw_scale(tmp_path / "scale.svg")
+    assert "low_latency, symmetric" in (tmp_path / "scale.svg").read_text()
