@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moereg.platforms import Platform
 from moereg.quant import QuantScheme
 
-__all__ = ["BuildPlan", "KernelBuilder"]
+__all__ = ["BuildPlan", "KernelBuilder", "num_cores"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,3 +83,8 @@ class KernelBuilder(abc.ABC):
         Raises:
             MoeregError: A compiler failed; its last words are in the message.
         """
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

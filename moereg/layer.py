@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +23,7 @@ from moereg.one_expert import OneExpert
 from moereg.placement import resolve_expert_map
 from moereg.prepare_finalize import PrepareFinalize, resolve_prepare_finalize
 from moereg.problem import MoEProblem
+from moereg.warm_up import WarmUp, use_shipped_kernels, warm_up
 from moereg.weights import ExpertWeights, PermutedWeights
 from moereg.workspace import WORKSPACES
 
@@ -128,6 +129,23 @@ class MoEKernel:
             "a MoEKernel holds weights in one machine's layout and is not pickled; "
             "send the problem and Selection.to_dict(), and make it there"
         )
+
+    def warm_up(self, token_counts: Iterable[int] | None = None, *, jobs: int | None = None) -> WarmUp:
+        """Compiles all that calls launch on all cores, loads it and records launches, so that no later call waits.
+
+        Args:
+            token_counts: Numbers of tokens that calls will have, such as `range(1, 8193)` or the sizes of CUDA graphs;
+                1 to the problem's `max_num_tokens` where None, to 16,384 where that is None too.
+            jobs: Compilers at once; as many as cores and memory allow where None.
+
+        Returns:
+            What was compiled. [docs/cold-start.md](docs/cold-start.md) says which calls may still compile something.
+
+        Raises:
+            ArgumentError: A number is negative, Triton's cache cannot be written, or another Triton filled it.
+            BackendError: A kernel did not compile, or a call failed.
+        """
+        return warm_up(self.selection, self.experts, self.weights, self.expert_map, token_counts, jobs)
 
     def reload(self, weights: ExpertWeights, *, write_shared: bool = False) -> None:
         """Permutes other weights of the same problem into the same storage, so that captured graphs see them.
@@ -356,6 +374,7 @@ def make_kernel(
     winner = _check_selection(selection, problem)
     if group is not None:
         _check_same_everywhere(selection, group)
+    use_shipped_kernels(selection.platform)
 
     def made() -> MoEKernel:
         experts = backend_calls.make_experts(selection, winner)

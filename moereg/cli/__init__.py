@@ -26,7 +26,7 @@ from moereg.cli._exits import (
     OUTPUT_LOST,
     WRONG_NUMBERS,
 )
-from moereg.cli._layer_commands import bench, explain, info, models, run, schemes
+from moereg.cli._layer_commands import bench, compile_kernels, explain, info, models, run, schemes
 from moereg.cli._output import print_error, warnings_on_one_line
 from moereg.cli._quantize_command import quantize
 from moereg.cli._streams import OutputLostError, guarded_streams
@@ -70,7 +70,9 @@ _ALSO_CALLED: Final = {
     "check": ("verify", "run"),
     "quants": ("schemes",),
     "new": ("new-backend",),
-    "build": ("build-kernels",),
+    "build": ("build-kernels", "compile"),
+    "warm-up": ("compile",),
+    "precompile": ("compile",),
 }
 """What people may type, with the commands that they mean."""
 
@@ -200,6 +202,7 @@ app.command()(bench)
 app.command()(quantize)
 app.command("new-backend")(new_backend)
 app.command("build-kernels")(build_kernels)
+app.command("compile")(compile_kernels)
 app.command()(verify)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moereg.building import BuildPlan, KernelBuilder
+from moereg.building import BuildPlan, KernelBuilder, num_cores
 from moereg.cli._options import UsageError
 from moereg.cli._progress import phase
 from moereg.discovery import current_platform, find_scheme, load_backends
@@ -105,7 +104,7 @@ def build_kernels(
     schemes = [find_scheme(scheme) for scheme in quant]
     target = current_platform() if platform is None else Platform.from_name(platform)
     plan = builder.plan(target, schemes, list(dtype), list(parts), folder)
-    num_jobs = jobs or plan.num_jobs(_num_cores(), free_memory_bytes(torch.device("cpu")))
+    num_jobs = jobs or plan.num_jobs(num_cores(), free_memory_bytes(torch.device("cpu")))
     if dry_run or not plan.parts:
         return Built(name, target, plan, num_jobs, None)
     start = time.monotonic()
@@ -126,7 +125,3 @@ def _builder(name: str) -> KernelBuilder:
     raise UsageError(
         f"backend {name!r} has no kernels that are built ahead of time; those that have: {', '.join(offered) or 'none'}"
     )
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

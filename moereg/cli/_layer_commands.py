@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moereg.cli._completion import routing_names
-from moereg.cli._exits import NOTHING_FITS, OK, code_of_verdict
+from moereg.cli._exits import NOTHING_FITS, OK, WRONG_NUMBERS, code_of_verdict
 from moereg.cli._info import collect_info, machine_shown, selection_with_evidence
 from moereg.cli._options import (
     CheckpointOption,
@@ -20,13 +20,14 @@ from moereg.cli._options import (
     VerboseFlag,
     takes_problem_flags,
 )
-from moereg.cli._output import only_results_on_stdout, print_json
+from moereg.cli._output import only_results_on_stdout, print_error, print_json
 from moereg.cli._subject import find_subject
 from moereg.digest import files_stay
 from moereg.discovery import load_backends
 from moereg.dispatch import explain_backends
+from moereg.errors import BackendError
 
-__all__ = ["bench", "explain", "info", "models", "run", "schemes"]
+__all__ = ["bench", "compile_kernels", "explain", "info", "models", "run", "schemes"]
 
 
 def info(
@@ -166,6 +167,49 @@ def bench(
     else:
         show_bench(result)
     return code_of_verdict(result.passed)
+
+
+@takes_problem_flags
+def compile_kernels(
+    flags: ProblemFlags,
+    checkpoint: CheckpointOption = None,
+    layer: LayerOption = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Numbers of tokens of a call, e.g. 1-512,1024; 1-16384 if left out.")
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder to compile into, and to ship; Triton's own cache if left out.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once; as memory allows if left out.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check that the folder serves this machine's Triton, and compile nothing.")
+    ] = False,
+    json: JsonFlag = False,
+    verbose: VerboseFlag = False,
+) -> int:
+    """Compile what a layer launches ahead of its first call."""
+    from moereg.cli import _compile
+
+    if check:
+        with only_results_on_stdout(verbose):
+            checked = _compile.check_cache(cache, flags.platform)
+        print_json(checked.to_dict()) if json else print(checked)
+        return OK
+    with only_results_on_stdout(verbose):
+        subject = find_subject(flags, checkpoint, layer)
+        try:
+            compiled = _compile.compile_layer(flags, subject, tokens, cache, jobs)
+        except BackendError as error:
+            print_error(str(error))
+            return WRONG_NUMBERS
+    if json:
+        print_json(compiled.to_dict())
+    elif compiled.refusal is None:
+        print(compiled)
+    if compiled.refusal is not None:
+        print_error(compiled.refusal)
+        return NOTHING_FITS
+    return OK
 
 
 def models(json: JsonFlag = False, verbose: VerboseFlag = False) -> int:

@@ -36,6 +36,10 @@ NO_PROGRAM: Final = ("text", "layers")
 INSTEAD: Final = {
     # Writes into the tree, and measures for minutes.
     "python -m benches.board --json benches/results/board_h200.json --seconds 500": "python -m benches.board --list",
+    # Four kernels instead of twenty-four.
+    "moereg compile --model qwen3-30b-a3b --quant fp8_block128 --platform cuda:sm90 --cache kernels": (
+        "moereg compile --model qwen3-30b-a3b --platform cuda:sm90 --cache kernels --tokens 1"
+    ),
     # Writes into the tree; tests/benches/test_results.py compares what it would write.
     "python -m benches.report": "python -m benches.report --help",
     # One check of one backend is a second, all of them a minute.
@@ -51,12 +55,15 @@ NOT_RUN: Final = {
     "moereg build-kernels flashinfer_cutlass --quant unquantized --quant fp8_block128": (
         "compiles for half an hour; tests/cli/test_cli_build_kernels.py runs the command on an imitation"
     ),
+    "moereg compile --check --cache kernels --platform cuda:sm90": (
+        "reads the folder of the command before it; tests/warm_up/test_compile_ahead.py runs both"
+    ),
     "export PYTORCH_NO_CUDA_MEMORY_CACHING=1": "belongs to the next",
     "compute-sanitizer --tool memcheck python -m moereg.testing.one_call": "needs a GPU and CUDA's tools",
 }
 """Commands that cannot run here, with the reason."""
 
-SLOW: Final = ("bench", "verify", "quantize", "--model-dir", "benches.board", "benches.report")
+SLOW: Final = ("bench", "compile", "verify", "quantize", "--model-dir", "benches.board", "benches.report")
 
 
 def _commands() -> list[tuple[str, Command]]:

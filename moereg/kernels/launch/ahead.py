@@ -1,0 +1,289 @@
+"""Compiles kernels that nobody launches yet: for a device that need not be here, as launches there ask for them.
+
+Launch code runs on tensors without memory (torch's device `meta`). Triton works out which variant of a kernel each
+launch needs, from dtypes, divisibility by 16, constants and options, and instead of compiling it we keep the question.
+It is answered later, in any process that was forked after that, and the answer goes to Triton's cache on disk.
+
+`become` turns a process into one for a device that is not there, for good: it belongs into a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import os
+import subprocess
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+_KIB: Final = 1024
+
+# Most shared memory of a program: "Technical specifications per compute capability" of the CUDA programming guide, and
+# the LDS of AMD's architecture manuals.
+_SHARED_BYTES: Final = {
+    ("cuda", "sm80"): 163 * _KIB,
+    ("cuda", "sm86"): 99 * _KIB,
+    ("cuda", "sm87"): 163 * _KIB,
+    ("cuda", "sm89"): 99 * _KIB,
+    ("cuda", "sm90"): 227 * _KIB,
+    ("cuda", "sm100"): 227 * _KIB,
+    ("cuda", "sm103"): 227 * _KIB,
+    ("cuda", "sm120"): 99 * _KIB,
+    ("cuda", "sm121"): 99 * _KIB,
+    ("rocm", "gfx942"): 64 * _KIB,
+    ("rocm", "gfx950"): 160 * _KIB,
+}
+
+# Only grids depend on it, and nothing is compiled for a grid.
+_NUM_MULTIPROCESSORS: Final = 132
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The facts of a device that a compilation or a choice of configurations depends on.
+
+    Attributes:
+        gpu: as Triton names it.
+        shared_bytes: most shared memory of one program.
+    """
+
+    gpu: GPUTarget
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, kind: str, arch: str, shared_bytes: int | None = None) -> Target | None:
+        """The target of a platform, or None where it is not known.
+
+        Args:
+            kind: `cuda` or `rocm`.
+            arch: such as `sm90` or `gfx942`.
+            shared_bytes: as a device that is there says; from a table where None.
+        """
+        known = shared_bytes or _SHARED_BYTES.get((kind, arch))
+        if known is None or kind not in ("cuda", "rocm"):
+            return None
+        gpu = GPUTarget("cuda", int(arch[2:]), 32) if kind == "cuda" else GPUTarget("hip", arch, 64)
+        return cls(gpu, known)
+
+    @staticmethod
+    def known() -> tuple[str, ...]:
+        """Names of the platforms in the table."""
+        return tuple(f"{kind}:{arch}" for kind, arch in _SHARED_BYTES)
+
+
+class _Utilities:
+    """The driver's questions to a device."""
+
+    def __init__(self, shared_bytes: int) -> None:
+        self._shared_bytes = shared_bytes
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": self._shared_bytes, "multiprocessor_count": _NUM_MULTIPROCESSORS}
+
+
+class _AbsentDriver(DriverBase):  # type: ignore[misc]
+    """Answers for a device that is not there."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.utils = _Utilities(target.shared_bytes)
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target.gpu
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+    def get_empty_cache_for_benchmark(self) -> Any:
+        raise NotImplementedError
+
+    def clear_cache(self, cache: Any) -> None:
+        raise NotImplementedError
+
+
+_COMPILE: Final = JITFunction._do_compile
+
+
+class Variant:
+    """A kernel as a launch asked for it, not compiled yet.
+
+    Attributes:
+        name: the kernel's module and name.
+        digest: equal for equal variants of this process and those forked from it.
+        effort: orders variants by how long compiling takes, roughly.
+    """
+
+    def __init__(self, kernel: Any, key: str, arguments: tuple[Any, ...]) -> None:
+        self.name = f"{kernel.__module__}:{kernel.__name__}"
+        self.digest = hashlib.sha256(f"{self.name} {key}".encode()).hexdigest()[:24]
+        # Programs in Gluon say more than others, and take longest.
+        self.effort = len(kernel.src) * (4 if kernel.is_gluon() else 1)
+        self._ask: Callable[[], Any] = lambda: _COMPILE(kernel, key, *arguments)
+
+    def compile(self) -> tuple[Any, bool, float]:
+        """Compiles it, or finds it in the cache.
+
+        Returns:
+            What Triton compiled, whether it was in the cache, seconds.
+        """
+        start = time.monotonic()
+        with counted_compilations() as count:
+            compiled = self._ask()
+        return compiled, not count.compiled, time.monotonic() - start
+
+
+@dataclass(slots=True)
+class CompilationCount:
+    """Kernels that Triton has compiled, and those that it read from its cache on disk."""
+
+    compiled: int = 0
+    read: int = 0
+
+
+@contextlib.contextmanager
+def counted_compilations() -> Iterator[CompilationCount]:
+    """Counts what Triton compiles meanwhile, in any thread of this process."""
+    count = CompilationCount()
+    previous = knobs.compilation.listener
+
+    def listen(*arguments: Any, cache_hit: bool, **values: Any) -> None:
+        if cache_hit:
+            count.read += 1
+        else:
+            count.compiled += 1
+        if previous is not None:
+            previous(*arguments, cache_hit=cache_hit, **values)
+
+    knobs.compilation.listener = listen
+    try:
+        yield count
+    finally:
+        knobs.compilation.listener = previous
+
+
+class Launches:
+    """The launches of a process that launches nothing."""
+
+    def __init__(self) -> None:
+        self._variants: list[Variant] = []
+
+    def take(self) -> list[Variant]:
+        """The variants of the launches since the last time, in order."""
+        taken, self._variants = self._variants, []
+        return taken
+
+    def add(self, variant: Variant) -> None:
+        """Adds a launch."""
+        self._variants.append(variant)
+
+
+def become(target: Target) -> Launches:
+    """Makes this process one for a device that is not there, from now on and for all threads: launches only ask.
+
+    Raises:
+        ValueError: this Triton cannot compile for it.
+    """
+    try:
+        triton.compiler.make_backend(target.gpu)
+    except RuntimeError as error:
+        raise ValueError(f"Triton {triton.__version__} has no compiler for {target.gpu.backend}") from error
+    driver.set_active(_AbsentDriver(target))
+    # The kernels ask torch for a device's facts; the only device here is `meta`.
+    facts: Any = types.SimpleNamespace(multi_processor_count=_NUM_MULTIPROCESSORS)
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_properties = lambda device=None: facts
+    launches = Launches()
+    run = JITFunction.run
+
+    def ask(self: Any, key: str, *arguments: Any) -> Variant:
+        variants = self.device_caches[driver.active.get_current_device()][0]
+        variant = variants[key] = Variant(self, key, arguments)
+        return variant
+
+    def note(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        variant = run(self, *arguments, grid=grid, warmup=True, **options)
+        launches.add(variant)
+        return variant
+
+    JITFunction._do_compile = ask
+    JITFunction.run = note
+    return launches
+
+
+class LauncherBuilder:
+    """Builds what Triton 3.6 and 3.7 have a C compiler build at a first launch: a function for each list of arguments.
+
+    Later versions have one function for all, and there is nothing to build.
+
+    Attributes:
+        lack: why none can be built here, or None.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.lack: str | None = None
+        self._class: Any = None
+        if target.gpu.backend != "cuda":
+            return
+        nvidia: Any = importlib.import_module("triton.backends.nvidia.driver")
+        if "make_launcher" not in vars(nvidia):
+            return
+        try:
+            nvidia.library_dirs()
+        except (AssertionError, OSError, subprocess.CalledProcessError):
+            # The machine that loads them has CUDA's driver. The linker is content with an empty one.
+            folder = tempfile.mkdtemp(prefix="moereg-libcuda-")
+            try:
+                _link_empty(Path(folder) / "libcuda.so.1")
+            except (OSError, subprocess.CalledProcessError):
+                self.lack = "no C compiler works here, so the first launch of each kernel there needs one"
+                return
+            nvidia.library_dirs = lambda: [folder]
+        self._class = nvidia.CudaLauncher
+
+    def build(self, compiled: Any) -> None:
+        """Builds the function that launches a kernel, if it is not in the cache."""
+        if self._class is None or self.lack is not None:
+            return
+        try:
+            self._class(compiled.src, compiled.metadata)
+        except ImportError:
+            pass  # It is in the cache, and loads where CUDA's driver is.
+        except (OSError, RuntimeError, subprocess.CalledProcessError):
+            self.lack = "no C compiler works here, so the first launch of each kernel there needs one"
+
+
+def _link_empty(library: Path) -> None:
+    compiler = os.environ.get("CC", "cc")
+    subprocess.run(
+        [compiler, "-shared", "-o", str(library), "-x", "c", os.devnull], check=True, stderr=subprocess.DEVNULL
+    )

@@ -1,0 +1,87 @@
+"""Kernels that were compiled ahead are those that calls launch: nothing is compiled after."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moereg.cli import main
+from moereg.problem import MoEProblem
+
+SCRIPT = Path(__file__).parent / "launch_offline.py"
+
+SIZES = ("--experts", "8", "--hidden", "256", "--intermediate", "128", "--top-k", "2")
+
+
+def _problem(**facts: Any) -> MoEProblem:
+    return MoEProblem(num_experts=8, hidden_size=256, intermediate_size=128, top_k=2, **facts)
+
+
+def _compile(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
+    code = main(["compile", *SIZES, "--platform", "cuda:sm90", "--jobs", "2", "--json", *arguments])
+    out, err = capsys.readouterr()
+    return code, json.loads(out) if out else {}, err
+
+
+def _launched(problem: MoEProblem, cache: Path, counts: str) -> dict[str, int]:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, json.dumps(problem.to_dict()), "cuda:sm90", counts],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_after_compiling_ahead_nothing_compiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = tmp_path / "made"
+    code, made, err = _compile(capsys, "--tokens", "1-24", "--cache", str(cache))
+    assert code == 0, err
+    assert made["num_compiled"] == len(made["kernels"]) >= 6
+    assert {kernel["name"].rpartition(":")[2] for kernel in made["kernels"]} >= {
+        "_gemv_gate_up_kernel", "_gate_up_kernel", "_sort_routes_kernel", "_reduce_routes_kernel"
+    }  # fmt: skip
+    # Numbers that nobody named a launch for among them.
+    counts = "1,2,3,7,8,13,16,17,19,23,24"
+    assert _launched(_problem(), cache, counts)["compiled"] == 0
+    # Elsewhere, once the paths in the folder are this place's.
+    moved = tmp_path / "moved"
+    shutil.move(cache, moved)
+    assert main(["compile", "--check", "--cache", str(moved), "--platform", "cuda:sm90"]) == 0
+    assert "1 layers" in capsys.readouterr().out
+    found = _launched(_problem(), moved, counts)
+    assert found["compiled"] == 0
+    assert 0 < found["read"] <= len(made["kernels"]) < found["launched"]
+    # The counter counts: this layer has a bias, which is another variant of the products.
+    assert _launched(_problem(has_bias=True), moved, "1")["compiled"] > 0
+
+
+@pytest.mark.slow
+def test_what_is_in_the_cache_is_not_compiled_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, made, err = _compile(capsys, "--tokens", "1", "--cache", str(tmp_path))
+    assert code == 0, err
+    code, again, err = _compile(capsys, "--tokens", "1", "--cache", str(tmp_path))
+    assert (code, again["num_compiled"]) == (0, 0), err
+    assert len(again["kernels"]) == len(made["kernels"]) == made["num_compiled"] > 0
+    assert made["token_counts"] == {"number": 1, "least": 1, "most": 1}
+
+
+def test_a_backend_that_compiles_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, made, err = _compile(capsys, "--tokens", "1,2", "--require", "torch", "--cache", str(tmp_path))
+    assert code == 3
+    assert err.startswith("moereg: backend 'torch' compiles nothing ahead: it launches no Triton kernels; require one")
+    assert err.count("\n") == 1
+    assert made["kernels"] == []
