@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +15,7 @@ from moereg.arguments import check_count, check_flag, check_instance, takes
 from moereg.call_checks import check_call, check_no_alias, check_values
 from moereg.canonical import check_expert
 from moereg.compiled import new_handle, run_compiled
-from moereg.dispatch import Decision, Selection, select_backend
+from moereg.dispatch import Decision, Selection, check_same_everywhere, select_backend
 from moereg.errors import ArgumentError, LayoutMismatchError
 from moereg.experts import Experts
 from moereg.graph_pools import outside_pools
@@ -373,7 +373,7 @@ def make_kernel(
         selection = select_backend(problem)
     winner = _check_selection(selection, problem)
     if group is not None:
-        _check_same_everywhere(selection, group)
+        check_same_everywhere(selection, group)
     use_shipped_kernels(selection.platform)
 
     def made() -> MoEKernel:
@@ -397,12 +397,3 @@ def _check_selection(selection: Selection, problem: MoEProblem) -> Decision:
             f"the selection has no backend that is registered here (it names {selection.backend!r}); select again"
         )
     return winner
-
-
-def _check_same_everywhere(selection: Selection, group: Any) -> None:
-    check_instance("group", group, torch.distributed.ProcessGroup, "make one with torch.distributed.new_group()")
-    gather: Callable[..., None] = torch.distributed.all_gather_object
-    found: list[str | None] = [None] * torch.distributed.get_world_size(group)
-    gather(found, f"{selection.fingerprint} ({selection.backend})", group=group)
-    if len(set(found)) > 1:
-        raise ValueError(f"all ranks must choose the same kernel, got {found}; require one backend on all of them")

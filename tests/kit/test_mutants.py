@@ -36,6 +36,7 @@ AREAS = {
     "triton_packed",
     "triton_quantized",
     "tuning",
+    "warm_up",
 }
 
 

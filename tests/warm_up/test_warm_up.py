@@ -121,7 +121,9 @@ def test_what_cannot_be_compiled_ahead_runs(kernel: MoEKernel) -> None:
     NotingExperts.called.clear()
     kernel.warm_up()
     assert NotingExperts.called == [2**n for n in range(14, -1, -1)]
-    with pytest.raises(BackendError, match=r"backend 'noting' .* raised in NotingExperts\.apply: RuntimeError: unlucky"):
+    with pytest.raises(
+        BackendError, match=r"backend 'noting' .* raised in NotingExperts\.apply: RuntimeError: unlucky"
+    ):
         kernel.warm_up([13])
 
 
@@ -132,7 +134,9 @@ def test_calls_load_what_was_compiled(kernel: MoEKernel, monkeypatch: pytest.Mon
     done = kernel.warm_up()
     # One for each list of launches; the largest first.
     assert NotingExperts.called == [17, 1]
-    assert str(done).startswith("2 kernels of noting for 1 to 16384 tokens: 1 compiled, 1 were in the cache, 2 calls ma")
+    assert str(done).startswith(
+        "2 kernels of noting for 1 to 16384 tokens: 1 compiled, 1 were in the cache, 2 calls ma"
+    )
     NotingExperts.called.clear()
     kernel.warm_up([4, 2])
     assert NotingExperts.called == [17, 4, 2, 1]  # Those that were named are recorded, too.
@@ -159,7 +163,9 @@ def test_a_process_compiles_for_a_kind_of_layer_once(
     assert kernel.warm_up([1, 4]).num_compiled == 1
     assert [one[0] for one in asked] == [(1, 2), (1, 4)]
     monkeypatch.setenv("TRITON_CACHE_DIR", "/dev/null/no")
-    with pytest.raises(ArgumentError, match=r"a folder that can be written, got /dev/null/no \(Not a directory\); set "):
+    with pytest.raises(
+        ArgumentError, match=r"a folder that can be written, got /dev/null/no \(Not a directory\); set "
+    ):
         kernel.warm_up([1, 2])
 
 
@@ -181,9 +187,7 @@ def test_dummy_calls_are_calls(activation_format: str, num_local_experts: int) -
         DummyLayer(kernel.experts, kernel.weights, kernel.expert_map).call(num_tokens)
 
 
-@pytest.mark.parametrize(
-    ("quant", "num_kinds"), [("unquantized", 1), ("fp8_block128", 1), ("fp8_tensor_static", 2)]
-)
+@pytest.mark.parametrize(("quant", "num_kinds"), [("unquantized", 1), ("fp8_block128", 1), ("fp8_tensor_static", 2)])
 def test_weights_that_a_checkpoint_may_have(quant: str, num_kinds: int) -> None:
     problem = MoEProblem(num_experts=4, hidden_size=128, intermediate_size=128, top_k=2, quant=quant)
     selection = select_backend(problem, platform="cuda:sm90", require="triton")
@@ -263,6 +267,7 @@ def test_a_folder_that_was_moved_serves_there(
         ("options", "0", "by Triton with other options or another assembler"),
         ("kernels", "0", "by another version of moereg's kernels"),
     ],
+    ids=["triton", "python", "build", "settings", "options", "kernels"],
 )
 def test_a_folder_of_another_compiler_is_refused(
     folder: Path, name: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -291,7 +296,7 @@ def test_a_folder_for_another_platform_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 2}', '{"schema": 1, "root": 1, "layers": []}'])
 def test_a_note_that_nobody_wrote(folder: Path, text: str) -> None:
     (folder / cache.NOTE).write_text(text)
-    with pytest.raises(ArgumentError, match="must be what `moereg compile` writes, got .*; compile again"):
+    with pytest.raises(ArgumentError, match=r"must be what `moereg compile` writes, got .*; compile again"):
         shipped.check_shipped(folder, SM90)
 
 
@@ -299,7 +304,7 @@ def test_a_folder_without_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert shipped.check_shipped(tmp_path, SM90) is None
     assert shipped.check_shipped(tmp_path / "absent", SM90) is None
     monkeypatch.setenv("MOEREG_KERNEL_CACHE", str(tmp_path))
-    with pytest.raises(ArgumentError, match="MOEREG_KERNEL_CACHE must name a folder that `moereg compile --cache` has"):
+    with pytest.raises(ArgumentError, match=r"MOEREG_KERNEL_CACHE must name a folder that `moereg compile --cache`"):
         shipped.use_shipped_kernels(SM90)
 
 
