@@ -5,27 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 import weakref
-from typing import Final, Protocol
+from typing import Any, Final
 
 import torch
 
 from moereg.graph_pools import in_compiled_code
 
-__all__ = ["CompiledLayer", "is_exporting", "new_handle", "run_compiled"]
-
-
-class CompiledLayer(Protocol):
-    """What compiled code can run."""
-
-    def check_and_run(
-        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """Checks addresses and values, which tensors do not have while code is compiled, and writes `out`."""
+__all__ = ["is_exporting", "layer_of", "new_handle", "run_compiled"]
 
 
 # Another process counts from another number on, so that code which was exported there finds no layer of this one.
 _HANDLES: Final = itertools.count(random.SystemRandom().getrandbits(62))
-_LAYERS: Final[weakref.WeakValueDictionary[int, CompiledLayer]] = weakref.WeakValueDictionary()
+_LAYERS: Final[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 
 _LIBRARY: Final = torch.library.Library("moereg", "DEF")
 _LIBRARY.define(
@@ -42,8 +33,12 @@ def is_exporting() -> bool:
     return bool(torch.compiler._is_exporting_flag)
 
 
-def new_handle(layer: CompiledLayer) -> torch.Tensor:
+def new_handle(layer: object) -> torch.Tensor:
     """A number by which compiled code finds a layer, which it does not keep alive.
+
+    Args:
+        layer: For `run_compiled` one whose `check_and_run` checks addresses and values, which tensors do not have while
+            code is compiled, and writes `out`.
 
     Returns:
         [] int64. A tensor, since compiled code treats a number as a constant: each layer would compile its caller
@@ -52,6 +47,21 @@ def new_handle(layer: CompiledLayer) -> torch.Tensor:
     number = next(_HANDLES)
     _LAYERS[number] = layer
     return torch.tensor(number, device="cpu")
+
+
+def layer_of(handle: torch.Tensor) -> Any:
+    """The layer that a handle was made for.
+
+    Raises:
+        RuntimeError: It is gone, or of another process.
+    """
+    layer = _LAYERS.get(int(handle))  # The handle is on the CPU, so nothing waits for a device.
+    if layer is None:
+        raise RuntimeError(
+            f"the MoE layer of compiled code (handle {int(handle)}) is gone; keep a reference to it, and export again "
+            "in another process"
+        )
+    return layer
 
 
 def run_compiled(
@@ -72,12 +82,7 @@ def _moe_layer(
     out: torch.Tensor,
     handle: torch.Tensor,
 ) -> None:
-    layer = _LAYERS.get(int(handle))  # The handle is on the CPU, so nothing waits for a device.
-    if layer is None:
-        raise RuntimeError(
-            f"the MoE layer of compiled code (handle {int(handle)}) is gone; keep a reference to it, and export again "
-            "in another process"
-        )
+    layer = layer_of(handle)
     with in_compiled_code():
         layer.check_and_run(hidden_states, topk_weights, topk_ids, out)
 

@@ -14,8 +14,8 @@ import torch
 from moereg.dispatch import platform_of, select_backend
 from moereg.graph_pools import in_compiled_code
 from moereg.layer import MoEKernel, make_kernel
-from moereg.module_state import state_of
 from moereg.problem import MoEProblem
+from moereg.tensor_state import TensorState, states_of
 from moereg.weights import ExpertWeights
 
 __all__ = ["run_exported"]
@@ -31,7 +31,7 @@ class _Layer:
     """
 
     kernel: MoEKernel
-    seen: tuple[tuple[int, int], ...]
+    seen: tuple[TensorState, ...]
 
 
 _LAYERS: Final[dict[tuple[str, tuple[int, ...]], _Layer]] = {}
@@ -97,7 +97,7 @@ def _kernel_of(tensors: list[torch.Tensor], layer: str) -> MoEKernel:
     said = json.loads(layer)
     held = dict(zip(said.pop("tensors"), tensors, strict=True))
     expert_map = held.pop("expert_map", None)
-    found, seen = _LAYERS.get(key), state_of(held.values())
+    found, seen = _LAYERS.get(key), states_of(held.values())
     if found is not None and found.seen == seen:
         return found.kernel
     problem = MoEProblem.from_dict(said.pop("problem"))

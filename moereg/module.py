@@ -17,7 +17,7 @@ from moereg.errors import ArgumentError
 from moereg.exported import run_exported
 from moereg.layer import MoEKernel, make_kernel
 from moereg.module_state import CanonicalModule, experts_of, has_shared_experts, router_tensors, zeros_for
-from moereg.one_expert import forget_moves
+from moereg.one_expert import keeping_moves
 from moereg.placement import resolve_expert_map
 from moereg.problem import MoEProblem
 from moereg.quant import TENSOR_ROLES
@@ -327,8 +327,8 @@ class MoELayer(CanonicalModule):
             "kernel with layer.to(layer.w13.device) and capture again"
         )
         if not self.keep_canonical:
-            kernel.weights.to_canonical(0)  # Raises where nothing could be read back.
-            forget_moves()
+            with keeping_moves():
+                kernel.weights.to_canonical(0)  # Raises where nothing could be read back.
             self._free()
         self._kernel, self._seen = kernel, self._state()
         return kernel

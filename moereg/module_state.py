@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -16,25 +16,20 @@ from moereg.arguments import check_count, check_instance
 from moereg.compiled import new_handle
 from moereg.errors import ArgumentError
 from moereg.layer import MoEKernel
-from moereg.one_expert import forget_moves
+from moereg.one_expert import read_all
 from moereg.problem import DTYPES, MoEProblem
 from moereg.quant import TENSOR_ROLES
 from moereg.routing import RouterSpec
+from moereg.tensor_state import TensorState, states_of
 from moereg.weights import ExpertWeights
 
 __all__ = [
     "CanonicalModule",
     "experts_of",
     "has_shared_experts",
-    "read_all",
     "router_tensors",
-    "state_of",
     "zeros_for",
 ]
-
-
-State = tuple[tuple[int, int], ...]
-"""Address and version of each canonical tensor."""
 
 
 class CanonicalModule(torch.nn.Module):
@@ -53,7 +48,7 @@ class CanonicalModule(torch.nn.Module):
         """Without parameters."""
         super().__init__()
         self._kernel: MoEKernel | None = None
-        self._seen: State | None = None
+        self._seen: tuple[TensorState, ...] | None = None
         self._freed: dict[str, torch.Tensor] = {}
 
     @property
@@ -61,7 +56,7 @@ class CanonicalModule(torch.nn.Module):
         """Canonical weights: views of the parameters, or new ones out of the kernel where they were freed."""
         if self._is_freed:
             assert self._kernel is not None
-            return read_all(self._kernel)
+            return read_all(self._kernel.weights)
         tensors = {name: self._parameters.get(name) for name in TENSOR_ROLES}
         held = {name: value.detach() for name, value in tensors.items() if value is not None}
         return ExpertWeights.unchecked(held, self.problem.quant)
@@ -92,8 +87,8 @@ class CanonicalModule(torch.nn.Module):
             self._freed[name] = torch.empty_like(tensor, device="meta")
             self._set(name, None)
 
-    def _state(self) -> State:
-        return state_of(tensor for name in TENSOR_ROLES if (tensor := self._parameters[name]) is not None)
+    def _state(self) -> tuple[TensorState, ...]:
+        return states_of(tensor for name in TENSOR_ROLES if (tensor := self._parameters[name]) is not None)
 
     def _thaw(self) -> None:
         """Gives freed parameters back, and drops the kernel that held them."""
@@ -193,14 +188,6 @@ class CanonicalModule(torch.nn.Module):
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
         """As `MoEKernel.check_and_run`."""
-
-
-def state_of(tensors: Iterable[torch.Tensor]) -> State:
-    """What changes when tensors are replaced or written into.
-
-    Writes through `tensor.data`, and those into tensors that were made in inference mode, count no versions.
-    """
-    return tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
 
 
 def router_tensors(
@@ -339,23 +326,3 @@ def zeros_for(problem: MoEProblem, device: torch.device) -> dict[str, torch.Tens
 def _as_bytes(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """What a function of `nn.Module._apply` makes of a tensor whose dtype stays: codes may be floats for torch."""
     return fn(tensor.detach().reshape(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
-
-
-def read_all(kernel: MoEKernel) -> ExpertWeights:
-    """All experts of a kernel as new canonical weights, read back one by one.
-
-    Raises:
-        LayoutNotInvertibleError: The kernel's layout does not keep the canonical numbers.
-    """
-    num_experts = kernel.weights.num_experts
-    stacked: dict[str, torch.Tensor] = {}
-    try:
-        for expert in range(num_experts):
-            for name, value in kernel.weights.to_canonical(expert).tensors().items():
-                if name not in stacked:
-                    stacked[name] = value.new_empty(num_experts, *value.shape[1:]) if value.dim() else value
-                if value.dim():
-                    stacked[name][expert] = value[0]
-    finally:
-        forget_moves()
-    return ExpertWeights.unchecked(stacked, kernel.problem.quant)

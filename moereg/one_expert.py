@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Final
 
 import torch
@@ -19,7 +20,7 @@ from moereg.quant import TENSOR_ROLES
 from moereg.selection import Decision, Selection
 from moereg.weights import ExpertWeights, PermutedWeights
 
-__all__ = ["OneExpert", "forget_moves"]
+__all__ = ["OneExpert", "keeping_moves", "read_all"]
 
 _MOST_PLANS: Final = 2
 """Layouts and shapes whose moves are kept. They take twice an expert's bytes where 16-bit numbers move, 4 times for
@@ -30,6 +31,8 @@ _APART: Final[set[Hashable]] = set()
 """Layouts and shapes in which an expert was seen to be permuted without regard to others."""
 
 _LOCK: Final = threading.Lock()
+_readers = 0
+"""How many `keeping_moves` there are."""
 
 
 class OneExpert:
@@ -166,10 +169,40 @@ class OneExpert:
         )
 
 
-def forget_moves() -> None:
-    """Gives the memory of the kept moves back; the next expert that is read back has them found again."""
+@contextlib.contextmanager
+def keeping_moves() -> Iterator[None]:
+    """For many experts: finds a layout's moves once, and gives their memory back at the end, or that of the outermost.
+
+    Without it, the moves of the last layouts stay for the next expert that is read back.
+    """
+    global _readers
     with _LOCK:
-        _PLANS.clear()
+        _readers += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _readers -= 1
+            if not _readers:
+                _PLANS.clear()
+
+
+def read_all(permuted: PermutedWeights) -> ExpertWeights:
+    """All experts of a kernel's weights as new canonical ones, read back one by one.
+
+    Raises:
+        LayoutNotInvertibleError: The layout does not keep the canonical numbers.
+    """
+    stacked: dict[str, torch.Tensor] = {}
+    with keeping_moves():
+        for expert in range(permuted.num_experts):
+            one = permuted.to_canonical(expert)
+            for name, value in one.tensors().items():
+                if name not in stacked:
+                    stacked[name] = value.new_empty(permuted.num_experts, *value.shape[1:]) if value.dim() else value
+                if value.dim():
+                    stacked[name][expert] = value[0]
+    return ExpertWeights.unchecked(stacked, one.scheme)
 
 
 def _changed(tensor: torch.Tensor) -> torch.Tensor:

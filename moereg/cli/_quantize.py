@@ -49,6 +49,9 @@ DEFAULT_TOKENS: Final = (1, 64)
 # Tokens that errors and scales of activations come from, where a call has fewer.
 _SAMPLE_TOKENS: Final = 64
 _MAX_FRACTION: Final = 0.6
+_ROUNDS: Final = 16
+_SECONDS: Final = 0.3
+"""A choice among twenty schemes needs no third digit, and emulations on a CPU take a second a call."""
 
 
 def find_schemes(words: Sequence[str]) -> tuple[QuantScheme, ...]:
@@ -211,6 +214,7 @@ class _Work:
     calls: dict[int, list[Call]]
     expected: torch.Tensor
     original: Comparison | None = None
+    is_original_right: bool = False
 
     @classmethod
     def of(cls, result: QuantizeResult, loaded: CheckpointLayer) -> _Work:
@@ -262,6 +266,7 @@ class _Work:
             self.original = self._comparison(selection, weights)
             measured = tuple(self._measure(self.original, count) for count in self.calls)
             output_error = self._output_error(problem, weights, winner)
+        self.is_original_right = all(row.passed for row in measured)
         times = tuple(row.time_us for row in measured)
         return SchemeRow(
             problem.quant.name, winner, _num_bytes(weights), _bits(weights), 0.0, output_error, measured, times
@@ -281,7 +286,7 @@ class _Work:
             measured, original_us = [], []
             for done, count in enumerate(self.calls, start=3):
                 # Again for each scheme: a machine's speed drifts, and a ratio needs both of the same minute.
-                original_us.append(self._measure(self.original, count).time_us)
+                original_us.append(self._original_us(count))
                 measured.append(self._measure(comparison, count))
                 advance(done, steps)
         return SchemeRow(
@@ -336,8 +341,16 @@ class _Work:
         return Comparison(alone, lambda: weights, self.calls, layer_tolerance)
 
     def _measure(self, comparison: Comparison, count: int) -> Measurement:
-        (row,) = comparison.measure(count, None)
+        (row,) = comparison.measure(count, None, _ROUNDS, _SECONDS)
         return row
+
+    def _original_us(self, count: int) -> float:
+        """The original's time now; NaN where it was wrong or failed."""
+        assert self.original is not None
+        if not self.is_original_right:
+            return math.nan
+        (timing,) = self.original.time_again(count, _ROUNDS, _SECONDS).values()
+        return timing.median_us
 
     def _output_error(self, problem: MoEProblem, weights: ExpertWeights, winner: Decision) -> float:
         routes = self.layer.route(self.sample)
@@ -370,8 +383,8 @@ def _weights_error(weights: ExpertWeights, plain: ExpertWeights) -> float:
         restored = dequantize_weights(ExpertWeights(**one, quant=quant), torch.float32)
         for found, matrix in zip(restored, (plain.w13, plain.w2), strict=True):
             expected = matrix[expert].float()
-            difference += float((found[0] - expected).double().square().sum())
-            norm += float(expected.double().square().sum())
+            difference += float(torch.linalg.vector_norm(found[0] - expected)) ** 2
+            norm += float(torch.linalg.vector_norm(expected)) ** 2
     return math.sqrt(difference / norm) if norm else math.sqrt(difference)
 
 

@@ -28,6 +28,7 @@ from moereg.integrations._experts import memory, serving
 from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch
 from moereg.integrations._experts.calls import call
 from moereg.memory import format_bytes
+from moereg.one_expert import keeping_moves
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.selection import Selection
@@ -190,7 +191,7 @@ def prepare(
     plans = [_plan(model, each, request) for each in found]
     before = memory.held_bytes(model)
     layers: list[LayerChoice] = []
-    with _bar(progress, len(found)) as advance:
+    with keeping_moves(), _bar(progress, len(found)) as advance:
         for plan in plans:
             layers.append(_prepare_layer(plan, request, free))
             advance(len(layers), len(found))
@@ -275,11 +276,12 @@ def restore(model: torch.nn.Module) -> None:
     Patched classes run their own code again. Others make their kernels again at the next call, unless another
     implementation is set.
     """
-    for module in model.modules():
-        found = serving.served(module)
-        if found is not None:
-            found.give_back()
-            serving.detach(module)
+    with keeping_moves():
+        for module in model.modules():
+            found = serving.served(module)
+            if found is not None:
+                found.give_back()
+                serving.detach(module)
 
 
 def explain_model(

@@ -30,7 +30,7 @@ from moereg.tuning.inputs import Call
 from moereg.tuning.measurement import Measurement
 from moereg.tuning.own_calls import OwnCalls
 from moereg.tuning.roofline import Ceilings, roofline_us, work_of
-from moereg.tuning.timing import ROUNDS, SECONDS, Timing, kernel_runs, time_runs, wait_for
+from moereg.tuning.timing import ROUNDS, SECONDS, Timing, kernel_runs, time_kernels, time_runs, wait_for
 from moereg.tuning.watched import WatchedTensors
 from moereg.weights import ExpertWeights
 
@@ -165,6 +165,11 @@ class Comparison:
             )
             for decision in self._candidates
         ]
+
+    @torch.no_grad()
+    def time_again(self, key: Hashable, rounds: int = ROUNDS, seconds: float = SECONDS) -> dict[Decision, Timing]:
+        """Times candidates that were measured before in turns once more, and compares nothing again."""
+        return time_kernels(self._kernels, self._inputs[key], rounds, seconds)
 
     @property
     def stopped(self) -> BackendError | None:

@@ -6,8 +6,9 @@ from typing import Any, Final
 
 import torch
 
+from moereg.compiled import layer_of
 from moereg.graph_pools import in_compiled_code
-from moereg.integrations._experts.serving import SERVED, attach, refused, served
+from moereg.integrations._experts.serving import ServedExperts, attach, refused, served
 
 __all__ = ["call"]
 
@@ -76,9 +77,7 @@ _LIBRARY.define("no_gradient(Tensor gradient) -> Tensor")
 def _live_experts(
     hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, handle: torch.Tensor
 ) -> torch.Tensor:
-    found = SERVED.get(int(handle))  # The handle is on the CPU, so nothing waits for a device.
-    if found is None:
-        raise RuntimeError("the experts module of compiled code is gone; keep a reference to the model")
+    found: ServedExperts = layer_of(handle)
     with in_compiled_code():
         return found.run(hidden_states, topk_ids, topk_weights)
 

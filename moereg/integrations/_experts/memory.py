@@ -11,7 +11,6 @@ import torch
 from moereg.errors import MoeregError
 from moereg.integrations._experts.serving import NAMES, ServedExperts, owner_of, served
 from moereg.inversion import same_bits
-from moereg.weights import PermutedWeights
 
 __all__ = ["held_bytes", "release"]
 
@@ -34,15 +33,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         found = served(module)
         for kernel in found.kernels.values() if found is not None else ():
-            yield from _flat(kernel.weights)
-
-
-def _flat(weights: PermutedWeights) -> Iterator[torch.Tensor]:
-    for value in (*weights.per_expert.values(), *weights.shared.values()):
-        if isinstance(value, torch.Tensor):
-            yield value
-        else:
-            yield from value
+            yield from kernel.weights.flat()
 
 
 def release(found: ServedExperts) -> str | None:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
-import itertools
-import random
 import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 
+from moereg.compiled import new_handle
 from moereg.dispatch import Names, platform_of, select_backend
 from moereg.errors import ArgumentError, MoeregError, described
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
 from moereg.layer import MoEKernel, make_kernel
+from moereg.one_expert import read_all
 from moereg.problem import MoEProblem
 from moereg.selection import Selection
+from moereg.tensor_state import TensorState, are_elsewhere, states_of
 from moereg.weights import ExpertWeights
 
 __all__ = [
     "NAMES",
-    "SERVED",
     "ServedExperts",
     "attach",
     "check_servable",
@@ -102,26 +101,6 @@ def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
     return value
 
 
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """What tells whether parameters are those that a kernel was made of."""
-
-    address: int
-    version: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _State:
-        # Tensors that were made in inference mode count no versions.
-        version = -1 if tensor.is_inference() else tensor._version
-        return cls(tensor.data_ptr(), version, tensor.dtype, tensor.device)
-
-
-def _places(states: tuple[_State, ...]) -> list[_State]:
-    return [dataclasses.replace(state, version=0) for state in states]
-
-
 class ServedExperts:
     """The kernels of one module. Lives in the module; never pickled, since its layouts are one machine's.
 
@@ -137,12 +116,9 @@ class ServedExperts:
         self.released: dict[str, torch.nn.Parameter] = {}
         self._module = weakref.ref(module)
         self._live: LiveExperts | None = None
-        self._states: tuple[_State, ...] = ()
+        self._states: tuple[TensorState, ...] = ()
         self._is_stale = False
-        number = next(_HANDLES)
-        # A tensor, since compiled code would treat a number as a constant and compile each layer again.
-        self.handle = torch.tensor(number, device="cpu")
-        SERVED[number] = self
+        self.handle = new_handle(self)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -206,13 +182,13 @@ class ServedExperts:
             return
         names = self.live.parameters  # Says what is wrong with tensors of other kinds.
         try:
-            states = tuple(_State.of(_tensor(module, name)) for name in names)
+            states = states_of(_tensor(module, name) for name in names)
         except (AttributeError, AssertionError, RuntimeError) as error:
             raise refused(module, f"its parameters changed ({described(error)})") from error
         before = self._states
         if states == before and not self._is_stale:
             return
-        if before and _places(states) != _places(before):
+        if before and are_elsewhere(before, states):
             self._live = None  # Sizes and dtypes may be others.
             self.kernels.clear()
         elif self.kernels:
@@ -245,7 +221,7 @@ class ServedExperts:
                 )
         vars(module).pop("_apply", None)  # See `memory.release`.
         self.released = {}
-        self._states = tuple(_State.of(_tensor(module, name)) for name in live.parameters)
+        self._states = states_of(_tensor(module, name) for name in live.parameters)
 
     def restored(self) -> ExpertWeights:
         """Canonical weights out of a kernel, where the module's own were freed.
@@ -253,8 +229,7 @@ class ServedExperts:
         Raises:
             MoeregError: The layout cannot be inverted.
         """
-        kernel = next(iter(self.kernels.values()))
-        return _canonical_of(kernel)
+        return read_all(next(iter(self.kernels.values())).weights)
 
     def run(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """Runs the module.
@@ -300,26 +275,6 @@ class ServedExperts:
 
 def _nothing() -> None:
     """What a pickled module has instead of kernels."""
-
-
-# Another process counts from another number on, so that code which was exported there finds no module of this one.
-_HANDLES: Final = itertools.count(random.SystemRandom().getrandbits(62))
-SERVED: Final[weakref.WeakValueDictionary[int, ServedExperts]] = weakref.WeakValueDictionary()
-"""By handle."""
-
-
-def _canonical_of(kernel: MoEKernel) -> ExpertWeights:
-    """Reads all experts back out of a kernel, one by one."""
-    weights = kernel.weights
-    stacked: dict[str, torch.Tensor] = {}
-    for expert in range(kernel.problem.num_local_experts):
-        one = weights.to_canonical(expert).tensors()
-        if not stacked:
-            num_experts = kernel.problem.num_local_experts
-            stacked = {name: value.new_empty(num_experts, *value.shape[1:]) for name, value in one.items()}
-        for name, value in one.items():
-            stacked[name][expert] = value[0]
-    return ExpertWeights(**stacked, quant=kernel.problem.quant)
 
 
 def served(module: torch.nn.Module) -> ServedExperts | None:
