@@ -12,7 +12,7 @@ from rich.text import Text
 from moereg.cli._info import selection_with_evidence
 from moereg.cli._options import ProblemFlags, usage_errors
 from moereg.cli._output import console
-from moereg.cli._show import machine, new_table, of_wheel, print_notices, print_reasons, source_of
+from moereg.cli._show import WIDE, machine, new_table, of_wheel, print_notices, print_reasons, source_of
 from moereg.errors import one_line
 from moereg.integrations.transformers import LayerChoice, explain_model, grouped
 from moereg.selection import SCHEMA, Selection, nearest_by_backend
@@ -84,12 +84,15 @@ def show_model_choices(choices: ModelChoices) -> None:
     if selections:
         platform = selections[0].platform
         where = f" on {machine(platform) if platform.probed else f'{platform} (named, not this machine)'}"
-    target.print(f"{name}: {len(choices.layers)} layers with experts{where}")
+    count = len(choices.layers)
+    target.print(f"{name}: {count} layer{'' if count == 1 else 's'} with experts{where}")
     table = new_table("experts", "layers", "layer", "backend", "why")
+    for column in (table.columns[0], table.columns[3]) if target.width < WIDE else ():
+        column.no_wrap = True  # The layer is folded, between its parts.
     for group in grouped(choices.layers):
         first = group[0]
         winner = None if first.selection is None else first.selection.winner
-        names = first.name if len(group) == 1 else f"{first.name} to {group[-1].name}"
+        names = _range_of(first.name, group[-1].name)
         why = first.refusal or ("nothing fits" if first.selection is None else source_of(first.selection))
         backend = Text("none", style="red") if winner is None else Text(f"{winner.backend}{of_wheel(winner)}")
         shown = first.class_name if first.problem is None else str(first.problem)
@@ -101,3 +104,14 @@ def show_model_choices(choices: ModelChoices) -> None:
                 reasons = [vars(reason) for reason in decision.reasons]
                 print_reasons(target, f"{decision.backend} does not fit {selection.problem}:", reasons)
     print_notices(target, list(dict.fromkeys(notice for selection in selections for notice in selection.notices)))
+
+
+def _range_of(first: str, last: str) -> str:
+    """Names from one to another: `model.layers.0-47.mlp.experts` where they differ in a number alone."""
+    if first == last:
+        return first
+    pairs = list(zip(first.split("."), last.split("."), strict=False))
+    different = [pair for pair in pairs if pair[0] != pair[1]]
+    if first.count(".") != last.count(".") or len(different) != 1 or not all(part.isdecimal() for part in different[0]):
+        return f"{first} to {last}"
+    return ".".join(one if one == other else f"{one}-{other}" for one, other in pairs)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, get_args
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from moereg.checkpoints import (
     CheckpointLayer,
@@ -27,12 +24,11 @@ from moereg.cli._machine import layer_device, platform_at_hand
 from moereg.cli._options import ProblemFlags, UsageError, usage_errors
 from moereg.cli._progress import phase
 from moereg.cli._quantize_result import QuantizeResult, Question, SchemeRow
-from moereg.discovery import find_scheme
 from moereg.dispatch import explain_backends
-from moereg.errors import TooLargeError, one_line, shown
+from moereg.errors import TooLargeError, one_line
 from moereg.memory import format_bytes, free_memory_bytes
 from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, QuantScheme, TensorRole, get_scheme
+from moereg.quant import QuantScheme, TensorRole, get_scheme
 from moereg.quantize import dequantize_weights
 from moereg.reference import reference_experts, relative_error
 from moereg.selection import Decision, Selection
@@ -43,7 +39,7 @@ from moereg.tuning.inputs import Call, num_calls
 from moereg.tuning.roofline import expert_bytes
 from moereg.weights import ExpertWeights
 
-__all__ = ["DEFAULT_TOKENS", "compare_schemes", "find_schemes", "read_inputs"]
+__all__ = ["DEFAULT_TOKENS", "compare_schemes"]
 
 DEFAULT_TOKENS: Final = (1, 64)
 # Tokens that errors and scales of activations come from, where a call has fewer.
@@ -52,53 +48,6 @@ _MAX_FRACTION: Final = 0.6
 _ROUNDS: Final = 16
 _SECONDS: Final = 0.3
 """A choice among twenty schemes needs no third digit, and emulations on a CPU take a second a call."""
-
-
-def find_schemes(words: Sequence[str]) -> tuple[QuantScheme, ...]:
-    """The schemes of `--quant`: names, and stars as in `int4_*`; all that moereg names if there is no word.
-
-    Raises:
-        UnknownSchemeError: A name is not known.
-        UsageError: A pattern matches none, or a scheme has nothing to quantize to.
-    """
-    known = {name: scheme for name, scheme in QUANT_SCHEMES.items() if scheme.weight is not None}
-    names = [name.strip() for word in words for name in word.split(",") if name.strip()]
-    found: dict[str, QuantScheme] = {}
-    for name in names or ["*"]:
-        if "*" in name or "?" in name:
-            matching = fnmatch.filter(known, name)
-            if not matching:
-                raise UsageError(f"--quant {shown(name)} matches no scheme (known: {', '.join(known)})")
-            found |= {match: known[match] for match in matching}
-            continue
-        scheme = find_scheme(name)  # A plugin may bring its own.
-        if scheme.weight is None:
-            raise UsageError(f"--quant names what to quantize to, got {name}; the original is always in the table")
-        found[name] = scheme
-    return tuple(found.values())
-
-
-def read_inputs(path: Path | None) -> dict[int, torch.Tensor]:
-    """`--inputs`: a safetensors file with [T,H] for some layers, named by their index.
-
-    Raises:
-        UsageError: It is no such file.
-    """
-    if path is None:
-        return {}
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"--inputs takes a safetensors file, got {str(path)!r}: {one_line(str(error))}") from None
-    for name, tensor in tensors.items():
-        if not name.isdecimal() or tensor.dim() != 2 or not tensor.is_floating_point() or not len(tensor):
-            raise UsageError(
-                "--inputs takes hidden states [T,H] by the index of their layer, such as '12', got "
-                f"{shown(name)} {list(tensor.shape)} {tensor.dtype}; save each layer's under its index"
-            )
-        if not tensor.isfinite().all():
-            raise UsageError(f"--inputs takes finite numbers, got infinity or NaN in {shown(name)}; capture them again")
-    return {int(name): tensor for name, tensor in tensors.items()}
 
 
 def compare_schemes(flags: ProblemFlags, question: Question) -> QuantizeResult:

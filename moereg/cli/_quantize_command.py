@@ -61,8 +61,8 @@ def quantize(
     """Compare schemes on a checkpoint's layer, write a copy."""
     from moereg.cli._bench import parse_tokens
     from moereg.cli._plot import check_can_plot, write_plot
-    from moereg.cli._quantize import DEFAULT_TOKENS, compare_schemes, find_schemes, read_inputs
-    from moereg.cli._quantize_result import Question
+    from moereg.cli._quantize import DEFAULT_TOKENS, compare_schemes
+    from moereg.cli._quantize_result import Question, find_schemes, read_inputs
     from moereg.cli._quantize_show import plot_quantize, show_quantize
 
     with only_results_on_stdout(verbose):

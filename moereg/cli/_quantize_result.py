@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from moereg.checkpoints import SavedCheckpoint
+from moereg.cli._options import UsageError
+from moereg.discovery import find_scheme
+from moereg.errors import one_line, shown
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
-from moereg.quant import QuantScheme
+from moereg.quant import QUANT_SCHEMES, QuantScheme
 from moereg.selection import SCHEMA, Decision, Selection, nearest_by_backend
 from moereg.tuning.compare import Measurement
 
-__all__ = ["QuantizeResult", "Question", "SchemeRow"]
+__all__ = ["QuantizeResult", "Question", "SchemeRow", "find_schemes", "read_inputs"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,3 +191,50 @@ class QuantizeResult:
                 "read_back": self.read_back,
             },
         }
+
+
+def find_schemes(words: Sequence[str]) -> tuple[QuantScheme, ...]:
+    """The schemes of `--quant`: names, and stars as in `int4_*`; all that moereg names if there is no word.
+
+    Raises:
+        UnknownSchemeError: A name is not known.
+        UsageError: A pattern matches none, or a scheme has nothing to quantize to.
+    """
+    known = {name: scheme for name, scheme in QUANT_SCHEMES.items() if scheme.weight is not None}
+    names = [name.strip() for word in words for name in word.split(",") if name.strip()]
+    found: dict[str, QuantScheme] = {}
+    for name in names or ["*"]:
+        if "*" in name or "?" in name:
+            matching = fnmatch.filter(known, name)
+            if not matching:
+                raise UsageError(f"--quant {shown(name)} matches no scheme (known: {', '.join(known)})")
+            found |= {match: known[match] for match in matching}
+            continue
+        scheme = find_scheme(name)  # A plugin may bring its own.
+        if scheme.weight is None:
+            raise UsageError(f"--quant names what to quantize to, got {name}; the original is always in the table")
+        found[name] = scheme
+    return tuple(found.values())
+
+
+def read_inputs(path: Path | None) -> dict[int, torch.Tensor]:
+    """`--inputs`: a safetensors file with [T,H] for some layers, named by their index.
+
+    Raises:
+        UsageError: It is no such file.
+    """
+    if path is None:
+        return {}
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"--inputs takes a safetensors file, got {str(path)!r}: {one_line(str(error))}") from None
+    for name, tensor in tensors.items():
+        if not name.isdecimal() or tensor.dim() != 2 or not tensor.is_floating_point() or not len(tensor):
+            raise UsageError(
+                "--inputs takes hidden states [T,H] by the index of their layer, such as '12', got "
+                f"{shown(name)} {list(tensor.shape)} {tensor.dtype}; save each layer's under its index"
+            )
+        if not tensor.isfinite().all():
+            raise UsageError(f"--inputs takes finite numbers, got infinity or NaN in {shown(name)}; capture them again")
+    return {int(name): tensor for name, tensor in tensors.items()}

@@ -148,13 +148,14 @@ def sketch(result: QuantizeResult) -> list[str]:
     right = max(result.original.num_bytes, *(row.num_bytes for row in rows))
     left = min(row.num_bytes for row in rows)
     grid = [[" "] * width for _ in range(height)]
-    for letter, row in zip(_letters(result.rows), result.rows, strict=True):
-        if row not in rows:
+    for letter, point in zip(_letters(result.rows), result.rows, strict=True):
+        if point not in rows:
             continue
-        x = round((row.num_bytes - left) / max(right - left, 1) * (width - 1))
-        y = round((high - math.log10(row.output_error)) / max(high - low, 1e-9) * (height - 1))
-        while x < width - 1 and grid[y][x] != " ":  # Neighbors stand side by side.
-            x += 1
+        x = round((point.num_bytes - left) / max(right - left, 1) * (width - 1))
+        y = round((high - math.log10(point.output_error)) / max(high - low, 1e-9) * (height - 1))
+        # Points on one spot stand around it; a letter is twice as high as it is wide.
+        free = [(row, column) for row in range(height) for column in range(width) if grid[row][column] == " "]
+        y, x = min(free, key=lambda cell, at=(y, x): (2 * abs(cell[0] - at[0]) + abs(cell[1] - at[1]), cell))  # type: ignore[misc]
         grid[y][x] = letter
     marks = {0: f"{10**high:.1%}", height - 1: f"{10**low:.1%}"}
     lines = [f"{marks.get(y, ''):>7} |{''.join(cells).rstrip()}" for y, cells in enumerate(grid)]

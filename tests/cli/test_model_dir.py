@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moereg.cli._model_dir import _range_of
 from tests.cli.command import Call
 from tests.support.tiny_models import needs, tiny_config
 
@@ -26,10 +27,16 @@ def test_layers_of_one_kind_share_a_line(call: Call, tmp_path: Path) -> None:
     lines = out.splitlines()
     assert lines[0].startswith("tiny: 2 layers with experts on cpu")
     row = " ".join(lines[3:])
-    assert "model.layers.0.mlp.experts to" in row
-    assert "model.layers.1.mlp.experts" in row
+    assert "model.layers.0-1.mlp.experts" in row
     assert "E4 H32 I48 k2 bfloat16 unquantized silu" in row
     assert "torch" in row
+
+
+def test_names_that_differ_in_more_than_a_number_are_both_said() -> None:
+    assert _range_of("layers.0.experts", "layers.0.experts") == "layers.0.experts"
+    assert _range_of("layers.0.experts", "layers.47.experts") == "layers.0-47.experts"
+    assert _range_of("thinker.0.experts", "talker.3.experts") == "thinker.0.experts to talker.3.experts"
+    assert _range_of("layers.0.experts", "layers.3.mlp.experts") == "layers.0.experts to layers.3.mlp.experts"
 
 
 def test_json_has_every_layer_and_each_selection_once(call_json: CallJson, tmp_path: Path) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from moereg.checkpoints import load_experts
+from moereg.cli import _quantize
 from moereg.cli._options import ProblemFlags
-from moereg.cli._quantize import compare_schemes, find_schemes
-from moereg.cli._quantize_result import Question
+from moereg.cli._quantize import compare_schemes
+from moereg.cli._quantize_result import Question, find_schemes
+from moereg.cli._quantize_show import sketch
 from moereg.quant import QUANT_SCHEMES
 from moereg.tuning import compare
 from tests.cli.command import Call, CallJson
@@ -30,34 +34,8 @@ TIME_KEYS += ["failure", "damage"]
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here depends on times."""
-    monkeypatch.setattr(compare.Comparison.measure, "__defaults__", (1, 0.0))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    config = {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 3,
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [0],
-        "hidden_act": "silu",
-    }
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for layer in (1, 2):
-        block = f"model.layers.{layer}.mlp"
-        tensors[f"{block}.gate.weight"] = torch.randn(4, 64, generator=generator)
-        for expert in range(4):
-            for name, shape in (("gate_proj", (32, 64)), ("up_proj", (32, 64)), ("down_proj", (64, 32))):
-                tensors[f"{block}.experts.{expert}.{name}.weight"] = torch.randn(shape, generator=generator) / 8
-    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    monkeypatch.setattr(_quantize, "_ROUNDS", 1)
+    monkeypatch.setattr(_quantize, "_SECONDS", 0.0)
 
 
 def test_the_comparison(call_json: CallJson, checkpoint: Path) -> None:
@@ -270,14 +248,38 @@ def test_a_layer_that_is_too_large(checkpoint: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_original_is_timed_beside_each_scheme(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[str] = []
-    measure = compare.Comparison.measure
-
-    def counted(self: compare.Comparison, *arguments: object) -> object:
-        measured.append(self.problem.quant.name)
-        return measure(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(compare.Comparison, "measure", counted)
+    """Its numbers are compared once."""
+    done: list[str] = []
+    for name in ("measure", "time_again"):
+        monkeypatch.setattr(compare.Comparison, name, _counted(getattr(compare.Comparison, name), done))
     schemes = find_schemes(["int8_w8a16", "int4_w4a16_g32"])
     compare_schemes(ProblemFlags(), Question(checkpoint, 1, schemes, (2,), {}, 0, None, True))
-    assert measured == ["unquantized", "unquantized", "int8_w8a16", "unquantized", "int4_w4a16_g32"]
+    beside = "time_again unquantized"
+    assert done == ["measure unquantized", beside, "measure int8_w8a16", beside, "measure int4_w4a16_g32"]
+
+
+def _counted(method: Callable[..., Any], done: list[str]) -> Callable[..., Any]:
+    def run(self: compare.Comparison, *arguments: object) -> object:
+        done.append(f"{method.__name__} {self.problem.quant.name}")
+        return method(self, *arguments)
+
+    return run
+
+
+def test_points_of_one_spot_stand_around_it(checkpoint: Path) -> None:
+    """Letters took each other's place at the right edge, and most stood in the order of the alphabet."""
+    found = compare_schemes(
+        ProblemFlags(), Question(checkpoint, 1, find_schemes(["int8_w8a16"]), (1,), {}, 0, None, True)
+    )
+    (row,) = found.rows
+    assert found.original is not None
+    small = dataclasses.replace(row, num_bytes=row.num_bytes // 2, output_error=10 * row.output_error)
+    alike = dataclasses.replace(
+        found, rows=(small, *[row] * 19), original=dataclasses.replace(found.original, num_bytes=1)
+    )
+    frame = [line.partition("|")[2] for line in sketch(alike) if "|" in line]
+    cells = {letter: (y, x) for y, line in enumerate(frame) for x, letter in enumerate(line) if letter != " "}
+    assert set(cells) == set("abcdefghijklmnopqrst")
+    assert cells.pop("a") == (0, 0)
+    bottom, right = cells["b"]
+    assert all(bottom - y + right - x <= 10 for y, x in cells.values())

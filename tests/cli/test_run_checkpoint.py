@@ -2,46 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from moereg.cli import _layer
 from moereg.tuning.roofline import Ceilings
 from tests.cli.command import Call, CallJson, check_run
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """Qwen3-MoE with one dense layer and two of experts."""
-    config = {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 3,
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [0],
-        "hidden_act": "silu",
-    }
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer in (1, 2):
-        block = f"model.layers.{layer}.mlp"
-        shapes[f"{block}.gate.weight"] = (4, 64)
-        for expert in range(4):
-            for name in ("gate_proj", "up_proj"):
-                shapes[f"{block}.experts.{expert}.{name}.weight"] = (32, 64)
-            shapes[f"{block}.experts.{expert}.down_proj.weight"] = (64, 32)
-    generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
 
 
 @pytest.mark.parametrize("line", ["", "--layer 2 --dtype float32", "--num-local-experts 2 --tokens 5 --deterministic"])
@@ -115,3 +83,24 @@ def test_nothing_fits_a_checkpoint_and_nothing_is_read(
     code, found = call_json(f"run --checkpoint {checkpoint} --platform cpu --require triton")
     check_run(found)
     assert code == 3
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "explain --model qwen3-30b-a3b --platform h100",
+        "explain --checkpoint {checkpoint} --reasons",
+        "explain --model-dir {checkpoint}",
+        "run --checkpoint {checkpoint}",
+        "quantize --checkpoint {checkpoint} --quant int4_w4a16_g32,int8_w8a16,nvfp4 --tokens 1,64",
+    ],
+)
+def test_a_terminal_of_80_columns_is_wide_enough(
+    call: Call, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setattr("moereg.cli._output._PIPED_WIDTH", 80)
+    code, out, _ = call(line.format(checkpoint=checkpoint))
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    names = ("unquantized", "triton", "torch", "TorchPackedExperts", "int4_w4a16_g32", "model.layers.1-2.mlp.experts")
+    assert any(name in out for name in names)  # Names are not broken.
