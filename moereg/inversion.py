@@ -7,6 +7,7 @@ found is no more than a guess: whatever is read back is permuted again and has t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
@@ -42,6 +43,11 @@ class _Numbers:
     digit_bits: int
     parts: tuple[int, ...]
 
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Bits of units, and how many of them are tried to move together: runs of 16 bytes take little memory."""
+        return (self.parts[0], 128 // self.parts[0]), *((bits, 1) for bits in self.parts)
+
 
 _CODES: Final = _Numbers(bits=8, base=0, digit_bits=8, parts=(8, 4, 1))
 _NUMBERS: Final[Mapping[torch.dtype, _Numbers]] = {
@@ -62,11 +68,13 @@ class Moves:
 
     Attributes:
         bits: Of a unit.
-        source: [N] int32, unit of the rows that holds each unit of the tensor; -1 for bits that hold nothing.
-        flip: [N], bits of each that the layout turns around; None where it turns none.
+        run: Units that move together.
+        source: [N / run] int32, run of the rows that holds each run of the tensor; -1 for bits that hold nothing.
+        flip: [N], bits of each unit that the layout turns around; None where it turns none.
     """
 
     bits: int
+    run: int
     source: torch.Tensor
     flip: torch.Tensor | None
 
@@ -74,11 +82,13 @@ class Moves:
         """The tensor's units out of those of the rows, `nothing` where no unit is."""
 
         def of(where: slice) -> torch.Tensor:
-            source = self.source[where].long()
-            values = units[source.clamp(min=0)]
-            return (values if self.flip is None else values ^ self.flip[where]).where(source >= 0, nothing)
+            source = self.source[_of_runs(where, self.run)].long().unsqueeze(1)
+            values = units.view(-1, self.run)[source.squeeze(1).clamp(min=0)]
+            if self.flip is not None:
+                values ^= self.flip[where].view(-1, self.run)
+            return values.where(source >= 0, nothing).flatten()
 
-        return _by_pieces(len(self.source), units, of)
+        return _by_pieces(self.run * len(self.source), units, of)
 
 
 def expert_rows(permuted: PermutedWeights, expert: int) -> dict[str, torch.Tensor]:
@@ -130,7 +140,9 @@ def read_back(
     for name, (shape, dtype) in specs.items():
         found, numbers = moves[name], _numbers(name, dtype)
         nothing = 0 if found.bits < numbers.bits else numbers.base
-        tensors[name] = _joined(found.apply(_units(rows, found.bits, dtype), nothing), found.bits, shape, dtype)
+        tensors[name] = _joined(
+            found.apply(_units(rows, found.bits, dtype, found.run), nothing), found.bits, shape, dtype
+        )
     again = permute(ExpertWeights.unchecked(tensors, quant))
     for name, row in expert_rows(again, 0).items():
         if name not in rows or not same_bits(row, rows[name]):
@@ -147,16 +159,18 @@ def _moves_of(permute: Permute, base: dict[str, torch.Tensor], quant: QuantSchem
     needed = _used_bits(ExpertWeights.unchecked(base, quant), name)
     layout = ""
 
-    def probe(values: torch.Tensor, bits: int) -> torch.Tensor:
+    def probe(values: torch.Tensor, bits: int, run: int) -> torch.Tensor:
         nonlocal layout
         tensor = _joined(values, bits, shape, dtype)
         permuted = permute(ExpertWeights.unchecked({**base, name: tensor}, quant))
         layout = permuted.layout
-        return _units(expert_rows(permuted, 0), bits, dtype)
+        rows = expert_rows(permuted, 0)
+        del tensor, permuted  # Dense copies of opaque rows are there now.
+        return _units(rows, bits, dtype, run)
 
-    for bits in numbers.parts:
+    for bits, run in numbers.runs:
         count = math.prod(shape) * numbers.bits // bits
-        moves = _try_moves(probe, bits, numbers, count, needed, base[name].device)
+        moves = None if count % run else _try_moves(probe, bits, run, numbers, count, needed, base[name].device)
         if moves is not None:
             return moves
     raise LayoutNotInvertibleError(
@@ -166,14 +180,15 @@ def _moves_of(permute: Permute, base: dict[str, torch.Tensor], quant: QuantSchem
 
 
 def _try_moves(
-    probe: Callable[[torch.Tensor, int], torch.Tensor],
+    probe: Callable[[torch.Tensor, int, int], torch.Tensor],
     bits: int,
+    run: int,
     numbers: _Numbers,
     count: int,
     needed: Callable[[torch.Tensor], torch.Tensor],
     device: torch.device,
 ) -> Moves | None:
-    """The moves of units of so many bits; None where the layout moves others, or none at all."""
+    """The moves of runs of units of so many bits; None where the layout moves others, or none at all."""
     base = 0 if bits < numbers.bits else numbers.base
     digit_bits = min(numbers.digit_bits, bits)
     mask = (1 << digit_bits) - 1
@@ -181,32 +196,38 @@ def _try_moves(
 
     def ask(of: Callable[[torch.Tensor], torch.Tensor | int]) -> torch.Tensor:
         """What the layout makes of units that are a function of their positions."""
-        return probe(_by_pieces(count, kind, lambda where: of(_positions(where, device))), bits)
+        return probe(_by_pieces(count, kind, lambda where: of(_positions(where, device))), bits, run)
 
     plain = ask(lambda where: base)
-    carries = ask(lambda where: base | mask).bitwise_xor_(plain)
-    if bool(((carries != 0) & (carries != mask)).any()):
+    found = ask(lambda where: base | mask).bitwise_xor_(plain)
+    if bool(((found != 0) & (found != mask)).any()) or not _is_in_runs(found, run):
         return None
-    carries = carries != 0
-    index = torch.zeros(len(plain), dtype=torch.int32, device=device)
-    for shift in range(0, max(count - 1, 1).bit_length(), digit_bits):
-        found = ask(lambda where, shift=shift: base | (where >> shift) & mask)  # type: ignore[misc]
+    # -1 where nothing is carried, which stays -1 whatever digits come in.
+    index = (found[::run] != 0).int() - 1
+    for shift in range(0, max(count // run - 1, 1).bit_length(), digit_bits):
+        del found
+        found = ask(lambda where, shift=shift: base | (where // run >> shift) & mask)  # type: ignore[misc]
         found.bitwise_xor_(plain).bitwise_and_(mask)
-        for piece in _pieces(len(plain)):
-            index[piece] |= found[piece].int() << shift
-    if bool(((index >= count) & carries).any()):
-        return None
-    source = torch.full((count,), -1, dtype=torch.int32, device=device)
-    for piece in _pieces(len(plain)):
-        carriers = carries[piece].nonzero().squeeze(1)
-        source[index[piece][carriers].long()] = (carriers + piece.start).int()
-    del index, carries
-    for piece in _pieces(count):
-        if bool((needed(_positions(piece, device) * bits) & (source[piece] < 0)).any()):
+        if not _is_in_runs(found, run):
             return None
-    bare = Moves(bits, source, None)
+        for piece in _pieces(len(index)):
+            index[piece] |= found[::run][piece].int() << shift
+    del found
+    if bool((index >= count // run).any()):
+        return None
+    source = torch.full((count // run,), -1, dtype=torch.int32, device=device)
+    for piece in _pieces(len(index)):
+        carriers = (index[piece] >= 0).nonzero().squeeze(1)
+        source[index[piece][carriers].long()] = (carriers + piece.start).int()
+    del index
+    for piece in _pieces(count):
+        is_missing = (source[_of_runs(piece, run)] < 0).repeat_interleave(run)
+        if bool((needed(_positions(piece, device) * bits) & is_missing).any()):
+            return None
+    bare = Moves(bits, run, source, None)
     flip = bare.apply(plain, base).bitwise_xor_(base)
-    moves = Moves(bits, source, flip) if bool(flip.any()) else bare
+    moves = Moves(bits, run, source, flip) if bool(flip.any()) else bare
+    del plain, flip
 
     # Units of a coarser size may seem to move whole while halves of them part: other numbers show it.
     def drawn(where: torch.Tensor) -> torch.Tensor:
@@ -215,9 +236,15 @@ def _try_moves(
     read = moves.apply(ask(drawn), base)
     for piece in _pieces(count):
         wanted = drawn(_positions(piece, device)).to(read.dtype)
-        if bool(((read[piece] != wanted) & (source[piece] >= 0)).any()):
+        is_there = (source[_of_runs(piece, run)] >= 0).repeat_interleave(run)
+        if bool(((read[piece] != wanted) & is_there).any()):
             return None
     return moves
+
+
+def _is_in_runs(units: torch.Tensor, run: int) -> bool:
+    """Whether all units of each run are equal."""
+    return run == 1 or all(bool((part == part[:, :1]).all()) for part in units.view(-1, run).split(_PIECE // run))
 
 
 def drawn_expert(specs: TensorSpecs, device: torch.device) -> dict[str, torch.Tensor]:
@@ -241,7 +268,8 @@ def drawn_expert(specs: TensorSpecs, device: torch.device) -> dict[str, torch.Te
 
 
 _PIECE: Final = 2**20
-"""Units that are worked on at once: their positions take 8 bytes each, many times what the units do."""
+"""Units that are worked on at once, a multiple of every run: their positions take 8 bytes each, many times what the
+units do."""
 
 _UNITS: Final = {1: torch.uint8, 4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32}
 """How units of so many bits are held, one an element."""
@@ -249,6 +277,11 @@ _UNITS: Final = {1: torch.uint8, 4: torch.uint8, 8: torch.uint8, 16: torch.int16
 
 def _pieces(count: int) -> Iterator[slice]:
     return (slice(start, min(start + _PIECE, count)) for start in range(0, count, _PIECE))
+
+
+def _of_runs(where: slice, run: int) -> slice:
+    """The runs of some units."""
+    return slice(where.start // run, where.stop // run)
 
 
 def _by_pieces(count: int, kind: torch.Tensor, of: Callable[[slice], torch.Tensor | int]) -> torch.Tensor:
@@ -296,26 +329,30 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def _units(rows: Mapping[str, torch.Tensor], bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """All units of some rows, [M]; rows of wider floats also as numbers of `dtype`."""
+def _units(rows: Mapping[str, torch.Tensor], bits: int, dtype: torch.dtype, run: int) -> torch.Tensor:
+    """All units of some rows, [M], each row in whole runs; rows of wider floats also as numbers of `dtype`."""
     parts: list[torch.Tensor] = []
     for name in sorted(rows):
-        row = rows[name]
-        parts.append(_split(_bytes(row), bits))
+        row = rows[name].detach()
+        parts.append(row)
         if row.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16):
-            parts.append(_split(_bytes(row.to(dtype)), bits))
-    return torch.cat(parts)
+            parts.append(row.to(dtype))
+    whole = max(1, run * bits // 8)
+    starts = [0, *itertools.accumulate(-(-part.numel() * part.element_size() // whole) * whole for part in parts)]
+    content = parts[0].new_zeros(starts[-1], dtype=torch.uint8)
+    for start, part in zip(starts, parts, strict=False):
+        flat = part.reshape(-1).view(torch.uint8)
+        content[start : start + len(flat)] = flat
+    return _split(content, bits)
 
 
 def _split(content: torch.Tensor, bits: int) -> torch.Tensor:
-    if bits == 1:
-        return torch.stack([content >> place & 1 for place in range(8)], dim=1).flatten()
-    if bits == 4:
-        return torch.stack((content & 15, content >> 4), dim=1).flatten()
-    if bits == 8:
-        return content
-    missing = -len(content) % (bits // 8)
-    return (torch.nn.functional.pad(content, (0, missing)) if missing else content).view(_UNITS[bits])
+    if bits >= 8:
+        return content.view(_UNITS[bits])
+    units = content.new_empty(len(content), 8 // bits)
+    for place in range(8 // bits):
+        units[:, place] = (content >> bits * place) & (1 << bits) - 1
+    return units.flatten()
 
 
 def _joined(units: torch.Tensor, bits: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -23,8 +23,8 @@ from moereg.weights import ExpertWeights, PermutedWeights
 __all__ = ["OneExpert", "keeping_moves", "read_all"]
 
 _MOST_PLANS: Final = 2
-"""Layouts and shapes whose moves are kept. They take twice an expert's bytes where 16-bit numbers move, 4 times for
-8-bit ones, 8 times for 4-bit ones, and 32 times where single bits do."""
+"""Layouts and shapes whose moves are kept. They take a quarter of an expert's bytes where 16 bytes move together, twice
+its bytes for 16-bit numbers that part, 4 times for 8-bit ones, 8 times for 4-bit ones, and 32 times for single bits."""
 
 _PLANS: Final[collections.OrderedDict[Hashable, dict[str, Moves]]] = collections.OrderedDict()
 _APART: Final[set[Hashable]] = set()

@@ -91,7 +91,8 @@ class PermutedWeights:
         """Reads one expert back.
 
         The first expert of a layout and shape takes some ten permutations of one expert, each later one a single one.
-        Finding out takes ten to thirty times the expert's bytes, and a hundred times where a layout moves single bits.
+        Finding out takes five to seven times the expert's bytes where 16 bytes stay together, fifteen to twenty-five
+        times where codes are packed anew, and a hundred times where a layout moves single bits.
 
         Args:
             expert: Local expert.
