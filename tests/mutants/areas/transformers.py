@@ -53,9 +53,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         "writes in place are not seen",
-        f"{_EXPERTS}/serving.py",
-        old="version = -1 if tensor.is_inference() else tensor._version",
-        new="version = -1",
+        "moereg/tensor_state.py",
+        old="-1 if tensor.is_inference() else tensor._version",
+        new="-1",
         tests=(f"{_MODELS}::test_writes_into_parameters_and_other_parameters_are_followed",),
     ),
     Mutant(
