@@ -50,10 +50,12 @@ if TYPE_CHECKING:
         ArgumentError,
         BackendError,
         CheckpointError,
+        GroupError,
         MoeregError,
         MoeregWarning,
         PluginError,
         PluginWarning,
+        RanksDifferError,
         RegistrationError,
         RequestError,
         UnknownBackendError,
@@ -63,7 +65,9 @@ if TYPE_CHECKING:
     from moereg.expert_placement import ExpertPlacement
     from moereg.layer import MoEKernel, make_kernel
     from moereg.module import MoELayer
+    from moereg.movement import explain_movements, select_movement
     from moereg.platforms import Platform
+    from moereg.prepare_finalize import register_prepare_finalize
     from moereg.problem import MoEProblem
     from moereg.quant import QuantScheme
     from moereg.registry import register_moe_backend
@@ -76,6 +80,7 @@ __all__ = [
     "CheckpointError",
     "ExpertPlacement",
     "ExpertWeights",
+    "GroupError",
     "MoEKernel",
     "MoELayer",
     "MoEProblem",
@@ -85,6 +90,7 @@ __all__ = [
     "PluginError",
     "PluginWarning",
     "QuantScheme",
+    "RanksDifferError",
     "RegistrationError",
     "RequestError",
     "Selection",
@@ -94,11 +100,14 @@ __all__ = [
     "__version__",
     "balance_experts",
     "explain_backends",
+    "explain_movements",
     "list_backends",
     "load_experts",
     "make_kernel",
     "register_moe_backend",
+    "register_prepare_finalize",
     "select_backend",
+    "select_movement",
 ]
 
 
@@ -116,10 +125,12 @@ _HOMES: Final = {
         "ArgumentError",
         "BackendError",
         "CheckpointError",
+        "GroupError",
         "MoeregError",
         "MoeregWarning",
         "PluginError",
         "PluginWarning",
+        "RanksDifferError",
         "RegistrationError",
         "RequestError",
         "UnknownBackendError",
@@ -132,7 +143,9 @@ _HOMES: Final = {
         "make_kernel",
     ),
     "moereg.module": ("MoELayer",),
+    "moereg.movement": ("explain_movements", "select_movement"),
     "moereg.platforms": ("Platform",),
+    "moereg.prepare_finalize": ("register_prepare_finalize",),
     "moereg.problem": ("MoEProblem",),
     "moereg.quant": ("QuantScheme",),
     "moereg.registry": ("register_moe_backend",),

@@ -7,6 +7,17 @@ from moereg.facts import Facts
 from moereg.kernels.plain.device import local_expert_ids
 from moereg.layouts import deinterleave_gate_up, interleave_gate_up, pad_columns, round_up
 from moereg.platforms import Platform, PlatformKind, PlatformRule
+from moereg.prepare_finalize import (
+    Group,
+    GroupFacts,
+    GroupPrepareFinalize,
+    Moved,
+    MovementCell,
+    MovementFacts,
+    Prepared,
+    PrepareFinalize,
+    register_prepare_finalize,
+)
 from moereg.problem import MoEProblem
 from moereg.quant import QuantFormat, QuantScheme
 from moereg.quantize import dequantize_weights, quantize_weights
@@ -22,11 +33,19 @@ __all__ = [
     "ExpertWeights",
     "Experts",
     "Facts",
+    "Group",
+    "GroupFacts",
+    "GroupPrepareFinalize",
     "MoEProblem",
+    "Moved",
+    "MovementCell",
+    "MovementFacts",
     "PermutedWeights",
     "Platform",
     "PlatformKind",
     "PlatformRule",
+    "PrepareFinalize",
+    "Prepared",
     "QuantFormat",
     "QuantScheme",
     "deinterleave_gate_up",
@@ -41,6 +60,7 @@ __all__ = [
     "quantize_weights",
     "reference_experts",
     "register_moe_backend",
+    "register_prepare_finalize",
     "relative_error",
     "round_up",
     "tolerance",

@@ -44,6 +44,7 @@ from moereg.platforms import (
 )
 from moereg.plugins import (
     BACKEND_GROUP,
+    MOVEMENT_GROUP,
     PLATFORM_GROUP,
     LoadFailure,
     PluginStatus,
@@ -52,16 +53,25 @@ from moereg.plugins import (
     unknown_names,
     unusable,
 )
+from moereg.prepare_finalize.cells import MOVEMENTS, MovementRegistry, registering_movements
 from moereg.process_state import Interrupts, ProcessState, libraries_since, origin_of
 from moereg.quant import QUANT_SCHEMES, SCHEMES_CALLED, QuantScheme
 from moereg.registry import API_VERSION, BUILTIN, REGISTRY, BackendCell, BackendRegistry, registering_origin
 
-__all__ = ["current_platform", "find_scheme", "list_backends", "list_cells", "load_backends", "plugin_statuses"]
+__all__ = [
+    "current_platform",
+    "find_scheme",
+    "list_backends",
+    "list_cells",
+    "load_backends",
+    "load_movements",
+    "plugin_statuses",
+]
 
 logger: Final = logging.getLogger("moereg")
 
-_GROUPS: Final = (PLATFORM_GROUP, BACKEND_GROUP)
-"""In the order of loading: platform plugins bring the kinds of machines that backends name in their rules."""
+_GROUPS: Final = (PLATFORM_GROUP, BACKEND_GROUP, MOVEMENT_GROUP)
+"""In the order of loading: platform plugins bring the kinds of machines that the others name in their rules."""
 _SLOW_SECONDS: Final = 0.5
 """An import that takes longer is logged with its plugin's name."""
 _LONG_SECONDS: Final = 10.0
@@ -113,7 +123,7 @@ class _Loader:
                 self._registry.publish(cells)
             except RegistrationError as error:
                 logger.warning("cells of a module without an entry point are left out: %s", error)
-        self._registry.owner_of = self._collection.owners.of
+        self._registry.owner_of = MOVEMENTS.owner_of = self._collection.owners.of
         return (*(self._done[point] for point in points), *broken)
 
     def load_platforms(self) -> None:
@@ -164,16 +174,20 @@ class _Loader:
         overdue = threading.Timer(_LONG_SECONDS, _say_overdue, (point,))
         overdue.daemon = True
         overdue.start()
+        movements = MOVEMENTS.snapshot()
         try:
             self._loading = point
             with interrupts.watched(), kinds_of_plugin(point.owner.origin, point.module):
-                with self._collection.importing(point):
+                with self._collection.importing(point), registering_movements(*point.owner) as moving:
                     loaded = point.load()
                 _check_api_version(point)
                 if point.group == PLATFORM_GROUP:
                     accept_plugin(point.value, loaded)
+            MOVEMENTS.publish(moving)
             if point.group == BACKEND_GROUP:
                 self._publish(point)
+            if point.group == MOVEMENT_GROUP:
+                _check_movements(point)
         except BaseException as error:  # A stranger's module may raise anything.
             if stops_the_process(error) and not (isinstance(error, KeyboardInterrupt) and interrupts.are_excluded()):
                 logger.warning("interrupted while %s of %s was imported", point.module, status.distribution)
@@ -181,6 +195,7 @@ class _Loader:
             if point.group == BACKEND_GROUP:
                 _, early = self._collection.take(point)
                 self._registry.publish((), replaced=early)
+            MOVEMENTS.restore(movements)
             return _failed(status, error)
         finally:
             self._loading = None
@@ -247,6 +262,16 @@ def _check_api_version(point: PluginPoint) -> None:
         raise RegistrationError(
             f"{point.module} must say moereg_api = {API_VERSION!r}, the version of moereg.author it was written for, "
             f"got {shown(found)}"
+        )
+
+
+def _check_movements(point: PluginPoint) -> None:
+    """Checks what an entry point brought, with this import or that of another entry point of its module."""
+    names = {cell.name for cell in MOVEMENTS.cells if cell.movement.__module__ == point.module}
+    if names != {point.name}:
+        raise RegistrationError(
+            f"entry point {point.name!r} must register a prepare/finalize of that name and no other, got "
+            f"{', '.join(sorted(names)) or 'none'}"
         )
 
 
@@ -326,6 +351,16 @@ def load_backends() -> BackendRegistry:
     """
     _LOADER.load()
     return REGISTRY
+
+
+def load_movements() -> MovementRegistry:
+    """Imports every built-in way of moving tokens and every plugin, the first time it is called.
+
+    Returns:
+        The global registry.
+    """
+    _LOADER.load()
+    return MOVEMENTS
 
 
 def list_backends() -> tuple[str, ...]:

@@ -9,10 +9,10 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Final
 
-from moereg.arguments import check_instance, takes
+from moereg.arguments import takes
 from moereg.asking import ask_probes, patience
 from moereg.decide import decide, rank
 from moereg.decide import evaluate as evaluate_within
@@ -36,7 +36,6 @@ __all__ = [
     "Names",
     "Request",
     "Selection",
-    "check_same_everywhere",
     "evaluate",
     "explain_backends",
     "machine_reasons",
@@ -216,23 +215,6 @@ def platform_of(device: torch.device) -> Platform:
             return platform
     here = current_platform()
     raise ArgumentError(f"the layer is on {device}, and this machine is {here}; move it to {here.device_type!r}")
-
-
-def check_same_everywhere(selection: Selection, group: Any) -> None:
-    """Checks that all ranks of a process group have chosen the same kernel; they all call it.
-
-    Raises:
-        ArgumentError: `group` is none.
-        ValueError: They have not.
-    """
-    import torch
-
-    check_instance("group", group, torch.distributed.ProcessGroup, "make one with torch.distributed.new_group()")
-    gather: Callable[..., None] = torch.distributed.all_gather_object
-    found: list[str | None] = [None] * torch.distributed.get_world_size(group)
-    gather(found, f"{selection.fingerprint} ({selection.backend})", group=group)
-    if len(set(found)) > 1:
-        raise ValueError(f"all ranks must choose the same kernel, got {found}; require one backend on all of them")
 
 
 def _with_origin(decision: Decision) -> str:

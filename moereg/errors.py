@@ -15,12 +15,14 @@ __all__ = [
     "ArgumentError",
     "BackendError",
     "CheckpointError",
+    "GroupError",
     "LayoutMismatchError",
     "LayoutNotInvertibleError",
     "MoeregError",
     "MoeregWarning",
     "PluginError",
     "PluginWarning",
+    "RanksDifferError",
     "RegistrationError",
     "RequestError",
     "TooLargeError",
@@ -89,6 +91,14 @@ class CheckpointError(MoeregError, ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
+
+
+class GroupError(MoeregError, RuntimeError):
+    """Ranks of a group could not exchange something: one has ended, stalled or raised before it."""
+
+
+class RanksDifferError(MoeregError, ValueError):
+    """Ranks of a group would not run the same layer, or one of them could not make it; every rank raises."""
 
 
 class LayoutMismatchError(MoeregError, ValueError):

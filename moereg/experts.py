@@ -15,9 +15,10 @@ from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
 from moereg.weights import ExpertWeights, PermutedWeights
 
-__all__ = ["OUTPUT_FORMS", "ExpertInputs", "Experts", "Facts"]
+__all__ = ["INPUT_FORMS", "OUTPUT_FORMS", "ExpertInputs", "Experts", "Facts"]
 
 OUTPUT_FORMS: Final = ("reduced", "per_route", "per_expert")
+INPUT_FORMS: Final = ("unquantized", "quantized")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,8 @@ class ExpertInputs:
         topk_ids: [T,K] int32, global experts; ids outside [0, num_experts) and unmapped ones add nothing.
         expert_num_tokens: [E] int32, valid rows of each expert in the batched format, else None.
         expert_map: [num_experts] int32, local expert or -1; None if all experts are local.
+        hidden_scale: Scales of `hidden_states` where those are codes of the scheme that the experts compute: [T,groups]
+            in its scale dtype. Only a class whose `input_form` is `quantized` is given them; else None.
     """
 
     hidden_states: torch.Tensor
@@ -37,6 +40,7 @@ class ExpertInputs:
     topk_ids: torch.Tensor
     expert_num_tokens: torch.Tensor | None = None
     expert_map: torch.Tensor | None = None
+    hidden_scale: torch.Tensor | None = None
 
 
 class Experts(abc.ABC):
@@ -58,6 +62,9 @@ class Experts(abc.ABC):
     facts: ClassVar[Facts] = Facts()
     output_form: ClassVar[str] = "reduced"
     """`reduced` [T,H] | `per_route` [T,K,H] | `per_expert` [E,max_T,H]: finalize weights and sums the last two."""
+    input_form: ClassVar[str] = "unquantized"
+    """`unquantized`, or `quantized` where `apply` also takes tokens that arrive as codes with scales, standard format:
+    `ExpertInputs.hidden_scale` says which call is which."""
     layouts: ClassVar[tuple[str, ...]] = ()
     """Layouts of permuted weights that `apply` reads, preferred first."""
 

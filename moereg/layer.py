@@ -10,18 +10,21 @@ from typing import Any, NoReturn
 import torch
 
 from moereg import backend_calls
+from moereg.agreement import agree
 from moereg.ambient import fp32_is_exact, plain_torch
 from moereg.arguments import check_count, check_flag, check_instance, takes
 from moereg.call_checks import check_call, check_no_alias, check_values
 from moereg.canonical import check_expert
 from moereg.compiled import new_handle, run_compiled
-from moereg.dispatch import Decision, Selection, check_same_everywhere, select_backend
+from moereg.dispatch import Selection, select_backend
 from moereg.errors import ArgumentError, LayoutMismatchError
+from moereg.expert_placement import ExpertPlacement
 from moereg.experts import Experts
 from moereg.graph_pools import outside_pools
 from moereg.one_expert import OneExpert
+from moereg.parallel import Movement, local_movement, plan_layer, winner_of
 from moereg.placement import resolve_expert_map
-from moereg.prepare_finalize import PrepareFinalize, resolve_prepare_finalize
+from moereg.prepare_finalize import PrepareFinalize
 from moereg.problem import MoEProblem
 from moereg.warm_up import WarmUp, use_shipped_kernels, warm_up
 from moereg.weights import ExpertWeights, PermutedWeights
@@ -37,7 +40,8 @@ class MoEKernel:
 
     Attributes:
         problem: The layer.
-        selection: How the backend was chosen.
+        selection: How the backend was chosen; its problem is the layer as the experts see it, which differs from
+            `problem` where tokens come from other ranks.
         experts: The chosen class, made for this layer.
         weights: What it runs on; the canonical weights are not kept.
         expert_map: [num_experts] int32 on the weights' device, local expert or -1; update it in place. None where all
@@ -67,7 +71,9 @@ class MoEKernel:
         self.experts = experts
         self.weights = weights
         self.expert_map = expert_map
-        self._prepare_finalize = prepare_finalize
+        self.prepare_finalize = prepare_finalize
+        self._experts_problem = selection.problem
+        self._communicates = prepare_finalize.communicates
         self._device = weights.device
         # Names of permuted tensors in memory that is the caller's, too. A captured graph holds their addresses.
         self._borrowed = borrowed
@@ -109,7 +115,7 @@ class MoEKernel:
         is_own = out is None
         if out is None:
             out = torch.empty_like(hidden_states)
-        if hidden_states.shape[0] == 0:
+        if not self._communicates and hidden_states.shape[0] == 0:
             return out
         if torch.compiler.is_compiling():
             run_compiled(hidden_states, topk_weights, topk_ids, out, self._handle)
@@ -121,7 +127,7 @@ class MoEKernel:
         # Compiled code finds a kernel by its handle, so a copy needs its own.
         weights, expert_map = copy.deepcopy((self.weights, self.expert_map), memo)
         # What lies in the caller's memory lies in that of the caller's copy, where both are copied together.
-        parts = self.problem, self.selection, self.experts, weights, self._prepare_finalize, expert_map
+        parts = self.problem, self.selection, self.experts, weights, self.prepare_finalize, expert_map
         return MoEKernel(*parts, self._borrowed)
 
     def __reduce__(self) -> NoReturn:
@@ -230,7 +236,7 @@ class MoEKernel:
         Checks addresses and values, which tensors do not have while code is compiled.
 
         Args:
-            hidden_states: [T,H], T at least 1.
+            hidden_states: [T,H], T at least 1 unless tokens come from other ranks.
             topk_weights: [T,K] fp32.
             topk_ids: [T,K] int32 or int64.
             out: [T,H], overwritten.
@@ -260,23 +266,29 @@ class MoEKernel:
     def _run_plainly(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
-        problem, experts = self.problem, self.experts
+        problem, experts = self._experts_problem, self.experts
         if topk_ids.dtype != torch.int32:
             # Clamp first: an id beyond 32 bits must stay out of range, not wrap around into it.
             topk_ids = topk_ids.clamp(-1, problem.num_experts).to(torch.int32)
-        prepared = self._prepare_finalize.prepare(hidden_states, topk_weights, topk_ids, problem, self.expert_map)
+        prepared = self.prepare_finalize.prepare(hidden_states, topk_weights, topk_ids, problem, self.expert_map)
+        if self._communicates and prepared.num_tokens == 0:
+            # Nobody needs these experts, but others wait for this rank's results.
+            self.prepare_finalize.finalize(out, hidden_states[:0], prepared, problem)
+            return
         shapes = self._workspace_shapes.get(prepared.num_tokens)
         if shapes is None:
             shapes = backend_calls.workspace_shapes(self.selection, experts, prepared.num_tokens)
             self._workspace_shapes[prepared.num_tokens] = shapes
-        if experts.output_form == "reduced":
+        if experts.output_form == "reduced" and not self._communicates:
             workspace13, workspace2 = self._scratch(shapes)
             expert_out = out
         else:
             if experts.output_form == "per_expert":
                 rows: tuple[int, ...] = (problem.num_local_experts, prepared.num_tokens, problem.hidden_size)
+            elif experts.output_form == "per_route":
+                rows = (*prepared.inputs.topk_ids.shape, problem.hidden_size)
             else:
-                rows = (*topk_ids.shape, problem.hidden_size)
+                rows = (prepared.num_tokens, problem.hidden_size)
             workspace13, workspace2, expert_out = self._scratch(shapes, rows)
         try:
             experts.apply(
@@ -288,8 +300,8 @@ class MoEKernel:
             )
         except BaseException as error:
             backend_calls.raise_named(self.selection, "apply", error)
-        if experts.output_form != "reduced":
-            self._prepare_finalize.finalize(out, expert_out, prepared, problem)
+        if expert_out is not out:
+            self.prepare_finalize.finalize(out, expert_out, prepared, problem)
 
     def _scratch(self, shapes: backend_calls.Shapes, *others: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         try:
@@ -315,17 +327,17 @@ def _may_be_captured(device: torch.device) -> bool:
     problem=(MoEProblem, "make one with MoEProblem(...)"),
     weights=(ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)"),
     selection=(Selection, "make one with select_backend(problem)"),
-    prepare_finalize=(PrepareFinalize, "leave it out for the one of the format"),
 )
 def make_kernel(
     problem: MoEProblem,
     weights: ExpertWeights,
     selection: Selection | None = None,
-    prepare_finalize: PrepareFinalize | None = None,
+    prepare_finalize: Movement = None,
     ep_rank: int = 0,
     expert_map: torch.Tensor | None = None,
     group: Any = None,
     own_weights: bool = False,
+    expert_placement: ExpertPlacement | None = None,
 ) -> MoEKernel:
     """Permutes weights for the selected backend and returns the layer, ready to run.
 
@@ -335,22 +347,31 @@ def make_kernel(
             `reload` is told to. But a contiguous tensor that the backend's layout leaves unchanged is shared: the
             kernel reads it where it is, and sees what its owner writes there.
         selection: From `select_backend`; made here if None.
-        prepare_finalize: Token movement; the one without communication for the problem's format if None.
+        prepare_finalize: Token movement. Beside a group a name such as `all_gather`, several, or a selection of
+            `select_movement`; the way that fits best if None. Without a group, and for partial sums that the caller
+            adds up, an object such as `StandardPrepareFinalize()`; the one of the problem's format if None.
         ep_rank: Which slice of the experts this rank holds, if placement is `contiguous`.
         expert_map: [num_experts] int32, local expert or -1, if placement is `map`; kept, update it in place. Several
             experts may share one local expert. Values are checked here, and after an update as those of routing are.
-        group: torch.distributed process group whose ranks must all have chosen the same kernel.
+        group: torch.distributed process group. Each of its ranks makes the kernel, with its own share of the experts,
+            and calls it as often as the others, with its own tokens, which may be none. A problem whose experts are all
+            local means an equal share for each rank.
         own_weights: Whether to copy tensors that would be shared: for kernels that are reloaded or updated after
             graphs were captured, or whose canonical weights change.
+        expert_placement: Which rank of the group holds which experts, replicas included; equal slices in order of ranks
+            if None.
 
     Returns:
-        The kernel. Without communication its output is this rank's partial sum.
+        The kernel. Its output is the whole sum; without communication this rank's part of it.
 
     Raises:
         UnsupportedProblemError: Nothing fits.
         BackendError: The backend's own code raised; names it and its distribution.
-        ValueError: Weights, expert_map or ep_rank do not belong to the problem, the selection was made for another
-            problem, or ranks of `group` chose differently.
+        RanksDifferError: Ranks of the group have other problems, versions or choices, or one could not make its
+            kernel; each of them raises.
+        GroupError: A rank of the group has ended, or did not come within its time limit.
+        ValueError: Weights, expert_map or ep_rank do not belong to the problem, or the selection was made for another
+            problem.
 
     Example:
         >>> import torch
@@ -365,15 +386,40 @@ def make_kernel(
     """
     check_flag("own_weights", own_weights)
     check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # `resolve_expert_map` checks its range.
-    prepare_finalize = resolve_prepare_finalize(problem, prepare_finalize)
     device = weights.w13.device
+    if group is not None:
+        plan = plan_layer(problem, weights, group, selection, prepare_finalize, ep_rank, expert_map, expert_placement)
+        parts = plan.selection, plan.prepare_finalize, plan.expert_map
+        kernel, error = None, None
+        try:
+            kernel = _build(plan.problem, weights, *parts, own_weights)
+        except Exception as raised:
+            error = raised
+        agree(plan.group, "whether the kernel was made", {}, error)
+        assert kernel is not None
+        return kernel
+    if expert_placement is not None:
+        raise ArgumentError("expert_placement needs the group of its ranks, got none; pass group=...")
+    prepare_finalize = local_movement(problem, prepare_finalize)
     expert_map = outside_pools(lambda: resolve_expert_map(problem, ep_rank, expert_map, device), device)
     weights.check_against(problem)
     if selection is None:
         selection = select_backend(problem)
-    winner = _check_selection(selection, problem)
-    if group is not None:
-        check_same_everywhere(selection, group)
+    winner_of(selection, problem)
+    return _build(problem, weights, selection, prepare_finalize, expert_map, own_weights)
+
+
+def _build(
+    problem: MoEProblem,
+    weights: ExpertWeights,
+    selection: Selection,
+    prepare_finalize: PrepareFinalize,
+    expert_map: torch.Tensor | None,
+    own_weights: bool,
+) -> MoEKernel:
+    """Permutes the weights for a selection that has a winner."""
+    winner = selection.winner
+    assert winner is not None
     use_shipped_kernels(selection.platform)
 
     def made() -> MoEKernel:
@@ -385,15 +431,4 @@ def make_kernel(
                 permuted, borrowed = permuted.with_own(borrowed), frozenset()
         return MoEKernel(problem, selection, experts, permuted, prepare_finalize, expert_map, borrowed)
 
-    return outside_pools(made, device)
-
-
-def _check_selection(selection: Selection, problem: MoEProblem) -> Decision:
-    if selection.problem != problem:
-        raise ValueError(f"the selection was made for {selection.problem}, got {problem}; select again")
-    winner = selection.winner
-    if winner is None or winner.cell is None:
-        raise ValueError(
-            f"the selection has no backend that is registered here (it names {selection.backend!r}); select again"
-        )
-    return winner
+    return outside_pools(made, weights.w13.device)

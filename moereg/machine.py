@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -16,9 +16,8 @@ from moereg.errors import described, one_line, shown, stops_the_process
 from moereg.platforms import Platform, PlatformRule
 from moereg.reasons import Reason
 from moereg.registration import Probe
-from moereg.registry import BackendCell
 
-__all__ = ["PROBES", "Probes", "assumptions", "clause", "lacks", "private_copy", "probe_name"]
+__all__ = ["PROBES", "Needs", "Probes", "assumptions", "clause", "lacks", "private_copy", "probe_name"]
 
 T = TypeVar("T")
 
@@ -117,7 +116,23 @@ def probe_name(probe: Probe) -> str:
     return f"probe {getattr(probe, '__name__', type(probe).__name__)}"
 
 
-def lacks(cell: BackendCell, rule: PlatformRule | None, platform: Platform, probes: Probes | None) -> list[Reason]:
+class Needs(Protocol):
+    """What a cell asks of a machine: of a backend, or of a way to move tokens."""
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """Distribution version ranges."""
+
+    @property
+    def probes(self) -> tuple[Probe, ...]:
+        """Checks of the machine at hand."""
+
+    @property
+    def rules_text(self) -> str:
+        """All its platform rules, as one string."""
+
+
+def lacks(cell: Needs, rule: PlatformRule | None, platform: Platform, probes: Probes | None) -> list[Reason]:
     """Why a cell cannot run on a platform for any problem; a named platform is assumed to meet packages and probes.
 
     Args:
@@ -138,7 +153,7 @@ def lacks(cell: BackendCell, rule: PlatformRule | None, platform: Platform, prob
     return reasons
 
 
-def assumptions(cell: BackendCell, platform: Platform) -> tuple[str, ...]:
+def assumptions(cell: Needs, platform: Platform) -> tuple[str, ...]:
     """Requirements that are assumed to be met on a named platform."""
     if platform.probed:
         return ()

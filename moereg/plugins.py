@@ -11,6 +11,7 @@ from moereg.errors import ArgumentError, MoeregError, PluginError, shown
 
 __all__ = [
     "BACKEND_GROUP",
+    "MOVEMENT_GROUP",
     "PLATFORM_GROUP",
     "LoadFailure",
     "PluginStatus",
@@ -23,6 +24,7 @@ __all__ = [
 
 BACKEND_GROUP: Final = "moereg.backends"
 PLATFORM_GROUP: Final = "moereg.platforms"
+MOVEMENT_GROUP: Final = "moereg.prepare_finalize"
 
 _ADD: Final = "add it there"
 _REPAIR: Final = "repair or uninstall that distribution"
@@ -102,9 +104,10 @@ def is_allowed(text: str | None, group: str, name: str) -> bool:
             names.add(entry)
             continue
         of_group = f"moereg.{prefix.strip().removeprefix('moereg.')}"
-        if of_group not in (BACKEND_GROUP, PLATFORM_GROUP):
+        if of_group not in (BACKEND_GROUP, PLATFORM_GROUP, MOVEMENT_GROUP):
             raise ArgumentError(
-                f"MOEREG_PLUGINS must name plugins or group:name with group backends or platforms, got {shown(entry)}"
+                "MOEREG_PLUGINS must name plugins or group:name with group backends, platforms or prepare_finalize, "
+                f"got {shown(entry)}"
             )
         grouped.setdefault(of_group, set()).add(plugin.strip())
     if name in names or name in grouped.get(group, ()):

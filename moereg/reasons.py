@@ -24,6 +24,7 @@ CURES: Final[dict[str, str]] = {
     "placement": "place experts that way",
     "router_weight_on_input": "there is no cure but another backend",
     "alignment": "pad the weights to that multiple",
+    "group": "use a group of that kind and size",
     "size": "split the layer over more ranks or the call over more calls",
     "graph_capture": "run without graph capture",
     "deterministic": "ask without deterministic",

@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 from packaging.requirements import InvalidRequirement, Requirement
 
 from moereg.errors import ArgumentError, RegistrationError, UnknownNameError, one_line, shown
-from moereg.experts import OUTPUT_FORMS, Experts
+from moereg.experts import INPUT_FORMS, OUTPUT_FORMS, Experts
 from moereg.facts import Facts, check_facts
 from moereg.platforms import Platform, PlatformRule
 from moereg.plugins import is_reserved
@@ -107,6 +107,8 @@ def check_experts(experts: object, who: str) -> None:
     check_facts(experts.facts, who)
     if experts.output_form not in OUTPUT_FORMS:
         raise RegistrationError(f"{who}: output_form must be one of {OUTPUT_FORMS}, got {experts.output_form!r}")
+    if experts.input_form not in INPUT_FORMS:
+        raise RegistrationError(f"{who}: input_form must be one of {INPUT_FORMS}, got {experts.input_form!r}")
     if not experts.layouts or not isinstance(experts.layouts, tuple):
         raise RegistrationError(
             f"{who}: layouts must be a tuple of at least one layout of permuted weights, got {experts.layouts!r}"

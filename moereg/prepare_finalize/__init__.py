@@ -1,24 +1,35 @@
 """Token movement around the experts, chosen before the backend: its format is a fact of the problem."""
 
+from moereg.prepare_finalize.all_gather import AllGather
+from moereg.prepare_finalize.all_to_all import AllToAll
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize
+from moereg.prepare_finalize.cells import MOVEMENTS, MovementCell, MovementRegistry, register_prepare_finalize
+from moereg.prepare_finalize.facts import MovementFacts
+from moereg.prepare_finalize.group import Group, GroupFacts
+from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved, local_prepare_finalize
 from moereg.prepare_finalize.standard import StandardPrepareFinalize
 from moereg.problem import MoEProblem
 
 __all__ = [
+    "MOVEMENTS",
+    "AllGather",
+    "AllToAll",
     "BatchedPrepareFinalize",
+    "Group",
+    "GroupFacts",
+    "GroupPrepareFinalize",
+    "Moved",
+    "MovementCell",
+    "MovementFacts",
+    "MovementRegistry",
     "PrepareFinalize",
     "Prepared",
     "StandardPrepareFinalize",
     "local_prepare_finalize",
+    "register_prepare_finalize",
     "resolve_prepare_finalize",
 ]
-
-
-def local_prepare_finalize(activation_format: str) -> PrepareFinalize:
-    """The one without communication for an activation format."""
-    kinds = {kind.activation_format: kind for kind in (StandardPrepareFinalize, BatchedPrepareFinalize)}
-    return kinds[activation_format]()
 
 
 def resolve_prepare_finalize(problem: MoEProblem, prepare_finalize: PrepareFinalize | None) -> PrepareFinalize:

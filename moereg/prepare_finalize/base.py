@@ -35,6 +35,8 @@ class PrepareFinalize(abc.ABC):
 
     name: ClassVar[str]
     activation_format: ClassVar[str]
+    communicates: ClassVar[bool] = False
+    """Whether tokens come from other ranks, so that every call counts, and `finalize` always follows."""
 
     @abc.abstractmethod
     def prepare(

@@ -1,0 +1,68 @@
+"""Ranks agree on a layer before they exchange a token: what differs is one error on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moereg.errors import RanksDifferError, described
+from moereg.prepare_finalize import Group
+
+__all__ = ["agree", "differences"]
+
+
+def agree(group: Group, doing: str, said: Mapping[str, Any], error: Exception | None, shared: Any = None) -> list[Any]:
+    """Compares what ranks say; every rank has to call it, also one that has failed.
+
+    Args:
+        group: The ranks.
+        doing: The step, as an error names it.
+        said: What has to be equal everywhere, by its name: strings and numbers.
+        error: Why this rank cannot go on, if it cannot.
+        shared: What the others want to know of this rank, and may differ.
+
+    Returns:
+        `shared` of all ranks.
+
+    Raises:
+        RanksDifferError: Ranks differ, or another one has failed: who, and in what.
+        Exception: `error`, where there is one.
+        GroupError: A rank has ended, or did not come within the group's time limit.
+    """
+    failure = None if error is None else described(error)
+    found: list[tuple[dict[str, Any], str | None, Any]] = group.gather_objects((dict(said), failure, shared), doing)
+    if error is not None:
+        raise error
+    failed = [f"rank {rank} ({text})" for rank, (_, text, _) in enumerate(found) if text is not None]
+    if failed:
+        raise RanksDifferError(
+            f"all ranks must make the kernel, and rank {group.rank} could; {', '.join(failed)} could not: cure that one"
+        )
+    differing = differences([fields for fields, _, _ in found])
+    if differing:
+        raise RanksDifferError(f"all ranks must run the same layer, got {'; '.join(differing)}; make them equal")
+    return [shared for _, _, shared in found]
+
+
+def differences(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What ranks do not say alike: `backend triton on ranks 0-2, torch on rank 3`."""
+    texts = []
+    for name in dict.fromkeys(name for fields in found for name in fields):
+        ranks: dict[str, list[int]] = {}
+        for rank, fields in enumerate(found):
+            ranks.setdefault(str(fields.get(name, "nothing")), []).append(rank)
+        if len(ranks) > 1:
+            texts.append(f"{name} {', '.join(f'{value} on {_shown(those)}' for value, those in ranks.items())}")
+    return texts
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {' and '.join(texts)}"

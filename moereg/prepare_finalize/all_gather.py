@@ -1,0 +1,88 @@
+"""`all_gather`: every rank sees all tokens and runs its own experts; sums come home by a reduce-scatter."""
+
+from __future__ import annotations
+
+import torch
+
+from moereg.expert_placement import token_turns
+from moereg.prepare_finalize.base import Prepared
+from moereg.prepare_finalize.cells import register_prepare_finalize
+from moereg.prepare_finalize.facts import MovementFacts
+from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
+from moereg.prepare_finalize.wire import as_bytes, join_columns, split_columns
+from moereg.problem import DTYPES, MoEProblem
+
+__all__ = ["AllGather"]
+
+
+# At two ranks a token goes to the other one nearly always, so gathering sends no more than routing it there.
+@register_prepare_finalize(
+    "all_gather", priority=60, formats=("standard", "batched"), platforms=("*",), max_group_size=2
+)
+@register_prepare_finalize("all_gather", priority=40, formats=("standard", "batched"), platforms=("*",))
+class AllGather(GroupPrepareFinalize):
+    """Gathers tokens padded to `max_num_tokens` of the problem; nothing waits for the host.
+
+    Each rank's experts add up a token's routes, and the sums of ranks are added up at home: in the layer's dtype by the
+    backend of torch.distributed, or where the problem says `deterministic`, in fp32 in order of ranks, for the same
+    bytes.
+    """
+
+    facts = MovementFacts(
+        transports=frozenset({"cuda:nccl", "cpu:gloo"}),
+        dtypes=frozenset(DTYPES),
+        graph_capture=True,
+        deterministic=True,
+        router_weight_on_input=True,
+        max_num_tokens=True,
+    )
+
+    def prepare(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        problem: MoEProblem,
+        expert_map: torch.Tensor | None,
+    ) -> Moved:
+        num_tokens, top_k = topk_ids.shape
+        most = self.problem.max_num_tokens
+        assert most is not None
+        columns = (*self.wire.encode(hidden_states), as_bytes(topk_weights), as_bytes(topk_ids))
+        widths = (*self.wire.widths, 4 * top_k, 4 * top_k)
+        # Zeros, then ids of -1: rows of no token add nothing.
+        sent = hidden_states.new_zeros((most, sum(widths)), dtype=torch.uint8)
+        sent[:num_tokens] = join_columns(columns)
+        sent[num_tokens:, -4 * top_k :] = 255
+        rows = sent.new_empty((most * self.group.size, sum(widths)))
+        self.group.all_gather(rows, sent, "tokens")
+        *tokens, weight_bytes, id_bytes = split_columns(rows, widths)
+        received = self.wire.decode(tuple(tokens))
+        weights, ids = weight_bytes.view(torch.float32), id_bytes.view(torch.int32)
+        if self.problem.placement == "map":
+            # Of the ranks that hold an expert, one takes the route; all of them work out the same one.
+            turns = torch.cat([token_turns(most, rank, ids.device) for rank in range(self.group.size)])
+            ids = torch.where(self.tables.ranks_of(ids, turns) == self.group.rank, ids, -1)
+        return self.laid_out(received, weights, ids, expert_map)
+
+    def finalize(
+        self,
+        out: torch.Tensor,
+        expert_out: torch.Tensor,
+        prepared: Prepared,
+        problem: MoEProblem,
+    ) -> None:
+        sums = self.reduced(expert_out, prepared)
+        most = sums.shape[0] // self.group.size
+        if not self.problem.deterministic:
+            mine = sums.new_empty((most, sums.shape[1]))
+            self.group.reduce_scatter(mine, sums, "results")
+            out.copy_(mine[: len(out)])
+            return
+        parts = torch.empty_like(sums)
+        self.group.all_to_all(as_bytes(parts), as_bytes(sums), "results")
+        by_rank = parts.view(self.group.size, most, -1)[:, : len(out)].float()
+        total = by_rank[0]
+        for part in by_rank[1:]:
+            total = total + part
+        out.copy_(total)

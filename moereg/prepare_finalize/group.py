@@ -1,0 +1,153 @@
+"""A group of ranks: its facts as a value, and collectives whose failures say what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from moereg.arguments import check_count, check_instance
+from moereg.errors import ArgumentError, GroupError, described, stops_the_process
+
+__all__ = ["Group", "GroupFacts"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupFacts:
+    """What choosing has to know of a group.
+
+    Attributes:
+        size: Its ranks.
+        backend: torch.distributed's backend for the device that tensors are on, such as `nccl` or `gloo`.
+        device_type: Torch's name of that device.
+
+    Example:
+        >>> print(moereg.prepare_finalize.GroupFacts(8))
+        8 ranks over nccl on cuda
+    """
+
+    size: int
+    backend: str = "nccl"
+    device_type: str = "cuda"
+
+    def __post_init__(self) -> None:
+        check_count("size of a group", self.size)
+
+    @property
+    def transport(self) -> str:
+        """`cuda:nccl`, `cpu:gloo`: the device and the backend that moves its tensors."""
+        return f"{self.device_type}:{self.backend}"
+
+    def __str__(self) -> str:
+        return f"{self.size} rank{'s' * (self.size > 1)} over {self.backend} on {self.device_type}"
+
+
+class Group:
+    """A torch.distributed process group, for tensors of one device.
+
+    Attributes:
+        facts: Size, backend and device.
+        rank: This process's, in the group.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        """Reads the group; no communication.
+
+        Args:
+            group: A `torch.distributed.ProcessGroup`.
+            device: That tensors are on.
+
+        Raises:
+            ArgumentError: It is none, or this process is not in it.
+        """
+        if not torch.distributed.is_available():
+            raise ArgumentError("group needs a torch with torch.distributed, got one without; install another build")
+        check_instance("group", group, torch.distributed.ProcessGroup, "make one with torch.distributed.new_group()")
+        self.process_group: torch.distributed.ProcessGroup = group
+        self.device = device
+        self.rank = torch.distributed.get_rank(group)
+        if self.rank < 0:
+            raise ArgumentError("group must have this process as a member, got one without it; pass its own group")
+        config = torch.distributed.get_backend_config(group)
+        backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+        backend = backends.get(device.type) or torch.distributed.get_backend(group)
+        self.facts = GroupFacts(torch.distributed.get_world_size(group), str(backend), device.type)
+
+    @property
+    def size(self) -> int:
+        """Its ranks."""
+        return self.facts.size
+
+    @property
+    def timeout(self) -> datetime.timedelta | None:
+        """How long a collective may wait for a rank; None where the backend does not tell."""
+        try:
+            backend = self.process_group._get_backend(self.device)
+            timeout = backend.options._timeout
+        except Exception:  # A private name of torch, and a word in an error message only.
+            return None
+        return timeout if isinstance(timeout, datetime.timedelta) else None
+
+    def gather_objects(self, value: object, doing: str) -> list[Any]:
+        """The values of all ranks, in order; they travel as pickles and wait for the host.
+
+        Raises:
+            GroupError: A rank has ended or did not come within the group's time limit.
+        """
+        found: list[Any] = [None] * self.size
+        with self._named(doing):
+            torch.distributed.all_gather_object(found, value, group=self.process_group)
+        return found
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        sent: torch.Tensor,
+        doing: str,
+        out_rows: list[int] | None = None,
+        sent_rows: list[int] | None = None,
+    ) -> None:
+        """Rows to each rank, in order of ranks; equal shares where no counts are given.
+
+        Args:
+            out: [rows received, ...], overwritten.
+            sent: [rows sent, ...] of the same dtype.
+            doing: What is exchanged, for the error.
+            out_rows, sent_rows: Rows from and to each rank.
+
+        Raises:
+            GroupError: As `gather_objects`; with NCCL torch's watchdog ends the process instead.
+        """
+        with self._named(doing):
+            torch.distributed.all_to_all_single(out, sent, out_rows, sent_rows, group=self.process_group)
+
+    def all_gather(self, out: torch.Tensor, sent: torch.Tensor, doing: str) -> None:
+        """The rows of all ranks, in order; the same number from each. Raises as `all_to_all`."""
+        with self._named(doing):
+            torch.distributed.all_gather_into_tensor(out, sent, group=self.process_group)
+
+    def reduce_scatter(self, out: torch.Tensor, sent: torch.Tensor, doing: str) -> None:
+        """The sum over ranks of this rank's share of the rows. Raises as `all_to_all`."""
+        with self._named(doing):
+            torch.distributed.reduce_scatter_tensor(out, sent, group=self.process_group)
+
+    @contextlib.contextmanager
+    def _named(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, RuntimeError) or stops_the_process(error):
+                raise
+            limit = self.timeout
+            waits = "" if limit is None else f", time limit {limit.total_seconds():g} s"
+            raise GroupError(
+                f"rank {self.rank} of {self.facts}{waits} could not exchange {doing}: another rank has ended, stalled "
+                f"or raised before it; see the output of the others and start all of them again ({described(error)})"
+            ) from error
+
+    def __str__(self) -> str:
+        return str(self.facts)

@@ -1,0 +1,174 @@
+"""The contract of what moves tokens between the ranks of a group."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import torch
+
+from moereg.expert_placement import PlacementTables
+from moereg.experts import ExpertInputs
+from moereg.platforms import Platform
+from moereg.prepare_finalize.base import Prepared, PrepareFinalize
+from moereg.prepare_finalize.batched import BatchedPrepareFinalize
+from moereg.prepare_finalize.facts import MovementFacts
+from moereg.prepare_finalize.group import Group, GroupFacts
+from moereg.prepare_finalize.standard import StandardPrepareFinalize
+from moereg.prepare_finalize.wire import Received, Wire
+from moereg.problem import MoEProblem
+
+__all__ = ["GroupPrepareFinalize", "Moved", "local_prepare_finalize"]
+
+
+def local_prepare_finalize(activation_format: str) -> PrepareFinalize:
+    """The one without communication for an activation format."""
+    kinds = {kind.activation_format: kind for kind in (StandardPrepareFinalize, BatchedPrepareFinalize)}
+    return kinds[activation_format]()
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved(Prepared):
+    """The result of prepare where tokens came from other ranks.
+
+    Attributes:
+        local: What the local prepare made of the tokens that arrived, for its finalize; None where there is none.
+    """
+
+    local: Prepared | None = None
+
+
+class GroupPrepareFinalize(PrepareFinalize):
+    """Moves tokens to the ranks of their experts and results back home.
+
+    Every rank of the group calls `prepare` and `finalize` in turn, also with no tokens. The tokens that arrive are laid
+    out for the experts by the local prepare/finalize of the activation format, so that one way serves both formats.
+
+    Attributes:
+        facts: What it can do.
+        name: As requests spell it; the decorator sets it.
+        problem: The layer as the caller sees it: its tokens are this rank's.
+        experts_problem: The layer as the experts see it.
+        group: The ranks.
+        tables: Which rank holds which expert.
+        wire: How tokens travel.
+    """
+
+    facts: ClassVar[MovementFacts] = MovementFacts()
+    communicates: ClassVar[bool] = True
+
+    def __init__(
+        self, problem: MoEProblem, experts_problem: MoEProblem, group: Group, tables: PlacementTables, wire: Wire
+    ) -> None:
+        """Keeps what calls need; no communication.
+
+        Args:
+            problem: The layer as the caller sees it.
+            experts_problem: What `experts_problem_of` made of it.
+            group: The ranks.
+            tables: Which rank holds which expert, on the weights' device.
+            wire: How tokens travel.
+        """
+        self.problem = problem
+        self.experts_problem = experts_problem
+        self.group = group
+        self.tables = tables
+        self.wire = wire
+        self.activation_format = experts_problem.activation_format  # type: ignore[misc]  # one class, both formats
+        self.local = local_prepare_finalize(self.activation_format)
+
+    @classmethod
+    def experts_problem_of(cls, problem: MoEProblem, group: GroupFacts, activation_format: str) -> MoEProblem:
+        """The layer as the experts of one rank see it.
+
+        Args:
+            problem: As the caller sees it.
+            group: The ranks.
+            activation_format: The format that was chosen.
+        """
+        most = problem.max_num_tokens
+        return dataclasses.replace(
+            problem,
+            activation_format=activation_format,
+            max_num_tokens=None if most is None else most * group.size,
+        )
+
+    @classmethod
+    def unsupported_reasons(cls, problem: MoEProblem, group: GroupFacts, platform: Platform) -> list[str]:
+        """Every reason that `facts` cannot express; empty means supported. As `Experts.unsupported_reasons`."""
+        return []
+
+    @abc.abstractmethod
+    def prepare(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        problem: MoEProblem,
+        expert_map: torch.Tensor | None,
+    ) -> Moved:
+        """Sends this rank's tokens to their experts and makes the inputs of this rank's experts.
+
+        Args:
+            hidden_states: [T,H]; T may be 0.
+            topk_weights: [T,K] fp32.
+            topk_ids: [T,K] int32, experts of the layer.
+            problem: `experts_problem`.
+            expert_map: [num_experts] int32 or None.
+
+        Raises:
+            GroupError: A rank has ended or stalled.
+        """
+
+    @abc.abstractmethod
+    def finalize(
+        self,
+        out: torch.Tensor,
+        expert_out: torch.Tensor,
+        prepared: Prepared,
+        problem: MoEProblem,
+    ) -> None:
+        """Sends results home and sums there.
+
+        Args:
+            out: [T,H], overwritten.
+            expert_out: What the experts wrote: [rows,H] where they reduce, else [rows,K,H] or [E,max_T,H].
+            prepared: What `prepare` returned.
+            problem: `experts_problem`.
+
+        Raises:
+            GroupError: A rank has ended or stalled.
+        """
+
+    def laid_out(
+        self,
+        received: Received,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+    ) -> Moved:
+        """The inputs of this rank's experts, out of tokens that arrived and their routes to it.
+
+        Args:
+            received: n tokens.
+            topk_weights: [n,K] fp32.
+            topk_ids: [n,K] int32, experts of the layer; -1 where a route goes to another rank.
+            expert_map: [num_experts] int32 or None.
+        """
+        hidden_states = received.hidden_states
+        if hidden_states.shape[0] == 0:
+            # Nothing to lay out, and the experts are not called.
+            return Moved(ExpertInputs(hidden_states, topk_weights, topk_ids, expert_map=expert_map), 0)
+        local = self.local.prepare(hidden_states, topk_weights, topk_ids, self.experts_problem, expert_map)
+        inputs = dataclasses.replace(local.inputs, hidden_scale=received.hidden_scale)
+        return Moved(inputs, local.num_tokens, local.row_of_route, local)
+
+    def reduced(self, expert_out: torch.Tensor, prepared: Prepared) -> torch.Tensor:
+        """[rows,H]: one row for each row that arrived, out of any of the experts' output forms."""
+        assert isinstance(prepared, Moved)
+        if expert_out.dim() == 2 or prepared.local is None:
+            return expert_out.reshape(-1, expert_out.shape[-1])
+        rows = expert_out.new_empty(prepared.num_tokens, expert_out.shape[-1])
+        self.local.finalize(rows, expert_out, prepared.local, self.experts_problem)
+        return rows
