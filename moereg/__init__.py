@@ -17,11 +17,13 @@ A kernel
 
 Many GPUs
     `ExpertPlacement` says which rank holds which experts, replicas included; `balance_experts` makes one from counted
-    loads.
+    loads. `make_kernel(..., group=group)` makes a layer whose experts are on many ranks; `select_movement` and
+    `explain_movements` say how its tokens would move.
 
 A backend of your own
     `register_moe_backend` decorates an experts class; `moereg.author` has everything that such a class needs, and
-    `moereg new-backend` on the command line writes a wheel with one.
+    `moereg new-backend` on the command line writes a wheel with one. `register_prepare_finalize` decorates a way of
+    moving tokens between ranks.
 
 Errors and warnings
     All errors are a `MoeregError`: `ArgumentError`, `BackendError`, `CheckpointError`, `PluginError`,

@@ -40,7 +40,8 @@ def agree(group: Group, doing: str, said: Mapping[str, Any], error: Exception | 
         )
     differing = differences([fields for fields, _, _ in found])
     if differing:
-        raise RanksDifferError(f"all ranks must run the same layer, got {'; '.join(differing)}; make them equal")
+        # The first one: what follows from it differs, too.
+        raise RanksDifferError(f"all ranks must run the same layer, got {differing[0]}; make that equal")
     return [shared for _, _, shared in found]
 
 

@@ -382,10 +382,34 @@ def select_movement(
     prefer: WayNames = None,
     deny: WayNames = None,
 ) -> MovementSelection:
-    """As `explain_movements`, but raises if nothing fits.
+    """Chooses the way of moving tokens between ranks, for `make_kernel(prepare_finalize=...)`.
+
+    Args:
+        problem: The layer. Where it says that all experts are local, each rank gets an equal share of them.
+        group: The ranks, such as `GroupFacts(8)`.
+        platform: A value, a name such as `cuda:sm90`, or None for the machine at hand.
+        require: One of these ways, tried in this order, or an error.
+        prefer: These go first.
+        deny: None of these.
+
+    Returns:
+        The selection, with a winner.
 
     Raises:
         UnsupportedProblemError: Nothing fits; carries the selection and says every way's reasons.
+        ArgumentError, RequestError, UnknownNameError: As `explain_movements`.
+
+    Example:
+        >>> problem = moereg.MoEProblem(
+        ...     num_experts=64, hidden_size=2048, intermediate_size=1408, top_k=6, graph_capture=True, max_num_tokens=64
+        ... )
+        >>> group = moereg.prepare_finalize.GroupFacts(2)
+        >>> movement = moereg.select_movement(problem, group, platform="cuda:sm90")
+        >>> movement.winner.name
+        'all_gather'
+        >>> seen = movement.experts_problem(movement.winner)
+        >>> moereg.select_backend(seen, platform="cuda:sm90", require="triton").backend
+        'triton'
     """
     selection = explain_movements(problem, group, platform, require, prefer, deny)
     if selection.winner is None:
@@ -404,7 +428,7 @@ def problem_of_rank(problem: MoEProblem, size: int) -> MoEProblem:
     if problem.num_experts % size:
         raise ArgumentError(
             f"a group's ranks must divide the experts where no map says who holds what, got {problem.num_experts} "
-            f"experts on {size} ranks; say placement='map' and pass expert_placement to make_kernel"
+            f"experts on {size} ranks; pass expert_placement to make_kernel"
         )
     share = problem.num_experts // size
     if problem.num_local_experts not in (share, problem.num_experts):

@@ -56,11 +56,13 @@ def one_thread() -> Iterator[None]:
 def isolated_registry() -> Iterator[BackendRegistry]:
     """The global registry with all backends loaded; a test's additions are gone afterwards."""
     from moereg.discovery import load_backends
+    from moereg.prepare_finalize import MOVEMENTS
 
     load_backends()
-    before = REGISTRY.snapshot()
+    before, movements = REGISTRY.snapshot(), MOVEMENTS.snapshot()
     yield REGISTRY
     REGISTRY.restore(before)
+    MOVEMENTS.restore(movements)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -128,12 +128,12 @@ class Group:
     def all_gather(self, out: torch.Tensor, sent: torch.Tensor, doing: str) -> None:
         """The rows of all ranks, in order; the same number from each. Raises as `all_to_all`."""
         with self._named(doing):
-            torch.distributed.all_gather_into_tensor(out, sent, group=self.process_group)
+            _newest("all_gather_single", "all_gather_into_tensor")(out, sent, group=self.process_group)
 
     def reduce_scatter(self, out: torch.Tensor, sent: torch.Tensor, doing: str) -> None:
         """The sum over ranks of this rank's share of the rows. Raises as `all_to_all`."""
         with self._named(doing):
-            torch.distributed.reduce_scatter_tensor(out, sent, group=self.process_group)
+            _newest("reduce_scatter_single", "reduce_scatter_tensor")(out, sent, group=self.process_group)
 
     @contextlib.contextmanager
     def _named(self, doing: str) -> Iterator[None]:
@@ -151,3 +151,9 @@ class Group:
 
     def __str__(self) -> str:
         return str(self.facts)
+
+
+def _newest(name: str, before: str) -> Callable[..., Any]:
+    """A collective that torch 2.13 renamed, and warns of under its old name."""
+    found: Callable[..., Any] = getattr(torch.distributed, name, None) or getattr(torch.distributed, before)
+    return found

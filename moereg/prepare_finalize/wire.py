@@ -129,7 +129,10 @@ def wire_scheme(scheme: QuantScheme, problem: MoEProblem) -> QuantScheme | None:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """[n, bytes] of [n, columns]."""
-    return tensor.contiguous().view(torch.uint8)
+    # A tensor of one element or none counts as contiguous whatever its strides are.
+    if not tensor.is_contiguous() or tensor.stride(-1) != 1:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.view(torch.uint8)
 
 
 def join_columns(columns: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -138,5 +141,5 @@ def join_columns(columns: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 def split_columns(rows: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """The inverse of `join_columns`: contiguous columns."""
-    return tuple(part.contiguous() for part in rows.split(widths, dim=1))
+    """The inverse of `join_columns`: contiguous columns, each aligned for any dtype."""
+    return tuple(part.clone(memory_format=torch.contiguous_format) for part in rows.split(widths, dim=1))

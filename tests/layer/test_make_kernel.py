@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -100,60 +97,6 @@ def test_threads_select_and_build_at_once() -> None:
         thread.join()
     assert len(errors) == 8
     assert max(errors) < 1e-5
-
-
-RANKS = """
-import sys
-import torch
-import torch.distributed as dist
-import moereg
-from moereg.testing.inputs import make_weights
-
-rank, store, require = int(sys.argv[1]), sys.argv[2], sys.argv[3].split(",")[int(sys.argv[1])]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-problem = moereg.MoEProblem(num_experts=8, hidden_size=16, intermediate_size=12, top_k=2, num_local_experts=4)
-weights = make_weights(problem, torch.device("cpu"))
-# Two classes of one backend are two kernels as well.
-selection = moereg.select_backend(problem, require="torch")
-if require == "other":
-    import dataclasses
-    accepted = tuple(decision for decision in selection.decisions if decision.accepted)
-    selection = dataclasses.replace(selection, decisions=accepted[::-1])
-try:
-    moereg.make_kernel(problem, weights, selection=selection, ep_rank=rank, group=dist.group.WORLD)
-    print("built")
-except ValueError as error:
-    print(error)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("choices", ["first,first", "first,other"])
-def test_ranks_compare_fingerprints(tmp_path: Path, choices: str) -> None:
-    root = Path(__file__).parents[2]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANKS, str(rank), str(tmp_path / "store"), choices],
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    lines = [stdout.strip().splitlines()[-1] for stdout, _ in outputs]
-    if choices == "first,first":
-        assert lines == ["built", "built"]
-    else:
-        for line in lines:
-            assert re.fullmatch(
-                r"all ranks must choose the same kernel, got \['[0-9a-f]{16} \(torch\)', '[0-9a-f]{16} \(torch\)'\]; "
-                r"require one backend on all of them",
-                line,
-            ), line
 
 
 def test_fakes_declare_what_they_run() -> None:

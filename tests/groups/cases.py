@@ -1,0 +1,204 @@
+"""What ranks of a group do in tests: each case is a function of rank and size, and returns what JSON can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import moereg
+from moereg.layer import MoEKernel, make_kernel
+from moereg.problem import MoEProblem
+from moereg.testing.inputs import make_weights
+from moereg.weights import ExpertWeights
+
+CPU = torch.device("cpu")
+MOST_TOKENS = 8
+
+
+def problem_of(**changes: Any) -> MoEProblem:
+    facts = {"num_experts": 12, "hidden_size": 128, "intermediate_size": 32, "top_k": 3, "dtype": "float32"}
+    return MoEProblem(**{**facts, "max_num_tokens": MOST_TOKENS, **changes})
+
+
+def experts_of(weights: ExpertWeights, experts: tuple[int, ...] | range) -> ExpertWeights:
+    """The weights of some experts."""
+    rows = {name: tensor[list(experts)] for name, tensor in weights.tensors().items() if tensor.dim()}
+    return dataclasses.replace(weights, **rows)
+
+
+def share_of(weights: ExpertWeights, rank: int, size: int) -> ExpertWeights:
+    num_experts = weights.w13.shape[0]
+    return experts_of(weights, range(rank * num_experts // size, (rank + 1) * num_experts // size))
+
+
+def tokens_of(problem: MoEProblem, rank: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states and routing of a rank; one route in eight goes nowhere."""
+    generator = torch.Generator().manual_seed(100 * rank + num_tokens)
+    hidden_states = torch.randn(num_tokens, problem.hidden_size, generator=generator).to(problem.torch_dtype)
+    logits = torch.randn(num_tokens, problem.num_experts, generator=generator)
+    topk_weights, topk_ids = moereg.routing.softmax_topk(logits, top_k=problem.top_k, renormalize=True)
+    nowhere = torch.rand(topk_ids.shape, generator=generator) < 1 / 8
+    return hidden_states, topk_weights, torch.where(nowhere, -1, topk_ids)
+
+
+def numbers_of_tokens(rank: int, size: int) -> tuple[int, ...]:
+    """Of the calls of a case: uneven over ranks, none on one or on all of them."""
+    return (1 + rank, 0 if rank == size - 1 else MOST_TOKENS, MOST_TOKENS if rank == 0 else 0, 0)
+
+
+def errors_of(kernel: MoEKernel, one: MoEKernel, problem: MoEProblem, rank: int, size: int) -> dict[str, Any]:
+    """How far calls over the group are from the same layer on one rank."""
+    equal, worst = True, 0.0
+    for num_tokens in numbers_of_tokens(rank, size):
+        inputs = tokens_of(problem, rank, num_tokens)
+        found, expected = kernel(*inputs), one(*inputs)
+        assert found.shape == expected.shape
+        assert not found.isnan().any()
+        equal = equal and torch.equal(found, expected)
+        if num_tokens:
+            difference = (found.double() - expected.double()).norm() / expected.double().norm()
+            worst = max(worst, float(difference))
+    return {
+        "equal": equal,
+        "error": worst,
+        "way": kernel.prepare_finalize.name,
+        "wire": kernel.prepare_finalize.wire.name,
+        "backend": kernel.selection.backend,
+        "format": kernel.selection.problem.activation_format,
+    }
+
+
+def compared(rank: int, size: int, way: str | None = None, **changes: Any) -> dict[str, Any]:
+    """A layer over the group against the same layer on one rank."""
+    problem = problem_of(**changes)
+    weights = make_weights(problem, CPU)
+    one = make_kernel(dataclasses.replace(problem, activation_format="standard"), weights)
+    own = share_of(weights, rank, size)
+    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=way)
+    return errors_of(kernel, one, problem, rank, size)
+
+
+def all_to_all_alone(rank: int, size: int) -> dict[str, Any]:
+    """Against the same way over a group of one: routes are summed at home, so ranks change no bit."""
+    problem = problem_of(dtype="bfloat16")
+    weights = make_weights(problem, CPU)
+    alone = [dist.new_group([each]) for each in range(size)][rank]
+    one = make_kernel(problem, weights, group=alone, prepare_finalize="all_to_all")
+    own = share_of(weights, rank, size)
+    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize="all_to_all")
+    return errors_of(kernel, one, problem, rank, size)
+
+
+def chosen_without_a_word(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size)
+
+
+def all_to_all(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_to_all")
+
+
+def all_gather(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_gather")
+
+
+def all_gather_deterministic(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_gather", deterministic=True)
+
+
+def all_to_all_batched(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_to_all", activation_format="batched")
+
+
+def all_gather_batched(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_gather", activation_format="batched")
+
+
+def all_to_all_fp8(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_to_all", dtype="bfloat16", quant="fp8_block128", intermediate_size=128)
+
+
+def all_gather_fp8(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_gather", dtype="bfloat16", quant="fp8_block128", intermediate_size=128)
+
+
+def weights_on_inputs(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_to_all", top_k=1, apply_router_weight_on_input=True)
+
+
+def weights_on_gathered_inputs(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_gather", top_k=1, apply_router_weight_on_input=True)
+
+
+def placed(rank: int, size: int, way: str) -> dict[str, Any]:
+    """Experts anywhere, some of them on two ranks."""
+    problem = problem_of()
+    weights = make_weights(problem, CPU)
+    order = [7, 2, 9, 0, 4, 11, 1, 3, 10, 5, 8, 6]
+    held = [order[each::size] for each in range(size)]
+    held[0] += [expert for expert in held[1][:2]]
+    placement = moereg.ExpertPlacement(problem.num_experts, tuple(map(tuple, held)))
+    own = experts_of(weights, placement.experts_of_rank[rank])
+    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=way, expert_placement=placement)
+    return errors_of(kernel, make_kernel(problem, weights), problem, rank, size)
+
+
+def replicas_all_to_all(rank: int, size: int) -> dict[str, Any]:
+    return placed(rank, size, "all_to_all")
+
+
+def replicas_all_gather(rank: int, size: int) -> dict[str, Any]:
+    return placed(rank, size, "all_gather")
+
+
+def maps_of_ranks(rank: int, size: int) -> dict[str, Any]:
+    """Each rank says only what it holds, and they find the whole together."""
+    problem = problem_of()
+    weights = make_weights(problem, CPU)
+    experts = tuple(range(rank, problem.num_experts, size))[::-1]
+    expert_map = torch.full((problem.num_experts,), -1, dtype=torch.int32)
+    expert_map[list(experts)] = torch.arange(len(experts), dtype=torch.int32)
+    mine = dataclasses.replace(problem, placement="map", num_local_experts=len(experts))
+    kernel = make_kernel(mine, experts_of(weights, experts), group=dist.group.WORLD, expert_map=expert_map)
+    return errors_of(kernel, make_kernel(problem, weights), problem, rank, size)
+
+
+def error_of_making(rank: int, size: int, problem: MoEProblem, **arguments: Any) -> str:
+    try:
+        weights = share_of(make_weights(problem_of(), CPU), rank, size)
+        make_kernel(problem, weights, group=dist.group.WORLD, **arguments)
+    except (ValueError, moereg.MoeregError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "made"
+
+
+def other_problems(rank: int, size: int) -> str:
+    return error_of_making(rank, size, problem_of(top_k=2 + rank % 2))
+
+
+def other_ways(rank: int, size: int) -> str:
+    return error_of_making(rank, size, problem_of(), prepare_finalize="all_to_all" if rank else "all_gather")
+
+
+def other_rooms(rank: int, size: int) -> str:
+    problem = problem_of(max_num_tokens=MOST_TOKENS + rank)
+    return error_of_making(rank, size, problem, prepare_finalize="all_gather")
+
+
+def one_cannot(rank: int, size: int) -> str:
+    """The weights of rank 0 are not those of its problem."""
+    return error_of_making(rank, size, problem_of(intermediate_size=32 if rank else 64))
+
+
+def one_finds_no_way(rank: int, size: int) -> str:
+    return error_of_making(rank, size, problem_of(), prepare_finalize="all_gather" if rank else "no_such_way")
+
+
+def experts_that_do_not_divide(rank: int, size: int) -> str:
+    return error_of_making(rank, size, problem_of(num_experts=13))
+
+
+def capture_with_counts(rank: int, size: int) -> str:
+    return error_of_making(rank, size, problem_of(graph_capture=True), prepare_finalize="all_to_all")

@@ -1,0 +1,87 @@
+"""Layers over the ranks of a gloo group against the same layers on one rank, and what ranks say where they differ."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import pytest
+
+from tests.groups.ranks import results_of
+
+EQUAL: Final = ("all_to_all_alone", "all_to_all_fp8", "weights_on_inputs", "weights_on_gathered_inputs")
+"""Cases in which sums have the same order as on one rank."""
+NEAR: Final = (
+    "chosen_without_a_word",
+    "all_to_all",
+    "all_gather",
+    "all_gather_deterministic",
+    "all_to_all_batched",
+    "all_gather_batched",
+    "all_gather_fp8",
+    "replicas_all_to_all",
+    "replicas_all_gather",
+    "maps_of_ranks",
+)
+REFUSED: Final = {
+    "other_problems": "RanksDifferError: all ranks must run the same layer, got top_k 2 on rank 0, 3 on rank 1; make",
+    "other_ways": "RanksDifferError: all ranks must run the same layer, got way all_gather on rank 0, all_to_all on ra",
+    "other_rooms": "RanksDifferError: all ranks must run the same layer, got max_num_tokens 8 on rank 0, 9 on rank 1;",
+    "experts_that_do_not_divide": "ArgumentError: a group's ranks must divide the experts where no map says who holds",
+    "capture_with_counts": "UnsupportedProblemError: no way of moving tokens fits .*nearest is all_to_all: waits for c",
+}
+ONE_FAILS: Final = {
+    "one_cannot": r"ValueError: w13 must be \[6, 128, 128\]",
+    "one_finds_no_way": "UnknownNameError: unknown way in require 'no_such_way'",
+}
+CASES: Final = (*EQUAL, *NEAR, *REFUSED, *ONE_FAILS)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return results_of(2, *CASES)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_group_computes_the_bits_of_one_rank(two_ranks: list[dict[str, Any]], name: str) -> None:
+    assert [result[name]["equal"] for result in two_ranks] == [True, True]
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_a_group_computes_what_one_rank_does(two_ranks: list[dict[str, Any]], name: str) -> None:
+    # One rounding of each rank's part in bfloat16; the order of sums in fp32.
+    bound = 6e-3 if name.endswith("fp8") else 3e-7
+    for result in two_ranks:
+        assert result[name]["error"] < bound, result[name]
+
+
+def test_what_is_chosen_and_how_tokens_travel(two_ranks: list[dict[str, Any]]) -> None:
+    found = two_ranks[0]
+    assert found["chosen_without_a_word"]["way"] == "all_gather"  # Two ranks.
+    assert found["all_to_all"]["wire"] == "float32"
+    assert found["all_to_all_fp8"]["wire"] == "float8_e4m3fn with float32 scales"
+    assert found["all_to_all_batched"]["format"] == found["all_gather_batched"]["format"] == "batched"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_ranks_that_cannot_go_together_all_say_so(two_ranks: list[dict[str, Any]], name: str) -> None:
+    for result in two_ranks:
+        assert re.match(REFUSED[name], result[name]), result[name]
+
+
+@pytest.mark.parametrize("name", ONE_FAILS)
+def test_a_rank_that_fails_keeps_nobody_waiting(two_ranks: list[dict[str, Any]], name: str) -> None:
+    own, other = (result[name] for result in two_ranks)
+    assert re.match(ONE_FAILS[name], own), own
+    assert other.startswith("RanksDifferError: all ranks must make the kernel, and rank 1 could; rank 0 ("), other
+    assert re.search(ONE_FAILS[name], other), other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_more_ranks(num_ranks: int) -> None:
+    results = results_of(num_ranks, *EQUAL, *NEAR, *REFUSED)
+    for result in results:
+        assert all(result[name]["equal"] for name in EQUAL)
+        assert all(result[name]["error"] < 6e-3 for name in NEAR)
+        assert "Error: " in result["other_problems"]
