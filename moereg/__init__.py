@@ -26,9 +26,9 @@ A backend of your own
     moving tokens between ranks.
 
 Errors and warnings
-    All errors are a `MoeregError`: `ArgumentError`, `BackendError`, `CheckpointError`, `PluginError`,
-    `RegistrationError`, `RequestError`, `UnknownBackendError`, `UnknownNameError`, `UnsupportedProblemError`. All
-    warnings are a `MoeregWarning`, such as `PluginWarning`.
+    All errors are a `MoeregError`: `ArgumentError`, `BackendError`, `CheckpointError`, `GroupError`, `PluginError`,
+    `RanksDifferError`, `RegistrationError`, `RequestError`, `UnknownBackendError`, `UnknownNameError`,
+    `UnsupportedProblemError`. All warnings are a `MoeregWarning`, such as `PluginWarning`.
 
 `moereg.integrations.transformers` runs live models on these kernels, `moereg.routing` computes `topk_weights` and
 `topk_ids` as models do, `moereg.quantize` quantizes and restores weights, `moereg.shapes` has the sizes of known

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import moereg
 from moereg.layer import MoEKernel, make_kernel
+from moereg.prepare_finalize import GroupPrepareFinalize
 from moereg.problem import MoEProblem
 from moereg.testing.inputs import make_weights
 from moereg.weights import ExpertWeights
@@ -25,8 +26,8 @@ def problem_of(**changes: Any) -> MoEProblem:
 
 def experts_of(weights: ExpertWeights, experts: tuple[int, ...] | range) -> ExpertWeights:
     """The weights of some experts."""
-    rows = {name: tensor[list(experts)] for name, tensor in weights.tensors().items() if tensor.dim()}
-    return dataclasses.replace(weights, **rows)
+    rows = {name: tensor[list(experts)] if tensor.dim() else tensor for name, tensor in weights.tensors().items()}
+    return ExpertWeights.unchecked(rows, weights.scheme)
 
 
 def share_of(weights: ExpertWeights, rank: int, size: int) -> ExpertWeights:
@@ -61,11 +62,13 @@ def errors_of(kernel: MoEKernel, one: MoEKernel, problem: MoEProblem, rank: int,
         if num_tokens:
             difference = (found.double() - expected.double()).norm() / expected.double().norm()
             worst = max(worst, float(difference))
+    moving = kernel.prepare_finalize
+    assert isinstance(moving, GroupPrepareFinalize)
     return {
         "equal": equal,
         "error": worst,
         "way": kernel.prepare_finalize.name,
-        "wire": kernel.prepare_finalize.wire.name,
+        "wire": moving.wire.name,
         "backend": kernel.selection.backend,
         "format": kernel.selection.problem.activation_format,
     }

@@ -203,7 +203,7 @@ def test_a_group_is_limited_alone(text: str | None) -> None:
 
 
 def test_a_group_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="group:name with group backends or platforms, got 'platfroms:one'"):
+    with pytest.raises(ArgumentError, match="group backends, platforms or prepare_finalize, got 'platfroms:one'"):
         is_allowed("platfroms:one", "moereg.platforms", "one")
 
 

@@ -1,0 +1,239 @@
+"""Ways of moving tokens: registered, judged with every reason, ranked and asked for by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moereg.errors import ArgumentError, RegistrationError, RequestError, UnknownNameError, UnsupportedProblemError
+from moereg.movement import MovementRequest, MovementSelection, decide_movement, explain_movements, select_movement
+from moereg.platforms import Platform
+from moereg.prepare_finalize import (
+    GroupFacts,
+    GroupPrepareFinalize,
+    Moved,
+    MovementFacts,
+    MovementRegistry,
+    Prepared,
+    register_prepare_finalize,
+)
+from moereg.problem import MoEProblem
+
+H200 = Platform("cuda", "sm90", "NVIDIA H200", versions={"deep-ep": "1.1.0"}, probed=True)
+FACTS = MovementFacts(
+    transports=frozenset({"cuda:nccl"}),
+    dtypes=frozenset({"bfloat16"}),
+    graph_capture=True,
+    deterministic=True,
+    router_weight_on_input=True,
+)
+
+
+class Moving(GroupPrepareFinalize):
+    """Moves nothing."""
+
+    facts = FACTS
+
+    def prepare(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        problem: MoEProblem,
+        expert_map: torch.Tensor | None,
+    ) -> Moved:
+        raise AssertionError
+
+    def finalize(self, out: torch.Tensor, expert_out: torch.Tensor, prepared: Prepared, problem: MoEProblem) -> None:
+        raise AssertionError
+
+
+def problem_of(**changes: Any) -> MoEProblem:
+    return MoEProblem(**{"num_experts": 16, "hidden_size": 256, "intermediate_size": 64, "top_k": 2, **changes})
+
+
+def judged(
+    registry: MovementRegistry,
+    problem: MoEProblem | None = None,
+    group: GroupFacts | None = None,
+    **words: tuple[str, ...],
+) -> MovementSelection:
+    group = group or GroupFacts(4)
+    return decide_movement(problem or problem_of(), group, H200, MovementRequest(**words), registry.cells)
+
+
+def reason_of(problem: MoEProblem | None = None, group: GroupFacts | None = None, **narrowed: Any) -> tuple[str, str]:
+    """The only reason against a way that is narrowed so."""
+    registry = MovementRegistry()
+    keywords = {"platforms": ("cuda:sm90+",), "formats": ("standard",), **narrowed}
+    register_prepare_finalize("moving", priority=1, registry=registry, **keywords)(Moving)
+    (decision,) = judged(registry, problem, group).decisions
+    (reason,) = decision.reasons
+    return reason.code, reason.text
+
+
+@pytest.mark.parametrize(
+    ("problem", "group", "narrowed", "expected"),
+    [
+        ({}, {}, {"platforms": ("cpu",)}, ("platform", "requires platform in (cpu), got cuda:sm90")),
+        ({}, {}, {"requires": ("deep_ep>=1.2",)}, ("package", "requires deep_ep>=1.2, got 1.1.0")),
+        ({}, {}, {"probes": (lambda platform: "requires a fabric",)}, ("probe", "requires a fabric")),
+        ({}, {"backend": "gloo"}, {}, ("group", "requires a group over (cuda:nccl), got cuda:gloo")),
+        ({}, {}, {"max_group_size": 2}, ("group", "requires at most 2 ranks, got 4")),
+        ({"dtype": "float32"}, {}, {}, ("dtype", "requires dtype in (bfloat16), got float32")),
+        (
+            {"graph_capture": True},
+            {},
+            {"graph_capture": False},
+            ("graph_capture", "waits for counts on the host, got graph_capture=True"),
+        ),
+        (
+            {"deterministic": True},
+            {},
+            {"deterministic": False},
+            ("deterministic", "does not give the same bits each time, got deterministic=True"),
+        ),
+        (
+            {"top_k": 1, "apply_router_weight_on_input": True},
+            {},
+            {"router_weight_on_input": False},
+            ("router_weight_on_input", "does not send routing weights, got apply_router_weight_on_input=True"),
+        ),
+        (
+            {},
+            {},
+            {"max_num_tokens": True},
+            ("size", "requires max_num_tokens in the problem, for which it makes room, got None"),
+        ),
+        ({}, {}, {"max_top_k": 1}, ("size", "requires top_k <= 1, got 2")),
+        ({}, {}, {"hidden_sizes": (2048, 7168)}, ("alignment", "requires hidden_size in (2048, 7168), got 256")),
+        ({}, {}, {"opt_in": True}, ("opt_in", "is opt-in: name it in require or prefer")),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_each_reason_stands_alone(
+    problem: dict[str, Any], group: dict[str, Any], narrowed: dict[str, Any], expected: tuple[str, str]
+) -> None:
+    assert reason_of(problem_of(**problem), GroupFacts(**{"size": 4, **group}), **narrowed) == expected
+
+
+def test_priority_ranks_and_words_beat_it() -> None:
+    registry = MovementRegistry()
+    for name, priority in (("slow", 1), ("fast", 2)):
+        decorate = register_prepare_finalize(name, priority, ("standard", "batched"), ("cuda",), registry=registry)
+        decorate(type(name, (Moving,), {}))
+    assert [decision.name for decision in judged(registry).accepted] == ["fast", "fast", "slow", "slow"]
+    batched = judged(registry, problem_of(activation_format="batched")).winner
+    assert batched is not None
+    assert (batched.name, batched.activation_format) == ("fast", "batched")
+    assert judged(registry, prefer=("slow",)).decisions[0].name == "slow"
+    assert judged(registry, require=("slow", "fast")).decisions[0].name == "slow"
+    denied = judged(registry, deny=("f*",))
+    assert denied.decisions[0].name == "slow"
+    assert denied.decisions[-1].reasons[0].text == "denied by the request (f*)"
+    assert judged(registry, require=("slow",)).decisions[-1].reasons[0].code == "not_required"
+
+
+def test_the_environment_asks_too_and_unknown_names_are_errors() -> None:
+    resolved = MovementRequest.resolve(
+        prefer="all_gather",
+        environ={"MOEREG_EP_PREFER": "all_to_all", "MOEREG_EP_DENY": "all_t*"},
+        known=("all_gather", "all_to_all"),
+    )
+    assert resolved == MovementRequest(prefer=("all_gather",), deny=("all_t*",))
+    with pytest.raises(UnknownNameError, match="unknown way in MOEREG_EP_REQUIRE 'al_gather', did you mean 'all_g"):
+        MovementRequest.resolve(environ={"MOEREG_EP_REQUIRE": "al_gather"}, known=("all_gather",))
+    with pytest.raises(RequestError, match="'all_gather' is both required and denied"):
+        MovementRequest.resolve("all_gather", deny="all_*", environ={}, known=("all_gather",))
+
+
+def test_a_predicate_adds_reasons_and_one_that_raises_is_a_reason() -> None:
+    registry = MovementRegistry()
+
+    class Picky(Moving):
+        @classmethod
+        def unsupported_reasons(cls, problem: MoEProblem, group: GroupFacts, platform: Platform) -> list[str]:
+            if group.size == 3:
+                raise KeyError("three")
+            return ["requires an even number of experts a rank"]
+
+    register_prepare_finalize("picky", 1, ("standard",), ("*",), registry=registry)(Picky)
+    (decision,) = judged(registry).decisions
+    assert [(reason.code, reason.text) for reason in decision.reasons] == [
+        ("backend", "requires an even number of experts a rank")
+    ]
+    (decision,) = judged(registry, group=GroupFacts(3)).decisions
+    assert decision.reasons[0].text == "its unsupported_reasons raised KeyError: 'three'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"formats": "standard"}, "formats must be a tuple of activation formats, got 'standard'"),
+        ({"formats": ("padded",)}, "formats must be among standard, batched, got 'padded'"),
+        ({"platforms": ("cuda:sm",)}, "sm"),
+        ({"name": "Mine"}, "a name is lower-case letters"),
+        ({"priority": "high"}, "priority must be an integer, got 'high'"),
+        ({"transports": ("cuda:nccl", "cpu:gloo")}, "never widen them; transports="),
+        ({"max_group_size": 0}, "max_group_size must be None or an integer of at least 1, got 0"),
+        ({"graph_captures": True}, "unknown fact 'graph_captures'"),
+    ],
+)
+def test_a_decorator_that_is_wrong_stores_nothing(arguments: dict[str, Any], message: str) -> None:
+    registry = MovementRegistry()
+    keywords = {"name": "moving", "priority": 1, "formats": ("standard",), "platforms": ("cuda",), **arguments}
+    with pytest.raises(RegistrationError, match=message):
+        register_prepare_finalize(registry=registry, **keywords)(Moving)
+    assert not registry.cells
+
+
+def test_classes_are_checked_and_names_belong_to_one_distribution() -> None:
+    registry = MovementRegistry()
+    with pytest.raises(RegistrationError, match=r"must subclass moereg\.author\.GroupPrepareFinalize"):
+        register_prepare_finalize("moving", 1, ("standard",), ("*",), registry=registry)(dict)  # type: ignore[type-var]
+
+    class Half(GroupPrepareFinalize):
+        facts = FACTS
+
+    with pytest.raises(RegistrationError, match="abstract methods are missing: finalize, prepare"):
+        register_prepare_finalize("moving", 1, ("standard",), ("*",), registry=registry)(Half)
+
+    class Other(Moving):
+        def prepare(self, tokens: torch.Tensor) -> Moved:  # type: ignore[override]
+            raise AssertionError
+
+    with pytest.raises(RegistrationError, match="prepare must take"):
+        register_prepare_finalize("moving", 1, ("standard",), ("*",), registry=registry)(Other)
+    register_prepare_finalize("moving", 1, ("standard",), ("*",), registry=registry)(Moving)
+    with pytest.raises(RegistrationError, match="registers 'moving' twice"):
+        register_prepare_finalize("moving", 2, ("standard",), ("*",), registry=registry)(Moving)
+    registry.owner_of = lambda module: ("moereg-other", "1.0")
+    with pytest.raises(RegistrationError, match=r"belongs to tests\.selection\.test_movement"):
+        register_prepare_finalize("moving", 1, ("batched",), ("*",), registry=registry)(Moving)
+
+
+def test_what_moereg_brings() -> None:
+    problem = problem_of(max_num_tokens=64)
+    found = {size: explain_movements(problem, GroupFacts(size), "cuda:sm90").winner for size in (2, 8)}
+    assert {size: winner and winner.name for size, winner in found.items()} == {2: "all_gather", 8: "all_to_all"}
+    captured = select_movement(problem_of(max_num_tokens=64, graph_capture=True), GroupFacts(8), "cuda:sm90")
+    assert captured.winner is not None
+    assert captured.winner.cell.facts.graph_capture
+    assert captured.to_dict()["selected"] == captured.winner.name
+    assert captured.table().startswith("group     8 ranks over nccl on cuda\nchosen    ")
+
+
+def test_a_cpu_group_cannot_move_tensors_of_a_gpu() -> None:
+    with pytest.raises(UnsupportedProblemError, match=r"requires a group over \(cpu:gloo, cuda:nccl\), got cuda:gloo"):
+        select_movement(problem_of(), GroupFacts(2, "gloo", "cuda"), "cuda:sm90")
+
+
+def test_experts_that_do_not_divide_need_a_map() -> None:
+    with pytest.raises(ArgumentError, match="got 16 experts on 3 ranks; pass expert_placement"):
+        explain_movements(problem_of(), GroupFacts(3), "cuda:sm90")
+    with pytest.raises(ArgumentError, match="num_local_experts must be 8, an equal share of 16 experts on 2 ranks"):
+        explain_movements(problem_of(num_local_experts=4), GroupFacts(2), "cuda:sm90")
+    with pytest.raises(ArgumentError, match=r"group must be GroupFacts, such as GroupFacts\(8\), got 8"):
+        explain_movements(problem_of(), 8, "cuda:sm90")  # type: ignore[arg-type]
