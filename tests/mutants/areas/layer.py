@@ -10,8 +10,8 @@ MUTANTS: Final = (
     Mutant(
         "no tokens are run",
         "moereg/layer.py",
-        old="if hidden_states.shape[0] == 0:",
-        new="if hidden_states.shape[0] < 0:",
+        old="and hidden_states.shape[0] == 0:",
+        new="and hidden_states.shape[0] < 0:",
         tests=("tests/layer/test_layer_calls.py::test_experts_are_not_called_for_no_tokens",),
     ),
     Mutant(
