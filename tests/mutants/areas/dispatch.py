@@ -409,7 +409,7 @@ MUTANTS: Final = (
     Mutant(
         "backends load before the kinds that they name",
         "moereg/discovery.py",
-        old="_GROUPS: Final = (PLATFORM_GROUP, BACKEND_GROUP)",
+        old="_GROUPS: Final = (PLATFORM_GROUP, BACKEND_GROUP, MOVEMENT_GROUP)",
         new="_GROUPS: Final = (BACKEND_GROUP,)",
         tests=("tests/selection/test_platform_plugins.py::test_another_wheels_backend_names_the_kind_of_a_plugin",),
     ),
