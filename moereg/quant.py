@@ -353,6 +353,10 @@ def _known_schemes() -> dict[str, QuantScheme]:
         for symmetric in (True, False):
             name = f"int4_w4a16_g{suffix}" + ("" if symmetric else "_zp")
             schemes.append(QuantScheme(name, QuantFormat("uint4", (1, group), symmetric=symmetric)))
+    # W4AFP8: as FlashInfer and TensorRT-LLM compute it, and as compressed-tensors does.
+    int4 = QuantFormat("uint4", (1, 128))
+    schemes.append(QuantScheme("int4_w4a8_g128", int4, dataclasses.replace(fp8_tensor, static=True)))
+    schemes.append(QuantScheme("int4_w4a8_g128_token", int4, fp8_channel))
     return {scheme.name: scheme for scheme in schemes}
 
 
@@ -365,5 +369,6 @@ SCHEMES_CALLED: Final[Mapping[str, tuple[str, ...]]] = {
     "awq": ("int4_w4a16_g128_zp",),
     "int4": ("int4_w4a16_g128", "int4_w4a16_g128_zp", "int4_w4a16_g32", "int4_w4a16_g64"),
     "w4a16": ("int4_w4a16_g128", "mxfp4_w4a16", "nvfp4_w4a16"),
+    **dict.fromkeys(("w4a8", "w4afp8", "w4a8_awq"), ("int4_w4a8_g128", "int4_w4a8_g128_token")),
 }
 """What checkpoints and people call schemes, with the usual ones that they mean, for errors about unknown names."""

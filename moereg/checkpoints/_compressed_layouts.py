@@ -14,6 +14,7 @@ from moereg.checkpoints._fp8 import block_tensors
 from moereg.checkpoints._words import canonical_zero_points, word_bytes
 from moereg.errors import CheckpointError
 from moereg.quant import WHOLE, QuantScheme
+from moereg.quantize import pack_nibbles
 
 __all__ = ["LAYOUTS"]
 
@@ -23,7 +24,7 @@ _NUMBER: Final = ((1,), ())
 def _naive(scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
     """`weight` [N,K] e4m3 or int8 and `weight_scale`: [1], [N,1], or one for each block.
 
-    A static scale of the activations is `input_scale` [1].
+    A static scale of the activations is `input_scale`.
     Source: compressors/naive_quantized/base.py of compressed-tensors 0.20.0.
     """
     fmt = scheme.weight
@@ -36,13 +37,18 @@ def _naive(scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequ
         StoredTensor(".weight", ((projection.rows, projection.columns),), (dtype,), "weight", as_is),
         StoredTensor(".weight_scale", shapes, FLOATS, "scale", convert),
     ]
-    if scheme.activation is not None and scheme.activation.static:
-        tensors.append(StoredTensor(".input_scale", _NUMBER, FLOATS, "activation_scale", one_number))
-    return tensors
+    return [*tensors, *_input_scale(scheme)]
+
+
+def _input_scale(scheme: QuantScheme) -> Sequence[StoredTensor]:
+    """`input_scale` [1] where activations have a static scale."""
+    if scheme.activation is None or not scheme.activation.static:
+        return ()
+    return (StoredTensor(".input_scale", _NUMBER, FLOATS, "activation_scale", one_number),)
 
 
 def _packed_integers(scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
-    """`weight_packed` [N, ceil(K/8)] int32 (8 bits: K/4), `weight_scale` [N,G] and `weight_shape`, N and K.
+    """`weight_packed` [N, ceil(K/8)] int32 (8 bits: K/4), `weight_scale` [N,G], `weight_shape`, N and K; `input_scale`.
 
     Codes are signed integers plus 8 (128), packed along K from the lowest bits on; the unused bits of a row's last word
     are 0. `weight_zero_point` [ceil(N/8), G] int32 has the same offset and is packed along N.
@@ -64,7 +70,28 @@ def _packed_integers(scheme: QuantScheme, is_tensor: bool, projection: Projectio
         convert = functools.partial(_zero_points, rows=projection.rows)
         shape = (-(-projection.rows // 8), num_groups)
         tensors.append(StoredTensor(".weight_zero_point", (shape,), ("I32",), "zero_point", convert))
-    return tensors
+    return [*tensors, *_input_scale(scheme)]
+
+
+def _unpacked_int4(scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
+    """`weight` [N,K] int8 from -8 to 7, `weight_scale` and `weight_zero_point` [N,G], the latter alike; `input_scale`.
+
+    compressed-tensors 0.20.0 stores integers with quantized activations like this, unless it is told another format.
+    Source: compressors/format.py and compressors/naive_quantized/base.py of compressed-tensors 0.20.0.
+    """
+    fmt = scheme.weight
+    assert fmt is not None
+    size = projection.columns if fmt.group[1] == WHOLE else fmt.group[1]
+    check_divides(projection, size)
+    shape = (projection.rows, projection.columns)
+    groups = ((projection.rows, projection.columns // size),)
+    tensors = [
+        StoredTensor(".weight", (shape,), ("I8",), "weight", _packed_codes),
+        StoredTensor(".weight_scale", groups, FLOATS, "scale", as_is),
+    ]
+    if not fmt.symmetric:
+        tensors.append(StoredTensor(".weight_zero_point", groups, ("I8",), "zero_point", _packed_codes))
+    return [*tensors, *_input_scale(scheme)]
 
 
 def _nvfp4(scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
@@ -126,6 +153,15 @@ def _int4_codes(stored: torch.Tensor, columns: int) -> torch.Tensor:
     return word_bytes(stored)[:, : -(-columns // 2)]
 
 
+def _packed_codes(stored: torch.Tensor) -> torch.Tensor:
+    low, high = (int(extreme) for extreme in stored.aminmax())
+    if low < -8 or high > 7:
+        raise CheckpointError(
+            f"4-bit integers must be from -8 to 7, got {low} to {high}; take the file from the model's publisher"
+        )
+    return pack_nibbles((stored + 8).view(torch.uint8))
+
+
 def _int8_codes(stored: torch.Tensor, columns: int) -> torch.Tensor:
     return (word_bytes(stored)[:, :columns] ^ 128).view(torch.int8)
 
@@ -153,6 +189,7 @@ LAYOUTS: Final[Mapping[tuple[str, str, str], _Layout]] = MappingProxyType(
         ("naive-quantized", "int8", "float32"): _naive,
         ("pack-quantized", "int8", "float32"): _packed_integers,
         ("pack-quantized", "uint4", "float32"): _packed_integers,
+        ("int-quantized", "uint4", "float32"): _unpacked_int4,
         ("nvfp4-pack-quantized", "float4_e2m1fn", "float8_e4m3fn"): _nvfp4,
         ("mxfp4-pack-quantized", "float4_e2m1fn", "float8_e8m0fnu"): _float4,
         ("mxfp8-quantized", "float8_e4m3fn", "float8_e8m0fnu"): _mxfp8,

@@ -43,6 +43,8 @@ _SCHEMES: Final = {
     ("int4 group 32", _NO_ACTIVATIONS): "int4_w4a16_g32",
     ("int4 group 64", _NO_ACTIVATIONS): "int4_w4a16_g64",
     ("int4 group 128", _NO_ACTIVATIONS): "int4_w4a16_g128",
+    ("int4 group 128", "float8 static tensor"): "int4_w4a8_g128",
+    ("int4 group 128", "float8 dynamic token"): "int4_w4a8_g128_token",
     ("int4 channel", _NO_ACTIVATIONS): "int4_w4a16_gall",
     ("asymmetric int4 group 32", _NO_ACTIVATIONS): "int4_w4a16_g32_zp",
     ("asymmetric int4 group 64", _NO_ACTIVATIONS): "int4_w4a16_g64_zp",

@@ -94,7 +94,8 @@ def _layout(scheme: QuantScheme) -> str:
         return "nvfp4-pack-quantized" if fmt.global_scale else "mxfp4-pack-quantized"
     if fmt.dtype.startswith("float8"):
         return "mxfp8-quantized" if fmt.scale_dtype == "float8_e8m0fnu" else "float-quantized"
-    return "pack-quantized" if scheme.activation is None else "int-quantized"
+    # vLLM reads 4-bit integers packed, also beside quantized activations.
+    return "pack-quantized" if scheme.activation is None or fmt.bits == 4 else "int-quantized"
 
 
 def _arguments(fmt: QuantFormat, is_activation: bool) -> dict[str, Any]:

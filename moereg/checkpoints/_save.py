@@ -126,7 +126,7 @@ def save_quantized(
         quant: Scheme, by name or value.
         layers: Indices of the layers to quantize; all that have experts where None.
         hidden_states: By layer, [T,H]: real inputs of the layer. Needed where the scheme stores scales of activations
-            (`fp8_tensor_static`, `nvfp4`), and by no other.
+            (`fp8_tensor_static`, `nvfp4`, `int4_w4a8_g128`), and by no other.
         device: Where to quantize.
         progress: Called after each layer, with how many are done and how many there are.
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moereg.activations import Activation
-from moereg.backends import flashinfer_moe
+from moereg.backends import flashinfer_int4_moe, flashinfer_moe
 from moereg.backends._flashinfer import cutlass, cutlass_blocks
 from moereg.backends._flashinfer.tactics import UNTUNED
 from moereg.backends._flashinfer.timing import layer_key
@@ -32,6 +32,7 @@ _CLASSES = {
     "mxfp4_mxfp8": flashinfer_moe.FlashInferCutlassMxfp8Experts,
     "mxfp8": flashinfer_moe.FlashInferCutlassMxfp8Experts,
     "nvfp4": flashinfer_moe.FlashInferCutlassNvfp4Experts,
+    "int4_w4a8_g128": flashinfer_int4_moe.FlashInferCutlassInt4Experts,
 }
 
 
@@ -79,8 +80,9 @@ def test_numbers_of_each_scheme(quant):
 
 
 _OTHERS = [("unquantized", name) for name in ("swigluoai", "gelu", "gelu_tanh", "relu2")]
-_OTHERS += [(name, "swigluoai") for name in _CLASSES if name not in ("unquantized", "mxfp8")]
+_OTHERS += [(name, "swigluoai") for name in _CLASSES if name not in ("unquantized", "mxfp8", "int4_w4a8_g128")]
 _OTHERS += [("fp8_tensor_static", "relu2"), ("mxfp4_w4a16", "relu2")]
+_OTHERS += [("int4_w4a8_g128", name) for name in ("silu", "gelu_tanh", "relu2")]
 
 
 @pytest.mark.parametrize(("quant", "activation"), _OTHERS)
@@ -89,7 +91,7 @@ def test_numbers_of_other_activations_with_biases(quant, activation):
     assert error <= bound
 
 
-@pytest.mark.parametrize("quant", ["unquantized", "fp8_tensor_static", "mxfp4_w4a16", "nvfp4"])
+@pytest.mark.parametrize("quant", ["unquantized", "fp8_tensor_static", "mxfp4_w4a16", "nvfp4", "int4_w4a8_g128"])
 def test_sizes_that_the_kernels_do_not_take_are_padded(quant):
     error, bound, imitation = _run(_problem(quant, hidden_size=68, intermediate_size=36, has_bias=True))
     assert error <= bound

@@ -70,7 +70,13 @@ WEIGHT_ONLY = [
     "int8_w8a16",
     *(f"int4_w4a16_g{group}{suffix}" for group in (32, 64, 128, "all") for suffix in ("", "_zp")),
 ]
-SUBSTITUTED = {"nvfp4": "nvfp4_w4a16", "mxfp4_mxfp8": "mxfp4_w4a16", "int8_w8a8": "int8_w8a16"}
+SUBSTITUTED = {
+    "nvfp4": "nvfp4_w4a16",
+    "mxfp4_mxfp8": "mxfp4_w4a16",
+    "int8_w8a8": "int8_w8a16",
+    "int4_w4a8_g128": "int4_w4a16_g128",
+    "int4_w4a8_g128_token": "int4_w4a16_g128",
+}
 # (checkpoint, exact activations, int8 instructions) to (class, tier, computes).
 SELECTIONS: list[tuple[str, bool, bool, tuple[str, str, str]]] = [
     *((name, exact, True, (RESTORED, "kernel", name)) for name in WEIGHT_ONLY for exact in (False, True)),

@@ -102,6 +102,16 @@ BROKEN: dict[str, tuple[str, Change, tuple[str, ...]]] = {
         with_group("weights", group_size=16),
         ("got int4 group 16 weights with 16-bit",),
     ),
+    "ct_w4afp8_of_groups": (
+        "ct_w4afp8",
+        with_group("input_activations", strategy="group", group_size=128),
+        ("got int4 group 128 weights with float8 dynamic group 128 activations", "int4 group 128 with float8 dynamic to"),
+    ),
+    "ct_w4afp8_without_its_scale": (
+        "ct_w4afp8",
+        with_group("input_activations", strategy="tensor", dynamic=False),
+        ("gate_proj.input_scale' is missing",),
+    ),
     "ct_permuted_columns": (
         "ct_int4",
         with_group("weights", actorder="group"),
@@ -110,7 +120,7 @@ BROKEN: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "ct_other_format": (
         "ct_int4",
         with_group("", format="marlin-24"),
-        ("compressed-tensors format of int4_w4a16_g32 must be pack-quantized, got 'marlin-24'",),
+        ("compressed-tensors format of int4_w4a16_g32 must be pack-quantized or int-quantized, got 'marlin-24'",),
     ),
     "ct_another_group_size": (
         "ct_int4",
@@ -300,6 +310,8 @@ BAD_NUMBERS: dict[str, tuple[str, str, float, str]] = {
     "ct_fp8_tensor_negative": ("ct_fp8_tensor_dynamic", f"{DOWN_1}.weight_scale", -0.5, "w2_scale must be finite"),
     "ct_int8_infinite": ("ct_int8", f"{DOWN_1}.weight_scale", INF, "w2_scale must be finite"),
     "ct_int4_nan": ("ct_int4", f"{GATE_0}.weight_scale", NAN, "w13_scale must be finite"),
+    "ct_w4afp8_negative": ("ct_w4afp8", f"{DOWN_1}.weight_scale", -1.0, "w2_scale must be finite and not negative"),
+    "ct_w4afp8_beyond": ("ct_w4afp8_unpacked", f"{DOWN_1}.weight", 8, "must be from -8 to 7, got -8 to 8; take the"),
     "ct_static_zero": ("ct_fp8_tensor_static", f"{DOWN_1}.input_scale", 0.0, "a2_scale must be finite and positive"),
     # The larger scale of gate and up counts, which hides the other one.
     "ct_static_negative": ("ct_fp8_tensor_static", f"{GATE_0}.input_scale", -1.0, "a13_scale must be finite and pos"),

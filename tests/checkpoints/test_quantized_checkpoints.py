@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -55,6 +56,8 @@ SCHEMES: Final = {
     "ct_mxfp8": "mxfp8",
     "ct_nvfp4": "nvfp4",
     "ct_nvfp4_w4a16": "nvfp4_w4a16",
+    "ct_w4afp8": "int4_w4a8_g128_token",
+    "ct_w4afp8_unpacked": "int4_w4a8_g128_token",
     "fp8_block128": "fp8_block128",
     "gptq": "int4_w4a16_g32",
     "gptq_asymmetric": "int4_w4a16_g32_zp",
@@ -150,6 +153,22 @@ def test_a_rank_reads_its_part(name: str) -> None:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.contiguous().view(torch.uint8), other.view(torch.uint8))
+
+
+def test_w4afp8_with_a_static_scale(tmp_path: Path) -> None:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        with_group("input_activations", strategy="tensor", dynamic=False)(config, tensors)
+        for expert, projection in itertools.product(range(2), ("gate", "up", "down")):
+            scale = 0.01 * (1 + expert) * (1 if projection == "gate" else 2)
+            tensors[f"{module_of(expert, projection)}.input_scale"] = torch.tensor([scale])
+
+    layers = [load_experts(changed(tmp_path / name, name, change), 0) for name in ("ct_w4afp8", "ct_w4afp8_unpacked")]
+    for layer in layers:
+        assert layer.problem.quant.name == "int4_w4a8_g128"
+        for scale in (layer.weights.a13_scale, layer.weights.a2_scale):
+            torch.testing.assert_close(scale, torch.tensor([0.02, 0.04]))
+    one, other = (layer.weights.tensors() for layer in layers)
+    assert all(_same(one[name], other[name]) for name in one)
 
 
 def test_fused_codes_are_read_expert_by_expert(monkeypatch: pytest.MonkeyPatch) -> None:

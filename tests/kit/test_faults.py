@@ -44,6 +44,8 @@ FAULTS_OF: Final[dict[str, tuple[str, ...]]] = {
     "mxfp4_mxfp8": PACKED,
     "int8_w8a8": SCALED,
     "int8_w8a16": SCALED,
+    "int4_w4a8_g128": PACKED,
+    "int4_w4a8_g128_token": PACKED,
     **{f"int4_w4a16_g{group}": PACKED for group in (32, 64, 128, "all")},
     **{f"int4_w4a16_g{group}_zp": (*PACKED, "zero point dropped") for group in (32, 64, 128, "all")},
 }

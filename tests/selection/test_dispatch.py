@@ -551,11 +551,11 @@ def test_a_backend_above_every_built_in_is_said(fakes: BackendRegistry, caplog: 
 
 
 def test_requests_may_name_a_plugins_scheme(fakes: BackendRegistry) -> None:
-    scheme = QuantScheme("int4_w4a8_g128", QuantFormat("uint4", (1, 128)), QuantFormat("float8_e4m3fn", (1, -1)))
+    scheme = QuantScheme("int4_w4a8_e5m2", QuantFormat("uint4", (1, 128)), QuantFormat("float8_e5m2", (1, -1)))
     add("one", 1, quant_schemes=(scheme,))
     add("two", 2, quant_schemes=(scheme,))
-    assert select_backend(problem_of(quant=scheme), H100, require="int4_w4a8_g128=one").backend == "one"
-    assert select_backend(problem_of(quant=scheme), H100).winner.computes == "int4_w4a8_g128"  # type: ignore[union-attr]
+    assert select_backend(problem_of(quant=scheme), H100, require="int4_w4a8_e5m2=one").backend == "one"
+    assert select_backend(problem_of(quant=scheme), H100).winner.computes == "int4_w4a8_e5m2"  # type: ignore[union-attr]
 
 
 # Schemes.

@@ -144,7 +144,7 @@ def test_is_frozen() -> None:
 
 
 CUSTOM_SCHEME = QuantScheme(
-    "int4_w4a8_g128", QuantFormat("uint4", (1, 128), symmetric=False), QuantFormat("float8_e4m3fn", (1, -1))
+    "int4_w4a8_g128_zp", QuantFormat("uint4", (1, 128), symmetric=False), QuantFormat("float8_e4m3fn", (1, -1))
 )
 PROBLEMS = [
     make_problem(),
@@ -168,7 +168,7 @@ def test_json_round_trip(problem: MoEProblem) -> None:
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_dict_holds_strings_and_numbers(problem: MoEProblem) -> None:
     values = problem.to_dict()
-    if problem.quant.name in ("int4_w4a8_g128", "weights_only"):
+    if problem.quant.name in ("int4_w4a8_g128_zp", "weights_only"):
         # No name that another process could look up: the one value that is a mapping.
         assert isinstance(values.pop("quant"), dict)
     assert {type(value) for value in values.values()} <= {str, int, float, bool}

@@ -105,6 +105,12 @@ for group, groups13, groups2 in (("32", 7, 3), ("64", 4, 2), ("128", 2, 1), ("al
         "w13_zero_point": (U8, (E, 144, -(-groups13 // 2))),
         "w2_zero_point": (U8, (E, 200, -(-groups2 // 2))),
     }
+TABLE["int4_w4a8_g128_token"] = TABLE["int4_w4a16_g128"]
+TABLE["int4_w4a8_g128"] = {
+    **TABLE["int4_w4a16_g128"],
+    "a13_scale": (FP32, (E,), ()),
+    "a2_scale": (FP32, (E,), ()),
+}
 
 
 def test_every_scheme_has_a_row() -> None:
@@ -151,6 +157,8 @@ SERVED_BY_16_BIT = {
     "nvfp4": {"nvfp4_w4a16"},
     "mxfp4_mxfp8": {"mxfp4_w4a16"},
     "int8_w8a8": {"int8_w8a16"},
+    "int4_w4a8_g128": {"int4_w4a16_g128"},
+    "int4_w4a8_g128_token": {"int4_w4a16_g128"},
 }
 
 
@@ -162,7 +170,7 @@ def test_serves(checkpoint: str) -> None:
 
 def test_a_new_scheme_is_served_by_value_not_by_name() -> None:
     weight = QuantFormat("uint4", (1, 128))
-    new = QuantScheme("int4_w4a8_g128", weight, QuantFormat("float8_e4m3fn", (1, -1)))
+    new = QuantScheme("int4_w4a8_e5m2", weight, QuantFormat("float8_e5m2", (1, -1)))
     assert QUANT_SCHEMES["int4_w4a16_g128"].serves(new)
     assert not new.serves(QUANT_SCHEMES["int4_w4a16_g128"])
     assert QuantScheme("same_under_another_name", weight).serves(QUANT_SCHEMES["int4_w4a16_g128"])

@@ -61,7 +61,12 @@ def of_backend(selection: Selection, backend: str) -> list[Decision]:
 
 # Which backend serves which scheme.
 
-KEPT_AT_16_BITS: Final = {"nvfp4": "nvfp4_w4a16", "mxfp4_mxfp8": "mxfp4_w4a16"}
+W4A8: Final = ("int4_w4a8_g128", "int4_w4a8_g128_token")
+KEPT_AT_16_BITS: Final = {
+    "nvfp4": "nvfp4_w4a16",
+    "mxfp4_mxfp8": "mxfp4_w4a16",
+    **dict.fromkeys(W4A8, "int4_w4a16_g128"),
+}
 SERVED_ON_GPUS: Final = {**{name: name for name in WEIGHT_ONLY}, "int8_w8a8": "int8_w8a8", **KEPT_AT_16_BITS}
 # Platform, and the computed scheme for each scheme that a kernel serves there in the standard format.
 KERNELS: Final[dict[str, dict[str, str]]] = {
@@ -454,7 +459,7 @@ def test_a_known_format_under_another_name_is_served(scheme: QuantScheme, comput
 
 
 def test_activations_of_an_unknown_format_are_kept_at_16_bits() -> None:
-    scheme = QuantScheme("int4_w4a8_g128", QuantFormat("uint4", (1, 128)), QuantFormat("float8_e4m3fn", (1, WHOLE)))
+    scheme = QuantScheme("int4_w4a8_e5m2", QuantFormat("uint4", (1, 128)), QuantFormat("float8_e5m2", (1, WHOLE)))
     for platform in PLATFORMS:
         assert chosen(explain(scheme, platform)) in {
             (backend, "int4_w4a16_g128", "kernel") for backend in ("triton", "torch")

@@ -336,16 +336,16 @@ def test_one_rule_may_have_several_cells_that_no_problem_fits_at_once() -> None:
 
 def test_plugin_schemes_are_values() -> None:
     registry = BackendRegistry()
-    scheme = QuantScheme("int4_w4a8_g128", QuantFormat("uint4", (1, 128)), QuantFormat("float8_e4m3fn", (1, -1)))
+    scheme = QuantScheme("int4_w4a8_e5m2", QuantFormat("uint4", (1, 128)), QuantFormat("float8_e5m2", (1, -1)))
     register(registry, quant_schemes=(scheme,))
     (one,) = registry.cells
     assert one.scheme_for(scheme) is scheme
     assert one.scheme_for(QUANT_SCHEMES["int4_w4a16_g128"]) is None
     refused(
-        "scheme name 'int4_w4a8_g128' of backend 'other' of stranger is QuantScheme(name='int4_w4a8_g128'",
+        "scheme name 'int4_w4a8_e5m2' of backend 'other' of stranger is QuantScheme(name='int4_w4a8_e5m2'",
         registry,
         name="other",
-        quant_schemes=(QuantScheme("int4_w4a8_g128", QuantFormat("uint4", (1, 32))),),
+        quant_schemes=(QuantScheme("int4_w4a8_e5m2", QuantFormat("uint4", (1, 32))),),
     )
 
 

@@ -74,6 +74,7 @@ class Imitation:
         use_deepseek_fp8_block_scale=False,
         use_w4_group_scaling=False,
         use_mxfp8_act_scaling=False,
+        use_packed_weights=False,
     ):
         self.pairs.append(profile_ids)
         self.calls.append({"input": input, "ids": token_selected_experts})
@@ -108,6 +109,21 @@ class Imitation:
                 for weight, scale in zip((fc1_expert_weights, fc2_expert_weights), quant_scales, strict=True)
             )
             x = _round_groups(x)
+        elif use_packed_weights:
+            assert use_w4_group_scaling
+            assert input.dtype == torch.bfloat16
+            *scales, first_quant, second_quant, zero1, zero2, alpha1, alpha2 = quant_scales
+            assert [len(quant) for quant in (first_quant, second_quant)] == [hidden, fc2_expert_weights.shape[2] * 2]
+            assert zero1.numel() == zero2.numel() == 0
+            x = _rounded_e4m3(input * first_quant)
+            scheme = "int4"
+            w1, w2 = (
+                _restore_hopper_int4(weight, scale) * alpha[:, None, None]
+                for weight, scale, alpha in zip(
+                    (fc1_expert_weights, fc2_expert_weights), scales, (alpha1, alpha2), strict=True
+                )
+            )
+            first_quant = None
         elif use_w4_group_scaling:
             w1, w2 = (
                 _restore_hopper(weight, scale)
@@ -168,7 +184,13 @@ def _activate(gemm, kind, alpha, beta, limit, expert):
     return gate * (up + (0.0 if beta is None else float(beta[expert])))
 
 
+def _rounded_e4m3(x):
+    return x.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
+
+
 def _round_intermediate(mid, scheme, second_quant, expert):
+    if scheme == "int4":
+        return _rounded_e4m3(mid.bfloat16() * second_quant)
     if scheme == "block":
         return _round_groups(mid[None])[0]
     if scheme == "tensor":
@@ -212,6 +234,24 @@ def _restore_hopper(weight, scale):
     folded = scale.view(torch.uint8).view(experts, rows // 64, width * 2 // 128, 16, 4, 4)
     scales = folded.permute(0, 1, 4, 3, 2, 5).reshape(experts, rows, -1)
     return _FP4[codes].view(experts, rows, -1) * _powers(scales).repeat_interleave(32, 2)
+
+
+def _restore_hopper_int4(weight, scale):
+    """Takes the interleaving back pair of bytes by pair, as FlashInfer's kernel numbers them, and unfolds the scales."""
+    experts, rows, width = weight.shape
+    assert weight.dtype == torch.uint8
+    assert scale.dtype == torch.bfloat16
+    assert scale.shape == (experts, rows // 64, width // 64, 8, 8)
+    pairs, plain = weight.view(torch.int16), torch.empty(experts, rows, width // 2, dtype=torch.int16)
+    for lane in range(16):
+        for tall in range(2):
+            source = torch.arange(rows).view(-1, 2, 8)[:, tall].reshape(-1)
+            target = torch.arange(rows).view(-1, 2, 8)[:, lane % 8 // 4].reshape(-1)
+            plain[:, source, lane::16] = pairs[:, target, lane // 8 * 8 + lane % 4 * 2 + tall :: 16]
+    codes = unpack_nibbles(plain.view(torch.uint8).view(-1, width), width * 2).view(experts, rows, -1)
+    signed = torch.where(codes < 8, codes.float(), codes.float() - 16)
+    scales = scale.permute(0, 1, 4, 3, 2).reshape(experts, rows, -1).float()
+    return signed * scales.repeat_interleave(128, 2)
 
 
 @functools.cache

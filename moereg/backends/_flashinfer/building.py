@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from moereg.backends._flashinfer import kernel_sets, loading, package
+from moereg.backends._flashinfer import kernel_sets, loading, more_sets, package
 from moereg.backends._flashinfer.manifest import Manifest, ManifestError, read_manifest
 from moereg.building import BuildPlan, KernelBuilder
 from moereg.errors import ArgumentError, MoeregError, unknown_name_message
@@ -63,7 +63,7 @@ class CutlassBuilder(KernelBuilder):
         folder: Path | None,
     ) -> BuildPlan:
         try:
-            module, capability, known = kernel_sets.modules(platform.arch)
+            module, capability, known = more_sets.modules(platform.arch)
         except KeyError:
             raise ArgumentError(
                 f"FlashInfer has CUTLASS kernels for sm90, sm100, sm103, sm120 and sm121, got {platform}; "
@@ -76,14 +76,14 @@ class CutlassBuilder(KernelBuilder):
         target = (folder or _aot_folder(module)) / f"{module}.so"
         built = _built(target)
         every = sorted({*names, *built}, key=known.index)
-        sources = kernel_sets.select_sources(spec.sources, every)
+        sources = more_sets.select_sources(spec.sources, every)
         build_folder = _build_folder(spec, capability)
         todo = [path for path in sources if not _object(build_folder, path).exists()]
         return BuildPlan(
             parts=tuple(name for name in every if name not in built),
             built=tuple(name for name in every if name in built),
             num_steps=len(todo) + 2,
-            cpu_seconds=kernel_sets.cpu_seconds(todo),
+            cpu_seconds=more_sets.cpu_seconds(todo),
             bytes_per_job=_BYTES_PER_JOB,
             target=target,
             token=_Token(

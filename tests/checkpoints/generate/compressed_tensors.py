@@ -28,6 +28,8 @@ CHECKPOINTS: Final[dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]]] =
     "ct_int4": ("W4A16", "pack-quantized", {"group_size": 32}, {}),
     "ct_int4_asymmetric": ("W4A16_ASYM", "pack-quantized", {"group_size": 32}, {}),
     "ct_int4_channel": ("W4A16", "pack-quantized", {"strategy": "channel", "group_size": None}, {}),
+    "ct_w4afp8": ("W4AFP8", "pack-quantized", {}, {}),
+    "ct_w4afp8_unpacked": ("W4AFP8", "int-quantized", {}, {}),
     "ct_nvfp4": ("NVFP4", "nvfp4-pack-quantized", {}, {}),
     "ct_nvfp4_w4a16": ("NVFP4A16", "nvfp4-pack-quantized", {}, {}),
     "ct_mxfp4_w4a16": ("MXFP4A16", "mxfp4-pack-quantized", {}, {}),
@@ -79,7 +81,8 @@ def _compressed(matrix: torch.Tensor, scheme: QuantizationScheme, layout: str) -
 def main() -> None:
     """Writes the directories."""
     for directory, (preset, layout, weights, activations) in CHECKPOINTS.items():
-        sizes = (128, 128) if "block" in directory else (64, 96)
+        has_wide_groups = "block" in directory or "w4afp8" in directory
+        sizes = (128, 128) if has_wide_groups else (64, 96)
         model = Model(num_experts=2, hidden_size=sizes[0], intermediate_size=sizes[1], dtype=torch.bfloat16)
         scheme = _scheme(preset, layout, weights, activations)
         config = QuantizationConfig(
@@ -100,7 +103,7 @@ def main() -> None:
             tensors,
             dequantized,
             f"compressed-tensors {compressed_tensors.__version__}",
-            row_step=8 if "block" in directory else 3,
+            row_step=8 if has_wide_groups else 3,
         )
 
 

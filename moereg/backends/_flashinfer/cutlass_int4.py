@@ -1,0 +1,139 @@
+"""FlashInfer's CUTLASS kernels of 4-bit integers with e4m3 activations (W4A8), for Hopper.
+
+FlashInfer quantizes rows inside: it multiplies them by a vector that all experts share, `1 / scale` as TensorRT-LLM
+fills it in, rounds to e4m3, and multiplies each product by a number of the expert, `alpha`. The vectors are of bfloat16,
+and so would be the scale. Here they are ones. Tokens come as the numbers of their codes, which rounding leaves alone,
+and what the intermediate is divided by goes into what computes it: so every expert can have scales of its own.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+import torch
+
+from moereg.backends._flashinfer.cutlass import Pieces, Rows, cut_from
+from moereg.backends._flashinfer.cutlass_layouts import arrange, fold_scales
+from moereg.backends._flashinfer.cutlass_quantized import Fp8Tensor
+from moereg.backends._loaded import Call
+from moereg.weights import ExpertWeights, PermutedWeights
+
+__all__ = ["Int4W4A8", "interleave_int4"]
+
+_GROUP: Final = 128
+# Moves codes from an offset of 8 to two's complement, two at a time.
+_SIGN_BITS: Final = 0x88
+
+
+def interleave_int4(matrix: torch.Tensor) -> torch.Tensor:
+    """4-bit integers of one expert in the order of Hopper's W4A8 kernels: pairs of bytes of rows 8 apart, in turn.
+
+    Source: the interleaving kernel of FlashInfer 0.7.2.
+
+    Args:
+        matrix: [R, K / 2] uint8, two codes to a byte, low nibble first; R a multiple of 16, K of 64.
+
+    Returns:
+        A new tensor of the same shape.
+    """
+    rows, width = matrix.shape
+    # Row 16 b + 8 h + r, byte 16 p + 8 n + 2 l + j: 32 codes of a row are two runs, and n becomes the row's half.
+    parts = matrix.view(rows // 16, 2, 8, width // 16, 2, 4, 2)  # b h r p n l j
+    return parts.permute(0, 4, 2, 3, 5, 1, 6).reshape(rows, width)  # b n r p l h j
+
+
+class Int4W4A8(Fp8Tensor):
+    """4-bit integers with a scale for 128 of them, and static e4m3 activations. Hopper, bfloat16.
+
+    As with `Fp8Tensor`, one scale of the tokens for all experts makes one row a token, and a scale of each expert one
+    row a route.
+    """
+
+    multiple = _GROUP
+    flags: ClassVar[dict[str, bool]] = {"use_w4_group_scaling": True, "use_packed_weights": True}
+
+    def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Codes and group scales in the order of the instructions, expert by expert, and a number of each expert."""
+        assert weights.w13_scale is not None and weights.w2_scale is not None
+        assert weights.a13_scale is not None and weights.a2_scale is not None
+        num_experts, factor = weights.num_experts, self._intermediate_factor(weights)
+        first = weights.a13_scale.float().expand(num_experts)
+        w13_scale = weights.w13_scale.float()
+        if self.num_halves == 2:
+            w13_scale = w13_scale.clone()
+            w13_scale[:, w13_scale.shape[1] // 2 :] *= factor[:, None, None]
+        else:
+            first = first * factor
+        per_expert = {
+            **self._matrix("w13", weights.w13, w13_scale, self.intermediate, self.hidden, self.num_halves),
+            **self._matrix("w2", weights.w2, weights.w2_scale, self.hidden, self.intermediate, 1),
+            "first_alpha": first.contiguous(),
+            "second_alpha": weights.a2_scale.float().expand(num_experts).contiguous(),
+        }
+        shared = {
+            f"{name}_ones": torch.ones(size, dtype=torch.bfloat16, device=weights.w13.device)
+            for name, size in (("first", self.hidden), ("second", self.intermediate))
+        }
+        input_scale = weights.a13_scale.float().clone()
+        self._has_own_inputs = bool(input_scale.dim()) or bool(self._has_own_inputs)
+        (per_expert if input_scale.dim() else shared)["input_scale"] = input_scale
+        return per_expert, shared
+
+    def _intermediate_factor(self, weights: ExpertWeights) -> torch.Tensor:
+        """What makes the intermediate come out divided by its scale, fp32 [E]: of the up rows, or of all of w13.
+
+        The activations of this cell are linear in the up half, and the one without a gate squares what it is given.
+        """
+        assert weights.a2_scale is not None
+        inverse = weights.a2_scale.float().reciprocal().expand(weights.num_experts)
+        return inverse if self.num_halves == 2 else inverse.sqrt()
+
+    @staticmethod
+    def _matrix(
+        name: str, codes: torch.Tensor, scale: torch.Tensor, rows: int, columns: int, halves: int
+    ) -> dict[str, torch.Tensor]:
+        """A matrix and its scales by name, padded with zeros; `rows` of each half."""
+        matrices = codes.new_empty(codes.shape[0], halves * rows, columns // 2)
+        for expert in range(codes.shape[0]):
+            signed = codes[expert : expert + 1] ^ _SIGN_BITS
+            matrices[expert] = interleave_int4(arrange(signed, rows, columns // 2, halves)[0])
+        arranged = arrange(scale.to(torch.bfloat16), rows, columns // _GROUP, halves)
+        return {name: matrices, f"{name}_scale": fold_scales(arranged, _GROUP)}
+
+    def _biases(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+        biases = super()._biases(weights)
+        if biases:
+            # Up rows come first; without a gate there are as many rows, and they may be the checkpoint's own.
+            bias = biases["w13_bias"] = biases["w13_bias"].clone()
+            scaled = bias[:, : self.intermediate]
+            scaled.copy_(scaled.float() * self._intermediate_factor(weights)[:, None])
+        return biases
+
+    def quant_scales(self, weights: PermutedWeights) -> list[torch.Tensor]:
+        no_zero_points = weights["first_ones"][:0]
+        return [
+            weights["w13_scale"],
+            weights["w2_scale"],
+            weights["first_ones"],
+            weights["second_ones"],
+            no_zero_points,
+            no_zero_points,
+            weights["first_alpha"],
+            weights["second_alpha"],
+        ]
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        dtype = self.problem.torch_dtype
+        return {"x_dtype": dtype, "weight_dtype": torch.uint8, "output_dtype": dtype}
+
+    def pieces(self, num_tokens: int) -> Pieces:
+        codes, out = super().pieces(num_tokens)
+        return [codes, out, out]
+
+    def make_rows(self, call: Call) -> Rows:
+        """The numbers of the codes that `Fp8Tensor` makes, in bfloat16, which holds them exactly."""
+        rows = super().make_rows(call)
+        codes, out = self._pieces_of(rows.x.shape[0])
+        numbers = cut_from(call.workspace2, [codes, out, out])[2]
+        return rows._replace(x=numbers.copy_(rows.x))
