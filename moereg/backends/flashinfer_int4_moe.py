@@ -1,4 +1,7 @@
-"""`flashinfer_cutlass` on 4-bit integers with e4m3 activations (W4A8), beside its other cells in `flashinfer_moe`."""
+"""4-bit integers with e4m3 activations (W4A8) on FlashInfer's CUTLASS kernels, beside the cells of `flashinfer_moe`.
+
+- `flashinfer_cutlass`: FlashInfer's CUTLASS kernels, built on request and tuned by timing
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moereg.backends._flashinfer import building, kernel_sets, loading, manifest, package
+from moereg.backends._flashinfer import building, kernel_sets, loading, manifest, more_sets, package
 from moereg.backends._flashinfer.manifest import Manifest
 from moereg.errors import ArgumentError
 from moereg.platforms import Platform
@@ -35,6 +35,13 @@ _SOURCES = {
     "grouped/90/float.generated.cu": _DENSE.format(a="float", b="float"),
     "grouped/90/mixed.generated.cu": (
         "template void sm90_generic_mixed_moe_gemm_kernelLauncher<__nv_bfloat16, SafeFP4, __nv_bfloat16,"
+    ),
+    "kernels/moe_gemm_kernels_fp8_uint4.cu": "",
+    "grouped/90/int4.generated.cu": (
+        "template void sm90_generic_mixed_moe_gemm_kernelLauncher<__nv_fp8_e4m3,\n cutlass::uint4b_t, __nv_bfloat16,\n"
+    ),
+    "grouped/90/int4_float16.generated.cu": (
+        "template void sm90_generic_mixed_moe_gemm_kernelLauncher<__nv_fp8_e4m3, cutlass::uint4b_t, half,\nA>"
     ),
     "gemm/90/dead.generated.cu": "template void sm90_generic_mixed_gemm_kernelLauncher<__nv_bfloat16, uint8_t,",
     "grouped/80/ampere.generated.cu": (
@@ -62,17 +69,24 @@ def sources(tmp_path):
         (["fp8"], ["moe_gemm_kernels_fp8_fp8.cu", "fp8.generated.cu"]),
         (["mxfp4_w4a16"], ["mixed.generated.cu"]),
         (["bfloat16_ampere"], ["moe_gemm_kernels_bf16_bf16.cu", "ampere.generated.cu"]),
+        (["int4_w4a8_g128"], ["moe_gemm_kernels_fp8_uint4.cu", "int4.generated.cu"]),
+        (
+            ["int4_w4a8_g128", "mxfp4_w4a16"],
+            ["moe_gemm_kernels_fp8_uint4.cu", "int4.generated.cu", "mixed.generated.cu"],
+        ),
     ],
-    ids=["bfloat16", "fp8_block128", "fp8", "mxfp4_w4a16", "ampere"],
+    ids=["bfloat16", "fp8_block128", "fp8", "mxfp4_w4a16", "ampere", "int4", "int4-and-fp4"],
 )
 def test_a_set_takes_its_own_sources_and_what_all_need(sources, names, expected):
-    chosen = {path.name for path in kernel_sets.select_sources(sources, names)}
+    chosen = {path.name for path in more_sets.select_sources(sources, names)}
     assert chosen == {"moe_gemm_tma_warp_specialized_input.cu", "logger.cpp", *expected}
 
 
 def test_estimates_grow_with_what_is_asked_for(sources):
     few, more = (kernel_sets.select_sources(sources, names) for names in (["bfloat16"], ["bfloat16", "fp8"]))
     assert 100 < kernel_sets.cpu_seconds(few) < kernel_sets.cpu_seconds(more)
+    assert more_sets.cpu_seconds(few) == kernel_sets.cpu_seconds(few)
+    assert 650 < more_sets.cpu_seconds(more_sets.select_sources(sources, ["int4_w4a8_g128"])) < 750
 
 
 @pytest.fixture

@@ -233,9 +233,33 @@ def test_a_scale_for_each_expert_makes_one_row_a_route():
     assert imitation.calls[0]["ids"].shape == (10, 1)
 
 
-def test_workspaces_hold_the_rows_that_the_weights_need():
-    problem = _problem("fp8_tensor_static")
-    experts = flashinfer_moe.FlashInferCutlassFp8Experts(problem, Platform.from_name("cuda:sm90"))
+@pytest.mark.parametrize("has_own", [False, True], ids=["one", "own"])
+def test_4_bit_integers_take_codes_as_numbers(has_own):
+    """The numbers of their codes, which FlashInfer's own rounding leaves alone; rows as for fp8."""
+    problem = _problem("int4_w4a8_g128")
+    scale = torch.tensor([0.01, 0.02, 0.03]) if has_own else torch.tensor(0.02)
+    weights = _fp8_weights(problem, a13_scale=scale, a2_scale=torch.tensor([0.03, 0.1, 0.2]))
+    error, bound, imitation = _run(problem, weights)
+    assert error <= bound
+    (call,) = imitation.calls
+    assert call["ids"].shape == ((10, 1) if has_own else (5, 2))
+    assert torch.equal(call["input"], call["input"].to(torch.float8_e4m3fn).bfloat16())
+    assert float(call["input"].abs().max()) > 50
+
+
+def test_biases_of_layers_without_a_gate_stay_as_they_are():
+    problem = _problem("int4_w4a8_g128", activation="relu2", has_bias=True)
+    weights = make_weights(problem, _CPU)
+    before = weights.w13_bias.clone()
+    error, bound, _ = _run(problem, weights)
+    assert error <= bound
+    assert torch.equal(weights.w13_bias, before)
+
+
+@pytest.mark.parametrize("quant", ["fp8_tensor_static", "int4_w4a8_g128"])
+def test_workspaces_hold_the_rows_that_the_weights_need(quant):
+    problem = _problem(quant)
+    experts = _CLASSES[quant](problem, Platform.from_name("cuda:sm90"))
     experts.implementation.library = Imitation().library
     unknown = experts.workspace_shapes(problem, 8)
     experts.permute_weights(_fp8_weights(problem).contiguous(), problem)
@@ -243,7 +267,8 @@ def test_workspaces_hold_the_rows_that_the_weights_need():
     experts.permute_weights(_fp8_weights(problem, a13_scale=torch.tensor([0.01, 0.02, 0.03])).contiguous(), problem)
     of_routes = experts.workspace_shapes(problem, 8)
     assert unknown == of_routes
-    assert (of_tokens[1][0], of_routes[1][0]) == (8 * 128 * 3 // 2, 16 * 128 * 3 // 2)
+    row_bytes = 128 * (3 if quant == "fp8_tensor_static" else 5)
+    assert (of_tokens[1][0], of_routes[1][0]) == (8 * row_bytes // 2, 16 * row_bytes // 2)
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
@@ -332,8 +357,13 @@ def test_rows_that_begin_anywhere():
         ),
         ({"placement": "map"}, "requires placement in (contiguous), got map"),
         ({"dtype": "float32"}, "requires dtype in (bfloat16), got float32"),
+        (
+            {"activation": Activation("silu", limit=7.0), "quant": "int4_w4a8_g128"},
+            "requires no clamp and beta=0, since scales of the intermediate go into up rows, got silu(limit=7.0)",
+        ),
+        ({"dtype": "float16", "quant": "int4_w4a8_g128"}, "requires dtype in (bfloat16), got float16"),
     ],
-    ids=["gelu-clamp", "map", "float32"],
+    ids=["gelu-clamp", "map", "float32", "int4-clamp", "int4-float16"],
 )
 def test_reasons(changes, text):
     from moereg import explain_backends

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moereg.backends._flashinfer.cutlass_int4 import interleave_int4
 from moereg.backends._flashinfer.cutlass_layouts import arrange, fold_scales, interleave_fp4, swizzle_scales
 
 # Where the bits of a word of 8 floats come from and go to: mask, and shift to the left.
@@ -39,6 +40,23 @@ def _codes(*shape: int) -> torch.Tensor:
 def test_every_word_of_4_bit_floats_lies_where_the_kernel_puts_it():
     codes = _codes(32, 64)
     assert torch.equal(interleave_fp4(codes), _interleaved_by_hand(codes))
+
+
+def _int4_by_hand(matrix: torch.Tensor) -> torch.Tensor:
+    """Pairs of bytes, one after the other, as the threads of FlashInfer's kernel move them."""
+    pairs, found = matrix.view(torch.int16), torch.zeros_like(matrix).view(torch.int16)
+    for row in (row for row in range(matrix.shape[0]) if row % 16 < 8):
+        for start in range(0, pairs.shape[1], 16):
+            for lane in range(16):
+                target = start + lane // 8 * 8 + lane % 4 * 2
+                for tall in (0, 1):
+                    found[row + lane % 8 // 4 * 8, target + tall] = pairs[row + 8 * tall, start + lane]
+    return found.view(torch.uint8)
+
+
+def test_every_4_bit_integer_lies_where_the_kernel_puts_it():
+    codes = _codes(48, 96)
+    assert torch.equal(interleave_int4(codes), _int4_by_hand(codes))
 
 
 def test_no_bit_of_a_4_bit_float_is_lost():

@@ -105,7 +105,10 @@ BROKEN: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "ct_w4afp8_of_groups": (
         "ct_w4afp8",
         with_group("input_activations", strategy="group", group_size=128),
-        ("got int4 group 128 weights with float8 dynamic group 128 activations", "int4 group 128 with float8 dynamic to"),
+        (
+            "got int4 group 128 weights with float8 dynamic group 128 activations",
+            "int4 group 128 with float8 dynamic to",
+        ),
     ),
     "ct_w4afp8_without_its_scale": (
         "ct_w4afp8",

@@ -10,8 +10,8 @@ import types
 import pytest
 import torch
 
-from moereg.backends import flashinfer_moe
-from moereg.backends._flashinfer import kernel_sets, package
+from moereg.backends import flashinfer_int4_moe, flashinfer_moe
+from moereg.backends._flashinfer import more_sets, package
 from moereg.backends._flashinfer.cutlass import Rows
 from moereg.backends._flashinfer.loading import Library
 from moereg.experts import ExpertInputs
@@ -29,7 +29,9 @@ _CLASSES = {
     "mxfp4_w4a16": flashinfer_moe.FlashInferCutlassPackedExperts,
     "mxfp4_mxfp8": flashinfer_moe.FlashInferCutlassMxfp8Experts,
     "nvfp4": flashinfer_moe.FlashInferCutlassNvfp4Experts,
+    "int4_w4a8_g128": flashinfer_int4_moe.FlashInferCutlassInt4Experts,
 }
+_PACKED = ("mxfp4_w4a16", "int4_w4a8_g128")
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +84,12 @@ def test_tactics_are_asked_of_flashinfers_own_runner(runner, quant):
     implementation.library = Library(None, None, ActivationType, runner, None)
     ids = torch.zeros(1, 2, dtype=torch.int32)
     first, second = implementation._candidates(Rows(ids, ids, ids, ids))
-    assert (first, second) == ([0, 1], [3, 4] if quant == "mxfp4_w4a16" else [3, 4, 6])
+    assert (first, second) == ([0, 1], [3, 4] if quant in _PACKED else [3, 4, 6])
     (made,) = built.made
     names = ("x_dtype", "weight_dtype", "output_dtype")
     assert made[:3] == tuple(implementation.dtypes[name] for name in names)
-    assert made[3:] == (quant == "fp8_block128", quant == "mxfp4_w4a16", quant == "mxfp4_mxfp8", False, False, False)
+    flags = (quant == "fp8_block128", quant in _PACKED, quant == "mxfp4_mxfp8", quant == "int4_w4a8_g128")
+    assert made[3:] == (*flags, False, False)
 
 
 class _Fixed:
@@ -132,9 +135,9 @@ def test_calls_bind_to_flashinfers_functions(core, quant):
 
 _COUNT_SOURCES = """
 import json, sys
-from moereg.backends._flashinfer import kernel_sets, loading
+from moereg.backends._flashinfer import loading, more_sets
 spec = loading.specification(sys.argv[1])
-found = {name: len(kernel_sets.select_sources(spec.sources, [name])) for name in json.loads(sys.argv[2])}
+found = {name: len(more_sets.select_sources(spec.sources, [name])) for name in json.loads(sys.argv[2])}
 print(json.dumps({"all": len(spec.sources), **found}))
 """
 
@@ -177,7 +180,7 @@ def test_what_is_compiled_at_run_time_is_in_the_package(core):
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
 def test_sets_find_their_sources(core, arch, tmp_path):
     """A rename in FlashInfer's generator would leave a set without its tiles."""
-    module, capability, sets = kernel_sets.modules(arch)
+    module, capability, sets = more_sets.modules(arch)
     done = subprocess.run(
         [sys.executable, "-c", _COUNT_SOURCES, module, json.dumps(sets)],
         env={**_with_nvcc(tmp_path), "FLASHINFER_CUDA_ARCH_LIST": capability},
@@ -187,7 +190,7 @@ def test_sets_find_their_sources(core, arch, tmp_path):
     )
     found = json.loads(done.stdout.splitlines()[-1])
     expected = {
-        "sm90": {"bfloat16": 24, "float16": 24, "fp8_block128": 15, "fp8": 33, "mxfp4_w4a16": 38},
+        "sm90": {"bfloat16": 24, "float16": 24, "fp8_block128": 15, "fp8": 33, "mxfp4_w4a16": 38, "int4_w4a8_g128": 38},
         "sm100": {"bfloat16": 45, "fp8": 95, "mxfp4_mxfp8": 27, "nvfp4": 27},
     }[arch]
     assert {name: found[name] for name in expected} == expected

@@ -237,7 +237,7 @@ def _restore_hopper(weight, scale):
 
 
 def _restore_hopper_int4(weight, scale):
-    """Takes the interleaving back pair of bytes by pair, as FlashInfer's kernel numbers them, and unfolds the scales."""
+    """Takes the interleaving back, pairs of bytes as FlashInfer's kernel numbers them, and unfolds the scales."""
     experts, rows, width = weight.shape
     assert weight.dtype == torch.uint8
     assert scale.dtype == torch.bfloat16

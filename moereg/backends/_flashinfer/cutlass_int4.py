@@ -1,9 +1,9 @@
 """FlashInfer's CUTLASS kernels of 4-bit integers with e4m3 activations (W4A8), for Hopper.
 
 FlashInfer quantizes rows inside: it multiplies them by a vector that all experts share, `1 / scale` as TensorRT-LLM
-fills it in, rounds to e4m3, and multiplies each product by a number of the expert, `alpha`. The vectors are of bfloat16,
-and so would be the scale. Here they are ones. Tokens come as the numbers of their codes, which rounding leaves alone,
-and what the intermediate is divided by goes into what computes it: so every expert can have scales of its own.
+fills it in, rounds to e4m3, and multiplies each product by a number of the expert, `alpha`. The vectors are bfloat16,
+which would round the scale. Here they are ones. Tokens come as the numbers of their codes, which rounding leaves alone,
+and the scale of the intermediate goes into the rows that compute it. So every expert can have scales of its own.
 """
 
 from __future__ import annotations
