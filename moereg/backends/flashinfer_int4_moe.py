@@ -18,8 +18,7 @@ from moereg.registry import register_moe_backend
 __all__ = ["FlashInferCutlassInt4Experts"]
 
 
-# No machine has run it. Nothing else multiplies 4-bit codes with 8-bit ones, so that it would come before kernels that
-# keep activations at 16 bits; opt-in until it was measured.
+# No machine has run it, so it is opt-in, and behind kernels that keep activations at 16 bits until it is measured.
 @register_moe_backend(
     name="flashinfer_cutlass",
     priority=48,

@@ -240,4 +240,22 @@ _WNA16: Final = (
     row_of("int4_w4a16_g128", "cuda:sm75", "humming", "humming", problem={"dtype": "float16"}),
 )
 
-ROWS: Final = (*_MXFP4, *_INT8, *_WNA16)
+_W4A8: Final = (
+    row_of(
+        "int4_w4a8_g128",
+        "cuda:sm90",
+        "triton flashinfer_cutlass marlin humming",
+        why={SERVED_HERE: "triton"},
+        named=True,
+    ),
+    row_of(
+        "int4_w4a8_g128",
+        "cuda:sm90",
+        "flashinfer_cutlass",
+        problem={"exact_activations": True},
+        request={"require": "flashinfer_cutlass"},
+        why={SERVED_HERE: "flashinfer_cutlass"},
+    ),
+)
+
+ROWS: Final = (*_MXFP4, *_INT8, *_WNA16, *_W4A8)

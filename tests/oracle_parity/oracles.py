@@ -320,6 +320,11 @@ def _int_wna16_order(layer: Layer) -> tuple[str, ...]:
     return ("flashinfer_trtllm", "marlin", "marlin_batched", "triton", "humming", "triton~")
 
 
+def _int4_w4a8_order(layer: Layer) -> tuple[str, ...]:
+    # Its CUTLASS kernel of W4A8 scales each token, and this scheme has one scale for all.
+    return ()
+
+
 def _of_order(order_of: Callable[[Layer], tuple[str, ...]]) -> Callable[[Layer], Answer]:
     def oracle(layer: Layer) -> Answer:
         if layer.backend != "auto":
@@ -343,5 +348,6 @@ ORACLES: Final[dict[str, Callable[[Layer], Answer]]] = {
         ("int8_w8a16", *(f"int4_w4a16_g{group}" for group in ("32", "64", "128", "128_zp", "all"))),
         _of_order(_int_wna16_order),
     ),
+    "int4_w4a8_g128": _of_order(_int4_w4a8_order),
 }
 """The oracle of each scheme."""
