@@ -42,10 +42,10 @@ def powers_of_two(least: int, most: int) -> tuple[int, ...]:
 
 
 def shown_counts(counts: Sequence[int]) -> str:
-    """`1 to 64 tokens`, or `3 numbers of tokens from 1 to 64` where some are left out."""
+    """`1 token`, `1 to 64 tokens`, or `3 numbers of tokens from 1 to 64` where some are left out."""
     least, most = counts[0], counts[-1]
     if len(counts) == 1:
-        return f"{least} tokens"
+        return f"{least} token{'s' * (least > 1)}"
     if len(counts) == most - least + 1:
         return f"{least} to {most} tokens"
     return f"{len(counts)} numbers of tokens from {least} to {most}"

@@ -27,7 +27,7 @@ from moereg import backend_calls
 from moereg.errors import ArgumentError, MoeregError, described
 from moereg.experts import Experts
 from moereg.kernels.launch import cache
-from moereg.kernels.launch.ahead import LauncherBuilder, Launches, Target, Variant, become
+from moereg.kernels.launch.ahead import HostBuilder, Launches, Target, Variant, become
 from moereg.selection import Selection
 from moereg.warm_up.dummy import DummyLayer, empty_weights, undescribed
 from moereg.warm_up.fan_out import fan_out
@@ -154,26 +154,33 @@ def _sweep(layers: Sequence[DummyLayer], launches: Launches, counts: Sequence[in
 def _compile(target: Target, variants: list[Variant], jobs: int, tell: Tell) -> tuple[list[dict[str, Any]], str | None]:
     """Compiles all of them, those that take long first."""
     variants = sorted(variants, key=lambda variant: -variant.effort)
-    launchers = LauncherBuilder(target)
+    host = HostBuilder(target)
 
     def one(number: int) -> dict[str, Any]:
-        variant = variants[number]
         # ptxas and LLVM write about what they do to the standard streams.
         with contextlib.redirect_stdout(io.StringIO()):
+            if number == len(variants):
+                host.build_binding()
+                return {"lack": host.lack}
+            variant = variants[number]
             try:
                 compiled, was_there, seconds = variant.compile()
-                launchers.build(compiled)
+                host.build_launcher(compiled)
             except Exception as error:
                 return {"name": variant.name, "error": described(error)}
-        return {"name": variant.name, "seconds": seconds, "was_there": was_there, "lack": launchers.lack}
+        return {"name": variant.name, "seconds": seconds, "was_there": was_there, "lack": host.lack}
 
     kernels: list[dict[str, Any]] = []
-    for number, answer in fan_out(len(variants), one, jobs):
-        ended = {"name": variants[number].name, "error": "its compiler ended the process"}
-        kernels.append(ended if answer is None else answer)
+    lacks: list[str] = []
+    for number, answer in fan_out(len(variants) + 1, one, jobs):
+        if answer is not None and (lack := answer.pop("lack", None)):
+            lacks.append(lack)
+        if number == len(variants):
+            continue
+        kernels.append(answer or {"name": variants[number].name, "error": "its compiler ended the process"})
         num_compiled = sum(not kernel.get("was_there", False) for kernel in kernels)
         tell({"total": len(variants), "done": len(kernels), "compiled": num_compiled})
-    lacks = [lack for lack in (launchers.lack, *(kernel.pop("lack", None) for kernel in kernels)) if lack]
+    host.close()
     return kernels, next(iter(lacks), None)
 
 

@@ -80,8 +80,8 @@ def test_numbers_of_tokens() -> None:
     assert check_token_counts([64, 0, 1, 64]) == (1, 64)
     assert check_token_counts(range(1, 4), 2) == (1, 2, 3)
     assert powers_of_two(3, 17) == (3, 4, 8, 16, 17)
-    assert [shown_counts(counts) for counts in ((7,), (1, 2, 3), (1, 3))] == [
-        "7 tokens", "1 to 3 tokens", "2 numbers of tokens from 1 to 3"
+    assert [shown_counts(counts) for counts in ((1,), (7,), (1, 2, 3), (1, 3))] == [
+        "1 token", "7 tokens", "1 to 3 tokens", "2 numbers of tokens from 1 to 3"
     ]  # fmt: skip
 
 

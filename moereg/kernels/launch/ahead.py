@@ -240,46 +240,61 @@ def become(target: Target) -> Launches:
     return launches
 
 
-class LauncherBuilder:
-    """Builds what Triton 3.6 and 3.7 have a C compiler build at a first launch: a function for each list of arguments.
+_NO_COMPILER: Final = "no C compiler works here, so the first launch of each kernel there needs one"
 
-    Later versions have one function for all, and there is nothing to build.
+
+class HostBuilder:
+    """Builds what Triton has a C compiler build for the host: its binding of CUDA's driver, and launchers.
+
+    Triton 3.6 and 3.7 build a launcher for each list of arguments, at its first launch; later ones have one for all.
 
     Attributes:
-        lack: why none can be built here, or None.
+        lack: why something could not be built here, or None.
     """
 
     def __init__(self, target: Target) -> None:
         self.lack: str | None = None
-        self._class: Any = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._driver: Any = None
         if target.gpu.backend != "cuda":
             return
-        nvidia: Any = importlib.import_module("triton.backends.nvidia.driver")
-        if "make_launcher" not in vars(nvidia):
-            return
+        self._driver = importlib.import_module("triton.backends.nvidia.driver")
         try:
-            nvidia.library_dirs()
+            self._driver.library_dirs()
         except (AssertionError, OSError, subprocess.CalledProcessError):
             # The machine that loads them has CUDA's driver. The linker is content with an empty one.
-            folder = tempfile.mkdtemp(prefix="moereg-libcuda-")
+            self._folder = tempfile.TemporaryDirectory(prefix="moereg-libcuda-")
+            folder = self._folder.name
+            self._driver.library_dirs = lambda: [folder]
             try:
                 _link_empty(Path(folder) / "libcuda.so.1")
             except (OSError, subprocess.CalledProcessError):
-                self.lack = "no C compiler works here, so the first launch of each kernel there needs one"
-                return
-            nvidia.library_dirs = lambda: [folder]
-        self._class = nvidia.CudaLauncher
+                self.lack = _NO_COMPILER
 
-    def build(self, compiled: Any) -> None:
+    def build_binding(self) -> None:
+        """Builds the binding of CUDA's driver, if it is not in the cache."""
+        if self._driver is not None:
+            self._build(self._driver.CudaUtils)
+
+    def build_launcher(self, compiled: Any) -> None:
         """Builds the function that launches a kernel, if it is not in the cache."""
-        if self._class is None or self.lack is not None:
+        if self._driver is not None and "make_launcher" in vars(self._driver):
+            self._build(lambda: self._driver.CudaLauncher(compiled.src, compiled.metadata))
+
+    def _build(self, build: Callable[[], Any]) -> None:
+        if self.lack is not None:
             return
         try:
-            self._class(compiled.src, compiled.metadata)
+            build()
         except ImportError:
             pass  # It is in the cache, and loads where CUDA's driver is.
         except (OSError, RuntimeError, subprocess.CalledProcessError):
-            self.lack = "no C compiler works here, so the first launch of each kernel there needs one"
+            self.lack = _NO_COMPILER
+
+    def close(self) -> None:
+        """Removes what was only needed to build."""
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def _link_empty(library: Path) -> None:
