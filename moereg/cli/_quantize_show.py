@@ -29,6 +29,8 @@ _LETTERS: Final = string.ascii_lowercase + string.ascii_uppercase
 _SKETCH: Final = (60, 12)
 _FEWEST_POINTS: Final = 3
 _EMULATION: Final = "~"
+_LABEL_PIXELS: Final = (8, 16)
+"""Width and height of a letter in the picture."""
 
 
 def show_quantize(result: QuantizeResult) -> None:
@@ -227,13 +229,20 @@ def _draw(axes: Axes, rows: Sequence[SchemeRow], values: Sequence[float], origin
 
 
 def _label(axes: Axes, letters: str) -> None:
-    """Writes each point's letter beside it; points on one spot share a label."""
-    spots: dict[tuple[int, int], tuple[tuple[float, float], list[str]]] = {}
+    """Writes each point's letter beside it; points whose labels would touch share one."""
+    labels: list[tuple[tuple[float, float], tuple[float, float], list[str]]] = []
     for letter, line in zip(letters, axes.get_lines(), strict=False):
         data: Any = line.get_data()
         x, y = (float(values[0]) for values in data)
-        if math.isfinite(x) and math.isfinite(y):
-            across, up = axes.transData.transform((x, y))
-            spots.setdefault((round(across / 18), round(up / 18)), ((x, y), []))[1].append(letter)
-    for point, found in spots.values():
+        if not (math.isfinite(x) and math.isfinite(y)):
+            continue
+        across, up = axes.transData.transform((x, y))
+        for _, (left, bottom), found in labels:
+            width = _LABEL_PIXELS[0] * (2 * len(found) + 1)  # With commas, and the new letter.
+            if left - width < across < left + width and abs(up - bottom) < _LABEL_PIXELS[1]:
+                found.append(letter)
+                break
+        else:
+            labels.append(((x, y), (across, up), [letter]))
+    for point, _, found in labels:
         axes.annotate(",".join(found), point, (6, 4), textcoords="offset points", fontsize=9, color=INK)

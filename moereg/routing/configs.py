@@ -207,6 +207,7 @@ def _mistral_router(config: Mapping[str, Any]) -> _Keywords:
         renormalize=require_choice(config, "norm_topk_prob", choices, True),
         scored_experts=2,
         scaling_factor=read_number(config, "routed_scaling_factor", default=1.0),
+        rounds_scores=not is_large,
         fp32_logits=is_large,
         fp32_weight=is_large,
         **_read_groups(config, (1, 1)),
@@ -258,7 +259,7 @@ def _laguna_router(config: Mapping[str, Any]) -> _Keywords:
 
 def _lfm2_router(config: Mapping[str, Any]) -> _Keywords:
     read = _sigmoid_topk(groups=None, epsilon=1e-6, fp32_logits=False)
-    return dict(read(config), has_correction_bias=read_flag(config, "use_expert_bias", True))
+    return dict(read(config), has_correction_bias=read_flag(config, "use_expert_bias", True), rounds_scores=True)
 
 
 def _ernie_router(config: Mapping[str, Any]) -> _Keywords:
@@ -276,11 +277,13 @@ def _ernie_router(config: Mapping[str, Any]) -> _Keywords:
 def _deepseek_v4_router(config: Mapping[str, Any]) -> _Keywords:
     require_choice(config, "norm_topk_prob", (True,), True)
     if require_choice(config, "scoring_func", ("sqrtsoftplus", "sigmoid"), "sqrtsoftplus") == "sigmoid":
-        return _sigmoid_topk(scaling_factor=1.5, reads_renormalize=False, groups=None, fp32_logits=False)(config)
+        read = _sigmoid_topk(scaling_factor=1.5, reads_renormalize=False, groups=None, fp32_logits=False)
+        return dict(read(config), rounds_scores=True)
     require_nothing_else(config, scoring="sqrtsoftplus", method="noaux_tc", reads=("routed_scaling_factor",))
     return dict(
         kind="sqrtsoftplus_topk",
         scaling_factor=read_number(config, "routed_scaling_factor", default=1.5),
+        rounds_scores=True,
         has_correction_bias=True,
         **_read_sizes(config),
     )
@@ -300,7 +303,7 @@ def _dbrx_router(config: Mapping[str, Any]) -> _Keywords:
     norm = ffn.get("moe_normalize_expert_weights", 1.0)
     if norm is not None:
         require_choice(ffn, "moe_normalize_expert_weights", (1.0, 1), 1.0)
-    return dict(kind="softmax_topk", renormalize=norm is not None, **_read_sizes(ffn))
+    return dict(kind="softmax_topk", renormalize=norm is not None, rounds_scores=True, **_read_sizes(ffn))
 
 
 def _llama4_router(config: Mapping[str, Any]) -> _Keywords:

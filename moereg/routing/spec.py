@@ -44,20 +44,23 @@ class _RouterKind:
 
 
 _ROUTER_KINDS: Final[Mapping[str, _RouterKind]] = {
-    "softmax_topk": _RouterKind(softmax_topk, ("renormalize",)),
+    "softmax_topk": _RouterKind(softmax_topk, ("renormalize", "rounds_scores")),
     "topk_softmax": _RouterKind(topk_softmax),
     "topk_sigmoid": _RouterKind(topk_sigmoid, ("renormalize",), takes_correction_bias=True),
     "biased_softmax_topk": _RouterKind(biased_softmax_topk, ("smallest_sum",), takes_correction_bias=True),
-    "sqrtsoftplus_topk": _RouterKind(sqrtsoftplus_topk, ("scaling_factor",), takes_correction_bias=True),
+    "sqrtsoftplus_topk": _RouterKind(
+        sqrtsoftplus_topk, ("scaling_factor", "rounds_scores"), takes_correction_bias=True
+    ),
     "sparsemixer": _RouterKind(sparsemixer, ("jitter",), check_top_k=check_two_experts),
     "grouped_sigmoid_topk": _RouterKind(
         grouped_sigmoid_topk,
-        ("num_groups", "topk_groups", "renormalize", "scaling_factor", "epsilon", "logit_softcap"),
+        ("num_groups", "topk_groups", "renormalize", "scaling_factor", "epsilon", "logit_softcap", "rounds_scores"),
         takes_correction_bias=True,
         scored_experts=2,
     ),
     "grouped_softmax_topk": _RouterKind(
-        grouped_softmax_topk, ("num_groups", "topk_groups", "scaling_factor", "renormalize", "scored_experts")
+        grouped_softmax_topk,
+        ("num_groups", "topk_groups", "scaling_factor", "renormalize", "scored_experts", "rounds_scores"),
     ),
     "llama4_topk": _RouterKind(llama4_topk, apply_router_weight_on_input=True),
 }
@@ -83,6 +86,7 @@ class RouterSpec:
         logit_softcap: Cap of the logits of sigmoid scores; 0 for none.
         scored_experts: Best experts of a group whose softmax weights add up to the group's score.
         smallest_sum: Least sum that Ernie's weights are divided by.
+        rounds_scores: Whether scores are computed in the logits' dtype, not in fp32: rounded scores choose others.
         jitter: Half of the distance in which `sparsemixer` takes logits for near.
         has_correction_bias: Whether `route` needs a bias [E] for the choice.
         fp32_logits: Whether the model computes its logits in fp32 even where hidden states and router weight are
@@ -106,6 +110,7 @@ class RouterSpec:
     scored_experts: int = 1
     smallest_sum: float = 0.0
     jitter: float = 0.0
+    rounds_scores: bool = False
     has_correction_bias: bool = False
     fp32_logits: bool = False
     fp32_weight: bool = False
@@ -113,7 +118,7 @@ class RouterSpec:
     def __post_init__(self) -> None:
         check_one_of("router kind", self.kind, tuple(_ROUTER_KINDS))
         check_count("num_experts", self.num_experts)
-        for name in ("renormalize", "has_correction_bias", "fp32_logits", "fp32_weight"):
+        for name in ("renormalize", "rounds_scores", "has_correction_bias", "fp32_logits", "fp32_weight"):
             check_flag(name, getattr(self, name))
         for name in ("scaling_factor", "epsilon", "logit_softcap", "smallest_sum", "jitter"):
             check_number(name, getattr(self, name))

@@ -26,13 +26,16 @@ _DEEPSEEK_V3_EPSILON: Final = 1e-20
 """Guards DeepSeek-V3's renormalization against sigmoids that all underflow; the value is part of the model."""
 
 
-def softmax_topk(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def softmax_topk(
+    router_logits: torch.Tensor, top_k: int, renormalize: bool, rounds_scores: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over all experts, then the best `top_k` (Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE).
 
     Args:
         router_logits: [T,E], any floating dtype; the softmax is taken in fp32.
         top_k: Experts for each token.
         renormalize: Whether the chosen weights are divided by their sum (`norm_topk_prob`; Mixtral always does).
+        rounds_scores: Whether the softmax is taken in the logits' dtype instead (DBRX).
 
     Returns:
         topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending.
@@ -45,7 +48,9 @@ def softmax_topk(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> 
     """
     _check_logits(router_logits, top_k)
     check_flag("renormalize", renormalize)
-    topk_weights, topk_ids = torch.topk(torch.softmax(router_logits.float(), dim=-1), top_k, dim=-1)
+    scores = torch.softmax(_exact(router_logits, rounds_scores), dim=-1)
+    topk_scores, topk_ids = torch.topk(scores, top_k, dim=-1)
+    topk_weights = topk_scores.float()
     if renormalize:
         topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
     return topk_weights, topk_ids.to(torch.int32)
@@ -82,6 +87,7 @@ def grouped_sigmoid_topk(
     scaling_factor: float,
     epsilon: float = _DEEPSEEK_V3_EPSILON,
     logit_softcap: float = 0.0,
+    rounds_scores: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sigmoid scores, chosen with a load-balancing bias inside the best groups (DeepSeek-V3, Kimi-K2, GLM, MiniMax).
 
@@ -98,6 +104,7 @@ def grouped_sigmoid_topk(
         scaling_factor: `routed_scaling_factor`, folded into the weights.
         epsilon: Added to the sum: 1e-20 in DeepSeek-V3, 1e-6 in LFM2, 0 in MiniMax-M2.
         logit_softcap: Logits x are taken as `cap * tanh(x / cap)` (Laguna); 0 for no cap.
+        rounds_scores: Whether scores are computed in the logits' dtype, not in fp32 (LFM2).
 
     Returns:
         topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending by biased score (so the weights need not descend).
@@ -115,7 +122,7 @@ def grouped_sigmoid_topk(
         check_number(name, number)
     if num_groups > 1:
         check_group_score(num_experts, num_groups, 2)
-    logits = router_logits.float()
+    logits = _exact(router_logits, rounds_scores)
     if logit_softcap:
         logits = torch.tanh(logits / logit_softcap) * logit_softcap
     scores = torch.sigmoid(logits)
@@ -124,7 +131,7 @@ def grouped_sigmoid_topk(
         group_scores = _group(choice_scores, num_groups).topk(2, dim=-1).values.sum(dim=-1)
         choice_scores = _mask_other_groups(choice_scores, group_scores, topk_groups)
     topk_ids = torch.topk(choice_scores, top_k, dim=-1).indices
-    topk_weights = scores.gather(-1, topk_ids)
+    topk_weights = scores.gather(-1, topk_ids).float()
     if renormalize:
         topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + epsilon)
     return topk_weights * scaling_factor, topk_ids.to(torch.int32)
@@ -138,6 +145,7 @@ def grouped_softmax_topk(
     scaling_factor: float,
     renormalize: bool = False,
     scored_experts: int = 1,
+    rounds_scores: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over all experts, then the best `top_k` inside the best groups (DeepSeek-V2, Mistral 4).
 
@@ -151,6 +159,7 @@ def grouped_softmax_topk(
         scaling_factor: `routed_scaling_factor`, folded into the weights.
         renormalize: Whether the chosen weights are divided by their sum (Mistral 4).
         scored_experts: Best experts of a group whose scores add up to the group's: 1 in DeepSeek-V2, 2 in Mistral 4.
+        rounds_scores: Whether the softmax is taken in the logits' dtype, not in fp32 (Mistral 4).
 
     Returns:
         topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending.
@@ -169,11 +178,12 @@ def grouped_softmax_topk(
     check_count("scored_experts", scored_experts)
     if num_groups > 1:
         check_group_score(num_experts, num_groups, scored_experts)
-    scores = torch.softmax(router_logits.float(), dim=-1)
+    scores = torch.softmax(_exact(router_logits, rounds_scores), dim=-1)
     if topk_groups < num_groups:
         group_scores = _group(scores, num_groups).topk(scored_experts, dim=-1).values.sum(dim=-1)
         scores = _mask_other_groups(scores, group_scores, topk_groups)
-    topk_weights, topk_ids = torch.topk(scores, top_k, dim=-1)
+    topk_scores, topk_ids = torch.topk(scores, top_k, dim=-1)
+    topk_weights = topk_scores.float()
     if renormalize:
         topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + _DEEPSEEK_V3_EPSILON)
     return topk_weights * scaling_factor, topk_ids.to(torch.int32)
@@ -264,7 +274,11 @@ def biased_softmax_topk(
 
 
 def sqrtsoftplus_topk(
-    router_logits: torch.Tensor, top_k: int, correction_bias: torch.Tensor | None, scaling_factor: float
+    router_logits: torch.Tensor,
+    top_k: int,
+    correction_bias: torch.Tensor | None,
+    scaling_factor: float,
+    rounds_scores: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores sqrt(softplus(x)), chosen with a load-balancing bias, then renormalized (DeepSeek-V4).
 
@@ -273,6 +287,7 @@ def sqrtsoftplus_topk(
         top_k: Experts for each token.
         correction_bias: [E], added to the scores for the choice alone; None for no bias.
         scaling_factor: `routed_scaling_factor`, folded into the weights.
+        rounds_scores: Whether scores are computed in the logits' dtype, as transformers does.
 
     Returns:
         topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending by biased score.
@@ -285,9 +300,9 @@ def sqrtsoftplus_topk(
     """
     _check_logits(router_logits, top_k)
     check_number("scaling_factor", scaling_factor)
-    scores = torch.nn.functional.softplus(router_logits.float()).sqrt()
+    scores = torch.nn.functional.softplus(_exact(router_logits, rounds_scores)).sqrt()
     topk_ids = torch.topk(_biased(scores, correction_bias), top_k, dim=-1).indices
-    topk_weights = scores.gather(-1, topk_ids)
+    topk_weights = scores.gather(-1, topk_ids).float()
     topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + _DEEPSEEK_V3_EPSILON)
     return topk_weights * scaling_factor, topk_ids.to(torch.int32)
 
@@ -328,6 +343,12 @@ def sparsemixer(router_logits: torch.Tensor, top_k: int, jitter: float) -> tuple
     return torch.cat(weights, dim=-1), torch.cat(ids, dim=-1).to(torch.int32)
 
 
+def _exact(router_logits: torch.Tensor, rounds_scores: bool) -> torch.Tensor:
+    """Logits in the dtype that scores are computed in."""
+    check_flag("rounds_scores", rounds_scores)
+    return router_logits if rounds_scores else router_logits.float()
+
+
 def _biased(scores: torch.Tensor, correction_bias: torch.Tensor | None) -> torch.Tensor:
     """Scores [T,E] that the choice goes by."""
     if correction_bias is None:
@@ -351,7 +372,7 @@ def _biased(scores: torch.Tensor, correction_bias: torch.Tensor | None) -> torch
 
 def _check_logits(router_logits: torch.Tensor, top_k: int) -> int:
     """Checks what every router needs and returns E."""
-    check_instance("router_logits", router_logits, torch.Tensor, "pass scores of the router, [num_tokens, num_experts]")
+    check_instance("router_logits", router_logits, torch.Tensor, "pass scores of the router, [num_tokens, E]")
     if router_logits.layout is not torch.strided:
         raise ArgumentError(f"router_logits must be dense, got layout {router_logits.layout}; call .to_dense()")
     if router_logits.dim() != 2:
@@ -368,8 +389,7 @@ def _check_logits(router_logits: torch.Tensor, top_k: int) -> int:
 
 def _group(scores: torch.Tensor, num_groups: int) -> torch.Tensor:
     """Views scores [T,E] as [T,G,E/G]; no size is left to infer, because zero tokens leave it undefined."""
-    num_tokens, num_experts = scores.shape
-    return scores.view(num_tokens, num_groups, num_experts // num_groups)
+    return scores.view(len(scores), num_groups, scores.shape[1] // num_groups)
 
 
 def _mask_other_groups(scores: torch.Tensor, group_scores: torch.Tensor, topk_groups: int) -> torch.Tensor:

@@ -113,26 +113,35 @@ def test_a_layer_routes_like_the_model_in_16_bits(name: str, tmp_path: Path) -> 
     torch.testing.assert_close(weights[is_same], own_weights[is_same], rtol=2**-6, atol=2**-7)
 
 
-@pytest.mark.parametrize(("name", "num_experts"), [("deepseek_v4", 64), ("lfm2_moe", 32), ("mistral4", 64)])
-def test_scores_that_a_model_rounds_decide_between_near_experts_only(name: str, num_experts: int) -> None:
+@pytest.mark.parametrize(("name", "num_experts"), [("deepseek_v4", 256), ("lfm2_moe", 32), ("mistral4", 128)])
+def test_scores_that_a_model_rounds_choose_its_experts(name: str, num_experts: int) -> None:
+    """Scores in fp32 chose others for 7 %, 3 % and 0.1 % of tokens."""
     family = dataclasses.replace(
         _family(name),
         options={**FAMILIES[name].options, **dict.fromkeys(EXPERT_COUNTS, num_experts), "n_group": 1, "topk_group": 1},
     )
     model = family.make().to(torch.bfloat16)
-    expected = run_block(family, model, torch.bfloat16)
-    spec = RouterSpec.from_config({**model.config.to_dict(), "model_type": name})
     block = family.block(model)
-    logits = torch.nn.functional.linear(expected.hidden_states, block.gate.weight)
-    bias = getattr(block, "expert_bias", getattr(block.gate, "e_score_correction_bias", None))
-    _, ids = spec.route(logits, bias)
-    scores = {
-        "sqrtsoftplus_topk": lambda x: torch.nn.functional.softplus(x).sqrt(),
-        "grouped_sigmoid_topk": torch.sigmoid,
-    }
-    choice = scores.get(spec.kind, lambda x: x.softmax(-1))(logits.float()) + (0 if bias is None else bias.float())
-    ours, theirs = (choice.gather(-1, index.long()).sort().values for index in (ids, expected.topk_ids))
-    torch.testing.assert_close(theirs, ours, rtol=2**-7, atol=2**-8)
+    router = block.gate
+    spec = RouterSpec.from_config({**model.config.to_dict(), "model_type": name})
+    assert spec.rounds_scores
+    generator = torch.Generator().manual_seed(0)
+    owner = block if name == "lfm2_moe" else router
+    bias = None
+    for buffer in ("expert_bias", "e_score_correction_bias"):
+        if hasattr(owner, buffer):  # In fp32, as `from_pretrained` keeps it.
+            bias = torch.randn(num_experts, generator=generator) / 8
+            setattr(owner, buffer, bias)
+    hidden_states = torch.randn(512, router.weight.shape[1], generator=generator).bfloat16()
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(router.weight.shape, generator=generator) / 8)
+        _, weights, ids = router(hidden_states, *([bias] if name == "lfm2_moe" else []))
+        ours, our_ids = spec.route(torch.nn.functional.linear(hidden_states, router.weight), bias)
+    (our_ids, ours), (ids, weights) = by_expert(ours, our_ids), by_expert(weights.float(), ids)
+    # Of scores that are equal once they are rounded, one topk may take another than the other.
+    is_same = (our_ids == ids).all(dim=-1)
+    assert is_same.sum() >= (len(ids) if bias is not None else 0.99 * len(ids))
+    torch.testing.assert_close(ours[is_same], weights[is_same], rtol=2**-6, atol=2**-7)
 
 
 def test_every_class_of_transformers_with_routed_experts_is_a_family_or_refused() -> None:

@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -434,7 +435,7 @@ def test_claims_are_decided() -> None:
     decided = decide_claims({"one of moereg-one 1.2": h200})
     assert decided is not None
     assert decided.probed
-    assert decided.versions["torch"] == torch.__version__
+    assert decided.versions["torch"] == metadata.version("torch")
     assert decided.claimed_by == "platform plugin 'one' of moereg-one 1.2"
     assert decided == dataclasses.replace(decided, claimed_by="")
     with pytest.raises(PluginError, match=r"got 2: a of b 1, c of d 2; choose one by MOEREG_PLUGINS=platforms:a or"):
@@ -554,7 +555,7 @@ def test_probe_reads_the_first_visible_gpu(
     assert (platform.kind, platform.arch, platform.device_name) == ("cuda", arch, device_name)
     assert platform.memory_bytes > 2**37 - 1
     assert platform.probed
-    assert platform.versions["torch"] == torch.__version__
+    assert platform.versions["torch"] == metadata.version("torch")
     assert nvml.shut_down == 1
 
 
@@ -633,7 +634,7 @@ def test_versions_are_of_canonical_names(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert versions["some-dotted-name"] == "1.5"
     # The remains of an interrupted uninstall, and what cannot be read, count as not installed and do no harm.
     assert not {"leftover", "latin"} & set(versions)
-    assert versions["torch"] == torch.__version__
+    assert versions["torch"] == metadata.version("torch")
 
 
 @pytest.mark.parametrize("name", ["triton-rocm", "pytorch_triton_rocm", "pytorch-triton"])
