@@ -127,10 +127,17 @@ MUTANTS: Final = (
         tests=("tests/layer/test_routing.py::test_small_sigmoids_are_renormalized_all_the_same",),
     ),
     Mutant(
+        "scores are never rounded",
+        "moereg/routing/topk.py",
+        old="    return router_logits if rounds_scores else router_logits.float()",
+        new="    return router_logits.float()",
+        tests=("tests/checkpoints/test_families.py::test_scores_that_a_model_rounds_choose_its_experts",),
+    ),
+    Mutant(
         "sigmoid for softmax",
         "moereg/routing/topk.py",
-        old="torch.topk(torch.softmax(router_logits.float(), dim=-1), top_k, dim=-1)",
-        new="torch.topk(torch.sigmoid(router_logits.float()), top_k, dim=-1)",
+        old="scores = torch.softmax(_exact(router_logits, rounds_scores), dim=-1)\n    topk_scores",
+        new="scores = torch.sigmoid(_exact(router_logits, rounds_scores))\n    topk_scores",
         tests=("tests/layer/test_routing.py::test_equals_the_router_of_transformers",),
     ),
     Mutant(
@@ -143,8 +150,8 @@ MUTANTS: Final = (
     Mutant(
         "the correction bias counts in the weight",
         "moereg/routing/topk.py",
-        old="top_k, dim=-1).indices\n    topk_weights = scores.gather(-1, topk_ids)\n    if",
-        new="top_k, dim=-1).indices\n    topk_weights = choice_scores.gather(-1, topk_ids)\n    if",
+        old="    topk_weights = scores.gather(-1, topk_ids).float()\n    if",
+        new="    topk_weights = choice_scores.gather(-1, topk_ids).float()\n    if",
         tests=("tests/layer/test_routing.py::test_equals_the_router_of_transformers",),
     ),
     Mutant(
@@ -157,8 +164,8 @@ MUTANTS: Final = (
     Mutant(
         "DeepSeek-V2 weights are renormalized",
         "moereg/routing/topk.py",
-        old="    topk_weights, topk_ids = torch.topk(scores, top_k, dim=-1)\n    if renormalize:",
-        new="    topk_weights, topk_ids = torch.topk(scores, top_k, dim=-1)\n    if True:",
+        old="    if renormalize:\n        topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + _DEEP",
+        new="    if True:\n        topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + _DEEP",
         tests=("tests/layer/test_routing.py::test_equals_the_router_of_transformers",),
     ),
     Mutant(
