@@ -164,8 +164,8 @@ MUTANTS: Final = (
     Mutant(
         "DeepSeek-V2 weights are renormalized",
         "moereg/routing/topk.py",
-        old="    if renormalize:\n        topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + _DEEP",
-        new="    if True:\n        topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + _DEEP",
+        old="    if renormalize:\n        topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + _D",
+        new="    if True:\n        topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + _D",
         tests=("tests/layer/test_routing.py::test_equals_the_router_of_transformers",),
     ),
     Mutant(
@@ -220,8 +220,8 @@ MUTANTS: Final = (
     Mutant(
         "softplus without its root",
         "moereg/routing/topk.py",
-        old="softplus(router_logits.float()).sqrt()",
-        new="softplus(router_logits.float())",
+        old="softplus(_exact(router_logits, rounds_scores)).sqrt()",
+        new="softplus(_exact(router_logits, rounds_scores))",
         tests=("tests/checkpoints/test_families.py::test_a_layer_routes_and_computes_like_the_model[deepseek_v4]",),
     ),
     Mutant(
