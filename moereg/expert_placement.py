@@ -154,6 +154,7 @@ class PlacementTables:
         expert_map: [num_experts] int32, the rank's local expert or -1: what the experts of this rank are called with.
         num_holders: [num_experts] int32, ranks that hold each expert.
         holders: [num_experts, ranks] int32, the ranks that hold each expert, ascending; then -1.
+        expert_maps: [ranks, num_experts] int32, every rank's local expert or -1.
     """
 
     def __init__(self, placement: ExpertPlacement, rank: int, device: torch.device) -> None:
@@ -172,7 +173,7 @@ class PlacementTables:
         self.rank = rank
         # Outside inference mode, so that anybody may write into them.
         with torch.inference_mode(False):
-            self.expert_map, self.num_holders, self.holders = (
+            self.expert_map, self.num_holders, self.holders, self.expert_maps = (
                 tensor.to(device) for tensor in _tensors(placement, rank)
             )
 
@@ -204,9 +205,8 @@ class PlacementTables:
         if (placement.num_experts, placement.num_ranks) != (mine.num_experts, mine.num_ranks):
             raise ArgumentError(f"the new placement must have the old one's sizes, {mine}, got {placement}")
         with torch.inference_mode():
-            for old, new in zip(
-                (self.expert_map, self.num_holders, self.holders), _tensors(placement, self.rank), strict=True
-            ):
+            mine_now = self.expert_map, self.num_holders, self.holders, self.expert_maps
+            for old, new in zip(mine_now, _tensors(placement, self.rank), strict=True):
                 old.copy_(new)
         self.placement = placement
 
@@ -226,8 +226,8 @@ def _experts(name: str, value: object) -> tuple[int, ...]:
     return check_list(name, value, lambda item, expert: check_count(item, expert, minimum=0))
 
 
-def _tensors(placement: ExpertPlacement, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`expert_map`, `num_holders` and `holders` on the CPU."""
+def _tensors(placement: ExpertPlacement, rank: int) -> tuple[torch.Tensor, ...]:
+    """`expert_map`, `num_holders`, `holders` and `expert_maps` on the CPU."""
     holders: list[list[int]] = [[] for _ in range(placement.num_experts)]
     for holder, experts in enumerate(placement.experts_of_rank):
         for expert in experts:
@@ -237,4 +237,5 @@ def _tensors(placement: ExpertPlacement, rank: int) -> tuple[torch.Tensor, torch
         torch.tensor(placement.expert_map(rank), dtype=torch.int32),
         torch.tensor([len(ranks) for ranks in holders], dtype=torch.int32),
         torch.tensor(padded, dtype=torch.int32),
+        torch.tensor([placement.expert_map(each) for each in range(placement.num_ranks)], dtype=torch.int32),
     )

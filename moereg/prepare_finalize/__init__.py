@@ -7,6 +7,7 @@ from moereg.prepare_finalize.batched import BatchedPrepareFinalize
 from moereg.prepare_finalize.cells import MOVEMENTS, MovementCell, MovementRegistry, register_prepare_finalize
 from moereg.prepare_finalize.facts import MovementFacts
 from moereg.prepare_finalize.group import Group, GroupFacts
+from moereg.prepare_finalize.low_latency import LowLatency
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved, local_prepare_finalize
 from moereg.prepare_finalize.standard import StandardPrepareFinalize
 from moereg.problem import MoEProblem
@@ -19,6 +20,7 @@ __all__ = [
     "Group",
     "GroupFacts",
     "GroupPrepareFinalize",
+    "LowLatency",
     "Moved",
     "MovementCell",
     "MovementFacts",

@@ -50,10 +50,11 @@ class AllGather(GroupPrepareFinalize):
         assert most is not None
         columns = (*self.wire.encode(hidden_states), as_bytes(topk_weights), as_bytes(topk_ids))
         widths = (*self.wire.widths, 4 * top_k, 4 * top_k)
-        # Zeros, then ids of -1: rows of no token add nothing.
-        sent = hidden_states.new_zeros((most, sum(widths)), dtype=torch.uint8)
-        sent[:num_tokens] = join_columns(columns)
-        sent[num_tokens:, -4 * top_k :] = 255
+        sent = join_columns(columns)
+        if num_tokens < most:
+            # Zeros, then ids of -1: rows of no token add nothing.
+            sent = torch.nn.functional.pad(sent, (0, 0, 0, most - num_tokens))
+            sent[num_tokens:, -4 * top_k :] = 255
         rows = sent.new_empty((most * self.group.size, sum(widths)))
         self.group.all_gather(rows, sent, "tokens")
         *tokens, weight_bytes, id_bytes = split_columns(rows, widths)
@@ -75,9 +76,10 @@ class AllGather(GroupPrepareFinalize):
         sums = self.reduced(expert_out, prepared)
         most = sums.shape[0] // self.group.size
         if not self.problem.deterministic:
-            mine = sums.new_empty((most, sums.shape[1]))
+            mine = out if len(out) == most else sums.new_empty((most, sums.shape[1]))
             self.group.reduce_scatter(mine, sums, "results")
-            out.copy_(mine[: len(out)])
+            if mine is not out:
+                out.copy_(mine[: len(out)])
             return
         parts = torch.empty_like(sums)
         self.group.all_to_all(as_bytes(parts), as_bytes(sums), "results")

@@ -142,4 +142,6 @@ def join_columns(columns: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 def split_columns(rows: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     """The inverse of `join_columns`: contiguous columns, each aligned for any dtype."""
+    if len(widths) == 1 and rows.is_contiguous() and rows.storage_offset() == 0:
+        return (rows,)
     return tuple(part.clone(memory_format=torch.contiguous_format) for part in rows.split(widths, dim=1))

@@ -119,6 +119,18 @@ def all_gather_batched(rank: int, size: int) -> dict[str, Any]:
     return compared(rank, size, "all_gather", activation_format="batched")
 
 
+def low_latency(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "low_latency")
+
+
+def low_latency_fp8(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "low_latency", dtype="bfloat16", quant="fp8_block128", intermediate_size=128)
+
+
+def weights_on_placed_inputs(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "low_latency", top_k=1, apply_router_weight_on_input=True)
+
+
 def all_to_all_fp8(rank: int, size: int) -> dict[str, Any]:
     return compared(rank, size, "all_to_all", dtype="bfloat16", quant="fp8_block128", intermediate_size=128)
 
@@ -154,6 +166,10 @@ def replicas_all_to_all(rank: int, size: int) -> dict[str, Any]:
 
 def replicas_all_gather(rank: int, size: int) -> dict[str, Any]:
     return placed(rank, size, "all_gather")
+
+
+def replicas_low_latency(rank: int, size: int) -> dict[str, Any]:
+    return placed(rank, size, "low_latency")
 
 
 def maps_of_ranks(rank: int, size: int) -> dict[str, Any]:

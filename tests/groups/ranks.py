@@ -1,7 +1,8 @@
-"""Runs cases on the ranks of a gloo group: one process imports torch and moereg, and forks a process for each rank.
+"""Runs cases on the ranks of a group: one process imports torch and moereg, and forks a process for each rank.
 
-`python -m tests.groups.ranks NUM_RANKS SECONDS NAME...` runs cases of `tests/groups/cases.py` one after another and
-prints a line of JSON for each rank: its results by case. A rank that ends early has no line.
+`python -m tests.groups.ranks BACKEND NUM_RANKS SECONDS MODULE NAME...` runs cases of a module one after another and
+prints a line of JSON for each rank: its results by case. A rank that ends early has no line. With NCCL rank i has
+GPU i.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import datetime
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,15 +23,29 @@ ROOT = Path(__file__).parents[2]
 
 
 def results_of(
-    num_ranks: int, *names: str, seconds: float = 60, module: str = "tests.groups.cases"
+    num_ranks: int, *names: str, seconds: float = 60, module: str = "tests.groups.cases", backend: str = "gloo"
 ) -> list[dict[str, Any]]:
     """What each rank found, by case; in a process of its own. A rank that ended early found nothing."""
-    command = [sys.executable, "-m", "tests.groups.ranks", str(num_ranks), str(seconds), module, *names]
+    command = [sys.executable, "-m", "tests.groups.ranks", backend, str(num_ranks), str(seconds), module, *names]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=600)
+        except BaseException:
+            # The ranks are of its session, and wait for each other.
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == 0, stderr[-4000:]
     found: list[dict[str, Any]] = [{} for _ in range(num_ranks)]
-    for line in done.stdout.splitlines():
+    for line in stdout.splitlines():
         if line.startswith("{"):
             result = json.loads(line)
             found[result.pop("rank")] = result
@@ -39,18 +55,22 @@ def results_of(
     return found
 
 
-def _run_rank(rank: int, num_ranks: int, seconds: float, module: str, names: list[str], store: str) -> None:
+def _run_rank(
+    rank: int, backend: str, num_ranks: int, seconds: float, module: str, names: list[str], store: str
+) -> None:
     import torch
 
     torch.set_num_threads(1)
     # Memory that nothing wrote reads as NaN, whichever function of torch hands it out.
     torch.use_deterministic_algorithms(True, warn_only=True)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     cases = importlib.import_module(module)
     results: dict[str, Any] = {"rank": rank}
     for place, name in enumerate(names):
         # Each case has a group of its own, so that one that fails leaves the next alone.
         torch.distributed.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{store}.{place}",
             rank=rank,
             world_size=num_ranks,
@@ -65,18 +85,19 @@ def _run_rank(rank: int, num_ranks: int, seconds: float, module: str, names: lis
 
 
 def main() -> None:
-    num_ranks, seconds, module, names = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4:]
+    backend, num_ranks, seconds, module, *names = sys.argv[1:]
     importlib.import_module(module)
     from moereg.discovery import load_backends
 
     load_backends()
     with tempfile.TemporaryDirectory() as folder:
         children = []
-        for rank in range(num_ranks):
+        for rank in range(int(num_ranks)):
             child = os.fork()
             if child == 0:
                 try:
-                    _run_rank(rank, num_ranks, seconds, module, names, str(Path(folder) / "store"))
+                    store = str(Path(folder) / "store")
+                    _run_rank(rank, backend, int(num_ranks), float(seconds), module, names, store)
                 finally:
                     sys.stderr.flush()
                     os._exit(0)

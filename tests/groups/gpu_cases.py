@@ -1,0 +1,124 @@
+"""What ranks of an NCCL group do in tests, one GPU each; as many as there are, from one on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moereg.layer import MoEKernel, make_kernel
+from moereg.problem import MoEProblem
+from moereg.reference import relative_error
+from moereg.testing.inputs import make_weights
+from tests.groups.cases import share_of, tokens_of
+
+MOST_TOKENS = 16
+
+
+def layer_of(rank: int, size: int, way: str, **changes: Any) -> tuple[MoEProblem, MoEKernel, MoEKernel]:
+    """The layer over the group and on one rank."""
+    facts = {"num_experts": 16, "hidden_size": 512, "intermediate_size": 256, "top_k": 4, "max_num_tokens": MOST_TOKENS}
+    problem = MoEProblem(**{**facts, **changes})
+    device = torch.device("cuda", torch.cuda.current_device())
+    weights = make_weights(problem, device)
+    own = share_of(weights, rank, size)
+    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=way)
+    return problem, kernel, make_kernel(dataclasses.replace(problem, graph_capture=False), weights)
+
+
+def inputs_of(problem: MoEProblem, rank: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden_states, topk_weights, topk_ids = tokens_of(problem, rank, num_tokens)
+    return hidden_states.cuda(), topk_weights.cuda(), topk_ids.cuda()
+
+
+def compared(rank: int, size: int, way: str, **changes: Any) -> dict[str, Any]:
+    """Uneven tokens, none on one rank, none on all."""
+    problem, kernel, one = layer_of(rank, size, way, **changes)
+    worst = 0.0
+    for num_tokens in (MOST_TOKENS, 1 + rank, 0 if rank == 0 else 5, 0):
+        inputs = inputs_of(problem, rank, num_tokens)
+        found, expected = kernel(*inputs), one(*inputs)
+        assert not found.isnan().any()
+        if num_tokens:
+            worst = max(worst, relative_error(found, expected))
+    return {"error": worst, "backend": kernel.selection.backend, "way": kernel.prepare_finalize.name}
+
+
+def captured(rank: int, size: int, way: str, **changes: Any) -> dict[str, Any]:
+    """Nothing waits for the host, and a graph computes what comes into its inputs later."""
+    problem, kernel, one = layer_of(rank, size, way, graph_capture=True, **changes)
+    inputs = inputs_of(problem, rank, MOST_TOKENS)
+    out = torch.empty_like(inputs[0])
+    for _ in range(3):
+        kernel(*inputs, out=out)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernel(*inputs, out=out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        kernel(*inputs, out=out)
+    worst = 0.0
+    for turn in range(1, 4):
+        for old, new in zip(inputs, inputs_of(problem, rank + 10 * turn, MOST_TOKENS), strict=True):
+            old.copy_(new)
+        graph.replay()
+        worst = max(worst, relative_error(out, one(*inputs)))
+    torch.cuda.synchronize()
+    del graph
+    return {"error": worst}
+
+
+def all_to_all(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_to_all")
+
+
+def all_gather(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_gather")
+
+
+def low_latency(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "low_latency")
+
+
+def all_to_all_fp8(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_to_all", quant="fp8_block128")
+
+
+def all_gather_fp8(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_gather", quant="fp8_block128")
+
+
+def low_latency_fp8(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "low_latency", quant="fp8_block128")
+
+
+def all_gather_captured(rank: int, size: int) -> dict[str, Any]:
+    return captured(rank, size, "all_gather")
+
+
+def all_gather_deterministic_captured(rank: int, size: int) -> dict[str, Any]:
+    return captured(rank, size, "all_gather", deterministic=True)
+
+
+def low_latency_captured(rank: int, size: int) -> dict[str, Any]:
+    return captured(rank, size, "low_latency")
+
+
+def all_to_all_refuses_capture(rank: int, size: int) -> dict[str, Any]:
+    """One clear error while a graph is captured, on each rank."""
+    problem, kernel, _ = layer_of(rank, size, "all_to_all")
+    inputs = inputs_of(problem, rank, MOST_TOKENS)
+    kernel(*inputs)
+    torch.cuda.synchronize()
+    text = ""
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            kernel(*inputs)
+    except ValueError as error:
+        text = str(error)
+    return {"error": 0.0, "text": text}
