@@ -22,9 +22,10 @@ from moereg.expert_placement import ExpertPlacement
 from moereg.experts import Experts
 from moereg.graph_pools import outside_pools
 from moereg.one_expert import OneExpert
-from moereg.parallel import Movement, local_movement, plan_layer, winner_of
+from moereg.overlap import Tokens, run_over_group
+from moereg.parallel import Asked, Movement, local_movement, plan_layer, winner_of
 from moereg.placement import resolve_expert_map
-from moereg.prepare_finalize import PrepareFinalize
+from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize
 from moereg.problem import MoEProblem
 from moereg.warm_up import WarmUp, use_shipped_kernels, warm_up
 from moereg.weights import ExpertWeights, PermutedWeights
@@ -266,33 +267,53 @@ class MoEKernel:
     def _run_plainly(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
-        problem, experts = self._experts_problem, self.experts
+        problem = self._experts_problem
         if topk_ids.dtype != torch.int32:
             # Clamp first: an id beyond 32 bits must stay out of range, not wrap around into it.
             topk_ids = topk_ids.clamp(-1, problem.num_experts).to(torch.int32)
-        prepared = self.prepare_finalize.prepare(hidden_states, topk_weights, topk_ids, problem, self.expert_map)
-        if self._communicates and prepared.num_tokens == 0:
-            # Nobody needs these experts, but others wait for this rank's results.
-            self.prepare_finalize.finalize(out, hidden_states[:0], prepared, problem)
+        moves = self.prepare_finalize
+        if isinstance(moves, GroupPrepareFinalize):
+            tokens = Tokens(hidden_states, topk_weights, topk_ids)
+            run_over_group(moves, tokens, out, self.expert_map, self._multiply)
             return
+        prepared = moves.prepare(hidden_states, topk_weights, topk_ids, problem, self.expert_map)
+        expert_out = self._multiply(prepared, out)
+        if expert_out is not out:
+            moves.finalize(out, expert_out, prepared, problem)
+
+    def _multiply(self, prepared: Prepared, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Runs the experts.
+
+        Args:
+            prepared: Their inputs; without rows they are not called.
+            out: [T,H] to write to where they reduce, with scratch for other forms; new memory where None.
+
+        Returns:
+            What they wrote, in their output form.
+        """
+        problem, experts = self._experts_problem, self.experts
+        if prepared.num_tokens == 0:
+            return torch.empty((0, problem.hidden_size), dtype=problem.torch_dtype, device=self._device)
         shapes = self._workspace_shapes.get(prepared.num_tokens)
         if shapes is None:
             shapes = backend_calls.workspace_shapes(self.selection, experts, prepared.num_tokens)
             self._workspace_shapes[prepared.num_tokens] = shapes
-        if experts.output_form == "reduced" and not self._communicates:
+        rows: tuple[int, ...] = (prepared.num_tokens, problem.hidden_size)
+        if experts.output_form == "per_expert":
+            rows = (problem.num_local_experts, *rows)
+        elif experts.output_form == "per_route":
+            rows = (*prepared.inputs.topk_ids.shape, problem.hidden_size)
+        if out is None:
+            # Its results may leave on another stream while these experts run again.
+            out = torch.empty(rows, dtype=problem.torch_dtype, device=self._device)
             workspace13, workspace2 = self._scratch(shapes)
-            expert_out = out
+        elif experts.output_form == "reduced":
+            workspace13, workspace2 = self._scratch(shapes)
         else:
-            if experts.output_form == "per_expert":
-                rows: tuple[int, ...] = (problem.num_local_experts, prepared.num_tokens, problem.hidden_size)
-            elif experts.output_form == "per_route":
-                rows = (*prepared.inputs.topk_ids.shape, problem.hidden_size)
-            else:
-                rows = (prepared.num_tokens, problem.hidden_size)
-            workspace13, workspace2, expert_out = self._scratch(shapes, rows)
+            workspace13, workspace2, out = self._scratch(shapes, rows)
         try:
             experts.apply(
-                out=expert_out,
+                out=out,
                 inputs=prepared.inputs,
                 weights=self.weights,
                 workspace13=workspace13,
@@ -300,8 +321,7 @@ class MoEKernel:
             )
         except BaseException as error:
             backend_calls.raise_named(self.selection, "apply", error)
-        if expert_out is not out:
-            self.prepare_finalize.finalize(out, expert_out, prepared, problem)
+        return out
 
     def _scratch(self, shapes: backend_calls.Shapes, *others: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         try:
@@ -338,6 +358,7 @@ def make_kernel(
     group: Any = None,
     own_weights: bool = False,
     expert_placement: ExpertPlacement | None = None,
+    num_batches: int = 1,
 ) -> MoEKernel:
     """Permutes weights for the selected backend and returns the layer, ready to run.
 
@@ -360,6 +381,8 @@ def make_kernel(
             graphs were captured, or whose canonical weights change.
         expert_placement: Which rank of the group holds which experts, replicas included; equal slices in order of ranks
             if None.
+        num_batches: Parts of a call over a group; with 2, one part's tokens move while the other is multiplied, which
+            pays where both take long. Each part has room for its share of `max_num_tokens`.
 
     Returns:
         The kernel. Its output is the whole sum; without communication this rank's part of it.
@@ -385,10 +408,12 @@ def make_kernel(
         torch.Size([5, 64])
     """
     check_flag("own_weights", own_weights)
+    check_count("num_batches", num_batches)
     check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # `resolve_expert_map` checks its range.
     device = weights.w13.device
     if group is not None:
-        plan = plan_layer(problem, weights, group, selection, prepare_finalize, ep_rank, expert_map, expert_placement)
+        movement = Asked(prepare_finalize, expert_map, expert_placement, ep_rank, num_batches)
+        plan = plan_layer(problem, weights, group, selection, movement)
         parts = plan.selection, plan.prepare_finalize, plan.expert_map
         kernel, error = None, None
         try:
@@ -398,8 +423,9 @@ def make_kernel(
         agree(plan.group, "whether the kernel was made", {}, error)
         assert kernel is not None
         return kernel
-    if expert_placement is not None:
-        raise ArgumentError("expert_placement needs the group of its ranks, got none; pass group=...")
+    if expert_placement is not None or num_batches != 1:
+        named = "num_batches" if expert_placement is None else "expert_placement"
+        raise ArgumentError(f"{named} needs the group of ranks that tokens move between, got none; pass group=...")
     prepare_finalize = local_movement(problem, prepare_finalize)
     expert_map = outside_pools(lambda: resolve_expert_map(problem, ep_rank, expert_map, device), device)
     weights.check_against(problem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -23,13 +23,23 @@ from moereg.problem import MoEProblem
 from moereg.selection import Decision, Selection
 from moereg.weights import ExpertWeights
 
-__all__ = ["Movement", "Plan", "local_movement", "plan_layer", "winner_of"]
+__all__ = ["Asked", "Movement", "Plan", "local_movement", "plan_layer", "winner_of"]
 
 Movement = PrepareFinalize | MovementSelection | WayNames
 """Names of ways, a selection among them, or an object that moves tokens; None for the way that fits best."""
 
 _OF_ONE_RANK: Final = ("num_local_experts", "max_num_tokens")
 """Fields of a problem in which ranks may differ."""
+
+
+class Asked(NamedTuple):
+    """What `make_kernel` was asked beside a group, by its arguments' names."""
+
+    prepare_finalize: Movement
+    expert_map: torch.Tensor | None
+    expert_placement: ExpertPlacement | None
+    ep_rank: int
+    num_batches: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +62,7 @@ class Plan:
 
 
 def plan_layer(
-    problem: MoEProblem,
-    weights: ExpertWeights,
-    process_group: Any,
-    selection: Selection | None = None,
-    movement: Movement = None,
-    ep_rank: int = 0,
-    expert_map: torch.Tensor | None = None,
-    expert_placement: ExpertPlacement | None = None,
+    problem: MoEProblem, weights: ExpertWeights, process_group: Any, selection: Selection | None, asked: Asked
 ) -> Plan:
     """Plans a layer with all ranks of a group; each of them has to call it. Arguments as in `make_kernel`.
 
@@ -75,18 +78,26 @@ def plan_layer(
     placement: ExpertPlacement | None = None
     error: Exception | None = None
     try:
-        problem, placement = _placed(problem, group, ep_rank, expert_map, expert_placement)
+        problem, placement = _placed(problem, group, asked)
         weights.check_against(problem)
     except Exception as raised:
         error = raised
+    expert_map, num_batches = asked.expert_map, asked.num_batches
     said = {"moereg": __version__, "torch": torch.__version__, "device": device.type, **_common_fields(problem)}
+    said["num_batches"] = num_batches
     own = None if expert_map is None or placement is not None or error else expert_map.tolist()
     maps = agree(group, "what they were given", said, error, own)
     plan, said = None, {}
     try:
         if placement is None:
             placement = _placement_of(maps, problem.num_experts)
-        plan, said = _chosen(problem, group, placement, device, selection, movement)
+        # A call brings as many tokens at once as a part of it has.
+        most = problem.max_num_tokens
+        part = dataclasses.replace(problem, max_num_tokens=None if most is None else -(-most // num_batches))
+        plan, said = _chosen(part, group, placement, device, selection, asked.prepare_finalize)
+        plan = dataclasses.replace(plan, problem=problem)
+        if isinstance(plan.prepare_finalize, GroupPrepareFinalize):
+            plan.prepare_finalize.num_batches = num_batches
     except Exception as raised:
         error = raised
     agree(group, "what they chose", said, error)
@@ -94,14 +105,9 @@ def plan_layer(
     return plan
 
 
-def _placed(
-    problem: MoEProblem,
-    group: Group,
-    ep_rank: int,
-    expert_map: torch.Tensor | None,
-    placement: ExpertPlacement | None,
-) -> tuple[MoEProblem, ExpertPlacement | None]:
+def _placed(problem: MoEProblem, group: Group, asked: Asked) -> tuple[MoEProblem, ExpertPlacement | None]:
     """The problem with this rank's experts, and where all are; None where the ranks' maps say it together."""
+    ep_rank, expert_map, placement = asked.ep_rank, asked.expert_map, asked.expert_placement
     if ep_rank not in (0, group.rank):
         raise ArgumentError(f"ep_rank must be this process's rank in the group, {group.rank}, got {ep_rank}")
     if placement is not None:

@@ -1,8 +1,8 @@
 """A layer over a group of GPUs, against the layer without one and the bare collectives of the same bytes.
 
-`torchrun --nproc-per-node N -m benches.h200.groups OUT.json`, or alone for a group of one. Ways that can be captured are
-timed as replays of a CUDA graph, the others as calls. Each row: the kernel on the tokens that its experts see, the bare
-collectives, the whole call, and what the call takes beyond these two.
+`torchrun --nproc-per-node N -m benches.h200.groups OUT.json`, or alone for a group of one. Ways that can be captured
+are timed as replays of a CUDA graph, the others as calls. Each row: the kernel on the tokens that its experts see, the
+bare collectives, the whole call, and what the call takes beyond these two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moereg.problem import MoEProblem
 from moereg.routing import softmax_topk
 from moereg.testing.inputs import make_weights
 
-LAYERS: Final = {
+LAYERS: Final[dict[str, Any]] = {
     "qwen3-30b-a3b": {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 768, "top_k": 8},
     "deepseek-v3/8": {"num_experts": 32, "hidden_size": 7168, "intermediate_size": 2048, "top_k": 8},
 }
@@ -45,7 +45,7 @@ def median_us(run: Callable[[], Any]) -> float:
         run()
         end.record()
     torch.cuda.synchronize()
-    return 1000 * statistics.median(start.elapsed_time(end) for start, end in pairs)
+    return 1000 * float(statistics.median(start.elapsed_time(end) for start, end in pairs))
 
 
 def replayed(run: Callable[[], Any]) -> Callable[[], Any]:

@@ -144,9 +144,11 @@ class Group:
                 raise
             limit = self.timeout
             waits = "" if limit is None else f", time limit {limit.total_seconds():g} s"
+            # The rest of gloo's text guesses at causes.
+            found = described(error).partition(". ")[0]
             raise GroupError(
                 f"rank {self.rank} of {self.facts}{waits} could not exchange {doing}: another rank has ended, stalled "
-                f"or raised before it; see the output of the others and start all of them again ({described(error)})"
+                f"or raised before it; see the output of the others and start all of them again ({found})"
             ) from error
 
     def __str__(self) -> str:

@@ -53,8 +53,10 @@ class GroupPrepareFinalize(PrepareFinalize):
         group: The ranks.
         tables: Which rank holds which expert.
         wire: How tokens travel.
+        num_batches: Parts into which a call is cut, so that one moves while another is multiplied.
     """
 
+    num_batches: int = 1
     facts: ClassVar[MovementFacts] = MovementFacts()
     communicates: ClassVar[bool] = True
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import time
 from typing import Any
 
 import torch
@@ -147,6 +150,15 @@ def weights_on_gathered_inputs(rank: int, size: int) -> dict[str, Any]:
     return compared(rank, size, "all_gather", top_k=1, apply_router_weight_on_input=True)
 
 
+def in_two_parts(rank: int, size: int) -> dict[str, Any]:
+    """The second part has no tokens on the ranks that have one."""
+    problem = problem_of()
+    weights = make_weights(problem, CPU)
+    own = share_of(weights, rank, size)
+    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize="low_latency", num_batches=2)
+    return errors_of(kernel, make_kernel(problem, weights), problem, rank, size)
+
+
 def placed(rank: int, size: int, way: str) -> dict[str, Any]:
     """Experts anywhere, some of them on two ranks."""
     problem = problem_of()
@@ -182,6 +194,58 @@ def maps_of_ranks(rank: int, size: int) -> dict[str, Any]:
     mine = dataclasses.replace(problem, placement="map", num_local_experts=len(experts))
     kernel = make_kernel(mine, experts_of(weights, experts), group=dist.group.WORLD, expert_map=expert_map)
     return errors_of(kernel, make_kernel(problem, weights), problem, rank, size)
+
+
+def fault(rank: int, size: int, signal_number: int, way: str, when: str) -> dict[str, Any]:
+    """The last rank gets a signal, before it makes its kernel or after a call; what the others say, and after when."""
+    problem = problem_of()
+    own = share_of(make_weights(problem, CPU), rank, size)
+    inputs = tokens_of(problem, rank, 4)
+    if when == "making" and rank == size - 1:
+        os.kill(os.getpid(), signal_number)
+    start, text = time.monotonic(), "nothing"
+    try:
+        kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=way)
+        kernel(*inputs)
+        start = time.monotonic()
+        if rank == size - 1:
+            os.kill(os.getpid(), signal_number)
+        kernel(*inputs)
+    except moereg.GroupError as error:
+        text = str(error)
+    return {"text": text, "seconds": time.monotonic() - start}
+
+
+def killed_all_to_all(rank: int, size: int) -> dict[str, Any]:
+    return fault(rank, size, signal.SIGKILL, "all_to_all", "calling")
+
+
+def killed_all_gather(rank: int, size: int) -> dict[str, Any]:
+    return fault(rank, size, signal.SIGKILL, "all_gather", "calling")
+
+
+def killed_low_latency(rank: int, size: int) -> dict[str, Any]:
+    return fault(rank, size, signal.SIGKILL, "low_latency", "calling")
+
+
+def killed_while_made(rank: int, size: int) -> dict[str, Any]:
+    return fault(rank, size, signal.SIGKILL, "all_gather", "making")
+
+
+def stalled_all_to_all(rank: int, size: int) -> dict[str, Any]:
+    return fault(rank, size, signal.SIGSTOP, "all_to_all", "calling")
+
+
+def stalled_all_gather(rank: int, size: int) -> dict[str, Any]:
+    return fault(rank, size, signal.SIGSTOP, "all_gather", "calling")
+
+
+def stalled_low_latency(rank: int, size: int) -> dict[str, Any]:
+    return fault(rank, size, signal.SIGSTOP, "low_latency", "calling")
+
+
+def stalled_while_made(rank: int, size: int) -> dict[str, Any]:
+    return fault(rank, size, signal.SIGSTOP, "all_gather", "making")
 
 
 def error_of_making(rank: int, size: int, problem: MoEProblem, **arguments: Any) -> str:

@@ -17,14 +17,16 @@ from tests.groups.cases import share_of, tokens_of
 MOST_TOKENS = 16
 
 
-def layer_of(rank: int, size: int, way: str, **changes: Any) -> tuple[MoEProblem, MoEKernel, MoEKernel]:
+def layer_of(
+    rank: int, size: int, way: str, num_batches: int = 1, **changes: Any
+) -> tuple[MoEProblem, MoEKernel, MoEKernel]:
     """The layer over the group and on one rank."""
     facts = {"num_experts": 16, "hidden_size": 512, "intermediate_size": 256, "top_k": 4, "max_num_tokens": MOST_TOKENS}
     problem = MoEProblem(**{**facts, **changes})
     device = torch.device("cuda", torch.cuda.current_device())
     weights = make_weights(problem, device)
     own = share_of(weights, rank, size)
-    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=way)
+    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=way, num_batches=num_batches)
     return problem, kernel, make_kernel(dataclasses.replace(problem, graph_capture=False), weights)
 
 
@@ -71,6 +73,14 @@ def captured(rank: int, size: int, way: str, **changes: Any) -> dict[str, Any]:
     torch.cuda.synchronize()
     del graph
     return {"error": worst}
+
+
+def two_batches(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_to_all", num_batches=2)
+
+
+def two_batches_captured(rank: int, size: int) -> dict[str, Any]:
+    return captured(rank, size, "all_gather", num_batches=2)
 
 
 def all_to_all(rank: int, size: int) -> dict[str, Any]:

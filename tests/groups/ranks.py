@@ -1,8 +1,8 @@
 """Runs cases on the ranks of a group: one process imports torch and moereg, and forks a process for each rank.
 
 `python -m tests.groups.ranks BACKEND NUM_RANKS SECONDS MODULE NAME...` runs cases of a module one after another and
-prints a line of JSON for each rank: its results by case. A rank that ends early has no line. With NCCL rank i has
-GPU i.
+prints a line of JSON for each rank: its results by case. A rank that ends early, or stops itself, has no line. With
+NCCL rank i has GPU i.
 """
 
 from __future__ import annotations
@@ -102,7 +102,14 @@ def main() -> None:
                     sys.stderr.flush()
                     os._exit(0)
             children.append(child)
+        stopped = []
         for child in children:
+            _, status = os.waitpid(child, os.WUNTRACED)
+            if os.WIFSTOPPED(status):
+                stopped.append(child)
+        # Ranks that stall for the test's sake, once the others have ended.
+        for child in stopped:
+            os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
 

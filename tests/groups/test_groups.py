@@ -9,12 +9,22 @@ import pytest
 
 from tests.groups.ranks import results_of
 
-EQUAL: Final = ("all_to_all_alone", "all_to_all_fp8", "weights_on_inputs", "weights_on_gathered_inputs")
+EQUAL: Final = (
+    "all_to_all_alone",
+    "all_to_all_fp8",
+    "low_latency_fp8",
+    "weights_on_inputs",
+    "weights_on_gathered_inputs",
+    "weights_on_placed_inputs",
+)
 """Cases in which sums have the same order as on one rank."""
 NEAR: Final = (
     "chosen_without_a_word",
     "all_to_all",
     "all_gather",
+    "low_latency",
+    "in_two_parts",
+    "replicas_low_latency",
     "all_gather_deterministic",
     "all_to_all_batched",
     "all_gather_batched",
@@ -75,6 +85,21 @@ def test_a_rank_that_fails_keeps_nobody_waiting(two_ranks: list[dict[str, Any]],
     assert re.match(ONE_FAILS[name], own), own
     assert other.startswith("RanksDifferError: all ranks must make the kernel, and rank 1 could; rank 0 ("), other
     assert re.search(ONE_FAILS[name], other), other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["killed_all_to_all", "killed_low_latency", "stalled_all_gather", "stalled_while_made"]
+)
+def test_a_rank_that_ends_or_stalls_ends_the_others(name: str) -> None:
+    # More seconds than a busy machine takes to get there, fewer than anybody would wait.
+    *others, lost = results_of(3, name, seconds=10)
+    assert not lost
+    for rank, result in enumerate(others):
+        text = result[name]["text"]
+        expected = f"rank {rank} of 3 ranks over gloo on cpu, time limit 10 s could not exchange "
+        assert text.startswith(expected), text
+        assert "another rank has ended, stalled or raised before it" in text
 
 
 @pytest.mark.slow
