@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -32,8 +32,9 @@ from moereg.one_expert import keeping_moves
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.selection import Selection
+from moereg.warm_up import WarmUp, check_token_counts
 
-__all__ = ["LayerChoice", "PreparedModel", "explain_model", "prepare", "register", "restore"]
+__all__ = ["LayerChoice", "PreparedModel", "explain_model", "prepare", "register", "restore", "warm_up"]
 
 _NAME: Final = "moereg"
 
@@ -197,6 +198,31 @@ def prepare(
             advance(len(layers), len(found))
     _switch(model, found)
     return PreparedModel(tuple(layers), before, memory.held_bytes(model))
+
+
+def warm_up(
+    model: torch.nn.Module, token_counts: Iterable[int] | None = None, *, jobs: int | None = None
+) -> tuple[WarmUp, ...]:
+    """Compiles all that calls of a prepared model's experts launch, so that no later call waits.
+
+    Args:
+        model: That `prepare` has prepared, or that has run.
+        token_counts: As `MoEKernel.warm_up` takes them.
+        jobs: Likewise.
+
+    Returns:
+        What was done for each kernel, in the order of the model. Layers of one kind share what the first compiles.
+
+    Raises:
+        ArgumentError: The model has no kernels yet, or as `MoEKernel.warm_up` says.
+        BackendError: A kernel did not compile, or a call failed.
+    """
+    found = [serving.served(each.module) for each in find_experts(model)]
+    kernels = [kernel for each in found if each is not None for kernel in each.kernels.values()]
+    if not kernels:
+        raise ArgumentError("warm_up needs a model with kernels of moereg; call prepare(model) first")
+    counts = None if token_counts is None else check_token_counts(token_counts)
+    return tuple(kernel.warm_up(counts, jobs=jobs) for kernel in kernels)
 
 
 class _Plan(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from moereg.errors import ArgumentError, UnsupportedProblemError
 from moereg.integrations._experts import serving
 from moereg.integrations._experts.blocks import find_experts
-from moereg.integrations.transformers import prepare, register, restore
+from moereg.integrations.transformers import prepare, register, restore, warm_up
 from tests.support.live_models import PROMPT, close, eager, logits_of
 from tests.support.tiny_models import tiny_model
 
@@ -259,3 +259,15 @@ def test_a_caller_that_stops_between_layers_has_a_model_that_runs() -> None:
     with pytest.raises(KeyboardInterrupt):
         prepare(model, free=True, progress=stopping)
     assert torch.equal(logits_of(model), expected)  # The implementation is the one that was set.
+
+
+def test_a_model_is_warmed_up_layer_by_layer() -> None:
+    model = tiny_model("mixtral")
+    with pytest.raises(ArgumentError, match="warm_up needs a model with kernels of moereg; call prepare"):
+        warm_up(model)
+    prepare(model, progress=False)
+    done = warm_up(model, iter([4, 1]))
+    assert [(one.backend, one.token_counts) for one in done] == [("torch", (1, 4))] * len(kernels_of(model))
+    assert "compiles nothing on cpu" in done[0].notes[0]
+    with pytest.raises(ArgumentError, match="must be at least 0, got -1"):
+        warm_up(model, [-1])

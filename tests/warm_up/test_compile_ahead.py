@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
+from moereg.backend_calls import make_experts
 from moereg.cli import main
+from moereg.dispatch import select_backend
 from moereg.problem import MoEProblem
+from moereg.warm_up.ahead import ask
+from moereg.warm_up.dummy import described, empty_weights
 
 SCRIPT = Path(__file__).parent / "launch_offline.py"
 
@@ -46,10 +50,13 @@ def _launched(problem: MoEProblem, cache: Path, counts: str) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_after_compiling_ahead_nothing_compiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_after_compiling_ahead_nothing_compiles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = tmp_path / "made"
     code, made, err = _compile(capsys, "--tokens", "1-24", "--cache", str(cache))
     assert code == 0, err
+    assert made["token_counts"] == {"number": 24, "least": 1, "most": 24}
     assert made["num_compiled"] == len(made["kernels"]) >= 6
     assert {kernel["name"].rpartition(":")[2] for kernel in made["kernels"]} >= {
         "_gemv_gate_up_kernel", "_gate_up_kernel", "_sort_routes_kernel", "_reduce_routes_kernel"
@@ -65,18 +72,18 @@ def test_after_compiling_ahead_nothing_compiles(tmp_path: Path, capsys: pytest.C
     found = _launched(_problem(), moved, counts)
     assert found["compiled"] == 0
     assert 0 < found["read"] <= len(made["kernels"]) < found["launched"]
+    # As warm_up asks: by a kernel's own weights instead of a scheme's.
+    selection = select_backend(_problem(), platform="cuda:sm90", require="triton")
+    assert selection.winner is not None
+    (weights,) = empty_weights(make_experts(selection, selection.winner))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(moved))
+    asked = ask(selection, range(1, 25), 2, has_map=False, weights=described(weights), shared_bytes=232448)
+    assert asked.fault is None
+    assert asked.counts[0] == 1
+    assert [kernel.name for kernel in asked.kernels if not kernel.was_there] == []
+    assert len(asked.kernels) == len(made["kernels"])
     # The counter counts: this layer has a bias, which is another variant of the products.
     assert _launched(_problem(has_bias=True), moved, "1")["compiled"] > 0
-
-
-@pytest.mark.slow
-def test_what_is_in_the_cache_is_not_compiled_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, made, err = _compile(capsys, "--tokens", "1", "--cache", str(tmp_path))
-    assert code == 0, err
-    code, again, err = _compile(capsys, "--tokens", "1", "--cache", str(tmp_path))
-    assert (code, again["num_compiled"]) == (0, 0), err
-    assert len(again["kernels"]) == len(made["kernels"]) == made["num_compiled"] > 0
-    assert made["token_counts"] == {"number": 1, "least": 1, "most": 1}
 
 
 def test_a_backend_that_compiles_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
