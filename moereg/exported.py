@@ -15,7 +15,7 @@ from moereg.dispatch import platform_of, select_backend
 from moereg.graph_pools import in_compiled_code
 from moereg.layer import MoEKernel, make_kernel
 from moereg.problem import MoEProblem
-from moereg.tensor_state import TensorState, states_of
+from moereg.tensor_state import TensorState, check_counted, states_of
 from moereg.weights import ExpertWeights
 
 __all__ = ["run_exported"]
@@ -98,6 +98,8 @@ def _kernel_of(tensors: list[torch.Tensor], layer: str) -> MoEKernel:
     held = dict(zip(said.pop("tensors"), tensors, strict=True))
     expert_map = held.pop("expert_map", None)
     found, seen = _LAYERS.get(key), states_of(held.values())
+    if found is not None:
+        check_counted(found.seen, seen, "call torch.autograd.graph.increment_version(tensor) after such writes")
     if found is not None and found.seen == seen:
         return found.kernel
     problem = MoEProblem.from_dict(said.pop("problem"))

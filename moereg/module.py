@@ -304,7 +304,7 @@ class MoELayer(CanonicalModule):
         if self._kernel is not None and selection is None:
             if self._is_freed:
                 return self._kernel
-            state = self._state()
+            state = self._state(checks=not refresh)
             if refresh or state != self._seen:
                 # In place, so that captured graphs see it.
                 self._kernel.reload(self._checked_weights())

@@ -20,7 +20,7 @@ from moereg.one_expert import read_all
 from moereg.problem import DTYPES, MoEProblem
 from moereg.quant import TENSOR_ROLES
 from moereg.routing import RouterSpec
-from moereg.tensor_state import TensorState, states_of
+from moereg.tensor_state import TensorState, check_counted, states_of
 from moereg.weights import ExpertWeights
 
 __all__ = [
@@ -87,8 +87,11 @@ class CanonicalModule(torch.nn.Module):
             self._freed[name] = torch.empty_like(tensor, device="meta")
             self._set(name, None)
 
-    def _state(self) -> tuple[TensorState, ...]:
-        return states_of(tensor for name in TENSOR_ROLES if (tensor := self._parameters[name]) is not None)
+    def _state(self, checks: bool = False) -> tuple[TensorState, ...]:
+        state = states_of(tensor for name in TENSOR_ROLES if (tensor := self._parameters[name]) is not None)
+        if checks and self._seen is not None:
+            check_counted(self._seen, state, "call layer.prepare(refresh=True) after such writes")
+        return state
 
     def _thaw(self) -> None:
         """Gives freed parameters back, and drops the kernel that held them."""

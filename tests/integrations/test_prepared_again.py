@@ -44,6 +44,19 @@ class TestAgain:
         restore(model)
         assert torch.equal(eager(model), expected)
 
+    def test_a_write_that_torch_does_not_count_is_an_error_where_asked_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("MOEREG_DEBUG", "1")
+        model = tiny_model("mixtral")
+        prepare(model, progress=False)
+        logits_of(model)
+        experts_of(model).down_proj.data.mul_(2)
+        with pytest.raises(ArgumentError, match=r"torch does not count.*transformers\.prepare\(model\) after such"):
+            logits_of(model)
+        prepare(model, progress=False)
+        assert close(logits_of(model), eager(model))
+
     def test_the_same_request_keeps_kernels(self) -> None:
         model = tiny_model("mixtral")
         model.set_experts_implementation("moereg")

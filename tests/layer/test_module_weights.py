@@ -33,6 +33,25 @@ def test_writes_that_torch_does_not_count_are_read_when_asked() -> None:
     assert torch.equal(one(x), other(x))
 
 
+def test_writes_that_torch_does_not_count_are_an_error_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEREG_DEBUG", "1")
+    one, other = layer_of(), layer_of(seed=1)
+    x = tokens(one)
+    one(x)
+    with torch.no_grad():
+        one._parameters["w2"].copy_(other.w2)  # type: ignore[union-attr, arg-type]
+    one(x)  # Counted, and followed.
+    swapped = one.w13.detach().roll(1, dims=0)  # type: ignore[operator]
+    one._parameters["w13"].data.copy_(swapped)  # type: ignore[union-attr]
+    text = "weights of this layer were written in a way that torch does not count"
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=rf"^{text}.*; call layer\.prepare\(refresh=True\) after such writes$"):
+            one(x)
+    one.prepare(refresh=True)
+    wanted = MoELayer(one.problem, one.weights, router=ROUTER, router_weight=one.router_weight)  # type: ignore[arg-type]
+    assert torch.equal(one(x), wanted(x))
+
+
 @KEEPS
 @pytest.mark.parametrize("assign", [False, True])
 def test_layers_of_inference_mode_follow_a_state_dict(keep: bool, assign: bool) -> None:

@@ -18,7 +18,7 @@ from moereg.layer import MoEKernel, make_kernel
 from moereg.one_expert import read_all
 from moereg.problem import MoEProblem
 from moereg.selection import Selection
-from moereg.tensor_state import TensorState, are_elsewhere, states_of
+from moereg.tensor_state import TensorState, are_elsewhere, check_counted, states_of
 from moereg.weights import ExpertWeights
 
 __all__ = [
@@ -186,6 +186,8 @@ class ServedExperts:
         except (AttributeError, AssertionError, RuntimeError) as error:
             raise refused(module, f"its parameters changed ({described(error)})") from error
         before = self._states
+        if not self._is_stale:
+            check_counted(before, states, f"call {_HERE}.prepare(model) after such writes")
         if states == before and not self._is_stale:
             return
         if before and are_elsewhere(before, states):
