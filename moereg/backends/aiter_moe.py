@@ -17,12 +17,13 @@ from moereg.registry import register_moe_backend
 __all__ = ["AiterExperts", "AiterFp8Experts"]
 
 _FACTS: Final = Facts(
-    # AITER has others in some of its kernels; which gelu it is, and which kernels clamp, differs between them.
+    # AITER has others in some of its kernels: which gelu it is, and which kernels clamp, differs between them, and its
+    # Swiglu is that of mxfp4 weights alone.
     activations=frozenset({"silu"}),
     activation_formats=frozenset({"standard"}),
     dtypes=frozenset({"bfloat16", "float16"}),
-    # A mask says which experts are here, and no map in what order.
-    placements=frozenset({"contiguous"}),
+    # Its mask says which experts are here and no map in what order, so ids are made local first.
+    placements=frozenset({"contiguous", "map"}),
     # What AITER is tuned for, and what its users pad to.
     requires_multiple={"hidden_size": 128, "intermediate_size": 128},
     # Engines capture it. Sums over a token's experts are atomic, so their order varies.

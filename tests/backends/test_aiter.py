@@ -78,7 +78,14 @@ def weights_of(problem: MoEProblem) -> ExpertWeights:
     return quantize_weights(plain, problem.quant, **scales)
 
 
-def error_of(problem: MoEProblem, platform: str, kind: type[Experts], ep_rank: int = 0, num_tokens: int = 9) -> float:
+def error_of(
+    problem: MoEProblem,
+    platform: str,
+    kind: type[Experts],
+    ep_rank: int = 0,
+    num_tokens: int = 9,
+    own_map: torch.Tensor | None = None,
+) -> float:
     given, call = weights_of(problem), call_of(problem, num_tokens)
     before = [tensor.clone() for tensor in given.tensors().values()]
     experts = kind(problem, Platform.from_name(platform))
@@ -88,7 +95,7 @@ def error_of(problem: MoEProblem, platform: str, kind: type[Experts], ep_rank: i
         for one, other in zip(before, given.tensors().values(), strict=True)
     )
     assert permuted.layout in experts.layouts
-    expert_map = resolve_expert_map(problem, ep_rank, None, torch.device("cpu"))
+    expert_map = resolve_expert_map(problem, ep_rank, own_map, torch.device("cpu"))
     shapes = experts.workspace_shapes(problem, num_tokens)
     out = torch.full_like(call[0], float("nan"))
     experts.apply(out, ExpertInputs(*call, expert_map=expert_map), permuted, *map(torch.empty, shapes))
@@ -122,6 +129,25 @@ def test_experts_of_one_rank(ep_rank: int) -> None:
 
 
 @pytest.mark.usefixtures("aiter")
+@pytest.mark.parametrize(
+    ("scheme", "own_map"),
+    [
+        ("unquantized", [1, -1, 0, 1]),
+        ("fp8_channel_token", [0, 0, -1, -1]),
+        ("unquantized", [3, 1, 0, 2]),
+        ("fp8_block128", [3, 1, 1, 2]),
+    ],
+    ids=["some", "some-fp8", "all", "all-blocks"],
+)
+def test_a_map_in_any_order(scheme: str, own_map: list[int]) -> None:
+    """Two experts of the layer may be one here, and a token may choose both."""
+    num_local_experts = 4 if 3 in own_map else 2
+    problem = MoEProblem(**SIZES, quant=scheme, num_local_experts=num_local_experts, placement="map")
+    kind = AiterExperts if scheme == "unquantized" else AiterFp8Experts
+    assert error_of(problem, "rocm:gfx950", kind, own_map=torch.tensor(own_map, dtype=torch.int32), num_tokens=33) < 1
+
+
+@pytest.mark.usefixtures("aiter")
 def test_kernels_that_sort_no_routes_read_ids_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """AITER tunes few tokens of some sizes to kernels that index weights by the ids as given, and ignore the mask."""
     monkeypatch.setattr(aiter_imitation, "flat_rows", {(256, 128, 4, 2)})
@@ -131,7 +157,7 @@ def test_kernels_that_sort_no_routes_read_ids_that_exist(monkeypatch: pytest.Mon
 def test_routes_to_nowhere_go_where_their_token_does_not() -> None:
     ids = torch.tensor([[0, -1, 2, 9], [7, 9, -1, 6], [-1, 5, 1, 0], [3, 2, 1, 0], [-1, -1, 8, 9]], dtype=torch.int32)
     given = torch.rand(ids.shape, generator=generator(0)) + 0.1
-    expert_ids, expert_weights = layer._routes_of_all(ExpertInputs(torch.empty(5, 8), given, ids), 8)
+    expert_ids, expert_weights = layer._routes_of_all(ids, given, 8)
     is_route = (ids >= 0) & (ids < 8)
     assert expert_ids.dtype == torch.int32
     assert torch.equal(expert_ids[is_route], ids[is_route])
@@ -191,7 +217,6 @@ def test_two_scales_that_differ_are_refused() -> None:
         ({"activation": "silu(limit=7.0)"}, "does not apply the swiglu clamp"),
         ({"has_bias": True}, "does not apply biases"),
         ({"dtype": "float32"}, "requires dtype in (bfloat16, float16), got float32"),
-        ({"num_local_experts": 2, "placement": "map"}, "requires placement in (contiguous), got map"),
         ({"intermediate_size": 192}, "requires intermediate_size % 128 == 0, got 192"),
         ({"deterministic": True}, "does not give the same bits each time"),
         ({"activation_format": "batched"}, "requires activation format in (standard), got batched"),

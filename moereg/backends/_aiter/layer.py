@@ -11,6 +11,7 @@ from moereg.backends._aiter.package import has_built_kernels, jit_folder
 from moereg.backends._aiter.weights import as_fnuz, shuffled
 from moereg.backends._loaded import Call, Implementation
 from moereg.experts import ExpertInputs, Experts
+from moereg.kernels.plain.device import local_expert_ids
 from moereg.platforms import Platform
 from moereg.weights import ExpertWeights, PermutedWeights
 
@@ -66,11 +67,15 @@ class Unquantized(Implementation):
         for matrix in (w13, w2):
             # How `fused_moe` is told the order. Views and copies of a tensor lose its attributes.
             matrix.is_shuffled = True  # type: ignore[attr-defined]
-        num_experts = self.problem.num_experts
-        if inputs.expert_map is None:
-            mask, (topk_ids, topk_weights) = None, _routes_of_all(inputs, num_experts)
+        num_experts, num_local_experts = self.problem.num_experts, self.problem.num_local_experts
+        routes = inputs.topk_ids, inputs.topk_weights
+        if inputs.expert_map is not None:
+            routes = _local_routes(inputs, num_local_experts)
+        if num_local_experts == num_experts:
+            mask, (topk_ids, topk_weights) = None, _routes_of_all(*routes, num_experts)
         else:
-            mask, (topk_ids, topk_weights) = _expert_mask(inputs.expert_map), _with_masked_slot(inputs, num_experts)
+            mask = _expert_mask(num_local_experts, num_experts, inputs.topk_ids.device)
+            topk_ids, topk_weights = _with_masked_slot(*routes, num_experts)
         found = self._fused_moe(
             inputs.hidden_states,
             w13,
@@ -140,35 +145,50 @@ def _one_activation_scale(name: str, scale: torch.Tensor) -> torch.Tensor:
     return flat[:1].clone()
 
 
-def _routes_of_all(inputs: ExpertInputs, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _routes_of_all(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Routes where every expert is here: [T,K], where one to nowhere goes to another expert with the weight 0.
 
     No mask says that a route is nobody's: some of AITER's kernels read ids and no mask. The other expert is one that
     the token has not chosen, since AITER's sort keeps one route of a token to an expert and drops the rest.
     """
-    ids = inputs.topk_ids
-    is_route = (ids >= 0) & (ids < num_experts)
+    is_route = (topk_ids >= 0) & (topk_ids < num_experts)
     # As many of the first K experts are free as routes go nowhere, or more.
-    is_free = (ids[:, :, None] != torch.arange(ids.shape[1], device=ids.device)).all(1)
+    is_free = (topk_ids[:, :, None] != torch.arange(topk_ids.shape[1], device=topk_ids.device)).all(1)
     # The n-th route to nowhere goes to the n-th free one: as many stand before it as have fewer than n up to there.
     free = (is_free.cumsum(1)[:, None, :] < (~is_route).cumsum(1)[:, :, None]).sum(2)
-    return torch.where(is_route, ids, free).to(torch.int32), torch.where(is_route, inputs.topk_weights, 0)
+    return torch.where(is_route, topk_ids, free).to(torch.int32), torch.where(is_route, topk_weights, 0)
 
 
-def _expert_mask(expert_map: torch.Tensor) -> torch.Tensor:
-    """[num_experts + 1] int32: 1 where this rank holds the expert. The last one is nobody's.
+def _local_routes(inputs: ExpertInputs, num_local_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routes to local experts, others -1; two of a token to the same one, as a map may have it, become one.
 
-    AITER counts local experts in the order of the mask, so a rank's experts have to stand in the order of the layer.
+    AITER's sort would drop one of the two. The expert's output is the same for both, so their weights are added.
     """
-    return torch.nn.functional.pad((expert_map >= 0).to(torch.int32), (0, 1))
+    assert inputs.expert_map is not None
+    local = local_expert_ids(inputs.topk_ids, num_local_experts, inputs.expert_map)
+    is_same = local[:, :, None] == local[:, None, :]
+    total = (is_same * inputs.topk_weights[:, None, :]).sum(2)
+    is_repeated = is_same.tril(-1).any(2)
+    return torch.where(is_repeated, -1, local), total
 
 
-def _with_masked_slot(inputs: ExpertInputs, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Routes as AITER wants them beside a mask: [T,K+1], where the last slot is masked, and so is an id out of range.
+def _expert_mask(num_local_experts: int, num_experts: int, device: torch.device) -> torch.Tensor:
+    """[num_experts + 1] int32: 1 for each local expert, which ids count from 0; those behind are nobody's.
+
+    AITER counts local experts in the order of the mask.
+    """
+    return (torch.arange(num_experts + 1, device=device) < num_local_experts).to(torch.int32)
+
+
+def _with_masked_slot(
+    local: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routes as AITER wants them beside a mask: [T,K+1], where the last slot is masked, and so is a route to nowhere.
 
     With a mask, it looks its tuned configurations up for one slot less.
     """
-    ids = inputs.topk_ids
-    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(torch.int32)
+    ids = torch.where(local >= 0, local, num_experts).to(torch.int32)
     pad = torch.nn.functional.pad
-    return pad(ids, (0, 1), value=num_experts), pad(inputs.topk_weights, (0, 1))
+    return pad(ids, (0, 1), value=num_experts), pad(topk_weights, (0, 1))
