@@ -76,8 +76,8 @@ class CutlassBuilder(KernelBuilder):
         target = (folder or _aot_folder(module)) / f"{module}.so"
         built = _built(target)
         every = sorted({*names, *built}, key=known.index)
-        sources = more_sets.select_sources(spec.sources, every)
         build_folder = _build_folder(spec, capability)
+        sources = more_sets.with_own(more_sets.select_sources(spec.sources, every), build_folder)
         todo = [path for path in sources if not _object(build_folder, path).exists()]
         return BuildPlan(
             parts=tuple(name for name in every if name not in built),
@@ -102,6 +102,7 @@ class CutlassBuilder(KernelBuilder):
     @staticmethod
     def _build(token: _Token, plan: BuildPlan, jobs: int, advance: Callable[[int, int], None]) -> None:
         spec, folder = token.spec, token.spec.build_dir
+        more_sets.write_own(spec.sources)
         spec.write_ninja()
         objects = [str(_object(folder, path)) for path in spec.sources]
         _run_ninja(folder, objects, jobs, lambda done, total: advance(done, total + 2))
