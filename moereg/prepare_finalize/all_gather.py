@@ -15,9 +15,10 @@ from moereg.problem import DTYPES, MoEProblem
 __all__ = ["AllGather"]
 
 
-# At two ranks a token goes to the other one nearly always, so gathering sends no more than routing it there.
+# The fastest at decode in one host, and at prefill on up to 4 ranks, by docs/scale.md: on few ranks a token goes to
+# most of them anyway. Predicted, not measured.
 @register_prepare_finalize(
-    "all_gather", priority=60, formats=("standard", "batched"), platforms=("*",), max_group_size=2
+    "all_gather", priority=60, formats=("standard", "batched"), platforms=("*",), max_group_size=4
 )
 @register_prepare_finalize("all_gather", priority=40, formats=("standard", "batched"), platforms=("*",))
 class AllGather(GroupPrepareFinalize):

@@ -70,9 +70,9 @@ class PlainWire(Wire):
 class CodedWire(Wire):
     """Codes and scales of the activation format that the experts compute with.
 
-    Codes that were restored to bfloat16 round to the same codes and scales again: the largest magnitude of a group is
-    its scale times the largest code and is exact, and the others move by less than half a step. So experts that round
-    for themselves give the same bits as with `PlainWire`.
+    What was restored to bfloat16 rounds to the same numbers again: the largest magnitude of a group is its scale times
+    the largest code and is exact, or the scale is a power of two, and the others move by less than half a step. So
+    experts that round for themselves give the same bits as with `PlainWire`.
     """
 
     def __init__(self, problem: MoEProblem, scheme: QuantScheme, keeps_codes: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -12,11 +13,19 @@ import torch
 import torch.distributed as dist
 
 import moereg
+from moereg.discovery import load_backends
+from moereg.expert_placement import PlacementTables
+from moereg.experts import ExpertInputs
 from moereg.layer import MoEKernel, make_kernel
-from moereg.prepare_finalize import GroupPrepareFinalize
+from moereg.prepare_finalize import DeepEP, DeepEPLowLatency, Group, GroupPrepareFinalize
+from moereg.prepare_finalize.wire import CodedWire, PlainWire
 from moereg.problem import MoEProblem
+from moereg.reference import reference_experts
+from moereg.registry import REGISTRY, register_moe_backend
 from moereg.testing.inputs import make_weights
-from moereg.weights import ExpertWeights
+from moereg.weights import ExpertWeights, PermutedWeights
+from tests.groups import deepep_imitation
+from tests.support.fakes import FakeExperts
 
 CPU = torch.device("cpu")
 MOST_TOKENS = 8
@@ -148,6 +157,89 @@ def weights_on_inputs(rank: int, size: int) -> dict[str, Any]:
 
 def weights_on_gathered_inputs(rank: int, size: int) -> dict[str, Any]:
     return compared(rank, size, "all_gather", top_k=1, apply_router_weight_on_input=True)
+
+
+class CodedExperts(FakeExperts):
+    """Takes tokens as codes with scales, and nothing else."""
+
+    input_form = "quantized"
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        codes, scales = inputs.hidden_states, inputs.hidden_scale
+        assert codes.dtype == torch.float8_e4m3fn
+        assert scales is not None
+        assert (scales.dtype, scales.shape) == (torch.float32, (codes.shape[0], 1))
+        restored = (codes.float() * scales).bfloat16()
+        canonical = ExpertWeights.unchecked({name: weights[name] for name in weights.per_expert}, self.problem.quant)
+        routing = inputs.topk_weights, inputs.topk_ids, inputs.expert_map
+        out.copy_(reference_experts(self.problem, canonical, restored, *routing))
+
+
+def codes_as_they_come_fp8(rank: int, size: int) -> dict[str, Any]:
+    """Experts that say so are given the codes that travelled."""
+    before = load_backends().snapshot()
+    register_moe_backend("coded", 10**5, ("fp8_block128",), ("*",))(CodedExperts)
+    try:
+        problem = problem_of(dtype="bfloat16", quant="fp8_block128", intermediate_size=128)
+        weights = make_weights(problem, CPU)
+        one = make_kernel(problem, weights, moereg.select_backend(problem, "cpu", deny="coded"))
+        own = share_of(weights, rank, size)
+        kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize="all_to_all")
+        assert kernel.selection.backend == "coded"
+        return errors_of(kernel, one, problem, rank, size)
+    finally:
+        REGISTRY.restore(before)
+
+
+def on_deepep(rank: int, size: int, activation_format: str, **changes: Any) -> dict[str, Any]:
+    """The way `deepep` on an imitation: its cells name GPUs, so the object is made by hand."""
+    sys.modules["deep_ep"] = deepep_imitation.module()
+    problem = problem_of(dtype="bfloat16", intermediate_size=128, **changes)
+    weights = make_weights(problem, CPU)
+    one = make_kernel(problem, weights)
+    # An expert of the first rank is also on the last one.
+    held = [tuple(range(each * 12 // size, (each + 1) * 12 // size)) for each in range(size)]
+    placement = moereg.ExpertPlacement(12, (*held[:-1], (*held[-1], 1)))
+    own = placement.experts_of_rank[rank]
+    mine = dataclasses.replace(problem, num_local_experts=len(own), placement="map")
+    group = Group(dist.group.WORLD, CPU)
+    kind = DeepEP if activation_format == "standard" else DeepEPLowLatency
+    seen = kind.experts_problem_of(mine, group.facts, activation_format)
+    scheme = moereg.explain_backends(seen, "cpu").decisions[0].scheme
+    assert scheme is not None
+    wire = PlainWire(mine) if scheme.activation is None else CodedWire(mine, scheme)
+    moves = kind(mine, seen, group, PlacementTables(placement, rank, CPU), wire)
+    kernel = make_kernel(
+        problem,
+        experts_of(weights, own),
+        group=dist.group.WORLD,
+        prepare_finalize=moves,
+        expert_placement=placement,
+    )
+    return errors_of(kernel, one, problem, rank, size)
+
+
+def deepep(rank: int, size: int) -> dict[str, Any]:
+    return on_deepep(rank, size, "standard")
+
+
+def deepep_fp8(rank: int, size: int) -> dict[str, Any]:
+    return on_deepep(rank, size, "standard", quant="fp8_block128")
+
+
+def deepep_low_latency(rank: int, size: int) -> dict[str, Any]:
+    return on_deepep(rank, size, "batched")
+
+
+def deepep_low_latency_fp8(rank: int, size: int) -> dict[str, Any]:
+    return on_deepep(rank, size, "batched", quant="fp8_block128")
 
 
 def in_two_parts(rank: int, size: int) -> dict[str, Any]:

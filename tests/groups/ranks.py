@@ -49,10 +49,14 @@ def results_of(
         if line.startswith("{"):
             result = json.loads(line)
             found[result.pop("rank")] = result
-    for result in found:
-        for name, value in result.items():
-            assert not (isinstance(value, dict) and "traceback" in value), f"{name}: {value['traceback']}"
     return found
+
+
+def value_of(result: dict[str, Any], name: str) -> Any:
+    """What a rank found in a case; fails with its traceback where it raised."""
+    value = result[name]
+    assert not (isinstance(value, dict) and "traceback" in value), f"{name}: {value['traceback']}"
+    return value
 
 
 def _run_rank(

@@ -7,12 +7,13 @@ from typing import Any, Final
 
 import pytest
 
-from tests.groups.ranks import results_of
+from tests.groups.ranks import results_of, value_of
 
 EQUAL: Final = (
     "all_to_all_alone",
     "all_to_all_fp8",
     "low_latency_fp8",
+    "deepep_low_latency_fp8",
     "weights_on_inputs",
     "weights_on_gathered_inputs",
     "weights_on_placed_inputs",
@@ -29,6 +30,8 @@ NEAR: Final = (
     "all_to_all_batched",
     "all_gather_batched",
     "all_gather_fp8",
+    "codes_as_they_come_fp8",
+    "deepep_fp8",
     "replicas_all_to_all",
     "replicas_all_gather",
     "maps_of_ranks",
@@ -54,7 +57,7 @@ def two_ranks() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_a_group_computes_the_bits_of_one_rank(two_ranks: list[dict[str, Any]], name: str) -> None:
-    assert [result[name]["equal"] for result in two_ranks] == [True, True]
+    assert [value_of(result, name)["equal"] for result in two_ranks] == [True, True]
 
 
 @pytest.mark.parametrize("name", NEAR)
@@ -62,13 +65,13 @@ def test_a_group_computes_what_one_rank_does(two_ranks: list[dict[str, Any]], na
     # One rounding of each rank's part in bfloat16; the order of sums in fp32.
     bound = 6e-3 if name.endswith("fp8") else 3e-7
     for result in two_ranks:
-        assert result[name]["error"] < bound, result[name]
+        assert value_of(result, name)["error"] < bound, value_of(result, name)
 
 
 def test_what_is_chosen_and_how_tokens_travel(two_ranks: list[dict[str, Any]]) -> None:
     found = two_ranks[0]
-    assert found["chosen_without_a_word"]["way"] == "all_gather"  # Two ranks.
-    assert found["all_to_all"]["wire"] == "float32"
+    assert value_of(found, "chosen_without_a_word")["way"] == "all_gather"  # Two ranks.
+    assert value_of(found, "all_to_all")["wire"] == "float32"
     assert found["all_to_all_fp8"]["wire"] == "float8_e4m3fn with float32 scales"
     assert found["all_to_all_batched"]["format"] == found["all_gather_batched"]["format"] == "batched"
 
@@ -76,12 +79,12 @@ def test_what_is_chosen_and_how_tokens_travel(two_ranks: list[dict[str, Any]]) -
 @pytest.mark.parametrize("name", REFUSED)
 def test_ranks_that_cannot_go_together_all_say_so(two_ranks: list[dict[str, Any]], name: str) -> None:
     for result in two_ranks:
-        assert re.match(REFUSED[name], result[name]), result[name]
+        assert re.match(REFUSED[name], value_of(result, name)), value_of(result, name)
 
 
 @pytest.mark.parametrize("name", ONE_FAILS)
 def test_a_rank_that_fails_keeps_nobody_waiting(two_ranks: list[dict[str, Any]], name: str) -> None:
-    own, other = (result[name] for result in two_ranks)
+    own, other = (value_of(result, name) for result in two_ranks)
     assert re.match(ONE_FAILS[name], own), own
     assert other.startswith("RanksDifferError: all ranks must make the kernel, and rank 1 could; rank 0 ("), other
     assert re.search(ONE_FAILS[name], other), other
@@ -96,7 +99,7 @@ def test_a_rank_that_ends_or_stalls_ends_the_others(name: str) -> None:
     *others, lost = results_of(3, name, seconds=10)
     assert not lost
     for rank, result in enumerate(others):
-        text = result[name]["text"]
+        text = value_of(result, name)["text"]
         expected = f"rank {rank} of 3 ranks over gloo on cpu, time limit 10 s could not exchange "
         assert text.startswith(expected), text
         assert "another rank has ended, stalled or raised before it" in text
@@ -107,6 +110,6 @@ def test_a_rank_that_ends_or_stalls_ends_the_others(name: str) -> None:
 def test_more_ranks(num_ranks: int) -> None:
     results = results_of(num_ranks, *EQUAL, *NEAR, *REFUSED)
     for result in results:
-        assert all(result[name]["equal"] for name in EQUAL)
-        assert all(result[name]["error"] < 6e-3 for name in NEAR)
+        assert all(value_of(result, name)["equal"] for name in EQUAL)
+        assert all(value_of(result, name)["error"] < 6e-3 for name in NEAR)
         assert "Error: " in result["other_problems"]

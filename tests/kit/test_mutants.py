@@ -25,6 +25,7 @@ AREAS = {
     "flashinfer",
     "flashinfer_generated",
     "gpu",
+    "groups",
     "kit",
     "layer",
     "quantize",

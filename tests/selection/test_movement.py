@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moereg.errors import ArgumentError, RegistrationError, RequestError, UnknownNameError, UnsupportedProblemError
+from moereg.errors import (
+    ArgumentError,
+    PluginWarning,
+    RegistrationError,
+    RequestError,
+    UnknownNameError,
+    UnsupportedProblemError,
+)
 from moereg.movement import MovementRequest, MovementSelection, decide_movement, explain_movements, select_movement
 from moereg.platforms import Platform
 from moereg.prepare_finalize import (
@@ -20,6 +29,8 @@ from moereg.prepare_finalize import (
     register_prepare_finalize,
 )
 from moereg.problem import MoEProblem
+from moereg.registry import BackendRegistry
+from tests.support.wheels import Wheels, fresh_wheels
 
 H200 = Platform("cuda", "sm90", "NVIDIA H200", versions={"deep-ep": "1.1.0"}, probed=True)
 FACTS = MovementFacts(
@@ -216,13 +227,28 @@ def test_classes_are_checked_and_names_belong_to_one_distribution() -> None:
 
 def test_what_moereg_brings() -> None:
     problem = problem_of(max_num_tokens=64)
-    found = {size: explain_movements(problem, GroupFacts(size), "cuda:sm90").winner for size in (2, 8)}
-    assert {size: winner and winner.name for size, winner in found.items()} == {2: "all_gather", 8: "all_to_all"}
+    found = {size: explain_movements(problem, GroupFacts(size), "cuda:sm90").winner for size in (4, 8)}
+    assert {size: winner and winner.name for size, winner in found.items()} == {4: "all_gather", 8: "all_to_all"}
     captured = select_movement(problem_of(max_num_tokens=64, graph_capture=True), GroupFacts(8), "cuda:sm90")
     assert captured.winner is not None
     assert captured.winner.cell.facts.graph_capture
     assert captured.to_dict()["selected"] == captured.winner.name
     assert captured.table().startswith("group     8 ranks over nccl on cuda\nchosen    ")
+
+
+def test_deepep_is_there_for_those_who_name_it() -> None:
+    problem = problem_of(hidden_size=2048, max_num_tokens=64)
+    named = explain_movements(problem, GroupFacts(8), "cuda:sm90", require="deepep")
+    assert [(each.name, each.activation_format) for each in named.accepted] == [
+        ("deepep", "standard"),
+        ("deepep", "batched"),
+    ]
+    assert named.decisions[0].assumes == ("deep_ep>=1.1",)
+    captured = explain_movements(
+        problem_of(hidden_size=2048, max_num_tokens=64, graph_capture=True), GroupFacts(8), "cuda:sm90", prefer="deepep"
+    )
+    assert captured.winner is not None
+    assert (captured.winner.name, captured.winner.activation_format) == ("deepep", "batched")
 
 
 def test_a_cpu_group_cannot_move_tensors_of_a_gpu() -> None:
@@ -237,3 +263,48 @@ def test_experts_that_do_not_divide_need_a_map() -> None:
         explain_movements(problem_of(num_local_experts=4), GroupFacts(2), "cuda:sm90")
     with pytest.raises(ArgumentError, match=r"group must be GroupFacts, such as GroupFacts\(8\), got 8"):
         explain_movements(problem_of(), 8, "cuda:sm90")  # type: ignore[arg-type]
+
+
+WHEEL = """
+from moereg.author import register_prepare_finalize
+from tests.selection.test_movement import Moving
+moereg_api = "1"
+
+@register_prepare_finalize({name!r}, priority=1000, formats=("standard",), platforms=("cuda",))
+class Theirs(Moving):
+    pass
+
+{rest}
+"""
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry) -> Iterator[Wheels]:
+    yield from fresh_wheels(tmp_path, monkeypatch, isolated_registry)
+
+
+def test_a_wheel_brings_a_way(wheels: Wheels) -> None:
+    files = {"theirs.py": WHEEL.format(name="theirs", rest="")}
+    wheels.install("moereg-theirs", {"theirs": "theirs"}, files, group="prepare_finalize")
+    assert wheels.load()["theirs"] == "loaded"
+    winner = explain_movements(problem_of(), GroupFacts(8), "cuda:sm90").winner
+    assert winner is not None
+    assert (winner.name, winner.origin, winner.origin_version) == ("theirs", "moereg-theirs", "1.2")
+
+
+@pytest.mark.parametrize(
+    ("name", "rest", "error"),
+    [
+        ("theirs", "1 / 0", "ZeroDivisionError: division by zero"),
+        ("others", "", "must register a prepare/finalize of that name and no other, got others"),
+        ("all_gather", "", "prepare/finalize name 'all_gather' belongs to builtin"),
+    ],
+)
+def test_a_wheel_that_fails_leaves_nothing(wheels: Wheels, name: str, rest: str, error: str) -> None:
+    before = explain_movements(problem_of(), GroupFacts(8), "cuda:sm90").winner
+    files = {"theirs.py": WHEEL.format(name=name, rest=rest)}
+    wheels.install("moereg-theirs", {"theirs": "theirs"}, files, group="prepare_finalize")
+    with pytest.warns(PluginWarning, match="prepare_finalize 'theirs' of moereg-theirs 1.2 did not load"):
+        statuses = wheels.load()
+    assert error in statuses["theirs"]
+    assert explain_movements(problem_of(), GroupFacts(8), "cuda:sm90").winner == before

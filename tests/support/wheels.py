@@ -10,6 +10,7 @@ import pytest
 
 from moereg.discovery import _Loader
 from moereg.plugins import PluginStatus
+from moereg.prepare_finalize import MOVEMENTS
 from moereg.registry import BackendCell, BackendRegistry
 
 CELL = """
@@ -39,7 +40,14 @@ class Wheels:
         self.folder = folder
         self.registry = registry
 
-    def install(self, distribution: str, backends: dict[str, str], files: dict[str, str], version: str = "1.2") -> None:
+    def install(
+        self,
+        distribution: str,
+        backends: dict[str, str],
+        files: dict[str, str],
+        version: str = "1.2",
+        group: str = "backends",
+    ) -> None:
         info = self.folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         for name, source in files.items():
@@ -48,7 +56,7 @@ class Wheels:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
         (info / "RECORD").write_text("".join(f"{name},,\n" for name in files))
         points = "".join(f"{name} = {value}\n" for name, value in backends.items())
-        (info / "entry_points.txt").write_text(f"[moereg.backends]\n{points}")
+        (info / "entry_points.txt").write_text(f"[moereg.{group}]\n{points}")
 
     def load(self) -> dict[str, str]:
         """`loaded` or the error of every entry point."""
@@ -69,9 +77,15 @@ def fresh_wheels(folder: Path, monkeypatch: pytest.MonkeyPatch, registry: Backen
     """For a fixture: wheels in a folder that is on the path during a test; their modules are gone after it."""
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    before, owner_of = set(sys.modules), registry.owner_of
+    before, owner_of, mover_of, movements = (
+        set(sys.modules),
+        registry.owner_of,
+        MOVEMENTS.owner_of,
+        MOVEMENTS.snapshot(),
+    )
     yield Wheels(folder, registry)
-    registry.owner_of = owner_of
+    registry.owner_of, MOVEMENTS.owner_of = owner_of, mover_of
+    MOVEMENTS.restore(movements)
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", None) or folder).startswith(str(folder)):
             del sys.modules[name]

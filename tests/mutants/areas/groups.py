@@ -1,0 +1,68 @@
+"""Layers over a group: what travels where, and what ranks compare."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_NEAR: Final = "tests/groups/test_groups.py::test_a_group_computes_what_one_rank_does"
+
+MUTANTS: Final = (
+    Mutant(
+        "a token is sent with all of its routes to every rank",
+        "moereg/prepare_finalize/all_to_all.py",
+        old="ids = torch.where(ranks[token] == (pair // max(num_tokens, 1)).unsqueeze(1), topk_ids[token], -1)",
+        new="ids = topk_ids[token]",
+        tests=(_NEAR,),
+    ),
+    Mutant(
+        "replicas all compute what is gathered",
+        "moereg/prepare_finalize/all_gather.py",
+        old='if self.problem.placement == "map":',
+        new="if False:",
+        tests=(_NEAR,),
+    ),
+    Mutant(
+        "rooms of ranks begin at their rows, not behind their counts",
+        "moereg/prepare_finalize/low_latency.py",
+        old="rows = arrived[(source * share + head + expert * room + within).flatten()]",
+        new="rows = arrived[(source * share + expert * room + within).flatten()]",
+        tests=(_NEAR,),
+    ),
+    Mutant(
+        "results leave from another rank's rows",
+        "moereg/prepare_finalize/low_latency.py",
+        old="begin = (end - here)[:, all_rooms].unsqueeze(2)",
+        new="begin = end[:, all_rooms].unsqueeze(2)",
+        tests=(_NEAR,),
+    ),
+    Mutant(
+        "codes travel where experts keep 16 bits",
+        "moereg/prepare_finalize/wire.py",
+        old="if fmt is None or fmt.static or fmt.global_scale",
+        new="if fmt is None or fmt.global_scale",
+        tests=("tests/groups/test_wire.py::test_what_can_travel_as_codes",),
+    ),
+    Mutant(
+        "the experts' own rounding comes after that of the wire in fp32",
+        "moereg/prepare_finalize/wire.py",
+        old='or problem.dtype != "bfloat16" else scheme',
+        new="else scheme",
+        tests=("tests/groups/test_wire.py::test_what_can_travel_as_codes",),
+    ),
+    Mutant(
+        "ranks do not compare what they say",
+        "moereg/agreement.py",
+        old="    if differing:\n",
+        new="    if False:\n",
+        tests=("tests/groups/test_groups.py::test_ranks_that_cannot_go_together_all_say_so",),
+    ),
+    Mutant(
+        "the second part of a call has the first one's rows",
+        "moereg/overlap.py",
+        old="return [(Tokens(*(tensor[part] for tensor in tokens)), out[part]) for part in parts]",
+        new="return [(Tokens(*(tensor[part] for tensor in tokens)), out[parts[0]]) for part in parts]",
+        tests=(_NEAR,),
+    ),
+)
