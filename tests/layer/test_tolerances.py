@@ -22,7 +22,9 @@ from moereg.weights import ExpertWeights
 CPU = torch.device("cpu")
 ROUNDING = [name for name, scheme in QUANT_SCHEMES.items() if scheme.activation is not None]
 # Group sizes of int4 do not matter to a kernel's rounding.
-SIMULATED = [name for name in QUANT_SCHEMES if not name.startswith("int4") or name.endswith(("_g32", "_gall_zp"))]
+SIMULATED = [
+    name for name in QUANT_SCHEMES if not name.startswith("int4") or name.endswith(("_g32", "_gall_zp", "_w4a8_g128"))
+]
 WEIGHT_ONLY = [name for name, scheme in QUANT_SCHEMES.items() if scheme.weight is not None and name not in ROUNDING]
 
 
