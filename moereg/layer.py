@@ -18,7 +18,8 @@ from moereg.canonical import check_expert
 from moereg.compiled import new_handle, run_compiled
 from moereg.dispatch import Selection, select_backend
 from moereg.errors import ArgumentError, LayoutMismatchError
-from moereg.expert_placement import ExpertPlacement
+from moereg.expert_moves import exchange_experts
+from moereg.expert_placement import ExpertPlacement, PlacementTables
 from moereg.experts import Experts
 from moereg.graph_pools import outside_pools
 from moereg.one_expert import OneExpert
@@ -126,9 +127,15 @@ class MoEKernel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoEKernel:
         # Compiled code finds a kernel by its handle, so a copy needs its own.
-        weights, expert_map = copy.deepcopy((self.weights, self.expert_map), memo)
+        moves, tables = self.prepare_finalize, None
+        if isinstance(moves, GroupPrepareFinalize) and self.expert_map is moves.tables.expert_map:
+            # Its experts move alone.
+            tables = PlacementTables(moves.tables.placement, moves.group.rank, self._device)
+            moves = copy.copy(moves)
+            moves.tables = tables
+        weights, expert_map = copy.deepcopy((self.weights, self.expert_map if tables is None else None), memo)
         # What lies in the caller's memory lies in that of the caller's copy, where both are copied together.
-        parts = self.problem, self.selection, self.experts, weights, self.prepare_finalize, expert_map
+        parts = self.problem, self.selection, self.experts, weights, moves, tables.expert_map if tables else expert_map
         return MoEKernel(*parts, self._borrowed)
 
     def __reduce__(self) -> NoReturn:
@@ -209,6 +216,54 @@ class MoEKernel:
         self._own(others)
         with plain_torch(), torch.inference_mode():
             self.weights.write_expert(expert, rows)
+
+    @property
+    def expert_placement(self) -> ExpertPlacement | None:
+        """Which rank of the group holds which experts; None without a group."""
+        moves = self.prepare_finalize
+        return moves.tables.placement if isinstance(moves, GroupPrepareFinalize) else None
+
+    def move_experts(self, placement: ExpertPlacement, *, write_shared: bool = False) -> int:
+        """Moves experts between the ranks of the group, in the same storage, so that captured graphs see it.
+
+        Every rank calls it, between two calls of the layer. Ranks hold as many experts as before. Experts travel in the
+        backend's layout, or as canonical weights where that layout cannot be copied between ranks. Nothing is written
+        before everything has arrived, which takes the memory of the experts that arrive twice.
+
+        Args:
+            placement: Where experts are to be: `balance_experts(..., before=kernel.expert_placement)` makes one.
+            write_shared: As in `reload`.
+
+        Returns:
+            How many of this rank's experts are others than before.
+
+        Raises:
+            ArgumentError: The kernel was made without `expert_placement`, the placement has other sizes, or as in
+                `reload`.
+            RanksDifferError: Ranks were given different placements, or one of them could not go on; none has moved.
+            GroupError: A rank of the group has ended, or did not come within its time limit.
+            LayoutNotInvertibleError: The layout neither can be copied nor keeps the canonical numbers.
+        """
+        moves, others = self.prepare_finalize, frozenset[str]() if write_shared is True else self._borrowed
+        if not isinstance(moves, GroupPrepareFinalize) or self.expert_map is not moves.tables.expert_map:
+            raise ArgumentError(
+                "move_experts needs a kernel that knows where all experts are; pass group and expert_placement to "
+                "make_kernel, which may be ExpertPlacement.contiguous(num_experts, num_ranks)"
+            )
+        error: Exception | None = None
+        try:
+            check_flag("write_shared", write_shared)
+            check_instance("placement", placement, ExpertPlacement, "make one with balance_experts(...)")
+            self._check_may_write(others)
+        except Exception as raised:
+            error = raised
+        arrived = exchange_experts(moves.group, self.weights, moves.tables.placement, placement, error)
+        if arrived.places:
+            self._own(others)
+        with plain_torch(), torch.inference_mode():
+            arrived.write(self.weights)
+        moves.tables.update(placement)
+        return len(arrived.places)
 
     def _check_may_write(self, names: frozenset[str]) -> None:
         if names and self._is_captured:

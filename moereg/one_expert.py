@@ -16,7 +16,7 @@ from moereg.arguments import check_instance
 from moereg.errors import ArgumentError, BackendError
 from moereg.experts import Experts
 from moereg.inversion import Moves, TensorSpecs, drawn_expert, expert_rows, find_moves, read_back, same_bits
-from moereg.quant import TENSOR_ROLES
+from moereg.quant import TENSOR_ROLES, QuantScheme
 from moereg.selection import Decision, Selection
 from moereg.weights import ExpertWeights, PermutedWeights
 
@@ -61,6 +61,16 @@ class OneExpert:
             tuple(self._specs.items()),
             str(self._device),
         )
+
+    @property
+    def specs(self) -> TensorSpecs:
+        """Shapes and dtypes of the canonical tensors of one expert, by field of `ExpertWeights`."""
+        return self._specs
+
+    @property
+    def quant(self) -> QuantScheme:
+        """The scheme of the canonical weights."""
+        return self._quant
 
     @property
     def backend(self) -> str:
