@@ -106,6 +106,10 @@ def move_with_bias(rank: int, size: int) -> dict[str, Any]:
     return moved(rank, size, "all_gather", has_bias=True, activation="swigluoai")
 
 
+def move_low_latency(rank: int, size: int) -> dict[str, Any]:
+    return moved(rank, size, "low_latency")
+
+
 def canonical(rank: int, size: int) -> dict[str, Any]:
     """As if no rank could copy another one's rows."""
     rows = expert_moves._copied_as
