@@ -127,15 +127,15 @@ class MoEKernel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoEKernel:
         # Compiled code finds a kernel by its handle, so a copy needs its own.
-        moves, tables = self.prepare_finalize, None
+        weights, expert_map = copy.deepcopy((self.weights, self.expert_map), memo)
+        moves = self.prepare_finalize
         if isinstance(moves, GroupPrepareFinalize) and self.expert_map is moves.tables.expert_map:
-            # Its experts move alone.
-            tables = PlacementTables(moves.tables.placement, moves.group.rank, self._device)
+            # A copy's experts move alone.
             moves = copy.copy(moves)
-            moves.tables = tables
-        weights, expert_map = copy.deepcopy((self.weights, self.expert_map if tables is None else None), memo)
+            moves.tables = PlacementTables(moves.tables.placement, moves.group.rank, self._device)
+            expert_map = moves.tables.expert_map
         # What lies in the caller's memory lies in that of the caller's copy, where both are copied together.
-        parts = self.problem, self.selection, self.experts, weights, moves, tables.expert_map if tables else expert_map
+        parts = self.problem, self.selection, self.experts, weights, moves, expert_map
         return MoEKernel(*parts, self._borrowed)
 
     def __reduce__(self) -> NoReturn:
