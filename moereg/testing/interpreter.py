@@ -107,11 +107,12 @@ def patch_interpreter() -> None:
     # Only kernels with such scales need this function; they require Triton 3.8, which has it.
     prepare: Any = getattr(interpreter, "_prepare_dot_scaled_operand", None)
 
-    def prepare_dot_scaled(values: Any, scale: Any, element: Any, k_pack: Any, is_rhs: bool) -> Any:
+    def prepare_dot_scaled(values: Any, scale: Any, *others: Any, **named: Any) -> Any:
         if scale is None or scale.dtype.scalar != tl.float8e4nv:
-            return prepare(values, scale, element, k_pack, is_rhs)
-        restored = prepare(values, None, element, k_pack, is_rhs)
-        # Scales of the right side are [N, groups], its values [K, N].
+            return prepare(values, scale, *others, **named)
+        restored = prepare(values, None, *others, **named)
+        # By name, since Triton 3.9 has an argument more. Scales of the right side are [N, groups], its values [K, N].
+        is_rhs = inspect.signature(prepare).bind(values, scale, *others, **named).arguments["is_rhs"]
         axis, factors = (-2, widen(scale).swapaxes(-1, -2)) if is_rhs else (-1, widen(scale))
         return restored * np.repeat(factors, restored.shape[axis] // factors.shape[axis], axis)
 

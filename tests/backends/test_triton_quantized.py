@@ -75,9 +75,11 @@ OTHERS = (
     QuantScheme("int8_tensor", None, QuantFormat("int8", (WHOLE, WHOLE))),
     QuantScheme("int8_static", None, QuantFormat("int8", (WHOLE, WHOLE), static=True)),
 )
-NAMED = ("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic", "int8_w8a8", "mxfp8")
-# Scales of float8_e4m3fn, as the cells say.
+NAMED = ("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic", "int8_w8a8")
+# Products with scales of float8_e4m3fn, as the cells say. Before, the interpreter has none with scales at all.
 MULTIPLIES_NVFP4 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
+if MULTIPLIES_NVFP4 or DEVICE.type != "cpu":
+    NAMED += ("mxfp8",)
 if MULTIPLIES_NVFP4:
     NAMED += ("nvfp4",)
 SCHEMES = (*map(get_scheme, NAMED), *OTHERS)
