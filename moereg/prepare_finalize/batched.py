@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from moereg.experts import ExpertInputs
-from moereg.kernels.plain.device import local_expert_ids
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize, weighted_sum
 from moereg.problem import MoEProblem
 
@@ -30,6 +29,8 @@ class BatchedPrepareFinalize(PrepareFinalize):
         problem: MoEProblem,
         expert_map: torch.Tensor | None,
     ) -> Prepared:
+        from moereg.kernels.plain.device import local_expert_ids  # Loads torch, which choosing does without.
+
         num_tokens, hidden_size = hidden_states.shape
         num_slots = topk_ids.shape[1]
         num_local_experts = problem.num_local_experts

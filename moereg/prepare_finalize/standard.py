@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from moereg.experts import ExpertInputs
-from moereg.kernels.plain.device import local_expert_ids
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize, weighted_sum
 from moereg.problem import MoEProblem
 
@@ -37,6 +36,8 @@ class StandardPrepareFinalize(PrepareFinalize):
         prepared: Prepared,
         problem: MoEProblem,
     ) -> None:
+        from moereg.kernels.plain.device import local_expert_ids  # Loads torch, which choosing does without.
+
         inputs = prepared.inputs
         local = local_expert_ids(inputs.topk_ids, problem.num_local_experts, inputs.expert_map)
         weighted_sum(out, expert_out, inputs.topk_weights, local >= 0, problem.apply_router_weight_on_input)
