@@ -9,8 +9,6 @@ import torch
 
 from moereg.problem import MoEProblem
 from moereg.quant import WHOLE, QuantScheme
-from moereg.quantize import dequantize_activations, quantize_activations
-from moereg.quantize.formats import Quantized
 
 __all__ = ["CodedWire", "PlainWire", "Received", "Wire", "as_bytes", "join_columns", "split_columns", "wire_scheme"]
 
@@ -98,12 +96,16 @@ class CodedWire(Wire):
         )
 
     def encode(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        from moereg.quantize import quantize_activations  # Loads torch, which choosing does without.
+
         if hidden_states.shape[0] == 0:
             return tuple(hidden_states.new_empty((0, width), dtype=torch.uint8) for width in self.widths)
         found = quantize_activations(hidden_states, self._scheme)
         return as_bytes(found.q), as_bytes(found.scale.reshape(len(found.q), -1))
 
     def decode(self, columns: tuple[torch.Tensor, ...]) -> Received:
+        from moereg.quantize import Quantized, dequantize_activations
+
         codes, scales = columns[0].view(self._code_dtype), columns[1].view(self._scale_dtype)
         if self._keeps_codes:
             return Received(codes, scales)
