@@ -33,7 +33,17 @@ MOST_TOKENS = 8
 
 def problem_of(**changes: Any) -> MoEProblem:
     facts = {"num_experts": 12, "hidden_size": 128, "intermediate_size": 32, "top_k": 3, "dtype": "float32"}
-    return MoEProblem(**{**facts, "max_num_tokens": MOST_TOKENS, **changes})
+    facts = {**facts, "max_num_tokens": MOST_TOKENS, **changes}
+    # See `numbers_of`.
+    return MoEProblem(activation="relu2" if facts["dtype"] == "float32" else "silu", **facts)
+
+
+def numbers_of(problem: MoEProblem) -> ExpertWeights:
+    """Weights of all experts. In fp32 integers, as tokens are: every sum is exact, so its order changes no bit."""
+    weights = make_weights(problem, CPU)
+    if problem.dtype != "float32":
+        return weights
+    return ExpertWeights(w13=weights.w13.sign(), w2=weights.w2.sign())
 
 
 def experts_of(weights: ExpertWeights, experts: tuple[int, ...] | range) -> ExpertWeights:
@@ -53,6 +63,9 @@ def tokens_of(problem: MoEProblem, rank: int, num_tokens: int) -> tuple[torch.Te
     hidden_states = torch.randn(num_tokens, problem.hidden_size, generator=generator).to(problem.torch_dtype)
     logits = torch.randn(num_tokens, problem.num_experts, generator=generator)
     topk_weights, topk_ids = moereg.routing.softmax_topk(logits, top_k=problem.top_k, renormalize=True)
+    if problem.dtype == "float32":
+        hidden_states = hidden_states.round().clamp(-2, 2)
+        topk_weights = 2.0 ** -torch.randint(4, topk_weights.shape, generator=generator).float()
     nowhere = torch.rand(topk_ids.shape, generator=generator) < 1 / 8
     return hidden_states, topk_weights, torch.where(nowhere, -1, topk_ids)
 
@@ -89,21 +102,10 @@ def errors_of(kernel: MoEKernel, one: MoEKernel, problem: MoEProblem, rank: int,
 def compared(rank: int, size: int, way: str | None = None, **changes: Any) -> dict[str, Any]:
     """A layer over the group against the same layer on one rank."""
     problem = problem_of(**changes)
-    weights = make_weights(problem, CPU)
+    weights = numbers_of(problem)
     one = make_kernel(dataclasses.replace(problem, activation_format="standard"), weights)
     own = share_of(weights, rank, size)
     kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=way)
-    return errors_of(kernel, one, problem, rank, size)
-
-
-def all_to_all_alone(rank: int, size: int) -> dict[str, Any]:
-    """Against the same way over a group of one: routes are summed at home, so ranks change no bit."""
-    problem = problem_of(dtype="bfloat16")
-    weights = make_weights(problem, CPU)
-    alone = [dist.new_group([each]) for each in range(size)][rank]
-    one = make_kernel(problem, weights, group=alone, prepare_finalize="all_to_all")
-    own = share_of(weights, rank, size)
-    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize="all_to_all")
     return errors_of(kernel, one, problem, rank, size)
 
 
@@ -188,7 +190,7 @@ def codes_as_they_come_fp8(rank: int, size: int) -> dict[str, Any]:
     register_moe_backend("coded", 10**5, ("fp8_block128",), ("*",))(CodedExperts)
     try:
         problem = problem_of(dtype="bfloat16", quant="fp8_block128", intermediate_size=128)
-        weights = make_weights(problem, CPU)
+        weights = numbers_of(problem)
         one = make_kernel(problem, weights, moereg.select_backend(problem, "cpu", deny="coded"))
         own = share_of(weights, rank, size)
         kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize="all_to_all")
@@ -202,7 +204,7 @@ def on_deepep(rank: int, size: int, activation_format: str, **changes: Any) -> d
     """The way `deepep` on an imitation: its cells name GPUs, so the object is made by hand."""
     sys.modules["deep_ep"] = deepep_imitation.module()
     problem = problem_of(dtype="bfloat16", intermediate_size=128, **changes)
-    weights = make_weights(problem, CPU)
+    weights = numbers_of(problem)
     one = make_kernel(problem, weights)
     # An expert of the first rank is also on the last one.
     held = [tuple(range(each * 12 // size, (each + 1) * 12 // size)) for each in range(size)]
@@ -245,7 +247,7 @@ def deepep_low_latency_fp8(rank: int, size: int) -> dict[str, Any]:
 def in_two_parts(rank: int, size: int) -> dict[str, Any]:
     """The second part has no tokens on the ranks that have one."""
     problem = problem_of()
-    weights = make_weights(problem, CPU)
+    weights = numbers_of(problem)
     own = share_of(weights, rank, size)
     kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize="low_latency", num_batches=2)
     return errors_of(kernel, make_kernel(problem, weights), problem, rank, size)
@@ -254,7 +256,7 @@ def in_two_parts(rank: int, size: int) -> dict[str, Any]:
 def placed(rank: int, size: int, way: str) -> dict[str, Any]:
     """Experts anywhere, some of them on two ranks."""
     problem = problem_of()
-    weights = make_weights(problem, CPU)
+    weights = numbers_of(problem)
     order = [7, 2, 9, 0, 4, 11, 1, 3, 10, 5, 8, 6]
     held = [order[each::size] for each in range(size)]
     held[0] += [expert for expert in held[1][:2]]
@@ -279,7 +281,7 @@ def replicas_low_latency(rank: int, size: int) -> dict[str, Any]:
 def maps_of_ranks(rank: int, size: int) -> dict[str, Any]:
     """Each rank says only what it holds, and they find the whole together."""
     problem = problem_of()
-    weights = make_weights(problem, CPU)
+    weights = numbers_of(problem)
     experts = tuple(range(rank, problem.num_experts, size))[::-1]
     expert_map = torch.full((problem.num_experts,), -1, dtype=torch.int32)
     expert_map[list(experts)] = torch.arange(len(experts), dtype=torch.int32)
@@ -291,7 +293,7 @@ def maps_of_ranks(rank: int, size: int) -> dict[str, Any]:
 def fault(rank: int, size: int, signal_number: int, way: str, when: str) -> dict[str, Any]:
     """The last rank gets a signal, before it makes its kernel or after a call; what the others say, and after when."""
     problem = problem_of()
-    own = share_of(make_weights(problem, CPU), rank, size)
+    own = share_of(numbers_of(problem), rank, size)
     inputs = tokens_of(problem, rank, 4)
     if when == "making" and rank == size - 1:
         os.kill(os.getpid(), signal_number)
@@ -342,7 +344,7 @@ def stalled_while_made(rank: int, size: int) -> dict[str, Any]:
 
 def error_of_making(rank: int, size: int, problem: MoEProblem, **arguments: Any) -> str:
     try:
-        weights = share_of(make_weights(problem_of(), CPU), rank, size)
+        weights = share_of(numbers_of(problem_of()), rank, size)
         make_kernel(problem, weights, group=dist.group.WORLD, **arguments)
     except (ValueError, moereg.MoeregError) as error:
         return f"{type(error).__name__}: {error}"

@@ -10,32 +10,32 @@ import pytest
 from tests.groups.ranks import results_of, value_of
 
 EQUAL: Final = (
-    "all_to_all_alone",
-    "all_to_all_fp8",
-    "low_latency_fp8",
-    "deepep_low_latency_fp8",
-    "weights_on_inputs",
-    "weights_on_gathered_inputs",
-    "weights_on_placed_inputs",
-)
-"""Cases in which sums have the same order as on one rank."""
-NEAR: Final = (
     "chosen_without_a_word",
     "all_to_all",
     "all_gather",
-    "low_latency",
-    "in_two_parts",
-    "replicas_low_latency",
     "all_gather_deterministic",
+    "low_latency",
     "all_to_all_batched",
     "all_gather_batched",
-    "all_gather_fp8",
-    "codes_as_they_come_fp8",
-    "deepep_fp8",
+    "in_two_parts",
+    "weights_on_inputs",
+    "weights_on_gathered_inputs",
+    "weights_on_placed_inputs",
     "replicas_all_to_all",
     "replicas_all_gather",
+    "replicas_low_latency",
     "maps_of_ranks",
 )
+"""Cases in fp32 with numbers whose sums are exact in any order."""
+NEAR: Final = (
+    "all_to_all_fp8",
+    "all_gather_fp8",
+    "low_latency_fp8",
+    "codes_as_they_come_fp8",
+    "deepep_fp8",
+    "deepep_low_latency_fp8",
+)
+"""Cases with tokens in 8 bits: sums of products depend on how many rows are multiplied together, by a rounding."""
 REFUSED: Final = {
     "other_problems": "RanksDifferError: all ranks must run the same layer, got top_k 2 on rank 0, 3 on rank 1; make",
     "other_ways": "RanksDifferError: all ranks must run the same layer, got way all_gather on rank 0, all_to_all on ra",
@@ -44,7 +44,7 @@ REFUSED: Final = {
     "capture_with_counts": "UnsupportedProblemError: no way of moving tokens fits .*nearest is all_to_all: waits for c",
 }
 ONE_FAILS: Final = {
-    "one_cannot": r"ValueError: w13 must be \[6, 128, 128\]",
+    "one_cannot": r"ValueError: w13 must be \[6, 64, 128\]",
     "one_finds_no_way": "UnknownNameError: unknown way in require 'no_such_way'",
 }
 CASES: Final = (*EQUAL, *NEAR, *REFUSED, *ONE_FAILS)
@@ -61,9 +61,9 @@ def test_a_group_computes_the_bits_of_one_rank(two_ranks: list[dict[str, Any]], 
 
 
 @pytest.mark.parametrize("name", NEAR)
-def test_a_group_computes_what_one_rank_does(two_ranks: list[dict[str, Any]], name: str) -> None:
-    # One rounding of each rank's part in bfloat16; the order of sums in fp32.
-    bound = 6e-3 if name.endswith("fp8") else 3e-7
+def test_tokens_in_8_bits_change_no_more_than_a_rounding(two_ranks: list[dict[str, Any]], name: str) -> None:
+    # Sums of ranks are rounded to bfloat16 each, those of routes are not seen to be.
+    bound = 6e-3 if name in ("all_gather_fp8", "deepep_fp8") else 1e-3
     for result in two_ranks:
         assert value_of(result, name)["error"] < bound, value_of(result, name)
 
@@ -91,9 +91,7 @@ def test_a_rank_that_fails_keeps_nobody_waiting(two_ranks: list[dict[str, Any]],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["killed_all_to_all", "killed_low_latency", "stalled_all_gather", "stalled_while_made"]
-)
+@pytest.mark.parametrize("name", ["killed_all_to_all", "stalled_low_latency"])
 def test_a_rank_that_ends_or_stalls_ends_the_others(name: str) -> None:
     # More seconds than a busy machine takes to get there, fewer than anybody would wait.
     *others, lost = results_of(3, name, seconds=10)

@@ -6,7 +6,7 @@ from typing import Final
 
 from tests.mutants.mutant import Mutant
 
-_NEAR: Final = "tests/groups/test_groups.py::test_a_group_computes_what_one_rank_does"
+_EQUAL: Final = "tests/groups/test_groups.py::test_a_group_computes_the_bits_of_one_rank"
 
 MUTANTS: Final = (
     Mutant(
@@ -14,34 +14,34 @@ MUTANTS: Final = (
         "moereg/prepare_finalize/all_to_all.py",
         old="ids = torch.where(ranks[token] == (pair // max(num_tokens, 1)).unsqueeze(1), topk_ids[token], -1)",
         new="ids = topk_ids[token]",
-        tests=(_NEAR,),
+        tests=(_EQUAL,),
     ),
     Mutant(
         "replicas all compute what is gathered",
         "moereg/prepare_finalize/all_gather.py",
         old='if self.problem.placement == "map":',
         new="if False:",
-        tests=(_NEAR,),
+        tests=(_EQUAL,),
     ),
     Mutant(
         "rooms of ranks begin at their rows, not behind their counts",
         "moereg/prepare_finalize/low_latency.py",
         old="rows = arrived[(source * share + head + expert * room + within).flatten()]",
         new="rows = arrived[(source * share + expert * room + within).flatten()]",
-        tests=(_NEAR,),
+        tests=(_EQUAL,),
     ),
     Mutant(
         "results leave from another rank's rows",
         "moereg/prepare_finalize/low_latency.py",
         old="begin = (end - here)[:, all_rooms].unsqueeze(2)",
         new="begin = end[:, all_rooms].unsqueeze(2)",
-        tests=(_NEAR,),
+        tests=(_EQUAL,),
     ),
     Mutant(
-        "codes travel where experts keep 16 bits",
+        "codes travel whose scale all tokens of a call share",
         "moereg/prepare_finalize/wire.py",
-        old="if fmt is None or fmt.static or fmt.global_scale",
-        new="if fmt is None or fmt.global_scale",
+        old="or fmt.global_scale or fmt.group[0] != 1 or fmt.bits != 8:",
+        new="or fmt.global_scale or fmt.bits != 8:",
         tests=("tests/groups/test_wire.py::test_what_can_travel_as_codes",),
     ),
     Mutant(
@@ -63,6 +63,6 @@ MUTANTS: Final = (
         "moereg/overlap.py",
         old="return [(Tokens(*(tensor[part] for tensor in tokens)), out[part]) for part in parts]",
         new="return [(Tokens(*(tensor[part] for tensor in tokens)), out[parts[0]]) for part in parts]",
-        tests=(_NEAR,),
+        tests=(_EQUAL,),
     ),
 )
