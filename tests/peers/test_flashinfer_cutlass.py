@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from moereg.backends import flashinfer_int4_moe, flashinfer_moe
-from moereg.backends._flashinfer import more_sets, package
+from moereg.backends._flashinfer import cutlass_int4, more_sets, package
 from moereg.backends._flashinfer.cutlass import Rows
 from moereg.backends._flashinfer.loading import Library
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
+from moereg.quant import QuantFormat
+from moereg.quantize.formats import Quantized, restore
 from moereg.testing.inputs import make_inputs, make_weights
 from tests.support.flashinfer_imitation import ActivationType, Imitation
 
@@ -131,6 +133,22 @@ def test_calls_bind_to_flashinfers_functions(core, quant):
     assert len(bound) == 1 if quant == "fp8_block128" else len(bound) >= 2
     assert ActivationType.Swiglu == core.ActivationType.Swiglu
     assert out.isfinite().all()
+
+
+def test_what_4_bit_integers_rely_on(core):
+    """Codes in two's complement, low nibble first, in groups of 128, and ones for vectors that FlashInfer needs not."""
+    prepare = pytest.importorskip("flashinfer.fused_moe.prepare")
+    weights = torch.randn(2, 8, 256, generator=torch.Generator().manual_seed(0))
+    packed, scale = prepare._quantize_int4_grouped(weights)
+    assert (packed.dtype, scale.dtype, scale.shape) == (torch.uint8, torch.bfloat16, (2, 8, 2))
+    ours = QuantFormat("uint4", (1, 128))
+    restored = restore(Quantized(packed ^ cutlass_int4._SIGN_BITS, scale.float()), ours, 8, 256)
+    assert float((restored - weights).abs().max()) <= 0.51 * float(scale.float().max())
+    headers = package.package_folder() / "data/csrc/nv_internal/tensorrt_llm/kernels/cutlass_kernels/include"
+    assert "int4_group_size = 128;" in (headers / "moe_gemm_kernels.h").read_text()
+    text = inspect.getsource(prepare.prepare_cutlass_w4a8_weights)
+    assert '"fc1_act_scale": ones_h' in text
+    assert '"fc2_act_scale": ones_i' in text
 
 
 _COUNT_SOURCES = """
