@@ -7,11 +7,12 @@ use, in seconds and without nvcc. torch's grouped matmuls are CUTLASS inside PyT
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Final
 
 from moereg.backends._cutlass.package import REQUIRES, cache_can_be_written, can_be_imported
 from moereg.backends._loaded import Implementation, LoadedExperts
-from moereg.experts import Facts
+from moereg.experts import Experts, Facts
 from moereg.registry import register_moe_backend
 
 __all__ = ["QuackCodesExperts", "QuackExperts", "TorchGroupedExperts", "TorchScaledGroupedExperts"]
@@ -51,16 +52,21 @@ _TORCH_FACTS: Final = Facts(
 )
 
 
-# Not measured. Engines that have both put FlashInfer's kernels first. Opt-in, as all below: no such machine ran it yet.
-@register_moe_backend(
-    name="cutlass",
-    priority=45,
-    quant_schemes=("unquantized",),
-    platforms=("cuda:sm90", "cuda:sm100f"),
-    requires=REQUIRES,
-    probes=(can_be_imported, cache_can_be_written),
-    opt_in=True,
-)
+def _quack(*schemes: str, platform: str, opt_in: bool = True) -> Callable[[type[Experts]], type[Experts]]:
+    """A rectangle of QuACK's kernels; opt-in until they ran on its platform. Engines put FlashInfer's first."""
+    return register_moe_backend(
+        name="cutlass",
+        priority=45,
+        quant_schemes=schemes,
+        platforms=(platform,),
+        requires=REQUIRES,
+        probes=(can_be_imported, cache_can_be_written),
+        opt_in=opt_in,
+    )
+
+
+@_quack("unquantized", platform="cuda:sm90", opt_in=False)
+@_quack("unquantized", platform="cuda:sm100f")
 class QuackExperts(LoadedExperts):
     """QuACK, standard format: sorted routes, two grouped products with epilogues, and a sum.
 
@@ -78,15 +84,8 @@ class QuackExperts(LoadedExperts):
 
 
 # As the unquantized one, and not run either.
-@register_moe_backend(
-    name="cutlass",
-    priority=45,
-    quant_schemes=("fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic"),
-    platforms=("cuda:sm90", "cuda:sm100f"),
-    requires=REQUIRES,
-    probes=(can_be_imported, cache_can_be_written),
-    opt_in=True,
-)
+@_quack("fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic", platform="cuda:sm90", opt_in=False)
+@_quack("fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic", platform="cuda:sm100f")
 class QuackCodesExperts(LoadedExperts):
     """QuACK on 8-bit floats with a scale for each row of tokens and of weights; otherwise as `QuackExperts`.
 
@@ -107,12 +106,9 @@ class QuackCodesExperts(LoadedExperts):
 # 5.0 ms for Qwen3-30B's layer at T 4096 and 0.15 ms at T 1, against 32 and 5.7 ms of the dense loop. Other GPUs are
 # left out: torch loops over the experts there, and waits for their counts to reach the host. Opt-in until the ledger
 # has it: its code has moved since that run.
+@register_moe_backend(name="cutlass", priority=25, quant_schemes=("unquantized",), platforms=("cuda:sm90",))
 @register_moe_backend(
-    name="cutlass",
-    priority=25,
-    quant_schemes=("unquantized",),
-    platforms=("cuda:sm90", "cuda:sm100"),
-    opt_in=True,
+    name="cutlass", priority=25, quant_schemes=("unquantized",), platforms=("cuda:sm100",), opt_in=True
 )
 class TorchGroupedExperts(LoadedExperts):
     """torch's `grouped_mm`, standard format."""
@@ -132,7 +128,6 @@ class TorchGroupedExperts(LoadedExperts):
     priority=25,
     quant_schemes=("fp8_channel_token", "fp8_tensor_static"),
     platforms=("cuda:sm90",),
-    opt_in=True,
 )
 class TorchScaledGroupedExperts(LoadedExperts):
     """torch's `scaled_grouped_mm` with a scale for each row of tokens and of weights, standard format."""

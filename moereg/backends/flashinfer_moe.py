@@ -116,7 +116,7 @@ class _CutlassExperts(LoadedExperts):
 
 
 # Tuned pairs of tiles reach 44 to 98 % of an H200's roofline, FlashInfer's own choice a third to a fifth of that.
-@_cutlass("bfloat16", "unquantized", "cuda:sm90", priority=48, dtypes=("bfloat16",))
+@_cutlass("bfloat16", "unquantized", "cuda:sm90", priority=48, dtypes=("bfloat16",), opt_in=False)
 @_cutlass("float16", "unquantized", "cuda:sm90", priority=48, dtypes=("float16",))
 @_cutlass("bfloat16", "unquantized", "cuda:sm100f", dtypes=("bfloat16",))
 @_cutlass("float16", "unquantized", "cuda:sm100f", dtypes=("float16",))
@@ -149,7 +149,7 @@ class FlashInferCutlassFp8Experts(_CutlassExperts):
 
 
 # On an H200 with Qwen3-30B's sizes: 132 us at T 16, 280 at 256, 1,133 at 4,096.
-@_cutlass("fp8_block128", "fp8_block128", "cuda:sm90", priority=48, dtypes=("bfloat16",), runs_nvcc=True)
+@_cutlass("fp8_block128", "fp8_block128", "cuda:sm90", priority=48, dtypes=("bfloat16",), opt_in=False, runs_nvcc=True)
 class FlashInferCutlassBlockExperts(_CutlassExperts):
     """8-bit floats in blocks of 128 x 128, standard format; its products are compiled at run time."""
 
