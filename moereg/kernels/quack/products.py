@@ -45,14 +45,14 @@ _FEW_ROWS: Final = 64
 # Tiles for few rows and for many. Of Hopper: the fastest of a sweep over Qwen3-30B's and Mixtral's products at 1 to
 # 1,024 rows an expert on an H200. Of Blackwell: QuACK's own choice where tiles have many rows; none has been measured.
 _HOPPER: Final = (
-    _hopper(64, 128, pingpong=True, cluster_m=1),
-    _hopper(128, 192, pingpong=True, cluster_m=2),
+    _hopper(64, 256, pingpong=True, cluster_m=1),
+    _hopper(128, 192, pingpong=True, cluster_m=1),
 )
 # Hopper adds sums of codes up in a second set of registers. With two groups of warps on a tile both fit; with a group
 # on a tall tile of its own, as for 16 bits, 900 bytes a thread spill.
 _HOPPER_CODES: Final = (
-    _hopper(64, 128, pingpong=True, cluster_m=1),
-    _hopper(128, 192, pingpong=False, cluster_m=2),
+    _hopper(64, 192, pingpong=True, cluster_m=1),
+    _hopper(128, 192, pingpong=False, cluster_m=1),
 )
 _BLACKWELL: Final = (
     _blackwell(128, 128, cluster_m=1),
