@@ -62,7 +62,6 @@ _UNTRIED: Final = tuple(
         why={RAN_FIRST: untried},
     )
     for platform, ours, untried in (
-        ("cuda:sm90", "triton vllm_triton sonic torch jax", "flashinfer_cutlass"),
         ("cuda:sm100", "triton torch", "flashinfer_trtllm flashinfer_cutlass"),
         ("cuda:sm103", "triton torch", "flashinfer_trtllm flashinfer_cutlass"),
         ("cuda:sm120", "triton torch", "flashinfer_cutlass"),
@@ -72,6 +71,12 @@ _UNTRIED: Final = tuple(
 
 # The order on NVIDIA's GPUs and what changes it.
 _ORDER: Final = (
+    Row(
+        platform="cuda:sm90",
+        ours="triton vllm_triton flashinfer_cutlass cutlass sonic torch jax",
+        supports="triton flashinfer_cutlass",
+        reasons={"flashinfer_cutile": "opt_in: "},
+    ),
     Row(
         platform="cuda:sm100",
         ours="triton flashinfer_trtllm flashinfer_cutlass vllm_triton cutlass torch",
@@ -218,7 +223,7 @@ _ORDER: Final = (
     ),
     Row(
         platform="cuda:sm100",
-        ours="triton flashinfer_cutlass vllm_triton torch",
+        ours="triton flashinfer_cutlass vllm_triton cutlass torch",
         supports="flashinfer_cutlass triton",
         problem={"dtype": "float16"},
         why={RAN_FIRST: "triton"},

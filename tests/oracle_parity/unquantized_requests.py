@@ -128,7 +128,7 @@ _FLASHINFER: Final = (
     ),
     Row(
         platform="cuda:sm90",
-        ours="triton torch",
+        ours="triton vllm_triton cutlass torch",
         supports="triton flashinfer_cutlass",
         engine=_OFF,
         request={"MOEREG_DENY": "unquantized=flashinfer_*"},
