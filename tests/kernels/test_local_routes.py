@@ -7,12 +7,18 @@ import torch
 
 from moereg.kernels.plain.device import local_expert_ids
 from moereg.kernels.rows.local import clear_dead_rows, copy_live_rows, local_routes, own_routes
+from moereg.testing.interpreter import patch_interpreter
 
 NUM_IDS, NUM_LOCAL = 6, 3
 MAP = torch.tensor([-1, 2, -1, 0, 1, -1], dtype=torch.int32)
 
 # Token 1 has no local expert, token 2 one that is no id and one of another rank, token 3 the smallest id beyond.
 IDS = torch.tensor([[1, 3, 4], [0, 2, 5], [-1, 4, 0], [6, 3, -7]], dtype=torch.int32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter() -> None:
+    patch_interpreter()
 
 
 def _weights() -> torch.Tensor:

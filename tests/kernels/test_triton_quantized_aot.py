@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import triton
 
-from tests.kernels.registers import register_bound
+from tests.kernels.registers import register_bound, spill_bound
 
 SCRIPT = Path(__file__).parent / "aot_quantized.py"
 
@@ -175,7 +175,7 @@ def check(target: str, rows: list[dict[str, Any]], cases: tuple[str, ...]) -> No
         if target == "sm_90":
             key = case, row["kernel"]
             assert row["registers"] <= register_bound(MAX_REGISTERS_SM90[key]), row
-            assert row["spill_bytes"] <= MAX_SPILL_BYTES_SM90.get(key, 0), row
+            assert row["spill_bytes"] <= spill_bound(MAX_SPILL_BYTES_SM90.get(key, 0)), row
 
 
 # Each takes 10 s. The GPUs that most people have are quick; the slow tests run the others.
@@ -187,6 +187,8 @@ def check(target: str, rows: list[dict[str, Any]], cases: tuple[str, ...]) -> No
     ],
 )
 def test_kernels_compile(target: str) -> None:
+    if not FAST_CASES[target]:  # The script would take all cases for none.
+        pytest.skip(f"Triton {triton.__version__} has no block-scaled products for {target}, which need 3.8")
     check(target, compile_all({target: FAST_CASES[target]})[target], FAST_CASES[target])
 
 
