@@ -66,9 +66,10 @@ def _run_rank(
 
     torch.set_num_threads(1)
     # Memory that nothing wrote reads as NaN, whichever function of torch hands it out.
-    torch.use_deterministic_algorithms(True, warn_only=True)
     if backend == "nccl":
         torch.cuda.set_device(rank)
+    else:
+        torch.use_deterministic_algorithms(True, warn_only=True)
     cases = importlib.import_module(module)
     results: dict[str, Any] = {"rank": rank}
     for place, name in enumerate(names):
