@@ -69,7 +69,7 @@ def check_name(name: str, who: str) -> None:
         )
 
 
-_CALLERS: Final = ("moereg.asking", "moereg.backend_calls", "moereg.layer", "moereg.machine")
+_CALLERS: Final = ("moereg.asking", "moereg.backend_calls", "moereg.layer", "moereg.machine", "moereg.moe_kernel")
 """Modules that call the code of backends once all are loaded."""
 
 

@@ -9,7 +9,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS: Final = (
     Mutant(
         "no tokens are run",
-        "moereg/layer.py",
+        "moereg/moe_kernel.py",
         old="and hidden_states.shape[0] == 0:",
         new="and hidden_states.shape[0] < 0:",
         tests=("tests/layer/test_layer_calls.py::test_experts_are_not_called_for_no_tokens",),
@@ -23,7 +23,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "64-bit ids wrap around",
-        "moereg/layer.py",
+        "moereg/moe_kernel.py",
         old="topk_ids.clamp(-1, problem.num_experts).to(torch.int32)",
         new="topk_ids.to(torch.int32)",
         tests=("tests/layer/test_layer.py::test_int64_ids",),
@@ -72,7 +72,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a reload goes elsewhere",
-        "moereg/layer.py",
+        "moereg/moe_kernel.py",
         old="            self.weights.copy_from(permuted)\n",
         new="            self.weights = permuted\n",
         tests=("tests/layer/test_layer_memory.py::test_reload_keeps_storage",),
@@ -93,14 +93,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a reload writes into weights that it was given",
-        "moereg/layer.py",
+        "moereg/moe_kernel.py",
         old="                self.weights = outside_pools(lambda: self.weights.with_own(names), self._device)\n",
         new="                pass\n",
         tests=("tests/layer/test_one_expert.py::test_nothing_is_written_where_others_read",),
     ),
     Mutant(
         "a captured graph goes on reading the old weights",
-        "moereg/layer.py",
+        "moereg/moe_kernel.py",
         old="if names and self._is_captured:",
         new="if names and False:",
         tests=("tests/layer/test_one_expert.py::test_what_a_graph_reads_is_not_replaced",),
@@ -128,7 +128,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "copies own what they share with each other",
-        "moereg/layer.py",
+        "moereg/moe_kernel.py",
         old="return MoEKernel(*parts, self._borrowed)",
         new="return MoEKernel(*parts)",
         tests=("tests/layer/test_one_expert.py::test_copies_know_what_they_share_among_each_other",),
@@ -210,7 +210,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a deep copy shares the weights",
-        "moereg/layer.py",
+        "moereg/moe_kernel.py",
         old="copy.deepcopy((self.weights, self.expert_map), memo)",
         new="(self.weights, self.expert_map)",
         tests=("tests/layer/test_layer_memory.py::test_a_deep_copy_is_a_kernel_of_its_own",),
@@ -224,7 +224,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the first call's workspace serves all calls",
-        "moereg/layer.py",
+        "moereg/moe_kernel.py",
         old="shapes = self._workspace_shapes.get(prepared.num_tokens)",
         new="shapes = next(iter(self._workspace_shapes.values()), None)",
         tests=("tests/layer/test_layer_calls.py::test_workspaces_are_of_this_calls_tokens",),
