@@ -109,7 +109,8 @@ def test_what_a_kernel_is_made_of_is_taken_outside(way: str, monkeypatch: pytest
         asked.append(type(made).__name__)
         return made
 
-    monkeypatch.setattr("moereg.layer.outside_pools", outside)
+    for user in ("moereg.layer", "moereg.moe_kernel"):
+        monkeypatch.setattr(f"{user}.outside_pools", outside)
     problem = MoEProblem(num_experts=4, hidden_size=32, intermediate_size=32, top_k=2, quant="int8_w8a16")
     device = torch.device("cpu")
     kernel = make_kernel(problem, make_weights(problem, device), select_backend(problem, "cpu"))

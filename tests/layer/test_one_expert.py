@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moereg import layer
+from moereg import moe_kernel
 from moereg.dispatch import explain_backends
 from moereg.errors import ArgumentError, BackendError, LayoutNotInvertibleError
 from moereg.inversion import same_bits
@@ -79,7 +79,7 @@ def test_own_weights_are_copies_from_the_start() -> None:
 def test_what_a_graph_reads_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of()
     weights, other = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
-    monkeypatch.setattr(layer, "_may_be_captured", lambda device: True)
+    monkeypatch.setattr(moe_kernel, "_may_be_captured", lambda device: True)
     kernel, own = kernel_of(problem, weights=weights), kernel_of(problem, weights=weights, own_weights=True)
     for each in (kernel, own):
         call(each, INPUTS)
