@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from moereg import exported
+from moereg import exported, moe_kernel
 from moereg.errors import ArgumentError
 from moereg.inversion import same_bits
 from moereg.module import MoELayer
