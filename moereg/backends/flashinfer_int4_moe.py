@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from moereg.backends._flashinfer.loading import KernelsProbe
 from moereg.backends._flashinfer.package import REQUIRES, can_be_imported
-from moereg.backends._loaded import Implementation
-from moereg.backends.flashinfer_moe import FlashInferCutlassFp8Experts
+from moereg.backends._loaded import Implementation, LoadedExperts
+from moereg.experts import Facts
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.registry import register_moe_backend
@@ -28,14 +26,21 @@ __all__ = ["FlashInferCutlassInt4Experts"]
     probes=(can_be_imported, KernelsProbe("int4_w4a8_g128", "--quant int4_w4a8_g128")),
     opt_in=True,
 )
-class FlashInferCutlassInt4Experts(FlashInferCutlassFp8Experts):
+class FlashInferCutlassInt4Experts(LoadedExperts):
     """4-bit integers in groups of 128 and static e4m3 activations, standard format. Group scales become bf16."""
 
-    facts = dataclasses.replace(
-        FlashInferCutlassFp8Experts.facts,
-        # Its clamp and beta are those that `unsupported_reasons` speaks of.
-        activations=FlashInferCutlassFp8Experts.facts.activations - {"swigluoai"},
+    # As the backend's other cells, but for what `unsupported_reasons` speaks of: clamp and beta make swigluoai.
+    facts = Facts(
+        activations=frozenset({"silu", "gelu", "gelu_tanh", "relu2"}),
+        activation_scalars=True,
+        swiglu_limit=True,
+        activation_formats=frozenset({"standard"}),
         dtypes=frozenset({"bfloat16"}),
+        bias=True,
+        placements=frozenset({"contiguous"}),
+        graph_capture=True,
+        deterministic=True,
+        max_experts=1024,
     )
     layouts = ("flashinfer_hopper_int4_up_gate_pad128",)
 
