@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,12 +12,14 @@ from moereg.cli._exits import NOTHING_FITS, OK, WRONG_NUMBERS, code_of_verdict
 from moereg.cli._info import collect_info, machine_shown, selection_with_evidence
 from moereg.cli._options import (
     CheckpointOption,
+    EpOption,
     JsonFlag,
     LayerOption,
     PlatformOption,
     ProblemFlags,
     UsageError,
     VerboseFlag,
+    WayOption,
     takes_problem_flags,
 )
 from moereg.cli._output import only_results_on_stdout, print_error, print_json
@@ -26,6 +28,9 @@ from moereg.digest import files_stay
 from moereg.discovery import load_backends
 from moereg.dispatch import explain_backends
 from moereg.errors import BackendError
+
+if TYPE_CHECKING:
+    from moereg.cli._ep import EpResult
 
 __all__ = ["bench", "compile_kernels", "explain", "info", "models", "run", "schemes"]
 
@@ -58,10 +63,13 @@ def explain(
         typer.Option(help="Every layer of the model of this directory's config.json, as transformers builds it."),
     ] = None,
     reasons: Annotated[bool, typer.Option("--reasons", help="Show every reason, not the first of a backend.")] = False,
+    ep: EpOption = None,
+    way: WayOption = None,
     json: JsonFlag = False,
     verbose: VerboseFlag = False,
 ) -> int:
     """Show which backend a layer gets, and why."""
+    _check_ep(ep, way)
     if model_dir is not None:
         if layer is not None or reasons:
             option = "--reasons" if layer is None else "--layer"
@@ -69,6 +77,8 @@ def explain(
                 f"{option} is about one layer and --model-dir about all of them; give --checkpoint {model_dir} for one"
             )
         return _explain_model_dir(flags, model_dir, checkpoint, json, verbose)
+    if ep is not None:
+        return _explain_group(flags, checkpoint, layer, ep, way, reasons, json, verbose)
     with only_results_on_stdout(verbose):
         subject = find_subject(flags, checkpoint, layer)  # A plugin's scheme loads the plugins, which may print.
         load_backends()  # A plugin's kind of platform is known once it is loaded.
@@ -81,6 +91,36 @@ def explain(
 
         show_selection(selection, subject.name, all_reasons=reasons)
     return OK if selection.winner else NOTHING_FITS
+
+
+def _check_ep(ep: int | None, way: str | None, checkpoint: Path | None = None) -> None:
+    if way is not None and ep is None:
+        raise UsageError("--way says how tokens move between ranks; say with --ep how many there are")
+    if ep is not None and checkpoint is not None:
+        raise UsageError("--ep builds random weights, and --checkpoint names others; leave one out")
+
+
+def _explain_group(
+    flags: ProblemFlags,
+    checkpoint: Path | None,
+    layer: int | None,
+    ep: int,
+    way: str | None,
+    reasons: bool,
+    json: bool,
+    verbose: bool,
+) -> int:
+    from moereg.cli._ep import explain_group
+    from moereg.cli._show_ep import show_ep_explanation
+
+    with only_results_on_stdout(verbose):
+        found = explain_group(flags, find_subject(flags, checkpoint, layer), ep, way)
+        values = {**selection_with_evidence(found.selection), "ranks": ep, "movement": found.movement.to_dict()}
+    if json:
+        print_json(values)
+    else:
+        show_ep_explanation(found, reasons)
+    return OK if found.fits else NOTHING_FITS
 
 
 def _explain_model_dir(flags: ProblemFlags, model_dir: Path, checkpoint: Path | None, json: bool, verbose: bool) -> int:
@@ -104,10 +144,19 @@ def run(
     checkpoint: CheckpointOption = None,
     layer: LayerOption = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 2, help="Of weights, hidden states and routing.")] = 0,
+    ep: EpOption = None,
+    way: WayOption = None,
     json: JsonFlag = False,
     verbose: VerboseFlag = False,
 ) -> int:
     """Run one layer, check it against the reference, time it."""
+    _check_ep(ep, way, checkpoint)
+    if ep is not None:
+        from moereg.cli._ep import run_group
+
+        with only_results_on_stdout(verbose):
+            found = run_group(flags, ep, way, seed)
+        return _tell_group(found, json)
     from moereg.cli._run import run_layer
     from moereg.cli._show_results import show_run
 
@@ -140,6 +189,13 @@ def bench(
         typer.Option(min=1, help="Timed calls of each backend, 48 if left out; fewer where they take a second."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 2, help="Of weights, hidden states and routing.")] = 0,
+    ep: EpOption = None,
+    way: WayOption = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --ep: balance experts by the routing's loads, so many of them twice."),
+    ] = None,
+    eager: Annotated[bool, typer.Option("--eager", help="With --ep: capture nothing in CUDA graphs.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw time and share of the roofline into this file, e.g. bench.png.")
     ] = None,
@@ -152,7 +208,19 @@ def bench(
     from moereg.cli._show_results import show_bench
     from moereg.tuning.timing import ROUNDS
 
+    _check_ep(ep, way, checkpoint)
     token_counts = None if tokens is None else parse_tokens(tokens)
+    if ep is not None:
+        if plot is not None:
+            raise UsageError("--plot draws backends, and --ep compares ways of moving tokens; leave one out")
+        from moereg.cli._ep import bench_group
+
+        with only_results_on_stdout(verbose):
+            timed = ROUNDS if rounds is None else rounds
+            found = bench_group(flags, ep, way, token_counts, routing, timed, seed, replicas, eager)
+        return _tell_group(found, json)
+    if replicas is not None or eager:
+        raise UsageError(f"{'--eager' if replicas is None else '--replicas'} is about ranks; say --ep, too")
     check_routing(routing)
     if plot is not None:
         check_can_plot(plot)
@@ -210,6 +278,17 @@ def compile_kernels(
         print_error(compiled.refusal)
         return NOTHING_FITS
     return OK
+
+
+def _tell_group(found: EpResult, json: bool) -> int:
+    from moereg.cli._show_ep import show_ep
+
+    if found.is_told:
+        if json:
+            print_json(found.to_dict())
+        else:
+            show_ep(found)
+    return code_of_verdict(found.passed)
 
 
 def models(json: JsonFlag = False, verbose: VerboseFlag = False) -> int:

@@ -29,12 +29,14 @@ from moereg.shapes import get_shape
 
 __all__ = [
     "CheckpointOption",
+    "EpOption",
     "JsonFlag",
     "LayerOption",
     "PlatformOption",
     "ProblemFlags",
     "UsageError",
     "VerboseFlag",
+    "WayOption",
     "takes_problem_flags",
     "usage_errors",
 ]
@@ -50,6 +52,14 @@ CheckpointOption = Annotated[
     Path | None, typer.Option(help="A layer of this checkpoint directory instead of a model's or of sizes.")
 ]
 LayerOption = Annotated[int | None, typer.Option(help="Of the checkpoint; the first with experts if left out.")]
+EpOption = Annotated[
+    int | None,
+    typer.Option("--ep", min=1, help="Experts over so many ranks: processes here, or those of torchrun."),
+]
+WayOption = Annotated[
+    str | None,
+    typer.Option(help="With --ep: ways of moving tokens, such as all_to_all,all_gather; all that fit if left out."),
+]
 PlatformOption = Annotated[
     str | None,
     typer.Option(

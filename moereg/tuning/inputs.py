@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -48,6 +48,7 @@ def random_weights(
     generator: torch.Generator,
     device: torch.device,
     advance: Callable[[int, int], object] | None = None,
+    experts: Sequence[int] | None = None,
 ) -> ExpertWeights:
     """Random weights at which outputs are of the order of 1; the same on every device.
 
@@ -60,16 +61,38 @@ def random_weights(
         generator: A generator of the CPU.
         device: Device to build on.
         advance: Called after each expert with (experts done, experts in all).
+        experts: Which of the layer's experts these are, where several ranks build parts of one layer: an expert has the
+            same numbers on each of them. The first ones where None.
     """
+    places = _Places(problem, experts, advance)
     pool = torch.randn(_POOL_NUMEL, generator=generator).to(device, problem.torch_dtype)
     build = _unquantized_experts if problem.quant.weight is None else _quantized_experts
-    tensors = build(problem, pool, generator, advance)
+    tensors = build(problem, pool, generator, places)
     if problem.has_bias:
         rows = problem.activation.num_halves * problem.intermediate_size
         for name, columns in (("w13_bias", rows), ("w2_bias", problem.hidden_size)):
-            bias = torch.randn(problem.num_local_experts, columns, generator=generator) * _BIAS_STD
-            tensors[name] = bias.to(device, problem.torch_dtype)
+            bias = torch.randn(places.num_drawn, columns, generator=generator) * _BIAS_STD
+            tensors[name] = bias[places.experts].to(device, problem.torch_dtype)
     return ExpertWeights(**tensors, quant=problem.quant)
+
+
+class _Places:
+    """Which experts are drawn, in order, and which of them are kept."""
+
+    def __init__(
+        self, problem: MoEProblem, experts: Sequence[int] | None, advance: Callable[[int, int], object] | None
+    ) -> None:
+        self.experts = list(range(problem.num_local_experts) if experts is None else experts)
+        self.num_drawn = problem.num_local_experts if experts is None else problem.num_experts
+        self._advance = advance
+
+    def __iter__(self) -> Iterator[int | None]:
+        """For each expert that is drawn, where it goes; None where others hold it."""
+        place_of = {expert: place for place, expert in enumerate(self.experts)}
+        for expert in range(self.num_drawn):
+            yield place_of.get(expert)
+            if self._advance is not None:
+                self._advance(expert + 1, self.num_drawn)
 
 
 def _empty_experts(problem: MoEProblem, num_experts: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -82,13 +105,19 @@ def _empty_experts(problem: MoEProblem, num_experts: int, device: torch.device) 
 
 
 def _fill_expert(
-    problem: MoEProblem, w13: torch.Tensor, w2: torch.Tensor, pool: torch.Tensor, generator: torch.Generator
+    problem: MoEProblem,
+    w13: torch.Tensor | None,
+    w2: torch.Tensor | None,
+    pool: torch.Tensor,
+    generator: torch.Generator,
 ) -> None:
-    """Overwrites one expert's matrices."""
+    """Overwrites one expert's matrices; without them only draws its numbers."""
     hidden, intermediate = problem.hidden_size, problem.intermediate_size
     starts = torch.randint(_POOL_NUMEL, (3,), generator=generator).tolist()
     # Experts of one model differ in scale too.
     scale = 0.8 + 0.4 * float(torch.rand((), generator=generator))
+    if w13 is None or w2 is None:
+        return
     _fill(w13[-intermediate:], pool, starts[0], scale * _UP_STD / math.sqrt(hidden))
     if problem.activation.num_halves == 2:
         _fill(w13[:intermediate], pool, starts[1], scale * _GATE_STD / math.sqrt(hidden))
@@ -96,31 +125,31 @@ def _fill_expert(
 
 
 def _unquantized_experts(
-    problem: MoEProblem, pool: torch.Tensor, generator: torch.Generator, advance: Callable[[int, int], object] | None
+    problem: MoEProblem, pool: torch.Tensor, generator: torch.Generator, places: _Places
 ) -> dict[str, torch.Tensor]:
     tensors = _empty_experts(problem, problem.num_local_experts, pool.device)
-    for expert in range(problem.num_local_experts):
-        _fill_expert(problem, tensors["w13"][expert], tensors["w2"][expert], pool, generator)
-        if advance is not None:
-            advance(expert + 1, problem.num_local_experts)
+    for place in places:
+        w13, w2 = (None, None) if place is None else (tensors["w13"][place], tensors["w2"][place])
+        _fill_expert(problem, w13, w2, pool, generator)
     return tensors
 
 
 def _quantized_experts(
-    problem: MoEProblem, pool: torch.Tensor, generator: torch.Generator, advance: Callable[[int, int], object] | None
+    problem: MoEProblem, pool: torch.Tensor, generator: torch.Generator, places: _Places
 ) -> dict[str, torch.Tensor]:
     buffer = _empty_experts(problem, 1, pool.device)
     # Uses its own generator, so that the weights are those of the unquantized layer, rounded.
     own = torch.Generator().manual_seed(generator.initial_seed() + 1)
     sample = torch.randn(_SAMPLE_TOKENS, problem.hidden_size, generator=own).to(pool)
-    experts: list[dict[str, torch.Tensor]] = []
-    for expert in range(problem.num_local_experts):
+    experts: list[dict[str, torch.Tensor]] = [{} for _ in places.experts]
+    for place in places:
+        if place is None:
+            _fill_expert(problem, None, None, pool, generator)
+            continue
         _fill_expert(problem, buffer["w13"][0], buffer["w2"][0], pool, generator)
         plain = ExpertWeights(w13=buffer["w13"], w2=buffer["w2"])
         a13, a2 = _static_scales(problem, plain, sample)
-        experts.append(quantize_weights(plain, problem.quant, a13_scale=a13, a2_scale=a2).tensors())
-        if advance is not None:
-            advance(expert + 1, problem.num_local_experts)
+        experts[place] = quantize_weights(plain, problem.quant, a13_scale=a13, a2_scale=a2).tensors()
     return {name: torch.cat([tensors.pop(name) for tensors in experts]) for name in list(experts[0])}
 
 

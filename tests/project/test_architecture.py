@@ -18,14 +18,19 @@ import typer.main
 from moereg.checkpoints import SavedCheckpoint
 from moereg.cli import app
 from moereg.cli._bench import BenchResult
+from moereg.cli._ep import EpResult
 from moereg.cli._info import collect_info, selection_with_evidence
 from moereg.cli._names import list_models, list_schemes
 from moereg.cli._new_backend import NewWheel
 from moereg.cli._quantize_result import QuantizeResult, Question, SchemeRow
+from moereg.cli._rank import NO_ROW
 from moereg.cli._run import RunResult
+from moereg.cli._subject import Subject
 from moereg.dispatch import explain_backends
+from moereg.movement import explain_movements
 from moereg.platforms import Platform
 from moereg.plugins import PluginStatus
+from moereg.prepare_finalize import GroupFacts
 from moereg.problem import MoEProblem
 from moereg.quant import get_scheme
 from moereg.testing import CellName, Check, Outcome, Report, Result
@@ -180,6 +185,7 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
     check = Check(CellName("a", "B", ("unquantized",), ("cpu",)), "permute")
     verified = Report("a", "cpu", "", {}, 0, (Result(check, Outcome("failed")),), {}).to_dict()
     where = provenance(Platform("cpu"), ["torch"])
+    ways = explain_movements(selection.problem, GroupFacts(2, "gloo", "cpu"), "cpu")
     question = Question(Path(), 0, (), (), {}, 0, None, False)
     quantized = QuantizeResult(question, "", selection.problem, Platform("cpu"), where, "random")
     saved = dataclasses.replace(quantized, saved=SavedCheckpoint(Path(), get_scheme("nvfp4"), (), 0))
@@ -189,6 +195,8 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
         "info": info,
         "run": RunResult("", selection, 1).to_dict(),
         "bench": BenchResult("", selection, "uniform", where).to_dict(),
+        "bench --ep` and `run --ep": EpResult(Subject(None, selection.problem), ways, where, None).to_dict(),
+        "a row over ranks": dict.fromkeys(("way", "tokens", *NO_ROW)),
         "quantize": quantized.to_dict(),
         "a compared scheme": row.to_dict(),
         "a copy": saved.to_dict()["out"],

@@ -1,0 +1,313 @@
+"""One rank of `moereg bench --ep` and `moereg run --ep`: builds its experts, compares, times, writes a line a row.
+
+`python -m moereg.cli._rank JOB RANK` does it in a process of its own; `torchrun` processes call `run_rank`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from moereg.balancing import balance_experts, count_routes
+from moereg.dispatch import EmulationWarning
+from moereg.errors import GroupError, MoeregError, described
+from moereg.expert_placement import ExpertPlacement, PlacementTables
+from moereg.layer import MoEKernel, make_kernel
+from moereg.memory import format_bytes
+from moereg.prepare_finalize import GroupPrepareFinalize
+from moereg.problem import MoEProblem
+from moereg.reference import reference_experts
+from moereg.tolerances import layer_tolerance
+from moereg.tuning.inputs import Call, random_weights
+from moereg.tuning.over_ranks import (
+    all_agree,
+    bare_collectives,
+    calls_of_group,
+    error_over_ranks,
+    kernel_runs_over_ranks,
+    of_rank,
+    time_over_ranks,
+)
+from moereg.weights import ExpertWeights
+
+__all__ = ["NO_ROW", "Job", "run_rank"]
+
+_LARGEST_ROOM: Final = 4e9
+"""Bytes that a rank may be asked to make room for, both ways, before a way is left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What every rank is told.
+
+    Attributes:
+        problem: `MoEProblem.to_dict` of the layer.
+        size: Ranks.
+        device_type: `cuda` or `cpu`.
+        ways: Names, in order.
+        tokens: T of each rank.
+        routings: Names.
+        replicas: Experts beyond one for each of the layer, placed by the routing's loads; None for slices.
+        rounds, seconds: Samples of each row, at most.
+        seed: Of everything random.
+        eager: Whether nothing is captured in CUDA graphs.
+        compares: Whether rank 0 also runs the whole layer alone.
+        out: File that rank 0 writes a line of JSON to for each row.
+        store: Where ranks find each other; that of torchrun where None.
+        limit_seconds: Time limit of a collective.
+    """
+
+    problem: dict[str, Any]
+    size: int
+    device_type: str
+    ways: tuple[str, ...]
+    tokens: tuple[int, ...]
+    routings: tuple[str, ...]
+    replicas: int | None
+    rounds: int
+    seconds: float
+    seed: int
+    eager: bool
+    compares: bool
+    out: str
+    store: str | None
+    limit_seconds: float = 120.0
+
+
+def run_rank(job: Job, rank: int) -> None:
+    """Does one rank's work; every rank has to."""
+    device = torch.device("cpu")
+    if job.device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if job.device_type == "cuda" else "gloo",
+        init_method="env://" if job.store is None else f"file://{job.store}",
+        rank=rank,
+        world_size=job.size,
+        timeout=datetime.timedelta(seconds=job.limit_seconds),
+        device_id=device if job.device_type == "cuda" else None,
+    )
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", EmulationWarning)  # Rows name the tier.
+        for row in _Rank(job, rank, device).rows():
+            if rank == 0:
+                with Path(job.out).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+    dist.destroy_process_group()
+
+
+class _Rank:
+    """What stays for all rows."""
+
+    def __init__(self, job: Job, rank: int, device: torch.device) -> None:
+        self.job, self.rank, self.device = job, rank, device
+        self.problem = MoEProblem.from_dict(job.problem)
+        self.placement: ExpertPlacement | None = None
+        held = ExpertPlacement.contiguous(self.problem.num_experts, job.size) if job.replicas is None else None
+        if held is None:
+            held = self.placement = self._balanced(job.replicas or 0)
+        self.tables = PlacementTables(held, rank, device)
+        experts = held.experts_of_rank[rank]
+        self.part = dataclasses.replace(self.problem, num_local_experts=len(experts), placement="map")
+        # Where an expert has replicas, the reference counts the first one.
+        first = [place if held.ranks_of_expert(e)[0] == rank else -1 for e, place in enumerate(held.expert_map(rank))]
+        self.first = torch.tensor(first, dtype=torch.int32, device=device)
+        generator = torch.Generator().manual_seed(job.seed)
+        self.weights = random_weights(self.part, generator, device, experts=experts)
+
+    def _balanced(self, num_replicas: int) -> ExpertPlacement:
+        """By the loads of the last routing, `zipf` of `uniform,zipf`."""
+        calls = calls_of_group(
+            self.problem, max(self.job.tokens), self.job.size, self.job.routings[-1], self.job.seed, self.device
+        )
+        loads = torch.stack([count_routes(call.topk_ids, self.problem.num_experts) for call in calls]).sum(0).cpu()
+        found: list[Any] = [balance_experts(loads, self.job.size, num_replicas)]
+        dist.broadcast_object_list(found, src=0, device=self.device)
+        placement: ExpertPlacement = found[0]
+        return placement
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """A row for each number of tokens, way and routing."""
+        for num_tokens in self.job.tokens:
+            calls = {}
+            for routing in self.job.routings:
+                whole = calls_of_group(self.problem, num_tokens, self.job.size, routing, self.job.seed, self.device)
+                calls[routing] = (whole[0], [of_rank(call, self.rank, self.job.size) for call in whole])
+                del whole
+            alone = {routing: self._alone(num_tokens, routing) for routing in calls}
+            for way in self.job.ways:
+                yield from self._way(way, num_tokens, calls, alone)
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def _alone(self, num_tokens: int, routing: str) -> float | None:
+        """The time of as many routes on this rank's experts, without a group; None where it has too few of them."""
+        share = self.part.num_local_experts
+        if share < self.problem.top_k or num_tokens == 0:
+            return None
+        problem = dataclasses.replace(self.part, num_experts=share, placement="contiguous", max_num_tokens=num_tokens)
+        calls = calls_of_group(problem, num_tokens, 1, routing, self.job.seed + 1, self.device)
+        kernel = make_kernel(problem, self.weights)
+        outs = [torch.empty_like(call.hidden_states) for call in calls]
+        runs, _ = kernel_runs_over_ranks(kernel, calls, outs, self.job.eager)
+        return time_over_ranks(runs, self.device, self.job.rounds, self.job.seconds).median_us
+
+    def _way(
+        self,
+        way: str,
+        num_tokens: int,
+        calls: dict[str, tuple[Call, list[Call]]],
+        alone: dict[str, float | None],
+    ) -> Iterator[dict[str, Any]]:
+        problem = dataclasses.replace(self.problem, max_num_tokens=max(num_tokens, 1))
+        empty = {"way": way, "tokens": num_tokens, **NO_ROW}
+        kernel, failure = None, ""
+        try:
+            kernel = self._made(problem, way)
+        except GroupError:
+            raise
+        except MoeregError as error:
+            failure = str(error).splitlines()[0]
+        for routing, (whole, own) in calls.items():
+            row = {**empty, "routing": routing, "one_rank_us": alone[routing]}
+            if kernel is None:
+                yield {**row, "failure": failure, "passed": False}
+                continue
+            yield {**row, **self._measured(kernel, num_tokens, whole, own, alone[routing])}
+
+    def _made(self, problem: MoEProblem, way: str) -> MoEKernel:
+        room = self.problem.num_experts * (problem.max_num_tokens or 0) * 2 * self.problem.hidden_size
+        room *= self.problem.torch_dtype.itemsize
+        if way == "low_latency" and room > _LARGEST_ROOM:
+            raise MoeregError(f"left out: room for every token at every expert takes {format_bytes(room)} a rank")
+        return make_kernel(
+            problem, self.weights, group=dist.group.WORLD, prepare_finalize=way, expert_placement=self.placement
+        )
+
+    def _measured(
+        self, kernel: MoEKernel, num_tokens: int, whole: Call, own: list[Call], one_rank_us: float | None
+    ) -> dict[str, Any]:
+        moves, winner = kernel.prepare_finalize, kernel.selection.winner
+        assert isinstance(moves, GroupPrepareFinalize)
+        assert winner is not None
+        found: dict[str, Any] = {
+            "wire": moves.wire.name,
+            "activation_format": kernel.selection.problem.activation_format,
+            "backend": winner.backend,
+            "experts": winner.experts,
+            "computes": winner.computes,
+            "tier": winner.tier,
+        }
+        tolerance = layer_tolerance(self.problem, num_tokens, winner.scheme or winner.computes)
+        expected = reference_experts(self.part, self.weights, *whole, expert_map=self.first, computes=winner.scheme)
+        dist.all_reduce(expected)
+        mine = expected[self.rank * num_tokens : (self.rank + 1) * num_tokens]
+        outs = [torch.full_like(call.hidden_states, math.nan) for call in own]
+        kernel(*own[0])
+        first = kernel(*own[0], out=outs[0]).clone()
+        error = error_over_ranks(first, mine)
+        repeats = all_agree(torch.equal(kernel(*own[0]), first), self.device)
+        found |= {"relative_error": error, "tolerance": tolerance, "passed": error <= tolerance, "repeats": repeats}
+        if self.job.compares:
+            found |= self._compared(kernel, first, whole)
+        if not found["passed"]:
+            return found
+        runs, is_captured = kernel_runs_over_ranks(kernel, own, outs, self.job.eager)
+        timing = time_over_ranks(runs, self.device, self.job.rounds, self.job.seconds)
+        outs[0].fill_(math.nan)
+        runs[0]()
+        error = error_over_ranks(outs[0], mine)
+        del runs
+        if not error <= tolerance:  # NaN is wrong, too.
+            return {**found, "relative_error": error, "passed": False}
+        row_bytes = moves.wire.bytes_per_token + 8 * self.problem.top_k
+        bare, moved = bare_collectives(self.problem, own, self.tables, row_bytes)
+        bare_us = time_over_ranks(bare, self.device, self.job.rounds, self.job.seconds).median_us
+        return {
+            **found,
+            "captured": is_captured,
+            "time_us": timing.median_us,
+            "p10_us": timing.p10_us,
+            "p90_us": timing.p90_us,
+            "bare_us": bare_us,
+            "bytes_out": moved[0],
+            "bytes_back": moved[1],
+            "over_one_rank": None if one_rank_us is None else timing.median_us / one_rank_us,
+        }
+
+    def _compared(self, kernel: MoEKernel, first: torch.Tensor, whole: Call) -> dict[str, Any]:
+        """All ranks' outputs against the layer on rank 0 alone."""
+        parts = [torch.empty_like(first) for _ in range(self.job.size)]
+        dist.all_gather(parts, first)
+        found: list[Any] = [None]
+        if self.rank == 0:
+            generator = torch.Generator().manual_seed(self.job.seed)
+            weights: ExpertWeights = random_weights(self.problem, generator, self.device)
+            # By the same class, where it fits the whole layer, so that bits can be equal.
+            one = make_kernel(self.problem, weights)(*whole)
+            together = torch.cat(parts)
+            error = (together.double() - one.double()).norm() / one.double().norm()
+            found = [{"one_rank_error": float(error), "one_rank_equal": torch.equal(together, one)}]
+        dist.broadcast_object_list(found, src=0, device=self.device)
+        result: dict[str, Any] = found[0]
+        return result
+
+
+NO_ROW: Final[dict[str, Any]] = {
+    "routing": "",
+    "wire": "",
+    "activation_format": "",
+    "backend": None,
+    "experts": None,
+    "computes": None,
+    "tier": None,
+    "relative_error": None,
+    "tolerance": None,
+    "passed": None,
+    "failure": None,
+    "repeats": None,
+    "one_rank_error": None,
+    "one_rank_equal": None,
+    "captured": None,
+    "time_us": None,
+    "p10_us": None,
+    "p90_us": None,
+    "one_rank_us": None,
+    "over_one_rank": None,
+    "bare_us": None,
+    "bytes_out": None,
+    "bytes_back": None,
+}
+"""A row of which nothing is known, beside its way and number of tokens."""
+
+
+def _main(run: Callable[[Job, int], None] = run_rank) -> int:
+    values = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    values |= {name: tuple(values[name]) for name in ("ways", "tokens", "routings")}
+    rank = int(sys.argv[2])
+    try:
+        run(Job(**values), rank)
+    except Exception as error:
+        print(f"rank {rank}: {described(error)}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    # torch.distributed may wait for ranks that are gone when it is taken down.
+    code = _main()
+    sys.stderr.flush()
+    os._exit(code)
