@@ -161,6 +161,18 @@ def weights_on_gathered_inputs(rank: int, size: int) -> dict[str, Any]:
     return compared(rank, size, "all_gather", top_k=1, apply_router_weight_on_input=True)
 
 
+SCHEMES = (
+    *("fp8_tensor_dynamic", "fp8_channel_token", "fp8_block128", "mxfp8", "int8_w8a8", "mxfp4_mxfp8"),
+    *("nvfp4", "nvfp4_w4a16", "mxfp4_w4a16", "int8_w8a16", "int4_w4a16_g128"),
+)
+
+
+def every_scheme(rank: int, size: int) -> dict[str, Any]:
+    """Each scheme by the way that sends it in as few bits as its experts read."""
+    sizes = {"dtype": "bfloat16", "intermediate_size": 128}
+    return {name: compared(rank, size, "all_to_all", quant=name, **sizes) for name in SCHEMES}
+
+
 class CodedExperts(FakeExperts):
     """Takes tokens as codes with scales, and nothing else."""
 

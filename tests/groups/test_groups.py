@@ -104,6 +104,18 @@ def test_a_rank_that_ends_or_stalls_ends_the_others(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_every_scheme_travels() -> None:
+    # A CPU serves mxfp4_mxfp8 with 16-bit activations, and so do tokens travel.
+    in_8_bits = {"fp8_channel_token", "fp8_block128", "mxfp8", "int8_w8a8"}
+    for result in results_of(2, "every_scheme"):
+        found = value_of(result, "every_scheme")
+        assert {name for name, of in found.items() if of["wire"] != "bfloat16"} == in_8_bits
+        # One scale for all tokens of a call is another one where other tokens come.
+        assert {name: of["error"] for name, of in found.items() if of["error"] > 6e-3 and "tensor" not in name} == {}
+        assert found["fp8_tensor_dynamic"]["error"] < 0.06
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_more_ranks(num_ranks: int) -> None:
     results = results_of(num_ranks, *EQUAL, *NEAR, *REFUSED)
