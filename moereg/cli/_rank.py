@@ -25,7 +25,8 @@ from moereg.errors import GroupError, MoeregError, described
 from moereg.expert_placement import ExpertPlacement, PlacementTables
 from moereg.layer import MoEKernel, make_kernel
 from moereg.memory import format_bytes
-from moereg.prepare_finalize import GroupPrepareFinalize
+from moereg.prepare_finalize import AllGather, AllToAll, GroupPrepareFinalize, LowLatency
+from moereg.prepare_finalize.wire import PlainWire, Wire
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts
 from moereg.tolerances import layer_tolerance
@@ -185,7 +186,21 @@ class _Rank:
             if kernel is None:
                 yield {**row, "failure": failure, "passed": False}
                 continue
-            yield {**row, **self._measured(kernel, num_tokens, whole, own, alone[routing])}
+            moves = kernel.prepare_finalize
+            assert isinstance(moves, GroupPrepareFinalize)
+            chosen = moves.wire
+            for wire in self._wires(chosen, kernel):
+                moves.wire = wire
+                yield {**row, **self._measured(kernel, num_tokens, whole, own, alone[routing])}
+            moves.wire = chosen
+
+    def _wires(self, chosen: Wire, kernel: MoEKernel) -> tuple[Wire, ...]:
+        """The one that was chosen, and 16 bits beside codes where way and experts take both."""
+        takes_both = isinstance(kernel.prepare_finalize, (AllGather, AllToAll, LowLatency))
+        takes_both = takes_both and kernel.experts.input_form != "quantized"
+        if isinstance(chosen, PlainWire) or not takes_both or self.job.compares:
+            return (chosen,)
+        return (chosen, PlainWire(self.problem))
 
     def _made(self, problem: MoEProblem, way: str) -> MoEKernel:
         room = self.problem.num_experts * (problem.max_num_tokens or 0) * 2 * self.problem.hidden_size

@@ -63,7 +63,7 @@ NOT_RUN: Final = {
 }
 """Commands that cannot run here, with the reason."""
 
-SLOW: Final = ("bench", "compile", "run --ep", "verify", "quantize", "--model-dir", "benches.board", "benches.report")
+SLOW: Final = ("bench", "compile", "--ep", "verify", "quantize", "--model-dir", "benches.board", "benches.report")
 
 
 def _commands() -> list[tuple[str, Command]]:
