@@ -10,16 +10,18 @@ from typing import Any
 from moereg.balancing import balance_experts
 from moereg.cli._bench import check_routing
 from moereg.cli._machine import platform_at_hand
+from moereg.cli._memory import check_run_fits
 from moereg.cli._options import ProblemFlags, UsageError
 from moereg.cli._progress import phase
 from moereg.cli._ranks import find_torchrun_rank, rows_of_ranks
 from moereg.cli._subject import Subject, find_subject
 from moereg.dispatch import explain_backends
 from moereg.movement import MovementSelection, explain_movements
-from moereg.platforms import Platform
+from moereg.platforms import Platform, torch_device
 from moereg.prepare_finalize import GroupFacts
 from moereg.selection import SCHEMA, Selection
 from moereg.testing.provenance import clocks, provenance
+from moereg.tuning.inputs import num_calls
 from moereg.tuning.timing import SECONDS
 
 __all__ = ["EpExplanation", "EpResult", "bench_group", "explain_group", "run_group"]
@@ -175,6 +177,11 @@ def bench_group(
     names = tuple(dict.fromkeys(decision.name for decision in movement.accepted))
     if not names:
         return result
+    # On a CPU all ranks share the memory, and a comparison needs the whole layer on one.
+    is_shared = platform.device_type == "cpu" or compares
+    share = problem.num_experts if is_shared else -(-(problem.num_experts + (replicas or 0)) // size)
+    part = dataclasses.replace(problem, num_local_experts=min(share, problem.num_experts))
+    check_run_fits(part, max(counts) * size, torch_device(platform), 2, num_calls(max(counts)))
     from moereg.cli._rank import Job
 
     job = Job(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from moereg.cli import _memory as cli_memory
 from tests.cli.command import SELECTION_KEYS, Call, CallJson, run_module, strict_json
 
 SIZES = "--experts 8 --hidden 128 --intermediate 64 --top-k 2 --dtype float32 --platform cpu"
@@ -67,6 +68,13 @@ def test_bad_input_is_one_line(call: Call, line: str, text: str) -> None:
     code, out, err = call(line)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert text in err
+
+
+def test_a_layer_that_does_not_fit_starts_no_rank(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_memory, "free_memory_bytes", lambda device: 10**6)
+    code, out, err = call("bench --ep 2 --model qwen3-30b-a3b --platform cpu")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "permuted for 2 kernels" in err
 
 
 def test_more_ranks_than_torchrun_started(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
