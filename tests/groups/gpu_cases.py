@@ -12,7 +12,8 @@ from moereg.layer import MoEKernel, make_kernel
 from moereg.problem import MoEProblem
 from moereg.reference import relative_error
 from moereg.testing.inputs import make_weights
-from tests.groups.cases import share_of, tokens_of
+from tests.groups.cases import experts_of, share_of, tokens_of
+from tests.groups.move_cases import ring
 
 MOST_TOKENS = 16
 
@@ -68,6 +69,42 @@ def captured(rank: int, size: int, way: str, **changes: Any) -> dict[str, Any]:
     for turn in range(1, 4):
         for old, new in zip(inputs, inputs_of(problem, rank + 10 * turn, MOST_TOKENS), strict=True):
             old.copy_(new)
+        graph.replay()
+        worst = max(worst, relative_error(out, one(*inputs)))
+    torch.cuda.synchronize()
+    del graph
+    return {"error": worst}
+
+
+def experts_that_move(rank: int, size: int) -> dict[str, Any]:
+    """A graph that was captured before experts moved goes on with those that came."""
+    facts = {"num_experts": 16, "hidden_size": 512, "intermediate_size": 256, "top_k": 4, "max_num_tokens": MOST_TOKENS}
+    problem = MoEProblem(**facts, graph_capture=True)
+    device = torch.device("cuda", torch.cuda.current_device())
+    weights = make_weights(problem, device)
+    extra = 1 if size > 1 else 0
+    before, after = (ring(16, size, shift, extra) for shift in (0, 3))
+    own = experts_of(weights, before.experts_of_rank[rank])
+    kernel = make_kernel(
+        problem,
+        own,
+        group=dist.group.WORLD,
+        prepare_finalize="all_gather",
+        expert_placement=before,
+        own_weights=True,
+    )
+    one = make_kernel(dataclasses.replace(problem, graph_capture=False), weights)
+    inputs = inputs_of(problem, rank, MOST_TOKENS)
+    out = torch.empty_like(inputs[0])
+    for _ in range(3):
+        kernel(*inputs, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        kernel(*inputs, out=out)
+    worst = 0.0
+    for placement in (after, before):
+        assert kernel.move_experts(placement) == 16 // size + extra
+        out.fill_(float("nan"))
         graph.replay()
         worst = max(worst, relative_error(out, one(*inputs)))
     torch.cuda.synchronize()

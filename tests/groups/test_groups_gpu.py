@@ -28,6 +28,7 @@ CASES: Final = (
     "all_gather_deterministic_captured",
     "low_latency_captured",
     "all_to_all_refuses_capture",
+    "experts_that_move",
 )
 
 
