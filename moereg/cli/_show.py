@@ -86,16 +86,17 @@ def _print_decisions(
     target: Console, decisions: Sequence[Decision], winner: Decision | None, platform: Platform
 ) -> None:
     is_wide = target.width >= WIDE
-    # On 80 columns the class is shown where it tells candidates apart.
-    columns = ["", "backend", "origin", *(["experts"] if is_wide else [])]
+    # On 80 columns the class is shown where it tells candidates apart, and the origin where one is a wheel.
+    has_origin = is_wide or any(decision.origin != BUILTIN for decision in decisions)
+    columns = ["", "backend", *(["origin"] if has_origin else []), *(["experts"] if is_wide else [])]
     table = new_table(*columns, "rule", "computes", "priority", "verified")
     backends = [decision.backend for decision in decisions]
     for decision in decisions:
         is_one_of_many = not is_wide and backends.count(decision.backend) > 1
         table.add_row(
             _mark(decision, winner),
-            f"{decision.backend} ({decision.experts})" if is_one_of_many else decision.backend,
-            decision.provider,
+            decision.backend + (f"\n({decision.experts.removesuffix('Experts')})" if is_one_of_many else ""),
+            *([decision.provider] if has_origin else []),
             *([decision.experts] if is_wide else []),
             decision.rule,
             decision.computes if decision.tier == "kernel" else f"{decision.computes}, {decision.tier}",
@@ -107,6 +108,7 @@ def _print_decisions(
     width = sum(max((len(str(cell)) for cell in column.cells), default=0) for column in names)
     for column in names if width < target.width / 2 else ():
         column.no_wrap = True
+    table.columns[1].min_width = max(map(len, backends), default=0)
     target.print(table)
 
 
