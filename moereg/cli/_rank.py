@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,6 +44,8 @@ from moereg.tuning.over_ranks import (
 from moereg.weights import ExpertWeights
 
 __all__ = ["NO_ROW", "Job", "run_rank"]
+
+_LEAVING_SECONDS: Final = 20.0
 
 _LARGEST_ROOM: Final = 4e9
 """Bytes that a rank may be asked to make room for, both ways, before a way is left out."""
@@ -106,6 +109,11 @@ def run_rank(job: Job, rank: int) -> None:
             if rank == 0:
                 with Path(job.out).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
+    if job.store is not None and job.device_type == "cuda":
+        # All rows are there: NCCL may wait for a graph of its own while it is taken down.
+        last = threading.Timer(_LEAVING_SECONDS, os._exit, (0,))
+        last.daemon = True
+        last.start()
     dist.destroy_process_group()
 
 
