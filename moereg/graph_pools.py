@@ -8,6 +8,7 @@ error. A layer's kernel and scratch are alive: they serve later calls too.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
@@ -49,7 +50,8 @@ def outside_pools(function: Callable[[], T], device: torch.device) -> T:
     its grad and inference mode. Elsewhere it is just called.
 
     Args:
-        function: Allocates on `device`. Other state of the caller's thread, such as autocast, it does not have.
+        function: Allocates on `device`. It has the caller's context variables, but neither its locks nor other state of
+            its thread, such as autocast and torch's default device.
         device: Where.
 
     Returns:
@@ -69,9 +71,16 @@ def outside_pools(function: Callable[[], T], device: torch.device) -> T:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="moereg-outside-pools")
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="moereg-outside-pools")
     thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+    try:
+        thread.join()
+    finally:
+        # After an interrupt, too: it works on the caller's stream, where the caller goes on.
+        thread.join()
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # The error's frames hold this list, and with it what the function had allocated.
     return results[0]

@@ -15,6 +15,7 @@ from moereg.compiled import is_exporting, new_handle, run_compiled
 from moereg.dispatch import Names, Selection, platform_of, select_backend
 from moereg.errors import ArgumentError
 from moereg.exported import run_exported
+from moereg.graph_pools import outside_pools
 from moereg.layer import MoEKernel, make_kernel
 from moereg.module_state import CanonicalModule, experts_of, has_shared_experts, router_tensors, zeros_for
 from moereg.one_expert import keeping_moves
@@ -310,7 +311,7 @@ class MoELayer(CanonicalModule):
                 self._kernel.reload(self._checked_weights())
                 self._seen = state
             return self._kernel
-        self._thaw()
+        outside_pools(self._thaw, self._device)
         weights = self.weights
         if weights.w13.device.type == "meta":
             raise ArgumentError(

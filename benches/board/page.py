@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -317,6 +318,13 @@ def failures_table(board: str) -> str:
         [name, places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else ""), _cell(reason)]
         for (name, reason), places in where.items()
     ]
+    rows += [
+        [name, f"{layer['layer']} {layer['scheme']}", _cell(reason)]
+        for document in files
+        for layer in document["layers"].values()
+        for name, reason in layer["skipped"].items()
+        if _lacks_a_library(reason)
+    ]
     missing = [row for document in files for row in document["left_out"]]
     by_reason: dict[tuple[str, str, str], int] = {}
     for row in missing:
@@ -327,6 +335,11 @@ def failures_table(board: str) -> str:
         for (layer, scheme, reason), count in by_reason.items()
     ]
     return _table(["backend", "where", "reason"], rows) if rows else "Nothing failed and nothing was left out."
+
+
+def _lacks_a_library(reason: str) -> bool:
+    """Whether a backend did not run for what the machine lacked, and not for what it computes."""
+    return all(re.search(r"not installed|^requires the |^install ", part) for part in reason.split("; "))
 
 
 def _cell(text: str) -> str:
@@ -371,7 +384,7 @@ def _where(document: Row) -> str:
     )
     note = f" {document['note']}" if document.get("note") else ""
     if _exceeds_ceilings(document):
-        note = f" Rows exceed them: they were measured too low, and no shares are given.{note}"
+        note = f" A row exceeds one of them, which was measured too low, so no shares are given.{note}"
     return (
         f"Measured on {document['device']} with {versions} at commit {document['commit'][:12] or 'unknown'}, "
         f"{document['date']}, in {document['seconds']:.0f} s. Ceilings in the same process: {ceilings}.{note}"

@@ -83,7 +83,7 @@ class QuackExperts(LoadedExperts):
         return interleaved.Interleaved(self)
 
 
-# As the unquantized one, and not run either.
+# As the unquantized one. On an H200 1.3 to 1.4 times the time of `triton` (docs/board.md).
 @_quack("fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic", platform="cuda:sm90", opt_in=False)
 @_quack("fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic", platform="cuda:sm100f")
 class QuackCodesExperts(LoadedExperts):
@@ -104,8 +104,7 @@ class QuackCodesExperts(LoadedExperts):
 
 # Below fused kernels, since it writes and reads every intermediate, and above the dense loop. On an H200, torch 2.11:
 # 5.0 ms for Qwen3-30B's layer at T 4096 and 0.15 ms at T 1, against 32 and 5.7 ms of the dense loop. Other GPUs are
-# left out: torch loops over the experts there, and waits for their counts to reach the host. Opt-in until the ledger
-# has it: its code has moved since that run.
+# left out: torch loops over the experts there, and waits for their counts to reach the host.
 @register_moe_backend(name="cutlass", priority=25, quant_schemes=("unquantized",), platforms=("cuda:sm90",))
 @register_moe_backend(
     name="cutlass", priority=25, quant_schemes=("unquantized",), platforms=("cuda:sm100",), opt_in=True
@@ -122,7 +121,8 @@ class TorchGroupedExperts(LoadedExperts):
         return plain.Grouped(self)
 
 
-# Not measured, and not run on such a machine yet: as the unquantized one. torch has these products for Hopper alone.
+# As the unquantized one: on an H200 3.9 to 5.1 times the time of `triton` (docs/board.md). torch has these products for
+# Hopper alone.
 @register_moe_backend(
     name="cutlass",
     priority=25,

@@ -1,15 +1,20 @@
 """What outlives a call of compiled code is not allocated where the call allocates: `torch.cuda` is made up here."""
 
 import contextlib
+import contextvars
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 
-from moereg import workspace
+from moereg import graph_pools, workspace
 from moereg.dispatch import select_backend
 from moereg.graph_pools import in_compiled_code, outside_pools
 from moereg.layer import make_kernel
+from moereg.module import MoELayer
+from moereg.moe_kernel import MoEKernel
 from moereg.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_weights
 from moereg.workspace import WorkspacePool
@@ -123,3 +128,71 @@ def test_what_a_kernel_is_made_of_is_taken_outside(way: str, monkeypatch: pytest
     assert not kernel._borrowed
     call = make_inputs(problem, 3, "uniform", device)
     assert kernel(call.hidden_states, call.topk_weights, call.topk_ids).isfinite().all()
+
+
+def _layer(monkeypatch: pytest.MonkeyPatch, seen: list[int]) -> MoELayer:
+    """A layer, at whose calls the depth of ops of compiled code is noted."""
+    problem = MoEProblem(num_experts=4, hidden_size=32, intermediate_size=32, top_k=2, dtype="float32")
+    inner = MoEKernel.check_and_run
+
+    def noting(self, *arguments):
+        seen.append(graph_pools._HERE.num_ops)
+        inner(self, *arguments)
+
+    monkeypatch.setattr(MoEKernel, "check_and_run", noting)
+    return MoELayer(problem, make_weights(problem, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("way", ["called", "compiled", "exported"])
+def test_ops_of_compiled_code_say_that_they_are(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    layer = _layer(monkeypatch, seen)
+    call = make_inputs(layer.problem, 3, "uniform", torch.device("cpu"))
+    arguments = (call.hidden_states, call.topk_weights, call.topk_ids)
+    torch._dynamo.reset()
+    ways = {
+        "called": lambda: layer,
+        "compiled": lambda: torch.compile(layer, fullgraph=True, backend="eager"),
+        "exported": lambda: torch.export.export(layer, arguments).module(),
+    }
+    with torch.no_grad():
+        ways[way]()(*arguments)
+    assert seen == [0 if way == "called" else 1]
+    assert graph_pools._HERE.num_ops == 0
+
+
+def test_the_op_of_live_experts_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = pytest.importorskip("moereg.integrations._experts.calls", reason="the extra `transformers`")
+    depths: list[int] = []
+
+    class Served:
+        def run(self, hidden_states, topk_ids, topk_weights):
+            depths.append(graph_pools._HERE.num_ops)
+            return hidden_states
+
+    monkeypatch.setattr(calls, "layer_of", lambda handle: Served())
+    calls._live_experts(torch.zeros(1, 4), torch.zeros(1, 1), torch.zeros(1, 1), torch.tensor(1))
+    assert depths == [1]
+
+
+def test_an_error_there_keeps_nothing_alive(cuda: Cuda) -> None:
+    def fails() -> None:
+        large = torch.empty(8)
+        held.append(weakref.ref(large))
+        raise MemoryError
+
+    held: list[weakref.ref[torch.Tensor]] = []
+    gc.disable()
+    try:
+        with in_compiled_code(), pytest.raises(MemoryError):
+            outside_pools(fails, CUDA)
+        assert held[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_context_variables_are_the_callers(cuda: Cuda) -> None:
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(5)
+    with in_compiled_code():
+        assert outside_pools(variable.get, CUDA) == 5

@@ -74,10 +74,10 @@ UNCLAIMED: Final = Difference(
     "activations"
 )
 LATER: Final = Difference(
-    "`humming` is still behind `marlin` on Hopper. vLLM has it before Marlin there, and so has the board: 1.29 times "
-    "`triton`'s time for mxfp4 (`marlin` 1.46, `triton_kernels` 1.81). `deepgemm` and `vllm_cutlass` are before "
-    "`vllm_triton` as in vLLM, and slower on the board. Those wheels' priorities change when their cells are next "
-    "verified, since the evidence is for the code as it stands"
+    "`humming` is still behind `marlin` on Hopper. vLLM has it before Marlin there, and it is faster on the board: "
+    "1.29 times `triton`'s time for mxfp4 (`marlin` 1.46, `triton_kernels` 1.81). `deepgemm` and `vllm_cutlass` are "
+    "before `vllm_triton` as in vLLM, and slower on the board. Those wheels' priorities change when their cells are "
+    "next verified, since the evidence is for the code as it stands"
 )
 DATA_PARALLEL: Final = Difference(
     "A layer is the same on each of several data parallel ranks, so their number changes no order: an engine that "

@@ -13,6 +13,7 @@ import torch
 from moereg.compiled import new_handle
 from moereg.dispatch import Names, platform_of, select_backend
 from moereg.errors import ArgumentError, MoeregError, described
+from moereg.graph_pools import outside_pools
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
 from moereg.layer import MoEKernel, make_kernel
 from moereg.one_expert import read_all
@@ -153,13 +154,24 @@ class ServedExperts:
         key = (top_k, dtype)
         kernel = self.kernels.get(key)
         if kernel is None:
-            weights = self._weights()
-            problem = problem_of(self.module, self.live, top_k, dtype)
-            with torch.no_grad():
-                if selection is None:
-                    selection = select_backend(problem, platform_of(weights.w13.device), **self.request)
-                kernel = self.kernels[key] = make_kernel(problem, weights, selection)
+            # The kernel may share tensors that are made here, such as the halves of w13 put together.
+            made = functools.partial(self._made, top_k, dtype, selection)
+            kernel = self.kernels[key] = outside_pools(made, self._device)
         return kernel
+
+    @property
+    def _device(self) -> torch.device:
+        if self.released:
+            return next(iter(self.kernels.values())).weights.device
+        return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+
+    def _made(self, top_k: int, dtype: torch.dtype, selection: Selection | None) -> MoEKernel:
+        weights = self._weights()
+        problem = problem_of(self.module, self.live, top_k, dtype)
+        with torch.no_grad():
+            if selection is None:
+                selection = select_backend(problem, platform_of(weights.w13.device), **self.request)
+            return make_kernel(problem, weights, selection)
 
     def forget(self) -> None:
         """Reads all parameters again at the next call, written into or not."""

@@ -243,4 +243,18 @@ MUTANTS: Final = (
         new="(local <= problem.num_local_experts), local, -1)",
         tests=("tests/layer/test_placement.py::test_contiguous_ranks_sum_to_the_whole",),
     ),
+    Mutant(
+        "an op of compiled code allocates from the pool of its graph",
+        "moereg/compiled.py",
+        old="    with in_compiled_code():\n        layer",
+        new="    if True:\n        layer",
+        tests=("tests/layer/test_graph_pools.py::test_ops_of_compiled_code_say_that_they_are",),
+    ),
+    Mutant(
+        "an op of exported code allocates from the pool of its graph",
+        "moereg/exported.py",
+        old="    with in_compiled_code():\n",
+        new="    if True:\n",
+        tests=("tests/layer/test_graph_pools.py::test_ops_of_compiled_code_say_that_they_are",),
+    ),
 )
