@@ -27,7 +27,6 @@ from moereg.errors import (
     UnknownBackendError,
     UnknownSchemeError,
     described,
-    one_line,
     shown,
     stops_the_process,
     unknown_name_message,
@@ -54,7 +53,7 @@ from moereg.plugins import (
     unusable,
 )
 from moereg.prepare_finalize.cells import MOVEMENTS, MovementRegistry, registering_movements
-from moereg.process_state import Interrupts, ProcessState, libraries_since, origin_of
+from moereg.process_state import Interrupts, ProcessState, libraries_since, put_back
 from moereg.quant import QUANT_SCHEMES, SCHEMES_CALLED, QuantScheme
 from moereg.registry import API_VERSION, BUILTIN, REGISTRY, BackendCell, BackendRegistry, registering_origin
 
@@ -199,7 +198,7 @@ class _Loader:
             return _failed(status, error)
         finally:
             self._loading = None
-            _put_back(state, point)
+            put_back(state, f"importing {point.module} of {' '.join(point.owner)}")
             overdue.cancel()
             logger.debug("imported %s of %s", point.module, status.distribution)
             libraries = libraries_since(num_modules, point.module)
@@ -284,24 +283,6 @@ def _log_if_slow(doing: str, distribution: str, started: float, libraries: Itera
             else ""
         )
         logger.info("%s of %s took %.1f s%s", doing, distribution, seconds, brought)
-
-
-def _put_back(state: ProcessState, point: PluginPoint) -> None:
-    who = f"importing {point.module} of {' '.join(point.owner)}"
-    if changes := state.restore():
-        logger.warning(
-            "%s changed %s for the whole process, which moereg has put back; report it to its authors",
-            who,
-            one_line(", ".join(changes)),
-        )
-    for thread in state.new_threads():
-        logger.warning(
-            "%s started thread %s of %s, which is no daemon: this process does not end before it; report it to its "
-            "authors, or leave it out of MOEREG_PLUGINS",
-            who,
-            shown(thread.name),
-            origin_of(thread),
-        )
 
 
 def _say_overdue(point: PluginPoint) -> None:

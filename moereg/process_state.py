@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -13,8 +14,11 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from moereg.ambient import AmbientState
+from moereg.errors import one_line, shown
 
-__all__ = ["Interrupts", "ProcessState", "libraries_since", "origin_of"]
+__all__ = ["Interrupts", "ProcessState", "libraries_since", "origin_of", "put_back"]
+
+logger: Final = logging.getLogger("moereg")
 
 _EVERYTHING: Final = (None, Warning, None, 0)
 """Message, category, module and line of a filter for all warnings."""
@@ -85,6 +89,29 @@ def origin_of(thread: threading.Thread) -> str:
     """The module whose function a thread runs, as far as the thread says."""
     target = getattr(thread, "_target", None)
     return str(getattr(target, "__module__", None) or type(thread).__module__)
+
+
+def put_back(state: ProcessState, who: str) -> None:
+    """Restores a state, and says what was put back and which threads stay.
+
+    Args:
+        state: From before.
+        who: Changed it, for the log.
+    """
+    if changes := state.restore():
+        logger.warning(
+            "%s changed %s for the whole process, which moereg has put back; report it to its authors",
+            who,
+            one_line(", ".join(changes)),
+        )
+    for thread in state.new_threads():
+        logger.warning(
+            "%s started thread %s of %s, which is no daemon: this process does not end before it; report it to its "
+            "authors, or leave it out of MOEREG_PLUGINS",
+            who,
+            shown(thread.name),
+            origin_of(thread),
+        )
 
 
 def _put_filters_back(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
