@@ -23,7 +23,7 @@ except ModuleNotFoundError:  # Python 3.10
 PACKAGE = Path(moereg.__file__).parent
 ROOT = PACKAGE.parent
 CALLS = all_calls()
-SOURCES = sorted([*PACKAGE.glob("[bk]*/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")])
+SOURCES = sorted([*PACKAGE.glob("[bkp]*/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")])
 
 
 INSTALLED = {distribution.name.lower().replace("_", "-") for distribution in importlib.metadata.distributions()}

@@ -11,7 +11,19 @@ from typing import Final
 
 __all__ = ["FOREIGN", "Passed", "foreign_uses"]
 
-FOREIGN: Final = ("aiter", "cuda", "cutlass", "flashinfer", "humming", "jax", "quack", "sonicmoe", "tvm_ffi", "vllm")
+FOREIGN: Final = (
+    "aiter",
+    "cuda",
+    "cutlass",
+    "deep_ep",
+    "flashinfer",
+    "humming",
+    "jax",
+    "quack",
+    "sonicmoe",
+    "tvm_ffi",
+    "vllm",
+)
 """Import names of libraries whose functions have to be written down where a backend uses them."""
 
 LOADERS: Final = {"vllm_module": "vllm.", "fused_moe": "vllm.model_executor.layers.fused_moe."}
