@@ -35,7 +35,8 @@ def problem_of(**changes: Any) -> MoEProblem:
     facts = {"num_experts": 12, "hidden_size": 128, "intermediate_size": 32, "top_k": 3, "dtype": "float32"}
     facts = {**facts, "max_num_tokens": MOST_TOKENS, **changes}
     # See `numbers_of`.
-    return MoEProblem(activation="relu2" if facts["dtype"] == "float32" else "silu", **facts)
+    facts.setdefault("activation", "relu2" if facts["dtype"] == "float32" else "silu")
+    return MoEProblem(**facts)
 
 
 def numbers_of(problem: MoEProblem) -> ExpertWeights:
