@@ -20,6 +20,7 @@ from typing import Any
 from benches import pictures, which_backend
 from benches.board import page as board
 from benches.h200 import leave_one_out
+from benches.markdown import table
 from benches.scale import page as scale
 from benches.scale.picture import draw_scale
 
@@ -35,11 +36,6 @@ SCALE_PICTURE = DOCS / "scale.svg"
 def _load(name: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     return document
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _where(document: dict[str, Any]) -> str:
@@ -68,7 +64,7 @@ def cpu_table() -> str:
         )
     summary = f"Geometric mean {document['geometric_mean']:.2f}x over {len(rows)} rows."
     header = ["layer", "T", "ours ms", "best peer ms", "ratio", "share of the ceiling"]
-    return f"{_table(header, rows)}\n\n{summary} {_where(document)}"
+    return f"{table(header, rows)}\n\n{summary} {_where(document)}"
 
 
 def full_size_table() -> str:
@@ -86,7 +82,7 @@ def full_size_table() -> str:
         ]
         for row in document["rows"]
     ]
-    return f"{_table(['layer', 'dtype', 'backend', 'T', 'error', 'bound', 'replay'], rows)}\n\n{_where(document)}"
+    return f"{table(['layer', 'dtype', 'backend', 'T', 'error', 'bound', 'replay'], rows)}\n\n{_where(document)}"
 
 
 def h200_table() -> str:
@@ -106,7 +102,7 @@ def h200_table() -> str:
         for row in document["rows"]
     ]
     header = ["layer", "T", "ours us", "best peer us", "ratio", "roofline us", "share", "same peer here / there"]
-    return f"{_table(header, rows)}\n\n{_h200_summary(document)}"
+    return f"{table(header, rows)}\n\n{_h200_summary(document)}"
 
 
 def second_gpu_table() -> str:
@@ -120,7 +116,7 @@ def second_gpu_table() -> str:
         ratios = (f"{found['best_peer_over_ours']:.3f}" for found in (row, other))
         rows.append([row["model"], str(row["tokens"]), f"{row['ours_us']:.1f}", *ratios, f"{slower:.3f}"])
     header = ["layer", "T", "ours us", "ratio", "ratio above", "time above / here"]
-    return f"{_table(header, rows)}\n\n{_h200_summary(document)}"
+    return f"{table(header, rows)}\n\n{_h200_summary(document)}"
 
 
 def _h200_summary(document: dict[str, Any]) -> str:
@@ -166,7 +162,7 @@ def experts_table() -> str:
         f"{ceilings['read_gbps'] / 1e3:.2f} TB/s, the latter by the fastest known reader. {_where(document)} "
         f"SM clocks right after a bench: {min(clocks)} to {max(clocks)} MHz."
     )
-    return f"{_table(['layer', 'T', *names], rows)}\n\n{where}"
+    return f"{table(['layer', 'T', *names], rows)}\n\n{where}"
 
 
 def shapes_table() -> str:
@@ -175,7 +171,7 @@ def shapes_table() -> str:
     skewed = _skewed_layers(document)
     rows = [row for row in document["rows"] if row["layer"] not in skewed]
     lines = [[row["layer"], str(row["tokens"]), *_times(row)] for row in rows]
-    return _with_notes(_table(["layer", "T", "ours us", "roofline us", "share", "error"], lines), document)
+    return _with_notes(table(["layer", "T", "ours us", "roofline us", "share", "error"], lines), document)
 
 
 def skewed_table() -> str:
@@ -195,7 +191,7 @@ def skewed_table() -> str:
             even = f"{beside['ours_us']:.1f}" if beside else "-"
             lines.append([row["layer"], str(row["tokens"]), row["routing"], ours, even, *others])
     header = ["layer", "T", "routing", "ours us", "uniform us", "roofline us", "share", "error"]
-    return _with_notes(_table(header, lines), document)
+    return _with_notes(table(header, lines), document)
 
 
 def _skewed_layers(document: dict[str, Any]) -> set[str]:
@@ -232,9 +228,9 @@ def host_time_table() -> str:
         names = ("host_us", "inference_host_us", "eager_us")
         times = ["wrong"] * 3 if row["wrong"] else [f"{row[name]:.1f}" for name in names]
         lines.append([row["model"], str(row["tokens"]), *times])
-    table = _table(["layer", "T", "host us", "in inference mode us", "end to end us"], lines)
+    filled = table(["layer", "T", "host us", "in inference mode us", "end to end us"], lines)
     summary = f"Longest host time {document['worst_us']:.1f} us, bound {document['bound_us']:.0f} us."
-    return f"{_with_notes(table, document)} {summary}"
+    return f"{_with_notes(filled, document)} {summary}"
 
 
 def sweep_table() -> str:
@@ -250,7 +246,7 @@ def sweep_table() -> str:
         ]
         for line in leave_one_out.by_tokens(found)
     ]
-    table = _table(["T", "shapes", "left out: worst", "mean", "shipped: worst", "mean"], lines)
+    filled = table(["T", "shapes", "left out: worst", "mean", "shipped: worst", "mean"], lines)
     timed = sum(len(row["times_us"]) for row in document["rows"])
     skipped = sum(len(row["skipped"]) for row in document["rows"])
     alone = [f"{row['model']} T {row['tokens']}" for row in found if row["ratio"] is None]
@@ -260,7 +256,7 @@ def sweep_table() -> str:
     )
     if alone:
         summary += f" Alone in their class: {', '.join(alone)}."
-    return f"{_with_notes(table, document)} {summary}"
+    return f"{_with_notes(filled, document)} {summary}"
 
 
 def quant_table() -> str:
@@ -282,8 +278,9 @@ def quant_table() -> str:
         f"Ceilings in the same process: {rates['read_tbps']:.2f} TB/s",
         *(f"{name.removesuffix('_tflops')} {rate:.0f} TFLOP/s" for name, rate in rates.items() if name != "read_tbps"),
     ]
-    table = _table([*header, "share of the byte ratio"], lines)
-    return _with_notes(f"{table}\n\n" + "\n".join(summary) + f"\n\n{', '.join(notes)}.", _without(document, "ceilings"))
+    filled = table([*header, "share of the byte ratio"], lines)
+    text = "\n\n".join([filled, "\n".join(summary), f"{', '.join(notes)}."])
+    return _with_notes(text, _without(document, "ceilings"))
 
 
 def _summary_text(name: str, value: dict[str, Any] | float) -> str:
@@ -308,7 +305,7 @@ def wheels_table() -> str:
             beside = ", ".join(f"{name} {time:,.1f}" for name, time in sorted(times.items(), key=lambda item: item[1]))
             rows.append([layer, str(tokens), f"{own:,.1f}", beside, f"{min(times.values()) / own:.2f}"])
     header = ["layer", "T", "triton us", "wheels us", "best wheel / triton"]
-    return f"{_table(header, rows)}\n\n{_where(document)} {document['note']}"
+    return f"{table(header, rows)}\n\n{_where(document)} {document['note']}"
 
 
 def wheels_summary() -> str:

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benches.board import page as board_page
+from benches.markdown import table
 from moereg.decide import decide
 from moereg.digest import files_stay
 from moereg.discovery import load_backends
@@ -206,11 +207,6 @@ def _words_of(cell: BackendCell) -> str:
     return words.removeprefix("Registers the backend ").removeprefix(f"`{cell.name}`").lstrip(": ").rstrip(".")
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _platforms() -> list[Platform]:
     return [Platform.from_name(name) for name in PLATFORMS]
 
@@ -227,7 +223,7 @@ def defaults_table() -> str:
             cells.append("-" if default is None else default.text(platform).replace("**", ""))
         rows.setdefault(" | ".join(cells), []).append(scheme)
     lines = [[_spelled(schemes), text] for text, schemes in rows.items()]
-    return _table(["scheme", *(arch_name(name) for name in PLATFORMS)], lines)
+    return table(["scheme", *(arch_name(name) for name in PLATFORMS)], lines)
 
 
 def choices_table() -> str:
@@ -242,7 +238,7 @@ def choices_table() -> str:
             ]
             rows.setdefault(" | ".join(texts), []).append(scheme)
         lines = [[_spelled(schemes), text] for text, schemes in rows.items()]
-        sections.setdefault(_table(["schemes", *FORMATS], lines), []).append(arch_name(str(platform)))
+        sections.setdefault(table(["schemes", *FORMATS], lines), []).append(arch_name(str(platform)))
     return "\n\n".join(f"### {', '.join(archs)}\n\n{table}" for table, archs in sections.items())
 
 
@@ -278,7 +274,7 @@ def backends_table() -> str:
                 ranks(name),
             ]
         )
-    return _table(
+    return table(
         ["backend", "what it is", "how to get it", "chosen for", "does not do", "verified on", "on the board"], rows
     )
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from benches.board.variants import UNTUNED
+from benches.markdown import cell, table
 from moereg.tuning.inputs import ROUTINGS
 
 __all__ = ["BOARDS", "TABLES", "Standing", "documents", "standings"]
@@ -225,11 +226,6 @@ def _scaled(row: Row, other: Row, entries: dict[str, Entry], default: str) -> di
     }
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def picture(board: str) -> str:
     """The link to a board's picture, which `benches.pictures` draws from the same rows."""
     device = documents(board)[0]["device"]
@@ -252,7 +248,7 @@ def losses_table(board: str) -> str:
         gain = f"{1 - (one.ratio or 0.0):.1%}" if own.time_us else "all of it: the default failed"
         rows.append([one.place, one.default, own.text, best.name, best.text, gain])
     header = ["layer", "scheme", "routing", "T", "default", "its us", "fastest", "its us", "less time"]
-    return f"{head}\n\n{_table(header, rows)}"
+    return f"{head}\n\n{table(header, rows)}"
 
 
 def summary_table(board: str) -> str:
@@ -270,7 +266,7 @@ def summary_table(board: str) -> str:
         defaults = ", ".join(dict.fromkeys(one.default for one in found))
         rows.append([layer, scheme, routing, defaults, f"{lost} of {len(found)}", mean, worst, ", ".join(winners)])
     header = ["layer", "scheme", "routing", "default", "rows lost", "ratio, mean", "worst", "fastest somewhere"]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def rows_table(board: str) -> str:
@@ -288,7 +284,7 @@ def rows_table(board: str) -> str:
             cells = [one.entries[name].text if name in one.entries else "-" for name in names]
             bold = [f"**{text}**" if name == fastest else text for name, text in zip(names, cells, strict=True)]
             rows.append([one.routing, str(one.tokens), *bold, one.lead])
-        parts.append(f"### {layer}, {scheme}\n\n{_table(['routing', 'T', *names, 'lead'], rows)}")
+        parts.append(f"### {layer}, {scheme}\n\n{table(['routing', 'T', *names, 'lead'], rows)}")
     parts.append(" ".join(map(_where, files)))
     return "\n\n".join(parts)
 
@@ -315,11 +311,11 @@ def failures_table(board: str) -> str:
                 key = (entry.name, entry.failure)
                 where.setdefault(key, []).append(f"{one.layer} {one.scheme} {one.routing} T {one.tokens}")
     rows = [
-        [name, places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else ""), _cell(reason)]
+        [name, places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else ""), cell(reason)]
         for (name, reason), places in where.items()
     ]
     rows += [
-        [name, f"{layer['layer']} {layer['scheme']}", _cell(reason)]
+        [name, f"{layer['layer']} {layer['scheme']}", cell(reason)]
         for document in files
         for layer in document["layers"].values()
         for name, reason in layer["skipped"].items()
@@ -331,19 +327,15 @@ def failures_table(board: str) -> str:
         key3 = (row["layer"], row["scheme"], row["left_out"])
         by_reason[key3] = by_reason.get(key3, 0) + 1
     rows += [
-        ["every backend", f"{layer} {scheme}: {count} rows", _cell(reason)]
+        ["every backend", f"{layer} {scheme}: {count} rows", cell(reason)]
         for (layer, scheme, reason), count in by_reason.items()
     ]
-    return _table(["backend", "where", "reason"], rows) if rows else "Nothing failed and nothing was left out."
+    return table(["backend", "where", "reason"], rows) if rows else "Nothing failed and nothing was left out."
 
 
 def _lacks_a_library(reason: str) -> bool:
     """Whether a backend did not run for what the machine lacked, and not for what it computes."""
     return all(re.search(r"not installed|^requires the |^install ", part) for part in reason.split("; "))
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")[:240]
 
 
 def first_use_table(board: str) -> str:
@@ -359,7 +351,7 @@ def first_use_table(board: str) -> str:
         [name, *(f"{value:,.0f}" for value in (max(permute[name]), max(times), sorted(times)[len(times) // 2]))]
         for name, times in sorted(first.items())
     ]
-    return _table(["backend", "longest permute ms", "longest first call ms", "median first call ms"], rows)
+    return table(["backend", "longest permute ms", "longest first call ms", "median first call ms"], rows)
 
 
 def variants_table(board: str) -> str:
@@ -373,7 +365,7 @@ def variants_table(board: str) -> str:
                 continue
             rows.append([one.place, base, own.text, entry.text, f"{entry.time_us / own.time_us:.2f}"])
     header = ["layer", "scheme", "routing", "T", "backend", "tuned us", "untuned us", "untuned / tuned"]
-    return _table(header, rows) if rows else "Not measured yet."
+    return table(header, rows) if rows else "Not measured yet."
 
 
 def _where(document: Row) -> str:

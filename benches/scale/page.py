@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from benches.markdown import table
 from benches.scale.model import ASSUMED, LAYERS, RESULTS, WAYS, Layer, Way, alone, bare_us, cost, wire_bytes
 from benches.scale.routes import num_replicas, shares
 
@@ -36,11 +37,6 @@ def best(layer: Layer, num_ranks: int, num_tokens: int, routing: str, balanced: 
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _case(routing: str, balanced: bool) -> str:
     return f"{routing}, balanced" if balanced else routing
 
@@ -65,8 +61,8 @@ def links_table() -> str:
         ["`network_rate`", f"{ASSUMED.network_rate / 1e3:g} GB/s", "of one rank's 400 Gb/s adapter"],
         ["`network_us`", f"{ASSUMED.network_us:g} us", "more than NVLink takes before the first byte"],
     ]
-    measured = _table(["KiB", *(f"{name} us" for name in names)], rows)
-    return f"{measured}\n\n{where}\n\n{_table(['assumed', 'value', 'what'], assumed)}"
+    measured = table(["KiB", *(f"{name} us" for name in names)], rows)
+    return f"{measured}\n\n{where}\n\n{table(['assumed', 'value', 'what'], assumed)}"
 
 
 def bytes_table() -> str:
@@ -83,7 +79,7 @@ def bytes_table() -> str:
                     can = way in ways_of(layer)
                     cells.append(f"{out / 2**20:,.2f} + {back / 2**20:,.2f}" if can else "-")
                 lines.append([layer.name, str(size), f"{tokens:,}", *cells])
-    return _table(["layer", "ranks", "T a rank", *(way.name for way in WAYS)], lines)
+    return table(["layer", "ranks", "T a rank", *(way.name for way in WAYS)], lines)
 
 
 def _times(tokens: int) -> str:
@@ -99,7 +95,7 @@ def _times(tokens: int) -> str:
                 kernel = alone(layer, size, tokens, routing, balanced)
                 lines.append([layer.name, str(size), _case(routing, balanced), f"{kernel:,.0f}", *cells])
     header = ["layer", "ranks", "routing", "experts alone us", *(way.name for way in WAYS)]
-    return _table(header, lines)
+    return table(header, lines)
 
 
 def _bold(text: str, is_bold: bool) -> str:
@@ -126,7 +122,7 @@ def winners_table() -> str:
                 times = list(best(layer, size, tokens, "zipf", balanced=True).items())
                 cells.append(f"{times[0][0]} ({times[1][1] / times[0][1]:.2f})")
             lines.append([layer.name, str(size), *cells])
-    return _table(["layer", "ranks", *(f"T {tokens:,}" for tokens in _TOKENS)], lines)
+    return table(["layer", "ranks", *(f"T {tokens:,}" for tokens in _TOKENS)], lines)
 
 
 def replicas_table() -> str:
@@ -141,7 +137,7 @@ def replicas_table() -> str:
                 cells += [f"{slices:,.0f}", f"{moved:,.0f}", f"{slices / moved:.2f}"]
             lines.append([layer.name, str(size), str(extra), *cells])
     header = ["layer", "ranks", "replicas", "decode, slices us", "balanced us", "gain"]
-    return _table([*header, "prefill, slices us", "balanced us", "gain"], lines)
+    return table([*header, "prefill, slices us", "balanced us", "gain"], lines)
 
 
 def predictions_table() -> str:
@@ -169,7 +165,7 @@ def predictions_table() -> str:
                     ]
                 )
     header = ["layer", "T a rank", "way", "experts alone us", "bare collectives us", "predicted us", "over alone"]
-    return _table([*header, "measured us", "over alone", "measured / predicted"], lines)
+    return table([*header, "measured us", "over alone", "measured / predicted"], lines)
 
 
 def _measured_cells(row: dict[str, Any] | None, predicted: float) -> list[str]:
@@ -204,12 +200,12 @@ def floors_table() -> str:
         name, time = next(iter(best(layer, 2, 8192, "uniform", balanced=False).items()))
         floor = _FLOORS[layer.model]
         lines.append([layer.name, name, f"{time / alone(layer, 2, 8192):.2f}", f"{floor:.2f}"])
-    return _table(["layer", "best way", "predicted over alone", "at most"], lines)
+    return table(["layer", "best way", "predicted over alone", "at most"], lines)
 
 
 def ways_table() -> str:
     """What each way sends."""
-    return _table(
+    return table(
         ["way", "captured", "sends"],
         [[f"`{way.name}`", "yes" if way.captured else "no: the host reads sizes", way.note] for way in WAYS],
     )
