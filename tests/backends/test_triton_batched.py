@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from moereg.backends.triton_moe import TritonBatchedExperts, TritonExperts
@@ -51,12 +51,12 @@ def _interpreter() -> None:
         patch_interpreter()
 
 
-def make_plan(counts: list[int], max_tokens: int, block_m: int, slack: int = 0) -> BlockMap:
+def make_plan(counts: list[int], max_tokens: int, block_m: int, slack: int = 0, tall: int = 0) -> BlockMap:
     """`plan_batches` in a workspace of garbage, with a guard behind it."""
     needed = batch_workspace_numel(len(counts), max_tokens, block_m)
     workspace = torch.full((needed + 64,), -(2**30), dtype=torch.int32, device=DEVICE)
     expert_num_tokens = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
-    plan = plan_batches(expert_num_tokens, max_tokens, block_m, workspace[:needed], slack)
+    plan = plan_batches(expert_num_tokens, max_tokens, block_m, workspace[:needed], slack, tall=tall)
     assert (workspace[needed:] == -(2**30)).all(), "plan_batches wrote behind its workspace"
     assert expert_num_tokens.tolist() == counts
     return plan
@@ -75,22 +75,28 @@ def tiles(plan: BlockMap) -> list[tuple[int, int, int]]:
 def test_plan_covers_every_valid_row_once(data: st.DataObject) -> None:
     max_tokens = data.draw(st.integers(1, 200), "max_tokens")
     block_m = data.draw(st.sampled_from([16, 32, 64]), "block_m")
-    slack = data.draw(st.sampled_from([0, 8, 32]), "slack")
+    slack, tall = data.draw(st.sampled_from([(0, 0), (8, 0), (32, 0), (0, 64), (0, 128)]), "slack and tall")
+    assume(tall == 0 or tall > block_m)
     # Counts beyond the room for an expert are wrong, and must not lead out of its rows.
     count = st.integers(-3, max_tokens + 3) | st.sampled_from([0, max_tokens, -(2**31), 2**31 - 1])
     counts = data.draw(st.lists(count, min_size=1, max_size=40), "counts")
-    plan = make_plan(counts, max_tokens, block_m, slack)
+    plan = make_plan(counts, max_tokens, block_m, slack, tall)
     found = tiles(plan)
     assert len(found) <= plan.max_blocks
     rows = []
+    held = [min(max(count, 0), max_tokens) for count in counts]
+    num_tall = int(plan.num_tall) if tall else 0
     for place, (expert, row, end) in enumerate(found):
         last = expert not in {other for other, _, _ in found[place + 1 :]}
-        assert end - row <= block_m + slack or not last
-        rows += [(expert, r) for r in range(row, end if last else row + block_m)]
-    held = [min(max(count, 0), max_tokens) for count in counts]
-    assert rows == [(e, e * max_tokens + i) for e, count in enumerate(held) for i in range(count)]
+        height = tall if place < num_tall else block_m
+        assert (place < num_tall) == (tall > 0 and held[expert] > block_m)
+        assert end - row <= height + slack or not last
+        rows += [(expert, r) for r in range(row, end if last else row + height)]
+    assert (rows if tall == 0 else sorted(rows)) == [
+        (e, e * max_tokens + i) for e, count in enumerate(held) for i in range(count)
+    ]
     offsets = torch.arange(len(counts)) * max_tokens
-    assert found == tiles(block_map_reference(torch.tensor(held), offsets, block_m, slack))
+    assert found == tiles(block_map_reference(torch.tensor(held), offsets, block_m, slack, tall))
 
 
 def test_plan_workspace_grows_with_tokens() -> None:

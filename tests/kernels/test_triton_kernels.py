@@ -132,11 +132,12 @@ def make_plan(
     num_local: int,
     block_m: int,
     config: SortConfig = ONE_LAUNCH,
+    tall: int = 0,
 ) -> RoutePlan:
     """`sort_routes` in a workspace of garbage, with a guard behind it."""
     needed = route_workspace_numel(*ids.shape, num_local, block_m, config)
     workspace = torch.full((needed + 64,), -(2**30), dtype=torch.int32, device=DEVICE)
-    plan = sort_routes(ids, expert_map, num_experts, num_local, block_m, workspace[:needed], config)
+    plan = sort_routes(ids, expert_map, num_experts, num_local, block_m, workspace[:needed], config, tall=tall)
     assert (workspace[needed:] == -(2**30)).all(), "sort_routes wrote behind its workspace"
     return plan
 
@@ -219,7 +220,8 @@ def test_sort_routes_is_a_stable_partition_of_valid_routes(data: st.DataObject) 
     num_experts = data.draw(st.integers(1, 40), "experts")
     num_local = data.draw(st.integers(1, num_experts), "local experts")
     top_k = data.draw(st.integers(1, 4), "top_k")
-    block_m = data.draw(st.sampled_from([16, 32]), "block_m")
+    block_m = data.draw(st.sampled_from([8, 16, 32]), "block_m")
+    tall = data.draw(st.sampled_from([0, 64]), "tall")
     ids = data.draw(
         st.lists(st.lists(st.integers(-2, num_experts + 1), min_size=top_k, max_size=top_k), min_size=1, max_size=24),
         "ids",
@@ -232,7 +234,7 @@ def test_sort_routes_is_a_stable_partition_of_valid_routes(data: st.DataObject) 
     if expert_map is None:
         num_local = num_experts
     plan = make_plan(
-        torch.tensor(ids, dtype=torch.int32, device=DEVICE), expert_map, num_experts, num_local, block_m, config
+        torch.tensor(ids, dtype=torch.int32, device=DEVICE), expert_map, num_experts, num_local, block_m, config, tall
     )
 
     experts = plan.route_expert.tolist()
@@ -245,11 +247,49 @@ def test_sort_routes_is_a_stable_partition_of_valid_routes(data: st.DataObject) 
     assert plan.tile_counters.tolist() == [0, 0]
     assert num_blocks <= plan.max_blocks == max_num_blocks(len(experts), num_local, block_m)
     covered = []
+    num_tall = int(plan.num_tall) if tall else 0
     blocks = zip(plan.block_expert.tolist(), plan.block_row.tolist(), plan.block_end.tolist(), strict=True)
-    for expert, row, end in list(blocks)[:num_blocks]:
+    for number, (expert, row, end) in enumerate(list(blocks)[:num_blocks]):
         assert end == offsets[expert + 1]
-        covered += [(expert, r) for r in range(row, min(row + block_m, end))]
-    assert covered == [(experts[r], place) for place, r in enumerate(order)]
+        assert (number < num_tall) == bool(tall and end - offsets[expert] > block_m)
+        covered += [(expert, r) for r in range(row, min(row + (tall if number < num_tall else block_m), end))]
+    # Tall tiles, then the others, each by expert.
+    assert covered == sorted(covered, key=lambda row: (not tall or experts.count(row[0]) <= block_m, row))
+    assert sorted(covered) == [(experts[r], place) for place, r in enumerate(order)]
+
+
+# Rows of each expert: none at all, one has all, tiles that are just full, one row more and one less, and all at once.
+COUNTS = {
+    "no_rows": [0, 0, 0],
+    "one_has_all": [0, 0, 150, 0],
+    "just_full": [16, 64, 128, 16],
+    "one_more": [17, 65, 1, 129],
+    "one_less": [15, 63, 127],
+    "all_low": [3, 16, 0, 9],
+    "all_tall": [17, 40, 200],
+    "mixed": [1, 100, 0, 16, 17, 64, 65, 2, 0, 33],
+}
+
+
+@pytest.mark.parametrize("config", [ONE_LAUNCH, THREE_LAUNCHES], ids=["one_launch", "three_launches"])
+@pytest.mark.parametrize("kind", COUNTS)
+def test_tall_tiles_come_first(kind: str, config: SortConfig) -> None:
+    """With routes of other ranks between, and local experts in another order than their ids."""
+    counts = COUNTS[kind]
+    num_local = len(counts)
+    mapping = [*range(num_local - 1, -1, -1), -1]
+    ids = [num_local] * 5 + [num_local - 1 - e for e, count in enumerate(counts) for _ in range(count)]
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+    expert_map = torch.tensor(mapping, dtype=torch.int32, device=DEVICE)
+    topk_ids = torch.tensor(ids, dtype=torch.int32)[order].unsqueeze(1).to(DEVICE)
+    plan = make_plan(topk_ids, expert_map, num_local + 1, num_local, 16, config, tall=64)
+    assert_plans_equal(plan, sort_routes_reference(topk_ids, expert_map, num_local + 1, num_local, 16, tall=64))
+    starts = [sum(counts[:e]) for e in range(num_local)]
+    tall = [(e, starts[e] + i) for e, count in enumerate(counts) if count > 16 for i in range(0, count, 64)]
+    low = [(e, starts[e]) for e, count in enumerate(counts) if 0 < count <= 16]
+    used = int(plan.num_blocks)
+    assert int(plan.num_tall) == len(tall)
+    assert list(zip(plan.block_expert[:used].tolist(), plan.block_row[:used].tolist(), strict=True)) == tall + low
 
 
 def test_route_workspace_grows_with_tokens() -> None:

@@ -61,7 +61,7 @@ class Work:
         inputs = self.call.inputs
         return DirectRoutes(inputs.topk_ids, inputs.expert_map, self.problem.num_experts, block_m)
 
-    def sort_routes(self, block_m: int, slack: int = 0) -> RoutePlan:
+    def sort_routes(self, block_m: int, slack: int = 0, tall: int = 0) -> RoutePlan:
         """Sorts the routes by expert."""
         problem, inputs = self.problem, self.call.inputs
         return sort_routes(
@@ -73,15 +73,22 @@ class Work:
             self._plan_words,
             slack=slack,
             overlap=self.overlap,
+            tall=tall,
         )
 
-    def plan_batches(self, block_m: int, slack: int = 0) -> BlockMap:
+    def plan_batches(self, block_m: int, slack: int = 0, tall: int = 0) -> BlockMap:
         """Lays tiles over the rows that count in the batched format."""
         inputs = self.call.inputs
         assert inputs.expert_num_tokens is not None
         max_tokens = inputs.hidden_states.shape[1]
         return plan_batches(
-            inputs.expert_num_tokens, max_tokens, block_m, self._plan_words, slack=slack, overlap=self.overlap
+            inputs.expert_num_tokens,
+            max_tokens,
+            block_m,
+            self._plan_words,
+            slack=slack,
+            overlap=self.overlap,
+            tall=tall,
         )
 
     def reduce(self, route_rows: torch.Tensor) -> None:

@@ -23,8 +23,8 @@ _ALIGN = 32
 # Counters of tiles, behind the number of them.
 _NUM_COUNTERS = tl.constexpr(2)
 
-NUM_COUNTS = 1 + _NUM_COUNTERS.value
-"""int32 of the piece that holds the number of tiles and the counters."""
+NUM_COUNTS = 2 + _NUM_COUNTERS.value
+"""int32 of the piece that holds the number of tiles, the counters and the number of tall tiles."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -38,9 +38,12 @@ class BlockMap:
         num_blocks: [1], tiles in use.
         tile_counters: [2], one per GEMM, zero when planned: a GEMM whose programs take tiles as they become free counts
             in its own how many were taken, so that a plan serves one call.
+        num_tall: [1], tall tiles in use, which come first; written where there is `tall`.
         block_m: rows per tile.
         slack: rows by which the last tile of an expert may be longer, so that a few rows more than a multiple of
             `block_m` make no tile of their own.
+        tall: rows per tile of the experts with more than `block_m` rows, whose tiles come first, since they take
+            longest; 0: these experts have several tiles of `block_m` rows, and all are in order.
     """
 
     block_expert: torch.Tensor
@@ -48,13 +51,21 @@ class BlockMap:
     block_end: torch.Tensor
     num_blocks: torch.Tensor
     tile_counters: torch.Tensor
+    num_tall: torch.Tensor
     block_m: int
     slack: int = 0
+    tall: int = 0
 
     @property
     def max_blocks(self) -> int:
         """B: tiles to launch, because the number in use is known on the device only."""
         return self.block_expert.numel()
+
+
+@triton.jit
+def load_num_tall(num_blocks):
+    """`num_tall` of a `BlockMap`, from where its `num_blocks` is."""
+    return tl.load(num_blocks + 1 + _NUM_COUNTERS)
 
 
 @triton.jit
@@ -68,20 +79,30 @@ def store_block_map(
     BLOCK_M: tl.constexpr,
     SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
+    TALL: tl.constexpr,
 ):
     """Writes the tensors of a `BlockMap` from each expert's number of rows and first row, [EXPERTS] int32.
 
-    `tile_counters` lie behind `num_blocks`.
+    `tile_counters` and `num_tall` lie behind `num_blocks`.
     """
     experts = tl.arange(0, EXPERTS)  # [EXPERTS]
-    blocks = tl.maximum((counts - SLACK + BLOCK_M - 1) // BLOCK_M, (counts > 0).to(tl.int32))  # [EXPERTS]
+    height = BLOCK_M
+    if TALL > 0:
+        height = tl.where(counts > BLOCK_M, TALL, BLOCK_M)  # [EXPERTS]
+    blocks = tl.maximum((counts - SLACK + height - 1) // height, (counts > 0).to(tl.int32))  # [EXPERTS]
     first_block = tl.cumsum(blocks, 0) - blocks  # [EXPERTS]
+    if TALL > 0:
+        tall_blocks = tl.where(counts > BLOCK_M, blocks, 0)  # [EXPERTS]
+        first_tall = tl.cumsum(tall_blocks, 0) - tall_blocks  # [EXPERTS]
+        num_tall = tl.sum(tall_blocks, 0)
+        first_block = tl.where(counts > BLOCK_M, first_tall, num_tall + first_block - first_tall)
+        tl.store(num_blocks + 1 + _NUM_COUNTERS, num_tall)
     tl.store(num_blocks, tl.sum(blocks, 0))
     tl.store(num_blocks + 1 + tl.arange(0, _NUM_COUNTERS), tl.zeros([_NUM_COUNTERS], tl.int32))
     for i in range(tl.max(blocks, 0)):
         slot = first_block + i  # [EXPERTS]
         tl.store(block_expert + slot, experts, mask=i < blocks)
-        tl.store(block_row + slot, offsets + i * BLOCK_M, mask=i < blocks)
+        tl.store(block_row + slot, offsets + i * height, mask=i < blocks)
         tl.store(block_end + slot, offsets + counts, mask=i < blocks)
 
 
@@ -97,6 +118,7 @@ def _plan_batches_kernel(
     BLOCK_M: tl.constexpr,
     SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
+    TALL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     release_next(OVERLAP)
@@ -105,7 +127,7 @@ def _plan_batches_kernel(
     # A count that is wrong must not lead to another expert's rows, or out of the tensor.
     counts = tl.minimum(tl.maximum(counts, 0), max_tokens)
     offsets = experts * max_tokens  # [EXPERTS]
-    store_block_map(counts, offsets, block_expert, block_row, block_end, num_blocks, BLOCK_M, SLACK, EXPERTS)
+    store_block_map(counts, offsets, block_expert, block_row, block_end, num_blocks, BLOCK_M, SLACK, EXPERTS, TALL)
 
 
 def batch_workspace_numel(num_experts: int, max_tokens: int, block_m: int) -> int:
@@ -120,6 +142,7 @@ def plan_batches(
     workspace: torch.Tensor,
     slack: int = 0,
     overlap: bool = False,
+    tall: int = 0,
 ) -> BlockMap:
     """Lays tiles over the valid rows of [E * max_T] in one launch; no allocation and no host synchronization.
 
@@ -131,6 +154,7 @@ def plan_batches(
             map.
         slack: rows by which the last tile of an expert may be longer.
         overlap: whether the next kernel is launched to start early.
+        tall: as in `BlockMap`, which has no `slack` then.
 
     Returns:
         The map, made of views of `workspace`: row e * max_T + i is row i of expert e.
@@ -139,7 +163,7 @@ def plan_batches(
     assert expert_num_tokens.dtype == workspace.dtype == torch.int32 and expert_num_tokens.is_contiguous()
     assert 0 < num_experts * max_tokens < 2**31, "rows are counted in 32 bits, and the caller handles max_T = 0"
     pieces = cut_workspace(workspace, _batch_sizes(num_experts, max_tokens, block_m))
-    block_map = BlockMap(**pieces, block_m=block_m, slack=slack)
+    block_map = BlockMap(**pieces, block_m=block_m, slack=slack, tall=checked_tall(tall, block_m, slack))
     launch(
         _plan_batches_kernel,
         (1,),
@@ -153,13 +177,22 @@ def plan_batches(
         BLOCK_M=block_m,
         SLACK=slack,
         EXPERTS=max(32, triton.next_power_of_2(num_experts)),
+        TALL=tall,
         OVERLAP=overlap,
         num_warps=4,
     )
     return block_map
 
 
-def block_map_reference(counts: torch.Tensor, offsets: torch.Tensor, block_m: int, slack: int = 0) -> BlockMap:
+def checked_tall(tall: int, block_m: int, slack: int) -> int:
+    """Rows of tall tiles, which are more than those of others."""
+    assert tall == 0 or (tall > block_m and slack == 0), f"tall tiles of {tall} rows, others of {block_m} and {slack}"
+    return tall
+
+
+def block_map_reference(
+    counts: torch.Tensor, offsets: torch.Tensor, block_m: int, slack: int = 0, tall: int = 0
+) -> BlockMap:
     """The map in torch, with every tensor cut to the part in use; synchronizes.
 
     Args:
@@ -167,21 +200,30 @@ def block_map_reference(counts: torch.Tensor, offsets: torch.Tensor, block_m: in
         offsets: [E] integers, first row of each.
         block_m: rows per tile.
         slack: rows by which the last tile of an expert may be longer.
+        tall: as in `BlockMap`.
 
     Returns:
         New tensors.
     """
-    blocks = ((counts - slack + block_m - 1) // block_m).maximum((counts > 0).to(counts.dtype))
-    experts = torch.arange(counts.numel(), device=counts.device).repeat_interleave(blocks)
-    step = torch.arange(experts.numel(), device=counts.device) - (blocks.cumsum(0) - blocks)[experts]
+    is_low = (counts <= block_m) | (tall == 0)
+    heights = torch.where(is_low, block_m, tall)
+    blocks = ((counts - slack + heights - 1) // heights).maximum((counts > 0).to(counts.dtype))
+    order = is_low.int().argsort(stable=True)
+    experts = order.repeat_interleave(blocks[order])
+    ends = torch.zeros_like(blocks)
+    ends[order] = blocks[order].cumsum(0).to(blocks.dtype)
+    step = torch.arange(experts.numel(), device=counts.device) - (ends - blocks)[experts]
     return BlockMap(
         block_expert=experts.int(),
-        block_row=(offsets[experts] + step * block_m).int(),
+        block_row=(offsets[experts] + step * heights[experts]).int(),
         block_end=(offsets + counts)[experts].int(),
         num_blocks=blocks.sum().reshape(1).int(),
         tile_counters=counts.new_zeros(2, dtype=torch.int32),
+        # A plan without tall tiles writes no number of them.
+        num_tall=blocks[~is_low].sum().reshape(1).int()[: tall > 0],
         block_m=block_m,
         slack=slack,
+        tall=tall,
     )
 
 
@@ -191,14 +233,14 @@ def aligned(size: int) -> int:
 
 
 def cut_workspace(workspace: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Consecutive aligned views of `sizes` int32; the piece `counts` becomes `num_blocks` and `tile_counters`."""
+    """Consecutive aligned views of `sizes` int32; the piece `counts` becomes three tensors."""
     pieces = {}
     start = 0
     for name, size in sizes.items():
         pieces[name] = workspace[start : start + size]
         start += aligned(size)
     counts = pieces.pop("counts")
-    pieces["num_blocks"], pieces["tile_counters"] = counts[:1], counts[1:]
+    pieces["num_blocks"], pieces["tile_counters"], pieces["num_tall"] = counts.split([1, _NUM_COUNTERS.value, 1])
     assert start <= workspace.numel(), f"workspace holds {workspace.numel()} int32, needs {start}"
     return pieces
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.rows.block_map import cut_workspace, store_block_map
+from moereg.kernels.rows.block_map import checked_tall, cut_workspace, store_block_map
 from moereg.kernels.rows.direct import load_local_expert
 from moereg.kernels.rows.plan import DEFAULT_SORT_CONFIG, RoutePlan, SortConfig, plan_sizes
 
@@ -32,12 +32,13 @@ def _store_offsets_and_blocks(
     BLOCK_M: tl.constexpr,
     SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
+    TALL: tl.constexpr,
 ):
     experts = tl.arange(0, EXPERTS)  # [EXPERTS]
     offsets = tl.cumsum(counts, 0) - counts  # [EXPERTS]
     tl.store(expert_offsets + experts, offsets, mask=experts < num_local_experts)
     tl.store(expert_offsets + num_local_experts, tl.sum(counts, 0))
-    store_block_map(counts, offsets, block_expert, block_row, block_end, num_blocks, BLOCK_M, SLACK, EXPERTS)
+    store_block_map(counts, offsets, block_expert, block_row, block_end, num_blocks, BLOCK_M, SLACK, EXPERTS, TALL)
 
 
 @triton.jit
@@ -63,6 +64,7 @@ def _sort_routes_kernel(
     BLOCK_M: tl.constexpr,
     SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
+    TALL: tl.constexpr,
     CHUNK: tl.constexpr,
     ROUTES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -88,6 +90,7 @@ def _sort_routes_kernel(
             BLOCK_M,
             SLACK,
             EXPERTS,
+            TALL,
         )
     else:
         own = (pid - 1) * ROUTES + tl.arange(0, ROUTES)  # [ROUTES]
@@ -169,6 +172,7 @@ def _place_routes_kernel(
     BLOCK_M: tl.constexpr,
     SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
+    TALL: tl.constexpr,
     CHUNK: tl.constexpr,
     ROUTES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -190,6 +194,7 @@ def _place_routes_kernel(
             BLOCK_M,
             SLACK,
             EXPERTS,
+            TALL,
         )
     else:
         first = (pid - 1) * ROUTES
@@ -219,6 +224,7 @@ def sort_routes(
     config: SortConfig = DEFAULT_SORT_CONFIG,
     slack: int = 0,
     overlap: bool = False,
+    tall: int = 0,
 ) -> RoutePlan:
     """Sorts routes by local expert and lays tiles over them; no allocation and no host synchronization.
 
@@ -236,6 +242,7 @@ def sort_routes(
         config: how to sort.
         slack: rows by which the last tile of an expert may be longer.
         overlap: whether the next kernel is launched to start early.
+        tall: as in `BlockMap`, which has no `slack` then.
 
     Returns:
         The plan, made of views of `workspace`.
@@ -247,7 +254,7 @@ def sort_routes(
     assert num_local_experts * config.single_launch_routes < 2**31
     pieces = cut_workspace(workspace, plan_sizes(num_routes, num_local_experts, block_m, config))
     expert_counts, chunk_counts = pieces.pop("expert_counts"), pieces.pop("chunk_counts")
-    plan = RoutePlan(**pieces, block_m=block_m, slack=slack)
+    plan = RoutePlan(**pieces, block_m=block_m, slack=slack, tall=checked_tall(tall, block_m, slack))
     block_map = (plan.expert_offsets, plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks)
     # Triton's histogram takes a power of two, on NVIDIA at least 32 bins.
     experts = max(32, triton.next_power_of_2(num_local_experts))
@@ -268,6 +275,7 @@ def sort_routes(
             BLOCK_M=block_m,
             SLACK=slack,
             EXPERTS=experts,
+            TALL=tall,
             CHUNK=config.chunk,
             ROUTES=config.routes_per_program,
             OVERLAP=overlap,
@@ -318,6 +326,7 @@ def sort_routes(
         BLOCK_M=block_m,
         SLACK=slack,
         EXPERTS=experts,
+        TALL=tall,
         CHUNK=config.chunk,
         ROUTES=config.routes_per_placing,
         OVERLAP=overlap,
