@@ -45,9 +45,23 @@ MUTANTS: Final = (
     Mutant(
         "the last tile of one row is lost",
         "moereg/kernels/rows/block_map.py",
-        old="(counts - SLACK + BLOCK_M - 1) // BLOCK_M,",
-        new="(counts - SLACK + BLOCK_M - 2) // BLOCK_M,",
+        old="(counts - SLACK + height - 1) // height,",
+        new="(counts - SLACK + height - 2) // height,",
         tests=("tests/kernels/test_triton_kernels.py::test_sort_routes[17-1-4-4-16-one_expert-one_launch]",),
+    ),
+    Mutant(
+        "low tiles of tall experts",
+        "moereg/kernels/rows/block_map.py",
+        old="height = tl.where(counts > BLOCK_M, TALL, BLOCK_M)",
+        new="height = tl.where(counts > TALL, TALL, BLOCK_M)",
+        tests=("tests/kernels/test_triton_kernels.py::test_tall_tiles_come_first[mixed-one_launch]",),
+    ),
+    Mutant(
+        "tall tiles stay where their experts are",
+        "moereg/kernels/rows/block_map.py",
+        old="first_block = tl.where(counts > BLOCK_M, first_tall, num_tall + first_block - first_tall)",
+        new="first_block += 0",
+        tests=("tests/kernels/test_triton_kernels.py::test_tall_tiles_come_first[mixed-one_launch]",),
     ),
     Mutant(
         "the last group of tiles counts as full",
