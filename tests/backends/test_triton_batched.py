@@ -51,12 +51,16 @@ def _interpreter() -> None:
         patch_interpreter()
 
 
-def make_plan(counts: list[int], max_tokens: int, block_m: int, slack: int = 0, tall: int = 0) -> BlockMap:
+def make_plan(
+    counts: list[int], max_tokens: int, block_m: int, slack: int = 0, tall: int = 0, heavy_first: bool = False
+) -> BlockMap:
     """`plan_batches` in a workspace of garbage, with a guard behind it."""
     needed = batch_workspace_numel(len(counts), max_tokens, block_m)
     workspace = torch.full((needed + 64,), -(2**30), dtype=torch.int32, device=DEVICE)
     expert_num_tokens = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
-    plan = plan_batches(expert_num_tokens, max_tokens, block_m, workspace[:needed], slack, tall=tall)
+    plan = plan_batches(
+        expert_num_tokens, max_tokens, block_m, workspace[:needed], slack, tall=tall, heavy_first=heavy_first
+    )
     assert (workspace[needed:] == -(2**30)).all(), "plan_batches wrote behind its workspace"
     assert expert_num_tokens.tolist() == counts
     return plan
@@ -80,7 +84,8 @@ def test_plan_covers_every_valid_row_once(data: st.DataObject) -> None:
     # Counts beyond the room for an expert are wrong, and must not lead out of its rows.
     count = st.integers(-3, max_tokens + 3) | st.sampled_from([0, max_tokens, -(2**31), 2**31 - 1])
     counts = data.draw(st.lists(count, min_size=1, max_size=40), "counts")
-    plan = make_plan(counts, max_tokens, block_m, slack, tall)
+    heavy_first = tall == 0 and data.draw(st.booleans(), "heavy_first")
+    plan = make_plan(counts, max_tokens, block_m, slack, tall, heavy_first)
     found = tiles(plan)
     assert len(found) <= plan.max_blocks
     rows = []
@@ -92,11 +97,13 @@ def test_plan_covers_every_valid_row_once(data: st.DataObject) -> None:
         assert (place < num_tall) == (tall > 0 and held[expert] > block_m)
         assert end - row <= height + slack or not last
         rows += [(expert, r) for r in range(row, end if last else row + height)]
-    assert (rows if tall == 0 else sorted(rows)) == [
-        (e, e * max_tokens + i) for e, count in enumerate(held) for i in range(count)
-    ]
+    order = list(range(len(held)))
+    if heavy_first:
+        # More than one tile, then one, then half of one at most.
+        order.sort(key=lambda e: 0 if held[e] > block_m + slack else 1 if held[e] > block_m / 2 else 2)
+    assert (rows if tall == 0 else sorted(rows)) == [(e, e * max_tokens + i) for e in order for i in range(held[e])]
     offsets = torch.arange(len(counts)) * max_tokens
-    assert found == tiles(block_map_reference(torch.tensor(held), offsets, block_m, slack, tall))
+    assert found == tiles(block_map_reference(torch.tensor(held), offsets, block_m, slack, tall, heavy_first))
 
 
 def test_plan_workspace_grows_with_tokens() -> None:

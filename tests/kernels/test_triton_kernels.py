@@ -133,11 +133,22 @@ def make_plan(
     block_m: int,
     config: SortConfig = ONE_LAUNCH,
     tall: int = 0,
+    heavy_first: bool = False,
 ) -> RoutePlan:
     """`sort_routes` in a workspace of garbage, with a guard behind it."""
     needed = route_workspace_numel(*ids.shape, num_local, block_m, config)
     workspace = torch.full((needed + 64,), -(2**30), dtype=torch.int32, device=DEVICE)
-    plan = sort_routes(ids, expert_map, num_experts, num_local, block_m, workspace[:needed], config, tall=tall)
+    plan = sort_routes(
+        ids,
+        expert_map,
+        num_experts,
+        num_local,
+        block_m,
+        workspace[:needed],
+        config,
+        tall=tall,
+        heavy_first=heavy_first,
+    )
     assert (workspace[needed:] == -(2**30)).all(), "sort_routes wrote behind its workspace"
     return plan
 
@@ -233,8 +244,11 @@ def test_sort_routes_is_a_stable_partition_of_valid_routes(data: st.DataObject) 
     expert_map = None if locals_ is None else torch.tensor(locals_, dtype=torch.int32, device=DEVICE)
     if expert_map is None:
         num_local = num_experts
-    plan = make_plan(
-        torch.tensor(ids, dtype=torch.int32, device=DEVICE), expert_map, num_experts, num_local, block_m, config, tall
+    heavy_first = tall == 0 and data.draw(st.booleans(), "heavy_first")
+    choices = torch.tensor(ids, dtype=torch.int32, device=DEVICE)
+    plan = make_plan(choices, expert_map, num_experts, num_local, block_m, config, tall, heavy_first)
+    assert_plans_equal(
+        plan, sort_routes_reference(choices, expert_map, num_experts, num_local, block_m, 0, tall, heavy_first)
     )
 
     experts = plan.route_expert.tolist()
@@ -253,8 +267,13 @@ def test_sort_routes_is_a_stable_partition_of_valid_routes(data: st.DataObject) 
         assert end == offsets[expert + 1]
         assert (number < num_tall) == bool(tall and end - offsets[expert] > block_m)
         covered += [(expert, r) for r in range(row, min(row + (tall if number < num_tall else block_m), end))]
-    # Tall tiles, then the others, each by expert.
-    assert covered == sorted(covered, key=lambda row: (not tall or experts.count(row[0]) <= block_m, row))
+
+    # Tall tiles, then the others, each by expert; or experts with several tiles, with one, with half of one.
+    def kind(expert: int) -> int:
+        several, more_than_half = experts.count(expert) > block_m, experts.count(expert) * 2 > block_m
+        return 2 - several - more_than_half if heavy_first else int(not tall or not several)
+
+    assert covered == sorted(covered, key=lambda row: (kind(row[0]), row))
     assert sorted(covered) == [(experts[r], place) for place, r in enumerate(order)]
 
 

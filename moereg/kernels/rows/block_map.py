@@ -44,6 +44,9 @@ class BlockMap:
             `block_m` make no tile of their own.
         tall: rows per tile of the experts with more than `block_m` rows, whose tiles come first, since they take
             longest; 0: these experts have several tiles of `block_m` rows, and all are in order.
+        heavy_first: whether experts come by the length of their tiles: first those with more than one tile, last those
+            that fill half of one or less, so that programs which take tiles as they become free end together. Experts
+            of a kind come in order. Not beside `tall`.
     """
 
     block_expert: torch.Tensor
@@ -55,6 +58,7 @@ class BlockMap:
     block_m: int
     slack: int = 0
     tall: int = 0
+    heavy_first: bool = False
 
     @property
     def max_blocks(self) -> int:
@@ -69,6 +73,13 @@ def load_num_tall(num_blocks):
 
 
 @triton.jit
+def _number(blocks, chosen):
+    """The number of each expert's first tile among those of the chosen experts, and how many these are."""
+    blocks = tl.where(chosen, blocks, 0)  # [EXPERTS]
+    return tl.cumsum(blocks, 0) - blocks, tl.sum(blocks, 0)
+
+
+@triton.jit
 def store_block_map(
     counts,
     offsets,
@@ -80,6 +91,7 @@ def store_block_map(
     SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
     TALL: tl.constexpr,
+    HEAVY_FIRST: tl.constexpr,
 ):
     """Writes the tensors of a `BlockMap` from each expert's number of rows and first row, [EXPERTS] int32.
 
@@ -97,6 +109,13 @@ def store_block_map(
         num_tall = tl.sum(tall_blocks, 0)
         first_block = tl.where(counts > BLOCK_M, first_tall, num_tall + first_block - first_tall)
         tl.store(num_blocks + 1 + _NUM_COUNTERS, num_tall)
+    elif HEAVY_FIRST:
+        heavy, light = counts > BLOCK_M + SLACK, counts * 2 <= BLOCK_M  # [EXPERTS]
+        first_heavy, num_heavy = _number(blocks, heavy)
+        first_middle, num_middle = _number(blocks, (heavy | light) == 0)
+        first_light, _ = _number(blocks, light)
+        first_middle = tl.where(heavy, first_heavy, num_heavy + first_middle)
+        first_block = tl.where(light, num_heavy + num_middle + first_light, first_middle)  # [EXPERTS]
     tl.store(num_blocks, tl.sum(blocks, 0))
     tl.store(num_blocks + 1 + tl.arange(0, _NUM_COUNTERS), tl.zeros([_NUM_COUNTERS], tl.int32))
     for i in range(tl.max(blocks, 0)):
@@ -119,6 +138,7 @@ def _plan_batches_kernel(
     SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
     TALL: tl.constexpr,
+    HEAVY_FIRST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     release_next(OVERLAP)
@@ -127,7 +147,9 @@ def _plan_batches_kernel(
     # A count that is wrong must not lead to another expert's rows, or out of the tensor.
     counts = tl.minimum(tl.maximum(counts, 0), max_tokens)
     offsets = experts * max_tokens  # [EXPERTS]
-    store_block_map(counts, offsets, block_expert, block_row, block_end, num_blocks, BLOCK_M, SLACK, EXPERTS, TALL)
+    store_block_map(
+        counts, offsets, block_expert, block_row, block_end, num_blocks, BLOCK_M, SLACK, EXPERTS, TALL, HEAVY_FIRST
+    )
 
 
 def batch_workspace_numel(num_experts: int, max_tokens: int, block_m: int) -> int:
@@ -143,6 +165,7 @@ def plan_batches(
     slack: int = 0,
     overlap: bool = False,
     tall: int = 0,
+    heavy_first: bool = False,
 ) -> BlockMap:
     """Lays tiles over the valid rows of [E * max_T] in one launch; no allocation and no host synchronization.
 
@@ -155,6 +178,7 @@ def plan_batches(
         slack: rows by which the last tile of an expert may be longer.
         overlap: whether the next kernel is launched to start early.
         tall: as in `BlockMap`, which has no `slack` then.
+        heavy_first: as in `BlockMap`.
 
     Returns:
         The map, made of views of `workspace`: row e * max_T + i is row i of expert e.
@@ -163,7 +187,8 @@ def plan_batches(
     assert expert_num_tokens.dtype == workspace.dtype == torch.int32 and expert_num_tokens.is_contiguous()
     assert 0 < num_experts * max_tokens < 2**31, "rows are counted in 32 bits, and the caller handles max_T = 0"
     pieces = cut_workspace(workspace, _batch_sizes(num_experts, max_tokens, block_m))
-    block_map = BlockMap(**pieces, block_m=block_m, slack=slack, tall=checked_tall(tall, block_m, slack))
+    tall = checked_tall(tall, block_m, slack, heavy_first)
+    block_map = BlockMap(**pieces, block_m=block_m, slack=slack, tall=tall, heavy_first=heavy_first)
     launch(
         _plan_batches_kernel,
         (1,),
@@ -178,20 +203,27 @@ def plan_batches(
         SLACK=slack,
         EXPERTS=max(32, triton.next_power_of_2(num_experts)),
         TALL=tall,
+        HEAVY_FIRST=heavy_first,
         OVERLAP=overlap,
         num_warps=4,
     )
     return block_map
 
 
-def checked_tall(tall: int, block_m: int, slack: int) -> int:
-    """Rows of tall tiles, which are more than those of others."""
+def checked_tall(tall: int, block_m: int, slack: int, heavy_first: bool) -> int:
+    """Rows of tall tiles, which are more than those of others, and in an order of their own."""
     assert tall == 0 or (tall > block_m and slack == 0), f"tall tiles of {tall} rows, others of {block_m} and {slack}"
+    assert not (tall and heavy_first), "tall tiles come first as they are"
     return tall
 
 
 def block_map_reference(
-    counts: torch.Tensor, offsets: torch.Tensor, block_m: int, slack: int = 0, tall: int = 0
+    counts: torch.Tensor,
+    offsets: torch.Tensor,
+    block_m: int,
+    slack: int = 0,
+    tall: int = 0,
+    heavy_first: bool = False,
 ) -> BlockMap:
     """The map in torch, with every tensor cut to the part in use; synchronizes.
 
@@ -201,6 +233,7 @@ def block_map_reference(
         block_m: rows per tile.
         slack: rows by which the last tile of an expert may be longer.
         tall: as in `BlockMap`.
+        heavy_first: likewise.
 
     Returns:
         New tensors.
@@ -209,6 +242,8 @@ def block_map_reference(
     heights = torch.where(is_low, block_m, tall)
     blocks = ((counts - slack + heights - 1) // heights).maximum((counts > 0).to(counts.dtype))
     order = is_low.int().argsort(stable=True)
+    if heavy_first:
+        order = ((counts <= block_m + slack).int() + (counts * 2 <= block_m).int()).argsort(stable=True)
     experts = order.repeat_interleave(blocks[order])
     ends = torch.zeros_like(blocks)
     ends[order] = blocks[order].cumsum(0).to(blocks.dtype)
@@ -224,6 +259,7 @@ def block_map_reference(
         block_m=block_m,
         slack=slack,
         tall=tall,
+        heavy_first=heavy_first,
     )
 
 

@@ -99,6 +99,7 @@ def sort_routes_reference(
     block_m: int,
     slack: int = 0,
     tall: int = 0,
+    heavy_first: bool = False,
 ) -> RoutePlan:
     """The plan of `sort_routes` by a stable sort in torch, with every tensor cut to the part in use.
 
@@ -110,6 +111,7 @@ def sort_routes_reference(
         block_m: rows per tile.
         slack: rows by which the last tile of an expert may be longer.
         tall: as in `BlockMap`.
+        heavy_first: likewise.
 
     Returns:
         New tensors: `sorted_routes` [valid routes], `block_*` [tiles in use], the others as in `RoutePlan`.
@@ -120,7 +122,7 @@ def sort_routes_reference(
     local = local.where(known & (local >= 0) & (local < num_local_experts), local.new_tensor(-1))
     counts = local[local >= 0].bincount(minlength=num_local_experts)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    blocks = block_map_reference(counts, offsets[:-1], block_m, slack, tall)
+    blocks = block_map_reference(counts, offsets[:-1], block_m, slack, tall, heavy_first)
     sorted_routes = local.argsort(stable=True)[(local < 0).sum() :]
     route_row = torch.full_like(local, -1)
     route_row[sorted_routes] = torch.arange(sorted_routes.numel(), device=ids.device)
@@ -138,4 +140,5 @@ def sort_routes_reference(
         block_m=block_m,
         slack=slack,
         tall=tall,
+        heavy_first=heavy_first,
     )

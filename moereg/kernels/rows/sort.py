@@ -33,12 +33,15 @@ def _store_offsets_and_blocks(
     SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
     TALL: tl.constexpr,
+    HEAVY_FIRST: tl.constexpr,
 ):
     experts = tl.arange(0, EXPERTS)  # [EXPERTS]
     offsets = tl.cumsum(counts, 0) - counts  # [EXPERTS]
     tl.store(expert_offsets + experts, offsets, mask=experts < num_local_experts)
     tl.store(expert_offsets + num_local_experts, tl.sum(counts, 0))
-    store_block_map(counts, offsets, block_expert, block_row, block_end, num_blocks, BLOCK_M, SLACK, EXPERTS, TALL)
+    store_block_map(
+        counts, offsets, block_expert, block_row, block_end, num_blocks, BLOCK_M, SLACK, EXPERTS, TALL, HEAVY_FIRST
+    )
 
 
 @triton.jit
@@ -65,6 +68,7 @@ def _sort_routes_kernel(
     SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
     TALL: tl.constexpr,
+    HEAVY_FIRST: tl.constexpr,
     CHUNK: tl.constexpr,
     ROUTES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -91,6 +95,7 @@ def _sort_routes_kernel(
             SLACK,
             EXPERTS,
             TALL,
+            HEAVY_FIRST,
         )
     else:
         own = (pid - 1) * ROUTES + tl.arange(0, ROUTES)  # [ROUTES]
@@ -173,6 +178,7 @@ def _place_routes_kernel(
     SLACK: tl.constexpr,
     EXPERTS: tl.constexpr,
     TALL: tl.constexpr,
+    HEAVY_FIRST: tl.constexpr,
     CHUNK: tl.constexpr,
     ROUTES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -195,6 +201,7 @@ def _place_routes_kernel(
             SLACK,
             EXPERTS,
             TALL,
+            HEAVY_FIRST,
         )
     else:
         first = (pid - 1) * ROUTES
@@ -225,6 +232,7 @@ def sort_routes(
     slack: int = 0,
     overlap: bool = False,
     tall: int = 0,
+    heavy_first: bool = False,
 ) -> RoutePlan:
     """Sorts routes by local expert and lays tiles over them; no allocation and no host synchronization.
 
@@ -243,6 +251,7 @@ def sort_routes(
         slack: rows by which the last tile of an expert may be longer.
         overlap: whether the next kernel is launched to start early.
         tall: as in `BlockMap`, which has no `slack` then.
+        heavy_first: as in `BlockMap`.
 
     Returns:
         The plan, made of views of `workspace`.
@@ -254,7 +263,8 @@ def sort_routes(
     assert num_local_experts * config.single_launch_routes < 2**31
     pieces = cut_workspace(workspace, plan_sizes(num_routes, num_local_experts, block_m, config))
     expert_counts, chunk_counts = pieces.pop("expert_counts"), pieces.pop("chunk_counts")
-    plan = RoutePlan(**pieces, block_m=block_m, slack=slack, tall=checked_tall(tall, block_m, slack))
+    tall = checked_tall(tall, block_m, slack, heavy_first)
+    plan = RoutePlan(**pieces, block_m=block_m, slack=slack, tall=tall, heavy_first=heavy_first)
     block_map = (plan.expert_offsets, plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks)
     # Triton's histogram takes a power of two, on NVIDIA at least 32 bins.
     experts = max(32, triton.next_power_of_2(num_local_experts))
@@ -276,6 +286,7 @@ def sort_routes(
             SLACK=slack,
             EXPERTS=experts,
             TALL=tall,
+            HEAVY_FIRST=heavy_first,
             CHUNK=config.chunk,
             ROUTES=config.routes_per_program,
             OVERLAP=overlap,
@@ -327,6 +338,7 @@ def sort_routes(
         SLACK=slack,
         EXPERTS=experts,
         TALL=tall,
+        HEAVY_FIRST=heavy_first,
         CHUNK=config.chunk,
         ROUTES=config.routes_per_placing,
         OVERLAP=overlap,

@@ -8,6 +8,13 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS: Final = (
     Mutant(
+        "short tiles come before long ones",
+        "moereg/kernels/rows/block_map.py",
+        old="first_middle = tl.where(heavy, first_heavy, num_heavy + first_middle)",
+        new="first_middle = tl.where(heavy, num_middle + first_heavy, first_middle)",
+        tests=("tests/backends/test_triton_batched.py::test_plan_covers_every_valid_row_once",),
+    ),
+    Mutant(
         "counts may be larger than the rows",
         "moereg/kernels/rows/block_map.py",
         old="tl.minimum(tl.maximum(counts, 0), max_tokens)",
