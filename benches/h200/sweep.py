@@ -66,7 +66,7 @@ ROUNDS: Final = 24
 SECONDS: Final = 0.1
 
 # The most rows per expert of each class but the last.
-CLASS_ROWS: Final = (11, 22, MIN_HOPPER_ROWS, 80, 176)
+CLASS_ROWS: Final = (11, MIN_HOPPER_ROWS, 80, 176)
 
 
 def class_of(num_tokens: int, rows_per_expert: float) -> str:
@@ -92,6 +92,8 @@ def describe(configs: Configs) -> str:
         parts = [f"{c.block_m}x{c.block_n}+{c.slack} {c.num_stages}s" for c in (configs.gate_up, configs.down)]
         if configs.copies_rows:
             parts[0] += " copied"
+        if configs.heavy_first:
+            parts[0] += " heavy first"
     elif isinstance(configs, GemmPair):
         parts = [f"{spell(c)}{'' if c.mask_rows else ' all rows'}" for c in (configs.gate_up, configs.down)]
     else:
@@ -113,32 +115,33 @@ def _gemm_pairs(name: str) -> Iterator[GemmPair]:
     of_16 = ("16x64x128 4w5s", "16x128x128 4w4s")
     of_32 = ("32x64x128 4w4s", "32x128x128 4w3s")
     of_64 = ("64x128x64 4w4s", "64x64x128 4w3s")
-    of_128 = ("128x128x64 8w3s", "128x256x64 8w4s")
     if name == "2-16 tokens":
         pairs = [*itertools.product((*of_16, "16x64x64 4w6s"), (*of_16, "16x64x128 4w4s"))]
     elif name == "to 11 rows":
         pairs = [*itertools.product(of_16, ("16x64x128 4w4s", of_16[1])), *square(*of_32)]
-    elif name == "to 22 rows":
-        pairs = [*square(of_16[1]), *square(*of_32), *square(*of_64)]
     else:
-        pairs = [*square(of_32[1]), *square(*of_64), *square(*of_128)]
+        pairs = [*square(of_16[1]), *square(*of_32), *square(*of_64)]
     for gate_up, down in pairs:
         yield GemmPair(grouped(gate_up), grouped(down), sort_routes=name != "2-16 tokens")
 
 
 def _hopper_rules() -> Iterator[Configs]:
-    """The shipped rules' tiles in all pairs of one height: by token, by token with a shorter ring, copied."""
+    """The shipped rules' tiles in all pairs of one height.
+
+    By token, by token with a shorter ring, and copied; heavy experts first or not.
+    """
     first = dict.fromkeys(rule.gate_up for rule in hopper_config.CONFIG_RULES)
     second = dict.fromkeys(rule.down for rule in hopper_config.CONFIG_RULES)
     for gate_up, down in itertools.product(first, second):
         if (gate_up.block_m, gate_up.slack) == (down.block_m, down.slack):
-            pair = HopperConfigRule(gate_up=gate_up, down=down)
-            yield pair
-            yield HopperConfigRule(
+            shorter = HopperConfigRule(
                 gate_up=dataclasses.replace(gate_up, num_stages=gate_up.num_stages - 1),
                 down=dataclasses.replace(down, num_stages=down.num_stages - 1),
             )
-            yield dataclasses.replace(pair, copies_rows=True)
+            pair = HopperConfigRule(gate_up=gate_up, down=down)
+            for rule in (pair, shorter, dataclasses.replace(pair, copies_rows=True)):
+                yield rule
+                yield dataclasses.replace(rule, heavy_first=True)
 
 
 def candidates_of(num_tokens: int, rows_per_expert: float) -> list[Candidate]:
@@ -163,7 +166,10 @@ def shipped(problem: MoEProblem, num_tokens: int, shared_bytes: int | None) -> C
     if uses_hopper(num_tokens, rows):
         columns = problem.activation.num_halves * round_up(problem.intermediate_size, WEIGHT_PAD)
         configs = dataclasses.replace(
-            hopper_config.select_config(rows, columns), max_rows_per_expert=math.inf, min_columns=0
+            hopper_config.select_config(rows, columns, problem.num_experts),
+            max_rows_per_expert=math.inf,
+            min_columns=0,
+            min_experts=0,
         )
     else:
         configs = gemm_config.select_config(num_tokens, rows, problem.torch_dtype.itemsize, shared_bytes)

@@ -145,7 +145,7 @@ def _compile(name: str, kernel: Any, signature: dict[str, str], constants: dict[
 if __name__ == "__main__":
     done = set()
     # In the batched format rows lie in order, so its rules are those for infinitely many columns.
-    batched_rules = [select_config(rule.max_rows_per_expert, math.inf) for rule in CONFIG_RULES]
+    batched_rules = [select_config(rule.max_rows_per_expert, math.inf, 1) for rule in CONFIG_RULES]
     for rule, batched in [*((rule, False) for rule in CONFIG_RULES), *((rule, True) for rule in batched_rules)]:
         for name, config, is_gate_up in (("gate_up", rule.gate_up, True), ("down", rule.down, False)):
             by_token = is_gate_up and not rule.copies_rows and not batched

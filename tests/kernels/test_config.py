@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +14,8 @@ import pytest
 
 import moereg
 from moereg.kernels.gemm.config import CONFIG_RULES, PACKED_RULES, GemmPair
+from moereg.kernels.hopper import config as hopper
+from moereg.kernels.sizes import GUARD_ROWS
 
 PLAIN_MODULES = (
     "moereg.kernels.sizes",
@@ -38,3 +42,50 @@ def test_both_products_of_a_rule_take_tiles_of_as_many_rows() -> None:
     for rule in (*CONFIG_RULES, *PACKED_RULES):
         if isinstance(rule.configs, GemmPair):
             assert rule.configs.gate_up.block_m == rule.configs.down.block_m
+
+
+# (most rows an expert, tile, whether tokens are copied, whether heavy experts come first), up to any number of rows.
+BY_TOKEN_FEW = [(176, "128x256", False, False), (400, "256x128", False, True), (math.inf, "128x256", False, True)]
+BY_TOKEN_MANY = [(176, "128x256", False, False), (math.inf, "128x256", False, True)]
+COPIED = [(176, "128x256", False, False), (math.inf, "256x128", True, True)]
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "num_experts", "expected"),
+    [
+        (1536, 8, BY_TOKEN_FEW),
+        (4032, 63, BY_TOKEN_FEW),
+        (384, 128, BY_TOKEN_FEW),
+        (512, 64, BY_TOKEN_MANY),
+        (1536, 128, BY_TOKEN_MANY),
+        (4096, 8, COPIED),
+        (5760, 128, COPIED),
+        # The batched format.
+        (math.inf, 8, COPIED),
+        (math.inf, 64, COPIED),
+    ],
+)
+def test_hopper_rules(num_columns: float, num_experts: int, expected: list[tuple[float, str, bool, bool]]) -> None:
+    least = 1.0
+    for most, tile, copies, heavy_first in expected:
+        for rows in (least, min(most, 1e6)):
+            rule = hopper.select_config(rows, num_columns, num_experts)
+            assert (rule.copies_rows, rule.heavy_first) == (copies, heavy_first), rows
+            for config in (rule.gate_up, rule.down):
+                assert f"{config.block_m}x{config.block_n}" == tile, rows
+        least = math.nextafter(most, math.inf)
+
+
+def test_every_number_of_rows_has_the_shortest_body_that_holds_it() -> None:
+    for config in {config for rule in hopper.CONFIG_RULES for config in (rule.gate_up, rule.down)}:
+        assert config.block_m % 4 == 0
+        assert config.block_m + config.slack <= GUARD_ROWS
+        most = [quarters * config.block_m // 4 + more * config.slack for quarters, more in hopper.BODIES]
+        assert all(low < high for low, high in itertools.pairwise(most))
+        # The producer loads halves, and a longest tile is the plan's.
+        assert most[1:] == [
+            config.block_m // 2,
+            config.block_m // 2 + config.slack,
+            config.block_m,
+            config.block_m + config.slack,
+        ]

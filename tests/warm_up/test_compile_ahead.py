@@ -86,6 +86,44 @@ def test_after_compiling_ahead_nothing_compiles(
     assert _launched(_problem(has_bias=True), moved, "1")["compiled"] > 0
 
 
+# Averages of rows an expert where another rule begins.
+BORDERS = (22, 176, 400)
+
+
+def test_kernels_on_either_side_of_a_rule_s_border_are_found() -> None:
+    few: dict[str, Any] = {"num_experts": 8, "top_k": 4, "hidden_size": 64, "intermediate_size": 64}
+    # The first number of tokens of each list of launches: few columns, many columns, many experts (whose routes are
+    # sorted in more launches at the second border), rows by expert, 32 bits.
+    layers: list[tuple[dict[str, Any], list[int] | None]] = [
+        (few, [43, 45, 353, 801]),
+        ({**few, "intermediate_size": 2048}, [43, 45, 353]),
+        ({**few, "num_experts": 64, "top_k": 8, "intermediate_size": 256}, [175, 177, 1407, 1409]),
+        ({**few, "activation_format": "batched"}, [43, 45, 353]),
+        ({**few, "dtype": "float32"}, None),
+    ]
+    asked = []
+    for facts, _ in layers:
+        tokens_a_row = facts["num_experts"] // facts["top_k"]
+        counts = [tokens_a_row * border + more for border in BORDERS for more in (-1, 0, 1, 2)]
+        asked.append((MoEProblem(**facts).to_dict(), counts))
+    done = subprocess.run(
+        [sys.executable, SCRIPT.with_name("sweep_offline.py"), json.dumps(asked), "cuda:sm90"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    for (facts, first), (_, counts), answer in zip(layers, asked, answers, strict=True):
+        assert first is None or answer["counts"] == first, facts
+        for count, names in zip(counts, answer["launched"], strict=True):
+            on_hopper = first is not None and count >= first[1]
+            assert ("_grouped_kernel" in names) == on_hopper, (facts, count)
+            assert ("_gate_up_kernel" in names) != on_hopper, (facts, count)
+
+
 def test_a_backend_that_compiles_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, made, err = _compile(capsys, "--tokens", "1,2", "--require", "torch", "--cache", str(tmp_path))
     assert code == 3

@@ -106,7 +106,8 @@ class Standard(Interleaved):
             # Tokens are copied at 32-bit offsets.
             and hidden_states.shape[0] * hidden_states.stride(0) < 2**31
         ):
-            return ways.Hopper(hopper.select_config(rows_per_expert, call.weights["w13"].shape[1]))
+            num_experts, num_columns = call.weights["w13"].shape[:2]
+            return ways.Hopper(hopper.select_config(rows_per_expert, num_columns, num_experts))
         return ways.select(problem, hidden_states, rows_per_expert, self.packed_bits)
 
 
@@ -128,7 +129,7 @@ class Batched(Interleaved):
         rows_per_expert = batched_rows_per_expert(problem, hidden_states.shape[1])
         if self.fits_hopper(hidden_states, rows_per_expert):
             # Rows are boxes already, and none are copied.
-            return ways.HopperBatched(hopper.select_config(rows_per_expert, math.inf))
+            return ways.HopperBatched(hopper.select_config(rows_per_expert, math.inf, problem.num_local_experts))
         return ways.Batched(ways.select_tiles(math.inf, rows_per_expert, hidden_states, self.packed_bits))
 
 

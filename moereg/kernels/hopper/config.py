@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+BODIES: Final = ((1, 0), (2, 0), (2, 1), (4, 0), (4, 1))
+"""What a tile may be multiplied as, from the shortest: quarters of `block_m` rows, and whether `slack` behind them."""
+
 QUANTIZED_BLOCK_M: Final = 128
 """Rows of a tile of the kernels with 8-bit codes; equal to the plan's, which has no slack."""
 
@@ -48,53 +51,46 @@ class HopperConfigRule:
 
     Attributes:
         max_rows_per_expert: applies up to this average of rows per expert,
-        min_columns: and from this many rows of an expert's w13 on.
+        min_columns: from this many rows of an expert's w13 on,
+        min_experts: and from this many local experts on.
         copies_rows: whether the tokens are first copied to the sorted rows of their routes.
+        heavy_first: as in `BlockMap`.
         gate_up: configuration of the first GEMM.
         down: configuration of the second, with the same `block_m` and `slack`.
     """
 
     max_rows_per_expert: float = math.inf
     min_columns: int = 0
+    min_experts: int = 0
     copies_rows: bool = False
+    heavy_first: bool = False
     gate_up: HopperGemmConfig
     down: HopperGemmConfig
 
 
-# The first match counts. Measured on an H200 with 32 to 8192 rows an expert, 2026-11-20 and 21.
+_WIDE: Final = HopperGemmConfig(block_m=128, block_n=256)
+_LONG: Final = HopperGemmConfig(block_m=256, block_n=128)
+
+# The first match counts. Measured on an H200 with 32 to 8192 rows an expert, 2026-11-20 to 23.
 #
 # Tiles of 256 x 128 and of 128 x 256 read equally many bytes a product. Where rows come as boxes, 256 x 128 is faster
 # by 1 to 12 %. Copying rows token by token, by 16 bytes, costs it 8 to 14 %, and 128 x 256, which copies half as many,
-# 3 to 6 %. Yet at 256 rows an expert 128 x 256 loses more by a short second tile.
+# 3 to 6 %. A last tile of 128 x 256 has less padding: 32, 64 and 96 rows have bodies. With 128 experts of uneven load
+# that is 11 % of the layer at 256 rows an expert, and 1 % is lost where loads are even (qwen3-30b-a3b, 4,096 tokens).
+# With 8 experts, whose rows are copied, it loses 9 % (mixtral-8x7b, 1,024 tokens). The border between is a guess.
+# Shards of fewer than 512 columns keep 256 x 128: two tiles of 256 for 384 columns multiply a quarter for nothing.
 #
 # Copying the tokens into sorted order first takes time with rows x H and saves time with rows x H x columns: 162 us to
 # save 150 at 2,048 columns (olmoe-1b-7b), 145 us to save 460 at 5,760 (gpt-oss-120b).
+#
+# Heavy experts first, short tiles last: up to 4 % where loads are uneven from 256 rows on, with the bodies; at 128 it
+# loses 3 % (gpt-oss-120b, 4,096 tokens, zipf) and at 64 up to 1 % (qwen3-30b-a3b, 1,024 tokens).
 CONFIG_RULES: Final = (
-    HopperConfigRule(
-        max_rows_per_expert=80,
-        gate_up=HopperGemmConfig(block_m=64, block_n=256),
-        down=HopperGemmConfig(block_m=64, block_n=256),
-    ),
-    HopperConfigRule(
-        max_rows_per_expert=176,
-        gate_up=HopperGemmConfig(block_m=128, block_n=256),
-        down=HopperGemmConfig(block_m=128, block_n=256),
-    ),
-    HopperConfigRule(
-        min_columns=4096,
-        copies_rows=True,
-        gate_up=HopperGemmConfig(block_m=256, block_n=128),
-        down=HopperGemmConfig(block_m=256, block_n=128),
-    ),
-    HopperConfigRule(
-        max_rows_per_expert=400,
-        gate_up=HopperGemmConfig(block_m=256, block_n=128),
-        down=HopperGemmConfig(block_m=256, block_n=128),
-    ),
-    HopperConfigRule(
-        gate_up=HopperGemmConfig(block_m=128, block_n=256),
-        down=HopperGemmConfig(block_m=128, block_n=256),
-    ),
+    HopperConfigRule(max_rows_per_expert=176, gate_up=_WIDE, down=_WIDE),
+    HopperConfigRule(min_columns=4096, copies_rows=True, heavy_first=True, gate_up=_LONG, down=_LONG),
+    HopperConfigRule(min_columns=512, min_experts=64, heavy_first=True, gate_up=_WIDE, down=_WIDE),
+    HopperConfigRule(max_rows_per_expert=400, heavy_first=True, gate_up=_LONG, down=_LONG),
+    HopperConfigRule(heavy_first=True, gate_up=_WIDE, down=_WIDE),
 )
 
 QUANTIZED_GATE_UP: Final = HopperQuantizedConfig()
@@ -108,13 +104,17 @@ _L2_SHARE_BYTES: Final = 48 * 2**20
 _L2_GROUP_M: Final = 4
 
 
-def select_config(rows_per_expert: float, num_columns: float) -> HopperConfigRule:
-    """Returns the rule for an average number of rows per expert and the rows of an expert's w13.
+def select_config(rows_per_expert: float, num_columns: float, num_experts: int) -> HopperConfigRule:
+    """Returns the rule for an average number of rows per expert, the rows of an expert's w13 and the local experts.
 
-    Infinitely many of these give the rule for rows that lie in order already, as in the batched format.
+    Infinitely many columns give the rule for rows that lie in order already, as in the batched format.
     """
     return next(
-        rule for rule in CONFIG_RULES if rows_per_expert <= rule.max_rows_per_expert and num_columns >= rule.min_columns
+        rule
+        for rule in CONFIG_RULES
+        if rows_per_expert <= rule.max_rows_per_expert
+        and num_columns >= rule.min_columns
+        and num_experts >= rule.min_experts
     )
 
 

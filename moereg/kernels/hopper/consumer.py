@@ -11,11 +11,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from moereg.kernels.hopper.config import BODIES
 from moereg.kernels.hopper.ring import locate, multiply, reinterpret
 from moereg.kernels.hopper.turns import NO_TILE, take_tile
 from moereg.kernels.sizes import GUARD_ROWS
 
 _GUARD = gl.constexpr(GUARD_ROWS)
+_BODIES = gl.constexpr(BODIES)
+_LONGEST = gl.constexpr(len(BODIES) - 1)
 
 # Triton 3.8 renamed these two; 3.9 removed the old names.
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -200,6 +203,51 @@ def _consume_tile(
 
 
 @gluon.jit
+def _consume_shortest(
+    out,
+    bias,
+    ring,
+    staging,
+    slot,
+    phase,
+    num_steps,
+    num_columns,
+    tile,
+    max_tokens,
+    WARPGROUP: gl.constexpr,
+    BODY: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    SLACK: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    FENCE: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    GATED: gl.constexpr,
+    ALPHA: gl.constexpr,
+    BETA: gl.constexpr,
+    LIMIT: gl.constexpr,
+):
+    """`_consume_tile` as the shortest of `BODIES` that holds the tile, which number BODY of them does."""
+    ROWS: gl.constexpr = _BODIES[BODY][0] * BLOCK_M // 4
+    MORE: gl.constexpr = _BODIES[BODY][1] * SLACK
+    # fmt: off
+    if BODY == 0:
+        slot, phase = _consume_tile(
+            out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
+            WARPGROUP, ROWS, MORE, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+    elif tile.num_rows > _BODIES[BODY - 1][0] * BLOCK_M // 4 + _BODIES[BODY - 1][1] * SLACK:
+        slot, phase = _consume_tile(
+            out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
+            WARPGROUP, ROWS, MORE, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+    else:
+        slot, phase = _consume_shortest(
+            out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
+            WARPGROUP, BODY - 1, BLOCK_M, SLACK, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+    # fmt: on
+    return slot, phase
+
+
+@gluon.jit
 def consume(
     out,
     bias,
@@ -257,18 +305,9 @@ def consume(
     while tile_number != NO_TILE:
         tile = locate(tile_number, order, BLOCK_M, SLACK)
         # fmt: off
-        if tile.num_rows > BLOCK_M:
-            slot, phase = _consume_tile(
-                out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
-                WARPGROUP, BLOCK_M, SLACK, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
-        elif tile.num_rows > BLOCK_M // 2:
-            slot, phase = _consume_tile(
-                out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
-                WARPGROUP, BLOCK_M, 0, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
-        else:
-            slot, phase = _consume_tile(
-                out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
-                WARPGROUP, BLOCK_M // 2, 0, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+        slot, phase = _consume_shortest(
+            out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
+            WARPGROUP, _LONGEST, BLOCK_M, SLACK, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
         # fmt: on
         tile_number, turn, turn_phase = take_tile(turns, turn, turn_phase)
     tma.store_wait(0)

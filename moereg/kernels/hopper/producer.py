@@ -20,6 +20,14 @@ def _load_weights(weights, shared, ready, expert, column_tile, k, num_columns, B
 
 
 @gluon.jit
+def _place_slack(num_rows, BLOCK_M: gl.constexpr, SLACK: gl.constexpr):
+    """Whether a tile's body reads the slack, and the row of the tile that it begins with: behind a half or all."""
+    HALF: gl.constexpr = BLOCK_M // 2
+    has_slack = (num_rows > BLOCK_M) | ((num_rows > HALF) & (num_rows <= HALF + SLACK))
+    return has_slack, gl.where(num_rows > HALF + SLACK, BLOCK_M, HALF)
+
+
+@gluon.jit
 def produce(
     weights,
     half_rows,
@@ -39,7 +47,7 @@ def produce(
 
     Reads the weights and rows by tensor maps, `order` and the tile counter, which it counts up. Announces each tile,
     then for each step waits until both consumers have emptied a slot, says how many bytes its `full` has to wait for,
-    and starts the copies.
+    and starts the copies: of what the tile's body reads, see `BODIES` of `config.py`. A quarter comes as a half.
 
     Args:
         weights: map of a weight, boxes [BLOCK_N // 16, 2, 8, BLOCK_K] where gate and up are interleaved, or
@@ -58,6 +66,7 @@ def produce(
         STAGES: slots of the ring.
     """
     HALF: gl.constexpr = BLOCK_M // 2
+    LOW: gl.constexpr = HALF + SLACK
     ROW_BYTES: gl.constexpr = 2 * BLOCK_K
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
@@ -70,29 +79,38 @@ def produce(
         following = next_tile(tile_counter)
         tile = locate(tile_number, order, BLOCK_M, SLACK)
         row, num_rows = tile.row, tile.num_rows
+        has_high = num_rows > LOW
+        has_slack, slack_at = _place_slack(num_rows, BLOCK_M, SLACK)
         for k in range(num_steps):
             ready = ring.full.index(slot)
             at = k * BLOCK_K
             mbarrier.wait(ring.empty.index(slot), phase)
             mbarrier.expect(ready, (BLOCK_N + HALF) * ROW_BYTES, pred=num_rows <= HALF)
-            mbarrier.expect(ready, (BLOCK_N + BLOCK_M) * ROW_BYTES, pred=(num_rows > HALF) & (num_rows <= BLOCK_M))
+            mbarrier.expect(ready, (BLOCK_N + LOW) * ROW_BYTES, pred=(num_rows > HALF) & (num_rows <= LOW))
+            mbarrier.expect(ready, (BLOCK_N + BLOCK_M) * ROW_BYTES, pred=(num_rows > LOW) & (num_rows <= BLOCK_M))
             mbarrier.expect(ready, (BLOCK_N + BLOCK_M + SLACK) * ROW_BYTES, pred=num_rows > BLOCK_M)
             _load_weights(
                 weights, ring.weights.index(slot), ready, tile.expert, tile.column_tile, k, num_columns, BLOCK_N
             )
             load_box(half_rows, [row, at], ready, ring.rows.index(2 * slot))
-            load_box(half_rows, [row + HALF, at], ready, ring.rows.index(2 * slot + 1), pred=num_rows > HALF)
-            load_box(slack_rows, [row + BLOCK_M, at], ready, ring.slack_rows.index(slot), pred=num_rows > BLOCK_M)
+            load_box(half_rows, [row + HALF, at], ready, ring.rows.index(2 * slot + 1), pred=has_high)
+            load_box(slack_rows, [row + slack_at, at], ready, ring.slack_rows.index(slot), pred=has_slack)
             slot, phase = next_slot(slot, phase, STAGES)
         tile_number = following
     announce_tile(NO_TILE, turns, turn, turn_phase, 1)
 
 
 @gluon.jit
-def _load_routes(sorted_routes, row, num_rows, FIRST: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def _load_routes(sorted_routes, row, num_rows, first, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     # Rows past the end repeat the last one.
-    at = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))  # [ROWS]
+    at = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))  # [ROWS]
     return gl.load(sorted_routes + row + gl.maximum(gl.minimum(at, num_rows - 1), 0))
+
+
+@gluon.jit
+def _load_slack_routes(sorted_routes, tile, BLOCK_M: gl.constexpr, SLACK: gl.constexpr, LAYOUT: gl.constexpr):
+    _, first = _place_slack(tile.num_rows, BLOCK_M, SLACK)
+    return _load_routes(sorted_routes, tile.row, tile.num_rows, first, SLACK, LAYOUT)
 
 
 @gluon.jit
@@ -162,7 +180,7 @@ def produce_by_token(
         tile = locate(tile_number, order, BLOCK_M, SLACK)
         low = _load_routes(sorted_routes, tile.row, tile.num_rows, 0, HALF, LAYOUT)  # [HALF]
         high = _load_routes(sorted_routes, tile.row, tile.num_rows, HALF, HALF, LAYOUT)  # [HALF]
-        slack = _load_routes(sorted_routes, tile.row, tile.num_rows, BLOCK_M, SLACK, LAYOUT)  # [SLACK]
+        slack = _load_slack_routes(sorted_routes, tile, BLOCK_M, SLACK, LAYOUT)  # [SLACK]
         while tile_number < num_tiles:
             turn, turn_phase = announce_tile(tile_number, turns, turn, turn_phase, 4)
             low_offsets = _token_offsets(low, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
@@ -174,8 +192,9 @@ def produce_by_token(
             next_one = locate(gl.minimum(tile_number, num_tiles - 1), order, BLOCK_M, SLACK)
             low = _load_routes(sorted_routes, next_one.row, next_one.num_rows, 0, HALF, LAYOUT)
             high = _load_routes(sorted_routes, next_one.row, next_one.num_rows, HALF, HALF, LAYOUT)
-            slack = _load_routes(sorted_routes, next_one.row, next_one.num_rows, BLOCK_M, SLACK, LAYOUT)
+            slack = _load_slack_routes(sorted_routes, next_one, BLOCK_M, SLACK, LAYOUT)
             expert, column_tile, num_rows = tile.expert, tile.column_tile, tile.num_rows
+            has_slack, _ = _place_slack(num_rows, BLOCK_M, SLACK)
             tokens = hidden_states
             for k in range(num_steps):
                 ready = ring.full.index(slot)
@@ -183,10 +202,10 @@ def produce_by_token(
                 mbarrier.expect(ready, 2 * BLOCK_N * BLOCK_K)
                 _load_weights(weights, ring.weights.index(slot), ready, expert, column_tile, k, num_columns, BLOCK_N)
                 _copy_tokens(ring.rows.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
-                if num_rows > HALF:
+                if num_rows > HALF + SLACK:
                     high_half = ring.rows.index(2 * slot + 1)
                     _copy_tokens(high_half, tokens + high_offsets, k, hidden_chunks, MASK_K, LAYOUT)
-                if num_rows > BLOCK_M:
+                if has_slack:
                     slack_rows = ring.slack_rows.index(slot)
                     _copy_tokens(slack_rows, tokens + slack_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                 async_copy.mbarrier_arrive(ready, increment_count=False)

@@ -146,7 +146,7 @@ def multiply(
         phase: the round it is in.
         num_steps: steps along the reduced dimension, at least one.
         WARPGROUP: 0 or 1: which half of the columns.
-        ROWS: BLOCK_M, or half of it for a tile that has no more rows.
+        ROWS: BLOCK_M, or half or a quarter of it for a tile with fewer rows.
         SLACK: rows behind them, or 0.
         BLOCK_N: columns of a tile.
         STAGES: slots of the ring.

@@ -1,0 +1,48 @@
+"""Sweeps layers as `warm_up` does, for a device that is not there, and prints what each number of tokens launches.
+
+Run as a script, in a process of its own:
+
+    python tests/warm_up/sweep_offline.py '[[{problem as JSON}, [tokens, ...]], ...]' cuda:sm90
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+from moereg.backend_calls import make_experts
+from moereg.dispatch import select_backend
+from moereg.kernels.launch.ahead import Target, become
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.warm_up.dummy import DummyLayer, empty_weights
+from moereg.warm_up.worker import _sweep
+
+
+def main() -> None:
+    layers, name = json.loads(sys.argv[1]), sys.argv[2]
+    platform = Platform.from_name(name)
+    target = Target.of(platform.kind, platform.arch)
+    assert target is not None
+    launches = become(target)
+    for values, counts in layers:
+        selection = select_backend(MoEProblem.from_dict(values), platform=name, require="triton")
+        assert selection.winner is not None
+        experts = make_experts(selection, selection.winner)
+        layer = DummyLayer(experts, next(empty_weights(experts)))
+        found = _sweep([layer], launches, counts, jobs=1)
+        assert found.fault is None, found.fault
+        launched = []
+        for count in counts:
+            layer.call(count)
+            variants = launches.take()
+            assert {variant.digest for variant in variants} <= found.variants.keys(), count
+            launched.append([variant.name.rpartition(":")[2] for variant in variants])
+        print(json.dumps({"counts": found.counts, "launched": launched, "num_variants": len(found.variants)}))
+
+
+if __name__ == "__main__":
+    main()
