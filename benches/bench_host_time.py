@@ -50,7 +50,7 @@ TINY: Final = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=64, to
 
 
 def make_problem(model: str) -> MoEProblem:
-    """bf16, SwiGLU, no bias, like the peers' table; `tiny` is a layer for a CPU."""
+    """bf16, SwiGLU, no bias, like the rows of `benches.h200.table`; `tiny` is a layer for a CPU."""
     if model == "tiny":
         return TINY
     return MoEProblem(**{**get_shape(model).problem_keywords(), "activation": "silu", "has_bias": False})

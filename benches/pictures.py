@@ -2,48 +2,73 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from benches.board.page import Standing
+from benches.board.compare import Comparison
+from benches.board.rows import Standing
 
-__all__ = ["draw_board", "draw_h200", "draw_wheels", "fastest_times", "wheel_ratios"]
+__all__ = ["draw_board", "draw_peers", "draw_wheels", "fastest_times", "wheel_ratios"]
 
 # Okabe and Ito's, which everyone can tell apart.
 COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def draw_h200(path: pathlib.Path, document: dict[str, Any]) -> None:
-    """The ratios of the H200 table over tokens, a line a layer: above 1 the triton backend is the faster."""
+def draw_peers(path: pathlib.Path, groups: Mapping[str, Sequence[Comparison]]) -> None:
+    """Best peer's time over ours, over tokens: a panel for each group, a line for each layer, scheme and routing.
+
+    Args:
+        path: An SVG, overwritten.
+        groups: Rows of one process each, by the name of their group; empty groups have no panel.
+    """
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    rows = document["rows"]
-    style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": path.name}
+    shown = {name: [one for one in found if one.ratio is not None] for name, found in groups.items()}
+    shown = {name: found for name, found in shown.items() if found}
+    counts = sorted({one.place.tokens for found in shown.values() for one in found})
+    style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": path.name}
     with matplotlib.rc_context(style):
-        figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
-        for model, color in zip(dict.fromkeys(row["model"] for row in rows), COLORS, strict=False):
-            own = [row for row in rows if row["model"] == model and not row["wrong"]]
-            ratios = [row["best_peer_over_ours"] for row in own]
-            axes.plot([row["tokens"] for row in own], ratios, "o-", color=color, label=model)
-        axes.axhline(1.0, color="#777777", linewidth=1, linestyle="--")
-        axes.set_xscale("log", base=2)
-        tokens = sorted({row["tokens"] for row in rows})
-        axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
-        axes.minorticks_off()
-        axes.set_xlabel("tokens")
-        axes.set_ylabel("best peer's time / ours")
-        axes.set_title(
-            "bf16 on one H200, against the best of FlashInfer, SonicMoE, torch and vLLM", loc="left", size=12
+        height = math.ceil(len(shown) / 2)
+        figure = Figure(figsize=(9, 0.5 + 3 * height), layout="constrained", facecolor="white")
+        panels = figure.subplots(height, 2, sharex=True, squeeze=False).flat
+        for (name, found), axes in itertools.zip_longest(shown.items(), panels, fillvalue=("", ())):
+            if not name:
+                axes.set_axis_off()
+                continue
+            lines: dict[str, list[Comparison]] = {}
+            for one in found:
+                lines.setdefault(f"{one.place.layer} {one.place.scheme} {one.place.routing}", []).append(one)
+            axes.axhspan(1e-3, 1.0, color="#f2f2f2", zorder=0)
+            axes.axhline(1.0, color="#777777", linewidth=1, linestyle="--", zorder=1)
+            for number, (label, points) in enumerate(lines.items()):
+                color, marker = COLORS[number % len(COLORS)], MARKERS[number // len(COLORS) % len(MARKERS)]
+                x, y = [one.place.tokens for one in points], [one.ratio for one in points]
+                axes.plot(x, y, marker=marker, color=color, label=label.removesuffix(" uniform"), markersize=4)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            ratios = [one.ratio or 1.0 for one in found]
+            low, high = min(0.9, *ratios) * 0.95, max(1.2, *ratios) * 1.05
+            axes.set_ylim(low, high)
+            ticks = [tick for tick in (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4) if low <= tick <= high]
+            axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.set_xticks(counts, [f"{count:,}" for count in counts])
+            axes.minorticks_off()
+            axes.tick_params(labelbottom=True)
+            axes.set_title(name, loc="left", size=9)
+            axes.legend(frameon=False, fontsize=6)
+        figure.suptitle(
+            "Time of the fastest other kernels over the time of moereg's triton, by tokens, each row in one process:\n"
+            "above the line moereg's are faster, in the gray they are slower",
+            x=0.01,
+            ha="left",
+            size=9,
         )
-        axes.legend(frameon=False, ncols=2)
         figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
 
 
 def wheel_ratios(document: dict[str, Any]) -> dict[str, dict[int, dict[str, float]]]:

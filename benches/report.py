@@ -2,6 +2,7 @@
 
 python -m benches.report            # rewrites the pages below, and draws their pictures
 python -m benches.report --check    # names what is out of date, and exits with 1
+python -m benches.report --groups   # prints how moereg's kernels stand against others', and writes nothing
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 from benches import pictures, which_backend
 from benches.board import page as board
+from benches.board import peers
+from benches.board import rows as board_rows
 from benches.h200 import leave_one_out
 from benches.markdown import table
 from benches.scale import page as scale
@@ -86,22 +89,10 @@ def full_size_table() -> str:
 
 
 def h200_table() -> str:
-    """The triton backend beside the best peers on an H200."""
+    """The triton backend on an H200, with its shares of the roofline."""
     document = _load("h200_table_bf16.json")
-    rows = [
-        [
-            row["model"],
-            str(row["tokens"]),
-            f"{row['ours_us']:.1f}",
-            f"{row['best_peer_us']:.1f}",
-            f"{row['best_peer_over_ours']:.3f}",
-            f"{row['roof_us']:.1f}",
-            f"{row['share']:.0%}",
-            f"{row['here_over_there']:.2f}" if "here_over_there" in row else "",
-        ]
-        for row in document["rows"]
-    ]
-    header = ["layer", "T", "ours us", "best peer us", "ratio", "roofline us", "share", "same peer here / there"]
+    rows = [[row["model"], str(row["tokens"]), *_times(row)] for row in document["rows"]]
+    header = ["layer", "T", "ours us", "roofline us", "share", "error"]
     return f"{table(header, rows)}\n\n{_h200_summary(document)}"
 
 
@@ -111,21 +102,16 @@ def second_gpu_table() -> str:
     first = {(row["model"], row["tokens"]): row for row in _load("h200_table_bf16.json")["rows"]}
     rows = []
     for row in document["rows"]:
-        other = first[row["model"], row["tokens"]]
-        slower = other["ours_us"] / row["ours_us"]
-        ratios = (f"{found['best_peer_over_ours']:.3f}" for found in (row, other))
-        rows.append([row["model"], str(row["tokens"]), f"{row['ours_us']:.1f}", *ratios, f"{slower:.3f}"])
-    header = ["layer", "T", "ours us", "ratio", "ratio above", "time above / here"]
-    return f"{table(header, rows)}\n\n{_h200_summary(document)}"
+        slower = first[row["model"], row["tokens"]]["ours_us"] / row["ours_us"]
+        rows.append([row["model"], str(row["tokens"]), f"{row['ours_us']:.1f}", f"{slower:.3f}"])
+    return f"{table(['layer', 'T', 'ours us', 'time above / here'], rows)}\n\n{_h200_summary(document)}"
 
 
 def _h200_summary(document: dict[str, Any]) -> str:
-    summary = dict(document["summary"])
     ceilings = document["ceilings"]
-    lines = [f"Geometric mean of the ratios {summary.pop('geomean_best_peer_over_ours'):.3f}."]
-    if summary:
-        shares = ", ".join(f"{name.removeprefix('share ')} {value:.1%}" for name, value in summary.items())
-        lines.append(f"Shares, geometric means: {shares}.")
+    found = {name: value for name, value in document["summary"].items() if name.startswith("share ")}
+    shares = ", ".join(f"{name.removeprefix('share ')} {value:.1%}" for name, value in found.items())
+    lines = [f"Shares, geometric means: {shares}."] if shares else []
     lines.append(
         f"Ceilings in the same process: {ceilings['matmul_tflops']:.0f} TFLOP/s, {ceilings['read_tbps']:.2f} TB/s."
     )
@@ -264,13 +250,12 @@ def quant_table() -> str:
     document = _load("h200_quant.json")
     lines = []
     for row in document["rows"]:
-        peer = [f"{row['best_peer_us']:.1f}", f"{row['best_peer_over_ours']:.3f}"] if "best_peer" in row else ["", ""]
         plain = [f"{row['bf16_us']:.1f}", f"{row['share_of_byte_ratio']:.0%}"] if "bf16_us" in row else ["", ""]
-        ours, *others = _times(row)
-        lines.append([row["scheme"], row["model"], str(row["tokens"]), ours, *peer, *others, *plain])
-    header = ["scheme", "layer", "T", "ours us", "best peer us", "ratio", "roofline us", "share", "error", "bf16 us"]
+        lines.append([row["scheme"], row["model"], str(row["tokens"]), *_times(row), *plain])
+    header = ["scheme", "layer", "T", "ours us", "roofline us", "share", "error", "bf16 us"]
+    # Files of before have ratios to times of another machine, which say nothing.
     summary = [
-        f"- `{scheme}`: {'; '.join(_summary_text(name, value) for name, value in line.items())}."
+        f"- `{scheme}`: {'; '.join(_summary_text(name, line[name]) for name in line if 'peer' not in name)}."
         for scheme, line in document["summary"].items()
     ]
     rates = document["ceilings"]
@@ -284,7 +269,7 @@ def quant_table() -> str:
 
 
 def _summary_text(name: str, value: dict[str, Any] | float) -> str:
-    name = name.replace("best_peer_over_ours", "ratio").replace("share_of_byte_ratio", "share of the byte ratio")
+    name = name.replace("share_of_byte_ratio", "share of the byte ratio")
     if isinstance(value, dict):
         return f"{name} {value['value']:.3f} ({value['model']} T {value['tokens']})"
     return f"{name} {value:.3f}"
@@ -345,8 +330,8 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 PAGES: dict[pathlib.Path, Mapping[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"wheels_summary": wheels_summary},
-    PAGE: TABLES,
+    ROOT / "README.md": {"wheels_summary": wheels_summary} | peers.FIRST_PAGE,
+    PAGE: TABLES | peers.TABLES,
     DOCS / "board.md": board.TABLES,
     DOCS / "backends.md": which_backend.TABLES,
     DOCS / "scale.md": scale.TABLES,
@@ -370,7 +355,17 @@ def main() -> int:
     """Rewrites or checks the pages; rewriting also draws the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
+    parser.add_argument(
+        "--groups", nargs="*", type=pathlib.Path, metavar="FILE", help="of these boards; of the stored ones without"
+    )
     arguments = parser.parse_args()
+    if arguments.groups is not None:
+        try:
+            print(peers.report(arguments.groups))
+        except (ValueError, OSError) as error:
+            print(f"benches.report: {error}", file=sys.stderr)
+            return 2
+        return 0
     old = []
     for path, tables in PAGES.items():
         page = path.read_text(encoding="utf-8")
@@ -383,12 +378,13 @@ def main() -> int:
         for name in old:
             print(f"{name} is out of date; run python -m benches.report")
         return int(bool(old))
-    pictures.draw_h200(PICTURE, _load("h200_table_bf16.json"))
     pictures.draw_wheels(WHEELS_PICTURE, _load("h200_wheels.json"))
     draw_scale(SCALE_PICTURE)
-    for name in board.BOARDS:
+    with contextlib.suppress(FileNotFoundError):
+        pictures.draw_peers(PICTURE, peers.groups_of(peers.board_comparisons()))
+    for name in board_rows.BOARDS:
         with contextlib.suppress(FileNotFoundError):
-            pictures.draw_board(board.standings(board.documents(name)), DOCS / f"board_{name}.svg")
+            pictures.draw_board(board_rows.rows_of(name), DOCS / f"board_{name}.svg")
     return 0
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from benches.board import page as board_page
+from benches.board import rows as board_rows
 from benches.markdown import table
 from moereg.decide import decide
 from moereg.digest import files_stay
@@ -372,18 +372,22 @@ def _extras() -> dict[str, set[str]]:
 def _fastest() -> Callable[[str], str]:
     """By backend, in how many of its rows of each board that others ran in as well it was the fastest."""
     counts: dict[str, list[str]] = {}
-    for board in board_page.BOARDS:
+    for board in board_rows.BOARDS:
         try:
-            documents = board_page.documents(board)
+            files = board_rows.rows_of(board), board_rows.apart(board)
         except FileNotFoundError:
             continue
-        rows = board_page.standings(documents)
-        names = {name.partition(" (")[0] for row in rows for name in row.entries}
-        for name in names:
-            own = [row for row in rows if not row.is_alone and name in {one.backend for one in row.entries.values()}]
-            first = sum(row.ranking[0].backend == name for row in own)
-            if own:
-                counts.setdefault(name, []).append(f"fastest in {first} of {len(own)} rows on {documents[0]['device']}")
+        seen: set[str] = set()
+        device = next(iter(board_rows.documents(board).values()))["device"]
+        # A backend that is in no row of the board is counted where it ran apart; none is counted in both.
+        for rows in files:
+            names = {name.partition(" (")[0] for row in rows for name in row.entries} - seen
+            seen |= names
+            for name in names:
+                own = [row for row in rows if not row.is_alone and name in {e.backend for e in row.entries.values()}]
+                first = sum(row.ranking[0].backend == name for row in own)
+                if own:
+                    counts.setdefault(name, []).append(f"fastest in {first} of {len(own)} rows on {device}")
     return lambda name: "; ".join(counts.get(name, [])) or "not on it yet"
 
 

@@ -2,15 +2,16 @@
 
 | program | what it measures |
 |---|---|
-| `table` | unquantized layers beside the best peers |
-| `quant` | quantized layers beside the best peers and the unquantized layer |
+| `table` | unquantized layers beside their rooflines |
+| `quant` | quantized layers beside their rooflines and the unquantized layer |
 | `shapes` | other layers, tensor-parallel shards, skewed routing |
 | `sweep` | how far a shape that was never tuned is from its own best |
 | `full_size` | errors, replays and memory of every backend at full size |
 
 What they share: `precompile` compiles kernels on all cores before anything is timed, `candidates` times launch
-configurations beside each other, `quant_configs` lists those of quantized layers, `leave_one_out` draws the conclusions
-of a sweep and has the geometric mean, and `torch_grouped` is the peer that needs nothing but torch.
+configurations beside each other, `quant_configs` lists those of quantized layers, and `leave_one_out` draws the
+conclusions of a sweep and has the geometric mean. Other people's kernels are rows of `benches.board`, in one process
+with ours.
 
 Results are in `benches/results/`; `benches.report` makes the tables of the documents from them.
 """

@@ -1,13 +1,12 @@
-"""The `triton` backend in every quantized scheme that it has kernels for, on an H200, beside the best peers.
+"""The `triton` backend in every quantized scheme that it has kernels for, on an H200.
 
     python -m benches.h200.quant [--schemes S ...] [--models M ...] [--tokens T ...] [--configs] [--budget-s 200]
                                  [--json FILE]
 
 A row is checked first: the first tokens of a call against the reference on them alone, which is the same since scales
 here span no tokens. A wrong row gets no number. Then CUDA graphs of one call each are replayed over rotated inputs and
-routings; the median is reported, and the best peer's time over it where peers ran the scheme. The roofline takes the
-sustained matmul rate of the elements that the scheme multiplies (16 bits for weight-only schemes) and the read
-bandwidth, both measured here.
+routings; the median is reported. The roofline takes the sustained matmul rate of the elements that the scheme
+multiplies (16 bits for weight-only schemes) and the read bandwidth, both measured here.
 
 For weight-only schemes, up to 64 tokens, the unquantized layer of the same sizes runs the same calls in turns. The
 share of the byte ratio is how many times faster the scheme is, over how many times fewer bytes it moves.
@@ -62,7 +61,6 @@ ROWS: Final = {
     "mxfp4_w4a16": (("qwen3-30b-a3b", "gpt-oss-120b"), (1, 16, 64, 256, 4096)),
     "nvfp4_w4a16": (("gpt-oss-120b", "qwen3-30b-a3b"), (1, 16, 64, 256, 4096)),
 }
-PEERS: Final = pathlib.Path(__file__).parents[1] / "results" / "h200_peers_quant.json"
 # The scheme that others of 8 bits are compared with.
 STANDARD: Final = "fp8_block128"
 # Up to here weights are all that takes time, and a layer without quantization is timed beside.
@@ -78,7 +76,7 @@ Row = dict[str, Any]
 
 
 def make_problem(model: str, scheme: str) -> MoEProblem:
-    """SwiGLU without bias, like the peers' table."""
+    """SwiGLU without bias, like the rows of `benches.h200.table`."""
     keywords = {**get_shape(model).problem_keywords(), "activation": "silu", "has_bias": False, "quant": scheme}
     return MoEProblem(**keywords)
 
@@ -116,27 +114,6 @@ def _product(dtype: str, size: int, device: torch.device) -> Run:
 def ceilings_of(scheme: str, found: dict[str, float]) -> roofline.Ceilings:
     """The ceilings that a scheme is judged by."""
     return roofline.Ceilings(found[f"{matmul_dtype(scheme)}_tflops"], found["read_tbps"] * 1e3, read_by="torch")
-
-
-@functools.cache
-def _peer_rows() -> list[Row]:
-    rows: list[Row] = json.loads(PEERS.read_text(encoding="utf-8"))["rows"]
-    return rows
-
-
-def peers_us(model: str, scheme: str, num_tokens: int) -> dict[str, float]:
-    """Times of the peers, empty where they did not run the scheme."""
-    key = (scheme, model, num_tokens)
-    return next((row["peers_us"] for row in _peer_rows() if (row["scheme"], row["model"], row["tokens"]) == key), {})
-
-
-def compare_with_peers(row: Row) -> Row:
-    """The best peer of a row with `ours_us`; empty if there is none."""
-    peers = peers_us(row["model"], row["scheme"], row["tokens"])
-    if not peers:
-        return {}
-    best = min(peers, key=peers.__getitem__)
-    return {"best_peer": best, "best_peer_us": peers[best], "best_peer_over_ours": peers[best] / row["ours_us"]}
 
 
 def byte_ratio(model: str, scheme: str, calls: Sequence[Call]) -> float:
@@ -234,7 +211,6 @@ def measure(
             if "bf16_us" in row:
                 row["byte_ratio"] = byte_ratio(model, scheme, calls)
                 row["share_of_byte_ratio"] = row["bf16_us"] / row["ours_us"] / row["byte_ratio"]
-            row |= compare_with_peers(row)
             if with_configs and scheme in EIGHT_BIT:
                 row["configs_us"] = time_configs(kernel, problem, calls)
         yield row
@@ -248,12 +224,11 @@ def summarize(rows: Sequence[Row]) -> dict[str, Row]:
     for scheme in dict.fromkeys(row["scheme"] for row in right):
         own = [row for row in right if row["scheme"] == scheme]
         line = found[scheme] = {}
-        for field in ("best_peer_over_ours", "share_of_byte_ratio"):
-            with_field = [row for row in own if field in row]
-            if with_field:
-                worst = min(with_field, key=lambda row: row[field])
-                line[f"{field} mean"] = geomean([row[field] for row in with_field])
-                line[f"{field} worst"] = _named(worst, worst[field])
+        with_field = [row for row in own if "share_of_byte_ratio" in row]
+        if with_field:
+            worst = min(with_field, key=lambda row: float(row["share_of_byte_ratio"]))
+            line["share_of_byte_ratio mean"] = geomean([row["share_of_byte_ratio"] for row in with_field])
+            line["share_of_byte_ratio worst"] = _named(worst, worst["share_of_byte_ratio"])
         for band, low, high in BANDS:
             shares = [row["share"] for row in own if low <= row["tokens"] <= high]
             if shares:
@@ -291,8 +266,6 @@ def show(row: Row) -> str:
     if row["wrong"]:
         return f"{label}  WRONG: error {row['relative_error']}"
     text = f"{label}  ours {row['ours_us']:8.1f}  roof {row['roof_us']:8.1f}  share {row['share']:6.1%}"
-    if "best_peer_us" in row:
-        text += f"  {row['best_peer']} {row['best_peer_us']:8.1f}  ratio {row['best_peer_over_ours']:5.3f}"
     if "bf16_us" in row:
         text += f"  bf16 {row['bf16_us']:7.1f}  of byte ratio {row['share_of_byte_ratio']:6.1%}"
     lines = [f"{text}  error {row['relative_error']:.1e}"]

@@ -1,4 +1,4 @@
-"""The `triton` backend on an H200 beyond the peers' table: other layers, tensor-parallel shards, skewed routing.
+"""The `triton` backend on an H200 beyond `benches.h200.table`: other layers, tensor-parallel shards, skewed routing.
 
     python -m benches.h200.shapes [--only layers | skewed] [--budget-s 120] [--json FILE]
 
@@ -62,7 +62,7 @@ class ModelLayer:
         return self.model if self.tensor_parallel == 1 else f"{self.model} TP{self.tensor_parallel}"
 
     def problem(self) -> MoEProblem:
-        """bf16, SwiGLU, no bias, like the peers' table."""
+        """bf16, SwiGLU, no bias, like the rows of `benches.h200.table`."""
         keywords = {**get_shape(self.model).problem_keywords(), "activation": "silu", "has_bias": False}
         keywords["intermediate_size"] //= self.tensor_parallel
         return MoEProblem(**keywords)

@@ -190,7 +190,7 @@ def selecting(candidate: Candidate) -> AbstractContextManager[None]:
 
 
 def make_problem(model: str) -> MoEProblem:
-    """bf16, SwiGLU, no bias, like the peers' table."""
+    """bf16, SwiGLU, no bias, like the rows of `benches.h200.table`."""
     return MoEProblem(**{**get_shape(model).problem_keywords(), "activation": "silu", "has_bias": False})
 
 

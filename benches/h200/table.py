@@ -1,4 +1,4 @@
-"""Our kernels beside the best peers on an H200, row by row, measured the way the peers were.
+"""Our kernels in bf16 on an H200, row by row, beside their rooflines; others' are rows of `benches.board`.
 
     python -m benches.h200.table --json FILE [--models M ...] [--tokens T ...] [--backend triton]
 
@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 
 from benches.h200.leave_one_out import geomean
-from benches.h200.torch_grouped import torch_grouped
 from moereg.dispatch import select_backend
 from moereg.layer import MoEKernel, make_kernel
 from moereg.platforms import probe_platform
@@ -34,19 +33,19 @@ from moereg.tolerances import tolerance
 from moereg.tuning import roofline
 from moereg.tuning.compare import output_error
 from moereg.tuning.inputs import ROUTINGS, Call, num_calls, random_call, random_weights
-from moereg.tuning.timing import capture, time_kernels, time_runs
+from moereg.tuning.timing import time_kernels, time_runs
 from moereg.weights import ExpertWeights
 
 # Seconds of replays for each row. Under full load the clock falls after about 0.1 s, and further by the second, each
-# GPU by its own measure: 8192^3 went from 798 TFLOP/s to 687 to 636 in two seconds, and was 673 to 703 where the peers
-# were measured.
+# GPU by its own measure: 8192^3 went from 798 TFLOP/s to 687 to 636 in two seconds.
 WINDOW_SECONDS = 0.15
 
-PEERS = pathlib.Path(__file__).parents[1] / "results" / "h200_peers_bf16.json"
+MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-120b", "sonic-30b")
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 
 def measure_ceilings() -> dict[str, float]:
-    """The ceilings that the peers' table divides by, and two that it did not have.
+    """The ceilings that shares are of, and two that they are not.
 
     Returns:
         `matmul_tflops` of a bf16 product of 8192^3, sustained; `matmul_cold_tflops`, of the same over the first
@@ -100,34 +99,13 @@ def check(kernel: MoEKernel, problem: MoEProblem, weights: ExpertWeights, call: 
     return output_error(kernel, Call(*call), reference_experts(problem, weights, *call))
 
 
-def time_again(
-    weights: ExpertWeights, calls: Sequence[Call], ours_us: float, peers_us: dict[str, float]
-) -> dict[str, float]:
-    """Times the peer that only needs torch on this GPU, right after ours, to tell the GPU's part from the kernels'.
-
-    Returns:
-        `torch_grouped_us` here; `here_over_there`, that over the peers' table; `ratio_here`, the best peer over ours if
-        this GPU changed the best peer's time by as much.
-    """
-    eager = [functools.partial(torch_grouped, weights, Call(*call)) for call in calls]
-    device = weights.w13.device
-    eager[0]()
-    here_us = time_runs({"": capture(eager)}, device, seconds=WINDOW_SECONDS)[""].median_us
-    factor = here_us / peers_us["torch_grouped"]
-    ratio_here = min(peers_us.values()) * factor / ours_us
-    return {"torch_grouped_us": here_us, "here_over_there": factor, "ratio_here": ratio_here}
-
-
 def main() -> int:
-    """Measures the rows of the peers' table."""
+    """Measures the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="*")
-    parser.add_argument("--tokens", nargs="*", type=int)
+    parser.add_argument("--models", nargs="*", default=MODELS)
+    parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--routing", default="uniform", choices=ROUTINGS)
-    parser.add_argument(
-        "--again", nargs="*", type=int, default=[4096, 16384], help="numbers of tokens at which to time a peer here too"
-    )
     parser.add_argument("--json")
     arguments = parser.parse_args()
     platform = probe_platform()
@@ -139,33 +117,22 @@ def main() -> int:
         f"{platform.device_name}: matmul {ceilings['matmul_tflops']:.0f} TFLOP/s ({ceilings['matmul_cold_tflops']:.0f} "
         f"cold), read {ceilings['read_tbps']:.2f} TB/s (fastest reader {ceilings['read_stream_tbps']:.2f})"
     )
-    peers = json.loads(PEERS.read_text())["rows"]
     rows: list[dict[str, Any]] = []
-    for model in dict.fromkeys(row["model"] for row in peers):
-        if arguments.models and model not in arguments.models:
-            continue
+    for model in arguments.models:
         problem = MoEProblem(**{**get_shape(model).problem_keywords(), "activation": "silu", "has_bias": False})
         weights = make_weights(problem)
         kernel = make_kernel(problem, weights, select_backend(problem, require=arguments.backend))
-        for peer in peers:
-            num_tokens = peer["tokens"]
-            if peer["model"] != model or (arguments.tokens and num_tokens not in arguments.tokens):
-                continue
+        for num_tokens in arguments.tokens:
             calls = [make_call(problem, num_tokens, arguments.routing) for _ in range(num_calls(num_tokens))]
             error = check(kernel, problem, weights, calls[0])
             wrong = not error <= tolerance(problem.quant, problem.dtype)
-            best = min(peer["peers_us"].values())
-            row = {"model": model, "tokens": num_tokens, "relative_error": error, "best_peer_us": best, "wrong": wrong}
+            row = {"model": model, "tokens": num_tokens, "relative_error": error, "wrong": wrong}
             if not wrong:
                 ours, roof = time_us(kernel, calls), roofline_us(problem, calls, ceilings)
-                row |= {"ours_us": ours, "roof_us": roof, "best_peer_over_ours": best / ours, "share": roof / ours}
-                note = ""
-                if num_tokens in arguments.again:
-                    row |= time_again(weights, calls, ours, peer["peers_us"])
-                    note = f"  here/there {row['here_over_there']:.3f}  ratio here {row['ratio_here']:.3f}"
+                row |= {"ours_us": ours, "roof_us": roof, "share": roof / ours}
                 print(
-                    f"{model:14} T {num_tokens:5}  ours {ours:8.1f}  peer {best:8.1f}  ratio {best / ours:5.3f}  "
-                    f"roof {roof:8.1f}  share {roof / ours:5.1%}  error {error:.1e}{note}",
+                    f"{model:14} T {num_tokens:5}  ours {ours:8.1f}  roof {roof:8.1f}  share {roof / ours:5.1%}  "
+                    f"error {error:.1e}",
                     flush=True,
                 )
             else:
@@ -174,7 +141,7 @@ def main() -> int:
         del weights, kernel
         torch.cuda.empty_cache()
     right = [row for row in rows if not row["wrong"]]
-    summary = {"geomean_best_peer_over_ours": geomean([row["best_peer_over_ours"] for row in right])}
+    summary: dict[str, float] = {}
     for name, low, high in (("1-4", 1, 4), ("16-256", 16, 256), ("1024", 1024, 1024), ("4096-16384", 4096, 16384)):
         summary[f"share T {name}"] = geomean([row["share"] for row in right if low <= row["tokens"] <= high])
     print("  ".join(f"{name} {value:.3f}" for name, value in summary.items()))

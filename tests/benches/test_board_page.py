@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benches import pictures
-from benches.board import page
+from benches.board import page, rows
 
 HEAD = {
     "schema": 1,
@@ -37,11 +37,11 @@ def row(tokens: int, *results: dict[str, Any], default: str = "own", routing: st
 @pytest.fixture
 def stored(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Writes the files of the H200's board."""
-    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
 
-    def write(*rows: dict[str, Any], number: int = 0, **head: Any) -> None:
-        document = {**HEAD, **head, "rows": [*rows]}
-        (tmp_path / page.BOARDS["h200"][number]).write_text(json.dumps(document))
+    def write(*found: dict[str, Any], name: str = "board_h200.json", **head: Any) -> None:
+        document = {**HEAD, **head, "rows": [*found]}
+        (tmp_path / name).write_text(json.dumps(document))
 
     return write
 
@@ -51,7 +51,7 @@ def lines(name: str) -> list[str]:
 
 
 def test_a_board_that_was_not_measured(stored: Any) -> None:
-    for name in ("picture", "losses", "summary", "rows", "failures", "first_use", "variants"):
+    for name in ("picture", "losses", "summary", "rows", "failures", "first_use", "variants", "apart"):
         with pytest.raises(FileNotFoundError):
             lines(name)
 
@@ -133,12 +133,19 @@ def test_ceilings_that_a_row_exceeds_are_none(stored: Any) -> None:
     assert "(100%)" in lines("rows")[3]
 
 
-def test_another_process_is_scaled_by_the_default(stored: Any) -> None:
+def test_another_process_has_its_own_default_and_its_own_table(stored: Any) -> None:
     stored(row(1, result("own", 100.0)), row(16, result("own", 100.0)))
-    stored(row(1, result("own", 110.0), result("sonic", 55.0)), number=1)
-    assert lines("rows")[3:5] == [
-        "| uniform | 1 | 100.0 (50%) | **~50.0 (55%)** | 100.0% |",
+    assert lines("apart") == ["No backend has rows of a process of its own."]
+    apart = row(1, result("own", 110.0), result("sonic", 55.0), result("bad", None, "it raised"))
+    stored(apart, row(64, result("own", 10.0), result("sonic", 20.0)), name="board_h200_sonic.json")
+    assert lines("rows")[3:6] == [
+        "| uniform | 1 | **100.0 (50%)** | - | - |",
         "| uniform | 16 | **100.0 (50%)** | - | - |",
+        "| uniform | 64 | **10.0 (50%)** | 20.0 (50%) | 100.0% |",
+    ]
+    assert lines("apart")[2:] == [
+        "| big | unquantized | uniform | 1 | own | 110.0 (50%) | sonic | 55.0 (50%) | 0.50 |",
+        "| big | unquantized | uniform | 1 | own | 110.0 (50%) | bad | failed | - |",
     ]
 
 
@@ -153,6 +160,11 @@ def test_failures_and_rows_that_are_missing_have_their_reasons(stored: Any) -> N
         "| bad | big unquantized uniform T 1 and 1 more | out of \\| memory second line |",
         "| every backend | big fp8: 2 rows | no time was left |",
     ]
+    # A later file may have what the first one left out.
+    again = [{**row(tokens, result("own", 1.0)), "scheme": "fp8", "routing": "zipf"} for tokens in (1, 16)]
+    stored(*again, name="board_h200_more.json")
+    assert [line for line in lines("failures") if "every backend" in line] == []
+    stored(name="board_h200_more.json")
     stored(row(1, result("own", 1.0)))
     assert lines("failures") == ["Nothing failed and nothing was left out."]
 
@@ -174,7 +186,7 @@ def test_tuned_beside_untuned_and_first_use(stored: Any) -> None:
 
 def test_the_picture_names_who_is_fastest(stored: Any, tmp_path: pathlib.Path) -> None:
     stored(row(1, result("own", 100.0), result("other", 50.0)), row(16, result("own", 100.0)), row(64))
-    pictures.draw_board(page.standings(page.documents("h200")), tmp_path / "board.svg")
+    pictures.draw_board(rows.rows_of("h200"), tmp_path / "board.svg")
     text = (tmp_path / "board.svg").read_text()
     for words in ("other 0.50", ">own<", ">none<", "T 64", "big unquantized uniform"):
         assert words in text, words

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -20,20 +19,6 @@ from moereg.tuning.inputs import random_call
 from tests.benches.selecting import select_way
 
 LAYERS = [(scheme, model) for scheme, (models, _) in quant.ROWS.items() for model in models]
-
-
-def test_peers_are_known_where_they_ran() -> None:
-    known = {
-        (scheme, model, tokens)
-        for scheme, (models, counts) in quant.ROWS.items()
-        for model in models
-        for tokens in counts
-        if quant.peers_us(model, scheme, tokens)
-    }
-    stored = json.loads(quant.PEERS.read_text(encoding="utf-8"))
-    assert known == {(row["scheme"], row["model"], row["tokens"]) for row in stored["rows"]}
-    assert {scheme for scheme, _, _ in known} == {"fp8_block128", "int4_w4a16_g128"}
-    assert all(value > 0 for row in stored["rows"] for value in row["peers_us"].values())
 
 
 @pytest.mark.parametrize(("scheme", "model"), LAYERS)
@@ -61,16 +46,10 @@ def row(scheme: str, tokens: int, ours: float, **fields: Any) -> quant.Row:
     return {**found, "ours_us": ours, "roof_us": 10.0, "share": 10.0 / ours, **fields}
 
 
-def test_a_row_is_compared_with_the_best_peer() -> None:
-    found = quant.compare_with_peers(row("fp8_block128", 4096, 500.0))
-    assert found == {"best_peer": "vllm_deepgemm", "best_peer_us": 619.7, "best_peer_over_ours": 619.7 / 500}
-    assert quant.compare_with_peers(row("int8_w8a8", 4096, 500.0)) == {}
-
-
 def test_summary_names_the_worst_rows() -> None:
     rows = [
-        row("fp8_block128", 1, 20.0, best_peer_over_ours=2.0),
-        row("fp8_block128", 4096, 40.0, best_peer_over_ours=0.5),
+        row("fp8_block128", 1, 20.0),
+        row("fp8_block128", 4096, 40.0),
         row("int8_w8a8", 1, 21.0),
         row("int8_w8a8", 4096, 30.0),
         # Has no row of the other scheme beside it.
@@ -84,15 +63,12 @@ def test_summary_names_the_worst_rows() -> None:
     assert list(found) == ["fp8_block128", "int8_w8a8", "int8_w8a16"]
     block, eight, only = found.values()
     model = "qwen3-30b-a3b"
-    assert block["best_peer_over_ours mean"] == pytest.approx(1.0)
-    assert block["best_peer_over_ours worst"] == {"value": 0.5, "model": model, "tokens": 4096}
     assert (block["share T 1-64"], block["share T 4096-16384"]) == pytest.approx((0.5, 0.25))
     assert "share T 256-1024" not in block
     assert "time over fp8_block128 worst" not in block
     assert eight["time over fp8_block128 worst"] == {"value": 1.05, "model": model, "tokens": 1}
     assert only["share_of_byte_ratio mean"] == pytest.approx(0.6)
     assert only["share_of_byte_ratio worst"] == {"value": 0.4, "model": model, "tokens": 16}
-    assert "best_peer_over_ours mean" not in only
     assert "0.400 (qwen3-30b-a3b T 16)" in quant.show_summary(only)
 
 

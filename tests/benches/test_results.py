@@ -24,8 +24,8 @@ def test_a_page_says_what_was_measured_and_registered(path: pathlib.Path) -> Non
     page, tables = path.read_text(encoding="utf-8"), report.PAGES[path]
     assert report.render(page, tables) == page, "run python -m benches.report"
     shown = set(re.findall(r"<!-- table (\w+) -->", page))
-    # A board of a CPU has nothing that is tuned.
-    assert set(tables) - shown <= {"cpu_variants"}
+    # A board of a CPU has nothing that is tuned, and one process for all.
+    assert set(tables) - shown <= {"cpu_variants", "cpu_apart"}
 
 
 def test_stored_results_say_where_they_are_from() -> None:
@@ -111,6 +111,7 @@ def test_a_note_is_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.P
         "h200",
         "h200_table_bf16.json",
         rows=[],
+        # Of a file of before.
         summary={"geomean_best_peer_over_ours": 1.1},
         ceilings={"matmul_tflops": 700.0, "read_tbps": 4.0},
         **note,
@@ -144,6 +145,8 @@ def test_table_of_quantized_schemes(monkeypatch: pytest.MonkeyPatch, tmp_path: p
         found = {"model": "big", "scheme": scheme, "tokens": 16, "relative_error": 0.003, "wrong": False}
         return {**found, "ours_us": 40.0, "roof_us": 20.0, "share": 0.5, **fields}
 
+    # Fields of files of before, which divide by another machine's times.
+    old = {"best_peer": "fast", "best_peer_us": 50.0, "best_peer_over_ours": 1.25}
     lines = table(
         monkeypatch,
         tmp_path,
@@ -151,7 +154,7 @@ def test_table_of_quantized_schemes(monkeypatch: pytest.MonkeyPatch, tmp_path: p
         "h200_quant.json",
         ceilings={"read_tbps": 4.4, "bfloat16_tflops": 680.0, "int8_tflops": 900.0},
         rows=[
-            row("int8_w8a8", best_peer="fast", best_peer_us=50.0, best_peer_over_ours=1.25),
+            row("int8_w8a8", **old),
             row("int8_w8a16", bf16_us=60.0, share_of_byte_ratio=0.76),
             {"model": "big", "scheme": "mxfp8", "tokens": 4, "relative_error": None, "wrong": True},
         ],
@@ -159,17 +162,19 @@ def test_table_of_quantized_schemes(monkeypatch: pytest.MonkeyPatch, tmp_path: p
             "int8_w8a8": {
                 "best_peer_over_ours mean": 1.25,
                 "best_peer_over_ours worst": {"value": 1.25, "model": "big", "tokens": 16},
+                "share T 1-64": 0.4,
+                "time over fp8_block128 worst": {"value": 1.25, "model": "big", "tokens": 16},
             },
             "int8_w8a16": {"share T 1-64": 0.5},
         },
     )
     assert lines[2:5] == [
-        "| int8_w8a8 | big | 16 | 40.0 | 50.0 | 1.250 | 20.0 | 50% | 3.0e-03 |  |  |",
-        "| int8_w8a16 | big | 16 | 40.0 |  |  | 20.0 | 50% | 3.0e-03 | 60.0 | 76% |",
-        "| mxfp8 | big | 4 | wrong |  |  | - | - | NaN |  |  |",
+        "| int8_w8a8 | big | 16 | 40.0 | 20.0 | 50% | 3.0e-03 |  |  |",
+        "| int8_w8a16 | big | 16 | 40.0 | 20.0 | 50% | 3.0e-03 | 60.0 | 76% |",
+        "| mxfp8 | big | 4 | wrong | - | - | NaN |  |  |",
     ]
     assert lines[5:7] == [
-        "- `int8_w8a8`: ratio mean 1.250; ratio worst 1.250 (big T 16).",
+        "- `int8_w8a8`: share T 1-64 0.400; time over fp8_block128 worst 1.250 (big T 16).",
         "- `int8_w8a16`: share T 1-64 0.500.",
     ]
     assert lines[7] == "Ceilings in the same process: 4.40 TB/s, bfloat16 680 TFLOP/s, int8 900 TFLOP/s."

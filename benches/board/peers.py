@@ -1,0 +1,308 @@
+"""The tables of moereg's own kernels beside other people's, from the files whose rows are each of one process.
+
+Groups of rows first, with what they lost and to whom; then each scheme and routing, each row, and what is missing.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import pathlib
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from benches.board import compare, rows
+from benches.board.compare import MARGIN_US, OWN, SHORT_US, Comparison, Place, geometric_mean
+from benches.board.layers import GPU_LAYERS
+from benches.markdown import table
+from moereg.tuning.inputs import ROUTINGS
+
+__all__ = ["FIRST_PAGE", "TABLES", "board_comparisons", "groups_of", "kind_of", "report", "wheels_comparisons"]
+
+_WHEELS: Final = "h200_wheels.json"
+_ELSEWHERE: Final = ("h200_peers_bf16.json", "h200_peers_quant.json")
+_UNIFORM: Final = ROUTINGS[0]
+_BANDS: Final = ((1, 4), (16, 64), (256, 256), (1024, 1024), (4096, 16384))
+
+# The groups that rows are judged in. Routing tells them apart too, since a mean over both would hide either.
+_KINDS: Final = ("16-bit weights", "4-bit weights and int8", "8-bit floats")
+
+
+def kind_of(scheme: str) -> str:
+    """The group of a scheme."""
+    if scheme.startswith(("fp8", "mxfp8")):
+        return _KINDS[2]
+    return _KINDS[1] if scheme.startswith(("int4", "int8", "mxfp4", "nvfp4")) else _KINDS[0]
+
+
+def board_comparisons() -> list[Comparison]:
+    """Of the H200's board: the judged rows of all its files.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    files = rows.documents("h200").items()
+    return compare.judged(one for name, document in files for one in compare.of_board(document, name))
+
+
+def wheels_comparisons() -> list[Comparison]:
+    """Of the benches of wheels, which are older than the board where both have a row.
+
+    Raises:
+        FileNotFoundError: There are none.
+    """
+    path = rows.RESULTS / _WHEELS
+    if not path.exists():
+        raise FileNotFoundError(path)
+    return compare.judged(compare.of_file(path))
+
+
+def groups_of(found: Iterable[Comparison]) -> dict[str, list[Comparison]]:
+    """Rows by the group that they are judged in."""
+    groups: dict[str, list[Comparison]] = {
+        f"{kind}, {routing}": [] for kind in _KINDS for routing in (_UNIFORM, " and ".join(ROUTINGS[1:]))
+    }
+    for one in found:
+        groups[_group_of(one.place)].append(one)
+    return groups
+
+
+def _group_of(place: Place) -> str:
+    routing = _UNIFORM if place.routing == _UNIFORM else " and ".join(ROUTINGS[1:])
+    return f"{kind_of(place.scheme)}, {routing}"
+
+
+def groups_table(found: Sequence[Comparison], missing: Sequence[Place] = ()) -> str:
+    """For each group: rows, mean and worst ratio, rows lost and to whom, mean share, rows that are missing.
+
+    Args:
+        found: Judged rows.
+        missing: Planned rows that no file has.
+    """
+    gone = collections.Counter(map(_group_of, missing))
+    groups = [(name, own) for name, own in groups_of(found).items() if own or gone[name]]
+    header = ["rows", "n", "ratio, mean", "worst", "rows lost", "share, mean", "missing"]
+    lines = [[name, *_judgment(own), str(gone[name])] for name, own in groups]
+    lines.append(["all", *_judgment(found), str(len(missing))])
+    return table(header, lines)
+
+
+def _judgment(found: Sequence[Comparison]) -> list[str]:
+    """n, mean, worst with its row, rows lost with the winners, mean share."""
+    with_ratio = [one for one in found if one.ratio is not None]
+    ratios = [one.ratio or math.nan for one in with_ratio]
+    worst = min(with_ratio, key=lambda one: one.ratio or math.inf, default=None)
+    shares = [one.share for one in found if one.share is not None]
+    return [
+        str(len(with_ratio)) + _aside(found),
+        f"{geometric_mean(ratios):.2f}" if ratios else "-",
+        f"{worst.ratio:.2f} ({_short(worst.place)})" if worst is not None else "-",
+        _lost(found),
+        f"{geometric_mean(shares):.0%}" if shares else "-",
+    ]
+
+
+def _aside(found: Sequence[Comparison]) -> str:
+    """Rows that have no ratio, in words."""
+    failed = sum(one.best is not None and not one.own.time_us for one in found)
+    alone = sum(one.best is None for one in found)
+    words = [f"{alone} without a peer"] if alone else []
+    words += [f"{failed} in which {OWN} failed"] if failed else []
+    return f" ({', '.join(words)})" if words else ""
+
+
+def _lost(found: Iterable[Comparison]) -> str:
+    winners = collections.Counter(one.best.name for one in found if one.is_lost and one.best is not None)
+    names = ", ".join(f"{name} {count}" for name, count in winners.most_common())
+    return f"{sum(winners.values())}: {names}" if names else "0"
+
+
+def _short(place: Place) -> str:
+    routing = "" if place.routing == _UNIFORM else f" {place.routing}"
+    return f"{place.layer} {place.scheme}{routing} T {place.tokens}"
+
+
+def losses_table(found: Iterable[Comparison]) -> str:
+    """Rows in which a peer is faster, worst first."""
+    lost = sorted((one for one in found if one.is_lost), key=lambda one: one.ratio or 0.0)
+    header = ["layer", "scheme", "routing", "T", f"{OWN} us", "winner", "its us", "ratio"]
+    return table(header, [[*_place(one.place), *_times(one)] for one in lost]) if lost else "No row is lost."
+
+
+def _place(place: Place) -> list[str]:
+    return [place.layer, place.scheme, place.routing, str(place.tokens)]
+
+
+def _times(one: Comparison) -> list[str]:
+    """Own time, best peer, its time, ratio."""
+    own = rows.number(one.own.time_us) if one.own.time_us else "failed"
+    if one.best is None or one.best.time_us is None:
+        return [own, "none ran", "-", "-"]
+    return [own, one.best.name, rows.number(one.best.time_us), "-" if one.ratio is None else f"{one.ratio:.2f}"]
+
+
+def schemes_table(found: Iterable[Comparison]) -> str:
+    """For each scheme and routing what `groups_table` has for its groups."""
+    groups: dict[tuple[str, str], list[Comparison]] = {}
+    for one in found:
+        groups.setdefault((one.place.scheme, one.place.routing), []).append(one)
+    header = ["scheme", "routing", "n", "ratio, mean", "worst", "rows lost", "share, mean"]
+    return table(header, [[*key, *_judgment(own)] for key, own in groups.items()])
+
+
+def shares_table(found: Sequence[Comparison]) -> str:
+    """For each scheme and routing the mean share of the roofline by numbers of tokens, with the number of rows."""
+    keys = dict.fromkeys((one.place.scheme, one.place.routing) for one in found if one.share is not None)
+    if not keys:
+        return "These files have no rooflines."
+    lines = []
+    for key in keys:
+        own = [one for one in found if (one.place.scheme, one.place.routing) == key]
+        cells = []
+        for low, high in _BANDS:
+            shares = [one.share for one in own if low <= one.place.tokens <= high and one.share is not None]
+            cells.append(f"{geometric_mean(shares):.0%} ({len(shares)})" if shares else "-")
+        lines.append([*key, *cells])
+    names = [f"T {low}" if low == high else f"T {low}-{high}" for low, high in _BANDS]
+    return f"{table(['scheme', 'routing', *names], lines)}\n\n{_rule(found)}"
+
+
+def _rule(found: Iterable[Comparison]) -> str:
+    """Which rows have the margin, and which exceed their ceilings."""
+    short = sorted({_short(one.place) for one in found if one.is_short})
+    beyond = [f"{_short(one.place)} ({one.share:.0%})" for one in found if (one.share or 0.0) > rows.SAME]
+    rule = f"Shares of rows with a roofline below {SHORT_US:.0f} us are judged with {MARGIN_US:.0f} us added to it"
+    text = f"{rule}: {', '.join(short)}." if short else f"{rule}; there are none."
+    text += " Ratios are of times as they were measured."
+    if beyond:
+        text += f" Beyond the measured ceilings, which were too low there: {', '.join(beyond)}."
+    return _wrapped(text)
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, 120, break_on_hyphens=False))
+
+
+def rows_table(found: Sequence[Comparison]) -> str:
+    """Every row, a table for each scheme and routing."""
+    parts = []
+    for scheme, routing in dict.fromkeys((one.place.scheme, one.place.routing) for one in found):
+        own = [one for one in found if (one.place.scheme, one.place.routing) == (scheme, routing)]
+        lines = [[one.place.layer, str(one.place.tokens), *_times(one), *_roofline(one)] for one in own]
+        header = ["layer", "T", f"{OWN} us", "best peer", "its us", "ratio", "roofline us", "share"]
+        parts.append(f"#### {scheme}, {routing}\n\n{table(header, lines)}")
+    return "\n\n".join(parts)
+
+
+def _roofline(one: Comparison) -> list[str]:
+    if one.roofline_us is None:
+        return ["-", "-"]
+    margin = f" + {MARGIN_US:.0f}" if one.is_short else ""
+    return [f"{rows.number(one.roofline_us)}{margin}", "-" if one.share is None else f"{one.share:.0%}"]
+
+
+def missing_table(missing: Sequence[Place]) -> str:
+    """The planned rows that no file has, by layer."""
+    total = len(compare.planned(GPU_LAYERS))
+    if not missing:
+        return f"None of the {total} rows that are planned."
+    by_layer: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for place in missing:
+        by_layer.setdefault((place.layer, place.scheme), {}).setdefault(place.routing, []).append(place.tokens)
+    lines = [
+        [*key, "; ".join(f"{routing} {', '.join(map(str, tokens))}" for routing, tokens in lines_of.items())]
+        for key, lines_of in by_layer.items()
+    ]
+    return f"{len(missing)} of the {total} rows that are planned.\n\n{table(['layer', 'scheme', 'rows'], lines)}"
+
+
+def summary_table(found: Sequence[Comparison], missing: Sequence[Place], document: dict[str, Any]) -> str:
+    """A few lines for the first page."""
+    groups = [(name, own) for name, own in groups_of(found).items() if own]
+    lines = []
+    for name, own in groups:
+        _, mean, worst, *_ = _judgment(own)
+        lost = sum(one.is_lost for one in own)
+        lines.append([name, mean, worst.partition(" ")[0], f"{lost} of {len(own)}"])
+    peers = sorted({peer.name.partition(" (")[0] for one in found for peer in one.peers})
+    filled = table(["rows", "time of the fastest other / ours, mean", "worst", "rows lost"], lines)
+    text = f"Others are {', '.join(f'`{name}`' for name in peers)}. {document['device']}, {document['date']}"
+    total = len(compare.planned(GPU_LAYERS))
+    text += f"; {total - len(missing)} of the {total} planned rows are measured."
+    return f"{filled}\n\n{_wrapped(text)}"
+
+
+def report(paths: Sequence[pathlib.Path] = ()) -> str:
+    """Everything about the rows of these files, or of the stored ones, as text for a terminal.
+
+    Raises:
+        ValueError: A file is neither a board nor benches.
+        FileNotFoundError: There is no such file.
+    """
+    if paths:
+        sources = {"": compare.judged(one for path in paths for one in compare.of_file(path))}
+    else:
+        sources = {f"The board\n\n{_sources()}": board_comparisons(), "Benches of wheels": wheels_comparisons()}
+    parts = []
+    for number, (title, found) in enumerate(sources.items()):
+        missing = compare.missing(GPU_LAYERS, found) if number == 0 else []
+        parts += [f"## {title}"] if title else []
+        parts += ["Groups", groups_table(found, missing), "Lost", losses_table(found)]
+        parts += ["By scheme and routing", schemes_table(found), "Shares of the roofline", shares_table(found)]
+        parts += ["Missing", missing_table(missing)] if number == 0 else []
+    return "\n\n".join(parts)
+
+
+def elsewhere_table() -> str:
+    """Files of peers' times that no table divides by, since nothing of ours was in their processes."""
+    lines = []
+    for name in _ELSEWHERE:
+        document = json.loads((rows.RESULTS / name).read_text(encoding="utf-8"))
+        found: dict[str, list[dict[str, Any]]] = {}
+        for row in document["rows"]:
+            found.setdefault(row.get("scheme", "bfloat16"), []).append(row)
+        for scheme, own in found.items():
+            there = ", ".join(sorted({f"`{peer}`" for row in own for peer in row["peers_us"]}))
+            lines.append([f"`{name}`", scheme, str(len(own)), there, f"{document['device']}, {document['date']}"])
+    return table(["file", "scheme", "rows", "backends", "measured on"], lines)
+
+
+def _sources() -> str:
+    """The files of the board, with the machine and the commit of each."""
+    files = rows.documents("h200").items()
+    return "\n".join(
+        f"- `{name}`: {document['device']}, commit {str(document.get('commit') or 'unknown')[:12]}, {document['date']}"
+        for name, document in files
+    )
+
+
+def _first_of_board() -> dict[str, Any]:
+    return next(iter(rows.documents("h200").values()))
+
+
+def _of_board(write: Callable[[list[Comparison], list[Place]], str]) -> Callable[[], str]:
+    def fill() -> str:
+        found = board_comparisons()
+        return write(found, compare.missing(GPU_LAYERS, found))
+
+    return fill
+
+
+TABLES: Final[dict[str, Callable[[], str]]] = {
+    "peers_groups": _of_board(
+        lambda found, missing: f"{groups_table(found, missing)}\n\n{_rule(found)}\n\n{_sources()}"
+    ),
+    "peers_losses": _of_board(lambda found, _: losses_table(found)),
+    "peers_schemes": _of_board(lambda found, _: schemes_table(found)),
+    "peers_shares": _of_board(lambda found, _: shares_table(found).partition("\n\n")[0]),
+    "peers_rows": _of_board(lambda found, _: rows_table(found)),
+    "peers_missing": _of_board(lambda found, missing: missing_table(missing)),
+    "peers_elsewhere": elsewhere_table,
+    "wheels_groups": lambda: groups_table(wheels_comparisons()),
+    "wheels_losses": lambda: losses_table(wheels_comparisons()),
+}
+FIRST_PAGE: Final[dict[str, Callable[[], str]]] = {
+    "peers_summary": _of_board(lambda found, missing: summary_table(found, missing, _first_of_board())),
+}

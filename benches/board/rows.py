@@ -1,0 +1,232 @@
+"""The rows of the stored boards: who took part, how long it took, and who is the fastest."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Iterable
+from typing import Any, Final
+
+from benches.board.variants import UNTUNED
+from moereg.tuning.inputs import ROUTINGS
+
+__all__ = [
+    "BOARDS",
+    "RESULTS",
+    "SAME",
+    "Entry",
+    "Row",
+    "Standing",
+    "apart",
+    "documents",
+    "exceeds_ceilings",
+    "number",
+    "rows_of",
+    "standings",
+]
+
+RESULTS: Final = pathlib.Path(__file__).resolve().parents[1] / "results"
+
+# Kinds of machine. `board_KIND.json` is the board, `board_KIND_*.json` are runs of other processes, such as of backends
+# whose libraries do not fit beside the others'. Times of two files are never divided by each other.
+BOARDS: Final = ("h200", "cpu")
+
+# Below this two times are the same: medians of one kernel differ by it from run to run.
+SAME: Final = 1.01
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One candidate in a row.
+
+    Attributes:
+        name: Its backend, with the class where that is not the backend's first.
+        time_us: None if it failed.
+        share: Of the roofline.
+        failure: Why it failed.
+        first_ms, permute_ms: Time of its first call, compiling and tuning included, and of permuting the weights.
+    """
+
+    name: str
+    time_us: float | None
+    share: float | None
+    failure: str | None
+    first_ms: float | None
+    permute_ms: float | None
+
+    @property
+    def backend(self) -> str:
+        """Its backend alone."""
+        return self.name.partition(" (")[0]
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether only the board has it, to compare with."""
+        return UNTUNED in self.name
+
+    @property
+    def text(self) -> str:
+        """Time and share as a cell of a table."""
+        if self.time_us is None:
+            return "failed" if self.failure else "-"
+        share = "" if self.share is None else f" ({self.share:.0%})"
+        return f"{number(self.time_us)}{share}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """One row of a board.
+
+    Attributes:
+        layer, scheme, routing, tokens: Which.
+        default: Name of the entry that `select_backend` would choose.
+        entries: By name, in the order of the file.
+        roofline_us: By the ceilings of its process; None where the file has none.
+    """
+
+    layer: str
+    scheme: str
+    routing: str
+    tokens: int
+    default: str
+    entries: dict[str, Entry]
+    roofline_us: float | None = None
+
+    @property
+    def place(self) -> str:
+        """The row in words."""
+        return f"{self.layer} | {self.scheme} | {self.routing} | {self.tokens}"
+
+    @property
+    def ranking(self) -> list[Entry]:
+        """The backends that are right, fastest first; those that only the board has take no place."""
+        timed = [entry for entry in self.entries.values() if entry.time_us is not None and not entry.is_variant]
+        return sorted(timed, key=lambda entry: entry.time_us or math.inf)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one backend alone ran, if any."""
+        return len({entry.backend for entry in self.ranking}) < 2
+
+    @property
+    def ratio(self) -> float | None:
+        """Time of `best_other` over the default's: above 1 the default is the fastest; None if it has no rival."""
+        own, other = self.entries.get(self.default), self.best_other
+        if other is None or other.time_us is None or own is None:
+            return None
+        return 0.0 if own.time_us is None else other.time_us / own.time_us
+
+    @property
+    def best_other(self) -> Entry | None:
+        """The fastest candidate of another backend, or of the default's own if that is faster than the default."""
+        own = self.entries.get(self.default)
+        backend, time_us = (own.backend, own.time_us or math.inf) if own is not None else ("", math.inf)
+        rivals = (one for one in self.ranking if one is not own)
+        return next((one for one in rivals if one.backend != backend or (one.time_us or 0.0) < time_us), None)
+
+    @property
+    def lead(self) -> str:
+        """By how much the fastest is ahead of the fastest of another backend."""
+        if self.is_alone:
+            return "-"
+        first = self.ranking[0]
+        times = [entry.time_us for entry in self.ranking if entry.backend != first.backend and entry.time_us]
+        return f"{times[0] / (first.time_us or math.nan) - 1:.1%}"
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether another candidate is faster, beyond what medians vary by."""
+        return self.ratio is not None and self.ratio * SAME < 1
+
+
+def number(value: float) -> str:
+    """A time in us with three digits or more."""
+    return f"{value:,.1f}" if value < 10_000 else f"{value:,.0f}"
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(path: pathlib.Path, _stamp: int) -> Row:
+    document: Row = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def documents(board: str) -> dict[str, Row]:
+    """The stored files of a board by name, the board itself first.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    path = RESULTS / f"board_{board}.json"
+    paths = [one for one in (path, *sorted(RESULTS.glob(f"{path.stem}_*.json"))) if one.exists()]
+    if not paths:
+        raise FileNotFoundError(path)
+    return {path.name: _parsed(path, path.stat().st_mtime_ns) for path in paths}
+
+
+def standings(document: Row) -> list[Standing]:
+    """The rows of one document, each with the times of one process."""
+    rows = []
+    for row in _with_true_shares(document)["rows"]:
+        default = _name(row["default"], row["results"]) if row["default"] else ""
+        where = (row["layer"], row["scheme"], row["routing"], row["tokens"])
+        rows.append(Standing(*where, default, _entries(row), row.get("roofline_us")))
+    return rows
+
+
+def rows_of(board: str) -> list[Standing]:
+    """The rows of a board by layer, routing and tokens; one that several files have is the first one's."""
+    found: dict[str, Standing] = {}
+    for document in documents(board).values():
+        for one in standings(document):
+            found.setdefault(one.place, one)
+    # A run that went on where another was cut has its rows at the end.
+    layers = list(dict.fromkeys((row.layer, row.scheme) for row in found.values()))
+    return sorted(
+        found.values(), key=lambda row: (layers.index((row.layer, row.scheme)), ROUTINGS.index(row.routing), row.tokens)
+    )
+
+
+def apart(board: str) -> list[Standing]:
+    """The rows that an earlier file of a board has too, from the processes of their own."""
+    found, seen = [], set()
+    for document in documents(board).values():
+        rows = standings(document)
+        found += [one for one in rows if one.place in seen]
+        seen |= {one.place for one in rows}
+    return found
+
+
+def exceeds_ceilings(document: Row) -> bool:
+    """Whether a row took clearly less time than the measured ceilings allow, so that they are none."""
+    return any((one.get("share") or 0.0) > SAME for row in document["rows"] for one in row["results"])
+
+
+def _with_true_shares(document: Row) -> Row:
+    """A document without the shares of ceilings that were measured too low."""
+    if not exceeds_ceilings(document):
+        return document
+    rows = [{**row, "results": [{**one, "share": None} for one in row["results"]]} for row in document["rows"]]
+    return {**document, "rows": rows}
+
+
+def _name(one: Row, results: Iterable[Row]) -> str:
+    own = [result for result in results if result["backend"] == one["backend"]]
+    identity = ("experts", "computes")
+    is_first = not own or all(own[0][key] == one[key] for key in identity)
+    return str(one["backend"]) if is_first else f"{one['backend']} ({one['experts'].removesuffix('Experts')})"
+
+
+def _entries(row: Row) -> dict[str, Entry]:
+    found = {}
+    for one in row["results"]:
+        name = _name(one, row["results"])
+        keys = ("share", "first_ms", "permute_ms")
+        share, first_ms, permute_ms = (one.get(key) for key in keys)
+        failed = one["failure"]
+        found[name] = Entry(name, None if failed else one["time_us"], share, failed, first_ms, permute_ms)
+    return found

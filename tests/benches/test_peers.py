@@ -1,0 +1,214 @@
+"""Own kernels beside other people's: which ratios there are, how rows are judged, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import pytest
+
+from benches import pictures, report
+from benches.board import compare, peers, rows
+from benches.board.compare import Comparison, Place, Timed
+from benches.board.layers import GPU_LAYERS
+
+HEAD = {"schema": 1, "device": "a GPU", "date": "2026-11-23", "layers": {}, "left_out": []}
+UNIFORM = Place("big", "bfloat16", "uniform", 64)
+
+
+def result(backend: str, time_us: float | None, experts: str = "") -> dict[str, Any]:
+    failure = "it raised" if time_us is None else None
+    return {"backend": backend, "experts": experts, "computes": "x", "time_us": time_us, "failure": failure}
+
+
+def row(*results: dict[str, Any], layer: str = "big", roofline_us: float = 50.0, **fields: Any) -> dict[str, Any]:
+    chosen = {"backend": "triton", "experts": "", "computes": "x"}
+    place = {"layer": layer, "scheme": "unquantized", "routing": "uniform", "tokens": 64, **fields}
+    return {**place, "roofline_us": roofline_us, "default": chosen, "results": [*results]}
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Where the stored results are."""
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def store(folder: pathlib.Path, *found: dict[str, Any], name: str = "board_h200.json") -> pathlib.Path:
+    path = folder / name
+    path.write_text(json.dumps({**HEAD, "rows": [*found]}))
+    return path
+
+
+def lines(name: str) -> list[str]:
+    return [line for line in (peers.TABLES | peers.FIRST_PAGE)[name]().splitlines() if line]
+
+
+def test_a_ratio_of_two_processes_is_refused() -> None:
+    own, peer = Timed("triton", 100.0, "here"), Timed("sonic", 50.0, "there")
+    with pytest.raises(ValueError, match="big bfloat16 uniform T 64 triton was timed in here, sonic in there; measure"):
+        Comparison(UNIFORM, own, (peer,), None)
+    assert Comparison(UNIFORM, own, (peer._replace(process="here"),), None).ratio == 0.5
+
+
+def test_a_row_of_two_processes_is_judged_by_the_worse_one(folder: pathlib.Path) -> None:
+    store(folder, row(result("triton", 100.0), result("other", 120.0)), row(result("triton", 10.0), tokens=1))
+    apart = row(result("triton", 50.0), result("sonic", 55.0))
+    store(folder, apart, row(result("sonic", 1.0), tokens=1), name="board_h200_sonic.json")
+    one, alone = sorted(peers.board_comparisons(), key=lambda found: -found.place.tokens)
+    # Not 55 / 100, and not the better 1.2; where ours did not run there is no ratio to it.
+    assert (one.ratio, one.best and one.best.name) == (1.1, "sonic")
+    assert (alone.ratio, alone.best) == (None, None)
+
+
+def test_ours_is_what_a_user_gets_and_variants_are_no_peers(folder: pathlib.Path) -> None:
+    faster_class = result("triton", 10.0, "Other")
+    store(folder, row(result("triton", 100.0), faster_class, result("other_untuned", 20.0), result("other", 80.0)))
+    (one,) = peers.board_comparisons()
+    assert (one.own.time_us, [peer.name for peer in one.peers], one.ratio) == (100.0, ["other"], 0.8)
+    # Where another backend is the default, ours is the first of its classes.
+    chosen = {"backend": "other", "experts": "", "computes": "x"}
+    store(folder, {**row(result("other", 80.0), result("triton", 100.0), faster_class), "default": chosen})
+    assert peers.board_comparisons()[0].own.time_us == 100.0
+
+
+@pytest.mark.parametrize(
+    ("own", "peer", "is_lost"), [(100.0, 99.5, False), (100.0, 98.0, True), (None, 98.0, True), (100.0, None, False)]
+)
+def test_lost_rows(own: float | None, peer: float | None, is_lost: bool) -> None:
+    found = () if peer is None else (Timed("other", peer, "p"),)
+    assert Comparison(UNIFORM, Timed("triton", own, "p"), found, None).is_lost is is_lost
+
+
+@pytest.mark.parametrize(("roofline", "share"), [(10.0, 0.5), (19.9, 29.9 / 40), (20.0, 0.5), (None, None)])
+def test_a_short_roofline_has_a_margin(roofline: float | None, share: float | None) -> None:
+    one = Comparison(UNIFORM, Timed("triton", 40.0, "p"), (), roofline)
+    assert one.share == (pytest.approx(share) if share else None)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind"),
+    [
+        ("bfloat16", "16-bit weights"),
+        ("fp8_block128", "8-bit floats"),
+        ("mxfp8", "8-bit floats"),
+        *((name, "4-bit weights and int8") for name in ("mxfp4_w4a16", "nvfp4", "int4_w4a16_g128", "int8_w8a8")),
+    ],
+)
+def test_kinds(scheme: str, kind: str) -> None:
+    assert peers.kind_of(scheme) == kind
+
+
+@pytest.fixture
+def board(folder: pathlib.Path) -> pathlib.Path:
+    """Four rows of a layer that is planned, and one of a layer that is not."""
+    uniform = [row(result("triton", 10.0), result("other", time_us), tokens=16) for time_us in (40.0,)]
+    name = GPU_LAYERS[0].layer
+    return store(
+        folder,
+        {**uniform[0], "layer": name, "roofline_us": 5.0},
+        row(result("triton", 100.0), result("other", 100.0), layer=name),
+        row(result("triton", 100.0), result("fast", 25.0), layer=name, routing="zipf"),
+        row(result("triton", None), result("slow", 500.0), layer=name, routing="one_set"),
+        row(result("triton", 10.0), scheme="fp8_block128"),
+    )
+
+
+def test_groups(board: pathlib.Path) -> None:
+    head, _, *found = lines("peers_groups")
+    name = GPU_LAYERS[0].layer
+    assert head == "| rows | n | ratio, mean | worst | rows lost | share, mean | missing |"
+    planned = sum(len(layer.points) for layer in GPU_LAYERS)
+    # 4 and 1; 15 of 10 us, since the roofline is short, and 50 of 100.
+    assert found[0].startswith(f"| 16-bit weights, uniform | 2 | 2.00 | 1.00 ({name} bfloat16 T 64) | 0 | 87% | ")
+    assert found[1].startswith(
+        f"| 16-bit weights, zipf and one_set | 1 (1 in which triton failed) | 0.25 | 0.25 ({name} bfloat16 zipf T 64) "
+        "| 2: fast 1, slow 1 | 50% | "
+    )
+    assert "| 8-bit floats, uniform | 0 (1 without a peer) | - | - | 0 | 500% | " in "\n".join(found)
+    (total,) = [line for line in found if line.startswith("| all |")]
+    assert total.endswith(f" | {planned - 4} |"), "the layer that is not planned makes nothing less missing"
+    rule = " ".join(found[found.index(total) + 1 :])
+    assert rule.startswith(f"Shares of rows with a roofline below 20 us are judged with 10 us added to it: {name} bf")
+    assert "Beyond the measured ceilings, which were too low there: " in rule
+    assert rule.endswith("- `board_h200.json`: a GPU, commit unknown, 2026-11-23")
+
+
+def test_rows_and_losses(board: pathlib.Path) -> None:
+    name = GPU_LAYERS[0].layer
+    assert lines("peers_losses")[2:] == [
+        f"| {name} | bfloat16 | one_set | 64 | failed | slow | 500.0 | - |",
+        f"| {name} | bfloat16 | zipf | 64 | 100.0 | fast | 25.0 | 0.25 |",
+    ]
+    found = lines("peers_rows")
+    assert found[:5] == [
+        "#### bfloat16, uniform",
+        "| layer | T | triton us | best peer | its us | ratio | roofline us | share |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| {name} | 16 | 10.0 | other | 40.0 | 4.00 | 5.0 + 10 | 150% |",
+        f"| {name} | 64 | 100.0 | other | 100.0 | 1.00 | 50.0 | 50% |",
+    ]
+    assert found[-1] == "| big | 64 | 10.0 | none ran | - | - | 50.0 | 500% |"
+    assert lines("peers_schemes")[3].startswith("| bfloat16 | zipf | 1 | 0.25 |")
+    assert lines("peers_shares")[2] == "| bfloat16 | uniform | - | 87% (2) | - | - | - |"
+    assert lines("peers_summary")[2] == "| 16-bit weights, uniform | 2.00 | 1.00 | 0 of 2 |"
+
+
+def test_rows_that_are_missing_are_named(board: pathlib.Path) -> None:
+    head, _, _, *found = lines("peers_missing")
+    planned = sum(len(layer.points) for layer in GPU_LAYERS)
+    assert head == f"{planned - 4} of the {planned} rows that are planned."
+    first = GPU_LAYERS[0]
+    gone = [str(point.tokens) for point in first.points if point.routing == "uniform" and point.tokens not in (16, 64)]
+    assert found[0].startswith(f"| {first.layer} | bfloat16 | uniform {', '.join(gone)}; zipf ")
+    assert len(found) == len(GPU_LAYERS)
+    assert peers.missing_table([]) == f"None of the {planned} rows that are planned."
+
+
+def test_the_command_prints_stored_files_and_others(
+    board: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["report", "--groups", *map(str, arguments)])
+        code = report.main()
+        return (code, *capsys.readouterr())
+
+    problem = {"quant": "unquantized", "dtype": "bfloat16"}
+    timed = [{"backend": name, "tokens": 1, "time_us": time_us, "passed": True} for name, time_us in (("x", 4.0),)]
+    timed += [{**timed[0], "backend": "triton", "time_us": 5.0}, {**timed[0], "time_us": 1.0, "passed": False}]
+    bench = {"model": "m", "problem": problem, "routing": "uniform", "rows": timed}
+    wheels = board.with_name("h200_wheels.json")
+    wheels.write_text(json.dumps({**HEAD, "benches": [bench]}))
+    code, out, _ = run()
+    assert code == 0
+    assert "## Benches of wheels" in out
+    assert "| m | bfloat16 | uniform | 1 | 5.0 | x | 4.0 | 0.80 |" in out
+    code, out, _ = run(board, wheels)
+    assert (code, out.count("16-bit weights, uniform | 3 |")) == (0, 1)
+    other = board.with_name("table.json")
+    other.write_text(json.dumps({"rows": [{"ours_us": 1.0, "best_peer_us": 2.0, "best_peer_over_ours": 2.0}]}))
+    for path, words in ((other, "neither a board nor benches"), (board.with_name("none.json"), "none.json")):
+        code, out, error = run(path)
+        assert (code, out, error.count("\n")) == (2, "", 1)
+        assert words in error
+
+
+def test_no_stored_ratio_of_another_run_is_on_a_page() -> None:
+    for path in report.PAGES:
+        text = path.read_text(encoding="utf-8")
+        assert "best_peer" not in text
+        assert path.name != "README.md" or "another H200" not in text
+    files = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in report.RESULTS.glob("h200_*.json")}
+    stale = [name for name, document in files.items() if "best_peer_over_ours" in json.dumps(document)]
+    for name in stale:
+        with pytest.raises(ValueError, match="neither a board nor benches"):
+            compare.of_file(report.RESULTS / name)
+
+
+def test_the_picture_is_the_one_of_the_stored_rows(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / report.PICTURE.name
+    pictures.draw_peers(path, peers.groups_of(peers.board_comparisons()))
+    texts = [re.findall(r"<!-- (.*?) -->", one.read_text()) for one in (path, report.PICTURE)]
+    assert texts[0] == texts[1], "run python -m benches.report"
