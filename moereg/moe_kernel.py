@@ -155,7 +155,9 @@ class MoEKernel:
             ArgumentError: A number is negative, Triton's cache cannot be written, or another Triton filled it.
             BackendError: A kernel did not compile, or a call failed.
         """
-        return warm_up(self.selection, self.experts, self.weights, self.expert_map, token_counts, jobs)
+        moves = self.prepare_finalize
+        local = moves.local if isinstance(moves, GroupPrepareFinalize) else moves
+        return warm_up(self.selection, self.experts, self.weights, self.expert_map, token_counts, jobs, local)
 
     def reload(self, weights: ExpertWeights, *, write_shared: bool = False) -> None:
         """Permutes other weights of the same problem into the same storage, so that captured graphs see them.

@@ -21,8 +21,8 @@ class Prepared:
     Attributes:
         inputs: For `Experts.apply`.
         num_tokens: T, or max_T in the batched format: what workspaces are sized by.
-        row_of_route: [T,K] int64, row in the flattened [E * max_T] batched output of each route, -1 where it goes
-            nowhere; None in the standard format.
+        row_of_route: [T,K] int64 or int32, row in the flattened [E * max_T] batched output of each route, -1 where it
+            goes nowhere; None in the standard format.
     """
 
     inputs: ExpertInputs

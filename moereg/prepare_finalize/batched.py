@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Final
+
 import torch
+from packaging.version import InvalidVersion, Version
 
 from moereg.experts import ExpertInputs
+from moereg.platforms import Platform, PlatformRule, probe_platform
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize, weighted_sum
 from moereg.problem import MoEProblem
 
-__all__ = ["BatchedPrepareFinalize"]
+__all__ = ["BatchedPrepareFinalize", "runs_kernels"]
 
 
 class BatchedPrepareFinalize(PrepareFinalize):
@@ -16,10 +21,23 @@ class BatchedPrepareFinalize(PrepareFinalize):
 
     Routes of one token to one local expert, where an expert map gives several experts that one, share its row: it is
     computed once and summed with the weight of each.
+
+    Triton's kernels do it in three launches, torch in about 30; `runs_kernels` says where.
     """
 
     name = "batched"
     activation_format = "batched"
+
+    def __init__(self, in_triton: bool | None = None) -> None:
+        """Says who moves the tokens.
+
+        Args:
+            in_triton: Triton's kernels, on any device that it knows, or torch; what the device of a call runs if None.
+        """
+        self._in_triton = in_triton
+
+    def _calls_kernels(self, tensor: torch.Tensor) -> bool:
+        return _device_runs_kernels(tensor.device.type) if self._in_triton is None else self._in_triton
 
     def prepare(
         self,
@@ -29,6 +47,14 @@ class BatchedPrepareFinalize(PrepareFinalize):
         problem: MoEProblem,
         expert_map: torch.Tensor | None,
     ) -> Prepared:
+        if self._calls_kernels(hidden_states):
+            from moereg.kernels.rows.batches import lay_out_batches  # Loads Triton, which may not be there.
+
+            with torch.cuda.device_of(hidden_states):
+                scales = topk_weights if problem.apply_router_weight_on_input else None
+                batches = lay_out_batches(hidden_states, topk_ids, expert_map, problem.num_local_experts, scales)
+            quick = ExpertInputs(batches.rows, topk_weights, topk_ids, batches.counts, expert_map)
+            return Prepared(quick, hidden_states.shape[0], batches.row_of_route)
         from moereg.kernels.plain.device import local_expert_ids  # Loads torch, which choosing does without.
 
         num_tokens, hidden_size = hidden_states.shape
@@ -75,5 +101,38 @@ class BatchedPrepareFinalize(PrepareFinalize):
     ) -> None:
         row = prepared.row_of_route
         assert row is not None
+        if self._calls_kernels(expert_out):
+            from moereg.kernels.rows.batches import sum_batches
+
+            with torch.cuda.device_of(expert_out):
+                weights = None if problem.apply_router_weight_on_input else prepared.inputs.topk_weights
+                sum_batches(out, expert_out, row, weights)
+            return
         rows = expert_out.flatten(0, 1)[row.clamp(min=0)]
         weighted_sum(out, rows, prepared.inputs.topk_weights, row >= 0, problem.apply_router_weight_on_input)
+
+
+_RULE: Final = PlatformRule("cuda:sm80+")
+_TRITON: Final = Version("3.6")
+
+
+def runs_kernels(platform: Platform) -> bool:
+    """Whether Triton's kernels move tokens on a platform, where Triton is.
+
+    Elsewhere torch does: older GPUs are none of Triton's, and on AMD's nobody has run these kernels.
+    """
+    return _RULE.matches(platform)
+
+
+@functools.cache
+def _device_runs_kernels(device_type: str) -> bool:
+    # A CPU would have to interpret them, and `meta` runs nothing.
+    if device_type != "cuda":
+        return False
+    platform = probe_platform()
+    try:
+        # The least that the `triton` backend takes; 0 where there is none.
+        has_triton = Version(platform.versions.get("triton", "0")) >= _TRITON
+    except InvalidVersion:
+        has_triton = False
+    return has_triton and runs_kernels(platform)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from moereg.canonical import ExpertWeights
 from moereg.experts import ExpertInputs, Experts
+from moereg.platforms import Platform
+from moereg.prepare_finalize import BatchedPrepareFinalize
+from moereg.prepare_finalize.batched import runs_kernels
 from moereg.problem import MoEProblem
 from moereg.weights import PermutedWeights
 
-__all__ = ["DummyLayer", "described", "empty_weights", "undescribed"]
+__all__ = ["MOVING_KERNELS", "DummyLayer", "described", "empty_weights", "moving_kernels", "undescribed"]
+
+MOVING_KERNELS: Final = "moereg.kernels.rows.batches:"
+"""Begins the names of the kernels that move tokens in the batched format."""
 
 Take = Callable[[Sequence[tuple[int, ...]], torch.dtype, torch.device], Sequence[torch.Tensor]]
 """Shapes, dtype and device to tensors whose contents are undefined."""
@@ -32,15 +38,17 @@ class DummyLayer:
         weights: What they read, or tensors of the same sizes without memory.
         expert_map: As a layer has it, or None.
         take: Where scratch comes from.
+        moves: What lays tokens out in the batched format, where that launches kernels too; rows that are zeros if None.
     """
 
     experts: Experts
     weights: PermutedWeights
     expert_map: torch.Tensor | None = None
     take: Take = _take_new
+    moves: BatchedPrepareFinalize | None = None
 
     def call(self, num_tokens: int) -> None:
-        """Calls the experts with tokens that are zeros and go to all experts evenly.
+        """Calls the experts, and what moves tokens, with tokens that are zeros and go to all experts evenly.
 
         Args:
             num_tokens: T, or max_T in the batched format.
@@ -48,29 +56,45 @@ class DummyLayer:
         problem, device = self.experts.problem, self.weights.device
         dtype, top_k = problem.torch_dtype, problem.top_k
         routes = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device).view(num_tokens, top_k)
+        topk_ids = routes.remainder_(problem.num_experts)
+        topk_weights = torch.ones(num_tokens, top_k, dtype=torch.float32, device=device)
         rows: tuple[int, ...] = (num_tokens, problem.hidden_size)
+        if self.moves is not None:
+            tokens = torch.zeros(rows, dtype=dtype, device=device)
+            prepared = self.moves.prepare(tokens, topk_weights, topk_ids, problem, self.expert_map)
+            expert_out = self._multiply(prepared.inputs, num_tokens)
+            if self.experts.output_form == "per_expert":
+                self.moves.finalize(tokens, expert_out, prepared, problem)
+            return
         counts = None
         if problem.activation_format == "batched":
             rows = (problem.num_local_experts, *rows)
             fair_share = -(-num_tokens * top_k // problem.num_experts)
             counts = torch.full((rows[0],), min(num_tokens, fair_share), dtype=torch.int32, device=device)
-        inputs = ExpertInputs(
-            torch.zeros(rows, dtype=dtype, device=device),
-            torch.ones(num_tokens, top_k, dtype=torch.float32, device=device),
-            routes.remainder_(problem.num_experts),
-            expert_num_tokens=counts,
-            expert_map=self.expert_map,
-        )
+        hidden_states = torch.zeros(rows, dtype=dtype, device=device)
+        self._multiply(ExpertInputs(hidden_states, topk_weights, topk_ids, counts, self.expert_map), num_tokens)
+
+    def _multiply(self, inputs: ExpertInputs, num_tokens: int) -> torch.Tensor:
+        """Runs the experts; returns what they wrote."""
+        problem = self.experts.problem
         out = {
             "reduced": (num_tokens, problem.hidden_size),
-            "per_route": (num_tokens, top_k, problem.hidden_size),
+            "per_route": (num_tokens, problem.top_k, problem.hidden_size),
             "per_expert": (problem.num_local_experts, num_tokens, problem.hidden_size),
         }[self.experts.output_form]
         shapes = self.experts.workspace_shapes(problem=problem, num_tokens=num_tokens)
-        workspace13, workspace2, expert_out = self.take((*shapes, out), dtype, device)
+        workspace13, workspace2, expert_out = self.take((*shapes, out), problem.torch_dtype, self.weights.device)
         self.experts.apply(
             out=expert_out, inputs=inputs, weights=self.weights, workspace13=workspace13, workspace2=workspace2
         )
+        return expert_out
+
+
+def moving_kernels(problem: MoEProblem, platform: Platform) -> BatchedPrepareFinalize | None:
+    """What launches kernels to move tokens on a platform that need not be here; None where nothing does."""
+    if problem.activation_format != "batched" or not runs_kernels(platform):
+        return None
+    return BatchedPrepareFinalize(in_triton=True)
 
 
 def described(weights: PermutedWeights) -> dict[str, Any] | None:

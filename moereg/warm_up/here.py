@@ -16,6 +16,7 @@ from moereg.ambient import plain_torch
 from moereg.arguments import check_count
 from moereg.errors import ArgumentError
 from moereg.experts import Experts
+from moereg.prepare_finalize import BatchedPrepareFinalize, PrepareFinalize
 from moereg.selection import Selection
 from moereg.waiting import logger
 from moereg.warm_up.ahead import Ahead, ask, num_compilers
@@ -44,6 +45,7 @@ def warm_up(
     expert_map: torch.Tensor | None,
     token_counts: Iterable[int] | None,
     jobs: int | None,
+    moves: PrepareFinalize | None = None,
 ) -> WarmUp:
     """Compiles all that calls of a layer launch, loads it, and records launches; see `MoEKernel.warm_up`.
 
@@ -54,6 +56,7 @@ def warm_up(
         expert_map: The layer's.
         token_counts: As callers say.
         jobs: Compilers at once.
+        moves: What lays tokens out on this rank; called where that may launch kernels of ours.
     """
     start = time.monotonic()
     winner = selection.winner
@@ -73,7 +76,13 @@ def warm_up(
         to_run = tuple(sorted({*found.counts, *named}))
     else:
         to_run = counts if token_counts is not None else powers_of_two(counts[0], counts[-1])
-    layer = DummyLayer(experts, weights, expert_map, lambda *what: WORKSPACES.take(tuple(what[0]), *what[1:]))
+    layer = DummyLayer(
+        experts,
+        weights,
+        expert_map,
+        lambda *what: WORKSPACES.take(tuple(what[0]), *what[1:]),
+        moves if isinstance(moves, BatchedPrepareFinalize) else None,
+    )
     num_compiled = _run(selection, layer, to_run, counts_compilations=found.fault is None)
     notes = found.notes
     if found.fault is not None:

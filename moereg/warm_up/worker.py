@@ -29,7 +29,7 @@ from moereg.experts import Experts
 from moereg.kernels.launch import cache
 from moereg.kernels.launch.ahead import HostBuilder, Launches, Target, Variant, become
 from moereg.selection import Selection
-from moereg.warm_up.dummy import DummyLayer, empty_weights, undescribed
+from moereg.warm_up.dummy import MOVING_KERNELS, DummyLayer, empty_weights, moving_kernels, undescribed
 from moereg.warm_up.fan_out import fan_out
 from moereg.weights import PermutedWeights
 
@@ -86,10 +86,13 @@ def _answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     described = request["weights"]
     weights = [undescribed(described)] if described else list(_empty_weights(experts))
     expert_map = torch.empty(selection.problem.num_experts, dtype=torch.int32, device="meta")
-    layers = [DummyLayer(experts, each, expert_map if request["has_map"] else None) for each in weights]
+    asked_map = expert_map if request["has_map"] else None
+    moves = moving_kernels(selection.problem, platform)
+    layers = [DummyLayer(experts, each, asked_map, moves=moves) for each in weights]
     counts = [count for first, last in request["counts"] for count in range(first, last + 1)]
     found = _sweep(layers, launches, counts, request["jobs"])
-    if found.fault is not None or not found.variants:
+    # Those that move tokens serve every backend, also one that runs none of its own.
+    if found.fault is not None or all(variant.name.startswith(MOVING_KERNELS) for variant in found.variants.values()):
         return {"kernels": [], "counts": [], "fault": found.fault or "it launches no Triton kernels"}
     # Reads Triton's own files, once for all forks.
     facts = cache.compiler_facts(target)

@@ -36,6 +36,7 @@ from moereg.kernels.gemm.single import down_single
 from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.read import READ_CONFIGS, num_read_programs, read_words
+from moereg.kernels.rows.batches import lay_out_batches, sum_batches
 from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_batches
 from moereg.kernels.rows.copy import copy_rows
 from moereg.kernels.rows.direct import DirectRoutes
@@ -157,7 +158,7 @@ def compiling_only() -> Iterator[list[tuple[str, Any]]]:
 
 
 def launch_routing(shared_bytes: int) -> None:
-    """Sorting in one launch, sorting in three, both reductions, the copy, and the plan of the batched format."""
+    """Sorting in one launch, sorting in three, both reductions, the copy, and what the batched format lays out."""
     overlap = can_overlap(torch.device("meta"))
     for tokens, experts in ((16, 128), (4096, 512)):
         ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
@@ -172,6 +173,8 @@ def launch_routing(shared_bytes: int) -> None:
     copy_rows(rows, tokens_out, plan.route_row, overlap=overlap)
     counts = torch.empty(1024, dtype=torch.int32, device="meta")
     plan_batches(counts, 4096, 64, counts.new_empty(batch_workspace_numel(1024, 4096, 64)), overlap=overlap)
+    batches = lay_out_batches(tokens_out, plan.route_row.view(4096, 8), expert_map, 64)
+    sum_batches(tokens_out, batches.rows, batches.row_of_route, rows.new_empty(4096, 8, dtype=torch.float32))
 
 
 def launch_reads(shared_bytes: int) -> None:

@@ -24,7 +24,7 @@ from moereg.backend_calls import make_experts
 from moereg.dispatch import select_backend
 from moereg.kernels.launch.ahead import counted_compilations
 from moereg.problem import MoEProblem
-from moereg.warm_up.dummy import DummyLayer, empty_weights
+from moereg.warm_up.dummy import DummyLayer, empty_weights, moving_kernels
 from tests.kernels.aot_compile import TARGETS, OfflineDriver, compiling_only
 
 
@@ -41,7 +41,8 @@ def main() -> None:
     winner = selection.winner
     assert winner is not None
     experts = make_experts(selection, winner)
-    layer = DummyLayer(experts, next(empty_weights(experts)))
+    moves = moving_kernels(selection.problem, selection.platform)
+    layer = DummyLayer(experts, next(empty_weights(experts)), moves=moves)
     with counted_compilations() as count, compiling_only() as launched, torch.no_grad():
         for num_tokens in map(int, counts.split(",")):
             layer.call(num_tokens)

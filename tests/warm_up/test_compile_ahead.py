@@ -17,7 +17,7 @@ from moereg.cli import main
 from moereg.dispatch import select_backend
 from moereg.problem import MoEProblem
 from moereg.warm_up.ahead import ask
-from moereg.warm_up.dummy import described, empty_weights
+from moereg.warm_up.dummy import MOVING_KERNELS, described, empty_weights
 
 SCRIPT = Path(__file__).parent / "launch_offline.py"
 
@@ -82,6 +82,16 @@ def test_after_compiling_ahead_nothing_compiles(
     assert asked.counts[0] == 1
     assert [kernel.name for kernel in asked.kernels if not kernel.was_there] == []
     assert len(asked.kernels) == len(made["kernels"])
+    # So it is where kernels lay tokens out by expert, too: they are compiled for no number of tokens either.
+    code, made, err = _compile(capsys, "--activation-format", "batched", "--tokens", "1-24", "--cache", str(moved))
+    assert code == 0, err
+    names = [kernel["name"] for kernel in made["kernels"]]
+    assert sorted(name.rpartition(":")[2] for name in names if name.startswith(MOVING_KERNELS)) == [
+        "_place_tokens_kernel", "_spread_tokens_kernel", "_sum_batches_kernel"
+    ]  # fmt: skip
+    found = _launched(_problem(activation_format="batched"), moved, counts)
+    assert found["compiled"] == 0
+    assert found["launched"] == 6 * len(counts.split(","))
     # The counter counts: this layer has a bias, which is another variant of the products.
     assert _launched(_problem(has_bias=True), moved, "1")["compiled"] > 0
 
@@ -124,8 +134,12 @@ def test_kernels_on_either_side_of_a_rule_s_border_are_found() -> None:
             assert ("_gate_up_kernel" in names) != on_hopper, (facts, count)
 
 
-def test_a_backend_that_compiles_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, made, err = _compile(capsys, "--tokens", "1,2", "--require", "torch", "--cache", str(tmp_path))
+@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+def test_a_backend_that_compiles_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], activation_format: str
+) -> None:
+    options = ("--tokens", "1,2", "--require", "torch", "--activation-format", activation_format)
+    code, made, err = _compile(capsys, *options, "--cache", str(tmp_path))
     assert code == 3
     assert err.startswith("moereg: backend 'torch' compiles nothing ahead: it launches no Triton kernels; require one")
     assert err.count("\n") == 1

@@ -6,6 +6,8 @@ from typing import Final
 
 from tests.mutants.mutant import Mutant
 
+_BATCHES: Final = "tests/kernels/test_batches.py"
+
 MUTANTS: Final = (
     Mutant(
         "short tiles come before long ones",
@@ -13,6 +15,41 @@ MUTANTS: Final = (
         old="first_middle = tl.where(heavy, first_heavy, num_heavy + first_middle)",
         new="first_middle = tl.where(heavy, num_middle + first_heavy, first_middle)",
         tests=("tests/backends/test_triton_batched.py::test_plan_covers_every_valid_row_once",),
+    ),
+    Mutant(
+        "a token that names an expert twice takes two rows of it",
+        "moereg/kernels/rows/batches.py",
+        old="named = tl.max(here.to(tl.int32), 1)",
+        new="named = tl.sum(here.to(tl.int32), 1)",
+        tests=(f"{_BATCHES}::test_writes_nothing_beside_its_rows",),
+    ),
+    Mutant(
+        "places begin again with each piece of the routes",
+        "moereg/kernels/rows/batches.py",
+        old="count += tl.sum(named, 0)",
+        new="count = tl.sum(named, 0)",
+        tests=(f"{_BATCHES}::test_places_go_on_from_one_piece_to_the_next[2]",),
+    ),
+    Mutant(
+        "routes that go nowhere have a row",
+        "moereg/kernels/rows/batches.py",
+        old="row = tl.where(own >= 0, own * num_tokens + place, -1)",
+        new="row = own * num_tokens + place",
+        tests=(f"{_BATCHES}::test_places_go_on_from_one_piece_to_the_next[2048]",),
+    ),
+    Mutant(
+        "routing weights always scale results, where tokens are laid out by expert",
+        "moereg/prepare_finalize/batched.py",
+        old="scales = topk_weights if problem.apply_router_weight_on_input else None",
+        new="scales = None",
+        tests=(f"{_BATCHES}::test_weights_may_scale_inputs[float32]",),
+    ),
+    Mutant(
+        "laying out by expert is replayed with pointers of another alignment",
+        "moereg/kernels/rows/batches.py",
+        old='device.type != "cuda" or all_bits % _POINTER_ALIGNMENT',
+        new='device.type != "cuda"',
+        tests=(f"{_BATCHES}::test_later_launches_are_replayed",),
     ),
     Mutant(
         "counts may be larger than the rows",

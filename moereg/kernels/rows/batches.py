@@ -1,0 +1,281 @@
+"""Lays tokens out by expert, [E, T, H], and adds up what comes back, in Triton: two launches and one, at any T.
+
+Routes need no sort here: the program of an expert walks over all of them and counts the tokens that name it, which
+gives these their places. Sizes: T tokens, K choices per token, E local experts, H hidden.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Hashable
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from moereg.kernels.launch.device import can_overlap
+from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.replay import LaunchRecording, launch, recording
+from moereg.kernels.rows.direct import load_local_expert
+
+# Ids that a program reads at a time, 16 a thread, and columns of a row that a program copies or adds up.
+_IDS: Final = 2048
+_COLUMNS: Final = 1024
+
+# Triton compiles pointers that are multiples of this into wider loads, so recordings hold for such pointers only.
+_POINTER_ALIGNMENT: Final = 16
+
+# About 3 KB each on the host, shared by layers of one shape; the one that was not used for longest goes.
+_MAX_RECORDINGS: Final = 512
+
+
+class Batches(NamedTuple):
+    """Tokens by expert.
+
+    Attributes:
+        rows: [E, T, H], those of an expert first, in order of tokens; the others hold anything.
+        counts: [E] int32, rows of an expert that count.
+        row_of_route: [T, K] int32, row of a route in [E * T, H], -1 where it adds nothing. Routes of one token to one
+            expert share a row.
+    """
+
+    rows: torch.Tensor
+    counts: torch.Tensor
+    row_of_route: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _place_tokens_kernel(
+    counts,
+    row_of_route,
+    topk_ids,
+    expert_map,
+    num_tokens,
+    num_experts,
+    num_local_experts,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    release_next(OVERLAP)
+    # The first program serves the routes that add nothing, as expert -1; each other one an expert.
+    own = tl.program_id(0) - 1
+    choices = tl.arange(0, CHOICES)[None, :]  # [1, CHOICES]
+    count = 0
+    for start in range(0, num_tokens, TOKENS):
+        tokens = start + tl.arange(0, TOKENS)[:, None]  # [TOKENS, 1]
+        inside = (tokens < num_tokens) & (choices < TOP_K)
+        routes = tl.where(inside, tokens * TOP_K + choices, num_tokens * TOP_K)  # [TOKENS, CHOICES]
+        expert = load_local_expert(topk_ids, expert_map, routes, num_tokens * TOP_K, num_experts, num_local_experts)
+        here = inside & (expert == own)
+        # Once a token, however often it names the expert.
+        named = tl.max(here.to(tl.int32), 1)  # [TOKENS]
+        place = count + tl.cumsum(named, 0) - named
+        row = tl.where(own >= 0, own * num_tokens + place, -1)
+        tl.store(row_of_route + routes, tl.broadcast_to(row[:, None], [TOKENS, CHOICES]), mask=here)
+        count += tl.sum(named, 0)
+    tl.store(counts + own, count, mask=own >= 0)
+
+
+@triton.jit
+def _spread_tokens_kernel(
+    rows,
+    hidden_states,
+    row_of_route,
+    topk_weights,
+    hidden_size,
+    stride_hidden,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_previous(OVERLAP)
+    release_next(OVERLAP)
+    # A program copies a token, not a row, so that each token is read once.
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    mask = columns < hidden_size
+    x = tl.load(hidden_states + token * stride_hidden + columns, mask=mask)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(row_of_route + token * TOP_K + k).to(tl.int64)
+        scaled = x
+        if topk_weights is not None:
+            scaled = (x.to(tl.float32) * tl.load(topk_weights + token * TOP_K + k)).to(x.dtype)
+        tl.store(rows + row * hidden_size + columns, scaled, mask=mask & (row >= 0))
+
+
+@triton.jit
+def _sum_batches_kernel(
+    out,
+    expert_out,
+    row_of_route,
+    topk_weights,
+    hidden_size,
+    stride_rows,
+    stride_out,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        route = token * TOP_K + k
+        row = tl.load(row_of_route + route).to(tl.int64)
+        # Routes that add nothing have no rows, and their weights may be NaN.
+        mask = (columns < hidden_size) & (row >= 0)
+        value = tl.load(expert_out + row * stride_rows + columns, mask=mask, other=0.0).to(tl.float32)
+        if topk_weights is not None:
+            value *= tl.load(topk_weights + route, mask=row >= 0, other=0.0)
+        total += value
+    tl.store(out + token * stride_out + columns, total.to(out.dtype.element_ty), mask=columns < hidden_size)
+
+
+def lay_out_batches(
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_local_experts: int,
+    topk_weights: torch.Tensor | None = None,
+) -> Batches:
+    """Copies tokens to the rows of their experts; no host synchronization.
+
+    Args:
+        hidden_states: [T, H], any float dtype.
+        topk_ids: [T, K] int32: ids that the map does not have, or without a map those outside [0, E), add nothing.
+        expert_map: [num_experts] int32 to local experts, where values outside [0, E) mean not here; several experts may
+            have one. None: identity.
+        num_local_experts: E.
+        topk_weights: [T, K] fp32 that scale the rows, K = 1; None where they scale results instead.
+
+    Returns:
+        New tensors; `row_of_route` counts rows in int32, so E * T is under 2**31.
+    """
+    (num_tokens, hidden_size), top_k = hidden_states.shape, topk_ids.shape[1]
+    assert num_tokens * max(num_local_experts, top_k) < 2**31
+    assert topk_weights is None or top_k == 1
+    hidden_states = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
+    topk_ids = topk_ids.contiguous()
+    topk_weights = None if topk_weights is None else topk_weights.contiguous()
+    batches = Batches(
+        hidden_states.new_empty(num_local_experts, num_tokens, hidden_size),
+        topk_ids.new_empty(num_local_experts),
+        torch.empty_like(topk_ids),
+    )
+    if num_tokens == 0:
+        batches.counts.zero_()
+        return batches
+    overlap = can_overlap(hidden_states.device)
+    choices, block = triton.next_power_of_2(top_k), min(_COLUMNS, triton.next_power_of_2(hidden_size))
+
+    def launches() -> None:
+        launch(
+            _place_tokens_kernel,
+            (1 + num_local_experts,),
+            batches.counts,
+            batches.row_of_route,
+            topk_ids,
+            expert_map,
+            num_tokens,
+            num_local_experts if expert_map is None else expert_map.shape[0],
+            num_local_experts,
+            TOP_K=top_k,
+            CHOICES=choices,
+            TOKENS=max(1, _IDS // choices),
+            OVERLAP=overlap,
+        )
+        launch(
+            _spread_tokens_kernel,
+            (num_tokens, triton.cdiv(hidden_size, block)),
+            batches.rows,
+            hidden_states,
+            batches.row_of_route,
+            topk_weights,
+            hidden_size,
+            hidden_states.stride(0),
+            TOP_K=top_k,
+            BLOCK=block,
+            OVERLAP=overlap,
+            **overlap_options(overlap),
+        )
+
+    _recorded(launches, (*batches, hidden_states, topk_ids, expert_map, topk_weights))
+    return batches
+
+
+def sum_batches(
+    out: torch.Tensor, expert_out: torch.Tensor, row_of_route: torch.Tensor, topk_weights: torch.Tensor | None
+) -> None:
+    """Writes the weighted sum of each token's rows, added in fp32 from choice 0 to K - 1, in one launch.
+
+    Args:
+        out: [T, H], rows contiguous: overwritten; zeros where no route has a row.
+        expert_out: [E, max_T, H] of any float dtype; only rows of routes are read.
+        row_of_route: [T, K] of any integer dtype: as in `Batches`.
+        topk_weights: [T, K] fp32, or None for no weight.
+    """
+    (num_tokens, hidden_size), top_k = out.shape, row_of_route.shape[1]
+    assert out.stride(1) == 1
+    if num_tokens == 0:
+        return
+    expert_out, row_of_route = expert_out.contiguous(), row_of_route.contiguous()
+    topk_weights = None if topk_weights is None else topk_weights.contiguous()
+    block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
+
+    def launches() -> None:
+        launch(
+            _sum_batches_kernel,
+            (num_tokens, triton.cdiv(hidden_size, block)),
+            out,
+            expert_out,
+            row_of_route,
+            topk_weights,
+            hidden_size,
+            expert_out.stride(1),
+            out.stride(0),
+            TOP_K=top_k,
+            BLOCK=block,
+        )
+
+    _recorded(launches, (out, expert_out, row_of_route, topk_weights))
+
+
+_RECORDINGS: Final[collections.OrderedDict[Hashable, LaunchRecording]] = collections.OrderedDict()
+_LOCK: Final = threading.Lock()
+
+
+def _recorded(launches: Callable[[], None], tensors: tuple[torch.Tensor | None, ...]) -> None:
+    """Launches, or replays what was recorded at the last call with tensors like these: a tenth of the host time.
+
+    Args:
+        launches: Launches with these tensors, and depends on nothing else.
+        tensors: None of them empty, the first not None.
+    """
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    device = tensors[0].device  # type: ignore[union-attr]
+    all_bits = 0
+    for pointer in pointers:
+        all_bits |= pointer
+    if device.type != "cuda" or all_bits % _POINTER_ALIGNMENT:
+        launches()
+        return
+    kinds = [None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+    key = (device.index, *kinds)
+    with _LOCK:
+        recorded = _RECORDINGS.get(key)
+        if recorded is not None:
+            _RECORDINGS.move_to_end(key)
+    if recorded is None:
+        with recording(tensors) as recorded:
+            launches()
+        with _LOCK:
+            _RECORDINGS[key] = recorded
+            while len(_RECORDINGS) > _MAX_RECORDINGS:
+                _RECORDINGS.popitem(last=False)
+    elif recorded.complete:
+        recorded.replay(pointers)
+    else:
+        launches()
