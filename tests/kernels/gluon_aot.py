@@ -1,16 +1,20 @@
 """Compiles the Gluon kernels of every shipped rule for sm_90a, without a device; prints one JSON row each.
 
-Run as a separate program, since a process that interprets Triton cannot compile it.
+Run as a separate program, since a process that interprets Triton cannot compile it. Of packed weights it compiles two
+kernels, and with `--packed` those of every rule and kind of weight, and nothing else (three minutes).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import pathlib
 import re
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import triton
@@ -26,6 +30,8 @@ from moereg.kernels.hopper.config import (
     select_config,
 )
 from moereg.kernels.hopper.gemm import _grouped_kernel
+from moereg.kernels.hopper.packed_config import PACKED_RULES, STAGED_ELEMENTS, HopperPackedRule
+from moereg.kernels.hopper.packed_gemm import _packed_grouped_kernel, packed_format
 from moereg.kernels.hopper.quantized_gemm import _quantized_grouped_kernel
 
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -111,7 +117,69 @@ def compile_quantized(name: str, dtype: str, is_gate_up: bool, grouped: bool) ->
     return _compile(name, _quantized_grouped_kernel, signature, constants)
 
 
-def _compile(name: str, kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
+# As `packed_format` takes them: each way of restoring.
+PACKED_WEIGHTS = {
+    "mxfp4": ("float4_e2m1fn", 32, "float8_e8m0fnu"),
+    "nvfp4": ("float4_e2m1fn", 16, "float8_e4m3fn"),
+    "int4": ("uint4", 128, "float32"),
+    "int8": ("int8", 0, "float32"),
+}
+
+
+def compile_packed(weights: str, rule: HopperPackedRule, is_gate_up: bool) -> dict[str, Any]:
+    """The resources of a kernel of packed weights; gated silu in the first GEMM, a bias, an even number of steps."""
+    config = rule.gate_up if is_gate_up else rule.down
+    by_token = is_gate_up and not rule.copies_rows
+    fmt = packed_format(*PACKED_WEIGHTS[weights])
+    assert fmt is not None
+    words = 16 if fmt.element == "int8" else 8
+    columns = 64 // (2 if is_gate_up else 1)
+
+    def words_box(block: list[int]) -> str:
+        return f"tensordesc<i32{block},{gl.NVMMASharedLayout(min(128, 4 * block[-1]), 32, 2)!r}>"
+
+    signature = {
+        "out": _box([1, STAGED_ELEMENTS // columns, columns]),
+        "weights": words_box([config.columns * words // 32, 32]),
+        "scales": words_box([config.columns // 8, 8]) if fmt.scales else "constexpr",
+        "row_scale": "constexpr" if fmt.scales == "float32" else "*fp32",
+        "rows": "*bf16" if by_token else _box([config.block_m // 2, 64]),
+        "slack_rows": "constexpr" if by_token or not config.slack else _box([config.slack, 64]),
+        "bias": "*bf16",
+        **dict.fromkeys(("sorted_routes", "block_expert", "block_row", "block_end"), "*i32"),
+        **dict.fromkeys(("num_blocks", "tile_counter"), "*i32"),
+        **dict.fromkeys(("num_tiles_n", "group_m", "num_steps", "num_columns"), "i32"),
+        **dict.fromkeys(("scale_words", "hidden_chunks", "stride_chunks"), "i32"),
+    }
+    constants: dict[str, Any] = {
+        "BY_TOKEN": by_token,
+        "TOP_K": 8 if by_token else None,
+        "MASK_K": False,
+        "BLOCK_N": config.block_n,
+        "BLOCK_M": config.block_m,
+        "SLACK": config.slack,
+        "STAGES": config.num_stages(4 * words),
+        "CONSUMERS": config.num_consumers,
+        "ODD": False,
+        "FORMAT": fmt,
+        "ACTIVATION": "silu" if is_gate_up else None,
+        "GATED": is_gate_up,
+        "ALPHA": 1.0,
+        "BETA": 0.0,
+        "LIMIT": None,
+        "CONSUMER_REGISTERS": config.consumer_registers,
+        "PRODUCER_REGISTERS": config.producer_registers,
+        "OVERLAP": True,
+        **{name: None for name in ("scales", "row_scale", "slack_rows") if signature[name] == "constexpr"},
+    }
+    name = f"{'gate_up' if is_gate_up else 'down'} {weights} {config.block_m}x{config.block_n}"
+    options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
+    return _compile(name, _packed_grouped_kernel, signature, constants, **options)
+
+
+def _compile(
+    name: str, kernel: Any, signature: dict[str, str], constants: dict[str, Any], **options: int
+) -> dict[str, Any]:
     names = kernel.arg_names
     kinds = {**signature, **dict.fromkeys(constants, "constexpr")}
     aligned = [
@@ -123,7 +191,9 @@ def _compile(name: str, kernel: Any, signature: dict[str, str], constants: dict[
         constexprs={(names.index(argument),): value for argument, value in constants.items()},
         attrs={(place,): [["tt.divisibility", 16]] for place in (*aligned, names.index("num_columns"))},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True, **options}
+    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -142,7 +212,7 @@ def _compile(name: str, kernel: Any, signature: dict[str, str], constants: dict[
     }
 
 
-if __name__ == "__main__":
+def compile_16_bits() -> Iterator[dict[str, Any]]:
     done = set()
     # In the batched format rows lie in order, so its rules are those for infinitely many columns.
     batched_rules = [select_config(rule.max_rows_per_expert, math.inf, 1) for rule in CONFIG_RULES]
@@ -153,8 +223,23 @@ if __name__ == "__main__":
                 done.add((config, is_gate_up, by_token, batched))
                 source = " by token" if by_token else " batched" if batched else ""
                 label = f"{name} {config.block_m}x{config.block_n}{source}"
-                print(json.dumps(compile_one(label, config, is_gate_up, by_token, batched)), flush=True)
+                yield compile_one(label, config, is_gate_up, by_token, batched)
+
+
+def compile_8_bits() -> Iterator[dict[str, Any]]:
     for dtype, grouped in (("fp8e4nv", True), ("fp8e4nv", False), ("i8", False)):
         for name, is_gate_up in (("gate_up", True), ("down", False)):
-            label = f"{name} {dtype}{' grouped' * grouped}"
-            print(json.dumps(compile_quantized(label, dtype, is_gate_up, grouped)), flush=True)
+            yield compile_quantized(f"{name} {dtype}{' grouped' * grouped}", dtype, is_gate_up, grouped)
+
+
+if __name__ == "__main__":
+    kernels: Iterable[dict[str, Any]]
+    if sys.argv[1:] == ["--packed"]:
+        every = itertools.product(PACKED_WEIGHTS, PACKED_RULES, (True, False))
+        kernels = itertools.starmap(compile_packed, every)
+    else:
+        # Tokens by their routes and two halves a consumer; boxes and three consumers.
+        some = (("mxfp4", PACKED_RULES[1], True), ("int4", PACKED_RULES[2], False))
+        kernels = itertools.chain(compile_16_bits(), compile_8_bits(), itertools.starmap(compile_packed, some))
+    for row in kernels:
+        print(json.dumps(row), flush=True)

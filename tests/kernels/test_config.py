@@ -23,6 +23,7 @@ PLAIN_MODULES = (
     "moereg.kernels.gemm.epilogue",
     "moereg.kernels.quantized.config",
     "moereg.kernels.hopper.config",
+    "moereg.kernels.hopper.packed_config",
 )
 
 

@@ -28,6 +28,7 @@ CODE = {
     "kernels.quantized.emulate": r"TritonEmulated.*",
     "kernels.gemm.gemv": r"Triton(?!Quantized).*",
     "kernels.hopper.gemm": r"Triton.*",
+    "kernels.hopper.packed_multiply": r"Triton(Packed|Emulated).*",
     "kernels.hopper.quantized_gemm": r"TritonQuantized.*",
     "kernels.sizes": r"(Triton|Quack|FlashInfer(?!Cutlass)).*",
 }

@@ -6,10 +6,16 @@ from typing import ClassVar, Final
 
 import torch
 
+from moereg.backends._loaded import Call
 from moereg.backends._triton import plain, ways
+from moereg.backends._triton.packed_ways import HopperPacked
 from moereg.backends._triton.packing import pack_matrices
 from moereg.experts import Experts
+from moereg.kernels.hopper.packed_config import MIN_PACKED_HOPPER_ROWS, select_packed_config
+from moereg.kernels.hopper.packed_gemm import MIN_DEPTH, packed_format
 from moereg.kernels.packed.weights import PackedMatrix
+from moereg.kernels.sizes import WEIGHT_PAD
+from moereg.platforms import PlatformRule
 from moereg.quant import WHOLE, QuantFormat
 from moereg.weights import ExpertWeights, PermutedWeights
 
@@ -28,7 +34,7 @@ class Packed(plain.Interleaved):
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
         self.packed_bits = self._format.bits
-        # Hopper's kernels read both operands from shared memory.
+        # Those kernels read both operands from shared memory; packed weights have kernels of their own.
         self.has_hopper = False
 
     @property
@@ -61,13 +67,48 @@ class Packed(plain.Interleaved):
 
     def _matrix(self, weights: PermutedWeights, name: str) -> PackedMatrix:
         fmt = self._format
-        group = 0 if fmt.group[1] == WHOLE else fmt.group[1]
         parts = (weights.get(f"{name}_{part}") for part in _PARTS)
-        return PackedMatrix(weights[name], fmt.dtype, group, fmt.scale_dtype, *parts)
+        return PackedMatrix(weights[name], fmt.dtype, _group(fmt), fmt.scale_dtype, *parts)
+
+
+def _group(fmt: QuantFormat) -> int:
+    """Elements of a row that share a scale; 0: all."""
+    return 0 if fmt.group[1] == WHOLE else fmt.group[1]
 
 
 class Standard(Packed, plain.Standard):
     """Standard format."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__(experts)
+        self.has_packed_hopper = PlatformRule("cuda:sm90").matches(self.platform) and self._fits_packed_hopper()
+
+    def _fits_packed_hopper(self) -> bool:
+        """Whether Hopper's kernels for packed weights serve the layer; `select` asks whether they serve a call."""
+        problem, fmt = self.problem, self._format
+        return (
+            # Weights are restored to bfloat16, and the codes of float16 would need other instructions.
+            problem.dtype == "bfloat16"
+            # A zero point would cost a word and an instruction more for each group.
+            and fmt.symmetric
+            and packed_format(fmt.dtype, _group(fmt), fmt.scale_dtype) is not None
+            # Their loop takes two steps a turn.
+            and min(problem.hidden_size, problem.intermediate_size) > MIN_DEPTH - WEIGHT_PAD
+            # A row is weighted when routes are added up.
+            and not problem.apply_router_weight_on_input
+        )
+
+    def select(self, call: Call) -> ways.PlainWay:
+        hidden_states = call.inputs.hidden_states
+        rows_per_expert = call.inputs.topk_ids.numel() / self.problem.num_experts
+        if (
+            self.has_packed_hopper
+            and ways.fits_hopper(hidden_states, rows_per_expert, MIN_PACKED_HOPPER_ROWS)
+            # Tokens are copied at 32-bit offsets.
+            and hidden_states.shape[0] * hidden_states.stride(0) < 2**31
+        ):
+            return HopperPacked(select_packed_config(rows_per_expert))
+        return super().select(call)
 
 
 class Batched(Packed, plain.Batched):

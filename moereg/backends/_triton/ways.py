@@ -7,6 +7,7 @@
 | `Direct` | up to 16 tokens | tiles whose rows are the tokens themselves, and a reduction |
 | `Sorted` | more | a sort, tiles of sorted routes, and a reduction |
 | `Hopper` | more than 22 an expert on sm90 | a sort, warp-specialized tiles, and a reduction |
+| `packed_ways.HopperPacked` | more than 24 an expert on sm90, packed weights | as `Hopper` |
 | `Batched`, `HopperBatched` | [E, max_T, H] | a plan of tiles over each expert's rows, then the products |
 
 Sizes: T tokens, K choices of each, N = T * K routes, H hidden size, I_pad padded intermediate size.
@@ -113,12 +114,14 @@ def _select_config(
     )
 
 
-def fits_hopper(hidden_states: torch.Tensor, rows_per_expert: float) -> bool:
+def fits_hopper(
+    hidden_states: torch.Tensor, rows_per_expert: float, min_rows_per_expert: float = MIN_HOPPER_ROWS
+) -> bool:
     """Whether Hopper's kernels can read the rows of a call, and there are enough an expert for them to pay."""
     return (
         hidden_states.device.type != "cpu"
         and hidden_states.element_size() == 2
-        and rows_per_expert > MIN_HOPPER_ROWS
+        and rows_per_expert > min_rows_per_expert
         # Rows are copied by 16 bytes.
         and hidden_states.shape[-1] % 8 == hidden_states.stride(-2) % 8 == hidden_states.data_ptr() % 16 == 0
     )

@@ -12,6 +12,7 @@ from tests.mutants.mutant import Mutant
 _KERNELS: Final = "moereg/kernels/"
 _OF_ROWS: Final = "tests/kernels/test_gluon_kernels.py::test_layer_of_kernels"
 _REPEATED: Final = "tests/kernels/test_gluon_kernels.py::test_a_repeated_call_equals_a_first_one_on_other_tensors"
+_PACKED: Final = "tests/backends/test_gluon_packed.py::test_layers"
 _QUANTIZED: Final = "tests/backends/test_gluon_quantized.py::test_layers"
 
 MUTANTS: Final = (
@@ -28,6 +29,27 @@ MUTANTS: Final = (
         old="            mbarrier.arrive(ring.empty.index(slot))\n            high += product\n",
         new="            mbarrier.arrive(ring.empty.index(slot))\n            high = product\n",
         tests=(f"{_QUANTIZED}[fp8_channel_token-silu-8]",),
+    ),
+    Mutant(
+        "products of packed weights lack the scales of their rows",
+        _KERNELS + "hopper/packed_consumer.py",
+        old="return x * (value * UNIT)[:, None]",
+        new="return x * UNIT",
+        tests=(f"{_PACKED}[0-int8_w8a16-silu]",),
+    ),
+    Mutant(
+        "both halves of a consumer's packed weights are the first",
+        _KERNELS + "hopper/packed_multiply.py",
+        old="second = _fragment(ring, slot, 1, k & 1,",
+        new="second = _fragment(ring, slot, 0, k & 1,",
+        tests=(f"{_PACKED}[1-mxfp4_w4a16-silu]",),
+    ),
+    Mutant(
+        "every step of packed weights has the scales of the first",
+        _KERNELS + "hopper/packed_producer.py",
+        old="tile.expert * scale_words + k // SPAN",
+        new="tile.expert * scale_words",
+        tests=(f"{_PACKED}[2-int4_w4a16_g128-swigluoai]",),
     ),
     Mutant(
         "up is clamped from above only",

@@ -6,7 +6,37 @@ from typing import Final
 
 from tests.mutants.mutant import Mutant
 
+_ON_HOPPER: Final = "tests/kernels/test_packed_hopper.py::"
+
 MUTANTS: Final = (
+    Mutant(
+        "Hopper's kernels of bfloat16 take float16",
+        "moereg/backends/_triton/packed.py",
+        old='problem.dtype == "bfloat16"',
+        new="problem.dtype",
+        tests=(f"{_ON_HOPPER}test_what_the_kernels_lack_takes_the_triton_tiles[float16]",),
+    ),
+    Mutant(
+        "Hopper's kernels take zero points",
+        "moereg/backends/_triton/packed.py",
+        old="            and fmt.symmetric\n",
+        new="",
+        tests=(f"{_ON_HOPPER}test_what_the_kernels_lack_takes_the_triton_tiles[zero_points]",),
+    ),
+    Mutant(
+        "on Hopper, odd steps have the scales of even ones",
+        "moereg/kernels/hopper/packed_restore.py",
+        old="(parity * 0x2222)",
+        new="(parity * 0)",
+        tests=(f"{_ON_HOPPER}test_operands_are_the_weights[mxfp4_w4a16-w2]",),
+    ),
+    Mutant(
+        "on Hopper, a tile's rule ends a row early",
+        "moereg/kernels/hopper/packed_config.py",
+        old="rows_per_expert <= rule.max_rows_per_expert",
+        new="rows_per_expert < rule.max_rows_per_expert",
+        tests=(f"{_ON_HOPPER}test_rows_an_expert_choose_the_rule[160-tile2-False-int8_w8a16]",),
+    ),
     Mutant(
         "scales are read for every second block of small groups",
         "moereg/kernels/packed/product.py",

@@ -1,0 +1,37 @@
+"""Prints which kernels `moereg compile` would compile for a layer on an H200, for numbers of tokens; compiles none.
+
+A program of its own, since the process becomes one for a device that is not here:
+
+    python tests/kernels/packed_launches.py '{problem as JSON}' 96,97,160
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from moereg.backend_calls import make_experts
+from moereg.dispatch import select_backend
+from moereg.kernels.launch.ahead import Target, become
+from moereg.problem import MoEProblem
+from moereg.warm_up.dummy import DummyLayer, empty_weights
+from moereg.warm_up.worker import _sweep
+
+
+def main() -> None:
+    """Reads the arguments."""
+    values, counts = sys.argv[1:]
+    selection = select_backend(MoEProblem.from_dict(json.loads(values)), platform="cuda:sm90", require="triton")
+    assert selection.winner is not None
+    target = Target.of("cuda", "sm90", 227 * 1024)
+    assert target is not None
+    launches = become(target)
+    experts = make_experts(selection, selection.winner)
+    layers = [DummyLayer(experts, weights) for weights in empty_weights(experts)]
+    found = _sweep(layers, launches, [int(count) for count in counts.split(",")], jobs=1)
+    names = [variant.name for variant in found.variants.values()]
+    print(json.dumps({"counts": found.counts, "names": names, "fault": found.fault}))
+
+
+if __name__ == "__main__":
+    main()
