@@ -171,7 +171,7 @@ def shares_table(found: Sequence[Comparison]) -> str:
 
 def _rule(found: Iterable[Comparison]) -> str:
     """Which rows have the margin, and which exceed their ceilings."""
-    short = sorted({_short(one.place) for one in found if one.is_short})
+    short = [_short(one.place) for one in found if one.is_short]
     beyond = [f"{_short(one.place)} ({one.share:.0%})" for one in found if (one.share or 0.0) > rows.SAME]
     rule = f"Shares of rows with a roofline below {SHORT_US:.0f} us are judged with {MARGIN_US:.0f} us added to it"
     text = f"{rule}: {', '.join(short)}." if short else f"{rule}; there are none."
