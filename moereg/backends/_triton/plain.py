@@ -130,7 +130,7 @@ class Batched(Interleaved):
         if self.fits_hopper(hidden_states, rows_per_expert):
             # Rows are boxes already, and none are copied.
             return ways.HopperBatched(hopper.select_config(rows_per_expert, math.inf, problem.num_local_experts))
-        return ways.Batched(ways.select_tiles(math.inf, rows_per_expert, hidden_states, self.packed_bits))
+        return ways.select_batched(problem, hidden_states, rows_per_expert, self.packed_bits)
 
 
 def permute_biases(weights: ExpertWeights, halves: int) -> dict[str, torch.Tensor]:

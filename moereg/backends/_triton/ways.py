@@ -5,7 +5,7 @@
 | `Gemv` | one token | a vector times each chosen expert's matrices, twice; the second adds up the routes |
 | `Single` | one token, packed weights | a tile for each route, then a product that adds up the routes |
 | `Direct` | up to 16 tokens | tiles whose rows are the tokens themselves, and a reduction |
-| `Sorted` | more | a sort, tiles of sorted routes, and a reduction |
+| `Sorted` | more | a sort, tiles of sorted routes, low or tall as the expert's rows ask, and a reduction |
 | `Hopper` | more than 22 an expert on sm90 | a sort, warp-specialized tiles, and a reduction |
 | `packed_ways.HopperPacked` | more than 24 an expert on sm90, packed weights | as `Hopper` |
 | `Batched`, `HopperBatched` | [E, max_T, H] | a plan of tiles over each expert's rows, then the products |
@@ -15,6 +15,7 @@ Sizes: T tokens, K choices of each, N = T * K routes, H hidden size, I_pad padde
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -24,6 +25,7 @@ from moereg.backends._triton.work import Way, Work
 from moereg.backends._triton.workspace import Piece, cut
 from moereg.kernels.gemm import config as gemm
 from moereg.kernels.gemm.config import GemmPair, GemvPair, GroupedGemmConfig, SinglePair
+from moereg.kernels.gemm.fit import CallShape, fit_pair
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.single import MAX_TOP_K, down_single
@@ -35,7 +37,8 @@ from moereg.kernels.rows.copy import copy_rows
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.rows.reduce import reduce_sorted_rows
-from moereg.kernels.sizes import GUARD_ROWS
+from moereg.kernels.sizes import GUARD_ROWS, WEIGHT_PAD
+from moereg.layouts import round_up
 from moereg.problem import MoEProblem
 
 Weights: TypeAlias = torch.Tensor | PackedMatrix
@@ -80,7 +83,31 @@ def select(
         return Gemv(configs)
     if isinstance(configs, SinglePair):
         return Single(configs)
+    configs = _fit(configs, problem, hidden_states, packed_bits)
     return Sorted(configs) if configs.sort_routes else Direct(configs)
+
+
+def select_batched(
+    problem: MoEProblem, hidden_states: torch.Tensor, rows_per_expert: float, packed_bits: int | None
+) -> Batched:
+    """The way of a call in the batched format on the Triton kernels; arguments as in `select`, of [E, max_T, H]."""
+    configs = select_tiles(math.inf, rows_per_expert, hidden_states, packed_bits)
+    return Batched(_fit(configs, problem, hidden_states, packed_bits))
+
+
+def _fit(configs: GemmPair, problem: MoEProblem, hidden_states: torch.Tensor, packed_bits: int | None) -> GemmPair:
+    depth = round_up(problem.intermediate_size, WEIGHT_PAD)
+    shape = CallShape(
+        most_rows=hidden_states.shape[-2],
+        top_k=problem.top_k,
+        gate_up_columns=problem.activation.num_halves * depth,
+        down_columns=problem.hidden_size,
+        down_depth=depth,
+        element_bytes=hidden_states.element_size(),
+        is_packed=packed_bits is not None,
+        shared_bytes=limits.max_shared_bytes(hidden_states.device),
+    )
+    return fit_pair(configs, shape)
 
 
 def select_tiles(
@@ -205,7 +232,8 @@ class Sorted(PlainWay):
     configs: GemmPair
 
     def run(self, work: PlainWork) -> None:
-        _run_tiles(work, work.sort_routes(self.configs.gate_up.block_m), self.configs)
+        plan = work.sort_routes(self.configs.gate_up.block_m, tall=self.configs.tall)
+        _run_tiles(work, plan, self.configs)
 
 
 def _run_tiles(work: PlainWork, plan: RoutePlan | DirectRoutes, configs: GemmPair) -> None:
@@ -290,7 +318,7 @@ class Batched(PlainWay):
     def run(self, work: PlainWork) -> None:
         call, configs = work.call, self.configs
         num_rows = call.out.shape[0] * call.out.shape[1]
-        plan = work.plan_batches(configs.gate_up.block_m)
+        plan = work.plan_batches(configs.gate_up.block_m, tall=configs.tall)
         intermediate = call.workspace13.view(num_rows, -1)  # [E * max_T, I_pad]
         gate_up_gemm(
             intermediate,

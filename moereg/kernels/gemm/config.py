@@ -45,6 +45,8 @@ class GroupedGemmConfig:
             are mostly empty.
         slices: `block_k` long pieces of a step, one per warp, or 1: warps share columns. Packed weights only. In the
             second product of a `SinglePair` each belongs to one route.
+        tall: of tiles of experts with more than `block_m` rows, in the same launch and with as many warps; the plan's
+            `tall` is its `block_m`. None: these experts have several tiles like the others.
     """
 
     block_m: int
@@ -55,6 +57,7 @@ class GroupedGemmConfig:
     num_stages: int
     mask_rows: bool = False
     slices: int = 1
+    tall: GroupedGemmConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,11 @@ class GemmPair:
     gate_up: GroupedGemmConfig
     down: GroupedGemmConfig
     sort_routes: bool = True
+
+    @property
+    def tall(self) -> int:
+        """Rows of a plan's tall tiles; 0: it has none."""
+        return 0 if self.gate_up.tall is None else self.gate_up.tall.block_m
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,249 +9,51 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 
-from moereg.kernels.gemm.activation import activate_pairs
 from moereg.kernels.gemm.config import GroupedGemmConfig
+from moereg.kernels.gemm.down import _down_kernel
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.gemm.loop import tile_shape
-from moereg.kernels.gemm.operand import operand_of, product
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.gemm.gate_up import _gate_up_kernel
+from moereg.kernels.gemm.loop import TileShape, tile_shape
+from moereg.kernels.gemm.operand import WeightOperand, operand_of
+from moereg.kernels.launch.overlap import overlap_options
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.direct import DirectRoutes
-from moereg.kernels.rows.tiles import claim_tile, plan_arguments
+from moereg.kernels.rows.plan import RoutePlan
+from moereg.kernels.rows.tiles import plan_arguments
 from moereg.kernels.sizes import WEIGHT_PAD
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _gate_up_kernel(
-    out,
-    hidden_states,
-    w13,
-    group_scale,
-    zero_point,
-    row_scale,
-    bias,
-    route_factors,
-    topk_ids,
-    expert_map,
-    num_tokens,
-    num_experts,
-    num_local_experts,
-    sorted_routes,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
-    hidden_size,
-    depth,
-    num_columns,
-    num_tiles_n,
-    stride_hidden,
-    stride_expert,
-    stride_column,
-    stride_scale,
-    stride_zero_point,
-    stride_bias,
-    stride_out,
-    SORTED: tl.constexpr,
-    SINGLE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # ActivationConstant
-    FORMAT: tl.constexpr,  # WeightFormat
-    TILE: tl.constexpr,  # TileShape
-    OVERLAP: tl.constexpr,
-):
-    BLOCK_M: tl.constexpr = TILE.block_m
-    BLOCK_N: tl.constexpr = TILE.block_n
-    GROUP_M: tl.constexpr = TILE.group_m
-    used_blocks = None
-    if SORTED:
-        wait_for_previous(OVERLAP)
-        release_next(OVERLAP)
-        used_blocks = tl.load(num_blocks)
-        if tl.program_id(0) >= used_blocks * num_tiles_n:
-            return
-    tile = claim_tile(
-        topk_ids,
-        expert_map,
-        num_tokens,
-        num_experts,
-        num_local_experts,
-        sorted_routes,
-        block_expert,
-        block_row,
-        block_end,
-        used_blocks,
-        num_tiles_n,
-        SORTED=SORTED,
-        SINGLE=SINGLE,
-        TOP_K=TOP_K,
-        BLOCK_TOP_K=BLOCK_TOP_K,
-        BLOCK_M=BLOCK_M,
-        GROUP_M=GROUP_M,
-    )
-    if not SORTED:
-        if tile.expert < 0:
-            return
-    expert, tile_n, rows, routes, row_mask = tile.expert, tile.column_tile, tile.rows, tile.routes, tile.row_mask
-
-    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    if TILE.mask_n:
-        # Columns past the end repeat the last one, which costs no bandwidth and needs no mask.
-        columns = tl.minimum(columns, num_columns - 1)
-    x = product(
-        hidden_states + (routes // TOP_K).to(tl.int64) * stride_hidden,
-        w13,
-        group_scale,
-        zero_point,
-        row_scale,
-        expert.to(tl.int64),
-        columns,
-        row_mask,
-        hidden_size,
-        depth,
-        num_columns,
-        stride_expert,
-        stride_column,
-        stride_scale,
-        stride_zero_point,
-        FORMAT,
-        TILE,
-    )  # [BLOCK_M, BLOCK_N] fp32
-    if not SORTED:
-        # Not released earlier: the few programs of the second GEMM would crowd onto the multiprocessors that are free
-        # first.
-        release_next(OVERLAP)
-
-    if route_factors is not None:
-        x *= tl.load(route_factors + routes)[:, None]
-    if bias is not None:
-        x += tl.load(bias + expert.to(tl.int64) * stride_bias + columns).to(tl.float32)[None, :]
-    y = activate_pairs(x, ACTIVATION)  # [BLOCK_M, BLOCK_N / HALVES]
-    HALVES: tl.constexpr = 2 if ACTIVATION.gated else 1
-    out_columns = tile_n * (BLOCK_N // HALVES) + tl.arange(0, BLOCK_N // HALVES)
-    mask = row_mask[:, None]  # [BLOCK_M, 1], or with columns [BLOCK_M, columns]
-    if TILE.mask_n:
-        mask = mask & (out_columns < num_columns // HALVES)[None, :]
-    out_pointers = out + rows.to(tl.int64)[:, None] * stride_out + out_columns[None, :]
-    tl.store(out_pointers, y.to(out.dtype.element_ty), mask=mask)
+def _tall_shape(
+    config: GroupedGemmConfig, plan: BlockMap | DirectRoutes, operand: WeightOperand, depth_a: int
+) -> TileShape | None:
+    """The constant of the plan's tall tiles, of which there may be none."""
+    tall = config.tall
+    if tall is None:
+        assert isinstance(plan, DirectRoutes) or plan.tall == 0
+        return None
+    assert isinstance(plan, BlockMap) and plan.tall == tall.block_m
+    assert tall.num_warps == config.num_warps and tall.slices == config.slices == 1
+    shape = tile_shape(tall, operand.num_columns, depth_a, operand.depth, tall.block_k, tall.mask_rows)
+    return shape._replace(stages=tall.num_stages)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _down_kernel(
-    out,
-    intermediate,
-    w2,
-    group_scale,
-    zero_point,
-    row_scale,
-    bias,
-    topk_weights,
-    row_factors,
-    topk_ids,
-    expert_map,
-    num_tokens,
-    num_experts,
-    num_local_experts,
-    sorted_routes,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
-    depth,
-    num_columns,
-    num_tiles_n,
-    stride_intermediate,
-    stride_expert,
-    stride_column,
-    stride_scale,
-    stride_zero_point,
-    stride_bias,
-    stride_out,
-    SORTED: tl.constexpr,
-    SINGLE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr,
-    FORMAT: tl.constexpr,  # WeightFormat
-    TILE: tl.constexpr,  # TileShape
-    OVERLAP: tl.constexpr,
-):
-    BLOCK_M: tl.constexpr = TILE.block_m
-    BLOCK_N: tl.constexpr = TILE.block_n
-    GROUP_M: tl.constexpr = TILE.group_m
-    # The tile map was complete before the previous kernel began, so read it before waiting.
-    used_blocks = None
-    if SORTED:
-        used_blocks = tl.load(num_blocks)
-        if tl.program_id(0) >= used_blocks * num_tiles_n:
-            wait_for_previous(OVERLAP)
-            return
-    tile = claim_tile(
-        topk_ids,
-        expert_map,
-        num_tokens,
-        num_experts,
-        num_local_experts,
-        sorted_routes,
-        block_expert,
-        block_row,
-        block_end,
-        used_blocks,
-        num_tiles_n,
-        SORTED=SORTED,
-        SINGLE=SINGLE,
-        TOP_K=TOP_K,
-        BLOCK_TOP_K=BLOCK_TOP_K,
-        BLOCK_M=BLOCK_M,
-        GROUP_M=GROUP_M,
-    )
-    if not SORTED:
-        if tile.expert < 0:
-            wait_for_previous(OVERLAP)
-            return
-    wait_for_previous(OVERLAP)
-    release_next(OVERLAP)
-    expert, tile_n, rows, routes, row_mask = tile.expert, tile.column_tile, tile.valid_rows, tile.routes, tile.row_mask
-
-    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    loaded_columns = columns
-    if TILE.mask_n:
-        loaded_columns = tl.minimum(columns, num_columns - 1)
-    x = product(
-        intermediate + rows.to(tl.int64) * stride_intermediate,
-        w2,
-        group_scale,
-        zero_point,
-        row_scale,
-        expert.to(tl.int64),
-        loaded_columns,
-        row_mask,
-        depth,
-        depth,
-        num_columns,
-        stride_expert,
-        stride_column,
-        stride_scale,
-        stride_zero_point,
-        FORMAT,
-        TILE,
-    )  # [BLOCK_M, BLOCK_N] fp32
-
-    if row_factors is not None:
-        x *= tl.load(row_factors + rows)[:, None]
-    if bias is not None:
-        x += tl.load(bias + expert.to(tl.int64) * stride_bias + loaded_columns).to(tl.float32)[None, :]
-    if topk_weights is not None:
-        x *= tl.load(topk_weights + routes)[:, None]
-    mask = row_mask[:, None]  # [BLOCK_M, 1], or with columns [BLOCK_M, columns]
-    if TILE.mask_n:
-        mask = mask & (columns < num_columns)[None, :]
-    out_pointers = out + routes.to(tl.int64)[:, None] * stride_out + columns[None, :]
-    tl.store(out_pointers, x.to(out.dtype.element_ty), mask=mask)
+def _num_programs(plan: BlockMap | DirectRoutes, config: GroupedGemmConfig, num_columns: int) -> int:
+    """As many as any counts of rows need."""
+    num_tiles_n = triton.cdiv(num_columns, config.block_n)
+    if config.tall is None:
+        return int(plan.max_blocks * num_tiles_n)
+    tall_tiles_n = triton.cdiv(num_columns, config.tall.block_n)
+    num_programs = plan.max_blocks * max(num_tiles_n, tall_tiles_n)
+    if isinstance(plan, RoutePlan):
+        # An expert has one low tile, or a tall one for its first row and one for every `tall` rows more.
+        num_routes = plan.sorted_routes.numel()
+        num_experts = min(num_routes, plan.expert_offsets.numel() - 1)
+        bound = num_experts * max(num_tiles_n, tall_tiles_n) + num_routes // config.tall.block_m * tall_tiles_n
+        num_programs = min(num_programs, bound)
+    return int(num_programs)
 
 
 def gate_up_gemm(
@@ -301,7 +103,7 @@ def gate_up_gemm(
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
     launch(
         _gate_up_kernel,
-        (plan.max_blocks * num_tiles_n,),
+        (_num_programs(plan, config, num_columns),),
         out,
         hidden_states,
         *operand.tensors,
@@ -323,6 +125,7 @@ def gate_up_gemm(
         ACTIVATION=epilogue.constant,
         FORMAT=operand.format,
         TILE=tile_shape(config, num_columns, hidden_size, depth, config.block_k * config.slices, config.mask_rows),
+        TALL=_tall_shape(config, plan, operand, hidden_size),
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -371,7 +174,7 @@ def down_gemm(
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
     launch(
         _down_kernel,
-        (plan.max_blocks * num_tiles_n,),
+        (_num_programs(plan, config, num_columns),),
         out,
         intermediate,
         *operand.tensors,
@@ -392,6 +195,7 @@ def down_gemm(
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
         FORMAT=operand.format,
         TILE=tile_shape(config, num_columns, depth, depth, config.block_k * config.slices, config.mask_rows),
+        TALL=_tall_shape(config, plan, operand, depth),
         OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

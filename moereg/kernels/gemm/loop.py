@@ -22,6 +22,7 @@ class TileShape(NamedTuple):
         mask_a: whether steps over the weights' reduced dimension reach past a row of activations; see `reaches_past`.
         mask_b: whether they reach past a row of weights.
         mask_n: whether tiles reach past the last column.
+        stages: depth of the loop's pipeline; None: the kernel's.
     """
 
     block_m: int
@@ -32,6 +33,7 @@ class TileShape(NamedTuple):
     mask_a: bool
     mask_b: bool
     mask_n: bool
+    stages: int | None = None
 
 
 @triton.jit
@@ -58,7 +60,7 @@ def accumulate(
     BLOCK_K: tl.constexpr = TILE.block_k
     offs_k = tl.arange(0, BLOCK_K)
     accumulator = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for start in range(0, depth, BLOCK_K):
+    for start in tl.range(0, depth, BLOCK_K, num_stages=TILE.stages):
         if TILE.mask_rows and TILE.mask_a:
             a = tl.load(a_pointers, mask=row_mask[:, None] & (start + offs_k < depth_a)[None, :], other=0.0)
         elif TILE.mask_rows:

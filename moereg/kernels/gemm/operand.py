@@ -17,67 +17,71 @@ from moereg.kernels.packed.weights import STEP, PackedMatrix, WeightFormat
 _PLAIN: Final = WeightFormat()
 
 
+class Matrices(NamedTuple):
+    """All experts' weights within a kernel.
+
+    Attributes:
+        weights: with the next three `OperandTensors`.
+        depth: K_pad, elements of a row of weights.
+        num_columns: rows of an expert's weights.
+        stride_expert: with the next three `OperandStrides`.
+    """
+
+    weights: tl.tensor
+    group_scale: tl.tensor
+    zero_point: tl.tensor
+    row_scale: tl.tensor
+    depth: tl.tensor
+    num_columns: tl.tensor
+    stride_expert: tl.tensor
+    stride_column: tl.tensor
+    stride_scale: tl.tensor
+    stride_zero_point: tl.tensor
+
+
 @triton.jit
-def product(
-    a_rows,
-    weights,
-    group_scale,
-    zero_point,
-    row_scale,
-    expert,
-    columns,
-    row_mask,
-    depth_a,
-    depth,
-    num_columns,
-    stride_expert,
-    stride_column,
-    stride_scale,
-    stride_zero_point,
-    FORMAT: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def product(a_rows, matrices, expert, columns, row_mask, depth_a, FORMAT: tl.constexpr, TILE: tl.constexpr):
     """[BLOCK_M, BLOCK_N] fp32: rows of activations times rows of one expert's weights, packed or not.
 
     Args:
         a_rows: [BLOCK_M] first elements of the rows of activations.
-        weights: with the next three `OperandTensors`.
+        matrices: `Matrices`.
         expert: local expert, int64.
         columns: [BLOCK_N] rows of the expert's weights.
         row_mask: [BLOCK_M] rows of activations that count.
         depth_a: elements of a row of activations.
-        depth: K_pad, elements of a row of weights.
-        num_columns: rows of an expert's weights.
-        stride_expert: with the next three `OperandStrides`.
         FORMAT: `WeightFormat`.
         TILE: `TileShape`.
     """
+    weights = matrices.weights + expert * matrices.stride_expert
     if FORMAT.element is None:
         offs_k = tl.arange(0, TILE.block_k)
         a_pointers = a_rows[:, None] + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
         # [BLOCK_K, BLOCK_N]
-        b_pointers = weights + expert * stride_expert + columns[None, :] * stride_column + offs_k[:, None]
-        return accumulate(a_pointers, b_pointers, row_mask, depth_a, depth, TILE)
+        b_pointers = weights + columns[None, :] * matrices.stride_column + offs_k[:, None]
+        return accumulate(a_pointers, b_pointers, row_mask, depth_a, matrices.depth, TILE)
     else:
+        group_scale = matrices.group_scale
         if group_scale is not None:
-            group_scale += expert * stride_scale
+            group_scale += expert * matrices.stride_scale
+        zero_point = matrices.zero_point
         if zero_point is not None:
-            zero_point += expert * stride_zero_point
+            zero_point += expert * matrices.stride_zero_point
         x = accumulate_packed(
             a_rows,
-            weights + expert * stride_expert,
+            weights,
             group_scale,
             zero_point,
             columns,
             row_mask,
             depth_a,
-            depth // 64,
-            num_columns,
+            matrices.depth // 64,
+            matrices.num_columns,
             FORMAT,
             TILE,
         )
-        if row_scale is not None:
-            x *= tl.load(row_scale + expert * num_columns + columns)[None, :]
+        if matrices.row_scale is not None:
+            x *= tl.load(matrices.row_scale + expert * matrices.num_columns + columns)[None, :]
         return x
 
 

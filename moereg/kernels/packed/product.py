@@ -189,7 +189,8 @@ def accumulate_slices(
     a_pointers += offs_k  # [PART, BLOCK_M], or [SLICES, PART, BLOCK_M]
     accumulator = tl.zeros(PRODUCT, dtype=tl.float32)
     # Without `num_stages` here Triton keeps loads that no product reads, such as those of scales, out of the pipeline.
-    for first in tl.range(0, num_blocks, PIECES * BLOCKS, num_stages=FORMAT.stages):
+    STAGES: tl.constexpr = FORMAT.stages if TILE.stages is None else TILE.stages
+    for first in tl.range(0, num_blocks, PIECES * BLOCKS, num_stages=STAGES):
         partial = tl.zeros(PRODUCT, dtype=tl.float32)
         scale_word = None
         zero_word = None

@@ -55,19 +55,26 @@ def claim_tile(
     BLOCK_TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     GROUP_M: tl.constexpr,
+    number=None,
+    first_block=0,
 ):
-    """The `Tile` of this program.
+    """The `Tile` of this program, or the one of a number.
 
     Args:
         topk_ids: like the next four those of `DirectRoutes`; read where the rows are not sorted.
         sorted_routes: like the next four those of a plan, with None for the batched format; read where they are.
-        used_blocks: number of tiles of rows, which this program's number lies below.
+        used_blocks: number of tiles of rows; with all columns more tiles than the number of this one.
         num_tiles_n: number of tiles of columns.
         SORTED: whether the rows come from a `BlockMap`.
         SINGLE: whether there is one token.
+        number: of the tile among those of `used_blocks`; None: the program's. Read where the rows are sorted.
+        first_block: tile of rows that comes first among them.
     """
     if SORTED:
-        block, column_tile = tile_of_program(used_blocks, num_tiles_n, GROUP_M)
+        if number is None:
+            number = tl.program_id(0)
+        block, column_tile = tile_of_number(number, used_blocks, num_tiles_n, GROUP_M)
+        block += first_block
         expert = tl.load(block_expert + block)
         end = tl.load(block_end + block)
         rows = tl.load(block_row + block) + tl.arange(0, BLOCK_M)  # [BLOCK_M]
@@ -97,15 +104,51 @@ def claim_tile(
 
 
 @triton.jit
-def tile_of_program(num_blocks, num_tiles_n, GROUP_M: tl.constexpr):
-    """Tile of rows and tile of columns of this program.
+def claim_tile_of(
+    rows,
+    number,
+    first_block,
+    used_blocks,
+    num_tiles_n,
+    SORTED: tl.constexpr,
+    SINGLE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """`claim_tile` of `RowArguments` and a `TileShape`."""
+    return claim_tile(
+        rows.topk_ids,
+        rows.expert_map,
+        rows.num_tokens,
+        rows.num_experts,
+        rows.num_local_experts,
+        rows.sorted_routes,
+        rows.block_expert,
+        rows.block_row,
+        rows.block_end,
+        used_blocks,
+        num_tiles_n,
+        SORTED=SORTED,
+        SINGLE=SINGLE,
+        TOP_K=TOP_K,
+        BLOCK_TOP_K=BLOCK_TOP_K,
+        BLOCK_M=TILE.block_m,
+        GROUP_M=TILE.group_m,
+        number=number,
+        first_block=first_block,
+    )
+
+
+@triton.jit
+def tile_of_number(number, num_blocks, num_tiles_n, GROUP_M: tl.constexpr):
+    """Tile of rows and tile of columns of the program of a number.
 
     Programs run roughly in order, so at a time the L2 sees a group of row tiles times all columns.
     """
-    pid = tl.program_id(0)
-    first_block = pid // (GROUP_M * num_tiles_n) * GROUP_M
+    first_block = number // (GROUP_M * num_tiles_n) * GROUP_M
     group_blocks = tl.minimum(num_blocks - first_block, GROUP_M)
-    within = pid % (GROUP_M * num_tiles_n)
+    within = number % (GROUP_M * num_tiles_n)
     return first_block + within % group_blocks, within // group_blocks
 
 

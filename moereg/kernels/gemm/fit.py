@@ -1,0 +1,118 @@
+"""What a pair of configurations takes from the layer and the call: tall tiles, and the tile of a short second product.
+
+The table of `config` looks at the average of rows an expert, since only the device knows the counts. Here are rules for
+what an average hides, measured on one NVIDIA H200 (torch 2.11, Triton 3.6, bf16) on 2026-11-23 with uniform routings,
+Zipf's, and all tokens on one set of experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Final
+
+from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig, fit_pipeline
+
+# All weights read once are one read of the L2; in low tiles an expert with 256 rows is read 16 times. A tile of 64 rows
+# takes wgmma, and its products are hidden where an expert has few rows too; 128 rows were slower at up to 256 tokens.
+_TALL_ROWS: Final = 64
+_TALL_DEPTH: Final = 64
+
+# Restoring weights costs registers: these are what 5 programs a multiprocessor leave, with 64 columns. Tiles of 64 rows
+# take so many that uniform routings lose 5 %.
+_PACKED_TALL: Final = GroupedGemmConfig(
+    block_m=32, block_n=64, block_k=128, group_m=4, num_warps=4, num_stages=3, mask_rows=True
+)
+
+# Up to here steps of 128 are few, or masked (192 is one and a half). With steps of 64 all loads of a program start at
+# once, and more programs fit a multiprocessor. At 384 it gains nothing.
+_SHORT_DEPTH: Final = 256
+
+# Two programs on each multiprocessor of an H200.
+_FULL_PROGRAMS: Final = 264
+_H200_SHARED_BYTES: Final = 227 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallShape:
+    """What the rules look at.
+
+    Attributes:
+        most_rows: that an expert can have: T, or max_T in the batched format.
+        top_k: K.
+        gate_up_columns: rows of an expert's weights of the first product,
+        down_columns: and of the second.
+        down_depth: I_pad.
+        element_bytes: of an activation.
+        is_packed: whether weights are packed.
+        shared_bytes: that one program may use on the device, nearly all of a multiprocessor's; None: any number.
+    """
+
+    most_rows: int
+    top_k: int
+    gate_up_columns: int
+    down_columns: int
+    down_depth: int
+    element_bytes: int
+    is_packed: bool
+    shared_bytes: int | None
+
+
+def fit_pair(configs: GemmPair, shape: CallShape) -> GemmPair:
+    """The pair with what the rules add.
+
+    Tiles of 8 warps have as many rows as tall ones, or more, and 32-bit weights have no matrix units: both stay.
+
+    Args:
+        configs: from the table.
+        shape: of the call.
+    """
+    if shape.element_bytes != 2 or configs.gate_up.num_warps != 4 or configs.down.num_warps != 4:
+        return configs
+    gate_up, down = configs.gate_up, configs.down
+    is_short = not shape.is_packed and shape.down_depth <= _SHORT_DEPTH
+    if is_short:
+        stages = min(4, max(2, shape.down_depth // 64))
+        down = _fitting(dataclasses.replace(down, block_n=128, block_k=64, num_stages=stages), shape)
+    if configs.sort_routes and shape.most_rows > gate_up.block_m:
+        down_columns = 64 if is_short else _tall_columns(shape, shape.down_columns)
+        tall_gate_up = _tall(gate_up, _tall_columns(shape, shape.gate_up_columns), shape)
+        tall_down = _tall(down, down_columns, shape)
+        gate_up = dataclasses.replace(gate_up, tall=tall_gate_up)
+        down = dataclasses.replace(down, tall=tall_down)
+    return dataclasses.replace(configs, gate_up=gate_up, down=down)
+
+
+def _tall_columns(shape: CallShape, num_columns: int) -> int:
+    # What one set of experts makes has to fill the GPU.
+    tiles = shape.top_k * -(-shape.most_rows // _TALL_ROWS) * -(-num_columns // 128)
+    return 128 if tiles >= _FULL_PROGRAMS else 64
+
+
+def _tall(low: GroupedGemmConfig, block_n: int, shape: CallShape) -> GroupedGemmConfig | None:
+    """The tall tile beside a low one; None where that is as tall."""
+    if shape.is_packed:
+        return _PACKED_TALL if low.block_m < _PACKED_TALL.block_m else None
+    if low.block_m >= _TALL_ROWS:
+        return None
+    # No fewer programs a multiprocessor than with low tiles alone. Triton keeps as many stages of wgmma as are asked
+    # for, and one less of the products of lower tiles.
+    shared_bytes = _H200_SHARED_BYTES if shape.shared_bytes is None else shape.shared_bytes
+    low_bytes = (low.num_stages - 1) * (low.block_m + low.block_n) * 2 * low.block_k
+    programs = shared_bytes // (low_bytes + 1024)
+    stages = (shared_bytes // programs - 1024) // (2 * _TALL_DEPTH * (_TALL_ROWS + block_n))
+    tall = GroupedGemmConfig(
+        block_m=_TALL_ROWS,
+        block_n=block_n,
+        block_k=_TALL_DEPTH,
+        group_m=4,
+        num_warps=4,
+        num_stages=max(2, min(4, stages)),
+        mask_rows=True,
+    )
+    return _fitting(tall, shape)
+
+
+def _fitting(config: GroupedGemmConfig, shape: CallShape) -> GroupedGemmConfig:
+    """As many stages as fit, of 16-bit weights."""
+    return fit_pipeline(config, 2 * config.block_k * (config.block_m + config.block_n), shape.shared_bytes)
