@@ -28,8 +28,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from moereg.kernels.gemm.config import GemvPair, SinglePair, select_config
+from moereg.kernels.gemm.config import GemmPair, GemvPair, SinglePair, select_config
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.gemm.fit import CallShape, fit_pair
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.single import down_single
@@ -65,6 +66,7 @@ CASES: dict[str, tuple[int, int, int, int, int, torch.dtype, str, bool]] = {
     "gpt_oss_prefill": (4096, 32, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
     "middle": (512, 64, 8, 2048, 1408, torch.bfloat16, "silu", False),
     "small": (128, 64, 8, 2048, 704, torch.float16, "gelu_tanh", False),
+    "tall": (256, 128, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
     "odd": (4096, 8, 2, 511, 129, torch.bfloat16, "gelu", True),
     "not_gated": (4096, 64, 4, 2688, 1856, torch.bfloat16, "relu2", False),
     "fp32_decode": (16, 128, 8, 2048, 768, torch.float32, "silu", False),
@@ -76,6 +78,7 @@ CASES: dict[str, tuple[int, int, int, int, int, torch.dtype, str, bool]] = {
     "int4_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
     "int4_g32_zp_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
     "mxfp4_decode": (16, 128, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
+    "mxfp4_tall": (64, 128, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
     "nvfp4_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
     "int8_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
     "nvfp4_fp16_middle": (512, 64, 8, 2048, 1408, torch.float16, "silu", False),
@@ -92,6 +95,7 @@ PACKED = {
     "int4_decode": "int4_w4a16_g128",
     "int4_g32_zp_decode": "int4_w4a16_g32_zp",
     "mxfp4_decode": "mxfp4_w4a16",
+    "mxfp4_tall": "mxfp4_w4a16",
     "nvfp4_decode": "nvfp4_w4a16",
     "int8_decode": "int8_w8a16",
     "nvfp4_fp16_middle": "nvfp4_w4a16",
@@ -165,14 +169,15 @@ def launch_routing(shared_bytes: int) -> None:
         expert_map = torch.empty(experts, dtype=torch.int32, device="meta")
         numel = route_workspace_numel(tokens, 8, experts, 16)
         workspace = ids.new_empty(numel)
-        plan = sort_routes(ids, expert_map, experts, experts, 16, workspace, SortConfig(), overlap=overlap)
+        plan = sort_routes(ids, expert_map, experts, experts, 16, workspace, SortConfig(), overlap=overlap, tall=64)
     rows = torch.empty(4096 * 8, 2048, dtype=torch.bfloat16, device="meta")
     tokens_out = rows.new_empty(4096, 2048)
     reduce_routes(tokens_out, rows, plan.route_expert, overlap=overlap)
     reduce_sorted_rows(tokens_out, rows, plan.route_row, rows.new_empty(4096, 8, dtype=torch.float32), overlap=overlap)
     copy_rows(rows, tokens_out, plan.route_row, overlap=overlap)
     counts = torch.empty(1024, dtype=torch.int32, device="meta")
-    plan_batches(counts, 4096, 64, counts.new_empty(batch_workspace_numel(1024, 4096, 64)), overlap=overlap)
+    workspace = counts.new_empty(batch_workspace_numel(1024, 4096, 16))
+    plan_batches(counts, 4096, 16, workspace, overlap=overlap, tall=64)
     batches = lay_out_batches(tokens_out, plan.route_row.view(4096, 8), expert_map, 64)
     sum_batches(tokens_out, batches.rows, batches.row_of_route, rows.new_empty(4096, 8, dtype=torch.float32))
 
@@ -225,6 +230,18 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
     configs = select_config(
         math.inf if batched else tokens, routes / experts, dtype.itemsize, shared_bytes, bits, least
     )
+    if isinstance(configs, GemmPair):
+        shape = CallShape(
+            most_rows=tokens,
+            top_k=top_k,
+            gate_up_columns=(2 if gated else 1) * columns,
+            down_columns=hidden,
+            down_depth=columns,
+            element_bytes=dtype.itemsize,
+            is_packed=scheme is not None,
+            shared_bytes=shared_bytes,
+        )
+        configs = fit_pair(configs, shape)
     ids = empty(tokens, top_k, of=torch.int32)
     intermediate_rows = empty(rows_of_out, columns)
     rows = (2 if gated else 1) * columns
@@ -261,10 +278,12 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
         return
     if batched:
         numel = batch_workspace_numel(experts, tokens, configs.gate_up.block_m)
-        plan = plan_batches(empty(experts, of=torch.int32), tokens, configs.gate_up.block_m, ids.new_empty(numel))
+        counts, workspace = empty(experts, of=torch.int32), ids.new_empty(numel)
+        plan = plan_batches(counts, tokens, configs.gate_up.block_m, workspace, tall=configs.tall)
     elif configs.sort_routes:
         numel = route_workspace_numel(tokens, top_k, experts, configs.gate_up.block_m)
-        plan = sort_routes(ids, None, experts, experts, configs.gate_up.block_m, ids.new_empty(numel))
+        workspace = ids.new_empty(numel)
+        plan = sort_routes(ids, None, experts, experts, configs.gate_up.block_m, workspace, tall=configs.tall)
     else:
         plan = DirectRoutes(ids, None, experts, configs.gate_up.block_m)
     gate_up_gemm(

@@ -16,7 +16,9 @@ from tests.kernels.registers import register_bound, spill_bound
 SCRIPT = Path(__file__).parent / "aot_compile.py"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 FAST_CASES = ("routing", "read", "one_token", "decode", "prefill", "fp32_decode", "batched_decode")
-SLOW_CASES = ("gpt_oss_prefill", "middle", "small", "odd", "not_gated", "fp32_prefill", "batched_prefill")
+SLOW_CASES = ("gpt_oss_prefill", "middle", "small", "tall", "odd", "not_gated", "fp32_prefill", "batched_prefill")
+# Of tiles too low for the largest instructions, and tall ones in the same launch.
+TALL_CASES = ("small", "tall", "batched_decode")
 # Packed weights: one case of each way to restore them, and slices with either kind of scales.
 PACKED_CASES = (
     "int4_one_token",
@@ -24,6 +26,7 @@ PACKED_CASES = (
     "int4_g32_zp_decode",
     "nvfp4_decode",
     "int8_decode",
+    "mxfp4_tall",
     "mxfp4_prefill",
 )
 
@@ -37,7 +40,7 @@ MAX_REGISTERS_SM90 = {
     ("routing", "reduce_routes"): 32,
     ("routing", "reduce_sorted_rows"): 39,
     ("routing", "copy_rows"): 20,
-    ("routing", "plan_batches"): 80,
+    ("routing", "plan_batches"): 96,
     ("routing", "place_tokens"): 64,
     ("routing", "spread_tokens"): 20,
     ("routing", "sum_batches"): 39,
@@ -53,7 +56,9 @@ MAX_REGISTERS_SM90 = {
     ("middle", "gate_up"): 248,
     ("middle", "down"): 212,
     ("small", "gate_up"): 128,
-    ("small", "down"): 128,
+    ("small", "down"): 130,
+    ("tall", "gate_up"): 120,
+    ("tall", "down"): 128,
     ("not_gated", "gate_up"): 182,
     ("not_gated", "down"): 214,
     ("odd", "gate_up"): 255,
@@ -62,8 +67,8 @@ MAX_REGISTERS_SM90 = {
     ("fp32_decode", "down"): 72,
     ("fp32_prefill", "gate_up"): 100,
     ("fp32_prefill", "down"): 94,
-    ("batched_decode", "gate_up"): 64,
-    ("batched_decode", "down"): 64,
+    ("batched_decode", "gate_up"): 72,
+    ("batched_decode", "down"): 72,
     ("batched_prefill", "gate_up"): 224,
     ("batched_prefill", "down"): 206,
 }
@@ -112,16 +117,13 @@ def check(target: str, rows: list[dict[str, Any]], num_expected: int) -> None:
             # IEEE products of 32 bits have no matrix instruction on NVIDIA; one here would be TF32.
             assert not matrix, row
         else:
-            large_tile = row["case"] not in ("decode", "batched_decode", "small", "fp32_decode", "fp32_prefill")
-            assert (
-                matrix
-                == {
-                    "sm_80": {"mma.sync"},
-                    "sm_90": {"wgmma.mma_async" if large_tile else "mma.sync"},
-                    "sm_100": {"tcgen05.mma" if large_tile else "mma.sync"},
-                    "gfx942": {"v_mfma"},
-                }[target]
-            ), row
+            largest = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+            expected = {largest[target]}
+            if target != "gfx942" and row["case"] in ("decode", "fp32_decode", "fp32_prefill"):
+                expected = {"mma.sync"}
+            elif target != "gfx942" and row["case"] in TALL_CASES:
+                expected.add("mma.sync")
+            assert matrix == expected, row
         if target == "sm_90":
             assert row["registers"] <= register_bound(MAX_REGISTERS_SM90[key]), row
             assert row["spill_bytes"] <= spill_bound(MAX_SPILL_BYTES_SM90.get(key, 0)), row

@@ -40,20 +40,20 @@ def _tall_shape(
     return shape._replace(stages=tall.num_stages)
 
 
-def _num_programs(plan: BlockMap | DirectRoutes, config: GroupedGemmConfig, num_columns: int) -> int:
+def num_programs(plan: BlockMap | DirectRoutes, config: GroupedGemmConfig, num_columns: int) -> int:
     """As many as any counts of rows need."""
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
     if config.tall is None:
         return int(plan.max_blocks * num_tiles_n)
     tall_tiles_n = triton.cdiv(num_columns, config.tall.block_n)
-    num_programs = plan.max_blocks * max(num_tiles_n, tall_tiles_n)
+    most = plan.max_blocks * max(num_tiles_n, tall_tiles_n)
     if isinstance(plan, RoutePlan):
         # An expert has one low tile, or a tall one for its first row and one for every `tall` rows more.
         num_routes = plan.sorted_routes.numel()
         num_experts = min(num_routes, plan.expert_offsets.numel() - 1)
         bound = num_experts * max(num_tiles_n, tall_tiles_n) + num_routes // config.tall.block_m * tall_tiles_n
-        num_programs = min(num_programs, bound)
-    return int(num_programs)
+        most = min(most, bound)
+    return int(most)
 
 
 def gate_up_gemm(
@@ -103,7 +103,7 @@ def gate_up_gemm(
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
     launch(
         _gate_up_kernel,
-        (_num_programs(plan, config, num_columns),),
+        (num_programs(plan, config, num_columns),),
         out,
         hidden_states,
         *operand.tensors,
@@ -174,7 +174,7 @@ def down_gemm(
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
     launch(
         _down_kernel,
-        (_num_programs(plan, config, num_columns),),
+        (num_programs(plan, config, num_columns),),
         out,
         intermediate,
         *operand.tensors,

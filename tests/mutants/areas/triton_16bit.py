@@ -64,6 +64,27 @@ MUTANTS: Final = (
         tests=("tests/kernels/test_triton_kernels.py::test_tall_tiles_come_first[mixed-one_launch]",),
     ),
     Mutant(
+        "low tiles begin among the tall ones",
+        "moereg/kernels/rows/tiles.py",
+        old="        block += first_block\n",
+        new="",
+        tests=("tests/kernels/test_tall_tiles.py::test_layers_with_tall_and_low_tiles[one_has_most]",),
+    ),
+    Mutant(
+        "too few programs for tall tiles",
+        "moereg/kernels/gemm/grouped.py",
+        old=" + num_routes // config.tall.block_m * tall_tiles_n",
+        new="",
+        tests=("tests/kernels/test_tall_tiles.py::test_there_are_programs_for_any_counts",),
+    ),
+    Mutant(
+        "tall tiles take more stages than their part",
+        "moereg/kernels/gemm/fit.py",
+        old="(shared_bytes // programs - 1024)",
+        new="(shared_bytes - 1024)",
+        tests=("tests/kernels/test_tall_tiles.py::test_fitted_tiles",),
+    ),
+    Mutant(
         "the last group of tiles counts as full",
         "moereg/kernels/rows/tiles.py",
         old="group_blocks = tl.minimum(num_blocks - first_block, GROUP_M)",
@@ -143,15 +164,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         "row offsets of 32 bits",
-        "moereg/kernels/gemm/grouped.py",
-        old=(
-            "    out_pointers = out + rows.to(tl.int64)[:, None] * stride_out + out_columns[None, :]\n"
-            "    tl.store(out_pointers, y.to"
-        ),
-        new=(
-            "    out_pointers = out + rows[:, None] * stride_out + out_columns[None, :]\n"
-            "    tl.store(out_pointers, y.to"
-        ),
+        "moereg/kernels/gemm/gate_up.py",
+        old="gemm.out + tile.rows.to(tl.int64)[:, None]",
+        new="gemm.out + tile.rows[:, None]",
         tests=("tests/kernels/test_triton_rows.py::test_rows_may_lie_2_to_the_31_elements_apart",),
     ),
     Mutant(

@@ -109,8 +109,8 @@ MUTANTS: Final = (
     Mutant(
         "scales of rows are forgotten",
         "moereg/kernels/gemm/operand.py",
-        old="x *= tl.load(row_scale + expert * num_columns + columns)[None, :]",
-        new="x *= tl.load(row_scale + expert * num_columns + columns * 0)[None, :]",
+        old="x *= tl.load(matrices.row_scale + expert * matrices.num_columns + columns)[None, :]",
+        new="x *= tl.load(matrices.row_scale + expert * matrices.num_columns + columns * 0)[None, :]",
         tests=(
             (
                 "tests/backends/test_triton_packed.py::"
