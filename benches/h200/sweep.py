@@ -17,6 +17,7 @@ are left out and listed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -42,6 +43,7 @@ from benches.h200.candidates import (
 )
 from benches.h200.precompile import EmptyLayer, compiling_only
 from benches.h200.table import make_call, make_weights
+from moereg.backends._triton import ways
 from moereg.backends._triton.ways import MIN_HOPPER_ROWS
 from moereg.dispatch import select_backend
 from moereg.kernels.gemm import config as gemm_config
@@ -185,8 +187,13 @@ def row_candidates(problem: MoEProblem, num_tokens: int, shared_bytes: int | Non
 
 def selecting(candidate: Candidate) -> AbstractContextManager[None]:
     """Layers inside run with the candidate instead of the rules' choice."""
-    module = hopper_config if isinstance(candidate.configs, HopperConfigRule) else gemm_config
-    return selected(module, "select_config", candidate.configs)
+    if isinstance(candidate.configs, HopperConfigRule):
+        return selected(hopper_config, "select_config", candidate.configs)
+    stack = contextlib.ExitStack()
+    # As it is: without tall tiles, and with its own tile of a short second product.
+    for module, function in ((gemm_config, "select_config"), (ways, "fit_pair")):
+        stack.enter_context(selected(module, function, candidate.configs))
+    return stack
 
 
 def make_problem(model: str) -> MoEProblem:
