@@ -74,13 +74,16 @@ def _model(
     return BoardLayer(f"{model}{suffix}", scheme, MappingProxyType(keywords), _points(uniform, skewed))
 
 
+# Users' batches are not uniform: where launch parameters go by what each expert has, every number of tokens shows it.
+_SKEWED: Final = (16, 64, 256, 1024, 4096)
+
 # The layers that decide the priorities come first, since a budget may end before the last. gpt-oss has its biases and
 # its clamped activation; "plain" is SwiGLU without bias in its sizes, for kernels that compute nothing else. "EP8" is
 # what one rank of eight holds. deepseek-v3 is 11 GB in 8 bits, so fewer copies fit beside each other.
 GPU_LAYERS: Final = (
-    _model("qwen3-30b-a3b"),
-    _model("mixtral-8x7b"),
-    _model("gpt-oss-120b"),
+    _model("qwen3-30b-a3b", skewed=_SKEWED),
+    _model("mixtral-8x7b", skewed=_SKEWED),
+    _model("gpt-oss-120b", skewed=_SKEWED),
     _model("qwen3-30b-a3b", "fp8_block128"),
     _model("sonic-30b"),
     _model("olmoe-1b-7b"),

@@ -105,7 +105,9 @@ def kernels_us(runs: Sequence[Run]) -> dict[str, float]:
         for run in runs:
             run()
         torch.cuda.synchronize()
-    return {event.key: event.self_device_time_total / len(runs) for event in profile.key_averages()}
+    times = {event.key: event.self_device_time_total / len(runs) for event in profile.key_averages()}
+    # Calls of the host are events too.
+    return {name: us for name, us in times.items() if us > 0}
 
 
 def measure(name: str, words: torch.Tensor) -> dict[str, Any]:
