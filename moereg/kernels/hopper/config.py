@@ -39,10 +39,15 @@ class HopperQuantizedConfig:
     Attributes:
         num_stages: slots of the ring, 48 KiB each.
         num_buffers: staged stores of each warpgroup, 8 KiB each.
+        pieces: how partial products of codes with block scales are added up. 0: one half of the tile's columns at a
+            time, between products. 2: by pieces of 64 columns, one while the next is multiplied; 1: the same with rows
+            as an operand from registers; 4 and 3: as 2 and 1, a step's last piece while the next step's first is
+            multiplied.
     """
 
     num_stages: int = 4
     num_buffers: int = 2
+    pieces: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moereg.kernels.hopper.consumer import activate, activate_halves, barrier, store_box
+from moereg.kernels.hopper.quantized_fast import activate_fast, round_pairs
+from moereg.kernels.hopper.quantized_pieces import multiply_pieces
 from moereg.kernels.hopper.quantized_ring import BLOCK_M, COLUMNS, OWN_ROWS, first_columns
 from moereg.kernels.hopper.ring import locate, next_slot, reinterpret
 from moereg.kernels.hopper.turns import NO_TILE, take_tile
@@ -41,7 +43,9 @@ def _load_scalar(shared):
 
 
 @gluon.jit
-def _multiply_grouped(ring, slot, phase, num_steps, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
+def _multiply_grouped(
+    ring, slot, phase, num_steps, lead, WARPGROUP: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr
+):
     """Multiplies and scales both halves of a warpgroup's rows, out of the next `num_steps` slots of the ring.
 
     Waits for each slot to be full and arrives at its `empty` once its products have ended. Tensor cores keep about 14
@@ -55,7 +59,7 @@ def _multiply_grouped(ring, slot, phase, num_steps, WARPGROUP: gl.constexpr, STA
     high = gl.zeros([OWN_ROWS, COLUMNS], gl.float32, LAYOUT)
     product = gl.zeros([OWN_ROWS, COLUMNS], gl.float32, LAYOUT)
     gl.assume(num_steps > 0)
-    for _ in range(num_steps):
+    for k in range(num_steps):
         mbarrier.wait(ring.full.index(slot), phase)
         own_rows = ring.rows.index(2 * slot + WARPGROUP)  # [OWN_ROWS, BLOCK_K]
         row_scale = ring.row_scales.index(2 * slot + WARPGROUP).load(gl.SliceLayout(1, LAYOUT))  # [OWN_ROWS]
@@ -65,6 +69,9 @@ def _multiply_grouped(ring, slot, phase, num_steps, WARPGROUP: gl.constexpr, STA
         low += product * (row_scale * low_scale)[:, None]
         product = _half_product(own_rows, ring.weights.index(2 * slot + 1), product)
         mbarrier.arrive(ring.empty.index(slot))
+        if LEAD > 0:
+            if WARPGROUP == 0:
+                mbarrier.arrive(lead.index(0), pred=k == LEAD - 1)
         high += product * (row_scale * high_scale)[:, None]
         slot, phase = next_slot(slot, phase, STAGES)
     return low, high, slot, phase
@@ -132,10 +139,10 @@ def _scale_and_bias(x, row_scale, column_scales, bias, first, num_columns, GROUP
 
 
 @gluon.jit
-def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr):
+def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr, FAST: gl.constexpr):
     """Codes of `x` [OWN_ROWS, COLUMNS] fp32, one group per row, and their scales [OWN_ROWS].
 
-    As `quantize_tile` of `kernels/quantized/codes.py`.
+    As `quantize_tile` of `kernels/quantized/codes.py`. FAST leaves what is too large to the conversion, which saturates.
     """
     bits = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # [OWN_ROWS]
     scale = gl.div_rn(bits.to(gl.float32, bitcast=True), gl.full_like(bits, MAX_CODE, dtype=gl.float32))
@@ -146,17 +153,20 @@ def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr):
     values = x * reciprocal
     surplus = gl.fma(values, gl.broadcast(gl.expand_dims(scale, 1), x)[0], -x)
     values = gl.fma(surplus, -reciprocal, values)
-    values = gl.where(values > MAX_CODE, MAX_CODE, gl.where(values < -MAX_CODE, -MAX_CODE, values))
+    if FAST == 0:
+        values = gl.where(values > MAX_CODE, MAX_CODE, gl.where(values < -MAX_CODE, -MAX_CODE, values))
     return values.to(DTYPE), scale
 
 
 @gluon.jit
-def _store_codes(y, out, out_scale, staging, tile, group, stride, WARPGROUP, LAYOUT: gl.constexpr):
+def _store_codes(
+    y, out, out_scale, staging, tile, group, stride, WARPGROUP, FAST: gl.constexpr, LAYOUT: gl.constexpr
+):
     """Stores `y` [OWN_ROWS, COLUMNS], a group a row, as codes through a warpgroup's part of `staging`, and its scales.
 
     The tensor map `out` drops rows past the expert's end, and a mask their scales.
     """
-    codes, scale = _encode(y, 448.0, out.dtype)  # [OWN_ROWS, COLUMNS], [OWN_ROWS]
+    codes, scale = _encode(y, 448.0, out.dtype, FAST)  # [OWN_ROWS, COLUMNS], [OWN_ROWS]
     buffer = staging.index(WARPGROUP)
     tma.store_wait(0)
     barrier()
@@ -211,6 +221,7 @@ def consume_codes(
     ring,
     turns,
     staging,
+    lead,
     order,
     num_steps,
     num_columns,
@@ -227,6 +238,9 @@ def consume_codes(
     BETA: gl.constexpr,
     LIMIT: gl.constexpr,
     MASK_N: gl.constexpr,
+    PIECES: gl.constexpr,
+    LEAD: gl.constexpr,
+    FAST: gl.constexpr,
 ):
     """Multiplies and stores one warpgroup's rows of every tile of the program. Run by four warps.
 
@@ -264,6 +278,8 @@ def consume_codes(
     phase = gl.to_tensor(0)
     own = WARPGROUP * OWN_ROWS + gl.arange(0, OWN_ROWS, gl.SliceLayout(1, LAYOUT))  # [OWN_ROWS]
     tile_number, turn, turn_phase = take_tile(turns, gl.to_tensor(0), gl.to_tensor(0))
+    if LEAD > 0:
+        lead_phase = gl.to_tensor(0)
     while tile_number != NO_TILE:
         tile = locate(tile_number, order, BLOCK_M, 0)
         column_tile = tile.column_tile
@@ -272,8 +288,18 @@ def consume_codes(
             low_column, high_column = first_columns(column_tile, num_columns, GATED)
             own_expert = tile.expert.to(gl.int64)
             own_column_scale = column_scale + own_expert * stride_expert_scale
+            if LEAD > 0:
+                if WARPGROUP == 1:
+                    mbarrier.wait(lead.index(0), lead_phase)
             if GROUPED:
-                low, high, slot, phase = _multiply_grouped(ring, slot, phase, num_steps, WARPGROUP, STAGES)
+                # fmt: off
+                if PIECES > 0:
+                    low, high, slot, phase = multiply_pieces(ring, slot, phase, num_steps, lead, WARPGROUP, STAGES,
+                                                             LEAD, PIECES % 2 == 1, PIECES > 2, LAYOUT)
+                else:
+                    low, high, slot, phase = _multiply_grouped(ring, slot, phase, num_steps, lead, WARPGROUP, STAGES,
+                                                               LEAD)
+                # fmt: on
                 own_row_scale = None
             else:
                 low, high, slot, phase = _multiply_plain(ring, slot, phase, num_steps, WARPGROUP, STAGES)
@@ -288,13 +314,22 @@ def consume_codes(
                                    GROUPED, LAYOUT)  # [OWN_ROWS, COLUMNS]
             # fmt: on
             if GATED:
-                y = activate_halves(low, high, ACTIVATION, ALPHA, BETA, LIMIT)  # [OWN_ROWS, COLUMNS]
+                if FAST > 1:
+                    y = activate_fast(low, high, ACTIVATION, ALPHA, BETA, LIMIT)  # [OWN_ROWS, COLUMNS]
+                else:
+                    y = activate_halves(low, high, ACTIVATION, ALPHA, BETA, LIMIT)  # [OWN_ROWS, COLUMNS]
                 if MASK_N:
                     at = low_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
                     y = gl.where((at < half_columns)[None, :], y, 0.0)
                 if out_scale is not None:
-                    y = y.to(ROUNDED).to(gl.float32)
-                    _store_codes(y, out, out_scale, staging, tile, column_tile, stride_out_scale, WARPGROUP, LAYOUT)
+                    if FAST > 0:
+                        y = round_pairs(y, ROUNDED)
+                    else:
+                        y = y.to(ROUNDED).to(gl.float32)
+                    # fmt: off
+                    _store_codes(y, out, out_scale, staging, tile, column_tile, stride_out_scale, WARPGROUP, FAST,
+                                 LAYOUT)
+                    # fmt: on
                 else:
                     _store_half(y, out, staging, tile, low_column, WARPGROUP, 0, BUFFERS)
             else:
@@ -308,18 +343,19 @@ def consume_codes(
                 if out_scale is not None:
                     low = low.to(ROUNDED).to(gl.float32)
                     high = high.to(ROUNDED).to(gl.float32)
-                    _store_codes(
-                        low, out, out_scale, staging, tile, 2 * column_tile, stride_out_scale, WARPGROUP, LAYOUT
-                    )
+                    # fmt: off
+                    _store_codes(low, out, out_scale, staging, tile, 2 * column_tile, stride_out_scale, WARPGROUP,
+                                 FAST, LAYOUT)
                     if high_column < half_columns:
-                        # fmt: off
                         _store_codes(high, out, out_scale, staging, tile, 2 * column_tile + 1, stride_out_scale,
-                                     WARPGROUP, LAYOUT)
-                        # fmt: on
+                                     WARPGROUP, FAST, LAYOUT)
+                    # fmt: on
                 else:
                     _store_half(low, out, staging, tile, low_column, WARPGROUP, 0, BUFFERS)
                     _store_half(high, out, staging, tile, high_column, WARPGROUP, COLUMNS, BUFFERS)
         else:
             slot, phase = _skip(ring, slot, phase, num_steps, STAGES)
+        if LEAD > 0:
+            lead_phase = lead_phase ^ 1
         tile_number, turn, turn_phase = take_tile(turns, turn, turn_phase)
     tma.store_wait(0)

@@ -25,9 +25,9 @@ from moereg.kernels.hopper.config import (
 )
 from moereg.kernels.hopper.gemm import clipped_map, tensor_map
 from moereg.kernels.hopper.quantized_consumer import consume_codes
-from moereg.kernels.hopper.quantized_producer import produce_codes
+from moereg.kernels.hopper.quantized_producer import load_early, produce_codes
 from moereg.kernels.hopper.quantized_ring import BLOCK_K, BLOCK_M, COLUMNS, OWN_ROWS, CodeRing, operands_of
-from moereg.kernels.hopper.ring import TileOrder, allocate_barriers
+from moereg.kernels.hopper.ring import TileOrder, allocate_barrier, allocate_barriers
 from moereg.kernels.hopper.turns import allocate_turns
 from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
@@ -84,6 +84,11 @@ def _quantized_grouped_kernel(
     BETA: gl.constexpr,
     LIMIT: gl.constexpr,
     MASK_N: gl.constexpr,
+    PIECES: gl.constexpr,
+    LEAD: gl.constexpr,
+    FAST: gl.constexpr,
+    EARLY: gl.constexpr,
+    BURST: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """Allocates shared memory, then splits a program's warps into a producer and two consumers.
@@ -105,7 +110,16 @@ def _quantized_grouped_kernel(
     # One arrival announces the boxes' bytes; copies of scales add one for each producer thread.
     full, empty = allocate_barriers(STAGES, 33 if GROUPED else 1)
     turns = allocate_turns()
+    # Not read where these are off.
+    lead = turns.taken
+    early = turns.taken
+    if LEAD > 0:
+        lead = allocate_barrier()
+    if EARLY:
+        early = allocate_barrier()
     fence_async_shared()
+    if EARLY:
+        load_early(weights, weights_shared, num_tiles_n, early, num_columns, GATED, STAGES)
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
     ring = CodeRing(
@@ -128,15 +142,15 @@ def _quantized_grouped_kernel(
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
     # fmt: off
     gl.warp_specialize(
-        [(consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, order, num_steps,
+        [(consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, lead, order, num_steps,
                           num_columns, stride_expert_scale, stride_out_scale, 0, STAGES, BUFFERS, GROUPED, ROUNDED,
-                          ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N)),
-         (consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, order, num_steps,
+                          ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N, PIECES, LEAD, FAST)),
+         (consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, lead, order, num_steps,
                           num_columns, stride_expert_scale, stride_out_scale, 1, STAGES, BUFFERS, GROUPED, ROUNDED,
-                          ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N)),
-         (produce_codes, (rows, row_scale, weights, column_scale, ring, turns, tile_counter, order, num_steps,
+                          ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N, PIECES, LEAD, FAST)),
+         (produce_codes, (rows, row_scale, weights, column_scale, ring, turns, early, tile_counter, order, num_steps,
                           num_columns, group_rows, stride_row_scale, stride_expert_scale, stride_column_scale,
-                          GROUPED, GATED, STAGES))],
+                          GROUPED, GATED, STAGES, EARLY, BURST))],
         [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
     # fmt: on
 
@@ -289,6 +303,7 @@ def _launch(product: _Product, plan: RoutePlan, config: HopperQuantizedConfig, *
         BETA=0.0 if epilogue is None else epilogue.beta,
         LIMIT=None if epilogue is None else epilogue.limit,
         MASK_N=epilogue is not None and columns % COLUMNS.value != 0,
+        PIECES=config.pieces if grouped else 0,
         OVERLAP=overlap,
         num_warps=4,
         **overlap_options(overlap),

@@ -29,6 +29,42 @@ def _copy_scales(ring, slot, row_scale, low_scales, high_scales, tile, k, stride
 
 
 @gluon.jit
+def _guess(num_tiles_n):
+    """Expert and column tile of this program's first tile, if each expert has rows for one tile."""
+    number = gl.program_id(0)
+    return number // num_tiles_n, number % num_tiles_n
+
+
+@gluon.jit
+def load_early(weights, ring_weights, num_tiles_n, early, num_columns, GATED: gl.constexpr, STAGES: gl.constexpr):
+    """Asks for the weights of the first STAGES steps of the tile that this program probably starts with.
+
+    Weights do not wait for the kernel in front, and it may take some time to end.
+    """
+    expert, column_tile = _guess(num_tiles_n)
+    low, high = first_columns(column_tile, num_columns, GATED)
+    mbarrier.expect(early.index(0), STAGES * 2 * COLUMNS * BLOCK_K)
+    for k in gl.static_range(STAGES):
+        load_box(weights, [expert, low, k * BLOCK_K], early.index(0), ring_weights.index(2 * k))
+        load_box(weights, [expert, high, k * BLOCK_K], early.index(0), ring_weights.index(2 * k + 1))
+
+
+@gluon.jit
+def _expect(ready, num_rows):
+    """Says how many bytes a slot's `full` has to wait for."""
+    mbarrier.expect(ready, (OWN_ROWS + 2 * COLUMNS) * BLOCK_K, pred=num_rows <= OWN_ROWS)
+    mbarrier.expect(ready, (BLOCK_M + 2 * COLUMNS) * BLOCK_K, pred=num_rows > OWN_ROWS)
+
+
+@gluon.jit
+def _load_rows(rows, row, num_rows, at, ring, slot):
+    """Asks for the boxes of rows of a step."""
+    ready = ring.full.index(slot)
+    load_box(rows, [row, at], ready, ring.rows.index(2 * slot))
+    load_box(rows, [row + OWN_ROWS, at], ready, ring.rows.index(2 * slot + 1), pred=num_rows > OWN_ROWS)
+
+
+@gluon.jit
 def produce_codes(
     rows,
     row_scale,
@@ -36,6 +72,7 @@ def produce_codes(
     column_scale,
     ring,
     turns,
+    early,
     tile_counter,
     order,
     num_steps,
@@ -47,6 +84,8 @@ def produce_codes(
     GROUPED: gl.constexpr,
     GATED: gl.constexpr,
     STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+    BURST: gl.constexpr,
 ):
     """Fills the ring with boxes of rows in sorted order and of both halves' weights, and their scales. Run by one warp.
 
@@ -61,6 +100,7 @@ def produce_codes(
         column_scale: pointer to the scales of the weights.
         ring: a `CodeRing`.
         turns: `Turns`.
+        early: [1, 1] barrier of the weights that `load_early` asked for, or None.
         tile_counter: pointer to the number of tiles that programs have taken beyond their first ones.
         order: a `TileOrder`.
         num_steps: steps along the reduced dimension.
@@ -72,12 +112,17 @@ def produce_codes(
         GROUPED: whether scales change from step to step.
         GATED: whether the weight holds gates.
         STAGES: slots of the ring.
+        EARLY: whether the first tile's first weights have been asked for, see `load_early`.
+        BURST: steps whose boxes are asked for together, so that twice as many bytes of a row follow each other.
     """
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     turn = gl.to_tensor(0)
     turn_phase = gl.to_tensor(1)
     num_tiles = order.num_blocks * order.num_tiles_n
+    if EARLY:
+        # Also where there is no tile: a program must not end before its copies.
+        mbarrier.wait(early.index(0), 0)
     tile_number = gl.program_id(0)
     while tile_number < num_tiles:
         turn, turn_phase = announce_tile(tile_number, turns, turn, turn_phase, 1)
@@ -89,18 +134,55 @@ def produce_codes(
             own_scales = column_scale + expert.to(gl.int64) * stride_expert_scale
             low_scales = own_scales + gl.minimum(low, num_columns - 1) // group_rows * stride_column_scale
             high_scales = own_scales + gl.minimum(high, num_columns - 1) // group_rows * stride_column_scale
-        for k in range(num_steps):
-            ready = ring.full.index(slot)
-            at = k * BLOCK_K
-            mbarrier.wait(ring.empty.index(slot), phase)
-            mbarrier.expect(ready, (OWN_ROWS + 2 * COLUMNS) * BLOCK_K, pred=num_rows <= OWN_ROWS)
-            mbarrier.expect(ready, (BLOCK_M + 2 * COLUMNS) * BLOCK_K, pred=num_rows > OWN_ROWS)
-            load_box(rows, [row, at], ready, ring.rows.index(2 * slot))
-            load_box(rows, [row + OWN_ROWS, at], ready, ring.rows.index(2 * slot + 1), pred=num_rows > OWN_ROWS)
-            load_box(weights, [expert, low, at], ready, ring.weights.index(2 * slot))
-            load_box(weights, [expert, high, at], ready, ring.weights.index(2 * slot + 1))
-            if GROUPED:
-                _copy_scales(ring, slot, row_scale, low_scales, high_scales, tile, k, stride_row_scale)
-            slot, phase = next_slot(slot, phase, STAGES)
+        if EARLY:
+            guess_expert, guess_tile = _guess(order.num_tiles_n)
+            # Nothing of the first tile, or the weights of its first steps if the guess was right.
+            hit = (tile_number == gl.program_id(0)) & (expert == guess_expert)
+            hit = hit & (tile.column_tile == guess_tile)
+        if BURST > 1:
+            for pair in range(num_steps // 2):
+                second = slot + 1
+                mbarrier.wait(ring.empty.index(slot), phase)
+                mbarrier.wait(ring.empty.index(second), phase)
+                _expect(ring.full.index(slot), num_rows)
+                _expect(ring.full.index(second), num_rows)
+                at = 2 * pair * BLOCK_K
+                load_box(weights, [expert, low, at], ring.full.index(slot), ring.weights.index(2 * slot))
+                load_box(weights, [expert, low, at + BLOCK_K], ring.full.index(second), ring.weights.index(2 * second))
+                # fmt: off
+                load_box(weights, [expert, high, at], ring.full.index(slot), ring.weights.index(2 * slot + 1))
+                load_box(weights, [expert, high, at + BLOCK_K], ring.full.index(second),
+                         ring.weights.index(2 * second + 1))
+                # fmt: on
+                _load_rows(rows, row, num_rows, at, ring, slot)
+                _load_rows(rows, row, num_rows, at + BLOCK_K, ring, second)
+                if GROUPED:
+                    k = 2 * pair
+                    _copy_scales(ring, slot, row_scale, low_scales, high_scales, tile, k, stride_row_scale)
+                    _copy_scales(ring, second, row_scale, low_scales, high_scales, tile, k + 1, stride_row_scale)
+                slot, phase = next_slot(second, phase, STAGES)
+        else:
+            for k in range(num_steps):
+                ready = ring.full.index(slot)
+                at = k * BLOCK_K
+                mbarrier.wait(ring.empty.index(slot), phase)
+                if EARLY:
+                    wanted = (k >= STAGES) | (hit == 0)
+                    several = num_rows > OWN_ROWS
+                    mbarrier.expect(ready, OWN_ROWS * BLOCK_K, pred=(wanted == 0) & (several == 0))
+                    mbarrier.expect(ready, BLOCK_M * BLOCK_K, pred=(wanted == 0) & several)
+                    mbarrier.expect(ready, (OWN_ROWS + 2 * COLUMNS) * BLOCK_K, pred=wanted & (several == 0))
+                    mbarrier.expect(ready, (BLOCK_M + 2 * COLUMNS) * BLOCK_K, pred=wanted & several)
+                    _load_rows(rows, row, num_rows, at, ring, slot)
+                    load_box(weights, [expert, low, at], ready, ring.weights.index(2 * slot), pred=wanted)
+                    load_box(weights, [expert, high, at], ready, ring.weights.index(2 * slot + 1), pred=wanted)
+                else:
+                    _expect(ready, num_rows)
+                    _load_rows(rows, row, num_rows, at, ring, slot)
+                    load_box(weights, [expert, low, at], ready, ring.weights.index(2 * slot))
+                    load_box(weights, [expert, high, at], ready, ring.weights.index(2 * slot + 1))
+                if GROUPED:
+                    _copy_scales(ring, slot, row_scale, low_scales, high_scales, tile, k, stride_row_scale)
+                slot, phase = next_slot(slot, phase, STAGES)
         tile_number = following
     announce_tile(NO_TILE, turns, turn, turn_phase, 1)

@@ -97,6 +97,14 @@ def allocate_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def allocate_barrier():
+    """Allocates one barrier of one arrival."""
+    one = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(one.index(0), count=1)
+    return one
+
+
+@gluon.jit
 def locate(tile_number, order, BLOCK_M: gl.constexpr, SLACK: gl.constexpr):
     """Returns the `Tile` of a number."""
     first = tile_number // (order.group_m * order.num_tiles_n) * order.group_m
