@@ -22,6 +22,7 @@ from moereg.backends._triton.workspace import (
     row_pieces,
 )
 from moereg.experts import Experts
+from moereg.kernels.hopper.config import select_quantized_rule
 from moereg.kernels.launch import device as limits
 from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.quantized.config import MIN_BLOCK_M, select_quantized_config
@@ -189,7 +190,7 @@ class Standard(MultipliedCodes):
         device = hidden_states.device
         rows_per_expert = call.inputs.topk_ids.numel() / problem.num_experts
         if self.has_hopper and device.type != "cpu" and rows_per_expert > _MIN_HOPPER_ROWS:
-            return ways.Hopper()
+            return ways.Hopper(select_quantized_rule(rows_per_expert))
         configs = select_quantized_config(
             hidden_states.shape[0], rows_per_expert, problem.activation.num_halves, limits.max_shared_bytes(device)
         )

@@ -24,7 +24,7 @@ from moereg.backends._triton.work import Way, Work
 from moereg.backends._triton.workspace import Piece, by_group, cut, intermediate_pieces, row_pieces
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.hopper import quantized_gemm as hopper
-from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M
+from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M, QUANTIZED_RULES, HopperQuantizedRule
 from moereg.kernels.quantized.down import quantized_down_gemm
 from moereg.kernels.quantized.gate_up import quantized_gate_up_gemm
 from moereg.kernels.quantized.operands import CodedOutput, QuantizedMatrices, QuantizedRows, Quantizer, RowFormat
@@ -144,6 +144,8 @@ def _run_tiles(work: QuantizedWork, configs: GemmPair, plan: RoutePlan | DirectR
 class Hopper(QuantizedWay):
     """Routes are sorted, and persistent warp-specialized programs take tiles of them; both buffers have a guard."""
 
+    rule: HopperQuantizedRule = QUANTIZED_RULES[-1]
+
     def run(self, work: QuantizedWork) -> None:
         problem, call, row_format, overlap = work.problem, work.call, work.row_format, work.overlap
         inputs = call.inputs
@@ -162,6 +164,7 @@ class Hopper(QuantizedWay):
             plan.route_row,
             topk_weights=inputs.topk_weights,
             apply_router_weight_on_input=on_input,
+            encodes_early=self.rule.encodes_early,
             overlap=overlap,
         )
         pieces = intermediate_pieces(problem, work.activation_format, num_rows)
@@ -171,13 +174,21 @@ class Hopper(QuantizedWay):
         if row_format.group:
             behind_guard = work.rows(codes, scales[GUARD_ROWS:])
             hopper.quantized_gate_up_gemm(
-                behind_guard, tokens, work.w13, plan, work.epilogue, rounded=problem.torch_dtype, overlap=overlap
+                behind_guard,
+                tokens,
+                work.w13,
+                plan,
+                work.epilogue,
+                self.rule.gate_up,
+                rounded=problem.torch_dtype,
+                overlap=overlap,
             )
         else:
-            hopper.quantized_gate_up_gemm(intermediate, tokens, work.w13, plan, work.epilogue, overlap=overlap)
+            config = self.rule.gate_up
+            hopper.quantized_gate_up_gemm(intermediate, tokens, work.w13, plan, work.epilogue, config, overlap=overlap)
             quantize_rows(rows, intermediate[GUARD_ROWS:], Quantizer(row_format), plan, overlap=overlap)
         (sorted_rows,) = cut(behind_plan, Piece((num_rows, hidden_size), problem.torch_dtype))  # [guard + N, H]
-        hopper.quantized_down_gemm(sorted_rows, rows, work.w2, plan, bias=work.w2_bias, overlap=overlap)
+        hopper.quantized_down_gemm(sorted_rows, rows, work.w2, plan, self.rule.down, bias=work.w2_bias, overlap=overlap)
         route_weights = None if on_input else inputs.topk_weights
         reduce_sorted_rows(call.out, sorted_rows[GUARD_ROWS:], plan.route_row, route_weights, overlap=overlap)
 

@@ -43,11 +43,39 @@ class HopperQuantizedConfig:
             time, between products. 2: by pieces of 64 columns, one while the next is multiplied; 1: the same with rows
             as an operand from registers; 4 and 3: as 2 and 1, a step's last piece while the next step's first is
             multiplied.
+        lead: steps by which the first warpgroup is ahead of the second in each tile, so that one multiplies while the
+            other adds up or stores; only where there are that many more steps than slots.
+        fast: instructions of the epilogue that writes codes. 1: fewer for the same bits; 2: also a sigmoid that is not
+            exact in the last places of fp32.
+        early: whether programs ask for weights before the kernel in front has ended, as if each expert had rows for
+            one tile; only with overlap, and where tiles of rows do not share columns.
+        burst: steps whose boxes are asked for together, 1 or 2; only where they divide the steps.
     """
 
     num_stages: int = 4
     num_buffers: int = 2
     pieces: int = 0
+    lead: int = 0
+    fast: int = 0
+    early: bool = False
+    burst: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperQuantizedRule:
+    """One row of the table of shipped configurations with 8-bit codes.
+
+    Attributes:
+        max_rows_per_expert: applies up to this average of rows per expert.
+        encodes_early: whether tokens are encoded before the sort has ended; only their stores need it.
+        gate_up: configuration of the first GEMM.
+        down: configuration of the second.
+    """
+
+    max_rows_per_expert: float = math.inf
+    encodes_early: bool = False
+    gate_up: HopperQuantizedConfig = HopperQuantizedConfig()
+    down: HopperQuantizedConfig = HopperQuantizedConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +129,9 @@ CONFIG_RULES: Final = (
 QUANTIZED_GATE_UP: Final = HopperQuantizedConfig()
 QUANTIZED_DOWN: Final = HopperQuantizedConfig()
 
+# The first match counts.
+QUANTIZED_RULES: Final = (HopperQuantizedRule(gate_up=QUANTIZED_GATE_UP, down=QUANTIZED_DOWN),)
+
 # The L2 does not keep an expert's matrix that is larger until the next tile of rows of the same expert.
 _L2_SHARE_BYTES: Final = 48 * 2**20
 
@@ -126,3 +157,8 @@ def select_config(rows_per_expert: float, num_columns: float, num_experts: int) 
 def select_group_m(matrix_bytes: int) -> int:
     """Returns how many tiles of rows share the columns of an expert's matrix before the next columns are taken."""
     return 1 if matrix_bytes <= _L2_SHARE_BYTES else _L2_GROUP_M
+
+
+def select_quantized_rule(rows_per_expert: float) -> HopperQuantizedRule:
+    """Returns the rule of codes for an average number of rows per expert."""
+    return next(rule for rule in QUANTIZED_RULES if rows_per_expert <= rule.max_rows_per_expert)

@@ -142,7 +142,7 @@ def _scale_and_bias(x, row_scale, column_scales, bias, first, num_columns, GROUP
 def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr, FAST: gl.constexpr):
     """Codes of `x` [OWN_ROWS, COLUMNS] fp32, one group per row, and their scales [OWN_ROWS].
 
-    As `quantize_tile` of `kernels/quantized/codes.py`. FAST leaves what is too large to the conversion, which saturates.
+    As `quantize_tile` of `kernels/quantized/codes.py`. FAST leaves large numbers to the conversion, which saturates.
     """
     bits = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # [OWN_ROWS]
     scale = gl.div_rn(bits.to(gl.float32, bitcast=True), gl.full_like(bits, MAX_CODE, dtype=gl.float32))
@@ -159,9 +159,7 @@ def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr, FAST: gl.constexpr):
 
 
 @gluon.jit
-def _store_codes(
-    y, out, out_scale, staging, tile, group, stride, WARPGROUP, FAST: gl.constexpr, LAYOUT: gl.constexpr
-):
+def _store_codes(y, out, out_scale, staging, tile, group, stride, WARPGROUP, FAST: gl.constexpr, LAYOUT: gl.constexpr):
     """Stores `y` [OWN_ROWS, COLUMNS], a group a row, as codes through a warpgroup's part of `staging`, and its scales.
 
     The tensor map `out` drops rows past the expert's end, and a mask their scales.

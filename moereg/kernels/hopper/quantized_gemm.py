@@ -142,12 +142,12 @@ def _quantized_grouped_kernel(
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
     # fmt: off
     gl.warp_specialize(
-        [(consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, lead, order, num_steps,
-                          num_columns, stride_expert_scale, stride_out_scale, 0, STAGES, BUFFERS, GROUPED, ROUNDED,
-                          ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N, PIECES, LEAD, FAST)),
-         (consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, lead, order, num_steps,
-                          num_columns, stride_expert_scale, stride_out_scale, 1, STAGES, BUFFERS, GROUPED, ROUNDED,
-                          ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N, PIECES, LEAD, FAST)),
+        [(consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, lead, order,
+                          num_steps, num_columns, stride_expert_scale, stride_out_scale, 0, STAGES, BUFFERS, GROUPED,
+                          ROUNDED, ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N, PIECES, LEAD, FAST)),
+         (consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, lead, order,
+                          num_steps, num_columns, stride_expert_scale, stride_out_scale, 1, STAGES, BUFFERS, GROUPED,
+                          ROUNDED, ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N, PIECES, LEAD, FAST)),
          (produce_codes, (rows, row_scale, weights, column_scale, ring, turns, early, tile_counter, order, num_steps,
                           num_columns, group_rows, stride_row_scale, stride_expert_scale, stride_column_scale,
                           GROUPED, GATED, STAGES, EARLY, BURST))],
@@ -267,6 +267,8 @@ def _launch(product: _Product, plan: RoutePlan, config: HopperQuantizedConfig, *
     # Each half of a tile must lie within one row of blocks of scales; up's does where gate's rows end with a block.
     assert weight.group_rows == (COLUMNS.value if grouped else 1)
     assert not (grouped and gated) or columns % COLUMNS.value == 0
+    num_steps = depth // BLOCK_K.value
+    group_m = select_group_m(num_columns * depth)
     out_columns = _CHUNK if out_scale is None else COLUMNS.value
     launch(
         _quantized_grouped_kernel,
@@ -284,8 +286,8 @@ def _launch(product: _Product, plan: RoutePlan, config: HopperQuantizedConfig, *
         num_blocks=plan.num_blocks,
         tile_counter=product.tile_counter,
         num_tiles_n=triton.cdiv(columns, COLUMNS.value * (1 if gated else 2)),
-        group_m=select_group_m(num_columns * depth),
-        num_steps=depth // BLOCK_K.value,
+        group_m=group_m,
+        num_steps=num_steps,
         num_columns=num_columns,
         group_rows=weight.group_rows,
         stride_row_scale=rows.scale.stride(1),
@@ -304,6 +306,11 @@ def _launch(product: _Product, plan: RoutePlan, config: HopperQuantizedConfig, *
         LIMIT=None if epilogue is None else epilogue.limit,
         MASK_N=epilogue is not None and columns % COLUMNS.value != 0,
         PIECES=config.pieces if grouped else 0,
+        # Further ahead in a shorter row, it would arrive a second time before the other warpgroup has waited once.
+        LEAD=config.lead if grouped and num_steps >= config.num_stages + config.lead else 0,
+        FAST=config.fast if out_scale is not None else 0,
+        EARLY=config.early and overlap and group_m == 1 and num_steps >= config.num_stages,
+        BURST=config.burst if num_steps % config.burst == config.num_stages % config.burst == 0 else 1,
         OVERLAP=overlap,
         num_warps=4,
         **overlap_options(overlap),

@@ -36,10 +36,12 @@ def _quantize_to_sorted_kernel(
     MIN_CODE: tl.constexpr,
     MAX_CODE: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
-    release_next(OVERLAP)
+    if not EARLY:
+        wait_for_previous(OVERLAP)
+        release_next(OVERLAP)
     # By token and not by row, so that a token is read and encoded once.
     token = tl.program_id(0)
     first = tl.program_id(1) * BLOCK
@@ -55,6 +57,10 @@ def _quantize_to_sorted_kernel(
         codes = encode(divide(values, scale[:, None]), DTYPE, MIN_CODE, MAX_CODE)  # [1, BLOCK]
         groups = tl.arange(0, 1).to(tl.int64)
         in_row = groups == 0
+    if EARLY:
+        # Tokens are older than the layer's first kernel; rows of routes are not.
+        wait_for_previous(OVERLAP)
+        release_next(OVERLAP)
     for k in tl.static_range(TOP_K):
         row = tl.load(route_row + token * TOP_K + k).to(tl.int64)
         tl.store(q + row * stride_q + columns, codes, mask=(columns < depth) & (row >= 0))
@@ -69,6 +75,7 @@ def quantize_to_sorted_rows(
     *,
     topk_weights: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
+    encodes_early: bool = False,
     overlap: bool = False,
 ) -> None:
     """Writes codes and scales of each token to the sorted rows of its routes.
@@ -81,6 +88,8 @@ def quantize_to_sorted_rows(
         topk_weights: [T, K] fp32, contiguous; or None.
         apply_router_weight_on_input: whether tokens are multiplied by `topk_weights`, and rounded, first; only where K
             is 1.
+        encodes_early: whether tokens are read and encoded before the kernel in front has ended; no kernel of the call
+            may have written `x` or `topk_weights`.
         overlap: whether to start while the kernel that writes `route_row` still runs.
     """
     num_tokens, size = x.shape
@@ -109,6 +118,7 @@ def quantize_to_sorted_rows(
         MIN_CODE=fmt.min_code,
         MAX_CODE=fmt.max_code,
         BLOCK=block,
+        EARLY=encodes_early and overlap,
         OVERLAP=overlap,
         num_warps=min(8, max(1, block // 512)),
         **overlap_options(overlap),
