@@ -111,6 +111,11 @@ def compile_quantized(name: str, dtype: str, is_gate_up: bool, grouped: bool) ->
         "BETA": 0.0,
         "LIMIT": None,
         "MASK_N": False,
+        "PIECES": config.pieces if grouped else 0,
+        "LEAD": config.lead if grouped else 0,
+        "FAST": config.fast if writes_codes else 0,
+        "EARLY": config.early,
+        "BURST": config.burst,
         "OVERLAP": True,
         **({} if writes_codes else {"out_scale": None}),
     }
