@@ -254,6 +254,7 @@ def consume_codes(
         ring: a `CodeRing` as `operands_of` returns it.
         turns: `Turns`.
         staging: [2 * BUFFERS, OWN_ROWS, columns] staged stores.
+        lead: [1, 1] barrier at which the first warpgroup arrives once a tile, after LEAD steps; read where LEAD is not 0.
         order: a `TileOrder`.
         num_steps: steps along the reduced dimension.
         num_columns: rows of an expert's weight.
@@ -270,6 +271,9 @@ def consume_codes(
         BETA: likewise.
         LIMIT: likewise.
         MASK_N: whether the last half reaches past the last column, where zeros are stored.
+        PIECES: of `HopperQuantizedConfig`, like the next two.
+        LEAD: likewise.
+        FAST: likewise.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     slot = gl.to_tensor(0)
