@@ -254,7 +254,7 @@ def consume_codes(
         ring: a `CodeRing` as `operands_of` returns it.
         turns: `Turns`.
         staging: [2 * BUFFERS, OWN_ROWS, columns] staged stores.
-        lead: [1, 1] barrier at which the first warpgroup arrives once a tile, after LEAD steps; read where LEAD is not 0.
+        lead: [1, 1] barrier at which the first warpgroup arrives once a tile, after LEAD steps.
         order: a `TileOrder`.
         num_steps: steps along the reduced dimension.
         num_columns: rows of an expert's weight.
