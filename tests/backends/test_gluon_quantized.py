@@ -49,6 +49,12 @@ CASES: list[tuple[str, int, int, int, int, int, str, dict[str, Any]]] = [
     (CHANNEL, 700, 4, 2, 648, 200, "relu2", {"dtype": "float16"}),
     (INT8, 613, 8, 4, 328, 136, "silu", {"has_bias": True}),
     (INT8, 700, 8, 4, 1096, 520, "swigluoai", {"num_local_experts": 4, "placement": "contiguous"}),
+    # Few rows an expert: weights are asked for early where there are as many steps as slots, right guesses and wrong.
+    (BLOCK, 100, 8, 4, 1032, 640, "silu", {"has_bias": True}),
+    (BLOCK, 301, 16, 4, 520, 512, "swigluoai", {"num_local_experts": 8, "placement": "map"}),
+    (BLOCK, 220, 8, 4, 640, 1152, "gelu_tanh", {"dtype": "float16"}),
+    # Many: the first warpgroup leads.
+    (BLOCK, 700, 8, 4, 1032, 640, "relu2", {}),
 ]
 
 
@@ -106,7 +112,11 @@ def test_layers(
 @pytest.mark.parametrize("scheme", [BLOCK, CHANNEL, INT8])
 def test_experts_of_few_and_of_many_rows(scheme: str) -> None:
     """First all tokens go to two experts; then counts lie about the borders of a warpgroup and of a tile."""
-    problem = MoEProblem(num_experts=8, hidden_size=256, intermediate_size=256, top_k=1, quant=scheme)
+    for size in (256, 640):
+        _check_counts(MoEProblem(num_experts=8, hidden_size=size, intermediate_size=size, top_k=1, quant=scheme))
+
+
+def _check_counts(problem: MoEProblem) -> None:
     weights = make_weights(problem, torch.device("cuda"))
     kernel = make_kernel(problem, weights, select_backend(problem, require="triton"))
     for counts in ((900, 0, 0, 0, 0, 0, 0, 37), (1, 63, 64, 65, 127, 128, 129, 300), (192, 193, 1, 2, 3, 256, 257, 0)):
@@ -116,8 +126,29 @@ def test_experts_of_few_and_of_many_rows(scheme: str) -> None:
         call = random_call(problem, len(ids), "uniform", torch.Generator("cuda").manual_seed(3))
         out = kernel(call.hidden_states, call.topk_weights, ids, out=torch.full_like(call.hidden_states, math.nan))
         truth = reference_experts(problem, weights, call.hidden_states, call.topk_weights, ids)
-        bound = tolerance(problem.quant, problem.dtype, len(ids) * 256)
+        bound = tolerance(problem.quant, problem.dtype, len(ids) * problem.hidden_size)
         assert relative_error(out, truth) <= bound, counts
         # Each token by itself, so that one wrong row does not drown in the others.
         worst = ((out.float() - truth.float()).norm(dim=1) / truth.float().norm(dim=1)).max()
         assert float(worst) <= 4 * bound, counts
+
+
+@pytest.mark.parametrize("tokens", [100, 400])
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_gates_far_from_zero(activation: str, tokens: int) -> None:
+    """Sigmoids that are 0 and 1, gates close to 0, and a token that is NaN, with both rules of block scales."""
+    act: Activation = ACTIVATIONS[activation]
+    problem = MoEProblem(num_experts=8, hidden_size=640, intermediate_size=640, top_k=4, quant=BLOCK, activation=act)
+    weights = make_weights(problem, torch.device("cuda"))
+    kernel = make_kernel(problem, weights, select_backend(problem, require="triton"))
+    call = random_call(problem, tokens, "uniform", torch.Generator("cuda").manual_seed(4))
+    call.hidden_states[::3] *= 1e4
+    call.hidden_states[1::3] *= 1e-4
+    truth = reference_experts(problem, weights, *call)
+    call.hidden_states[7] = math.nan
+    out = kernel(*call, out=torch.zeros_like(call.hidden_states))
+    assert out[7].isnan().all()
+    sound = torch.arange(tokens, device="cuda") != 7
+    assert out[sound].isfinite().all()
+    worst = ((out.float() - truth.float()).norm(dim=1) / truth.float().norm(dim=1))[sound].max()
+    assert float(worst) <= 4 * tolerance(problem.quant, problem.dtype, tokens * 640)

@@ -24,9 +24,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from moereg.kernels.hopper.config import (
     CONFIG_RULES,
-    QUANTIZED_DOWN,
-    QUANTIZED_GATE_UP,
+    QUANTIZED_RULES,
     HopperGemmConfig,
+    HopperQuantizedConfig,
     select_config,
 )
 from moereg.kernels.hopper.gemm import _grouped_kernel
@@ -81,10 +81,11 @@ def compile_one(
     return _compile(name, _grouped_kernel, signature, constants)
 
 
-def compile_quantized(name: str, dtype: str, is_gate_up: bool, grouped: bool) -> dict[str, Any]:
+def compile_quantized(
+    name: str, config: HopperQuantizedConfig, dtype: str, is_gate_up: bool, grouped: bool
+) -> dict[str, Any]:
     """The resources of a kernel of 8-bit codes, `fp8e4nv` or `i8`; with grouped scales the first GEMM writes codes."""
     writes_codes = is_gate_up and grouped
-    config = QUANTIZED_GATE_UP if is_gate_up else QUANTIZED_DOWN
     operand = repr(gl.NVMMASharedLayout(128, 8, 2))
     stored = gl.NVMMASharedLayout(128, 8 if writes_codes else 16, 3)
     out = [1, 64, 128] if writes_codes else [1, 64, 64]
@@ -111,11 +112,8 @@ def compile_quantized(name: str, dtype: str, is_gate_up: bool, grouped: bool) ->
         "BETA": 0.0,
         "LIMIT": None,
         "MASK_N": False,
-        "PIECES": config.pieces if grouped else 0,
-        "LEAD": config.lead if grouped else 0,
-        "FAST": config.fast if writes_codes else 0,
+        "LEADS": config.leads and grouped,
         "EARLY": config.early,
-        "BURST": config.burst,
         "OVERLAP": True,
         **({} if writes_codes else {"out_scale": None}),
     }
@@ -213,6 +211,7 @@ def _compile(
         "shared_bytes": compiled.metadata.shared,
         "wgmma": len(re.findall("wgmma.mma_async", compiled.asm["ptx"])),
         "bulk_tensor": len(re.findall(r"cp\.async\.bulk\.tensor", compiled.asm["ptx"])),
+        "saturating": compiled.asm["ptx"].count("cvt.rn.satfinite.e4m3x2.f32"),
         "spills": len(re.findall(r"\bSTL\b", sass)),
     }
 
@@ -232,9 +231,15 @@ def compile_16_bits() -> Iterator[dict[str, Any]]:
 
 
 def compile_8_bits() -> Iterator[dict[str, Any]]:
-    for dtype, grouped in (("fp8e4nv", True), ("fp8e4nv", False), ("i8", False)):
-        for name, is_gate_up in (("gate_up", True), ("down", False)):
-            yield compile_quantized(f"{name} {dtype}{' grouped' * grouped}", dtype, is_gate_up, grouped)
+    for rule in QUANTIZED_RULES:
+        most = rule.max_rows_per_expert
+        if rule.grouped:
+            yield compile_quantized(f"gate_up fp8e4nv grouped {most}", rule.gate_up, "fp8e4nv", True, True)
+            yield compile_quantized(f"down fp8e4nv grouped {most}", rule.down, "fp8e4nv", False, True)
+        else:
+            # Either dtype's products and either GEMM's epilogue.
+            yield compile_quantized(f"gate_up fp8e4nv {most}", rule.gate_up, "fp8e4nv", True, False)
+            yield compile_quantized(f"down i8 {most}", rule.down, "i8", False, False)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,27 @@ def test_hopper_rules(num_columns: float, num_experts: int, expected: list[tuple
         least = math.nextafter(most, math.inf)
 
 
+@pytest.mark.parametrize(
+    ("rows", "grouped", "early", "leads"),
+    [
+        (30.5, True, True, False),
+        (110, True, True, False),
+        (math.nextafter(110, 111), True, False, True),
+        (1e6, True, False, True),
+        # Scales of whole rows: neither was measured there.
+        (30.5, False, False, False),
+        (1e6, False, False, False),
+    ],
+)
+def test_hopper_rules_of_codes(rows: float, grouped: bool, early: bool, leads: bool) -> None:
+    rule = hopper.select_quantized_rule(rows, grouped)
+    assert rule.encodes_early == early
+    for config in (rule.gate_up, rule.down):
+        assert (config.early, config.leads) == (early, leads)
+        # `load_early` fills all slots, once.
+        assert config.num_stages == 4
+
+
 def test_every_number_of_rows_has_the_shortest_body_that_holds_it() -> None:
     for config in {config for rule in hopper.CONFIG_RULES for config in (rule.gate_up, rule.down)}:
         assert config.block_m % 4 == 0

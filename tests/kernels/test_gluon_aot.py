@@ -32,4 +32,6 @@ def test_every_shipped_rule_compiles() -> None:
         assert row["bulk_tensor"], row
         assert row["spills"] == row["stack_bytes"] == 0, row
         assert row["registers"] <= MAX_REGISTERS, row
+        # Numbers that are encoded are not clamped before their conversion.
+        assert (row["saturating"] > 0) == ("gate_up" in row["name"] and "grouped" in row["name"]), row
         assert row["shared_bytes"] <= MAX_SHARED_BYTES, row

@@ -97,19 +97,22 @@ def test_after_compiling_ahead_nothing_compiles(
 
 
 # Averages of rows an expert where another rule begins.
-BORDERS = (22, 176, 400)
+BORDERS = (22, 30, 110, 176, 400)
 
 
 def test_kernels_on_either_side_of_a_rule_s_border_are_found() -> None:
     few: dict[str, Any] = {"num_experts": 8, "top_k": 4, "hidden_size": 64, "intermediate_size": 64}
     # The first number of tokens of each list of launches: few columns, many columns, many experts (whose routes are
-    # sorted in more launches at the second border), rows by expert, 32 bits.
+    # sorted in more launches before the third border), rows by expert, 32 bits, codes with scales of blocks and of
+    # rows.
     layers: list[tuple[dict[str, Any], list[int] | None]] = [
         (few, [43, 45, 353, 801]),
         ({**few, "intermediate_size": 2048}, [43, 45, 353]),
-        ({**few, "num_experts": 64, "top_k": 8, "intermediate_size": 256}, [175, 177, 1407, 1409]),
+        ({**few, "num_experts": 64, "top_k": 8, "intermediate_size": 256}, [175, 177, 879, 1409]),
         ({**few, "activation_format": "batched"}, [43, 45, 353]),
         ({**few, "dtype": "float32"}, None),
+        ({**few, "hidden_size": 640, "intermediate_size": 640, "quant": "fp8_block128"}, [43, 61, 221]),
+        ({**few, "hidden_size": 640, "intermediate_size": 640, "quant": "fp8_channel_token"}, [43, 61]),
     ]
     asked = []
     for facts, _ in layers:
@@ -130,8 +133,9 @@ def test_kernels_on_either_side_of_a_rule_s_border_are_found() -> None:
         assert first is None or answer["counts"] == first, facts
         for count, names in zip(counts, answer["launched"], strict=True):
             on_hopper = first is not None and count >= first[1]
-            assert ("_grouped_kernel" in names) == on_hopper, (facts, count)
-            assert ("_gate_up_kernel" in names) != on_hopper, (facts, count)
+            codes = "_quantized" if "quant" in facts else ""
+            assert (f"{codes}_grouped_kernel" in names) == on_hopper, (facts, count)
+            assert (f"{codes}_gate_up_kernel" in names) != on_hopper, (facts, count)
 
 
 @pytest.mark.parametrize("activation_format", ["standard", "batched"])

@@ -190,7 +190,7 @@ class Standard(MultipliedCodes):
         device = hidden_states.device
         rows_per_expert = call.inputs.topk_ids.numel() / problem.num_experts
         if self.has_hopper and device.type != "cpu" and rows_per_expert > _MIN_HOPPER_ROWS:
-            return ways.Hopper(select_quantized_rule(rows_per_expert))
+            return ways.Hopper(select_quantized_rule(rows_per_expert, self.row_format.group > 0))
         configs = select_quantized_config(
             hidden_states.shape[0], rows_per_expert, problem.activation.num_halves, limits.max_shared_bytes(device)
         )

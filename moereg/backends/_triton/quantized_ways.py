@@ -24,7 +24,7 @@ from moereg.backends._triton.work import Way, Work
 from moereg.backends._triton.workspace import Piece, by_group, cut, intermediate_pieces, row_pieces
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.hopper import quantized_gemm as hopper
-from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M, QUANTIZED_RULES, HopperQuantizedRule
+from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M, HopperQuantizedRule
 from moereg.kernels.quantized.down import quantized_down_gemm
 from moereg.kernels.quantized.gate_up import quantized_gate_up_gemm
 from moereg.kernels.quantized.operands import CodedOutput, QuantizedMatrices, QuantizedRows, Quantizer, RowFormat
@@ -144,7 +144,7 @@ def _run_tiles(work: QuantizedWork, configs: GemmPair, plan: RoutePlan | DirectR
 class Hopper(QuantizedWay):
     """Routes are sorted, and persistent warp-specialized programs take tiles of them; both buffers have a guard."""
 
-    rule: HopperQuantizedRule = QUANTIZED_RULES[-1]
+    rule: HopperQuantizedRule
 
     def run(self, work: QuantizedWork) -> None:
         problem, call, row_format, overlap = work.problem, work.call, work.row_format, work.overlap

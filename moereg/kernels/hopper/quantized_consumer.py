@@ -38,48 +38,8 @@ def _half_product(own_rows, weights, product):
 
 
 @gluon.jit
-def _load_scalar(shared):
-    return gl.sum(shared.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def _multiply_grouped(
-    ring, slot, phase, num_steps, lead, WARPGROUP: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr
-):
-    """Multiplies and scales both halves of a warpgroup's rows, out of the next `num_steps` slots of the ring.
-
-    Waits for each slot to be full and arrives at its `empty` once its products have ended. Tensor cores keep about 14
-    bits of a sum of 8-bit floats, so each step's product is added up outside of them.
-
-    Returns:
-        [OWN_ROWS, COLUMNS] fp32 of either half; the next slot and its phase.
-    """
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    low = gl.zeros([OWN_ROWS, COLUMNS], gl.float32, LAYOUT)
-    high = gl.zeros([OWN_ROWS, COLUMNS], gl.float32, LAYOUT)
-    product = gl.zeros([OWN_ROWS, COLUMNS], gl.float32, LAYOUT)
-    gl.assume(num_steps > 0)
-    for k in range(num_steps):
-        mbarrier.wait(ring.full.index(slot), phase)
-        own_rows = ring.rows.index(2 * slot + WARPGROUP)  # [OWN_ROWS, BLOCK_K]
-        row_scale = ring.row_scales.index(2 * slot + WARPGROUP).load(gl.SliceLayout(1, LAYOUT))  # [OWN_ROWS]
-        low_scale = _load_scalar(ring.half_scales.index(2 * slot))
-        high_scale = _load_scalar(ring.half_scales.index(2 * slot + 1))
-        product = _half_product(own_rows, ring.weights.index(2 * slot), product)
-        low += product * (row_scale * low_scale)[:, None]
-        product = _half_product(own_rows, ring.weights.index(2 * slot + 1), product)
-        mbarrier.arrive(ring.empty.index(slot))
-        if LEAD > 0:
-            if WARPGROUP == 0:
-                mbarrier.arrive(lead.index(0), pred=k == LEAD - 1)
-        high += product * (row_scale * high_scale)[:, None]
-        slot, phase = next_slot(slot, phase, STAGES)
-    return low, high, slot, phase
-
-
-@gluon.jit
 def _multiply_plain(ring, slot, phase, num_steps, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
-    """As `_multiply_grouped` without scaling; sums of int8 are exact."""
+    """As `multiply_pieces` without scaling, a half at a time; sums of int8 are exact."""
     EXACT: gl.constexpr = ring.rows.dtype == gl.int8
     TOTAL: gl.constexpr = gl.int32 if EXACT else gl.float32
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -139,10 +99,11 @@ def _scale_and_bias(x, row_scale, column_scales, bias, first, num_columns, GROUP
 
 
 @gluon.jit
-def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr, FAST: gl.constexpr):
+def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr):
     """Codes of `x` [OWN_ROWS, COLUMNS] fp32, one group per row, and their scales [OWN_ROWS].
 
-    As `quantize_tile` of `kernels/quantized/codes.py`. FAST leaves large numbers to the conversion, which saturates.
+    As `quantize_tile` of `kernels/quantized/codes.py`, with the same bits: numbers that roundings lift above MAX_CODE
+    are left to the conversion, which saturates (`cvt.rn.satfinite`) and keeps NaN.
     """
     bits = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # [OWN_ROWS]
     scale = gl.div_rn(bits.to(gl.float32, bitcast=True), gl.full_like(bits, MAX_CODE, dtype=gl.float32))
@@ -153,18 +114,16 @@ def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr, FAST: gl.constexpr):
     values = x * reciprocal
     surplus = gl.fma(values, gl.broadcast(gl.expand_dims(scale, 1), x)[0], -x)
     values = gl.fma(surplus, -reciprocal, values)
-    if FAST == 0:
-        values = gl.where(values > MAX_CODE, MAX_CODE, gl.where(values < -MAX_CODE, -MAX_CODE, values))
     return values.to(DTYPE), scale
 
 
 @gluon.jit
-def _store_codes(y, out, out_scale, staging, tile, group, stride, WARPGROUP, FAST: gl.constexpr, LAYOUT: gl.constexpr):
+def _store_codes(y, out, out_scale, staging, tile, group, stride, WARPGROUP, LAYOUT: gl.constexpr):
     """Stores `y` [OWN_ROWS, COLUMNS], a group a row, as codes through a warpgroup's part of `staging`, and its scales.
 
     The tensor map `out` drops rows past the expert's end, and a mask their scales.
     """
-    codes, scale = _encode(y, 448.0, out.dtype, FAST)  # [OWN_ROWS, COLUMNS], [OWN_ROWS]
+    codes, scale = _encode(y, 448.0, out.dtype)  # [OWN_ROWS, COLUMNS], [OWN_ROWS]
     buffer = staging.index(WARPGROUP)
     tma.store_wait(0)
     barrier()
@@ -236,9 +195,7 @@ def consume_codes(
     BETA: gl.constexpr,
     LIMIT: gl.constexpr,
     MASK_N: gl.constexpr,
-    PIECES: gl.constexpr,
-    LEAD: gl.constexpr,
-    FAST: gl.constexpr,
+    LEADS: gl.constexpr,
 ):
     """Multiplies and stores one warpgroup's rows of every tile of the program. Run by four warps.
 
@@ -254,7 +211,7 @@ def consume_codes(
         ring: a `CodeRing` as `operands_of` returns it.
         turns: `Turns`.
         staging: [2 * BUFFERS, OWN_ROWS, columns] staged stores.
-        lead: [1, 1] barrier at which the first warpgroup arrives once a tile, after LEAD steps.
+        lead: [1, 1] barrier at which the first warpgroup arrives once a tile, after a step.
         order: a `TileOrder`.
         num_steps: steps along the reduced dimension.
         num_columns: rows of an expert's weight.
@@ -271,16 +228,14 @@ def consume_codes(
         BETA: likewise.
         LIMIT: likewise.
         MASK_N: whether the last half reaches past the last column, where zeros are stored.
-        PIECES: of `HopperQuantizedConfig`, like the next two.
-        LEAD: likewise.
-        FAST: likewise.
+        LEADS: of `HopperQuantizedConfig`.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     own = WARPGROUP * OWN_ROWS + gl.arange(0, OWN_ROWS, gl.SliceLayout(1, LAYOUT))  # [OWN_ROWS]
     tile_number, turn, turn_phase = take_tile(turns, gl.to_tensor(0), gl.to_tensor(0))
-    if LEAD > 0:
+    if LEADS:
         lead_phase = gl.to_tensor(0)
     while tile_number != NO_TILE:
         tile = locate(tile_number, order, BLOCK_M, 0)
@@ -290,17 +245,13 @@ def consume_codes(
             low_column, high_column = first_columns(column_tile, num_columns, GATED)
             own_expert = tile.expert.to(gl.int64)
             own_column_scale = column_scale + own_expert * stride_expert_scale
-            if LEAD > 0:
+            if LEADS:
                 if WARPGROUP == 1:
                     mbarrier.wait(lead.index(0), lead_phase)
             if GROUPED:
                 # fmt: off
-                if PIECES > 0:
-                    low, high, slot, phase = multiply_pieces(ring, slot, phase, num_steps, lead, WARPGROUP, STAGES,
-                                                             LEAD, PIECES % 2 == 1, PIECES > 2, LAYOUT)
-                else:
-                    low, high, slot, phase = _multiply_grouped(ring, slot, phase, num_steps, lead, WARPGROUP, STAGES,
-                                                               LEAD)
+                low, high, slot, phase = multiply_pieces(ring, slot, phase, num_steps, lead, WARPGROUP, STAGES, LEADS,
+                                                         LAYOUT)
                 # fmt: on
                 own_row_scale = None
             else:
@@ -316,7 +267,7 @@ def consume_codes(
                                    GROUPED, LAYOUT)  # [OWN_ROWS, COLUMNS]
             # fmt: on
             if GATED:
-                if FAST > 1:
+                if out_scale is not None:
                     y = activate_fast(low, high, ACTIVATION, ALPHA, BETA, LIMIT)  # [OWN_ROWS, COLUMNS]
                 else:
                     y = activate_halves(low, high, ACTIVATION, ALPHA, BETA, LIMIT)  # [OWN_ROWS, COLUMNS]
@@ -324,14 +275,8 @@ def consume_codes(
                     at = low_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
                     y = gl.where((at < half_columns)[None, :], y, 0.0)
                 if out_scale is not None:
-                    if FAST > 0:
-                        y = round_pairs(y, ROUNDED)
-                    else:
-                        y = y.to(ROUNDED).to(gl.float32)
-                    # fmt: off
-                    _store_codes(y, out, out_scale, staging, tile, column_tile, stride_out_scale, WARPGROUP, FAST,
-                                 LAYOUT)
-                    # fmt: on
+                    y = round_pairs(y, ROUNDED)
+                    _store_codes(y, out, out_scale, staging, tile, column_tile, stride_out_scale, WARPGROUP, LAYOUT)
                 else:
                     _store_half(y, out, staging, tile, low_column, WARPGROUP, 0, BUFFERS)
             else:
@@ -347,17 +292,17 @@ def consume_codes(
                     high = high.to(ROUNDED).to(gl.float32)
                     # fmt: off
                     _store_codes(low, out, out_scale, staging, tile, 2 * column_tile, stride_out_scale, WARPGROUP,
-                                 FAST, LAYOUT)
+                                 LAYOUT)
                     if high_column < half_columns:
                         _store_codes(high, out, out_scale, staging, tile, 2 * column_tile + 1, stride_out_scale,
-                                     WARPGROUP, FAST, LAYOUT)
+                                     WARPGROUP, LAYOUT)
                     # fmt: on
                 else:
                     _store_half(low, out, staging, tile, low_column, WARPGROUP, 0, BUFFERS)
                     _store_half(high, out, staging, tile, high_column, WARPGROUP, COLUMNS, BUFFERS)
         else:
             slot, phase = _skip(ring, slot, phase, num_steps, STAGES)
-        if LEAD > 0:
+        if LEADS:
             lead_phase = lead_phase ^ 1
         tile_number, turn, turn_phase = take_tile(turns, turn, turn_phase)
     tma.store_wait(0)

@@ -17,7 +17,10 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def activate_fast(gate, up, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr):
-    """As `activate_halves`, within a few units in the last place of fp32; below 2**-100 or so possibly zero."""
+    """As `activate_halves`, within a few units in the last place of fp32; zero where a sigmoid is below 2**-126.
+
+    Gates of either infinity and NaN give what `activate_halves` gives: their numbers, minus infinity NaN.
+    """
     if ACTIVATION == "silu" or ACTIVATION == "swigluoai":
         if LIMIT is not None:
             # Comparisons keep NaN, which a minimum would replace by the limit.

@@ -16,13 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.hopper.config import (
-    QUANTIZED_BLOCK_M,
-    QUANTIZED_DOWN,
-    QUANTIZED_GATE_UP,
-    HopperQuantizedConfig,
-    select_group_m,
-)
+from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M, HopperQuantizedConfig, select_group_m
 from moereg.kernels.hopper.gemm import clipped_map, tensor_map
 from moereg.kernels.hopper.quantized_consumer import consume_codes
 from moereg.kernels.hopper.quantized_producer import load_early, produce_codes
@@ -84,11 +78,8 @@ def _quantized_grouped_kernel(
     BETA: gl.constexpr,
     LIMIT: gl.constexpr,
     MASK_N: gl.constexpr,
-    PIECES: gl.constexpr,
-    LEAD: gl.constexpr,
-    FAST: gl.constexpr,
+    LEADS: gl.constexpr,
     EARLY: gl.constexpr,
-    BURST: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """Allocates shared memory, then splits a program's warps into a producer and two consumers.
@@ -113,7 +104,7 @@ def _quantized_grouped_kernel(
     # Not read where these are off.
     lead = turns.taken
     early = turns.taken
-    if LEAD > 0:
+    if LEADS:
         lead = allocate_barrier()
     if EARLY:
         early = allocate_barrier()
@@ -144,13 +135,13 @@ def _quantized_grouped_kernel(
     gl.warp_specialize(
         [(consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, lead, order,
                           num_steps, num_columns, stride_expert_scale, stride_out_scale, 0, STAGES, BUFFERS, GROUPED,
-                          ROUNDED, ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N, PIECES, LEAD, FAST)),
+                          ROUNDED, ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N, LEADS)),
          (consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, lead, order,
                           num_steps, num_columns, stride_expert_scale, stride_out_scale, 1, STAGES, BUFFERS, GROUPED,
-                          ROUNDED, ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N, PIECES, LEAD, FAST)),
+                          ROUNDED, ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N, LEADS)),
          (produce_codes, (rows, row_scale, weights, column_scale, ring, turns, early, tile_counter, order, num_steps,
                           num_columns, group_rows, stride_row_scale, stride_expert_scale, stride_column_scale,
-                          GROUPED, GATED, STAGES, EARLY, BURST))],
+                          GROUPED, GATED, STAGES, EARLY))],
         [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
     # fmt: on
 
@@ -183,7 +174,7 @@ def quantized_gate_up_gemm(
     w13: QuantizedMatrices,
     plan: RoutePlan,
     epilogue: GateUpEpilogue,
-    config: HopperQuantizedConfig = QUANTIZED_GATE_UP,
+    config: HopperQuantizedConfig,
     *,
     rounded: torch.dtype | None = None,
     overlap: bool = False,
@@ -220,7 +211,7 @@ def quantized_down_gemm(
     intermediate: QuantizedRows,
     w2: QuantizedMatrices,
     plan: RoutePlan,
-    config: HopperQuantizedConfig = QUANTIZED_DOWN,
+    config: HopperQuantizedConfig,
     *,
     bias: torch.Tensor | None = None,
     overlap: bool = False,
@@ -305,12 +296,9 @@ def _launch(product: _Product, plan: RoutePlan, config: HopperQuantizedConfig, *
         BETA=0.0 if epilogue is None else epilogue.beta,
         LIMIT=None if epilogue is None else epilogue.limit,
         MASK_N=epilogue is not None and columns % COLUMNS.value != 0,
-        PIECES=config.pieces if grouped else 0,
-        # Further ahead in a shorter row, it would arrive a second time before the other warpgroup has waited once.
-        LEAD=config.lead if grouped and num_steps >= config.num_stages + config.lead else 0,
-        FAST=config.fast if out_scale is not None else 0,
+        # In a shorter row, it would arrive a second time before the other warpgroup has waited once.
+        LEADS=config.leads and grouped and num_steps > config.num_stages,
         EARLY=config.early and overlap and group_m == 1 and num_steps >= config.num_stages,
-        BURST=config.burst if num_steps % config.burst == config.num_stages % config.burst == 0 else 1,
         OVERLAP=overlap,
         num_warps=4,
         **overlap_options(overlap),

@@ -2,7 +2,8 @@
 
 A warpgroup's 64 rows by 256 columns go through the tensor cores in four pieces of 64 columns. Two pieces are under way
 at a time: while one is multiplied, the other is scaled and added to the sums. Registers have room for this, since two
-pieces are as large as one half.
+pieces are as large as one half. Rows are wgmma's operand from registers, read once a step; from shared memory they
+would be read once a piece.
 """
 
 from __future__ import annotations
@@ -48,28 +49,23 @@ def multiply_pieces(
     lead,
     WARPGROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    LEAD: gl.constexpr,
-    FROM_REGISTERS: gl.constexpr,
-    LATE: gl.constexpr,
+    LEADS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
     """Multiplies and scales both halves of a warpgroup's rows, out of the next `num_steps` slots of the ring.
 
-    Waits for each slot to be full and arrives at its `empty` once its products have ended. Each number is the same sum
-    in the same order as without pieces.
+    Waits for each slot to be full and arrives at its `empty` once its products have ended. Tensor cores keep
+    about 14 bits of a sum of 8-bit floats, so each step's product is added up outside of them.
 
     Args:
         ring: a `CodeRing` as its consumers read it.
         slot: the first slot.
         phase: the round it is in.
         num_steps: steps along the reduced dimension, at least one.
-        lead: [1, 1] barrier at which the first warpgroup arrives after LEAD steps of each tile, or None.
+        lead: [1, 1] barrier at which the first warpgroup arrives after one step of each tile; any where not LEADS.
         WARPGROUP: which rows.
         STAGES: slots of the ring.
-        LEAD: steps by which the first warpgroup is ahead; 0: none.
-        FROM_REGISTERS: whether rows are wgmma's operand from registers, read once a step, or from shared memory, read
-            once a piece.
-        LATE: whether a step's last piece is added up when the next step's first has started.
+        LEADS: whether the first warpgroup is a step ahead.
         LAYOUT: of the results.
 
     Returns:
@@ -87,14 +83,13 @@ def multiply_pieces(
     for k in range(num_steps):
         mbarrier.wait(ring.full.index(slot), phase)
         own_rows = ring.rows.index(2 * slot + WARPGROUP)  # [OWN_ROWS, BLOCK_K]
-        if FROM_REGISTERS:
-            own_rows = own_rows.load(gl.DotOperandLayout(0, PART, 4))
+        own_rows = own_rows.load(gl.DotOperandLayout(0, PART, 4))
         row_scale = ring.row_scales.index(2 * slot + WARPGROUP).load(gl.SliceLayout(1, PART))  # [OWN_ROWS]
         low_scale = row_scale * _load_scalar(ring.half_scales.index(2 * slot))
         high_scale = row_scale * _load_scalar(ring.half_scales.index(2 * slot + 1))
         first = _start(own_rows, ring, 4 * slot, first)
-        if LATE:
-            high1 += second * late_scale[:, None]
+        # The last step's last piece. Added up at that step's end, it would not fit into registers.
+        high1 += second * late_scale[:, None]
         second = _start(own_rows, ring, 4 * slot + 1, second)
         first = warpgroup_mma_wait(1, deps=(first,))
         low0 += first * low_scale[:, None]
@@ -106,14 +101,10 @@ def multiply_pieces(
         high0 += first * high_scale[:, None]
         second = warpgroup_mma_wait(0, deps=(second,))
         mbarrier.arrive(ring.empty.index(slot))
-        if LEAD > 0:
+        if LEADS:
             if WARPGROUP == 0:
-                mbarrier.arrive(lead.index(0), pred=k == LEAD - 1)
-        if LATE:
-            late_scale = high_scale
-        else:
-            high1 += second * high_scale[:, None]
+                mbarrier.arrive(lead.index(0), pred=k == 0)
+        late_scale = high_scale
         slot, phase = next_slot(slot, phase, STAGES)
-    if LATE:
-        high1 += second * late_scale[:, None]
+    high1 += second * late_scale[:, None]
     return _join(low0, low1, LAYOUT), _join(high0, high1, LAYOUT), slot, phase

@@ -85,7 +85,6 @@ def produce_codes(
     GATED: gl.constexpr,
     STAGES: gl.constexpr,
     EARLY: gl.constexpr,
-    BURST: gl.constexpr,
 ):
     """Fills the ring with boxes of rows in sorted order and of both halves' weights, and their scales. Run by one warp.
 
@@ -113,7 +112,6 @@ def produce_codes(
         GATED: whether the weight holds gates.
         STAGES: slots of the ring.
         EARLY: whether the first tile's first weights have been asked for, see `load_early`.
-        BURST: steps whose boxes are asked for together, so that twice as many bytes of a row follow each other.
     """
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
@@ -139,50 +137,27 @@ def produce_codes(
             # Nothing of the first tile, or the weights of its first steps if the guess was right.
             hit = (tile_number == gl.program_id(0)) & (expert == guess_expert)
             hit = hit & (tile.column_tile == guess_tile)
-        if BURST > 1:
-            for pair in range(num_steps // 2):
-                second = slot + 1
-                mbarrier.wait(ring.empty.index(slot), phase)
-                mbarrier.wait(ring.empty.index(second), phase)
-                _expect(ring.full.index(slot), num_rows)
-                _expect(ring.full.index(second), num_rows)
-                at = 2 * pair * BLOCK_K
-                load_box(weights, [expert, low, at], ring.full.index(slot), ring.weights.index(2 * slot))
-                load_box(weights, [expert, low, at + BLOCK_K], ring.full.index(second), ring.weights.index(2 * second))
-                # fmt: off
-                load_box(weights, [expert, high, at], ring.full.index(slot), ring.weights.index(2 * slot + 1))
-                load_box(weights, [expert, high, at + BLOCK_K], ring.full.index(second),
-                         ring.weights.index(2 * second + 1))
-                # fmt: on
+        for k in range(num_steps):
+            ready = ring.full.index(slot)
+            at = k * BLOCK_K
+            mbarrier.wait(ring.empty.index(slot), phase)
+            if EARLY:
+                wanted = (k >= STAGES) | (hit == 0)
+                several = num_rows > OWN_ROWS
+                mbarrier.expect(ready, OWN_ROWS * BLOCK_K, pred=(wanted == 0) & (several == 0))
+                mbarrier.expect(ready, BLOCK_M * BLOCK_K, pred=(wanted == 0) & several)
+                mbarrier.expect(ready, (OWN_ROWS + 2 * COLUMNS) * BLOCK_K, pred=wanted & (several == 0))
+                mbarrier.expect(ready, (BLOCK_M + 2 * COLUMNS) * BLOCK_K, pred=wanted & several)
                 _load_rows(rows, row, num_rows, at, ring, slot)
-                _load_rows(rows, row, num_rows, at + BLOCK_K, ring, second)
-                if GROUPED:
-                    k = 2 * pair
-                    _copy_scales(ring, slot, row_scale, low_scales, high_scales, tile, k, stride_row_scale)
-                    _copy_scales(ring, second, row_scale, low_scales, high_scales, tile, k + 1, stride_row_scale)
-                slot, phase = next_slot(second, phase, STAGES)
-        else:
-            for k in range(num_steps):
-                ready = ring.full.index(slot)
-                at = k * BLOCK_K
-                mbarrier.wait(ring.empty.index(slot), phase)
-                if EARLY:
-                    wanted = (k >= STAGES) | (hit == 0)
-                    several = num_rows > OWN_ROWS
-                    mbarrier.expect(ready, OWN_ROWS * BLOCK_K, pred=(wanted == 0) & (several == 0))
-                    mbarrier.expect(ready, BLOCK_M * BLOCK_K, pred=(wanted == 0) & several)
-                    mbarrier.expect(ready, (OWN_ROWS + 2 * COLUMNS) * BLOCK_K, pred=wanted & (several == 0))
-                    mbarrier.expect(ready, (BLOCK_M + 2 * COLUMNS) * BLOCK_K, pred=wanted & several)
-                    _load_rows(rows, row, num_rows, at, ring, slot)
-                    load_box(weights, [expert, low, at], ready, ring.weights.index(2 * slot), pred=wanted)
-                    load_box(weights, [expert, high, at], ready, ring.weights.index(2 * slot + 1), pred=wanted)
-                else:
-                    _expect(ready, num_rows)
-                    _load_rows(rows, row, num_rows, at, ring, slot)
-                    load_box(weights, [expert, low, at], ready, ring.weights.index(2 * slot))
-                    load_box(weights, [expert, high, at], ready, ring.weights.index(2 * slot + 1))
-                if GROUPED:
-                    _copy_scales(ring, slot, row_scale, low_scales, high_scales, tile, k, stride_row_scale)
-                slot, phase = next_slot(slot, phase, STAGES)
+                load_box(weights, [expert, low, at], ready, ring.weights.index(2 * slot), pred=wanted)
+                load_box(weights, [expert, high, at], ready, ring.weights.index(2 * slot + 1), pred=wanted)
+            else:
+                _expect(ready, num_rows)
+                _load_rows(rows, row, num_rows, at, ring, slot)
+                load_box(weights, [expert, low, at], ready, ring.weights.index(2 * slot))
+                load_box(weights, [expert, high, at], ready, ring.weights.index(2 * slot + 1))
+            if GROUPED:
+                _copy_scales(ring, slot, row_scale, low_scales, high_scales, tile, k, stride_row_scale)
+            slot, phase = next_slot(slot, phase, STAGES)
         tile_number = following
     announce_tile(NO_TILE, turns, turn, turn_phase, 1)

@@ -18,9 +18,9 @@ _QUANTIZED: Final = "tests/backends/test_gluon_quantized.py::test_layers"
 MUTANTS: Final = (
     Mutant(
         "the second half of a tile has the scales of the first",
-        _KERNELS + "hopper/quantized_consumer.py",
-        old="high += product * (row_scale * high_scale)[:, None]",
-        new="high += product * (row_scale * low_scale)[:, None]",
+        _KERNELS + "hopper/quantized_pieces.py",
+        old="high0 += first * high_scale[:, None]",
+        new="high0 += first * low_scale[:, None]",
         tests=(f"{_QUANTIZED}[fp8_block128-silu-0]",),
     ),
     Mutant(
