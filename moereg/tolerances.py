@@ -80,11 +80,11 @@ elements 2 of 4,800 exceed 0.5, with 4 elements 1 of 2,510, with a single one (H
 layers of 1 to 8 elements the largest error was 0.21. Drawn layers have 15 elements or more.
 
 **Faster sigmoids.** The Hopper kernel of 8-bit codes with block scales takes sigmoids by `ex2.approx.ftz` and
-`rcp.approx.ftz`, each off by at most 2^-22. The exponent is rounded twice before, as in other kernels, which costs |g| *
-2^-23 of a gate g's exponential. That is 1e-6 for gates up to 4, as much as the float32 sums above, and 1e-5 at g = -87,
-where the product is next to nothing; below that it is zero. So e stays 2.6e-3 and no bound changes. Infinite gates and
-NaN give what a division gives: a gate of minus infinity is NaN. Nothing is clamped before it is encoded, since the
-conversion saturates; NaN stays NaN.
+`rcp.approx.ftz`, each off by at most 2^-22. The exponent is rounded twice before, as in other kernels, which costs
+|g|*2^-23 of a gate g's exponential. That is 1e-6 for gates up to 4, as much as the float32 sums above, and 1e-5 at g
+= -87, where the product is next to nothing; below that it is zero. So e stays 2.6e-3 and no bound changes. Infinite
+gates and NaN give what a division gives: a gate of minus infinity is NaN. Nothing is clamped before it is encoded,
+since the conversion saturates; NaN stays NaN.
 
 A swapped gate and up, a dropped bias, a missed route or a scale of another group costs more than any of these bounds.
 """

@@ -104,7 +104,7 @@ def test_kernels_on_either_side_of_a_rule_s_border_are_found() -> None:
     few: dict[str, Any] = {"num_experts": 8, "top_k": 4, "hidden_size": 64, "intermediate_size": 64}
     # The first number of tokens of each list of launches: few columns, many columns, many experts (whose routes are
     # sorted in more launches before the third border), rows by expert, 32 bits, codes with scales of blocks and of
-    # rows.
+    # rows (which are encoded several at a time from some number on).
     layers: list[tuple[dict[str, Any], list[int] | None]] = [
         (few, [43, 45, 353, 801]),
         ({**few, "intermediate_size": 2048}, [43, 45, 353]),
@@ -112,7 +112,7 @@ def test_kernels_on_either_side_of_a_rule_s_border_are_found() -> None:
         ({**few, "activation_format": "batched"}, [43, 45, 353]),
         ({**few, "dtype": "float32"}, None),
         ({**few, "hidden_size": 640, "intermediate_size": 640, "quant": "fp8_block128"}, [43, 61, 221]),
-        ({**few, "hidden_size": 640, "intermediate_size": 640, "quant": "fp8_channel_token"}, [43, 61]),
+        ({**few, "hidden_size": 640, "intermediate_size": 640, "quant": "fp8_channel_token"}, [43, 61, 351]),
     ]
     asked = []
     for facts, _ in layers:
