@@ -233,6 +233,7 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
     if isinstance(configs, GemmPair):
         shape = CallShape(
             most_rows=tokens,
+            rows_per_expert=routes / experts,
             top_k=top_k,
             gate_up_columns=(2 if gated else 1) * columns,
             down_columns=hidden,

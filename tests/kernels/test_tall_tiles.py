@@ -53,6 +53,7 @@ def fitted(
     assert isinstance(pair, GemmPair)
     shape = CallShape(
         most_rows=num_tokens,
+        rows_per_expert=rows,
         top_k=top_k,
         gate_up_columns=2 * depth,
         down_columns=hidden_size,
@@ -98,16 +99,21 @@ def test_fitted_tiles(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "low", "tall"),
+    ("num_tokens", "num_experts", "low", "tall"),
     [
-        (8, "8x128x256 3", ""),
-        (64, "8x128x256 3", "32x64x128 3"),
-        (256, "16x128x128 4", "32x64x128 3"),
-        (512, "32x128x128 3", ""),
+        (8, 128, "8x128x256 3", ""),
+        (16, 128, "8x128x256 3", ""),
+        (17, 128, "8x128x256 3", "32x64x128 3"),
+        (64, 128, "8x128x256 3", "32x64x128 3"),
+        (256, 128, "16x128x128 4", "32x64x128 3"),
+        (512, 128, "32x128x128 3", ""),
+        # The average expert has 5 rows, then 10.
+        (32, 26, "8x128x256 3", ""),
+        (20, 8, "16x128x128 4", ""),
     ],
 )
-def test_fitted_tiles_of_packed_weights(num_tokens: int, low: str, tall: str) -> None:
-    pair = fitted(num_tokens, 128, 4, 2880, 2880, packed_bits=4)
+def test_fitted_tiles_of_packed_weights(num_tokens: int, num_experts: int, low: str, tall: str) -> None:
+    pair = fitted(num_tokens, num_experts, 4, 2880, 2880, packed_bits=4)
     assert (tile(pair.gate_up), tile(pair.gate_up.tall)) == (low, tall)
     assert tile(pair.down.tall) == tall
 

@@ -83,7 +83,7 @@ def select(
         return Gemv(configs)
     if isinstance(configs, SinglePair):
         return Single(configs)
-    configs = _fit(configs, problem, hidden_states, packed_bits)
+    configs = _fit(configs, problem, hidden_states, rows_per_expert, packed_bits)
     return Sorted(configs) if configs.sort_routes else Direct(configs)
 
 
@@ -92,13 +92,20 @@ def select_batched(
 ) -> Batched:
     """The way of a call in the batched format on the Triton kernels; arguments as in `select`, of [E, max_T, H]."""
     configs = select_tiles(math.inf, rows_per_expert, hidden_states, packed_bits)
-    return Batched(_fit(configs, problem, hidden_states, packed_bits))
+    return Batched(_fit(configs, problem, hidden_states, rows_per_expert, packed_bits))
 
 
-def _fit(configs: GemmPair, problem: MoEProblem, hidden_states: torch.Tensor, packed_bits: int | None) -> GemmPair:
+def _fit(
+    configs: GemmPair,
+    problem: MoEProblem,
+    hidden_states: torch.Tensor,
+    rows_per_expert: float,
+    packed_bits: int | None,
+) -> GemmPair:
     depth = round_up(problem.intermediate_size, WEIGHT_PAD)
     shape = CallShape(
         most_rows=hidden_states.shape[-2],
+        rows_per_expert=rows_per_expert,
         top_k=problem.top_k,
         gate_up_columns=problem.activation.num_halves * depth,
         down_columns=problem.hidden_size,
