@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 from typing import Final
 
 import torch
 from packaging.version import InvalidVersion, Version
 
+from moereg.errors import ArgumentError
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform, PlatformRule, probe_platform
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize, weighted_sum
@@ -33,11 +36,16 @@ class BatchedPrepareFinalize(PrepareFinalize):
 
         Args:
             in_triton: Triton's kernels, on any device that it knows, or torch; what the device of a call runs if None.
+                A call on a device that Triton does not know is an `ArgumentError`.
         """
         self._in_triton = in_triton
 
     def _calls_kernels(self, tensor: torch.Tensor) -> bool:
-        return _device_runs_kernels(tensor.device.type) if self._in_triton is None else self._in_triton
+        if self._in_triton is None:
+            return _device_runs_kernels(tensor.device.type)
+        if self._in_triton:
+            _check_triton(tensor.device.type)
+        return self._in_triton
 
     def prepare(
         self,
@@ -122,6 +130,19 @@ def runs_kernels(platform: Platform) -> bool:
     Elsewhere torch does: older GPUs are none of Triton's, and on AMD's nobody has run these kernels.
     """
     return _RULE.matches(platform)
+
+
+def _check_triton(device_type: str) -> None:
+    """Refuses what would be Triton's own error, which does not say who asked for it."""
+    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ArgumentError("in_triton=True needs a GPU that Triton knows, got tokens on cpu; pass None")
+    if not _has_triton():
+        raise ArgumentError("in_triton=True needs Triton, got a Python without it; install triton or pass None")
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moereg.dispatch import select_backend
+from moereg.errors import ArgumentError
 from moereg.kernels.rows import batches
 from moereg.kernels.rows.batches import lay_out_batches, sum_batches
 from moereg.layer import make_kernel
@@ -201,6 +202,26 @@ def test_a_layer_gives_the_same_where_kernels_move_its_tokens(monkeypatch: pytes
         torch.testing.assert_close(call(tokens, gates, ids), expected)
     assert kernel(tokens[:0], gates[:0], ids[:0]).shape == (0, 16)
     assert len(called) == 2
+
+
+def test_triton_where_it_cannot_run_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(2, 2, 1, 8)
+    given = torch.zeros(1, 8), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32)
+    expected = IN_TORCH.prepare(*given, problem, None)
+    calls = (
+        lambda: IN_TRITON.prepare(*given, problem, None),
+        lambda: IN_TRITON.finalize(given[0], expected.inputs.hidden_states, expected, problem),
+    )
+    with monkeypatch.context() as patched:
+        patched.delenv("TRITON_INTERPRET", raising=False)
+        for call in calls:
+            with pytest.raises(ArgumentError, match="needs a GPU that Triton knows, got tokens on cpu; pass None"):
+                call()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(module, "_has_triton", lambda: False)
+    for call in calls:
+        with pytest.raises(ArgumentError, match="needs Triton, got a Python without it; install triton or pass None"):
+            call()
 
 
 class Recorded:
