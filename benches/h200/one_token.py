@@ -16,7 +16,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -53,12 +53,12 @@ def _nothing_kernel(out_ptr) -> None:
 
 
 @triton.jit
-def _read_kernel(words_ptr, out_ptr, first, num_steps, WORDS: tl.constexpr) -> None:
-    """Sums `num_steps` runs of WORDS fp32 elements; the programs' runs lie side by side in each step."""
+def _read_kernel(words_ptr, out_ptr, first, num_pieces, WORDS: tl.constexpr) -> None:
+    """Sums `num_pieces` pieces of WORDS fp32 elements; programs take them in turns, and some take one fewer."""
     column = tl.arange(0, WORDS)
     total = tl.zeros([WORDS], tl.float32)
     place = first + tl.program_id(0).to(tl.int64) * WORDS
-    for _ in tl.range(num_steps, num_stages=4):
+    for _ in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0), num_stages=4):
         total += tl.load(words_ptr + place + column)
         place += tl.num_programs(0).to(tl.int64) * WORDS
     tl.store(out_ptr + tl.program_id(0), tl.sum(total))
@@ -76,25 +76,56 @@ def nothing_runs(num_kernels: int, num_runs: int) -> list[Run]:
     return capture([launch] * num_runs)
 
 
-def read_runs(num_bytes: int, words: torch.Tensor, num_runs: int) -> list[Run]:
-    """Graphs of one kernel that reads about `num_bytes` of `words`, each from another place.
+class Reading(NamedTuple):
+    """What the reader reads.
+
+    Attributes:
+        num_pieces: Of 16 KB each, side by side.
+        places: First element of each run, a multiple of a piece's.
+    """
+
+    num_pieces: int
+    places: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one run."""
+        return 4 * _WORDS * self.num_pieces
+
+
+def place_runs(num_bytes: int, num_words: int, num_runs: int) -> Reading:
+    """Lays runs over the words, side by side, starting again at the front where these end.
 
     Args:
-        num_bytes: Rounded to whole steps of all programs.
+        num_bytes: Rounded to whole pieces, at least one.
+        num_words: fp32 elements that there are.
+        num_runs: That many places.
+
+    Raises:
+        ValueError: The words are too few for one run.
+    """
+    num_pieces = max(1, round(num_bytes / 4 / _WORDS))
+    room = num_words // _WORDS // num_pieces
+    if room == 0:
+        raise ValueError(f"a run of {num_bytes:,} bytes needs as many to read, got {4 * num_words:,}; take more words")
+    return Reading(num_pieces, tuple(number % room * num_pieces * _WORDS for number in range(num_runs)))
+
+
+def read_runs(reading: Reading, words: torch.Tensor) -> list[Run]:
+    """Graphs of one kernel that reads some of `words`, each from another place.
+
+    Args:
+        reading: Of these words.
         words: [N] fp32, larger than the L2 by far.
-        num_runs: That many places, side by side, starting again at the front where `words` ends.
     """
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    programs = min(4 * multiprocessors, max(1, round(num_bytes / 4 / _WORDS)))
-    steps = max(1, round(num_bytes / 4 / _WORDS / programs))
-    taken = programs * steps * _WORDS
+    programs = min(4 * multiprocessors, reading.num_pieces)
     out = torch.empty(programs, device="cuda")
-    places = [number * taken % (words.numel() - taken) // _WORDS * _WORDS for number in range(num_runs)]
 
     def launch(place: int) -> None:
-        _read_kernel[(programs,)](words, out, place, steps, WORDS=_WORDS, num_warps=8)
+        _read_kernel[(programs,)](words, out, place, reading.num_pieces, WORDS=_WORDS, num_warps=8)
 
-    runs = [functools.partial(launch, place) for place in places]
+    runs = [functools.partial(launch, place) for place in reading.places]
     runs[0]()
     return capture(runs)
 
@@ -125,14 +156,22 @@ def measure(name: str, words: torch.Tensor) -> dict[str, Any]:
     layer = kernel_runs(kernel, calls, outs)
     parts = kernels_us(layer[:64])
     num_bytes = int(roofline.work_of(problem, calls[0]).num_bytes)
+    reading = place_runs(num_bytes, words.numel(), len(calls))
     runs = {
         "layer": layer,
         "nothing": nothing_runs(len(parts), len(calls)),
         "one_nothing": nothing_runs(1, len(calls)),
-        "read": read_runs(num_bytes, words, len(calls)),
+        "read": read_runs(reading, words),
     }
     times = {key: timing.median_us for key, timing in time_runs(runs, outs[0].device, 400, 0.5).items()}
-    return {"model": name, "error": error, "num_bytes": num_bytes, "kernels_us": parts, **times}
+    return {
+        "model": name,
+        "error": error,
+        "num_bytes": num_bytes,
+        "read_bytes": reading.num_bytes,
+        "kernels_us": parts,
+        **times,
+    }
 
 
 def show(row: dict[str, Any]) -> str:
