@@ -79,15 +79,17 @@ def wheel_ratios(document: dict[str, Any]) -> dict[str, dict[int, dict[str, floa
 
     Returns:
         By layer and scheme, models in order: by tokens, ratios by backend. Above 1 `triton` is the faster.
-        Several benches of one layer are joined; each ratio is within its own bench.
+        Several benches of one layer are joined; each ratio is within its own bench, and there is none
+        where `triton` failed.
     """
     found: dict[str, dict[int, dict[str, float]]] = {}
     for bench in sorted(document["benches"], key=lambda bench: str(bench["model"])):
         quant = bench["problem"]["quant"].replace("unquantized", bench["problem"]["dtype"])
         line = found.setdefault(f"{bench['model']} {quant}", {})
         for tokens, times in fastest_times(bench).items():
-            own = times.pop("triton")
-            line.setdefault(tokens, {}).update({name: time / own for name, time in times.items()})
+            own = times.pop("triton", None)
+            if own is not None:
+                line.setdefault(tokens, {}).update({name: time / own for name, time in times.items()})
     return found
 
 

@@ -286,9 +286,10 @@ def wheels_table() -> str:
     for bench in document["benches"]:
         layer = f"{bench['model']} {bench['problem']['quant']}"
         for tokens, times in pictures.fastest_times(bench).items():
-            own = times.pop("triton")
+            own = times.pop("triton", None)
             beside = ", ".join(f"{name} {time:,.1f}" for name, time in sorted(times.items(), key=lambda item: item[1]))
-            rows.append([layer, str(tokens), f"{own:,.1f}", beside, f"{min(times.values()) / own:.2f}"])
+            ratio = f"{min(times.values()) / own:.2f}" if own and times else "-"
+            rows.append([layer, str(tokens), f"{own:,.1f}" if own else "failed", beside or "none ran", ratio])
     header = ["layer", "T", "triton us", "wheels us", "best wheel / triton"]
     return f"{table(header, rows)}\n\n{_where(document)} {document['note']}"
 

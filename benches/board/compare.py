@@ -162,20 +162,27 @@ def of_board(document: Row, file: str) -> list[Comparison]:
 
 
 def of_wheels(document: Row, file: str) -> list[Comparison]:
-    """The rows of stored documents of `moereg bench --json`, each of one process."""
+    """The rows of stored documents of `moereg bench --json`, each of one process.
+
+    A bench lists classes best first, so the first of ours is what it ships; where that failed, the row is there without
+    a time, as on a board.
+    """
     found = []
     for number, bench in enumerate(document["benches"]):
         quant = bench["problem"]["quant"].replace(_PLAIN, bench["problem"]["dtype"])
         for tokens in sorted({row["tokens"] for row in bench["rows"]}):
-            right = [row for row in bench["rows"] if row["tokens"] == tokens and row["passed"]]
+            here = [row for row in bench["rows"] if row["tokens"] == tokens]
+            own = next((row for row in here if row["backend"] == OWN), None)
+            if own is None:
+                continue
             process = f"{file}: bench {number}"
-            timed: dict[str, Timed] = {}
+            peers: dict[str, Timed] = {}
+            right = [row for row in here if row["passed"] and row["backend"] != OWN]
             for row in sorted(right, key=lambda row: float(row["time_us"])):
-                timed.setdefault(row["backend"], Timed(row["backend"], row["time_us"], process))
-            own = timed.pop(OWN, None)
-            if own is not None:
-                place = Place(bench["model"], quant, bench["routing"], tokens)
-                found.append(Comparison(place, own, tuple(timed.values()), None))
+                peers.setdefault(row["backend"], Timed(row["backend"], row["time_us"], process))
+            ours = Timed(OWN, own["time_us"] if own["passed"] else None, process)
+            place = Place(bench["model"], quant, bench["routing"], tokens)
+            found.append(Comparison(place, ours, tuple(peers.values()), None))
     return found
 
 

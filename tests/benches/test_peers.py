@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import pathlib
 import re
 from typing import Any
@@ -104,11 +106,10 @@ def test_kinds(scheme: str, kind: str) -> None:
 @pytest.fixture
 def board(folder: pathlib.Path) -> pathlib.Path:
     """Four rows of a layer that is planned, and one of a layer that is not."""
-    uniform = [row(result("triton", 10.0), result("other", time_us), tokens=16) for time_us in (40.0,)]
     name = GPU_LAYERS[0].layer
     return store(
         folder,
-        {**uniform[0], "layer": name, "roofline_us": 5.0},
+        row(result("triton", 10.0), result("other", 40.0), layer=name, tokens=16, roofline_us=5.0),
         row(result("triton", 100.0), result("other", 100.0), layer=name),
         row(result("triton", 100.0), result("fast", 25.0), layer=name, routing="zipf"),
         row(result("triton", None), result("slow", 500.0), layer=name, routing="one_set"),
@@ -195,16 +196,50 @@ def test_the_command_prints_stored_files_and_others(
         assert words in error
 
 
+def test_benches_of_wheels_are_judged_as_a_board_is() -> None:
+    """By the class that ships; one that failed is a lost row."""
+
+    def timed(backend: str, time_us: float, passed: bool = True) -> dict[str, Any]:
+        return {"backend": backend, "tokens": 64, "time_us": time_us, "passed": passed, "origin": "a-wheel"}
+
+    def bench(*found: dict[str, Any]) -> dict[str, Any]:
+        problem = {"quant": "unquantized", "dtype": "bfloat16"}
+        return {"benches": [{"model": "big", "problem": problem, "routing": "uniform", "rows": [*found]}]}
+
+    ships = bench(timed("triton", 100.0), timed("triton", 10.0), timed("other", 80.0), timed("other", 60.0))
+    (one,) = compare.of_wheels(ships, "w.json")
+    assert (one.ratio, [peer.time_us for peer in one.peers]) == (0.6, [60.0])
+    failed = bench(timed("triton", math.nan, passed=False), timed("triton", 10.0), timed("other", 60.0))
+    (one,) = compare.of_wheels(failed, "w.json")
+    assert (one.own.time_us, one.ratio, one.is_lost) == (None, None, True)
+    assert "| 0 (1 in which triton failed) | - | - | 1: other 1 |" in peers.groups_table([one])
+    (alone,) = compare.of_wheels(bench(timed("triton", math.nan, passed=False)), "w.json")
+    assert not alone.is_lost
+    assert compare.of_wheels(bench(timed("other", 60.0)), "w.json") == []
+
+
 def test_no_stored_ratio_of_another_run_is_on_a_page() -> None:
     for path in report.PAGES:
         text = path.read_text(encoding="utf-8")
         assert "best_peer" not in text
         assert path.name != "README.md" or "another H200" not in text
-    files = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in report.RESULTS.glob("h200_*.json")}
-    stale = [name for name, document in files.items() if "best_peer_over_ours" in json.dumps(document)]
-    for name in stale:
-        with pytest.raises(ValueError, match="neither a board nor benches"):
-            compare.of_file(report.RESULTS / name)
+
+
+def test_no_table_takes_times_of_two_processes_but_the_one_of_our_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables of `peers` refuse such ratios themselves."""
+    real, loaded = report._load, set[str]()
+    monkeypatch.setattr(report, "_load", lambda name: loaded.add(name) or real(name))
+    two = {}
+    for table, fill in report.TABLES.items():
+        loaded.clear()
+        with contextlib.suppress(FileNotFoundError):
+            fill()
+        if len(loaded) > 1:
+            two[table] = {*loaded}
+    assert two == {"second_gpu": {"h200_table_bf16.json", "h200_table_bf16_second_gpu.json"}}
+    before, _, _ = report.PAGE.read_text(encoding="utf-8").partition("<!-- table second_gpu -->")
+    assert "The last column divides times of two processes" in " ".join(before[-600:].split())
+    assert "peer" not in report.second_gpu_table()
 
 
 def test_the_picture_is_the_one_of_the_stored_rows(tmp_path: pathlib.Path) -> None:

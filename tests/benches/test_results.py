@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import re
 from typing import Any
@@ -91,6 +92,19 @@ def test_the_summary_of_wheels_counts_who_is_ahead(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     text = " ".join(report.wheels_summary().split())
     assert "one in 1 of 2 comparisons, 2.00 times in the geometric mean; `fast` is ahead in 1, at 1 tokens." in text
+
+
+def test_a_bench_of_wheels_in_which_triton_fails_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [_wheel_row("triton", math.nan, passed=False), _wheel_row("fast", 5.0), _wheel_row("triton", 2.0, 64)]
+    problem = {"quant": "int8_w8a8", "dtype": "bfloat16"}
+    document = {**MEASURED, "note": "", "benches": [{"model": "big", "problem": problem, "rows": rows}]}
+    monkeypatch.setattr(report, "_load", lambda name: document)
+    lines = report.wheels_table().splitlines()
+    assert lines[2:4] == [
+        "| big int8_w8a8 | 1 | failed | fast 5.0 | - |",
+        "| big int8_w8a8 | 64 | 2.0 | none ran | - |",
+    ]
+    assert pictures.wheel_ratios(document) == {"big int8_w8a8": {64: {}}}
 
 
 def test_the_picture_of_wheels_is_the_one_of_the_stored_results(tmp_path: pathlib.Path) -> None:
