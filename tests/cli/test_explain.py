@@ -152,7 +152,9 @@ def test_every_candidate_says_whether_it_was_verified(call: Call, call_json: Cal
     expected = {decision["experts"]: decision["verified_on_platform"] for decision in on_sm90 if decision["accepted"]}
     shown = call(line.replace("sm80", "sm90"))[1].splitlines()
     for experts, is_verified in expected.items():
-        assert next(row.split() for row in shown if f" {experts} " in row)[-1] == ("yes" if is_verified else "no")
+        said = next(row.split() for row in shown if f" {experts} " in row)[-1]
+        # What ran there before its code changed is not verified either.
+        assert said in (("yes",) if is_verified else ("no", "changed"))
 
 
 def test_explain_says_whether_its_choice_was_verified(
