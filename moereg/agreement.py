@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 from moereg.errors import RanksDifferError, described
 from moereg.prepare_finalize import Group
 
-__all__ = ["agree", "differences"]
+__all__ = ["MAKING", "MOVING", "Together", "agree", "differences"]
 
 
-def agree(group: Group, doing: str, said: Mapping[str, Any], error: Exception | None, shared: Any = None) -> list[Any]:
+@dataclass(frozen=True)
+class Together:
+    """What ranks do together, in the words of an error.
+
+    Attributes:
+        act: What all of them must do: `make the kernel`.
+        alike: What must be equal: `run the same layer`.
+    """
+
+    act: str
+    alike: str
+
+
+MAKING: Final = Together("make the kernel", "run the same layer")
+MOVING: Final = Together("move the experts", "be given the same move of experts")
+
+
+def agree(
+    group: Group,
+    doing: str,
+    said: Mapping[str, Any],
+    error: Exception | None,
+    shared: Any = None,
+    together: Together = MAKING,
+) -> list[Any]:
     """Compares what ranks say; every rank has to call it, also one that has failed.
 
     Args:
@@ -20,6 +45,7 @@ def agree(group: Group, doing: str, said: Mapping[str, Any], error: Exception | 
         said: What has to be equal everywhere, by its name: strings and numbers.
         error: Why this rank cannot go on, if it cannot.
         shared: What the others want to know of this rank, and may differ.
+        together: What the ranks are about, for the error.
 
     Returns:
         `shared` of all ranks.
@@ -36,12 +62,12 @@ def agree(group: Group, doing: str, said: Mapping[str, Any], error: Exception | 
     failed = [f"rank {rank} ({text})" for rank, (_, text, _) in enumerate(found) if text is not None]
     if failed:
         raise RanksDifferError(
-            f"all ranks must make the kernel, and rank {group.rank} could; {', '.join(failed)} could not: cure that one"
+            f"all ranks must {together.act}, and rank {group.rank} could; {', '.join(failed)} could not: cure that one"
         )
     differing = differences([fields for fields, _, _ in found])
     if differing:
         # The first one: what follows from it differs, too.
-        raise RanksDifferError(f"all ranks must run the same layer, got {differing[0]}; make that equal")
+        raise RanksDifferError(f"all ranks must {together.alike}, got {differing[0]}; make that equal")
     return [shared for _, _, shared in found]
 
 

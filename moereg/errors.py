@@ -98,7 +98,7 @@ class GroupError(MoeregError, RuntimeError):
 
 
 class RanksDifferError(MoeregError, ValueError):
-    """Ranks of a group would not run the same layer, or one of them could not make it; every rank raises."""
+    """Ranks of a group would not run the same layer or move the same experts, or one could not; every rank raises."""
 
 
 class LayoutMismatchError(MoeregError, ValueError):

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from moereg.agreement import agree
+from moereg.agreement import MOVING, agree
 from moereg.ambient import plain_torch
 from moereg.errors import ArgumentError
 from moereg.expert_placement import ExpertPlacement
@@ -145,7 +145,7 @@ def exchange_experts(
             copied_as = _copied_as(weights)
         except Exception as raised:
             error = raised
-    copied = agree(group, _DOING, said, error, copied_as)
+    copied = agree(group, _DOING, said, error, copied_as, MOVING)
     assert isinstance(reader, OneExpert)
     if not moves:
         return IncomingExperts((), ())
@@ -190,7 +190,13 @@ def _exchange_canonical(
             sent[place] = weights.to_canonical(place).tensors()
     except Exception as raised:
         error = raised
-    agree(group, "reading experts that move", {"tensors": str(sorted(reader.specs.items()))}, error)
+    agree(
+        group,
+        "reading experts that move",
+        {"tensors": str(sorted(reader.specs.items()))},
+        error,
+        together=MOVING,
+    )
     found: list[dict[str, torch.Tensor]] = [{} for _ in theirs]
     for name, (shape, dtype) in sorted(reader.specs.items()):
         own = [sent[move.source_place][name] for move in mine]
@@ -206,7 +212,7 @@ def _exchange_canonical(
     except Exception as raised:
         error = raised
     # Nobody has written anything yet: either all ranks go on or none.
-    agree(group, "permuting experts that moved", {}, error)
+    agree(group, "permuting experts that moved", {}, error, together=MOVING)
     return IncomingExperts(tuple(move.target_place for move in theirs), tuple(rows))
 
 

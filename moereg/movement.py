@@ -48,6 +48,7 @@ class MovementDecision:
         activation_format: The format that the experts would see.
         rule: The platform rule that matched, else all of the cell's.
         priority: Its rank.
+        predicted: Whether that was predicted and not measured.
         origin, origin_version: The distribution that brings it.
         reasons: Everything that speaks against it; accepted if empty.
         assumes: Requirements that are assumed to be met on a named platform.
@@ -63,6 +64,7 @@ class MovementDecision:
     reasons: tuple[Reason, ...]
     assumes: tuple[str, ...]
     cell: MovementCell = dataclasses.field(compare=False, repr=False)
+    predicted: bool = False
 
     @property
     def accepted(self) -> bool:
@@ -77,6 +79,7 @@ class MovementDecision:
             "rule": self.rule,
             "accepted": self.accepted,
             "priority": self.priority,
+            "predicted": self.predicted,
             "origin": self.origin,
             "origin_version": self.origin_version,
             "assumes": list(self.assumes),
@@ -126,23 +129,38 @@ class MovementSelection:
         if nearest is not None and len(nearest.reasons) == 1:
             reason = nearest.reasons[0]
             lines[0] += f"; nearest is {nearest.name}: {reason.text} ({CURES[reason.code]})"
-        for decision in self.decisions:
-            texts = "; ".join(reason.text for reason in decision.reasons)
-            lines.append(f"  {decision.name} ({decision.activation_format}): {texts}")
+        for decisions in self._by_line():
+            formats = " or ".join(each.activation_format for each in decisions)
+            lines.append(f"  {decisions[0].name} ({formats}): {'; '.join(each.text for each in decisions[0].reasons)}")
         return "\n".join(lines)
 
     def table(self) -> str:
-        """The decision table as plain text, one candidate per line and its reasons below."""
+        """The decision table as plain text, one way per line, best first, and its reasons below.
+
+        A way has several lines where reasons or classes of its formats differ. Of several cells for one format the best
+        is shown.
+        """
         lines = [f"group     {self.group}"]
-        for decision in self.decisions:
+        for decisions in self._by_line():
+            decision = decisions[0]
             mark = "chosen" if decision is self.winner else "fits" if decision.accepted else "rejected"
+            formats = " or ".join(each.activation_format for each in decisions)
             wheel = "" if decision.origin == BUILTIN else f" of {decision.origin} {decision.origin_version}"
-            lines.append(
-                f"{mark:9} {decision.name} ({decision.activation_format}{wheel}, {decision.rule}, "
-                f"priority {decision.priority})"
-            )
+            rank = "predicted priority" if decision.predicted else "priority"
+            lines.append(f"{mark:9} {decision.name} ({formats}{wheel}, {decision.rule}, {rank} {decision.priority})")
             lines.extend(f"{'':10}- {reason.text} [{reason.code}]" for reason in decision.reasons)
         return "\n".join(lines)
+
+    def _by_line(self) -> list[list[MovementDecision]]:
+        """The best decision for each way and format, those that say the same of one way together."""
+        best: dict[tuple[str, str], MovementDecision] = {}
+        for decision in self.decisions:
+            best.setdefault((decision.name, decision.activation_format), decision)
+        together: dict[object, list[MovementDecision]] = {}
+        for decision in best.values():
+            same = decision.name, decision.cell.movement, decision.rule, decision.priority, decision.reasons
+            together.setdefault(same, []).append(decision)
+        return list(together.values())
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -230,6 +248,7 @@ def _judge(
         reasons=tuple(reasons),
         assumes=assumptions(cell, platform),
         cell=cell,
+        predicted=cell.predicted,
     )
 
 

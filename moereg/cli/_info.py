@@ -1,4 +1,4 @@
-"""The state of this machine: backends, whether they can run here, and plugins."""
+"""The state of this machine: backends and ways of moving tokens, whether they can run here, and plugins."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from moereg._version import __version__
-from moereg.discovery import current_platform, load_backends, plugin_statuses
+from moereg.discovery import current_platform, load_backends, load_movements, plugin_statuses
 from moereg.dispatch import machine_reasons
 from moereg.errors import PluginError
+from moereg.machine import PROBES, lacks
 from moereg.platforms import Platform, probe_platform
+from moereg.prepare_finalize import MovementCell
 from moereg.quarantine import Quarantine, QuarantineRecord, read_quarantine
 from moereg.reasons import Reason
 from moereg.registry import BackendCell
@@ -40,6 +42,40 @@ def collect_info() -> dict[str, Any]:
         "backends": [_backend(name, registry.by_name(name), platform, quarantine) for name in registry.names],
         "plugins": [status.to_dict() for status in plugin_statuses()],
         "platform_claimed_by": platform.claimed_by or None,
+        "ways": _ways(platform),
+    }
+
+
+def _ways(platform: Platform) -> list[dict[str, Any]]:
+    """Every way of moving tokens between ranks, by name."""
+    registry = load_movements()
+    return [_way([cell for cell in registry.cells if cell.name == name], platform) for name in registry.names]
+
+
+def _way(cells: Sequence[MovementCell], platform: Platform) -> dict[str, Any]:
+    by_cell = sorted((lacks(cell, cell.rule_for(platform), platform, PROBES) for cell in cells), key=len)
+    reasons = list(dict.fromkeys(reason for reasons in by_cell for reason in reasons)) if by_cell[0] else []
+    return {
+        "name": cells[0].name,
+        "origin": cells[0].origin,
+        "origin_version": cells[0].origin_version,
+        "cells": [_way_cell(cell) for cell in cells],
+        "available": not by_cell[0],
+        "reasons": [{"code": reason.code, "text": reason.text} for reason in reasons],
+    }
+
+
+def _way_cell(cell: MovementCell) -> dict[str, Any]:
+    return {
+        "movement": cell.class_name,
+        "activation_formats": list(cell.formats),
+        "platforms": [rule.text for rule in cell.rules],
+        "transports": sorted(cell.facts.transports),
+        "max_group_size": cell.facts.max_group_size,
+        "graph_capture": cell.facts.graph_capture,
+        "priority": cell.priority,
+        "predicted": cell.predicted,
+        "opt_in": cell.opt_in,
     }
 
 

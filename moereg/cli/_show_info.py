@@ -1,4 +1,4 @@
-"""Tables of `moereg info`: a line a backend, or a line a cell."""
+"""Tables of `moereg info`: a line a backend, or a line a cell, and the ways of moving tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from moereg.cli._output import console
@@ -50,6 +51,7 @@ def show_info(info: Mapping[str, Any], platform: Platform) -> None:
     target.print(table)
     num_cells = sum(len(backend["cells"]) for backend in backends)
     target.print(f"{len(backends)} backends with {num_cells} cells: moereg info --cells shows all, and every reason")
+    target.print(Text(f"ways between ranks: {', '.join(map(_way_shown, info['ways']))}"))
     _print_quarantine(target, _held(platform))
     _print_plugins(target, [plugin for plugin in info["plugins"] if plugin["status"] != "loaded"])
     loaded: dict[str, list[str]] = {}
@@ -86,11 +88,41 @@ def show_cells(info: Mapping[str, Any], platform: Platform) -> None:
     for backend in info["backends"]:
         if not backend["available"]:
             print_reasons(target, f"{backend['name']} ({backend['origin']}) cannot run here:", backend["reasons"])
+    target.print(_table_of_ways(info["ways"]))
+    for way in info["ways"]:
+        if not way["available"]:
+            print_reasons(target, f"way {way['name']} ({way['origin']}) cannot run here:", way["reasons"])
     _print_quarantine(target, held)
     if info["plugins"]:
         _print_plugins(target, info["plugins"])
     else:
         target.print("no plugins installed")
+
+
+def _way_shown(way: Mapping[str, Any]) -> str:
+    """`deepep (opt-in, no: package)`."""
+    notes = ["opt-in"] if all(cell["opt_in"] for cell in way["cells"]) else []
+    notes += [] if way["available"] else [str(_runs(way))]
+    return f"{way['name']} ({', '.join(notes)})" if notes else str(way["name"])
+
+
+def _table_of_ways(ways: Sequence[Mapping[str, Any]]) -> Table:
+    """A line a cell of the ways of moving tokens between ranks."""
+    table = new_table("way", "class", "experts see", "platforms", "moves over", "priority", "captured", "opt-in")
+    for way in ways:
+        for cell in way["cells"]:
+            most = cell["max_group_size"]
+            table.add_row(
+                way["name"],
+                cell["movement"],
+                ", ".join(cell["activation_formats"]),
+                ", ".join(cell["platforms"]),
+                ", ".join(cell["transports"]) + (f", up to {most} ranks" if most is not None else ""),
+                f"{cell['priority']}{' (predicted)' if cell['predicted'] else ''}",
+                "yes" if cell["graph_capture"] else "no",
+                "yes" if cell["opt_in"] else "no",
+            )
+    return table
 
 
 def _print_machine(target: Console, info: Mapping[str, Any], platform: Platform) -> None:

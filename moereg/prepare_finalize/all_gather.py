@@ -18,9 +18,9 @@ __all__ = ["AllGather"]
 # The fastest at decode in one host, and at prefill on up to 4 ranks, by docs/scale.md: on few ranks a token goes to
 # most of them anyway. Predicted, not measured.
 @register_prepare_finalize(
-    "all_gather", priority=60, formats=("standard", "batched"), platforms=("*",), max_group_size=4
+    "all_gather", priority=60, formats=("standard", "batched"), platforms=("*",), predicted=True, max_group_size=4
 )
-@register_prepare_finalize("all_gather", priority=40, formats=("standard", "batched"), platforms=("*",))
+@register_prepare_finalize("all_gather", priority=40, formats=("standard", "batched"), platforms=("*",), predicted=True)
 class AllGather(GroupPrepareFinalize):
     """Gathers tokens padded to `max_num_tokens` of the problem; nothing waits for the host.
 

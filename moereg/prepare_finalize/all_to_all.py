@@ -38,7 +38,7 @@ class _Routed(Moved):
 
 
 # The fastest at prefill from 8 ranks on, by docs/scale.md. Predicted, not measured.
-@register_prepare_finalize("all_to_all", priority=50, formats=("standard", "batched"), platforms=("*",))
+@register_prepare_finalize("all_to_all", priority=50, formats=("standard", "batched"), platforms=("*",), predicted=True)
 class AllToAll(GroupPrepareFinalize):
     """Exchanges counts, which the host waits for, then tokens with their routes, then a result for each route.
 

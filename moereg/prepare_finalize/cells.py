@@ -47,6 +47,7 @@ class MovementCell:
         requires: Distribution version ranges.
         probes: Checks of the machine.
         opt_in: Whether a request has to name it.
+        predicted: Whether the priority was predicted and not measured.
         origin: `builtin` or the distribution that registered it.
         origin_version: That distribution's version.
     """
@@ -60,6 +61,7 @@ class MovementCell:
     requires: tuple[str, ...] = ()
     probes: tuple[Probe, ...] = ()
     opt_in: bool = False
+    predicted: bool = False
     origin: str = BUILTIN
     origin_version: str = ""
 
@@ -148,7 +150,7 @@ def _check_compatible(other: MovementCell, cell: MovementCell) -> None:
             f"prepare/finalize name {cell.name!r} belongs to {other.origin} ({other.class_name}); {cell.class_name} of "
             f"{cell.origin} needs another name"
         )
-    mine, theirs = (dataclasses.replace(each, priority=0) for each in (cell, other))
+    mine, theirs = (dataclasses.replace(each, priority=0, predicted=False) for each in (cell, other))
     if mine == theirs:
         raise RegistrationError(
             f"{cell.class_name} of {cell.origin} registers {cell.name!r} twice for the same formats, platforms and "
@@ -183,6 +185,7 @@ def register_prepare_finalize(
     requires: Iterable[str] = (),
     probes: Iterable[Probe] = (),
     opt_in: bool = False,
+    predicted: bool = False,
     registry: MovementRegistry | None = None,
     **narrowed: Unpack[NarrowedMovementFacts],
 ) -> Callable[[M], M]:
@@ -196,6 +199,7 @@ def register_prepare_finalize(
         requires: Distribution version ranges such as `deep_ep>=1.2`.
         probes: Checks of the machine at hand for what versions cannot say.
         opt_in: Whether a request has to name it.
+        predicted: Whether the priority was predicted and not measured, which `explain` says then.
         registry: Where to store; the one that `make_kernel` reads by default.
         **narrowed: Fields of `MovementFacts` that promise less here than in the class.
 
@@ -234,6 +238,8 @@ def register_prepare_finalize(
         check_name(name, who)
         _check_class(movement, who)
         check_rank(priority, opt_in, "kernel", who)
+        if not isinstance(predicted, bool):
+            raise RegistrationError(f"{who}: predicted must be True or False, got {shown(predicted)}")
         cell = MovementCell(
             name=name,
             movement=movement,
@@ -244,6 +250,7 @@ def register_prepare_finalize(
             requires=read_requirements(requires, who),
             probes=read_probes(probes, who),
             opt_in=opt_in,
+            predicted=predicted,
             origin=origin,
             origin_version=version,
         )

@@ -84,7 +84,13 @@ class _OnDeepEP(GroupPrepareFinalize):
 
 # Its kernels saturate NVLink and the network, by https://github.com/deepseek-ai/DeepEP#performance; not measured here.
 @register_prepare_finalize(
-    "deepep", priority=80, formats=("standard",), platforms=("cuda:sm90+",), requires=("deep_ep>=1.1",), opt_in=True
+    "deepep",
+    priority=80,
+    formats=("standard",),
+    platforms=("cuda:sm90+",),
+    requires=("deep_ep>=1.1",),
+    opt_in=True,
+    predicted=True,
 )
 class DeepEP(_OnDeepEP):
     """The mode for many tokens: each token once to each rank that has experts for it, and a sum a rank back."""
@@ -153,7 +159,13 @@ class DeepEP(_OnDeepEP):
 
 # The mode for decoding: no wait for the host, and only rows that are there travel. Not measured here.
 @register_prepare_finalize(
-    "deepep", priority=70, formats=("batched",), platforms=("cuda:sm90+",), requires=("deep_ep>=1.1",), opt_in=True
+    "deepep",
+    priority=70,
+    formats=("batched",),
+    platforms=("cuda:sm90+",),
+    requires=("deep_ep>=1.1",),
+    opt_in=True,
+    predicted=True,
 )
 class DeepEPLowLatency(_OnDeepEP):
     """The mode for few tokens: rows by expert with counts on the device; weights are applied at home."""

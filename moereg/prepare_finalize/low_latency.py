@@ -36,7 +36,7 @@ class _Placed(Moved):
 
 # Over NCCL it ships its room, used or not: num_experts * max_num_tokens rows a rank. So it stands behind `all_gather`,
 # which ships max_num_tokens rows for each rank, unless the experts are few.
-@register_prepare_finalize("low_latency", priority=30, formats=("batched",), platforms=("*",))
+@register_prepare_finalize("low_latency", priority=30, formats=("batched",), platforms=("*",), predicted=True)
 class LowLatency(GroupPrepareFinalize):
     """Batched format: each rank has room for `max_num_tokens` tokens at each expert of the group.
 

@@ -44,6 +44,10 @@ def test_explain_shows_ways_and_then_backends(call: Call, call_json: CallJson) -
     assert "8 ranks over nccl on cuda" in out
     assert "chosen    all_to_all" in out
     assert "requires a way in (all_to_all)" in out
+    # A way has one line, whatever number of rectangles it was registered with, and says what its rank is worth.
+    _, out, _ = call("explain --ep 2 --model qwen3-30b-a3b --tokens 64 --platform cuda:sm90")
+    (line,) = (line for line in out.splitlines() if " all_gather (" in line)
+    assert line.startswith("chosen    all_gather (standard or batched, *, predicted priority 60)")
     code, out, _ = call("explain --ep 8 --model deepseek-v3 --platform cuda:sm90 --way all_gather")
     assert code == 3
     assert "requires max_num_tokens" in out

@@ -18,7 +18,8 @@ from moereg.registry import BUILTIN, BackendRegistry, register_moe_backend
 from tests.cli.command import Call, CallJson
 from tests.support.fakes import FakeExperts
 
-INFO_KEYS = ["schema", "version", "platform", "platform_error", "backends", "plugins", "platform_claimed_by"]
+INFO_KEYS = ["schema", "version", "platform", "platform_error", "backends", "plugins", "platform_claimed_by", "ways"]
+WAY_KEYS = ["name", "origin", "origin_version", "cells", "available", "reasons"]
 BACKEND_KEYS = ["name", "origin", "origin_version", "cells", "available", "reasons"]
 CELL_KEYS = ["experts", "quant_schemes", "platforms", "priority", "tier", "verified", "not_verified", "quarantined"]
 PLUGIN_KEYS = ["group", "name", "value", "distribution", "status", "error"]
@@ -39,6 +40,20 @@ def test_info_json_has_exactly_the_keys(call_json: CallJson) -> None:
         assert all(list(cell) == CELL_KEYS for cell in backend["cells"])
         assert backend["available"] is not bool(backend["reasons"])
         assert all(reason["code"] in ("platform", "package", "probe") for reason in backend["reasons"])
+
+
+def test_info_lists_the_ways_of_moving_tokens(call: Call, call_json: CallJson) -> None:
+    ways = {way["name"]: way for way in call_json("info")[1]["ways"]}
+    assert all(list(way) == WAY_KEYS for way in ways.values())
+    assert {"all_gather", "all_to_all", "deepep", "low_latency"} <= set(ways)
+    assert [cell["max_group_size"] for cell in ways["all_gather"]["cells"]] == [None, 4]
+    assert all(cell["predicted"] for way in ways.values() for cell in way["cells"])
+    assert ways["all_to_all"]["available"]
+    assert not ways["deepep"]["available"]
+    assert all(cell["opt_in"] for cell in ways["deepep"]["cells"])
+    out = call("info")[1]
+    assert "ways between ranks: all_gather, all_to_all, deepep (opt-in, no" in " ".join(out.split())
+    assert "AllGather" in call("info --cells")[1]
 
 
 def _mxfp8_cells(info: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -211,6 +211,8 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
         "verify": verified,
         "a verified cell": verified["cells"][0],
         "a result": verified["results"][0],
+        "a way": info["ways"][0],
+        "a rectangle of it": info["ways"][0]["cells"][0],
         "a plugin": PluginStatus("", "", "", "", "loaded").to_dict(),
     }
     text = " ".join(PAGE.read_text().split())

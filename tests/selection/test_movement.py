@@ -147,6 +147,30 @@ def test_priority_ranks_and_words_beat_it() -> None:
     assert judged(registry, require=("slow",)).decisions[-1].reasons[0].code == "not_required"
 
 
+def test_a_way_has_a_line_and_says_if_its_priority_is_a_guess() -> None:
+    registry = MovementRegistry()
+    for priority, predicted, narrowed in ((3, True, {"max_group_size": 4}), (1, False, {})):
+        register_prepare_finalize(
+            "moving",
+            priority,
+            ("standard", "batched"),
+            ("cuda",),
+            registry=registry,
+            predicted=predicted,
+            **narrowed,  # type: ignore[arg-type]
+        )(Moving)
+    assert judged(registry).table().splitlines()[1:] == [
+        "chosen    moving (standard or batched, cuda, predicted priority 3)"
+    ]
+    many = judged(registry, group=GroupFacts(8))
+    assert many.table().splitlines()[1:] == ["chosen    moving (standard or batched, cuda, priority 1)"]
+    assert [decision["predicted"] for decision in many.to_dict()["decisions"]] == [False, False, True, True]
+    refused = judged(registry, problem_of(dtype="float32"))
+    assert refused.refusal.splitlines()[1:] == [
+        "  moving (standard or batched): requires dtype in (bfloat16), got float32"
+    ]
+
+
 def test_the_environment_asks_too_and_unknown_names_are_errors() -> None:
     resolved = MovementRequest.resolve(
         prefer="all_gather",
@@ -187,6 +211,7 @@ def test_a_predicate_adds_reasons_and_one_that_raises_is_a_reason() -> None:
         ({"platforms": ("cuda:sm",)}, "sm"),
         ({"name": "Mine"}, "a name is lower-case letters"),
         ({"priority": "high"}, "priority must be an integer, got 'high'"),
+        ({"predicted": "yes"}, "predicted must be True or False, got 'yes'"),
         ({"transports": ("cuda:nccl", "cpu:gloo")}, "never widen them; transports="),
         ({"max_group_size": 0}, "max_group_size must be None or an integer of at least 1, got 0"),
         ({"graph_captures": True}, "unknown fact 'graph_captures'"),
