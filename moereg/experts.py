@@ -32,7 +32,7 @@ class ExpertInputs:
         expert_num_tokens: [E] int32, valid rows of each expert in the batched format, else None.
         expert_map: [num_experts] int32, local expert or -1; None if all experts are local.
         hidden_scale: Scales of `hidden_states` where those are codes of the scheme that the experts compute: [T,groups]
-            in its scale dtype. Only a class whose `input_form` is `quantized` is given them; else None.
+            in its scale dtype, contiguous. Only a class whose `input_form` is `quantized` is given them; else None.
     """
 
     hidden_states: torch.Tensor

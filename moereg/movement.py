@@ -145,7 +145,7 @@ class MovementSelection:
             decision = decisions[0]
             mark = "chosen" if decision is self.winner else "fits" if decision.accepted else "rejected"
             formats = " or ".join(each.activation_format for each in decisions)
-            wheel = "" if decision.origin == BUILTIN else f" of {decision.origin} {decision.origin_version}"
+            wheel = "" if decision.origin == BUILTIN else f" of {decision.origin} {decision.origin_version}".rstrip()
             rank = "predicted priority" if decision.predicted else "priority"
             lines.append(f"{mark:9} {decision.name} ({formats}{wheel}, {decision.rule}, {rank} {decision.priority})")
             lines.extend(f"{'':10}- {reason.text} [{reason.code}]" for reason in decision.reasons)

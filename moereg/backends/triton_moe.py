@@ -319,11 +319,14 @@ class TritonQuantizedExperts(_QuantizedExperts):
     the scales are given; otherwise, as when rows have global scales, in a launch between the two. Up to 16 tokens need
     no sort.
 
+    Tokens that arrive as codes with dynamic scales of their own are multiplied as they are.
+
     Equal inputs give equal bits: a row of a product does not depend on its place in a tile, a largest magnitude does
     not depend on an order, no kernel adds atomically, and a token's rows are added in the order of its choices.
     """
 
     facts = _FACTS
+    input_form = "quantized"
 
     def _load(self) -> Implementation:
         from moereg.backends._triton import quantized

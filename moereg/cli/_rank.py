@@ -205,7 +205,6 @@ class _Rank:
     def _wires(self, chosen: Wire, kernel: MoEKernel) -> tuple[Wire, ...]:
         """The one that was chosen, and 16 bits beside codes where way and experts take both."""
         takes_both = isinstance(kernel.prepare_finalize, (AllGather, AllToAll, LowLatency))
-        takes_both = takes_both and kernel.experts.input_form != "quantized"
         if isinstance(chosen, PlainWire) or not takes_both or self.job.compares:
             return (chosen,)
         return (chosen, PlainWire(self.problem))

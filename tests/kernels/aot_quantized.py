@@ -28,6 +28,7 @@ CASES: dict[str, tuple[int, str, int, int, int, int, dict[str, Any]]] = {
     "block_to_11_rows": (64, "fp8_block128", 256, 8, 7168, 2048, {}),
     "block_to_100_rows": (1024, "fp8_block128", 256, 8, 7168, 2048, {}),
     "block_prefill": (4096, "fp8_block128", 128, 8, 2048, 768, {}),
+    "block_coded": (64, "fp8_block128", 8, 2, 1288, 512, {"arrives_coded": True}),
     "block_odd": (4096, "fp8_block128", 8, 2, 511, 129, {"has_bias": True}),
     "channel_decode": (16, "fp8_channel_token", 128, 8, 2048, 768, {}),
     "channel_prefill": (4096, "fp8_channel_token", 128, 8, 2048, 768, {}),
@@ -53,6 +54,8 @@ KINDS = ("e4m3", ".s8", ".f16.f16", ".bf16", ".block_scale", "mxf4nvf4")
 def launch_layer(target: str, case: str) -> None:
     """Everything that a call of a case's layer launches."""
     tokens, scheme, experts, top_k, hidden, intermediate, keywords = CASES[case]
+    keywords = dict(keywords)
+    is_coded = keywords.pop("arrives_coded", False)
     problem = MoEProblem(
         num_experts=experts,
         hidden_size=hidden,
@@ -78,10 +81,11 @@ def launch_layer(target: str, case: str) -> None:
     lead = (experts, tokens) if is_batched else (tokens,)
     hidden_states = empty(*lead, hidden, dtype=dtype)
     inputs = ExpertInputs(
-        hidden_states,
+        hidden_states.to(torch.float8_e4m3fn) if is_coded else hidden_states,
         empty(tokens, top_k, dtype=torch.float32),
         empty(tokens, top_k, dtype=torch.int32),
         expert_num_tokens=empty(experts, dtype=torch.int32) if is_batched else None,
+        hidden_scale=empty(tokens, -(-hidden // 128), dtype=torch.float32) if is_coded else None,
     )
     scratch = [empty(*shape, dtype=dtype) for shape in layer.workspace_shapes(problem, tokens)]
     layer.apply(torch.empty_like(hidden_states), inputs, weights, *scratch)
@@ -100,7 +104,7 @@ def main() -> None:
             launch_layer(target, case)
         for name, kernel in compiled:
             # The others are the 16-bit layer's too.
-            if "quantize" in name or "amax" in name:
+            if any(word in name for word in ("quantize", "amax", "coded")):
                 products = [line for line in kernel.asm.get("ptx", "").splitlines() if "mma" in line]
                 words = {word: sum(word in line for line in products) for word in KINDS}
                 found.append(describe(target, case, name, kernel) | {"products": words})

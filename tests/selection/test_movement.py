@@ -160,10 +160,10 @@ def test_a_way_has_a_line_and_says_if_its_priority_is_a_guess() -> None:
             **narrowed,  # type: ignore[arg-type]
         )(Moving)
     assert judged(registry).table().splitlines()[1:] == [
-        "chosen    moving (standard or batched, cuda, predicted priority 3)"
+        f"chosen    moving (standard or batched of {__name__}, cuda, predicted priority 3)"
     ]
     many = judged(registry, group=GroupFacts(8))
-    assert many.table().splitlines()[1:] == ["chosen    moving (standard or batched, cuda, priority 1)"]
+    assert many.table().splitlines()[1:] == [f"chosen    moving (standard or batched of {__name__}, cuda, priority 1)"]
     assert [decision["predicted"] for decision in many.to_dict()["decisions"]] == [False, False, True, True]
     refused = judged(registry, problem_of(dtype="float32"))
     assert refused.refusal.splitlines()[1:] == [

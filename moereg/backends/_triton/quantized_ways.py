@@ -7,6 +7,9 @@
 | `Hopper` | more than 30 an expert | a sort, codes of sorted rows, warp-specialized tiles, and a reduction |
 | `Batched` | [E, max_T, H] | a plan of tiles over each expert's rows, their codes, then the products |
 
+Tokens that arrive as codes are not quantized: tiles read them where they lie, or where columns have to be filled up, as
+`Hopper` has to sort them, they are copied.
+
 The intermediate is rounded to the problem's dtype and then quantized: in the first product if a tile holds whole groups
 or the scales are given, else in a launch between the two.
 
@@ -30,6 +33,7 @@ from moereg.kernels.quantized.gate_up import quantized_gate_up_gemm
 from moereg.kernels.quantized.operands import CodedOutput, QuantizedMatrices, QuantizedRows, Quantizer, RowFormat
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows, rows_of_plan
 from moereg.kernels.quantized.rows_batched import quantize_batched_rows
+from moereg.kernels.quantized.rows_coded import copy_coded_rows
 from moereg.kernels.quantized.rows_sorted import quantize_to_sorted_rows
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import RoutePlan
@@ -56,6 +60,16 @@ class QuantizedWork(Work):
     def rows(self, codes: torch.Tensor, scales: torch.Tensor, *global_scale: torch.Tensor) -> QuantizedRows:
         """Pieces of a workspace as rows of codes."""
         return QuantizedRows(codes, scales, self.row_format.group, *global_scale)
+
+    @property
+    def arrived(self) -> QuantizedRows | None:
+        """The tokens, [T, H] codes and scales, where they arrived as that."""
+        scales = self.call.inputs.hidden_scale
+        if scales is None:
+            return None
+        # A routing weight would have to scale them first.
+        assert not self.problem.apply_router_weight_on_input
+        return self.rows(self.call.inputs.hidden_states, scales.view(self.row_format.scale_dtype))
 
 
 QuantizedWay: TypeAlias = Way[QuantizedWork]
@@ -97,18 +111,25 @@ def _run_tiles(work: QuantizedWork, configs: GemmPair, plan: RoutePlan | DirectR
     by_route = a13_scale is not None and a13_scale.numel() > 1
     num_coded = num_routes if by_route else num_tokens
     tokens = work.rows(*cut(behind_plan, *row_pieces(work.activation_format, num_coded, hidden_size)))
-    quantize_rows(
-        tokens,
-        inputs.hidden_states,
-        Quantizer(row_format, a13_scale, amax_of_all),
-        RouteIds(inputs.topk_ids, inputs.expert_map, problem.num_experts, problem.num_local_experts),
-        topk_weights=inputs.topk_weights,
-        apply_router_weight_on_input=on_input,
-        # Does not read the sort's output.
-        independent=True,
-        # Without a sort, this is the layer's first kernel.
-        overlap=overlap and configs.sort_routes,
-    )
+    # Without a sort, codes of tokens are the layer's first kernel.
+    overlap_codes = overlap and configs.sort_routes
+    arrived = work.arrived
+    if arrived is None:
+        quantize_rows(
+            tokens,
+            inputs.hidden_states,
+            Quantizer(row_format, a13_scale, amax_of_all),
+            RouteIds(inputs.topk_ids, inputs.expert_map, problem.num_experts, problem.num_local_experts),
+            topk_weights=inputs.topk_weights,
+            apply_router_weight_on_input=on_input,
+            # Does not read the sort's output.
+            independent=True,
+            overlap=overlap_codes,
+        )
+    elif arrived.depth == tokens.depth:
+        tokens = arrived
+    else:
+        copy_coded_rows(tokens, arrived, overlap=overlap_codes)
     quantizer = Quantizer(row_format, weights.get("a2_scale"), amax_of_all)
     fuses = row_format.fits_tile(configs.gate_up.block_n)
     quantized_gate_up_gemm(
@@ -157,16 +178,20 @@ class Hopper(QuantizedWay):
         plan = work.sort_routes(QUANTIZED_BLOCK_M)
         token_codes, token_scales = cut(behind_plan, *row_pieces(work.activation_format, num_routes, hidden_size))
         tokens = work.rows(token_codes, by_group(token_scales))
-        quantize_to_sorted_rows(
-            tokens,
-            inputs.hidden_states,
-            row_format,
-            plan.route_row,
-            topk_weights=inputs.topk_weights,
-            apply_router_weight_on_input=on_input,
-            encodes_early=self.rule.encodes_early,
-            overlap=overlap,
-        )
+        early, arrived = self.rule.encodes_early, work.arrived
+        if arrived is None:
+            quantize_to_sorted_rows(
+                tokens,
+                inputs.hidden_states,
+                row_format,
+                plan.route_row,
+                topk_weights=inputs.topk_weights,
+                apply_router_weight_on_input=on_input,
+                encodes_early=early,
+                overlap=overlap,
+            )
+        else:
+            copy_coded_rows(tokens, arrived, plan.route_row, reads_early=early, overlap=overlap)
         pieces = intermediate_pieces(problem, work.activation_format, num_rows)
         intermediate, _, codes, scales = cut(call.workspace13.view(torch.uint8), *pieces)  # [guard + N, ...] each
         scales = by_group(scales)
