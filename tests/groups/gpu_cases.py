@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from moereg.layer import MoEKernel, make_kernel
+from moereg.prepare_finalize import GroupPrepareFinalize
+from moereg.prepare_finalize.wire import CodedWire, PlainWire
 from moereg.problem import MoEProblem
 from moereg.reference import relative_error
 from moereg.testing.inputs import make_weights
@@ -110,6 +112,36 @@ def experts_that_move(rank: int, size: int) -> dict[str, Any]:
     torch.cuda.synchronize()
     del graph
     return {"error": worst}
+
+
+def codes_as_they_come(rank: int, size: int, way: str, num_tokens: int) -> dict[str, Any]:
+    """Codes that the kernels take as they travelled give the bits of those that they round again, and of 16 bits."""
+    sizes = {"num_experts": 8, "intermediate_size": 512, "max_num_tokens": num_tokens}
+    problem, kernel, one = layer_of(rank, size, way, quant="fp8_block128", **sizes)
+    moves = kernel.prepare_finalize
+    assert isinstance(moves, GroupPrepareFinalize)
+    assert kernel.experts.input_form == "quantized"
+    inputs = inputs_of(problem, rank, num_tokens)
+    scheme = kernel.experts.computes
+    found = []
+    for wire in (moves.wire, CodedWire(problem, scheme), PlainWire(problem)):
+        moves.wire = wire
+        found += [kernel(*inputs), kernel(*inputs)]
+    assert all(torch.equal(found[0], other) for other in found[1:]), "codes change the result"
+    return {"error": relative_error(found[0], one(*inputs)), "backend": kernel.selection.backend}
+
+
+def codes_all_to_all(rank: int, size: int) -> dict[str, Any]:
+    return codes_as_they_come(rank, size, "all_to_all", 16)
+
+
+def codes_all_gather(rank: int, size: int) -> dict[str, Any]:
+    return codes_as_they_come(rank, size, "all_gather", 4)
+
+
+def codes_in_hopper_tiles(rank: int, size: int) -> dict[str, Any]:
+    """Enough rows an expert for the warp-specialized programs."""
+    return codes_as_they_come(rank, size, "all_gather", 512)
 
 
 def two_batches(rank: int, size: int) -> dict[str, Any]:

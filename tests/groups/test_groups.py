@@ -104,6 +104,14 @@ def test_a_rank_that_ends_or_stalls_ends_the_others(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_triton_takes_codes_as_they_travelled() -> None:
+    pytest.importorskip("triton")
+    for result in results_of(2, "codes_reach_triton", module="tests.groups.triton_cases"):
+        found = value_of(result, "codes_reach_triton")
+        assert found == {"equal": [True, True], "error": pytest.approx(0, abs=6e-3)}
+
+
+@pytest.mark.slow
 def test_every_scheme_travels() -> None:
     # A CPU serves mxfp4_mxfp8 with 16-bit activations, and so do tokens travel.
     in_8_bits = {"fp8_channel_token", "fp8_block128", "mxfp8", "int8_w8a8"}
