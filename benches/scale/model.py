@@ -67,21 +67,27 @@ class Way:
         name: As moereg registers it, with the wire, the transport or the variant where that differs.
         captured: Whether a CUDA graph holds it, so that the host's time does not count.
         note: What it sends.
+        most_ranks: Of a group that it takes, or None.
     """
 
     name: str
     captured: bool
     note: str
+    most_ranks: int | None = None
 
     @property
     def registered(self) -> str:
         """As moereg registers it."""
-        return self.name.partition(",")[0]
+        return "low_latency_symmetric" if self.name.endswith(", symmetric") else self.name.partition(",")[0]
 
     @property
     def is_built(self) -> bool:
         """Whether moereg has it."""
         return not self.name.endswith(", sums")
+
+    def takes(self, num_ranks: int) -> bool:
+        """Whether moereg has it for so many ranks."""
+        return self.is_built and (self.most_ranks is None or num_ranks <= self.most_ranks)
 
     @property
     def coded(self) -> bool:
@@ -96,7 +102,12 @@ WAYS: Final = (
     Way("all_gather", True, "all tokens to all ranks; back a reduce-scatter of sums"),
     Way("all_gather, fp8", True, "the same with tokens in 8 bits; sums in 16"),
     Way("low_latency", True, "over NCCL: room for T tokens of each rank at each expert, filled or not, both times"),
-    Way("low_latency, symmetric", True, "over symmetric memory: a row for each route, both times, no padding"),
+    Way(
+        "low_latency, symmetric",
+        True,
+        "`low_latency_symmetric`, over symmetric memory: a row for each route, both times, no padding; up to 32 ranks",
+        most_ranks=32,
+    ),
 )
 
 

@@ -32,7 +32,7 @@ def best(layer: Layer, num_ranks: int, num_tokens: int, routing: str, balanced: 
     found = {
         way.name: cost(layer, way, num_ranks, num_tokens, routing, balanced).total_us
         for way in ways_of(layer)
-        if way.is_built
+        if way.takes(num_ranks)
     }
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
@@ -148,7 +148,7 @@ def predictions_table() -> str:
         for tokens in (1, 64, 1024, 8192):
             kernel, bare = alone(layer, 2, tokens), bare_us(layer, 2, tokens)
             for way in ways_of(layer):
-                if way.name.startswith("low_latency") and tokens > 1024:
+                if way.name == "low_latency" and tokens > 1024:
                     continue  # Nobody makes room for them.
                 total = cost(layer, way, 2, tokens, "uniform", balanced=False).total_us
                 found = measured.get((layer.model, layer.quant, way.name, tokens))
@@ -188,7 +188,9 @@ def _measurements() -> dict[tuple[str, str, str, int], dict[str, Any]]:
             continue
         for row in bench["rows"]:
             if row["routing"] == "uniform":
-                name = row["way"] + (", fp8" if "float8" in row["wire"] else "")
+                name = row["way"].replace("_symmetric", ", symmetric")
+                if "float8" in row["wire"] and "symmetric" not in name:
+                    name += ", fp8"
                 found[bench["model"], bench["problem"]["quant"], name, row["tokens"]] = row
     return found
 

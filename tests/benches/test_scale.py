@@ -76,6 +76,9 @@ def test_a_call_takes_at_least_the_experts_and_grows() -> None:
             assert cost(layer, way, 4, 64, "zipf", True).total_us > alone(layer, 4, 64, "zipf", True)
     assert "all_to_all, fp8" not in page.best(GPT_OSS, 2, 64, "uniform", False)
     assert "all_to_all, sums" not in page.best(QWEN, 2, 64, "uniform", False)
+    assert "low_latency, symmetric" in page.best(QWEN, 8, 64, "uniform", False)
+    # Its exchange takes 32 ranks.
+    assert "low_latency, symmetric" not in page.best(QWEN, 64, 64, "uniform", False)
 
 
 def test_a_measurement_stands_beside_its_prediction(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
@@ -83,6 +86,7 @@ def test_a_measurement_stands_beside_its_prediction(monkeypatch: pytest.MonkeyPa
     row = {"way": "all_gather", "wire": "bfloat16", "tokens": 64, "routing": "uniform", "failure": None}
     rows = [{**row, "time_us": 1.1 * total, "one_rank_us": total / 2}, {**row, "routing": "zipf", "time_us": 1.0}]
     rows.append({**row, "way": "all_to_all", "time_us": None, "failure": "BackendError: lost"})
+    rows.append({**row, "way": "low_latency_symmetric", "time_us": None, "failure": "no NVSHMEM"})
     bench = {"model": QWEN.model, "problem": {"quant": QWEN.quant}, "ranks": 2, "balanced": False, "rows": rows}
     (tmp_path / "h200_ep.json").write_text(json.dumps({"benches": [bench]}))
     monkeypatch.setattr(page, "RESULTS", tmp_path)
@@ -91,7 +95,9 @@ def test_a_measurement_stands_beside_its_prediction(monkeypatch: pytest.MonkeyPa
     assert gathered.endswith(f"| {1.1 * total:,.0f} | 2.20 | 1.10 |")
     (sent,) = (line for line in lines if "bf16 | 64 | all_to_all |" in line)
     assert "BackendError: lost" in sent
-    assert sum("not measured" in line for line in lines) == len(lines) - 4
+    (alike,) = (line for line in lines if "bf16 | 64 | low_latency, symmetric |" in line)
+    assert "no NVSHMEM" in alike
+    assert sum("not measured" in line for line in lines) == len(lines) - 5
 
 
 def test_the_picture_is_that_of_the_model(tmp_path: pathlib.Path) -> None:
