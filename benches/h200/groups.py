@@ -8,6 +8,7 @@ bare collectives, the whole call, and what the call takes beyond these two.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -25,6 +26,7 @@ from moereg.prepare_finalize import GroupPrepareFinalize
 from moereg.problem import MoEProblem
 from moereg.routing import softmax_topk
 from moereg.testing.inputs import make_weights
+from moereg.weights import ExpertWeights
 
 LAYERS: Final[dict[str, Any]] = {
     "qwen3-30b-a3b": {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 768, "top_k": 8},
@@ -89,15 +91,21 @@ def bare(moves: GroupPrepareFinalize, num_tokens: int, way: str) -> Callable[[],
     return there_and_back
 
 
+@functools.cache
+def weights_of(share: MoEProblem) -> ExpertWeights:
+    """Those of a rank: the same for each number of tokens."""
+    return make_weights(share, torch.device("cuda"))
+
+
 def row_of(layer: str, num_tokens: int, way: str, quant: str) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     can_capture = way != "all_to_all"
     problem = MoEProblem(**LAYERS[layer], quant=quant, max_num_tokens=num_tokens, graph_capture=can_capture)
-    share = dataclasses.replace(problem, num_local_experts=problem.num_experts // size)
-    kernel = make_kernel(
-        problem, make_weights(share, torch.device("cuda")), group=dist.group.WORLD, prepare_finalize=way
+    share = dataclasses.replace(
+        problem, num_local_experts=problem.num_experts // size, max_num_tokens=None, graph_capture=False
     )
+    kernel = make_kernel(problem, weights_of(share), group=dist.group.WORLD, prepare_finalize=way)
     moves = kernel.prepare_finalize
     assert isinstance(moves, GroupPrepareFinalize)
     hidden_states = torch.randn(num_tokens, problem.hidden_size, device="cuda").bfloat16()

@@ -32,7 +32,7 @@ def compared(rank: int, size: int, num_batches: int = 1, extra: int = 1, **chang
     part = dataclasses.replace(mine, max_num_tokens=-(-most // num_batches))
     group = Group(dist.group.WORLD, CPU)
     seen = LowLatencySymmetric.experts_problem_of(part, group.facts, "standard")
-    assert (seen.top_k, seen.max_num_tokens) == (1, part.max_num_tokens * size * problem.top_k)
+    assert (seen.top_k, seen.max_num_tokens) == (1, -(-most // num_batches) * size * problem.top_k)
     scheme = moereg.explain_backends(seen, "cpu").decisions[0].scheme
     assert scheme is not None
     wire = PlainWire(mine) if scheme.activation is None else CodedWire(mine, scheme)

@@ -1,0 +1,267 @@
+"""Layers over all GPUs of this machine, way by way, the rows that matter most first, until a time is over.
+
+`python -m benches.h200.ep OUT.json SECONDS [PART...]` starts a process a GPU. Each row is that of `moereg bench --ep`:
+the call against one rank with as many experts and routes, and against the bare collectives of the same bytes. A row
+that hangs or ends its process is told, and the others go on in new processes. Parts are `first`, `more`, `zipf`, `room`
+and `symmetric`, in this order; all where none is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from moereg.problem import MoEProblem
+from moereg.shapes import get_shape
+
+LAYERS: Final = {
+    "qwen3": ("qwen3-30b-a3b", "unquantized"),
+    "deepseek": ("deepseek-v3", "fp8_block128"),
+    "gptoss_mxfp4": ("gpt-oss-120b", "mxfp4_w4a16"),
+    "gptoss_bf16": ("gpt-oss-120b", "unquantized"),
+}
+MOST_SECONDS: Final = 70.0
+"""Of an item, after which its processes are killed."""
+ROUNDS: Final = 24
+SAMPLE_SECONDS: Final = 0.5
+
+
+def problem_of(layer: str) -> MoEProblem:
+    """A layer, with all of its experts."""
+    model, quant = LAYERS[layer]
+    return MoEProblem(**get_shape(model).problem_keywords(), quant=quant)
+
+
+class Item(NamedTuple):
+    """What is measured at a time: some ways at one number of tokens and one routing."""
+
+    part: str
+    layer: str
+    tokens: int
+    routing: str
+    ways: tuple[str, ...]
+
+
+def items(parts: tuple[str, ...]) -> list[Item]:
+    """Everything, what matters most first."""
+    both, found = ("all_gather", "all_to_all"), []
+    for tokens in (8192, 64):
+        found += [Item("first", layer, tokens, "uniform", both) for layer in LAYERS]
+    for tokens in (1024, 1):
+        found += [Item("more", layer, tokens, "uniform", both) for layer in LAYERS]
+    for tokens in (8192, 64, 1024, 1):
+        found += [Item("zipf", layer, tokens, "zipf", both) for layer in LAYERS]
+    for tokens in (64, 1, 1024):
+        found += [Item("room", layer, tokens, "uniform", ("low_latency",)) for layer in LAYERS]
+    for tokens in (64, 1, 1024, 8192):
+        found += [Item("symmetric", layer, tokens, "uniform", ("low_latency_symmetric",)) for layer in LAYERS]
+    return [item for item in found if not parts or item.part in parts]
+
+
+def run_rank(rank: int, size: int, folder: Path, end: float) -> None:
+    """One rank: items in turn, until rank 0 says that the time is over; rank 0 writes rows."""
+    import torch
+    import torch.distributed as dist
+
+    from moereg.cli._rank import Job, _Rank
+    from moereg.dispatch import EmulationWarning
+    from moereg.errors import MoeregError
+
+    warnings.simplefilter("ignore", EmulationWarning)
+    left = [Item(*item[:4], tuple(item[4])) for item in json.loads((folder / "left").read_text())]
+    has_gpus = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if has_gpus else torch.device("cpu")
+    if has_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if has_gpus else "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=2 * MOST_SECONDS),
+        device_id=device if has_gpus else None,
+    )
+    layers: dict[str, Any] = {}
+    for place, item in enumerate(left):
+        go = torch.tensor([time.time() + 8 < end], dtype=torch.int32, device=device)
+        dist.broadcast(go, src=0)
+        if not int(go):
+            return
+        if rank == 0:
+            _write(folder / "progress", {"begin": place, "time": time.time()})
+        if item.layer not in layers:
+            job = Job(
+                problem=problem_of(item.layer).to_dict(),
+                size=size,
+                device_type=device.type,
+                ways=(),
+                tokens=(),
+                routings=("uniform",),
+                replicas=None,
+                rounds=ROUNDS,
+                seconds=SAMPLE_SECONDS,
+                seed=0,
+                eager=False,
+                compares=False,
+                out="",
+                store="",
+            )
+            with torch.no_grad():
+                layers[item.layer] = _Rank(job, rank, device)
+        of_layer = layers[item.layer]
+        of_layer.job = dataclasses.replace(
+            of_layer.job, ways=item.ways, tokens=(item.tokens,), routings=(item.routing,)
+        )
+        try:
+            with torch.no_grad():
+                for row in of_layer.rows():
+                    if rank == 0:
+                        _write(folder / "rows", {"layer": item.layer, **row})
+        except MoeregError as error:
+            if rank == 0:
+                _write(folder / "progress", {"failed": place, "why": str(error)[:200]})
+        if rank == 0:
+            _write(folder / "progress", {"end": place, "time": time.time()})
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@contextlib.contextmanager
+def _ranks(size: int, folder: Path, end: float, log: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    children = []
+    with log.open("ab") as file:
+        for rank in range(size):
+            command = [sys.executable, "-m", "benches.h200.ep", "--rank", str(rank), str(size), str(folder), str(end)]
+            children.append(subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True))
+        try:
+            yield children
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+
+
+def measure(left: list[Item], size: int, end: float, log: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows, and what is missing with why."""
+    rows: list[dict[str, Any]] = []
+    lost: list[str] = []
+    while left and time.time() + 20 < end:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "left").write_text(json.dumps(left))
+            began, why = time.time(), ""
+            with _ranks(size, folder, end, log) as children:
+                while any(child.poll() is None for child in children):
+                    time.sleep(0.2)  # Looks at processes; nothing here is timed by it.
+                    if any(child.poll() for child in children):
+                        why = "a rank ended"
+                        break
+                    steps = [step["time"] for step in _read(folder / "progress") if "time" in step]
+                    if time.time() - (steps[-1] if steps else began) > MOST_SECONDS:
+                        why = f"hung for {MOST_SECONDS:g} s"
+                        break
+                    if time.time() > end + 5:
+                        why = "the time was over"
+                        break
+            rows += _read(folder / "rows")
+            progress = _read(folder / "progress")
+        lost += [f"{left[step['failed']]}: {step['why']}" for step in progress if "failed" in step]
+        begun = [step["begin"] for step in progress if "begin" in step]
+        ended = {step["end"] for step in progress if "end" in step}
+        if not begun:
+            lost.append(f"all {len(left)} that were left: {why or 'nothing began'}")
+            break
+        if begun[-1] not in ended:
+            lost.append(f"{left[begun[-1]]}: {why or 'ended early'}")
+        elif not why:
+            left = left[begun[-1] + 1 :]
+            break
+        left = left[begun[-1] + 1 :]
+    lost += [f"{item}: no time left" for item in left]
+    return rows, lost
+
+
+def _line(row: dict[str, Any]) -> str:
+    head = f"| {row['layer']:12} | {row['tokens']:>5} | {row['routing']:7} | {row['way']:21} "
+    if row["failure"] or not row["passed"]:
+        found = row["failure"] or f"WRONG {row['relative_error']} > {row['tolerance']}"
+        return f"{head}| {str(found)[:90]} |"
+    alone, bare, time_us = row["one_rank_us"] or 0.0, row["bare_us"], row["time_us"]
+    wire = "8 bits" if "scales" in row["wire"] else "16"
+    return (
+        f"{head}| {wire:6} | {time_us:8.1f} | {alone:8.1f} | {time_us / alone if alone else 0:5.2f} | {bare:7.1f} "
+        f"| {time_us / (alone + bare):5.2f} | {'graph' if row['captured'] else 'eager'} "
+        f"| {'same' if row['repeats'] else 'DIFFER'} | {row['relative_error']:.1e} |"
+    )
+
+
+def document_of(rows: list[dict[str, Any]], lost: list[str], size: int) -> dict[str, Any]:
+    """As `benches/results/h200_ep.json` has it: a bench a layer."""
+    from moereg.discovery import current_platform
+    from moereg.testing.provenance import clocks, provenance
+
+    platform = current_platform()
+    where = provenance(platform, ("torch", "triton"))
+    found = []
+    for name, (model, _) in LAYERS.items():
+        of_layer = [{key: row[key] for key in row if key != "layer"} for row in rows if row["layer"] == name]
+        found.append(
+            {
+                "model": model,
+                "problem": problem_of(name).to_dict(),
+                "ranks": size,
+                "transport": "cuda:nccl",
+                "balanced": False,
+                "replicas": 0,
+                "rows": of_layer,
+            }
+        )
+    head = {name: where[name] for name in ("device", "versions", "commit", "date")}
+    note = "benches.h200.ep: rows of moereg bench --ep; clocks right after the last row"
+    link = "NVLink, multicast off"
+    return {"schema": 1, **head, "clocks": clocks(platform), "link": link, "note": note, "lost": lost, "benches": found}
+
+
+def main() -> int:
+    if sys.argv[1] == "--rank":
+        rank, size = int(sys.argv[2]), int(sys.argv[3])
+        run_rank(rank, size, Path(sys.argv[4]), float(sys.argv[5]))
+        sys.stdout.flush()
+        os._exit(0)  # NCCL may wait for graphs while it is taken down.
+    import torch
+
+    out, seconds, *parts = sys.argv[1:]
+    size = torch.cuda.device_count() or 2
+    log = Path(out).with_suffix(".log")
+    rows, lost = measure(items(tuple(parts)), size, time.time() + float(seconds), log)
+    Path(out).write_text(json.dumps(document_of(rows, lost, size), indent=1) + "\n")
+    print("| layer | T | routing | way | wire | us | alone us | x | bare us | x(alone+bare) | how | bits | error |")
+    for row in rows:
+        print(_line(row))
+    for text in lost:
+        print("missing:", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
