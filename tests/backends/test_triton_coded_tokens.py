@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from moereg.backends._loaded import Call
 from moereg.backends._triton import quantized_ways
+from moereg.backends._triton.recorded import Recorded
 from moereg.backends.triton_moe import TritonQuantizedExperts
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform
@@ -82,3 +84,27 @@ def test_codes_give_the_bits_of_tokens_that_are_rounded_again(
     assert received[2][1] is not None
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+def test_a_recording_knows_the_scales_that_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie elsewhere in each call; and a call without them is another recording."""
+    problem = MoEProblem(num_experts=4, hidden_size=128, intermediate_size=128, top_k=2, quant="fp8_block128")
+    layer = TritonQuantizedExperts(problem, SM90)
+    permuted = layer.permute_weights(make_weights(problem, DEVICE), problem)
+    inputs = make_inputs(problem, 3, "uniform", DEVICE)
+    known: list[dict[str, torch.Tensor | None]] = []
+
+    def run(self: Recorded, call: Call) -> None:
+        known.append({name: call.weights.get(name) for name in self.recorded_weights})
+
+    monkeypatch.setattr(Recorded, "run", run)
+    rows, scales = arrived(problem, inputs.hidden_states, keeps_codes=True)
+    nothing = torch.empty(0, device=DEVICE)
+    for hidden_states, hidden_scale in ((rows, scales), (inputs.hidden_states, None)):
+        given = ExpertInputs(hidden_states, inputs.topk_weights, inputs.topk_ids, hidden_scale=hidden_scale)
+        layer.apply(torch.empty_like(inputs.hidden_states), given, permuted, nothing, nothing)
+    assert known[0].pop("hidden_scale") is scales
+    assert known[1].pop("hidden_scale") is None
+    assert known[0].keys() == known[1].keys()
+    assert all(known[0][name] is known[1][name] for name in known[0])
+    assert permuted.get("hidden_scale") is None

@@ -44,6 +44,10 @@ at 64 rows 0.78 and 0.70.
 """
 
 
+_ARRIVED: Final = "hidden_scale"
+"""Scales of tokens that arrived as codes."""
+
+
 class MultipliedCodes(Recorded):
     """Independent of the activation format; a subclass sizes its workspaces and selects a way.
 
@@ -56,6 +60,7 @@ class MultipliedCodes(Recorded):
     recorded_weights: ClassVar[tuple[str, ...]] = (
         *("w13", "w2", "w13_scale", "w2_scale", "w13_scale_2", "w2_scale_2", "w13_bias", "w2_bias"),
         *("a13_scale", "a2_scale"),
+        _ARRIVED,
     )
 
     def __init__(self, experts: Experts) -> None:
@@ -117,6 +122,16 @@ class MultipliedCodes(Recorded):
         q, scale = weights[name], weights[f"{name}_scale"]
         group_rows = q.shape[1] // scale.shape[1] if fmt.group[0] == WHOLE else fmt.group[0]
         return QuantizedMatrices(q, scale, group_rows, _group_columns(fmt), weights.get(f"{name}_scale_2"))
+
+    def run(self, call: Call) -> None:
+        """See `Recorded.run`."""
+        scales = call.inputs.hidden_scale
+        if scales is not None:
+            # A recording has to know them, which are elsewhere in each call, as tokens are: it finds them by a name.
+            weights = call.weights
+            named = PermutedWeights(weights.layout, weights.per_expert, {**weights.shared, _ARRIVED: scales})
+            call = call._replace(weights=named)
+        super().run(call)
 
     def launch(self, call: Call) -> None:
         weights = call.weights

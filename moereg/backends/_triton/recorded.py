@@ -47,7 +47,6 @@ class Recorded(Implementation):
             inputs.expert_map,
             workspace13,
             workspace2,
-            inputs.hidden_scale,
             *(weights.get(name) for name in self.recorded_weights),
         )
         device = out.device
