@@ -7,6 +7,7 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _EQUAL: Final = "tests/groups/test_groups.py::test_a_group_computes_the_bits_of_one_rank"
+_SYMMETRIC: Final = "tests/groups/test_symmetric.py::test_routes_over_symmetric_memory_give_the_bits_of_one_rank"
 
 MUTANTS: Final = (
     Mutant(
@@ -57,6 +58,27 @@ MUTANTS: Final = (
         old="    if differing:\n",
         new="    if False:\n",
         tests=("tests/groups/test_groups.py::test_ranks_that_cannot_go_together_all_say_so",),
+    ),
+    Mutant(
+        "all calls travel in one symmetric memory, in which another rank may still read",
+        "moereg/prepare_finalize/symmetric.py",
+        old="self._next = 1 - self._next",
+        new="self._next = 0",
+        tests=(_SYMMETRIC,),
+    ),
+    Mutant(
+        "rows of empty bins count as routes that came",
+        "moereg/prepare_finalize/symmetric.py",
+        old="source = torch.where(came, begins[owner] + row - (ends - splits)[owner], 0)",
+        new="source = torch.where(came, row, 0)",
+        tests=(_SYMMETRIC,),
+    ),
+    Mutant(
+        "tokens that arrive as codes are read as 16 bits",
+        "moereg/backends/_triton/quantized_ways.py",
+        old="elif arrived.depth == tokens.depth:",
+        new="elif True:",
+        tests=("tests/backends/test_triton_coded_tokens.py",),
     ),
     Mutant(
         "the second part of a call has the first one's rows",
