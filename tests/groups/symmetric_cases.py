@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import moereg
@@ -13,7 +14,28 @@ from moereg.layer import make_kernel
 from moereg.prepare_finalize import Group, LowLatencySymmetric
 from moereg.prepare_finalize.wire import CodedWire, PlainWire
 from tests.groups import symmetric_imitation
-from tests.groups.cases import CPU, errors_of, experts_of, numbers_of, problem_of
+from tests.groups.cases import CPU, errors_of, experts_of, numbers_of, problem_of, tokens_of
+
+
+def overlapped(rank: int, size: int) -> bool:
+    """Two calls are under way at once, as with two parts on a GPU; experts that return what they get."""
+    symmetric_imitation.install()
+    problem = dataclasses.replace(problem_of(), num_local_experts=12 // size, placement="map")
+    group, placement = Group(dist.group.WORLD, CPU), moereg.ExpertPlacement.contiguous(12, size)
+    tables = PlacementTables(placement, rank, CPU)
+    seen = LowLatencySymmetric.experts_problem_of(problem, group.facts, "standard")
+    moves = LowLatencySymmetric(problem, seen, group, tables, PlainWire(problem))
+    calls = [tokens_of(problem, rank, num_tokens) for num_tokens in (5, 3, 8, 1)]
+    prepared = [moves.prepare(*calls[0], seen, tables.expert_map)]
+    is_right = True
+    for place, (hidden_states, topk_weights, topk_ids) in enumerate(calls):
+        if place + 1 < len(calls):
+            prepared.append(moves.prepare(*calls[place + 1], seen, tables.expert_map))
+        out = torch.full_like(hidden_states, float("nan"))
+        moves.finalize(out, prepared[place].inputs.hidden_states, prepared[place], seen)
+        weights = torch.where(topk_ids >= 0, topk_weights, 0).sum(1, keepdim=True)
+        is_right = is_right and torch.equal(out, hidden_states * weights)
+    return is_right
 
 
 def compared(rank: int, size: int, num_batches: int = 1, extra: int = 1, **changes: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ MODULE = "tests.groups.symmetric_cases"
 
 def check(results: list[dict[str, Any]]) -> None:
     for result in results:
+        assert value_of(result, "overlapped") is True
         for name in (*EXACT, "symmetric_fp8"):
             found = value_of(result, name)
             assert found["equal"] if name in EXACT else found["error"] < 1e-3, name
@@ -34,12 +35,12 @@ def check(results: list[dict[str, Any]]) -> None:
 
 
 def test_routes_over_symmetric_memory_give_the_bits_of_one_rank() -> None:
-    check(results_of(2, *EXACT, "symmetric_fp8", module=MODULE))
+    check(results_of(2, *EXACT, "symmetric_fp8", "overlapped", module=MODULE))
 
 
 @pytest.mark.slow
 def test_more_ranks() -> None:
-    check(results_of(3, *EXACT, "symmetric_fp8", module=MODULE))
+    check(results_of(3, *EXACT, "symmetric_fp8", "overlapped", module=MODULE))
 
 
 def test_torch_has_what_is_imitated() -> None:
