@@ -19,6 +19,7 @@ from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs
 from moereg.facts import fact_reasons
 from moereg.kernels.rows.block_map import (
+    SPREAD_HEAVY,
     BlockMap,
     batch_workspace_numel,
     block_map_reference,
@@ -52,7 +53,7 @@ def _interpreter() -> None:
 
 
 def make_plan(
-    counts: list[int], max_tokens: int, block_m: int, slack: int = 0, tall: int = 0, heavy_first: bool = False
+    counts: list[int], max_tokens: int, block_m: int, slack: int = 0, tall: int = 0, heavy_first: int = False
 ) -> BlockMap:
     """`plan_batches` in a workspace of garbage, with a guard behind it."""
     needed = batch_workspace_numel(len(counts), max_tokens, block_m)
@@ -84,7 +85,7 @@ def test_plan_covers_every_valid_row_once(data: st.DataObject) -> None:
     # Counts beyond the room for an expert are wrong, and must not lead out of its rows.
     count = st.integers(-3, max_tokens + 3) | st.sampled_from([0, max_tokens, -(2**31), 2**31 - 1])
     counts = data.draw(st.lists(count, min_size=1, max_size=40), "counts")
-    heavy_first = tall == 0 and data.draw(st.booleans(), "heavy_first")
+    heavy_first = tall == 0 and data.draw(st.sampled_from([False, True, SPREAD_HEAVY]), "heavy_first")
     plan = make_plan(counts, max_tokens, block_m, slack, tall, heavy_first)
     found = tiles(plan)
     assert len(found) <= plan.max_blocks
@@ -98,7 +99,9 @@ def test_plan_covers_every_valid_row_once(data: st.DataObject) -> None:
         assert end - row <= height + slack or not last
         rows += [(expert, r) for r in range(row, end if last else row + height)]
     order = list(range(len(held)))
-    if heavy_first:
+    if heavy_first == SPREAD_HEAVY:
+        rows.sort()
+    elif heavy_first:
         # More than one tile, then one, then half of one at most.
         order.sort(key=lambda e: 0 if held[e] > block_m + slack else 1 if held[e] > block_m / 2 else 2)
     assert (rows if tall == 0 else sorted(rows)) == [(e, e * max_tokens + i) for e in order for i in range(held[e])]

@@ -67,6 +67,7 @@ def compile_one(
         "BLOCK_N": config.block_n,
         "BLOCK_M": config.block_m,
         "SLACK": config.slack,
+        "BODIES": config.bodies,
         "STAGES": config.num_stages,
         "ACTIVATION": "silu" if is_gate_up else None,
         "GATED": is_gate_up,

@@ -101,6 +101,9 @@ def test_hopper_rules_of_codes(rows: float, grouped: bool, early: bool, leads: b
 def test_every_number_of_rows_has_the_shortest_body_that_holds_it() -> None:
     for config in {config for rule in hopper.CONFIG_RULES for config in (rule.gate_up, rule.down)}:
         assert config.block_m % 4 == 0
+        # The last two, and no quarter without a half.
+        assert config.bodies >> 3 == 0b11
+        assert config.bodies & 0b11 != 0b01
         assert config.block_m + config.slack <= GUARD_ROWS
         most = [quarters * config.block_m // 4 + more * config.slack for quarters, more in hopper.BODIES]
         assert all(low < high for low, high in itertools.pairwise(most))

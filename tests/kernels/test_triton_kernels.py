@@ -37,6 +37,7 @@ from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.reference import down_reference, gate_up_reference
 from moereg.kernels.rows import sort
 from moereg.kernels.rows.direct import DirectRoutes
+from moereg.kernels.rows.block_map import SPREAD_HEAVY
 from moereg.kernels.rows.plan import RoutePlan, SortConfig, max_num_blocks, route_workspace_numel, sort_routes_reference
 from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_routes_reference, reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
@@ -57,6 +58,7 @@ ROUNDOFF = {BF16: 2.0**-8, FP16: 2.0**-11}
 ONE_LAUNCH = SortConfig()
 # Small pieces, so that small inputs span several chunks and a chunk several programs.
 THREE_LAUNCHES = SortConfig(single_launch_routes=0, chunk=32, routes_per_program=16, num_warps=1)
+TWO_LAUNCHES = dataclasses.replace(THREE_LAUNCHES, routes_per_placing=16, short_scan=4096, short_compares=32)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -133,7 +135,7 @@ def make_plan(
     block_m: int,
     config: SortConfig = ONE_LAUNCH,
     tall: int = 0,
-    heavy_first: bool = False,
+    heavy_first: int = False,
 ) -> RoutePlan:
     """`sort_routes` in a workspace of garbage, with a guard behind it."""
     needed = route_workspace_numel(*ids.shape, num_local, block_m, config)
@@ -186,7 +188,9 @@ def test_products_and_rounding_are_those_of_a_device(dtype: torch.dtype) -> None
     assert torch.equal(rounded, product.to(BF16))
 
 
-@pytest.mark.parametrize("config", [ONE_LAUNCH, THREE_LAUNCHES], ids=["one_launch", "three_launches"])
+@pytest.mark.parametrize(
+    "config", [ONE_LAUNCH, THREE_LAUNCHES, TWO_LAUNCHES], ids=["one_launch", "three_launches", "two_launches"]
+)
 @pytest.mark.parametrize(
     ("num_tokens", "top_k", "num_experts", "num_local", "block_m", "kind"),
     [
@@ -240,11 +244,11 @@ def test_sort_routes_is_a_stable_partition_of_valid_routes(data: st.DataObject) 
     locals_ = data.draw(
         st.none() | st.lists(st.integers(-1, num_local), min_size=num_experts, max_size=num_experts), "map"
     )
-    config = data.draw(st.sampled_from([ONE_LAUNCH, THREE_LAUNCHES]), "config")
+    config = data.draw(st.sampled_from([ONE_LAUNCH, THREE_LAUNCHES, TWO_LAUNCHES]), "config")
     expert_map = None if locals_ is None else torch.tensor(locals_, dtype=torch.int32, device=DEVICE)
     if expert_map is None:
         num_local = num_experts
-    heavy_first = tall == 0 and data.draw(st.booleans(), "heavy_first")
+    heavy_first = tall == 0 and data.draw(st.sampled_from([False, True, SPREAD_HEAVY]), "heavy_first")
     choices = torch.tensor(ids, dtype=torch.int32, device=DEVICE)
     plan = make_plan(choices, expert_map, num_experts, num_local, block_m, config, tall, heavy_first)
     assert_plans_equal(
@@ -273,7 +277,12 @@ def test_sort_routes_is_a_stable_partition_of_valid_routes(data: st.DataObject) 
         several, more_than_half = experts.count(expert) > block_m, experts.count(expert) * 2 > block_m
         return 2 - several - more_than_half if heavy_first else int(not tall or not several)
 
-    assert covered == sorted(covered, key=lambda row: (kind(row[0]), row))
+    if heavy_first == SPREAD_HEAVY:
+        for is_heavy in (False, True):
+            own = [row for row in covered if (experts.count(row[0]) > block_m) == is_heavy]
+            assert own == sorted(own)
+    else:
+        assert covered == sorted(covered, key=lambda row: (kind(row[0]), row))
     assert sorted(covered) == [(experts[r], place) for place, r in enumerate(order)]
 
 
@@ -290,7 +299,9 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("config", [ONE_LAUNCH, THREE_LAUNCHES], ids=["one_launch", "three_launches"])
+@pytest.mark.parametrize(
+    "config", [ONE_LAUNCH, THREE_LAUNCHES, TWO_LAUNCHES], ids=["one_launch", "three_launches", "two_launches"]
+)
 @pytest.mark.parametrize("kind", COUNTS)
 def test_tall_tiles_come_first(kind: str, config: SortConfig) -> None:
     """With routes of other ranks between, and local experts in another order than their ids."""
@@ -309,6 +320,27 @@ def test_tall_tiles_come_first(kind: str, config: SortConfig) -> None:
     used = int(plan.num_blocks)
     assert int(plan.num_tall) == len(tall)
     assert list(zip(plan.block_expert[:used].tolist(), plan.block_row[:used].tolist(), strict=True)) == tall + low
+
+
+@pytest.mark.parametrize(
+    ("heavy", "light", "expected"),
+    [
+        (0, 3, "LLL"),
+        (3, 0, "HHH"),
+        (2, 2, "LHLH"),
+        (2, 4, "LHLLHL"),
+        (4, 2, "HLHHLH"),
+        (3, 7, "LHLLLHLLHL"),
+        (7, 1, "HHHLHHHH"),
+    ],
+)
+def test_heavy_tiles_are_spread_evenly(heavy: int, light: int, expected: str) -> None:
+    counts = [heavy * 16 if heavy > 1 else 0] + [16] * light
+    ids = torch.tensor([e for e, count in enumerate(counts) for _ in range(count)], dtype=torch.int32, device=DEVICE)
+    plan = make_plan(ids.unsqueeze(1), None, len(counts), len(counts), 16, heavy_first=SPREAD_HEAVY)
+    assert "".join("L" if expert else "H" for expert in plan.block_expert[: int(plan.num_blocks)].tolist()) == expected
+    starts = [row for expert, row in zip(plan.block_expert.tolist(), plan.block_row.tolist(), strict=True) if not expert]
+    assert starts[:heavy] == list(range(0, 16 * heavy, 16))
 
 
 def test_route_workspace_grows_with_tokens() -> None:

@@ -55,19 +55,23 @@ def test_tokens_are_copied_to_the_rows_of_all_their_routes(
 
 
 @pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize(
     ("num_tokens", "top_k", "hidden_size", "num_valid"),
     [(1, 1, 64, 1), (5, 3, 130, 11), (7, 2, 72, 0), (3, 4, 255, 12)],
 )
 def test_sorted_rows_are_added_with_the_weights_of_their_routes(
-    num_tokens: int, top_k: int, hidden_size: int, num_valid: int, weighted: bool
+    num_tokens: int, top_k: int, hidden_size: int, num_valid: int, early: bool, weighted: bool
 ) -> None:
     route_row = rows_of_routes(num_tokens, top_k, num_valid)
     rows = random(num_tokens * top_k, hidden_size)
     rows[num_valid:] = math.nan
     weights = random(num_tokens, top_k) if weighted else None
+    if weights is not None:
+        # Of routes that add nothing.
+        weights[(route_row < 0).view_as(weights)] = math.nan
     out = torch.full((num_tokens, hidden_size), math.nan, device=DEVICE)
-    reduce_sorted_rows(out, rows, route_row, weights, ReduceConfig(block=64))
+    reduce_sorted_rows(out, rows, route_row, weights, ReduceConfig(block=64, early=early))
     expected = torch.zeros_like(out)
     for route, row in enumerate(route_row.tolist()):
         if row >= 0:

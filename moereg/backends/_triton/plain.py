@@ -107,7 +107,8 @@ class Standard(Interleaved):
             and hidden_states.shape[0] * hidden_states.stride(0) < 2**31
         ):
             num_experts, num_columns = call.weights["w13"].shape[:2]
-            return ways.Hopper(hopper.select_config(rows_per_expert, num_columns, num_experts))
+            fewest = hopper.count_fewest_tiles(call.inputs.topk_ids.numel(), problem.hidden_size)
+            return ways.Hopper(hopper.select_config(rows_per_expert, num_columns, num_experts, fewest))
         return ways.select(problem, hidden_states, rows_per_expert, self.packed_bits)
 
 

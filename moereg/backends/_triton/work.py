@@ -61,7 +61,7 @@ class Work:
         inputs = self.call.inputs
         return DirectRoutes(inputs.topk_ids, inputs.expert_map, self.problem.num_experts, block_m)
 
-    def sort_routes(self, block_m: int, slack: int = 0, tall: int = 0, *, heavy_first: bool = False) -> RoutePlan:
+    def sort_routes(self, block_m: int, slack: int = 0, tall: int = 0, *, heavy_first: int = False) -> RoutePlan:
         """Sorts the routes by expert."""
         problem, inputs = self.problem, self.call.inputs
         return sort_routes(
@@ -77,7 +77,7 @@ class Work:
             heavy_first=heavy_first,
         )
 
-    def plan_batches(self, block_m: int, slack: int = 0, tall: int = 0, *, heavy_first: bool = False) -> BlockMap:
+    def plan_batches(self, block_m: int, slack: int = 0, tall: int = 0, *, heavy_first: int = False) -> BlockMap:
         """Lays tiles over the rows that count in the batched format."""
         inputs = self.call.inputs
         assert inputs.expert_num_tokens is not None

@@ -9,6 +9,15 @@ from typing import Final
 BODIES: Final = ((1, 0), (2, 0), (2, 1), (4, 0), (4, 1))
 """What a tile may be multiplied as, from the shortest: quarters of `block_m` rows, and whether `slack` behind them."""
 
+FIVE_BODIES: Final = 0b11111
+"""All of `BODIES`: bit i stands for `BODIES[i]`."""
+
+THREE_BODIES: Final = 0b11010
+"""A half, all, all and the slack."""
+
+TWO_BODIES: Final = 0b11000
+"""All, and all and the slack: for tiles of which a half is too short to be worth a body."""
+
 QUANTIZED_BLOCK_M: Final = 128
 """Rows of a tile of the kernels with 8-bit codes; equal to the plan's, which has no slack."""
 
@@ -21,6 +30,10 @@ class HopperGemmConfig:
         block_m: rows of a tile: wgmma's N side; equal to the plan's.
         block_n: columns of the weight product per tile (gate and up count as two); each warpgroup takes one half.
         slack: rows by which a tile may be longer; equal to the plan's.
+        bodies: which of `BODIES` a tile is multiplied as, the shortest that holds it: a bit each. The last two are
+            always among them, and a quarter only beside a half, which the producer loads for it.
+        group_m: tiles of rows that share the columns of an expert's matrix before the next columns are taken; 0: as
+            many as `select_group_m` says.
         num_stages: slots of the ring.
         staged_elements: of one staged store, of which each warpgroup has two; 4 KiB each is what four stages leave.
     """
@@ -28,6 +41,8 @@ class HopperGemmConfig:
     block_m: int
     block_n: int
     slack: int = 32
+    bodies: int = FIVE_BODIES
+    group_m: int = 0
     num_stages: int = 4
     staged_elements: int = 2048
 
@@ -77,7 +92,10 @@ class HopperConfigRule:
     Attributes:
         max_rows_per_expert: applies up to this average of rows per expert,
         min_columns: from this many rows of an expert's w13 on,
-        min_experts: and from this many local experts on.
+        max_columns: up to this many,
+        min_experts: from this many local experts on,
+        max_fewest_tiles: and up to this many tiles of 128 x 256 of the second product's output, if each were full: as
+            many as there are where all tokens choose the same experts.
         copies_rows: whether the tokens are first copied to the sorted rows of their routes.
         heavy_first: as in `BlockMap`.
         gate_up: configuration of the first GEMM.
@@ -86,9 +104,11 @@ class HopperConfigRule:
 
     max_rows_per_expert: float = math.inf
     min_columns: int = 0
+    max_columns: float = math.inf
     min_experts: int = 0
+    max_fewest_tiles: float = math.inf
     copies_rows: bool = False
-    heavy_first: bool = False
+    heavy_first: int = False
     gate_up: HopperGemmConfig
     down: HopperGemmConfig
 
@@ -140,18 +160,32 @@ _L2_SHARE_BYTES: Final = 48 * 2**20
 _L2_GROUP_M: Final = 4
 
 
-def select_config(rows_per_expert: float, num_columns: float, num_experts: int) -> HopperConfigRule:
+def select_config(
+    rows_per_expert: float, num_columns: float, num_experts: int, fewest_tiles: float = math.inf
+) -> HopperConfigRule:
     """Returns the rule for an average number of rows per expert, the rows of an expert's w13 and the local experts.
 
     Infinitely many columns give the rule for rows that lie in order already, as in the batched format.
+
+    Args:
+        rows_per_expert: the average.
+        num_columns: rows of an expert's w13.
+        num_experts: local experts.
+        fewest_tiles: as `count_fewest_tiles` counts them; infinity gives the rules that do not ask.
     """
     return next(
         rule
         for rule in CONFIG_RULES
         if rows_per_expert <= rule.max_rows_per_expert
-        and num_columns >= rule.min_columns
+        and rule.min_columns <= num_columns <= rule.max_columns
         and num_experts >= rule.min_experts
+        and fewest_tiles <= rule.max_fewest_tiles
     )
+
+
+def count_fewest_tiles(num_routes: int, hidden_size: int) -> int:
+    """Returns how many tiles of 128 x 256 the second product has where each tile is full."""
+    return -(-num_routes // 128) * -(-hidden_size // 256)
 
 
 def select_group_m(matrix_bytes: int) -> int:

@@ -20,6 +20,13 @@ _GUARD = gl.constexpr(GUARD_ROWS)
 _BODIES = gl.constexpr(BODIES)
 _LONGEST = gl.constexpr(len(BODIES) - 1)
 
+
+@gluon.constexpr_function
+def _next_shorter(body: int, bodies: int) -> int:
+    """The longest body below number `body` that `bodies` has, or -1."""
+    return max((shorter for shorter in range(body) if bodies >> shorter & 1), default=-1)
+
+
 # Triton 3.8 renamed these two; 3.9 removed the old names.
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -218,6 +225,7 @@ def _consume_shortest(
     BODY: gl.constexpr,
     BLOCK_M: gl.constexpr,
     SLACK: gl.constexpr,
+    BODIES: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     FENCE: gl.constexpr,
@@ -227,22 +235,23 @@ def _consume_shortest(
     BETA: gl.constexpr,
     LIMIT: gl.constexpr,
 ):
-    """`_consume_tile` as the shortest of `BODIES` that holds the tile, which number BODY of them does."""
+    """`_consume_tile` as the shortest of BODIES that holds the tile, which number BODY does."""
     ROWS: gl.constexpr = _BODIES[BODY][0] * BLOCK_M // 4
     MORE: gl.constexpr = _BODIES[BODY][1] * SLACK
+    SHORTER: gl.constexpr = _next_shorter(BODY, BODIES)
     # fmt: off
-    if BODY == 0:
+    if SHORTER < 0:
         slot, phase = _consume_tile(
             out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
             WARPGROUP, ROWS, MORE, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
-    elif tile.num_rows > _BODIES[BODY - 1][0] * BLOCK_M // 4 + _BODIES[BODY - 1][1] * SLACK:
+    elif tile.num_rows > _BODIES[SHORTER][0] * BLOCK_M // 4 + _BODIES[SHORTER][1] * SLACK:
         slot, phase = _consume_tile(
             out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
             WARPGROUP, ROWS, MORE, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
     else:
         slot, phase = _consume_shortest(
             out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
-            WARPGROUP, BODY - 1, BLOCK_M, SLACK, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+            WARPGROUP, SHORTER, BLOCK_M, SLACK, BODIES, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
     # fmt: on
     return slot, phase
 
@@ -263,6 +272,7 @@ def consume(
     BLOCK_N: gl.constexpr,
     BLOCK_M: gl.constexpr,
     SLACK: gl.constexpr,
+    BODIES: gl.constexpr,
     STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
@@ -292,6 +302,7 @@ def consume(
         BLOCK_N: columns of a tile.
         BLOCK_M: rows of a tile.
         SLACK: rows by which a tile may be longer.
+        BODIES: which bodies tiles have: a bit each.
         STAGES: slots of the ring.
         ACTIVATION: of a `GateUpEpilogue`, like the next four; None in the second product.
         GATED: likewise; False there.
@@ -307,7 +318,7 @@ def consume(
         # fmt: off
         slot, phase = _consume_shortest(
             out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
-            WARPGROUP, _LONGEST, BLOCK_M, SLACK, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+            WARPGROUP, _LONGEST, BLOCK_M, SLACK, BODIES, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
         # fmt: on
         tile_number, turn, turn_phase = take_tile(turns, turn, turn_phase)
     tma.store_wait(0)

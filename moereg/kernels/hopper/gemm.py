@@ -69,6 +69,7 @@ def _grouped_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_M: gl.constexpr,
     SLACK: gl.constexpr,
+    BODIES: gl.constexpr,
     STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
@@ -108,14 +109,14 @@ def _grouped_kernel(
     # fmt: off
     gl.warp_specialize(
         [(consume, (out, bias, ring, turns, staging, order, num_steps, num_columns, max_tokens, 0,
-                    BY_TOKEN, BLOCK_N, BLOCK_M, SLACK, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+                    BY_TOKEN, BLOCK_N, BLOCK_M, SLACK, BODIES, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
          (consume, (out, bias, ring, turns, staging, order, num_steps, num_columns, max_tokens, 1,
-                    BY_TOKEN, BLOCK_N, BLOCK_M, SLACK, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
+                    BY_TOKEN, BLOCK_N, BLOCK_M, SLACK, BODIES, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
          (produce_by_token, (weights, rows, sorted_routes, ring, turns, tile_counter, order, num_steps, num_columns,
-                             hidden_chunks, stride_chunks, TOP_K, MASK_K, BLOCK_N, BLOCK_M, SLACK, STAGES))
+                             hidden_chunks, stride_chunks, TOP_K, MASK_K, BLOCK_N, BLOCK_M, SLACK, BODIES, STAGES))
          if BY_TOKEN else
          (produce, (weights, rows, slack_rows, ring, turns, tile_counter, order, num_steps, num_columns,
-                    BLOCK_N, BLOCK_M, SLACK, STAGES))],
+                    BLOCK_N, BLOCK_M, SLACK, BODIES, STAGES))],
         [4, 4 if BY_TOKEN else 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
     # fmt: on
 
@@ -264,7 +265,7 @@ def _launch(product: _Product, plan: BlockMap, config: HopperGemmConfig, *, over
         num_blocks=plan.num_blocks,
         tile_counter=product.tile_counter,
         num_tiles_n=triton.cdiv(num_columns, config.block_n),
-        group_m=select_group_m(num_columns * depth * weight.element_size()),
+        group_m=config.group_m or select_group_m(num_columns * depth * weight.element_size()),
         num_steps=depth // BLOCK_K.value,
         num_columns=num_columns,
         hidden_chunks=rows.shape[1] // 8,
@@ -276,6 +277,7 @@ def _launch(product: _Product, plan: BlockMap, config: HopperGemmConfig, *, over
         BLOCK_N=config.block_n,
         BLOCK_M=config.block_m,
         SLACK=config.slack,
+        BODIES=config.bodies,
         STAGES=config.num_stages,
         ACTIVATION=None if epilogue is None else epilogue.activation,
         GATED=epilogue is not None and epilogue.gated,

@@ -19,12 +19,19 @@ def _load_weights(weights, shared, ready, expert, column_tile, k, num_columns, B
         load_box(weights, [expert, column_tile * BLOCK_N, k * BLOCK_K], ready, shared)
 
 
+@gluon.constexpr_function
+def _most_of_halves(block_m: int, slack: int, bodies: int) -> tuple[int, int]:
+    """The most rows of a tile that is multiplied as a half or a quarter, and as these or a half and the slack."""
+    half = block_m // 2 if bodies & 0b10 else 0
+    return half, block_m // 2 + slack if bodies & 0b100 else half
+
+
 @gluon.jit
-def _place_slack(num_rows, BLOCK_M: gl.constexpr, SLACK: gl.constexpr):
+def _place_slack(num_rows, BLOCK_M: gl.constexpr, SLACK: gl.constexpr, BODIES: gl.constexpr):
     """Whether a tile's body reads the slack, and the row of the tile that it begins with: behind a half or all."""
-    HALF: gl.constexpr = BLOCK_M // 2
-    has_slack = (num_rows > BLOCK_M) | ((num_rows > HALF) & (num_rows <= HALF + SLACK))
-    return has_slack, gl.where(num_rows > HALF + SLACK, BLOCK_M, HALF)
+    MOST: gl.constexpr = _most_of_halves(BLOCK_M, SLACK, BODIES)
+    has_slack = (num_rows > BLOCK_M) | ((num_rows > MOST[0]) & (num_rows <= MOST[1]))
+    return has_slack, gl.where(num_rows > MOST[1], BLOCK_M, BLOCK_M // 2)
 
 
 @gluon.jit
@@ -41,6 +48,7 @@ def produce(
     BLOCK_N: gl.constexpr,
     BLOCK_M: gl.constexpr,
     SLACK: gl.constexpr,
+    BODIES: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Fills the ring with boxes of the weights and of rows that lie in order. Run by one warp.
@@ -63,10 +71,11 @@ def produce(
         BLOCK_N: columns of a tile.
         BLOCK_M: rows of a tile.
         SLACK: rows by which a tile may be longer.
+        BODIES: which bodies tiles have: a bit each.
         STAGES: slots of the ring.
     """
     HALF: gl.constexpr = BLOCK_M // 2
-    LOW: gl.constexpr = HALF + SLACK
+    MOST: gl.constexpr = _most_of_halves(BLOCK_M, SLACK, BODIES)
     ROW_BYTES: gl.constexpr = 2 * BLOCK_K
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
@@ -79,15 +88,19 @@ def produce(
         following = next_tile(tile_counter)
         tile = locate(tile_number, order, BLOCK_M, SLACK)
         row, num_rows = tile.row, tile.num_rows
-        has_high = num_rows > LOW
-        has_slack, slack_at = _place_slack(num_rows, BLOCK_M, SLACK)
+        has_high = num_rows > MOST[1]
+        has_slack, slack_at = _place_slack(num_rows, BLOCK_M, SLACK, BODIES)
         for k in range(num_steps):
             ready = ring.full.index(slot)
             at = k * BLOCK_K
             mbarrier.wait(ring.empty.index(slot), phase)
-            mbarrier.expect(ready, (BLOCK_N + HALF) * ROW_BYTES, pred=num_rows <= HALF)
-            mbarrier.expect(ready, (BLOCK_N + LOW) * ROW_BYTES, pred=(num_rows > HALF) & (num_rows <= LOW))
-            mbarrier.expect(ready, (BLOCK_N + BLOCK_M) * ROW_BYTES, pred=(num_rows > LOW) & (num_rows <= BLOCK_M))
+            if MOST[0] > 0:
+                mbarrier.expect(ready, (BLOCK_N + HALF) * ROW_BYTES, pred=num_rows <= MOST[0])
+            if MOST[1] > MOST[0]:
+                low = (num_rows > MOST[0]) & (num_rows <= MOST[1])
+                mbarrier.expect(ready, (BLOCK_N + HALF + SLACK) * ROW_BYTES, pred=low)
+            high = (num_rows > MOST[1]) & (num_rows <= BLOCK_M)
+            mbarrier.expect(ready, (BLOCK_N + BLOCK_M) * ROW_BYTES, pred=high)
             mbarrier.expect(ready, (BLOCK_N + BLOCK_M + SLACK) * ROW_BYTES, pred=num_rows > BLOCK_M)
             _load_weights(
                 weights, ring.weights.index(slot), ready, tile.expert, tile.column_tile, k, num_columns, BLOCK_N
@@ -108,8 +121,10 @@ def _load_routes(sorted_routes, row, num_rows, first, ROWS: gl.constexpr, LAYOUT
 
 
 @gluon.jit
-def _load_slack_routes(sorted_routes, tile, BLOCK_M: gl.constexpr, SLACK: gl.constexpr, LAYOUT: gl.constexpr):
-    _, first = _place_slack(tile.num_rows, BLOCK_M, SLACK)
+def _load_slack_routes(
+    sorted_routes, tile, BLOCK_M: gl.constexpr, SLACK: gl.constexpr, BODIES: gl.constexpr, LAYOUT: gl.constexpr
+):
+    _, first = _place_slack(tile.num_rows, BLOCK_M, SLACK, BODIES)
     return _load_routes(sorted_routes, tile.row, tile.num_rows, first, SLACK, LAYOUT)
 
 
@@ -149,6 +164,7 @@ def produce_by_token(
     BLOCK_N: gl.constexpr,
     BLOCK_M: gl.constexpr,
     SLACK: gl.constexpr,
+    BODIES: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Fills the ring with boxes of the weights and, 16 bytes at a time, with the tokens of the routes.
@@ -167,6 +183,7 @@ def produce_by_token(
         MASK_K: whether the last step reaches past H.
     """
     HALF: gl.constexpr = BLOCK_M // 2
+    MOST: gl.constexpr = _most_of_halves(BLOCK_M, SLACK, BODIES)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
@@ -180,7 +197,7 @@ def produce_by_token(
         tile = locate(tile_number, order, BLOCK_M, SLACK)
         low = _load_routes(sorted_routes, tile.row, tile.num_rows, 0, HALF, LAYOUT)  # [HALF]
         high = _load_routes(sorted_routes, tile.row, tile.num_rows, HALF, HALF, LAYOUT)  # [HALF]
-        slack = _load_slack_routes(sorted_routes, tile, BLOCK_M, SLACK, LAYOUT)  # [SLACK]
+        slack = _load_slack_routes(sorted_routes, tile, BLOCK_M, SLACK, BODIES, LAYOUT)  # [SLACK]
         while tile_number < num_tiles:
             turn, turn_phase = announce_tile(tile_number, turns, turn, turn_phase, 4)
             low_offsets = _token_offsets(low, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
@@ -192,9 +209,10 @@ def produce_by_token(
             next_one = locate(gl.minimum(tile_number, num_tiles - 1), order, BLOCK_M, SLACK)
             low = _load_routes(sorted_routes, next_one.row, next_one.num_rows, 0, HALF, LAYOUT)
             high = _load_routes(sorted_routes, next_one.row, next_one.num_rows, HALF, HALF, LAYOUT)
-            slack = _load_slack_routes(sorted_routes, next_one, BLOCK_M, SLACK, LAYOUT)
+            slack = _load_slack_routes(sorted_routes, next_one, BLOCK_M, SLACK, BODIES, LAYOUT)
             expert, column_tile, num_rows = tile.expert, tile.column_tile, tile.num_rows
-            has_slack, _ = _place_slack(num_rows, BLOCK_M, SLACK)
+            has_slack, _ = _place_slack(num_rows, BLOCK_M, SLACK, BODIES)
+            has_high = num_rows > MOST[1]
             tokens = hidden_states
             for k in range(num_steps):
                 ready = ring.full.index(slot)
@@ -202,7 +220,7 @@ def produce_by_token(
                 mbarrier.expect(ready, 2 * BLOCK_N * BLOCK_K)
                 _load_weights(weights, ring.weights.index(slot), ready, expert, column_tile, k, num_columns, BLOCK_N)
                 _copy_tokens(ring.rows.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
-                if num_rows > HALF + SLACK:
+                if has_high:
                     high_half = ring.rows.index(2 * slot + 1)
                     _copy_tokens(high_half, tokens + high_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                 if has_slack:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import triton
@@ -25,6 +26,14 @@ _NUM_COUNTERS = tl.constexpr(2)
 
 NUM_COUNTS = 2 + _NUM_COUNTERS.value
 """int32 of the piece that holds the number of tiles, the counters and the number of tall tiles."""
+
+SPREAD_HEAVY: Final = 2
+"""A value of `heavy_first`: the tiles of experts with more than one are spread evenly among the others, each in order.
+
+A tile of a light expert waits for its weights, one of a heavy expert multiplies: side by side both share the GPU.
+"""
+
+_SPREAD_HEAVY = tl.constexpr(SPREAD_HEAVY)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -46,7 +55,7 @@ class BlockMap:
             longest; 0: these experts have several tiles of `block_m` rows, and all are in order.
         heavy_first: whether experts come by the length of their tiles: first those with more than one tile, last those
             that fill half of one or less, so that programs which take tiles as they become free end together. Experts
-            of a kind come in order. Not beside `tall`.
+            of a kind come in order. Or `SPREAD_HEAVY`. Not beside `tall`.
     """
 
     block_expert: torch.Tensor
@@ -58,7 +67,7 @@ class BlockMap:
     block_m: int
     slack: int = 0
     tall: int = 0
-    heavy_first: bool = False
+    heavy_first: int = False
 
     @property
     def max_blocks(self) -> int:
@@ -77,6 +86,17 @@ def _number(blocks, chosen):
     """The number of each expert's first tile among those of the chosen experts, and how many these are."""
     blocks = tl.where(chosen, blocks, 0)  # [EXPERTS]
     return tl.cumsum(blocks, 0) - blocks, tl.sum(blocks, 0)
+
+
+@triton.jit
+def _spread(number, own, others, after):
+    """The place of a tile, of which `own` are of its kind, when both kinds are spread evenly.
+
+    Tile i of n comes at (2 * i + 1) / (2 * n), and where two meet, the one that is `after` is the second.
+    """
+    scaled = (2 * number.to(tl.int64) + 1) * others
+    before = (scaled + tl.where(after, own, own - 1)) // tl.maximum(2 * own, 1)
+    return number + before.to(tl.int32)
 
 
 @triton.jit
@@ -109,6 +129,12 @@ def store_block_map(
         num_tall = tl.sum(tall_blocks, 0)
         first_block = tl.where(counts > BLOCK_M, first_tall, num_tall + first_block - first_tall)
         tl.store(num_blocks + 1 + _NUM_COUNTERS, num_tall)
+    elif HEAVY_FIRST == _SPREAD_HEAVY:
+        heavy = counts > BLOCK_M + SLACK  # [EXPERTS]
+        first_heavy, num_heavy = _number(blocks, heavy)
+        first_other, num_other = _number(blocks, heavy == 0)
+        first_block = tl.where(heavy, first_heavy, first_other)  # [EXPERTS]
+        own, others = tl.where(heavy, num_heavy, num_other), tl.where(heavy, num_other, num_heavy)  # [EXPERTS]
     elif HEAVY_FIRST:
         heavy, light = counts > BLOCK_M + SLACK, counts * 2 <= BLOCK_M  # [EXPERTS]
         first_heavy, num_heavy = _number(blocks, heavy)
@@ -120,6 +146,8 @@ def store_block_map(
     tl.store(num_blocks + 1 + tl.arange(0, _NUM_COUNTERS), tl.zeros([_NUM_COUNTERS], tl.int32))
     for i in range(tl.max(blocks, 0)):
         slot = first_block + i  # [EXPERTS]
+        if HEAVY_FIRST == _SPREAD_HEAVY:
+            slot = _spread(slot, own, others, heavy)
         tl.store(block_expert + slot, experts, mask=i < blocks)
         tl.store(block_row + slot, offsets + i * height, mask=i < blocks)
         tl.store(block_end + slot, offsets + counts, mask=i < blocks)
@@ -165,7 +193,7 @@ def plan_batches(
     slack: int = 0,
     overlap: bool = False,
     tall: int = 0,
-    heavy_first: bool = False,
+    heavy_first: int = False,
 ) -> BlockMap:
     """Lays tiles over the valid rows of [E * max_T] in one launch; no allocation and no host synchronization.
 
@@ -210,7 +238,7 @@ def plan_batches(
     return block_map
 
 
-def checked_tall(tall: int, block_m: int, slack: int, heavy_first: bool) -> int:
+def checked_tall(tall: int, block_m: int, slack: int, heavy_first: int) -> int:
     """Rows of tall tiles, which are more than those of others, and in an order of their own."""
     assert tall == 0 or (tall > block_m and slack == 0), f"tall tiles of {tall} rows, others of {block_m} and {slack}"
     assert not (tall and heavy_first), "tall tiles come first as they are"
@@ -223,7 +251,7 @@ def block_map_reference(
     block_m: int,
     slack: int = 0,
     tall: int = 0,
-    heavy_first: bool = False,
+    heavy_first: int = False,
 ) -> BlockMap:
     """The map in torch, with every tensor cut to the part in use; synchronizes.
 
@@ -242,12 +270,18 @@ def block_map_reference(
     heights = torch.where(is_low, block_m, tall)
     blocks = ((counts - slack + heights - 1) // heights).maximum((counts > 0).to(counts.dtype))
     order = is_low.int().argsort(stable=True)
-    if heavy_first:
+    if heavy_first and heavy_first != SPREAD_HEAVY:
         order = ((counts <= block_m + slack).int() + (counts * 2 <= block_m).int()).argsort(stable=True)
     experts = order.repeat_interleave(blocks[order])
     ends = torch.zeros_like(blocks)
     ends[order] = blocks[order].cumsum(0).to(blocks.dtype)
     step = torch.arange(experts.numel(), device=counts.device) - (ends - blocks)[experts]
+    if heavy_first == SPREAD_HEAVY:
+        is_heavy = (counts > block_m + slack)[experts]
+        number = torch.where(is_heavy, is_heavy.cumsum(0), (~is_heavy).cumsum(0)) - 1
+        others = torch.where(is_heavy, (~is_heavy).sum(), is_heavy.sum())
+        spread = (2 * (2 * number + 1) * others + is_heavy).argsort(stable=True)
+        experts, step = experts[spread], step[spread]
     return BlockMap(
         block_expert=experts.int(),
         block_row=(offsets[experts] + step * heights[experts]).int(),

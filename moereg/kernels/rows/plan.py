@@ -24,6 +24,10 @@ class SortConfig:
             route a thread, since the histogram would count a route twice that two threads hold.
         routes_per_program: routes that one program of the single launch places; a power of two.
         routes_per_placing: routes that one program places above the limit; a power of two that divides `chunk`.
+        short_scan: up to this many counts of chunks by experts, both rounded up to powers of two, each placing program
+            adds them up itself, in place of a launch in front of it, and compares its routes with `short_compares` at
+            a time: few programs wait for each other's loads more than they work. At most 4096, 32 registers a thread.
+        short_compares: a power of two that divides `chunk` and is a multiple of `routes_per_placing`.
         num_warps: warps per program.
     """
 
@@ -31,6 +35,8 @@ class SortConfig:
     chunk: int = 512
     routes_per_program: int = 16
     routes_per_placing: int = 32
+    short_scan: int = 0
+    short_compares: int = 256
     num_warps: int = 4
 
 
@@ -99,7 +105,7 @@ def sort_routes_reference(
     block_m: int,
     slack: int = 0,
     tall: int = 0,
-    heavy_first: bool = False,
+    heavy_first: int = False,
 ) -> RoutePlan:
     """The plan of `sort_routes` by a stable sort in torch, with every tensor cut to the part in use.
 

@@ -20,10 +20,13 @@ class ReduceConfig:
     Attributes:
         block: columns per program; a power of two.
         num_warps: warps per program.
+        early: whether the sorted rows' places and weights are read before the kernel in front has ended. It then has
+            waited itself before it let this one start, since still older kernels wrote the places.
     """
 
     block: int = 1024
     num_warps: int = 4
+    early: bool = False
 
 
 DEFAULT_REDUCE_CONFIG = ReduceConfig()
@@ -120,21 +123,34 @@ def _reduce_sorted_rows_kernel(
     stride_out,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
+    if EARLY > 0:
+        choices = tl.arange(0, EARLY)  # [EARLY]
+        known = choices < TOP_K
+        rows = tl.load(route_row + token * TOP_K + choices, mask=known, other=-1)
+        if topk_weights is not None:
+            weights = tl.load(topk_weights + token * TOP_K + choices, mask=known & (rows >= 0), other=0.0)
+    wait_for_previous(OVERLAP)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for k in tl.static_range(TOP_K):
         route = token * TOP_K + k
-        row = tl.load(route_row + route).to(tl.int64)
+        if EARLY > 0:
+            row = tl.sum(tl.where(choices == k, rows, 0), 0).to(tl.int64)
+        else:
+            row = tl.load(route_row + route).to(tl.int64)
         # Routes that add nothing have no rows.
         mask = (columns < hidden_size) & (row >= 0)
         value = tl.load(sorted_rows + row * stride_rows + columns, mask=mask, other=0.0).to(tl.float32)
         if topk_weights is not None:
             # Their weights may be NaN too.
-            value *= tl.load(topk_weights + route, mask=row >= 0, other=0.0)
+            if EARLY > 0:
+                value *= tl.sum(tl.where(choices == k, weights, 0.0), 0)
+            else:
+                value *= tl.load(topk_weights + route, mask=row >= 0, other=0.0)
         total += value
     tl.store(out + token * stride_out + columns, total.to(out.dtype.element_ty), mask=columns < hidden_size)
 
@@ -160,6 +176,7 @@ def reduce_sorted_rows(
     """
     num_tokens, hidden_size = out.shape
     assert sorted_rows.shape[0] == route_row.numel() and route_row.numel() % num_tokens == 0
+    top_k = route_row.numel() // num_tokens
     assert out.stride(1) == sorted_rows.stride(1) == 1 and sorted_rows.shape[1] == hidden_size
     block = min(config.block, triton.next_power_of_2(hidden_size))
     launch(
@@ -172,8 +189,9 @@ def reduce_sorted_rows(
         hidden_size,
         sorted_rows.stride(0),
         out.stride(0),
-        TOP_K=route_row.numel() // num_tokens,
+        TOP_K=top_k,
         BLOCK=block,
+        EARLY=triton.next_power_of_2(top_k) if config.early else 0,
         OVERLAP=overlap,
         num_warps=config.num_warps,
         **overlap_options(overlap),

@@ -181,13 +181,29 @@ def _place_routes_kernel(
     HEAVY_FIRST: tl.constexpr,
     CHUNK: tl.constexpr,
     ROUTES: tl.constexpr,
+    COMPARES: tl.constexpr,
+    CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Places routes, COMPARES of which are read at a time, and lays the tiles.
+
+    `expert_counts` and the sums of `chunk_counts` come from the scan; with CHUNKS, at least as many as there are, the
+    programs make both from the chunks' own counts.
+    """
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
     experts = tl.arange(0, EXPERTS)  # [EXPERTS]
-    counts = tl.load(expert_counts + experts, mask=experts < num_local_experts, other=0)  # [EXPERTS]
     pid = tl.program_id(0)
+    first = (pid - 1) * ROUTES
+    chunk = first // CHUNK
+    if CHUNKS > 0:
+        chunks = tl.arange(0, CHUNKS)  # [CHUNKS]
+        known = (chunks * CHUNK < num_routes)[:, None] & (experts < num_local_experts)[None, :]
+        pointers = chunk_counts + chunks[:, None] * num_local_experts + experts[None, :]
+        by_chunk = tl.load(pointers, mask=known, other=0)  # [CHUNKS, EXPERTS]
+        counts = tl.sum(by_chunk, 0)  # [EXPERTS]
+    else:
+        counts = tl.load(expert_counts + experts, mask=experts < num_local_experts, other=0)  # [EXPERTS]
     if pid == 0:
         _store_offsets_and_blocks(
             counts,
@@ -204,18 +220,21 @@ def _place_routes_kernel(
             HEAVY_FIRST,
         )
     else:
-        first = (pid - 1) * ROUTES
         own = first + tl.arange(0, ROUTES)  # [ROUTES]
         own_expert = tl.load(route_expert + own, mask=own < num_routes, other=-1)  # [ROUTES]
         valid = own_expert >= 0
-        chunk = first // CHUNK
-        place = tl.load(chunk_counts + chunk * num_local_experts + own_expert, mask=valid, other=0)
-        place += tl.gather(tl.cumsum(counts, 0) - counts, tl.maximum(own_expert, 0), 0)
-        # The chunk's routes up to the program's last, ROUTES at a time.
-        for start in range(chunk * CHUNK, first + ROUTES, ROUTES):
-            routes = start + tl.arange(0, ROUTES)  # [ROUTES]
+        offsets = tl.cumsum(counts, 0) - counts  # [EXPERTS]
+        if CHUNKS > 0:
+            offsets += tl.sum(tl.where((chunks < chunk)[:, None], by_chunk, 0), 0)
+            place = tl.gather(offsets, tl.maximum(own_expert, 0), 0)
+        else:
+            place = tl.load(chunk_counts + chunk * num_local_experts + own_expert, mask=valid, other=0)
+            place += tl.gather(offsets, tl.maximum(own_expert, 0), 0)
+        # The chunk's routes up to the program's last, COMPARES at a time.
+        for start in range(chunk * CHUNK, first + ROUTES, COMPARES):
+            routes = start + tl.arange(0, COMPARES)  # [COMPARES]
             expert = tl.load(route_expert + routes, mask=routes < num_routes, other=-1)
-            earlier = (expert[None, :] == own_expert[:, None]) & (routes[None, :] < own[:, None])  # [ROUTES, ROUTES]
+            earlier = (expert[None, :] == own_expert[:, None]) & (routes[None, :] < own[:, None])  # [ROUTES, COMPARES]
             place += tl.sum(earlier.to(tl.int32), 1)
         tl.store(sorted_routes + place, own, mask=valid)
         tl.store(route_row + own, tl.where(valid, place, -1), mask=own < num_routes)
@@ -232,7 +251,7 @@ def sort_routes(
     slack: int = 0,
     overlap: bool = False,
     tall: int = 0,
-    heavy_first: bool = False,
+    heavy_first: int = False,
 ) -> RoutePlan:
     """Sorts routes by local expert and lays tiles over them; no allocation and no host synchronization.
 
@@ -310,19 +329,23 @@ def sort_routes(
         OVERLAP=overlap,
         num_warps=config.num_warps,
     )
-    launch(
-        _scan_chunks_kernel,
-        (triton.cdiv(num_local_experts, _SCAN_EXPERTS),),
-        chunk_counts,
-        expert_counts,
-        num_chunks,
-        num_local_experts,
-        EXPERTS=_SCAN_EXPERTS,
-        CHUNKS=_SCAN_CHUNKS,
-        OVERLAP=overlap,
-        num_warps=config.num_warps,
-        **overlap_options(overlap),
-    )
+    # A power of two, so that few numbers of tokens are compiled for.
+    chunks = triton.next_power_of_2(num_chunks)
+    scans_alone = chunks * experts <= config.short_scan
+    if not scans_alone:
+        launch(
+            _scan_chunks_kernel,
+            (triton.cdiv(num_local_experts, _SCAN_EXPERTS),),
+            chunk_counts,
+            expert_counts,
+            num_chunks,
+            num_local_experts,
+            EXPERTS=_SCAN_EXPERTS,
+            CHUNKS=_SCAN_CHUNKS,
+            OVERLAP=overlap,
+            num_warps=config.num_warps,
+            **overlap_options(overlap),
+        )
     launch(
         _place_routes_kernel,
         (1 + triton.cdiv(num_routes, config.routes_per_placing),),
@@ -341,6 +364,8 @@ def sort_routes(
         HEAVY_FIRST=heavy_first,
         CHUNK=config.chunk,
         ROUTES=config.routes_per_placing,
+        COMPARES=config.short_compares if scans_alone else config.routes_per_placing,
+        CHUNKS=chunks if scans_alone else 0,
         OVERLAP=overlap,
         num_warps=config.num_warps,
         **overlap_options(overlap),
