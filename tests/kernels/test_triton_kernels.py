@@ -36,8 +36,8 @@ from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.reference import down_reference, gate_up_reference
 from moereg.kernels.rows import sort
-from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.block_map import SPREAD_HEAVY
+from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import RoutePlan, SortConfig, max_num_blocks, route_workspace_numel, sort_routes_reference
 from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_routes_reference, reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
@@ -58,7 +58,7 @@ ROUNDOFF = {BF16: 2.0**-8, FP16: 2.0**-11}
 ONE_LAUNCH = SortConfig()
 # Small pieces, so that small inputs span several chunks and a chunk several programs.
 THREE_LAUNCHES = SortConfig(single_launch_routes=0, chunk=32, routes_per_program=16, num_warps=1)
-TWO_LAUNCHES = dataclasses.replace(THREE_LAUNCHES, routes_per_placing=16, short_scan=4096, short_compares=32)
+TWO_LAUNCHES = dataclasses.replace(THREE_LAUNCHES, short_scan=4096, short_routes=8, short_compares=16)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -338,9 +338,9 @@ def test_heavy_tiles_are_spread_evenly(heavy: int, light: int, expected: str) ->
     counts = [heavy * 16 if heavy > 1 else 0] + [16] * light
     ids = torch.tensor([e for e, count in enumerate(counts) for _ in range(count)], dtype=torch.int32, device=DEVICE)
     plan = make_plan(ids.unsqueeze(1), None, len(counts), len(counts), 16, heavy_first=SPREAD_HEAVY)
-    assert "".join("L" if expert else "H" for expert in plan.block_expert[: int(plan.num_blocks)].tolist()) == expected
-    starts = [row for expert, row in zip(plan.block_expert.tolist(), plan.block_row.tolist(), strict=True) if not expert]
-    assert starts[:heavy] == list(range(0, 16 * heavy, 16))
+    experts, rows = (tensor[: int(plan.num_blocks)].tolist() for tensor in (plan.block_expert, plan.block_row))
+    assert "".join("L" if expert else "H" for expert in experts) == expected
+    assert [row for expert, row in zip(experts, rows, strict=True) if not expert] == list(range(0, 16 * heavy, 16))
 
 
 def test_route_workspace_grows_with_tokens() -> None:

@@ -27,7 +27,8 @@ class SortConfig:
         short_scan: up to this many counts of chunks by experts, both rounded up to powers of two, each placing program
             adds them up itself, in place of a launch in front of it, and compares its routes with `short_compares` at
             a time: few programs wait for each other's loads more than they work. At most 4096, 32 registers a thread.
-        short_compares: a power of two that divides `chunk` and is a multiple of `routes_per_placing`.
+        short_routes: in place of `routes_per_placing` then; a power of two.
+        short_compares: a power of two that divides `chunk` and is a multiple of `short_routes`.
         num_warps: warps per program.
     """
 
@@ -36,7 +37,8 @@ class SortConfig:
     routes_per_program: int = 16
     routes_per_placing: int = 32
     short_scan: int = 0
-    short_compares: int = 256
+    short_routes: int = 16
+    short_compares: int = 512
     num_warps: int = 4
 
 

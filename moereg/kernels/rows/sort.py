@@ -332,6 +332,7 @@ def sort_routes(
     # A power of two, so that few numbers of tokens are compiled for.
     chunks = triton.next_power_of_2(num_chunks)
     scans_alone = chunks * experts <= config.short_scan
+    routes_per_program = config.short_routes if scans_alone else config.routes_per_placing
     if not scans_alone:
         launch(
             _scan_chunks_kernel,
@@ -348,7 +349,7 @@ def sort_routes(
         )
     launch(
         _place_routes_kernel,
-        (1 + triton.cdiv(num_routes, config.routes_per_placing),),
+        (1 + triton.cdiv(num_routes, routes_per_program),),
         plan.route_expert,
         chunk_counts,
         expert_counts,
@@ -363,8 +364,8 @@ def sort_routes(
         TALL=tall,
         HEAVY_FIRST=heavy_first,
         CHUNK=config.chunk,
-        ROUTES=config.routes_per_placing,
-        COMPARES=config.short_compares if scans_alone else config.routes_per_placing,
+        ROUTES=routes_per_program,
+        COMPARES=config.short_compares if scans_alone else routes_per_program,
         CHUNKS=chunks if scans_alone else 0,
         OVERLAP=overlap,
         num_warps=config.num_warps,
