@@ -6,6 +6,7 @@ Tolerances as in `test_triton_kernels`: each kernel rounds once.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 from moereg.dispatch import select_backend
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.reference import down_reference, gate_up_reference
-from moereg.kernels.hopper.config import CONFIG_RULES
+from moereg.kernels.hopper.config import CONFIG_RULES, FIVE_BODIES, THREE_BODIES, TWO_BODIES
 from moereg.kernels.rows.block_map import batch_workspace_numel, plan_batches
 from moereg.kernels.rows.copy import copy_rows, copy_rows_reference
 from moereg.kernels.rows.plan import RoutePlan, route_workspace_numel, sort_routes_reference
@@ -159,8 +160,9 @@ def test_layer_of_kernels(
 
 @pytest.mark.parametrize("copied", [False, True], ids=["by_token", "boxes"])
 @pytest.mark.parametrize("rule", [0, 3], ids=["128x256", "256x128"])
-def test_tiles_of_every_body(rule: int, copied: bool) -> None:
-    gate_up, down = CONFIG_RULES[rule].gate_up, CONFIG_RULES[rule].down
+@pytest.mark.parametrize("bodies", [FIVE_BODIES, 0b11110, THREE_BODIES, TWO_BODIES, 0b11100], ids=bin)
+def test_tiles_of_every_body(bodies: int, rule: int, copied: bool) -> None:
+    gate_up, down = (replace(config, bodies=bodies) for config in (CONFIG_RULES[rule].gate_up, CONFIG_RULES[rule].down))
     quarter, slack, hidden, inter = gate_up.block_m // 4, gate_up.slack, 256, 128
     most = [quarter, 2 * quarter, 2 * quarter + slack, 4 * quarter, 4 * quarter + slack]
     # The fewest and the most rows of each, and two tiles of which the second has each.

@@ -82,8 +82,8 @@ MUTANTS: Final = (
     Mutant(
         "the slack behind a half is the one behind all",
         _KERNELS + "hopper/producer.py",
-        old="return has_slack, gl.where(num_rows > HALF + SLACK, BLOCK_M, HALF)",
-        new="return has_slack, gl.where(num_rows > HALF + SLACK, BLOCK_M, BLOCK_M)",
+        old="return has_slack, gl.where(num_rows > MOST[1], BLOCK_M, BLOCK_M // 2)",
+        new="return has_slack, gl.where(num_rows > MOST[1], BLOCK_M, BLOCK_M)",
         tests=("tests/kernels/test_gluon_kernels.py::test_tiles_of_every_body",),
     ),
     Mutant(

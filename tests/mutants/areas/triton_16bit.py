@@ -187,9 +187,34 @@ MUTANTS: Final = (
         new="tl.load(topk_weights + row, mask=row >= 0, other=0.0)",
         tests=(
             (
-                "tests/kernels/test_triton_rows.py::test_sorted_rows_are_added_with_the_weights_of_their_routes[5-3-130-11-True]"
+                "tests/kernels/test_triton_rows.py::test_sorted_rows_are_added_with_the_weights_of_their_routes[5-3-130-11-False-True]"
             ),
         ),
+    ),
+    Mutant(
+        "every choice has the early weight of the first",
+        "moereg/kernels/rows/reduce.py",
+        old="value *= tl.sum(tl.where(choices == k, weights, 0.0), 0)",
+        new="value *= tl.sum(tl.where(choices == 0, weights, 0.0), 0)",
+        tests=(
+            (
+                "tests/kernels/test_triton_rows.py::test_sorted_rows_are_added_with_the_weights_of_their_routes[5-3-130-11-True-True]"
+            ),
+        ),
+    ),
+    Mutant(
+        "a program that scans alone leaves out the chunks in front",
+        "moereg/kernels/rows/sort.py",
+        old="offsets += tl.sum(tl.where((chunks < chunk)[:, None], by_chunk, 0), 0)",
+        new="offsets += tl.sum(tl.where((chunks < 0)[:, None], by_chunk, 0), 0)",
+        tests=("tests/kernels/test_triton_kernels.py::test_sort_routes[17-4-60-15-32-random-two_launches]",),
+    ),
+    Mutant(
+        "a heavy tile takes the place of the light one that it meets",
+        "moereg/kernels/rows/block_map.py",
+        old="before = (scaled + tl.where(after, own, own - 1))",
+        new="before = (scaled + own - 1)",
+        tests=("tests/kernels/test_triton_kernels.py::test_heavy_tiles_are_spread_evenly[2-2-LHLH]",),
     ),
     Mutant(
         "routes are added from the last to the first",
@@ -201,8 +226,8 @@ MUTANTS: Final = (
     Mutant(
         "sorted rows are added from the last to the first",
         "moereg/kernels/rows/reduce.py",
-        old=("        route = token * TOP_K + k\n        row = tl.load"),
-        new=("        route = token * TOP_K + TOP_K - 1 - k\n        row = tl.load"),
+        old=("        route = token * TOP_K + k\n        if EARLY"),
+        new=("        route = token * TOP_K + TOP_K - 1 - k\n        if EARLY"),
         tests=("tests/kernels/test_triton_rows.py::test_routes_are_added_from_the_first_choice_to_the_last[True]",),
     ),
     Mutant(
