@@ -51,7 +51,7 @@ from moereg.kernels.gemm.config import GemmPair, GemvPair
 from moereg.kernels.hopper import config as hopper_config
 from moereg.kernels.hopper.config import HopperConfigRule
 from moereg.kernels.launch.device import max_shared_bytes
-from moereg.kernels.sizes import WEIGHT_PAD
+from moereg.kernels.sizes import SPREAD_HEAVY, WEIGHT_PAD
 from moereg.layer import MoEKernel, make_kernel
 from moereg.layouts import round_up
 from moereg.platforms import probe_platform
@@ -95,7 +95,7 @@ def describe(configs: Configs) -> str:
         if configs.copies_rows:
             parts[0] += " copied"
         if configs.heavy_first:
-            parts[0] += " heavy first"
+            parts[0] += " heavy spread" if configs.heavy_first == SPREAD_HEAVY else " heavy first"
     elif isinstance(configs, GemmPair):
         parts = [f"{spell(c)}{'' if c.mask_rows else ' all rows'}" for c in (configs.gate_up, configs.down)]
     else:
@@ -128,22 +128,20 @@ def _gemm_pairs(name: str) -> Iterator[GemmPair]:
 
 
 def _hopper_rules() -> Iterator[Configs]:
-    """The shipped rules' tiles in all pairs of one height.
+    """The shipped rules' pairs of tiles.
 
-    By token, by token with a shorter ring, and copied; heavy experts first or not.
+    Those that both products have also with a shorter ring, with heavy experts first or spread, and with rows copied.
     """
-    first = dict.fromkeys(rule.gate_up for rule in hopper_config.CONFIG_RULES)
-    second = dict.fromkeys(rule.down for rule in hopper_config.CONFIG_RULES)
-    for gate_up, down in itertools.product(first, second):
-        if (gate_up.block_m, gate_up.slack) == (down.block_m, down.slack):
-            shorter = HopperConfigRule(
-                gate_up=dataclasses.replace(gate_up, num_stages=gate_up.num_stages - 1),
-                down=dataclasses.replace(down, num_stages=down.num_stages - 1),
-            )
-            pair = HopperConfigRule(gate_up=gate_up, down=down)
-            for rule in (pair, shorter, dataclasses.replace(pair, copies_rows=True)):
-                yield rule
-                yield dataclasses.replace(rule, heavy_first=True)
+    for gate_up, down in dict.fromkeys((rule.gate_up, rule.down) for rule in hopper_config.CONFIG_RULES):
+        pair = HopperConfigRule(gate_up=gate_up, down=down)
+        yield pair
+        if gate_up == down:
+            shorter = dataclasses.replace(gate_up, num_stages=gate_up.num_stages - 1)
+            yield HopperConfigRule(gate_up=shorter, down=shorter)
+            yield dataclasses.replace(pair, heavy_first=SPREAD_HEAVY)
+            for copies in (False, True):
+                yield dataclasses.replace(pair, copies_rows=copies, heavy_first=True)
+            yield dataclasses.replace(pair, copies_rows=True)
 
 
 def candidates_of(num_tokens: int, rows_per_expert: float) -> list[Candidate]:
@@ -167,11 +165,14 @@ def shipped(problem: MoEProblem, num_tokens: int, shared_bytes: int | None) -> C
     configs: Configs
     if uses_hopper(num_tokens, rows):
         columns = problem.activation.num_halves * round_up(problem.intermediate_size, WEIGHT_PAD)
+        fewest = hopper_config.count_fewest_tiles(num_tokens * problem.top_k, problem.hidden_size)
         configs = dataclasses.replace(
-            hopper_config.select_config(rows, columns, problem.num_experts),
+            hopper_config.select_config(rows, columns, problem.num_experts, fewest),
             max_rows_per_expert=math.inf,
             min_columns=0,
+            max_columns=math.inf,
             min_experts=0,
+            max_fewest_tiles=math.inf,
         )
     else:
         configs = gemm_config.select_config(num_tokens, rows, problem.torch_dtype.itemsize, shared_bytes)

@@ -1,4 +1,4 @@
-"""Sizes that kernels and backends agree on. Needs no library: backends read them before they load a kernel."""
+"""Sizes, and an order, that kernels and backends agree on. Needs no library: backends read them before any kernel."""
 
 from __future__ import annotations
 
@@ -21,3 +21,9 @@ WORKSPACE_ALIGNMENT: Final = 256
 
 GUARD_ROWS: Final = 288
 """Unused rows in front of a buffer of rows, the longest tile: a store of the Hopper kernels is anchored there."""
+
+SPREAD_HEAVY: Final = 2
+"""A value of `heavy_first`: the tiles of experts with more than one are spread evenly among the others, each in order.
+
+A tile of a light expert waits for its weights, one of a heavy expert multiplies: side by side both share the GPU.
+"""

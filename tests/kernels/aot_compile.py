@@ -42,7 +42,7 @@ from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_
 from moereg.kernels.rows.copy import copy_rows
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import SortConfig, route_workspace_numel
-from moereg.kernels.rows.reduce import reduce_routes, reduce_sorted_rows
+from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
 from moereg.quant import WHOLE, QuantFormat, get_scheme
 
@@ -182,6 +182,18 @@ def launch_routing(shared_bytes: int) -> None:
     sum_batches(tokens_out, batches.rows, batches.row_of_route, rows.new_empty(4096, 8, dtype=torch.float32))
 
 
+def launch_short_routing(shared_bytes: int) -> None:
+    """Sorting in two launches, and the reduction that reads places early."""
+    overlap = can_overlap(torch.device("meta"))
+    ids = torch.empty(1024, 8, dtype=torch.int32, device="meta")
+    workspace = ids.new_empty(route_workspace_numel(1024, 8, 128, 16))
+    plan = sort_routes(ids, None, 128, 128, 16, workspace, overlap=overlap, tall=64)
+    rows = torch.empty(1024 * 8, 2048, dtype=torch.bfloat16, device="meta")
+    weights = rows.new_empty(1024, 8, dtype=torch.float32)
+    config = ReduceConfig(early=True)
+    reduce_sorted_rows(rows.new_empty(1024, 2048), rows, plan.route_row, weights, config, overlap=overlap)
+
+
 def launch_reads(shared_bytes: int) -> None:
     """Every way to measure the read bandwidth, on 4 GB."""
     words = torch.empty(2**30, dtype=torch.int32, device="meta")
@@ -301,7 +313,7 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
 
 
 # Without products.
-PLAIN_CASES = {"routing": launch_routing, "read": launch_reads}
+PLAIN_CASES = {"routing": launch_routing, "short_routing": launch_short_routing, "read": launch_reads}
 
 
 def describe(target: str, case: str, name: str, kernel: Any) -> dict[str, Any]:

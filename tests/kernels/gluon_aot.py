@@ -49,7 +49,7 @@ def compile_one(
     columns = config.block_n // (4 if is_gate_up else 2)
     weights = [config.block_n // 16, 2, 8, 64] if is_gate_up else [1, config.block_n, 64]
     signature = {
-        "out": _box([1, config.staged_elements // columns, columns]),
+        "out": _box([1, config.rows_of_store(columns), columns]),
         "weights": _box(weights),
         "rows": "*bf16" if by_token else _box([config.block_m // 2, 64]),
         "slack_rows": "constexpr" if by_token else _box([config.slack, 64]),

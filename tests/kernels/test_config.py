@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import math
@@ -15,7 +16,7 @@ import pytest
 import moereg
 from moereg.kernels.gemm.config import CONFIG_RULES, PACKED_RULES, GemmPair
 from moereg.kernels.hopper import config as hopper
-from moereg.kernels.sizes import GUARD_ROWS
+from moereg.kernels.sizes import GUARD_ROWS, SPREAD_HEAVY
 
 PLAIN_MODULES = (
     "moereg.kernels.sizes",
@@ -45,10 +46,12 @@ def test_both_products_of_a_rule_take_tiles_of_as_many_rows() -> None:
             assert rule.configs.gate_up.block_m == rule.configs.down.block_m
 
 
-# (most rows an expert, tile, whether tokens are copied, whether heavy experts come first), up to any number of rows.
-BY_TOKEN_FEW = [(176, "128x256", False, False), (400, "256x128", False, True), (math.inf, "128x256", False, True)]
-BY_TOKEN_MANY = [(176, "128x256", False, False), (math.inf, "128x256", False, True)]
-COPIED = [(176, "128x256", False, False), (math.inf, "256x128", True, True)]
+# (most rows an expert, tiles, whether tokens are copied, how heavy experts come), up to any number of rows.
+LOW = [(48, "128x256", False, False), (72, "64x128 64x256", False, False)]
+FEW_ROWS = (176, "128x256", False, False)
+BY_TOKEN_FEW = [FEW_ROWS, (400, "256x128", False, True), (math.inf, "128x256", False, True)]
+BY_TOKEN_MANY = [FEW_ROWS, (math.inf, "128x256", False, SPREAD_HEAVY)]
+COPIED = [FEW_ROWS, (math.inf, "256x128", True, True)]
 
 
 @pytest.mark.parametrize(
@@ -56,9 +59,12 @@ COPIED = [(176, "128x256", False, False), (math.inf, "256x128", True, True)]
     [
         (1536, 8, BY_TOKEN_FEW),
         (4032, 63, BY_TOKEN_FEW),
-        (384, 128, BY_TOKEN_FEW),
-        (512, 64, BY_TOKEN_MANY),
+        (384, 128, LOW + BY_TOKEN_FEW),
+        (512, 64, LOW + BY_TOKEN_MANY),
+        (768, 63, LOW + BY_TOKEN_FEW),
+        (769, 64, BY_TOKEN_MANY),
         (1536, 128, BY_TOKEN_MANY),
+        (1537, 128, [FEW_ROWS, (math.inf, "128x256", False, True)]),
         (4096, 8, COPIED),
         (5760, 128, COPIED),
         # The batched format.
@@ -66,15 +72,47 @@ COPIED = [(176, "128x256", False, False), (math.inf, "256x128", True, True)]
         (math.inf, 64, COPIED),
     ],
 )
-def test_hopper_rules(num_columns: float, num_experts: int, expected: list[tuple[float, str, bool, bool]]) -> None:
+def test_hopper_rules(num_columns: float, num_experts: int, expected: list[tuple[float, str, bool, int]]) -> None:
     least = 1.0
-    for most, tile, copies, heavy_first in expected:
-        for rows in (least, min(most, 1e6)):
+    for most, tiles, copies, heavy_first in expected:
+        for rows in (least, sorted((least, 64.0, most))[1], min(most, 1e6)):
             rule = hopper.select_config(rows, num_columns, num_experts)
             assert (rule.copies_rows, rule.heavy_first) == (copies, heavy_first), rows
-            for config in (rule.gate_up, rule.down):
-                assert f"{config.block_m}x{config.block_n}" == tile, rows
+            assert {*tiles.split()} == {f"{one.block_m}x{one.block_n}" for one in (rule.gate_up, rule.down)}, rows
+            assert rule.gate_up.block_n <= rule.down.block_n
         least = math.nextafter(most, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("num_routes", "hidden_size", "fewest"), [(512, 4096, 64), (513, 4096, 80), (1408, 2048, 88), (1, 1, 1)]
+)
+def test_the_fewest_tiles_of_any_loads(num_routes: int, hidden_size: int, fewest: int) -> None:
+    assert hopper.count_fewest_tiles(num_routes, hidden_size) == fewest
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_columns", "fewest", "columns_of_down"),
+    [(64, 28672, 64, 128), (24, 384, 88, 128), (96, 28672, 88, 128), (64, 28672, 89, 256), (97, 28672, 64, 256)],
+)
+def test_few_tiles_have_half_the_columns(rows: float, num_columns: int, fewest: int, columns_of_down: int) -> None:
+    rule = hopper.select_config(rows, num_columns, 8, fewest)
+    assert rule.down.block_n == columns_of_down
+    assert rule.gate_up.block_n == 256
+
+
+def test_no_store_of_a_body_reaches_into_its_slack() -> None:
+    for rule in hopper.CONFIG_RULES:
+        # Gated, not gated.
+        for share in (4, 2):
+            rule.gate_up.rows_of_store(rule.gate_up.block_n // share)
+        assert rule.down.rows_of_store(rule.down.block_n // 2) * rule.down.block_n // 2 == rule.down.staged_elements
+    # Half a tile of 64 rows has a slack behind it, or only the whole one.
+    three = hopper.HopperGemmConfig(block_m=64, block_n=128, bodies=hopper.THREE_BODIES)
+    assert three.rows_of_store(32) == 64
+    five = dataclasses.replace(three, bodies=hopper.FIVE_BODIES)
+    assert five.rows_of_store(64) == 32
+    with pytest.raises(AssertionError, match="a staged store of 64 rows may overwrite the slack behind 32 rows"):
+        five.rows_of_store(32)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +144,8 @@ def test_every_number_of_rows_has_the_shortest_body_that_holds_it() -> None:
         assert config.bodies & 0b11 != 0b01
         assert config.block_m + config.slack <= GUARD_ROWS
         most = [quarters * config.block_m // 4 + more * config.slack for quarters, more in hopper.BODIES]
-        assert all(low < high for low, high in itertools.pairwise(most))
+        own = [rows for body, rows in enumerate(most) if config.bodies >> body & 1]
+        assert all(low < high for low, high in itertools.pairwise(own))
         # The producer loads halves, and a longest tile is the plan's.
         assert most[1:] == [
             config.block_m // 2,

@@ -5,6 +5,7 @@ Tolerances as in `test_triton_kernels`: each kernel rounds once.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -59,13 +60,17 @@ def route(tokens: int, experts: int, top_k: int, skew: float) -> torch.Tensor:
 # rule, copied, tokens, global and local experts, top_k, hidden, intermediate (a multiple of 64), dtype, activation,
 # gated, skew, bias. Few, because each takes seconds to compile.
 CASES = [
-    (0, False, 500, 8, 8, 2, 512, 320, torch.bfloat16, "silu", True, 0.0, False),
-    (0, False, 1000, 16, 16, 4, 448, 192, torch.bfloat16, "swigluoai", True, 1.0, True),
-    (1, True, 3000, 32, 16, 4, 520, 320, torch.bfloat16, "gelu_tanh", True, 0.0, True),
-    (3, False, 4000, 16, 16, 4, 520, 192, torch.float16, "silu", True, 0.3, False),
-    (4, False, 3000, 16, 16, 4, 1024, 1856, torch.bfloat16, "relu2", False, 0.0, False),
-    (4, False, 4000, 16, 16, 4, 512, 320, torch.bfloat16, "silu", True, 1.0, True),
-    (3, False, 1, 8, 8, 2, 256, 128, torch.bfloat16, "gelu", True, 0.0, False),
+    (3, False, 500, 8, 8, 2, 512, 320, torch.bfloat16, "silu", True, 0.0, False),
+    (3, False, 1000, 16, 16, 4, 448, 192, torch.bfloat16, "swigluoai", True, 1.0, True),
+    (4, True, 3000, 32, 16, 4, 520, 320, torch.bfloat16, "gelu_tanh", True, 0.0, True),
+    (7, False, 4000, 16, 16, 4, 520, 192, torch.float16, "silu", True, 0.3, False),
+    (8, False, 3000, 16, 16, 4, 1024, 1856, torch.bfloat16, "relu2", False, 0.0, False),
+    (8, False, 4000, 16, 16, 4, 512, 320, torch.bfloat16, "silu", True, 1.0, True),
+    (7, False, 1, 8, 8, 2, 256, 128, torch.bfloat16, "gelu", True, 0.0, False),
+    (0, False, 256, 8, 8, 2, 520, 320, torch.bfloat16, "silu", True, 1.0, True),
+    (2, False, 1024, 128, 64, 8, 520, 192, torch.bfloat16, "silu", True, 1.0, True),
+    (2, False, 600, 16, 16, 2, 448, 384, torch.float16, "relu2", False, 0.0, False),
+    (5, False, 3000, 64, 64, 4, 512, 320, torch.bfloat16, "silu", True, 1.0, False),
 ]
 
 
@@ -159,9 +164,16 @@ def test_layer_of_kernels(
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["by_token", "boxes"])
-@pytest.mark.parametrize("rule", [0, 3], ids=["128x256", "256x128"])
-@pytest.mark.parametrize("bodies", [FIVE_BODIES, 0b11110, THREE_BODIES, TWO_BODIES, 0b11100], ids=bin)
-def test_tiles_of_every_body(bodies: int, rule: int, copied: bool) -> None:
+@pytest.mark.parametrize(
+    ("rule", "bodies"),
+    [
+        *itertools.product((3, 7), (FIVE_BODIES, 0b11110, THREE_BODIES, TWO_BODIES, 0b11100)),
+        (0, FIVE_BODIES),
+        (2, THREE_BODIES),
+        (2, TWO_BODIES),
+    ],
+)
+def test_tiles_of_every_body(rule: int, bodies: int, copied: bool) -> None:
     gate_up, down = (replace(config, bodies=bodies) for config in (CONFIG_RULES[rule].gate_up, CONFIG_RULES[rule].down))
     quarter, slack, hidden, inter = gate_up.block_m // 4, gate_up.slack, 256, 128
     most = [quarter, 2 * quarter, 2 * quarter + slack, 4 * quarter, 4 * quarter + slack]
@@ -194,13 +206,13 @@ def test_tiles_of_every_body(bodies: int, rule: int, copied: bool) -> None:
 
 # rule, experts, max_T, hidden, intermediate (a multiple of 64), dtype, activation, gated, bias.
 BATCHED_CASES = [
-    (0, 8, 100, 520, 320, torch.bfloat16, "silu", True, False),
-    (0, 6, 30, 256, 128, torch.bfloat16, "gelu", True, False),
-    (0, 8, 300, 448, 192, torch.bfloat16, "swigluoai", True, True),
-    (1, 6, 545, 520, 320, torch.float16, "gelu_tanh", True, True),
-    (1, 6, 1000, 1024, 448, torch.bfloat16, "relu2", False, False),
+    (3, 8, 100, 520, 320, torch.bfloat16, "silu", True, False),
+    (3, 6, 30, 256, 128, torch.bfloat16, "gelu", True, False),
+    (3, 8, 300, 448, 192, torch.bfloat16, "swigluoai", True, True),
+    (4, 6, 545, 520, 320, torch.float16, "gelu_tanh", True, True),
+    (4, 6, 1000, 1024, 448, torch.bfloat16, "relu2", False, False),
     # More tiles than a GPU has multiprocessors.
-    (1, 12, 2000, 2048, 512, torch.bfloat16, "silu", True, False),
+    (4, 12, 2000, 2048, 512, torch.bfloat16, "silu", True, False),
 ]
 
 
@@ -263,7 +275,7 @@ def test_batched_kernels(
 @pytest.mark.parametrize("by_token", [True, False])
 def test_no_local_expert_is_chosen(by_token: bool) -> None:
     tokens, experts, top_k, hidden, inter = 400, 8, 4, 256, 128
-    gate_up, down = CONFIG_RULES[0].gate_up, CONFIG_RULES[0].down
+    gate_up, down = CONFIG_RULES[3].gate_up, CONFIG_RULES[3].down
     expert_map = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
     # Numbers that as offsets would reach far outside of every tensor.
     workspace = torch.full(

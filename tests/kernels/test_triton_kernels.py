@@ -36,11 +36,11 @@ from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.reference import down_reference, gate_up_reference
 from moereg.kernels.rows import sort
-from moereg.kernels.rows.block_map import SPREAD_HEAVY
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import RoutePlan, SortConfig, max_num_blocks, route_workspace_numel, sort_routes_reference
 from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_routes_reference, reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
+from moereg.kernels.sizes import SPREAD_HEAVY
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.testing.interpreter import patch_interpreter
@@ -57,7 +57,7 @@ ROUNDOFF = {BF16: 2.0**-8, FP16: 2.0**-11}
 
 ONE_LAUNCH = SortConfig()
 # Small pieces, so that small inputs span several chunks and a chunk several programs.
-THREE_LAUNCHES = SortConfig(single_launch_routes=0, chunk=32, routes_per_program=16, num_warps=1)
+THREE_LAUNCHES = SortConfig(single_launch_routes=0, chunk=32, routes_per_program=16, short_scan=0, num_warps=1)
 TWO_LAUNCHES = dataclasses.replace(THREE_LAUNCHES, short_scan=4096, short_routes=8, short_compares=16)
 
 
@@ -341,6 +341,21 @@ def test_heavy_tiles_are_spread_evenly(heavy: int, light: int, expected: str) ->
     experts, rows = (tensor[: int(plan.num_blocks)].tolist() for tensor in (plan.block_expert, plan.block_row))
     assert "".join("L" if expert else "H" for expert in experts) == expected
     assert [row for expert, row in zip(experts, rows, strict=True) if not expert] == list(range(0, 16 * heavy, 16))
+
+
+@pytest.mark.parametrize(
+    ("num_routes", "num_experts", "num_launches"),
+    [(4096, 128, 1), (4097, 128, 2), (8192, 128, 2), (8193, 8, 3), (8192, 129, 3)],
+)
+def test_few_routes_are_sorted_in_few_launches(
+    num_routes: int, num_experts: int, num_launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[object] = []
+    monkeypatch.setattr(sort, "launch", lambda kernel, *_, **__: launched.append(kernel))
+    ids = torch.zeros(num_routes, 1, dtype=torch.int32)
+    workspace = torch.empty(route_workspace_numel(num_routes, 1, num_experts, 64), dtype=torch.int32)
+    sort_routes(ids, None, num_experts, num_experts, 64, workspace)
+    assert len(launched) == num_launches
 
 
 def test_route_workspace_grows_with_tokens() -> None:

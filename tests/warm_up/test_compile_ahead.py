@@ -97,18 +97,19 @@ def test_after_compiling_ahead_nothing_compiles(
 
 
 # Averages of rows an expert where another rule begins.
-BORDERS = (22, 30, 110, 176, 400)
+BORDERS = (22, 30, 48, 72, 96, 110, 176, 400)
 
 
 def test_kernels_on_either_side_of_a_rule_s_border_are_found() -> None:
     few: dict[str, Any] = {"num_experts": 8, "top_k": 4, "hidden_size": 64, "intermediate_size": 64}
+    many = {"num_experts": 64, "top_k": 8, "hidden_size": 2048, "intermediate_size": 256}
     # The first number of tokens of each list of launches: few columns, many columns, many experts (whose routes are
-    # sorted in more launches before the third border), rows by expert, 32 bits, codes with scales of blocks and of
-    # rows (which are encoded several at a time from some number on).
+    # sorted in two launches before one border and in three before another), rows by expert, 32 bits, codes with scales
+    # of blocks and of rows (which are encoded several at a time from some number on).
     layers: list[tuple[dict[str, Any], list[int] | None]] = [
-        (few, [43, 45, 353, 801]),
-        ({**few, "intermediate_size": 2048}, [43, 45, 353]),
-        ({**few, "num_experts": 64, "top_k": 8, "intermediate_size": 256}, [175, 177, 879, 1409]),
+        (few, [43, 45, 193, 353, 801]),
+        ({**few, "intermediate_size": 2048}, [43, 45, 193, 353]),
+        (many, [175, 177, 385, 575, 577, 1407, 1409]),
         ({**few, "activation_format": "batched"}, [43, 45, 353]),
         ({**few, "dtype": "float32"}, None),
         ({**few, "hidden_size": 640, "intermediate_size": 640, "quant": "fp8_block128"}, [43, 61, 221]),

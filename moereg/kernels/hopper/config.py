@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from moereg.kernels.sizes import SPREAD_HEAVY
+
 BODIES: Final = ((1, 0), (2, 0), (2, 1), (4, 0), (4, 1))
 """What a tile may be multiplied as, from the shortest: quarters of `block_m` rows, and whether `slack` behind them."""
 
@@ -45,6 +47,17 @@ class HopperGemmConfig:
     group_m: int = 0
     num_stages: int = 4
     staged_elements: int = 2048
+
+    def rows_of_store(self, num_columns: int) -> int:
+        """Rows of a staged store of that many columns.
+
+        Fewer rows in front of a slack would fill only a part of it. The rest, garbage, would go to the slack's rows,
+        and no order of the two stores is promised.
+        """
+        rows = self.staged_elements // num_columns
+        least = self.block_m // 2 if self.bodies & 0b100 else self.block_m
+        assert rows <= least, f"a staged store of {rows} rows may overwrite the slack behind {least} rows: stage fewer"
+        return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +129,21 @@ class HopperConfigRule:
 _WIDE: Final = HopperGemmConfig(block_m=128, block_n=256)
 _LONG: Final = HopperGemmConfig(block_m=256, block_n=128)
 
+# Half as wide: twice as many tiles, and shared memory for a fifth stage.
+_SQUARE: Final = HopperGemmConfig(block_m=128, block_n=128, num_stages=5)
+
+# For few columns: narrow tiles mask none of 384, and larger stores are fewer, which nothing overlaps.
+_NARROW: Final = HopperGemmConfig(block_m=64, block_n=128, bodies=THREE_BODIES, num_stages=7)
+_LOW: Final = HopperGemmConfig(block_m=64, block_n=256, bodies=THREE_BODIES, staged_elements=4096)
+
 # The first match counts. Measured on an H200 with 32 to 8192 rows an expert, 2026-11-20 to 23.
+#
+# One set of experts leaves multiprocessors idle where the second product has few tiles: with half the columns the layer
+# took 13 % less, 3 % at zipf, 1 % at even loads (mixtral-8x7b, 256 tokens, 64 tiles). 88 is two thirds of 132.
+#
+# Shards of up to 768 columns take low tiles around 64 rows an expert, where nothing else was measured: 3 and 6 % less
+# (qwen3-30b-a3b over two and four ranks, even). By counted tiles they would gain at 32 rows too and lose at 96 rows of
+# 768 columns; where all tokens choose one set of experts they lose.
 #
 # Tiles of 256 x 128 and of 128 x 256 read equally many bytes a product. Where rows come as boxes, 256 x 128 is faster
 # by 1 to 12 %. Copying rows token by token, by 16 bytes, costs it 8 to 14 %, and 128 x 256, which copies half as many,
@@ -129,10 +156,18 @@ _LONG: Final = HopperGemmConfig(block_m=256, block_n=128)
 # save 150 at 2,048 columns (olmoe-1b-7b), 145 us to save 460 at 5,760 (gpt-oss-120b).
 #
 # Heavy experts first, short tiles last: up to 4 % where loads are uneven from 256 rows on, with the bodies; at 128 it
-# loses 3 % (gpt-oss-120b, 4,096 tokens, zipf) and at 64 up to 1 % (qwen3-30b-a3b, 1,024 tokens).
+# loses 3 % (gpt-oss-120b, 4,096 tokens, zipf) and at 64 up to 1 % (qwen3-30b-a3b, 1,024 tokens). Heavy tiles spread
+# among the light ones: 3 % faster than first (qwen3-30b-a3b, 4,096 tokens, zipf). Where an expert's matrix is large the
+# L2 loses it between its tiles (gpt-oss-120b, 5 % slower), so that the rule ends with 1,536 columns.
 CONFIG_RULES: Final = (
+    HopperConfigRule(max_rows_per_expert=96, max_fewest_tiles=88, gate_up=_WIDE, down=_SQUARE),
+    HopperConfigRule(max_rows_per_expert=48, gate_up=_WIDE, down=_WIDE),
+    HopperConfigRule(max_rows_per_expert=72, max_columns=768, gate_up=_NARROW, down=_LOW),
     HopperConfigRule(max_rows_per_expert=176, gate_up=_WIDE, down=_WIDE),
     HopperConfigRule(min_columns=4096, copies_rows=True, heavy_first=True, gate_up=_LONG, down=_LONG),
+    HopperConfigRule(
+        min_columns=512, max_columns=1536, min_experts=64, heavy_first=SPREAD_HEAVY, gate_up=_WIDE, down=_WIDE
+    ),
     HopperConfigRule(min_columns=512, min_experts=64, heavy_first=True, gate_up=_WIDE, down=_WIDE),
     HopperConfigRule(max_rows_per_expert=400, heavy_first=True, gate_up=_LONG, down=_LONG),
     HopperConfigRule(heavy_first=True, gate_up=_WIDE, down=_WIDE),

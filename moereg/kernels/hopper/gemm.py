@@ -244,7 +244,7 @@ def _launch(product: _Product, plan: BlockMap, config: HopperGemmConfig, *, over
     _, num_columns, depth = weight.shape
     assert plan.block_m == config.block_m and plan.slack == config.slack and depth % BLOCK_K.value == 0
     assert out.is_contiguous() and weight.is_contiguous() and config.block_m + config.slack <= GUARD_ROWS
-    box = (1, config.staged_elements // product.out_columns, product.out_columns)
+    box = (1, config.rows_of_store(product.out_columns), product.out_columns)
     by_token = product.top_k is not None
     half_rows = slack_rows = None
     if not by_token:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 import triton
@@ -16,6 +15,7 @@ import triton.language as tl
 
 from moereg.kernels.launch.overlap import release_next
 from moereg.kernels.launch.replay import launch
+from moereg.kernels.sizes import SPREAD_HEAVY
 
 # Every piece of a workspace starts at a multiple of this many int32, so that pointer alignment, and with it the
 # compiled variant of a kernel, does not depend on the number of tokens.
@@ -26,12 +26,6 @@ _NUM_COUNTERS = tl.constexpr(2)
 
 NUM_COUNTS = 2 + _NUM_COUNTERS.value
 """int32 of the piece that holds the number of tiles, the counters and the number of tall tiles."""
-
-SPREAD_HEAVY: Final = 2
-"""A value of `heavy_first`: the tiles of experts with more than one are spread evenly among the others, each in order.
-
-A tile of a light expert waits for its weights, one of a heavy expert multiplies: side by side both share the GPU.
-"""
 
 _SPREAD_HEAVY = tl.constexpr(SPREAD_HEAVY)
 

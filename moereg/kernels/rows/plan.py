@@ -24,7 +24,8 @@ class SortConfig:
             route a thread, since the histogram would count a route twice that two threads hold.
         routes_per_program: routes that one program of the single launch places; a power of two.
         routes_per_placing: routes that one program places above the limit; a power of two that divides `chunk`.
-        short_scan: up to this many counts of chunks by experts, both rounded up to powers of two, each placing program
+        short_scan_routes: up to this many routes,
+        short_scan: and this many counts of chunks by experts, both rounded up to powers of two, each placing program
             adds them up itself, in place of a launch in front of it, and compares its routes with `short_compares` at
             a time: few programs wait for each other's loads more than they work. At most 4096, 32 registers a thread.
         short_routes: in place of `routes_per_placing` then; a power of two.
@@ -36,9 +37,10 @@ class SortConfig:
     chunk: int = 512
     routes_per_program: int = 16
     routes_per_placing: int = 32
-    short_scan: int = 0
-    short_routes: int = 16
-    short_compares: int = 512
+    short_scan_routes: int = 8192
+    short_scan: int = 2048
+    short_routes: int = 32
+    short_compares: int = 256
     num_warps: int = 4
 
 

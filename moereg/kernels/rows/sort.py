@@ -331,7 +331,7 @@ def sort_routes(
     )
     # A power of two, so that few numbers of tokens are compiled for.
     chunks = triton.next_power_of_2(num_chunks)
-    scans_alone = chunks * experts <= config.short_scan
+    scans_alone = num_routes <= config.short_scan_routes and chunks * experts <= config.short_scan
     routes_per_program = config.short_routes if scans_alone else config.routes_per_placing
     if not scans_alone:
         launch(
