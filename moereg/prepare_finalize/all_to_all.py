@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from moereg.errors import ArgumentError
-from moereg.expert_placement import token_turns
+from moereg.expert_placement import PlacementTables
 from moereg.prepare_finalize.base import Prepared, weighted_sum
+from moereg.prepare_finalize.batched import _device_runs_kernels
 from moereg.prepare_finalize.cells import register_prepare_finalize
+from moereg.prepare_finalize.exchange import (
+    Placed,
+    first_rows,
+    pack_tokens,
+    place_routes,
+    rounded_rows,
+    row_layout,
+    unpack_tokens,
+)
 from moereg.prepare_finalize.facts import MovementFacts
-from moereg.prepare_finalize.group import GroupFacts
+from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
-from moereg.prepare_finalize.wire import as_bytes, join_columns, split_columns
+from moereg.prepare_finalize.wire import Wire
 from moereg.problem import DTYPES, MoEProblem
+
+if TYPE_CHECKING:
+    from moereg.kernels.rows.exchanged import PlacedRoutes
 
 __all__ = ["AllToAll"]
 
@@ -26,7 +40,7 @@ class _Routed(Moved):
 
     Attributes:
         topk_weights: [T,K] fp32, of this rank's own tokens.
-        home_row: [T,K] int64, where the result of each route comes back to, -1 where it goes nowhere.
+        home_row: [T,K] int32, where the result of each route comes back to, -1 where it goes nowhere.
         rows_sent: Results that come back from each rank.
         rows_received: Results that go to each rank.
     """
@@ -42,8 +56,12 @@ class _Routed(Moved):
 class AllToAll(GroupPrepareFinalize):
     """Exchanges counts, which the host waits for, then tokens with their routes, then a result for each route.
 
-    The experts see every route as a token of its own with one expert and weight 1. Weights are applied at home, in
+    Triton's kernels make and read what travels in four launches, torch in some 50; the rows are the same. The experts
+    see every route as a token of its own with one expert and weight 1. Weights are applied at home, in
     fp32 and in the order of a token's routes, so the result does not depend on where experts are.
+
+    Attributes:
+        in_triton: Whether kernels do it: where the device of the group runs them.
     """
 
     facts = MovementFacts(
@@ -52,6 +70,7 @@ class AllToAll(GroupPrepareFinalize):
         deterministic=True,
         router_weight_on_input=True,
     )
+    in_triton: bool
 
     @classmethod
     def experts_problem_of(cls, problem: MoEProblem, group: GroupFacts, activation_format: str) -> MoEProblem:
@@ -59,6 +78,13 @@ class AllToAll(GroupPrepareFinalize):
         most = seen.max_num_tokens
         routes = None if most is None else most * min(problem.top_k, problem.num_local_experts)
         return dataclasses.replace(seen, top_k=1, max_num_tokens=routes)
+
+    def __init__(
+        self, problem: MoEProblem, experts_problem: MoEProblem, group: Group, tables: PlacementTables, wire: Wire
+    ) -> None:
+        super().__init__(problem, experts_problem, group, tables, wire)
+        self._ones = torch.ones((0, 1), device=group.device)
+        self.in_triton = _device_runs_kernels(group.device.type)
 
     def prepare(
         self,
@@ -69,57 +95,80 @@ class AllToAll(GroupPrepareFinalize):
         expert_map: torch.Tensor | None,
     ) -> Moved:
         _refuse_capture(hidden_states.device)
-        size, (num_tokens, top_k) = self.group.size, topk_ids.shape
-        turns = token_turns(num_tokens, self.group.rank, topk_ids.device)
-        ranks = self.tables.ranks_of(topk_ids, turns).long()
-        ranks = torch.where(ranks < 0, size, ranks)
-        # A token is sent to a rank once, whatever the number of its experts there.
-        is_sent = torch.zeros((num_tokens, size + 1), dtype=torch.bool, device=topk_ids.device)
-        is_sent.scatter_(1, ranks, True)
-        is_sent = is_sent[:, :size].t()  # [ranks,T]
-        counts = torch.stack([is_sent.sum(1), _count(ranks.flatten(), size)], dim=1)  # [ranks,2]
-        arriving = torch.empty_like(counts)
-        self.group.all_to_all(arriving, counts, "counts of tokens")
-        # The only wait for the device.
-        both = torch.cat([counts, arriving], dim=1).tolist()
-        tokens_out, routes_out, tokens_in, routes_in = (list(column) for column in zip(*both, strict=True))
-        # Pairs of a rank and a token, by rank and then by token.
-        pair = torch.argsort(~is_sent.flatten(), stable=True)[: sum(tokens_out)]
-        token = pair % max(num_tokens, 1)
-        ids = torch.where(ranks[token] == (pair // max(num_tokens, 1)).unsqueeze(1), topk_ids[token], -1)
-        columns = [part[token] for part in self.wire.encode(hidden_states)]
-        widths = [*self.wire.widths, 4 * top_k]
-        on_input = self.problem.apply_router_weight_on_input
-        if on_input:
-            columns.append(as_bytes(topk_weights[token]))
-            widths.insert(-1, 4 * top_k)
-        sent = join_columns((*columns, as_bytes(ids)))
-        rows = sent.new_empty((sum(tokens_in), sum(widths)))
-        self.group.all_to_all(rows, sent, "tokens", tokens_in, tokens_out)
-        *parts, id_bytes = split_columns(rows, tuple(widths))
-        here = id_bytes.view(torch.int32)  # [n,K]
-        # Each route of a token that arrived becomes a token with one route, in the order in which they were counted.
-        route = torch.argsort((here < 0).flatten(), stable=True)[: sum(routes_in)]
-        if on_input:
-            weights = parts.pop().view(torch.float32).flatten()[route]
+        with torch.cuda.device_of(hidden_states):
+            return self._prepare(hidden_states, topk_weights, topk_ids, problem, expert_map)
+
+    def _prepare(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        problem: MoEProblem,
+        expert_map: torch.Tensor | None,
+    ) -> _Routed:
+        device, top_k = hidden_states.device, topk_ids.shape[1]
+        on_input = topk_weights if self.problem.apply_router_weight_on_input else None
+        layout = row_layout(top_k, on_input is not None, self.wire.widths)
+        # Leaving, then arriving, side by side: the host reads both at once.
+        counts = torch.empty((2, self.group.size, 2), dtype=torch.int64, device=device)
+        leaving, arriving = counts.unbind()
+        placed: Placed | PlacedRoutes
+        if self.in_triton:
+            from moereg.kernels.rows.exchanged import place_routes as place_in_triton  # Loads Triton.
+
+            tables = self.tables
+            placed = place_in_triton(topk_ids, tables.num_holders, tables.holders, tables.rank, leaving)
         else:
-            weights = torch.ones(len(route), dtype=torch.float32, device=rows.device)
-        of_route = route // top_k
-        received = self.wire.decode(tuple(part[of_route] for part in parts))
-        laid_out = self.laid_out(received, weights.unsqueeze(1), here.flatten()[route].unsqueeze(1), expert_map)
-        order = torch.argsort(ranks.flatten(), stable=True)
-        home_row = torch.empty_like(order)
-        home_row[order] = torch.arange(len(order), device=order.device)
+            placed = place_routes(topk_ids, self.tables)
+            leaving.copy_(placed.counts)
+        self.group.all_to_all(arriving, leaving, "counts of tokens")
+        read = _reading(counts)
+        # While the device counts and the host waits for it, tokens are packed.
+        columns = self.wire.encode(hidden_states)
+        if self.in_triton:
+            from moereg.kernels.rows.exchanged import pack_tokens as pack_in_triton
+
+            sent, home_row = pack_in_triton(placed, topk_ids, on_input, columns, layout.words)
+        else:
+            sent, home_row = pack_tokens(placed, topk_ids, on_input, columns, layout)
+        # The only wait for the device.
+        out, back = read()
+        tokens_out, routes_out = ([pair[part] for pair in out] for part in (0, 1))
+        tokens_in, routes_in = ([pair[part] for pair in back] for part in (0, 1))
+        num_arrived, num_routes = sum(tokens_in), sum(routes_in)
+        if self.in_triton:
+            from moereg.kernels.rows.exchanged import unpack_tokens as unpack_in_triton
+
+            # Few sizes, so that launches are found recorded: by the kernels here, and by those of the experts.
+            num_rows = rounded_rows(num_routes, problem.max_num_tokens)
+            rows = sent.new_empty((rounded_rows(num_arrived, None), layout.row_bytes))
+            arrived, leaves = first_rows(rows, num_arrived), first_rows(sent, sum(tokens_out))
+            self.group.all_to_all(arrived, leaves, "tokens", tokens_in, tokens_out)
+            parts, ids, weights = unpack_in_triton(rows, arriving, num_rows, top_k, layout.has_weights, layout.words)
+        else:
+            rows = sent.new_empty((num_arrived, layout.row_bytes))
+            self.group.all_to_all(rows, sent, "tokens", tokens_in, tokens_out)
+            parts, ids, weights = unpack_tokens(rows, layout)
+        laid_out = self.laid_out(
+            self.wire.decode(parts), self._ones_of(len(ids)) if weights is None else weights, ids, expert_map
+        )
         return _Routed(
             laid_out.inputs,
             laid_out.num_tokens,
             laid_out.row_of_route,
             laid_out.local,
             topk_weights=topk_weights,
-            home_row=torch.where(ranks < size, home_row.view_as(ranks), -1),
+            home_row=home_row,
             rows_sent=tuple(routes_out),
             rows_received=tuple(routes_in),
         )
+
+    def _ones_of(self, count: int) -> torch.Tensor:
+        """[count,1] fp32 ones, which nobody writes into."""
+        if len(self._ones) < count:
+            with torch.inference_mode(False):
+                self._ones = torch.ones((count, 1), device=self.group.device)
+        return first_rows(self._ones, count)
 
     def finalize(
         self,
@@ -129,21 +178,40 @@ class AllToAll(GroupPrepareFinalize):
         problem: MoEProblem,
     ) -> None:
         assert isinstance(prepared, _Routed)
-        results = self.reduced(expert_out, prepared)
-        home = results.new_empty((sum(prepared.rows_sent), results.shape[1]))
-        self.group.all_to_all(home, results, "results", list(prepared.rows_sent), list(prepared.rows_received))
+        # Behind the results are those of rows that filled up.
+        num_sent, num_back = sum(prepared.rows_received), sum(prepared.rows_sent)
+        results = first_rows(self.reduced(expert_out, prepared), num_sent)
         row = prepared.home_row
-        if len(home) == 0:
-            out.zero_()
-            return
+        # One size for all calls of as many tokens, whether or not all routes go somewhere.
+        home = results.new_empty((row.numel(), results.shape[1]))
+        back = first_rows(home, num_back)
+        self.group.all_to_all(back, results, "results", list(prepared.rows_sent), list(prepared.rows_received))
         on_input = self.problem.apply_router_weight_on_input
-        weighted_sum(out, home[row.clamp(min=0)], prepared.topk_weights, row >= 0, on_input)
+        if self.in_triton:
+            from moereg.kernels.rows.batches import sum_batches  # Loads Triton.
+
+            with torch.cuda.device_of(out):
+                sum_batches(out, home.unsqueeze(0), row, None if on_input else prepared.topk_weights)
+        elif num_back == 0:
+            out.zero_()
+        else:
+            weighted_sum(out, home[row.clamp(min=0)], prepared.topk_weights, row >= 0, on_input)
 
 
-def _count(ranks: torch.Tensor, size: int) -> torch.Tensor:
-    """[size] int64: how often each rank occurs; `size` stands for none."""
-    counts = torch.zeros(size + 1, dtype=torch.int64, device=ranks.device)
-    return counts.scatter_add_(0, ranks, torch.ones_like(ranks))[:size]
+def _reading(counts: torch.Tensor) -> Callable[[], list[list[list[int]]]]:
+    """Starts to copy numbers to the host; the result waits for them."""
+    if counts.device.type != "cuda":
+        return counts.tolist
+    # Torch keeps pinned memory for copies that nothing waits for.
+    copied, done = counts.to("cpu", non_blocking=True), torch.cuda.Event()
+    done.record(torch.cuda.current_stream(counts.device))
+
+    def read() -> list[list[list[int]]]:
+        done.synchronize()
+        found: list[list[list[int]]] = copied.tolist()
+        return found
+
+    return read
 
 
 def _refuse_capture(device: torch.device) -> None:

@@ -112,6 +112,19 @@ def test_triton_takes_codes_as_they_travelled() -> None:
 
 
 @pytest.mark.slow
+def test_triton_sends_and_lays_out_what_torch_does_in_four_launches() -> None:
+    pytest.importorskip("triton")
+    for result in results_of(2, "routes_in_triton", module="tests.groups.triton_cases"):
+        found = value_of(result, "routes_in_triton")
+        assert [found[name] for name in ("plain", "batched", "on_input", "fp8")] == [0, 0, 0, 0]
+        assert found["launches"] == ["place_routes", "pack_tokens", "unpack_tokens", "sum_batches"]
+        assert found["collectives"] == 3
+        # In torch a call takes 55 operators that compute, and 35 others.
+        assert found["computing"] == []
+        assert found["views"] <= 20
+
+
+@pytest.mark.slow
 def test_every_scheme_travels() -> None:
     # A CPU serves mxfp4_mxfp8 with 16-bit activations, and so do tokens travel.
     in_8_bits = {"fp8_channel_token", "fp8_block128", "mxfp8", "int8_w8a8"}

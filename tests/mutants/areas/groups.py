@@ -12,10 +12,24 @@ _SYMMETRIC: Final = "tests/groups/test_symmetric.py::test_routes_over_symmetric_
 MUTANTS: Final = (
     Mutant(
         "a token is sent with all of its routes to every rank",
-        "moereg/prepare_finalize/all_to_all.py",
-        old="ids = torch.where(ranks[token] == (pair // max(num_tokens, 1)).unsqueeze(1), topk_ids[token], -1)",
-        new="ids = topk_ids[token]",
+        "moereg/prepare_finalize/exchange.py",
+        old="head = [torch.where(goes_here, topk_ids[token], -1),",
+        new="head = [topk_ids[token],",
         tests=(_EQUAL,),
+    ),
+    Mutant(
+        "routes that arrive are placed as if all came from the first rank",
+        "moereg/kernels/rows/exchanged.py",
+        old="first = tl.sum(tl.where(tl.cumsum(tokens, 0) <= row, routes, 0), 0)",
+        new="first = tl.sum(tl.where(tl.cumsum(tokens, 0) < 0, routes, 0), 0)",
+        tests=("tests/kernels/test_exchanged.py::test_rows_are_those_of_torch",),
+    ),
+    Mutant(
+        "rows that fill up a size go to the expert that was there before",
+        "moereg/kernels/rows/exchanged.py",
+        old="for start in range(tl.sum(routes, 0), num_rows, BLOCK):",
+        new="for start in range(tl.sum(routes, 0) + 1, num_rows, BLOCK):",
+        tests=("tests/kernels/test_exchanged.py::test_rows_are_those_of_torch",),
     ),
     Mutant(
         "replicas all compute what is gathered",

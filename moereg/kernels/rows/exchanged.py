@@ -1,0 +1,401 @@
+"""Tokens that go to the ranks of their experts, and that came from other ranks, in Triton: two launches and one.
+
+A row that travels holds the ids of a token's routes to that rank, -1 for the others, then the place of the first of
+them among all routes that go there, then routing weights where they scale inputs, then the bytes of the token. With the
+place a rank lays out what arrived without counting it again. Sizes: T tokens, K choices per token, R ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from moereg.kernels.launch.remembered import launch_remembered
+from moereg.kernels.launch.replay import launch
+
+# Ids that the program of a rank reads at a time, few and many, and words of a row that a program copies.
+_FEW_IDS: Final = 512
+_MANY_IDS: Final = 8192
+_WORDS: Final = 1024
+
+
+class PlacedRoutes(NamedTuple):
+    """Where the tokens and routes of a rank go.
+
+    Attributes:
+        counts: [R, 2] int64, tokens and routes to each rank; a token goes to a rank once.
+        parts: [3, T, K] int32: the rank of a route, -1 where its id is no expert; the place of its token among those
+            that go there, at the first such route, else -1; its own place among the routes that go there, or -1.
+    """
+
+    counts: torch.Tensor
+    parts: torch.Tensor
+
+
+class RowWords(NamedTuple):
+    """How a row that travels is laid out, in words of `word` bytes, but for `head_row`.
+
+    Attributes:
+        word: 1, 2 or 4.
+        row: The whole row.
+        head_row: The whole row in words of 4 bytes, as which ids, place and weights are written.
+        starts: Where each of the token's columns begins.
+        widths: How long it is.
+    """
+
+    word: int
+    row: int
+    head_row: int
+    starts: tuple[int, ...]
+    widths: tuple[int, ...]
+
+
+_DTYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@triton.jit(do_not_specialize=["num_tokens", "home_rank"])
+def _place_routes_kernel(
+    counts,
+    parts,
+    topk_ids,
+    num_holders,
+    holders,
+    num_tokens,
+    home_rank,
+    num_experts,
+    num_ranks,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    # The first program serves the routes to no rank, as rank -1; each other one a rank.
+    own = tl.program_id(0) - 1
+    choices = tl.arange(0, CHOICES)[None, :]  # [1, CHOICES]
+    num_rows = 0
+    num_routes = 0
+    for start in range(0, num_tokens, TOKENS):
+        tokens = start + tl.arange(0, TOKENS)[:, None]  # [TOKENS, 1]
+        inside = (tokens < num_tokens) & (choices < TOP_K)
+        routes = tokens * TOP_K + choices  # [TOKENS, CHOICES]
+        ids = tl.load(topk_ids + routes, mask=inside, other=-1)
+        known = (ids >= 0) & (ids < num_experts)
+        held = tl.load(num_holders + ids, mask=known, other=1)
+        rank = tl.load(holders + ids * num_ranks + (tokens + home_rank) % held, mask=known, other=-1)
+        here = inside & (rank == own)
+        each = here.to(tl.int32)
+        so_far = tl.cumsum(each, 1)  # [TOKENS, CHOICES]
+        of_token = tl.sum(each, 1)  # [TOKENS]
+        goes = (of_token > 0).to(tl.int32)
+        row = num_rows + tl.cumsum(goes, 0) - goes
+        first = num_routes + tl.cumsum(of_token, 0) - of_token
+        goes_nowhere = own < 0
+        row = tl.where((so_far == 1) & (goes_nowhere == 0), row[:, None], -1)  # [TOKENS, CHOICES]
+        place = tl.where(goes_nowhere, -1, first[:, None] + so_far - each)
+        tl.store(parts + routes, rank, mask=here)
+        tl.store(parts + num_tokens * TOP_K + routes, row, mask=here)
+        tl.store(parts + 2 * num_tokens * TOP_K + routes, place, mask=here)
+        num_rows += tl.sum(goes, 0)
+        num_routes += tl.sum(of_token, 0)
+    tl.store(counts + 2 * own, num_rows, mask=own >= 0)
+    tl.store(counts + 2 * own + 1, num_routes, mask=own >= 0)
+
+
+def place_routes(
+    topk_ids: torch.Tensor, num_holders: torch.Tensor, holders: torch.Tensor, home_rank: int, counts: torch.Tensor
+) -> PlacedRoutes:
+    """Counts what goes to each rank, and places it: one launch, no host synchronization.
+
+    Args:
+        topk_ids: [T, K] int32.
+        num_holders: [num_experts] int32, ranks that hold each expert.
+        holders: [num_experts, R] int32, these ranks. Token t takes number (t + home_rank) % num_holders of them.
+        home_rank: This rank.
+        counts: [R, 2] int64, contiguous: overwritten, and aliased by the result.
+    """
+    (num_tokens, top_k), (num_experts, num_ranks) = topk_ids.shape, holders.shape
+    assert 3 * num_tokens * top_k < 2**31
+    topk_ids = topk_ids.contiguous()
+    placed = PlacedRoutes(counts, topk_ids.new_empty((3, num_tokens, top_k)))
+    if num_tokens == 0:
+        counts.zero_()
+        return placed
+    choices = triton.next_power_of_2(top_k)
+    ids = _FEW_IDS if num_tokens * choices <= _FEW_IDS else _MANY_IDS
+
+    def launches() -> None:
+        launch(
+            _place_routes_kernel,
+            (1 + num_ranks,),
+            *placed,
+            topk_ids,
+            num_holders,
+            holders,
+            num_tokens,
+            home_rank,
+            num_experts,
+            num_ranks,
+            TOP_K=top_k,
+            CHOICES=choices,
+            TOKENS=max(1, ids // choices),
+            num_warps=4 if ids == _FEW_IDS else 8,
+        )
+
+    launch_remembered("place_routes", launches, (*placed, topk_ids, num_holders, holders), home_rank)
+    return placed
+
+
+@triton.jit
+def _before(counts, rank, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr):
+    """The sum of every second number, of the ranks before each of `rank` [N, 1]: [N, 1]."""
+    ranks = tl.arange(0, RANKS)[None, :]  # [1, RANKS]
+    values = tl.load(counts + 2 * ranks + 0 * rank, mask=(ranks < rank) & (ranks < NUM_RANKS), other=0)
+    return tl.sum(values, 1)[:, None]
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _pack_tokens_kernel(
+    sent,
+    sent_head,
+    home_row,
+    counts,
+    parts,
+    topk_ids,
+    topk_weights,
+    first_column,
+    second_column,
+    num_tokens,
+    stride_first,
+    stride_second,
+    NUM_RANKS: tl.constexpr,
+    RANKS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ROW: tl.constexpr,
+    HEAD_ROW: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SECOND_START: tl.constexpr,
+    SECOND_WIDTH: tl.constexpr,
+    SECOND_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # A program copies a token, not a row, so that each token is read once.
+    token = tl.program_id(0).to(tl.int64)
+    choices = tl.arange(0, CHOICES)[:, None]  # [CHOICES, 1]
+    exists = choices < TOP_K
+    routes = token * TOP_K + choices
+    num_routes = num_tokens * TOP_K
+    rank = tl.load(parts + routes, mask=exists, other=-1)
+    row = tl.load(parts + num_routes + routes, mask=exists, other=-1)
+    leads = row >= 0
+    row = _before(counts, rank, NUM_RANKS, RANKS) + row  # [CHOICES, 1] int64
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    inside = columns < WIDTH
+    values = tl.load(first_column + token * stride_first + columns, mask=inside)
+    values = tl.broadcast_to(values, [CHOICES, BLOCK])
+    tl.store(sent + row * ROW + START + columns, values, mask=leads & inside)
+    if tl.program_id(1) == 0:
+        place = tl.load(parts + 2 * num_routes + routes, mask=exists, other=-1)
+        home = tl.where(rank >= 0, _before(counts + 1, rank, NUM_RANKS, RANKS) + place, -1)
+        tl.store(home_row + routes, home.to(tl.int32), mask=exists)
+        head = sent_head + row * HEAD_ROW
+        others = tl.arange(0, CHOICES)[None, :]  # [1, CHOICES]
+        known = others < TOP_K
+        ids = tl.load(topk_ids + token * TOP_K + others, mask=known, other=-1)
+        ranks = tl.load(parts + token * TOP_K + others, mask=known, other=-1)
+        tl.store(head + others, tl.where(ranks == rank, ids, -1), mask=leads & known)
+        tl.store(head + TOP_K, place, mask=leads)
+        if topk_weights is not None:
+            weights = tl.load(topk_weights + token * TOP_K + others, mask=known, other=0)
+            weights = tl.broadcast_to(weights, [CHOICES, CHOICES])
+            tl.store(head + TOP_K + 1 + others, weights, mask=leads & known)
+        if second_column is not None:
+            columns = tl.arange(0, SECOND_BLOCK)[None, :]  # [1, SECOND_BLOCK]
+            inside = columns < SECOND_WIDTH
+            values = tl.load(second_column + token * stride_second + columns, mask=inside)
+            values = tl.broadcast_to(values, [CHOICES, SECOND_BLOCK])
+            tl.store(sent + row * ROW + SECOND_START + columns, values, mask=leads & inside)
+
+
+def pack_tokens(
+    placed: PlacedRoutes,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    columns: tuple[torch.Tensor, ...],
+    words: RowWords,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies tokens to the rows that travel: one launch, no host synchronization.
+
+    Args:
+        placed: What `place_routes` found.
+        topk_ids: [T, K] int32.
+        topk_weights: [T, K] fp32 where they travel, else None.
+        columns: One or two of [T, bytes] uint8, rows contiguous; where there are two, the second is narrow.
+        words: The layout of a row.
+
+    Returns:
+        [T * min(K, R), bytes of a row] uint8, of which the first rows travel, by rank and then by token; and [T, K]
+        int32, the place of each route among all that go anywhere, by rank and then by route; -1 where it goes nowhere.
+    """
+    (num_tokens, top_k), num_ranks = topk_ids.shape, placed.counts.shape[0]
+    dtype = _DTYPES[words.word]
+    topk_ids = topk_ids.contiguous()
+    sent = columns[0].new_empty((num_tokens * min(top_k, num_ranks), words.row * words.word))
+    home_row = torch.empty_like(topk_ids)
+    if num_tokens == 0:
+        return sent, home_row
+    weights = None if topk_weights is None else topk_weights.contiguous().view(torch.int32)
+    given = (sent, home_row, *placed, topk_ids, weights, *columns)
+
+    def launches() -> None:
+        first, second = columns[0].view(dtype), columns[1].view(dtype) if len(columns) > 1 else None
+        width = words.widths[0]
+        block = min(_WORDS, triton.next_power_of_2(width))
+        launch(
+            _pack_tokens_kernel,
+            (num_tokens, triton.cdiv(width, block)),
+            sent.view(dtype),
+            sent.view(torch.int32),
+            home_row,
+            *placed,
+            topk_ids,
+            weights,
+            first,
+            second,
+            num_tokens,
+            first.stride(0),
+            0 if second is None else second.stride(0),
+            NUM_RANKS=num_ranks,
+            RANKS=triton.next_power_of_2(num_ranks),
+            TOP_K=top_k,
+            CHOICES=triton.next_power_of_2(top_k),
+            ROW=words.row,
+            HEAD_ROW=words.head_row,
+            START=words.starts[0],
+            WIDTH=width,
+            SECOND_START=words.starts[-1],
+            SECOND_WIDTH=words.widths[-1],
+            SECOND_BLOCK=1 if second is None else triton.next_power_of_2(words.widths[-1]),
+            BLOCK=block,
+        )
+
+    launch_remembered("pack_tokens", launches, given, words)
+    return sent, home_row
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _unpack_tokens_kernel(
+    first_column,
+    second_column,
+    out_ids,
+    out_weights,
+    received,
+    received_head,
+    counts,
+    num_rows,
+    NUM_RANKS: tl.constexpr,
+    RANKS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ROW: tl.constexpr,
+    HEAD_ROW: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SECOND_START: tl.constexpr,
+    SECOND_WIDTH: tl.constexpr,
+    SECOND_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    ranks = tl.arange(0, RANKS)  # [RANKS]
+    tokens = tl.load(counts + 2 * ranks, mask=ranks < NUM_RANKS, other=0)
+    routes = tl.load(counts + 2 * ranks + 1, mask=ranks < NUM_RANKS, other=0)
+    if row < tl.sum(tokens, 0):
+        # Rows come by rank; all routes of the ranks before this row's stand before its own.
+        first = tl.sum(tl.where(tl.cumsum(tokens, 0) <= row, routes, 0), 0)
+        choices = tl.arange(0, CHOICES)[:, None]  # [CHOICES, 1]
+        head = received_head + row * HEAD_ROW
+        ids = tl.load(head + choices, mask=choices < TOP_K, other=-1)
+        comes = ids >= 0
+        each = comes.to(tl.int64)
+        place = first + tl.load(head + TOP_K) + tl.cumsum(each, 0) - each  # [CHOICES, 1]
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+        inside = columns < WIDTH
+        values = tl.broadcast_to(tl.load(received + row * ROW + START + columns, mask=inside), [CHOICES, BLOCK])
+        tl.store(first_column + place * WIDTH + columns, values, mask=comes & inside)
+        if tl.program_id(1) == 0:
+            tl.store(out_ids + place, ids, mask=comes)
+            if out_weights is not None:
+                tl.store(out_weights + place, tl.load(head + TOP_K + 1 + choices, mask=comes, other=0), mask=comes)
+            if second_column is not None:
+                columns = tl.arange(0, SECOND_BLOCK)[None, :]  # [1, SECOND_BLOCK]
+                inside = columns < SECOND_WIDTH
+                values = tl.load(received + row * ROW + SECOND_START + columns, mask=inside)
+                values = tl.broadcast_to(values, [CHOICES, SECOND_BLOCK])
+                tl.store(second_column + place * SECOND_WIDTH + columns, values, mask=comes & inside)
+    if (row == tl.num_programs(0) - 1) & (tl.program_id(1) == 0):
+        # Rows that fill up go to no expert.
+        for start in range(tl.sum(routes, 0), num_rows, BLOCK):
+            rows = start + tl.arange(0, BLOCK)
+            tl.store(out_ids + rows, tl.full([BLOCK], -1, tl.int32), mask=rows < num_rows)
+
+
+def unpack_tokens(
+    received: torch.Tensor, counts: torch.Tensor, num_rows: int, top_k: int, has_weights: bool, words: RowWords
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]:
+    """Makes a token of each route that arrived: one launch, no host synchronization.
+
+    Args:
+        received: [rows, bytes of a row] uint8, contiguous: what arrived, by rank, and rows of anything behind.
+        counts: [R, 2] int64, tokens and routes from each rank.
+        num_rows: Of the result, at least as many as routes.
+        top_k: K.
+        has_weights: Whether weights travelled.
+        words: The layout of a row.
+
+    Returns:
+        The columns, [num_rows, bytes] uint8 each; ids, [num_rows, 1] int32, -1 behind the routes; weights, [num_rows,
+        1] fp32, where they travelled. Other rows behind the routes hold anything.
+    """
+    num_ranks, dtype = counts.shape[0], _DTYPES[words.word]
+    columns = tuple(received.new_empty((num_rows, width * words.word)) for width in words.widths)
+    ids = received.new_empty((num_rows, 1), dtype=torch.int32)
+    weights = received.new_empty((num_rows, 1), dtype=torch.float32) if has_weights else None
+    if num_rows == 0:
+        return columns, ids, weights
+    second = columns[1] if len(columns) > 1 else None
+
+    def launches() -> None:
+        width = words.widths[0]
+        block = min(_WORDS, triton.next_power_of_2(width))
+        launch(
+            _unpack_tokens_kernel,
+            (received.shape[0], triton.cdiv(width, block)),
+            columns[0].view(dtype),
+            None if second is None else second.view(dtype),
+            ids,
+            None if weights is None else weights.view(torch.int32),
+            received.view(dtype),
+            received.view(torch.int32),
+            counts,
+            num_rows,
+            NUM_RANKS=num_ranks,
+            RANKS=triton.next_power_of_2(num_ranks),
+            TOP_K=top_k,
+            CHOICES=triton.next_power_of_2(top_k),
+            ROW=words.row,
+            HEAD_ROW=words.head_row,
+            START=words.starts[0],
+            WIDTH=width,
+            SECOND_START=words.starts[-1],
+            SECOND_WIDTH=words.widths[-1],
+            SECOND_BLOCK=1 if second is None else triton.next_power_of_2(words.widths[-1]),
+            BLOCK=block,
+        )
+
+    given = (received, counts, *columns, ids, weights)
+    launch_remembered("unpack_tokens", launches, given, (words, top_k))
+    return columns, ids, weights

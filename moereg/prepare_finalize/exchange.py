@@ -1,0 +1,180 @@
+"""Rows that travel between ranks: how one is laid out, and their making and reading in torch.
+
+`moereg.kernels.rows.exchanged` does the same in Triton, bit for bit. Sizes: T tokens, K choices per token, R ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from moereg.expert_placement import PlacementTables, token_turns
+from moereg.prepare_finalize.wire import as_bytes
+
+if TYPE_CHECKING:
+    from moereg.kernels.rows.exchanged import PlacedRoutes, RowWords
+
+__all__ = ["Placed", "RowLayout", "first_rows", "pack_tokens", "place_routes", "rounded_rows", "row_layout", "unpack_tokens"]
+
+_ALIGNMENT: Final = 16
+"""Bytes of the widest load."""
+
+_WORD: Final = 4
+"""Bytes of an id, a place or a weight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLayout:
+    """A row that travels: ids of the token's routes to that rank, -1 for others; the place of the first of them among
+    all routes that go there; routing weights where they scale inputs; the token's columns.
+
+    Attributes:
+        top_k: K.
+        has_weights: Whether routing weights travel.
+        widths: Bytes of each column.
+    """
+
+    top_k: int
+    has_weights: bool
+    widths: tuple[int, ...]
+
+    @functools.cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each column begins, in bytes."""
+        starts, end = [], _WORD * (self.top_k + 1 + self.has_weights * self.top_k)
+        for width in self.widths:
+            starts.append(_aligned(end))
+            end = starts[-1] + width
+        return tuple(starts)
+
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        """Of the whole row."""
+        return _aligned(self.starts[-1] + self.widths[-1])
+
+    @functools.cached_property
+    def words(self) -> RowWords:
+        """The same for kernels, in the widest words that a column is made of."""
+        from moereg.kernels.rows.exchanged import RowWords  # Loads Triton, which may not be there.
+
+        word = math.gcd(_WORD, *self.widths)
+        starts, widths = (tuple(each // word for each in values) for values in (self.starts, self.widths))
+        return RowWords(word, self.row_bytes // word, self.row_bytes // _WORD, starts, widths)
+
+
+row_layout: Final = functools.cache(RowLayout)
+"""`RowLayout`, made once for all calls of layers alike."""
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Placed(NamedTuple):
+    """As `PlacedRoutes` of the kernels: [R,2] tokens and routes to each rank; [3,T,K] rank, row and place of routes."""
+
+    counts: torch.Tensor
+    parts: torch.Tensor
+
+
+def place_routes(topk_ids: torch.Tensor, tables: PlacementTables) -> Placed:
+    """Counts what goes to each rank, and places it.
+
+    Args:
+        topk_ids: [T,K] int32.
+        tables: Which rank holds which expert.
+    """
+    (num_tokens, top_k), size = topk_ids.shape, tables.placement.num_ranks
+    rank = tables.ranks_of(topk_ids, token_turns(num_tokens, tables.rank, topk_ids.device))
+    goes = (rank.unsqueeze(2) == torch.arange(size, device=rank.device)).to(torch.int32)  # [T,K,R]
+    of_token = goes.amax(1) if num_tokens else goes.sum(1)  # [T,R]
+    known, at = rank >= 0, rank.clamp(min=0).long()
+    so_far = goes.flatten(0, 1).cumsum(0).view(num_tokens, top_k, size)  # [T,K,R], each route counts itself
+    place = so_far.gather(2, at.unsqueeze(2)).squeeze(2) - 1
+    within = goes.cumsum(1).gather(2, at.unsqueeze(2)).squeeze(2)
+    row = (of_token.cumsum(0) - of_token).gather(1, at)
+    parts = rank, torch.where(known & (within == 1), row, -1), torch.where(known, place, -1)
+    return Placed(
+        torch.stack([of_token.sum(0), goes.sum((0, 1))], dim=1), torch.stack([part.to(torch.int32) for part in parts])
+    )
+
+
+def pack_tokens(
+    placed: Placed | PlacedRoutes,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    columns: tuple[torch.Tensor, ...],
+    layout: RowLayout,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies tokens to the rows that travel; waits for the device.
+
+    Args:
+        placed: Of the routes.
+        topk_ids: [T,K] int32.
+        topk_weights: [T,K] fp32 where they travel.
+        columns: [T,bytes] uint8 each.
+        layout: Of a row.
+
+    Returns:
+        [rows, bytes of a row] uint8, by rank and then by token; and [T,K] int32, the place of each route among all that
+        go anywhere, by rank and then by route; -1 where it goes nowhere.
+    """
+    rank, row, place = placed.parts
+    before = placed.counts.cumsum(0) - placed.counts  # [R,2]
+    at = rank.clamp(min=0).long()
+    home_row = torch.where(rank >= 0, before[at, 1] + place, -1).to(torch.int32)
+    token, choice = (row >= 0).nonzero(as_tuple=True)
+    order = (before[at[token, choice], 0] + row[token, choice]).argsort()
+    token, choice = token[order], choice[order]
+    goes_here = rank[token] == rank[token, choice].unsqueeze(1)
+    head = [torch.where(goes_here, topk_ids[token], -1), place[token, choice].unsqueeze(1)]
+    if topk_weights is not None:
+        head.append(topk_weights[token].view(torch.int32))
+    joined = as_bytes(torch.cat(head, dim=1))
+    sent = joined.new_zeros((len(token), layout.row_bytes))
+    sent[:, : joined.shape[1]] = joined
+    for start, width, column in zip(layout.starts, layout.widths, columns, strict=True):
+        sent[:, start : start + width] = column[token]
+    return sent, home_row
+
+
+def unpack_tokens(
+    received: torch.Tensor, layout: RowLayout
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]:
+    """Makes a token of each route that arrived; waits for the device.
+
+    Args:
+        received: [rows, bytes of a row] uint8.
+        layout: Of a row.
+
+    Returns:
+        Columns, [routes,bytes] uint8 each; ids, [routes,1] int32; weights, [routes,1] fp32, where they travelled.
+    """
+    top_k = layout.top_k
+    head = received[:, : layout.starts[0] // _WORD * _WORD].contiguous().view(torch.int32)
+    ids = head[:, :top_k]
+    token, choice = (ids >= 0).nonzero(as_tuple=True)
+    columns = tuple(
+        received[:, start : start + width][token] for start, width in zip(layout.starts, layout.widths, strict=True)
+    )
+    weights = head[:, top_k + 1 :][token, choice].view(torch.float32).unsqueeze(1) if layout.has_weights else None
+    return columns, ids[token, choice].unsqueeze(1), weights
+
+
+def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The first rows; the tensor itself where it has no others, since a view costs the host 3 us."""
+    return tensor if len(tensor) == count else tensor[:count]
+
+
+def rounded_rows(count: int, most: int | None) -> int:
+    """A number of rows not much above `count`, of which there are few, so that calls find launches recorded.
+
+    At most an eighth more, and at most `most`, of which `count` is none more.
+    """
+    step = 1 << max(0, count.bit_length() - 4)
+    rows = -(-count // step) * step
+    return rows if most is None else min(rows, most)
