@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +13,6 @@ from moereg.prepare_finalize.base import Prepared, weighted_sum
 from moereg.prepare_finalize.batched import _device_runs_kernels
 from moereg.prepare_finalize.cells import register_prepare_finalize
 from moereg.prepare_finalize.exchange import (
-    Placed,
     first_rows,
     pack_tokens,
     place_routes,
@@ -27,9 +25,6 @@ from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
 from moereg.prepare_finalize.wire import Wire
 from moereg.problem import DTYPES, MoEProblem
-
-if TYPE_CHECKING:
-    from moereg.kernels.rows.exchanged import PlacedRoutes
 
 __all__ = ["AllToAll"]
 
@@ -112,7 +107,7 @@ class AllToAll(GroupPrepareFinalize):
         # Leaving, then arriving, side by side: the host reads both at once.
         counts = torch.empty((2, self.group.size, 2), dtype=torch.int64, device=device)
         leaving, arriving = counts.unbind()
-        placed: Placed | PlacedRoutes
+        placed: tuple[torch.Tensor, torch.Tensor]
         if self.in_triton:
             from moereg.kernels.rows.exchanged import place_routes as place_in_triton  # Loads Triton.
 

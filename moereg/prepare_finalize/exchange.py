@@ -16,9 +16,18 @@ from moereg.expert_placement import PlacementTables, token_turns
 from moereg.prepare_finalize.wire import as_bytes
 
 if TYPE_CHECKING:
-    from moereg.kernels.rows.exchanged import PlacedRoutes, RowWords
+    from moereg.kernels.rows.exchanged import RowWords
 
-__all__ = ["Placed", "RowLayout", "first_rows", "pack_tokens", "place_routes", "rounded_rows", "row_layout", "unpack_tokens"]
+__all__ = [
+    "Placed",
+    "RowLayout",
+    "first_rows",
+    "pack_tokens",
+    "place_routes",
+    "rounded_rows",
+    "row_layout",
+    "unpack_tokens",
+]
 
 _ALIGNMENT: Final = 16
 """Bytes of the widest load."""
@@ -29,8 +38,10 @@ _WORD: Final = 4
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """A row that travels: ids of the token's routes to that rank, -1 for others; the place of the first of them among
-    all routes that go there; routing weights where they scale inputs; the token's columns.
+    """A row that travels.
+
+    It holds the ids of the token's routes to that rank, -1 for others; the place of the first of them among all routes
+    that go there; routing weights where they scale inputs; the token's columns.
 
     Attributes:
         top_k: K.
@@ -104,7 +115,7 @@ def place_routes(topk_ids: torch.Tensor, tables: PlacementTables) -> Placed:
 
 
 def pack_tokens(
-    placed: Placed | PlacedRoutes,
+    placed: tuple[torch.Tensor, torch.Tensor],
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
     columns: tuple[torch.Tensor, ...],
@@ -113,7 +124,7 @@ def pack_tokens(
     """Copies tokens to the rows that travel; waits for the device.
 
     Args:
-        placed: Of the routes.
+        placed: Of the routes: `Placed`, whoever made it.
         topk_ids: [T,K] int32.
         topk_weights: [T,K] fp32 where they travel.
         columns: [T,bytes] uint8 each.
@@ -123,8 +134,8 @@ def pack_tokens(
         [rows, bytes of a row] uint8, by rank and then by token; and [T,K] int32, the place of each route among all that
         go anywhere, by rank and then by route; -1 where it goes nowhere.
     """
-    rank, row, place = placed.parts
-    before = placed.counts.cumsum(0) - placed.counts  # [R,2]
+    counts, (rank, row, place) = placed
+    before = counts.cumsum(0) - counts  # [R,2]
     at = rank.clamp(min=0).long()
     home_row = torch.where(rank >= 0, before[at, 1] + place, -1).to(torch.int32)
     token, choice = (row >= 0).nonzero(as_tuple=True)

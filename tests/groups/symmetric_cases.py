@@ -90,5 +90,14 @@ def symmetric_weights_on_inputs(rank: int, size: int) -> dict[str, Any]:
     return compared(rank, size, top_k=1, apply_router_weight_on_input=True)
 
 
+def symmetric_overtaken(rank: int, size: int) -> dict[str, Any]:
+    """Block 0 writes before the others read, as it may."""
+    symmetric_imitation.STATE.block_0_is_first = True
+    try:
+        return compared(rank, size)
+    finally:
+        symmetric_imitation.STATE.block_0_is_first = False
+
+
 def symmetric_fp8(rank: int, size: int) -> dict[str, Any]:
     return compared(rank, size, dtype="bfloat16", quant="fp8_block128", intermediate_size=128)

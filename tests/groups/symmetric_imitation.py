@@ -4,6 +4,10 @@
 Read from pytorch/pytorch, torch/distributed/_symmetric_memory/__init__.py of 2.11 and 2.13, and
 torch/csrc/distributed/c10d/symm_mem/nvshmem_extension.cu at 0047056e2d3a: names and order of parameters, what is
 checked, where rows arrive. A rank reads in the memory of another until the next exchange begins on both.
+
+There a block of threads copies each split, and block 0, when it has copied the first, writes where rows arrive over
+where they come from: both are one line of `out_splits_offsets`, and nothing orders this against blocks that have not
+read theirs yet. `State.block_0_is_first` says that it was before all others.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ class State:
         self.ready: set[int] = set()
         self.last_source = 0
         self.calls = 0
+        self.block_0_is_first = False
         self.library: Any = None
 
 
@@ -89,6 +94,8 @@ def all_to_all_vdev_2d(input, out, in_splits, out_splits_offsets, group_name, ma
         for source in range(size):
             rows, splits = found[source]
             first, count = sum(splits[: rank * bins + place]), splits[rank * bins + place]
+            if STATE.block_0_is_first and place + source > 0:
+                first = min(begin + rows_of_bin, len(rows) - count)  # Beyond the rows there is other memory.
             row_bytes[begin + rows_of_bin : begin + rows_of_bin + count] = rows[first : first + count]
             out_splits_offsets[0, place * size + source] = count
             out_splits_offsets[1, place * size + source] = begin + rows_of_bin

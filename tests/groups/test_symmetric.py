@@ -32,15 +32,17 @@ def check(results: list[dict[str, Any]]) -> None:
             assert found["exchanges"] == (16 if name == "symmetric_in_two_parts" else 8)
         assert value_of(result, "symmetric_shared_bins")["bins"] == 16
         assert value_of(result, "symmetric_fp8")["wire"] == "float8_e4m3fn with float32 scales"
+    # Why it is opt-in: neither torch nor the layer keeps this from happening, and then numbers are wrong.
+    assert not all(value_of(result, "symmetric_overtaken")["equal"] for result in results)
 
 
 def test_routes_over_symmetric_memory_give_the_bits_of_one_rank() -> None:
-    check(results_of(2, *EXACT, "symmetric_fp8", "overlapped", module=MODULE))
+    check(results_of(2, *EXACT, "symmetric_fp8", "overlapped", "symmetric_overtaken", module=MODULE))
 
 
 @pytest.mark.slow
 def test_more_ranks() -> None:
-    check(results_of(3, *EXACT, "symmetric_fp8", "overlapped", module=MODULE))
+    check(results_of(3, *EXACT, "symmetric_fp8", "overlapped", "symmetric_overtaken", module=MODULE))
 
 
 def test_torch_has_what_is_imitated() -> None:

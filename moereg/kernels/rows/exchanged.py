@@ -221,7 +221,7 @@ def _pack_tokens_kernel(
 
 
 def pack_tokens(
-    placed: PlacedRoutes,
+    placed: tuple[torch.Tensor, torch.Tensor],
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
     columns: tuple[torch.Tensor, ...],
@@ -230,7 +230,7 @@ def pack_tokens(
     """Copies tokens to the rows that travel: one launch, no host synchronization.
 
     Args:
-        placed: What `place_routes` found.
+        placed: What `place_routes` found: `PlacedRoutes`, whoever made it.
         topk_ids: [T, K] int32.
         topk_weights: [T, K] fp32 where they travel, else None.
         columns: One or two of [T, bytes] uint8, rows contiguous; where there are two, the second is narrow.
@@ -240,7 +240,7 @@ def pack_tokens(
         [T * min(K, R), bytes of a row] uint8, of which the first rows travel, by rank and then by token; and [T, K]
         int32, the place of each route among all that go anywhere, by rank and then by route; -1 where it goes nowhere.
     """
-    (num_tokens, top_k), num_ranks = topk_ids.shape, placed.counts.shape[0]
+    (num_tokens, top_k), num_ranks = topk_ids.shape, placed[0].shape[0]
     dtype = _DTYPES[words.word]
     topk_ids = topk_ids.contiguous()
     sent = columns[0].new_empty((num_tokens * min(top_k, num_ranks), words.row * words.word))
