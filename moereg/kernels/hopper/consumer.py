@@ -114,7 +114,7 @@ def _finish(
 
 
 @gluon.jit
-def _store(
+def store_tile(
     x,
     out,
     staging,
@@ -139,8 +139,8 @@ def _store(
     if ROWS > CHUNK:
         low, high = gl.split(gl.permute(gl.reshape(x, (COLUMNS, 2, ROWS // 2)), (0, 2, 1)))  # [COLUMNS, ROWS // 2]
         # fmt: off
-        _store(low, out, staging, bias, place, num_columns, WARPGROUP, FIRST, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
-        _store(high, out, staging, bias, place, num_columns, WARPGROUP, FIRST + ROWS // 2, ACTIVATION, GATED, ALPHA,
+        store_tile(low, out, staging, bias, place, num_columns, WARPGROUP, FIRST, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+        store_tile(high, out, staging, bias, place, num_columns, WARPGROUP, FIRST + ROWS // 2, ACTIVATION, GATED, ALPHA,
                BETA, LIMIT)
         # fmt: on
     else:
@@ -201,9 +201,9 @@ def _consume_tile(
         row = tile.row - tile.expert * max_tokens
     place = Place(expert=tile.expert, column=column, anchor=anchor, row=row, out_column=out_column)
     # fmt: off
-    _store(product, out, staging, bias, place, num_columns, WARPGROUP, 0, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+    store_tile(product, out, staging, bias, place, num_columns, WARPGROUP, 0, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
     if SLACK > 0:
-        _store(slack_product, out, staging, bias, place, num_columns, WARPGROUP, ROWS, ACTIVATION, GATED, ALPHA,
+        store_tile(slack_product, out, staging, bias, place, num_columns, WARPGROUP, ROWS, ACTIVATION, GATED, ALPHA,
                BETA, LIMIT)
     # fmt: on
     return slot, phase

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from moereg.kernels.hopper.consumer import Place, _store
+from moereg.kernels.hopper.consumer import Place, store_tile
 from moereg.kernels.hopper.packed_multiply import multiply_one, multiply_two
 from moereg.kernels.hopper.ring import locate
 from moereg.kernels.hopper.turns import NO_TILE, take_tile
@@ -64,10 +64,10 @@ def _store_half(
     UNIT: gl.constexpr = 1.0 if FORMAT.element == "float4_e2m1fn" else 64.0
     # fmt: off
     product = _scaled(product, row_scale, tile.expert, half * 64, num_columns, UNIT, GATED)
-    _store(product, out, staging, bias, place, num_columns, WARPGROUP, 0, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+    store_tile(product, out, staging, bias, place, num_columns, WARPGROUP, 0, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
     if SLACK > 0:
         slack_product = _scaled(slack_product, row_scale, tile.expert, half * 64, num_columns, UNIT, GATED)
-        _store(slack_product, out, staging, bias, place, num_columns, WARPGROUP, ROWS, ACTIVATION, GATED, ALPHA,
+        store_tile(slack_product, out, staging, bias, place, num_columns, WARPGROUP, ROWS, ACTIVATION, GATED, ALPHA,
                BETA, LIMIT)
     # fmt: on
 

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from moereg.kernels.hopper.producer import _copy_tokens, _load_routes, _token_offsets
+from moereg.kernels.hopper.producer import copy_tokens, load_routes, token_offsets
 from moereg.kernels.hopper.ring import BLOCK_K, load_box, locate, next_slot
 from moereg.kernels.hopper.turns import NO_TILE, announce_tile, next_tile
 
@@ -153,24 +153,24 @@ def produce_packed_by_token(
     if tile_number < num_tiles:
         following = next_tile(tile_counter)
         tile = locate(tile_number, order, BLOCK_M, SLACK)
-        low = _load_routes(sorted_routes, tile.row, tile.num_rows, 0, HALF, LAYOUT)  # [HALF]
-        high = _load_routes(sorted_routes, tile.row, tile.num_rows, HALF, HALF, LAYOUT)  # [HALF]
+        low = load_routes(sorted_routes, tile.row, tile.num_rows, 0, HALF, LAYOUT)  # [HALF]
+        high = load_routes(sorted_routes, tile.row, tile.num_rows, HALF, HALF, LAYOUT)  # [HALF]
         if SLACK > 0:
-            slack = _load_routes(sorted_routes, tile.row, tile.num_rows, BLOCK_M, SLACK, LAYOUT)  # [SLACK]
+            slack = load_routes(sorted_routes, tile.row, tile.num_rows, BLOCK_M, SLACK, LAYOUT)  # [SLACK]
         while tile_number < num_tiles:
             turn, turn_phase = announce_tile(tile_number, turns, turn, turn_phase, 4)
-            low_offsets = _token_offsets(low, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
-            high_offsets = _token_offsets(high, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
+            low_offsets = token_offsets(low, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
+            high_offsets = token_offsets(high, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
             if SLACK > 0:
-                slack_offsets = _token_offsets(slack, stride_chunks, TOP_K, LAYOUT)  # [SLACK, BLOCK_K]
+                slack_offsets = token_offsets(slack, stride_chunks, TOP_K, LAYOUT)  # [SLACK, BLOCK_K]
             # The next tile's routes and the number of the tile after it arrive during this tile.
             tile_number = following
             following = next_tile(tile_counter)
             next_one = locate(gl.minimum(tile_number, num_tiles - 1), order, BLOCK_M, SLACK)
-            low = _load_routes(sorted_routes, next_one.row, next_one.num_rows, 0, HALF, LAYOUT)
-            high = _load_routes(sorted_routes, next_one.row, next_one.num_rows, HALF, HALF, LAYOUT)
+            low = load_routes(sorted_routes, next_one.row, next_one.num_rows, 0, HALF, LAYOUT)
+            high = load_routes(sorted_routes, next_one.row, next_one.num_rows, HALF, HALF, LAYOUT)
             if SLACK > 0:
-                slack = _load_routes(sorted_routes, next_one.row, next_one.num_rows, BLOCK_M, SLACK, LAYOUT)
+                slack = load_routes(sorted_routes, next_one.row, next_one.num_rows, BLOCK_M, SLACK, LAYOUT)
             num_rows = tile.num_rows
             tokens = hidden_states
             for k in range(num_steps):
@@ -181,14 +181,14 @@ def produce_packed_by_token(
                 _load_packed(weights, scales, ring, slot, ready, tile, k, num_steps, num_columns, scale_words,
                              COLUMNS, CONSUMERS, WORDS, SPAN)
                 # fmt: on
-                _copy_tokens(ring.rows.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                copy_tokens(ring.rows.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                 if num_rows > HALF:
                     high_half = ring.rows.index(2 * slot + 1)
-                    _copy_tokens(high_half, tokens + high_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                    copy_tokens(high_half, tokens + high_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                 if SLACK > 0:
                     if num_rows > BLOCK_M:
                         slack_rows = ring.slack_rows.index(slot)
-                        _copy_tokens(slack_rows, tokens + slack_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                        copy_tokens(slack_rows, tokens + slack_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                 async_copy.mbarrier_arrive(ready, increment_count=False)
                 tokens += BLOCK_K
                 slot, phase = next_slot(slot, phase, STAGES)

@@ -114,8 +114,8 @@ def produce(
 
 
 @gluon.jit
-def _load_routes(sorted_routes, row, num_rows, first, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    # Rows past the end repeat the last one.
+def load_routes(sorted_routes, row, num_rows, first, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Routes of a tile's rows from row `first` on, [ROWS]; rows past the end repeat the last one."""
     at = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))  # [ROWS]
     return gl.load(sorted_routes + row + gl.maximum(gl.minimum(at, num_rows - 1), 0))
 
@@ -125,18 +125,20 @@ def _load_slack_routes(
     sorted_routes, tile, BLOCK_M: gl.constexpr, SLACK: gl.constexpr, BODIES: gl.constexpr, LAYOUT: gl.constexpr
 ):
     _, first = _place_slack(tile.num_rows, BLOCK_M, SLACK, BODIES)
-    return _load_routes(sorted_routes, tile.row, tile.num_rows, first, SLACK, LAYOUT)
+    return load_routes(sorted_routes, tile.row, tile.num_rows, first, SLACK, LAYOUT)
 
 
 @gluon.jit
-def _token_offsets(routes, stride_chunks, TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
+def token_offsets(routes, stride_chunks, TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where a step of the routes' tokens begins, in elements: [ROWS, BLOCK_K]."""
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
     # A stride in chunks of 8 elements shows the compiler that every 16 bytes are aligned.
     return (routes // TOP_K)[:, None] * (stride_chunks * 8) + columns[None, :]  # [ROWS, BLOCK_K]
 
 
 @gluon.jit
-def _copy_tokens(shared, pointers, k, hidden_chunks, MASK_K: gl.constexpr, LAYOUT: gl.constexpr):
+def copy_tokens(shared, pointers, k, hidden_chunks, MASK_K: gl.constexpr, LAYOUT: gl.constexpr):
+    """Starts the copies of step k of tokens to shared memory, zeros beyond the hidden size where MASK_K."""
     if MASK_K:
         # The weights beyond H are zeros, but NaN may lie behind a token.
         columns = k * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
@@ -195,20 +197,20 @@ def produce_by_token(
     if tile_number < num_tiles:
         following = next_tile(tile_counter)
         tile = locate(tile_number, order, BLOCK_M, SLACK)
-        low = _load_routes(sorted_routes, tile.row, tile.num_rows, 0, HALF, LAYOUT)  # [HALF]
-        high = _load_routes(sorted_routes, tile.row, tile.num_rows, HALF, HALF, LAYOUT)  # [HALF]
+        low = load_routes(sorted_routes, tile.row, tile.num_rows, 0, HALF, LAYOUT)  # [HALF]
+        high = load_routes(sorted_routes, tile.row, tile.num_rows, HALF, HALF, LAYOUT)  # [HALF]
         slack = _load_slack_routes(sorted_routes, tile, BLOCK_M, SLACK, BODIES, LAYOUT)  # [SLACK]
         while tile_number < num_tiles:
             turn, turn_phase = announce_tile(tile_number, turns, turn, turn_phase, 4)
-            low_offsets = _token_offsets(low, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
-            high_offsets = _token_offsets(high, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
-            slack_offsets = _token_offsets(slack, stride_chunks, TOP_K, LAYOUT)  # [SLACK, BLOCK_K]
+            low_offsets = token_offsets(low, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
+            high_offsets = token_offsets(high, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
+            slack_offsets = token_offsets(slack, stride_chunks, TOP_K, LAYOUT)  # [SLACK, BLOCK_K]
             # The next tile's routes and the number of the tile after it arrive during this tile.
             tile_number = following
             following = next_tile(tile_counter)
             next_one = locate(gl.minimum(tile_number, num_tiles - 1), order, BLOCK_M, SLACK)
-            low = _load_routes(sorted_routes, next_one.row, next_one.num_rows, 0, HALF, LAYOUT)
-            high = _load_routes(sorted_routes, next_one.row, next_one.num_rows, HALF, HALF, LAYOUT)
+            low = load_routes(sorted_routes, next_one.row, next_one.num_rows, 0, HALF, LAYOUT)
+            high = load_routes(sorted_routes, next_one.row, next_one.num_rows, HALF, HALF, LAYOUT)
             slack = _load_slack_routes(sorted_routes, next_one, BLOCK_M, SLACK, BODIES, LAYOUT)
             expert, column_tile, num_rows = tile.expert, tile.column_tile, tile.num_rows
             has_slack, _ = _place_slack(num_rows, BLOCK_M, SLACK, BODIES)
@@ -219,13 +221,13 @@ def produce_by_token(
                 mbarrier.wait(ring.empty.index(slot), phase)
                 mbarrier.expect(ready, 2 * BLOCK_N * BLOCK_K)
                 _load_weights(weights, ring.weights.index(slot), ready, expert, column_tile, k, num_columns, BLOCK_N)
-                _copy_tokens(ring.rows.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                copy_tokens(ring.rows.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                 if has_high:
                     high_half = ring.rows.index(2 * slot + 1)
-                    _copy_tokens(high_half, tokens + high_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                    copy_tokens(high_half, tokens + high_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                 if has_slack:
                     slack_rows = ring.slack_rows.index(slot)
-                    _copy_tokens(slack_rows, tokens + slack_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                    copy_tokens(slack_rows, tokens + slack_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                 async_copy.mbarrier_arrive(ready, increment_count=False)
                 tokens += BLOCK_K
                 slot, phase = next_slot(slot, phase, STAGES)
