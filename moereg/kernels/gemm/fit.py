@@ -32,8 +32,14 @@ _PACKED_TALL_MIN_TOKENS: Final = 17
 # once, and more programs fit a multiprocessor. At 384 it gains nothing.
 _SHORT_DEPTH: Final = 256
 
-# Two programs on each multiprocessor of an H200.
+# Two programs on each multiprocessor of an H200, and one. Where tiles of the second product do not even give each one a
+# program, the loads that are in flight do not hide their latency: half the columns and twice the stages give it two
+# (Mixtral-8x7B at 64 tokens: one set 214 to 194 us, Zipf's routing 726 to 673, uniform 650 to 649). First products with
+# so few tiles, those of shards, were not timed.
 _FULL_PROGRAMS: Final = 264
+_ONE_EACH: Final = 132
+_MOST_STAGES: Final = 4
+_MOST_STAGES_OF_FEW: Final = 8
 _H200_SHARED_BYTES: Final = 227 * 1024
 
 
@@ -81,7 +87,7 @@ def fit_pair(configs: GemmPair, shape: CallShape) -> GemmPair:
         stages = min(4, max(2, shape.down_depth // 64))
         down = _fitting(dataclasses.replace(down, block_n=128, block_k=64, num_stages=stages), shape)
     if configs.sort_routes and shape.most_rows > gate_up.block_m:
-        down_columns = 64 if is_short else _tall_columns(shape, shape.down_columns)
+        down_columns = 64 if is_short else _tall_down_columns(shape)
         tall_gate_up = _tall(gate_up, _tall_columns(shape, shape.gate_up_columns), shape)
         tall_down = _tall(down, down_columns, shape)
         gate_up = dataclasses.replace(gate_up, tall=tall_gate_up)
@@ -89,10 +95,19 @@ def fit_pair(configs: GemmPair, shape: CallShape) -> GemmPair:
     return dataclasses.replace(configs, gate_up=gate_up, down=down)
 
 
+def _row_tiles(shape: CallShape) -> int:
+    """Tall tiles of rows where all tokens choose one set of experts."""
+    return shape.top_k * -(-shape.most_rows // _TALL_ROWS)
+
+
 def _tall_columns(shape: CallShape, num_columns: int) -> int:
     # What one set of experts makes has to fill the GPU.
-    tiles = shape.top_k * -(-shape.most_rows // _TALL_ROWS) * -(-num_columns // 128)
-    return 128 if tiles >= _FULL_PROGRAMS else 64
+    return 128 if _row_tiles(shape) * -(-num_columns // 128) >= _FULL_PROGRAMS else 64
+
+
+def _tall_down_columns(shape: CallShape) -> int:
+    columns = _tall_columns(shape, shape.down_columns)
+    return 32 if _row_tiles(shape) * -(-shape.down_columns // columns) <= _ONE_EACH else columns
 
 
 def _tall(low: GroupedGemmConfig, block_n: int, shape: CallShape) -> GroupedGemmConfig | None:
@@ -114,7 +129,7 @@ def _tall(low: GroupedGemmConfig, block_n: int, shape: CallShape) -> GroupedGemm
         block_k=_TALL_DEPTH,
         group_m=4,
         num_warps=4,
-        num_stages=max(2, min(4, stages)),
+        num_stages=max(2, min(_MOST_STAGES_OF_FEW if block_n < 64 else _MOST_STAGES, stages)),
         mask_rows=True,
     )
     return _fitting(tall, shape)

@@ -78,6 +78,13 @@ MUTANTS: Final = (
         tests=("tests/kernels/test_tall_tiles.py::test_there_are_programs_for_any_counts",),
     ),
     Mutant(
+        "few tall tiles of the second product stay few",
+        "moereg/kernels/gemm/fit.py",
+        old="-(-shape.down_columns // columns) <= _ONE_EACH else",
+        new="-(-shape.down_columns // columns) < 0 else",
+        tests=("tests/kernels/test_tall_tiles.py::test_fitted_tiles",),
+    ),
+    Mutant(
         "tall tiles take more stages than their part",
         "moereg/kernels/gemm/fit.py",
         old="(shared_bytes // programs - 1024)",
