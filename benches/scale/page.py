@@ -52,7 +52,16 @@ def links_table() -> str:
     where = f"{document['device']}, {document['link']}, {versions}, {document['date']}. {document['note']}"
     assumed = [
         ["`host_us`", f"{ASSUMED.host_us:g} us", "of a collective's measured time, what a captured one does not take"],
-        ["`wait_us`", f"{ASSUMED.wait_us:g} us", "the host reads sizes off the device and goes on, once a call"],
+        [
+            "`eager_us`",
+            f"{ASSUMED.eager_us:g} us",
+            "host time of an eager call, beyond the device's: predicted of the code as it is, not measured",
+        ],
+        [
+            "`eager_before_us`",
+            f"{ASSUMED.eager_before_us:,.0f} us",
+            "the same of the code whose `all_to_all` was measured below, read off those measurements; enters no table",
+        ],
         ["`hop_us`", f"{ASSUMED.hop_us:g} us", "each rank beyond two in a ring (all_gather, reduce_scatter)"],
         ["`gather_us`", f"{ASSUMED.gather_us:g} us", "kernels around the experts with `all_gather`"],
         ["`sort_us`", f"{ASSUMED.sort_us:g} us", "sorting and counting routes with the other ways"],

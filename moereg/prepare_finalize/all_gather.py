@@ -15,10 +15,10 @@ from moereg.problem import DTYPES, MoEProblem
 __all__ = ["AllGather"]
 
 
-# The fastest at decode in one host, and at prefill on up to 4 ranks, by docs/scale.md: on few ranks a token goes to
-# most of them anyway. Predicted, not measured.
+# The fastest on up to 16 ranks, or within a fifth of it, by docs/scale.md: on few ranks a token goes to most of them
+# anyway, and a graph holds the call. Predicted, but for two ranks.
 @register_prepare_finalize(
-    "all_gather", priority=60, formats=("standard", "batched"), platforms=("*",), predicted=True, max_group_size=4
+    "all_gather", priority=60, formats=("standard", "batched"), platforms=("*",), predicted=True, max_group_size=16
 )
 @register_prepare_finalize("all_gather", priority=40, formats=("standard", "batched"), platforms=("*",), predicted=True)
 class AllGather(GroupPrepareFinalize):

@@ -46,7 +46,7 @@ class _Routed(Moved):
     rows_received: tuple[int, ...] = ()
 
 
-# The fastest at prefill from 8 ranks on, by docs/scale.md. Predicted, not measured.
+# The fastest at prefill on many hosts, by docs/scale.md; at decode the host's time decides against it. Predicted.
 @register_prepare_finalize("all_to_all", priority=50, formats=("standard", "batched"), platforms=("*",), predicted=True)
 class AllToAll(GroupPrepareFinalize):
     """Exchanges counts, which the host waits for, then tokens with their routes, then a result for each route.

@@ -13,6 +13,7 @@ from benches.scale.model import LAYERS, WAYS, alone, cost, wire_bytes
 from benches.scale.picture import draw_scale
 from benches.scale.routes import chosen, num_replicas, shares
 from moereg.balancing import count_routes
+from moereg.prepare_finalize import MOVEMENTS
 from moereg.problem import MoEProblem
 from moereg.tuning.inputs import random_call
 
@@ -76,9 +77,21 @@ def test_a_call_takes_at_least_the_experts_and_grows() -> None:
             assert cost(layer, way, 4, 64, "zipf", True).total_us > alone(layer, 4, 64, "zipf", True)
     assert "all_to_all, fp8" not in page.best(GPT_OSS, 2, 64, "uniform", False)
     assert "all_to_all, sums" not in page.best(QWEN, 2, 64, "uniform", False)
-    assert "low_latency, symmetric" in page.best(QWEN, 8, 64, "uniform", False)
-    # Its exchange takes 32 ranks.
-    assert "low_latency, symmetric" not in page.best(QWEN, 64, 64, "uniform", False)
+    # Fast, and not right on GPUs yet.
+    assert "low_latency, symmetric" not in page.best(QWEN, 8, 64, "uniform", False)
+
+
+def test_priorities_follow_from_the_page() -> None:
+    """Above the ranks up to which `all_gather` goes first by default, `all_to_all` wins where there is much to send."""
+    (limit,) = {cell.facts.max_group_size for cell in MOVEMENTS.cells if cell.name == "all_gather"} - {None}
+    for layer in LAYERS:
+        for size in (2, 4, 8, 16):
+            assert size <= limit
+            for tokens in (1, 64, 1024, 8192):
+                times = page.best(layer, size, tokens, "zipf", True)
+                gathered = min(time for name, time in times.items() if name.startswith("all_gather"))
+                assert gathered < 1.2 * next(iter(times.values())), (layer.name, size, tokens)
+        assert next(iter(page.best(layer, 64, 8192, "zipf", True))).startswith("all_to_all")
 
 
 def test_a_measurement_stands_beside_its_prediction(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

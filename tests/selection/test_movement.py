@@ -251,9 +251,9 @@ def test_classes_are_checked_and_names_belong_to_one_distribution() -> None:
 
 
 def test_what_moereg_brings() -> None:
-    problem = problem_of(max_num_tokens=64)
-    found = {size: explain_movements(problem, GroupFacts(size), "cuda:sm90").winner for size in (4, 8)}
-    assert {size: winner and winner.name for size, winner in found.items()} == {4: "all_gather", 8: "all_to_all"}
+    problem = problem_of(max_num_tokens=64, num_experts=32)
+    found = {size: explain_movements(problem, GroupFacts(size), "cuda:sm90").winner for size in (16, 32)}
+    assert {size: winner and winner.name for size, winner in found.items()} == {16: "all_gather", 32: "all_to_all"}
     captured = select_movement(problem_of(max_num_tokens=64, graph_capture=True), GroupFacts(8), "cuda:sm90")
     assert captured.winner is not None
     assert captured.winner.cell.facts.graph_capture
