@@ -59,4 +59,18 @@ MUTANTS: Final = (
         new="",
         tests=("tests/kit/test_conformance.py::test_verifying_runs_every_check_of_the_kit",),
     ),
+    Mutant(
+        "the interpreter keeps one type of block for all sizes",
+        "moereg/testing/interpreter.py",
+        old='key = element_ty.name, getattr(element_ty, "address_space", None), str(sizes)',
+        new='key = element_ty.name, getattr(element_ty, "address_space", None), str(len(sizes))',
+        tests=("tests/kit/test_interpreter.py::test_types_of_blocks_differ_by_element_and_sizes",),
+    ),
+    Mutant(
+        "a device function is never patched within a launch",
+        "moereg/testing/interpreter.py",
+        old="            if seen[function] and seen[function] <= patched[-1]:\n",
+        new="            if patched[-1]:\n",
+        tests=("tests/kit/test_interpreter.py::test_a_device_function_patches_what_its_kernel_does_not_see",),
+    ),
 )
