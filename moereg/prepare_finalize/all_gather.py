@@ -9,7 +9,7 @@ from moereg.prepare_finalize.base import Prepared
 from moereg.prepare_finalize.cells import register_prepare_finalize
 from moereg.prepare_finalize.facts import MovementFacts
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
-from moereg.prepare_finalize.wire import as_bytes, join_columns, split_columns
+from moereg.prepare_finalize.wire import as_bytes
 from moereg.problem import DTYPES, MoEProblem
 
 __all__ = ["AllGather"]
@@ -23,6 +23,8 @@ __all__ = ["AllGather"]
 @register_prepare_finalize("all_gather", priority=40, formats=("standard", "batched"), platforms=("*",), predicted=True)
 class AllGather(GroupPrepareFinalize):
     """Gathers tokens padded to `max_num_tokens` of the problem; nothing waits for the host.
+
+    A call with that many tokens copies none of them: what the experts read is what the exchange wrote.
 
     Each rank's experts add up a token's routes, and the sums of ranks are added up at home: in the layer's dtype by the
     backend of torch.distributed, or where the problem says `deterministic`, in fp32 in order of ranks, for the same
@@ -46,26 +48,34 @@ class AllGather(GroupPrepareFinalize):
         problem: MoEProblem,
         expert_map: torch.Tensor | None,
     ) -> Moved:
-        num_tokens, top_k = topk_ids.shape
         most = self.problem.max_num_tokens
         assert most is not None
-        columns = (*self.wire.encode(hidden_states), as_bytes(topk_weights), as_bytes(topk_ids))
-        widths = (*self.wire.widths, 4 * top_k, 4 * top_k)
-        sent = join_columns(columns)
-        if num_tokens < most:
-            # Zeros, then ids of -1: rows of no token add nothing.
-            sent = torch.nn.functional.pad(sent, (0, 0, 0, most - num_tokens))
-            sent[num_tokens:, -4 * top_k :] = 255
-        rows = sent.new_empty((most * self.group.size, sum(widths)))
-        self.group.all_gather(rows, sent, "tokens")
-        *tokens, weight_bytes, id_bytes = split_columns(rows, widths)
+        in_triton = self.wire.calls_kernels(hidden_states)
+        if hidden_states.shape[0] < most:
+            pad = _padded_in_triton if in_triton else _padded
+            hidden_states, topk_weights, topk_ids = pad(hidden_states, topk_weights, topk_ids, most)
+        # Each column on its own, from where it is to where it is read: nothing is joined, split or copied.
+        sent = (*self.wire.encode(hidden_states), as_bytes(topk_weights), as_bytes(topk_ids))
+        rows = tuple(part.new_empty((most * self.group.size, part.shape[1])) for part in sent)
+        self.group.all_gather_columns(rows, sent, "tokens")
+        *tokens, weight_bytes, id_bytes = rows
         received = self.wire.decode(tuple(tokens))
         weights, ids = weight_bytes.view(torch.float32), id_bytes.view(torch.int32)
         if self.problem.placement == "map":
             # Of the ranks that hold an expert, one takes the route; all of them work out the same one.
-            turns = torch.cat([token_turns(most, rank, ids.device) for rank in range(self.group.size)])
-            ids = torch.where(self.tables.ranks_of(ids, turns) == self.group.rank, ids, -1)
+            ids = self._own_routes_in_triton(ids) if in_triton else self._own_routes(ids, most)
         return self.laid_out(received, weights, ids, expert_map)
+
+    def _own_routes(self, ids: torch.Tensor, most: int) -> torch.Tensor:
+        turns = torch.cat([token_turns(most, rank, ids.device) for rank in range(self.group.size)])
+        return torch.where(self.tables.ranks_of(ids, turns) == self.group.rank, ids, -1)
+
+    def _own_routes_in_triton(self, ids: torch.Tensor) -> torch.Tensor:
+        from moereg.kernels.rows.gathered import keep_own_routes  # Loads Triton, which may not be there.
+
+        with torch.cuda.device_of(ids):
+            keep_own_routes(ids, self.tables.num_holders, self.tables.holders, self.group.rank)
+        return ids
 
     def finalize(
         self,
@@ -84,8 +94,32 @@ class AllGather(GroupPrepareFinalize):
             return
         parts = torch.empty_like(sums)
         self.group.all_to_all(as_bytes(parts), as_bytes(sums), "results")
+        if self.wire.calls_kernels(out) and out.stride(1) == 1:
+            from moereg.kernels.rows.gathered import sum_of_ranks
+
+            with torch.cuda.device_of(out):
+                sum_of_ranks(out, parts.view(self.group.size, most, -1))
+            return
         by_rank = parts.view(self.group.size, most, -1)[:, : len(out)].float()
         total = by_rank[0]
         for part in by_rank[1:]:
             total = total + part
         out.copy_(total)
+
+
+def _padded(
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Zeros behind the tokens, then ids of -1: rows of no token add nothing."""
+    behind = (0, 0, 0, most - len(hidden_states))
+    pad = torch.nn.functional.pad
+    return pad(hidden_states, behind), pad(topk_weights, behind), pad(topk_ids, behind, value=-1)
+
+
+def _padded_in_triton(
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from moereg.kernels.rows.gathered import pad_tokens
+
+    with torch.cuda.device_of(hidden_states):
+        return pad_tokens(hidden_states, topk_weights, topk_ids, most)

@@ -16,7 +16,7 @@ from moereg.platforms import Platform, PlatformRule, probe_platform
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize, weighted_sum
 from moereg.problem import MoEProblem
 
-__all__ = ["BatchedPrepareFinalize", "runs_kernels"]
+__all__ = ["BatchedPrepareFinalize", "calls_kernels", "runs_kernels"]
 
 
 class BatchedPrepareFinalize(PrepareFinalize):
@@ -41,11 +41,7 @@ class BatchedPrepareFinalize(PrepareFinalize):
         self._in_triton = in_triton
 
     def _calls_kernels(self, tensor: torch.Tensor) -> bool:
-        if self._in_triton is None:
-            return _device_runs_kernels(tensor.device.type)
-        if self._in_triton:
-            _check_triton(tensor.device.type)
-        return self._in_triton
+        return calls_kernels(self._in_triton, tensor.device.type)
 
     def prepare(
         self,
@@ -120,7 +116,26 @@ class BatchedPrepareFinalize(PrepareFinalize):
         weighted_sum(out, rows, prepared.inputs.topk_weights, row >= 0, problem.apply_router_weight_on_input)
 
 
+def calls_kernels(in_triton: bool | None, device_type: str, dtype: torch.dtype | None = None) -> bool:
+    """Whether Triton's kernels move tokens in a call, or torch does.
+
+    Args:
+        in_triton: What was asked for; what the device runs if None.
+        device_type: Of the call's tensors.
+        dtype: Of codes that kernels make or restore, if they do.
+
+    Raises:
+        ArgumentError: Triton was asked for, and the device does not know it.
+    """
+    if in_triton is None:
+        return _device_runs_kernels(device_type, is_float8=dtype is not None and dtype.is_floating_point)
+    if in_triton:
+        _check_triton(device_type)
+    return in_triton
+
+
 _RULE: Final = PlatformRule("cuda:sm80+")
+_FLOAT8_RULE: Final = PlatformRule("cuda:sm89+")
 _TRITON: Final = Version("3.6")
 
 
@@ -146,7 +161,7 @@ def _has_triton() -> bool:
 
 
 @functools.cache
-def _device_runs_kernels(device_type: str) -> bool:
+def _device_runs_kernels(device_type: str, is_float8: bool = False) -> bool:
     # A CPU would have to interpret them, and `meta` runs nothing.
     if device_type != "cuda":
         return False
@@ -156,4 +171,5 @@ def _device_runs_kernels(device_type: str) -> bool:
         has_triton = Version(platform.versions.get("triton", "0")) >= _TRITON
     except InvalidVersion:
         has_triton = False
-    return has_triton and runs_kernels(platform)
+    # Triton makes 8-bit floats where the hardware does.
+    return has_triton and runs_kernels(platform) and (not is_float8 or _FLOAT8_RULE.matches(platform))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -14,6 +14,9 @@ from moereg.arguments import check_count, check_instance
 from moereg.errors import ArgumentError, GroupError, described, stops_the_process
 
 __all__ = ["Group", "GroupFacts"]
+
+_GATHERS_OF_SEVERAL: Final = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+"""Methods of a process group, by the newest name first: torch shards parameters by them, and does not document them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +132,30 @@ class Group:
         """The rows of all ranks, in order; the same number from each. Raises as `all_to_all`."""
         with self._named(doing):
             _newest("all_gather_single", "all_gather_into_tensor")(out, sent, group=self.process_group)
+
+    def all_gather_columns(self, outs: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], doing: str) -> None:
+        """`all_gather` of several tensors as one exchange: NCCL's launches one kernel for all of them.
+
+        Args:
+            outs: [rows of all ranks, ...] each, overwritten.
+            sent: [rows, ...] of the same dtypes, contiguous.
+            doing: What is exchanged, for the error.
+
+        Raises:
+            GroupError: As `all_to_all`.
+        """
+        gather = next(filter(None, (getattr(self.process_group, name, None) for name in _GATHERS_OF_SEVERAL)), None)
+        options = getattr(torch.distributed.distributed_c10d, "AllgatherOptions", None)
+        if gather is None or options is None:
+            for out, part in zip(outs, sent, strict=True):
+                self.all_gather(out, part, doing)
+            return
+        wanted = options()
+        wanted.asyncOp = False  # On the stream of the call, as `all_gather`.
+        with self._named(doing):
+            work = gather(list(outs), list(sent), wanted)
+            if work is not None:
+                work.wait()
 
     def reduce_scatter(self, out: torch.Tensor, sent: torch.Tensor, doing: str) -> None:
         """The sum over ranks of this rank's share of the rows. Raises as `all_to_all`."""

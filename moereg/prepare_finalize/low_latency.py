@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +15,7 @@ from moereg.prepare_finalize.cells import register_prepare_finalize
 from moereg.prepare_finalize.facts import MovementFacts
 from moereg.prepare_finalize.group import Group
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
-from moereg.prepare_finalize.wire import Wire, as_bytes, join_columns, split_columns
+from moereg.prepare_finalize.wire import Wire, as_bytes, as_stored
 from moereg.problem import DTYPES, MoEProblem
 
 __all__ = ["LowLatency"]
@@ -25,13 +27,27 @@ class _Placed(Moved):
 
     Attributes:
         topk_weights: [T,K] fp32, of this rank's own tokens.
-        home_row: [T,K] int64, where the result of each route comes back to, -1 where it goes nowhere.
-        sent_row: [rows of all rooms] int64, the row among the experts' rows of each result that is sent.
+        home_row: [T,K] int64 or int32, where the result of each route comes back to, -1 where it goes nowhere.
+        counts: [ranks,E] int32, rows that came from each rank for each expert.
     """
 
     topk_weights: torch.Tensor = None  # type: ignore[assignment]  # behind fields with defaults
     home_row: torch.Tensor = None  # type: ignore[assignment]
-    sent_row: torch.Tensor = None  # type: ignore[assignment]
+    counts: torch.Tensor = None  # type: ignore[assignment]
+
+
+class _Rooms(NamedTuple):
+    """What travels to or from each rank, as views of one buffer of bytes.
+
+    Attributes:
+        counts: [ranks, rooms a rank] int32, filled rows.
+        columns: [ranks, rooms a rank * room, width] each, as the wire has them.
+        weights: [ranks, rooms a rank * room] fp32, or None.
+    """
+
+    counts: torch.Tensor
+    columns: tuple[torch.Tensor, ...]
+    weights: torch.Tensor | None
 
 
 # Over NCCL it ships its room, used or not: num_experts * max_num_tokens rows a rank. So it stands behind `all_gather`,
@@ -61,6 +77,19 @@ class LowLatency(GroupPrepareFinalize):
         self._room = problem.max_num_tokens
         # Rooms are as many on each rank, whoever holds fewer experts.
         self._most_experts = max(map(len, tables.placement.experts_of_rank))
+        rows = self._most_experts * self._room
+        kinds: list[tuple[tuple[int, ...], torch.dtype]] = [((self._most_experts,), torch.int32)]
+        kinds += [((rows, width // kind.itemsize), kind) for width, kind in zip(wire.widths, wire.dtypes, strict=True)]
+        if problem.apply_router_weight_on_input:
+            kinds.append(((rows,), torch.float32))
+        # What each rank is sent: counts of its rooms, then their rows, column by column.
+        self._pieces: list[tuple[int, int, tuple[int, ...], torch.dtype]] = []
+        self._share = 0
+        for shape, kind in kinds:
+            end = self._share + math.prod(shape) * kind.itemsize
+            self._pieces.append((self._share, end, shape, kind))
+            # Kernels read 16 bytes at once.
+            self._share = -(-end // 16) * 16
 
     def prepare(
         self,
@@ -70,71 +99,110 @@ class LowLatency(GroupPrepareFinalize):
         problem: MoEProblem,
         expert_map: torch.Tensor | None,
     ) -> Moved:
+        sent = hidden_states.new_empty((self.group.size, self._share), dtype=torch.uint8)
+        rooms = self._rooms(sent)
+        in_triton = self.wire.calls_kernels(hidden_states)
+        fill = self._fill_in_triton if in_triton else self._fill
+        home_row = fill(rooms, hidden_states, topk_weights, topk_ids)
+        arrived = torch.empty_like(sent)
+        self.group.all_to_all(arrived, sent, "tokens")
+        empty = self._empty_in_triton if in_triton else self._empty
+        hidden, num_rows, counts = empty(self._rooms(arrived))
+        inputs = ExpertInputs(
+            hidden_states=hidden,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            expert_num_tokens=num_rows,
+            expert_map=expert_map,
+        )
+        return _Placed(
+            inputs, self.group.size * self._room, topk_weights=topk_weights, home_row=home_row, counts=counts
+        )
+
+    def _rooms(self, buffer: torch.Tensor) -> _Rooms:
+        """The views of a buffer [ranks, bytes]."""
+        views = [buffer[:, begin:end].view(kind).unflatten(1, shape) for begin, end, shape, kind in self._pieces]
+        weights = views.pop() if self.problem.apply_router_weight_on_input else None
+        return _Rooms(views[0], tuple(views[1:]), weights)
+
+    def _fill(
+        self, rooms: _Rooms, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Writes tokens and counts to the rooms of their routes; [T,K] row of each route in all rooms, or -1."""
         size, (num_tokens, top_k), device = self.group.size, topk_ids.shape, topk_ids.device
         room, num_rooms = self._room, size * self._most_experts
         ranks = self.tables.ranks_of(topk_ids, token_turns(num_tokens, self.group.rank, device)).long()
         experts = topk_ids.clamp(0, self.problem.num_experts - 1).long()
         local = self.tables.expert_maps[ranks.clamp(min=0), experts].long()
         # The room of each route, in order of ranks and their experts; one more for routes that go nowhere.
-        rooms = torch.where(ranks >= 0, ranks * self._most_experts + local, num_rooms).flatten()
-        filled, order = torch.sort(rooms, stable=True)
+        places = torch.where(ranks >= 0, ranks * self._most_experts + local, num_rooms).flatten()
+        filled, order = torch.sort(places, stable=True)
         first = torch.searchsorted(filled, torch.arange(num_rooms + 1, device=device))
         place = torch.arange(len(filled), device=device) - first[filled]
         # A token names an expert once, so a room cannot overflow; one that names it twice may lose a route.
         kept = (filled < num_rooms) & (place < room)
+        row = torch.where(kept, filled * room + place, -1)
+        rooms.counts.copy_((first[1:] - first[:-1]).clamp(max=room).view(size, -1))
         columns = [part[order // top_k] for part in self.wire.encode(hidden_states)]
-        widths = list(self.wire.widths)
-        if self.problem.apply_router_weight_on_input:
+        targets = [column.view(torch.uint8) for column in rooms.columns]
+        if rooms.weights is not None:
             columns.append(as_bytes(topk_weights.flatten()[order].unsqueeze(1)))
-            widths.append(4)
-        # To each rank: some rows with the counts of its rooms, then the rooms. One row more takes what goes nowhere.
-        width, head_bytes = sum(widths), 4 * self._most_experts
-        head = -(-head_bytes // width)
-        share = head + self._most_experts * room
-        sent = hidden_states.new_empty((size * share + 1, width), dtype=torch.uint8)
-        row = filled * room + place + (filled // self._most_experts + 1) * head
-        sent[torch.where(kept, row, size * share)] = join_columns(tuple(columns))
-        counts = (first[1:] - first[:-1]).clamp(max=room).to(torch.int32)
-        sent[:-1].view(size, -1)[:, :head_bytes] = as_bytes(counts.view(size, -1))
-        arrived = torch.empty_like(sent[:-1])
-        self.group.all_to_all(arrived, sent[:-1], "tokens")
-        num_local = self.problem.num_local_experts
-        here = split_columns(arrived.view(size, -1)[:, :head_bytes], (head_bytes,))[0].view(torch.int32)
-        here = here[:, :num_local].long()  # [ranks,E]
-        # Rows of an expert stand together, in order of ranks: which rank's is each, and its place in that rank's room.
-        end = here.cumsum(0)  # [ranks,E]
-        places = torch.arange(size * room, device=device)
-        of_expert = end.t().contiguous()
-        source = torch.searchsorted(of_expert, places.expand(num_local, -1).contiguous(), right=True)
-        source = source.clamp(max=size - 1)  # [E, ranks * room]
-        within = (places - (end - here).t().gather(1, source)).clamp(0, room - 1)
-        expert = torch.arange(num_local, device=device).unsqueeze(1)
-        rows = arrived[(source * share + head + expert * room + within).flatten()]
-        parts = list(split_columns(rows, tuple(widths)))
-        weights = parts.pop().view(torch.float32) if self.problem.apply_router_weight_on_input else None
-        hidden = self.wire.decode(tuple(parts)).hidden_states
-        if weights is not None:
-            hidden = (hidden * weights).to(hidden.dtype)
-        inputs = ExpertInputs(
-            hidden_states=hidden.view(num_local, size * room, -1),
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            expert_num_tokens=end[-1].to(torch.int32),
-            expert_map=expert_map,
-        )
-        # The other way round: where each row of a rank's rooms lies. Rows that hold no token read any.
-        all_rooms = torch.arange(self._most_experts, device=device).clamp(max=num_local - 1)
-        begin = (end - here)[:, all_rooms].unsqueeze(2)  # [ranks, rooms, 1]
-        lies = (begin + torch.arange(room, device=device)).clamp(max=size * room - 1)
+            targets.append(rooms.weights.unsqueeze(2).view(torch.uint8))
+        for target, column in zip(targets, columns, strict=True):
+            # One row more takes what goes nowhere.
+            rows = column.new_empty((num_rooms * room + 1, column.shape[1]))
+            rows[row] = column
+            target.copy_(rows[:-1].view(target.shape))
         home_row = torch.empty_like(row)
-        home_row[order] = torch.where(kept, filled * room + place, -1)
-        return _Placed(
-            inputs,
-            size * room,
-            topk_weights=topk_weights,
-            home_row=home_row.view(num_tokens, top_k),
-            sent_row=(lies + (all_rooms * (size * room)).unsqueeze(1)).flatten(),
+        home_row[order] = row
+        return home_row.view(num_tokens, top_k)
+
+    def _fill_in_triton(
+        self, rooms: _Rooms, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        from moereg.kernels.rows.rooms import Holders, place_routes, spread_tokens  # Loads Triton, if it is there.
+
+        tables = self.tables
+        holders = Holders(tables.num_holders, tables.holders, tables.expert_maps, self.group.rank)
+        topk_ids = topk_ids.contiguous()
+        home_row = torch.empty_like(topk_ids)
+        with torch.cuda.device_of(topk_ids):
+            place_routes(rooms.counts, home_row, topk_ids, holders, self._room)
+            if rooms.weights is None:
+                self.wire.spread(rooms.columns, hidden_states, home_row)
+            else:
+                spread_tokens(rooms.columns[0], hidden_states, home_row, rooms.weights, topk_weights)
+        return home_row
+
+    def _empty(self, rooms: _Rooms) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows [E, ranks * room, H] of the experts, how many count [E], and from which rank [ranks,E]."""
+        room, device = self._room, rooms.counts.device
+        counts = rooms.counts[:, : self.problem.num_local_experts].contiguous()
+        end = counts.cumsum(0)  # [ranks,E]
+        source, within = _sources(end, counts, room)  # [E, ranks * room] each
+        expert = torch.arange(len(source), device=device).unsqueeze(1)
+        place = (expert * room + within).flatten()
+        parts = [column.view(torch.uint8)[source.flatten(), place] for column in rooms.columns]
+        hidden = self.wire.decode(tuple(parts)).hidden_states
+        if rooms.weights is not None:
+            hidden = (hidden * rooms.weights[source.flatten(), place].unsqueeze(1)).to(hidden.dtype)
+        return hidden.view(*source.shape, -1), end[-1].to(torch.int32), counts
+
+    def _empty_in_triton(self, rooms: _Rooms) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        from moereg.kernels.rows.rooms import FilledRooms, empty_rooms
+
+        size, num_local, tokens = self.group.size, self.problem.num_local_experts, rooms.columns[0]
+        hidden = torch.empty(
+            (num_local, size * self._room, self.problem.hidden_size),
+            dtype=self.problem.torch_dtype,
+            device=tokens.device,
         )
+        num_rows, counts = rooms.counts.new_empty(num_local), rooms.counts.new_empty((size, num_local))
+        scales = as_stored(rooms.columns[1]) if len(rooms.columns) > 1 else None
+        filled = FilledRooms(tokens, rooms.counts, scales, self.wire.group, rooms.weights, self._room)
+        with torch.cuda.device_of(tokens):
+            empty_rooms(hidden, num_rows, counts, filled)
+        return hidden, num_rows, counts
 
     def finalize(
         self,
@@ -144,9 +212,42 @@ class LowLatency(GroupPrepareFinalize):
         problem: MoEProblem,
     ) -> None:
         assert isinstance(prepared, _Placed)
-        results = expert_out.flatten(0, 1)[prepared.sent_row]
+        rows = self._most_experts * self._room
+        results = expert_out.new_empty((self.group.size, rows, expert_out.shape[-1]))
+        in_triton = self.wire.calls_kernels(expert_out) and out.stride(1) == 1
+        if in_triton:
+            from moereg.kernels.rows.rooms import fill_rooms
+
+            with torch.cuda.device_of(expert_out):
+                fill_rooms(results, expert_out.contiguous(), prepared.counts)
+        else:
+            self._send_back(results, expert_out, prepared.counts)
         home = torch.empty_like(results)
         self.group.all_to_all(home, results, "results")
-        row = prepared.home_row
         on_input = self.problem.apply_router_weight_on_input
-        weighted_sum(out, home[row.clamp(min=0)], prepared.topk_weights, row >= 0, on_input)
+        if in_triton:
+            from moereg.kernels.rows.batches import sum_batches
+
+            with torch.cuda.device_of(out):
+                sum_batches(out, home, prepared.home_row, None if on_input else prepared.topk_weights)
+            return
+        row = prepared.home_row
+        weighted_sum(out, home.flatten(0, 1)[row.clamp(min=0)], prepared.topk_weights, row >= 0, on_input)
+
+    def _send_back(self, results: torch.Tensor, expert_out: torch.Tensor, counts: torch.Tensor) -> None:
+        """Writes the experts' rows to the rooms that their tokens came from."""
+        room, (num_local, max_rows) = self._room, expert_out.shape[:2]
+        begin = (counts.cumsum(0) - counts).unsqueeze(2)  # [ranks,E,1]
+        # Rows that hold no token read any.
+        lies = (begin + torch.arange(room, device=counts.device)).clamp(max=max_rows - 1)
+        lies += torch.arange(num_local, device=counts.device).unsqueeze(1) * max_rows
+        results[:, : num_local * room] = expert_out.flatten(0, 1)[lies.flatten(1)]
+
+
+def _sources(end: torch.Tensor, counts: torch.Tensor, room: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rank's each row of an expert is, and its place in that rank's room: they stand in order of ranks."""
+    size = len(end)
+    places = torch.arange(size * room, device=end.device)
+    source = torch.searchsorted(end.t().contiguous(), places.expand(end.shape[1], -1).contiguous(), right=True)
+    source = source.clamp(max=size - 1)  # [E, ranks * room]
+    return source, (places - (end - counts).t().gather(1, source)).clamp(0, room - 1)

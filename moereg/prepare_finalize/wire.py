@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import abc
-from typing import NamedTuple
+import functools
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from moereg.prepare_finalize.batched import calls_kernels
 from moereg.problem import MoEProblem
 from moereg.quant import WHOLE, QuantScheme
 
-__all__ = ["CodedWire", "PlainWire", "Received", "Wire", "as_bytes", "join_columns", "split_columns", "wire_scheme"]
+if TYPE_CHECKING:
+    from moereg.kernels.quantized.operands import RowFormat
+
+__all__ = [
+    "CodedWire",
+    "PlainWire",
+    "Received",
+    "Wire",
+    "as_bytes",
+    "as_stored",
+    "join_columns",
+    "split_columns",
+    "wire_scheme",
+]
 
 
 class Received(NamedTuple):
@@ -31,10 +46,24 @@ class Wire(abc.ABC):
     Attributes:
         name: As texts and ranks compare it.
         widths: Bytes a token of each of its columns.
+        dtypes: Of these columns: of numbers or codes, then of scales.
+        group: Columns of codes that share a scale; 0 for all, or where there are no codes.
+        in_triton: Triton's kernels for what ways do with tokens, or torch; what the device of a call runs if None.
     """
 
     name: str
     widths: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    group: int = 0
+    in_triton: bool | None = None
+
+    def calls_kernels(self, tensor: torch.Tensor) -> bool:
+        """Whether Triton's kernels move tokens like these, or torch does.
+
+        Raises:
+            ArgumentError: Triton was asked for, and the device does not know it.
+        """
+        return calls_kernels(self.in_triton, tensor.device.type, self.dtypes[0] if len(self.dtypes) > 1 else None)
 
     @property
     def bytes_per_token(self) -> int:
@@ -49,6 +78,18 @@ class Wire(abc.ABC):
     def decode(self, columns: tuple[torch.Tensor, ...]) -> Received:
         """The inverse, of columns that are contiguous each."""
 
+    @abc.abstractmethod
+    def spread(
+        self, columns: tuple[torch.Tensor, ...], hidden_states: torch.Tensor, row_of_route: torch.Tensor
+    ) -> None:
+        """Writes each token to the rows of its routes, in Triton and in one launch.
+
+        Args:
+            columns: [ranks, rows, width] of `dtypes`, rows of a rank contiguous: only rows of routes are written.
+            hidden_states: [T,H].
+            row_of_route: [T,K] int32, rows of [ranks * rows] or -1; written by the launch in front.
+        """
+
 
 class PlainWire(Wire):
     """The bytes of the layer's dtype."""
@@ -57,12 +98,21 @@ class PlainWire(Wire):
         self._dtype = problem.torch_dtype
         self.name = problem.dtype
         self.widths = (problem.hidden_size * self._dtype.itemsize,)
+        self.dtypes = (self._dtype,)
 
     def encode(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (as_bytes(hidden_states),)
 
     def decode(self, columns: tuple[torch.Tensor, ...]) -> Received:
         return Received(columns[0].view(self._dtype))
+
+    def spread(
+        self, columns: tuple[torch.Tensor, ...], hidden_states: torch.Tensor, row_of_route: torch.Tensor
+    ) -> None:
+        from moereg.kernels.rows.rooms import spread_tokens  # Loads Triton, which may not be there.
+
+        with torch.cuda.device_of(hidden_states):
+            spread_tokens(columns[0], hidden_states, row_of_route)
 
 
 class CodedWire(Wire):
@@ -94,12 +144,18 @@ class CodedWire(Wire):
             problem.hidden_size * self._code_dtype.itemsize,
             self._num_scales * self._scale_dtype.itemsize,
         )
+        self.dtypes = (self._code_dtype, self._scale_dtype)
+        self.group = 0 if fmt.group[1] == WHOLE else fmt.group[1]
 
     def encode(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         from moereg.quantize import quantize_activations  # Loads torch, which choosing does without.
 
-        if hidden_states.shape[0] == 0:
-            return tuple(hidden_states.new_empty((0, width), dtype=torch.uint8) for width in self.widths)
+        num_tokens = hidden_states.shape[0]
+        if num_tokens == 0 or self.calls_kernels(hidden_states):
+            columns = tuple(hidden_states.new_empty((num_tokens, width), dtype=torch.uint8) for width in self.widths)
+            typed = zip(columns, self.dtypes, strict=True)
+            self._quantize(tuple(column.view(dtype).unsqueeze(0) for column, dtype in typed), hidden_states, None)
+            return columns
         found = quantize_activations(hidden_states, self._scheme)
         return as_bytes(found.q), as_bytes(found.scale.reshape(len(found.q), -1))
 
@@ -111,8 +167,45 @@ class CodedWire(Wire):
             return Received(codes, scales)
         if codes.shape[0] == 0:
             return Received(codes.new_empty(codes.shape, dtype=self._dtype))
+        if self.calls_kernels(codes):
+            from moereg.kernels.quantized.rows_moved import restore_tokens
+
+            with torch.cuda.device_of(codes):
+                return Received(restore_tokens(codes, as_stored(scales), self.group, self._dtype))
         restored = dequantize_activations(Quantized(codes, scales), self._scheme, self._hidden_size, torch.float32)
         return Received(restored.to(self._dtype))
+
+    def spread(
+        self, columns: tuple[torch.Tensor, ...], hidden_states: torch.Tensor, row_of_route: torch.Tensor
+    ) -> None:
+        self._quantize(columns, hidden_states, row_of_route)
+
+    def _quantize(
+        self, columns: tuple[torch.Tensor, ...], hidden_states: torch.Tensor, row_of_route: torch.Tensor | None
+    ) -> None:
+        if hidden_states.shape[0] == 0:
+            return
+        from moereg.kernels.quantized.rows_moved import quantize_tokens  # Loads Triton, which may not be there.
+
+        codes, scales = columns
+        with torch.cuda.device_of(hidden_states):
+            quantize_tokens(codes, as_stored(scales), hidden_states, self._row_format, row_of_route)
+
+    @functools.cached_property
+    def _row_format(self) -> RowFormat:
+        from moereg.kernels.quantized.operands import RowFormat
+        from moereg.quantize import element_of
+
+        fmt = self._scheme.activation
+        assert fmt is not None
+        element = element_of(fmt)
+        return RowFormat(
+            dtype=self._code_dtype,
+            min_code=element.min_value,
+            max_code=element.max_value,
+            group=self.group,
+            e8m0=self._scale_dtype == torch.float8_e8m0fnu,
+        )
 
 
 def wire_scheme(scheme: QuantScheme, problem: MoEProblem) -> QuantScheme | None:
@@ -127,6 +220,11 @@ def wire_scheme(scheme: QuantScheme, problem: MoEProblem) -> QuantScheme | None:
     if fmt is None or fmt.static or fmt.global_scale or fmt.group[0] != 1 or fmt.bits != 8:
         return None
     return None if problem.apply_router_weight_on_input or problem.dtype != "bfloat16" else scheme
+
+
+def as_stored(scales: torch.Tensor) -> torch.Tensor:
+    """Scales as kernels read them: powers of two as their exponents."""
+    return scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Final
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import moereg
-from moereg.kernels.rows import batches, exchanged
+from moereg.experts import ExpertInputs
+from moereg.kernels.quantized import rows_moved
+from moereg.kernels.rows import batches, exchanged, gathered, rooms
 from moereg.layer import make_kernel
-from moereg.prepare_finalize import AllToAll, GroupFacts, GroupPrepareFinalize
-from moereg.prepare_finalize.wire import CodedWire, PlainWire
+from moereg.prepare_finalize import AllToAll, BatchedPrepareFinalize, Group, GroupFacts, GroupPrepareFinalize
+from moereg.prepare_finalize.wire import CodedWire, PlainWire, as_bytes
 from moereg.reference import relative_error
 from moereg.testing.interpreter import patch_interpreter
-from tests.groups.cases import numbers_of, numbers_of_tokens, problem_of, share_of, tokens_of
+from tests.groups.cases import experts_of, numbers_of, numbers_of_tokens, problem_of, share_of, tokens_of
 
 
 def codes_reach_triton(rank: int, size: int) -> dict[str, Any]:
@@ -132,3 +138,153 @@ def routes_in_triton(rank: int, size: int) -> dict[str, Any]:
         found["computing"] = [each for each in names if not any(word in each for word in views)]
         found["collectives"] = len(operators.names) - len(names)
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way with a layer whose tokens it moves."""
+
+    name: str
+    fewer: bool = False
+    """Calls bring fewer tokens than there is room for."""
+    replicas: bool = False
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+CODED: Final = {"dtype": "bfloat16", "intermediate_size": 128, "top_k": 2}
+WAYS: Final = {
+    "all_gather": Way("all_gather"),
+    "all_gather_fewer": Way("all_gather", fewer=True),
+    "all_gather_replicas": Way("all_gather", replicas=True),
+    "all_gather_deterministic": Way("all_gather", changes={"deterministic": True}),
+    "all_gather_batched": Way("all_gather", changes={"activation_format": "batched"}),
+    "all_gather_fp8": Way("all_gather", fewer=True, changes={**CODED, "quant": "fp8_block128", "hidden_size": 200}),
+    "all_gather_mxfp8": Way("all_gather", changes={**CODED, "quant": "mxfp8"}),
+    "low_latency": Way("low_latency"),
+    "low_latency_replicas": Way("low_latency", fewer=True, replicas=True),
+    "low_latency_on_input": Way("low_latency", changes={"top_k": 1, "apply_router_weight_on_input": True}),
+    "low_latency_fp8": Way("low_latency", changes={**CODED, "quant": "fp8_block128", "hidden_size": 200}),
+    "low_latency_mxfp8": Way("low_latency", fewer=True, changes={**CODED, "quant": "mxfp8"}),
+    "low_latency_int8": Way("low_latency", changes={**CODED, "quant": "int8_w8a8", "hidden_size": 72}),
+}
+"""What ranks do with the tokens of a call, in torch and in Triton."""
+
+VIEWS: Final = frozenset(
+    [
+        "view",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "unsqueeze",
+        "_unsafe_view",
+        "select",
+        "empty",
+        "new_empty",
+        "empty_like",
+        "detach",
+        "alias",
+        "as_strided",
+        "t",
+        "transpose",
+        "expand",
+        "reshape",
+        "empty_strided",
+    ]
+)
+"""Operators that launch nothing."""
+
+
+class _Operators(TorchDispatchMode):
+    """Notes operators that launch something on a GPU, or wait for it."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name not in VIEWS:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def noted(seen: list[str]) -> Iterator[None]:
+    """Notes what movement launches on a GPU: kernels by name, exchanges, and torch's operators."""
+
+    def noting(run: Any, name: str | None) -> Any:
+        def run_and_note(*given: Any, **options: Any) -> None:
+            seen.append(name or given[0].__name__.strip("_").removesuffix("_kernel"))
+            with _disable_current_modes():
+                run(*given, **options)
+
+        return run_and_note
+
+    with contextlib.ExitStack() as stack:
+        for module in (rooms, gathered, rows_moved, batches):
+            stack.enter_context(mock.patch.object(module, "launch", noting(module.launch, None)))
+        for exchange in ("all_gather", "all_gather_columns", "all_to_all", "reduce_scatter"):
+            method = noting(getattr(Group, exchange), exchange)
+            stack.enter_context(mock.patch.object(Group, exchange, method))
+        stack.enter_context(_Operators(seen))
+        yield
+
+
+def moved(rank: int, size: int, way: Way) -> dict[str, Any]:
+    """A way in torch and in Triton, from the same tokens."""
+    patch_interpreter()
+    problem = problem_of(**{"num_experts": 6, "hidden_size": 72, "max_num_tokens": 3, **way.changes})
+    weights = numbers_of(problem)
+    order = [5, 2, 0, 4, 1, 3]
+    held = [order[each::size] for each in range(size)]
+    if way.replicas:
+        held[0].append(held[1][0])
+    placement = moereg.ExpertPlacement(6, tuple(map(tuple, held)))
+    kernel = make_kernel(
+        problem,
+        experts_of(weights, placement.experts_of_rank[rank]) if way.replicas else share_of(weights, rank, size),
+        group=dist.group.WORLD,
+        prepare_finalize=way.name,
+        expert_placement=placement if way.replicas else None,
+    )
+    moves = kernel.prepare_finalize
+    assert isinstance(moves, GroupPrepareFinalize)
+    equal = True
+    inputs = tokens_of(problem, rank, 3)
+    for num_tokens in (1 + rank, 0) if way.fewer else (3,):
+        inputs = tuple(tensor[:num_tokens] for tensor in tokens_of(problem, rank, 3))
+        found = []
+        for in_triton in (False, True):
+            moves.wire.in_triton = in_triton
+            out = kernel(*inputs)
+            prepared = moves.prepare(*inputs, moves.experts_problem, kernel.expert_map)
+            moves.finalize(torch.empty_like(out), kernel._multiply(prepared), prepared, moves.experts_problem)
+            found.append((out, *seen_by_experts(prepared.inputs)))
+        equal = equal and all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    seen: list[str] = []
+    if way.fewer:
+        inputs = tuple(tensor[:2] for tensor in tokens_of(problem, rank, 3))
+    if moves.activation_format == "batched":
+        moves.local = BatchedPrepareFinalize(in_triton=True)
+    out = torch.empty_like(inputs[0])
+    with noted(seen):
+        prepared = moves.prepare(*inputs, moves.experts_problem, kernel.expert_map)
+    seen.append("experts")
+    expert_out = kernel._multiply(prepared)
+    with noted(seen):
+        moves.finalize(out, expert_out, prepared, moves.experts_problem)
+    return {"equal": equal, "launches": seen, "wire": moves.wire.name}
+
+
+def seen_by_experts(inputs: ExpertInputs) -> tuple[torch.Tensor, ...]:
+    """Rows that count, and what says which."""
+    rows = inputs.hidden_states
+    if inputs.expert_num_tokens is None:
+        scales = () if inputs.hidden_scale is None else (inputs.hidden_scale,)
+        return as_bytes(rows), inputs.topk_weights, inputs.topk_ids, *scales
+    valid = torch.arange(rows.shape[1]) < inputs.expert_num_tokens.unsqueeze(1)
+    return as_bytes(rows[valid]), inputs.expert_num_tokens
+
+
+def ways_in_triton(rank: int, size: int) -> dict[str, Any]:
+    return {name: moved(rank, size, way) for name, way in WAYS.items()}

@@ -36,13 +36,17 @@ from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.single import down_single
 from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.packed.weights import PackedMatrix
+from moereg.kernels.quantized.operands import RowFormat
+from moereg.kernels.quantized.rows_moved import quantize_tokens, restore_tokens
 from moereg.kernels.read import READ_CONFIGS, num_read_programs, read_words
 from moereg.kernels.rows.batches import lay_out_batches, sum_batches
 from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_batches
 from moereg.kernels.rows.copy import copy_rows
 from moereg.kernels.rows.direct import DirectRoutes
+from moereg.kernels.rows.gathered import keep_own_routes, pad_tokens, sum_of_ranks
 from moereg.kernels.rows.plan import SortConfig, route_workspace_numel
 from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_sorted_rows
+from moereg.kernels.rows.rooms import FilledRooms, Holders, empty_rooms, fill_rooms, place_routes, spread_tokens
 from moereg.kernels.rows.sort import sort_routes
 from moereg.quant import WHOLE, QuantFormat, get_scheme
 
@@ -194,6 +198,39 @@ def launch_short_routing(shared_bytes: int) -> None:
     reduce_sorted_rows(rows.new_empty(1024, 2048), rows, plan.route_row, weights, config, overlap=overlap)
 
 
+def launch_moving(shared_bytes: int) -> None:
+    """What ways between ranks do with tokens: codes with scales of groups, with powers of two, and of whole rows."""
+    int8 = triton.runtime.driver.active.get_current_target().arch == 80
+    tokens, experts, hidden, ranks, room = 64, 128, 7168, 2, 64
+
+    def empty(*shape: int, of: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=of, device="meta")
+
+    ids, weights = empty(tokens, 8), empty(tokens, 8, of=torch.float32)
+    x, rows = empty(tokens, hidden, of=torch.bfloat16), experts // ranks * room
+    holders = Holders(empty(experts), empty(experts, ranks), empty(ranks, experts), 1)
+    counts, home = empty(ranks, experts // ranks), torch.empty_like(ids)
+    place_routes(counts, home, ids, holders, room)
+    spread_tokens(x.new_empty(ranks, rows, hidden), x, home, empty(ranks, rows, of=torch.float32), weights)
+    arrived, own_counts = x.new_empty(experts // ranks, ranks * room, hidden), torch.empty_like(counts)
+    num_rows = empty(experts // ranks)
+    filled = FilledRooms(x.new_empty(ranks, rows, hidden), counts, None, 0, None, room)
+    empty_rooms(arrived, num_rows, own_counts, filled)
+    code, limits = (torch.int8, (-127.0, 127.0)) if int8 else (torch.float8_e4m3fn, (-448.0, 448.0))
+    for group, e8m0 in ((128, False), (32, True), (0, False)):
+        fmt = RowFormat(code, *limits, group=group, e8m0=e8m0)
+        q = empty(ranks, rows, hidden, of=code)
+        scales = empty(ranks, rows, hidden // group if group else 1, of=fmt.scale_dtype)
+        quantize_tokens(q, scales, x, fmt, home)
+        quantize_tokens(q[:1], scales[:1], empty(4096, hidden, of=torch.bfloat16), fmt)
+        empty_rooms(arrived, num_rows, own_counts, FilledRooms(q, counts, scales, group, None, room))
+        restore_tokens(q[0], scales[0], group, torch.bfloat16)
+    fill_rooms(x.new_empty(ranks, rows, hidden), arrived, own_counts)
+    pad_tokens(x, weights, ids, 2 * tokens)
+    keep_own_routes(ids, holders.num_holders, holders.holders, 1)
+    sum_of_ranks(x, x.new_empty(ranks, tokens, hidden))
+
+
 def launch_reads(shared_bytes: int) -> None:
     """Every way to measure the read bandwidth, on 4 GB."""
     words = torch.empty(2**30, dtype=torch.int32, device="meta")
@@ -313,7 +350,12 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
 
 
 # Without products.
-PLAIN_CASES = {"routing": launch_routing, "short_routing": launch_short_routing, "read": launch_reads}
+PLAIN_CASES = {
+    "routing": launch_routing,
+    "short_routing": launch_short_routing,
+    "moving": launch_moving,
+    "read": launch_reads,
+}
 
 
 def describe(target: str, case: str, name: str, kernel: Any) -> dict[str, Any]:

@@ -1,0 +1,182 @@
+"""Tokens that travel between ranks, as codes: quantized to where they leave from, and restored, in Triton.
+
+Bit for bit as `moereg.quantize` does. Sizes: T tokens, K choices per token, H hidden, G groups of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from moereg.kernels.launch.device import can_overlap
+from moereg.kernels.launch.overlap import overlap_options, wait_for_previous
+from moereg.kernels.launch.remembered import launch_remembered
+from moereg.kernels.launch.replay import launch
+from moereg.kernels.quantized.codes import divide, encode, load_rows, quantize_tile, scale_of_bits
+from moereg.kernels.quantized.operands import RowFormat
+from moereg.kernels.quantized.small_floats import amax_bits
+from moereg.kernels.rows.rooms import restored
+from moereg.kernels.sizes import GROUPED_BLOCK
+
+# Numbers of a program where tokens are many: several tokens then.
+_PROGRAM_ELEMENTS: Final = 4096
+_MANY_PROGRAMS: Final = 1024
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _quantize_tokens_kernel(
+    q,
+    scales,
+    x,
+    row_of_route,
+    num_tokens,
+    size,
+    num_groups,
+    rows_per_rank,
+    stride_q,
+    stride_scales,
+    stride_x,
+    ROUTES_PER_TOKEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    MIN_CODE: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+    E8M0: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]  # [TOKENS, 1]
+    inside = tokens < num_tokens
+    first = tl.program_id(1) * BLOCK
+    columns = first + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    values = load_rows(x, None, tokens, inside, columns, size, stride_x)  # [TOKENS, BLOCK]
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    if GROUP:
+        codes, stored = quantize_tile(values, DTYPE, GROUP, MIN_CODE, MAX_CODE, E8M0)
+        groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]  # [1, BLOCK / GROUP]
+    else:
+        scale, stored = scale_of_bits(tl.expand_dims(amax_bits(values, 1), 1), MAX_CODE, E8M0)  # [TOKENS, 1]
+        codes = encode(divide(values, scale), DTYPE, MIN_CODE, MAX_CODE)  # [TOKENS, BLOCK]
+        groups = tl.arange(0, 1)[None, :]  # [1, 1]
+    stored = stored.to(scales.dtype.element_ty)
+    # Tokens are older than the places of their routes.
+    wait_for_previous(OVERLAP)
+    for k in tl.static_range(ROUTES_PER_TOKEN):
+        if row_of_route is not None:
+            row = tl.load(row_of_route + tokens * ROUTES_PER_TOKEN + k, mask=inside, other=-1)  # [TOKENS, 1]
+        else:
+            row = tl.where(inside, tokens, -1)
+        rank, within = (row // rows_per_rank).to(tl.int64), (row % rows_per_rank).to(tl.int64)
+        tl.store(q + rank * stride_q + within * size + columns, codes, mask=(row >= 0) & (columns < size))
+        where = scales + rank * stride_scales + within * num_groups + groups
+        tl.store(where, stored, mask=(row >= 0) & (groups < num_groups))
+
+
+def quantize_tokens(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    hidden_states: torch.Tensor,
+    fmt: RowFormat,
+    row_of_route: torch.Tensor | None = None,
+) -> None:
+    """Writes codes and scales of each token, as one row or to the rows of its routes: one launch.
+
+    Args:
+        q: [ranks, rows, H] codes, rows of a rank contiguous: overwritten where there are rows of tokens.
+        scales: [ranks, rows, G] fp32 or uint8 exponents, likewise; the last group may be short.
+        hidden_states: [T, H].
+        fmt: Of the codes: dynamic scales of one token each.
+        row_of_route: [T, K] int32, contiguous, rows of [ranks * rows], -1 where there is none: right behind the kernel
+            that writes them. None: row t is token t.
+    """
+    (num_tokens, size), (_, rows_per_rank, num_groups) = hidden_states.shape, scales.shape
+    assert not fmt.static and not fmt.spans_rows and not fmt.global_scale and q.dtype == fmt.dtype
+    assert num_groups == (-(-size // fmt.group) if fmt.group else 1) and scales.dtype == fmt.scale_dtype
+    assert q.stride()[1:] == (size, 1) and scales.stride()[1:] == (num_groups, 1)
+    if num_tokens == 0:
+        return
+    hidden_states = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
+    widest = triton.next_power_of_2(size)
+    block = max(fmt.group, min(GROUPED_BLOCK, widest)) if fmt.group else widest
+    num_blocks = triton.cdiv(size, block)
+    several = max(1, _PROGRAM_ELEMENTS // block) if num_tokens * num_blocks >= _MANY_PROGRAMS else 1
+    overlap = row_of_route is not None and can_overlap(q.device)
+
+    def launches() -> None:
+        launch(
+            _quantize_tokens_kernel,
+            (triton.cdiv(num_tokens, several), num_blocks),
+            q,
+            scales,
+            hidden_states,
+            row_of_route,
+            num_tokens,
+            size,
+            num_groups,
+            rows_per_rank,
+            q.stride(0),
+            scales.stride(0),
+            hidden_states.stride(0),
+            ROUTES_PER_TOKEN=1 if row_of_route is None else row_of_route.shape[1],
+            GROUP=fmt.group,
+            MIN_CODE=fmt.min_code,
+            MAX_CODE=fmt.max_code,
+            E8M0=fmt.e8m0,
+            TOKENS=several,
+            BLOCK=block,
+            OVERLAP=overlap,
+            num_warps=min(8, max(1, several * block // 512)),
+            **overlap_options(overlap),
+        )
+
+    launch_remembered("quantize_tokens", launches, (q, scales, hidden_states, row_of_route), fmt)
+
+
+@triton.jit
+def _restore_tokens_kernel(
+    out, codes, scales, size, num_groups, stride_codes, stride_scales, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    mask = columns < size
+    values = tl.load(codes + token * stride_codes + columns, mask=mask)
+    groups = columns // GROUP if GROUP else columns * 0
+    scale = tl.load(scales + token * stride_scales + groups, mask=mask, other=0)
+    tl.store(out + token * size + columns, restored(values, scale).to(out.dtype.element_ty), mask=mask)
+
+
+def restore_tokens(codes: torch.Tensor, scales: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+    """[T, H] numbers of codes: one launch.
+
+    Args:
+        codes: [T, H], rows contiguous.
+        scales: [T, G] fp32 or uint8 exponents, rows contiguous.
+        group: Columns that share a scale; 0: all.
+        dtype: Of the result, rounded from fp32.
+    """
+    num_tokens, size = codes.shape
+    out = torch.empty((num_tokens, size), dtype=dtype, device=codes.device)
+    if num_tokens == 0:
+        return out
+    block = min(GROUPED_BLOCK, triton.next_power_of_2(size))
+
+    def launches() -> None:
+        launch(
+            _restore_tokens_kernel,
+            (num_tokens, triton.cdiv(size, block)),
+            out,
+            codes,
+            scales,
+            size,
+            scales.shape[1],
+            codes.stride(0),
+            scales.stride(0),
+            GROUP=group,
+            BLOCK=block,
+        )
+
+    launch_remembered("restore_tokens", launches, (out, codes, scales), group)
+    return out

@@ -1,0 +1,197 @@
+"""Tokens that every rank of a group sees, in Triton: filled up to the same number, and whose routes are whose.
+
+Sizes: T tokens of this rank, most M, R ranks, K choices per token, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from moereg.kernels.launch.remembered import launch_remembered
+from moereg.kernels.launch.replay import launch
+from moereg.kernels.rows.rooms import rank_of_routes
+
+_IDS: Final = 1024
+_COLUMNS: Final = 1024
+
+
+class PaddedTokens(NamedTuple):
+    """Tokens with rows of none behind them.
+
+    Attributes:
+        hidden_states: [M, H], zeros behind.
+        topk_weights: [M, K] fp32, zeros behind.
+        topk_ids: [M, K] int32, -1 behind.
+    """
+
+    hidden_states: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _pad_tokens_kernel(
+    out,
+    out_weights,
+    out_ids,
+    hidden_states,
+    topk_weights,
+    topk_ids,
+    num_tokens,
+    hidden_size,
+    stride_hidden,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = token < num_tokens
+    x = tl.load(hidden_states + token * stride_hidden + columns, mask=inside & (columns < hidden_size), other=0.0)
+    tl.store(out + token * hidden_size + columns, x, mask=columns < hidden_size)
+    choices = tl.arange(0, CHOICES)
+    first = (choices < TOP_K) & (tl.program_id(1) == 0)
+    routes = token * TOP_K + choices
+    tl.store(out_weights + routes, tl.load(topk_weights + routes, mask=first & inside, other=0.0), mask=first)
+    tl.store(out_ids + routes, tl.load(topk_ids + routes, mask=first & inside, other=-1), mask=first)
+
+
+def pad_tokens(
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_rows: int
+) -> PaddedTokens:
+    """Copies tokens in front of rows that stand for none: one launch.
+
+    Args:
+        hidden_states: [T, H].
+        topk_weights: [T, K] fp32.
+        topk_ids: [T, K] int32.
+        num_rows: M.
+    """
+    (num_tokens, hidden_size), top_k = hidden_states.shape, topk_ids.shape[1]
+    hidden_states = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
+    topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
+    padded = PaddedTokens(
+        hidden_states.new_empty((num_rows, hidden_size)),
+        topk_weights.new_empty((num_rows, top_k)),
+        topk_ids.new_empty((num_rows, top_k)),
+    )
+    block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
+
+    def launches() -> None:
+        launch(
+            _pad_tokens_kernel,
+            (num_rows, triton.cdiv(hidden_size, block)),
+            *padded,
+            hidden_states,
+            topk_weights,
+            topk_ids,
+            num_tokens,
+            hidden_size,
+            hidden_states.stride(0),
+            TOP_K=top_k,
+            CHOICES=triton.next_power_of_2(top_k),
+            BLOCK=block,
+        )
+
+    launch_remembered("pad_tokens", launches, (*padded, hidden_states, topk_weights, topk_ids))
+    return padded
+
+
+@triton.jit
+def _keep_own_routes_kernel(
+    topk_ids,
+    num_holders,
+    holders,
+    num_routes,
+    num_experts,
+    num_ranks,
+    most,
+    rank,
+    TOP_K: tl.constexpr,
+    IDS: tl.constexpr,
+):
+    routes = tl.program_id(0) * IDS + tl.arange(0, IDS)  # [IDS]
+    ids = tl.load(topk_ids + routes, mask=routes < num_routes, other=-1)
+    token = routes // TOP_K
+    turns = token % most + token // most
+    takes, _ = rank_of_routes(ids, turns, num_holders, holders, num_experts, num_ranks)
+    tl.store(topk_ids + routes, tl.where(takes == rank, ids, -1), mask=routes < num_routes)
+
+
+def keep_own_routes(topk_ids: torch.Tensor, num_holders: torch.Tensor, holders: torch.Tensor, rank: int) -> None:
+    """Writes -1 over the ids of routes that other ranks compute: one launch.
+
+    Args:
+        topk_ids: [R * M, K] int32, contiguous, those of rank 0 first: changed in place.
+        num_holders: [num_experts] int32, ranks that hold each expert.
+        holders: [num_experts, R] int32, these ranks, ascending. Token t of rank r takes holder (t + r) % num_holders.
+        rank: This one.
+    """
+    assert topk_ids.is_contiguous() and topk_ids.numel() < 2**31
+    num_experts, num_ranks = holders.shape
+
+    def launches() -> None:
+        launch(
+            _keep_own_routes_kernel,
+            (triton.cdiv(topk_ids.numel(), _IDS),),
+            topk_ids,
+            num_holders,
+            holders,
+            topk_ids.numel(),
+            num_experts,
+            num_ranks,
+            topk_ids.shape[0] // num_ranks,
+            rank,
+            TOP_K=topk_ids.shape[1],
+            IDS=_IDS,
+        )
+
+    launch_remembered("keep_own_routes", launches, (topk_ids, num_holders, holders), rank)
+
+
+@triton.jit
+def _sum_of_ranks_kernel(
+    out, parts, hidden_size, stride_out, stride_rank, NUM_RANKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    mask = columns < hidden_size
+    where = parts + token * hidden_size + columns
+    total = tl.load(where, mask=mask).to(tl.float32)
+    for _ in range(1, NUM_RANKS):
+        where += stride_rank
+        total += tl.load(where, mask=mask).to(tl.float32)
+    tl.store(out + token * stride_out + columns, total.to(out.dtype.element_ty), mask=mask)
+
+
+def sum_of_ranks(out: torch.Tensor, parts: torch.Tensor) -> None:
+    """Adds up the rows of all ranks in fp32, in order of ranks: one launch.
+
+    Args:
+        out: [T, H], rows contiguous: overwritten.
+        parts: [R, M, H], contiguous; rows from T on are not read.
+    """
+    num_tokens, hidden_size = out.shape
+    assert out.stride(1) == 1 and parts.is_contiguous()
+    if num_tokens == 0:
+        return
+    block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
+
+    def launches() -> None:
+        launch(
+            _sum_of_ranks_kernel,
+            (num_tokens, triton.cdiv(hidden_size, block)),
+            out,
+            parts,
+            hidden_size,
+            out.stride(0),
+            parts.stride(0),
+            NUM_RANKS=parts.shape[0],
+            BLOCK=block,
+        )
+
+    launch_remembered("sum_of_ranks", launches, (out, parts))
