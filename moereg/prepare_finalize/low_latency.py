@@ -36,6 +36,15 @@ class _Placed(Moved):
     counts: torch.Tensor = None  # type: ignore[assignment]
 
 
+class _Piece(NamedTuple):
+    """A tensor among the bytes for a rank."""
+
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class _Rooms(NamedTuple):
     """What travels to or from each rank, as views of one buffer of bytes.
 
@@ -77,19 +86,6 @@ class LowLatency(GroupPrepareFinalize):
         self._room = problem.max_num_tokens
         # Rooms are as many on each rank, whoever holds fewer experts.
         self._most_experts = max(map(len, tables.placement.experts_of_rank))
-        rows = self._most_experts * self._room
-        kinds: list[tuple[tuple[int, ...], torch.dtype]] = [((self._most_experts,), torch.int32)]
-        kinds += [((rows, width // kind.itemsize), kind) for width, kind in zip(wire.widths, wire.dtypes, strict=True)]
-        if problem.apply_router_weight_on_input:
-            kinds.append(((rows,), torch.float32))
-        # What each rank is sent: counts of its rooms, then their rows, column by column.
-        self._pieces: list[tuple[int, int, tuple[int, ...], torch.dtype]] = []
-        self._share = 0
-        for shape, kind in kinds:
-            end = self._share + math.prod(shape) * kind.itemsize
-            self._pieces.append((self._share, end, shape, kind))
-            # Kernels read 16 bytes at once.
-            self._share = -(-end // 16) * 16
 
     def prepare(
         self,
@@ -99,7 +95,7 @@ class LowLatency(GroupPrepareFinalize):
         problem: MoEProblem,
         expert_map: torch.Tensor | None,
     ) -> Moved:
-        sent = hidden_states.new_empty((self.group.size, self._share), dtype=torch.uint8)
+        sent = hidden_states.new_empty((self.group.size, self._layout()[1]), dtype=torch.uint8)
         rooms = self._rooms(sent)
         in_triton = self.wire.calls_kernels(hidden_states)
         fill = self._fill_in_triton if in_triton else self._fill
@@ -119,9 +115,24 @@ class LowLatency(GroupPrepareFinalize):
             inputs, self.group.size * self._room, topk_weights=topk_weights, home_row=home_row, counts=counts
         )
 
+    def _layout(self) -> tuple[list[_Piece], int]:
+        """What each rank is sent, and in how many bytes: counts of its rooms, then their rows, column by column."""
+        rows, wire = self._most_experts * self._room, self.wire
+        kinds: list[tuple[tuple[int, ...], torch.dtype]] = [((self._most_experts,), torch.int32)]
+        kinds += [((rows, width // kind.itemsize), kind) for width, kind in zip(wire.widths, wire.dtypes, strict=True)]
+        if self.problem.apply_router_weight_on_input:
+            kinds.append(((rows,), torch.float32))
+        pieces, share = [], 0
+        for shape, kind in kinds:
+            end = share + math.prod(shape) * kind.itemsize
+            pieces.append(_Piece(share, end, shape, kind))
+            # Kernels read 16 bytes at once.
+            share = -(-end // 16) * 16
+        return pieces, share
+
     def _rooms(self, buffer: torch.Tensor) -> _Rooms:
         """The views of a buffer [ranks, bytes]."""
-        views = [buffer[:, begin:end].view(kind).unflatten(1, shape) for begin, end, shape, kind in self._pieces]
+        views = [buffer[:, begin:end].view(kind).unflatten(1, shape) for begin, end, shape, kind in self._layout()[0]]
         weights = views.pop() if self.problem.apply_router_weight_on_input else None
         return _Rooms(views[0], tuple(views[1:]), weights)
 

@@ -47,6 +47,33 @@ ONE_FAILS: Final = {
     "one_cannot": r"ValueError: w13 must be \[6, 64, 128\]",
     "one_finds_no_way": "UnknownNameError: unknown way in require 'no_such_way'",
 }
+_GATHERED: Final = ("all_gather_columns", "experts", "reduce_scatter")
+_IN_ROOMS: Final = ("all_to_all", "empty_rooms", "experts", "fill_rooms", "all_to_all", "sum_batches")
+LAUNCHES: Final = {
+    "all_gather": _GATHERED,
+    "all_gather_fewer": ("pad_tokens", *_GATHERED, "copy_"),
+    "all_gather_replicas": ("all_gather_columns", "keep_own_routes", "experts", "reduce_scatter"),
+    "all_gather_deterministic": ("all_gather_columns", "experts", "all_to_all", "sum_of_ranks"),
+    "all_gather_batched": (
+        *("all_gather_columns", "place_tokens", "spread_tokens", "experts", "sum_batches", "reduce_scatter"),
+    ),
+    # The experts of a CPU take no codes, so that these are restored.
+    "all_gather_fp8": (
+        *("pad_tokens", "quantize_tokens", "all_gather_columns", "restore_tokens", "experts", "reduce_scatter"),
+        "copy_",
+    ),
+    "all_gather_mxfp8": ("quantize_tokens", "all_gather_columns", "restore_tokens", "experts", "reduce_scatter"),
+    "low_latency": ("place_routes", "spread_tokens", *_IN_ROOMS),
+    "low_latency_replicas": ("place_routes", "spread_tokens", *_IN_ROOMS),
+    "low_latency_on_input": ("place_routes", "spread_tokens", *_IN_ROOMS),
+    "low_latency_fp8": ("place_routes", "quantize_tokens", *_IN_ROOMS),
+    "low_latency_mxfp8": ("place_routes", "quantize_tokens", *_IN_ROOMS),
+    "low_latency_int8": ("place_routes", "quantize_tokens", *_IN_ROOMS),
+}
+"""What a call launches on a GPU with Triton around its experts: kernels, exchanges and operators of torch, in order.
+
+None of them waits for the host: that would be an operator, too.
+"""
 CASES: Final = (*EQUAL, *NEAR, *REFUSED, *ONE_FAILS)
 
 
@@ -122,6 +149,17 @@ def test_triton_sends_and_lays_out_what_torch_does_in_four_launches() -> None:
         # In torch a call takes 55 operators that compute, and 35 others.
         assert found["computing"] == []
         assert found["views"] <= 20
+
+
+def test_triton_moves_tokens_as_torch_does_in_so_many_launches() -> None:
+    pytest.importorskip("triton")
+    for result in results_of(2, "ways_in_triton", module="tests.groups.triton_cases"):
+        found = value_of(result, "ways_in_triton")
+        assert {name: tuple(of["launches"]) for name, of in found.items()} == LAUNCHES
+        assert [name for name, of in found.items() if not of["equal"]] == []
+        assert {name for name, of in found.items() if of["wire"] not in ("float32", "bfloat16")} == {
+            name for name in LAUNCHES if name.endswith("8")
+        }
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_rooms_hold_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         for rank, moves in enumerate(ranks):
             ids = routes[rank][:, : problem.top_k]
             weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(rank)).to(DEVICE)
-            buffer = torch.zeros(2, moves._share, dtype=torch.uint8, device=DEVICE)
+            buffer = torch.zeros(2, moves._layout()[1], dtype=torch.uint8, device=DEVICE)
             fill = moves._fill_in_triton if in_triton else moves._fill
             home.append(fill(moves._rooms(buffer), tokens_of(problem, 3, rank), weights, ids))
             sent.append(buffer)
@@ -116,7 +116,7 @@ def test_places_go_on_from_one_piece_to_the_next(ids_at_once: int, monkeypatch: 
     ids = torch.randint(-1, 6, (12, 2), generator=torch.Generator().manual_seed(0), dtype=torch.int32).to(DEVICE)
     weights, found = torch.rand(12, 2, device=DEVICE), []
     for fill in (moves._fill, moves._fill_in_triton):
-        buffer = torch.zeros(2, moves._share, dtype=torch.uint8, device=DEVICE)
+        buffer = torch.zeros(2, moves._layout()[1], dtype=torch.uint8, device=DEVICE)
         home = fill(moves._rooms(buffer), tokens_of(problem, 12, 0), weights, ids)
         found.append((home.long(), moves._rooms(buffer).counts))
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

@@ -131,7 +131,7 @@ def place_routes(
         )
 
     tensors = (counts, row_of_route, topk_ids, holders.num_holders, holders.holders, holders.expert_maps)
-    launch_remembered("place_routes", launches, tensors, (holders.first_turn, room))
+    launch_remembered("place_routes in rooms", launches, tensors, (holders.first_turn, room))
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _EQUAL: Final = "tests/groups/test_groups.py::test_a_group_computes_the_bits_of_one_rank"
+_MOVED: Final = "tests/kernels/test_moved_tokens.py"
 _SYMMETRIC: Final = "tests/groups/test_symmetric.py::test_routes_over_symmetric_memory_give_the_bits_of_one_rank"
 
 MUTANTS: Final = (
@@ -39,18 +40,39 @@ MUTANTS: Final = (
         tests=(_EQUAL,),
     ),
     Mutant(
-        "rooms of ranks begin at their rows, not behind their counts",
+        "rows of rooms lie over their counts",
         "moereg/prepare_finalize/low_latency.py",
-        old="rows = arrived[(source * share + head + expert * room + within).flatten()]",
-        new="rows = arrived[(source * share + expert * room + within).flatten()]",
+        old="            share = -(-end // 16) * 16",
+        new="            share = 0",
         tests=(_EQUAL,),
     ),
     Mutant(
         "results leave from another rank's rows",
         "moereg/prepare_finalize/low_latency.py",
-        old="begin = (end - here)[:, all_rooms].unsqueeze(2)",
-        new="begin = end[:, all_rooms].unsqueeze(2)",
+        old="begin = (counts.cumsum(0) - counts).unsqueeze(2)",
+        new="begin = counts.cumsum(0).unsqueeze(2)",
         tests=(_EQUAL,),
+    ),
+    Mutant(
+        "Triton's rows of an expert stand in rooms of the rank behind",
+        "moereg/kernels/rows/rooms.py",
+        old="source = tl.sum((end <= row).to(tl.int32), 0)",
+        new="source = tl.sum((end < row).to(tl.int32), 0)",
+        tests=(f"{_MOVED}::test_rooms_hold_the_same[float32]",),
+    ),
+    Mutant(
+        "Triton's routes beyond a full room have rows of the next one",
+        "moereg/kernels/rows/rooms.py",
+        old="row = tl.where((own >= 0) & (place < room), own * room + place, -1)",
+        new="row = tl.where(own >= 0, own * room + place, -1)",
+        tests=(f"{_MOVED}::test_rooms_hold_the_same[float32]",),
+    ),
+    Mutant(
+        "launches of other numbers are replayed",
+        "moereg/kernels/launch/remembered.py",
+        old="key = (what, first.device.index, numbers, *kinds)",
+        new="key = (what, first.device.index, *kinds)",
+        tests=(f"{_MOVED}::test_later_launches_are_replayed",),
     ),
     Mutant(
         "codes travel whose scale all tokens of a call share",
