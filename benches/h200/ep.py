@@ -1,9 +1,9 @@
 """Layers over all GPUs of this machine, way by way, the rows that matter most first, until a time is over.
 
-`python -m benches.h200.ep OUT.json SECONDS [PART...]` starts a process a GPU. Each row is that of `moereg bench --ep`:
+`python -m benches.h200.ep OUT.json SECONDS [NAME...]` starts a process a GPU. Each row is that of `moereg bench --ep`:
 the call against one rank with as many experts and routes, and against the bare collectives of the same bytes. A row
 that hangs or ends its process is told, and the others go on in new processes. Parts are `first`, `more`, `zipf`, `room`
-and `symmetric`, in this order; all where none is named.
+and `symmetric`, in this order; all where none is named. Names of ways and of layers leave out the others.
 """
 
 from __future__ import annotations
@@ -54,8 +54,11 @@ class Item(NamedTuple):
     ways: tuple[str, ...]
 
 
-def items(parts: tuple[str, ...]) -> list[Item]:
-    """Everything, what matters most first."""
+PARTS: Final = ("first", "more", "zipf", "room", "symmetric")
+
+
+def items(names: tuple[str, ...]) -> list[Item]:
+    """Everything that is named, what matters most first."""
     both, found = ("all_gather", "all_to_all"), []
     for tokens in (8192, 64):
         found += [Item("first", layer, tokens, "uniform", both) for layer in LAYERS]
@@ -67,7 +70,11 @@ def items(parts: tuple[str, ...]) -> list[Item]:
         found += [Item("room", layer, tokens, "uniform", ("low_latency",)) for layer in LAYERS]
     for tokens in (64, 1, 1024, 8192):
         found += [Item("symmetric", layer, tokens, "uniform", ("low_latency_symmetric",)) for layer in LAYERS]
-    return [item for item in found if not parts or item.part in parts]
+    parts, layers = ([name for name in names if name in group] or group for group in (PARTS, LAYERS))
+    known = {way for item in found for way in item.ways}
+    ways = [name for name in names if name in known] or known
+    found = [item._replace(ways=tuple(way for way in item.ways if way in ways)) for item in found]
+    return [item for item in found if item.ways and item.part in parts and item.layer in layers]
 
 
 def run_rank(rank: int, size: int, folder: Path, end: float) -> None:
@@ -250,10 +257,10 @@ def main() -> int:
         os._exit(0)  # NCCL may wait for graphs while it is taken down.
     import torch
 
-    out, seconds, *parts = sys.argv[1:]
+    out, seconds, *names = sys.argv[1:]
     size = torch.cuda.device_count() or 2
     log = Path(out).with_suffix(".log")
-    rows, lost = measure(items(tuple(parts)), size, time.time() + float(seconds), log)
+    rows, lost = measure(items(tuple(names)), size, time.time() + float(seconds), log)
     Path(out).write_text(json.dumps(document_of(rows, lost, size), indent=1) + "\n")
     print("| layer | T | routing | way | wire | us | alone us | x | bare us | x(alone+bare) | how | bits | error |")
     for row in rows:

@@ -171,7 +171,8 @@ class LowLatency(GroupPrepareFinalize):
     def _fill_in_triton(
         self, rooms: _Rooms, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        from moereg.kernels.rows.rooms import Holders, place_routes, spread_tokens  # Loads Triton, if it is there.
+        from moereg.kernels.rows.holders import Holders  # Loads Triton, which may not be there.
+        from moereg.kernels.rows.rooms import place_routes, spread_tokens
 
         tables = self.tables
         holders = Holders(tables.num_holders, tables.holders, tables.expert_maps, self.group.rank)

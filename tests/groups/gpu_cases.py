@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moereg.experts import ExpertInputs
 from moereg.layer import MoEKernel, make_kernel
 from moereg.prepare_finalize import GroupPrepareFinalize
-from moereg.prepare_finalize.wire import CodedWire, PlainWire
+from moereg.prepare_finalize.wire import CodedWire, PlainWire, as_bytes
 from moereg.problem import MoEProblem
 from moereg.reference import relative_error
 from moereg.testing.inputs import make_weights
@@ -142,6 +143,40 @@ def codes_all_gather(rank: int, size: int) -> dict[str, Any]:
 def codes_in_hopper_tiles(rank: int, size: int) -> dict[str, Any]:
     """Enough rows an expert for the warp-specialized programs."""
     return codes_as_they_come(rank, size, "all_gather", 512)
+
+
+def kernels_move_as_torch(rank: int, size: int) -> dict[str, Any]:
+    """Triton's kernels give the experts the rows that torch gives them, bit for bit, and sums that are as near."""
+    worst = 0.0
+    layers: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("all_gather", {}),
+        ("low_latency", {}),
+        ("low_latency", {"quant": "fp8_block128"}),
+        ("all_gather", {"quant": "fp8_block128", "activation_format": "batched"}),
+    )
+    for way, changes in layers:
+        problem, kernel, one = layer_of(rank, size, way, **changes)
+        moves = kernel.prepare_finalize
+        assert isinstance(moves, GroupPrepareFinalize)
+        for num_tokens in (MOST_TOKENS, 3 + rank):
+            inputs, given = inputs_of(problem, rank, num_tokens), []
+            for in_triton in (False, None):
+                moves.wire.in_triton = in_triton
+                assert moves.wire.calls_kernels(inputs[0]) is (in_triton is None)
+                given.append(seen_by_experts(moves.prepare(*inputs, moves.experts_problem, kernel.expert_map).inputs))
+                worst = max(worst, relative_error(kernel(*inputs), one(*inputs)))
+            assert all(torch.equal(*pair) for pair in zip(*given, strict=True)), (way, changes, num_tokens)
+    return {"error": worst}
+
+
+def seen_by_experts(inputs: ExpertInputs) -> tuple[torch.Tensor, ...]:
+    """Rows that count, and what says which."""
+    rows = inputs.hidden_states
+    if inputs.expert_num_tokens is None:
+        scales = () if inputs.hidden_scale is None else (inputs.hidden_scale,)
+        return as_bytes(rows), inputs.topk_weights, inputs.topk_ids, *scales
+    places = torch.arange(rows.shape[1], device=rows.device)
+    return as_bytes(rows[places < inputs.expert_num_tokens.unsqueeze(1)]), inputs.expert_num_tokens
 
 
 def two_batches(rank: int, size: int) -> dict[str, Any]:

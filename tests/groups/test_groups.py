@@ -151,6 +151,7 @@ def test_triton_sends_and_lays_out_what_torch_does_in_four_launches() -> None:
         assert found["views"] <= 20
 
 
+@pytest.mark.slow
 def test_triton_moves_tokens_as_torch_does_in_so_many_launches() -> None:
     pytest.importorskip("triton")
     for result in results_of(2, "ways_in_triton", module="tests.groups.triton_cases"):

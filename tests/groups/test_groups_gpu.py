@@ -23,6 +23,7 @@ CASES: Final = (
     "all_to_all_fp8",
     "all_gather_fp8",
     "low_latency_fp8",
+    "kernels_move_as_torch",
     "codes_all_to_all",
     "codes_all_gather",
     "codes_in_hopper_tiles",

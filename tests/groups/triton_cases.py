@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import moereg
-from moereg.experts import ExpertInputs
 from moereg.kernels.quantized import rows_moved
 from moereg.kernels.rows import batches, exchanged, gathered, rooms
 from moereg.layer import make_kernel
 from moereg.prepare_finalize import AllToAll, BatchedPrepareFinalize, Group, GroupFacts, GroupPrepareFinalize
-from moereg.prepare_finalize.wire import CodedWire, PlainWire, as_bytes
+from moereg.prepare_finalize.wire import CodedWire, PlainWire
 from moereg.reference import relative_error
 from moereg.testing.interpreter import patch_interpreter
 from tests.groups.cases import experts_of, numbers_of, numbers_of_tokens, problem_of, share_of, tokens_of
+from tests.groups.gpu_cases import seen_by_experts
 
 
 def codes_reach_triton(rank: int, size: int) -> dict[str, Any]:
@@ -274,16 +274,6 @@ def moved(rank: int, size: int, way: Way) -> dict[str, Any]:
     with noted(seen):
         moves.finalize(out, expert_out, prepared, moves.experts_problem)
     return {"equal": equal, "launches": seen, "wire": moves.wire.name}
-
-
-def seen_by_experts(inputs: ExpertInputs) -> tuple[torch.Tensor, ...]:
-    """Rows that count, and what says which."""
-    rows = inputs.hidden_states
-    if inputs.expert_num_tokens is None:
-        scales = () if inputs.hidden_scale is None else (inputs.hidden_scale,)
-        return as_bytes(rows), inputs.topk_weights, inputs.topk_ids, *scales
-    valid = torch.arange(rows.shape[1]) < inputs.expert_num_tokens.unsqueeze(1)
-    return as_bytes(rows[valid]), inputs.expert_num_tokens
 
 
 def ways_in_triton(rank: int, size: int) -> dict[str, Any]:

@@ -44,9 +44,10 @@ from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_
 from moereg.kernels.rows.copy import copy_rows
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.gathered import keep_own_routes, pad_tokens, sum_of_ranks
+from moereg.kernels.rows.holders import Holders
 from moereg.kernels.rows.plan import SortConfig, route_workspace_numel
 from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_sorted_rows
-from moereg.kernels.rows.rooms import FilledRooms, Holders, empty_rooms, fill_rooms, place_routes, spread_tokens
+from moereg.kernels.rows.rooms import FilledRooms, empty_rooms, fill_rooms, place_routes, spread_tokens
 from moereg.kernels.rows.sort import sort_routes
 from moereg.quant import WHOLE, QuantFormat, get_scheme
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from moereg.kernels.launch.remembered import launch_remembered
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.rows.rooms import rank_of_routes
+from moereg.kernels.rows.holders import rank_of_routes
 
 _IDS: Final = 1024
 _COLUMNS: Final = 1024

@@ -17,6 +17,7 @@ from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.remembered import launch_remembered
 from moereg.kernels.launch.replay import launch
+from moereg.kernels.rows.holders import Holders, rank_of_routes
 
 # Ids that a program reads at a time, 16 a thread, and columns of a row that a program copies.
 _IDS: Final = 2048
@@ -24,32 +25,6 @@ _COLUMNS: Final = 1024
 
 # Programs that move rows between rooms and experts: each takes row after row, as many as its expert has.
 _PROGRAMS: Final = 4096
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Holders:
-    """Which rank computes what, as tensors.
-
-    Attributes:
-        num_holders: [num_experts] int32, ranks that hold each expert.
-        holders: [num_experts, R] int32, these ranks, ascending.
-        expert_maps: [R, num_experts] int32, every rank's local expert or -1.
-        first_turn: of token 0: token t takes holder (first_turn + t) % num_holders of each of its experts.
-    """
-
-    num_holders: torch.Tensor
-    holders: torch.Tensor
-    expert_maps: torch.Tensor
-    first_turn: int
-
-
-@triton.jit
-def rank_of_routes(ids, turns, num_holders, holders, num_experts, num_ranks):
-    """The rank that computes each route, -1 where an id is no expert; and the expert, 0 there."""
-    known = (ids >= 0) & (ids < num_experts)
-    experts = tl.where(known, ids, 0)
-    replica = turns % tl.load(num_holders + experts)
-    return tl.where(known, tl.load(holders + experts * num_ranks + replica), -1), experts
 
 
 @triton.jit(do_not_specialize=["num_routes", "first_turn"])
