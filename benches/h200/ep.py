@@ -66,6 +66,8 @@ def items(names: tuple[str, ...]) -> list[Item]:
         found += [Item("more", layer, tokens, "uniform", both) for layer in LAYERS]
     for tokens in (8192, 64, 1024, 1):
         found += [Item("zipf", layer, tokens, "zipf", both) for layer in LAYERS]
+    for tokens in (8192, 64, 1024, 1):
+        found += [Item("sums", layer, tokens, "uniform", ("all_to_all_sums",)) for layer in LAYERS]
     for tokens in (64, 1, 1024):
         found += [Item("room", layer, tokens, "uniform", ("low_latency",)) for layer in LAYERS]
     for tokens in (64, 1, 1024, 8192):

@@ -100,7 +100,7 @@ def weights_of(share: MoEProblem) -> ExpertWeights:
 def row_of(layer: str, num_tokens: int, way: str, quant: str) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
-    can_capture = way != "all_to_all"
+    can_capture = not way.startswith("all_to_all")
     problem = MoEProblem(**LAYERS[layer], quant=quant, max_num_tokens=num_tokens, graph_capture=can_capture)
     share = dataclasses.replace(
         problem, num_local_experts=problem.num_experts // size, max_num_tokens=None, graph_capture=False

@@ -78,12 +78,13 @@ class Way:
     @property
     def registered(self) -> str:
         """As moereg registers it."""
-        return "low_latency_symmetric" if self.name.endswith(", symmetric") else self.name.partition(",")[0]
+        variants = {"low_latency, symmetric": "low_latency_symmetric", "all_to_all, sums": "all_to_all_sums"}
+        return variants.get(self.name, self.name.partition(",")[0])
 
     @property
     def is_built(self) -> bool:
         """Whether moereg has it, with the right numbers on GPUs."""
-        return not self.name.endswith((", sums", ", symmetric"))
+        return not self.name.endswith(", symmetric")
 
     def takes(self, num_ranks: int) -> bool:
         """Whether moereg has it for so many ranks."""
@@ -98,7 +99,7 @@ class Way:
 WAYS: Final = (
     Way("all_to_all", False, "a token once to each rank that has one of its experts; back a row for each route"),
     Way("all_to_all, fp8", False, "the same with tokens in 8 bits; rows come back in 16"),
-    Way("all_to_all, sums", False, "not built: as the first, but back one row from each rank, summed there"),
+    Way("all_to_all, sums", False, "`all_to_all_sums`: as the first, but back one row from each rank, summed there"),
     Way("all_gather", True, "all tokens to all ranks; back a reduce-scatter of sums"),
     Way("all_gather, fp8", True, "the same with tokens in 8 bits; sums in 16"),
     Way("low_latency", True, "over NCCL: room for T tokens of each rank at each expert, filled or not, both times"),
@@ -242,7 +243,7 @@ def _cost(layer: Layer, way: Way, num_tokens: int, ranks: Sequence[Share], routi
         return Cost(kernel, move, ASSUMED.gather_us + restored / rate)
     # Rows are read and written before they leave, and read and summed when they are back.
     passed = 2 * out + back + num_tokens * token
-    if way.registered == "all_to_all" and way.is_built:
+    if way.registered == "all_to_all":
         # A row for each route that arrived, since weights are applied at home.
         passed += 2 * max(share.routes for share in ranks) * num_tokens * size * token
     rows = ASSUMED.sort_us + passed / rate

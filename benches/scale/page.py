@@ -197,7 +197,7 @@ def _measurements() -> dict[tuple[str, str, str, int], dict[str, Any]]:
             continue
         for row in bench["rows"]:
             if row["routing"] == "uniform":
-                name = row["way"].replace("_symmetric", ", symmetric")
+                name = row["way"].replace("_symmetric", ", symmetric").replace("_sums", ", sums")
                 if "float8" in row["wire"] and "symmetric" not in name:
                     name += ", fp8"
                 found[bench["model"], bench["problem"]["quant"], name, row["tokens"]] = row

@@ -1,7 +1,7 @@
 """Token movement around the experts, chosen before the backend: its format is a fact of the problem."""
 
 from moereg.prepare_finalize.all_gather import AllGather
-from moereg.prepare_finalize.all_to_all import AllToAll
+from moereg.prepare_finalize.all_to_all import AllToAll, AllToAllSums
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize
 from moereg.prepare_finalize.cells import MOVEMENTS, MovementCell, MovementRegistry, register_prepare_finalize
@@ -18,6 +18,7 @@ __all__ = [
     "MOVEMENTS",
     "AllGather",
     "AllToAll",
+    "AllToAllSums",
     "BatchedPrepareFinalize",
     "DeepEP",
     "DeepEPLowLatency",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 
@@ -13,20 +14,22 @@ from moereg.prepare_finalize.base import Prepared, weighted_sum
 from moereg.prepare_finalize.batched import _device_runs_kernels
 from moereg.prepare_finalize.cells import register_prepare_finalize
 from moereg.prepare_finalize.exchange import (
+    RowLayout,
     first_rows,
     pack_tokens,
     place_routes,
     rounded_rows,
     row_layout,
+    split_rows,
     unpack_tokens,
 )
 from moereg.prepare_finalize.facts import MovementFacts
 from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
-from moereg.prepare_finalize.wire import Wire
+from moereg.prepare_finalize.wire import Received, Wire
 from moereg.problem import DTYPES, MoEProblem
 
-__all__ = ["AllToAll"]
+__all__ = ["AllToAll", "AllToAllSums"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,7 @@ class AllToAll(GroupPrepareFinalize):
     fp32 and in the order of a token's routes, so the result does not depend on where experts are.
 
     Attributes:
+        sums: Whether a rank adds up what its experts make of a token, and one row comes back.
         in_triton: Whether kernels do it: where the device of the group runs them.
     """
 
@@ -65,6 +69,7 @@ class AllToAll(GroupPrepareFinalize):
         deterministic=True,
         router_weight_on_input=True,
     )
+    sums: ClassVar[bool] = False
     in_triton: bool
 
     @classmethod
@@ -103,7 +108,8 @@ class AllToAll(GroupPrepareFinalize):
     ) -> _Routed:
         device, top_k = hidden_states.device, topk_ids.shape[1]
         on_input = topk_weights if self.problem.apply_router_weight_on_input else None
-        layout = row_layout(top_k, on_input is not None, self.wire.widths)
+        weights_out = topk_weights if self.sums else on_input
+        layout = row_layout(top_k, weights_out is not None, self.wire.widths)
         # Leaving, then arriving, side by side: the host reads both at once.
         counts = torch.empty((2, self.group.size, 2), dtype=torch.int64, device=device)
         leaving, arriving = counts.unbind()
@@ -123,30 +129,19 @@ class AllToAll(GroupPrepareFinalize):
         if self.in_triton:
             from moereg.kernels.rows.exchanged import pack_tokens as pack_in_triton
 
-            sent, home_row = pack_in_triton(placed, topk_ids, on_input, columns, layout.words)
+            sent, home_row = pack_in_triton(placed, topk_ids, weights_out, columns, layout.words, self.sums)
         else:
-            sent, home_row = pack_tokens(placed, topk_ids, on_input, columns, layout)
+            sent, home_row = pack_tokens(placed, topk_ids, weights_out, columns, layout, self.sums)
         # The only wait for the device.
         out, back = read()
         tokens_out, routes_out = ([pair[part] for pair in out] for part in (0, 1))
         tokens_in, routes_in = ([pair[part] for pair in back] for part in (0, 1))
-        num_arrived, num_routes = sum(tokens_in), sum(routes_in)
-        if self.in_triton:
-            from moereg.kernels.rows.exchanged import unpack_tokens as unpack_in_triton
-
-            # Few sizes, so that launches are found recorded: by the kernels here, and by those of the experts.
-            num_rows = rounded_rows(num_routes, problem.max_num_tokens)
-            rows = sent.new_empty((rounded_rows(num_arrived, None), layout.row_bytes))
-            arrived, leaves = first_rows(rows, num_arrived), first_rows(sent, sum(tokens_out))
-            self.group.all_to_all(arrived, leaves, "tokens", tokens_in, tokens_out)
-            parts, ids, weights = unpack_in_triton(rows, arriving, num_rows, top_k, layout.has_weights, layout.words)
-        else:
-            rows = sent.new_empty((num_arrived, layout.row_bytes))
-            self.group.all_to_all(rows, sent, "tokens", tokens_in, tokens_out)
-            parts, ids, weights = unpack_tokens(rows, layout)
-        laid_out = self.laid_out(
-            self.wire.decode(parts), self._ones_of(len(ids)) if weights is None else weights, ids, expert_map
-        )
+        # Few sizes, so that launches are found recorded: by the kernels here, and by those of the experts.
+        rows = sent.new_empty((self._rows_of(sum(tokens_in), problem), layout.row_bytes))
+        arrived, leaves = first_rows(rows, sum(tokens_in)), first_rows(sent, sum(tokens_out))
+        self.group.all_to_all(arrived, leaves, "tokens", tokens_in, tokens_out)
+        received, weights, ids = self._received(rows, arriving, sum(routes_in), layout, problem)
+        laid_out = self.laid_out(received, weights, ids, expert_map)
         return _Routed(
             laid_out.inputs,
             laid_out.num_tokens,
@@ -154,9 +149,29 @@ class AllToAll(GroupPrepareFinalize):
             laid_out.local,
             topk_weights=topk_weights,
             home_row=home_row,
-            rows_sent=tuple(routes_out),
-            rows_received=tuple(routes_in),
+            rows_sent=tuple(tokens_out if self.sums else routes_out),
+            rows_received=tuple(tokens_in if self.sums else routes_in),
         )
+
+    def _rows_of(self, count: int, problem: MoEProblem) -> int:
+        if not self.in_triton:
+            return count
+        return rounded_rows(count, problem.max_num_tokens if self.sums else None)
+
+    def _received(
+        self, rows: torch.Tensor, arriving: torch.Tensor, num_routes: int, layout: RowLayout, problem: MoEProblem
+    ) -> tuple[Received, torch.Tensor, torch.Tensor]:
+        """The experts' tokens, their weights and their ids: one for each route."""
+        if self.in_triton:
+            from moereg.kernels.rows.arrived import unpack_tokens as unpack_in_triton  # Loads Triton.
+
+            num_rows = rounded_rows(num_routes, problem.max_num_tokens)
+            parts, ids, weights = unpack_in_triton(
+                rows, arriving, num_rows, layout.top_k, layout.has_weights, layout.words
+            )
+        else:
+            parts, ids, weights = unpack_tokens(rows, layout)
+        return self.wire.decode(parts), self._ones_of(len(ids)) if weights is None else weights, ids
 
     def _ones_of(self, count: int) -> torch.Tensor:
         """[count,1] fp32 ones, which nobody writes into."""
@@ -178,19 +193,50 @@ class AllToAll(GroupPrepareFinalize):
         results = first_rows(self.reduced(expert_out, prepared), num_sent)
         row = prepared.home_row
         # One size for all calls of as many tokens, whether or not all routes go somewhere.
-        home = results.new_empty((row.numel(), results.shape[1]))
+        most = row.shape[0] * min(row.shape[1], self.group.size) if self.sums else row.numel()
+        home = results.new_empty((most, results.shape[1]))
         back = first_rows(home, num_back)
         self.group.all_to_all(back, results, "results", list(prepared.rows_sent), list(prepared.rows_received))
-        on_input = self.problem.apply_router_weight_on_input
+        is_weighted = self.sums or self.problem.apply_router_weight_on_input
         if self.in_triton:
             from moereg.kernels.rows.batches import sum_batches  # Loads Triton.
 
             with torch.cuda.device_of(out):
-                sum_batches(out, home.unsqueeze(0), row, None if on_input else prepared.topk_weights)
+                sum_batches(out, home.unsqueeze(0), row, None if is_weighted else prepared.topk_weights)
         elif num_back == 0:
             out.zero_()
         else:
-            weighted_sum(out, home[row.clamp(min=0)], prepared.topk_weights, row >= 0, on_input)
+            weighted_sum(out, home[row.clamp(min=0)], prepared.topk_weights, row >= 0, is_weighted)
+
+
+# A row back from each rank, not each route: the fastest at prefill from 8 ranks on, by docs/scale.md. Not measured.
+@register_prepare_finalize(
+    "all_to_all_sums", priority=55, formats=("standard", "batched"), platforms=("*",), opt_in=True, predicted=True
+)
+class AllToAllSums(AllToAll):
+    """As `all_to_all`, with one row back from each rank that a token went to.
+
+    Tokens travel with their weights, and a rank's experts see them with all routes that go there. They add these up, in
+    the layer's dtype, and the home rank adds up the ranks' sums in fp32. So the result depends on where experts are, by
+    the rounding of a sum a rank, as with `all_gather`: it has to be named.
+    """
+
+    sums: ClassVar[bool] = True
+
+    @classmethod
+    def experts_problem_of(cls, problem: MoEProblem, group: GroupFacts, activation_format: str) -> MoEProblem:
+        return super(AllToAll, cls).experts_problem_of(problem, group, activation_format)
+
+    def _received(
+        self, rows: torch.Tensor, arriving: torch.Tensor, num_routes: int, layout: RowLayout, problem: MoEProblem
+    ) -> tuple[Received, torch.Tensor, torch.Tensor]:
+        if self.in_triton:
+            from moereg.kernels.rows.arrived import split_rows as split_in_triton  # Loads Triton.
+
+            parts, ids, weights = split_in_triton(rows, arriving, layout.top_k, layout.words)
+        else:
+            parts, ids, weights = split_rows(rows, layout)
+        return self.wire.decode(parts), weights, ids
 
 
 def _reading(counts: torch.Tensor) -> Callable[[], list[list[list[int]]]]:

@@ -26,6 +26,7 @@ __all__ = [
     "place_routes",
     "rounded_rows",
     "row_layout",
+    "split_rows",
     "unpack_tokens",
 ]
 
@@ -120,6 +121,7 @@ def pack_tokens(
     topk_weights: torch.Tensor | None,
     columns: tuple[torch.Tensor, ...],
     layout: RowLayout,
+    by_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies tokens to the rows that travel; waits for the device.
 
@@ -129,15 +131,20 @@ def pack_tokens(
         topk_weights: [T,K] fp32 where they travel.
         columns: [T,bytes] uint8 each.
         layout: Of a row.
+        by_token: Whether one row a token comes back from each rank, or one a route.
 
     Returns:
         [rows, bytes of a row] uint8, by rank and then by token; and [T,K] int32, the place of each route among all that
-        go anywhere, by rank and then by route; -1 where it goes nowhere.
+        go anywhere, by rank and then by route; -1 where it goes nowhere. By tokens: the token's row among those that
+        travel, at its first route to a rank; else -1.
     """
     counts, (rank, row, place) = placed
     before = counts.cumsum(0) - counts  # [R,2]
     at = rank.clamp(min=0).long()
-    home_row = torch.where(rank >= 0, before[at, 1] + place, -1).to(torch.int32)
+    if by_token:
+        home_row = torch.where(row >= 0, before[at, 0] + row, -1).to(torch.int32)
+    else:
+        home_row = torch.where(rank >= 0, before[at, 1] + place, -1).to(torch.int32)
     token, choice = (row >= 0).nonzero(as_tuple=True)
     order = (before[at[token, choice], 0] + row[token, choice]).argsort()
     token, choice = token[order], choice[order]
@@ -166,7 +173,7 @@ def unpack_tokens(
         Columns, [routes,bytes] uint8 each; ids, [routes,1] int32; weights, [routes,1] fp32, where they travelled.
     """
     top_k = layout.top_k
-    head = received[:, : layout.starts[0] // _WORD * _WORD].contiguous().view(torch.int32)
+    head = received[:, : layout.starts[0]].contiguous().view(torch.int32)
     ids = head[:, :top_k]
     token, choice = (ids >= 0).nonzero(as_tuple=True)
     columns = tuple(
@@ -174,6 +181,27 @@ def unpack_tokens(
     )
     weights = head[:, top_k + 1 :][token, choice].view(torch.float32).unsqueeze(1) if layout.has_weights else None
     return columns, ids[token, choice].unsqueeze(1), weights
+
+
+def split_rows(
+    received: torch.Tensor, layout: RowLayout
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
+    """Takes tokens that arrived with their weights out of their rows.
+
+    Args:
+        received: [rows, bytes of a row] uint8.
+        layout: Of a row.
+
+    Returns:
+        Columns, [rows,bytes] uint8 each; ids, [rows,K] int32, -1 for routes to other ranks; weights, [rows,K] fp32.
+    """
+    top_k = layout.top_k
+    head = received[:, : layout.starts[0]].contiguous().view(torch.int32)
+    columns = tuple(
+        received[:, start : start + width].contiguous()
+        for start, width in zip(layout.starts, layout.widths, strict=True)
+    )
+    return columns, head[:, :top_k].contiguous(), head[:, top_k + 1 : 2 * top_k + 1].contiguous().view(torch.float32)
 
 
 def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:

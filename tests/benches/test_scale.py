@@ -76,7 +76,7 @@ def test_a_call_takes_at_least_the_experts_and_grows() -> None:
             assert times == sorted(times), (layer.name, way.name)
             assert cost(layer, way, 4, 64, "zipf", True).total_us > alone(layer, 4, 64, "zipf", True)
     assert "all_to_all, fp8" not in page.best(GPT_OSS, 2, 64, "uniform", False)
-    assert "all_to_all, sums" not in page.best(QWEN, 2, 64, "uniform", False)
+    assert next(iter(page.best(QWEN, 8, 8192, "uniform", False))) == "all_to_all, sums"
     # Fast, and not right on GPUs yet.
     assert "low_latency, symmetric" not in page.best(QWEN, 8, 64, "uniform", False)
 
@@ -90,7 +90,11 @@ def test_priorities_follow_from_the_page() -> None:
             for tokens in (1, 64, 1024, 8192):
                 times = page.best(layer, size, tokens, "zipf", True)
                 gathered = min(time for name, time in times.items() if name.startswith("all_gather"))
-                assert gathered < 1.2 * next(iter(times.values())), (layer.name, size, tokens)
+                assert gathered < 1.2 * min(time for name, time in times.items() if name != "all_to_all, sums"), (
+                    layer.name,
+                    size,
+                    tokens,
+                )
         assert next(iter(page.best(layer, 64, 8192, "zipf", True))).startswith("all_to_all")
 
 

@@ -130,6 +130,14 @@ def all_to_all_batched(rank: int, size: int) -> dict[str, Any]:
     return compared(rank, size, "all_to_all", activation_format="batched")
 
 
+def all_to_all_sums(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_to_all_sums")
+
+
+def all_to_all_sums_batched(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_to_all_sums", activation_format="batched")
+
+
 def all_gather_batched(rank: int, size: int) -> dict[str, Any]:
     return compared(rank, size, "all_gather", activation_format="batched")
 
@@ -156,6 +164,14 @@ def all_gather_fp8(rank: int, size: int) -> dict[str, Any]:
 
 def weights_on_inputs(rank: int, size: int) -> dict[str, Any]:
     return compared(rank, size, "all_to_all", top_k=1, apply_router_weight_on_input=True)
+
+
+def weights_on_summed_inputs(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_to_all_sums", top_k=1, apply_router_weight_on_input=True)
+
+
+def all_to_all_sums_fp8(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_to_all_sums", dtype="bfloat16", quant="fp8_block128", intermediate_size=128)
 
 
 def weights_on_gathered_inputs(rank: int, size: int) -> dict[str, Any]:
@@ -281,6 +297,10 @@ def placed(rank: int, size: int, way: str) -> dict[str, Any]:
 
 def replicas_all_to_all(rank: int, size: int) -> dict[str, Any]:
     return placed(rank, size, "all_to_all")
+
+
+def replicas_all_to_all_sums(rank: int, size: int) -> dict[str, Any]:
+    return placed(rank, size, "all_to_all_sums")
 
 
 def replicas_all_gather(rank: int, size: int) -> dict[str, Any]:

@@ -191,6 +191,14 @@ def all_to_all(rank: int, size: int) -> dict[str, Any]:
     return compared(rank, size, "all_to_all")
 
 
+def all_to_all_sums(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_to_all_sums")
+
+
+def all_to_all_sums_fp8(rank: int, size: int) -> dict[str, Any]:
+    return compared(rank, size, "all_to_all_sums", quant="fp8_block128")
+
+
 def all_gather(rank: int, size: int) -> dict[str, Any]:
     return compared(rank, size, "all_gather")
 

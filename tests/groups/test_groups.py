@@ -17,11 +17,15 @@ EQUAL: Final = (
     "low_latency",
     "all_to_all_batched",
     "all_gather_batched",
+    "all_to_all_sums",
+    "all_to_all_sums_batched",
     "in_two_parts",
     "weights_on_inputs",
     "weights_on_gathered_inputs",
+    "weights_on_summed_inputs",
     "weights_on_placed_inputs",
     "replicas_all_to_all",
+    "replicas_all_to_all_sums",
     "replicas_all_gather",
     "replicas_low_latency",
     "maps_of_ranks",
@@ -30,6 +34,7 @@ EQUAL: Final = (
 NEAR: Final = (
     "all_to_all_fp8",
     "all_gather_fp8",
+    "all_to_all_sums_fp8",
     "low_latency_fp8",
     "codes_as_they_come_fp8",
     "deepep_fp8",
@@ -90,7 +95,7 @@ def test_a_group_computes_the_bits_of_one_rank(two_ranks: list[dict[str, Any]], 
 @pytest.mark.parametrize("name", NEAR)
 def test_tokens_in_8_bits_change_no_more_than_a_rounding(two_ranks: list[dict[str, Any]], name: str) -> None:
     # Sums of ranks are rounded to bfloat16 each, those of routes are not seen to be.
-    bound = 6e-3 if name in ("all_gather_fp8", "deepep_fp8") else 1e-3
+    bound = 6e-3 if name in ("all_gather_fp8", "all_to_all_sums_fp8", "deepep_fp8") else 1e-3
     for result in two_ranks:
         assert value_of(result, name)["error"] < bound, value_of(result, name)
 
@@ -143,7 +148,7 @@ def test_triton_sends_and_lays_out_what_torch_does_in_four_launches() -> None:
     pytest.importorskip("triton")
     for result in results_of(2, "routes_in_triton", module="tests.groups.triton_cases"):
         found = value_of(result, "routes_in_triton")
-        assert [found[name] for name in ("plain", "batched", "on_input", "fp8")] == [0, 0, 0, 0]
+        assert [found[name] for name in ("plain", "batched", "on_input", "fp8", "sums", "sums_fp8")] == [0] * 6
         assert found["launches"] == ["place_routes", "pack_tokens", "unpack_tokens", "sum_batches"]
         assert found["collectives"] == 3
         # In torch a call takes 55 operators that compute, and 35 others.

@@ -18,9 +18,11 @@ pytestmark = [
 
 CASES: Final = (
     "all_to_all",
+    "all_to_all_sums",
     "all_gather",
     "low_latency",
     "all_to_all_fp8",
+    "all_to_all_sums_fp8",
     "all_gather_fp8",
     "low_latency_fp8",
     "kernels_move_as_torch",

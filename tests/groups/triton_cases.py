@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import moereg
 from moereg.kernels.quantized import rows_moved
-from moereg.kernels.rows import batches, exchanged, gathered, rooms
+from moereg.kernels.rows import arrived, batches, exchanged, gathered, rooms
 from moereg.layer import make_kernel
 from moereg.prepare_finalize import AllToAll, BatchedPrepareFinalize, Group, GroupFacts, GroupPrepareFinalize
 from moereg.prepare_finalize.wire import CodedWire, PlainWire
@@ -94,6 +94,7 @@ def routes_in_triton(rank: int, size: int) -> dict[str, Any]:
         setattr(module, name, counted)
 
     count(exchanged, "launch_remembered", None)
+    count(arrived, "launch_remembered", None)
     count(batches, "_recorded", "sum_batches")
     found: dict[str, Any] = {}
     layers: dict[str, dict[str, Any]] = {
@@ -101,12 +102,17 @@ def routes_in_triton(rank: int, size: int) -> dict[str, Any]:
         "batched": {"activation_format": "batched"},
         "on_input": {"top_k": 1, "apply_router_weight_on_input": True},
         "fp8": {"dtype": "bfloat16", "quant": "fp8_block128", "intermediate_size": 128},
+        "sums": {},
+        "sums_fp8": {"dtype": "bfloat16", "quant": "fp8_block128", "intermediate_size": 128},
     }
     for name, changes in layers.items():
         problem = problem_of(**changes)
         weights = numbers_of(problem)
         kernel = make_kernel(
-            problem, share_of(weights, rank, size), group=dist.group.WORLD, prepare_finalize="all_to_all"
+            problem,
+            share_of(weights, rank, size),
+            group=dist.group.WORLD,
+            prepare_finalize="all_to_all_sums" if "sums" in name else "all_to_all",
         )
         moves = kernel.prepare_finalize
         assert isinstance(moves, AllToAll)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moereg.expert_placement import ExpertPlacement, PlacementTables
-from moereg.kernels.rows import exchanged
+from moereg.kernels.rows import arrived, exchanged
 from moereg.prepare_finalize import exchange
 from moereg.prepare_finalize.exchange import RowLayout, rounded_rows
 from moereg.testing.interpreter import patch_interpreter
@@ -66,6 +66,8 @@ def test_rows_are_those_of_torch(call: tuple[PlacementTables, torch.Tensor, RowL
     for mine, others in zip(flat(found), flat(exchange.unpack_tokens(expected_rows, layout)), strict=True):
         assert torch.equal(mine, others)
     check_unpacking(expected_rows, expected.counts, layout)
+    by_token = exchanged.pack_tokens(placed, ids, weights, columns, layout.words, True)[1]
+    assert torch.equal(by_token, exchange.pack_tokens(expected, ids, weights, columns, layout, True)[1])
 
 
 def flat(parts: tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor]:
@@ -78,10 +80,15 @@ def check_unpacking(rows: torch.Tensor, counts: torch.Tensor, layout: RowLayout)
     num_routes = int(counts[:, 1].sum())
     room = rounded_rows(num_routes, None)
     padded = torch.cat([rows, rows.new_full((3, layout.row_bytes), 255)])
-    found = exchanged.unpack_tokens(padded, counts, room, layout.top_k, layout.has_weights, layout.words)
+    found = arrived.unpack_tokens(padded, counts, room, layout.top_k, layout.has_weights, layout.words)
     assert found[1][num_routes:].flatten().tolist() == [-1] * (room - num_routes)
     for mine, others in zip(flat(found), flat(exchange.unpack_tokens(rows, layout)), strict=True):
         assert torch.equal(mine[:num_routes], others)
+    if layout.has_weights:
+        whole = arrived.split_rows(padded, counts, layout.top_k, layout.words)
+        assert (whole[1][len(rows) :] == -1).all()
+        for mine, others in zip(flat(whole), flat(exchange.split_rows(rows, layout)), strict=True):
+            assert torch.equal(mine[: len(rows)], others)
 
 
 def test_many_tokens_take_several_turns_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:

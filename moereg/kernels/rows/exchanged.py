@@ -1,4 +1,4 @@
-"""Tokens that go to the ranks of their experts, and that came from other ranks, in Triton: two launches and one.
+"""Tokens that go to the ranks of their experts, in Triton: two launches; `arrived` has what takes them in.
 
 A row that travels holds the ids of a token's routes to that rank, -1 for the others, then the place of the first of
 them among all routes that go there, then routing weights where they scale inputs, then the bytes of the token. With the
@@ -19,7 +19,7 @@ from moereg.kernels.launch.replay import launch
 # Ids that the program of a rank reads at a time, few and many, and words of a row that a program copies.
 _FEW_IDS: Final = 512
 _MANY_IDS: Final = 8192
-_WORDS: Final = 1024
+BLOCK_WORDS: Final = 1024
 
 
 class PlacedRoutes(NamedTuple):
@@ -53,7 +53,7 @@ class RowWords(NamedTuple):
     widths: tuple[int, ...]
 
 
-_DTYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+WORD_DTYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @triton.jit(do_not_specialize=["num_tokens", "home_rank"])
@@ -173,6 +173,7 @@ def _pack_tokens_kernel(
     RANKS: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     ROW: tl.constexpr,
     HEAD_ROW: tl.constexpr,
     START: tl.constexpr,
@@ -199,7 +200,10 @@ def _pack_tokens_kernel(
     tl.store(sent + row * ROW + START + columns, values, mask=leads & inside)
     if tl.program_id(1) == 0:
         place = tl.load(parts + 2 * num_routes + routes, mask=exists, other=-1)
-        home = tl.where(rank >= 0, _before(counts + 1, rank, NUM_RANKS, RANKS) + place, -1)
+        if BY_TOKEN:
+            home = tl.where(leads, row, -1)
+        else:
+            home = tl.where(rank >= 0, _before(counts + 1, rank, NUM_RANKS, RANKS) + place, -1)
         tl.store(home_row + routes, home.to(tl.int32), mask=exists)
         head = sent_head + row * HEAD_ROW
         others = tl.arange(0, CHOICES)[None, :]  # [1, CHOICES]
@@ -226,6 +230,7 @@ def pack_tokens(
     topk_weights: torch.Tensor | None,
     columns: tuple[torch.Tensor, ...],
     words: RowWords,
+    by_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies tokens to the rows that travel: one launch, no host synchronization.
 
@@ -235,13 +240,15 @@ def pack_tokens(
         topk_weights: [T, K] fp32 where they travel, else None.
         columns: One or two of [T, bytes] uint8, rows contiguous; where there are two, the second is narrow.
         words: The layout of a row.
+        by_token: Whether one row a token comes back from each rank, or one a route.
 
     Returns:
         [T * min(K, R), bytes of a row] uint8, of which the first rows travel, by rank and then by token; and [T, K]
         int32, the place of each route among all that go anywhere, by rank and then by route; -1 where it goes nowhere.
+        By tokens: the token's row among those that travel, at its first route to a rank; else -1.
     """
     (num_tokens, top_k), num_ranks = topk_ids.shape, placed[0].shape[0]
-    dtype = _DTYPES[words.word]
+    dtype = WORD_DTYPES[words.word]
     topk_ids = topk_ids.contiguous()
     sent = columns[0].new_empty((num_tokens * min(top_k, num_ranks), words.row * words.word))
     home_row = torch.empty_like(topk_ids)
@@ -253,7 +260,7 @@ def pack_tokens(
     def launches() -> None:
         first, second = columns[0].view(dtype), columns[1].view(dtype) if len(columns) > 1 else None
         width = words.widths[0]
-        block = min(_WORDS, triton.next_power_of_2(width))
+        block = min(BLOCK_WORDS, triton.next_power_of_2(width))
         launch(
             _pack_tokens_kernel,
             (num_tokens, triton.cdiv(width, block)),
@@ -272,6 +279,7 @@ def pack_tokens(
             RANKS=triton.next_power_of_2(num_ranks),
             TOP_K=top_k,
             CHOICES=triton.next_power_of_2(top_k),
+            BY_TOKEN=by_token,
             ROW=words.row,
             HEAD_ROW=words.head_row,
             START=words.starts[0],
@@ -282,120 +290,5 @@ def pack_tokens(
             BLOCK=block,
         )
 
-    launch_remembered("pack_tokens", launches, given, words)
+    launch_remembered("pack_tokens", launches, given, (words, by_token))
     return sent, home_row
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _unpack_tokens_kernel(
-    first_column,
-    second_column,
-    out_ids,
-    out_weights,
-    received,
-    received_head,
-    counts,
-    num_rows,
-    NUM_RANKS: tl.constexpr,
-    RANKS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    ROW: tl.constexpr,
-    HEAD_ROW: tl.constexpr,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SECOND_START: tl.constexpr,
-    SECOND_WIDTH: tl.constexpr,
-    SECOND_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    ranks = tl.arange(0, RANKS)  # [RANKS]
-    tokens = tl.load(counts + 2 * ranks, mask=ranks < NUM_RANKS, other=0)
-    routes = tl.load(counts + 2 * ranks + 1, mask=ranks < NUM_RANKS, other=0)
-    if row < tl.sum(tokens, 0):
-        # Rows come by rank; all routes of the ranks before this row's stand before its own.
-        first = tl.sum(tl.where(tl.cumsum(tokens, 0) <= row, routes, 0), 0)
-        choices = tl.arange(0, CHOICES)[:, None]  # [CHOICES, 1]
-        head = received_head + row * HEAD_ROW
-        ids = tl.load(head + choices, mask=choices < TOP_K, other=-1)
-        comes = ids >= 0
-        each = comes.to(tl.int64)
-        place = first + tl.load(head + TOP_K) + tl.cumsum(each, 0) - each  # [CHOICES, 1]
-        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-        inside = columns < WIDTH
-        values = tl.broadcast_to(tl.load(received + row * ROW + START + columns, mask=inside), [CHOICES, BLOCK])
-        tl.store(first_column + place * WIDTH + columns, values, mask=comes & inside)
-        if tl.program_id(1) == 0:
-            tl.store(out_ids + place, ids, mask=comes)
-            if out_weights is not None:
-                tl.store(out_weights + place, tl.load(head + TOP_K + 1 + choices, mask=comes, other=0), mask=comes)
-            if second_column is not None:
-                columns = tl.arange(0, SECOND_BLOCK)[None, :]  # [1, SECOND_BLOCK]
-                inside = columns < SECOND_WIDTH
-                values = tl.load(received + row * ROW + SECOND_START + columns, mask=inside)
-                values = tl.broadcast_to(values, [CHOICES, SECOND_BLOCK])
-                tl.store(second_column + place * SECOND_WIDTH + columns, values, mask=comes & inside)
-    if (row == tl.num_programs(0) - 1) & (tl.program_id(1) == 0):
-        # Rows that fill up go to no expert.
-        for start in range(tl.sum(routes, 0), num_rows, BLOCK):
-            rows = start + tl.arange(0, BLOCK)
-            tl.store(out_ids + rows, tl.full([BLOCK], -1, tl.int32), mask=rows < num_rows)
-
-
-def unpack_tokens(
-    received: torch.Tensor, counts: torch.Tensor, num_rows: int, top_k: int, has_weights: bool, words: RowWords
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]:
-    """Makes a token of each route that arrived: one launch, no host synchronization.
-
-    Args:
-        received: [rows, bytes of a row] uint8, contiguous: what arrived, by rank, and rows of anything behind.
-        counts: [R, 2] int64, tokens and routes from each rank.
-        num_rows: Of the result, at least as many as routes.
-        top_k: K.
-        has_weights: Whether weights travelled.
-        words: The layout of a row.
-
-    Returns:
-        The columns, [num_rows, bytes] uint8 each; ids, [num_rows, 1] int32, -1 behind the routes; weights, [num_rows,
-        1] fp32, where they travelled. Other rows behind the routes hold anything.
-    """
-    num_ranks, dtype = counts.shape[0], _DTYPES[words.word]
-    columns = tuple(received.new_empty((num_rows, width * words.word)) for width in words.widths)
-    ids = received.new_empty((num_rows, 1), dtype=torch.int32)
-    weights = received.new_empty((num_rows, 1), dtype=torch.float32) if has_weights else None
-    if num_rows == 0:
-        return columns, ids, weights
-    second = columns[1] if len(columns) > 1 else None
-
-    def launches() -> None:
-        width = words.widths[0]
-        block = min(_WORDS, triton.next_power_of_2(width))
-        launch(
-            _unpack_tokens_kernel,
-            (received.shape[0], triton.cdiv(width, block)),
-            columns[0].view(dtype),
-            None if second is None else second.view(dtype),
-            ids,
-            None if weights is None else weights.view(torch.int32),
-            received.view(dtype),
-            received.view(torch.int32),
-            counts,
-            num_rows,
-            NUM_RANKS=num_ranks,
-            RANKS=triton.next_power_of_2(num_ranks),
-            TOP_K=top_k,
-            CHOICES=triton.next_power_of_2(top_k),
-            ROW=words.row,
-            HEAD_ROW=words.head_row,
-            START=words.starts[0],
-            WIDTH=width,
-            SECOND_START=words.starts[-1],
-            SECOND_WIDTH=words.widths[-1],
-            SECOND_BLOCK=1 if second is None else triton.next_power_of_2(words.widths[-1]),
-            BLOCK=block,
-        )
-
-    given = (received, counts, *columns, ids, weights)
-    launch_remembered("unpack_tokens", launches, given, (words, top_k))
-    return columns, ids, weights

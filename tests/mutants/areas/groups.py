@@ -20,17 +20,24 @@ MUTANTS: Final = (
     ),
     Mutant(
         "routes that arrive are placed as if all came from the first rank",
-        "moereg/kernels/rows/exchanged.py",
+        "moereg/kernels/rows/arrived.py",
         old="first = tl.sum(tl.where(tl.cumsum(tokens, 0) <= row, routes, 0), 0)",
         new="first = tl.sum(tl.where(tl.cumsum(tokens, 0) < 0, routes, 0), 0)",
         tests=("tests/kernels/test_exchanged.py::test_rows_are_those_of_torch",),
     ),
     Mutant(
         "rows that fill up a size go to the expert that was there before",
-        "moereg/kernels/rows/exchanged.py",
+        "moereg/kernels/rows/arrived.py",
         old="for start in range(tl.sum(routes, 0), num_rows, BLOCK):",
         new="for start in range(tl.sum(routes, 0) + 1, num_rows, BLOCK):",
         tests=("tests/kernels/test_exchanged.py::test_rows_are_those_of_torch",),
+    ),
+    Mutant(
+        "a token comes home once, though several ranks send sums of it",
+        "moereg/prepare_finalize/exchange.py",
+        old="home_row = torch.where(row >= 0, before[at, 0] + row, -1).to(torch.int32)",
+        new="home_row = torch.where((row >= 0) & (at == 0), before[at, 0] + row, -1).to(torch.int32)",
+        tests=(_EQUAL,),
     ),
     Mutant(
         "replicas all compute what is gathered",

@@ -1,0 +1,226 @@
+"""Tokens that came from other ranks, in Triton: taken out of the rows in which they travelled, in one launch.
+
+A token for each route that arrived, or a token with all of its routes. Sizes: K choices per token, R ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from moereg.kernels.launch.remembered import launch_remembered
+from moereg.kernels.launch.replay import launch
+from moereg.kernels.rows.exchanged import BLOCK_WORDS, WORD_DTYPES, RowWords
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _unpack_tokens_kernel(
+    first_column,
+    second_column,
+    out_ids,
+    out_weights,
+    received,
+    received_head,
+    counts,
+    num_rows,
+    NUM_RANKS: tl.constexpr,
+    RANKS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ROW: tl.constexpr,
+    HEAD_ROW: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SECOND_START: tl.constexpr,
+    SECOND_WIDTH: tl.constexpr,
+    SECOND_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    ranks = tl.arange(0, RANKS)  # [RANKS]
+    tokens = tl.load(counts + 2 * ranks, mask=ranks < NUM_RANKS, other=0)
+    routes = tl.load(counts + 2 * ranks + 1, mask=ranks < NUM_RANKS, other=0)
+    if row < tl.sum(tokens, 0):
+        # Rows come by rank; all routes of the ranks before this row's stand before its own.
+        first = tl.sum(tl.where(tl.cumsum(tokens, 0) <= row, routes, 0), 0)
+        choices = tl.arange(0, CHOICES)[:, None]  # [CHOICES, 1]
+        head = received_head + row * HEAD_ROW
+        ids = tl.load(head + choices, mask=choices < TOP_K, other=-1)
+        comes = ids >= 0
+        each = comes.to(tl.int64)
+        place = first + tl.load(head + TOP_K) + tl.cumsum(each, 0) - each  # [CHOICES, 1]
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+        inside = columns < WIDTH
+        values = tl.broadcast_to(tl.load(received + row * ROW + START + columns, mask=inside), [CHOICES, BLOCK])
+        tl.store(first_column + place * WIDTH + columns, values, mask=comes & inside)
+        if tl.program_id(1) == 0:
+            tl.store(out_ids + place, ids, mask=comes)
+            if out_weights is not None:
+                tl.store(out_weights + place, tl.load(head + TOP_K + 1 + choices, mask=comes, other=0), mask=comes)
+            if second_column is not None:
+                columns = tl.arange(0, SECOND_BLOCK)[None, :]  # [1, SECOND_BLOCK]
+                inside = columns < SECOND_WIDTH
+                values = tl.load(received + row * ROW + SECOND_START + columns, mask=inside)
+                values = tl.broadcast_to(values, [CHOICES, SECOND_BLOCK])
+                tl.store(second_column + place * SECOND_WIDTH + columns, values, mask=comes & inside)
+    if (row == tl.num_programs(0) - 1) & (tl.program_id(1) == 0):
+        # Rows that fill up go to no expert.
+        for start in range(tl.sum(routes, 0), num_rows, BLOCK):
+            rows = start + tl.arange(0, BLOCK)
+            tl.store(out_ids + rows, tl.full([BLOCK], -1, tl.int32), mask=rows < num_rows)
+
+
+def unpack_tokens(
+    received: torch.Tensor, counts: torch.Tensor, num_rows: int, top_k: int, has_weights: bool, words: RowWords
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]:
+    """Makes a token of each route that arrived: one launch, no host synchronization.
+
+    Args:
+        received: [rows, bytes of a row] uint8, contiguous: what arrived, by rank, and rows of anything behind.
+        counts: [R, 2] int64, tokens and routes from each rank.
+        num_rows: Of the result, at least as many as routes.
+        top_k: K.
+        has_weights: Whether weights travelled.
+        words: The layout of a row.
+
+    Returns:
+        The columns, [num_rows, bytes] uint8 each; ids, [num_rows, 1] int32, -1 behind the routes; weights, [num_rows,
+        1] fp32, where they travelled. Other rows behind the routes hold anything.
+    """
+    num_ranks, dtype = counts.shape[0], WORD_DTYPES[words.word]
+    columns = tuple(received.new_empty((num_rows, width * words.word)) for width in words.widths)
+    ids = received.new_empty((num_rows, 1), dtype=torch.int32)
+    weights = received.new_empty((num_rows, 1), dtype=torch.float32) if has_weights else None
+    if num_rows == 0:
+        return columns, ids, weights
+    second = columns[1] if len(columns) > 1 else None
+
+    def launches() -> None:
+        width = words.widths[0]
+        block = min(BLOCK_WORDS, triton.next_power_of_2(width))
+        launch(
+            _unpack_tokens_kernel,
+            (received.shape[0], triton.cdiv(width, block)),
+            columns[0].view(dtype),
+            None if second is None else second.view(dtype),
+            ids,
+            None if weights is None else weights.view(torch.int32),
+            received.view(dtype),
+            received.view(torch.int32),
+            counts,
+            num_rows,
+            NUM_RANKS=num_ranks,
+            RANKS=triton.next_power_of_2(num_ranks),
+            TOP_K=top_k,
+            CHOICES=triton.next_power_of_2(top_k),
+            ROW=words.row,
+            HEAD_ROW=words.head_row,
+            START=words.starts[0],
+            WIDTH=width,
+            SECOND_START=words.starts[-1],
+            SECOND_WIDTH=words.widths[-1],
+            SECOND_BLOCK=1 if second is None else triton.next_power_of_2(words.widths[-1]),
+            BLOCK=block,
+        )
+
+    given = (received, counts, *columns, ids, weights)
+    launch_remembered("unpack_tokens", launches, given, (words, top_k))
+    return columns, ids, weights
+
+
+@triton.jit
+def _split_rows_kernel(
+    first_column,
+    second_column,
+    out_ids,
+    out_weights,
+    received,
+    received_head,
+    counts,
+    NUM_RANKS: tl.constexpr,
+    RANKS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ROW: tl.constexpr,
+    HEAD_ROW: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SECOND_START: tl.constexpr,
+    SECOND_WIDTH: tl.constexpr,
+    SECOND_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    ranks = tl.arange(0, RANKS)  # [RANKS]
+    arrived = row < tl.sum(tl.load(counts + 2 * ranks, mask=ranks < NUM_RANKS, other=0), 0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = arrived & (columns < WIDTH)
+    values = tl.load(received + row * ROW + START + columns, mask=inside)
+    tl.store(first_column + row * WIDTH + columns, values, mask=inside)
+    if tl.program_id(1) == 0:
+        choices = tl.arange(0, CHOICES)  # [CHOICES]
+        exists = choices < TOP_K
+        head = received_head + row * HEAD_ROW + choices
+        # Rows that fill up go to no expert.
+        tl.store(out_ids + row * TOP_K + choices, tl.load(head, mask=exists & arrived, other=-1), mask=exists)
+        weights = tl.load(head + TOP_K + 1, mask=exists & arrived, other=0)
+        tl.store(out_weights + row * TOP_K + choices, weights, mask=exists)
+        if second_column is not None:
+            columns = tl.arange(0, SECOND_BLOCK)  # [SECOND_BLOCK]
+            inside = arrived & (columns < SECOND_WIDTH)
+            values = tl.load(received + row * ROW + SECOND_START + columns, mask=inside)
+            tl.store(second_column + row * SECOND_WIDTH + columns, values, mask=inside)
+
+
+def split_rows(
+    received: torch.Tensor, counts: torch.Tensor, top_k: int, words: RowWords
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
+    """Takes tokens that arrived with their weights out of their rows: one launch, no host synchronization.
+
+    Args:
+        received: [rows, bytes of a row] uint8, contiguous: what arrived, by rank, and rows of anything behind.
+        counts: [R, 2] int64, tokens and routes from each rank.
+        top_k: K.
+        words: The layout of a row, which has weights.
+
+    Returns:
+        The columns, [rows, bytes] uint8 each, which hold anything behind the tokens; ids, [rows, K] int32, -1 for
+        routes to other ranks and behind the tokens; weights, [rows, K] fp32.
+    """
+    num_rows, num_ranks, dtype = received.shape[0], counts.shape[0], WORD_DTYPES[words.word]
+    columns = tuple(received.new_empty((num_rows, width * words.word)) for width in words.widths)
+    ids = received.new_empty((num_rows, top_k), dtype=torch.int32)
+    weights = received.new_empty((num_rows, top_k), dtype=torch.float32)
+    if num_rows == 0:
+        return columns, ids, weights
+
+    def launches() -> None:
+        first, second = columns[0].view(dtype), columns[1].view(dtype) if len(columns) > 1 else None
+        block = min(BLOCK_WORDS, triton.next_power_of_2(words.widths[0]))
+        launch(
+            _split_rows_kernel,
+            (num_rows, triton.cdiv(words.widths[0], block)),
+            first,
+            second,
+            ids,
+            weights.view(torch.int32),
+            received.view(dtype),
+            received.view(torch.int32),
+            counts,
+            NUM_RANKS=num_ranks,
+            RANKS=triton.next_power_of_2(num_ranks),
+            TOP_K=top_k,
+            CHOICES=triton.next_power_of_2(top_k),
+            ROW=words.row,
+            HEAD_ROW=words.head_row,
+            START=words.starts[0],
+            WIDTH=words.widths[0],
+            SECOND_START=words.starts[-1],
+            SECOND_WIDTH=words.widths[-1],
+            SECOND_BLOCK=1 if second is None else triton.next_power_of_2(words.widths[-1]),
+            BLOCK=block,
+        )
+
+    launch_remembered("split_rows", launches, (received, counts, *columns, ids, weights), words)
+    return columns, ids, weights
