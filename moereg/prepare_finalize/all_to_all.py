@@ -11,7 +11,7 @@ import torch
 from moereg.errors import ArgumentError
 from moereg.expert_placement import PlacementTables
 from moereg.prepare_finalize.base import Prepared, weighted_sum
-from moereg.prepare_finalize.batched import _device_runs_kernels
+from moereg.prepare_finalize.batched import calls_kernels
 from moereg.prepare_finalize.cells import register_prepare_finalize
 from moereg.prepare_finalize.exchange import (
     RowLayout,
@@ -54,13 +54,12 @@ class _Routed(Moved):
 class AllToAll(GroupPrepareFinalize):
     """Exchanges counts, which the host waits for, then tokens with their routes, then a result for each route.
 
-    Triton's kernels make and read what travels in four launches, torch in some 50; the rows are the same. The experts
+    Triton's kernels make and read what travels in four launches, torch in some 50, with the same bits. The experts
     see every route as a token of its own with one expert and weight 1. Weights are applied at home, in
     fp32 and in the order of a token's routes, so the result does not depend on where experts are.
 
     Attributes:
         sums: Whether a rank adds up what its experts make of a token, and one row comes back.
-        in_triton: Whether kernels do it: where the device of the group runs them.
     """
 
     facts = MovementFacts(
@@ -70,7 +69,6 @@ class AllToAll(GroupPrepareFinalize):
         router_weight_on_input=True,
     )
     sums: ClassVar[bool] = False
-    in_triton: bool
 
     @classmethod
     def experts_problem_of(cls, problem: MoEProblem, group: GroupFacts, activation_format: str) -> MoEProblem:
@@ -84,7 +82,11 @@ class AllToAll(GroupPrepareFinalize):
     ) -> None:
         super().__init__(problem, experts_problem, group, tables, wire)
         self._ones = torch.ones((0, 1), device=group.device)
-        self.in_triton = _device_runs_kernels(group.device.type)
+
+    @property
+    def in_triton(self) -> bool:
+        """Whether Triton's kernels make and read what travels: what the wire says, or where the device runs them."""
+        return calls_kernels(self.wire.in_triton, self.group.device.type)
 
     def prepare(
         self,

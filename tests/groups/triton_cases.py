@@ -122,13 +122,13 @@ def routes_in_triton(rank: int, size: int) -> dict[str, Any]:
             inputs = tokens_of(problem, rank, num_tokens)
             results = []
             for in_triton in (False, True, rank == 0):
-                moves.in_triton = in_triton
+                moves.wire.in_triton = in_triton
                 results.append(kernel(*inputs))
             worst = max(worst, *(float((result - results[0]).abs().max()) for result in results if len(result)), 0.0)
         found[name] = worst
         if name != "plain":
             continue
-        moves.in_triton = True
+        moves.wire.in_triton = True
         tokens = tokens_of(problem, rank, 5)
         moves.prepare(*tokens, moves.experts_problem, kernel.expert_map)
         launched.clear()
