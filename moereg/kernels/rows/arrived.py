@@ -48,8 +48,11 @@ def _unpack_tokens_kernel(
         head = received_head + row * HEAD_ROW
         ids = tl.load(head + choices, mask=choices < TOP_K, other=-1)
         comes = ids >= 0
-        each = comes.to(tl.int64)
-        place = first + tl.load(head + TOP_K) + tl.cumsum(each, 0) - each  # [CHOICES, 1]
+        # Not a scan: Triton 3.6 compiles none of a column of few rows.
+        others = tl.arange(0, CHOICES)[None, :]  # [1, CHOICES]
+        other_ids = tl.load(head + others, mask=others < TOP_K, other=-1)
+        earlier = tl.sum(((other_ids >= 0) & (others < choices)).to(tl.int32), 1)[:, None]  # [CHOICES, 1]
+        place = first + tl.load(head + TOP_K) + earlier  # [CHOICES, 1] int64
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
         inside = columns < WIDTH
         values = tl.broadcast_to(tl.load(received + row * ROW + START + columns, mask=inside), [CHOICES, BLOCK])
@@ -59,11 +62,11 @@ def _unpack_tokens_kernel(
             if out_weights is not None:
                 tl.store(out_weights + place, tl.load(head + TOP_K + 1 + choices, mask=comes, other=0), mask=comes)
             if second_column is not None:
-                columns = tl.arange(0, SECOND_BLOCK)[None, :]  # [1, SECOND_BLOCK]
-                inside = columns < SECOND_WIDTH
-                values = tl.load(received + row * ROW + SECOND_START + columns, mask=inside)
-                values = tl.broadcast_to(values, [CHOICES, SECOND_BLOCK])
-                tl.store(second_column + place * SECOND_WIDTH + columns, values, mask=comes & inside)
+                more = tl.arange(0, SECOND_BLOCK)[None, :]  # [1, SECOND_BLOCK]
+                has_more = more < SECOND_WIDTH
+                more_values = tl.load(received + row * ROW + SECOND_START + more, mask=has_more)
+                more_values = tl.broadcast_to(more_values, [CHOICES, SECOND_BLOCK])
+                tl.store(second_column + place * SECOND_WIDTH + more, more_values, mask=comes & has_more)
     if (row == tl.num_programs(0) - 1) & (tl.program_id(1) == 0):
         # Rows that fill up go to no expert.
         for start in range(tl.sum(routes, 0), num_rows, BLOCK):
@@ -167,10 +170,10 @@ def _split_rows_kernel(
         weights = tl.load(head + TOP_K + 1, mask=exists & arrived, other=0)
         tl.store(out_weights + row * TOP_K + choices, weights, mask=exists)
         if second_column is not None:
-            columns = tl.arange(0, SECOND_BLOCK)  # [SECOND_BLOCK]
-            inside = arrived & (columns < SECOND_WIDTH)
-            values = tl.load(received + row * ROW + SECOND_START + columns, mask=inside)
-            tl.store(second_column + row * SECOND_WIDTH + columns, values, mask=inside)
+            more = tl.arange(0, SECOND_BLOCK)  # [SECOND_BLOCK]
+            has_more = arrived & (more < SECOND_WIDTH)
+            more_values = tl.load(received + row * ROW + SECOND_START + more, mask=has_more)
+            tl.store(second_column + row * SECOND_WIDTH + more, more_values, mask=has_more)
 
 
 def split_rows(

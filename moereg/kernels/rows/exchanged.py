@@ -217,11 +217,11 @@ def _pack_tokens_kernel(
             weights = tl.broadcast_to(weights, [CHOICES, CHOICES])
             tl.store(head + TOP_K + 1 + others, weights, mask=leads & known)
         if second_column is not None:
-            columns = tl.arange(0, SECOND_BLOCK)[None, :]  # [1, SECOND_BLOCK]
-            inside = columns < SECOND_WIDTH
-            values = tl.load(second_column + token * stride_second + columns, mask=inside)
-            values = tl.broadcast_to(values, [CHOICES, SECOND_BLOCK])
-            tl.store(sent + row * ROW + SECOND_START + columns, values, mask=leads & inside)
+            more = tl.arange(0, SECOND_BLOCK)[None, :]  # [1, SECOND_BLOCK]
+            has_more = more < SECOND_WIDTH
+            more_values = tl.load(second_column + token * stride_second + more, mask=has_more)
+            more_values = tl.broadcast_to(more_values, [CHOICES, SECOND_BLOCK])
+            tl.store(sent + row * ROW + SECOND_START + more, more_values, mask=leads & has_more)
 
 
 def pack_tokens(
