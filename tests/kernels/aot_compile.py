@@ -39,6 +39,7 @@ from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.quantized.operands import RowFormat
 from moereg.kernels.quantized.rows_moved import quantize_tokens, restore_tokens
 from moereg.kernels.read import READ_CONFIGS, num_read_programs, read_words
+from moereg.kernels.rows import arrived, exchanged
 from moereg.kernels.rows.batches import lay_out_batches, sum_batches
 from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_batches
 from moereg.kernels.rows.copy import copy_rows
@@ -49,6 +50,7 @@ from moereg.kernels.rows.plan import SortConfig, route_workspace_numel
 from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_sorted_rows
 from moereg.kernels.rows.rooms import FilledRooms, empty_rooms, fill_rooms, place_routes, spread_tokens
 from moereg.kernels.rows.sort import sort_routes
+from moereg.prepare_finalize.exchange import RowLayout
 from moereg.quant import WHOLE, QuantFormat, get_scheme
 
 TARGETS = {
@@ -232,6 +234,25 @@ def launch_moving(shared_bytes: int) -> None:
     sum_of_ranks(x, x.new_empty(ranks, tokens, hidden))
 
 
+def launch_exchange(shared_bytes: int) -> None:
+    """Tokens that go to the ranks of their experts: one and many, in 16 bits, as codes with scales, with weights."""
+    for tokens, ranks, widths, has_weights in (
+        (1, 1, (4096,), True),
+        (8192, 2, (4096,), False),
+        (64, 64, (7168, 224), True),
+    ):
+        layout = RowLayout(8, has_weights, widths)
+        ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
+        counts = ids.new_empty((ranks, 2), dtype=torch.int64)
+        placed = exchanged.place_routes(ids, ids.new_empty(128), ids.new_empty((128, ranks)), 0, counts)
+        columns = tuple(ids.new_empty((tokens, width), dtype=torch.uint8) for width in widths)
+        weights = ids.new_empty(ids.shape, dtype=torch.float32) if has_weights else None
+        sent, _ = exchanged.pack_tokens(placed, ids, weights, columns, layout.words)
+        arrived.unpack_tokens(sent, counts, 8 * len(sent), 8, has_weights, layout.words)
+        if has_weights:
+            arrived.split_rows(sent, counts, 8, layout.words)
+
+
 def launch_reads(shared_bytes: int) -> None:
     """Every way to measure the read bandwidth, on 4 GB."""
     words = torch.empty(2**30, dtype=torch.int32, device="meta")
@@ -353,6 +374,7 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
 # Without products.
 PLAIN_CASES = {
     "routing": launch_routing,
+    "exchange": launch_exchange,
     "short_routing": launch_short_routing,
     "moving": launch_moving,
     "read": launch_reads,

@@ -176,3 +176,13 @@ def test_what_moves_tokens_between_ranks_compiles(target: str) -> None:
         # The most on sm_90 with Triton 3.8.0 is 63: whole rows that are quantized.
         assert row["registers"] <= register_bound(63), row
         assert row["spill_bytes"] == 0, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_what_goes_to_other_ranks_compiles(target: str) -> None:
+    rows = compile_all(("exchange",), (target,))[target]
+    assert len({row["kernel"] for row in rows}) == 4
+    for row in rows:
+        assert row["registers"] <= register_bound(192), row
+        assert row["spill_bytes"] == 0, row
