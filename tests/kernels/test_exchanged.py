@@ -78,7 +78,7 @@ def flat(parts: tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | Non
 def check_unpacking(rows: torch.Tensor, counts: torch.Tensor, layout: RowLayout) -> None:
     """What one rank sends to all arrives as if each had sent its part of it to one."""
     num_routes = int(counts[:, 1].sum())
-    room = rounded_rows(num_routes, None)
+    room = rounded_rows(num_routes, None) + 3
     padded = torch.cat([rows, rows.new_full((3, layout.row_bytes), 255)])
     found = arrived.unpack_tokens(padded, counts, room, layout.top_k, layout.has_weights, layout.words)
     assert found[1][num_routes:].flatten().tolist() == [-1] * (room - num_routes)
