@@ -1,9 +1,9 @@
 """Compiles the Triton kernels for devices that are not there, exactly as their launchers would launch them.
 
 Run as a script, in a separate process: a process whose Triton interprets kernels cannot compile them. Prints one JSON
-list with one object a compiled kernel.
+object: of each target a list with one object a compiled kernel. Without cases it compiles all.
 
-    python tests/kernels/aot_compile.py sm_90 [case ...]
+    python tests/kernels/aot_compile.py sm_90=prefill,tall sm_80
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from moereg.kernels.gemm.fit import CallShape, fit_pair
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.single import down_single
+from moereg.kernels.launch import device as device_limits
 from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.quantized.operands import RowFormat
@@ -114,6 +115,10 @@ PACKED = {
 }
 
 
+# Of kernels that are compiled for each case anew: others plan, and the case "routing" has their ways.
+IN_EVERY_CASE = ("gate_up", "down", "quantize", "amax", "coded")
+
+
 class OfflineDriver(DriverBase):
     """Answers for a target without a device. Triton keeps compiled kernels by device, so each target is another one."""
 
@@ -151,12 +156,22 @@ class OfflineDriver(DriverBase):
 
 
 @contextlib.contextmanager
-def compiling_only() -> Iterator[list[tuple[str, Any]]]:
-    """Turns launches into compilations; yields the list of (kernel name, compiled kernel) that they fill."""
+def compiling_only(done: set[str] | None = None) -> Iterator[list[tuple[str, Any]]]:
+    """Turns launches into compilations; yields the list of (kernel name, compiled kernel) that they fill.
+
+    Args:
+        done: names of kernels whose launches are left out; those that are compiled here, but for products and for what
+            rounds, are added, so that others than a case is about are compiled once.
+    """
     compiled: list[tuple[str, Any]] = []
     run = JITFunction.run
 
     def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if done is not None:
+            if self.__name__ in done:
+                return None
+            if not any(word in self.__name__ for word in IN_EVERY_CASE):
+                done.add(self.__name__)
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         compiled.append((self.__name__, kernel))
         return kernel
@@ -283,7 +298,7 @@ def empty_packed(fmt: QuantFormat, experts: int, rows: int, depth: int) -> Packe
 
 
 def launch_gemms(case: str, shared_bytes: int) -> None:
-    """A case's plan, which `main` leaves out, and both of its GEMMs."""
+    """A case's plan, which `rows_of` leaves out, and both of its GEMMs."""
     batched = case.startswith("batched")
     tokens, experts, top_k, hidden, intermediate, dtype, activation, has_bias = CASES[case]
     gated = activation != "relu2"
@@ -414,18 +429,34 @@ def _cubin_usage(cubin: bytes) -> tuple[int, int]:
     return max(registers), sum(stack)
 
 
-def main() -> None:
-    """Compiles the named cases (all without names) for one target."""
-    target, *cases = sys.argv[1:]
-    gpu, shared_bytes = TARGETS[target]
-    triton.runtime.driver.set_active(OfflineDriver(gpu, 0))
-    rows = []
-    for case in cases or [*PLAIN_CASES, *CASES]:
-        with compiling_only() as compiled:
-            PLAIN_CASES[case](shared_bytes) if case in PLAIN_CASES else launch_gemms(case, shared_bytes)
-        rows += [describe(target, case, *one) for one in (compiled if case in PLAIN_CASES else compiled[-2:])]
-    print(json.dumps(rows))
+def compile_targets(rows_of: Callable[[str, str, int, set[str]], Iterable[dict[str, Any]]], every: list[str]) -> None:
+    """Prints the rows of the targets and cases that the command names.
+
+    Args:
+        rows_of: from a target, a case, the target's bytes of shared memory, and the names of kernels that no further
+            case of the target compiles, as `compiling_only` takes them.
+        every: names of all cases.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for number, argument in enumerate(sys.argv[1:]):
+        target, _, names = argument.partition("=")
+        gpu, shared_bytes = TARGETS[target]
+        triton.runtime.driver.set_active(OfflineDriver(gpu, number))
+        # There is no device to ask.
+        device_limits.max_shared_bytes = lambda device, most=shared_bytes: most
+        done: set[str] = set()
+        cases = names.split(",") if names else every
+        found[target] = [row for case in cases for row in rows_of(target, case, shared_bytes, done)]
+    print(json.dumps(found))
+
+
+def rows_of(target: str, case: str, shared_bytes: int, done: set[str]) -> list[dict[str, Any]]:
+    """A case's GEMMs, or all that a plain case launches."""
+    is_plain = case in PLAIN_CASES
+    with compiling_only(None if is_plain else done) as compiled:
+        PLAIN_CASES[case](shared_bytes) if is_plain else launch_gemms(case, shared_bytes)
+    return [describe(target, case, *one) for one in (compiled if is_plain else compiled[-2:])]
 
 
 if __name__ == "__main__":
-    main()
+    compile_targets(rows_of, [*PLAIN_CASES, *CASES])

@@ -1,24 +1,20 @@
 """Compiles layers whose activations are rounded in 16 bits, for devices that are not there; as `aot_compile`.
 
-python tests/kernels/aot_emulated.py sm_90 [case ...]
+python tests/kernels/aot_emulated.py sm_90=mx_decode
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import torch
-import triton
 
 from moereg.backends.triton_moe import TritonEmulatedBatchedExperts, TritonEmulatedExperts
 from moereg.experts import ExpertInputs
-from moereg.kernels.launch import device as device_limits
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.weights import ExpertWeights
-from tests.kernels.aot_compile import TARGETS, OfflineDriver, compiling_only, describe
+from tests.kernels.aot_compile import compile_targets, compiling_only, describe
 
 # tokens, scheme, hidden, intermediate, whether global scales are given, and what else the problem says; in the batched
 # format tokens are max_T
@@ -63,22 +59,14 @@ def launch_layer(target: str, case: str) -> None:
     layer.apply(torch.empty_like(hidden_states), inputs, weights, *scratch)
 
 
-def main() -> None:
-    """Compiles the named cases (all without names) for one target."""
-    target, *cases = sys.argv[1:]
-    gpu, shared_bytes = TARGETS[target]
-    triton.runtime.driver.set_active(OfflineDriver(gpu, 0))
-    # There is no device to ask.
-    device_limits.max_shared_bytes = lambda device: shared_bytes  # type: ignore[assignment]
-    found: list[dict[str, Any]] = []
-    for case in cases or CASES:
-        with compiling_only() as compiled:
-            launch_layer(target, case)
-        # The others are the 16-bit layer's too.
-        names = ("_requantize_rows_kernel", "_gate_up_kernel", "_down_kernel")
-        found += [describe(target, case, *kernel) for kernel in compiled if kernel[0] in names]
-    print(json.dumps(found))
+def rows_of(target: str, case: str, shared_bytes: int, done: set[str]) -> list[dict[str, Any]]:
+    """What rounds, and products."""
+    with compiling_only(done) as compiled:
+        launch_layer(target, case)
+    # The others are the 16-bit layer's too.
+    names = ("_requantize_rows_kernel", "_gate_up_kernel", "_down_kernel")
+    return [describe(target, case, *kernel) for kernel in compiled if kernel[0] in names]
 
 
 if __name__ == "__main__":
-    main()
+    compile_targets(rows_of, list(CASES))

@@ -1,25 +1,21 @@
 """Compiles the Triton kernels of quantized weights and activations for devices that are not there; as `aot_compile`.
 
-python tests/kernels/aot_quantized.py sm_90 [case ...]
+python tests/kernels/aot_quantized.py sm_90=mx_decode
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import torch
-import triton
 
 from moereg.backends._triton import quantized
 from moereg.backends.triton_moe import TritonQuantizedBatchedExperts, TritonQuantizedExperts
 from moereg.experts import ExpertInputs
-from moereg.kernels.launch import device as device_limits
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.weights import ExpertWeights
-from tests.kernels.aot_compile import TARGETS, OfflineDriver, compiling_only, describe
+from tests.kernels.aot_compile import compile_targets, compiling_only, describe
 
 # tokens (rows an expert has room for), scheme, experts, top_k, hidden, intermediate, and what else the problem says
 CASES: dict[str, tuple[int, str, int, int, int, int, dict[str, Any]]] = {
@@ -91,25 +87,19 @@ def launch_layer(target: str, case: str) -> None:
     layer.apply(torch.empty_like(hidden_states), inputs, weights, *scratch)
 
 
-def main() -> None:
-    """Compiles the named cases (all without names) for one target."""
-    target, *cases = sys.argv[1:]
-    gpu, shared_bytes = TARGETS[target]
-    triton.runtime.driver.set_active(OfflineDriver(gpu, 0))
-    # There is no device to ask.
-    device_limits.max_shared_bytes = lambda device: shared_bytes  # type: ignore[assignment]
-    found: list[dict[str, Any]] = []
-    for case in cases or CASES:
-        with compiling_only() as compiled:
-            launch_layer(target, case)
-        for name, kernel in compiled:
-            # The others are the 16-bit layer's too.
-            if any(word in name for word in ("quantize", "amax", "coded")):
-                products = [line for line in kernel.asm.get("ptx", "").splitlines() if "mma" in line]
-                words = {word: sum(word in line for line in products) for word in KINDS}
-                found.append(describe(target, case, name, kernel) | {"products": words})
-    print(json.dumps(found))
+def rows_of(target: str, case: str, shared_bytes: int, done: set[str]) -> list[dict[str, Any]]:
+    """What rounds, and products, with the words that tell these apart."""
+    with compiling_only(done) as compiled:
+        launch_layer(target, case)
+    found = []
+    for name, kernel in compiled:
+        # The others are the 16-bit layer's too.
+        if any(word in name for word in ("quantize", "amax", "coded")):
+            products = [line for line in kernel.asm.get("ptx", "").splitlines() if "mma" in line]
+            words = {word: sum(word in line for line in products) for word in KINDS}
+            found.append(describe(target, case, name, kernel) | {"products": words})
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    compile_targets(rows_of, list(CASES))

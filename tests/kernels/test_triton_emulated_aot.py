@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kernels.aot_run import compile_all
 from tests.kernels.registers import register_bound
 
-SCRIPT = Path(__file__).parent / "aot_emulated.py"
+SCRIPT = "aot_emulated.py"
 FAST_CASES = {
     "sm_90": ("nvfp4_static_prefill",),
     "gfx942": ("nvfp4_decode",),
@@ -26,25 +22,6 @@ SLOW_CASES = {
 }
 # Rounding holds a row, or a kilobyte of one.
 MAX_REGISTERS_OF_ROWS = 96
-
-
-def compile_all(cases: dict[str, tuple[str, ...]]) -> dict[str, list[dict[str, Any]]]:
-    """The script's results by target."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[2]), environment.get("PYTHONPATH", "")])
-    rows = {}
-    for target, names in cases.items():
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), target, *names], env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, f"{target}:\n{done.stderr}"
-        rows[target] = json.loads(done.stdout)
-    return rows
-
-
-@pytest.fixture(scope="module")
-def slow() -> dict[str, list[dict[str, Any]]]:
-    return compile_all(SLOW_CASES)
 
 
 def check(rows: list[dict[str, Any]], cases: tuple[str, ...]) -> None:
@@ -64,10 +41,11 @@ def check(rows: list[dict[str, Any]], cases: tuple[str, ...]) -> None:
     "target", [target if target == "sm_90" else pytest.param(target, marks=pytest.mark.slow) for target in FAST_CASES]
 )
 def test_kernels_compile(target: str) -> None:
-    check(compile_all({target: FAST_CASES[target]})[target], FAST_CASES[target])
+    check(compile_all(SCRIPT, {target: FAST_CASES[target]})[target], FAST_CASES[target])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", SLOW_CASES)
-def test_more_shapes_compile(slow: dict[str, list[dict[str, Any]]], target: str) -> None:
-    check(slow[target], SLOW_CASES[target])
+@pytest.mark.timeout(900)
+def test_more_shapes_compile() -> None:
+    for target, rows in compile_all(SCRIPT, SLOW_CASES).items():
+        check(rows, SLOW_CASES[target])
