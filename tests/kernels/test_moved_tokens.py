@@ -63,12 +63,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_rooms_hold_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks; experts on both of them; ids that are none, and a token that names an expert three times."""
+    """Two ranks; experts on both of them; ids that are none, and tokens that name an expert twice until its room is full."""
     monkeypatch.setattr(rooms, "_COLUMNS", 32)
     problem = problem_of(**CASES[name])
     wire = PlainWire(problem) if problem.quant.activation is None else CodedWire(problem, problem.quant)
     seen = LowLatency.experts_problem_of(problem, GroupFacts(2, "gloo", "cpu"), "batched")
-    routes = [ids_of([3, 0], [0, 3], [7, 3]), ids_of([3, 3], [3, -1], [-(2**31), 2])]
+    routes = [ids_of([3, 0], [0, 3], [7, 3]), ids_of([3, 3], [-1, -(2**31)], [3, 3])]
     ranks = [
         LowLatency(problem, seen, Ranks(rank), PlacementTables(PLACEMENT, rank, DEVICE), wire)  # type: ignore[arg-type]
         for rank in range(2)
