@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_rooms_hold_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks; experts on both of them; ids that are none, and tokens that name an expert twice until its room is full."""
+    """Two ranks; experts on both; ids that are none; tokens that name an expert twice, until its room is full."""
     monkeypatch.setattr(rooms, "_COLUMNS", 32)
     problem = problem_of(**CASES[name])
     wire = PlainWire(problem) if problem.quant.activation is None else CodedWire(problem, problem.quant)
