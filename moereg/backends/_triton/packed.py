@@ -13,6 +13,7 @@ from moereg.backends._triton.packing import pack_matrices
 from moereg.experts import Experts
 from moereg.kernels.hopper.packed_config import MIN_PACKED_HOPPER_ROWS, select_packed_config
 from moereg.kernels.hopper.packed_gemm import MIN_DEPTH, packed_format
+from moereg.kernels.launch.flags import new_counters
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.sizes import WEIGHT_PAD
 from moereg.platforms import PlatformRule
@@ -34,6 +35,10 @@ class Packed(plain.Interleaved):
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
         self.packed_bits = self._format.bits
+        # Whether both products share a launch, by tokens; its counters, by device and routes, since a layer serves one
+        # stream at a time.
+        self._shares: dict[int, bool] = {}
+        self._counters: dict[tuple[torch.device, int], torch.Tensor] = {}
         # Those kernels read both operands from shared memory; packed weights have kernels of their own.
         self.has_hopper = False
 
@@ -61,6 +66,24 @@ class Packed(plain.Interleaved):
             **plain.permute_biases(weights, halves),
         }
         return PermutedWeights(self.layouts[0], per_expert)
+
+    def own_tensors(self, call: Call) -> tuple[torch.Tensor, ...]:
+        """The counters of a call whose products share a launch."""
+        tokens = call.inputs.hidden_states.shape[-2]
+        shares = self._shares.get(tokens)
+        if shares is None:
+            way = self.select(call)
+            ways_of_few = (ways.Single, ways.Direct, ways.Sorted)
+            shares = self._shares[tokens] = isinstance(way, ways_of_few) and way.configs.one_launch is not None
+        return (self.counters(call, call.inputs.topk_ids.numel()),) if shares else ()
+
+    def counters(self, call: Call, num_flags: int) -> torch.Tensor:
+        num_routes = call.inputs.topk_ids.numel()
+        assert num_flags <= num_routes, f"{num_flags} tiles of rows for {num_routes} routes"
+        key = (call.out.device, num_routes)
+        if key not in self._counters:
+            self._counters[key] = new_counters(num_routes, call.out.device)
+        return self._counters[key]
 
     def matrices(self, weights: PermutedWeights) -> tuple[ways.Weights, ways.Weights]:
         return self._matrix(weights, "w13"), self._matrix(weights, "w2")

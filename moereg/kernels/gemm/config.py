@@ -69,6 +69,21 @@ class GemvPair:
 
 
 @dataclass(frozen=True, slots=True)
+class OneLaunch:
+    """How the products share a launch, whose tiles wait for each other (`flagged.both_gemms`); no rule has it so far.
+
+    Attributes:
+        prefetch: blocks of 64 4-bit weights of a row that a waiting tile asks the L2 for, a power of two or 0.
+        tickets: whether programs take tasks in the order in which they start; else in that of their numbers.
+        registers: most of a thread; None: the compiler's choice.
+    """
+
+    prefetch: int = 0
+    tickets: bool = True
+    registers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GemmPair:
     """Configurations of both grouped GEMMs, with equal `block_m`.
 
@@ -76,11 +91,13 @@ class GemmPair:
         gate_up: the first GEMM's.
         down: the second's.
         sort_routes: whether rows come from a plan; else from `DirectRoutes`, for at most `block_m` tokens.
+        one_launch: how both products share one, for packed weights without tall tiles; None: two launches.
     """
 
     gate_up: GroupedGemmConfig
     down: GroupedGemmConfig
     sort_routes: bool = True
+    one_launch: OneLaunch | None = None
 
     @property
     def tall(self) -> int:
@@ -95,10 +112,12 @@ class SinglePair:
     Attributes:
         gate_up: the first product's, on `DirectRoutes`.
         down: the second's, whose slices the routes share.
+        one_launch: as of `GemmPair`.
     """
 
     gate_up: GroupedGemmConfig
     down: GroupedGemmConfig
+    one_launch: OneLaunch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

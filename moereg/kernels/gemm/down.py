@@ -13,7 +13,7 @@ from moereg.kernels.rows.block_map import load_num_tall
 from moereg.kernels.rows.tiles import RowArguments, claim_tile_of
 
 
-class _Down(NamedTuple):
+class Down(NamedTuple):
     """What every tile of the product reads and writes; see `down_gemm`.
 
     Attributes:
@@ -38,8 +38,8 @@ class _Down(NamedTuple):
 
 
 @triton.jit
-def _down_tile(tile, gemm, FORMAT: tl.constexpr, TILE: tl.constexpr):
-    """Multiplies and stores a `Tile`, of a `_Down`."""
+def down_tile(tile, gemm, FORMAT: tl.constexpr, TILE: tl.constexpr):
+    """Multiplies and stores a `Tile`, of a `Down`."""
     BLOCK_N: tl.constexpr = TILE.block_n
     matrices = gemm.matrices
     columns = tile.column_tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
@@ -123,7 +123,7 @@ def _down_kernel(
         block_end,
         num_blocks,
     )
-    gemm = _Down(
+    gemm = Down(
         out,
         intermediate,
         bias,
@@ -158,7 +158,7 @@ def _down_kernel(
             wait_for_previous(OVERLAP)
             release_next(OVERLAP)
             tile = claim_tile_of(rows, number, 0, first_block, tall_tiles_n, SORTED, SINGLE, TOP_K, BLOCK_TOP_K, TALL)
-            _down_tile(tile, gemm, FORMAT, TALL)
+            down_tile(tile, gemm, FORMAT, TALL)
             return
         number -= first_block * tall_tiles_n
         used_blocks -= first_block
@@ -173,4 +173,4 @@ def _down_kernel(
             return
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
-    _down_tile(tile, gemm, FORMAT, TILE)
+    down_tile(tile, gemm, FORMAT, TILE)

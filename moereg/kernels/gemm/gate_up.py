@@ -14,7 +14,7 @@ from moereg.kernels.rows.block_map import load_num_tall
 from moereg.kernels.rows.tiles import RowArguments, claim_tile_of
 
 
-class _GateUp(NamedTuple):
+class GateUp(NamedTuple):
     """What every tile of the product reads and writes; see `gate_up_gemm`.
 
     Attributes:
@@ -39,7 +39,7 @@ class _GateUp(NamedTuple):
 
 
 @triton.jit
-def _gate_up_tile(
+def gate_up_tile(
     tile,
     gemm,
     SORTED: tl.constexpr,
@@ -49,7 +49,7 @@ def _gate_up_tile(
     TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Multiplies, activates and stores a `Tile`, of a `_GateUp`."""
+    """Multiplies, activates and stores a `Tile`, of a `GateUp`."""
     BLOCK_N: tl.constexpr = TILE.block_n
     num_columns = gemm.matrices.num_columns
     columns = tile.column_tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
@@ -139,7 +139,7 @@ def _gate_up_kernel(
         block_end,
         num_blocks,
     )
-    gemm = _GateUp(
+    gemm = GateUp(
         out,
         hidden_states,
         bias,
@@ -173,7 +173,7 @@ def _gate_up_kernel(
         tall_tiles_n = tl.cdiv(num_columns, TALL.block_n)
         if number < first_block * tall_tiles_n:
             tile = claim_tile_of(rows, number, 0, first_block, tall_tiles_n, SORTED, SINGLE, TOP_K, BLOCK_TOP_K, TALL)
-            _gate_up_tile(tile, gemm, SORTED, TOP_K, ACTIVATION, FORMAT, TALL, OVERLAP)
+            gate_up_tile(tile, gemm, SORTED, TOP_K, ACTIVATION, FORMAT, TALL, OVERLAP)
             return
         number -= first_block * tall_tiles_n
         used_blocks -= first_block
@@ -184,4 +184,4 @@ def _gate_up_kernel(
     if not SORTED:
         if tile.expert < 0:
             return
-    _gate_up_tile(tile, gemm, SORTED, TOP_K, ACTIVATION, FORMAT, TILE, OVERLAP)
+    gate_up_tile(tile, gemm, SORTED, TOP_K, ACTIVATION, FORMAT, TILE, OVERLAP)
