@@ -161,7 +161,7 @@ def _both_kernel(
                     w13_stride_scale,
                     w13_stride_zero_point,
                 )
-                gemm = GateUp(
+                first = GateUp(
                     intermediate,
                     hidden_states,
                     w13_bias,
@@ -172,7 +172,7 @@ def _both_kernel(
                     w13_stride_bias,
                     stride_intermediate,
                 )
-                gate_up_tile(up, gemm, SORTED, TOP_K, ACTIVATION, UP_FORMAT, UP_TILE, OVERLAP)
+                gate_up_tile(up, first, SORTED, TOP_K, ACTIVATION, UP_FORMAT, UP_TILE, OVERLAP)
         raise_flag(flag)
     else:
         number -= up_tasks
@@ -228,7 +228,7 @@ def _both_kernel(
                         experts = tl.zeros([1], tl.int64) + down.expert
                         _prefetch_weights(matrices, experts, down.column_tile, PREFETCH, DOWN_TILE)
                 wait_for_flag(flag, target, count)
-                gemm = Down(
+                second = Down(
                     out,
                     intermediate,
                     w2_bias,
@@ -239,7 +239,7 @@ def _both_kernel(
                     w2_stride_bias,
                     stride_out,
                 )
-                down_tile(down, gemm, DOWN_FORMAT, DOWN_TILE)
+                down_tile(down, second, DOWN_FORMAT, DOWN_TILE)
         if not TICKETS:
             end_waiting(counters)
 
