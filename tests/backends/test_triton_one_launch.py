@@ -13,12 +13,12 @@ import triton.language as tl
 from moereg.backends._triton import packed, ways
 from moereg.backends.triton_moe import TritonPackedExperts
 from moereg.experts import ExpertInputs
-from moereg.kernels.gemm import config as table
-from moereg.kernels.gemm.config import PACKED_RULES, GemmPair, GroupedGemmConfig, OneLaunch, SinglePair
+from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig, OneLaunch, SinglePair
 from moereg.kernels.launch.flags import flag_of, flag_value, new_counters, raise_flag, take_ticket, wait_for_flag
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
+from moereg.shapes import get_shape
 from moereg.testing.cases import default_device
 from moereg.testing.interpreter import patch_interpreter
 from moereg.tolerances import tolerance
@@ -80,6 +80,8 @@ def test_one_launch_gives_the_bits_of_two(
     def run(chosen: GemmPair | SinglePair, rounds: int) -> list[torch.Tensor]:
         """Outputs of calls of one layer, each with other routes."""
         monkeypatch.setattr("moereg.kernels.gemm.config.select_config", lambda *_, **__: chosen)
+        # As the interpreter does, which runs them one after another.
+        monkeypatch.setattr("moereg.kernels.launch.device.starts_in_order", lambda _device: True)
         experts = TritonPackedExperts(problem, SM90)
         permuted = experts.permute_weights(weights, problem)
         outs = []
@@ -129,9 +131,41 @@ def test_flags_only_grow_and_may_wrap(flag_before: int) -> None:
         out.zero_()
 
 
-def test_no_rule_shares_a_launch_so_far() -> None:
-    assert all(isinstance(rule.configs, (GemmPair, SinglePair)) for rule in PACKED_RULES)
-    assert not any(rule.configs.one_launch for rule in PACKED_RULES if not isinstance(rule.configs, table.GemvPair))
+@pytest.mark.parametrize(
+    ("model", "num_tokens", "way", "columns", "shares"),
+    [
+        ("gpt-oss-120b", 1, ways.Single, 32, False),
+        ("gpt-oss-120b", 2, ways.Direct, 64, False),
+        ("gpt-oss-120b", 3, ways.Direct, 128, True),
+        ("gpt-oss-120b", 4, ways.Direct, 128, True),
+        ("gpt-oss-120b", 5, ways.Direct, 128, False),
+        ("gpt-oss-120b", 9, ways.Sorted, 128, True),
+        ("gpt-oss-120b", 16, ways.Sorted, 128, True),
+        ("gpt-oss-120b", 17, ways.Sorted, 128, False),
+        ("qwen3-30b-a3b", 4, ways.Direct, 128, False),
+        ("qwen3-30b-a3b", 16, ways.Sorted, 128, True),
+        ("mixtral-8x7b", 2, ways.Direct, 64, False),
+        ("mixtral-8x7b", 4, ways.Direct, 128, False),
+        ("mixtral-8x7b", 16, ways.Sorted, 128, True),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int8_w8a16"])
+def test_which_calls_share_a_launch(
+    scheme: str, model: str, num_tokens: int, way: type, columns: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that an H200 runs faster: weights of 4 bits, where programs start in the order of their numbers."""
+    problem = MoEProblem(**(get_shape(model).problem_keywords() | {"quant": scheme}))
+    rows = torch.empty(num_tokens, problem.hidden_size, dtype=torch.bfloat16)
+    bits = 8 if scheme == "int8_w8a16" else 4
+    for in_order in (True, False):
+        monkeypatch.setattr("moereg.kernels.launch.device.starts_in_order", lambda _device, answer=in_order: answer)
+        chosen = ways.select(problem, rows, num_tokens * problem.top_k / problem.num_experts, bits)
+        assert isinstance(chosen, way)
+        if bits == 8:
+            columns = 32 if num_tokens == 1 else 128
+        assert chosen.configs.gate_up.block_n == columns
+        assert (chosen.configs.one_launch is not None) == (shares and in_order and bits == 4)
+        assert chosen.configs.gate_up.tall is None or not chosen.configs.one_launch
 
 
 def test_calls_of_another_number_of_tokens_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ Sizes: T tokens, K choices of each, N = T * K routes, H hidden size, I_pad padde
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,6 +90,9 @@ def select(
     configs = _select_config(hidden_states.shape[0], rows_per_expert, hidden_states, packed_bits, single=single)
     if isinstance(configs, GemvPair):
         return Gemv(configs)
+    shares = configs.one_launch
+    if shares is not None and not shares.tickets and not limits.starts_in_order(hidden_states.device):
+        configs = dataclasses.replace(configs, one_launch=None)
     if isinstance(configs, SinglePair):
         return Single(configs)
     configs = _fit(configs, problem, hidden_states, rows_per_expert, packed_bits)

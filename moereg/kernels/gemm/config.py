@@ -70,7 +70,7 @@ class GemvPair:
 
 @dataclass(frozen=True, slots=True)
 class OneLaunch:
-    """How the products share a launch, whose tiles wait for each other (`flagged.both_gemms`); no rule has it so far.
+    """How the products share a launch, whose tiles wait for each other (`flagged.both_gemms`).
 
     Attributes:
         prefetch: blocks of 64 4-bit weights of a row that a waiting tile asks the L2 for, a power of two or 0.
@@ -128,13 +128,15 @@ class ConfigRule:
         element_bytes: bytes of an activation.
         configs: of both products.
         max_tokens: the rule applies up to this number of tokens,
-        max_rows_per_expert: and up to this average of rows per expert.
+        max_rows_per_expert: and up to this average of rows per expert,
+        max_packed_bits: and for packed weights of up to so many bits.
     """
 
     element_bytes: int
     configs: GemvPair | SinglePair | GemmPair
     max_tokens: float = math.inf
     max_rows_per_expert: float = math.inf
+    max_packed_bits: int = 8
 
 
 # First match counts. A tile holds all rows of nearly every expert up to 128 rows (the average and two to three times
@@ -263,6 +265,39 @@ PACKED_RULES = (
             ),
         ),
     ),
+    # Two tokens name so few experts that more, narrower tiles pay: 1 to 10 % (mxfp4 and int4). From four on they lose.
+    ConfigRule(
+        element_bytes=2,
+        max_tokens=2,
+        max_packed_bits=4,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=8, block_n=64, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=8, block_n=64, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+            sort_routes=False,
+        ),
+    ),
+    # One launch where it pays: 7 % of gpt-oss-120b at four tokens (0.13 rows an expert), 2 to 8 % at 16 tokens. At four
+    # tokens Qwen3-30B-A3B (0.25) gains nothing, and Mixtral-8x7B (1.0) loses 11 %.
+    ConfigRule(
+        element_bytes=2,
+        max_tokens=4,
+        max_rows_per_expert=0.15,
+        max_packed_bits=4,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=8, block_n=128, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=8, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+            sort_routes=False,
+            one_launch=OneLaunch(prefetch=8, tickets=False),
+        ),
+    ),
     ConfigRule(
         element_bytes=2,
         max_tokens=8,
@@ -274,6 +309,21 @@ PACKED_RULES = (
                 block_m=8, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
             ),
             sort_routes=False,
+        ),
+    ),
+    ConfigRule(
+        element_bytes=2,
+        max_tokens=16,
+        max_rows_per_expert=5,
+        max_packed_bits=4,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=8, block_n=128, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=8, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+            one_launch=OneLaunch(prefetch=8, tickets=False),
         ),
     ),
     # Excluded in the batched format, where tiles of 8 rows were not timed.
@@ -381,6 +431,7 @@ def select_config(
             element_bytes == rule.element_bytes
             and num_tokens <= rule.max_tokens
             and rows_per_expert <= rule.max_rows_per_expert
+            and (packed_bits or 0) <= rule.max_packed_bits
         ):
             configs = rule.configs
             if isinstance(configs, GemvPair):

@@ -34,3 +34,12 @@ def can_overlap(device: torch.device) -> bool:
         return False
     target = triton.runtime.driver.active.get_current_target()
     return bool(target.backend == "cuda" and target.arch >= 90)
+
+
+def starts_in_order(device: torch.device) -> bool:
+    """Whether programs may wait for programs of lower number: these have started by then, so that they end.
+
+    NVIDIA does not promise it, but its own library relies on it: the scan of CUB gives the blocks of a launch their
+    tiles by number, and each waits for those before it. Here it is used where it was run, on compute capability 9.0 on.
+    """
+    return can_overlap(device)
