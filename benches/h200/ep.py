@@ -2,8 +2,8 @@
 
 `python -m benches.h200.ep OUT.json SECONDS [NAME...]` starts a process a GPU. Each row is that of `moereg bench --ep`:
 the call against one rank with as many experts and routes, and against the bare collectives of the same bytes. A row
-that hangs or ends its process is told, and the others go on in new processes. Parts are `first`, `more`, `zipf`, `room`
-and `symmetric`, in this order; all where none is named. Names of ways and of layers leave out the others.
+that hangs or ends its process is told, and the others go on in new processes. Parts are `first`, `more`, `zipf`,
+`sums`, `room` and `symmetric`, in this order; all where none is named. Names of ways and layers leave out others.
 """
 
 from __future__ import annotations
@@ -54,9 +54,6 @@ class Item(NamedTuple):
     ways: tuple[str, ...]
 
 
-PARTS: Final = ("first", "more", "zipf", "room", "symmetric")
-
-
 def items(names: tuple[str, ...]) -> list[Item]:
     """Everything that is named, what matters most first."""
     both, found = ("all_gather", "all_to_all"), []
@@ -72,9 +69,8 @@ def items(names: tuple[str, ...]) -> list[Item]:
         found += [Item("room", layer, tokens, "uniform", ("low_latency",)) for layer in LAYERS]
     for tokens in (64, 1, 1024, 8192):
         found += [Item("symmetric", layer, tokens, "uniform", ("low_latency_symmetric",)) for layer in LAYERS]
-    parts, layers = ([name for name in names if name in group] or group for group in (PARTS, LAYERS))
-    known = {way for item in found for way in item.ways}
-    ways = [name for name in names if name in known] or known
+    groups = {item.part for item in found}, set(LAYERS), {way for item in found for way in item.ways}
+    parts, layers, ways = (group.intersection(names) or group for group in groups)
     found = [item._replace(ways=tuple(way for way in item.ways if way in ways)) for item in found]
     return [item for item in found if item.ways and item.part in parts and item.layer in layers]
 
