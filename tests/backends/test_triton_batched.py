@@ -1,6 +1,6 @@
 """The batched format of the Triton backend against torch: interpreted on a CPU, compiled where there is a CUDA device.
 
-Tolerances as in `test_triton_kernels`; two roundings, of the intermediate and of the output.
+Tolerances as in `triton_cases`; two roundings, of the intermediate and of the output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moereg.kernels.sizes import SPREAD_HEAVY
 from moereg.problem import MoEProblem
 from moereg.testing.interpreter import patch_interpreter
 from moereg.weights import ExpertWeights, PermutedWeights
-from tests.kernels.test_triton_kernels import (
+from tests.kernels.triton_cases import (
     BF16,
     DEVICE,
     FP16,

@@ -54,7 +54,7 @@ from tests.backends.test_triton_quantized import (
     select,
 )
 from tests.backends.test_triton_quantized_batched import Batches, batched_problem
-from tests.kernels.test_triton_kernels import Guarded
+from tests.kernels.triton_cases import Guarded
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
 pytestmark = [

@@ -47,7 +47,7 @@ from tests.backends.test_triton_quantized import (
     row_format,
     select,
 )
-from tests.kernels.test_triton_kernels import Guarded, on_gpu
+from tests.kernels.triton_cases import Guarded, on_gpu
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
 pytestmark = [

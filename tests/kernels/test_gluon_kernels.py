@@ -1,6 +1,6 @@
 """The Gluon kernels against torch, on a Hopper GPU only: Gluon has no interpreter.
 
-Tolerances as in `test_triton_kernels`: each kernel rounds once.
+Tolerances as in `triton_cases`: each kernel rounds once.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
 from moereg.testing.interpreter import patch_interpreter
 from moereg.tuning.inputs import random_weights
-from tests.kernels.test_triton_kernels import BF16, DEVICE, FP16, SM90, Guarded, bound, make_problem, random
+from tests.kernels.triton_cases import BF16, DEVICE, FP16, SM90, Guarded, bound, make_problem, random
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
