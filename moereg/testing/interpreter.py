@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -142,6 +143,9 @@ def patch_interpreter() -> None:
     builder.create_fma = create_fma
     builder.create_splat = create_splat
     interpreter._convert_float = convert_float
+    # It computes sums and products of short integers in 64 bits too, and says which overflow where it debugs alone.
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
     _keep_what_is_made_again(interpreter)
     _patch_once_a_launch(interpreter)
 
@@ -159,6 +163,8 @@ def _keep_what_is_made_again(interpreter: Any) -> None:
         language.block_type.__init__,
         language.tensor.__init__,
     )
+    semantic: Any = type(interpreter.interpreter_semantic)
+    broadcast = semantic.broadcast_impl_value
     dtypes: dict[str, Any] = {}
     blocks: dict[object, dict[str, Any]] = {}
 
@@ -175,7 +181,7 @@ def _keep_what_is_made_again(interpreter: Any) -> None:
             self.__dict__.update(blocks[key])
             return
         make_block(self, element_ty, shape)
-        self._of_tensors = {}
+        self._of_tensors, self._sizes = {}, key[2]
         blocks[key] = self.__dict__
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
@@ -189,7 +195,14 @@ def _keep_what_is_made_again(interpreter: Any) -> None:
         if kept is not None and vars(self).keys() == {"handle", "type", "shape", "numel", "dtype"}:
             kept.update(shape=self.shape, numel=self.numel, dtype=self.dtype)
 
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        sizes = vars(lhs.type).get("_sizes")
+        if sizes is not None and sizes == vars(rhs.type).get("_sizes"):
+            return lhs, rhs  # As it would, after looking at each size.
+        return tuple(broadcast(self, lhs, rhs))
+
     interpreter._get_np_dtype = get_np_dtype
+    semantic.broadcast_impl_value = broadcast_impl_value
     language.block_type.__init__ = init_block
     language.tensor.__init__ = init_tensor
 

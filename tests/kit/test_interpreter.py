@@ -131,3 +131,26 @@ def test_dtypes_of_numpy_are_those_of_types() -> None:
         for element, name in ((tl.bfloat16, "uint16"), (tl.int1, "bool"), (tl.pointer_type(tl.int8), "uint64")):
             for dtype in (element, tl.block_type(element, [4])):
                 assert interpreter._get_np_dtype(dtype) == name
+
+
+def _add(out, x, y):  # type: ignore[no-untyped-def]
+    rows, columns = tl.arange(0, 4), tl.arange(0, 2)
+    total = tl.load(x + rows)[:, None] + tl.load(y + columns)[None, :]
+    tl.static_assert(total.shape[1] == 2)
+    tl.store(out + rows[:, None] * 2 + columns[None, :], total + total)
+
+
+def test_sums_broadcast_and_wrap_and_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = []
+    create_add = interpreter.InterpreterBuilder.create_add
+
+    def count(self: Any, left: Any, right: Any) -> Any:
+        widths.append(left.data.itemsize)
+        return create_add(self, left, right)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_add", count)
+    x, y = torch.tensor([1, 2**30, -5, 0], dtype=torch.int32), torch.tensor([3, -7], dtype=torch.int32)
+    out = torch.zeros(4, 2, dtype=torch.int32)
+    interpreter.InterpretedFunction(_add)[(1,)](out, x, y)
+    assert torch.equal(out, 2 * (x[:, None] + y[None, :]))
+    assert widths == [4, 4]  # Addresses have an operation of their own.

@@ -73,4 +73,11 @@ MUTANTS: Final = (
         new="            if patched[-1]:\n",
         tests=("tests/kit/test_interpreter.py::test_a_device_function_patches_what_its_kernel_does_not_see",),
     ),
+    Mutant(
+        "the interpreter broadcasts nothing",
+        "moereg/testing/interpreter.py",
+        old='if sizes is not None and sizes == vars(rhs.type).get("_sizes"):',
+        new='if sizes is not None and "_sizes" in vars(rhs.type):',
+        tests=("tests/kit/test_interpreter.py::test_sums_broadcast_and_wrap_and_are_computed_once",),
+    ),
 )
