@@ -103,14 +103,14 @@ def check(target: str, rows: list[dict[str, Any]], num_expected: int) -> None:
             assert row["spill_bytes"] <= spill_bound(MAX_SPILL_BYTES_SM90.get(key, 0)), row
 
 
-# Each takes 10 s. The GPUs that most people have are quick; the slow tests run the others.
+# The GPUs that most people have are quick; the slow tests run the others.
 @pytest.mark.parametrize(
-    "target",
-    [target if target in ("sm_90", "sm_100") else pytest.param(target, marks=pytest.mark.slow) for target in TARGETS],
+    "targets", [("sm_90", "sm_100"), pytest.param(("sm_80", "gfx942"), marks=pytest.mark.slow)], ids="-".join
 )
-def test_kernels_compile(target: str) -> None:
-    # Eleven and three kernels plan, copy and reduce, eight read; every other case is two GEMMs.
-    check(target, compile_all(SCRIPT, {target: FAST_CASES})[target], 11 + 3 + 8 + 2 * (len(FAST_CASES) - 3))
+def test_kernels_compile(targets: tuple[str, ...]) -> None:
+    for target, rows in compile_all(SCRIPT, dict.fromkeys(targets, FAST_CASES)).items():
+        # Eleven and three kernels plan, copy and reduce, eight read; every other case is two GEMMs.
+        check(target, rows, 11 + 3 + 8 + 2 * (len(FAST_CASES) - 3))
 
 
 @pytest.mark.slow
