@@ -38,13 +38,19 @@ def kind_of(scheme: str) -> str:
 
 
 def board_comparisons() -> list[Comparison]:
-    """Of the H200's board: the judged rows of all its files.
+    """Of the H200's board: the judged rows of all its files; those of an earlier commit where the board's has none.
 
     Raises:
         FileNotFoundError: There is none.
     """
-    files = rows.documents("h200").items()
-    return compare.judged(one for name, document in files for one in compare.of_board(document, name))
+    files = rows.documents("h200")
+    commit = next(iter(files.values())).get("commit")
+    of_commit: dict[bool, list[Comparison]] = {True: [], False: []}
+    for name, document in files.items():
+        of_commit[document.get("commit") == commit] += compare.of_board(document, name)
+    newest = compare.judged(of_commit[True])
+    places = {one.place for one in newest}
+    return compare.judged([*newest, *(one for one in of_commit[False] if one.place not in places)])
 
 
 def wheels_comparisons() -> list[Comparison]:
@@ -272,8 +278,10 @@ def elsewhere_table() -> str:
 def _sources() -> str:
     """The files of the board, with the machine and the commit of each."""
     files = rows.documents("h200").items()
+    commit = _first_of_board().get("commit")
     return "\n".join(
         f"- `{name}`: {document['device']}, commit {str(document.get('commit') or 'unknown')[:12]}, {document['date']}"
+        + ("" if document.get("commit") == commit else "; its rows count where the others have none")
         for name, document in files
     )
 

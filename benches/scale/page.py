@@ -19,6 +19,8 @@ CASES: Final = (("uniform", False), ("zipf", False), ("zipf", True))
 """Routing, and whether experts were balanced by their loads with replicas."""
 _TOKENS: Final = (1, 16, 64, 256, 1024, 8192)
 _MEASURED: Final = "h200_ep.json"
+_MEASURED_BEFORE: Final = "h200_ep_*.json"
+"""Of earlier code: rows that the file above lacks."""
 _FLOORS: Final = {"qwen3-30b-a3b": 1.35, "gpt-oss-120b": 1.25, "deepseek-v3": 1.2}
 
 
@@ -174,44 +176,64 @@ def predictions_table() -> str:
                     ]
                 )
     header = ["layer", "T a rank", "way", "experts alone us", "bare collectives us", "predicted us", "over alone"]
-    return table([*header, "measured us", "over alone", "measured / predicted"], lines)
+    return table([*header, "measured us", "over alone", "measured / predicted", "commit"], lines)
 
 
 def _measured_cells(row: dict[str, Any] | None, predicted: float) -> list[str]:
     if row is None:
-        return ["not measured", "", ""]
+        return ["not measured", "", "", ""]
+    commit = f"`{row['commit'][:7]}`"
     if row["time_us"] is None:
-        return [row["failure"] or "wrong", "", ""]
+        return [row["failure"] or "wrong", "", "", commit]
     over = f"{row['time_us'] / row['one_rank_us']:.2f}" if row.get("one_rank_us") else ""
-    return [f"{row['time_us']:,.0f}", over, f"{row['time_us'] / predicted:.2f}"]
+    return [f"{row['time_us']:,.0f}", over, f"{row['time_us'] / predicted:.2f}", commit]
 
 
 def _measurements() -> dict[tuple[str, str, str, int], dict[str, Any]]:
-    """Rows of stored benches over two ranks under uniform routing, by layer, scheme, way and tokens a rank."""
-    path = RESULTS / _MEASURED
-    if not path.exists():
-        return {}
+    """Rows of stored benches over two ranks under uniform routing, by layer, scheme, way and tokens a rank.
+
+    A row has the `commit` of its file. Those of the newest file count.
+    """
     found = {}
-    for bench in json.loads(path.read_text(encoding="utf-8"))["benches"]:
-        if bench["ranks"] != 2 or bench["balanced"]:
+    for path in (*sorted(RESULTS.glob(_MEASURED_BEFORE)), RESULTS / _MEASURED):
+        if not path.exists():
             continue
-        for row in bench["rows"]:
-            if row["routing"] == "uniform":
-                name = row["way"].replace("_symmetric", ", symmetric").replace("_sums", ", sums")
-                if "float8" in row["wire"] and "symmetric" not in name:
-                    name += ", fp8"
-                found[bench["model"], bench["problem"]["quant"], name, row["tokens"]] = row
+        document = json.loads(path.read_text(encoding="utf-8"))
+        for bench in document["benches"]:
+            if bench["ranks"] != 2 or bench["balanced"]:
+                continue
+            for row in bench["rows"]:
+                if row["routing"] == "uniform":
+                    name = row["way"].replace("_symmetric", ", symmetric").replace("_sums", ", sums")
+                    if "float8" in row["wire"] and "symmetric" not in name:
+                        name += ", fp8"
+                    key = bench["model"], bench["problem"]["quant"], name, row["tokens"]
+                    found[key] = {**row, "commit": document["commit"]}
     return found
 
 
 def floors_table() -> str:
-    """What was asked of two ranks at 8,192 tokens each, and what is predicted of the best way."""
+    """What was asked of two ranks at 8,192 tokens each, predicted of the best way, and the best that was measured."""
     lines = []
+    measured = _measurements()
     for layer in LAYERS:
         name, time = next(iter(best(layer, 2, 8192, "uniform", balanced=False).items()))
-        floor = _FLOORS[layer.model]
-        lines.append([layer.name, name, f"{time / alone(layer, 2, 8192):.2f}", f"{floor:.2f}"])
-    return table(["layer", "best way", "predicted over alone", "at most"], lines)
+        ran = [
+            (row["time_us"] / row["one_rank_us"], key[2])
+            for key, row in measured.items()
+            if key[:2] == (layer.model, layer.quant) and key[3] == 8192 and row["time_us"]
+        ]
+        over, way = min(ran, default=(None, ""))
+        lines.append(
+            [
+                layer.name,
+                name,
+                f"{time / alone(layer, 2, 8192):.2f}",
+                f"{_FLOORS[layer.model]:.2f}",
+                "not measured" if over is None else f"{over:.2f}, {way}",
+            ]
+        )
+    return table(["layer", "best way", "predicted over alone", "at most", "measured"], lines)
 
 
 def ways_table() -> str:

@@ -38,9 +38,9 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     return tmp_path
 
 
-def store(folder: pathlib.Path, *found: dict[str, Any], name: str = "board_h200.json") -> pathlib.Path:
+def store(folder: pathlib.Path, *found: dict[str, Any], name: str = "board_h200.json", **head: object) -> pathlib.Path:
     path = folder / name
-    path.write_text(json.dumps({**HEAD, "rows": [*found]}))
+    path.write_text(json.dumps({**HEAD, **head, "rows": [*found]}))
     return path
 
 
@@ -63,6 +63,16 @@ def test_a_row_of_two_processes_is_judged_by_the_worse_one(folder: pathlib.Path)
     # Not 55 / 100, and not the better 1.2; where ours did not run there is no ratio to it.
     assert (one.ratio, one.best and one.best.name) == (1.1, "sonic")
     assert (alone.ratio, alone.best) == (None, None)
+
+
+def test_rows_of_an_earlier_commit_count_where_the_board_has_none(folder: pathlib.Path) -> None:
+    store(folder, row(result("triton", 100.0), result("other", 120.0)), commit="new")
+    older = row(result("triton", 200.0), result("other", 120.0))
+    alone = row(result("triton", 20.0), result("other", 10.0), tokens=1)
+    store(folder, older, alone, name="board_h200_old.json", commit="old")
+    assert {one.place.tokens: one.ratio for one in peers.board_comparisons()} == {64: 1.2, 1: 0.5}
+    sources = [line for line in lines("peers_groups") if line.startswith("- `board")]
+    assert [line.endswith("; its rows count where the others have none") for line in sources] == [False, True]
 
 
 def test_ours_is_what_a_user_gets_and_variants_are_no_peers(folder: pathlib.Path) -> None:

@@ -106,16 +106,23 @@ def test_a_measurement_stands_beside_its_prediction(monkeypatch: pytest.MonkeyPa
     rows.append({**row, "way": "all_to_all", "time_us": None, "failure": "BackendError: lost"})
     rows.append({**row, "way": "low_latency_symmetric", "time_us": None, "failure": "no NVSHMEM"})
     bench = {"model": QWEN.model, "problem": {"quant": QWEN.quant}, "ranks": 2, "balanced": False, "rows": rows}
-    (tmp_path / "h200_ep.json").write_text(json.dumps({"benches": [bench]}))
+    (tmp_path / "h200_ep.json").write_text(json.dumps({"commit": "c0ffee1234", "benches": [bench]}))
+    # Of earlier code: a row that is measured again, and one that is not.
+    older = [{**row, "time_us": 1.0}, {**row, "tokens": 1, "time_us": 77.0, "one_rank_us": 70.0}]
+    before = {"commit": "badcafe567", "benches": [{**bench, "rows": older}]}
+    (tmp_path / "h200_ep_badcafe.json").write_text(json.dumps(before))
     monkeypatch.setattr(page, "RESULTS", tmp_path)
     lines = page.predictions_table().splitlines()
     (gathered,) = (line for line in lines if "bf16 | 64 | all_gather |" in line)
-    assert gathered.endswith(f"| {1.1 * total:,.0f} | 2.20 | 1.10 |")
+    assert gathered.endswith(f"| {1.1 * total:,.0f} | 2.20 | 1.10 | `c0ffee1` |")
+    (joined,) = (line for line in lines if "bf16 | 1 | all_gather |" in line)
+    assert "| 77 | 1.10 |" in joined
+    assert joined.endswith("`badcafe` |")
     (sent,) = (line for line in lines if "bf16 | 64 | all_to_all |" in line)
     assert "BackendError: lost" in sent
     (alike,) = (line for line in lines if "bf16 | 64 | low_latency, symmetric |" in line)
     assert "no NVSHMEM" in alike
-    assert sum("not measured" in line for line in lines) == len(lines) - 5
+    assert sum("not measured" in line for line in lines) == len(lines) - 6
 
 
 def test_the_picture_is_that_of_the_model(tmp_path: pathlib.Path) -> None:
