@@ -234,9 +234,12 @@ def summary_table(found: Sequence[Comparison], missing: Sequence[Place], documen
         lines.append([name, mean, worst.partition(" ")[0], f"{lost} of {len(own)}"])
     peers = sorted({peer.name.partition(" (")[0] for one in found for peer in one.peers})
     filled = table(["rows", "time of the fastest other / ours, mean", "worst", "rows lost"], lines)
-    text = f"Others are {', '.join(f'`{name}`' for name in peers)}. {document['device']}, {document['date']}"
     total = len(compare.planned(GPU_LAYERS))
-    text += f"; {total - len(missing)} of the {total} planned rows are measured."
+    files = rows.documents("h200")
+    dates = collections.Counter(str(files[one.own.process.partition(":")[0]]["date"]) for one in found)
+    counted = " and ".join(f"{count} on {date}" for date, count in sorted(dates.items(), reverse=True))
+    text = f"Others are {', '.join(f'`{name}`' for name in peers)}. {document['device']}; of the {total} planned rows "
+    text += f"{total - len(missing)} are measured: {counted}, each with moereg as it was then."
     return f"{filled}\n\n{_wrapped(text)}"
 
 

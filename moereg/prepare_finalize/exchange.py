@@ -212,8 +212,8 @@ def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
 def rounded_rows(count: int, most: int | None) -> int:
     """A number of rows not much above `count`, of which there are few, so that calls find launches recorded.
 
-    At most an eighth more, and at most `most`, of which `count` is none more.
+    At most an eighth more, and at most `most`, unless `count` is more: tokens may name an expert twice.
     """
     step = 1 << max(0, count.bit_length() - 4)
     rows = -(-count // step) * step
-    return rows if most is None else min(rows, most)
+    return rows if most is None else max(count, min(rows, most))

@@ -82,6 +82,7 @@ def test_one_launch_gives_the_bits_of_two(
         monkeypatch.setattr("moereg.kernels.gemm.config.select_config", lambda *_, **__: chosen)
         # As the interpreter does, which runs them one after another.
         monkeypatch.setattr("moereg.kernels.launch.device.starts_in_order", lambda _device: True)
+        monkeypatch.setattr(packed, "_SHARES_LAUNCHES", True)
         experts = TritonPackedExperts(problem, SM90)
         permuted = experts.permute_weights(weights, problem)
         outs = []
@@ -174,6 +175,7 @@ def test_calls_of_another_number_of_tokens_have_counters_of_their_own(monkeypatc
     )
     shared = GemmPair(TILE, TILE, sort_routes=False, one_launch=OneLaunch())
     monkeypatch.setattr("moereg.kernels.gemm.config.select_config", lambda *_, **__: shared)
+    monkeypatch.setattr(packed, "_SHARES_LAUNCHES", True)
     experts = packed.Standard(TritonPackedExperts(problem, SM90))
 
     def tensors(num_tokens: int) -> tuple[torch.Tensor, ...]:
@@ -187,3 +189,22 @@ def test_calls_of_another_number_of_tokens_have_counters_of_their_own(monkeypatc
     assert three is again
     assert three is not five
     assert (three.numel(), five.numel()) == (32 * 7, 32 * 11)
+    monkeypatch.setattr(packed, "_SHARES_LAUNCHES", False)
+    assert tensors(2) == ()
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_no_call_shares_a_launch_so_far(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the rules say."""
+    num_tokens, configs = PAIRS[pair]
+    shared = dataclasses.replace(configs, one_launch=OneLaunch())
+    monkeypatch.setattr("moereg.kernels.gemm.config.select_config", lambda *_, **__: shared)
+    problem = MoEProblem(
+        num_experts=4, top_k=2, hidden_size=64, intermediate_size=64, dtype="bfloat16", quant="mxfp4_w4a16"
+    )
+    rows = torch.empty(num_tokens, 64, dtype=torch.bfloat16)
+    ids = torch.zeros(num_tokens, 2, dtype=torch.int32)
+    inputs = ExpertInputs(rows, ids.float(), ids)
+    call: Any = packed.Call(rows, inputs, None, rows, rows)  # type: ignore[arg-type]
+    way: Any = packed.Standard(TritonPackedExperts(problem, SM90)).select(call)
+    assert way.configs == configs

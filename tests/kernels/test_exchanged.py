@@ -40,13 +40,16 @@ def calls(draw: st.DrawFn) -> tuple[PlacementTables, torch.Tensor, RowLayout]:
 
 
 @hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
-@hypothesis.given(calls())
-def test_rows_are_those_of_torch(call: tuple[PlacementTables, torch.Tensor, RowLayout]) -> None:
+@hypothesis.given(calls(), st.sampled_from((0, 1, 2)))
+def test_rows_are_those_of_torch(call: tuple[PlacementTables, torch.Tensor, RowLayout], first_byte: int) -> None:
+    """Also of columns that begin at any byte, as views may."""
     tables, ids, layout = call
     num_ranks, num_tokens = tables.placement.num_ranks, len(ids)
     generator = torch.Generator().manual_seed(num_tokens)
     columns = tuple(
-        torch.randint(256, (num_tokens, width), generator=generator, dtype=torch.uint8).to(DEVICE)
+        torch.randint(256, (first_byte + num_tokens * width,), generator=generator, dtype=torch.uint8)
+        .to(DEVICE)[first_byte:]
+        .view(num_tokens, width)
         for width in layout.widths
     )
     weights = torch.rand(ids.shape, generator=generator).to(DEVICE) if layout.has_weights else None
@@ -108,6 +111,7 @@ def test_few_sizes_are_rounded_to() -> None:
         assert count <= rounded_rows(count, None) <= count * 9 / 8
     assert len({rounded_rows(count, None) for count in range(1024, 2049)}) == 9
     assert rounded_rows(1025, 1030) == 1030
+    assert rounded_rows(1040, 1030) == 1040
 
 
 def test_a_row_says_where_its_parts_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import ClassVar, Final
 
 import torch
@@ -22,6 +23,13 @@ from moereg.weights import ExpertWeights, PermutedWeights
 
 _MATRICES: Final = ("w13", "w2")
 _PARTS: Final = ("group_scale", "zero_point", "row_scale")
+
+_SHARES_LAUNCHES: Final = False
+"""Whether calls may take the rules' `OneLaunch`.
+
+Not before counters are safe in all calls: those that a first, captured call makes belong to its graph, and copies of a
+layer that run on two streams would share them.
+"""
 
 
 class Packed(plain.Interleaved):
@@ -131,7 +139,16 @@ class Standard(Packed, plain.Standard):
             and hidden_states.shape[0] * hidden_states.stride(0) < 2**31
         ):
             return HopperPacked(select_packed_config(rows_per_expert))
-        return super().select(call)
+        way = super().select(call)
+        return way if _SHARES_LAUNCHES else _in_two_launches(way)
+
+
+def _in_two_launches(way: ways.PlainWay) -> ways.PlainWay:
+    if isinstance(way, ways.Single):
+        return ways.Single(dataclasses.replace(way.configs, one_launch=None))
+    if isinstance(way, (ways.Direct, ways.Sorted)):
+        return type(way)(dataclasses.replace(way.configs, one_launch=None))
+    return way
 
 
 class Batched(Packed, plain.Batched):

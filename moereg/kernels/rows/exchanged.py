@@ -255,6 +255,8 @@ def pack_tokens(
     if num_tokens == 0:
         return sent, home_row
     weights = None if topk_weights is None else topk_weights.contiguous().view(torch.int32)
+    # Bytes of a caller's tokens may begin where no word does.
+    columns = tuple(column if column.data_ptr() % words.word == 0 else column.clone() for column in columns)
     given = (sent, home_row, *placed, topk_ids, weights, *columns)
 
     def launches() -> None:
