@@ -22,7 +22,7 @@ from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, block
 from moereg.kernels.sizes import SPREAD_HEAVY
 from moereg.problem import MoEProblem
 from moereg.testing.interpreter import patch_interpreter
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights import PermutedWeights
 from tests.kernels.triton_cases import (
     BF16,
     DEVICE,
@@ -32,6 +32,7 @@ from tests.kernels.triton_cases import (
     Guarded,
     bound,
     make_problem,
+    make_weights,
     on_gpu,
     random,
     relative_error,
@@ -125,7 +126,7 @@ def spread(kind: str, num_experts: int, max_tokens: int) -> list[int]:
 
 @dataclasses.dataclass
 class Batches:
-    """A layer with rows by expert, NaN behind each expert's; gate and up differ in scale, so that a swap shows."""
+    """A layer with rows by expert, NaN behind each expert's."""
 
     problem: MoEProblem
     max_tokens: int
@@ -133,16 +134,8 @@ class Batches:
 
     def __post_init__(self) -> None:
         problem = self.problem
-        experts, hidden, inner = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
-        halves, dtype = problem.activation.num_halves, problem.torch_dtype
-        w13 = random(experts, halves * inner, hidden, dtype=dtype, scale=hidden**-0.5)
-        w13[:, :inner] *= 3
-        self.weights = ExpertWeights(
-            w13=w13,
-            w2=random(experts, hidden, inner, dtype=dtype, scale=inner**-0.5, seed=1),
-            w13_bias=random(experts, halves * inner, dtype=dtype, seed=2) if problem.has_bias else None,
-            w2_bias=random(experts, hidden, dtype=dtype, seed=3) if problem.has_bias else None,
-        )
+        experts, hidden, dtype = problem.num_local_experts, problem.hidden_size, problem.torch_dtype
+        self.weights = make_weights(problem)
         counts = spread(self.kind, experts, self.max_tokens)
         self.counts = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
         self.hidden_states = random(experts, self.max_tokens, hidden, dtype=dtype, seed=4)

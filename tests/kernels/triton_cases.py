@@ -135,9 +135,23 @@ def assert_plans_equal(plan: RoutePlan, reference: RoutePlan) -> None:
             assert torch.equal(found[: expected.numel()], expected), field.name
 
 
+def make_weights(problem: MoEProblem) -> ExpertWeights:
+    """Weights of the local experts; gate and up differ in scale, so that a swap shows."""
+    experts, hidden, inner = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
+    halves, dtype = problem.activation.num_halves, problem.torch_dtype
+    w13 = random(experts, halves * inner, hidden, dtype=dtype, scale=hidden**-0.5)
+    w13[:, :inner] *= 3
+    return ExpertWeights(
+        w13=w13,
+        w2=random(experts, hidden, inner, dtype=dtype, scale=inner**-0.5, seed=1),
+        w13_bias=random(experts, halves * inner, dtype=dtype, seed=2) if problem.has_bias else None,
+        w2_bias=random(experts, hidden, dtype=dtype, seed=3) if problem.has_bias else None,
+    )
+
+
 @dataclasses.dataclass
 class Layer:
-    """A layer with its inputs; gate and up differ in scale, so that a swap shows."""
+    """A layer with its inputs."""
 
     problem: MoEProblem
     num_tokens: int
@@ -145,20 +159,12 @@ class Layer:
 
     def __post_init__(self) -> None:
         problem = self.problem
-        experts, hidden, inner = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
-        halves, dtype = problem.activation.num_halves, problem.torch_dtype
-        w13 = random(experts, halves * inner, hidden, dtype=dtype, scale=hidden**-0.5)
-        w13[:, :inner] *= 3
-        self.weights = ExpertWeights(
-            w13=w13,
-            w2=random(experts, hidden, inner, dtype=dtype, scale=inner**-0.5, seed=1),
-            w13_bias=random(experts, halves * inner, dtype=dtype, seed=2) if problem.has_bias else None,
-            w2_bias=random(experts, hidden, dtype=dtype, seed=3) if problem.has_bias else None,
-        )
+        self.weights = make_weights(problem)
+        hidden, dtype = problem.hidden_size, problem.torch_dtype
         self.hidden_states = rows_with_gaps(self.num_tokens, hidden, dtype)
         self.topk_ids = route(self.kind, self.num_tokens, problem.top_k, problem.num_experts)
         self.topk_weights = random(self.num_tokens, problem.top_k, dtype=FP32, seed=4).abs() + 0.1
-        self.expert_map = make_map(problem.num_experts, experts)
+        self.expert_map = make_map(problem.num_experts, problem.num_local_experts)
 
     @property
     def inputs(self) -> ExpertInputs:
