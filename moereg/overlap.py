@@ -91,5 +91,6 @@ def _parts(tokens: Tokens, out: torch.Tensor, count: int) -> list[tuple[Tokens, 
 def _stream(device: torch.device) -> torch.cuda.Stream:
     with _LOCK:
         if device not in _STREAMS:
-            _STREAMS[device] = torch.cuda.Stream(device)
+            # Movement is short, and the next products wait for it: it goes first where both could start.
+            _STREAMS[device] = torch.cuda.Stream(device, priority=-1)
         return _STREAMS[device]

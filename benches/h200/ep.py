@@ -2,8 +2,9 @@
 
 `python -m benches.h200.ep OUT.json SECONDS [NAME...]` starts a process a GPU. Each row is that of `moereg bench --ep`:
 the call against one rank with as many experts and routes, and against the bare collectives of the same bytes. A row
-that hangs or ends its process is told, and the others go on in new processes. Parts are `first`, `more`, `zipf`,
-`sums`, `room` and `symmetric`, in this order; all where none is named. Names of ways and layers leave out others.
+that hangs or ends its process is told, and the others go on in new processes. Parts are `first`, `halves`, `more`,
+`zipf`, `sums`, `room` and `symmetric`, in this order; all where none is named. Names of ways and layers leave out
+others.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ def problem_of(layer: str) -> MoEProblem:
 
 
 class Item(NamedTuple):
-    """What is measured at a time: some ways at one number of tokens and one routing."""
+    """What is measured at a time: some ways at one number of tokens and one routing; `batches` parts of a call."""
 
     part: str
     layer: str
     tokens: int
     routing: str
     ways: tuple[str, ...]
+    batches: int = 1
 
 
 def items(names: tuple[str, ...]) -> list[Item]:
@@ -59,6 +61,8 @@ def items(names: tuple[str, ...]) -> list[Item]:
     both, found = ("all_gather", "all_to_all"), []
     for tokens in (8192, 64):
         found += [Item("first", layer, tokens, "uniform", both) for layer in LAYERS]
+    for tokens in (8192, 1024):
+        found += [Item("halves", layer, tokens, "uniform", ("all_gather",), 2) for layer in LAYERS]
     for tokens in (1024, 1):
         found += [Item("more", layer, tokens, "uniform", both) for layer in LAYERS]
     for tokens in (8192, 64, 1024, 1):
@@ -85,7 +89,7 @@ def run_rank(rank: int, size: int, folder: Path, end: float) -> None:
     from moereg.errors import MoeregError
 
     warnings.simplefilter("ignore", EmulationWarning)
-    left = [Item(*item[:4], tuple(item[4])) for item in json.loads((folder / "left").read_text())]
+    left = [Item(*item[:4], tuple(item[4]), item[5]) for item in json.loads((folder / "left").read_text())]
     has_gpus = torch.cuda.is_available()
     device = torch.device("cuda", rank) if has_gpus else torch.device("cpu")
     if has_gpus:
@@ -112,6 +116,7 @@ def run_rank(rank: int, size: int, folder: Path, end: float) -> None:
                 size=size,
                 device_type=device.type,
                 ways=(),
+                batches=(1,),
                 tokens=(),
                 routings=("uniform",),
                 replicas=None,
@@ -127,7 +132,11 @@ def run_rank(rank: int, size: int, folder: Path, end: float) -> None:
                 layers[item.layer] = _Rank(job, rank, device)
         of_layer = layers[item.layer]
         of_layer.job = dataclasses.replace(
-            of_layer.job, ways=item.ways, tokens=(item.tokens,), routings=(item.routing,)
+            of_layer.job,
+            ways=item.ways,
+            batches=(item.batches,),
+            tokens=(item.tokens,),
+            routings=(item.routing,),
         )
         try:
             with torch.no_grad():
@@ -207,7 +216,8 @@ def measure(left: list[Item], size: int, end: float, log: Path) -> tuple[list[di
 
 
 def _line(row: dict[str, Any]) -> str:
-    head = f"| {row['layer']:12} | {row['tokens']:>5} | {row['routing']:7} | {row['way']:21} "
+    way = f"{row['way']}, {row['batches']} parts" if row["batches"] > 1 else row["way"]
+    head = f"| {row['layer']:12} | {row['tokens']:>5} | {row['routing']:7} | {way:21} "
     if row["failure"] or not row["passed"]:
         found = row["failure"] or f"WRONG {row['relative_error']} > {row['tolerance']}"
         return f"{head}| {str(found)[:90]} |"

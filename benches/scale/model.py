@@ -20,7 +20,20 @@ from moereg.problem import MoEProblem
 from moereg.shapes import get_shape
 from moereg.tuning.roofline import expert_bytes
 
-__all__ = ["ASSUMED", "LAYERS", "WAYS", "Cost", "Layer", "Way", "alone", "bare_us", "cost", "row_bytes", "wire_bytes"]
+__all__ = [
+    "ASSUMED",
+    "LAYERS",
+    "WAYS",
+    "Cost",
+    "Layer",
+    "Way",
+    "alone",
+    "bare_us",
+    "cost",
+    "in_halves",
+    "row_bytes",
+    "wire_bytes",
+]
 
 RESULTS: Final = pathlib.Path(__file__).resolve().parent.parent / "results"
 
@@ -219,6 +232,16 @@ def cost(layer: Layer, way: Way, num_ranks: int, num_tokens: int, routing: str, 
 def alone(layer: Layer, num_ranks: int, num_tokens: int, routing: str = "uniform", balanced: bool = False) -> float:
     """The slowest rank's experts, with its share of experts and routes and nothing to move."""
     return cost(layer, _SUMS, num_ranks, num_tokens, routing, balanced).kernel_us
+
+
+def in_halves(layer: Layer, way: Way, num_ranks: int, num_tokens: int) -> float:
+    """The time of a call in two parts, under uniform routing.
+
+    The first part's tokens and the last part's results move alone, everything else beside the other part's experts.
+    """
+    half = cost(layer, way, num_ranks, num_tokens // 2, "uniform", balanced=False)
+    moved = half.move_us + half.rows_us
+    return moved + max(2 * half.kernel_us, moved)
 
 
 def bare_us(layer: Layer, num_ranks: int, num_tokens: int, captured: bool = False) -> float:

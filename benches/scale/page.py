@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from benches.markdown import table
-from benches.scale.model import ASSUMED, LAYERS, RESULTS, WAYS, Layer, Way, alone, bare_us, cost, wire_bytes
+from benches.scale.model import ASSUMED, LAYERS, RESULTS, WAYS, Layer, Way, alone, bare_us, cost, in_halves, wire_bytes
 from benches.scale.routes import num_replicas, shares
 
 __all__ = ["CASES", "RANKS", "TABLES", "best", "ways_of"]
@@ -207,9 +207,29 @@ def _measurements() -> dict[tuple[str, str, str, int], dict[str, Any]]:
                     name = row["way"].replace("_symmetric", ", symmetric").replace("_sums", ", sums")
                     if "float8" in row["wire"] and "symmetric" not in name:
                         name += ", fp8"
+                    if row.get("batches", 1) > 1:
+                        name += f", {row['batches']} parts"
                     key = bench["model"], bench["problem"]["quant"], name, row["tokens"]
                     found[key] = {**row, "commit": document["commit"]}
     return found
+
+
+def halves_table() -> str:
+    """`all_gather` over two ranks in two parts, of which one moves while the other is multiplied."""
+    measured = _measurements()
+    lines = []
+    for layer in LAYERS:
+        for tokens in (1024, 8192):
+            for way in ways_of(layer):
+                if way.registered != "all_gather":
+                    continue
+                whole = cost(layer, way, 2, tokens, "uniform", balanced=False)
+                total, kernel = in_halves(layer, way, 2, tokens), whole.kernel_us
+                found = measured.get((layer.model, layer.quant, f"{way.name}, 2 parts", tokens))
+                line = [layer.name, f"{tokens:,}", way.name, f"{whole.total_us:,.0f}", f"{total:,.0f}"]
+                lines.append([*line, f"{total / kernel:.2f}", *_measured_cells(found, total)])
+    header = ["layer", "T a rank", "way", "predicted whole us", "in two parts us", "over alone"]
+    return table([*header, "measured us", "over alone", "measured / predicted", "commit"], lines)
 
 
 def floors_table() -> str:
@@ -253,5 +273,6 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "winners": winners_table,
     "replicas": replicas_table,
     "floors": floors_table,
+    "halves": halves_table,
     "predictions": predictions_table,
 }

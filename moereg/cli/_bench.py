@@ -26,7 +26,7 @@ from moereg.tuning.inputs import ROUTINGS, num_calls, random_calls
 from moereg.tuning.roofline import Ceilings, measure_ceilings
 from moereg.weights import ExpertWeights
 
-__all__ = ["BenchResult", "bench_layer", "check_routing", "parse_tokens"]
+__all__ = ["BenchResult", "bench_layer", "check_routing", "parse_counts"]
 
 _GPU_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096)
 _CPU_TOKENS: Final = (1, 4, 16, 64, 256)
@@ -123,15 +123,16 @@ def _row(row: Measurement) -> dict[str, Any]:
     }
 
 
-def parse_tokens(text: str) -> tuple[int, ...]:
-    """The numbers of `--tokens 1,16,64`, ascending.
+def parse_counts(text: str, option: str = "--tokens 1,16,64") -> tuple[int, ...]:
+    """The numbers of such an option, ascending.
 
     Raises:
         UsageError: The text has another form.
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isdecimal() and int(word) for word in words):
-        raise UsageError(f"--tokens takes numbers of at least 1 such as 1,16,64, got {text!r}")
+        name, _, example = option.partition(" ")
+        raise UsageError(f"{name} takes numbers of at least 1 such as {example}, got {text!r}")
     return tuple(sorted({int(word) for word in words}))
 
 

@@ -56,7 +56,7 @@ class EpResult:
         movement: Every way, at the largest number of tokens.
         measured_on: `device`, `versions`, `commit` and `date`, among others.
         replicas: Experts beyond one for each of the layer; None where experts are in slices.
-        rows: A row for each number of tokens, way and routing.
+        rows: A row for each number of tokens, way, number of parts and routing.
         failure: Why rows are missing; empty if none are.
         is_told: Whether this process tells the result: under torchrun rank 0 does.
     """
@@ -133,6 +133,7 @@ def bench_group(
     seed: int,
     replicas: int | None,
     eager: bool,
+    batches: Sequence[int] = (1,),
     compares: bool = False,
 ) -> EpResult:
     """Compares ways of moving tokens on random weights, over ranks of this machine or torchrun's.
@@ -147,6 +148,7 @@ def bench_group(
         seed: Of everything random.
         replicas: Experts beyond one for each of the layer, balanced by the loads; slices where None.
         eager: Whether nothing is captured.
+        batches: Parts into which calls are cut, each in turn.
         compares: Whether rank 0 also runs the whole layer alone.
 
     Raises:
@@ -189,6 +191,7 @@ def bench_group(
         size=size,
         device_type=platform.device_type,
         ways=names,
+        batches=tuple(dict.fromkeys(batches)),
         tokens=counts,
         routings=routings,
         replicas=replicas,
@@ -218,9 +221,8 @@ def run_group(flags: ProblemFlags, size: int, way: str | None, seed: int) -> EpR
     if way is None:
         movement = explain_movements(subject.problem, _group_facts(size, platform), platform)
         way = movement.winner.name if movement.winner is not None else None
-    return bench_group(
-        dataclasses.replace(flags, tokens=None), size, way, (num_tokens,), "uniform", 12, seed, None, False, True
-    )
+    flags = dataclasses.replace(flags, tokens=None)
+    return bench_group(flags, size, way, (num_tokens,), "uniform", 12, seed, None, False, compares=True)
 
 
 def _check_gpus(size: int, platform: Platform, rank: int | None) -> None:

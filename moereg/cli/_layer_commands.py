@@ -195,6 +195,10 @@ def bench(
         int | None,
         typer.Option(min=0, help="With --ep: balance experts by the routing's loads, so many of them twice."),
     ] = None,
+    batches: Annotated[
+        str | None,
+        typer.Option(help="With --ep: parts into which calls are cut, e.g. 1,2; 1 if left out."),
+    ] = None,
     eager: Annotated[bool, typer.Option("--eager", help="With --ep: capture nothing in CUDA graphs.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw time and share of the roofline into this file, e.g. bench.png.")
@@ -203,13 +207,14 @@ def bench(
     verbose: VerboseFlag = False,
 ) -> int:
     """Compare all backends that fit: numbers first, then speed."""
-    from moereg.cli._bench import bench_layer, check_routing, parse_tokens
+    from moereg.cli._bench import bench_layer, check_routing, parse_counts
     from moereg.cli._plot import check_can_plot, plot_bench, write_plot
     from moereg.cli._show_results import show_bench
     from moereg.tuning.timing import ROUNDS
 
     _check_ep(ep, way, checkpoint)
-    token_counts = None if tokens is None else parse_tokens(tokens)
+    token_counts = None if tokens is None else parse_counts(tokens)
+    parts = (1,) if batches is None else parse_counts(batches, "--batches 1,2")
     if ep is not None:
         if plot is not None:
             raise UsageError("--plot draws backends, and --ep compares ways of moving tokens; leave one out")
@@ -217,10 +222,11 @@ def bench(
 
         with only_results_on_stdout(verbose):
             timed = ROUNDS if rounds is None else rounds
-            found = bench_group(flags, ep, way, token_counts, routing, timed, seed, replicas, eager)
+            found = bench_group(flags, ep, way, token_counts, routing, timed, seed, replicas, eager, parts)
         return _tell_group(found, json)
-    if replicas is not None or eager:
-        raise UsageError(f"{'--eager' if replicas is None else '--replicas'} is about ranks; say --ep, too")
+    of_ranks = {"--replicas": replicas is not None, "--batches": batches is not None, "--eager": eager}
+    for name in (name for name, is_given in of_ranks.items() if is_given):
+        raise UsageError(f"{name} is about ranks; say --ep, too")
     check_routing(routing)
     if plot is not None:
         check_can_plot(plot)

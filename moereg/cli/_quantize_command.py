@@ -59,7 +59,7 @@ def quantize(
     verbose: VerboseFlag = False,
 ) -> int:
     """Compare schemes on a checkpoint's layer, write a copy."""
-    from moereg.cli._bench import parse_tokens
+    from moereg.cli._bench import parse_counts
     from moereg.cli._plot import check_can_plot, write_plot
     from moereg.cli._quantize import DEFAULT_TOKENS, compare_schemes
     from moereg.cli._quantize_result import Question, find_schemes, read_inputs
@@ -70,7 +70,7 @@ def quantize(
             checkpoint,
             layer,
             find_schemes(quant or []),
-            DEFAULT_TOKENS if tokens is None else parse_tokens(tokens),
+            DEFAULT_TOKENS if tokens is None else parse_counts(tokens),
             read_inputs(inputs),
             seed,
             out,

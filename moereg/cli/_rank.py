@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 import os
@@ -60,6 +61,7 @@ class Job:
         size: Ranks.
         device_type: `cuda` or `cpu`.
         ways: Names, in order.
+        batches: Parts into which calls are cut, each in turn.
         tokens: T of each rank.
         routings: Names.
         replicas: Experts beyond one for each of the layer, placed by the routing's loads; None for slices.
@@ -76,6 +78,7 @@ class Job:
     size: int
     device_type: str
     ways: tuple[str, ...]
+    batches: tuple[int, ...]
     tokens: tuple[int, ...]
     routings: tuple[str, ...]
     replicas: int | None
@@ -148,7 +151,7 @@ class _Rank:
         return placement
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """A row for each number of tokens, way and routing."""
+        """A row for each number of tokens, way, number of parts and routing."""
         for num_tokens in self.job.tokens:
             calls = {}
             for routing in self.job.routings:
@@ -156,8 +159,8 @@ class _Rank:
                 calls[routing] = (whole[0], [of_rank(call, self.rank, self.job.size) for call in whole])
                 del whole
             alone = {routing: self._alone(num_tokens, routing) for routing in calls}
-            for way in self.job.ways:
-                yield from self._way(way, num_tokens, calls, alone)
+            for way, num_batches in itertools.product(self.job.ways, self.job.batches):
+                yield from self._way(way, num_batches, num_tokens, calls, alone)
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()
 
@@ -176,15 +179,16 @@ class _Rank:
     def _way(
         self,
         way: str,
+        num_batches: int,
         num_tokens: int,
         calls: dict[str, tuple[Call, list[Call]]],
         alone: dict[str, float | None],
     ) -> Iterator[dict[str, Any]]:
         problem = dataclasses.replace(self.problem, max_num_tokens=max(num_tokens, 1))
-        empty = {"way": way, "tokens": num_tokens, **NO_ROW}
+        empty = {"way": way, "batches": num_batches, "tokens": num_tokens, **NO_ROW}
         kernel, failure = None, ""
         try:
-            kernel = self._made(problem, way)
+            kernel = self._made(problem, way, num_batches)
         except GroupError:
             raise
         except MoeregError as error:
@@ -209,13 +213,18 @@ class _Rank:
             return (chosen,)
         return (chosen, PlainWire(self.problem))
 
-    def _made(self, problem: MoEProblem, way: str) -> MoEKernel:
+    def _made(self, problem: MoEProblem, way: str, num_batches: int) -> MoEKernel:
         room = self.problem.num_experts * (problem.max_num_tokens or 0) * 2 * self.problem.hidden_size
         room *= self.problem.torch_dtype.itemsize
         if way == "low_latency" and room > _LARGEST_ROOM:
             raise MoeregError(f"left out: room for every token at every expert takes {format_bytes(room)} a rank")
         return make_kernel(
-            problem, self.weights, group=dist.group.WORLD, prepare_finalize=way, expert_placement=self.placement
+            problem,
+            self.weights,
+            group=dist.group.WORLD,
+            prepare_finalize=way,
+            expert_placement=self.placement,
+            num_batches=num_batches,
         )
 
     def _measured(
@@ -312,12 +321,12 @@ NO_ROW: Final[dict[str, Any]] = {
     "bytes_out": None,
     "bytes_back": None,
 }
-"""A row of which nothing is known, beside its way and number of tokens."""
+"""A row of which nothing is known, beside its way, its parts and its number of tokens."""
 
 
 def _main(run: Callable[[Job, int], None] = run_rank) -> int:
     values = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    values |= {name: tuple(values[name]) for name in ("ways", "tokens", "routings")}
+    values |= {name: tuple(values[name]) for name in ("ways", "batches", "tokens", "routings")}
     rank = int(sys.argv[2])
     try:
         run(Job(**values), rank)

@@ -41,7 +41,7 @@ def show_ep(result: EpResult) -> None:
     if result.rows:
         table = new_table("T", "routing", "way", "wire", "backend", "time", "one rank", "ratio", "bare", "error", "")
         for row in result.rows:
-            table.add_row(f"{row['tokens']:,}", row["routing"], row["way"], *_cells(row))
+            table.add_row(f"{row['tokens']:,}", row["routing"], _way(row), *_cells(row))
         target.print(table)
         target.print(
             "one rank: a rank's experts with as many routes, without a group; bare: the same tokens, routes and rows "
@@ -49,13 +49,17 @@ def show_ep(result: EpResult) -> None:
         )
     for row in result.rows:
         if row["failure"]:
-            target.print(f"{row['way']} at {row['tokens']:,} tokens, {row['routing']}: {row['failure']}")
+            target.print(f"{_way(row)} at {row['tokens']:,} tokens, {row['routing']}: {row['failure']}")
         if row["one_rank_error"] is not None:
             same = "equal bits" if row["one_rank_equal"] else f"error {row['one_rank_error']:.1e}"
-            target.print(f"{row['way']} against the whole layer on one rank: {same}")
+            target.print(f"{_way(row)} against the whole layer on one rank: {same}")
     if result.failure:
         target.print(Text(f"FAILED: {result.failure}", style="bold red"))
     print_notices(target, subject.notices)
+
+
+def _way(row: dict[str, Any]) -> str:
+    return f"{row['way']}, {row['batches']} parts" if row["batches"] > 1 else str(row["way"])
 
 
 def _cells(row: dict[str, Any]) -> tuple[str | Text, ...]:

@@ -17,7 +17,7 @@ SIZES = "--experts 8 --hidden 128 --intermediate 64 --top-k 2 --dtype float32 --
 ROW_KEYS = {"way", "wire", "activation_format", "backend", "experts", "computes", "tier", "tokens", "routing"}
 ROW_KEYS |= {"relative_error", "tolerance", "passed", "failure", "repeats", "one_rank_error", "one_rank_equal"}
 ROW_KEYS |= {"captured", "time_us", "p10_us", "p90_us", "one_rank_us", "over_one_rank", "bare_us", "bytes_out"}
-ROW_KEYS |= {"bytes_back"}
+ROW_KEYS |= {"bytes_back", "batches"}
 
 
 def check_rows(found: dict[str, Any]) -> None:
@@ -63,6 +63,8 @@ def test_explain_shows_ways_and_then_backends(call: Call, call_json: CallJson) -
         (f"bench --ep 2 {SIZES} --plot a.png", "--plot draws backends"),
         (f"bench {SIZES} --way all_to_all", "--ep how many there are"),
         (f"bench {SIZES} --replicas 2", "--replicas is about ranks; say --ep"),
+        (f"bench {SIZES} --batches 2", "--batches is about ranks; say --ep"),
+        (f"bench --ep 2 {SIZES} --batches 0", "--batches takes numbers of at least 1 such as 1,2, got '0'"),
         (f"bench --ep 2 {SIZES} --replicas 1", "8 experts and 1 replicas on 2 ranks; take 2 replicas"),
         ("run --ep 2 --checkpoint .", "--ep builds random weights"),
         (f"run --ep 0 {SIZES}", "--ep"),
@@ -101,13 +103,15 @@ def test_run_over_two_ranks_is_what_one_rank_computes(call_json: CallJson) -> No
 
 @pytest.mark.slow
 def test_bench_compares_ways(call: Call) -> None:
-    done = run_module(f"bench --ep 2 {SIZES} --tokens 3,9 --routing uniform,zipf --rounds 3 --replicas 2 --json")
+    told = "--tokens 3,9 --routing uniform,zipf --rounds 3 --replicas 2 --batches 1,2 --json"
+    done = run_module(f"bench --ep 2 {SIZES} {told}")
     assert done.returncode == 0, done.stderr
     found = strict_json(done.stdout)
     check_rows(found)
     ways = {row["way"] for row in found["rows"]}
     assert ways == {"all_to_all", "all_gather", "low_latency"}
-    assert len(found["rows"]) == len(ways) * 4
+    assert len(found["rows"]) == len(ways) * 8
+    assert {row["batches"] for row in found["rows"]} == {1, 2}
     assert (found["balanced"], found["replicas"], found["model"]) == (True, 2, None)
     assert {one["way"] for one in found["skipped"]} >= {"deepep"}
 

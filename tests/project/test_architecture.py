@@ -196,7 +196,7 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
         "run": RunResult("", selection, 1).to_dict(),
         "bench": BenchResult("", selection, "uniform", where).to_dict(),
         "bench --ep` and `run --ep": EpResult(Subject(None, selection.problem), ways, where, None).to_dict(),
-        "a row over ranks": dict.fromkeys(("way", "tokens", *NO_ROW)),
+        "a row over ranks": dict.fromkeys(("way", "batches", "tokens", *NO_ROW)),
         "quantize": quantized.to_dict(),
         "a compared scheme": row.to_dict(),
         "a copy": saved.to_dict()["out"],
