@@ -1,0 +1,105 @@
+"""The conformance kit on a backend in many processes at once, since one compiler outlasts every check.
+
+`python -m benches.h200.kit OUT.json SECONDS JOBS BACKEND... [--cells TEXT...]` runs what `moereg verify BACKEND` runs,
+and writes the ledger's records of the cells that passed everything to OUT.json. TEXT is a part of an experts class's
+name. Checks that the time did not suffice for are told, and their cells have no record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import itertools
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from moereg.discovery import current_platform
+from moereg.testing.cases import is_imitated, runnable_platform
+from moereg.testing.check import CellName, Check
+from moereg.testing.ledger import Verification, merge_ledger
+from moereg.testing.outcomes import NO_TIME, Outcome, Report, Result
+from moereg.testing.suite import checks_of, run_check
+
+AT_ONCE = 8
+"""Checks of a cell that a process runs one after the other: they share kernels, which are then compiled once."""
+
+
+def in_turns(checks: Sequence[Check]) -> Iterator[tuple[Check, ...]]:
+    """Groups of checks of a cell, of each cell in turn, those with the most checks first."""
+    by_cell: dict[CellName, list[Check]] = {}
+    for check in checks:
+        by_cell.setdefault(check.cell, []).append(check)
+    groups = [
+        [tuple(own[start : start + AT_ONCE]) for start in range(0, len(own), AT_ONCE)]
+        for own in sorted(by_cell.values(), key=len, reverse=True)
+    ]
+    for turn in itertools.zip_longest(*groups):
+        yield from filter(None, turn)
+
+
+def runs_here(name: CellName) -> bool:
+    """Whether this machine runs the cell itself, which alone is evidence."""
+    cell = name.find()
+    return runnable_platform(cell) is not None and not is_imitated(cell)
+
+
+def run_group(checks: tuple[Check, ...], end: float) -> list[Result]:
+    """Runs checks one after the other, in a worker process of this process."""
+    return [Result(check, run_check(check) if time.time() < end else Outcome("skipped", NO_TIME)) for check in checks]
+
+
+def report_of(backend: str, results: Sequence[Result], seconds: float) -> Report:
+    """The report that `moereg verify` would make."""
+    platform = current_platform()
+    return Report(backend, str(platform), platform.device_name, {}, 0, tuple(results), {}, seconds=seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("jobs", type=int)
+    parser.add_argument("backends", nargs="+")
+    parser.add_argument("--cells", nargs="*", default=[""])
+    options = parser.parse_args()
+    start = time.time()
+    checks = [
+        check
+        for backend in options.backends
+        for check in checks_of(backend)
+        if any(text in check.cell.experts for text in options.cells) and runs_here(check.cell)
+    ]
+    num_cells = len({check.cell for check in checks})
+    print(f"{len(checks)} checks of {num_cells} cells, {options.jobs} processes", flush=True)
+    spawned = multiprocessing.get_context("spawn")
+    results: list[Result] = []
+    with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=spawned) as pool:
+        groups = [pool.submit(run_group, group, start + options.seconds) for group in in_turns(checks)]
+        for group in concurrent.futures.as_completed(groups):
+            results += group.result()
+            for result in group.result():
+                if result.outcome.is_failure:
+                    print(f"{result.outcome.status}: {result.check.id}: {result.outcome.message}", flush=True)
+    report = report_of(",".join(options.backends), results, time.time() - start)
+    platform = current_platform()
+    verified = report.verified_cells
+    merge_ledger(options.out, [Verification.of(name.find(), platform, count) for name, count in verified.items()])
+    print("| experts | schemes | passed | failed | not run | s |")
+    for cell in report.cells:
+        own = [result.outcome for result in results if result.check.cell == cell]
+        passed = sum(outcome.status == "passed" for outcome in own)
+        failed = sum(outcome.is_failure for outcome in own)
+        spent = sum(outcome.seconds for outcome in own)
+        print(f"| {cell} | {passed} | {failed} | {len(own) - passed - failed} | {spent:.0f} |")
+    for message in sorted({result.outcome.message for result in results if result.outcome.status == "skipped"}):
+        print("not run:", message)
+    total = sum(verified.values())
+    print(f"{total} of {len(checks)} checks in cells that passed everything, {report.seconds:.0f} s")
+    return 0 if report.passed and total == len(checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
