@@ -27,7 +27,8 @@ def results_of(
 ) -> list[dict[str, Any]]:
     """What each rank found, by case; in a process of its own. A rank that ended early found nothing."""
     command = [sys.executable, "-m", "tests.groups.ranks", backend, str(num_ranks), str(seconds), module, *names]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with subprocess.Popen(
         command,
         cwd=ROOT,
