@@ -136,10 +136,8 @@ class Assumed:
     Attributes:
         host_us: Of a collective's measured time, what a captured one does not take.
         eager_us: Host time of a call that no graph holds, on top of what the device takes: the host waits for sizes in
-            it, so it launches nothing ahead. Predicted, of four launches, three collectives and some 25 operators of
-            torch around the experts.
-        eager_before_us: The same of the code that was measured, with 93 operators: what two H200s took beyond
-            experts and collectives at 1 and 64 tokens, within 20 % for each of three layers.
+            it, so it launches nothing ahead. What `all_to_all` took on two H200s beyond experts and collectives at 1
+            and 64 tokens: the median of 20 rows from 240 to 990, since a host's time varies so.
         hop_us: Of each further rank in a ring.
         gather_us, sort_us: Kernels around the experts, all_gather's and the others'.
         pass_rate: Of copies and sums of rows, as a share of the measured reading rate.
@@ -149,8 +147,7 @@ class Assumed:
     """
 
     host_us: float = 23.0
-    eager_us: float = 330.0
-    eager_before_us: float = 1650.0
+    eager_us: float = 500.0
     hop_us: float = 1.0
     gather_us: float = 5.0
     sort_us: float = 20.0
