@@ -22,28 +22,41 @@ def elf(machine: int) -> bytes:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with QuACK and CuTe DSL, found before any other; what they import is this interpreter's."""
+    return made_in(tmp_path / "site-packages", monkeypatch)
+
+
+def made_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(package, "_IMPORTED", ("json",))
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     for name in ("quack", "cutlass"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    dsl = tmp_path / "nvidia_cutlass_dsl"
-    for folder in (tmp_path / "quack", dsl / "dsl_packages" / "cutlass"):
-        folder.mkdir(parents=True)
-        (folder / "__init__.py").write_text("raise AssertionError('a probe imported a library')\n")
-    (tmp_path / "quack" / "epilogue").mkdir()
-    (tmp_path / "quack" / "epilogue" / "__init__.py").write_text("")
-    (tmp_path / "quack" / "activation.py").write_text("def _maxnumf(x, c): ...\ndef _minnumf(x, c): ...\n")
+    quack, dsl = folder / "quack", folder / "nvidia_cutlass_dsl"
+    for package_folder in (quack, dsl / "dsl_packages" / "cutlass"):
+        package_folder.mkdir(parents=True)
+        (package_folder / "__init__.py").write_text("raise AssertionError('a probe imported a library')\n")
+    (quack / "epilogue").mkdir()
+    (quack / "epilogue" / "__init__.py").write_text("")
+    (quack / "activation.py").write_text("def _maxnumf(x, c): ...\ndef _minnumf(x, c): ...\n")
     runtime = dsl / "cu12" / "lib" / "libcute_dsl_runtime.so"
     runtime.parent.mkdir(parents=True)
     runtime.write_bytes(elf(X86))
-    for path in (tmp_path, dsl / "dsl_packages"):
+    for path in (folder, dsl / "dsl_packages"):
         monkeypatch.syspath_prepend(str(path))
     importlib.invalidate_caches()
-    return tmp_path
+    return folder
 
 
 def test_a_whole_package_can_be_imported(site: Path) -> None:
     assert package.can_be_imported(HOPPER) is None
+
+
+def test_a_folder_by_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = made_in(tmp_path / "libraries", monkeypatch)
+    assert package.can_be_imported(HOPPER) == (
+        "requires CuTe DSL in a folder site-packages, as QuACK does, found "
+        f"{made / 'nvidia_cutlass_dsl' / 'dsl_packages' / 'cutlass'}; install both into an environment, or --target "
+        "DIR/site-packages"
+    )
 
 
 def test_releases_without_what_the_epilogues_use(site: Path) -> None:

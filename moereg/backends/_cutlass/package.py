@@ -43,6 +43,12 @@ def can_be_imported(platform: Platform) -> str | None:
             f"requires that `import cutlass` means CuTe DSL, found {language or 'nothing'}; install into a folder "
             f"whose .pth files Python reads, or add {dsl / 'dsl_packages'} to PYTHONPATH"
         )
+    if not {"site-packages", "dist-packages"} & set(language.parts):
+        # QuACK tells by its path whether code may change, and refuses epilogues that call such code.
+        return (
+            f"requires CuTe DSL in a folder site-packages, as QuACK does, found {language}; install both into an "
+            "environment, or --target DIR/site-packages"
+        )
     lacking = [name for name in _IMPORTED if not _is_importable(name)]
     if lacking:
         return f"requires the packages that QuACK imports, found no {', '.join(lacking)}; install them"
