@@ -31,13 +31,11 @@ from triton.runtime.jit import JITFunction
 from moereg.kernels.gemm.config import GemmPair, GemvPair, SinglePair, select_config
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.fit import CallShape, fit_pair
-from moereg.kernels.gemm.flagged import both_gemms, num_flags
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.single import down_single
 from moereg.kernels.launch import device as device_limits
-from moereg.kernels.launch.device import can_overlap, starts_in_order
-from moereg.kernels.launch.flags import new_counters
+from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.quantized.operands import RowFormat
 from moereg.kernels.quantized.rows_moved import quantize_tokens, restore_tokens
@@ -386,24 +384,6 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
         overlap=overlap,
     )
     down_gemm(empty(rows_of_out, hidden), intermediate_rows, w2, plan, configs.down, **second)
-    if configs.one_launch is not None and starts_in_order(ids.device):
-        assert isinstance(w13, PackedMatrix)
-        assert isinstance(w2, PackedMatrix)
-        both_gemms(
-            empty(rows_of_out, hidden),
-            intermediate_rows,
-            hidden_states,
-            w13,
-            w2,
-            plan,
-            configs.gate_up,
-            configs.down,
-            epilogue,
-            new_counters(num_flags(plan), ids.device),
-            top_k=top_k,
-            shares=configs.one_launch,
-            **second,
-        )
 
 
 # Without products.
@@ -476,8 +456,7 @@ def rows_of(target: str, case: str, shared_bytes: int, done: set[str]) -> list[d
     with compiling_only(None if is_plain else done) as compiled:
         PLAIN_CASES[case](shared_bytes) if is_plain else launch_gemms(case, shared_bytes)
     # Products stand behind the launches of their plan.
-    products = 3 if compiled[-1][0] == "_both_kernel" else 2
-    return [describe(target, case, *one) for one in (compiled if is_plain else compiled[-products:])]
+    return [describe(target, case, *one) for one in (compiled if is_plain else compiled[-2:])]
 
 
 if __name__ == "__main__":

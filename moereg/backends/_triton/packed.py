@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar, Final
 
 import torch
@@ -14,7 +13,6 @@ from moereg.backends._triton.packing import pack_matrices
 from moereg.experts import Experts
 from moereg.kernels.hopper.packed_config import MIN_PACKED_HOPPER_ROWS, select_packed_config
 from moereg.kernels.hopper.packed_gemm import MIN_DEPTH, packed_format
-from moereg.kernels.launch.flags import new_counters
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.sizes import WEIGHT_PAD
 from moereg.platforms import PlatformRule
@@ -23,13 +21,6 @@ from moereg.weights import ExpertWeights, PermutedWeights
 
 _MATRICES: Final = ("w13", "w2")
 _PARTS: Final = ("group_scale", "zero_point", "row_scale")
-
-_SHARES_LAUNCHES: Final = False
-"""Whether calls may take the rules' `OneLaunch`.
-
-Not before counters are safe in all calls: those that a first, captured call makes belong to its graph, and copies of a
-layer that run on two streams would share them.
-"""
 
 
 class Packed(plain.Interleaved):
@@ -43,10 +34,6 @@ class Packed(plain.Interleaved):
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
         self.packed_bits = self._format.bits
-        # Whether both products share a launch, by tokens; its counters, by device and routes, since a layer serves one
-        # stream at a time.
-        self._shares: dict[int, bool] = {}
-        self._counters: dict[tuple[torch.device, int], torch.Tensor] = {}
         # Those kernels read both operands from shared memory; packed weights have kernels of their own.
         self.has_hopper = False
 
@@ -74,24 +61,6 @@ class Packed(plain.Interleaved):
             **plain.permute_biases(weights, halves),
         }
         return PermutedWeights(self.layouts[0], per_expert)
-
-    def own_tensors(self, call: Call) -> tuple[torch.Tensor, ...]:
-        """The counters of a call whose products share a launch."""
-        tokens = call.inputs.hidden_states.shape[-2]
-        shares = self._shares.get(tokens)
-        if shares is None:
-            way = self.select(call)
-            ways_of_few = (ways.Single, ways.Direct, ways.Sorted)
-            shares = self._shares[tokens] = isinstance(way, ways_of_few) and way.configs.one_launch is not None
-        return (self.counters(call, call.inputs.topk_ids.numel()),) if shares else ()
-
-    def counters(self, call: Call, num_flags: int) -> torch.Tensor:
-        num_routes = call.inputs.topk_ids.numel()
-        assert num_flags <= num_routes, f"{num_flags} tiles of rows for {num_routes} routes"
-        key = (call.out.device, num_routes)
-        if key not in self._counters:
-            self._counters[key] = new_counters(num_routes, call.out.device)
-        return self._counters[key]
 
     def matrices(self, weights: PermutedWeights) -> tuple[ways.Weights, ways.Weights]:
         return self._matrix(weights, "w13"), self._matrix(weights, "w2")
@@ -139,16 +108,7 @@ class Standard(Packed, plain.Standard):
             and hidden_states.shape[0] * hidden_states.stride(0) < 2**31
         ):
             return HopperPacked(select_packed_config(rows_per_expert))
-        way = super().select(call)
-        return way if _SHARES_LAUNCHES else _in_two_launches(way)
-
-
-def _in_two_launches(way: ways.PlainWay) -> ways.PlainWay:
-    if isinstance(way, ways.Single):
-        return ways.Single(dataclasses.replace(way.configs, one_launch=None))
-    if isinstance(way, (ways.Direct, ways.Sorted)):
-        return type(way)(dataclasses.replace(way.configs, one_launch=None))
-    return way
+        return super().select(call)
 
 
 class Batched(Packed, plain.Batched):

@@ -61,7 +61,6 @@ class Interleaved(Recorded):
             overlap=can_overlap(call.out.device),
             w13=w13,
             w2=w2,
-            counters=lambda num_flags: self.counters(call, num_flags),
         )
         self.select(call).run(work)
 
@@ -72,10 +71,6 @@ class Interleaved(Recorded):
     @abc.abstractmethod
     def select(self, call: Call) -> ways.PlainWay:
         """The way that a call takes."""
-
-    def counters(self, call: Call, num_flags: int) -> torch.Tensor:
-        """Counters of a call whose products share a launch, for as many flags."""
-        raise NotImplementedError
 
     def matrices(self, weights: PermutedWeights) -> tuple[ways.Weights, ways.Weights]:
         """w13 and w2 as the kernels take them."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import abc
 from typing import ClassVar
 
-import torch
-
 from moereg.backends._loaded import Call, Implementation
 from moereg.experts import Experts
 from moereg.kernels.launch.replay import LaunchRecording, recording
@@ -37,10 +35,6 @@ class Recorded(Implementation):
     def launch(self, call: Call) -> None:
         """`run` without a recording."""
 
-    def own_tensors(self, call: Call) -> tuple[torch.Tensor, ...]:
-        """What launches of the call are given that is none of its tensors."""
-        return ()
-
     def run(self, call: Call) -> None:
         """A few launches; no allocation, no host synchronization."""
         out, inputs, weights, workspace13, workspace2 = call
@@ -54,7 +48,6 @@ class Recorded(Implementation):
             workspace13,
             workspace2,
             *(weights.get(name) for name in self.recorded_weights),
-            *self.own_tensors(call),
         )
         device = out.device
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -15,9 +15,7 @@ Sizes: T tokens, K choices of each, N = T * K routes, H hidden size, I_pad padde
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -28,7 +26,6 @@ from moereg.backends._triton.workspace import Piece, cut
 from moereg.kernels.gemm import config as gemm
 from moereg.kernels.gemm.config import GemmPair, GemvPair, GroupedGemmConfig, SinglePair
 from moereg.kernels.gemm.fit import CallShape, fit_pair
-from moereg.kernels.gemm.flagged import both_gemms, num_flags
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.single import MAX_TOP_K, down_single
@@ -64,12 +61,10 @@ class PlainWork(Work):
 
     Attributes:
         w13, w2: permuted.
-        counters: gives, for a number of flags, those of launches of as many tokens.
     """
 
     w13: Weights
     w2: Weights
-    counters: Callable[[int], torch.Tensor]
 
 
 PlainWay: TypeAlias = Way[PlainWork]
@@ -90,9 +85,6 @@ def select(
     configs = _select_config(hidden_states.shape[0], rows_per_expert, hidden_states, packed_bits, single=single)
     if isinstance(configs, GemvPair):
         return Gemv(configs)
-    shares = configs.one_launch
-    if shares is not None and not shares.tickets and not limits.starts_in_order(hidden_states.device):
-        configs = dataclasses.replace(configs, one_launch=None)
     if isinstance(configs, SinglePair):
         return Single(configs)
     configs = _fit(configs, problem, hidden_states, rows_per_expert, packed_bits)
@@ -220,9 +212,6 @@ class Single(PlainWay):
         assert isinstance(work.w2, PackedMatrix)
         routes = work.direct_routes(self.configs.gate_up.block_m)
         intermediate = call.workspace13[: work.num_routes]  # [K, I_pad]
-        if self.configs.one_launch is not None:
-            _both(work, call.out, intermediate, routes, self.configs)
-            return
         _gate_up(work, intermediate, routes, self.configs.gate_up)
         down_single(
             call.out,
@@ -265,10 +254,6 @@ def _run_tiles(work: PlainWork, plan: RoutePlan | DirectRoutes, configs: GemmPai
     # rounding that the output makes anyway.
     out = work.call.out
     (route_rows,) = cut(work.behind_plan, Piece((work.num_routes, out.shape[1]), out.dtype))  # [N, H]
-    if configs.one_launch is not None:
-        _both(work, route_rows, intermediate, plan, configs)
-        work.reduce(route_rows)
-        return
     _gate_up(work, intermediate, plan, configs.gate_up)
     down_gemm(
         route_rows,
@@ -282,37 +267,6 @@ def _run_tiles(work: PlainWork, plan: RoutePlan | DirectRoutes, configs: GemmPai
         overlap=work.overlap,
     )
     work.reduce(route_rows)
-
-
-def _both(
-    work: PlainWork,
-    out: torch.Tensor,
-    intermediate: torch.Tensor,
-    plan: RoutePlan | DirectRoutes,
-    configs: GemmPair | SinglePair,
-) -> None:
-    """Both products of the tokens' routes in one launch."""
-    inputs = work.call.inputs
-    assert configs.one_launch is not None
-    assert isinstance(work.w13, PackedMatrix) and isinstance(work.w2, PackedMatrix)
-    both_gemms(
-        out,
-        intermediate,
-        inputs.hidden_states,
-        work.w13,
-        work.w2,
-        plan,
-        configs.gate_up,
-        configs.down,
-        work.epilogue,
-        work.counters(num_flags(plan)),
-        top_k=work.problem.top_k,
-        bias=work.w2_bias,
-        topk_weights=inputs.topk_weights,
-        apply_router_weight_on_input=work.problem.apply_router_weight_on_input,
-        overlap=work.overlap,
-        shares=configs.one_launch,
-    )
 
 
 def _gate_up(work: PlainWork, out: torch.Tensor, plan: RoutePlan | DirectRoutes, config: GroupedGemmConfig) -> None:

@@ -69,21 +69,6 @@ class GemvPair:
 
 
 @dataclass(frozen=True, slots=True)
-class OneLaunch:
-    """How the products share a launch, whose tiles wait for each other (`flagged.both_gemms`).
-
-    Attributes:
-        prefetch: blocks of 64 4-bit weights of a row that a waiting tile asks the L2 for, a power of two or 0.
-        tickets: whether programs take tasks in the order in which they start; else in that of their numbers.
-        registers: most of a thread; None: the compiler's choice.
-    """
-
-    prefetch: int = 0
-    tickets: bool = True
-    registers: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class GemmPair:
     """Configurations of both grouped GEMMs, with equal `block_m`.
 
@@ -91,13 +76,11 @@ class GemmPair:
         gate_up: the first GEMM's.
         down: the second's.
         sort_routes: whether rows come from a plan; else from `DirectRoutes`, for at most `block_m` tokens.
-        one_launch: how both products share one, for packed weights without tall tiles; None: two launches.
     """
 
     gate_up: GroupedGemmConfig
     down: GroupedGemmConfig
     sort_routes: bool = True
-    one_launch: OneLaunch | None = None
 
     @property
     def tall(self) -> int:
@@ -112,12 +95,10 @@ class SinglePair:
     Attributes:
         gate_up: the first product's, on `DirectRoutes`.
         down: the second's, whose slices the routes share.
-        one_launch: as of `GemmPair`.
     """
 
     gate_up: GroupedGemmConfig
     down: GroupedGemmConfig
-    one_launch: OneLaunch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,24 +261,6 @@ PACKED_RULES = (
             sort_routes=False,
         ),
     ),
-    # One launch, which no call takes so far, where it pays: 7 % of gpt-oss-120b at four tokens (0.13 rows an expert), 2
-    # to 8 % at 16 tokens. At four tokens Qwen3-30B-A3B (0.25) gains nothing, and Mixtral-8x7B (1.0) loses 11 %.
-    ConfigRule(
-        element_bytes=2,
-        max_tokens=4,
-        max_rows_per_expert=0.15,
-        max_packed_bits=4,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=8, block_n=128, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=8, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
-            ),
-            sort_routes=False,
-            one_launch=OneLaunch(prefetch=8, tickets=False),
-        ),
-    ),
     ConfigRule(
         element_bytes=2,
         max_tokens=8,
@@ -309,21 +272,6 @@ PACKED_RULES = (
                 block_m=8, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
             ),
             sort_routes=False,
-        ),
-    ),
-    ConfigRule(
-        element_bytes=2,
-        max_tokens=16,
-        max_rows_per_expert=5,
-        max_packed_bits=4,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=8, block_n=128, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=8, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
-            ),
-            one_launch=OneLaunch(prefetch=8, tickets=False),
         ),
     ),
     # Excluded in the batched format, where tiles of 8 rows were not timed.

@@ -15,8 +15,7 @@ import triton.language as tl
 
 from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.loop import tile_shape
-from moereg.kernels.gemm.operand import Matrices, operand_of
-from moereg.kernels.launch.flags import flag_value, wait_for_flag
+from moereg.kernels.gemm.operand import operand_of
 from moereg.kernels.launch.overlap import overlap_options, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.packed.product import accumulate_slices
@@ -25,102 +24,6 @@ from moereg.kernels.rows.direct import DirectRoutes, load_local_expert
 
 # A route takes a warp at least: 512 threads, the most that was compiled for.
 MAX_TOP_K = 16
-
-
-@triton.jit
-def down_single_tile(
-    out,
-    intermediate,
-    matrices,
-    bias,
-    topk_weights,
-    topk_ids,
-    expert_map,
-    num_experts,
-    num_local_experts,
-    stride_intermediate,
-    stride_bias,
-    column_tile,
-    ready,
-    target,
-    TOP_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    FORMAT: tl.constexpr,
-    TILE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Multiplies, adds up and stores one tile of columns, once the intermediate is there.
-
-    Args:
-        matrices: `Matrices` of w2.
-        column_tile: the tile.
-        ready: counter that says that the intermediate is there, or None: the kernel in front wrote it.
-        target: what it says then.
-    """
-    SLICES: tl.constexpr = FORMAT.slices
-    BLOCK_M: tl.constexpr = TILE.block_m
-    BLOCK_N: tl.constexpr = TILE.block_n
-    BLOCK_K: tl.constexpr = TILE.block_k
-    num_columns = matrices.num_columns
-    # Slice s holds piece s % PIECES of route s // PIECES, and has all rows of weights one after the other.
-    ROWS: tl.constexpr = SLICES * BLOCK_N
-    rows = tl.arange(0, ROWS)  # [ROWS]
-    own_block = rows // BLOCK_N % PIECES * (BLOCK_K // 64)
-    columns = column_tile * BLOCK_N + rows % BLOCK_N
-    if TILE.mask_n:
-        columns = tl.minimum(columns, num_columns - 1)
-    # A route that adds nothing reads the first expert's weights, which are finite, and no activations.
-    row_expert = load_local_expert(
-        topk_ids, expert_map, rows // BLOCK_N // PIECES, TOP_K, num_experts, num_local_experts
-    )
-    row_expert = tl.maximum(row_expert, 0).to(tl.int64)
-    group_scale = matrices.group_scale
-    if group_scale is not None:
-        group_scale += row_expert * matrices.stride_scale
-    zero_point = matrices.zero_point
-    if zero_point is not None:
-        zero_point += row_expert * matrices.stride_zero_point
-
-    slices = tl.arange(0, SLICES)  # [SLICES]
-    routes = slices // PIECES
-    valid = load_local_expert(topk_ids, expert_map, routes, TOP_K, num_experts, num_local_experts) >= 0
-    a_first = routes.to(tl.int64) * stride_intermediate + slices % PIECES * BLOCK_K
-    # [SLICES, 1, BLOCK_M]
-    a_pointers = intermediate + a_first[:, None, None] + tl.zeros([1, 1, BLOCK_M], tl.int32)
-    # Matrix units need the other columns of the product.
-    a_mask = valid[:, None, None] & (tl.arange(0, BLOCK_M) == 0)[None, None, :]
-    words = matrices.weights + row_expert * matrices.stride_expert
-    if ready is None:
-        wait_for_previous(OVERLAP)
-    else:
-        wait_for_flag(ready, target, flag_value(ready))
-    sums = accumulate_slices(
-        a_pointers,
-        words,
-        group_scale,
-        zero_point,
-        columns,
-        own_block,
-        a_mask,
-        matrices.depth,
-        matrices.depth // 64,
-        num_columns,
-        FORMAT,
-        TILE,
-        PIECES,
-    )  # [SLICES, BLOCK_N, BLOCK_M] fp32
-    x = tl.sum(sums, 2)  # [SLICES, BLOCK_N]
-    if matrices.row_scale is not None:
-        row_scale = tl.load(matrices.row_scale + row_expert * num_columns + columns)
-        x *= tl.reshape(row_scale, (SLICES, BLOCK_N))
-    if bias is not None:
-        b = tl.reshape(tl.load(bias + row_expert * stride_bias + columns).to(tl.float32), (SLICES, BLOCK_N))
-        x += tl.where((slices % PIECES == 0)[:, None], b, 0.0)
-    if topk_weights is not None:
-        x *= tl.load(topk_weights + routes, mask=valid, other=0.0)[:, None]
-    y = tl.sum(tl.where(valid[:, None], x, 0.0), 0)  # [BLOCK_N]
-    out_columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    tl.store(out + out_columns, y.to(out.dtype.element_ty), mask=out_columns < num_columns)
 
 
 @triton.jit
@@ -151,39 +54,63 @@ def _down_single_kernel(
     TILE: tl.constexpr,  # TileShape
     OVERLAP: tl.constexpr,
 ):
-    matrices = Matrices(
+    SLICES: tl.constexpr = FORMAT.slices
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_K: tl.constexpr = TILE.block_k
+    # Slice s holds piece s % PIECES of route s // PIECES, and has all rows of weights one after the other.
+    ROWS: tl.constexpr = SLICES * BLOCK_N
+    rows = tl.arange(0, ROWS)  # [ROWS]
+    own_block = rows // BLOCK_N % PIECES * (BLOCK_K // 64)
+    columns = tl.program_id(0) * BLOCK_N + rows % BLOCK_N
+    if TILE.mask_n:
+        columns = tl.minimum(columns, num_columns - 1)
+    # A route that adds nothing reads the first expert's weights, which are finite, and no activations.
+    row_expert = load_local_expert(
+        topk_ids, expert_map, rows // BLOCK_N // PIECES, TOP_K, num_experts, num_local_experts
+    )
+    row_expert = tl.maximum(row_expert, 0).to(tl.int64)
+    if group_scale is not None:
+        group_scale += row_expert * stride_scale
+    if zero_point is not None:
+        zero_point += row_expert * stride_zero_point
+
+    slices = tl.arange(0, SLICES)  # [SLICES]
+    routes = slices // PIECES
+    valid = load_local_expert(topk_ids, expert_map, routes, TOP_K, num_experts, num_local_experts) >= 0
+    a_first = routes.to(tl.int64) * stride_intermediate + slices % PIECES * BLOCK_K
+    # [SLICES, 1, BLOCK_M]
+    a_pointers = intermediate + a_first[:, None, None] + tl.zeros([1, 1, BLOCK_M], tl.int32)
+    # Matrix units need the other columns of the product.
+    a_mask = valid[:, None, None] & (tl.arange(0, BLOCK_M) == 0)[None, None, :]
+    w2 += row_expert * stride_expert
+    wait_for_previous(OVERLAP)
+    sums = accumulate_slices(
+        a_pointers,
         w2,
         group_scale,
         zero_point,
-        row_scale,
+        columns,
+        own_block,
+        a_mask,
         depth,
+        depth // 64,
         num_columns,
-        stride_expert,
-        stride_column,
-        stride_scale,
-        stride_zero_point,
-    )
-    down_single_tile(
-        out,
-        intermediate,
-        matrices,
-        bias,
-        topk_weights,
-        topk_ids,
-        expert_map,
-        num_experts,
-        num_local_experts,
-        stride_intermediate,
-        stride_bias,
-        tl.program_id(0),
-        None,
-        0,
-        TOP_K,
-        PIECES,
         FORMAT,
         TILE,
-        OVERLAP,
-    )
+        PIECES,
+    )  # [SLICES, BLOCK_N, BLOCK_M] fp32
+    x = tl.sum(sums, 2)  # [SLICES, BLOCK_N]
+    if row_scale is not None:
+        x *= tl.reshape(tl.load(row_scale + row_expert * num_columns + columns), (SLICES, BLOCK_N))
+    if bias is not None:
+        b = tl.reshape(tl.load(bias + row_expert * stride_bias + columns).to(tl.float32), (SLICES, BLOCK_N))
+        x += tl.where((slices % PIECES == 0)[:, None], b, 0.0)
+    if topk_weights is not None:
+        x *= tl.load(topk_weights + routes, mask=valid, other=0.0)[:, None]
+    y = tl.sum(tl.where(valid[:, None], x, 0.0), 0)  # [BLOCK_N]
+    out_columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(out + out_columns, y.to(out.dtype.element_ty), mask=out_columns < num_columns)
 
 
 def down_single(

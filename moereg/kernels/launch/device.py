@@ -34,12 +34,3 @@ def can_overlap(device: torch.device) -> bool:
         return False
     target = triton.runtime.driver.active.get_current_target()
     return bool(target.backend == "cuda" and target.arch >= 90)
-
-
-def starts_in_order(device: torch.device) -> bool:
-    """Whether programs may wait for programs of lower number: these have started by then, so that they end.
-
-    NVIDIA does not promise it, but its own library relies on it: the scan of CUB gives the blocks of a launch their
-    tiles by number, and each waits for those before it. Here it ran on an H200 alone, and no call relies on it so far.
-    """
-    return can_overlap(device)

@@ -67,12 +67,12 @@ def claim_tile(
         num_tiles_n: number of tiles of columns.
         SORTED: whether the rows come from a `BlockMap`.
         SINGLE: whether there is one token.
-        number: of the tile among those of `used_blocks`, or of all routes; None: the program's.
+        number: of the tile among those of `used_blocks`; None: the program's. Read where the rows are sorted.
         first_block: tile of rows that comes first among them.
     """
-    if number is None:
-        number = tl.program_id(0)
     if SORTED:
+        if number is None:
+            number = tl.program_id(0)
         block, column_tile = tile_of_number(number, used_blocks, num_tiles_n, GROUP_M)
         block += first_block
         expert = tl.load(block_expert + block)
@@ -86,8 +86,8 @@ def claim_tile(
             routes = tl.load(sorted_routes + valid_rows)
         return Tile(expert, column_tile, rows, valid_rows, routes, row_mask)
     else:
-        own_route = number // num_tiles_n
-        column_tile = number % num_tiles_n
+        own_route = tl.program_id(0) // num_tiles_n
+        column_tile = tl.program_id(0) % num_tiles_n
         expert, routes, row_mask = direct_rows(
             topk_ids,
             expert_map,

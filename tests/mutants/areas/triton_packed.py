@@ -7,7 +7,6 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _ON_HOPPER: Final = "tests/kernels/test_packed_hopper.py::"
-_ONE_LAUNCH: Final = "tests/backends/test_triton_one_launch.py::"
 
 MUTANTS: Final = (
     Mutant(
@@ -139,26 +138,5 @@ MUTANTS: Final = (
         old="largest = exponent.where(counts, 0).amax(1, keepdim=True)",
         new="largest = exponent.amax(1, keepdim=True)",
         tests=("tests/backends/test_triton_packed.py::test_scales_of_groups_of_zeros_do_not_count",),
-    ),
-    Mutant(
-        "products share a launch where programs start in any order",
-        "moereg/backends/_triton/ways.py",
-        old=" and not limits.starts_in_order(hidden_states.device):",
-        new=" and False:",
-        tests=(f"{_ONE_LAUNCH}test_which_calls_share_a_launch[mxfp4_w4a16-qwen3-30b-a3b-16-Sorted-128-True]",),
-    ),
-    Mutant(
-        "weights of 8 bits take the rules of 4",
-        "moereg/kernels/gemm/config.py",
-        old="(packed_bits or 0) <= rule.max_packed_bits",
-        new="True",
-        tests=(f"{_ONE_LAUNCH}test_which_calls_share_a_launch[int8_w8a16-qwen3-30b-a3b-16-Sorted-128-True]",),
-    ),
-    Mutant(
-        "counters of one number of tokens serve another",
-        "moereg/backends/_triton/packed.py",
-        old="key = (call.out.device, num_routes)",
-        new="key = (call.out.device, 0)",
-        tests=(f"{_ONE_LAUNCH}test_calls_of_another_number_of_tokens_have_counters_of_their_own",),
     ),
 )
