@@ -46,7 +46,7 @@ from benches.h200.table import make_call, make_weights
 from moereg.backends._triton import ways
 from moereg.backends._triton.ways import MIN_HOPPER_ROWS
 from moereg.dispatch import select_backend
-from moereg.kernels.gemm import config as gemm_config
+from moereg.kernels.gemm import rules as gemm_rules
 from moereg.kernels.gemm.config import GemmPair, GemvPair
 from moereg.kernels.hopper import config as hopper_config
 from moereg.kernels.hopper.config import HopperConfigRule
@@ -175,7 +175,7 @@ def shipped(problem: MoEProblem, num_tokens: int, shared_bytes: int | None) -> C
             max_fewest_tiles=math.inf,
         )
     else:
-        configs = gemm_config.select_config(num_tokens, rows, problem.torch_dtype.itemsize, shared_bytes)
+        configs = gemm_rules.select_config(num_tokens, rows, problem.torch_dtype.itemsize, shared_bytes)
     return Candidate(describe(configs), configs)
 
 
@@ -192,7 +192,7 @@ def selecting(candidate: Candidate) -> AbstractContextManager[None]:
         return selected(hopper_config, "select_config", candidate.configs)
     stack = contextlib.ExitStack()
     # As it is: without tall tiles, and with its own tile of a short second product.
-    for module, function in ((gemm_config, "select_config"), (ways, "fit_pair")):
+    for module, function in ((gemm_rules, "select_config"), (ways, "fit_pair")):
         stack.enter_context(selected(module, function, candidate.configs))
     return stack
 

@@ -16,8 +16,10 @@ from moereg.backends._triton import packed
 from moereg.backends._triton.packing import fold_scales
 from moereg.backends.triton_moe import TritonPackedExperts
 from moereg.experts import ExpertInputs
-from moereg.kernels.gemm.config import PACKED_RULES, GemmPair, GroupedGemmConfig, SinglePair, select_config
+from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig, SinglePair
 from moereg.kernels.gemm.grouped import down_gemm
+from moereg.kernels.gemm.packed_rules import PACKED_RULES
+from moereg.kernels.gemm.rules import select_config
 from moereg.kernels.gemm.single import down_single, share_slices
 from moereg.kernels.packed.weights import STEP, PackedMatrix
 from moereg.kernels.rows.direct import DirectRoutes
@@ -132,7 +134,7 @@ def test_slices_give_the_layer(scheme: str, num_tokens: int, monkeypatch: pytest
     )
     config = CONFIGS["slices"]
     monkeypatch.setattr(
-        "moereg.kernels.gemm.config.select_config", lambda *_, **__: GemmPair(config, config, sort_routes=False)
+        "moereg.kernels.gemm.rules.select_config", lambda *_, **__: GemmPair(config, config, sort_routes=False)
     )
     weights = make_weights(problem)
     generator = torch.Generator().manual_seed(2)

@@ -23,7 +23,7 @@ from benches.h200.sweep import (
 )
 from moereg.backends._triton import ways
 from moereg.backends.triton_moe import TritonExperts
-from moereg.kernels.gemm import config as gemm_config
+from moereg.kernels.gemm import rules as gemm_rules
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.hopper import config as hopper_config
 from moereg.kernels.sizes import GUARD_ROWS
@@ -77,7 +77,7 @@ def test_candidates_fit_what_the_kernels_take() -> None:
         for candidate in candidates_of(tokens, rows):
             configs = candidate.configs
             if isinstance(configs, GemmPair):
-                assert configs.gate_up.block_m == configs.down.block_m >= gemm_config.MIN_BLOCK_M
+                assert configs.gate_up.block_m == configs.down.block_m >= gemm_rules.MIN_BLOCK_M
                 assert configs.sort_routes or tokens <= configs.gate_up.block_m
             if uses_hopper(tokens, rows):
                 for config in (configs.gate_up, configs.down):
@@ -88,7 +88,7 @@ def test_candidates_fit_what_the_kernels_take() -> None:
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (64, 4), (4096, 256)])
 def test_selecting_replaces_what_the_backend_asks_and_puts_it_back(tokens: int, rows: float) -> None:
-    modules: tuple[Any, ...] = (gemm_config, hopper_config)
+    modules: tuple[Any, ...] = (gemm_rules, hopper_config)
     before = [module.select_config for module in modules]
     candidate = candidates_of(tokens, rows)[-1]
     with selecting(candidate):

@@ -28,11 +28,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from moereg.kernels.gemm.config import GemmPair, GemvPair, SinglePair, select_config
+from moereg.kernels.gemm.config import GemmPair, GemvPair, SinglePair
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.fit import CallShape, fit_pair
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
+from moereg.kernels.gemm.rules import select_config
 from moereg.kernels.gemm.single import down_single
 from moereg.kernels.launch import device as device_limits
 from moereg.kernels.launch.device import can_overlap

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 import moereg
-from moereg.kernels.gemm.config import CONFIG_RULES, PACKED_RULES, GemmPair
+from moereg.kernels.gemm.config import GemmPair
+from moereg.kernels.gemm.packed_rules import PACKED_RULES
+from moereg.kernels.gemm.rules import CONFIG_RULES
 from moereg.kernels.hopper import config as hopper
 from moereg.kernels.sizes import GUARD_ROWS, SPREAD_HEAVY
 
@@ -22,6 +24,7 @@ PLAIN_MODULES = (
     "moereg.kernels.sizes",
     "moereg.kernels.gemm.config",
     "moereg.kernels.gemm.epilogue",
+    "moereg.kernels.gemm.rules",
     "moereg.kernels.quantized.config",
     "moereg.kernels.hopper.config",
     "moereg.kernels.hopper.packed_config",

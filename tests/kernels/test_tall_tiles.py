@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from moereg.backends._triton import ways
 from moereg.backends.triton_moe import TritonExperts, TritonPackedExperts
 from moereg.experts import ExpertInputs
-from moereg.kernels.gemm.config import CONFIG_RULES, GemmPair, GroupedGemmConfig, select_config
+from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
 from moereg.kernels.gemm.fit import CallShape, fit_pair
 from moereg.kernels.gemm.grouped import num_programs
+from moereg.kernels.gemm.rules import CONFIG_RULES, select_config
 from moereg.kernels.rows.block_map import BlockMap, block_map_reference
 from moereg.kernels.rows.plan import RoutePlan, max_num_blocks
 from moereg.problem import MoEProblem

@@ -15,18 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.gemm.config import (
-    CONFIG_RULES,
-    GemmPair,
-    GemvConfig,
-    GemvPair,
-    GroupedGemmConfig,
-    select_config,
-)
+from moereg.kernels.gemm.config import GemmPair, GemvConfig, GemvPair, GroupedGemmConfig
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.reference import down_reference, gate_up_reference
+from moereg.kernels.gemm.rules import CONFIG_RULES, select_config
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_routes_reference, reduce_sorted_rows
 from moereg.testing.interpreter import patch_interpreter

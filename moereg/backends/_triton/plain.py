@@ -14,7 +14,7 @@ from moereg.backends._triton.recorded import Recorded
 from moereg.backends._triton.work import gate_up_epilogue
 from moereg.backends._triton.workspace import batch_plan_bytes, batched_rows_per_expert, route_plan_bytes
 from moereg.experts import Experts
-from moereg.kernels.gemm.config import MIN_BLOCK_M
+from moereg.kernels.gemm.rules import MIN_BLOCK_M
 from moereg.kernels.hopper import config as hopper
 from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.sizes import GUARD_ROWS, WEIGHT_PAD

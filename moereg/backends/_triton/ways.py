@@ -23,7 +23,7 @@ import torch
 
 from moereg.backends._triton.work import Way, Work
 from moereg.backends._triton.workspace import Piece, cut
-from moereg.kernels.gemm import config as gemm
+from moereg.kernels.gemm import rules
 from moereg.kernels.gemm.config import GemmPair, GemvPair, GroupedGemmConfig, SinglePair
 from moereg.kernels.gemm.fit import CallShape, fit_pair
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
@@ -141,7 +141,7 @@ def _select_config(
     num_tokens: float, rows_per_expert: float, hidden_states: torch.Tensor, packed_bits: int | None, *, single: bool
 ) -> GemvPair | SinglePair | GemmPair:
     device = hidden_states.device
-    return gemm.select_config(
+    return rules.select_config(
         num_tokens,
         rows_per_expert,
         hidden_states.element_size(),

@@ -1,6 +1,6 @@
 """What a pair of configurations takes from the layer and the call: tall tiles, and the tile of a short second product.
 
-The table of `config` looks at the average of rows an expert, since only the device knows the counts. Here are rules for
+The tables of `rules` look at the average of rows an expert, since only the device knows the counts. Here are rules for
 what an average hides, measured on one NVIDIA H200 (torch 2.11, Triton 3.6, bf16) on 2026-11-23 with uniform routings,
 Zipf's, and all tokens on one set of experts.
 """

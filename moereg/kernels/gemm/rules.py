@@ -1,0 +1,178 @@
+"""The shipped launch configurations of the expert matmuls, and the rule that picks one: data, without device code.
+
+Measured on one NVIDIA H200 (torch 2.11, Triton 3.6, bf16) on 2026-11-20 and 21 over mixtral-8x7b, qwen3-30b-a3b,
+olmoe-1b-7b, gpt-oss-120b and sonic-30b at T 1, 4, 16, 64 and 256, each half of a pair swept over 10 to 50 candidates. A
+row is the candidate with the best geometric mean. `benches/results/h200_sweep.json` has what a choice from the other
+shapes costs a shape: so little that the rows look at no size but the rows per expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moereg.kernels.gemm.config import (
+    ConfigRule,
+    GemmPair,
+    GemvConfig,
+    GemvPair,
+    GroupedGemmConfig,
+    SinglePair,
+    fit_pipeline,
+)
+from moereg.kernels.gemm.packed_rules import PACKED_RULES
+
+# First match counts. A tile holds all rows of nearly every expert up to 128 rows (the average and two to three times
+# its root), so that weights are read once. Rows beyond the last measured ones (T 256 of mixtral, 64 rows an expert) and
+# of 32-bit weights, whose products run on plain multiply-adds, are not tuned.
+CONFIG_RULES = (
+    ConfigRule(
+        element_bytes=2,
+        max_tokens=1,
+        configs=GemvPair(
+            gate_up=GemvConfig(block_n=32, block_k=128, num_warps=2, num_stages=4),
+            down=GemvConfig(block_n=8, block_k=1024, num_warps=4, num_stages=3),
+        ),
+    ),
+    ConfigRule(
+        element_bytes=2,
+        max_tokens=16,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=16, block_n=64, block_k=128, group_m=1, num_warps=4, num_stages=5, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=16, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+            sort_routes=False,
+        ),
+    ),
+    ConfigRule(
+        element_bytes=2,
+        max_rows_per_expert=11,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=16, block_n=64, block_k=128, group_m=1, num_warps=4, num_stages=5, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=16, block_n=64, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+        ),
+    ),
+    ConfigRule(
+        element_bytes=2,
+        max_rows_per_expert=22,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=32, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=32, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=3, mask_rows=True
+            ),
+        ),
+    ),
+    ConfigRule(
+        element_bytes=2,
+        max_rows_per_expert=48,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=64, block_n=128, block_k=64, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=64, block_n=128, block_k=64, group_m=1, num_warps=4, num_stages=4, mask_rows=True
+            ),
+        ),
+    ),
+    ConfigRule(
+        element_bytes=2,
+        max_rows_per_expert=96,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(
+                block_m=128, block_n=256, block_k=64, group_m=1, num_warps=8, num_stages=4, mask_rows=True
+            ),
+            down=GroupedGemmConfig(
+                block_m=128, block_n=256, block_k=64, group_m=1, num_warps=8, num_stages=4, mask_rows=True
+            ),
+        ),
+    ),
+    ConfigRule(
+        element_bytes=2,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3),
+            down=GroupedGemmConfig(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3),
+        ),
+    ),
+    ConfigRule(
+        element_bytes=4,
+        max_tokens=1,
+        configs=GemvPair(
+            gate_up=GemvConfig(block_n=32, block_k=64, num_warps=2, num_stages=4),
+            down=GemvConfig(block_n=8, block_k=512, num_warps=4, num_stages=3),
+        ),
+    ),
+    ConfigRule(
+        element_bytes=4,
+        max_rows_per_expert=32,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(block_m=16, block_n=32, block_k=64, group_m=4, num_warps=4, num_stages=2),
+            down=GroupedGemmConfig(block_m=16, block_n=32, block_k=64, group_m=4, num_warps=4, num_stages=2),
+        ),
+    ),
+    ConfigRule(
+        element_bytes=4,
+        configs=GemmPair(
+            gate_up=GroupedGemmConfig(block_m=64, block_n=64, block_k=32, group_m=8, num_warps=8, num_stages=2),
+            down=GroupedGemmConfig(block_m=64, block_n=64, block_k=32, group_m=8, num_warps=8, num_stages=2),
+        ),
+    ),
+)
+
+# Sizes a plan's block map before the configuration is known.
+MIN_BLOCK_M = min(
+    rule.configs.gate_up.block_m for rule in (*CONFIG_RULES, *PACKED_RULES) if isinstance(rule.configs, GemmPair)
+)
+
+
+def select_config(
+    num_tokens: float,
+    rows_per_expert: float,
+    element_bytes: int,
+    shared_bytes: int | None = None,
+    packed_bits: int | None = None,
+    least_block_m: int = 1,
+    single: bool = True,
+) -> GemvPair | SinglePair | GemmPair:
+    """Returns the configurations of both products.
+
+    Args:
+        num_tokens: T; infinity for the batched format, whose rows come with a plan however few they are.
+        rows_per_expert: average number of rows per expert.
+        element_bytes: 2 or 4, of an activation.
+        shared_bytes: shared memory that one program may use on the device; shortens pipelines that would not fit.
+        packed_bits: of a weight, where it is packed; else weights have the dtype of the activations.
+        least_block_m: rows that the device's matrix units take at least.
+        single: whether the caller has kernels that add up the routes of one token.
+    """
+    # With scales, at most 1.25 bits a weight.
+    weight_bits = 8 * element_bytes if packed_bits is None else packed_bits + 2
+    for rule in CONFIG_RULES if packed_bits is None else PACKED_RULES:
+        if (
+            element_bytes == rule.element_bytes
+            and num_tokens <= rule.max_tokens
+            and rows_per_expert <= rule.max_rows_per_expert
+            and (packed_bits or 0) <= rule.max_packed_bits
+        ):
+            configs = rule.configs
+            if isinstance(configs, GemvPair):
+                return configs
+            if configs.gate_up.block_m < least_block_m or (isinstance(configs, SinglePair) and not single):
+                continue
+            gate_up = fit_pipeline(
+                configs.gate_up, _stage_bytes(configs.gate_up, element_bytes, weight_bits), shared_bytes
+            )
+            down = fit_pipeline(configs.down, _stage_bytes(configs.down, element_bytes, weight_bits), shared_bytes)
+            return dataclasses.replace(configs, gate_up=gate_up, down=down)
+    raise AssertionError(f"no launch configuration for {element_bytes}-byte elements")
+
+
+def _stage_bytes(config: GroupedGemmConfig, element_bytes: int, weight_bits: int) -> int:
+    return config.slices * config.block_k * (config.block_m * element_bytes + config.block_n * weight_bits // 8)
