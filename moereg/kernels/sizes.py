@@ -22,6 +22,9 @@ WORKSPACE_ALIGNMENT: Final = 256
 GUARD_ROWS: Final = 288
 """Unused rows in front of a buffer of rows, the longest tile: a store of the Hopper kernels is anchored there."""
 
+FLAG_WORDS: Final = 32
+"""int32 from one flag of a tile to the next: each has its own line, so that waiting for one does not slow another."""
+
 SPREAD_HEAVY: Final = 2
 """A value of `heavy_first`: the tiles of experts with more than one are spread evenly among the others, each in order.
 

@@ -31,8 +31,10 @@ from triton.runtime.jit import JITFunction
 from moereg.kernels.gemm.config import GemmPair, GemvPair, SinglePair
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.fit import CallShape, fit_pair
+from moereg.kernels.gemm.flagged import both_gemms
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
+from moereg.kernels.gemm.packed_rules import shares_launch
 from moereg.kernels.gemm.rules import select_config
 from moereg.kernels.gemm.single import down_single
 from moereg.kernels.launch import device as device_limits
@@ -48,10 +50,11 @@ from moereg.kernels.rows.copy import copy_rows
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.gathered import keep_own_routes, pad_tokens, sum_of_ranks
 from moereg.kernels.rows.holders import Holders
-from moereg.kernels.rows.plan import SortConfig, route_workspace_numel
+from moereg.kernels.rows.plan import RoutePlan, SortConfig, max_num_blocks, route_workspace_numel
 from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_sorted_rows
 from moereg.kernels.rows.rooms import FilledRooms, empty_rooms, fill_rooms, place_routes, spread_tokens
 from moereg.kernels.rows.sort import sort_routes
+from moereg.kernels.sizes import FLAG_WORDS
 from moereg.prepare_finalize.exchange import RowLayout
 from moereg.quant import WHOLE, QuantFormat, get_scheme
 
@@ -313,7 +316,8 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
 
     scheme = get_scheme(PACKED[case]) if case in PACKED else None
     bits = None if scheme is None or scheme.weight is None else scheme.weight.bits
-    least = 16 if triton.runtime.driver.active.get_current_target().backend == "hip" else 1
+    target = triton.runtime.driver.active.get_current_target()
+    least = 16 if target.backend == "hip" else 1
     configs = select_config(
         math.inf if batched else tokens, routes / experts, dtype.itemsize, shared_bytes, bits, least
     )
@@ -371,7 +375,12 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
     elif configs.sort_routes:
         numel = route_workspace_numel(tokens, top_k, experts, configs.gate_up.block_m)
         workspace = ids.new_empty(numel)
-        plan = sort_routes(ids, None, experts, experts, configs.gate_up.block_m, workspace, tall=configs.tall)
+        flags = None
+        if target.arch == 90 and bits is not None and shares_launch(tokens, routes / experts, bits):
+            flags = ids.new_empty(max_num_blocks(routes, experts, configs.gate_up.block_m), FLAG_WORDS)
+        plan = sort_routes(
+            ids, None, experts, experts, configs.gate_up.block_m, workspace, tall=configs.tall, flags=flags
+        )
     else:
         plan = DirectRoutes(ids, None, experts, configs.gate_up.block_m)
     gate_up_gemm(
@@ -385,6 +394,11 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
         overlap=overlap,
     )
     down_gemm(empty(rows_of_out, hidden), intermediate_rows, w2, plan, configs.down, **second)
+    if isinstance(plan, RoutePlan) and plan.flags is not None:
+        assert isinstance(w13, PackedMatrix)
+        assert isinstance(w2, PackedMatrix)
+        out = empty(rows_of_out, hidden)
+        both_gemms(out, intermediate_rows, hidden_states, w13, w2, plan, configs, epilogue, top_k=top_k, **second)
 
 
 # Without products.
@@ -457,7 +471,8 @@ def rows_of(target: str, case: str, shared_bytes: int, done: set[str]) -> list[d
     with compiling_only(None if is_plain else done) as compiled:
         PLAIN_CASES[case](shared_bytes) if is_plain else launch_gemms(case, shared_bytes)
     # Products stand behind the launches of their plan.
-    return [describe(target, case, *one) for one in (compiled if is_plain else compiled[-2:])]
+    products = 3 if compiled[-1][0] == "_both_kernel" else 2
+    return [describe(target, case, *one) for one in (compiled if is_plain else compiled[-products:])]
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ import torch
 
 from moereg.backends._loaded import Call
 from moereg.backends._triton import plain, ways
-from moereg.backends._triton.packed_ways import HopperPacked
+from moereg.backends._triton.packed_ways import Flagged, HopperPacked, has_room_for_flags
 from moereg.backends._triton.packing import pack_matrices
 from moereg.experts import Experts
+from moereg.kernels.gemm.packed_rules import shares_launch
 from moereg.kernels.hopper.packed_config import MIN_PACKED_HOPPER_ROWS, select_packed_config
 from moereg.kernels.hopper.packed_gemm import MIN_DEPTH, packed_format
 from moereg.kernels.packed.weights import PackedMatrix
@@ -81,7 +82,10 @@ class Standard(Packed, plain.Standard):
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
-        self.has_packed_hopper = PlatformRule("cuda:sm90").matches(self.platform) and self._fits_packed_hopper()
+        is_hopper = PlatformRule("cuda:sm90").matches(self.platform)
+        self.has_packed_hopper = is_hopper and self._fits_packed_hopper()
+        # Measured there alone, where also programs are known to start in the order of their numbers.
+        self.may_share_launch = is_hopper and self.problem.dtype == "bfloat16"
 
     def _fits_packed_hopper(self) -> bool:
         """Whether Hopper's kernels for packed weights serve the layer; `select` asks whether they serve a call."""
@@ -108,7 +112,18 @@ class Standard(Packed, plain.Standard):
             and hidden_states.shape[0] * hidden_states.stride(0) < 2**31
         ):
             return HopperPacked(select_packed_config(rows_per_expert))
-        return super().select(call)
+        way = super().select(call)
+        if isinstance(way, ways.Sorted) and self._shares_launch(call, rows_per_expert):
+            return Flagged(way.configs)
+        return way
+
+    def _shares_launch(self, call: Call, rows_per_expert: float) -> bool:
+        num_tokens, num_routes = call.inputs.hidden_states.shape[0], call.inputs.topk_ids.numel()
+        return (
+            self.may_share_launch
+            and shares_launch(num_tokens, rows_per_expert, self._format.bits)
+            and has_room_for_flags(self.problem, num_routes)
+        )
 
 
 class Batched(Packed, plain.Batched):

@@ -8,6 +8,7 @@
 | `Sorted` | more | a sort, tiles of sorted routes, low or tall as the expert's rows ask, and a reduction |
 | `Hopper` | more than 22 an expert on sm90 | a sort, warp-specialized tiles, and a reduction |
 | `packed_ways.HopperPacked` | more than 24 an expert on sm90, packed weights | as `Hopper` |
+| `packed_ways.Flagged` | 9 to 16 tokens on sm90, packed weights of 4 bits | as `Sorted`, both products in one |
 | `Batched`, `HopperBatched` | [E, max_T, H] | a plan of tiles over each expert's rows, then the products |
 
 Sizes: T tokens, K choices of each, N = T * K routes, H hidden size, I_pad padded intermediate size.

@@ -61,7 +61,15 @@ class Work:
         inputs = self.call.inputs
         return DirectRoutes(inputs.topk_ids, inputs.expert_map, self.problem.num_experts, block_m)
 
-    def sort_routes(self, block_m: int, slack: int = 0, tall: int = 0, *, heavy_first: int = False) -> RoutePlan:
+    def sort_routes(
+        self,
+        block_m: int,
+        slack: int = 0,
+        tall: int = 0,
+        *,
+        heavy_first: int = False,
+        flags: torch.Tensor | None = None,
+    ) -> RoutePlan:
         """Sorts the routes by expert."""
         problem, inputs = self.problem, self.call.inputs
         return sort_routes(
@@ -75,6 +83,7 @@ class Work:
             overlap=self.overlap,
             tall=tall,
             heavy_first=heavy_first,
+            flags=flags,
         )
 
     def plan_batches(self, block_m: int, slack: int = 0, tall: int = 0, *, heavy_first: int = False) -> BlockMap:

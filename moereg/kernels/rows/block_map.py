@@ -15,7 +15,7 @@ import triton.language as tl
 
 from moereg.kernels.launch.overlap import release_next
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.sizes import SPREAD_HEAVY
+from moereg.kernels.sizes import FLAG_WORDS, SPREAD_HEAVY
 
 # Every piece of a workspace starts at a multiple of this many int32, so that pointer alignment, and with it the
 # compiled variant of a kernel, does not depend on the number of tokens.
@@ -28,6 +28,7 @@ NUM_COUNTS = 2 + _NUM_COUNTERS.value
 """int32 of the piece that holds the number of tiles, the counters and the number of tall tiles."""
 
 _SPREAD_HEAVY = tl.constexpr(SPREAD_HEAVY)
+_FLAG_WORDS = tl.constexpr(FLAG_WORDS)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -50,6 +51,8 @@ class BlockMap:
         heavy_first: whether experts come by the length of their tiles: first those with more than one tile, last those
             that fill half of one or less, so that programs which take tiles as they become free end together. Experts
             of a kind come in order. Or `SPREAD_HEAVY`. Not beside `tall`.
+        flags: [B, FLAG_WORDS], the first word of each tile in use zero when planned: where both GEMMs share a launch,
+            the tiles of the first count there, so that a plan serves one call. None: they do not.
     """
 
     block_expert: torch.Tensor
@@ -62,6 +65,7 @@ class BlockMap:
     slack: int = 0
     tall: int = 0
     heavy_first: int = False
+    flags: torch.Tensor | None = None
 
     @property
     def max_blocks(self) -> int:
@@ -106,6 +110,7 @@ def store_block_map(
     EXPERTS: tl.constexpr,
     TALL: tl.constexpr,
     HEAVY_FIRST: tl.constexpr,
+    flags=None,
 ):
     """Writes the tensors of a `BlockMap` from each expert's number of rows and first row, [EXPERTS] int32.
 
@@ -145,6 +150,8 @@ def store_block_map(
         tl.store(block_expert + slot, experts, mask=i < blocks)
         tl.store(block_row + slot, offsets + i * height, mask=i < blocks)
         tl.store(block_end + slot, offsets + counts, mask=i < blocks)
+        if flags is not None:
+            tl.store(flags + slot * _FLAG_WORDS, tl.zeros([EXPERTS], tl.int32), mask=i < blocks)
 
 
 @triton.jit(do_not_specialize=["max_tokens"])

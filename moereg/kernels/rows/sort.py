@@ -14,6 +14,7 @@ from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.block_map import checked_tall, cut_workspace, store_block_map
 from moereg.kernels.rows.direct import load_local_expert
 from moereg.kernels.rows.plan import DEFAULT_SORT_CONFIG, RoutePlan, SortConfig, plan_sizes
+from moereg.kernels.sizes import FLAG_WORDS
 
 # Chunks and experts whose counts one program of the scan adds up at a time: 16 registers a thread at 4 warps.
 _SCAN_CHUNKS = 64
@@ -28,6 +29,7 @@ def _store_offsets_and_blocks(
     block_row,
     block_end,
     num_blocks,
+    flags,
     num_local_experts,
     BLOCK_M: tl.constexpr,
     SLACK: tl.constexpr,
@@ -40,7 +42,18 @@ def _store_offsets_and_blocks(
     tl.store(expert_offsets + experts, offsets, mask=experts < num_local_experts)
     tl.store(expert_offsets + num_local_experts, tl.sum(counts, 0))
     store_block_map(
-        counts, offsets, block_expert, block_row, block_end, num_blocks, BLOCK_M, SLACK, EXPERTS, TALL, HEAVY_FIRST
+        counts,
+        offsets,
+        block_expert,
+        block_row,
+        block_end,
+        num_blocks,
+        BLOCK_M,
+        SLACK,
+        EXPERTS,
+        TALL,
+        HEAVY_FIRST,
+        flags,
     )
 
 
@@ -61,6 +74,7 @@ def _sort_routes_kernel(
     block_row,
     block_end,
     num_blocks,
+    flags,
     num_routes,
     num_experts,
     num_local_experts,
@@ -90,6 +104,7 @@ def _sort_routes_kernel(
             block_row,
             block_end,
             num_blocks,
+            flags,
             num_local_experts,
             BLOCK_M,
             SLACK,
@@ -172,6 +187,7 @@ def _place_routes_kernel(
     block_row,
     block_end,
     num_blocks,
+    flags,
     num_routes,
     num_local_experts,
     BLOCK_M: tl.constexpr,
@@ -212,6 +228,7 @@ def _place_routes_kernel(
             block_row,
             block_end,
             num_blocks,
+            flags,
             num_local_experts,
             BLOCK_M,
             SLACK,
@@ -252,6 +269,7 @@ def sort_routes(
     overlap: bool = False,
     tall: int = 0,
     heavy_first: int = False,
+    flags: torch.Tensor | None = None,
 ) -> RoutePlan:
     """Sorts routes by local expert and lays tiles over them; no allocation and no host synchronization.
 
@@ -271,9 +289,10 @@ def sort_routes(
         overlap: whether the next kernel is launched to start early.
         tall: as in `BlockMap`, which has no `slack` then.
         heavy_first: as in `BlockMap`.
+        flags: likewise, int32, contiguous; overwritten. Written like the plan, so that nothing still reads them.
 
     Returns:
-        The plan, made of views of `workspace`.
+        The plan, made of views of `workspace`, and the flags.
     """
     num_routes = topk_ids.numel()
     assert topk_ids.dtype == workspace.dtype == torch.int32 and topk_ids.is_contiguous()
@@ -283,8 +302,9 @@ def sort_routes(
     pieces = cut_workspace(workspace, plan_sizes(num_routes, num_local_experts, block_m, config))
     expert_counts, chunk_counts = pieces.pop("expert_counts"), pieces.pop("chunk_counts")
     tall = checked_tall(tall, block_m, slack, heavy_first)
-    plan = RoutePlan(**pieces, block_m=block_m, slack=slack, tall=tall, heavy_first=heavy_first)
-    block_map = (plan.expert_offsets, plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks)
+    plan = RoutePlan(**pieces, block_m=block_m, slack=slack, tall=tall, heavy_first=heavy_first, flags=flags)
+    assert flags is None or (flags.shape == (plan.max_blocks, FLAG_WORDS) and flags.is_contiguous())
+    block_map = (plan.expert_offsets, plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks, flags)
     # Triton's histogram takes a power of two, on NVIDIA at least 32 bins.
     experts = max(32, triton.next_power_of_2(num_local_experts))
 

@@ -13,6 +13,7 @@ _KERNELS: Final = "moereg/kernels/"
 _OF_ROWS: Final = "tests/kernels/test_gluon_kernels.py::test_layer_of_kernels"
 _REPEATED: Final = "tests/kernels/test_gluon_kernels.py::test_a_repeated_call_equals_a_first_one_on_other_tensors"
 _PACKED: Final = "tests/backends/test_gluon_packed.py::test_layers"
+_ONE_LAUNCH: Final = "tests/backends/test_triton_one_launch.py::TestOnHopper::"
 _QUANTIZED: Final = "tests/backends/test_gluon_quantized.py::test_layers"
 
 MUTANTS: Final = (
@@ -127,5 +128,12 @@ MUTANTS: Final = (
         old="        self.arguments[self.place] = self.encode(self.descriptor)\n",
         new="        pass\n",
         tests=(f"{_REPEATED}[standard]",),
+    ),
+    Mutant(
+        "tiles of the second product do not wait for those of the first in their launch",
+        _KERNELS + "gemm/flagged.py",
+        old="while count < up_tiles:",
+        new="while count < 0:",
+        tests=(f"{_ONE_LAUNCH}test_replays_behind_each_other_without_a_pause",),
     ),
 )

@@ -7,13 +7,14 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _ON_HOPPER: Final = "tests/kernels/test_packed_hopper.py::"
+_ONE_LAUNCH: Final = "tests/backends/test_triton_one_launch.py::"
 
 MUTANTS: Final = (
     Mutant(
         "Hopper's kernels of bfloat16 take float16",
         "moereg/backends/_triton/packed.py",
-        old='problem.dtype == "bfloat16"',
-        new="problem.dtype",
+        old='            problem.dtype == "bfloat16"\n',
+        new="            problem.dtype\n",
         tests=(f"{_ON_HOPPER}test_what_the_kernels_lack_takes_the_triton_tiles[float16]",),
     ),
     Mutant(
@@ -138,5 +139,54 @@ MUTANTS: Final = (
         old="largest = exponent.where(counts, 0).amax(1, keepdim=True)",
         new="largest = exponent.amax(1, keepdim=True)",
         tests=("tests/backends/test_triton_packed.py::test_scales_of_groups_of_zeros_do_not_count",),
+    ),
+    Mutant(
+        "weights of 8 bits take the rules of 4",
+        "moereg/kernels/gemm/rules.py",
+        old="(packed_bits or 0) <= rule.max_packed_bits",
+        new="True",
+        tests=(f"{_ONE_LAUNCH}test_which_calls_share_a_launch[int8_w8a16-gpt-oss-120b-2-Direct-64]",),
+    ),
+    Mutant(
+        "products share a launch on any GPU",
+        "moereg/backends/_triton/packed.py",
+        old='self.may_share_launch = is_hopper and self.problem.dtype == "bfloat16"',
+        new='self.may_share_launch = self.problem.dtype == "bfloat16"',
+        tests=(f"{_ONE_LAUNCH}test_others_take_two_launches[changes2-cuda:sm100]",),
+    ),
+    Mutant(
+        "products of weights of 8 bits share a launch",
+        "moereg/kernels/gemm/packed_rules.py",
+        old=" and packed_bits <= 4",
+        new="",
+        tests=(f"{_ONE_LAUNCH}test_which_calls_share_a_launch[int8_w8a16-qwen3-30b-a3b-16-Flagged-128]",),
+    ),
+    Mutant(
+        "flags lie behind the scratch of narrow layers",
+        "moereg/backends/_triton/packed.py",
+        old="            and has_room_for_flags(self.problem, num_routes)\n",
+        new="",
+        tests=(f"{_ONE_LAUNCH}test_others_take_two_launches[changes6-cuda:sm90]",),
+    ),
+    Mutant(
+        "the sort leaves flags as they were",
+        "moereg/kernels/rows/block_map.py",
+        old="tl.store(flags + slot * _FLAG_WORDS, tl.zeros([EXPERTS], tl.int32), mask=i < blocks)",
+        new="slot += 0",
+        tests=(f"{_ONE_LAUNCH}test_the_sort_clears_the_flags_of_used_tiles_alone[one]",),
+    ),
+    Mutant(
+        "the sort starts before the call in front has ended",
+        "moereg/kernels/rows/sort.py",
+        old="ROUTES=config.routes_per_program,\n",
+        new="ROUTES=config.routes_per_program,\n            launch_pdl=overlap,\n",
+        tests=(f"{_ONE_LAUNCH}test_only_what_comes_behind_the_sort_starts_early",),
+    ),
+    Mutant(
+        "a tile of the first product counts twice",
+        "moereg/kernels/gemm/flagged.py",
+        old='tl.atomic_add(flag, 1, sem="release", scope="gpu")',
+        new='tl.atomic_add(flag, 2, sem="release", scope="gpu")',
+        tests=(f"{_ONE_LAUNCH}test_one_launch_gives_the_bits_of_two[mxfp4_w4a16-False-tokens0]",),
     ),
 )

@@ -1,0 +1,294 @@
+"""Both products of a Mixture-of-Experts layer with packed weights in one launch, in Triton.
+
+Tasks are all tiles of the first product, one tile of rows after the other, and then all tiles of the second, in the
+same order. Each tile of rows has a flag, which the launch that plans the rows sets to zero, and to which each tile of
+the first product adds one. A tile of the second waits until its flag says all of them. So nothing waits for the slowest
+program of the first product but what needs its numbers, and tiles of the second fill the multiprocessors that the first
+leaves free. Flags belong to the plan, and with it to one call.
+
+The number of a program is its task, so that programs wait for lower numbers alone. That ends where these have started
+by then, also where few programs run at a time, or none beside another, as in the interpreter. NVIDIA's GPUs start
+programs in the order of their numbers. Nobody promises it, but NVIDIA's own library relies on it: the scan of CUB gives
+the blocks of a launch their tiles by number, and each waits for those before it. Here it ran on an H200 alone.
+
+Sizes as in `grouped`. The numbers are the same too, bit for bit, where the configurations are.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from moereg.kernels.gemm.config import GemmPair
+from moereg.kernels.gemm.down import Down, down_tile
+from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.gemm.gate_up import GateUp, gate_up_tile
+from moereg.kernels.gemm.loop import tile_shape
+from moereg.kernels.gemm.operand import Matrices, operand_of
+from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.replay import launch
+from moereg.kernels.packed.weights import PackedMatrix
+from moereg.kernels.rows.plan import RoutePlan
+from moereg.kernels.rows.tiles import RowArguments, claim_tile_of
+from moereg.kernels.sizes import FLAG_WORDS
+
+_FLAG_WORDS = tl.constexpr(FLAG_WORDS)
+
+# Of each row of a waiting tile's weights, 64 elements each; a power of two.
+_PREFETCHED_BLOCKS = tl.constexpr(8)
+
+
+@triton.constexpr_function
+def _has_prefetch():
+    return not triton.knobs.runtime.interpret and tl.target_info.cuda_capability_geq(9, 0)
+
+
+@triton.jit
+def _prefetch_weights(matrices, expert, column_tile, TILE: tl.constexpr):
+    """Asks the L2 for the first 4-bit weights of a tile of columns of `Matrices`; does nothing but on Hopper and later.
+
+    Args:
+        expert: local expert, int64.
+        column_tile: number of the tile.
+    """
+    if _has_prefetch():
+        # 256 bytes are 8 rows of a block.
+        PARTS: tl.constexpr = TILE.block_n // 8
+        chunks = tl.arange(0, _PREFETCHED_BLOCKS * PARTS)
+        block = tl.minimum(chunks // PARTS, matrices.depth // 64 - 1)
+        # The last tile may reach past the matrix.
+        column = tl.minimum(column_tile * TILE.block_n + chunks % PARTS * 8, tl.maximum(matrices.num_columns - 8, 0))
+        words = (block * matrices.num_columns + column) * 8
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0;",
+            "=r,l",
+            [matrices.weights + expert * matrices.stride_expert + words],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _raise_flag(flag):
+    """Adds one after all threads of the program have written what the flag stands for."""
+    tl.debug_barrier()
+    tl.atomic_add(flag, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def _flag_value(flag):
+    """What a flag says; what was written before it was raised so far can be read then."""
+    return tl.atomic_add(flag, 0, sem="acquire", scope="gpu")
+
+
+@triton.jit
+def _both_kernel(
+    out,
+    intermediate,
+    hidden_states,
+    w13,
+    w13_group_scale,
+    w13_zero_point,
+    w13_row_scale,
+    w13_bias,
+    w2,
+    w2_group_scale,
+    w2_zero_point,
+    w2_row_scale,
+    w2_bias,
+    route_factors,
+    topk_weights,
+    sorted_routes,
+    block_expert,
+    block_row,
+    block_end,
+    num_blocks,
+    flags,
+    hidden_size,
+    w13_depth,
+    w13_columns,
+    w2_depth,
+    w2_columns,
+    stride_hidden,
+    stride_intermediate,
+    stride_out,
+    w13_stride_expert,
+    w13_stride_column,  # Weights that are not packed.
+    w13_stride_scale,
+    w13_stride_zero_point,
+    w13_stride_bias,
+    w2_stride_expert,
+    w2_stride_column,
+    w2_stride_scale,
+    w2_stride_zero_point,
+    w2_stride_bias,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # ActivationConstant
+    UP_FORMAT: tl.constexpr,  # WeightFormat, as the next but one
+    UP_TILE: tl.constexpr,  # TileShape, as the next but one
+    DOWN_FORMAT: tl.constexpr,
+    DOWN_TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    rows = RowArguments(None, None, 0, 0, 0, sorted_routes, block_expert, block_row, block_end, num_blocks)
+    number = tl.program_id(0)
+    up_tiles = tl.cdiv(w13_columns, UP_TILE.block_n)
+    down_tiles = tl.cdiv(w2_columns, DOWN_TILE.block_n)
+    # The plan is there then, and with it the flags' zeros, to which nothing may be added before.
+    wait_for_previous(OVERLAP)
+    used_blocks = tl.load(num_blocks)
+    if number < used_blocks * up_tiles:
+        up = claim_tile_of(rows, number, 0, used_blocks, up_tiles, True, False, TOP_K, 1, UP_TILE)
+        matrices = Matrices(
+            w13,
+            w13_group_scale,
+            w13_zero_point,
+            w13_row_scale,
+            w13_depth,
+            w13_columns,
+            w13_stride_expert,
+            w13_stride_column,
+            w13_stride_scale,
+            w13_stride_zero_point,
+        )
+        first = GateUp(
+            intermediate,
+            hidden_states,
+            w13_bias,
+            route_factors,
+            matrices,
+            hidden_size,
+            stride_hidden,
+            w13_stride_bias,
+            stride_intermediate,
+        )
+        gate_up_tile(up, first, True, TOP_K, ACTIVATION, UP_FORMAT, UP_TILE, OVERLAP)
+        _raise_flag(flags + number // up_tiles * _FLAG_WORDS)
+    elif number < used_blocks * (up_tiles + down_tiles):
+        release_next(OVERLAP)
+        number -= used_blocks * up_tiles
+        down = claim_tile_of(rows, number, 0, used_blocks, down_tiles, True, False, TOP_K, 1, DOWN_TILE)
+        matrices = Matrices(
+            w2,
+            w2_group_scale,
+            w2_zero_point,
+            w2_row_scale,
+            w2_depth,
+            w2_columns,
+            w2_stride_expert,
+            w2_stride_column,
+            w2_stride_scale,
+            w2_stride_zero_point,
+        )
+        flag = flags + number // down_tiles * _FLAG_WORDS
+        count = _flag_value(flag)
+        if count < up_tiles:
+            _prefetch_weights(matrices, down.expert.to(tl.int64), down.column_tile, DOWN_TILE)
+        while count < up_tiles:
+            count = _flag_value(flag)
+        # One thread saw it.
+        tl.debug_barrier()
+        second = Down(
+            out,
+            intermediate,
+            w2_bias,
+            topk_weights,
+            None,
+            matrices,
+            stride_intermediate,
+            w2_stride_bias,
+            stride_out,
+        )
+        down_tile(down, second, DOWN_FORMAT, DOWN_TILE)
+
+
+def both_gemms(
+    out: torch.Tensor,
+    intermediate: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w13: PackedMatrix,
+    w2: PackedMatrix,
+    plan: RoutePlan,
+    configs: GemmPair,
+    epilogue: GateUpEpilogue,
+    *,
+    top_k: int,
+    bias: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    overlap: bool = False,
+) -> None:
+    """`grouped.gate_up_gemm` and then `grouped.down_gemm`.
+
+    Args:
+        out: of the second product: [N, H].
+        intermediate: [N, I_pad], overwritten as by the first product.
+        hidden_states: [T, H].
+        w13: packed, 4 bits a weight.
+        w2: likewise.
+        plan: with flags, as `sort_routes` wrote them: they are used up.
+        configs: launch configurations with as many warps in both products, without tall tiles, one tile of rows after
+            the other.
+        epilogue: of the first product.
+        top_k: K.
+        bias: of the second product, [E, H] or None.
+        topk_weights: [T, K] fp32 contiguous, or None.
+        apply_router_weight_on_input: whether they multiply the first product.
+        overlap: as of both products.
+    """
+    gate_up, down = configs.gate_up, configs.down
+    first, second = operand_of(w13, gate_up), operand_of(w2, down)
+    assert w13.words.shape[3] == w2.words.shape[3] == 8, "weights of 4 bits"
+    assert gate_up.num_warps == down.num_warps and gate_up.tall is None and down.tall is None
+    assert gate_up.group_m == down.group_m == 1 and gate_up.block_m == down.block_m == plan.block_m and not plan.tall
+    assert plan.flags is not None
+    assert hidden_states.stride(1) == intermediate.stride(1) == out.stride(1) == 1
+    hidden_size, depth = hidden_states.shape[1], second.depth
+    assert hidden_size <= first.depth and intermediate.shape[1] == depth
+    num_tiles = sum(triton.cdiv(o.num_columns, c.block_n) for o, c in ((first, gate_up), (second, down)))
+    launch(
+        _both_kernel,
+        (plan.max_blocks * num_tiles,),
+        out,
+        intermediate,
+        hidden_states,
+        *first.tensors,
+        epilogue.bias,
+        *second.tensors,
+        bias,
+        topk_weights if apply_router_weight_on_input else None,
+        None if apply_router_weight_on_input else topk_weights,
+        plan.sorted_routes,
+        plan.block_expert,
+        plan.block_row,
+        plan.block_end,
+        plan.num_blocks,
+        plan.flags,
+        hidden_size,
+        first.depth,
+        first.num_columns,
+        depth,
+        second.num_columns,
+        hidden_states.stride(0),
+        intermediate.stride(0),
+        out.stride(0),
+        *first.strides,
+        0 if epilogue.bias is None else epilogue.bias.stride(0),
+        *second.strides,
+        0 if bias is None else bias.stride(0),
+        TOP_K=top_k,
+        ACTIVATION=epilogue.constant,
+        UP_FORMAT=first.format,
+        UP_TILE=tile_shape(
+            gate_up, first.num_columns, hidden_size, first.depth, gate_up.block_k * gate_up.slices, gate_up.mask_rows
+        ),
+        DOWN_FORMAT=second.format,
+        DOWN_TILE=tile_shape(down, second.num_columns, depth, depth, down.block_k * down.slices, down.mask_rows),
+        OVERLAP=overlap,
+        num_warps=gate_up.num_warps,
+        # Of loops that say nothing else; those of packed weights do.
+        num_stages=gate_up.num_stages,
+        **overlap_options(overlap),
+    )
