@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import dataclasses
 import sys
+from pathlib import Path
 
+import pytest
+
+import moereg
 from benches import which_backend
 from moereg.discovery import load_backends
 from moereg.platforms import Platform
 from moereg.registry import REGISTRY
+from moereg.testing.ledger import FILE_NAME, Evidence, read_ledger
 
 
 def test_every_wheel_of_the_tree_is_there_and_the_process_is_as_before() -> None:
@@ -25,8 +31,20 @@ def test_every_wheel_of_the_tree_is_there_and_the_process_is_as_before() -> None
     assert all(words.values())
 
 
-def test_a_tick_is_for_that_kind_of_machine_alone() -> None:
-    found, _, _ = which_backend.world()
+@pytest.fixture
+def verified_on_sm90() -> which_backend.World:
+    """The page's cells, `triton`'s with a record of sm90 whatever the ledger has."""
+    real, _, _ = which_backend.world()
+    found = which_backend.World(real.cells)
+    record = next(iter(read_ledger(Path(moereg.__file__).parent / FILE_NAME)))
+    evidence = Evidence((dataclasses.replace(record, platform="cuda:sm90"),), (), ())
+    found.evidence.update(real.evidence)
+    found.evidence.update({id(cell): evidence for cell in found.cells if cell.name == "triton"})
+    return found
+
+
+def test_a_tick_is_for_that_kind_of_machine_alone(verified_on_sm90: which_backend.World) -> None:
+    found = verified_on_sm90
     marks = {}
     for name in ("cuda:sm90", "cuda:sm80"):
         platform = Platform.from_name(name)
@@ -37,8 +55,8 @@ def test_a_tick_is_for_that_kind_of_machine_alone() -> None:
     assert marks["cuda:sm90"]["sonic"] == "sonic ✓ (wheel)"
 
 
-def test_an_emulation_is_chosen_after_every_kernel() -> None:
-    found, _, _ = which_backend.world()
+def test_an_emulation_is_chosen_after_every_kernel(verified_on_sm90: which_backend.World) -> None:
+    found = verified_on_sm90
     sm90 = Platform.from_name("cuda:sm90")
     texts = [fit.text(sm90) for fit in found.fits("mxfp8", sm90, "standard")]
     assert texts[-1] == "**triton** ✓ (emulated)"
