@@ -319,7 +319,7 @@ class Twins:
 
 @pytest.fixture
 def twins() -> Twins:
-    weights = random_weights(LARGE, torch.Generator("cuda").manual_seed(0), torch.device("cuda"))
+    weights = random_weights(LARGE, torch.Generator().manual_seed(0), torch.device("cuda"))
     selection = select_backend(LARGE, require="triton")
     made = Twins(weights, make_kernel(LARGE, weights, selection), make_kernel(LARGE, weights, selection))
     # Compiles what the calls below launch, which a capture cannot.
