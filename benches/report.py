@@ -26,6 +26,7 @@ from benches.h200 import leave_one_out
 from benches.markdown import table
 from benches.scale import page as scale
 from benches.scale.picture import draw_scale
+from benches.stored import earlier_rows
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches" / "results"
@@ -247,16 +248,22 @@ def sweep_table() -> str:
 
 def quant_table() -> str:
     """The triton backend in quantized schemes on an H200."""
-    document = _load("h200_quant.json")
+    tables = [_quant_table(document) for document in (_load("h200_quant.json"), *earlier_rows(RESULTS))]
+    return "\n\nRows of an earlier commit that were not measured again:\n\n".join(tables)
+
+
+def _quant_table(document: dict[str, Any]) -> str:
     lines = []
     for row in document["rows"]:
         plain = [f"{row['bf16_us']:.1f}", f"{row['share_of_byte_ratio']:.0%}"] if "bf16_us" in row else ["", ""]
         lines.append([row["scheme"], row["model"], str(row["tokens"]), *_times(row), *plain])
     header = ["scheme", "layer", "T", "ours us", "roofline us", "share", "error", "bf16 us"]
+    schemes = {row["scheme"] for row in document["rows"]}
     # Files of before have ratios to times of another machine, which say nothing.
     summary = [
         f"- `{scheme}`: {'; '.join(_summary_text(name, line[name]) for name in line if 'peer' not in name)}."
         for scheme, line in document["summary"].items()
+        if scheme in schemes
     ]
     rates = document["ceilings"]
     notes = [
@@ -266,6 +273,54 @@ def quant_table() -> str:
     filled = table([*header, "share of the byte ratio"], lines)
     text = "\n\n".join([filled, "\n".join(summary), f"{', '.join(notes)}."])
     return _with_notes(text, _without(document, "ceilings"))
+
+
+def one_token_table() -> str:
+    """One token in bf16 beside what a graph, its launches and its bytes cost alone."""
+    document = _load("h200_one_token.json")
+    rows = []
+    for row in document["rows"]:
+        times = [f"{row[name]:.1f}" for name in ("layer", "one_nothing", "nothing", "read")]
+        rows.append([row["model"], f"{row['num_bytes'] / 1e6:.1f}", *times])
+    header = ["layer", "MB", "ours us", "an empty kernel us", "as many empty kernels us", "reading the bytes us"]
+    return _with_notes(table(header, rows), {"left_out": [], **document})
+
+
+def peers_fp8_table() -> str:
+    """`triton` beside two libraries of fp8 kernels that have to be built from source, each in a process with it."""
+    document = _load("h200_peers_fp8.json")
+    rows, missing = [], []
+    for bench in document["benches"]:
+        layer = f"{bench['model']} {bench['problem']['quant']}"
+        own = {row["tokens"]: row for row in bench["rows"] if row["backend"] == "triton"}
+        for row in bench["rows"]:
+            if row["backend"] == "triton":
+                continue
+            beside = own[row["tokens"]]
+            head = [layer, bench["routing"], str(row["tokens"]), f"{beside['time_us']:.1f}", row["backend"]]
+            if not row["passed"]:
+                missing.append([*head[:3], row["backend"], row["failure"]])
+                continue
+            ratio = row["time_us"] / beside["time_us"]
+            errors = f"{row['relative_error']:.1e}, {beside['relative_error']:.1e}"
+            rows.append([*head, f"{row['time_us']:.1f} ({row['kernel_us']:.1f})", f"{ratio:.2f}", errors])
+    header = ["layer", "routing", "T", "triton us", "peer", "its us (without preparing)", "ratio", "errors"]
+    where = f"{_where(document)} {document['method'][0].upper()}{document['method'][1:]}."
+    lacking = table(["layer", "routing", "T", "peer", "no time, since"], missing)
+    return f"{table(header, rows)}\n\n{where}\n\n{lacking}"
+
+
+def cold_start_table() -> str:
+    """What a layer's kernels cost from an empty cache."""
+    document = _load("h200_cold_start.json")
+    rows = []
+    for row in document["rows"]:
+        ahead = f"{row['compile_seconds']:.1f}" if "compile_seconds" in row else ""
+        counts = [str(row[name]) for name in ("kernels", "compiled")]
+        after = f"{row['compiled_by_calls']} in {row['calls']}"
+        rows.append([row["quant"], row["how"], ahead, *counts, f"{row['seconds']:.1f}", after])
+    header = ["scheme", "how", "ahead s", "kernels", "compiled by warm_up", "warm_up s", "compiled by calls after it"]
+    return f"{table(header, rows)}\n\n{document['cores']} cores. {_where(document)} {document['note']}"
 
 
 def _summary_text(name: str, value: dict[str, Any] | float) -> str:
@@ -324,6 +379,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "shapes": shapes_table,
     "skewed": skewed_table,
     "quant": quant_table,
+    "one_token": one_token_table,
+    "peers_fp8": peers_fp8_table,
     "host_time": host_time_table,
     "sweep": sweep_table,
     "wheels": wheels_table,
@@ -336,6 +393,7 @@ PAGES: dict[pathlib.Path, Mapping[str, Callable[[], str]]] = {
     DOCS / "board.md": board.TABLES,
     DOCS / "backends.md": which_backend.TABLES,
     DOCS / "scale.md": scale.TABLES,
+    DOCS / "cold-start.md": {"cold_start": cold_start_table},
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benches import pictures, report
+from benches.stored import quant_rows
 
 MEASURED = {
     "schema": 1,
@@ -221,3 +222,39 @@ def test_table_of_the_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.P
     assert lines[3].endswith(
         "8 candidates timed, 4 skipped for want of shared memory; worst 1.100, bound 1.15. Alone in their class: w T 4."
     )
+
+
+def test_rows_of_a_scheme_are_those_of_the_newest_file_that_has_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    def row(tokens: int, ours_us: float) -> dict[str, Any]:
+        timed = {"ours_us": ours_us, "roof_us": 5.0, "share": 0.5, "relative_error": 1e-3, "wrong": False}
+        return {"scheme": "int4", "model": "big", "tokens": tokens, **timed}
+
+    files = {
+        "h200_quant.json": ("2026-11-23", [row(1, 10.0)]),
+        "h200_quant_b.json": ("2026-11-22", [row(1, 11.0), row(16, 20.0)]),
+        "h200_quant_a.json": ("2026-11-21", [row(16, 21.0), row(64, 30.0)]),
+    }
+    for name, (date, rows) in files.items():
+        stored = {**MEASURED, "date": date, "ceilings": {"read_tbps": 4.0}, "summary": {}, "rows": rows}
+        (tmp_path / name).write_text(json.dumps(stored), encoding="utf-8")
+    assert [(row["tokens"], row["ours_us"]) for row in quant_rows(tmp_path)] == [(1, 10.0), (16, 20.0), (64, 30.0)]
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    page = report.render("<!-- table quant --><!-- end -->")
+    assert re.findall(r"\| int4 \| big \| (\d+) \| ([\d.]+)", page) == [("1", "10.0"), ("16", "20.0"), ("64", "30.0")]
+    assert page.count("Rows of an earlier commit") == 2
+
+
+def test_a_peer_with_wrong_numbers_has_no_time(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    def row(backend: str, tokens: int, time_us: float, **fields: Any) -> dict[str, Any]:
+        passed = {"passed": True, "relative_error": 2e-3, "failure": None, "kernel_us": time_us - 1}
+        return {"backend": backend, "tokens": tokens, "time_us": time_us, **passed, **fields}
+
+    rows = [row("triton", 1, 20.0), row("peer", 1, 30.0), row("triton", 64, 100.0)]
+    rows.append(row("peer", 64, 10.0, passed=False, failure="wrong numbers: error 9.0e-01 > 3.0e-02"))
+    bench = {"model": "big", "problem": {"quant": "fp8_block128"}, "routing": "uniform", "rows": rows}
+    lines = table(monkeypatch, tmp_path, "peers_fp8", "h200_peers_fp8.json", method="in turns", benches=[bench])
+    assert "| big fp8_block128 | uniform | 1 | 20.0 | peer | 30.0 (29.0) | 1.50 | 2.0e-03, 2.0e-03 |" in lines
+    assert "| big fp8_block128 | uniform | 64 | peer | wrong numbers: error 9.0e-01 > 3.0e-02 |" in lines
+    assert sum("| 64 |" in line for line in lines) == 1

@@ -132,7 +132,8 @@ PACKED_RULES = (
 def shares_launch(num_tokens: int, rows_per_expert: float, packed_bits: int) -> bool:
     """Whether both products of sorted rows are faster in one launch (`flagged`) on an H200, in bfloat16.
 
-    2 to 8 % of the layer at 16 tokens, measured on 2026-11-23 with mxfp4_w4a16 of gpt-oss-120b and qwen3-30b-a3b and
-    int4_w4a16_g128 of qwen3-30b-a3b and mixtral-8x7b. No more tokens were, nor weights of 8 bits, nor other devices.
+    5 to 16 % of the layer at 9 and 16 tokens, measured on 2026-11-23 with mxfp4_w4a16 of gpt-oss-120b and
+    qwen3-30b-a3b, nvfp4_w4a16 of qwen3-30b-a3b and int4_w4a16_g128 of qwen3-30b-a3b and mixtral-8x7b. No more tokens
+    were, nor weights of 8 bits, nor other devices.
     """
     return num_tokens <= 16 and rows_per_expert <= 5 and packed_bits <= 4
