@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import moereg
 from tests.support import quack_copy
 
 pytestmark = pytest.mark.peers
@@ -37,6 +39,42 @@ def test_kernels_compile_and_nothing_spills(arch: str, instruction: str) -> None
         assert kernel[instruction] > 0, kernel
         assert kernel["stack"] == 0, kernel
         assert kernel["registers"] <= 168, kernel
+
+
+_DIGESTS = """
+import moereg.kernels.quack.epilogues as epilogues
+made = [epilogues.GateUp(*facts) for facts in (
+    ("silu", True, 1.0, 0.0, None),
+    ("silu", True, 1.0, 0.0, 7.0),
+    ("gelu", True, 1.0, 0.0, None),
+    ("gelu_tanh", True, 1.0, 0.0, None),
+    ("swigluoai", True, 1.702, 1.0, 7.0),
+)]
+print(epilogues.__file__, *(epilogues.gate_up_epilogue(function, False, False).semantic_digest for function in made))
+"""
+
+
+def test_an_installed_moereg_has_a_kernel_for_each_activation(tmp_path: Path) -> None:
+    """QuACK looks into functions of a checkout, but takes those of site-packages by their names."""
+    pytest.importorskip("quack", reason="quack-kernels is not installed")
+    installed = tmp_path / "site-packages"
+    package = Path(moereg.__file__).parent
+    shutil.copytree(package, installed / "moereg", ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(installed), *sys.path])),
+        "CUTE_DSL_ARCH": "sm_90a",
+        "QUACK_ARCH": "sm_90",
+        "QUACK_CACHE_ENABLED": "0",
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    run = subprocess.run(
+        [sys.executable, "-c", _DIGESTS], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=600
+    )
+    assert run.returncode == 0, run.stderr
+    where, *digests = run.stdout.split()
+    assert Path(where).is_relative_to(installed)
+    assert len(set(digests)) == len(digests) == 5
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

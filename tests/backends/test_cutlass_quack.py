@@ -95,6 +95,26 @@ def test_epilogues_match_the_reference(activation: Activation) -> None:
         assert error_of(class_of(quant), problem, SM90, 3) < layer_tolerance(problem, 3)
 
 
+def test_names_tell_epilogues_apart() -> None:
+    """Of functions of installed packages QuACK looks at the names alone."""
+    epilogues = importlib.import_module("moereg.kernels.quack.epilogues")
+    functions = [
+        ("silu", True, 1.0, 0.0, None),
+        ("silu", True, 1.0, 0.0, 7.0),
+        ("silu", True, 1.0, 0.0, 10.0),
+        ("gelu", True, 1.0, 0.0, None),
+        ("gelu_tanh", True, 1.0, 0.0, None),
+        ("swigluoai", True, 1.702, 1.0, 7.0),
+        ("relu2", False, 1.0, 0.0, None),
+    ]
+    # Operands are in QuACK's key beside the name.
+    made = [epilogues.gate_up_epilogue(epilogues.GateUp(*facts), False, False) for facts in functions]
+    names = {epilogue.fn.__qualname__ for epilogue in (*made, epilogues.down_epilogue(False, False))}
+    assert len(names) == len(functions) + 1
+    # Code that changes changes them too.
+    assert all(name.endswith(epilogues._source_digest()) for name in names)
+
+
 @pytest.mark.parametrize("quant", ["unquantized", "fp8_tensor_static"])
 @pytest.mark.parametrize(
     "changes",

@@ -7,7 +7,10 @@ and the same expressions serve both: `F2` is a pair that can be added and multip
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -75,6 +78,7 @@ def gate_up_epilogue(function: GateUp, has_bias: bool, has_scales: bool) -> EpiM
         def epilogue(acc):
             return apply(acc)
 
+    _name(epilogue, function)
     outputs = (INTERMEDIATE,) if function.gated else ()
     mode = "acc_pair" if function.gated else None
     return gemm_epilogue(outputs=outputs, mode=mode, ops=_operands(has_bias, has_scales))(epilogue)
@@ -104,7 +108,22 @@ def down_epilogue(has_bias: bool, has_scales: bool) -> EpiMod:
         def epilogue(acc, weight):
             return {"D": acc * weight}
 
+    _name(epilogue)
     return gemm_epilogue(ops={**_operands(has_bias, has_scales), "weight": ColVecLoad("weight")})(epilogue)
+
+
+def _name(epilogue: Callable[..., Any], function: GateUp | None = None) -> None:
+    """Names an epilogue after what it computes: QuACK takes functions of installed packages by their names.
+
+    It looks into others, but of these, such as moereg's own, the key of a kernel in memory and on disk has the name and
+    the operands alone. So SiLU would run where GELU is asked for, or a kernel of code that has changed since.
+    """
+    epilogue.__qualname__ += f" {function} {_source_digest()}"
+
+
+@functools.cache
+def _source_digest() -> str:
+    return hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()[:16]
 
 
 def _operands(has_bias: bool, has_scales: bool) -> dict[str, Any]:

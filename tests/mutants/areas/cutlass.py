@@ -31,6 +31,13 @@ MUTANTS: Final = (
         tests=(f"{_QUACK}::test_epilogues_match_the_reference[relu2]",),
     ),
     Mutant(
+        "an installed moereg has one kernel for all activations",
+        "moereg/kernels/quack/epilogues.py",
+        old="    _name(epilogue, function)\n",
+        new="    _name(epilogue)\n",
+        tests=(f"{_QUACK}::test_names_tell_epilogues_apart",),
+    ),
+    Mutant(
         "gate and up keep the checkpoint's order",
         "moereg/backends/_cutlass/interleaved.py",
         old="return interleave_gate_up(w13, dim=dim) if self.problem.activation.gated else aligned(w13)",
