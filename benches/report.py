@@ -202,7 +202,9 @@ def _with_notes(table: str, document: dict[str, Any]) -> str:
         )
     notes.append(_where(document))
     if document["left_out"]:
-        rows = (f"{row.get('layer') or row['model']} T {row['tokens']}" for row in document["left_out"])
+        names = ((row.get("scheme"), row.get("layer") or row["model"]) for row in document["left_out"])
+        heads = (" ".join(filter(None, name)) for name in names)
+        rows = (f"{head} T {row['tokens']}" for head, row in zip(heads, document["left_out"], strict=True))
         notes.append(f"Left out: {', '.join(dict.fromkeys(rows))}.")
     return f"{table}\n\n{' '.join(notes)}"
 

@@ -30,14 +30,19 @@ def quant_rows(folder: pathlib.Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def earlier_rows(folder: pathlib.Path = RESULTS) -> list[dict[str, Any]]:
-    """The documents `h200_quant_COMMIT.json`, the newest first, with the rows that no newer one has."""
+    """The documents `h200_quant_COMMIT.json`, the newest first, with the rows that no newer one has.
+
+    Their summaries are those of schemes with all rows, since others would be of rows that are not there.
+    """
     known = {_key(row) for row in load("h200_quant.json", folder)["rows"]}
     documents = [load(path.name, folder) for path in folder.glob("h200_quant_*.json")]
     found = []
     for document in sorted(documents, key=lambda document: str(document["date"]), reverse=True):
         rows = [row for row in document["rows"] if _key(row) not in known]
+        replaced = {row["scheme"] for row in document["rows"] if _key(row) in known}
         known |= {_key(row) for row in rows}
-        found.append({**document, "rows": rows})
+        summary = {scheme: line for scheme, line in document["summary"].items() if scheme not in replaced}
+        found.append({**document, "rows": rows, "summary": summary})
     return found
 
 

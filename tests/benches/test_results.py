@@ -237,13 +237,18 @@ def test_rows_of_a_scheme_are_those_of_the_newest_file_that_has_them(
         "h200_quant_a.json": ("2026-11-21", [row(16, 21.0), row(64, 30.0)]),
     }
     for name, (date, rows) in files.items():
-        stored = {**MEASURED, "date": date, "ceilings": {"read_tbps": 4.0}, "summary": {}, "rows": rows}
+        stored = {**MEASURED, "date": date, "ceilings": {"read_tbps": 4.0}, "rows": rows}
+        # Of all rows of its file, so that only the newest one's is of the rows beneath which it stands.
+        stored["summary"] = {"int4": {"share_mean": rows[-1]["ours_us"]}}
+        stored["left_out"] = [{"scheme": "int8", "model": "big", "tokens": rows[0]["tokens"]}]
         (tmp_path / name).write_text(json.dumps(stored), encoding="utf-8")
     assert [(row["tokens"], row["ours_us"]) for row in quant_rows(tmp_path)] == [(1, 10.0), (16, 20.0), (64, 30.0)]
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     page = report.render("<!-- table quant --><!-- end -->")
     assert re.findall(r"\| int4 \| big \| (\d+) \| ([\d.]+)", page) == [("1", "10.0"), ("16", "20.0"), ("64", "30.0")]
     assert page.count("Rows of an earlier commit") == 2
+    assert re.findall(r"- `int4`: (.*)\.", page) == ["share_mean 10.000"]
+    assert re.findall(r"Left out: (.*)\.", page) == ["int8 big T 1", "int8 big T 1", "int8 big T 16"]
 
 
 def test_a_peer_with_wrong_numbers_has_no_time(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
