@@ -75,6 +75,8 @@ def main() -> int:
     platform = current_platform()
     rows = []
     folder = Path(sys.argv[2])
+    if folder.exists() and any(folder.iterdir()):
+        raise SystemExit(f"FOLDER has to be empty, so that nothing is compiled already, got {folder}")
     for quant, is_shipped in SHIPPED.items():
         rows.append({"quant": quant, "how": "warm_up", **_served(quant, {"TRITON_CACHE_DIR": str(folder / quant)})})
         print(rows[-1], flush=True)

@@ -1,0 +1,30 @@
+"""The kit in many processes: which checks a process runs one after the other, and what is left out."""
+
+from __future__ import annotations
+
+from benches.h200 import kit
+from moereg.testing.check import Check
+from moereg.testing.outcomes import NO_TIME
+from moereg.testing.suite import checks_of
+
+
+def test_cells_take_turns_and_no_check_is_lost() -> None:
+    checks = checks_of("torch", isolate=False)
+    groups = list(kit.in_turns(checks))
+    assert sorted(check.id for group in groups for check in group) == sorted(check.id for check in checks)
+    assert all(len({check.cell for check in group}) == 1 and len(group) <= kit.AT_ONCE for group in groups)
+    num_cells = len({check.cell for check in checks})
+    assert num_cells > 1
+    assert len({group[0].cell for group in groups[:num_cells]}) == num_cells
+    assert _num_checks(checks, groups[0]) == max(_num_checks(checks, group) for group in groups)
+
+
+def test_checks_that_the_time_did_not_suffice_for_make_no_record() -> None:
+    checks = checks_of("torch", isolate=False)[:2]
+    results = kit.run_group(checks, end=0.0)
+    assert [result.outcome.message for result in results] == [NO_TIME, NO_TIME]
+    assert kit.report_of("torch", results, 1.0).verified_cells == {}
+
+
+def _num_checks(checks: tuple[Check, ...], group: tuple[Check, ...]) -> int:
+    return sum(check.cell == group[0].cell for check in checks)
