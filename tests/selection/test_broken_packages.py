@@ -44,7 +44,7 @@ class Site:
     """A folder of packages before all others, tools and a home of its own; as pip and a careless user leave it."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.home, self.patch = folder / "site", folder / "home", monkeypatch
+        self.folder, self.home, self.patch = folder / "site-packages", folder / "home", monkeypatch
         for made in (self.folder, self.home, folder / "bin"):
             made.mkdir()
         monkeypatch.syspath_prepend(str(self.folder))
