@@ -91,6 +91,7 @@ def _parts(tokens: Tokens, out: torch.Tensor, count: int) -> list[tuple[Tokens, 
 def _stream(device: torch.device) -> torch.cuda.Stream:
     with _LOCK:
         if device not in _STREAMS:
-            # Movement is short, and the next products wait for it: it goes first where both could start.
+            # Movement is short, and the next products wait for it: it goes first where both could start. NCCL keeps
+            # streams of its own, whose priority is the process group's.
             _STREAMS[device] = torch.cuda.Stream(device, priority=-1)
         return _STREAMS[device]

@@ -7,6 +7,7 @@ moved before another process reads it. Afterwards calls of many sizes are made; 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -66,15 +67,19 @@ def _served(quant: str, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def main() -> int:
-    if sys.argv[1] == "--serve":
+    if sys.argv[1:2] == ["--serve"]:
         print(json.dumps(serve(sys.argv[2])))
         return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    options = parser.parse_args()
     from moereg.discovery import current_platform
     from moereg.testing.provenance import provenance
 
     platform = current_platform()
     rows = []
-    folder = Path(sys.argv[2])
+    folder = options.folder
     if folder.exists() and any(folder.iterdir()):
         raise SystemExit(f"FOLDER has to be empty, so that nothing is compiled already, got {folder}")
     for quant, is_shipped in SHIPPED.items():
@@ -84,9 +89,9 @@ def main() -> int:
             continue
         made, moved = folder / "made", folder / "moved"
         start = time.monotonic()
-        options = ["--quant", quant, "--platform", str(platform), "--cache", str(made)]
+        wanted = ["--quant", quant, "--platform", str(platform), "--cache", str(made)]
         unused = {"TRITON_CACHE_DIR": str(folder / "unused")}
-        _process(unused, "-m", "moereg", "compile", "--model", MODEL, *options)
+        _process(unused, "-m", "moereg", "compile", "--model", MODEL, *wanted)
         row = {"quant": quant, "how": "moereg compile, moved", "compile_seconds": time.monotonic() - start}
         made.rename(moved)
         rows.append({**row, **_served(quant, {**unused, "MOEREG_KERNEL_CACHE": str(moved)})})
@@ -98,7 +103,7 @@ def main() -> int:
         "note": f"{MODEL}, 1 to {max(CALLED):,} tokens; nothing is timed on the GPU, so that clocks do not matter.",
         "rows": rows,
     }
-    Path(sys.argv[1]).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return int(any(row["compiled_by_calls"] for row in rows))
 
 

@@ -9,6 +9,7 @@ others.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import datetime
@@ -57,7 +58,11 @@ class Item(NamedTuple):
 
 
 def items(names: tuple[str, ...]) -> list[Item]:
-    """Everything that is named, what matters most first."""
+    """Everything that is named, what matters most first.
+
+    Raises:
+        ValueError: A name is of no part, layer or way.
+    """
     both, found = ("all_gather", "all_to_all"), []
     for tokens in (8192, 64):
         found += [Item("first", layer, tokens, "uniform", both) for layer in LAYERS]
@@ -74,6 +79,9 @@ def items(names: tuple[str, ...]) -> list[Item]:
     for tokens in (64, 1, 1024, 8192):
         found += [Item("symmetric", layer, tokens, "uniform", ("low_latency_symmetric",)) for layer in LAYERS]
     groups = {item.part for item in found}, set(LAYERS), {way for item in found for way in item.ways}
+    if unknown := sorted(set(names).difference(*groups)):
+        known = "; ".join(", ".join(sorted(group)) for group in groups)
+        raise ValueError(f"names must be of parts, layers and ways ({known}), got {', '.join(unknown)}")
     parts, layers, ways = (group.intersection(names) or group for group in groups)
     found = [item._replace(ways=tuple(way for way in item.ways if way in ways)) for item in found]
     return [item for item in found if item.ways and item.part in parts and item.layer in layers]
@@ -258,18 +266,25 @@ def document_of(rows: list[dict[str, Any]], lost: list[str], size: int) -> dict[
 
 
 def main() -> int:
-    if sys.argv[1] == "--rank":
+    if sys.argv[1:2] == ["--rank"]:
         rank, size = int(sys.argv[2]), int(sys.argv[3])
         run_rank(rank, size, Path(sys.argv[4]), float(sys.argv[5]))
         sys.stdout.flush()
         os._exit(0)  # NCCL may wait for graphs while it is taken down.
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    parser.add_argument("seconds", type=float, metavar="SECONDS")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    options = parser.parse_args()
+    try:
+        left = items(tuple(options.names))
+    except ValueError as error:
+        parser.error(str(error))
     import torch
 
-    out, seconds, *names = sys.argv[1:]
     size = torch.cuda.device_count() or 2
-    log = Path(out).with_suffix(".log")
-    rows, lost = measure(items(tuple(names)), size, time.time() + float(seconds), log)
-    Path(out).write_text(json.dumps(document_of(rows, lost, size), indent=1) + "\n")
+    rows, lost = measure(left, size, time.time() + options.seconds, options.out.with_suffix(".log"))
+    options.out.write_text(json.dumps(document_of(rows, lost, size), indent=1) + "\n")
     print("| layer | T | routing | way | wire | us | alone us | x | bare us | x(alone+bare) | how | bits | error |")
     for row in rows:
         print(_line(row))

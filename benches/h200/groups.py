@@ -1,18 +1,18 @@
 """A layer over a group of GPUs, against the layer without one and the bare collectives of the same bytes.
 
-`torchrun --nproc-per-node N -m benches.h200.groups OUT.json`, or alone for a group of one. Ways that can be captured
-are timed as replays of a CUDA graph, the others as calls. Each row: the kernel on the tokens that its experts see, the
-bare collectives, the whole call, and what the call takes beyond these two.
+`torchrun --nproc-per-node N -m benches.h200.groups OUT.json [WAY...]`, or alone for a group of one. Ways that can
+be captured are timed as replays of a CUDA graph, the others as calls. Each row: the kernel on the tokens that its
+experts see, the bare collectives, the whole call, and what the call takes beyond these two.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import json
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +21,13 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from moereg.discovery import current_platform
 from moereg.layer import MoEKernel, make_kernel
 from moereg.prepare_finalize import GroupPrepareFinalize
 from moereg.problem import MoEProblem
 from moereg.routing import softmax_topk
 from moereg.testing.inputs import make_weights
+from moereg.testing.provenance import clocks, provenance
 from moereg.weights import ExpertWeights
 
 LAYERS: Final[dict[str, Any]] = {
@@ -143,8 +145,10 @@ def experts_alone(kernel: MoEKernel, arrived: Any) -> Callable[[], Any]:
 
 
 def main() -> None:
-    out = Path(sys.argv[1])
-    only = sys.argv[2:] or ["all_gather", "low_latency", "all_to_all"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    parser.add_argument("ways", nargs="*", default=["all_gather", "low_latency", "all_to_all"], metavar="WAY")
+    options = parser.parse_args()
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(rank)
     if "RANK" in os.environ:
@@ -153,7 +157,9 @@ def main() -> None:
         store = f"file://{tempfile.mkdtemp()}/store"
         dist.init_process_group("nccl", init_method=store, rank=0, world_size=1)
     rows: list[dict[str, Any]] = []
-    for way in only:
+    platform = current_platform()
+    where = provenance(platform, ("torch", "triton"))
+    for way in options.ways:
         for layer in LAYERS:
             for quant in ("unquantized", "fp8_block128"):
                 for num_tokens in TOKENS:
@@ -170,7 +176,8 @@ def main() -> None:
                     rows.append(row)
                     if rank == 0:
                         print(show(row), flush=True)
-                        out.write_text(json.dumps({"schema": 1, "device": torch.cuda.get_device_name(), "rows": rows}))
+                        document = {"schema": 1, **where, "clocks": clocks(platform), "rows": rows}
+                        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     dist.destroy_process_group()
 
 

@@ -14,6 +14,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from moereg.discovery import current_platform
@@ -51,6 +52,14 @@ def run_group(checks: tuple[Check, ...], end: float) -> list[Result]:
     return [Result(check, run_check(check) if time.time() < end else Outcome("skipped", NO_TIME)) for check in checks]
 
 
+def results_of(group: concurrent.futures.Future[list[Result]], checks: Sequence[Check]) -> list[Result]:
+    """What became of a group; where a process was killed, as without memory, all that had not ended has crashed."""
+    try:
+        return group.result()
+    except BrokenProcessPool as error:
+        return [Result(check, Outcome("crashed", str(error))) for check in checks]
+
+
 def report_of(backend: str, results: Sequence[Result], seconds: float) -> Report:
     """The report that `moereg verify` would make."""
     platform = current_platform()
@@ -77,10 +86,11 @@ def main() -> int:
     spawned = multiprocessing.get_context("spawn")
     results: list[Result] = []
     with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=spawned) as pool:
-        groups = [pool.submit(run_group, group, start + options.seconds) for group in in_turns(checks)]
+        groups = {pool.submit(run_group, group, start + options.seconds): group for group in in_turns(checks)}
         for group in concurrent.futures.as_completed(groups):
-            results += group.result()
-            for result in group.result():
+            found = results_of(group, groups[group])
+            results += found
+            for result in found:
                 if result.outcome.is_failure:
                     print(f"{result.outcome.status}: {result.check.id}: {result.outcome.message}", flush=True)
     report = report_of(",".join(options.backends), results, time.time() - start)

@@ -392,7 +392,7 @@ class TestOnHopper:
     def test_copies_on_two_streams_at_once(self, twins: Twins, is_fresh: bool) -> None:
         one = twins.fresh() if is_fresh else twins.shared
         kernels = (one, copy.deepcopy(one))
-        every = [calls(100, num_tokens, seed=5 + n) for n, num_tokens in enumerate((16, 16))]
+        every = [calls(100, 16, seed=5 + n) for n in range(len(kernels))]
         expected = [[twins.alone(*call) for call in own] for own in every]
         outs = [[torch.empty_like(call[0]) for call in own] for own in every]
         streams = [torch.cuda.Stream() for _ in kernels]

@@ -28,6 +28,8 @@ def test_every_prediction_is_measured_and_what_matters_most_first() -> None:
     predicted = {(layer.model, layer.quant) for layer in PREDICTED}
     assert predicted < {(model, ep.problem_of(name).quant.name) for name, (model, _) in ep.LAYERS.items()}
     assert {item.part for item in ep.items(("zipf",))} == {"zipf"}
+    with pytest.raises(ValueError, match=r"all_gather.*, got half, qwen$"):
+        ep.items(("qwen", "zipf", "half"))
 
 
 def test_an_item_that_ends_its_process_is_told_and_the_others_go_on(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+from concurrent.futures.process import BrokenProcessPool
+
 from benches.h200 import kit
 from moereg.testing.check import Check
-from moereg.testing.outcomes import NO_TIME
+from moereg.testing.outcomes import NO_TIME, Outcome, Result
 from moereg.testing.suite import checks_of
 
 
@@ -24,6 +27,17 @@ def test_checks_that_the_time_did_not_suffice_for_make_no_record() -> None:
     results = kit.run_group(checks, end=0.0)
     assert [result.outcome.message for result in results] == [NO_TIME, NO_TIME]
     assert kit.report_of("torch", results, 1.0).verified_cells == {}
+
+
+def test_a_process_that_was_killed_is_told_and_other_cells_keep_their_records() -> None:
+    killed: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
+    killed.set_exception(BrokenProcessPool("a process was terminated abruptly"))
+    ended: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
+    lost, kept, *_ = kit.in_turns(checks_of("torch", isolate=False))
+    ended.set_result([Result(check, Outcome("passed")) for check in kept])
+    results = [*kit.results_of(killed, lost), *kit.results_of(ended, kept)]
+    assert {result.outcome.status for result in results[: len(lost)]} == {"crashed"}
+    assert set(kit.report_of("torch", results, 1.0).verified_cells) == {kept[0].cell}
 
 
 def _num_checks(checks: tuple[Check, ...], group: tuple[Check, ...]) -> int:
