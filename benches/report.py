@@ -71,6 +71,21 @@ def cpu_table() -> str:
     return f"{table(header, rows)}\n\n{summary} {_where(document)}"
 
 
+def cpu_busy_table() -> str:
+    """The same beside a process that only computes, by means of all calls."""
+    document = _load("cpu_epyc_2threads_busy.json")
+    rows = []
+    for row in document["rows"]:
+        means = [row["means_us"].get(name) for name in ("moereg", "eager", "grouped_mm")]
+        times = ["-" if mean is None else f"{mean / 1e3:.2f}" for mean in means]
+        tokens = str(row["num_tokens"])
+        ratios = [f"{row[name]:.2f}" for name in ("ratio_of_means", "ratio")]
+        rows.append([f"{row['shape']} {row['dtype']}", tokens, *times, *ratios])
+    header = ["layer", "T", "ours ms, mean", "eager ms, mean", "grouped_mm ms, mean", "ratio of means", "of medians"]
+    beside = f"{document['neighbors']} such process, {document['threads']} threads. {_where(document)}"
+    return f"{table(header, rows)}\n\n{beside}"
+
+
 def full_size_table() -> str:
     """Errors of every backend at full size on a GPU."""
     document = _load("h200_full_size.json")
@@ -374,6 +389,7 @@ def wheels_summary() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": cpu_table,
+    "cpu_busy": cpu_busy_table,
     "full_size": full_size_table,
     "h200": h200_table,
     "second_gpu": second_gpu_table,

@@ -139,7 +139,11 @@ def _is_replay(run: Run) -> bool:
 
 
 def time_runs(
-    runs: Mapping[Key, Sequence[Run]], device: torch.device, rounds: int = ROUNDS, seconds: float = SECONDS
+    runs: Mapping[Key, Sequence[Run]],
+    device: torch.device,
+    rounds: int = ROUNDS,
+    seconds: float = SECONDS,
+    before: Run | None = None,
 ) -> dict[Key, Timing]:
     """Times things in turns: a round runs each once, on the inputs that are next for it, and starts with another one.
 
@@ -151,6 +155,7 @@ def time_runs(
         device: Where they run.
         rounds: Samples of each, at least 1.
         seconds: Time after which a key takes no further sample, once it has three; also bounds warming up.
+        before: Called before each sample on a CPU and not timed, such as to empty caches.
 
     Returns:
         Times by key.
@@ -167,7 +172,7 @@ def time_runs(
         outrun = shortest < _OUTRUN_SECONDS and all(_is_replay(run) for own in runs.values() for run in own)
         samples = _event_samples(runs, num_samples, device, outrun)
     else:
-        samples = _wall_clock_samples(runs, num_samples, device, seconds)
+        samples = _wall_clock_samples(runs, num_samples, device, seconds, before)
     return {key: Timing(tuple(samples[key])) for key in runs}
 
 
@@ -213,7 +218,11 @@ def _event_samples(
 
 
 def _wall_clock_samples(
-    runs: Mapping[Key, Sequence[Run]], num_samples: Mapping[Key, int], device: torch.device, seconds: float
+    runs: Mapping[Key, Sequence[Run]],
+    num_samples: Mapping[Key, int],
+    device: torch.device,
+    seconds: float,
+    before: Run | None,
 ) -> dict[Key, list[float]]:
     samples: dict[Key, list[float]] = {key: [] for key in runs}
     for key, number in _turns(num_samples):
@@ -221,6 +230,8 @@ def _wall_clock_samples(
         if number >= _MIN_ROUNDS and sum(samples[key]) > seconds * 1e6:
             continue
         run = runs[key][number % len(runs[key])]
+        if before is not None:
+            before()
         start = time.perf_counter()
         run()
         wait_for(device)

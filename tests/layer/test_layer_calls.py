@@ -63,9 +63,21 @@ def test_experts_are_not_called_for_no_tokens(kernel: MoEKernel) -> None:
     assert NotingExperts.called == []
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("num_tokens", [3, 100])  # Few routes are checked in another way than many.
+def test_any_weight_that_is_not_finite_is_refused(kernel: MoEKernel, num_tokens: int, value: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden_states, topk_weights, topk_ids = random_call(PROBLEM, num_tokens, "uniform", generator)
+    topk_weights[1, 1] = value
+    with pytest.raises(ValueError, match=r"must be finite, got .* at token 1, slot 1"):
+        kernel(hidden_states, topk_weights, topk_ids)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 100])
 @pytest.mark.parametrize("expert", range(8))
-def test_any_expert_named_twice_is_refused(kernel: MoEKernel, expert: int) -> None:
-    hidden_states, topk_weights, topk_ids = random_call(PROBLEM, 3, "uniform", torch.Generator().manual_seed(1))
+def test_any_expert_named_twice_is_refused(kernel: MoEKernel, expert: int, num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden_states, topk_weights, topk_ids = random_call(PROBLEM, num_tokens, "uniform", generator)
     topk_ids[1] = expert
     with pytest.raises(ValueError, match="distinct"):
         kernel(hidden_states, topk_weights, topk_ids)

@@ -66,6 +66,18 @@ def test_time_is_in_microseconds(clock: Clock) -> None:
     assert found.samples_us == (pytest.approx(10_000),) * 5
 
 
+def test_what_comes_before_a_sample_is_not_timed(clock: Clock) -> None:
+    done: list[str] = []
+
+    def before() -> None:
+        done.append("before")
+        clock.run(5.0)
+
+    found = time_runs({"": [lambda: (done.append("run"), clock.run(0.01))]}, CPU, rounds=3, before=before)[""]
+    assert done == ["run", *["before", "run"] * 3]
+    assert found.samples_us == (pytest.approx(10_000),) * 3
+
+
 def test_what_is_slow_is_timed_less_often(clock: Clock) -> None:
     counts = {"slow": 0, "quick": 0}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from typing import ClassVar
 
 from moereg.backends._loaded import Call, Implementation
 from moereg.kernels.plain import host
@@ -12,7 +13,13 @@ CANONICAL = "canonical"
 
 
 class HostImplementation(Implementation):
-    """Standard format: routes are sorted on the host, and each active expert's rows run through `_mlp`."""
+    """Standard format: routes are sorted on the host, and each active expert's rows run through `_mlp`.
+
+    Attributes:
+        side_by_side: Whether experts are faster with a thread each than one after the other with all threads.
+    """
+
+    side_by_side: ClassVar[bool] = True
 
     @abc.abstractmethod
     def _mlp(self, call: Call) -> ExpertMlp:
@@ -21,6 +28,11 @@ class HostImplementation(Implementation):
     @property
     def _w13_rows(self) -> int:
         return self.problem.activation.num_halves * self.problem.intermediate_size
+
+    @property
+    def _read_bytes(self) -> int | None:
+        """Bytes of an expert's weights where few rows take as long as reading them; None where they are restored."""
+        return None
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """None, and the routed rows of a chunk of tokens."""
@@ -41,6 +53,8 @@ class HostImplementation(Implementation):
             workspace=call.workspace2,
             expert_map=inputs.expert_map,
             apply_router_weight_on_input=self.problem.apply_router_weight_on_input,
+            side_by_side=self.side_by_side,
+            read_bytes=self._read_bytes,
         )
 
 
@@ -55,5 +69,11 @@ class HostBatchedImplementation(HostImplementation):
         inputs = call.inputs
         assert inputs.expert_num_tokens is not None
         host.host_batched_experts(
-            call.out, inputs.hidden_states, inputs.expert_num_tokens, self._mlp(call), w13_rows=self._w13_rows
+            call.out,
+            inputs.hidden_states,
+            inputs.expert_num_tokens,
+            self._mlp(call),
+            w13_rows=self._w13_rows,
+            side_by_side=self.side_by_side,
+            read_bytes=self._read_bytes,
         )

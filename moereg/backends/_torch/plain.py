@@ -55,6 +55,11 @@ class Host(HostImplementation):
         return mlp.RepeatingMlp(narrow, wide) if dtype == torch.float16 else narrow
 
     @property
+    def _read_bytes(self) -> int:
+        problem = self.problem
+        return (self._w13_rows + problem.intermediate_size) * problem.hidden_size * problem.torch_dtype.itemsize
+
+    @property
     def _post_op(self) -> tuple[str, str] | None:
         activation = self.problem.activation
         return mlp.fused_post_op(activation.name, activation.alpha, activation.beta, activation.limit)

@@ -8,14 +8,16 @@ T tokens, H hidden size, I intermediate size, E local experts, K top-k, N = T*K 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Final
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from moereg.kernels.plain.mlp import ExpertMlp
+from moereg.kernels.plain.threads import run_tasks
 
 __all__ = [
     "batched_rows",
@@ -29,13 +31,21 @@ __all__ = [
     "sort_on_host",
 ]
 
+Part: TypeAlias = tuple[int, int, int]
+"""Expert, first row, rows."""
+RunPart: TypeAlias = Callable[[int, int, int], None]
+RunParts: TypeAlias = Callable[[RunPart, Sequence[Part]], None]
+
 # A chunk's weighted rows [N,H] are the one large temporary; smaller chunks would stream the weights more often.
 HOST_CHUNK_BYTES: Final = 128 << 20
-# Bounds input, both halves of the intermediate and output of one matmul pair. Matmuls gain nothing past 1,024 rows.
+# Bounds input, both halves of the intermediate and output of one matmul pair; each thread may have one. Matmuls gain
+# nothing past 1,024 rows.
 BLOCK_BYTES: Final = 48 << 20
 MAX_BLOCK_ROWS: Final = 1024
 # One gather for all experts saves a call each; a larger one leaves the cache before it is read.
 GATHER_ONCE_BYTES: Final = 4 << 20
+# Routes of a call up to which plain Python sorts them faster than numpy.
+FEW_ROUTES: Final = 64
 # oneDNN's kernels stream weights slower for 1 and 2 rows than for 4 (1536x2048 bf16: 20 against 26 GB/s).
 MIN_ROWS: Final = 4
 
@@ -94,6 +104,8 @@ def sort_on_host(topk_ids: torch.Tensor, num_local_experts: int, expert_map: tor
         num_local_experts: E.
         expert_map: [num_experts] int32 or None; local expert or -1.
     """
+    if topk_ids.numel() <= FEW_ROUTES:
+        return _sort_few(topk_ids, num_local_experts, expert_map)
     # numpy: these arrays are small, and its calls cost a third of torch's.
     ids = topk_ids.numpy().ravel()
     if expert_map is None:
@@ -123,6 +135,36 @@ def sort_on_host(topk_ids: torch.Tensor, num_local_experts: int, expert_map: tor
     )
 
 
+def _local_experts(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> list[int]:
+    """The local expert of each of a few routes; another number where it has none."""
+    ids: list[int] = topk_ids.flatten().tolist()
+    if expert_map is None:
+        return ids
+    table: list[int] = expert_map.tolist()
+    return [table[expert] if 0 <= expert < len(table) else -1 for expert in ids]
+
+
+def _sort_few(topk_ids: torch.Tensor, num_local_experts: int, expert_map: torch.Tensor | None) -> SortedRoutes:
+    """As `sort_on_host`, without the twenty calls of numpy, which take longer than a few routes do."""
+    ids = _local_experts(topk_ids, expert_map)
+    order = [route for route, expert in enumerate(ids) if 0 <= expert < num_local_experts]
+    order.sort(key=ids.__getitem__)
+    segments: list[tuple[int, int, int]] = []
+    positions = [len(order)] * len(ids)
+    for row, route in enumerate(order):
+        positions[route] = row
+        if segments and segments[-1][0] == ids[route]:
+            segments[-1] = (ids[route], segments[-1][1], row + 1 - segments[-1][1])
+        else:
+            segments.append((ids[route], row, 1))
+    return SortedRoutes(
+        num_rows=len(order),
+        segments=segments,
+        order=torch.tensor(order, dtype=torch.int64, device="cpu"),
+        positions=torch.tensor(positions, dtype=torch.int64, device="cpu").view(topk_ids.shape),
+    )
+
+
 def host_experts(
     out: torch.Tensor,
     hidden_states: torch.Tensor,
@@ -134,8 +176,10 @@ def host_experts(
     workspace: torch.Tensor,
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
+    side_by_side: bool = True,
+    read_bytes: int | None = None,
 ) -> None:
-    """Runs the experts of a CPU layer, chunk by chunk of tokens and active expert by active expert.
+    """Runs the experts of a CPU layer, chunk by chunk of tokens.
 
     Deterministic for a fixed number of threads.
 
@@ -150,9 +194,17 @@ def host_experts(
         workspace: At least `routed_rows(...)` * H elements of out's dtype; contents undefined before and after.
         expert_map: [num_experts] int32 or None; local expert or -1.
         apply_router_weight_on_input: Scale an expert's input instead of its output; K is 1 then.
+        side_by_side, read_bytes: How experts share threads, as in `run_tasks`.
     """
     num_tokens, hidden_size = hidden_states.shape
     top_k = topk_ids.shape[1]
+    run_parts = functools.partial(_run_parts, side_by_side=side_by_side, read_bytes=read_bytes)
+    if num_tokens == 1:
+        ids = _local_experts(topk_ids, expert_map)
+        slots = [slot for slot, expert in enumerate(ids) if 0 <= expert < num_local_experts]
+        weights = topk_weights.view(-1)
+        _one_token(out, hidden_states, weights, ids, slots, mlp, apply_router_weight_on_input, run_parts)
+        return
     chunk = host_chunk_tokens(num_tokens, top_k, hidden_size, out.element_size())
     block = row_block(hidden_size, w13_rows, out.element_size())
     for first in range(0, num_tokens, chunk):
@@ -160,7 +212,7 @@ def host_experts(
         routes = sort_on_host(topk_ids[tokens], num_local_experts, expert_map)
         input_weights = topk_weights[tokens].reshape(-1) if apply_router_weight_on_input else None
         rows = workspace.view(-1)[: (routes.num_rows + 1) * hidden_size].view(-1, hidden_size)
-        _run_segments(rows, hidden_states[tokens], routes, top_k, mlp, block, input_weights)
+        _run_segments(rows, hidden_states[tokens], routes, top_k, mlp, block, input_weights, run_parts)
         weights = torch.ones_like(topk_weights[tokens]) if apply_router_weight_on_input else topk_weights[tokens]
         _weighted_sum(out[tokens], rows, routes, weights)
 
@@ -221,6 +273,7 @@ def _run_segments(
     mlp: ExpertMlp,
     block: int,
     input_weights: torch.Tensor | None,
+    run_parts: RunParts,
 ) -> None:
     """Fills rows [num_rows + 1, H] with each route's unweighted output and a last row of zeros."""
     rows[-1].zero_()
@@ -240,14 +293,65 @@ def _run_segments(
 
     row_bytes = hidden_states.shape[1] * hidden_states.element_size()
     everything = gather(0, num_gathered) if num_gathered * row_bytes <= GATHER_ONCE_BYTES else None
-    for expert, first, count in routes.segments:
-        for start in range(first, first + count, block):
-            wanted = min(block, first + count - start)
-            # Neighbors' rows fill the bucket. Rows do not depend on each other, so no padding is copied.
-            given = min(bucket_rows(wanted), num_gathered)
-            begin = min(start, num_gathered - given)
-            x = gather(begin, given) if everything is None else everything[begin : begin + given]
-            rows[start : start + wanted].copy_(mlp(x, expert)[start - begin : start - begin + wanted])
+
+    def run(expert: int, start: int, wanted: int) -> None:
+        # Neighbors' rows fill the bucket. Rows do not depend on each other, so no padding is copied.
+        given = min(bucket_rows(wanted), num_gathered)
+        begin = min(start, num_gathered - given)
+        x = gather(begin, given) if everything is None else everything[begin : begin + given]
+        rows[start : start + wanted].copy_(mlp(x, expert)[start - begin : start - begin + wanted])
+
+    parts = [
+        (expert, start, min(block, first + count - start))
+        for expert, first, count in routes.segments
+        for start in range(first, first + count, block)
+    ]
+    run_parts(run, parts)
+
+
+def _run_parts(run: RunPart, parts: Sequence[Part], *, side_by_side: bool, read_bytes: int | None) -> None:
+    tasks = [functools.partial(run, *part) for part in parts]
+    run_tasks(tasks, [rows for _, _, rows in parts], side_by_side=side_by_side, read_bytes=read_bytes)
+
+
+def _one_token(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: Sequence[int],
+    slots: Sequence[int],
+    mlp: ExpertMlp,
+    apply_router_weight_on_input: bool,
+    run_parts: RunParts,
+) -> None:
+    """A call of one token, whose experts all read the same row: without sorting, gathering and padding.
+
+    Those calls of torch and numpy take as long as the experts of a small layer.
+
+    Args:
+        out: [1,H], overwritten.
+        x: [1,H].
+        weights: [K] fp32.
+        ids: Local expert of each of the K slots, or a number of none.
+        slots: The slots that have one.
+        mlp: The experts.
+        apply_router_weight_on_input: K is 1 then.
+        run_parts: Runs parts of the work.
+    """
+    if not slots:
+        out.zero_()
+        return
+    if apply_router_weight_on_input:
+        x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
+    rows = [x] * len(slots)
+
+    def run(expert: int, row: int, _num_rows: int) -> None:
+        rows[row] = mlp(x, expert).to(x.dtype)
+
+    run_parts(run, [(ids[slot], row, 1) for row, slot in enumerate(slots)])
+    # A weight of no local expert may be anything, and infinity times 0 is NaN.
+    own = weights if len(slots) == len(ids) else weights[torch.tensor(slots, dtype=torch.int64, device="cpu")]
+    out.copy_(torch.mv(torch.cat(rows).float().t(), own))
 
 
 def _weighted_sum(out: torch.Tensor, rows: torch.Tensor, routes: SortedRoutes, weights: torch.Tensor) -> None:
@@ -271,6 +375,8 @@ def host_batched_experts(
     expert_num_tokens: torch.Tensor,
     mlp: ExpertMlp,
     w13_rows: int,
+    side_by_side: bool = True,
+    read_bytes: int | None = None,
 ) -> None:
     """Runs the experts of a CPU layer in the batched format.
 
@@ -280,14 +386,23 @@ def host_batched_experts(
         expert_num_tokens: [E] int32; valid rows of each expert.
         mlp: The experts.
         w13_rows: 2I, or I where not gated.
+        side_by_side, read_bytes: How experts share threads, as in `run_tasks`.
     """
     max_tokens, hidden_size = hidden_states.shape[1:]
     block = row_block(hidden_size, w13_rows, out.element_size())
-    for expert, count in enumerate(expert_num_tokens.tolist()):
-        for start in range(0, count, block):
-            wanted = min(block, count - start)
-            given = min(bucket_rows(wanted), max_tokens)
-            begin = min(start, max_tokens - given)
-            result = mlp(hidden_states[expert, begin : begin + given], expert)
-            out[expert, start : start + wanted].copy_(result[start - begin : start - begin + wanted])
+
+    def run(expert: int, start: int, wanted: int) -> None:
+        given = min(bucket_rows(wanted), max_tokens)
+        begin = min(start, max_tokens - given)
+        result = mlp(hidden_states[expert, begin : begin + given], expert)
+        out[expert, start : start + wanted].copy_(result[start - begin : start - begin + wanted])
+
+    counts = expert_num_tokens.tolist()
+    parts = [
+        (expert, start, min(block, count - start))
+        for expert, count in enumerate(counts)
+        for start in range(0, count, block)
+    ]
+    _run_parts(run, parts, side_by_side=side_by_side, read_bytes=read_bytes)
+    for expert, count in enumerate(counts):
         out[expert, count:].zero_()

@@ -1,0 +1,195 @@
+"""Tasks of a CPU layer side by side, in one parallel region of the OpenMP runtime that torch uses.
+
+An operation that several threads share ends when the last of them has. A layer of one token has a dozen such
+operations, and beside a busy process each may wait for a time slice of the operating system. Here a thread takes a task
+alone, and the next one when it is done: the layer waits once, and where a thread does not run, others take its tasks.
+Operations within a parallel region are not divided further, neither torch's own nor oneDNN's. Where there is little to
+read, one thread takes all tasks, and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import heapq
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+
+__all__ = ["are_even", "run_tasks"]
+
+Task = Callable[[], None]
+
+MAX_THREADS: Final = 8
+"""With more, threads might wait for Python's interpreter rather than for memory. Two were measured."""
+
+MOST_IDLE: Final = 1.15
+"""Work of the busiest thread over the mean, up to which tasks are worth a thread each."""
+
+# A matmul of fewer rows takes as long, which is reading its weights.
+_FREE_ROWS: Final = 16
+
+ONE_THREAD_BYTES: Final = 32 << 20
+"""Bytes that tasks read up to which the second of two threads gains nothing. Of more threads nobody measured it."""
+
+_Region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def run_tasks(
+    tasks: Sequence[Task], rows: Sequence[int], *, side_by_side: bool = True, read_bytes: int | None = None
+) -> None:
+    """Runs every task: side by side where threads would have about as much to do, else one after the other.
+
+    Args:
+        tasks: Functions that write nothing in common, in any order.
+        rows: Rows of each one's matmuls.
+        side_by_side: Whether a task is worth a thread of its own.
+        read_bytes: Bytes that each task reads, where that is what takes its time; None where it does more.
+
+    Raises:
+        BaseException: What a task raised. Tasks that had begun have ended then, and others were not begun.
+    """
+    num_threads = torch.get_num_threads()
+    if num_threads == 2 and _is_short(rows, read_bytes):
+        with _one_thread():
+            _run_in_turn(tasks)
+        return
+    if not (side_by_side and 2 <= num_threads <= MAX_THREADS and are_even(rows, num_threads) and _can_run_in_threads()):
+        _run_in_turn(tasks)
+        return
+    # The largest first, so that threads end together.
+    order = sorted(range(len(tasks)), key=rows.__getitem__, reverse=True)
+    job = _Job([tasks[place] for place in order])
+    region = _Region(job.help_out)
+    openmp = _openmp()
+    assert openmp is not None
+    openmp.GOMP_parallel(region, None, num_threads, 0)
+    job.finish()
+
+
+def _run_in_turn(tasks: Sequence[Task]) -> None:
+    for task in tasks:
+        task()
+
+
+def _is_short(rows: Sequence[int], read_bytes: int | None) -> bool:
+    is_reading = read_bytes is not None and max(rows, default=0) <= _FREE_ROWS
+    return is_reading and len(rows) * (read_bytes or 0) <= ONE_THREAD_BYTES
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Operations of the calling thread are not divided, neither torch's own nor oneDNN's; other threads' are."""
+    openmp = _openmp()
+    if openmp is None:
+        yield
+        return
+    before = openmp.omp_get_max_threads()
+    openmp.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        openmp.omp_set_num_threads(before)
+
+
+def are_even(rows: Sequence[int], num_threads: int) -> bool:
+    """Whether threads would have about as much to do, each taking the largest task that is left.
+
+    Args:
+        rows: Rows of each task's matmuls.
+        num_threads: At least 1.
+    """
+    costs = sorted((max(count, _FREE_ROWS) for count in rows), reverse=True)
+    loads = [0] * num_threads
+    for cost in costs:
+        heapq.heapreplace(loads, loads[0] + cost)
+    return bool(costs) and max(loads) * num_threads <= MOST_IDLE * sum(costs)
+
+
+class _Job:
+    """Tasks of one call, which threads take one by one."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+        self._next = 0
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._is_inference = torch.is_inference_mode_enabled()
+        self._has_grad = torch.is_grad_enabled()
+
+    def help_out(self, _data: int | None = None) -> None:
+        """Runs tasks until none is left or one has raised, and keeps the error: OpenMP can pass none on.
+
+        An interrupt that arrives before the first line is lost: `ctypes` prints it, and the tasks run.
+        """
+        try:
+            # Modes are a thread's own.
+            with torch.inference_mode(self._is_inference), torch.set_grad_enabled(self._has_grad):
+                while (task := self._take()) is not None:
+                    task()
+        except BaseException as error:
+            if self._error is None:
+                self._error = error
+
+    def _take(self) -> Task | None:
+        with self._lock:
+            if self._next == len(self._tasks) or self._error is not None:
+                return None
+            self._next += 1
+            return self._tasks[self._next - 1]
+
+    def finish(self) -> None:
+        """Called after the region, when no thread runs a task any more.
+
+        Raises:
+            BaseException: What a task raised first.
+        """
+        self.help_out()  # A runtime may have given no thread at all.
+        try:
+            if self._error is not None:
+                raise self._error
+        finally:
+            self._error = None  # It holds this frame, and the frame holds tasks and their tensors.
+
+
+def _can_run_in_threads() -> bool:
+    """Whether there are other threads, and tasks do the same in them, although they lack this one's modes."""
+    has_modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    # While Python ends, a thread that asks for the interpreter never gets it.
+    return not has_modes and not sys.is_finalizing() and _openmp() is not None
+
+
+class _OpenMP(Protocol):
+    """What is called of an OpenMP runtime."""
+
+    def GOMP_parallel(self, function: Any, data: None, num_threads: int, flags: int) -> None: ...
+
+    def omp_get_max_threads(self) -> int: ...
+
+    def omp_set_num_threads(self, num_threads: int) -> None: ...
+
+
+@functools.cache
+def _openmp() -> _OpenMP | None:
+    """The OpenMP runtime that torch is linked with, or None.
+
+    GNU's and LLVM's runtimes for Linux export `GOMP_parallel`: compilers call it for a parallel region.
+    """
+    if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return None
+    try:
+        # The search goes through the libraries that this one needs.
+        found: Any = ctypes.CDLL(torch._C.__file__)
+        found.GOMP_parallel.argtypes = (_Region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        found.GOMP_parallel.restype = None
+        found.omp_set_num_threads.argtypes = (ctypes.c_int,)
+        found.omp_set_num_threads.restype = None
+        found.omp_get_max_threads.argtypes = ()
+    except (OSError, AttributeError, TypeError):
+        return None
+    runtime: _OpenMP = found
+    return runtime

@@ -1,0 +1,96 @@
+"""How a CPU runs few routes: without the calls of torch and numpy that many routes pay for, and to the same result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moereg.kernels.plain import host
+
+HIDDEN = 8
+
+
+@given(
+    ids=st.integers(1, 6).flatmap(
+        lambda top_k: st.lists(st.lists(st.integers(-2, 7), min_size=top_k, max_size=top_k), min_size=1, max_size=10)
+    ),
+    num_experts=st.integers(1, 6),
+    table=st.none() | st.lists(st.integers(-1, 6), min_size=1, max_size=7),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+)
+def test_few_routes_are_sorted_as_many_are(
+    ids: list[list[int]], num_experts: int, table: list[int] | None, dtype: torch.dtype
+) -> None:
+    topk_ids = torch.tensor(ids, dtype=dtype)
+    expert_map = None if table is None else torch.tensor(table, dtype=torch.int32)
+    few = host._sort_few(topk_ids, num_experts, expert_map)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "FEW_ROUTES", 0)
+        many = host.sort_on_host(topk_ids, num_experts, expert_map)
+    assert (few.num_rows, few.segments) == (many.num_rows, many.segments)
+    for own, other in ((few.order, many.order), (few.positions, many.positions)):
+        assert own.dtype == other.dtype
+        assert torch.equal(own, other)
+
+
+class Experts:
+    """Expert e adds e to each number; what it was given is kept."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, list[list[float]]]] = []
+
+    def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        self.seen.append((expert, x.tolist()))
+        return x + expert
+
+
+def run(
+    ids: list[int], weights: list[float], num_experts: int = 4, table: list[int] | None = None, on_input: bool = False
+) -> tuple[torch.Tensor, Experts]:
+    out, experts = torch.full((1, HIDDEN), torch.nan), Experts()
+    host.host_experts(
+        out,
+        torch.ones(1, HIDDEN),
+        torch.tensor([weights]),
+        torch.tensor([ids], dtype=torch.int32),
+        experts,
+        num_local_experts=num_experts,
+        w13_rows=2 * HIDDEN,
+        workspace=torch.full((len(ids) + 1, HIDDEN), torch.nan),
+        expert_map=None if table is None else torch.tensor(table, dtype=torch.int32),
+        apply_router_weight_on_input=on_input,
+    )
+    return out, experts
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "table", "expected"),
+    [
+        ([2, 0], [0.5, 2.0], None, 3.5),
+        ([-1, 3], [7.0, 0.25], None, 1.0),
+        ([4, 3], [7.0, 0.25], None, 1.0),
+        ([0, 1, 2], [1.0, 2.0, 4.0], [-1, 3, 0], 12.0),
+        ([0, 5], [1.0, 2.0], [1, 0], 2.0),  # 5 is not in the map.
+        ([-1, -1], [7.0, 8.0], None, 0.0),
+        # A weight of no local expert counts nowhere, not even as infinity times 0.
+        ([-1, 1], [float("inf"), 1.0], None, 2.0),
+    ],
+)
+def test_one_token(ids: list[int], weights: list[float], table: list[int] | None, expected: float) -> None:
+    out, experts = run(ids, weights, table=table)
+    assert torch.equal(out, torch.full((1, HIDDEN), expected))
+    assert all(x == [[1.0] * HIDDEN] for _, x in experts.seen)
+
+
+def test_one_token_with_the_weight_on_its_input() -> None:
+    out, experts = run([3], [0.5], on_input=True)
+    assert experts.seen == [(3, [[0.5] * HIDDEN])]
+    assert torch.equal(out, torch.full((1, HIDDEN), 3.5))
+
+
+def test_one_token_of_a_slice_of_experts_leaves_the_others_out() -> None:
+    out, experts = run([0, 1, 2, 3], [1.0] * 4, num_experts=2)
+    assert sorted(expert for expert, _ in experts.seen) == [0, 1]
+    assert torch.equal(out, torch.full((1, HIDDEN), 3.0))

@@ -1,0 +1,385 @@
+"""Tasks of a CPU layer side by side: each runs once, in the caller's modes, and errors reach the caller."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import functools
+import gc
+import subprocess
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moereg
+from moereg.kernels.plain import quantized_mlp, threads
+from moereg.kernels.plain.threads import are_even, run_tasks
+from moereg.layer import make_kernel
+from moereg.problem import MoEProblem
+from moereg.testing.inputs import make_weights
+from moereg.tuning.inputs import random_calls
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+needs_region = pytest.mark.skipif(
+    threads._openmp() is None, reason="requires a torch with an OpenMP runtime that exports GOMP_parallel"
+)
+
+
+def test_torch_of_the_tests_has_a_region() -> None:
+    """What the rest of this file is about; wheels for Linux carry GNU's runtime."""
+    if sys.platform == "linux" and "OpenMP" in torch.__config__.parallel_info():
+        assert threads._openmp() is not None
+
+
+@needs_region
+def test_two_threads_take_tasks_at_the_same_time(two_threads: None) -> None:
+    meeting = threading.Barrier(2, timeout=60)
+    names: set[int] = set()
+
+    def task() -> None:
+        # Passes where two threads are in it.
+        meeting.wait()
+        names.add(threading.get_ident())
+
+    run_tasks([task, task], [64, 64])
+    assert len(names) == 2
+
+
+@needs_region
+def test_tasks_are_within_the_region_that_torch_asks_for(two_threads: None) -> None:
+    """torch divides no operation where OpenMP says that it is called from a parallel region."""
+    is_in_region = ctypes.CDLL(torch._C.__file__).omp_in_parallel
+    found: list[int] = []
+    run_tasks([lambda: found.append(is_in_region())] * 4, [64] * 4)
+    assert found == [1] * 4
+    assert is_in_region() == 0
+
+
+@given(rows=st.lists(st.integers(1, 300), max_size=40), num_threads=st.integers(1, 10))
+def test_every_task_runs_once(rows: list[int], num_threads: int) -> None:
+    before, counts = torch.get_num_threads(), collections.Counter[int]()
+    torch.set_num_threads(num_threads)
+    try:
+        run_tasks([lambda place=place: counts.update([place]) for place in range(len(rows))], rows)  # type: ignore[misc]
+    finally:
+        torch.set_num_threads(before)
+    assert counts == collections.Counter(range(len(rows)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_threads", "expected"),
+    [
+        ([], 2, False),
+        ([1], 2, False),
+        ([1, 1], 2, True),
+        ([1, 16, 3], 2, False),  # Two threads for three equal tasks: one would wait for a third of the time.
+        ([1] * 4, 2, True),
+        ([1] * 7, 2, True),
+        ([1] * 8, 8, True),
+        ([1] * 8, 16, False),
+        ([100, 50, 50], 2, True),
+        ([512, 16, 16, 16], 2, False),
+        ([64] * 60 + [256], 4, True),
+    ],
+)
+def test_tasks_are_even(rows: list[int], num_threads: int, expected: bool) -> None:
+    assert are_even(rows, num_threads) is expected
+
+
+@given(rows=st.lists(st.integers(1, 2000), min_size=1, max_size=60), num_threads=st.integers(1, 9))
+def test_even_tasks_leave_no_thread_idle_for_long(rows: list[int], num_threads: int) -> None:
+    """The rule against the schedule that threads will follow."""
+    costs = [max(count, 16) for count in rows]
+    free = [0] * num_threads
+    for cost in sorted(costs, reverse=True):
+        free[free.index(min(free))] += cost
+    assert are_even(rows, num_threads) == (max(free) <= 1.15 * sum(costs) / num_threads)
+
+
+@needs_region
+@pytest.mark.parametrize("error", [ValueError("task 3"), KeyboardInterrupt()])
+def test_what_a_task_raises_reaches_the_caller_when_others_have_ended(two_threads: None, error: BaseException) -> None:
+    begun, ended = [], []
+
+    def task(place: int) -> None:
+        begun.append(place)
+        if place == 3:
+            raise error
+        ended.append(place)
+
+    def tasks() -> list[Callable[[], None]]:
+        return [lambda place=place: task(place) for place in range(40)]  # type: ignore[misc]
+
+    with pytest.raises(type(error)) as caught:
+        run_tasks(tasks(), [64] * 40)
+    assert caught.value is error
+    assert sorted(begun) == sorted([*ended, 3])
+    begun.clear()
+    ran: list[int] = []
+    run_tasks([lambda: ran.append(1)] * 8, [64] * 8)
+    assert sum(ran) == 8
+
+
+@needs_region
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_tasks_have_the_callers_modes(two_threads: None, mode: Callable[[], torch.no_grad]) -> None:
+    with mode():
+        x = torch.zeros(8, 4)
+        expected = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        meeting, found = threading.Barrier(2, timeout=60), []
+
+        def task(place: int) -> None:
+            if place < 2:
+                meeting.wait()
+            found.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+            x[place].add_(1)  # An inference tensor may be written in that mode alone.
+
+        run_tasks([lambda place=place: task(place) for place in range(8)], [64] * 8)  # type: ignore[misc]
+    assert found == [expected] * 8
+    assert x.sum() == 32
+
+
+@needs_region
+def test_threads_of_the_caller_run_layers_at_once(two_threads: None) -> None:
+    results = [torch.zeros(64) for _ in range(4)]
+
+    def caller(result: torch.Tensor) -> None:
+        torch.set_num_threads(2)
+        for _ in range(20):
+            run_tasks([lambda place=place: result[place].add_(1) for place in range(64)], [64] * 64)  # type: ignore[misc]
+
+    callers = [threading.Thread(target=caller, args=(result,)) for result in results]
+    for one in callers:
+        one.start()
+    for one in callers:
+        one.join()
+    assert all((result == 20).all() for result in results)
+
+
+def test_a_mode_of_torch_keeps_tasks_in_its_thread(two_threads: None) -> None:
+    here, found = threading.get_ident(), set()
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        run_tasks([lambda: found.add(threading.get_ident())] * 16, [64] * 16)
+    assert found == {here}
+
+
+def test_without_a_region_tasks_run_one_after_the_other(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_openmp", lambda: None)
+    order: list[int] = []
+    run_tasks([lambda place=place: order.append(place) for place in range(6)], [64] * 6)  # type: ignore[misc]
+    assert order == list(range(6))
+
+
+def test_tasks_behind_one_that_raised_are_not_begun(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one thread, whose order is known."""
+    monkeypatch.setattr(threads, "_openmp", lambda: types.SimpleNamespace(GOMP_parallel=lambda *arguments: None))
+    begun: list[int] = []
+
+    def task(place: int) -> None:
+        begun.append(place)
+        if place == 3:
+            raise ValueError("task 3")
+
+    with pytest.raises(ValueError, match="task 3"):
+        run_tasks([lambda place=place: task(place) for place in range(6)], [64] * 6)  # type: ignore[misc]
+    assert begun == [0, 1, 2, 3]
+
+
+def test_a_runtime_that_gives_no_thread(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_openmp", lambda: types.SimpleNamespace(GOMP_parallel=lambda *arguments: None))
+    ran: list[int] = []
+    run_tasks([lambda place=place: ran.append(place) for place in range(6)], [64] * 6)  # type: ignore[misc]
+    assert sorted(ran) == list(range(6))
+
+
+@needs_region
+@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+@pytest.mark.parametrize("quant", ["unquantized", "int4_w4a16_g128", "int8_w8a8"])
+def test_layers_have_the_bits_of_one_thread(two_threads: None, quant: str, activation_format: str) -> None:
+    """Operations inside a region have one thread, so that the number of threads changes nothing."""
+    problem = MoEProblem(
+        num_experts=8,
+        hidden_size=256,
+        intermediate_size=128,
+        top_k=4,
+        quant=quant,
+        activation_format=activation_format,
+        max_num_tokens=16,
+    )
+    kernel = make_kernel(problem, make_weights(problem, CPU))
+    for call in random_calls(problem, 16, "uniform", 0, CPU)[:3]:
+        torch.set_num_threads(1)
+        expected = kernel(*call)
+        torch.set_num_threads(2)
+        assert torch.equal(kernel(*call), expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_threads", "read_bytes", "expected"),
+    [
+        ([1] * 4, 2, 8 << 20, "one thread"),
+        ([16, 1], 2, 16 << 20, "one thread"),
+        ([], 2, 1, "one thread"),
+        ([1] * 4, 2, (8 << 20) + 1, "side by side"),
+        ([17, 17], 2, 1, "side by side"),
+        ([1] * 4, 2, None, "side by side"),
+        ([1] * 3, 2, None, "in turn"),
+        ([1] * 4, 4, 1, "side by side"),  # Nobody measured what four threads would gain.
+        ([1] * 4, 1, 1, "in turn"),
+    ],
+)
+def test_who_takes_tasks(
+    monkeypatch: pytest.MonkeyPatch, rows: list[int], num_threads: int, read_bytes: int | None, expected: str
+) -> None:
+    """A stand-in for OpenMP, whose regions are of the calling thread alone."""
+
+    class Runtime:
+        num_threads, regions, asked = 7, 0, 0
+
+        def GOMP_parallel(self, function: object, data: None, num_threads: int, flags: int) -> None:
+            self.regions += 1
+
+        def omp_get_max_threads(self) -> int:
+            return self.num_threads
+
+        def omp_set_num_threads(self, num_threads: int) -> None:
+            self.num_threads, self.asked = num_threads, self.asked + 1
+
+    runtime, before = Runtime(), torch.get_num_threads()
+    monkeypatch.setattr(threads, "_openmp", lambda: runtime)
+    seen: list[int] = []
+    torch.set_num_threads(num_threads)
+    try:
+        run_tasks([lambda: seen.append(runtime.num_threads)] * len(rows), rows, read_bytes=read_bytes)
+    finally:
+        torch.set_num_threads(before)
+    found = "one thread" if runtime.asked else "side by side" if runtime.regions else "in turn"
+    assert found == expected
+    assert seen == [1 if found == "one thread" else 7] * len(rows)
+    assert runtime.num_threads == 7
+
+
+@needs_region
+def test_one_thread_is_of_the_caller_and_of_the_call(two_threads: None) -> None:
+    found: list[int] = []
+
+    def task() -> None:
+        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        found.append(torch.get_num_threads())
+        other.start()
+        other.join()
+        raise ValueError("a task")
+
+    with pytest.raises(ValueError, match="a task"):
+        run_tasks([task], [1], read_bytes=1)
+    assert found == [1, 2]
+    assert torch.get_num_threads() == 2
+
+
+@needs_region
+@pytest.mark.parametrize(("quant", "regions"), [("unquantized", 1), ("int4_w4a16_g128", 1), ("int8_w8a8", 0)])
+def test_a_layer_is_one_region(two_threads: None, monkeypatch: pytest.MonkeyPatch, quant: str, regions: int) -> None:
+    """But for int8, whose steps are too short for threads that share an interpreter."""
+    monkeypatch.setattr(quantized_mlp, "int8_matmul_is_fast", lambda: True)
+    monkeypatch.setattr(threads, "ONE_THREAD_BYTES", 0)
+    problem = MoEProblem(num_experts=8, hidden_size=256, intermediate_size=128, top_k=4, quant=quant)
+    kernel = make_kernel(problem, make_weights(problem, CPU))
+    real, begun = threads._openmp(), []
+    assert real is not None
+
+    class Counting:
+        def GOMP_parallel(self, *arguments: Any) -> None:
+            begun.append(arguments)
+            real.GOMP_parallel(*arguments)
+
+    monkeypatch.setattr(threads, "_openmp", Counting)
+    (call, *_) = random_calls(problem, 1, "uniform", 0, CPU)
+    kernel(*call)
+    assert len(begun) == regions
+
+
+@needs_region
+def test_an_error_keeps_no_task_alive(two_threads: None) -> None:
+    class Held:
+        pass
+
+    def raising(held: object) -> None:
+        raise ValueError("a task")
+
+    held = Held()
+    alive = weakref.ref(held)
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="a task"):
+            run_tasks([functools.partial(raising, held)] * 4, [64] * 4)
+        del held
+        # pytest keeps the error, whose frames hold what was passed to them, until the block has ended.
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_layer_that_runs_while_python_ends() -> None:
+    """From a destructor: threads of OpenMP get the interpreter no more, and the layer would wait for them forever."""
+    code = """
+import torch
+from moereg.kernels.plain.threads import run_tasks
+torch.set_num_threads(2)
+run_tasks([lambda: torch.ones(4).sum()] * 8, [64] * 8)
+class Late:
+    run, ones = staticmethod(run_tasks), staticmethod(torch.ones)
+    def __del__(self):
+        ran = []
+        self.run([lambda: ran.append(self.ones(4).sum())] * 8, [64] * 8)
+        print(len(ran), flush=True)
+import builtins
+builtins.late = Late()
+"""
+    root = Path(moereg.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=root, timeout=120, capture_output=True, text=True
+    )
+    assert done.stdout == "8\n"
+
+
+def test_a_forked_child_runs_a_layer_of_its_own() -> None:
+    """With one thread in the parent before, since OpenMP's own threads do not survive a fork."""
+    code = """
+import os, torch
+from moereg.kernels.plain.threads import run_tasks
+torch.set_num_threads(2)
+pid = os.fork()
+ran = []
+if pid == 0:
+    run_tasks([lambda: ran.append(1)] * 8, [64] * 8)
+    os._exit(len(ran))
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 8
+run_tasks([lambda: ran.append(1)] * 8, [64] * 8)
+assert len(ran) == 8
+"""
+    root = Path(moereg.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=120)
