@@ -194,6 +194,14 @@ def test_without_a_region_tasks_run_one_after_the_other(two_threads: None, monke
     assert order == list(range(6))
 
 
+def test_the_largest_task_is_taken_first(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_openmp", lambda: types.SimpleNamespace(GOMP_parallel=lambda *arguments: None))
+    order: list[int] = []
+    rows = [20, 64, 17, 70, 64]
+    run_tasks([lambda place=place: order.append(place) for place in range(5)], rows)  # type: ignore[misc]
+    assert order == [3, 1, 4, 0, 2]
+
+
 def test_tasks_behind_one_that_raised_are_not_begun(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one thread, whose order is known."""
     monkeypatch.setattr(threads, "_openmp", lambda: types.SimpleNamespace(GOMP_parallel=lambda *arguments: None))

@@ -216,6 +216,13 @@ MUTANTS: Final = (
         tests=("tests/layer/test_layer_memory.py::test_a_deep_copy_is_a_kernel_of_its_own",),
     ),
     Mutant(
+        "few routes are not looked at",
+        "moereg/call_checks.py",
+        old="topk_ids.numel() <= _FEW_ROUTES and _is_plainly_right(topk_weights, topk_ids)",
+        new="topk_ids.numel() <= _FEW_ROUTES",
+        tests=("tests/layer/test_layer_calls.py::test_any_weight_that_is_not_finite_is_refused",),
+    ),
+    Mutant(
         "expert 0 named twice goes unnoticed",
         "moereg/call_checks.py",
         old="known = (ordered[:, 1:] >= 0)",

@@ -22,6 +22,43 @@ MUTANTS: Final = (
         tests=("tests/backends/test_torch_moe.py::test_routing_weights_keep_32_bits",),
     ),
     Mutant(
+        "one token's weights belong to its first slots",
+        "moereg/kernels/plain/host.py",
+        old='weights[torch.tensor(slots, dtype=torch.int64, device="cpu")]',
+        new="weights[: len(slots)]",
+        tests=("tests/kernels/test_plain_host.py::test_one_token",),
+    ),
+    Mutant(
+        "a few routes are sorted by token alone",
+        "moereg/kernels/plain/host.py",
+        old="    order.sort(key=ids.__getitem__)\n",
+        new="",
+        tests=("tests/kernels/test_plain_host.py::test_few_routes_are_sorted_as_many_are",),
+    ),
+    Mutant(
+        "experts side by side begin with the smallest",
+        "moereg/kernels/plain/threads.py",
+        old="key=rows.__getitem__, reverse=True)",
+        new="key=rows.__getitem__)",
+        tests=("tests/kernels/test_plain_threads.py::test_the_largest_task_is_taken_first",),
+    ),
+    Mutant(
+        "one thread stays one after the call",
+        "moereg/kernels/plain/threads.py",
+        old="openmp.omp_set_num_threads(before)",
+        new="openmp.omp_get_max_threads()",
+        tests=("tests/kernels/test_plain_threads.py::test_who_takes_tasks",),
+    ),
+    Mutant(
+        "an error of another thread is lost",
+        "moereg/kernels/plain/threads.py",
+        old="            if self._error is not None:\n                raise self._error",
+        new="            pass",
+        tests=(
+            "tests/kernels/test_plain_threads.py::test_what_a_task_raises_reaches_the_caller_when_others_have_ended",
+        ),
+    ),
+    Mutant(
         "rows past the count stay as they are",
         "moereg/kernels/plain/host.py",
         old="        out[expert, count:].zero_()\n",

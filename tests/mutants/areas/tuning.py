@@ -52,8 +52,8 @@ MUTANTS: Final = (
     Mutant(
         "always the first input",
         "moereg/tuning/timing.py",
-        old=("        run = runs[key][number % len(runs[key])]\n        start = time.perf_counter()"),
-        new=("        run = runs[key][0]\n        start = time.perf_counter()"),
+        old=("        run = runs[key][number % len(runs[key])]\n        if before is not None:"),
+        new=("        run = runs[key][0]\n        if before is not None:"),
         tests=("tests/tuning/test_timing.py::test_rounds_are_interleaved_and_inputs_rotate",),
     ),
     Mutant(
@@ -69,6 +69,13 @@ MUTANTS: Final = (
         old=("        start = time.perf_counter()\n        run()\n        wait_for(device)\n        samples[key]"),
         new=("        run()\n        start = time.perf_counter()\n        wait_for(device)\n        samples[key]"),
         tests=("tests/tuning/test_timing.py::test_time_is_in_microseconds",),
+    ),
+    Mutant(
+        "what comes before a sample is timed",
+        "moereg/tuning/timing.py",
+        old="            before()\n        start = time.perf_counter()",
+        new="            start = time.perf_counter()\n            before()",
+        tests=("tests/tuning/test_timing.py::test_what_comes_before_a_sample_is_not_timed",),
     ),
     Mutant(
         "milliseconds of events as microseconds",
