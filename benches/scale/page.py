@@ -21,6 +21,7 @@ _TOKENS: Final = (1, 16, 64, 256, 1024, 8192)
 _MEASURED: Final = "h200_ep.json"
 _MEASURED_BEFORE: Final = "h200_ep_*.json"
 """Of earlier code: rows that the file above lacks."""
+_CAPTURED: Final = {way.registered for way in WAYS if way.captured}
 _FLOORS: Final = {"qwen3-30b-a3b": 1.35, "gpt-oss-120b": 1.25, "deepseek-v3": 1.2}
 
 
@@ -227,6 +228,21 @@ def halves_table() -> str:
     return table([*header, "measured us", "over alone", "measured / predicted", "commit"], lines)
 
 
+def one_rank_table() -> str:
+    """A group of one: what a call takes beyond its experts and the bare collectives."""
+    document = json.loads((RESULTS / "h200_group_of_one.json").read_text(encoding="utf-8"))
+    found: dict[tuple[str, str, str], dict[int, str]] = {}
+    for row in document["rows"]:
+        key = f"{row['layer']} {row['quant']}", row["way"], "graph" if row["way"] in _CAPTURED else "call"
+        parts = f"{row['experts']:.0f} + {row['collectives']:.0f}: {row['call']:.0f} ({row['beyond']:+.1f})"
+        found.setdefault(key, {})[row["tokens"]] = parts
+    tokens = sorted({row["tokens"] for row in document["rows"]})
+    lines = [[*key, *(cells[count] for count in tokens)] for key, cells in found.items()]
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    where = f"{document['device']}, {versions}, commit {document['commit'][:7]}, {document['date']}."
+    return f"{table(['layer', 'way', 'timed as', *(f'T {count}' for count in tokens)], lines)}\n\n{where}"
+
+
 def floors_table() -> str:
     """What was asked of two ranks at 8,192 tokens each, predicted of the best way, and the best that was measured."""
     lines = []
@@ -267,6 +283,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "prefill": prefill_table,
     "winners": winners_table,
     "replicas": replicas_table,
+    "one_rank": one_rank_table,
     "floors": floors_table,
     "halves": halves_table,
     "predictions": predictions_table,
