@@ -3,8 +3,8 @@
     python -m benches.bench_torch_cpu [--rounds 15] [--quick] [--busy N] [--json FILE]
 
 Every round times each implementation once, in rotated order, on inputs and routings that rotate too; a row's time is
-the median over rounds. Caches are emptied before each call, as the rest of a model does: peers share tensors, so that
-each would find what the one before it has read. An implementation that misses the fp32 reference gets no number.
+the median over rounds. Caches are emptied before each such call, as the rest of a model does: peers share tensors, so
+that each would find what the one before it has read. An implementation that misses the fp32 reference gets no number.
 Ceilings are measured in the same process; a row's share is the larger of its share of the matmul rate and of the memory
 bandwidth, and counts the weights of active experts only. `--busy N` measures the small shape alone, beside N processes
 that compute without end; means count there, since what a neighbor costs is a few calls that wait long.

@@ -71,18 +71,23 @@ def cpu_table() -> str:
     return f"{table(header, rows)}\n\n{summary} {_where(document)}"
 
 
+_CPU_NAMES = ("moereg", "eager", "batched_mm", "grouped_mm")
+
+
 def cpu_busy_table() -> str:
     """The same beside a process that only computes, by means of all calls."""
     document = _load("cpu_epyc_2threads_busy.json")
     rows = []
     for row in document["rows"]:
-        means = [row["means_us"].get(name) for name in ("moereg", "eager", "grouped_mm")]
+        means = [row["means_us"].get(name) for name in _CPU_NAMES]
         times = ["-" if mean is None else f"{mean / 1e3:.2f}" for mean in means]
         tokens = str(row["num_tokens"])
         ratios = [f"{row[name]:.2f}" for name in ("ratio_of_means", "ratio")]
         rows.append([f"{row['shape']} {row['dtype']}", tokens, *times, *ratios])
-    header = ["layer", "T", "ours ms, mean", "eager ms, mean", "grouped_mm ms, mean", "ratio of means", "of medians"]
-    beside = f"{document['neighbors']} such process, {document['threads']} threads. {_where(document)}"
+    names = ("ours" if name == "moereg" else name for name in _CPU_NAMES)
+    header = ["layer", "T", *(f"{name} ms, mean" for name in names), "ratio of means", "of medians"]
+    beside = f"{document['neighbors']} process beside it, {document['threads']} threads, {document['rounds']} rounds."
+    beside += f" {_where(document)}"
     return f"{table(header, rows)}\n\n{beside}"
 
 

@@ -125,15 +125,20 @@ def check_tensor(
         raise ValueError(f"{name} must be on the weights' device {device}, got {tensor.device}; move it")
 
 
-def _is_plainly_right(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> bool:
-    """Whether every weight is finite and no token names an id twice, even one of no expert; without torch's calls."""
-    ids: list[list[int]] = topk_ids.tolist()
-    return all(map(math.isfinite, topk_weights.flatten().tolist())) and all(len(set(row)) == len(row) for row in ids)
+def _is_plainly_right(topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int) -> bool:
+    """Whether every weight is finite and no token names an expert twice; without torch's calls."""
+    if not all(map(math.isfinite, topk_weights.flatten().tolist())):
+        return False
+    for ids in topk_ids.tolist():
+        experts = [expert for expert in ids if 0 <= expert < num_experts]
+        if len(set(experts)) != len(experts):
+            return False
+    return True
 
 
 def _check_routing(topk_weights: torch.Tensor, topk_ids: torch.Tensor, problem: MoEProblem) -> None:
     # Calls of torch cost more than a few comparisons do: a fifth of one token's time in a small layer.
-    if topk_ids.numel() <= _FEW_ROUTES and _is_plainly_right(topk_weights, topk_ids):
+    if topk_ids.numel() <= _FEW_ROUTES and _is_plainly_right(topk_weights, topk_ids, problem.num_experts):
         return
     if not torch.isfinite(topk_weights).all():
         token, slot = torch.nonzero(~torch.isfinite(topk_weights))[0].tolist()

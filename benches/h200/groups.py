@@ -34,6 +34,7 @@ LAYERS: Final[dict[str, Any]] = {
     "qwen3-30b-a3b": {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 768, "top_k": 8},
     "deepseek-v3/8": {"num_experts": 32, "hidden_size": 7168, "intermediate_size": 2048, "top_k": 8},
 }
+WAYS: Final = ("all_gather", "low_latency", "all_to_all")
 TOKENS: Final = (1, 16, 64, 256)
 CALLS: Final = 50
 
@@ -147,8 +148,10 @@ def experts_alone(kernel: MoEKernel, arrived: Any) -> Callable[[], Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT.json")
-    parser.add_argument("ways", nargs="*", default=["all_gather", "low_latency", "all_to_all"], metavar="WAY")
+    parser.add_argument("ways", nargs="*", metavar="WAY", help=f"of {', '.join(WAYS)}; all where none is named")
     options = parser.parse_args()
+    if unknown := sorted({*options.ways}.difference(WAYS)):
+        parser.error(f"ways are {', '.join(WAYS)}, got {', '.join(unknown)}")
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(rank)
     if "RANK" in os.environ:
@@ -159,7 +162,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     platform = current_platform()
     where = provenance(platform, ("torch", "triton"))
-    for way in options.ways:
+    for way in options.ways or WAYS:
         for layer in LAYERS:
             for quant in ("unquantized", "fp8_block128"):
                 for num_tokens in TOKENS:

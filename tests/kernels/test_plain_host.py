@@ -84,6 +84,23 @@ def test_one_token(ids: list[int], weights: list[float], table: list[int] | None
     assert all(x == [[1.0] * HIDDEN] for _, x in experts.seen)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_rows_are_rounded_however_many_tokens_there_are(num_tokens: int) -> None:
+    """Experts may return fp32. 1 + 2**-9 is 1 in bfloat16; kept as it is, it would leave 2**-7 of this sum."""
+    out = torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16)
+    host.host_experts(
+        out,
+        torch.ones(num_tokens, HIDDEN, dtype=torch.bfloat16),
+        torch.full((num_tokens, 2), 4.0),
+        torch.tensor([[1, 0]] * num_tokens, dtype=torch.int32),
+        lambda x, expert: torch.full(x.shape, 1 + 2**-9 if expert else -1.0),
+        num_local_experts=2,
+        w13_rows=2 * HIDDEN,
+        workspace=torch.empty(2 * num_tokens + 1, HIDDEN, dtype=torch.bfloat16),
+    )
+    assert torch.equal(out, torch.zeros_like(out))
+
+
 def test_one_token_with_the_weight_on_its_input() -> None:
     out, experts = run([3], [0.5], on_input=True)
     assert experts.seen == [(3, [[0.5] * HIDDEN])]

@@ -227,8 +227,11 @@ def test_a_runtime_that_gives_no_thread(two_threads: None, monkeypatch: pytest.M
 @needs_region
 @pytest.mark.parametrize("activation_format", ["standard", "batched"])
 @pytest.mark.parametrize("quant", ["unquantized", "int4_w4a16_g128", "int8_w8a8"])
-def test_layers_have_the_bits_of_one_thread(two_threads: None, quant: str, activation_format: str) -> None:
+def test_layers_have_the_bits_of_one_thread(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch, quant: str, activation_format: str
+) -> None:
     """Operations inside a region have one thread, so that the number of threads changes nothing."""
+    monkeypatch.setattr(threads, "ONE_THREAD_BYTES", 0)
     problem = MoEProblem(
         num_experts=8,
         hidden_size=256,
@@ -256,7 +259,7 @@ def test_layers_have_the_bits_of_one_thread(two_threads: None, quant: str, activ
         ([17, 17], 2, 1, "side by side"),
         ([1] * 4, 2, None, "side by side"),
         ([1] * 3, 2, None, "in turn"),
-        ([1] * 4, 4, 1, "side by side"),  # Nobody measured what four threads would gain.
+        ([1] * 4, 4, 1, "in turn"),  # Nobody measured what four threads would gain.
         ([1] * 4, 1, 1, "in turn"),
     ],
 )
@@ -306,6 +309,32 @@ def test_one_thread_is_of_the_caller_and_of_the_call(two_threads: None) -> None:
         run_tasks([task], [1], read_bytes=1)
     assert found == [1, 2]
     assert torch.get_num_threads() == 2
+
+
+@needs_region
+@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+@pytest.mark.parametrize(("quant", "expected"), [("unquantized", [1, 2]), ("int4_w4a16_g128", [])])
+def test_a_small_layer_takes_one_thread_where_it_only_reads(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch, quant: str, expected: list[int], activation_format: str
+) -> None:
+    facts = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 128, "top_k": 4}
+    problem = MoEProblem(**facts, quant=quant, activation_format=activation_format, max_num_tokens=4)
+    kernel = make_kernel(problem, make_weights(problem, CPU))
+    real, asked = threads._openmp(), []
+    assert real is not None
+
+    class Counting:
+        GOMP_parallel = staticmethod(real.GOMP_parallel)
+        omp_get_max_threads = staticmethod(real.omp_get_max_threads)
+
+        def omp_set_num_threads(self, num_threads: int) -> None:
+            asked.append(num_threads)
+            real.omp_set_num_threads(num_threads)
+
+    monkeypatch.setattr(threads, "_openmp", Counting)
+    (call, *_) = random_calls(problem, 1, "uniform", 0, CPU)
+    kernel(*call)
+    assert asked == expected
 
 
 @needs_region

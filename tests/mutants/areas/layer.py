@@ -218,9 +218,16 @@ MUTANTS: Final = (
     Mutant(
         "few routes are not looked at",
         "moereg/call_checks.py",
-        old="topk_ids.numel() <= _FEW_ROUTES and _is_plainly_right(topk_weights, topk_ids)",
+        old="topk_ids.numel() <= _FEW_ROUTES and _is_plainly_right(topk_weights, topk_ids, problem.num_experts)",
         new="topk_ids.numel() <= _FEW_ROUTES",
         tests=("tests/layer/test_layer_calls.py::test_any_weight_that_is_not_finite_is_refused",),
+    ),
+    Mutant(
+        "expert 0 named twice among few routes goes unnoticed",
+        "moereg/call_checks.py",
+        old="if 0 <= expert < num_experts]",
+        new="if 0 < expert < num_experts]",
+        tests=("tests/layer/test_layer_calls.py::test_any_expert_named_twice_is_refused",),
     ),
     Mutant(
         "expert 0 named twice goes unnoticed",

@@ -29,6 +29,13 @@ MUTANTS: Final = (
         tests=("tests/kernels/test_plain_host.py::test_one_token",),
     ),
     Mutant(
+        "one token's rows are not rounded",
+        "moereg/kernels/plain/host.py",
+        old="mlp(x, expert).to(x.dtype)",
+        new="mlp(x, expert)",
+        tests=("tests/kernels/test_plain_host.py::test_rows_are_rounded_however_many_tokens_there_are",),
+    ),
+    Mutant(
         "a few routes are sorted by token alone",
         "moereg/kernels/plain/host.py",
         old="    order.sort(key=ids.__getitem__)\n",
