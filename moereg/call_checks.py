@@ -137,7 +137,7 @@ def _is_plainly_right(topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_ex
 
 
 def _check_routing(topk_weights: torch.Tensor, topk_ids: torch.Tensor, problem: MoEProblem) -> None:
-    # Calls of torch cost more than a few comparisons do: a fifth of one token's time in a small layer.
+    # Calls of torch cost more than a few comparisons do: a twelfth of one token's time in a small layer.
     if topk_ids.numel() <= _FEW_ROUTES and _is_plainly_right(topk_weights, topk_ids, problem.num_experts):
         return
     if not torch.isfinite(topk_weights).all():
