@@ -52,11 +52,15 @@ def test_a_whole_package_can_be_imported(site: Path) -> None:
 
 def test_a_folder_by_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = made_in(tmp_path / "libraries", monkeypatch)
+    monkeypatch.setattr(package, "__file__", str(tmp_path / "checkout" / "moereg" / "package.py"))
     assert package.can_be_imported(HOPPER) == (
         "requires CuTe DSL in a folder site-packages, as QuACK does, found "
         f"{made / 'nvidia_cutlass_dsl' / 'dsl_packages' / 'cutlass'}; install both into an environment, or --target "
         "DIR/site-packages"
     )
+    # QuACK looks into no function of a moereg that is installed.
+    monkeypatch.setattr(package, "__file__", str(tmp_path / "site-packages" / "moereg" / "package.py"))
+    assert package.can_be_imported(HOPPER) is None
 
 
 def test_releases_without_what_the_epilogues_use(site: Path) -> None:

@@ -43,8 +43,9 @@ def can_be_imported(platform: Platform) -> str | None:
             f"requires that `import cutlass` means CuTe DSL, found {language or 'nothing'}; install into a folder "
             f"whose .pth files Python reads, or add {dsl / 'dsl_packages'} to PYTHONPATH"
         )
-    if not {"site-packages", "dist-packages"} & set(language.parts):
-        # QuACK tells by its path whether code may change, and refuses epilogues that call such code.
+    if not (_is_installed(language) or _is_installed(Path(__file__))):
+        # QuACK looks into functions of other folders for what a kernel depends on: into ours of a checkout, and through
+        # them into CuTe DSL's, where it finds values that it refuses.
         return (
             f"requires CuTe DSL in a folder site-packages, as QuACK does, found {language}; install both into an "
             "environment, or --target DIR/site-packages"
@@ -91,6 +92,10 @@ def _folder(name: str) -> Path | None:
         return None
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(locations[0]) if locations else None
+
+
+def _is_installed(path: Path) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
 def _lacks(quack: Path) -> str | None:
