@@ -24,6 +24,7 @@ from moereg.testing.provenance import clocks, provenance
 from moereg.tolerances import tolerance
 from moereg.tuning.inputs import Call, random_call, random_weights
 from moereg.tuning.timing import time_runs
+from moereg.undisturbed import collecting_later
 from moereg.weights import ExpertWeights
 
 REPLAYS = 20
@@ -64,7 +65,7 @@ def check(name: str, problem: MoEProblem, weights: ExpertWeights, tokens: list[i
                 "permute_peak_over_weights": peak / max(kernel.weights.num_bytes, 1),
             }
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with collecting_later(), torch.cuda.graph(graph):
                 kernel(*arguments, out=out)
             fresh = _inputs(problem, num_tokens, seed=num_tokens + 1)
             for static, new in zip(arguments, fresh, strict=True):

@@ -28,6 +28,7 @@ from moereg.problem import MoEProblem
 from moereg.routing import softmax_topk
 from moereg.testing.inputs import make_weights
 from moereg.testing.provenance import clocks, provenance
+from moereg.undisturbed import collecting_later
 from moereg.weights import ExpertWeights
 
 LAYERS: Final[dict[str, Any]] = {
@@ -59,7 +60,7 @@ def replayed(run: Callable[[], Any]) -> Callable[[], Any]:
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with collecting_later(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     torch.cuda.synchronize()
     return graph.replay

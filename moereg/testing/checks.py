@@ -35,6 +35,7 @@ from moereg.testing.guards import (
 from moereg.testing.inputs import Inputs, make_expert_map, make_inputs, make_weights
 from moereg.testing.problems import rejected_problems
 from moereg.tolerances import layer_tolerance
+from moereg.undisturbed import collecting_later
 from moereg.weights import ExpertWeights
 
 __all__ = [
@@ -327,7 +328,7 @@ def check_graph_replay(cell: BackendCell) -> None:
     kernel(*arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with collecting_later(), torch.cuda.graph(graph):
         out = kernel(*arguments)
     for seed in (3, 4):
         fresh = make_inputs(case.problem, 63, "skewed", case.device, seed)

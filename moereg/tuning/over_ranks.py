@@ -14,13 +14,12 @@ from moereg.expert_placement import PlacementTables, token_turns
 from moereg.layer import MoEKernel
 from moereg.problem import MoEProblem
 from moereg.tuning.inputs import Call, num_calls, random_call
-from moereg.tuning.timing import Run, Timing, wait_for
+from moereg.tuning.timing import Run, Timing, capture, wait_for
 
 __all__ = [
     "all_agree",
     "bare_collectives",
     "calls_of_group",
-    "captured",
     "error_over_ranks",
     "kernel_runs_over_ranks",
     "of_rank",
@@ -64,24 +63,6 @@ def of_rank(call: Call, rank: int, size: int) -> Call:
     num_tokens = len(call.hidden_states) // size
     rows = slice(rank * num_tokens, (rank + 1) * num_tokens)
     return Call(*(tensor[rows].clone() for tensor in call))
-
-
-def captured(eager: Sequence[Run]) -> list[Run]:
-    """A CUDA graph of each run, all called before. Other threads, as NCCL's watchdog, may go on meanwhile."""
-    replays: list[Run] = []
-    pool = None
-    for run in eager:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            run()
-        pool = graph.pool()
-        # The graph reads memory that only the run keeps alive.
-        replays.append(functools.partial(_replay, graph, run))
-    return replays
-
-
-def _replay(graph: torch.cuda.CUDAGraph, _captured: Run) -> None:
-    graph.replay()
 
 
 def time_over_ranks(runs: Sequence[Run], device: torch.device, rounds: int, seconds: float) -> Timing:
@@ -201,7 +182,8 @@ def kernel_runs_over_ranks(
     wait_for(outs[0].device)
     if eager or outs[0].device.type != "cuda" or not _can_be_captured(kernel):
         return runs, False
-    return captured(runs), True
+    # Other threads, as NCCL's watchdog, go on meanwhile.
+    return capture(runs, error_mode="thread_local"), True
 
 
 def all_agree(is_so: bool, device: torch.device) -> bool:

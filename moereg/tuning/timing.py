@@ -18,6 +18,7 @@ import torch
 
 from moereg.layer import MoEKernel
 from moereg.tuning.inputs import Call
+from moereg.undisturbed import collecting_later
 
 __all__ = ["ROUNDS", "SECONDS", "Run", "Timing", "capture", "kernel_runs", "time_kernels", "time_runs", "wait_for"]
 
@@ -115,14 +116,19 @@ def _can_be_captured(kernel: MoEKernel) -> bool:
     return winner is not None and winner.cell is not None and winner.cell.facts.graph_capture
 
 
-def capture(eager: Sequence[Run]) -> list[Run]:
-    """A CUDA graph of each run, to be replayed one after the other; the first run was called before."""
+def capture(eager: Sequence[Run], *, error_mode: str = "global") -> list[Run]:
+    """A CUDA graph of each run, to be replayed one after the other.
+
+    Args:
+        eager: The first one was called before.
+        error_mode: What torch calls `capture_error_mode`: `thread_local` where other threads go on meanwhile.
+    """
     replays: list[Run] = []
     pool = None
     for run in eager:
         graph = torch.cuda.CUDAGraph()
         # One pool, since the graphs run one after the other and only `out` is read afterwards.
-        with torch.cuda.graph(graph, pool=pool):
+        with collecting_later(), torch.cuda.graph(graph, pool=pool, capture_error_mode=error_mode):
             run()
         pool = graph.pool()
         # The graph reads memory that only the run keeps alive.

@@ -1,6 +1,7 @@
 """How tactics are timed, on a `torch.cuda` that is made up but for what torch asks of graphs and their pools."""
 
 import contextlib
+import gc
 import types
 
 import pytest
@@ -59,6 +60,14 @@ def cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(_Graph, "living", 0)
     monkeypatch.setattr(_Graph, "captured", 0)
+
+
+def test_nothing_is_collected_during_a_capture(cuda):
+    # An older graph that dies then ends the capture.
+    collects = []
+    CallTimer(lambda pair: collects.append(gc.isenabled()), torch.zeros(1, 1)).microseconds((0, 45))
+    assert collects == [True, False]  # A run, then its capture.
+    assert gc.isenabled()
 
 
 def test_one_pair_after_the_other_is_captured(cuda):

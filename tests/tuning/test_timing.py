@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 from typing import Any, ClassVar
 
 import pytest
@@ -152,7 +154,8 @@ class Graph:
 class Capture:
     """Stands for `torch.cuda.graph`."""
 
-    def __init__(self, graph: Graph, pool: str | None) -> None:
+    def __init__(self, graph: Graph, pool: str | None, capture_error_mode: str) -> None:
+        assert capture_error_mode == "global"
         Graph.captured.append(pool)
 
     def __enter__(self) -> None:
@@ -205,6 +208,40 @@ def test_each_graph_captures_the_run_on_its_own_inputs() -> None:
         replay()
     assert len(set(map(id, Graph.replayed))) == 3
     assert captured == [0, 1, 2]
+
+
+class _Cycle:
+    """Kept by itself alone; says when it is destroyed."""
+
+    def __init__(self, destroyed: list[str]) -> None:
+        self.itself = self
+        self._destroyed = destroyed
+
+    def __del__(self) -> None:
+        self._destroyed.append("a graph of before")
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_older_graph_is_not_destroyed_during_a_capture(fails: bool) -> None:
+    # CUDA lets a thread that captures destroy no graph. It would end the capture.
+    destroyed: list[str] = []
+    seen: list[list[str]] = []
+
+    def run() -> None:
+        assert len([[] for _ in range(100_000)]) == 100_000  # Enough allocations for Python to collect.
+        seen.append(list(destroyed))
+        if fails:
+            raise ValueError("the call failed")
+
+    gc.collect()  # So that nothing before the capture makes Python collect.
+    _Cycle(destroyed)
+    with pytest.raises(ValueError, match="the call failed") if fails else contextlib.nullcontext():
+        timing.capture([run])
+    assert seen == [[]]
+    assert gc.isenabled()
+    gc.collect()
+    assert destroyed == ["a graph of before"]
 
 
 @pytest.mark.usefixtures("gpu")

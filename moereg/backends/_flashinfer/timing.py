@@ -14,6 +14,7 @@ from moereg.backends._flashinfer.tactics import Pair
 from moereg.platforms import Platform, probe_platform
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
+from moereg.undisturbed import collecting_later
 
 __all__ = ["CallTimer", "layer_key"]
 
@@ -55,7 +56,7 @@ class CallTimer:
     def _captured(self, pair: Pair) -> torch.cuda.CUDAGraph:
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), collecting_later():
             # Other threads may go on allocating.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

@@ -87,9 +87,26 @@ MUTANTS: Final = (
     Mutant(
         "each graph captures the first input",
         "moereg/tuning/timing.py",
-        old=("        with torch.cuda.graph(graph, pool=pool):\n            run()"),
-        new=("        with torch.cuda.graph(graph, pool=pool):\n            eager[0]()"),
+        old=("error_mode=error_mode):\n            run()"),
+        new=("error_mode=error_mode):\n            eager[0]()"),
         tests=("tests/tuning/test_timing.py::test_each_graph_captures_the_run_on_its_own_inputs",),
+    ),
+    Mutant(
+        "Python collects while a graph is captured",
+        "moereg/undisturbed.py",
+        old="    gc.disable()",
+        new="    pass",
+        tests=(
+            "tests/tuning/test_timing.py::test_an_older_graph_is_not_destroyed_during_a_capture",
+            "tests/backends/test_flashinfer_timing.py::test_nothing_is_collected_during_a_capture",
+        ),
+    ),
+    Mutant(
+        "Python never collects again",
+        "moereg/undisturbed.py",
+        old="            gc.enable()",
+        new="            pass",
+        tests=("tests/tuning/test_timing.py::test_an_older_graph_is_not_destroyed_during_a_capture",),
     ),
     Mutant(
         "gigabytes a second off by a thousand",
