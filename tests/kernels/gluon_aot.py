@@ -83,16 +83,20 @@ def compile_one(
 
 
 def compile_quantized(
-    name: str, config: HopperQuantizedConfig, dtype: str, is_gate_up: bool, grouped: bool
+    name: str, config: HopperQuantizedConfig, dtype: str, is_gate_up: bool, grouped: bool, static: bool = False
 ) -> dict[str, Any]:
-    """The resources of a kernel of 8-bit codes, `fp8e4nv` or `i8`; with grouped scales the first GEMM writes codes."""
-    writes_codes = is_gate_up and grouped
+    """The resources of a kernel of 8-bit codes, `fp8e4nv` or `i8`.
+
+    With grouped or given scales the first GEMM writes codes; given ones are of whole tensors.
+    """
+    writes_codes = is_gate_up and (grouped or static)
     operand = repr(gl.NVMMASharedLayout(128, 8, 2))
     stored = gl.NVMMASharedLayout(128, 8 if writes_codes else 16, 3)
     out = [1, 64, 128] if writes_codes else [1, 64, 64]
     signature = {
         "out": f"tensordesc<{dtype if writes_codes else 'bf16'}{out},{stored!r}>",
         "out_scale": "*fp32" if writes_codes else "constexpr",
+        "static_scale": "*fp32" if writes_codes and static else "constexpr",
         "rows": f"tensordesc<{dtype}[64, 128],{operand}>",
         "row_scale": "*fp32",
         "weights": f"tensordesc<{dtype}[1, 128, 128],{gl.NVMMASharedLayout(128, 8, 3)!r}>",
@@ -100,10 +104,12 @@ def compile_quantized(
         **dict.fromkeys(("block_expert", "block_row", "block_end", "num_blocks", "tile_counter"), "*i32"),
         **dict.fromkeys(("num_tiles_n", "group_m", "num_steps", "num_columns", "group_rows"), "i32"),
         **dict.fromkeys(("stride_row_scale", "stride_expert_scale", "stride_column_scale", "stride_out_scale"), "i32"),
+        "stride_static": "i32",
     }
     constants: dict[str, Any] = {
         "bias": None,
         "GROUPED": grouped,
+        "BY_COLUMN": not grouped and not static,
         "ROUNDED": gl.bfloat16 if writes_codes else None,
         "STAGES": config.num_stages,
         "BUFFERS": 1 if writes_codes else config.num_buffers,
@@ -116,7 +122,7 @@ def compile_quantized(
         "LEADS": config.leads and grouped,
         "EARLY": config.early,
         "OVERLAP": True,
-        **({} if writes_codes else {"out_scale": None}),
+        **{name: None for name in ("out_scale", "static_scale") if signature[name] == "constexpr"},
     }
     return _compile(name, _quantized_grouped_kernel, signature, constants)
 
@@ -245,6 +251,8 @@ def compile_8_bits() -> Iterator[dict[str, Any]]:
             # Either dtype's products and either GEMM's epilogue.
             yield compile_quantized(f"gate_up fp8e4nv {most}", rule.gate_up, "fp8e4nv", True, False)
             yield compile_quantized(f"down i8 {most}", rule.down, "i8", False, False)
+            yield compile_quantized(f"gate_up fp8e4nv given {most}", rule.gate_up, "fp8e4nv", True, False, True)
+            yield compile_quantized(f"down fp8e4nv given {most}", rule.down, "fp8e4nv", False, False, True)
 
 
 if __name__ == "__main__":

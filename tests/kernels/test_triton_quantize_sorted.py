@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from moereg.kernels.quantized.operands import QuantizedRows, RowFormat
+from moereg.kernels.quantized.operands import QuantizedRows, Quantizer, RowFormat
+from moereg.kernels.quantized.rows import RouteIds, find_amax
 from moereg.kernels.quantized.rows_sorted import quantize_to_sorted_rows
+from moereg.kernels.sizes import AMAX_PROGRAMS
 from moereg.quant import QUANT_SCHEMES
 from moereg.quantize import quantize_activations
 from moereg.testing.interpreter import patch_interpreter
 
+STATIC = QUANT_SCHEMES["fp8_tensor_static"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,7 +68,7 @@ def test_tokens_go_to_the_rows_of_their_routes(scheme: str, columns: int, dtype:
     # Three of these rows belong to no local expert, so the last three rows stay untouched.
     route_row[route_row >= routes - 3] = -1
     out = untouched(fmt, routes, columns, by_group=fmt.group > 0)
-    quantize_to_sorted_rows(out, x, fmt, route_row.to(DEVICE))
+    quantize_to_sorted_rows(out, x, Quantizer(fmt), route_row.to(DEVICE))
     for route, row in enumerate(route_row.tolist()):
         if row >= 0:
             token = route // top_k
@@ -82,8 +87,56 @@ def test_weights_of_routes_multiply_tokens_first() -> None:
     expected = quantize_activations(weighted, QUANT_SCHEMES["fp8_block128"], None)
     out = untouched(FORMATS["fp8_block128"], 5, 256, by_group=True)
     order = torch.arange(5, dtype=torch.int32, device=DEVICE)
-    quantize_to_sorted_rows(
-        out, x, FORMATS["fp8_block128"], order, topk_weights=weights, apply_router_weight_on_input=True
-    )
+    quantizer = Quantizer(FORMATS["fp8_block128"])
+    quantize_to_sorted_rows(out, x, quantizer, order, topk_weights=weights, apply_router_weight_on_input=True)
     assert torch.equal(raw(out.q), raw(expected.q))
     assert torch.equal(out.scale, expected.scale)
+
+
+GIVEN = RowFormat(torch.float8_e4m3fn, -448.0, 448.0, static=True)
+
+
+@pytest.mark.parametrize(
+    "scales", [[0.03], [1e-3, 0.03, 2.0, 40.0], [1e-20, 1e20, 1e-38, 1e38]], ids=["one", "by expert", "extreme"]
+)
+def test_given_scales_are_of_all_experts_or_of_the_one_that_a_route_goes_to(scales: list[float]) -> None:
+    top_k, num_tokens, columns = 3, 7, 200
+    x = tokens(num_tokens, columns, torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    experts = torch.randint(-1, 4, (num_tokens * top_k,), generator=generator)
+    order = torch.randperm(num_tokens * top_k, generator=generator).int()
+    route_row = torch.where(experts >= 0, order, -1)
+    static = torch.tensor(scales, device=DEVICE)
+    out = untouched(GIVEN, num_tokens * top_k, columns, by_group=False)
+    quantize_to_sorted_rows(
+        out, x, Quantizer(GIVEN, static), route_row.to(DEVICE), route_expert=experts.int().to(DEVICE)
+    )
+    for route, (row, expert) in enumerate(zip(route_row.tolist(), experts.tolist(), strict=True)):
+        if row >= 0:
+            scale = static[expert if len(scales) > 1 else 0]
+            expected = quantize_activations(x[route // top_k : route // top_k + 1], STATIC, scale)
+            assert torch.equal(raw(out.q[row, :columns]), raw(expected.q[0]))
+            assert not raw(out.q[row, columns:]).any()
+            assert out.scale[row, 0] == scale
+    unused = sorted(set(range(num_tokens * top_k)) - set(route_row.tolist()))
+    assert (raw(out.q[unused]) == 77).all()
+    assert (out.scale[unused] == 0.5).all()
+
+
+def test_one_dynamic_scale_is_that_of_the_tokens_that_have_a_local_expert() -> None:
+    scheme = QUANT_SCHEMES["fp8_tensor_dynamic"]
+    fmt = RowFormat(torch.float8_e4m3fn, -448.0, 448.0, spans_rows=True)
+    x = tokens(6, 384, torch.bfloat16)
+    x[5] = math.inf  # Goes to no local expert.
+    ids = torch.tensor([[0, 1], [1, 2], [2, 0], [3, 1], [0, 3], [3, 3]], dtype=torch.int32, device=DEVICE)
+    route_row = torch.tensor([0, 3, 4, 6, 7, 1, -1, 5, 2, -1, -1, -1], dtype=torch.int32, device=DEVICE)
+    amax = torch.full((AMAX_PROGRAMS,), 77, dtype=torch.int32, device=DEVICE)
+    find_amax(amax, x, RouteIds(ids, None, 4, 3), 6)
+    out = untouched(fmt, 12, 384, by_group=False)
+    quantize_to_sorted_rows(out, x, Quantizer(fmt, amax=amax), route_row)
+    expected = quantize_activations(x[:5], scheme, None)
+    for route, row in enumerate(route_row.tolist()):
+        if row >= 0:
+            assert torch.equal(raw(out.q[row]), raw(expected.q[route // 2]))
+            assert out.scale[row, 0] == expected.scale.flatten()[0]
+    assert (raw(out.q[8:]) == 77).all()

@@ -171,10 +171,9 @@ class Standard(MultipliedCodes):
         self.has_hopper = (
             # Compiled for one architecture's own instructions.
             PlatformRule("cuda:sm90").matches(self.platform)
-            # Dynamic scales of groups or of rows.
-            and not fmt.static
-            and fmt.group[0] != WHOLE
+            # Scales of groups of columns, of both operands, or of whole rows and more.
             and fmt.scale_dtype == "float32"
+            and (fmt.group[1] == WHOLE) == (self.weight_format.group[1] == WHOLE)
             # Blocks of gate's scales end where up's begin.
             and (fmt.group[1] == WHOLE or problem.intermediate_size % CODE_PAD == 0)
             and problem.torch_dtype.itemsize == 2

@@ -31,7 +31,7 @@ from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M, HopperQuantizedRule
 from moereg.kernels.quantized.down import quantized_down_gemm
 from moereg.kernels.quantized.gate_up import quantized_gate_up_gemm
 from moereg.kernels.quantized.operands import CodedOutput, QuantizedMatrices, QuantizedRows, Quantizer, RowFormat
-from moereg.kernels.quantized.rows import RouteIds, quantize_rows, rows_of_plan
+from moereg.kernels.quantized.rows import RouteIds, find_amax, quantize_rows, rows_of_plan
 from moereg.kernels.quantized.rows_batched import quantize_batched_rows
 from moereg.kernels.quantized.rows_coded import copy_coded_rows
 from moereg.kernels.quantized.rows_sorted import quantize_to_sorted_rows
@@ -178,13 +178,25 @@ class Hopper(QuantizedWay):
         plan = work.sort_routes(QUANTIZED_BLOCK_M)
         token_codes, token_scales = cut(behind_plan, *row_pieces(work.activation_format, num_routes, hidden_size))
         tokens = work.rows(token_codes, by_group(token_scales))
+        pieces = intermediate_pieces(problem, work.activation_format, num_rows)
+        # [guard + N, ...] each but the second
+        intermediate, amax, codes, scales = cut(call.workspace13.view(torch.uint8), *pieces)
+        scales = by_group(scales)
+        rows = work.rows(codes[GUARD_ROWS:], scales[GUARD_ROWS:])
+        amax_of_all = amax if row_format.spans_rows else None
         early, arrived = self.rule.encodes_early, work.arrived
         if arrived is None:
+            if amax_of_all is not None:
+                ids = RouteIds(inputs.topk_ids, inputs.expert_map, problem.num_experts, problem.num_local_experts)
+                input_weights = inputs.topk_weights if on_input else None
+                num_tokens = len(inputs.hidden_states)
+                find_amax(amax_of_all, inputs.hidden_states, ids, num_tokens, input_weights, overlap=overlap)
             quantize_to_sorted_rows(
                 tokens,
                 inputs.hidden_states,
-                row_format,
+                Quantizer(row_format, call.weights.get("a13_scale"), amax_of_all),
                 plan.route_row,
+                route_expert=plan.route_expert,
                 topk_weights=inputs.topk_weights,
                 apply_router_weight_on_input=on_input,
                 encodes_early=early,
@@ -192,11 +204,9 @@ class Hopper(QuantizedWay):
             )
         else:
             copy_coded_rows(tokens, arrived, plan.route_row, reads_early=early, overlap=overlap)
-        pieces = intermediate_pieces(problem, work.activation_format, num_rows)
-        intermediate, _, codes, scales = cut(call.workspace13.view(torch.uint8), *pieces)  # [guard + N, ...] each
-        scales = by_group(scales)
-        rows = work.rows(codes[GUARD_ROWS:], scales[GUARD_ROWS:])
-        if row_format.group:
+        static_scale = call.weights.get("a2_scale")
+        # Integers are rounded by other instructions, which the kernel does not have.
+        if row_format.group or (static_scale is not None and row_format.dtype == torch.float8_e4m3fn):
             behind_guard = work.rows(codes, scales[GUARD_ROWS:])
             hopper.quantized_gate_up_gemm(
                 behind_guard,
@@ -206,12 +216,14 @@ class Hopper(QuantizedWay):
                 work.epilogue,
                 self.rule.gate_up,
                 rounded=problem.torch_dtype,
+                static_scale=static_scale,
                 overlap=overlap,
             )
         else:
             config = self.rule.gate_up
             hopper.quantized_gate_up_gemm(intermediate, tokens, work.w13, plan, work.epilogue, config, overlap=overlap)
-            quantize_rows(rows, intermediate[GUARD_ROWS:], Quantizer(row_format), plan, overlap=overlap)
+            quantizer = Quantizer(row_format, static_scale, amax_of_all)
+            quantize_rows(rows, intermediate[GUARD_ROWS:], quantizer, plan, overlap=overlap)
         (sorted_rows,) = cut(behind_plan, Piece((num_rows, hidden_size), problem.torch_dtype))  # [guard + N, H]
         hopper.quantized_down_gemm(sorted_rows, rows, work.w2, plan, self.rule.down, bias=work.w2_bias, overlap=overlap)
         route_weights = None if on_input else inputs.topk_weights

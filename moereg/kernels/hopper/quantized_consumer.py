@@ -79,20 +79,36 @@ def _skip(ring, slot, phase, num_steps, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _scale_and_bias(x, row_scale, column_scales, bias, first, num_columns, GROUPED: gl.constexpr, LAYOUT: gl.constexpr):
+def _scale_and_bias(
+    x,
+    row_scale,
+    column_scales,
+    bias,
+    first,
+    num_columns,
+    group_rows,
+    GROUPED: gl.constexpr,
+    BY_COLUMN: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Multiplies a half's product by the scales that do not change along a row, and adds the bias.
 
     Args:
         x: [OWN_ROWS, COLUMNS] fp32.
         row_scale: [OWN_ROWS], where not grouped.
-        column_scales: pointer to the expert's first, one per column.
+        column_scales: pointer to the expert's first, one per column or one for all of a half.
         bias: pointer to the expert's first, or None.
         first: row of the expert's weight that the half begins with.
         num_columns: rows of the expert's weight.
+        group_rows: rows of it that share a scale; read where not BY_COLUMN.
     """
     columns = gl.minimum(first + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)), num_columns - 1)
     if not GROUPED:
-        x = x * row_scale[:, None] * gl.load(column_scales + columns)[None, :]
+        if BY_COLUMN:
+            x = x * row_scale[:, None] * gl.load(column_scales + columns)[None, :]
+        else:
+            # Gate's rows, and up's, have one scale each.
+            x = x * (row_scale * gl.load(column_scales + gl.minimum(first, num_columns - 1) // group_rows))[:, None]
     if bias is not None:
         x += gl.load(bias + columns).to(gl.float32)[None, :]
     return x
@@ -118,12 +134,37 @@ def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _store_codes(y, out, out_scale, staging, tile, group, stride, WARPGROUP, LAYOUT: gl.constexpr):
+def _divide_by_given(y, given, scale):
+    """`y` [OWN_ROWS, COLUMNS] over a given scale, which `scale` [OWN_ROWS] repeats.
+
+    As the function of this name of `kernels/quantized/rows_sorted.py`, with the same bits.
+    """
+    divisor = gl.broadcast(gl.expand_dims(scale, 1), y)[0]
+    if (given > 8.673617379884035e-19) & (given < 1.152921504606847e18):
+        reciprocal = gl.broadcast(gl.expand_dims(gl.div_rn(gl.full_like(scale, 1.0), scale), 1), y)[0]
+        values = y * reciprocal
+        surplus = gl.fma(values, divisor, -y)
+        quotient = gl.where(gl.abs(values) < 4096.0, gl.fma(surplus, -reciprocal, values), values)
+    else:
+        quotient = gl.div_rn(y, divisor)
+    return quotient
+
+
+@gluon.jit
+def _store_codes(
+    y, out, out_scale, static_scale, staging, tile, group, stride, stride_static, WARPGROUP, LAYOUT: gl.constexpr
+):
     """Stores `y` [OWN_ROWS, COLUMNS], a group a row, as codes through a warpgroup's part of `staging`, and its scales.
 
     The tensor map `out` drops rows past the expert's end, and a mask their scales.
     """
-    codes, scale = _encode(y, 448.0, out.dtype)  # [OWN_ROWS, COLUMNS], [OWN_ROWS]
+    if static_scale is None:
+        codes, scale = _encode(y, 448.0, out.dtype)  # [OWN_ROWS, COLUMNS], [OWN_ROWS]
+    else:
+        given = gl.load(static_scale + tile.expert * stride_static)
+        scale = gl.zeros([OWN_ROWS], gl.float32, gl.SliceLayout(1, LAYOUT)) + given  # [OWN_ROWS]
+        # The conversion saturates, and keeps NaN.
+        codes = _divide_by_given(y, given, scale).to(out.dtype)  # [OWN_ROWS, COLUMNS]
     buffer = staging.index(WARPGROUP)
     tma.store_wait(0)
     barrier()
@@ -172,6 +213,7 @@ def _store_half(y, out, staging, tile, column, WARPGROUP: gl.constexpr, FIRST: g
 def consume_codes(
     out,
     out_scale,
+    static_scale,
     row_scale,
     column_scale,
     bias,
@@ -182,12 +224,15 @@ def consume_codes(
     order,
     num_steps,
     num_columns,
+    group_rows,
     stride_expert_scale,
     stride_out_scale,
+    stride_static,
     WARPGROUP: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     GROUPED: gl.constexpr,
+    BY_COLUMN: gl.constexpr,
     ROUNDED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
@@ -205,8 +250,9 @@ def consume_codes(
     Args:
         out: map of the compact rows behind the guard, clipped at an expert's end, boxes [1, OWN_ROWS, columns].
         out_scale: pointer to the scales of `out`, or None where it holds no codes.
+        static_scale: pointer to the given scales of `out`, of each expert or of all; None where they are dynamic.
         row_scale: pointer to one scale per row; read where not GROUPED.
-        column_scale: pointer to one scale per column; likewise.
+        column_scale: pointer to one scale per column, or per `group_rows` of them; likewise.
         bias: pointer to [E, num_columns], or None.
         ring: a `CodeRing` as `operands_of` returns it.
         turns: `Turns`.
@@ -215,12 +261,15 @@ def consume_codes(
         order: a `TileOrder`.
         num_steps: steps along the reduced dimension.
         num_columns: rows of an expert's weight.
+        group_rows: rows of it that share a scale.
         stride_expert_scale: from one expert's column scales to the next one's.
         stride_out_scale: from one group's scales of `out` to the next one's.
+        stride_static: from one expert's given scale to the next one's: 1, or 0 where all have one.
         WARPGROUP: 0 or 1: which half of the rows.
         STAGES: slots of the ring.
         BUFFERS: staged stores of each warpgroup.
         GROUPED: whether scales change from step to step.
+        BY_COLUMN: whether each column has a scale; else `group_rows` is all columns of a half.
         ROUNDED: dtype that numbers are rounded to before they are quantized, or None.
         ACTIVATION: of a `GateUpEpilogue`, like the next four; None in the second product.
         GATED: likewise; False there.
@@ -261,10 +310,10 @@ def consume_codes(
             if bias is not None:
                 own_bias = bias + own_expert * num_columns
             # fmt: off
-            low = _scale_and_bias(low, own_row_scale, own_column_scale, own_bias, low_column, num_columns,
-                                  GROUPED, LAYOUT)  # [OWN_ROWS, COLUMNS]
+            low = _scale_and_bias(low, own_row_scale, own_column_scale, own_bias, low_column, num_columns, group_rows,
+                                  GROUPED, BY_COLUMN, LAYOUT)  # [OWN_ROWS, COLUMNS]
             high = _scale_and_bias(high, own_row_scale, own_column_scale, own_bias, high_column, num_columns,
-                                   GROUPED, LAYOUT)  # [OWN_ROWS, COLUMNS]
+                                   group_rows, GROUPED, BY_COLUMN, LAYOUT)  # [OWN_ROWS, COLUMNS]
             # fmt: on
             if GATED:
                 if out_scale is not None:
@@ -276,7 +325,10 @@ def consume_codes(
                     y = gl.where((at < half_columns)[None, :], y, 0.0)
                 if out_scale is not None:
                     y = round_pairs(y, ROUNDED)
-                    _store_codes(y, out, out_scale, staging, tile, column_tile, stride_out_scale, WARPGROUP, LAYOUT)
+                    # fmt: off
+                    _store_codes(y, out, out_scale, static_scale, staging, tile, column_tile, stride_out_scale,
+                                 stride_static, WARPGROUP, LAYOUT)
+                    # fmt: on
                 else:
                     _store_half(y, out, staging, tile, low_column, WARPGROUP, 0, BUFFERS)
             else:
@@ -291,11 +343,11 @@ def consume_codes(
                     low = low.to(ROUNDED).to(gl.float32)
                     high = high.to(ROUNDED).to(gl.float32)
                     # fmt: off
-                    _store_codes(low, out, out_scale, staging, tile, 2 * column_tile, stride_out_scale, WARPGROUP,
-                                 LAYOUT)
+                    _store_codes(low, out, out_scale, static_scale, staging, tile, 2 * column_tile, stride_out_scale,
+                                 stride_static, WARPGROUP, LAYOUT)
                     if high_column < half_columns:
-                        _store_codes(high, out, out_scale, staging, tile, 2 * column_tile + 1, stride_out_scale,
-                                     WARPGROUP, LAYOUT)
+                        _store_codes(high, out, out_scale, static_scale, staging, tile, 2 * column_tile + 1,
+                                     stride_out_scale, stride_static, WARPGROUP, LAYOUT)
                     # fmt: on
                 else:
                     _store_half(low, out, staging, tile, low_column, WARPGROUP, 0, BUFFERS)

@@ -43,12 +43,13 @@ _CHUNK: Final = 64
 @gluon.jit(
     do_not_specialize=[
         *("num_tiles_n", "group_m", "num_steps", "num_columns", "group_rows"),
-        *("stride_row_scale", "stride_out_scale"),
+        *("stride_row_scale", "stride_out_scale", "stride_static"),
     ]
 )
 def _quantized_grouped_kernel(
     out,
     out_scale,
+    static_scale,
     rows,
     row_scale,
     weights,
@@ -68,7 +69,9 @@ def _quantized_grouped_kernel(
     stride_expert_scale,
     stride_column_scale,
     stride_out_scale,
+    stride_static,
     GROUPED: gl.constexpr,
+    BY_COLUMN: gl.constexpr,
     ROUNDED: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
@@ -133,12 +136,14 @@ def _quantized_grouped_kernel(
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
     # fmt: off
     gl.warp_specialize(
-        [(consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, lead, order,
-                          num_steps, num_columns, stride_expert_scale, stride_out_scale, 0, STAGES, BUFFERS, GROUPED,
-                          ROUNDED, ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N, LEADS)),
-         (consume_codes, (out, out_scale, row_scale, column_scale, bias, operands, turns, staging, lead, order,
-                          num_steps, num_columns, stride_expert_scale, stride_out_scale, 1, STAGES, BUFFERS, GROUPED,
-                          ROUNDED, ACTIVATION, GATED, ALPHA, BETA, LIMIT, MASK_N, LEADS)),
+        [(consume_codes, (out, out_scale, static_scale, row_scale, column_scale, bias, operands, turns, staging, lead,
+                          order, num_steps, num_columns, group_rows, stride_expert_scale, stride_out_scale,
+                          stride_static, 0, STAGES, BUFFERS, GROUPED, BY_COLUMN, ROUNDED, ACTIVATION, GATED, ALPHA,
+                          BETA, LIMIT, MASK_N, LEADS)),
+         (consume_codes, (out, out_scale, static_scale, row_scale, column_scale, bias, operands, turns, staging, lead,
+                          order, num_steps, num_columns, group_rows, stride_expert_scale, stride_out_scale,
+                          stride_static, 1, STAGES, BUFFERS, GROUPED, BY_COLUMN, ROUNDED, ACTIVATION, GATED, ALPHA,
+                          BETA, LIMIT, MASK_N, LEADS)),
          (produce_codes, (rows, row_scale, weights, column_scale, ring, turns, early, tile_counter, order, num_steps,
                           num_columns, group_rows, stride_row_scale, stride_expert_scale, stride_column_scale,
                           GROUPED, GATED, STAGES, EARLY))],
@@ -156,6 +161,7 @@ class _Product(NamedTuple):
         bias: [E, columns of the product], or None.
         epilogue: of the first product, or None.
         rounded: dtype that numbers are rounded to before they are quantized, or None.
+        static_scale: given scales of `out`, [E] or [1] fp32, or None.
         tile_counter: the product's own, of the plan.
     """
 
@@ -165,6 +171,7 @@ class _Product(NamedTuple):
     bias: torch.Tensor | None
     epilogue: GateUpEpilogue | None
     rounded: torch.dtype | None
+    static_scale: torch.Tensor | None
     tile_counter: torch.Tensor
 
 
@@ -177,21 +184,23 @@ def quantized_gate_up_gemm(
     config: HopperQuantizedConfig,
     *,
     rounded: torch.dtype | None = None,
+    static_scale: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
-    """Writes `act(row @ w13[expert].T + bias)` for every sorted row, or codes of it in groups of 128 columns.
+    """Writes `act(row @ w13[expert].T + bias)` for every sorted row, or codes of it.
 
     Args:
         out: [GUARD_ROWS + N, I_pad] bf16 or fp16, contiguous, 16-byte aligned: overwritten behind the guard up to the
             last valid row, with zeros from column I on. Or codes of float8_e4m3fn of the same shape, and their scales
-            [N, I_pad / 128], of rows behind the guard, those of a group together as in `rows`.
+            of rows behind the guard: [N, I_pad / 128], those of a group together as in `rows`, or [N, 1] given ones.
         rows: [N, H_pad] in sorted order, scales [N, H_pad / 128] fp32, those of a group together, or [N, 1].
         w13: [E, 2 * I, H_pad] gate first, or [E, I, H_pad] where not gated; scales by blocks of 128 x 128 with I a
-            multiple of 128, or by rows.
+            multiple of 128, by rows, or one for each of gate and up.
         plan: from `sort_routes` with `QUANTIZED_BLOCK_M` and no slack; its first tile counter is used up.
         epilogue: bias, in the order of w13's rows, and activation.
         config: launch configuration.
         rounded: dtype that numbers are rounded to before they are quantized; given with codes.
+        static_scale: [E] or [1] fp32, the scales of codes where they are given.
         overlap: whether to start while the kernel in front still runs, and to let the next one start early.
     """
     product = _Product(
@@ -201,6 +210,7 @@ def quantized_gate_up_gemm(
         bias=epilogue.bias,
         epilogue=epilogue,
         rounded=rounded,
+        static_scale=static_scale,
         tile_counter=plan.tile_counters,
     )
     _launch(product, plan, config, overlap=overlap)
@@ -235,6 +245,7 @@ def quantized_down_gemm(
         bias=bias,
         epilogue=None,
         rounded=None,
+        static_scale=None,
         tile_counter=plan.tile_counters[1:],
     )
     _launch(product, plan, config, overlap=overlap)
@@ -256,7 +267,10 @@ def _launch(product: _Product, plan: RoutePlan, config: HopperQuantizedConfig, *
     assert out_scale is None or target.dtype == torch.float8_e4m3fn
     columns = num_columns // (2 if gated else 1)
     # Each half of a tile must lie within one row of blocks of scales; up's does where gate's rows end with a block.
-    assert weight.group_rows == (COLUMNS.value if grouped else 1)
+    assert weight.group_rows in ((COLUMNS.value,) if grouped else (1, columns))
+    # A group's codes are stored by what its numbers are; a whole row's only where that is known.
+    static = product.static_scale
+    assert out_scale is None or grouped == (static is None)
     assert not (grouped and gated) or columns % COLUMNS.value == 0
     num_steps = depth // BLOCK_K.value
     group_m = select_group_m(num_columns * depth)
@@ -266,6 +280,7 @@ def _launch(product: _Product, plan: RoutePlan, config: HopperQuantizedConfig, *
         (num_multiprocessors(target.device),),
         out=clipped_map(target, (1, OWN_ROWS.value, out_columns)),
         out_scale=out_scale,
+        static_scale=static,
         rows=tensor_map(rows.q, rows.q.shape, rows.q.stride(), (OWN_ROWS.value, BLOCK_K.value)),
         row_scale=rows.scale,
         weights=tensor_map(weight.q, weight.q.shape, weight.q.stride(), (1, COLUMNS.value, BLOCK_K.value)),
@@ -284,8 +299,10 @@ def _launch(product: _Product, plan: RoutePlan, config: HopperQuantizedConfig, *
         stride_row_scale=rows.scale.stride(1),
         stride_expert_scale=weight.scale.stride(0),
         stride_column_scale=weight.scale.stride(1),
-        stride_out_scale=0 if out_scale is None else out_scale.stride(1),
+        stride_out_scale=out_scale.stride(1) if out_scale is not None and grouped else 0,
+        stride_static=int(static is not None and static.numel() > 1),
         GROUPED=grouped,
+        BY_COLUMN=weight.group_rows == 1,
         ROUNDED=None if product.rounded is None else TRITON_DTYPES[product.rounded],
         STAGES=config.num_stages,
         # A half of a tile is one store of 8 KiB as codes.

@@ -245,28 +245,7 @@ def quantize_rows(
     # Many small programs take longer to start than to run.
     several = max(1, _PROGRAM_ELEMENTS // block) if num_rows * num_blocks >= _MANY_PROGRAMS else 1
     if amax is not None:
-        launch(
-            _amax_rows_kernel,
-            (AMAX_PROGRAMS,),
-            amax,
-            x,
-            input_weights,
-            topk_ids,
-            expert_map,
-            rows_in_use,
-            num_rows,
-            num_routes,
-            num_experts,
-            num_local_experts,
-            size,
-            x.stride(0),
-            ROUTES_PER_ROW=routes_per_row,
-            BLOCK_ROUTES=triton.next_power_of_2(routes_per_row),
-            BLOCK=block,
-            OVERLAP=overlap,
-            num_warps=min(8, max(1, block // 512)),
-            **overlap_options(overlap),
-        )
+        find_amax(amax, x, routes, num_rows, input_weights, overlap=overlap)
     if routes_per_row > 1:
         # A token of several routes is quantized whether or not one of them is to a local expert.
         topk_ids = expert_map = None
@@ -306,6 +285,53 @@ def quantize_rows(
         INDEPENDENT=independent and amax is None,
         OVERLAP=overlap,
         num_warps=min(8, max(1, several * block // 512)),
+        **overlap_options(overlap),
+    )
+
+
+def find_amax(
+    amax: torch.Tensor,
+    x: torch.Tensor,
+    routes: RoutePlan | RouteIds,
+    num_rows: int,
+    input_weights: torch.Tensor | None = None,
+    *,
+    overlap: bool = False,
+) -> None:
+    """Writes the largest magnitudes that programs found in the rows in use.
+
+    Args:
+        amax: [AMAX_PROGRAMS] int32, overwritten: bits of fp32 magnitudes.
+        x: [R, K] bf16, fp16 or fp32, rows contiguous.
+        routes: as for `quantize_rows`.
+        num_rows: R.
+        input_weights: [R, 1] fp32, contiguous, by which rows are multiplied first; or None.
+        overlap: whether to start while the kernel in front still runs.
+    """
+    assert amax.numel() == AMAX_PROGRAMS and x.stride(1) == 1
+    ids = None if isinstance(routes, RoutePlan) else routes
+    routes_per_row = 1 if ids is None else ids.topk_ids.numel() // num_rows
+    block = triton.next_power_of_2(x.shape[1])
+    launch(
+        _amax_rows_kernel,
+        (AMAX_PROGRAMS,),
+        amax,
+        x,
+        input_weights,
+        None if ids is None else ids.topk_ids,
+        None if ids is None else ids.expert_map,
+        routes.expert_offsets[-1:] if isinstance(routes, RoutePlan) else None,
+        num_rows,
+        0 if ids is None else ids.topk_ids.numel(),
+        0 if ids is None else ids.num_experts,
+        0 if ids is None else ids.num_local_experts,
+        x.shape[1],
+        x.stride(0),
+        ROUTES_PER_ROW=routes_per_row,
+        BLOCK_ROUTES=triton.next_power_of_2(routes_per_row),
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=min(8, max(1, block // 512)),
         **overlap_options(overlap),
     )
 

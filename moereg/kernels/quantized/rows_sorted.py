@@ -12,9 +12,22 @@ import triton.language as tl
 from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.quantized.codes import divide, encode, load_rows, quantize_tile, scale_of_bits
-from moereg.kernels.quantized.operands import QuantizedRows, RowFormat
+from moereg.kernels.quantized.operands import QuantizedRows, Quantizer
 from moereg.kernels.quantized.small_floats import amax_bits
-from moereg.kernels.sizes import CODE_PAD, GROUPED_BLOCK
+from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD, GROUPED_BLOCK
+
+
+@triton.jit
+def _divide_by_given(values, scale):
+    """`values` [1, BLOCK] over a given scale, a number: right where codes of up to 8 bits tell quotients apart."""
+    divisor = scale + tl.zeros([1, 1], tl.float32)  # [1, 1]
+    if (scale > 8.673617379884035e-19) & (scale < 1.152921504606847e18):
+        quotient = values * tl.div_rn(tl.full([1, 1], 1.0, tl.float32), divisor)  # [1, BLOCK]
+        # Beyond any code, where the correction of an infinite quotient would be NaN.
+        quotient = tl.where(tl.abs(quotient) < 4096.0, divide(values, divisor), quotient)
+    else:
+        quotient = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
+    return quotient
 
 
 # The stride between groups is the number of routes, which may or may not be a multiple of 16: not worth a variant.
@@ -24,7 +37,10 @@ def _quantize_to_sorted_kernel(
     scales,
     x,
     topk_weights,
+    static_scale,
+    amax,
     route_row,
+    route_expert,
     size,
     depth,
     stride_x,
@@ -35,6 +51,7 @@ def _quantize_to_sorted_kernel(
     GROUP: tl.constexpr,
     MIN_CODE: tl.constexpr,
     MAX_CODE: tl.constexpr,
+    NUM_AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -53,16 +70,31 @@ def _quantize_to_sorted_kernel(
         groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :].to(tl.int64)  # [1, BLOCK / GROUP]
         in_row = groups < depth // GROUP
     else:
-        scale, stored = scale_of_bits(amax_bits(values, 1), MAX_CODE, False)  # [1] each
-        codes = encode(divide(values, scale[:, None]), DTYPE, MIN_CODE, MAX_CODE)  # [1, BLOCK]
         groups = tl.arange(0, 1).to(tl.int64)
         in_row = groups == 0
+        if static_scale is None:
+            if amax is not None:
+                bits = tl.max(tl.load(amax + tl.arange(0, NUM_AMAX)), 0) + tl.zeros([1], tl.int32)  # [1]
+            else:
+                bits = amax_bits(values, 1)  # [1]
+            scale, stored = scale_of_bits(bits, MAX_CODE, False)  # [1] each
+            codes = encode(divide(values, scale[:, None]), DTYPE, MIN_CODE, MAX_CODE)  # [1, BLOCK]
+        elif route_expert is None:
+            given = tl.load(static_scale)
+            codes = encode(_divide_by_given(values, given), DTYPE, MIN_CODE, MAX_CODE)  # [1, BLOCK]
+            stored = given + tl.zeros([1], tl.float32)  # [1]
     if EARLY:
         # Tokens are older than the layer's first kernel; rows of routes are not.
         wait_for_previous(OVERLAP)
         release_next(OVERLAP)
     for k in tl.static_range(TOP_K):
         row = tl.load(route_row + token * TOP_K + k).to(tl.int64)
+        if route_expert is not None:
+            # Scales of the experts that a token goes to may differ.
+            expert = tl.load(route_expert + token * TOP_K + k)
+            given = tl.load(static_scale + expert, mask=expert >= 0, other=1.0)
+            codes = encode(_divide_by_given(values, given), DTYPE, MIN_CODE, MAX_CODE)  # [1, BLOCK]
+            stored = given + tl.zeros([1], tl.float32)  # [1]
         tl.store(q + row * stride_q + columns, codes, mask=(columns < depth) & (row >= 0))
         tl.store(scales + row * stride_row_scale + groups * stride_group_scale, stored, mask=in_row & (row >= 0))
 
@@ -70,9 +102,10 @@ def _quantize_to_sorted_kernel(
 def quantize_to_sorted_rows(
     out: QuantizedRows,
     x: torch.Tensor,
-    fmt: RowFormat,
+    quantizer: Quantizer,
     route_row: torch.Tensor,
     *,
+    route_expert: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     encodes_early: bool = False,
@@ -83,8 +116,9 @@ def quantize_to_sorted_rows(
     Args:
         out: [T * K, H_pad] codes and fp32 scales [T * K, G] of any strides: overwritten up to the last valid row.
         x: [T, H] bf16 or fp16, rows contiguous.
-        fmt: a dynamic fp32 scale for each group of columns or for each row.
+        quantizer: with fp32 scales; where one dynamic scale is for all rows, `find_amax` has filled its `amax`.
         route_row: [T * K] int32, the row of a route, negative where it adds nothing.
+        route_expert: [T * K] int32, local expert of a route, negative likewise; read where experts' scales differ.
         topk_weights: [T, K] fp32, contiguous; or None.
         apply_router_weight_on_input: whether tokens are multiplied by `topk_weights`, and rounded, first; only where K
             is 1.
@@ -92,12 +126,15 @@ def quantize_to_sorted_rows(
             may have written `x` or `topk_weights`.
         overlap: whether to start while the kernel that writes `route_row` still runs.
     """
+    fmt = quantizer.fmt
     num_tokens, size = x.shape
     depth = out.q.shape[1]
     assert out.q.shape[0] == route_row.numel() and route_row.numel() % num_tokens == 0
     assert depth % CODE_PAD == 0 and size <= depth
     assert x.stride(1) == out.q.stride(1) == 1
-    assert not (fmt.static or fmt.spans_rows or fmt.e8m0 or fmt.global_scale)
+    assert not (fmt.e8m0 or fmt.global_scale or (fmt.group and (fmt.static or fmt.spans_rows)))
+    assert fmt.static == (quantizer.static_scale is not None) and fmt.spans_rows == (quantizer.amax is not None)
+    assert route_expert is not None or not quantizer.by_expert
     block = triton.next_power_of_2(min(GROUPED_BLOCK, depth) if fmt.group else depth)
     launch(
         _quantize_to_sorted_kernel,
@@ -106,7 +143,10 @@ def quantize_to_sorted_rows(
         out.scale,
         x,
         topk_weights if apply_router_weight_on_input else None,
+        quantizer.static_scale,
+        quantizer.amax,
         route_row,
+        route_expert if quantizer.by_expert else None,
         size,
         depth,
         x.stride(0),
@@ -117,6 +157,7 @@ def quantize_to_sorted_rows(
         GROUP=fmt.group,
         MIN_CODE=fmt.min_code,
         MAX_CODE=fmt.max_code,
+        NUM_AMAX=AMAX_PROGRAMS,
         BLOCK=block,
         EARLY=encodes_early and overlap,
         OVERLAP=overlap,
