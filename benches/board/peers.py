@@ -38,19 +38,19 @@ def kind_of(scheme: str) -> str:
 
 
 def board_comparisons() -> list[Comparison]:
-    """Of the H200's board: the judged rows of all its files; those of an earlier commit where the board's has none.
+    """Of the H200's board: the judged rows of all its files; those of a commit where no later one's has any.
 
     Raises:
         FileNotFoundError: There is none.
     """
-    files = rows.documents("h200")
-    commit = next(iter(files.values())).get("commit")
-    of_commit: dict[bool, list[Comparison]] = {True: [], False: []}
-    for name, document in files.items():
-        of_commit[document.get("commit") == commit] += compare.of_board(document, name)
-    newest = compare.judged(of_commit[True])
-    places = {one.place for one in newest}
-    return compare.judged([*newest, *(one for one in of_commit[False] if one.place not in places)])
+    of_commit: dict[str | None, list[Comparison]] = {}
+    for name, document in rows.documents("h200").items():
+        of_commit.setdefault(document.get("commit"), []).extend(compare.of_board(document, name))
+    found: list[Comparison] = []
+    for own in of_commit.values():
+        places = {one.place for one in found}
+        found += compare.judged(one for one in own if one.place not in places)
+    return compare.judged(found)
 
 
 def wheels_comparisons() -> list[Comparison]:
@@ -284,7 +284,7 @@ def _sources() -> str:
     commit = _first_of_board().get("commit")
     return "\n".join(
         f"- `{name}`: {document['device']}, commit {str(document.get('commit') or 'unknown')[:12]}, {document['date']}"
-        + ("" if document.get("commit") == commit else "; its rows count where the others have none")
+        + ("" if document.get("commit") == commit else "; its rows count where later ones have none")
         for name, document in files
     )
 

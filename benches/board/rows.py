@@ -156,13 +156,13 @@ def _parsed(path: pathlib.Path, _stamp: int) -> Row:
 
 
 def documents(board: str) -> dict[str, Row]:
-    """The stored files of a board by name, the board itself first.
+    """The stored files of a board by name: the board itself, then those of earlier runs, whose numbers count up.
 
     Raises:
         FileNotFoundError: There is none.
     """
     path = RESULTS / f"board_{board}.json"
-    paths = [one for one in (path, *sorted(RESULTS.glob(f"{path.stem}_*.json"))) if one.exists()]
+    paths = [one for one in (path, *sorted(RESULTS.glob(f"{path.stem}_*.json"), reverse=True)) if one.exists()]
     if not paths:
         raise FileNotFoundError(path)
     return {path.name: _parsed(path, path.stat().st_mtime_ns) for path in paths}

@@ -48,8 +48,8 @@ RAN_FIRST: Final = Difference(
 MEASURED: Final = Difference(
     "On an H200 `triton` goes before vLLM's kernels for the same scheme: it took less time than each of them in every "
     "row [of the wheels](results.md#kernels-of-wheels-on-an-h200) but three of Humming's, of int4 and mxfp4 at 1,024 "
-    "tokens. [The board](board.md) has four more rows where vLLM's Triton kernels (16 or 64 tokens that all choose the "
-    "same experts) or Humming are faster, by 6 to 12 %"
+    "tokens. [The board](board.md) has four more rows where vLLM's Triton kernels (16 tokens that all choose the same "
+    "experts) or Humming are faster, by 5 to 11 %"
 )
 UNMEASURED: Final = Difference(
     "On other GPUs nobody here measured them. `triton` stays before vLLM's kernels for 4-bit weights there, as on the "
@@ -78,9 +78,10 @@ UNCLAIMED: Final = Difference(
 LATER: Final = Difference(
     "`humming` is still behind `marlin` on Hopper. vLLM has it before Marlin there, and it is faster on the board: "
     "1.29 times `triton`'s time for mxfp4 (`marlin` 1.46, `triton_kernels` 1.81). `deepgemm` and `vllm_cutlass` are "
-    "before `vllm_triton` as in vLLM. On the board both are faster at 4,096 tokens, `vllm_cutlass` also at 1,024, and "
-    "both slower in all other rows. Those wheels' priorities change when their cells are next verified, since the "
-    "evidence is for the code as it stands"
+    "before `vllm_triton` as in vLLM. On the board `deepgemm` is faster than it at 4,096 tokens, but for one rank of "
+    "eight of DeepSeek-V3, and `vllm_cutlass` from 1,024 tokens on, but where all choose the same experts; both are "
+    "slower in all other rows. Those wheels' priorities change when their cells are next verified, since the evidence "
+    "is for the code as it stands"
 )
 DATA_PARALLEL: Final = Difference(
     "A layer is the same on each of several data parallel ranks, so their number changes no order: an engine that "
