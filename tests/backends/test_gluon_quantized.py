@@ -32,6 +32,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
 BLOCK, CHANNEL, INT8 = "fp8_block128", "fp8_channel_token", "int8_w8a8"
+GIVEN, DYNAMIC = "fp8_tensor_static", "fp8_tensor_dynamic"
 
 # scheme, tokens, experts, top_k, hidden, intermediate, activation, and what else the problem says
 CASES: list[tuple[str, int, int, int, int, int, str, dict[str, Any]]] = [
@@ -55,6 +56,13 @@ CASES: list[tuple[str, int, int, int, int, int, str, dict[str, Any]]] = [
     (BLOCK, 220, 8, 4, 640, 1152, "gelu_tanh", {"dtype": "float16"}),
     # Many: the first warpgroup leads.
     (BLOCK, 700, 8, 4, 1032, 640, "relu2", {}),
+    # One scale a tensor: codes leave the first product where it is given, and need all rows where it is not.
+    (GIVEN, 613, 8, 4, 328, 136, "silu", {"has_bias": True}),
+    (GIVEN, 700, 4, 2, 648, 200, "relu2", {"dtype": "float16"}),
+    (GIVEN, 900, 16, 4, 512, 256, "swigluoai", {"num_local_experts": 8, "placement": "map"}),
+    (GIVEN, 900, 4, 1, 256, 256, "gelu_tanh", {"apply_router_weight_on_input": True}),
+    (DYNAMIC, 613, 8, 4, 328, 136, "silu", {"has_bias": True}),
+    (DYNAMIC, 900, 16, 4, 512, 256, "relu2", {"num_local_experts": 8, "placement": "map"}),
 ]
 
 
@@ -109,7 +117,7 @@ def test_layers(
     assert torch.equal(outs[0], outs[2])
 
 
-@pytest.mark.parametrize("scheme", [BLOCK, CHANNEL, INT8])
+@pytest.mark.parametrize("scheme", [BLOCK, CHANNEL, INT8, GIVEN, DYNAMIC])
 def test_experts_of_few_and_of_many_rows(scheme: str) -> None:
     """First all tokens go to two experts; then counts lie about the borders of a warpgroup and of a tile."""
     for size in (256, 640):

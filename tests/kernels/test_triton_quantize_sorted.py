@@ -97,11 +97,13 @@ GIVEN = RowFormat(torch.float8_e4m3fn, -448.0, 448.0, static=True)
 
 
 @pytest.mark.parametrize(
-    "scales", [[0.03], [1e-3, 0.03, 2.0, 40.0], [1e-20, 1e20, 1e-38, 1e38]], ids=["one", "by expert", "extreme"]
+    "scales", [[0.03], [1e-3, 0.03, 2.0, 40.0], [1e-40, 1e20, 1e-38, 1e38]], ids=["one", "by expert", "extreme"]
 )
 def test_given_scales_are_of_all_experts_or_of_the_one_that_a_route_goes_to(scales: list[float]) -> None:
     top_k, num_tokens, columns = 3, 7, 200
     x = tokens(num_tokens, columns, torch.bfloat16)
+    x[1, :4] = torch.tensor([3e38, -3e38, math.inf, math.nan])  # Quotients that overflow are as large as codes can be.
+    x[:, 4:6] = torch.tensor([2e-38, -1e-38])  # The smallest scale's reciprocal is infinite, these quotients are not.
     generator = torch.Generator().manual_seed(1)
     experts = torch.randint(-1, 4, (num_tokens * top_k,), generator=generator)
     order = torch.randperm(num_tokens * top_k, generator=generator).int()

@@ -6,6 +6,11 @@ from typing import Final
 
 from tests.mutants.mutant import Mutant
 
+_GIVEN: Final = (
+    "tests/kernels/test_triton_quantize_sorted.py::"
+    "test_given_scales_are_of_all_experts_or_of_the_one_that_a_route_goes_to"
+)
+
 MUTANTS: Final = (
     Mutant(
         "powers of two are rounded down",
@@ -107,6 +112,39 @@ MUTANTS: Final = (
             (
                 "tests/kernels/test_triton_quantize_sorted.py::"
                 "test_tokens_go_to_the_rows_of_their_routes[1288-dtype1-fp8_block128]"
+            ),
+        ),
+    ),
+    Mutant(
+        "a route is encoded by the first expert's given scale",
+        "moereg/kernels/quantized/rows_sorted.py",
+        old="given = tl.load(static_scale + expert, mask=expert >= 0, other=1.0)",
+        new="given = tl.load(static_scale)",
+        tests=(f"{_GIVEN}[by expert]",),
+    ),
+    Mutant(
+        "quotients that overflow are corrected to NaN",
+        "moereg/kernels/quantized/rows_sorted.py",
+        old="quotient = tl.where(tl.abs(quotient) < 4096.0, divide(values, divisor), quotient)",
+        new="quotient = divide(values, divisor)",
+        tests=(f"{_GIVEN}[by expert]",),
+    ),
+    Mutant(
+        "a scale of any size is divided by its reciprocal",
+        "moereg/kernels/quantized/rows_sorted.py",
+        old="if (scale > 8.673617379884035e-19) & (scale < 1.152921504606847e18):",
+        new="if scale > 0.0:",
+        tests=(f"{_GIVEN}[extreme]",),
+    ),
+    Mutant(
+        "a dynamic scale of all tokens is that of each",
+        "moereg/kernels/quantized/rows_sorted.py",
+        old="bits = tl.max(tl.load(amax + tl.arange(0, NUM_AMAX)), 0) + tl.zeros([1], tl.int32)  # [1]",
+        new="bits = amax_bits(values, 1)",
+        tests=(
+            (
+                "tests/kernels/test_triton_quantize_sorted.py::"
+                "test_one_dynamic_scale_is_that_of_the_tokens_that_have_a_local_expert"
             ),
         ),
     ),
