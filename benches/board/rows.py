@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -162,10 +163,16 @@ def documents(board: str) -> dict[str, Row]:
         FileNotFoundError: There is none.
     """
     path = RESULTS / f"board_{board}.json"
-    paths = [one for one in (path, *sorted(RESULTS.glob(f"{path.stem}_*.json"), reverse=True)) if one.exists()]
+    earlier = sorted(RESULTS.glob(f"{path.stem}_*.json"), key=_number_of_run, reverse=True)
+    paths = [one for one in (path, *earlier) if one.exists()]
     if not paths:
         raise FileNotFoundError(path)
     return {path.name: _parsed(path, path.stat().st_mtime_ns) for path in paths}
+
+
+def _number_of_run(path: pathlib.Path) -> tuple[int, str]:
+    number = re.search(r"_(\d+)(?:_[^_]*)?$", path.stem)
+    return int(number[1]) if number else 0, path.stem
 
 
 def standings(document: Row) -> list[Standing]:

@@ -69,10 +69,10 @@ def test_rows_of_an_earlier_commit_count_where_the_board_has_none(folder: pathli
     store(folder, row(result("triton", 100.0), result("other", 120.0)), commit="new")
     older = row(result("triton", 200.0), result("other", 120.0))
     alone = row(result("triton", 20.0), result("other", 10.0), tokens=1)
-    store(folder, older, alone, name="board_h200_2_old.json", commit="old")
+    store(folder, older, alone, name="board_h200_10_old.json", commit="old")
     oldest = row(result("triton", 40.0), result("other", 10.0), tokens=1)
     only = row(result("triton", 30.0), result("other", 60.0), tokens=16)
-    store(folder, older, oldest, only, name="board_h200_1_oldest.json", commit="oldest")
+    store(folder, older, oldest, only, name="board_h200_9_oldest.json", commit="oldest")
     assert {one.place.tokens: one.ratio for one in peers.board_comparisons()} == {64: 1.2, 1: 0.5, 16: 2.0}
     assert {one.tokens: one.entries["triton"].time_us for one in rows.rows_of("h200")} == {64: 100.0, 1: 20.0, 16: 30.0}
     sources = [line for line in lines("peers_groups") if line.startswith("- `board")]

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from moereg.kernels.quantized.operands import QuantizedRows, Quantizer, RowFormat
-from moereg.kernels.quantized.rows import RouteIds, find_amax
+from moereg.kernels.quantized.rows import RouteIds, find_amax, quantize_rows
 from moereg.kernels.quantized.rows_sorted import quantize_to_sorted_rows
 from moereg.kernels.sizes import AMAX_PROGRAMS
 from moereg.quant import QUANT_SCHEMES
@@ -123,6 +123,27 @@ def test_given_scales_are_of_all_experts_or_of_the_one_that_a_route_goes_to(scal
     unused = sorted(set(range(num_tokens * top_k)) - set(route_row.tolist()))
     assert (raw(out.q[unused]) == 77).all()
     assert (out.scale[unused] == 0.5).all()
+
+
+@pytest.mark.parametrize("fmt", [GIVEN, RowFormat(torch.int8, -128.0, 127.0, static=True)], ids=["fp8", "int8"])
+@pytest.mark.parametrize("scale", [1 / 3, 7.0, 1e-25, 3e-17, 1e17, 3e18, 1e36, -0.03, 0.0, math.inf, math.nan])
+def test_codes_by_given_scales_are_those_of_a_division(fmt: RowFormat, scale: float) -> None:
+    # Every code, what lies halfway between two, what is next to that, and what is beyond all.
+    halves = torch.arange(-2000, 2001) / 4
+    x = (halves * scale).to(torch.bfloat16)
+    near = [torch.nextafter(x, torch.tensor(end, dtype=torch.bfloat16)) for end in (-math.inf, math.inf)]
+    rows = torch.stack((x, *near)).nan_to_num(0.0, math.inf, -math.inf).to(DEVICE)
+    static = torch.tensor([scale], device=DEVICE)
+    found, expected = (untouched(fmt, 3, rows.shape[1], by_group=False) for _ in range(2))
+    order = torch.arange(3, dtype=torch.int32, device=DEVICE)
+    quantize_to_sorted_rows(found, rows, Quantizer(fmt, static), order)
+    quantize_rows(expected, rows, Quantizer(fmt, static), RouteIds(order[:, None], None, 3, 3))
+    same = raw(found.q) == raw(expected.q)
+    if fmt.dtype != torch.int8:
+        numbers = [one.q.float() for one in (found, expected)]
+        # One NaN for all, and one zero.
+        same |= (numbers[0] == 0) & (numbers[1] == 0) | numbers[0].isnan() & numbers[1].isnan()
+    assert same.all()
 
 
 def test_one_dynamic_scale_is_that_of_the_tokens_that_have_a_local_expert() -> None:

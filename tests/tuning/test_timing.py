@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import threading
 from typing import Any, ClassVar
 
 import pytest
@@ -16,6 +17,7 @@ from moereg.problem import MoEProblem
 from moereg.tuning import timing
 from moereg.tuning.inputs import Call, random_call, random_weights
 from moereg.tuning.timing import Timing, time_kernels, time_runs
+from moereg.undisturbed import collecting_later
 
 CPU = torch.device("cpu")
 PROBLEM = MoEProblem(num_experts=4, hidden_size=16, intermediate_size=16, top_k=2)
@@ -242,6 +244,32 @@ def test_an_older_graph_is_not_destroyed_during_a_capture(fails: bool) -> None:
     assert gc.isenabled()
     gc.collect()
     assert destroyed == ["a graph of before"]
+
+
+def test_captures_of_two_threads_end_before_python_collects() -> None:
+    # Tuning may capture in one thread while another one captures a model.
+    entered, may_end = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with collecting_later():
+            entered.set()
+            assert may_end.wait(60)
+
+    other = threading.Thread(target=capture)
+    with collecting_later():
+        other.start()
+        assert entered.wait(60)
+    assert not gc.isenabled()
+    may_end.set()
+    other.join()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collecting_later():
+            pass
+        assert not gc.isenabled(), "whoever had switched it off"
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("gpu")

@@ -6,6 +6,8 @@ from typing import Final
 
 from tests.mutants.mutant import Mutant
 
+_AROUND: Final = "tests/backends/test_triton_hopper_codes.py::test_a_layer_around_the_products"
+_DIVIDED: Final = "tests/kernels/test_triton_quantize_sorted.py::test_codes_by_given_scales_are_those_of_a_division"
 _GIVEN: Final = (
     "tests/kernels/test_triton_quantize_sorted.py::"
     "test_given_scales_are_of_all_experts_or_of_the_one_that_a_route_goes_to"
@@ -128,6 +130,41 @@ MUTANTS: Final = (
         old="quotient = tl.where(tl.abs(quotient) < 4096.0, divide(values, divisor), quotient)",
         new="quotient = divide(values, divisor)",
         tests=(f"{_GIVEN}[by expert]",),
+    ),
+    Mutant(
+        "quotients of large codes are not corrected",
+        "moereg/kernels/quantized/rows_sorted.py",
+        old="tl.where(tl.abs(quotient) < 4096.0, divide(values, divisor), quotient)",
+        new="tl.where(tl.abs(quotient) < 16.0, divide(values, divisor), quotient)",
+        tests=(f"{_DIVIDED}[0.3333333333333333-fp8]", f"{_DIVIDED}[7.0-fp8]", f"{_DIVIDED}[-0.03-fp8]"),
+    ),
+    Mutant(
+        "Hopper's intermediate has the given scale of tokens",
+        "moereg/backends/_triton/quantized_ways.py",
+        old='static_scale = call.weights.get("a2_scale")',
+        new='static_scale = call.weights.get("a13_scale")',
+        tests=(f"{_AROUND}[gated-fp8_tensor_static]",),
+    ),
+    Mutant(
+        "nothing looks for the largest token before Hopper's codes",
+        "moereg/backends/_triton/quantized_ways.py",
+        old="find_amax(amax_of_all, inputs.hidden_states, ids, num_tokens, input_weights, overlap=overlap)",
+        new="pass",
+        tests=(f"{_AROUND}[gated-fp8_tensor_dynamic]",),
+    ),
+    Mutant(
+        "the largest token of Hopper's codes may have no local expert",
+        "moereg/backends/_triton/quantized_ways.py",
+        old="ids = RouteIds(inputs.topk_ids, inputs.expert_map, problem.num_experts, problem.num_local_experts)",
+        new="ids = RouteIds(inputs.topk_ids, None, problem.num_experts, problem.num_experts)",
+        tests=(f"{_AROUND}[a map-fp8_tensor_dynamic]",),
+    ),
+    Mutant(
+        "the largest token of Hopper's codes is found without routing weights",
+        "moereg/backends/_triton/quantized_ways.py",
+        old="input_weights = inputs.topk_weights if on_input else None",
+        new="input_weights = None",
+        tests=(f"{_AROUND}[weights on inputs-fp8_tensor_dynamic]",),
     ),
     Mutant(
         "a scale of any size is divided by its reciprocal",

@@ -94,18 +94,25 @@ MUTANTS: Final = (
     Mutant(
         "Python collects while a graph is captured",
         "moereg/undisturbed.py",
-        old="    gc.disable()",
-        new="    pass",
+        old="            gc.disable()",
+        new="            pass",
         tests=(
             "tests/tuning/test_timing.py::test_an_older_graph_is_not_destroyed_during_a_capture",
             "tests/backends/test_flashinfer_timing.py::test_nothing_is_collected_during_a_capture",
         ),
     ),
     Mutant(
+        "the first capture that ends lets Python collect during others",
+        "moereg/undisturbed.py",
+        old="if not _CAPTURES.running and _CAPTURES.was_enabled:",
+        new="if _CAPTURES.was_enabled:",
+        tests=("tests/tuning/test_timing.py::test_captures_of_two_threads_end_before_python_collects",),
+    ),
+    Mutant(
         "Python never collects again",
         "moereg/undisturbed.py",
-        old="            gc.enable()",
-        new="            pass",
+        old="                gc.enable()",
+        new="                pass",
         tests=("tests/tuning/test_timing.py::test_an_older_graph_is_not_destroyed_during_a_capture",),
     ),
     Mutant(
