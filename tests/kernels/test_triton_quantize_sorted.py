@@ -19,7 +19,13 @@ from moereg.testing.interpreter import patch_interpreter
 
 STATIC = QUANT_SCHEMES["fp8_tensor_static"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Quotients that no device minds.
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
+]
 
 FORMATS = {
     "fp8_block128": RowFormat(torch.float8_e4m3fn, -448.0, 448.0, group=128),
