@@ -9,27 +9,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import math
 import pathlib
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from benches import pictures, which_backend
+from benches import pictures, results_page, which_backend
 from benches.board import page as board
 from benches.board import peers
 from benches.board import rows as board_rows
-from benches.h200 import leave_one_out
-from benches.markdown import table
 from benches.scale import page as scale
 from benches.scale.picture import draw_scale
-from benches.stored import earlier_rows
+from benches.stored import load
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benches" / "results"
 DOCS = ROOT / "docs"
 PAGE = DOCS / "results.md"
 PICTURE = DOCS / "h200.svg"
@@ -37,390 +30,17 @@ WHEELS_PICTURE = DOCS / "wheels.svg"
 SCALE_PICTURE = DOCS / "scale.svg"
 
 
-def _load(name: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
-    return document
-
-
-def _where(document: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    return f"Measured on {document['device']} with {versions} at commit {document['commit'][:12]}, {document['date']}."
-
-
-def cpu_table() -> str:
-    """The torch backend against transformers' experts."""
-    document = _load("cpu_epyc_2threads.json")
-    rows = []
-    for row in document["rows"]:
-        times = row["times_us"]
-        peers = {name: time for name, time in times.items() if name != "moereg"}
-        best = min(peers, key=lambda name: peers[name])
-        share = max(row["flop_share"], row["bandwidth_share"])
-        rows.append(
-            [
-                f"{row['shape']} {row['dtype']}",
-                str(row["num_tokens"]),
-                f"{times['moereg'] / 1e3:.2f}",
-                f"{peers[best] / 1e3:.2f} ({best})",
-                f"{peers[best] / times['moereg']:.2f}",
-                f"{share:.0%}",
-            ]
-        )
-    summary = f"Geometric mean {document['geometric_mean']:.2f}x over {len(rows)} rows."
-    header = ["layer", "T", "ours ms", "best peer ms", "ratio", "share of the ceiling"]
-    return f"{table(header, rows)}\n\n{summary} {_where(document)}"
-
-
-_CPU_NAMES = ("moereg", "eager", "batched_mm", "grouped_mm")
-
-
-def cpu_busy_table() -> str:
-    """The same beside a process that only computes, by means of all calls."""
-    document = _load("cpu_epyc_2threads_busy.json")
-    rows = []
-    for row in document["rows"]:
-        means = [row["means_us"].get(name) for name in _CPU_NAMES]
-        times = ["-" if mean is None else f"{mean / 1e3:.2f}" for mean in means]
-        tokens = str(row["num_tokens"])
-        ratios = [f"{row[name]:.2f}" for name in ("ratio_of_means", "ratio")]
-        rows.append([f"{row['shape']} {row['dtype']}", tokens, *times, *ratios])
-    names = ("ours" if name == "moereg" else name for name in _CPU_NAMES)
-    header = ["layer", "T", *(f"{name} ms, mean" for name in names), "ratio of means", "of medians"]
-    beside = f"{document['neighbors']} process beside it, {document['threads']} threads, {document['rounds']} rounds."
-    beside += f" {_where(document)}"
-    return f"{table(header, rows)}\n\n{beside}"
-
-
-def full_size_table() -> str:
-    """Errors of every backend at full size on a GPU."""
-    document = _load("h200_full_size.json")
-    rows = [
-        [
-            row["model"],
-            row["dtype"],
-            row["backend"],
-            str(row["tokens"]),
-            f"{row['relative_error']:.1e}",
-            f"{row['bound']:.0e}",
-            "equal" if row["replay_equals_eager"] else "DIFFERS",
-        ]
-        for row in document["rows"]
-    ]
-    return f"{table(['layer', 'dtype', 'backend', 'T', 'error', 'bound', 'replay'], rows)}\n\n{_where(document)}"
-
-
-def h200_table() -> str:
-    """The triton backend on an H200, with its shares of the roofline."""
-    document = _load("h200_table_bf16.json")
-    rows = [[row["model"], str(row["tokens"]), *_times(row)] for row in document["rows"]]
-    header = ["layer", "T", "ours us", "roofline us", "share", "error"]
-    return f"{table(header, rows)}\n\n{_h200_summary(document)}"
-
-
-def second_gpu_table() -> str:
-    """Rows of the H200 table from another H200, as far as they tell the GPUs apart."""
-    document = _load("h200_table_bf16_second_gpu.json")
-    first = {(row["model"], row["tokens"]): row for row in _load("h200_table_bf16.json")["rows"]}
-    rows = []
-    for row in document["rows"]:
-        slower = first[row["model"], row["tokens"]]["ours_us"] / row["ours_us"]
-        rows.append([row["model"], str(row["tokens"]), f"{row['ours_us']:.1f}", f"{slower:.3f}"])
-    return f"{table(['layer', 'T', 'ours us', 'time above / here'], rows)}\n\n{_h200_summary(document)}"
-
-
-def _h200_summary(document: dict[str, Any]) -> str:
-    ceilings = document["ceilings"]
-    found = {name: value for name, value in document["summary"].items() if name.startswith("share ")}
-    shares = ", ".join(f"{name.removeprefix('share ')} {value:.1%}" for name, value in found.items())
-    lines = [f"Shares, geometric means: {shares}."] if shares else []
-    lines.append(
-        f"Ceilings in the same process: {ceilings['matmul_tflops']:.0f} TFLOP/s, {ceilings['read_tbps']:.2f} TB/s."
-    )
-    if "read_stream_tbps" in ceilings:
-        lines.append(
-            f"Not divided by: {ceilings['matmul_cold_tflops']:.0f} TFLOP/s over the first 0.15 s and "
-            f"{ceilings['read_stream_tbps']:.2f} TB/s by the fastest known reader."
-        )
-    lines.append(_where(document))
-    if note := document.get("note"):
-        lines.append(f"{note[0].upper()}{note[1:]}.")
-    return " ".join(lines)
-
-
-def experts_table() -> str:
-    """All registered backends side by side, by pytest-benchmark."""
-    document = _load("h200_experts.json")
-    times: dict[tuple[str, str], dict[str, str]] = {}
-    clocks = []
-    for bench in document["benchmarks"]:
-        layer, tokens, backend, _ = bench["param"].rsplit("-", 3)
-        facts = bench["extra_info"]
-        clocks.append(facts["clocks"]["sm_mhz"])
-        row = times.setdefault((layer, tokens.removeprefix("T")), {})
-        # A backend may have several classes; a user gets the fastest at best.
-        time_us = bench["stats"]["median"] * 1e6
-        if backend not in row or time_us < float(row[backend].split()[0].replace(",", "")):
-            row[backend] = f"{time_us:,.1f} ({facts['share_of_roofline']:.0%})"
-    names = sorted({name for row in times.values() for name in row}, reverse=True)
-    rows = [[layer, tokens, *(row.get(name, "-") for name in names)] for (layer, tokens), row in times.items()]
-    ceilings = document["benchmarks"][0]["extra_info"]["ceilings"]
-    where = (
-        f"Times in us, of a backend's fastest class, and shares of {ceilings['matmul_tflops']:.0f} TFLOP/s in bf16 or "
-        f"{ceilings['read_gbps'] / 1e3:.2f} TB/s, the latter by the fastest known reader. {_where(document)} "
-        f"SM clocks right after a bench: {min(clocks)} to {max(clocks)} MHz."
-    )
-    return f"{table(['layer', 'T', *names], rows)}\n\n{where}"
-
-
-def shapes_table() -> str:
-    """The triton backend on layers that no peer was measured on."""
-    document = _load("h200_shapes.json")
-    skewed = _skewed_layers(document)
-    rows = [row for row in document["rows"] if row["layer"] not in skewed]
-    lines = [[row["layer"], str(row["tokens"]), *_times(row)] for row in rows]
-    return _with_notes(table(["layer", "T", "ours us", "roofline us", "share", "error"], lines), document)
-
-
-def skewed_table() -> str:
-    """The triton backend under skewed routing, beside uniform routing in the same process."""
-    document = _load("h200_shapes.json")
-    skewed = _skewed_layers(document)
-    uniform = {
-        (row["layer"], row["tokens"]): row
-        for row in document["rows"]
-        if row["layer"] in skewed and row["routing"] == "uniform" and not row["wrong"]
-    }
-    lines = []
-    for row in document["rows"]:
-        if row["routing"] != "uniform":
-            beside = uniform.get((row["layer"], row["tokens"]))
-            ours, *others = _times(row)
-            even = f"{beside['ours_us']:.1f}" if beside else "-"
-            lines.append([row["layer"], str(row["tokens"]), row["routing"], ours, even, *others])
-    header = ["layer", "T", "routing", "ours us", "uniform us", "roofline us", "share", "error"]
-    return _with_notes(table(header, lines), document)
-
-
-def _skewed_layers(document: dict[str, Any]) -> set[str]:
-    return {row["layer"] for row in document["rows"] if row["routing"] != "uniform"}
-
-
-def _times(row: dict[str, Any]) -> list[str]:
-    """Our time, the roofline, the share and the error."""
-    if row["wrong"]:
-        return ["wrong", "-", "-", "NaN" if row["relative_error"] is None else f"{row['relative_error']:.1e}"]
-    return [f"{row['ours_us']:.1f}", f"{row['roof_us']:.1f}", f"{row['share']:.0%}", f"{row['relative_error']:.1e}"]
-
-
-def _with_notes(table: str, document: dict[str, Any]) -> str:
-    """The table, its machine, the ceilings there and the missing rows."""
-    notes = []
-    if "ceilings" in document:
-        ceilings = document["ceilings"]
-        notes.append(
-            f"Ceilings in the same process: {ceilings['matmul_tflops']:.0f} TFLOP/s, {ceilings['read_tbps']:.2f} TB/s."
-        )
-    notes.append(_where(document))
-    if document["left_out"]:
-        names = ((row.get("scheme"), row.get("layer") or row["model"]) for row in document["left_out"])
-        heads = (" ".join(filter(None, name)) for name in names)
-        rows = (f"{head} T {row['tokens']}" for head, row in zip(heads, document["left_out"], strict=True))
-        notes.append(f"Left out: {', '.join(dict.fromkeys(rows))}.")
-    return f"{table}\n\n{' '.join(notes)}"
-
-
-def host_time_table() -> str:
-    """Host time of eager calls of the triton backend."""
-    document = _load("h200_host_time.json")
-    lines = []
-    for row in document["rows"]:
-        names = ("host_us", "inference_host_us", "eager_us")
-        times = ["wrong"] * 3 if row["wrong"] else [f"{row[name]:.1f}" for name in names]
-        lines.append([row["model"], str(row["tokens"]), *times])
-    filled = table(["layer", "T", "host us", "in inference mode us", "end to end us"], lines)
-    summary = f"Longest host time {document['worst_us']:.1f} us, bound {document['bound_us']:.0f} us."
-    return f"{_with_notes(filled, document)} {summary}"
-
-
-def sweep_table() -> str:
-    """How far a shape that was left out of the tuning is from its own tuned result."""
-    document = _load("h200_sweep.json")
-    found = leave_one_out.leave_one_out(document["rows"])
-    names = ("ratio_worst", "ratio_mean", "shipped_ratio_worst", "shipped_ratio_mean")
-    lines = [
-        [
-            str(line["tokens"]),
-            str(line["shapes"]),
-            *("-" if line[name] is None else f"{line[name]:.3f}" for name in names),
-        ]
-        for line in leave_one_out.by_tokens(found)
-    ]
-    filled = table(["T", "shapes", "left out: worst", "mean", "shipped: worst", "mean"], lines)
-    timed = sum(len(row["times_us"]) for row in document["rows"])
-    skipped = sum(len(row["skipped"]) for row in document["rows"])
-    alone = [f"{row['model']} T {row['tokens']}" for row in found if row["ratio"] is None]
-    summary = (
-        f"{timed} candidates timed, {skipped} skipped for want of shared memory; "
-        f"worst {leave_one_out.worst(found):.3f}, bound {document['bound']}."
-    )
-    if alone:
-        summary += f" Alone in their class: {', '.join(alone)}."
-    return f"{_with_notes(filled, document)} {summary}"
-
-
-def quant_table() -> str:
-    """The triton backend in quantized schemes on an H200."""
-    tables = [_quant_table(document) for document in (_load("h200_quant.json"), *earlier_rows(RESULTS))]
-    return "\n\nRows of an earlier commit that were not measured again:\n\n".join(tables)
-
-
-def _quant_table(document: dict[str, Any]) -> str:
-    lines = []
-    for row in document["rows"]:
-        plain = [f"{row['bf16_us']:.1f}", f"{row['share_of_byte_ratio']:.0%}"] if "bf16_us" in row else ["", ""]
-        lines.append([row["scheme"], row["model"], str(row["tokens"]), *_times(row), *plain])
-    header = ["scheme", "layer", "T", "ours us", "roofline us", "share", "error", "bf16 us"]
-    schemes = {row["scheme"] for row in document["rows"]}
-    # Files of before have ratios to times of another machine, which say nothing.
-    summary = [
-        f"- `{scheme}`: {'; '.join(_summary_text(name, line[name]) for name in line if 'peer' not in name)}."
-        for scheme, line in document["summary"].items()
-        if scheme in schemes
-    ]
-    rates = document["ceilings"]
-    notes = [
-        f"Ceilings in the same process: {rates['read_tbps']:.2f} TB/s",
-        *(f"{name.removesuffix('_tflops')} {rate:.0f} TFLOP/s" for name, rate in rates.items() if name != "read_tbps"),
-    ]
-    filled = table([*header, "share of the byte ratio"], lines)
-    text = "\n\n".join([filled, "\n".join(summary), f"{', '.join(notes)}."])
-    return _with_notes(text, _without(document, "ceilings"))
-
-
-def one_token_table() -> str:
-    """One token in bf16 beside what a graph, its launches and its bytes cost alone."""
-    document = _load("h200_one_token.json")
-    rows = []
-    for row in document["rows"]:
-        times = [f"{row[name]:.1f}" for name in ("layer", "one_nothing", "nothing", "read")]
-        rows.append([row["model"], f"{row['num_bytes'] / 1e6:.1f}", *times])
-    header = ["layer", "MB", "ours us", "an empty kernel us", "as many empty kernels us", "reading the bytes us"]
-    return _with_notes(table(header, rows), {"left_out": [], **document})
-
-
-def peers_fp8_table() -> str:
-    """`triton` beside two libraries of fp8 kernels that have to be built from source, each in a process with it."""
-    document = _load("h200_peers_fp8.json")
-    rows, missing = [], []
-    for bench in document["benches"]:
-        layer = f"{bench['model']} {bench['problem']['quant']}"
-        own = {row["tokens"]: row for row in bench["rows"] if row["backend"] == "triton"}
-        for row in bench["rows"]:
-            if row["backend"] == "triton":
-                continue
-            beside = own[row["tokens"]]
-            head = [layer, bench["routing"], str(row["tokens"]), f"{beside['time_us']:.1f}", row["backend"]]
-            if not row["passed"]:
-                missing.append([*head[:3], row["backend"], row["failure"]])
-                continue
-            ratio = row["time_us"] / beside["time_us"]
-            errors = f"{row['relative_error']:.1e}, {beside['relative_error']:.1e}"
-            rows.append([*head, f"{row['time_us']:.1f} ({row['kernel_us']:.1f})", f"{ratio:.2f}", errors])
-    header = ["layer", "routing", "T", "triton us", "peer", "its us (without preparing)", "ratio", "errors"]
-    where = f"{_where(document)} {document['method'][0].upper()}{document['method'][1:]}."
-    lacking = table(["layer", "routing", "T", "peer", "no time, since"], missing)
-    return f"{table(header, rows)}\n\n{where}\n\n{lacking}"
-
-
-def cold_start_table() -> str:
-    """What a layer's kernels cost from an empty cache."""
-    document = _load("h200_cold_start.json")
-    rows = []
-    for row in document["rows"]:
-        ahead = f"{row['compile_seconds']:.1f}" if "compile_seconds" in row else ""
-        counts = [str(row[name]) for name in ("kernels", "compiled")]
-        after = f"{row['compiled_by_calls']} in {row['calls']}"
-        rows.append([row["quant"], row["how"], ahead, *counts, f"{row['seconds']:.1f}", after])
-    header = ["scheme", "how", "ahead s", "kernels", "compiled by warm_up", "warm_up s", "compiled by calls after it"]
-    return f"{table(header, rows)}\n\n{document['cores']} cores. {_where(document)} {document['note']}"
-
-
-def _summary_text(name: str, value: dict[str, Any] | float) -> str:
-    name = name.replace("share_of_byte_ratio", "share of the byte ratio")
-    if isinstance(value, dict):
-        return f"{name} {value['value']:.3f} ({value['model']} T {value['tokens']})"
-    return f"{name} {value:.3f}"
-
-
-def _without(document: dict[str, Any], field: str) -> dict[str, Any]:
-    return {name: value for name, value in document.items() if name != field}
-
-
-def wheels_table() -> str:
-    """Kernels of wheels beside moereg's own, each row from one process."""
-    document = _load("h200_wheels.json")
-    rows = []
-    for bench in document["benches"]:
-        layer = f"{bench['model']} {bench['problem']['quant']}"
-        for tokens, times in pictures.fastest_times(bench).items():
-            own = times.pop("triton", None)
-            beside = ", ".join(f"{name} {time:,.1f}" for name, time in sorted(times.items(), key=lambda item: item[1]))
-            ratio = f"{min(times.values()) / own:.2f}" if own and times else "-"
-            rows.append([layer, str(tokens), f"{own:,.1f}" if own else "failed", beside or "none ran", ratio])
-    header = ["layer", "T", "triton us", "wheels us", "best wheel / triton"]
-    return f"{table(header, rows)}\n\n{_where(document)} {document['note']}"
-
-
-def wheels_summary() -> str:
-    """What the picture of the wheels' kernels shows, in words and as one line of numbers."""
-    document = _load("h200_wheels.json")
-    points = [
-        (name, tokens, ratio)
-        for line in pictures.wheel_ratios(document).values()
-        for tokens, ratios in line.items()
-        for name, ratio in ratios.items()
-    ]
-    ahead = [(name, tokens) for name, tokens, ratio in points if ratio < 1]
-    others = " and ".join(f"`{name}`" for name in dict.fromkeys(name for name, _ in ahead))
-    where = " and ".join(f"{tokens:,}" for tokens in sorted({tokens for _, tokens in ahead}))
-    mean = math.exp(sum(math.log(ratio) for _, _, ratio in points) / len(points))
-    text = (
-        f"Each row was measured in one process on an {document['device']}, numbers first. moereg's `triton` is the "
-        f"faster one in {len(points) - len(ahead)} of {len(points)} comparisons, {mean:.2f} times in the geometric mean"
-    )
-    text += f"; {others} is ahead in {len(ahead)}, at {where} tokens." if ahead else "."
-    return "\n".join(textwrap.wrap(text, 120))
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    "cpu": cpu_table,
-    "cpu_busy": cpu_busy_table,
-    "full_size": full_size_table,
-    "h200": h200_table,
-    "second_gpu": second_gpu_table,
-    "experts": experts_table,
-    "shapes": shapes_table,
-    "skewed": skewed_table,
-    "quant": quant_table,
-    "one_token": one_token_table,
-    "peers_fp8": peers_fp8_table,
-    "host_time": host_time_table,
-    "sweep": sweep_table,
-    "wheels": wheels_table,
-}
-
-
 PAGES: dict[pathlib.Path, Mapping[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"wheels_summary": wheels_summary} | peers.FIRST_PAGE,
-    PAGE: TABLES | peers.TABLES,
+    ROOT / "README.md": {"wheels_summary": results_page.wheels_summary} | peers.FIRST_PAGE,
+    PAGE: results_page.TABLES | peers.TABLES,
     DOCS / "board.md": board.TABLES,
     DOCS / "backends.md": which_backend.TABLES,
     DOCS / "scale.md": scale.TABLES,
-    DOCS / "cold-start.md": {"cold_start": cold_start_table},
+    DOCS / "cold-start.md": {"cold_start": results_page.cold_start_table},
 }
 
 
-def render(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
+def render(page: str, tables: Mapping[str, Callable[[], str]] = results_page.TABLES) -> str:
     """The page with each `<!-- table NAME -->` ... `<!-- end -->` filled from the stored results that there are."""
 
     def fill(match: re.Match[str]) -> str:
@@ -460,7 +80,7 @@ def main() -> int:
         for name in old:
             print(f"{name} is out of date; run python -m benches.report")
         return int(bool(old))
-    pictures.draw_wheels(WHEELS_PICTURE, _load("h200_wheels.json"))
+    pictures.draw_wheels(WHEELS_PICTURE, load("h200_wheels.json"))
     draw_scale(SCALE_PICTURE)
     with contextlib.suppress(FileNotFoundError):
         pictures.draw_peers(PICTURE, peers.groups_of(peers.board_comparisons()))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benches import pictures, report
+from benches import pictures, report, results_page
 from benches.board import compare, peers, rows
 from benches.board.compare import Comparison, Place, Timed
 from benches.board.layers import GPU_LAYERS
@@ -241,10 +241,10 @@ def test_no_stored_ratio_of_another_run_is_on_a_page() -> None:
 
 def test_no_table_takes_times_of_two_processes_but_the_one_of_our_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables of `peers` refuse such ratios themselves."""
-    real, loaded = report._load, set[str]()
-    monkeypatch.setattr(report, "_load", lambda name: loaded.add(name) or real(name))
+    real, loaded = results_page._load, set[str]()
+    monkeypatch.setattr(results_page, "_load", lambda name: loaded.add(name) or real(name))
     two = {}
-    for table, fill in report.TABLES.items():
+    for table, fill in results_page.TABLES.items():
         loaded.clear()
         with contextlib.suppress(FileNotFoundError):
             fill()
@@ -253,7 +253,7 @@ def test_no_table_takes_times_of_two_processes_but_the_one_of_our_own_gpus(monke
     assert two == {"second_gpu": {"h200_table_bf16.json", "h200_table_bf16_second_gpu.json"}}
     before, _, _ = report.PAGE.read_text(encoding="utf-8").partition("<!-- table second_gpu -->")
     assert "The last column divides times of two processes" in " ".join(before[-600:].split())
-    assert "peer" not in report.second_gpu_table()
+    assert "peer" not in results_page.second_gpu_table()
 
 
 def test_the_picture_is_the_one_of_the_stored_rows(tmp_path: pathlib.Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benches import pictures, report
-from benches.stored import quant_rows
+from benches import pictures, report, results_page
+from benches.stored import load, quant_rows
 
 MEASURED = {
     "schema": 1,
@@ -31,8 +31,8 @@ def test_a_page_says_what_was_measured_and_registered(path: pathlib.Path) -> Non
 
 
 def test_stored_results_say_where_they_are_from() -> None:
-    for path in report.RESULTS.glob("*.json"):
-        document = report._load(path.name)
+    for path in results_page.RESULTS.glob("*.json"):
+        document = load(path.name)
         assert document["schema"] == 1, path
         assert document["device"], path
         assert document["versions"], path
@@ -47,14 +47,14 @@ def test_stored_results_say_where_they_are_from() -> None:
 def table(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, name: str, file: str, **document: Any) -> list[str]:
     """The lines of a table made from a file of these contents."""
     (folder / file).write_text(json.dumps({**MEASURED, **document}), encoding="utf-8")
-    monkeypatch.setattr(report, "RESULTS", folder)
+    monkeypatch.setattr(results_page, "RESULTS", folder)
     page = report.render(f"<!-- table {name} --><!-- end -->")
     return [line for line in page.splitlines() if line and not line.startswith("<!--")]
 
 
 def test_a_table_without_its_file_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    for name in report.TABLES:
+    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    for name in results_page.TABLES:
         page = f"before <!-- table {name} -->old<!-- end --> behind"
         expected = f"before <!-- table {name} -->\n\nNot measured yet.\n\n<!-- end --> behind"
         assert report.render(page) == expected
@@ -90,8 +90,8 @@ def test_the_summary_of_wheels_counts_who_is_ahead(monkeypatch: pytest.MonkeyPat
     ]
     document = {"benches": [{"model": "big", "problem": {"quant": "int8_w8a8", "dtype": "bfloat16"}, "rows": rows}]}
     (tmp_path / "h200_wheels.json").write_text(json.dumps({**MEASURED, **document}), encoding="utf-8")
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    text = " ".join(report.wheels_summary().split())
+    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    text = " ".join(results_page.wheels_summary().split())
     assert "one in 1 of 2 comparisons, 2.00 times in the geometric mean; `fast` is ahead in 1, at 1 tokens." in text
 
 
@@ -99,8 +99,8 @@ def test_a_bench_of_wheels_in_which_triton_fails_has_a_row(monkeypatch: pytest.M
     rows = [_wheel_row("triton", math.nan, passed=False), _wheel_row("fast", 5.0), _wheel_row("triton", 2.0, 64)]
     problem = {"quant": "int8_w8a8", "dtype": "bfloat16"}
     document = {**MEASURED, "note": "", "benches": [{"model": "big", "problem": problem, "rows": rows}]}
-    monkeypatch.setattr(report, "_load", lambda name: document)
-    lines = report.wheels_table().splitlines()
+    monkeypatch.setattr(results_page, "_load", lambda name: document)
+    lines = results_page.wheels_table().splitlines()
     assert lines[2:4] == [
         "| big int8_w8a8 | 1 | failed | fast 5.0 | - |",
         "| big int8_w8a8 | 64 | 2.0 | none ran | - |",
@@ -109,7 +109,7 @@ def test_a_bench_of_wheels_in_which_triton_fails_has_a_row(monkeypatch: pytest.M
 
 
 def test_the_picture_of_wheels_is_the_one_of_the_stored_results(tmp_path: pathlib.Path) -> None:
-    pictures.draw_wheels(tmp_path / report.WHEELS_PICTURE.name, report._load("h200_wheels.json"))
+    pictures.draw_wheels(tmp_path / report.WHEELS_PICTURE.name, load("h200_wheels.json"))
     texts = [
         re.findall(r"<!-- (.*?) -->", path.read_text())
         for path in (tmp_path / report.WHEELS_PICTURE.name, report.WHEELS_PICTURE)
@@ -243,7 +243,7 @@ def test_rows_of_a_scheme_are_those_of_the_newest_file_that_has_them(
         stored["left_out"] = [{"scheme": "int8", "model": "big", "tokens": rows[0]["tokens"]}]
         (tmp_path / name).write_text(json.dumps(stored), encoding="utf-8")
     assert [(row["tokens"], row["ours_us"]) for row in quant_rows(tmp_path)] == [(1, 10.0), (16, 20.0), (64, 30.0)]
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
     page = report.render("<!-- table quant --><!-- end -->")
     assert re.findall(r"\| int4 \| big \| (\d+) \| ([\d.]+)", page) == [("1", "10.0"), ("16", "20.0"), ("64", "30.0")]
     assert page.count("Rows of an earlier commit") == 2
