@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import getpass
 import os
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,6 +16,11 @@ from torch.utils._device import _device_constructors
 if not torch.cuda.is_available():
     # Decides at decoration whether kernels are interpreted, so it has to stand before their import.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if limit := os.environ.get("ATEN_CPU_CAPABILITY"):
+    # Inductor's cache does not tell apart what it compiled for a CPU and for what torch was told to leave of it.
+    folder = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}_{limit}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
 
 # What failed here some day must not steer the tests.
 os.environ["MOEREG_QUARANTINE"] = ""
@@ -53,6 +61,22 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def cpu_features(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Call it with fields of `CpuFeatures` to answer as another CPU would; nothing that was answered so is kept."""
+    from moereg.kernels.plain import cpu
+    from moereg.machine import PROBES
+
+    monkeypatch.setattr(PROBES, "_answers", {})
+    here = cpu.features()
+
+    def answer(**fields: bool) -> None:
+        PROBES._answers.clear()
+        monkeypatch.setattr(cpu, "features", lambda: dataclasses.replace(here, **fields))
+
+    return answer
+
+
+@pytest.fixture
 def isolated_registry() -> Iterator[BackendRegistry]:
     """The global registry with all backends loaded; a test's additions are gone afterwards."""
     from moereg.discovery import load_backends
@@ -77,6 +101,16 @@ def _registry_keeps_its_backends() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--ledger FILE`: records in FILE which cells passed all of their conformance tests on this machine."""
     parser.addoption("--ledger", help="ledger file that conformance results are merged into")
+    parser.addoption("--vnni", action="store_true", help="run as on a CPU with int8 instructions")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`--vnni`: the probe says yes in every test. A variable of torch or oneDNN makes it say no (see the Makefile)."""
+    if config.getoption("--vnni"):
+        from moereg.kernels.plain import cpu
+
+        found = dataclasses.replace(cpu.features(), int8=True)
+        cpu.features = lambda: found
 
 
 _PASSED: dict[str, int] = {}

@@ -49,10 +49,9 @@ _EMULATED: Final = tuple(scheme for scheme in QUANT_SCHEMES.values() if scheme.a
 
 
 def _has_int8_matmul(platform: Platform) -> str | None:
-    from moereg.kernels.plain import quantized_mlp
+    from moereg.kernels.plain import cpu
 
-    fast = quantized_mlp.int8_matmul_is_fast()
-    return None if fast else "requires AVX-512 VNNI, without which torch multiplies int8 in a plain loop"
+    return None if cpu.features().int8 else "requires AVX-512 VNNI, without which torch multiplies int8 in a plain loop"
 
 
 # 1.6x the speed of the best of transformers' implementations in the geometric mean, benches/bench_torch_cpu.py.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +15,8 @@ from moereg.backends import torch_moe
 from moereg.backends.torch_moe import TorchInt8BatchedExperts, TorchInt8Experts
 from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import EmulationWarning, Selection, explain_backends, select_backend
-from moereg.kernels.plain import host, quantized_mlp
+from moereg.kernels.plain import cpu, host, quantized_mlp
 from moereg.layer import MoEKernel, make_kernel
-from moereg.machine import PROBES
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES, QuantScheme
@@ -28,6 +28,8 @@ from moereg.testing.inputs import Inputs, make_inputs, make_plain_weights, make_
 from moereg.tolerances import tolerance
 from moereg.weights import ExpertWeights
 
+SetFeatures = Callable[..., None]
+
 CPU = torch.device("cpu")
 PLATFORM = "cpu"
 ROUNDING = [name for name, scheme in QUANT_SCHEMES.items() if scheme.activation is not None]
@@ -37,9 +39,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def cpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> Platform:
-    """A probed CPU with the int8 matmuls that a test gives it, on any machine."""
-    monkeypatch.setattr(PROBES, "_answers", {})
+def cpu_at_hand(cpu_features: SetFeatures) -> Platform:
+    """A probed CPU, whose int8 matmuls a test sets."""
     return dataclasses.replace(Platform("cpu", "x86_64"), versions=current_platform().versions, probed=True)
 
 
@@ -95,9 +96,9 @@ def test_what_a_cpu_chooses(
     has_int8: bool,
     expected: tuple[str, str, str],
     cpu_at_hand: Platform,
-    monkeypatch: pytest.MonkeyPatch,
+    cpu_features: SetFeatures,
 ) -> None:
-    monkeypatch.setattr(quantized_mlp, "int8_matmul_is_fast", lambda: has_int8)
+    cpu_features(int8=has_int8)
     problem = problem_of(quant, exact_activations=exact)
     selection = explain_backends(problem, cpu_at_hand)
     assert chosen(selection) == expected
@@ -112,8 +113,8 @@ def test_every_scheme_has_a_backend_on_a_cpu() -> None:
         assert explain_backends(problem_of(name), PLATFORM).backend == "torch"
 
 
-def test_missing_int8_instructions_are_a_reason(cpu_at_hand: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_mlp, "int8_matmul_is_fast", lambda: False)
+def test_missing_int8_instructions_are_a_reason(cpu_at_hand: Platform, cpu_features: SetFeatures) -> None:
+    cpu_features(int8=False)
     decisions = explain_backends(problem_of("int8_w8a8"), cpu_at_hand).decisions
     (int8,) = [decision for decision in decisions if decision.experts == "TorchInt8Experts"]
     assert [(reason.code, reason.text) for reason in int8.reasons] == [
@@ -183,8 +184,15 @@ def test_int8_matmuls_on_any_cpu(experts: Any, dtype: str, sizes: tuple[int, int
         check(kernel, weights, make_inputs(problem, num_tokens, "uniform", CPU))
 
 
-def test_int8_products_of_every_small_size() -> None:
-    """torch's int8 product of a single column reads past the weights' end."""
+def may_be_fast() -> bool:
+    """False where oneDNN may not use VNNI: torch, which asks the CPU alone, would let it saturate."""
+    return cpu.features().int8 or not torch.cpu._is_vnni_supported()
+
+
+@pytest.mark.parametrize("int8", [True, False])
+def test_int8_products_of_every_small_size(int8: bool, cpu_features: SetFeatures) -> None:
+    """torch's int8 product of a single column reads past the weights' end; oneDNN's without VNNI saturates."""
+    cpu_features(int8=int8 and may_be_fast())
     generator = torch.Generator().manual_seed(0)
     for depth in (*range(1, 10), 31, 32, 33):
         for num_rows in range(1, 21):
@@ -195,8 +203,10 @@ def test_int8_products_of_every_small_size() -> None:
                 assert torch.equal(found, (x.long() @ weight.long().t()).int()), (depth, num_rows, columns)
 
 
-def test_int8_sums_are_exact() -> None:
+@pytest.mark.parametrize("int8", [True, False])
+def test_int8_sums_are_exact(int8: bool, cpu_features: SetFeatures) -> None:
     """Sums of 33 million on the way, of which fp32 keeps every second number, to a last one of -127."""
+    cpu_features(int8=int8 and may_be_fast())
     weight = torch.full((1, 2, 4096), 127, dtype=torch.int8)
     weight[0, :, 2048:] = -127
     weight[0, 0, 0] = 126

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moereg.kernels.plain import host
+from moereg.dispatch import select_backend
+from moereg.kernels.plain import cpu, host, mlp
+from moereg.layer import make_kernel
+from moereg.problem import MoEProblem
+from moereg.testing.inputs import make_weights
+from moereg.tuning.inputs import random_calls
 
+CPU = torch.device("cpu")
 HIDDEN = 8
 
 
@@ -111,3 +119,42 @@ def test_one_token_of_a_slice_of_experts_leaves_the_others_out() -> None:
     out, experts = run([0, 1, 2, 3], [1.0] * 4, num_experts=2)
     assert sorted(expert for expert, _ in experts.seen) == [0, 1]
     assert torch.equal(out, torch.full((1, HIDDEN), 3.0))
+
+
+def mixing(x: torch.Tensor, expert: int) -> torch.Tensor:
+    """A product whose rows read a column of the next one, and multiply it by zero."""
+    return x + expert + 0 * x.roll(-1, 0)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_reaches_no_other(number: float) -> None:
+    x = torch.arange(6.0).view(3, 2)
+    assert mlp.IsolatingMlp(mixing)(x, 1).tolist() == (x + 1).tolist()
+    x[1, 0] = number
+    found = mlp.IsolatingMlp(mixing)(x, 1)
+    assert found[[0, 2]].tolist() == [[1, 2], [5, 6]]
+    assert not found[1].isfinite().all()
+
+
+def test_which_products_mix_rows(cpu_features: Callable[..., None]) -> None:
+    cpu_features(amx=True)
+    assert [cpu.mixes_rows(torch.bfloat16, *columns) for columns in ((64, 96), (130, 96), (64, 88))] == [0, 1, 1]
+    assert not cpu.mixes_rows(torch.float32, 130)
+    cpu_features(amx=False)
+    assert not cpu.mixes_rows(torch.bfloat16, 130)
+
+
+@pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(130, 96), (64, 88)])
+@pytest.mark.parametrize("quant", ["unquantized", "int8_w8a16"])
+def test_a_token_that_went_wrong_changes_no_other(hidden_size: int, intermediate_size: int, quant: str) -> None:
+    """oneDNN's AMX kernels are where it would."""
+    sizes = {"num_experts": 2, "hidden_size": hidden_size, "intermediate_size": intermediate_size, "top_k": 1}
+    problem = MoEProblem(**sizes, quant=quant)
+    kernel = make_kernel(problem, make_weights(problem, CPU), select_backend(problem, "cpu", require="torch"))
+    (call, *_) = random_calls(problem, 32, "uniform", 0, CPU)
+    call[2].fill_(1)
+    expected = kernel(*call)
+    call[0][16:18] = float("nan")
+    found = kernel(*call)
+    assert torch.equal(found[:16], expected[:16])
+    assert torch.equal(found[18:], expected[18:])

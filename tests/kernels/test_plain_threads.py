@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moereg
-from moereg.kernels.plain import quantized_mlp, threads
+from moereg.kernels.plain import threads
 from moereg.kernels.plain.threads import are_even, run_tasks
 from moereg.layer import make_kernel
 from moereg.problem import MoEProblem
@@ -339,9 +339,15 @@ def test_a_small_layer_takes_one_thread_where_it_only_reads(
 
 @needs_region
 @pytest.mark.parametrize(("quant", "regions"), [("unquantized", 1), ("int4_w4a16_g128", 1), ("int8_w8a8", 0)])
-def test_a_layer_is_one_region(two_threads: None, monkeypatch: pytest.MonkeyPatch, quant: str, regions: int) -> None:
+def test_a_layer_is_one_region(
+    two_threads: None,
+    monkeypatch: pytest.MonkeyPatch,
+    cpu_features: Callable[..., None],
+    quant: str,
+    regions: int,
+) -> None:
     """But for int8, whose steps are too short for threads that share an interpreter."""
-    monkeypatch.setattr(quantized_mlp, "int8_matmul_is_fast", lambda: True)
+    cpu_features(int8=True)
     monkeypatch.setattr(threads, "ONE_THREAD_BYTES", 0)
     problem = MoEProblem(num_experts=8, hidden_size=256, intermediate_size=128, top_k=4, quant=quant)
     kernel = make_kernel(problem, make_weights(problem, CPU))

@@ -6,8 +6,8 @@ import abc
 from typing import ClassVar
 
 from moereg.backends._loaded import Call, Implementation
-from moereg.kernels.plain import host
-from moereg.kernels.plain.mlp import ExpertMlp
+from moereg.kernels.plain import cpu, host
+from moereg.kernels.plain.mlp import ExpertMlp, IsolatingMlp
 
 CANONICAL = "canonical"
 
@@ -24,6 +24,11 @@ class HostImplementation(Implementation):
     @abc.abstractmethod
     def _mlp(self, call: Call) -> ExpertMlp:
         """The experts' matmuls."""
+
+    def _isolated_mlp(self, call: Call) -> ExpertMlp:
+        problem, mlp = self.problem, self._mlp(call)
+        mixes = cpu.mixes_rows(problem.torch_dtype, problem.hidden_size, problem.intermediate_size)
+        return IsolatingMlp(mlp) if mixes else mlp
 
     @property
     def _w13_rows(self) -> int:
@@ -47,7 +52,7 @@ class HostImplementation(Implementation):
             inputs.hidden_states,
             inputs.topk_weights,
             inputs.topk_ids,
-            self._mlp(call),
+            self._isolated_mlp(call),
             num_local_experts=self.problem.num_local_experts,
             w13_rows=self._w13_rows,
             workspace=call.workspace2,
@@ -72,7 +77,7 @@ class HostBatchedImplementation(HostImplementation):
             call.out,
             inputs.hidden_states,
             inputs.expert_num_tokens,
-            self._mlp(call),
+            self._isolated_mlp(call),
             w13_rows=self._w13_rows,
             side_by_side=self.side_by_side,
             read_bytes=self._read_bytes,

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
+from moereg.kernels.plain.cpu import mixes_rows
 from moereg.kernels.plain.mlp import ActivationFn
 
 __all__ = ["batched_experts", "dense_experts", "device_chunk_tokens", "grouped_experts", "local_expert_ids"]
@@ -174,14 +175,16 @@ def batched_experts(
     chunk = device_chunk_tokens(max_tokens, num_experts, hidden_size, w13.shape[1])
     for first in range(0, max_tokens, chunk):
         x = hidden_states[:, first : first + chunk].to(wide)
+        row = torch.arange(first, first + x.shape[1], device=out.device)
+        valid = (row < expert_num_tokens.unsqueeze(1)).unsqueeze(2)
+        if x.device.type == "cpu" and mixes_rows(x.dtype, hidden_size, w2.shape[2]):
+            x = x.where(valid, 0.0)
         gemm1 = torch.bmm(x, w13.transpose(1, 2)).float()
         if w13_bias is not None:
             gemm1 += w13_bias.unsqueeze(1)
         result = torch.bmm(activation(gemm1).to(wide), w2.transpose(1, 2))
         if w2_bias is not None:
             result = result.float() + w2_bias.unsqueeze(1)
-        row = torch.arange(first, first + x.shape[1], device=out.device)
-        valid = (row < expert_num_tokens.unsqueeze(1)).unsqueeze(2)
         out[:, first : first + chunk].copy_(torch.where(valid, result, 0.0))
 
 

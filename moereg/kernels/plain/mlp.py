@@ -12,9 +12,12 @@ from typing import Any, Final, Protocol
 import torch
 import torch.nn.functional as F
 
+from moereg.kernels.plain import cpu
+
 __all__ = [
     "ActivationFn",
     "ExpertMlp",
+    "IsolatingMlp",
     "PackedFusedMlp",
     "PackedMlp",
     "PlainMlp",
@@ -53,7 +56,7 @@ def packing_is_faster(dtype: torch.dtype, is_intel: bool) -> bool:
         dtype: Of the weights.
         is_intel: Whether Intel made the CPU.
     """
-    if not _onednn_has_avx_kernels() or dtype_is_emulated(dtype):
+    if not cpu.features().onednn or dtype_is_emulated(dtype):
         return False
     return dtype != torch.float32 or not is_intel
 
@@ -63,17 +66,8 @@ def dtype_is_emulated(dtype: torch.dtype) -> bool:
 
     Measured: fp16 without AVX-512 FP16 runs at 44 GFLOP/s, fp32 at 130 and more. False on CPUs other than x86-64.
     """
-    if not _onednn_has_avx_kernels() or dtype == torch.float32:
-        return False
-    supported = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }[dtype]
-    return torch.backends.cpu.get_cpu_capability() != "AVX512" or not supported()
-
-
-def _onednn_has_avx_kernels() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    found = cpu.features()
+    return found.onednn and not {torch.float32: True, torch.bfloat16: found.bf16, torch.float16: found.fp16}[dtype]
 
 
 def pack_experts(weight: torch.Tensor) -> list[torch.Tensor]:
@@ -113,6 +107,26 @@ class RepeatingMlp:
         # An infinity on the way reaches every number of its row, as one or as NaN: multiplied, or by a weight of 0.
         is_finite = result.isfinite().all(1, keepdim=True)
         return result if is_finite.all() else torch.where(is_finite, result, self.wide(x.float(), expert))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class IsolatingMlp:
+    """Keeps rows that are not finite away from their neighbors, for products that mix rows (`cpu.mixes_rows`).
+
+    Such rows are those of a token that went wrong, and rows of the batched format that nobody wrote.
+
+    Attributes:
+        mlp: Computes rows that depend on nothing but finite neighbors.
+    """
+
+    mlp: ExpertMlp
+
+    def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """As `ExpertMlp`."""
+        is_finite = x.isfinite().all(1, keepdim=True)
+        if is_finite.all():
+            return self.mlp(x, expert)
+        return torch.where(is_finite, self.mlp(x.where(is_finite, 0.0), expert), self.mlp(x, expert))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
