@@ -3,7 +3,7 @@
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-peers test-ranges fuzz mutants lint format bench build clean
+.PHONY: help demo test test-all test-machines test-peers test-ranges fuzz mutants lint format bench build clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,6 +24,7 @@ help:
 	@echo 'make demo        installs moereg (not the test tools) and runs one real-size layer: about 2 minutes'
 	@echo 'make test        installs the test extra and runs the tests that are neither slow nor in need of a GPU'
 	@echo 'make test-all    runs the rest: the slow tests'
+	@echo 'make test-machines  runs what depends on the CPU as on CPUs without AVX-512, with VNNI, and in an order drawn anew'
 	@echo 'make test-peers  installs the peer libraries (2 GB more) and runs the tests that need them'
 	@echo 'make test-ranges runs tests with the lowest and the newest torch, Triton and Python; docs/ranges.md has the last run'
 	@echo 'make fuzz        10,000 drawn cases of bad input, up to 10 minutes; make test runs a small sample'
@@ -46,6 +47,24 @@ test: $(VENV)/.test-stamp
 # marked slow, that is no failure.
 test-all: $(VENV)/.test-stamp
 	$(IN_PARALLEL) -m 'slow and not gpu and not peers' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+# What depends on the CPU, as on one with AVX2 alone, on an older one and on one with int8 instructions, each with one or two
+# threads; then in an order drawn anew, whose seed is in the first lines: PYTEST_ARGS='-p randomly --randomly-seed N' repeats it.
+ON_CPUS := $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not gpu and not peers' $(PYTEST_ARGS)
+CPU_TESTS := tests/kernels/test_plain_*.py tests/backends/test_torch_*.py tests/layer/test_float16_range.py \
+	tests/checkpoints/test_quantized_checkpoints.py tests/selection/test_quantized_selection.py
+CPU_KIT := tests/kit/test_conformance.py tests/kit/test_faults.py tests/groups/test_groups.py -k 'not Triton'
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+OLD := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
+test-machines: $(VENV)/.test-stamp
+	@echo '== avx2, one thread'
+	$(AVX2) OMP_NUM_THREADS=1 $(ON_CPUS) $(CPU_TESTS) $(CPU_KIT)
+	@echo '== avx2, two threads'
+	$(AVX2) OMP_NUM_THREADS=2 $(ON_CPUS) $(CPU_TESTS)
+	@echo '== old, two threads'
+	$(OLD) OMP_NUM_THREADS=2 $(ON_CPUS) $(CPU_TESTS)
+	@echo '== vnni, one thread, in an order drawn anew'
+	OMP_NUM_THREADS=1 $(ON_CPUS) $(CPU_TESTS) $(CPU_KIT) --vnni -p randomly --randomly-dont-reset-seed
 
 test-peers: $(VENV)/.peers-stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'peers and not gpu' $(PYTEST_ARGS)

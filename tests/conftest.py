@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import getpass
 import os
+import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -125,6 +126,24 @@ def _key(cell: BackendCell) -> str:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow, of each test with the mark `few`, the cases whose every value an earlier case has."""
+    seen: dict[str, set[tuple[str, str]]] = {}
+    kept: dict[str, int] = {}
+    for item in items:
+        mark, case = item.get_closest_marker("few"), getattr(item, "callspec", None)
+        if mark is None or case is None or item.get_closest_marker("slow"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        values = {(name, repr(value)) for name, value in case.params.items()} - seen.setdefault(test, set())
+        if values and kept.get(test, 0) < mark.kwargs.get("most", len(items)):
+            seen[test] |= values
+            kept[test] = kept.get(test, 0) + 1
+        else:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Says in a report which cell the test was generated from."""
@@ -144,6 +163,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             _FAILED.add(str(key))
         elif name == "cell" and report.when == "call" and report.passed:
             _PASSED[str(key)] = _PASSED.get(str(key), 0) + 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says what the run took of the processor, all its processes together: unlike time, no neighbor changes it much."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(usage.ru_utime + usage.ru_stime for usage in used)
+    terminalreporter.write_line(f"{seconds:.0f} CPU-seconds")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

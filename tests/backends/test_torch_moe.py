@@ -400,6 +400,7 @@ def test_batched_rows_past_the_count_are_zero() -> None:
             assert (out[expert, :count].abs().sum(1) > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_permute_needs_one_copy() -> None:
     """Peak of permuting, measured by the kernel in a separate process: the packed copy and little more."""

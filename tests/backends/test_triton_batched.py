@@ -224,6 +224,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.few(most=10)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(name: str) -> None:
     Batches(*LAYERS[name]).check()

@@ -255,6 +255,7 @@ def with_shared_scales(weights: ExpertWeights) -> ExpertWeights:
     return dataclasses.replace(weights, a13_scale=weights.a13_scale.amax(), a2_scale=weights.a2_scale.amax())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("num_tokens", "keywords"), LAYERS)
 @each_form
 def test_layer_rounds_where_the_reference_does(
@@ -267,6 +268,7 @@ def test_layer_rounds_where_the_reference_does(
     assert run_layer(problem, num_tokens, weights) < bound
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("change", [without_static_scales, with_shared_scales])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_global_scales_come_from_tokens_or_are_shared(
@@ -277,6 +279,7 @@ def test_global_scales_come_from_tokens_or_are_shared(
     assert run_layer(problem, 9, change(make_weights(problem, DEVICE))) < bound
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("scheme", "dtype", "change"),
     [*((*form, None) for form in FORMS), ("nvfp4", BF16, without_static_scales)],

@@ -160,6 +160,7 @@ def run(problem: MoEProblem, weights: ExpertWeights, monkeypatch: pytest.MonkeyP
     return float(relative_error(out, truth)), tolerance(problem.quant, problem.dtype, out.numel()), products
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("case", PROBLEMS)
 def test_a_layer_around_the_products(scheme: QuantScheme, case: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,7 @@ def test_scaled_products_are_those_of_a_device() -> None:
     assert product.isnan().any(1).nonzero().tolist() == [[3]]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("columns", [16, 130, 1100, 2880])
@@ -217,6 +218,7 @@ def run_layer(problem: Any, num_tokens: int, weights: ExpertWeights) -> float:
     return relative_error(out, reference_experts(problem, weights, *call, expert_map))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("change", [without_static_scales, with_shared_scales])
 @pytest.mark.parametrize(("num_tokens", "keywords"), LAYERS)
 def test_global_scales_come_from_tokens_or_are_shared(

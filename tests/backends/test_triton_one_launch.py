@@ -158,6 +158,7 @@ def test_one_launch_gives_the_bits_of_two(
         assert 0 < num_blocks < plan.max_blocks
 
 
+@pytest.mark.few(most=2)
 @pytest.mark.parametrize("num_tokens", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4)), 8, 9, 16, 17])
 def test_calls_around_the_rule_have_the_right_numbers(num_tokens: int) -> None:
     problem = small_problem("mxfp4_w4a16")

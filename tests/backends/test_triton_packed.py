@@ -77,6 +77,7 @@ def packed_w2(problem: MoEProblem, weights: ExpertWeights) -> PackedMatrix:
 
 
 # Slow where it is about neither: how products are cut up does not depend on the dtype.
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("dtype", "config"),
     [
@@ -112,6 +113,7 @@ def test_products_are_those_of_restored_weights(scheme: str, dtype: str, config:
 
 
 # Schemes restore weights, which the products above show; one of them shows how several tokens share slices.
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("scheme", "num_tokens"),
     [
@@ -151,6 +153,7 @@ def test_slices_give_the_layer(scheme: str, num_tokens: int, monkeypatch: pytest
     assert relative_error(out, expected) <= tolerance(problem.quant, problem.dtype, out.numel())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("pieces", [1, 2, 8])
 @pytest.mark.parametrize(
     "scheme", ["int4_w4a16_g128", "int4_w4a16_g32_zp", "int4_w4a16_gall", "mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16"]

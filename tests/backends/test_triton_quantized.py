@@ -211,6 +211,7 @@ def interesting_rows(columns: int, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize(("columns", "dtype"), [(384, BF16), (130, FP16), (1500, FP32), (64, BF16)])
 def test_codes_and_scales_are_those_of_quantize(scheme: QuantScheme, columns: int, dtype: torch.dtype) -> None:
@@ -406,6 +407,7 @@ def poisoned(*shape: int) -> torch.Tensor:
     return torch.full(shape, math.nan, device=DEVICE)
 
 
+@pytest.mark.few(most=8)
 def test_gate_up_gemm(stage: Stage) -> None:
     padded = round_up(stage.intermediate, CODE_PAD)
     out = poisoned(stage.num_routes, padded)
@@ -418,6 +420,7 @@ def test_gate_up_gemm(stage: Stage) -> None:
     assert out[untouched].isnan().all(), "rows that are not in use were written to"
 
 
+@pytest.mark.few(most=8)
 def test_codes_of_the_first_gemm_are_those_of_its_rounded_output(stage: Stage) -> None:
     """Fused or not, the intermediate is quantized where the reference does it, by the same rules."""
     padded = round_up(stage.intermediate, CODE_PAD)
@@ -447,6 +450,7 @@ def test_some_stages_fuse_the_quantizer_and_some_do_not() -> None:
     assert {stage.fmt.fits_tile(stage.config.block_n) for stage in STAGES} == {True, False}
 
 
+@pytest.mark.few(most=8)
 def test_down_gemm(stage: Stage) -> None:
     x = random(stage.num_routes, stage.intermediate)
     if stage.fmt.static:
@@ -467,6 +471,7 @@ def test_down_gemm(stage: Stage) -> None:
     assert out[~stage.valid].isnan().all()
 
 
+@pytest.mark.few(most=3)
 @pytest.mark.parametrize("scheme", MATRIX_SCHEMES, ids=lambda scheme: scheme.name)
 def test_two_steps_a_turn_give_the_same_bits(scheme: QuantScheme) -> None:
     """Groups of columns are scaled as they were; only loads move."""
@@ -524,6 +529,7 @@ def conformance_weights(problem: MoEProblem) -> ExpertWeights:
     return make_weights(problem, DEVICE)
 
 
+@pytest.mark.few(most=10)
 @pytest.mark.parametrize("scheme", NAMED)
 @pytest.mark.parametrize(
     ("num_tokens", "keywords"),

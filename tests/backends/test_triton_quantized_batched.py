@@ -86,6 +86,7 @@ def quantize(
 COUNTS, MAX_TOKENS = [18, 0, 1], 20
 
 
+@pytest.mark.few
 @each_scheme
 @pytest.mark.parametrize(("columns", "dtype"), [(384, BF16), (130, FP16), (1500, FP32)])
 @pytest.mark.parametrize("other", [math.nan, pytest.param(1e4, marks=pytest.mark.slow)])  # NaN shows what 1e4 does.
@@ -212,6 +213,7 @@ LAYERS: dict[str, tuple[dict[str, Any], list[int], int]] = {
 
 
 # The slow tests have the other layers of all schemes but the first, since the schemes share most of the code.
+@pytest.mark.few(most=6)
 @pytest.mark.parametrize(
     ("scheme", "name"),
     [

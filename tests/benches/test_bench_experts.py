@@ -49,6 +49,7 @@ def bench(folder: Path, expression: str) -> tuple[str, dict[str, Any]]:
     return done.stdout, stored
 
 
+@pytest.mark.slow
 def test_backends_are_compared_and_a_wrong_one_has_no_number(tmp_path: Path) -> None:
     out, stored = bench(tmp_path, "small-fp32-T1-")
     names = sorted(entry["name"].split("-")[3] for entry in stored["benchmarks"])

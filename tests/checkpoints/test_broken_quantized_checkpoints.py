@@ -376,6 +376,7 @@ def test_a_broken_checkpoint_is_one_clear_error(tmp_path: Path, name: str) -> No
         assert part.replace("{path}", str(path)) in message
 
 
+@pytest.mark.few(most=20)
 @pytest.mark.parametrize("name", BROKEN)
 def test_run_says_the_same_and_exits_2(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint, change, expected = BROKEN[name]

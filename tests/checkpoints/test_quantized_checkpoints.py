@@ -134,6 +134,7 @@ def test_a_format_runs_on_a_cpu(name: str) -> None:
         assert relative_error(out, reference_experts(plain, weights, *call)) <= bound
 
 
+@pytest.mark.few(most=6)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_moereg_run_takes_a_format(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["run", "--checkpoint", str(CHECKPOINTS / name), "--tokens", "17", "--json", "--platform", "cpu"])

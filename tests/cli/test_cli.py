@@ -104,6 +104,7 @@ BAD_LINES = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", BAD_LINES)
 @pytest.mark.parametrize("suffix", ["", " --json"])
 def test_bad_input_is_one_line_and_exit_2(call: Call, name: str, suffix: str) -> None:

@@ -36,6 +36,7 @@ def check(results: list[dict[str, Any]]) -> None:
     assert not all(value_of(result, "symmetric_overtaken")["equal"] for result in results)
 
 
+@pytest.mark.slow
 def test_routes_over_symmetric_memory_give_the_bits_of_one_rank() -> None:
     check(results_of(2, *EXACT, "symmetric_fp8", "overlapped", "symmetric_overtaken", module=MODULE))
 

@@ -13,6 +13,7 @@ from moereg.module import MoELayer
 from tests.support.tiny_models import families, tiny_model
 
 
+@pytest.mark.few(most=1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_layer_takes_the_place_of_a_modules_experts(family: str) -> None:
     model = tiny_model(family)

@@ -241,6 +241,7 @@ def test_order_within_an_expert_does_not_change_bits() -> None:
 
 
 # As many tokens as either way ships for, and one more of the vectors: interpreted, more take seconds each.
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("way", "case"),
     [

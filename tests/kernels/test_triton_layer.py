@@ -52,6 +52,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.few(most=6)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(name: str) -> None:
     LAYERS[name].check()

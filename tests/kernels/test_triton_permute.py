@@ -30,6 +30,7 @@ def at_offset(tensor: torch.Tensor, offset: int) -> torch.Tensor:
     return storage.as_strided(tensor.shape, strides, offset)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("num_experts", "activation", "offset"), [(1, "relu2", 0), (3, "silu", 1)])
 @pytest.mark.parametrize(
     ("experts", "scheme"), CLAIMS, ids=[f"{experts.__name__}-{scheme.name}" for experts, scheme in CLAIMS]

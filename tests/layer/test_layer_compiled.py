@@ -91,6 +91,7 @@ def test_compiled_code_refuses_what_plain_code_does() -> None:
                 run(*arguments)
 
 
+@pytest.mark.slow
 def test_compiles_with_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # Inductor traces the poisoned torch.empty and cannot lower it.
     torch._dynamo.reset()

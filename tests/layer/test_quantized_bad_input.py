@@ -111,6 +111,7 @@ def test_what_a_scheme_has_no_place_for(scheme: str) -> None:
             dataclasses.replace(weights, **{name: torch.ones(3)})  # type: ignore[arg-type]
 
 
+@pytest.mark.few(most=6)
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_weights_of_another_scheme_make_no_kernel(scheme: str) -> None:
     problem = problem_of(scheme)

@@ -96,6 +96,7 @@ def root_mean_square(found: list[tuple[float, int]]) -> float:
     return math.sqrt(sum(error**2 for error, _ in found) / len(found))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", SIMULATED)
 def test_kernels_that_store_gate_and_up_in_16_bits_pass(name: str, dtype: str) -> None:
@@ -107,6 +108,7 @@ def test_kernels_that_store_gate_and_up_in_16_bits_pass(name: str, dtype: str) -
         assert root_mean_square(found) > tolerance(name, dtype) / 10
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ROUNDING)
 def test_kernels_that_round_as_the_reference_pass_a_closer_bound(name: str, dtype: str) -> None:

@@ -65,7 +65,7 @@ def test_the_installed_package_has_it(call: ForeignCall) -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("path", [path for path in SOURCES if any(foreign_uses(path))], ids=lambda path: path.name)
+@each_source
 def test_the_installed_package_has_every_name(path: Path) -> None:
     """Those below a module that is a language of its own, too."""
     for use in foreign_uses(path):

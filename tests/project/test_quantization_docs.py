@@ -117,6 +117,7 @@ def test_who_runs_it(scheme: str) -> None:
     assert row == [f"`{scheme}`", *(runs(scheme, *machine) for machine in MACHINES.values())]
 
 
+@pytest.mark.few(most=8)
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_what_it_costs(scheme: str) -> None:
     header, *rows = table("| scheme | loss |")

@@ -213,6 +213,7 @@ def test_schemes_that_a_plugin_makes_up() -> None:
         assert relative_error(restored, weights.w13) < step, name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_is_little_more_than_input_and_output() -> None:
     """Measured by the kernel in a separate process: 100 MB of bf16, to nvfp4 and back."""

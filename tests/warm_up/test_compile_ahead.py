@@ -139,6 +139,7 @@ def test_kernels_on_either_side_of_a_rule_s_border_are_found() -> None:
             assert (f"{codes}_gate_up_kernel" in names) != on_hopper, (facts, count)
 
 
+@pytest.mark.few(most=1)
 @pytest.mark.parametrize("activation_format", ["standard", "batched"])
 def test_a_backend_that_compiles_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], activation_format: str
