@@ -21,7 +21,7 @@ import token
 import tokenize
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 __all__ = [
     "LEDGER_NAME",
@@ -89,15 +89,16 @@ def code_digest(
 ) -> str:
     """A digest of a module and of what it imports, directly or not, anywhere in it.
 
-    JSON files beside the modules count too: they hold launch configurations.
+    Of a module from which names are imported, these count, and what they need in it. The names of modules that
+    are followed do not, so that code may move. JSON files beside the modules count too: they hold launch
+    configurations.
 
     Args:
         module: Its full name.
         counts: Whether a module of that name is followed.
         except_data: Names of JSON files that do not count.
-        of: A class of the module. Other classes, functions and constants of the module count only if it names them,
-            directly or not, and so do their imports. All of them count where another module that counts imports this
-            one.
+        of: A class of the module. Other classes, functions, constants and imports of the module count only if it names
+            them, directly or not.
 
     Returns:
         Hexadecimal, or `UNKNOWN` where one of the modules cannot be read.
@@ -105,6 +106,7 @@ def code_digest(
     pending: list[tuple[str, str | None]] = [(module, of)]
     digests: dict[tuple[str, str | None], str] = {}
     folders = set()
+    lines: set[str] = set()
     while pending:
         part = pending.pop()
         if part in digests:
@@ -117,11 +119,16 @@ def code_digest(
         digests[part] = source.digest
         folders.add(file.parent)
         package = name if file.stem == "__init__" else name.rpartition(".")[0]
-        pending += [(imported, None) for imported in _imported(source, package, counts)]
-    lines = sorted(f"{name} {digest}" for (name, _), digest in digests.items())
+        for imported in source.imports:
+            if (followed := _followed(imported, package, counts)) is not None:
+                pending.append(followed)
+                imported = imported._replace(level=0, module="")
+            lines.add(repr(tuple(imported)))
+    # Without the names of modules that are followed: code that moves is the same code.
+    found = sorted([*lines, *digests.values()])
     data = (file for folder in folders for file in folder.glob("*.json") if file.name not in except_data)
-    lines += sorted(f"{file.name} {_data_digest(file)}" for file in data)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    found += sorted(f"{file.name} {_data_digest(file)}" for file in data)
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
 
 
 def source_digest(source: bytes) -> str:
@@ -143,12 +150,13 @@ def _text_digest(text: str) -> str:
     return _tree_digest(text, _parsed(text))
 
 
-def _tree_digest(text: str, tree: ast.Module) -> str:
+def _tree_digest(text: str, tree: ast.Module, imports: bool = True) -> str:
     lines = text.split("\n")
     left_out = [
         (_position(lines, node.lineno, node.col_offset), _position(lines, node.end_lineno, node.end_col_offset))
         for node in _statements(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str))
+        or (isinstance(node, (ast.Import, ast.ImportFrom)) and not imports)
     ]
     return hashlib.sha256(json.dumps(list(_tokens(text, lines, left_out))).encode()).hexdigest()
 
@@ -219,17 +227,26 @@ def _parsed(text: str) -> ast.Module:
         return ast.parse(text)
 
 
+class _Import(NamedTuple):
+    """A name that an import statement defines; `name` is None where that is the module itself."""
+
+    level: int
+    module: str
+    name: str | None
+    alias: str | None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Source:
     """What counts in a file.
 
     Attributes:
         digest: Digest of its tokens.
-        imports: Level, module and names of each import statement; no names where modules themselves are imported.
+        imports: What it imports.
     """
 
     digest: str
-    imports: frozenset[tuple[int, str, tuple[str, ...]]]
+    imports: frozenset[_Import]
 
 
 def _read(file: pathlib.Path, only: str | None = None) -> _Source | None:
@@ -248,21 +265,21 @@ def _read_once(file: pathlib.Path, only: str | None, _changed_ns: int, _num_byte
             return _Source(hashlib.sha256(source).hexdigest(), frozenset())
         text = _text(source) if only is None else _text_of(only, _text(source))
         tree = _parsed(text)
-        imports: set[tuple[int, str, tuple[str, ...]]] = set()
+        imports: set[_Import] = set()
         for node in _statements(tree):
             if isinstance(node, ast.Import):
-                imports |= {(0, alias.name, ()) for alias in node.names}
+                imports |= {_Import(0, alias.name, None, alias.asname) for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                imports.add((node.level, node.module or "", tuple(alias.name for alias in node.names)))
-        return _Source(_tree_digest(text, tree), frozenset(imports))
+                imports |= {_Import(node.level, node.module or "", alias.name, alias.asname) for alias in node.names}
+        return _Source(_tree_digest(text, tree, imports=False), frozenset(imports))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError, tokenize.TokenError):
         return None  # It is broken, or of a later Python.
 
 
 def _text_of(name: str, text: str) -> str:
-    """The text of a module without the definitions that one of its classes does not need.
+    """The text of a module without the definitions and imports that one of its names does not need.
 
-    The class stays, and so do statements that do more than define names, and what these name.
+    The class or function stays, and so do statements that do more than define names, and what these name.
     """
     statements = _parsed(text).body
     definitions: dict[str, list[ast.stmt]] = {}
@@ -288,7 +305,9 @@ def _text_of(name: str, text: str) -> str:
 
 
 def _defined(statement: ast.stmt) -> list[str]:
-    """The class, plain function or constants that a statement defines; none where it does anything else."""
+    """The class, plain function, constants or imports that a statement defines; none where it does anything else."""
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
     if isinstance(statement, ast.ClassDef) or (isinstance(statement, ast.FunctionDef) and not statement.decorator_list):
         return [statement.name]
     targets: list[ast.expr] = []
@@ -322,19 +341,19 @@ def _names(tree: ast.AST) -> Iterator[str]:
         pending += ast.iter_child_nodes(node)
 
 
-def _imported(source: _Source, package: str, counts: Callable[[str], bool]) -> set[str]:
-    """Modules that count and that a module imports; of `from a import b` that is `a.b` where it is a module."""
-    found: set[str] = set()
-    for level, module, names in source.imports:
-        base = module
-        if level:
-            parts = package.split(".")
-            base = ".".join([*parts[: len(parts) - level + 1], *filter(None, [module])])
-        modules = {name for name in names if counts(f"{base}.{name}") and module_file(f"{base}.{name}") is not None}
-        found |= {f"{base}.{name}" for name in modules}
-        if (not names or modules < set(names)) and counts(base) and module_file(base) is not None:
-            found.add(base)
-    return found
+def _followed(imported: _Import, package: str, counts: Callable[[str], bool]) -> tuple[str, str | None] | None:
+    """The module that counts and that an import names, and what it takes of that: None for all of it.
+
+    Of `from a import b` that is all of `a.b` where it is a module. None for an import of anything that does not count.
+    """
+    base = imported.module
+    if imported.level:
+        parts = package.split(".")
+        base = ".".join([*parts[: len(parts) - imported.level + 1], *filter(None, [base])])
+    inner = f"{base}.{imported.name}"
+    if imported.name is not None and counts(inner) and module_file(inner) is not None:
+        return inner, None
+    return (base, imported.name) if counts(base) and module_file(base) is not None else None
 
 
 def module_file(module: str) -> pathlib.Path | None:

@@ -160,13 +160,28 @@ def test_a_digest_follows_all_kinds_of_imports(package: pathlib.Path) -> None:
         text = path.read_text()
         path.write_text(f"{text}\n# a comment")
         assert wheel_digest() == before, name
-        path.write_text(f"{text}\ny = 1")
+        path.write_text(text.replace("5", "6") if name == "fifth" else f"{text}\ny = 1")
         assert wheel_digest() != before, name
         path.write_text(text)
         assert wheel_digest() == before, name
     (package / "unused.py").write_text("x = 2")
+    (package / "fifth.py").write_text("value = 5\nother = 6\nimport os")
     assert wheel_digest() == before
     assert "wheel_x" not in sys.modules
+
+
+def test_code_that_moves_keeps_its_digest(package: pathlib.Path) -> None:
+    before = wheel_digest()
+    (package / "fifth.py").rename(package / "inner" / "moved.py")
+    deep = package / "inner" / "deep.py"
+    deep.write_text("from .moved import value")
+    assert wheel_digest() == before
+    deep.write_text("from .moved import value as other")
+    assert wheel_digest() != before
+    third = package / "third.py"
+    third.write_text(third.read_text().replace("import json", "from json import loads as json"))
+    deep.write_text("from .moved import value")
+    assert wheel_digest() != before
 
 
 PAGE = '''"""Two classes: `Second` beside `First`."""
