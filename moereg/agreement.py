@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from moereg.errors import RanksDifferError, described
+from moereg.errors import GroupError, RanksDifferError, described
 from moereg.prepare_finalize import Group
 
-__all__ = ["MAKING", "MOVING", "Together", "agree", "differences"]
+__all__ = ["MAKING", "MOVING", "Together", "agree", "call_together", "differences"]
+
+
+_NO_LAYER: Final = 0
+"""Instead of a layer's number: a rank makes a kernel or moves experts. Layers count from 1."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,14 @@ def agree(
     Raises:
         RanksDifferError: Ranks differ, or another one has failed: who, and in what.
         Exception: `error`, where there is one.
-        GroupError: A rank has ended, or did not come within the group's time limit.
+        GroupError: A rank has ended, or did not come within the group's time limit; or another one calls a layer, and
+            all ranks raise.
     """
     failure = None if error is None else described(error)
-    found: list[tuple[dict[str, Any], str | None, Any]] = group.gather_objects((dict(said), failure, shared), doing)
+    found: list[tuple[dict[str, Any], str | None, Any]]
+    with group.alone(together.act):
+        call_together(group, _NO_LAYER)
+        found = group.gather_objects((dict(said), failure, shared), doing)
     if error is not None:
         raise error
     failed = [f"rank {rank} ({text})" for rank, (_, text, _) in enumerate(found) if text is not None]
@@ -71,16 +79,44 @@ def agree(
     return [shared for _, _, shared in found]
 
 
+def call_together(group: Group, number: int) -> None:
+    """Checks that all ranks are about to call the same layer, before any of them sends a token.
+
+    A rank's tokens would otherwise be another layer's on the other ranks: wrong numbers, or an abort where their sizes
+    differ. So ranks exchange the layer's number first, which has the same size whatever follows.
+
+    Args:
+        group: The ranks.
+        number: Of the layer.
+
+    Raises:
+        GroupError: They are not, and each of them raises; or a rank has ended or did not come.
+    """
+    numbers = group.gather_numbers(number, "which layer they call")
+    if len(set(numbers)) > 1:
+        called = [group.named_layer(each) if each else "make_kernel or move_experts" for each in numbers]
+        raise GroupError(
+            f"all ranks must call the same layer at a time, got {_by_rank(called)}; call layers in the same order on "
+            "all ranks, each group from one thread"
+        )
+
+
 def differences(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """What ranks do not say alike: `backend triton on ranks 0-2, torch on rank 3`."""
     texts = []
     for name in dict.fromkeys(name for fields in found for name in fields):
-        ranks: dict[str, list[int]] = {}
-        for rank, fields in enumerate(found):
-            ranks.setdefault(str(fields.get(name, "nothing")), []).append(rank)
-        if len(ranks) > 1:
-            texts.append(f"{name} {', '.join(f'{value} on {_shown(those)}' for value, those in ranks.items())}")
+        values = [str(fields.get(name, "nothing")) for fields in found]
+        if len(set(values)) > 1:
+            texts.append(f"{name} {_by_rank(values)}")
     return texts
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    """`triton on ranks 0-2, torch on rank 3`."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {_shown(those)}" for value, those in ranks.items())
 
 
 def _shown(ranks: Sequence[int]) -> str:

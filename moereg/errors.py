@@ -94,7 +94,7 @@ class CheckpointError(MoeregError, ValueError):
 
 
 class GroupError(MoeregError, RuntimeError):
-    """Ranks of a group could not exchange something: one has ended, stalled or raised before it."""
+    """Ranks of a group could not exchange something: one ended, stalled, raised before it or called another layer."""
 
 
 class RanksDifferError(MoeregError, ValueError):

@@ -135,6 +135,14 @@ def exchange_experts(
         GroupError: A rank has ended, or did not come within the group's time limit.
         MoeregError: This rank could not go on.
     """
+    # Threads that call layers of the group stay out from the first exchange to the last.
+    with group.alone(MOVING.act):
+        return _exchange_experts(group, weights, before, after, error)
+
+
+def _exchange_experts(
+    group: Group, weights: PermutedWeights, before: ExpertPlacement, after: ExpertPlacement, error: Exception | None
+) -> IncomingExperts:
     reader, moves, said, copied_as = weights.reader, tuple[ExpertMove, ...](), dict[str, str](), None
     if error is None:
         try:

@@ -76,7 +76,8 @@ def make_kernel(
         BackendError: The backend's own code raised; names it and its distribution.
         RanksDifferError: Ranks of the group have other problems, versions or choices, or one could not make its
             kernel; each of them raises.
-        GroupError: A rank of the group has ended, or did not come within its time limit.
+        GroupError: A rank of the group has ended, calls a layer, or did not come within its time limit; or another
+            thread uses the group.
         ValueError: Weights, expert_map or ep_rank do not belong to the problem, or the selection was made for another
             problem.
 

@@ -9,7 +9,9 @@ from typing import Final, NamedTuple
 
 import torch
 
+from moereg.agreement import call_together
 from moereg.prepare_finalize import GroupPrepareFinalize, Moved, Prepared
+from moereg.weight_checks import checks_values
 
 __all__ = ["Tokens", "run_over_group"]
 
@@ -35,7 +37,11 @@ def run_over_group(
     expert_map: torch.Tensor | None,
     multiply: Callable[[Prepared], torch.Tensor],
 ) -> None:
-    """Runs a call, cut into `moves.num_batches` parts of nearly equal numbers of tokens.
+    """Runs a call that all ranks make together, cut into `moves.num_batches` parts of nearly equal numbers of tokens.
+
+    That ranks call the same layer is checked on a CPU in each call. On a GPU the host would have to wait for the other
+    hosts, so it is checked in the layer's first call, captured or not, and with MOEREG_DEBUG=1 in each one that is not
+    a graph's replay.
 
     Every rank runs as many parts, also without tokens. On a GPU several parts move on a stream of their own: the second
     one's tokens arrive while the first is multiplied, and the first one's results leave while the second is.
@@ -46,7 +52,24 @@ def run_over_group(
         out: [T,H], overwritten.
         expert_map: As the experts are called.
         multiply: Runs the experts on what arrived, on the current stream; returns what they wrote.
+
+    Raises:
+        GroupError: Ranks call different layers, another thread uses the group, or a rank has ended or stalled.
     """
+    with moves.group.alone(moves.calling):
+        if not moves.has_met or checks_values(out.device):
+            call_together(moves.group, moves.layer_number)
+            moves.has_met = True
+        _run_parts(moves, tokens, out, expert_map, multiply)
+
+
+def _run_parts(
+    moves: GroupPrepareFinalize,
+    tokens: Tokens,
+    out: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    multiply: Callable[[Prepared], torch.Tensor],
+) -> None:
     problem, count = moves.experts_problem, moves.num_batches
     if count == 1 or out.device.type != "cuda":
         for part, rows in _parts(tokens, out, count):

@@ -87,7 +87,11 @@ def plan_layer(
     said = {"moereg": __version__, "torch": torch.__version__, "device": device.type, **_common_fields(problem)}
     said["num_batches"] = num_batches
     own = None if expert_map is None or placement is not None or error else expert_map.tolist()
-    maps = agree(group, "what they were given", said, error, own)
+    known = agree(group, "what they were given", said, error, (own, group.num_layers))
+    maps = [mapping for mapping, _ in known]
+    # One more than any rank has: a rank may have counted a layer that others gave up.
+    number = 1 + max(made for _, made in known)
+    group.add_layer(number, f"E{problem.num_experts} H{problem.hidden_size} I{problem.intermediate_size}")
     plan, said = None, {}
     try:
         if placement is None:
@@ -99,6 +103,7 @@ def plan_layer(
         plan = dataclasses.replace(plan, problem=problem)
         if isinstance(plan.prepare_finalize, GroupPrepareFinalize):
             plan.prepare_finalize.num_batches = num_batches
+            plan.prepare_finalize.layer_number = number
     except Exception as raised:
         error = raised
     agree(group, "what they chose", said, error)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -49,6 +51,29 @@ class GroupFacts:
         return f"{self.size} rank{'s' * (self.size > 1)} over {self.backend} on {self.device_type}"
 
 
+class _Use:
+    """What this process does over a process group, whichever layers share it.
+
+    Attributes:
+        lock: Held while a thread exchanges something. A thread may take it twice.
+        doing: What the holder does, in the words of an error.
+        layers: Those made over the group, by number; the numbers are the same on all ranks.
+        num_met: Exchanges over the group's store so far.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.doing = ""
+        self.layers: dict[int, str] = {}
+        self.num_met = 0
+
+
+_USES: Final[weakref.WeakKeyDictionary[Any, _Use]] = weakref.WeakKeyDictionary()
+"""By process group."""
+
+_USES_LOCK: Final = threading.Lock()
+
+
 class Group:
     """A torch.distributed process group, for tensors of one device.
 
@@ -71,6 +96,8 @@ class Group:
             raise ArgumentError("group needs a torch with torch.distributed, got one without; install another build")
         check_instance("group", group, torch.distributed.ProcessGroup, "make one with torch.distributed.new_group()")
         self.process_group: torch.distributed.ProcessGroup = group
+        with _USES_LOCK:
+            self._use = _USES.setdefault(group, _Use())
         self.device = device
         self.rank = torch.distributed.get_rank(group)
         if self.rank < 0:
@@ -94,6 +121,65 @@ class Group:
         except Exception:  # A private name of torch, and a word in an error message only.
             return None
         return timeout if isinstance(timeout, datetime.timedelta) else None
+
+    @property
+    def num_layers(self) -> int:
+        """The largest number of a layer that was made over the process group here."""
+        return max(self._use.layers, default=0)
+
+    def add_layer(self, number: int, sizes: str) -> None:
+        """Notes a layer under a number that all ranks agreed on, for `named_layer`."""
+        self._use.layers[number] = sizes
+
+    def named_layer(self, number: int) -> str:
+        """A layer as an error names it: by the order in which layers were made over the group, and its sizes."""
+        return f"layer {number} of the group ({self._use.layers.get(number, 'not made here')})"
+
+    @contextlib.contextmanager
+    def alone(self, doing: str) -> Iterator[None]:
+        """Keeps other threads of this process out: theirs would be other ranks' answers to this one's exchanges.
+
+        Args:
+            doing: What is done inside, such as `make the kernel`.
+
+        Raises:
+            GroupError: Another thread is inside; nothing was exchanged.
+        """
+        use = self._use
+        if not use.lock.acquire(blocking=False):
+            raise GroupError(
+                f"one thread at a time may use a group, got one that wants to {doing} on rank {self.rank} of "
+                f"{self.facts} while another is to {use.doing}; call from one thread, or make a process group for each"
+            )
+        before = use.doing
+        use.doing = before or doing
+        try:
+            yield
+        finally:
+            use.doing = before
+            use.lock.release()
+
+    def gather_numbers(self, number: int, doing: str) -> list[int]:
+        """A number from each rank, in order, always in as many bytes; no device waits for it or is waited for.
+
+        Raises:
+            GroupError: As `gather_objects`.
+        """
+        if self.device.type == "cpu":
+            found = torch.empty(self.size, dtype=torch.int64)
+            self.all_gather(found, torch.tensor([number]), doing)
+            return found.tolist()
+        use, store, limit = self._use, self.process_group.get_group_store(), self.timeout
+        keys = [f"moereg/{use.num_met}/{rank}" for rank in range(self.size)]
+        with self._named(doing):
+            store.set(keys[self.rank], str(number))
+            store.wait(keys, *filter(None, [limit]))
+            numbers = [int(value) for value in store.multi_get(keys)]
+            if use.num_met:
+                # All ranks have come here, so all have read what they wrote the last time.
+                store.delete_key(f"moereg/{use.num_met - 1}/{self.rank}")
+        use.num_met += 1
+        return numbers
 
     def gather_objects(self, value: object, doing: str) -> list[Any]:
         """The values of all ranks, in order; they travel as pickles and wait for the host.

@@ -54,9 +54,13 @@ class GroupPrepareFinalize(PrepareFinalize):
         tables: Which rank holds which expert.
         wire: How tokens travel.
         num_batches: Parts into which a call is cut, so that one moves while another is multiplied.
+        layer_number: Of the layer among those made over the group, from 1; the same on all ranks.
+        has_met: Whether all ranks have called the layer at the same time once.
     """
 
     num_batches: int = 1
+    layer_number: int = 0
+    has_met: bool = False
     facts: ClassVar[MovementFacts] = MovementFacts()
     communicates: ClassVar[bool] = True
 
@@ -79,6 +83,11 @@ class GroupPrepareFinalize(PrepareFinalize):
         self.wire = wire
         self.activation_format = experts_problem.activation_format  # type: ignore[misc]  # one class, both formats
         self.local = local_prepare_finalize(self.activation_format)
+
+    @property
+    def calling(self) -> str:
+        """A call of the layer, in the words of an error."""
+        return f"call {self.group.named_layer(self.layer_number)}"
 
     @classmethod
     def experts_problem_of(cls, problem: MoEProblem, group: GroupFacts, activation_format: str) -> MoEProblem:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from moereg.cli import _memory as cli_memory
+from moereg.cli._ep import EpResult
 from tests.cli.command import SELECTION_KEYS, Call, CallJson, run_module, strict_json
 
 SIZES = "--experts 8 --hidden 128 --intermediate 64 --top-k 2 --dtype float32 --platform cpu"
@@ -51,6 +52,21 @@ def test_explain_shows_ways_and_then_backends(call: Call, call_json: CallJson) -
     code, out, _ = call("explain --ep 8 --model deepseek-v3 --platform cuda:sm90 --way all_gather")
     assert code == 3
     assert "requires max_num_tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("rows", "passed"),
+    [
+        ([(True, None), (False, "left out: no room")], True),
+        ([(True, None), (False, "wrong numbers")], False),
+        ([(False, "left out: no room")], None),
+    ],
+)
+def test_rows_that_are_left_out_have_not_failed(rows: list[tuple[bool, str | None]], passed: bool | None) -> None:
+    # Neither the layer nor the ways decide it.
+    nothing: Any = None
+    found = tuple({"passed": is_right, "failure": failure} for is_right, failure in rows)
+    assert EpResult(nothing, nothing, {}, None, found).passed is passed
 
 
 @pytest.mark.parametrize(

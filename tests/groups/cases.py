@@ -6,13 +6,16 @@ import dataclasses
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import moereg
+from moereg import overlap
 from moereg.discovery import load_backends
 from moereg.expert_placement import PlacementTables
 from moereg.experts import ExpertInputs
@@ -404,6 +407,82 @@ def one_cannot(rank: int, size: int) -> str:
 
 def one_finds_no_way(rank: int, size: int) -> str:
     return error_of_making(rank, size, problem_of(), prepare_finalize="all_gather" if rank else "no_such_way")
+
+
+def other_numbers_of_parts(rank: int, size: int) -> str:
+    return error_of_making(rank, size, problem_of(), num_batches=1 + rank)
+
+
+def error_of_calling(kernel: MoEKernel, rank: int) -> str:
+    try:
+        kernel(*tokens_of(kernel.problem, rank, 3))
+    except moereg.GroupError as error:
+        return str(error)
+    return "called"
+
+
+def layers_of(rank: int, size: int, *widths: int) -> list[MoEKernel]:
+    """Layers over the group whose experts differ, of some widths."""
+    layers = []
+    for place, width in enumerate(widths):
+        weights = numbers_of(problem_of(intermediate_size=width))
+        others = ExpertWeights(w13=weights.w13.roll(place, 0), w2=weights.w2)
+        own = share_of(others, rank, size)
+        problem = problem_of(intermediate_size=width)
+        layers.append(make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize="all_gather"))
+    return layers
+
+
+def layers_in_other_order(rank: int, size: int) -> list[str]:
+    """The first rank calls another layer than the others, of the same sizes and of others, or makes one meanwhile."""
+    if rank:
+        # A layer that the others gave up counts here.
+        Group(dist.group.WORLD, CPU).add_layer(4, "given up")
+    first, same, wider = layers_of(rank, size, 32, 32, 64)
+    texts = [error_of_calling(first if rank else other, rank) for other in (same, wider)]
+    texts.append(error_of_calling(first, rank) if rank else error_of_making(rank, size, problem_of()))
+    return [*texts, *(error_of_calling(layer, rank) for layer in (wider, first))]
+
+
+def two_threads(rank: int, size: int) -> list[str]:
+    """A layer is called while another thread multiplies for another one."""
+    first, second = layers_of(rank, size, 32, 32)
+    inside, go_on = threading.Event(), threading.Event()
+    apply = first.experts.apply
+
+    def slowly(**arguments: Any) -> None:
+        inside.set()
+        assert go_on.wait(30)
+        apply(**arguments)
+
+    first.experts.apply = slowly  # type: ignore[method-assign]
+    texts = []
+    thread = threading.Thread(target=lambda: texts.append(error_of_calling(first, rank)))
+    thread.start()
+    assert inside.wait(30)
+    texts += [error_of_calling(second, rank), error_of_making(rank, size, problem_of())]
+    go_on.set()
+    thread.join()
+    return [*texts, error_of_calling(second, rank)]
+
+
+def as_on_a_gpu(rank: int, size: int) -> dict[str, Any]:
+    """Only a layer's first call is checked, and over the group's store, as where hosts do not wait for each other."""
+    layers = layers_of(rank, size, 32, 32)
+    for layer in layers:
+        moves = layer.prepare_finalize
+        assert isinstance(moves, GroupPrepareFinalize)
+        moves.group.device = torch.device("cuda")
+    store = dist.group.WORLD.get_group_store()
+    with (
+        mock.patch.object(overlap, "checks_values", return_value=False),
+        mock.patch.object(Group, "gather_numbers", autospec=True, side_effect=Group.gather_numbers) as gathered,
+    ):
+        texts = [error_of_calling(layers[rank], rank)]
+        texts += [error_of_calling(layer, rank) for layer in (*layers, *layers)]
+    dist.barrier()
+    keys = [store.check([f"moereg/{place}/{rank}"]) for place in range(4)]
+    return {"texts": texts, "checked": gathered.call_count, "keys": keys}
 
 
 def experts_that_do_not_divide(rank: int, size: int) -> str:

@@ -45,6 +45,7 @@ REFUSED: Final = {
     "other_problems": "RanksDifferError: all ranks must run the same layer, got top_k 2 on rank 0, 3 on rank 1; make",
     "other_ways": "RanksDifferError: all ranks must run the same layer, got way all_gather on rank 0, all_to_all on ra",
     "other_rooms": "RanksDifferError: all ranks must run the same layer, got max_num_tokens 8 on rank 0, 9 on rank 1;",
+    "other_numbers_of_parts": "RanksDifferError: all ranks must run the same layer, got num_batches 1 on rank 0, 2 on ",
     "experts_that_do_not_divide": "ArgumentError: a group's ranks must divide the experts where no map says who holds",
     "capture_with_counts": "UnsupportedProblemError: no way of moving tokens fits .*nearest is all_to_all: waits for c",
 }
@@ -79,7 +80,8 @@ LAUNCHES: Final = {
 
 None of them waits for the host: that would be an operator, too.
 """
-CASES: Final = (*EQUAL, *NEAR, *REFUSED, *ONE_FAILS)
+CALLS: Final = ("layers_in_other_order", "two_threads", "as_on_a_gpu")
+CASES: Final = (*EQUAL, *NEAR, *REFUSED, *ONE_FAILS, *CALLS)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +122,40 @@ def test_a_rank_that_fails_keeps_nobody_waiting(two_ranks: list[dict[str, Any]],
     assert re.match(ONE_FAILS[name], own), own
     assert other.startswith("RanksDifferError: all ranks must make the kernel, and rank 1 could; rank 0 ("), other
     assert re.search(ONE_FAILS[name], other), other
+
+
+def test_layers_in_another_order_are_an_error_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
+    layers = {
+        number: f"layer {number} of the group (E12 H128 I{width})" for number, width in ((5, 32), (6, 32), (7, 64))
+    }
+    expected = [f"{other} on rank 0, {layers[5]} on rank 1" for other in (layers[6], layers[7])]
+    expected.append(f"make_kernel or move_experts on rank 0, {layers[5]} on rank 1")
+    for result in two_ranks:
+        *refused, then, first = value_of(result, "layers_in_other_order")
+        assert [then, first] == ["called", "called"]
+        for text, calls in zip(refused, expected, strict=True):
+            assert f"all ranks must call the same layer at a time, got {calls}; call layers in the same order" in text
+
+
+def test_a_second_thread_is_refused_before_it_exchanges_anything(two_ranks: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(two_ranks):
+        called, making, *others = value_of(result, "two_threads")
+        inside = (
+            f"on rank {rank} of 2 ranks over gloo on cpu while another is to call layer 1 of the group (E12 H128 I32)"
+        )
+        assert f"got one that wants to call layer 2 of the group (E12 H128 I32) {inside}; call from one th" in called
+        assert f"got one that wants to make the kernel {inside}; call from one thread" in making
+        assert others == ["called", "called"]
+
+
+def test_where_a_host_must_not_wait_a_layer_is_checked_once(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        found = value_of(result, "as_on_a_gpu")
+        assert "layer 1 of the group (E12 H128 I32) on rank 0, layer 2 of the group (" in found["texts"][0]
+        assert found["texts"][1:] == ["called"] * 4
+        assert found["checked"] == 3
+        # What all have read is not kept.
+        assert found["keys"] == [False, False, True, False]
 
 
 @pytest.mark.slow

@@ -57,6 +57,12 @@ def test_replicas_go_to_the_busiest_experts() -> None:
     assert rank_loads(placement, [60, 30, 1, 1, 1, 1]) == [47.0, 47.0]
 
 
+@pytest.mark.parametrize(("busy", "holders"), [(6, [2, 2, 1, 1]), (4, [3, 1, 1, 1])])
+def test_a_replica_leaves_an_expert_its_share_of_the_load(busy: int, holders: list[int]) -> None:
+    placement = balance_experts([10, busy, 3, 1], 3, 2)
+    assert [len(placement.ranks_of_expert(expert)) for expert in range(4)] == holders
+
+
 @pytest.mark.parametrize("num_ranks", [2, 8, 32])
 def test_what_is_gained_on_zipf(num_ranks: int) -> None:
     loads = zipf_loads(256, 7)

@@ -130,6 +130,15 @@ def test_each_reason_stands_alone(
     assert reason_of(problem_of(**problem), GroupFacts(**{"size": 4, **group}), **narrowed) == expected
 
 
+def test_limits_are_served_themselves() -> None:
+    limits: dict[str, Any] = {"max_top_k": 2, "max_group_size": 4}
+    registry = MovementRegistry()
+    register_prepare_finalize(
+        "moving", priority=1, registry=registry, platforms=("cuda:sm90+",), formats=("standard",), **limits
+    )(Moving)
+    assert judged(registry, problem_of(top_k=2), GroupFacts(4)).winner is not None
+
+
 def test_priority_ranks_and_words_beat_it() -> None:
     registry = MovementRegistry()
     for name, priority in (("slow", 1), ("fast", 2)):

@@ -15,6 +15,13 @@ MUTANTS: Final = (
         tests=("tests/cli/test_run.py::test_the_local_experts_that_a_refusal_names_fit",),
     ),
     Mutant(
+        "rows that are left out count as failures",
+        "moereg/cli/_ep.py",
+        old='ran = [row for row in self.rows if not (row["failure"] or "").startswith("left out")]',
+        new="ran = list(self.rows)",
+        tests=("tests/cli/test_ep.py::test_rows_that_are_left_out_have_not_failed",),
+    ),
+    Mutant(
         "not a number passes",
         "moereg/cli/_run.py",
         old="return self.relative_error <= self.tolerance  #",

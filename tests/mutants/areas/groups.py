@@ -6,7 +6,8 @@ from typing import Final
 
 from tests.mutants.mutant import Mutant
 
-_EQUAL: Final = "tests/groups/test_groups.py::test_a_group_computes_the_bits_of_one_rank"
+_GROUPS: Final = "tests/groups/test_groups.py"
+_EQUAL: Final = f"{_GROUPS}::test_a_group_computes_the_bits_of_one_rank"
 _MOVED: Final = "tests/kernels/test_moved_tokens.py"
 _SYMMETRIC: Final = "tests/groups/test_symmetric.py::test_routes_over_symmetric_memory_give_the_bits_of_one_rank"
 
@@ -101,6 +102,69 @@ MUTANTS: Final = (
         old="    if differing:\n",
         new="    if False:\n",
         tests=("tests/groups/test_groups.py::test_ranks_that_cannot_go_together_all_say_so",),
+    ),
+    Mutant(
+        "ranks may cut their calls into other numbers of parts",
+        "moereg/parallel.py",
+        old='    said["num_batches"] = num_batches\n',
+        new="",
+        tests=(f"{_GROUPS}::test_ranks_that_cannot_go_together_all_say_so",),
+    ),
+    Mutant(
+        "ranks call different layers",
+        "moereg/agreement.py",
+        old="if len(set(numbers)) > 1:",
+        new="if False:",
+        tests=(f"{_GROUPS}::test_layers_in_another_order_are_an_error_on_every_rank",),
+    ),
+    Mutant(
+        "a rank makes a kernel while another one calls",
+        "moereg/agreement.py",
+        old="        call_together(group, _NO_LAYER)\n",
+        new="",
+        tests=(f"{_GROUPS}::test_layers_in_another_order_are_an_error_on_every_rank",),
+    ),
+    Mutant(
+        "ranks number a layer each for itself",
+        "moereg/parallel.py",
+        old="number = 1 + max(made for _, made in known)",
+        new="number = 1 + group.num_layers",
+        tests=(f"{_GROUPS}::test_layers_in_another_order_are_an_error_on_every_rank",),
+    ),
+    Mutant(
+        "two threads exchange over one group",
+        "moereg/prepare_finalize/group.py",
+        old="if not use.lock.acquire(blocking=False):",
+        new="if use.lock.acquire(blocking=False) is None:",
+        tests=(f"{_GROUPS}::test_a_second_thread_is_refused_before_it_exchanges_anything",),
+    ),
+    Mutant(
+        "a GPU's host waits for the others in each call",
+        "moereg/overlap.py",
+        old="            moves.has_met = True\n",
+        new="",
+        tests=(f"{_GROUPS}::test_where_a_host_must_not_wait_a_layer_is_checked_once",),
+    ),
+    Mutant(
+        "calls on a GPU are never checked",
+        "moereg/overlap.py",
+        old="if not moves.has_met or checks_values(out.device):",
+        new="if checks_values(out.device):",
+        tests=(f"{_GROUPS}::test_where_a_host_must_not_wait_a_layer_is_checked_once",),
+    ),
+    Mutant(
+        "a way with a limit refuses what just keeps it",
+        "moereg/prepare_finalize/facts.py",
+        old="problem.top_k > facts.max_top_k:",
+        new="problem.top_k >= facts.max_top_k:",
+        tests=("tests/selection/test_movement.py::test_limits_are_served_themselves",),
+    ),
+    Mutant(
+        "an expert with replicas counts as busy as without",
+        "moereg/balancing.py",
+        old="heapq.heapreplace(busiest, (-loads[expert] / holders[expert], expert))",
+        new="heapq.heapreplace(busiest, (-loads[expert], expert))",
+        tests=("tests/layer/test_balancing.py::test_a_replica_leaves_an_expert_its_share_of_the_load",),
     ),
     Mutant(
         "all calls travel in one symmetric memory, in which another rank may still read",
