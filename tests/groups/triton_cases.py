@@ -171,7 +171,10 @@ WAYS: Final = {
     "low_latency_on_input": Way("low_latency", changes={"top_k": 1, "apply_router_weight_on_input": True}),
     "low_latency_fp8": Way("low_latency", changes={**CODED, "quant": "fp8_block128", "hidden_size": 200}),
     "low_latency_mxfp8": Way("low_latency", fewer=True, changes={**CODED, "quant": "mxfp8"}),
-    "low_latency_int8": Way("low_latency", changes={**CODED, "quant": "int8_w8a8", "hidden_size": 72}),
+    # CPUs that multiply int8 slowly would rather leave tokens in 16 bits.
+    "low_latency_int8": Way(
+        "low_latency", changes={**CODED, "quant": "int8_w8a8", "exact_activations": True, "hidden_size": 72}
+    ),
 }
 """What ranks do with the tokens of a call, in torch and in Triton."""
 
