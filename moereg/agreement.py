@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from moereg.errors import GroupError, RanksDifferError, described
+from moereg.errors import RanksDifferError, described
 from moereg.prepare_finalize import Group
+from moereg.prepare_finalize.group import by_rank
 
-__all__ = ["MAKING", "MOVING", "Together", "agree", "call_together", "differences"]
+__all__ = ["MAKING", "MOVING", "Together", "agree", "differences"]
 
 
 _NO_LAYER: Final = 0
@@ -63,7 +64,7 @@ def agree(
     failure = None if error is None else described(error)
     found: list[tuple[dict[str, Any], str | None, Any]]
     with group.alone(together.act):
-        call_together(group, _NO_LAYER)
+        group.call_together(_NO_LAYER)
         found = group.gather_objects((dict(said), failure, shared), doing)
     if error is not None:
         raise error
@@ -79,53 +80,11 @@ def agree(
     return [shared for _, _, shared in found]
 
 
-def call_together(group: Group, number: int) -> None:
-    """Checks that all ranks are about to call the same layer, before any of them sends a token.
-
-    A rank's tokens would otherwise be another layer's on the other ranks: wrong numbers, or an abort where their sizes
-    differ. So ranks exchange the layer's number first, which has the same size whatever follows.
-
-    Args:
-        group: The ranks.
-        number: Of the layer.
-
-    Raises:
-        GroupError: They are not, and each of them raises; or a rank has ended or did not come.
-    """
-    numbers = group.gather_numbers(number, "which layer they call")
-    if len(set(numbers)) > 1:
-        called = [group.named_layer(each) if each else "make_kernel or move_experts" for each in numbers]
-        raise GroupError(
-            f"all ranks must call the same layer at a time, got {_by_rank(called)}; call layers in the same order on "
-            "all ranks, each group from one thread"
-        )
-
-
 def differences(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """What ranks do not say alike: `backend triton on ranks 0-2, torch on rank 3`."""
     texts = []
     for name in dict.fromkeys(name for fields in found for name in fields):
         values = [str(fields.get(name, "nothing")) for fields in found]
         if len(set(values)) > 1:
-            texts.append(f"{name} {_by_rank(values)}")
+            texts.append(f"{name} {by_rank(values)}")
     return texts
-
-
-def _by_rank(values: Sequence[str]) -> str:
-    """`triton on ranks 0-2, torch on rank 3`."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {_shown(those)}" for value, those in ranks.items())
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' * (len(ranks) > 1)} {' and '.join(texts)}"

@@ -9,7 +9,6 @@ from typing import Final, NamedTuple
 
 import torch
 
-from moereg.agreement import call_together
 from moereg.prepare_finalize import GroupPrepareFinalize, Moved, Prepared
 from moereg.weight_checks import checks_values
 
@@ -58,7 +57,7 @@ def run_over_group(
     """
     with moves.group.alone(moves.calling):
         if not moves.has_met or checks_values(out.device):
-            call_together(moves.group, moves.layer_number)
+            moves.group.call_together(moves.layer_number)
             moves.has_met = True
         _run_parts(moves, tokens, out, expert_map, multiply)
 

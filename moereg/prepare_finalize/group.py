@@ -15,7 +15,7 @@ import torch
 from moereg.arguments import check_count, check_instance
 from moereg.errors import ArgumentError, GroupError, described, stops_the_process
 
-__all__ = ["Group", "GroupFacts"]
+__all__ = ["Group", "GroupFacts", "by_rank"]
 
 _GATHERS_OF_SEVERAL: Final = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 """Methods of a process group, by the newest name first: torch shards parameters by them, and does not document them."""
@@ -181,6 +181,29 @@ class Group:
         use.num_met += 1
         return numbers
 
+    def call_together(self, number: int) -> None:
+        """Checks that all ranks are about to call the same layer, before any of them sends a token.
+
+        A rank's tokens would otherwise be another layer's on the other ranks: wrong numbers, or an abort where their
+        sizes differ. So ranks exchange the layer's number first, which has the same size whatever follows.
+
+        Args:
+            number: Of the layer; 0 where experts move or a kernel is made.
+
+        Raises:
+            GroupError: They are not, and each of them raises; or a rank has ended or did not come.
+        """
+        self.check_called(self.gather_numbers(number, "which layer they call"))
+
+    def check_called(self, numbers: Sequence[int]) -> None:
+        """Checks the numbers of the layers that ranks call, in order of ranks. Raises as `call_together`."""
+        if len(set(numbers)) > 1:
+            called = [self.named_layer(each) if each else "make_kernel or move_experts" for each in numbers]
+            raise GroupError(
+                f"all ranks must call the same layer at a time, got {by_rank(called)}; call layers in the same order "
+                "on all ranks, each group from one thread"
+            )
+
     def gather_objects(self, value: object, doing: str) -> list[Any]:
         """The values of all ranks, in order; they travel as pickles and wait for the host.
 
@@ -272,3 +295,23 @@ def _newest(name: str, before: str) -> Callable[..., Any]:
     """A collective that torch 2.13 renamed, and warns of under its old name."""
     found: Callable[..., Any] = getattr(torch.distributed, name, None) or getattr(torch.distributed, before)
     return found
+
+
+def by_rank(values: Sequence[str]) -> str:
+    """`triton on ranks 0-2, torch on rank 3`."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {_shown(those)}" for value, those in ranks.items())
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {' and '.join(texts)}"

@@ -112,7 +112,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "ranks call different layers",
-        "moereg/agreement.py",
+        "moereg/prepare_finalize/group.py",
         old="if len(set(numbers)) > 1:",
         new="if False:",
         tests=(f"{_GROUPS}::test_layers_in_another_order_are_an_error_on_every_rank",),
@@ -120,7 +120,7 @@ MUTANTS: Final = (
     Mutant(
         "a rank makes a kernel while another one calls",
         "moereg/agreement.py",
-        old="        call_together(group, _NO_LAYER)\n",
+        old="        group.call_together(_NO_LAYER)\n",
         new="",
         tests=(f"{_GROUPS}::test_layers_in_another_order_are_an_error_on_every_rank",),
     ),
