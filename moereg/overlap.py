@@ -40,7 +40,7 @@ def run_over_group(
 
     That ranks call the same layer is checked on a CPU in each call. On a GPU the host would have to wait for the other
     hosts, so it is checked in the layer's first call, captured or not, and with MOEREG_DEBUG=1 in each one that is not
-    a graph's replay.
+    a graph's replay. A way whose host waits for counts sends the layer's number with them, in every call.
 
     Every rank runs as many parts, also without tokens. On a GPU several parts move on a stream of their own: the second
     one's tokens arrive while the first is multiplied, and the first one's results leave while the second is.

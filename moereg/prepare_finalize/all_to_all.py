@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ import torch
 
 from moereg.errors import ArgumentError
 from moereg.expert_placement import PlacementTables
+from moereg.kernels.sizes import LAYER_SHIFT, MOST_TOKENS
 from moereg.prepare_finalize.base import Prepared, weighted_sum
 from moereg.prepare_finalize.batched import calls_kernels
 from moereg.prepare_finalize.cells import register_prepare_finalize
@@ -54,6 +56,8 @@ class _Routed(Moved):
 class AllToAll(GroupPrepareFinalize):
     """Exchanges counts, which the host waits for, then tokens with their routes, then a result for each route.
 
+    With its counts a rank says which layer it calls, so that ranks that do not agree raise before a token leaves.
+
     Triton's kernels make and read what travels in four launches, torch in some 50, with the same bits. The experts
     see every route as a token of its own with one expert and weight 1. Weights are applied at home, in
     fp32 and in the order of a token's routes, so the result does not depend on where experts are.
@@ -82,6 +86,12 @@ class AllToAll(GroupPrepareFinalize):
     ) -> None:
         super().__init__(problem, experts_problem, group, tables, wire)
         self._ones = torch.ones((0, 1), device=group.device)
+
+    @functools.cached_property
+    def _stamp(self) -> torch.Tensor:
+        """[1] int64, what ranks add to counts, so that each sees which layer the others call."""
+        with torch.inference_mode(False):
+            return torch.full((1,), self.layer_number << LAYER_SHIFT, device=self.group.device)
 
     @property
     def in_triton(self) -> bool:
@@ -120,10 +130,10 @@ class AllToAll(GroupPrepareFinalize):
             from moereg.kernels.rows.exchanged import place_routes as place_in_triton  # Loads Triton.
 
             tables = self.tables
-            placed = place_in_triton(topk_ids, tables.num_holders, tables.holders, tables.rank, leaving)
+            placed = place_in_triton(topk_ids, tables.num_holders, tables.holders, tables.rank, leaving, self._stamp)
         else:
             placed = place_routes(topk_ids, self.tables)
-            leaving.copy_(placed.counts)
+            leaving.copy_(placed.counts)[:, :1] += self._stamp
         self.group.all_to_all(arriving, leaving, "counts of tokens")
         read = _reading(counts)
         # While the device counts and the host waits for it, tokens are packed.
@@ -136,8 +146,10 @@ class AllToAll(GroupPrepareFinalize):
             sent, home_row = pack_tokens(placed, topk_ids, weights_out, columns, layout, self.sums)
         # The only wait for the device.
         out, back = read()
-        tokens_out, routes_out = ([pair[part] for pair in out] for part in (0, 1))
-        tokens_in, routes_in = ([pair[part] for pair in back] for part in (0, 1))
+        # Before a token leaves.
+        self.group.check_called([pair[0] >> LAYER_SHIFT for pair in back])
+        tokens_out, routes_out = [pair[0] & MOST_TOKENS for pair in out], [pair[1] for pair in out]
+        tokens_in, routes_in = [pair[0] & MOST_TOKENS for pair in back], [pair[1] for pair in back]
         # Few sizes, so that launches are found recorded: by the kernels here, and by those of the experts.
         rows = sent.new_empty((self._rows_of(sum(tokens_in), problem), layout.row_bytes))
         arrived, leaves = first_rows(rows, sum(tokens_in)), first_rows(sent, sum(tokens_out))

@@ -468,6 +468,21 @@ def two_threads(rank: int, size: int) -> list[str]:
     return [*texts, error_of_calling(second, rank)]
 
 
+def layers_in_other_order_by_counts(rank: int, size: int) -> list[str]:
+    """As where nothing but the counts of a call tells which layer it is."""
+    problem, texts = problem_of(), []
+    own = share_of(numbers_of(problem), rank, size)
+    layers = [make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize="all_to_all") for _ in range(1 + size)]
+    for layer in (layers[rank], layers[size]):
+        moves = layer.prepare_finalize
+        try:
+            moves.prepare(*tokens_of(problem, rank, rank), layer.selection.problem, layer.expert_map)
+            texts.append("prepared")
+        except moereg.GroupError as error:
+            texts.append(str(error))
+    return texts
+
+
 def as_on_a_gpu(rank: int, size: int) -> dict[str, Any]:
     """Only a layer's first call is checked, and over the group's store, as where hosts do not wait for each other."""
     layers = layers_of(rank, size, 32, 32)

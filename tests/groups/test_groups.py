@@ -80,7 +80,7 @@ LAUNCHES: Final = {
 
 None of them waits for the host: that would be an operator, too.
 """
-CALLS: Final = ("layers_in_other_order", "two_threads", "as_on_a_gpu")
+CALLS: Final = ("layers_in_other_order", "layers_in_other_order_by_counts", "two_threads", "as_on_a_gpu")
 CASES: Final = (*EQUAL, *NEAR, *REFUSED, *ONE_FAILS, *CALLS)
 
 
@@ -135,6 +135,13 @@ def test_layers_in_another_order_are_an_error_on_every_rank(two_ranks: list[dict
         assert [then, first] == ["called", "called"]
         for text, calls in zip(refused, expected, strict=True):
             assert f"all ranks must call the same layer at a time, got {calls}; call layers in the same order" in text
+
+
+def test_counts_say_which_layer_a_rank_calls(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        refused, then = value_of(result, "layers_in_other_order_by_counts")
+        assert "got layer 1 of the group (E12 H128 I32) on rank 0, layer 2 of the group (E12 H128 I32) on ra" in refused
+        assert then == "prepared"
 
 
 def test_a_second_thread_is_refused_before_it_exchanges_anything(two_ranks: list[dict[str, Any]]) -> None:

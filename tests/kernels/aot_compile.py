@@ -263,7 +263,8 @@ def launch_exchange(shared_bytes: int) -> None:
         layout = RowLayout(8, has_weights, widths)
         ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
         counts = ids.new_empty((ranks, 2), dtype=torch.int64)
-        placed = exchanged.place_routes(ids, ids.new_empty(128), ids.new_empty((128, ranks)), 0, counts)
+        holders, stamp = ids.new_empty((128, ranks)), counts.new_empty(1)
+        placed = exchanged.place_routes(ids, ids.new_empty(128), holders, 0, counts, stamp)
         columns = tuple(ids.new_empty((tokens, width), dtype=torch.uint8) for width in widths)
         weights = ids.new_empty(ids.shape, dtype=torch.float32) if has_weights else None
         sent, _ = exchanged.pack_tokens(placed, ids, weights, columns, layout.words)

@@ -9,6 +9,7 @@ import torch
 
 from moereg.expert_placement import ExpertPlacement, PlacementTables
 from moereg.kernels.rows import arrived, exchanged
+from moereg.kernels.sizes import LAYER_SHIFT
 from moereg.prepare_finalize import exchange
 from moereg.prepare_finalize.exchange import RowLayout, rounded_rows
 from moereg.testing.interpreter import patch_interpreter
@@ -54,10 +55,13 @@ def test_rows_are_those_of_torch(call: tuple[PlacementTables, torch.Tensor, RowL
     )
     weights = torch.rand(ids.shape, generator=generator).to(DEVICE) if layout.has_weights else None
     counts = torch.full((num_ranks, 2), -7, dtype=torch.int64, device=DEVICE)
-    placed = exchanged.place_routes(ids, tables.num_holders, tables.holders, tables.rank, counts)
+    stamp = torch.tensor([7 << LAYER_SHIFT], device=DEVICE)
+    placed = exchanged.place_routes(ids, tables.num_holders, tables.holders, tables.rank, counts, stamp)
     expected = exchange.place_routes(ids, tables)
-    for mine, others in zip(placed, expected, strict=True):
-        assert torch.equal(mine, others)
+    stamped = expected.counts.clone()
+    stamped[:, 0] += stamp
+    assert torch.equal(placed.counts, stamped)
+    assert torch.equal(placed.parts, expected.parts)
     rows, home = exchanged.pack_tokens(placed, ids, weights, columns, layout.words)
     expected_rows, expected_home = exchange.pack_tokens(expected, ids, weights, columns, layout)
     assert torch.equal(home, expected_home)
@@ -68,7 +72,7 @@ def test_rows_are_those_of_torch(call: tuple[PlacementTables, torch.Tensor, RowL
     found = exchange.unpack_tokens(written, layout)
     for mine, others in zip(flat(found), flat(exchange.unpack_tokens(expected_rows, layout)), strict=True):
         assert torch.equal(mine, others)
-    check_unpacking(expected_rows, expected.counts, layout)
+    check_unpacking(expected_rows, placed.counts, layout)
     by_token = exchanged.pack_tokens(placed, ids, weights, columns, layout.words, True)[1]
     assert torch.equal(by_token, exchange.pack_tokens(expected, ids, weights, columns, layout, True)[1])
 
@@ -101,7 +105,8 @@ def test_many_tokens_take_several_turns_of_a_program(monkeypatch: pytest.MonkeyP
     tables = PlacementTables(placement, 1, DEVICE)
     ids = torch.randint(-1, 6, (21, 3), generator=torch.Generator().manual_seed(3), dtype=torch.int32).to(DEVICE)
     counts = torch.empty((3, 2), dtype=torch.int64, device=DEVICE)
-    placed = exchanged.place_routes(ids, tables.num_holders, tables.holders, 1, counts)
+    stamp = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    placed = exchanged.place_routes(ids, tables.num_holders, tables.holders, 1, counts, stamp)
     for mine, others in zip(placed, exchange.place_routes(ids, tables), strict=True):
         assert torch.equal(mine, others)
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from moereg.kernels.launch.remembered import launch_remembered
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.rows.exchanged import BLOCK_WORDS, WORD_DTYPES, RowWords
+from moereg.kernels.rows.exchanged import BLOCK_WORDS, TOKEN_BITS, WORD_DTYPES, RowWords
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -39,7 +39,7 @@ def _unpack_tokens_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, RANKS)  # [RANKS]
-    tokens = tl.load(counts + 2 * ranks, mask=ranks < NUM_RANKS, other=0)
+    tokens = tl.load(counts + 2 * ranks, mask=ranks < NUM_RANKS, other=0) & TOKEN_BITS
     routes = tl.load(counts + 2 * ranks + 1, mask=ranks < NUM_RANKS, other=0)
     if row < tl.sum(tokens, 0):
         # Rows come by rank; all routes of the ranks before this row's stand before its own.
@@ -81,7 +81,7 @@ def unpack_tokens(
 
     Args:
         received: [rows, bytes of a row] uint8, contiguous: what arrived, by rank, and rows of anything behind.
-        counts: [R, 2] int64, tokens and routes from each rank.
+        counts: [R, 2] int64, tokens, stamped or not, and routes from each rank.
         num_rows: Of the result, at least as many as routes.
         top_k: K.
         has_weights: Whether weights travelled.
@@ -156,7 +156,7 @@ def _split_rows_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, RANKS)  # [RANKS]
-    arrived = row < tl.sum(tl.load(counts + 2 * ranks, mask=ranks < NUM_RANKS, other=0), 0)
+    arrived = row < tl.sum(tl.load(counts + 2 * ranks, mask=ranks < NUM_RANKS, other=0) & TOKEN_BITS, 0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = arrived & (columns < WIDTH)
     values = tl.load(received + row * ROW + START + columns, mask=inside)
@@ -183,7 +183,7 @@ def split_rows(
 
     Args:
         received: [rows, bytes of a row] uint8, contiguous: what arrived, by rank, and rows of anything behind.
-        counts: [R, 2] int64, tokens and routes from each rank.
+        counts: [R, 2] int64, tokens, stamped or not, and routes from each rank.
         top_k: K.
         words: The layout of a row, which has weights.
 

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from moereg.kernels.launch.remembered import launch_remembered
 from moereg.kernels.launch.replay import launch
+from moereg.kernels.sizes import MOST_TOKENS
 
 # Ids that the program of a rank reads at a time, few and many, and words of a row that a program copies.
 _FEW_IDS: Final = 512
@@ -26,7 +27,7 @@ class PlacedRoutes(NamedTuple):
     """Where the tokens and routes of a rank go.
 
     Attributes:
-        counts: [R, 2] int64, tokens and routes to each rank; a token goes to a rank once.
+        counts: [R, 2] int64, tokens and routes to each rank; a token goes to a rank once. Tokens are stamped.
         parts: [3, T, K] int32: the rank of a route, -1 where its id is no expert; the place of its token among those
             that go there, at the first such route, else -1; its own place among the routes that go there, or -1.
     """
@@ -53,6 +54,8 @@ class RowWords(NamedTuple):
     widths: tuple[int, ...]
 
 
+TOKEN_BITS: Final[tl.constexpr] = tl.constexpr(MOST_TOKENS)
+
 WORD_DTYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -63,6 +66,7 @@ def _place_routes_kernel(
     topk_ids,
     num_holders,
     holders,
+    stamp,
     num_tokens,
     home_rank,
     num_experts,
@@ -99,12 +103,17 @@ def _place_routes_kernel(
         tl.store(parts + 2 * num_tokens * TOP_K + routes, place, mask=here)
         num_rows += tl.sum(goes, 0)
         num_routes += tl.sum(of_token, 0)
-    tl.store(counts + 2 * own, num_rows, mask=own >= 0)
+    tl.store(counts + 2 * own, num_rows + tl.load(stamp), mask=own >= 0)
     tl.store(counts + 2 * own + 1, num_routes, mask=own >= 0)
 
 
 def place_routes(
-    topk_ids: torch.Tensor, num_holders: torch.Tensor, holders: torch.Tensor, home_rank: int, counts: torch.Tensor
+    topk_ids: torch.Tensor,
+    num_holders: torch.Tensor,
+    holders: torch.Tensor,
+    home_rank: int,
+    counts: torch.Tensor,
+    stamp: torch.Tensor,
 ) -> PlacedRoutes:
     """Counts what goes to each rank, and places it: one launch, no host synchronization.
 
@@ -114,13 +123,14 @@ def place_routes(
         holders: [num_experts, R] int32, these ranks. Token t takes number (t + home_rank) % num_holders of them.
         home_rank: This rank.
         counts: [R, 2] int64, contiguous: overwritten, and aliased by the result.
+        stamp: [1] int64, added to the numbers of tokens: the layer's number << LAYER_SHIFT.
     """
     (num_tokens, top_k), (num_experts, num_ranks) = topk_ids.shape, holders.shape
     assert 3 * num_tokens * top_k < 2**31
     topk_ids = topk_ids.contiguous()
     placed = PlacedRoutes(counts, topk_ids.new_empty((3, num_tokens, top_k)))
     if num_tokens == 0:
-        counts.zero_()
+        counts.zero_()[:, :1] += stamp
         return placed
     choices = triton.next_power_of_2(top_k)
     ids = _FEW_IDS if num_tokens * choices <= _FEW_IDS else _MANY_IDS
@@ -133,6 +143,7 @@ def place_routes(
             topk_ids,
             num_holders,
             holders,
+            stamp,
             num_tokens,
             home_rank,
             num_experts,
@@ -143,7 +154,7 @@ def place_routes(
             num_warps=4 if ids == _FEW_IDS else 8,
         )
 
-    launch_remembered("place_routes", launches, (*placed, topk_ids, num_holders, holders), home_rank)
+    launch_remembered("place_routes", launches, (*placed, topk_ids, num_holders, holders, stamp), home_rank)
     return placed
 
 
@@ -152,7 +163,7 @@ def _before(counts, rank, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr):
     """The sum of every second number, of the ranks before each of `rank` [N, 1]: [N, 1]."""
     ranks = tl.arange(0, RANKS)[None, :]  # [1, RANKS]
     values = tl.load(counts + 2 * ranks + 0 * rank, mask=(ranks < rank) & (ranks < NUM_RANKS), other=0)
-    return tl.sum(values, 1)[:, None]
+    return tl.sum(values & TOKEN_BITS, 1)[:, None]
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -132,6 +132,20 @@ MUTANTS: Final = (
         tests=(f"{_GROUPS}::test_layers_in_another_order_are_an_error_on_every_rank",),
     ),
     Mutant(
+        "tokens leave for another layer, though counts said so",
+        "moereg/prepare_finalize/all_to_all.py",
+        old="        self.group.check_called([pair[0] >> LAYER_SHIFT for pair in back])\n",
+        new="",
+        tests=(f"{_GROUPS}::test_counts_say_which_layer_a_rank_calls",),
+    ),
+    Mutant(
+        "the number of a layer counts as tokens",
+        "moereg/kernels/rows/arrived.py",
+        old="tokens = tl.load(counts + 2 * ranks, mask=ranks < NUM_RANKS, other=0) & TOKEN_BITS",
+        new="tokens = tl.load(counts + 2 * ranks, mask=ranks < NUM_RANKS, other=0)",
+        tests=("tests/kernels/test_exchanged.py::test_rows_are_those_of_torch",),
+    ),
+    Mutant(
         "two threads exchange over one group",
         "moereg/prepare_finalize/group.py",
         old="if not use.lock.acquire(blocking=False):",
