@@ -25,12 +25,6 @@ GUARD_ROWS: Final = 288
 FLAG_WORDS: Final = 32
 """int32 from one flag of a tile to the next: each has its own line, so that waiting for one does not slow another."""
 
-MOST_TOKENS: Final = 2**31 - 1
-"""Tokens that a rank is sent, and the bits of their number among counts that travel."""
-
-LAYER_SHIFT: Final = 32
-"""Where the number of the layer that a rank calls stands above that number, so that ranks can compare it."""
-
 SPREAD_HEAVY: Final = 2
 """A value of `heavy_first`: the tiles of experts with more than one are spread evenly among the others, each in order.
 

@@ -11,11 +11,11 @@ import torch
 
 from moereg.errors import ArgumentError
 from moereg.expert_placement import PlacementTables
-from moereg.kernels.sizes import LAYER_SHIFT, MOST_TOKENS
 from moereg.prepare_finalize.base import Prepared, weighted_sum
 from moereg.prepare_finalize.batched import calls_kernels
 from moereg.prepare_finalize.cells import register_prepare_finalize
 from moereg.prepare_finalize.exchange import (
+    STAMP,
     RowLayout,
     first_rows,
     pack_tokens,
@@ -91,7 +91,7 @@ class AllToAll(GroupPrepareFinalize):
     def _stamp(self) -> torch.Tensor:
         """[1] int64, what ranks add to counts, so that each sees which layer the others call."""
         with torch.inference_mode(False):
-            return torch.full((1,), self.layer_number << LAYER_SHIFT, device=self.group.device)
+            return torch.full((1,), self.layer_number * STAMP, device=self.group.device)
 
     @property
     def in_triton(self) -> bool:
@@ -147,9 +147,9 @@ class AllToAll(GroupPrepareFinalize):
         # The only wait for the device.
         out, back = read()
         # Before a token leaves.
-        self.group.check_called([pair[0] >> LAYER_SHIFT for pair in back])
-        tokens_out, routes_out = [pair[0] & MOST_TOKENS for pair in out], [pair[1] for pair in out]
-        tokens_in, routes_in = [pair[0] & MOST_TOKENS for pair in back], [pair[1] for pair in back]
+        self.group.check_called([pair[0] // STAMP for pair in back])
+        tokens_out, routes_out = [pair[0] % STAMP for pair in out], [pair[1] for pair in out]
+        tokens_in, routes_in = [pair[0] % STAMP for pair in back], [pair[1] for pair in back]
         # Few sizes, so that launches are found recorded: by the kernels here, and by those of the experts.
         rows = sent.new_empty((self._rows_of(sum(tokens_in), problem), layout.row_bytes))
         arrived, leaves = first_rows(rows, sum(tokens_in)), first_rows(sent, sum(tokens_out))

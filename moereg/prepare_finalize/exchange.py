@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moereg.kernels.rows.exchanged import RowWords
 
 __all__ = [
+    "STAMP",
     "Placed",
     "RowLayout",
     "first_rows",
@@ -29,6 +30,9 @@ __all__ = [
     "split_rows",
     "unpack_tokens",
 ]
+
+STAMP: Final = 2**32
+"""Times the number of the layer that a rank calls, added to its counts of tokens: these are below."""
 
 _ALIGNMENT: Final = 16
 """Bytes of the widest load."""

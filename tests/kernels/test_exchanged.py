@@ -9,7 +9,6 @@ import torch
 
 from moereg.expert_placement import ExpertPlacement, PlacementTables
 from moereg.kernels.rows import arrived, exchanged
-from moereg.kernels.sizes import LAYER_SHIFT
 from moereg.prepare_finalize import exchange
 from moereg.prepare_finalize.exchange import RowLayout, rounded_rows
 from moereg.testing.interpreter import patch_interpreter
@@ -55,7 +54,7 @@ def test_rows_are_those_of_torch(call: tuple[PlacementTables, torch.Tensor, RowL
     )
     weights = torch.rand(ids.shape, generator=generator).to(DEVICE) if layout.has_weights else None
     counts = torch.full((num_ranks, 2), -7, dtype=torch.int64, device=DEVICE)
-    stamp = torch.tensor([7 << LAYER_SHIFT], device=DEVICE)
+    stamp = torch.tensor([7 * exchange.STAMP], device=DEVICE)
     placed = exchanged.place_routes(ids, tables.num_holders, tables.holders, tables.rank, counts, stamp)
     expected = exchange.place_routes(ids, tables)
     stamped = expected.counts.clone()

@@ -15,7 +15,6 @@ import triton.language as tl
 
 from moereg.kernels.launch.remembered import launch_remembered
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.sizes import MOST_TOKENS
 
 # Ids that the program of a rank reads at a time, few and many, and words of a row that a program copies.
 _FEW_IDS: Final = 512
@@ -54,7 +53,8 @@ class RowWords(NamedTuple):
     widths: tuple[int, ...]
 
 
-TOKEN_BITS: Final[tl.constexpr] = tl.constexpr(MOST_TOKENS)
+# Above them counts of tokens are stamped.
+TOKEN_BITS: Final[tl.constexpr] = tl.constexpr(2**31 - 1)
 
 WORD_DTYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -123,7 +123,7 @@ def place_routes(
         holders: [num_experts, R] int32, these ranks. Token t takes number (t + home_rank) % num_holders of them.
         home_rank: This rank.
         counts: [R, 2] int64, contiguous: overwritten, and aliased by the result.
-        stamp: [1] int64, added to the numbers of tokens: the layer's number << LAYER_SHIFT.
+        stamp: [1] int64, added to the numbers of tokens: a multiple of 2**32.
     """
     (num_tokens, top_k), (num_experts, num_ranks) = topk_ids.shape, holders.shape
     assert 3 * num_tokens * top_k < 2**31
