@@ -105,6 +105,8 @@ class MoEKernel:
 
         Raises:
             BackendError: The backend's own code raised; names it and its distribution.
+            GroupError: Ranks of the group call other layers, another thread of this process calls one, or a rank has
+                ended or stalled.
             ValueError: A shape, dtype or device is wrong, or `out` aliases an input; on CPU, or on a GPU with
                 MOEREG_DEBUG=1, also NaN in topk_weights, an expert named twice by a token, or a value of expert_map out
                 of range. Compiled code makes the same checks when it runs.

@@ -465,6 +465,8 @@ def two_threads(rank: int, size: int) -> list[str]:
     texts += [error_of_calling(second, rank), error_of_making(rank, size, problem_of())]
     go_on.set()
     thread.join()
+    # The other ranks may have called what was refused here.
+    texts.append(error_of_calling(second if rank else first, rank))
     return [*texts, error_of_calling(second, rank)]
 
 

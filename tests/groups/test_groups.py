@@ -146,13 +146,14 @@ def test_counts_say_which_layer_a_rank_calls(two_ranks: list[dict[str, Any]]) ->
 
 def test_a_second_thread_is_refused_before_it_exchanges_anything(two_ranks: list[dict[str, Any]]) -> None:
     for rank, result in enumerate(two_ranks):
-        called, making, *others = value_of(result, "two_threads")
+        called, making, inside_still, next_call, then = value_of(result, "two_threads")
         inside = (
             f"on rank {rank} of 2 ranks over gloo on cpu while another is to call layer 1 of the group (E12 H128 I32)"
         )
         assert f"got one that wants to call layer 2 of the group (E12 H128 I32) {inside}; call from one th" in called
         assert f"got one that wants to make the kernel {inside}; call from one thread" in making
-        assert others == ["called", "called"]
+        assert [inside_still, then] == ["called", "called"]
+        assert "the same layer at a time, got layer 1 of the group (E12 H128 I32) on rank 0, layer 2 of" in next_call
 
 
 def test_where_a_host_must_not_wait_a_layer_is_checked_once(two_ranks: list[dict[str, Any]]) -> None:
