@@ -1,0 +1,571 @@
+"""Each check of the kit has backends that break its promise; the kit must not let one of them pass.
+
+They run in this process, on tiny layers. What crashes or hangs is in `test_verify.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from moereg.author import ExpertInputs, ExpertWeights, Facts, MoEProblem, PermutedWeights, Platform
+from moereg.layer import make_kernel
+from moereg.moe_kernel import MoEKernel
+from moereg.quant import get_scheme
+from moereg.reference import reference_experts
+from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
+from moereg.testing import checks, deciding
+from moereg.testing.cases import Case, first_case
+from moereg.testing.check import KINDS
+from moereg.testing.checks import check_case, check_numbers
+from moereg.testing.drawing import DrawnLayer
+from moereg.testing.guards import FORMS
+from moereg.testing.imports import ImportWatch
+from moereg.testing.inputs import ROUTINGS, make_inputs, make_weights
+from moereg.tolerances import layer_tolerance
+from tests.support.fakes import EVERYTHING, BatchedExperts, FakeExperts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+LITTLE = Facts(
+    activations=frozenset({"silu"}),
+    activation_formats=frozenset({"standard"}),
+    dtypes=frozenset({"float32"}),
+    placements=frozenset({"contiguous"}),
+    deterministic=True,
+)
+
+
+class RightExperts(FakeExperts):
+    """Runs the reference in any scheme. Others override `spoil`, which is called after each run."""
+
+    facts = LITTLE
+    num_calls = 0
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        self.num_calls += 1
+        out.copy_(self.result(inputs, weights))
+        self.spoil(out, inputs, weights, workspace13, workspace2)
+
+    def result(self, inputs: ExpertInputs, weights: PermutedWeights) -> torch.Tensor:
+        canonical = ExpertWeights(**dict(weights.per_expert), quant=self.problem.quant)  # type: ignore[arg-type]
+        call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, inputs.expert_map)
+        return reference_experts(self.problem, canonical, *call, computes=self.computes)
+
+    def spoil(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights, *workspaces: Any) -> None:
+        """Breaks the promise."""
+
+
+def spoiling(broken: Callable[..., object], base: type[FakeExperts] = RightExperts, **members: Any) -> Any:
+    """A class that does this after each run, with itself, out, inputs, weights and both workspaces."""
+
+    class SpoilingExperts(base):  # type: ignore[valid-type, misc]
+        def spoil(self, *given: Any) -> None:
+            broken(self, *given)
+
+    for name, member in members.items():
+        setattr(SpoilingExperts, name, member)
+    return SpoilingExperts
+
+
+def cell_of(experts: type[FakeExperts], scheme: str = "unquantized") -> BackendCell:
+    registry = BackendRegistry()
+    register_moe_backend("fresh", 1, (scheme,), ("cpu", "cuda:sm90"), registry=registry)(experts)
+    (cell,) = registry.cells
+    return cell
+
+
+def case_of(experts: type[FakeExperts], **changes: Any) -> Case:
+    sizes = {"num_experts": 3, "hidden_size": 40, "intermediate_size": 24, "top_k": 2, "dtype": "float32"}
+    problem = MoEProblem(**{**sizes, **changes})
+    return Case(cell_of(experts, problem.quant.name), Platform.from_name("cpu"), problem)
+
+
+def drawn(experts: type[FakeExperts], num_calls: int = 1, changes: dict[str, Any] | None = None, **call: Any) -> None:
+    """Runs `check_case` on a layer."""
+    case = case_of(experts, **(changes or {}))
+    layer = DrawnLayer(
+        backend="fresh", experts="", rule="cpu", computes="", problem=case.problem, **{"num_tokens": 5, **call}
+    )
+    check_case(case, layer, num_calls)
+
+
+def watch(*packages: str) -> ImportWatch:
+    return ImportWatch({package: frozenset({f"{__name__}.backend"}) for package in packages})
+
+
+def predicate(answer: Callable[[MoEProblem, Platform], list[str]]) -> Any:
+    class PickyExperts(RightExperts):
+        @classmethod
+        def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
+            return answer(problem, platform)
+
+    return PickyExperts
+
+
+def no_such_key() -> list[str]:
+    raise KeyError("no such key")
+
+
+class OtherLayoutExperts(RightExperts):
+    """Reads what it made, and its class says something else."""
+
+    def __init__(self, problem: MoEProblem, platform: Platform, computes: Any = None) -> None:
+        super().__init__(problem, platform, computes)
+        self.layouts = ("other",)  # type: ignore[misc]
+
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        return PermutedWeights("other", weights.tensors())
+
+
+class WritingExperts(RightExperts):
+    """Spoils weights that it was given, in the last element."""
+
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        permuted = PermutedWeights("canonical", {name: each.clone() for name, each in weights.tensors().items()})
+        weights.w2[-1, -1, -1] += 1
+        return permuted
+
+
+class KeepingExperts(RightExperts):
+    """Runs on the weights of its first call."""
+
+    kept: PermutedWeights | None = None
+
+    def result(self, inputs: ExpertInputs, weights: PermutedWeights) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = PermutedWeights("", {name: weights[name].clone() for name in weights.per_expert})
+        return super().result(inputs, self.kept)
+
+
+class WearingExperts(RightExperts):
+    """Each permuting is a little off the one before."""
+
+    num_permuted = 0
+
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        self.num_permuted += 1
+        return PermutedWeights("canonical", {"w13": weights.w13, "w2": weights.w2 * (1 + 1e-6 * self.num_permuted)})
+
+
+class Kept16BitExperts(RightExperts):
+    """Does not quantize activations."""
+
+    def result(self, inputs: ExpertInputs, weights: PermutedWeights) -> torch.Tensor:
+        canonical = ExpertWeights(**dict(weights.per_expert), quant=self.problem.quant)  # type: ignore[arg-type]
+        kept = dataclasses.replace(self.computes, name="kept", activation=None)
+        call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, inputs.expert_map)
+        return reference_experts(self.problem, canonical, *call, computes=kept)
+
+
+def shrinking(place: int, where: int) -> type[RightExperts]:
+    """One workspace has an element less from so many tokens on."""
+
+    def shapes(self: Any, problem: MoEProblem, num_tokens: int) -> Any:
+        sizes = [2 * where + 10, 2 * where + 10]
+        sizes[place] -= num_tokens >= where
+        return tuple((size,) for size in sizes)
+
+    return spoiling(lambda *_: None, workspace_shapes=shapes)
+
+
+def in_call(number: int) -> type[RightExperts]:
+    """Gives other bits in one call, within the tolerance."""
+    return spoiling(lambda self, out, *_: out.mul_(1 + 2e-7 * (self.num_calls == number)))
+
+
+def numbers(experts: type[FakeExperts], **changes: Any) -> None:
+    check_numbers(case_of(experts, **changes))
+
+
+def wrong_where(routing: str) -> type[RightExperts]:
+    """Wrong for one kind of routing, which is known by its ids."""
+    looks: dict[str, Callable[[torch.Tensor], bool]] = {
+        "uniform": lambda ids: (ids == 0).sum().item() <= 14,
+        "skewed": lambda ids: (ids == 0).sum().item() > 14,
+        "one_expert": lambda ids: bool((ids > 0).all()),
+        "unmapped": lambda ids: bool((ids == -1).any()),
+        "nowhere": lambda ids: bool((ids == 3).all()),
+    }
+
+    def spoil(self: Any, out: torch.Tensor, inputs: ExpertInputs, *_: Any) -> None:
+        ids = inputs.topk_ids
+        is_mapped = bool(((ids >= 0) & (ids < 3)).all())
+        looked = is_mapped if routing in ("uniform", "skewed", "one_expert") else True
+        if len(ids) == 17 and looked and looks[routing](ids):
+            out.add_(1)
+
+    return spoiling(spoil)
+
+
+def beside(which: int, where: str) -> Callable[..., object]:
+    """Writes to a byte just in front of or behind a tensor of apply."""
+
+    def spoil(*given: Any) -> None:
+        tensor = given[which]
+        place = tensor.storage_offset() + (tensor.numel() if where == "behind" else -1)
+        tensor.as_strided((1,), (1,), place).fill_(1)
+
+    return spoil
+
+
+def with_prepared(broken: Callable[[ExpertInputs], object]) -> type[FakeExperts]:
+    """A batched class that does something to what `prepare` made."""
+
+    class SpoilingBatchedExperts(BatchedExperts):
+        def apply(
+            self,
+            out: torch.Tensor,
+            inputs: ExpertInputs,
+            weights: PermutedWeights,
+            workspace13: torch.Tensor,
+            workspace2: torch.Tensor,
+        ) -> None:
+            super().apply(out, inputs, weights, workspace13, workspace2)
+            broken(inputs)
+
+    return SpoilingBatchedExperts
+
+
+def off_by(share: float) -> type[RightExperts]:
+    """Off by that share of the bound."""
+
+    def spoil(self: Any, out: torch.Tensor, *_: Any) -> None:
+        out.mul_(1 + share * layer_tolerance(self.problem, len(out)))
+
+    return spoiling(spoil)
+
+
+def writes_later(self: Any, out: torch.Tensor, *_: Any) -> None:
+    def fill() -> None:
+        time.sleep(0.02)
+        out.fill_(1)
+
+    threading.Thread(target=fill, daemon=True).start()
+
+
+def writes_kept_weights() -> type[RightExperts]:
+    """Writes to the canonical weights, of which it keeps a view, when it runs."""
+
+    def permute(self: Any, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        self.kept = weights.w2
+        return PermutedWeights("canonical", {name: each.clone() for name, each in weights.tensors().items()})
+
+    return spoiling(lambda self, *_: self.kept.add_(1), permute_weights=permute)
+
+
+def reads_stale(self: Any, out: torch.Tensor, inputs: Any, weights: Any, workspace13: torch.Tensor, *_: Any) -> None:
+    """As if the last call's scratch were this one's."""
+    out.add_(float(workspace13.flatten()[0] == 7))
+    workspace13.fill_(7)
+
+
+def deciding_beside(*packages: str) -> None:
+    """The check of a class whose module has imported these, where they are there."""
+    with mock.patch.dict(sys.modules, {package: ModuleType(package) for package in packages}):
+        deciding.check_deciding(cell_of(RightExperts), watch(*packages))
+
+
+def taking(code: str) -> None:
+    """The check where a cell takes a problem that it must reject."""
+    cell = cell_of(RightExperts)
+    problem = first_case(cell).problem
+    with mock.patch.object(checks, "rejected_problems", return_value=[(code, problem)]):
+        checks.check_rejections(cell)
+
+
+class Wrapped:
+    """A kernel whose calls go through a function of the kernel and its arguments."""
+
+    def __init__(self, kernel: MoEKernel, call: Callable[..., torch.Tensor]) -> None:
+        self.kernel, self.call = kernel, call
+        self.weights, self.expert_map = kernel.weights, kernel.expert_map
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        self.kernel.weights, self.kernel.expert_map = self.weights, self.expert_map
+        return self.call(self.kernel, *tensors)
+
+
+@contextlib.contextmanager
+def wrapped(call: Callable[..., torch.Tensor], made: Callable[..., object] = lambda *_, **__: None) -> Iterator[None]:
+    """Inside, the checks' kernels call that function; `made` sees the arguments that they are made with."""
+
+    def make(*arguments: Any, **named: Any) -> Wrapped:
+        made(*arguments, **named)
+        return Wrapped(make_kernel(*arguments, **named), call)
+
+    with mock.patch.object(checks, "make_kernel", make):
+        yield
+
+
+def returning_its_own() -> None:
+    with wrapped(lambda kernel, *tensors: kernel(*tensors).clone()):
+        numbers(RightExperts)
+
+
+# The kind of check, the fault, what the check says, and how it is run on a backend with that fault.
+BROKEN: list[tuple[str, str, str, Callable[[], object]]] = [
+    ("deciding", "raises", "its predicate raised KeyError", lambda: deciding.check_deciding(
+        cell_of(predicate(lambda *_: no_such_key())), watch())),
+    ("deciding", "raises elsewhere", "its predicate raised KeyError", lambda: deciding.check_deciding(
+        cell_of(predicate(lambda problem, platform: no_such_key() if platform.kind == "cuda" else [])), watch())),
+    ("deciding", "raises outside of its claim", "its predicate raised KeyError", lambda: deciding.check_deciding(
+        cell_of(predicate(lambda problem, platform: no_such_key() if problem.has_bias else [])), watch())),
+    ("deciding", "shouts", "a reason must be a lowercase clause, got 'Too small'", lambda: deciding.check_deciding(
+        cell_of(predicate(lambda problem, platform: ["Too small"])), watch())),
+    ("deciding", "imports", "choosing a backend imports numba;", lambda: deciding_beside("numba", "json")),
+    ("rejections", "takes all", "must be rejected with code 'bias'", lambda: taking("bias")),
+    ("rejections", "shouts", "a reason must be a lowercase clause, got 'Too small'", lambda: checks.check_rejections(
+        cell_of(predicate(lambda problem, platform: ["Too small"] if problem.has_bias else [])))),
+    ("workspaces", "first", "elements for more tokens than ones of", lambda: checks.check_workspaces_grow(
+        cell_of(shrinking(0, 20)))),
+    ("workspaces", "second, late", "elements for more tokens than ones of", lambda: checks.check_workspaces_grow(
+        cell_of(shrinking(1, 690)))),
+    ("permute", "writes", "w2 was written to", lambda: checks.check_permute(cell_of(WritingExperts))),
+    ("permute", "layout", "layouts says ('canonical',), permute_weights gave 'other'", lambda: checks.check_permute(
+        cell_of(OtherLayoutExperts))),
+    ("reload", "keeps", "reload left the old weights", lambda: checks.check_reload(cell_of(KeepingExperts))),
+    ("reload", "wears", "equal weights gave another result after a reload", lambda: checks.check_reload(
+        cell_of(WearingExperts))),
+    *(("equal_bits", f"call {number}", "equal inputs gave other bits", lambda number=number: checks.check_equal_bits(
+        cell_of(in_call(number)))) for number in (1, 2, 4)),
+    ("compile", "first size", "T=17: compiled code gave another result than eager code", lambda: checks.check_compiles(
+        cell_of(in_call(2)))),
+    ("compile", "second size", "T=5: compiled code gave another result than eager code", lambda: checks.check_compiles(
+        cell_of(in_call(4)))),
+    ("rounding", "keeps 16 bits", "activations were kept at 16 bits", lambda: checks.check_activations_are_rounded(
+        cell_of(Kept16BitExperts, "int8_w8a8"), get_scheme("int8_w8a8"))),
+    ("numbers", "out, behind", "memory 1 bytes behind out", lambda: numbers(spoiling(beside(1, "behind")))),
+    ("numbers", "out, before", "bytes in front of out", lambda: numbers(spoiling(beside(1, "before")))),
+    ("numbers", "first scratch, behind", "behind workspace13", lambda: numbers(spoiling(beside(4, "behind")))),
+    ("numbers", "second scratch, before", "in front of workspace2", lambda: numbers(spoiling(beside(5, "before")))),
+    ("numbers", "tokens", "hidden_states was written to", lambda: numbers(
+        spoiling(lambda self, out, inputs, *_: inputs.hidden_states[-1, -1:].add_(1)))),
+    ("numbers", "ids", "topk_ids was written to", lambda: numbers(
+        spoiling(lambda self, out, inputs, *_: inputs.topk_ids[-1, -1:].add_(1)))),
+    ("numbers", "routing weights", "topk_weights was written to", lambda: numbers(
+        spoiling(lambda self, out, inputs, *_: inputs.topk_weights[-1, -1:].add_(1)))),
+    ("numbers", "equal ids", "topk_ids was written to, with what it held", lambda: numbers(
+        spoiling(lambda self, out, inputs, *_: inputs.topk_ids.copy_(inputs.topk_ids.clone())))),
+    ("numbers", "weights", "permuted w13 was written to", lambda: numbers(
+        spoiling(lambda self, out, inputs, weights, *_: weights["w13"][-1, -1, -1:].add_(1)))),
+    ("numbers", "canonical weights", "canonical w2 was written to", lambda: numbers(writes_kept_weights())),
+    ("numbers", "permuting", "canonical w2 was written to", lambda: numbers(WritingExperts)),
+    ("numbers", "given map", "expert_map was written to", lambda: numbers(
+        spoiling(lambda self, out, inputs, *_: inputs.expert_map.neg_(), facts=EVERYTHING),
+        placement="map", num_experts=6, num_local_experts=2)),
+    ("numbers", "own map", "expert_map was written to", lambda: numbers(
+        spoiling(lambda self, out, inputs, *_: inputs.expert_map.neg_()), num_experts=6, num_local_experts=3)),
+    ("numbers", "prepared rows", "prepared hidden_states was written to", lambda: numbers(
+        with_prepared(lambda inputs: inputs.hidden_states[-1, -1:].add_(1)), activation_format="batched")),
+    ("numbers", "prepared counts", "prepared expert_num_tokens was written to", lambda: numbers(
+        with_prepared(lambda inputs: inputs.expert_num_tokens.neg_()), activation_format="batched")),
+    ("numbers", "behind prepared rows", "bytes behind prepared hidden_states was written to", lambda: numbers(
+        with_prepared(lambda inputs: beside(0, "behind")(inputs.hidden_states)), activation_format="batched")),
+    ("numbers", "reads scratch", "are not finite", lambda: numbers(
+        spoiling(lambda self, out, inputs, weights, one, two: out.add_(two.flatten()[0] * 0)))),
+    ("numbers", "leaves out as it was", "rows [0] of 1 are not finite", lambda: numbers(
+        spoiling(lambda self, out, *_: out.copy_(out.new_full(out.shape, -1).sqrt())))),
+    ("numbers", "a little off", ", bound", lambda: numbers(off_by(1.2))),
+    *(("numbers", f"{count} tokens", f"T={count} uniform: error", lambda count=count: numbers(
+        spoiling(lambda self, out, *_: out.add_(len(out) == count)))) for count in (1, 2, 17, 63)),
+    *(("numbers", routing, f"T=17 {routing}: error", lambda routing=routing: numbers(wrong_where(routing)))
+      for routing in ROUTINGS),
+    ("numbers", "returns its own", "a layer must return the out that it was given", returning_its_own),
+    ("numbers", "later", "out was written to after the call had returned", lambda: numbers(spoiling(writes_later))),
+    ("drawn", "a little off", ", bound", lambda: drawn(off_by(1.2))),
+    ("drawn", "later", "out was written to after the call had returned", lambda: drawn(spoiling(writes_later))),
+    ("drawn", "huge scratch", ", bound", lambda: drawn(
+        spoiling(lambda self, out, inputs, weights, one, two: out.add_(float((two > 1e38).all()))), fill="huge")),
+    ("drawn", "stale scratch", ", bound", lambda: drawn(spoiling(reads_stale), fill="stale")),
+    ("drawn", "second call", ", bound", lambda: drawn(
+        spoiling(lambda self, out, *_: out.add_(self.num_calls == 2)), num_calls=2)),
+    ("drawn", "bits", "equal inputs gave other bits", lambda: drawn(in_call(2), num_calls=2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "message", "run"), BROKEN, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_broken_promise_is_seen(kind: str, fault: str, message: str, run: Callable[[], object]) -> None:
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        run()
+
+
+# Below: a GPU that is faked, and faults that are planted.
+ELSEWHERE = {"graph", "synchronization", "faults"}
+MORE_MESSAGES = ["a replayed graph gave another result than eager code", ", must be above "]
+
+
+def test_no_check_is_without_a_backend_that_it_refuses() -> None:
+    assert {kind for kind, *_ in BROKEN} | ELSEWHERE == set(KINDS)
+    messages = [message for _, _, message, _ in BROKEN] + MORE_MESSAGES
+    for module in (checks, deciding):
+        for promise in promises_of(module):
+            assert any(piece in message for message in messages for piece in promise), promise
+
+
+def promises_of(module: ModuleType) -> Iterator[list[str]]:
+    """The literal pieces of the message of each assertion of a module."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        text = node.msg if isinstance(node, ast.Assert) else None
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            text = node.exc.args[0]
+        found = (
+            [str(each.value).strip(" :;,") for each in ast.walk(text) if isinstance(each, ast.Constant)] if text else []
+        )
+        pieces = [piece for piece in found if len(piece) > 6]
+        if pieces:
+            yield pieces
+
+
+def spoiled_by(share: float) -> Callable[[ExpertWeights], Iterator[tuple[str, ExpertWeights]]]:
+    """A planted fault that makes the result wrong by that share, after one that is seen well."""
+
+    def planted(weights: ExpertWeights) -> Iterator[tuple[str, ExpertWeights]]:
+        name = "w2" if weights.w2_scale is None else "w2_scale"
+        matrix = weights.tensors()[name]
+        for each in (9.0, share):
+            yield f"share {each}", dataclasses.replace(weights, **{name: matrix * (1 + each)})  # type: ignore[arg-type]
+
+    return planted
+
+
+@pytest.mark.parametrize(("scheme", "least"), [("unquantized", 10), ("int8_w8a16", 10), ("int8_w8a8", 1.5)])
+def test_each_fault_must_be_seen_well_above_the_bound(
+    scheme: str, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = cell_of(RightExperts, scheme)
+    bound = layer_tolerance(first_case(cell).problem, 17, scheme)
+    monkeypatch.setattr(checks, "plant_faults", spoiled_by(1.1 * least * bound))
+    checks.check_faults_are_caught(cell, get_scheme(scheme))
+    monkeypatch.setattr(checks, "plant_faults", spoiled_by(0.9 * least * bound))
+    with pytest.raises(AssertionError, match=rf"{scheme} with share .*: error .*, must be above"):
+        checks.check_faults_are_caught(cell, get_scheme(scheme))
+
+
+def test_what_is_within_the_bound_passes() -> None:
+    numbers(off_by(0.8))
+    drawn(off_by(0.8))
+    numbers(RightExperts)
+
+
+def test_a_class_that_does_not_claim_equal_bits_need_not_give_them() -> None:
+    class Varying(in_call(2)):  # type: ignore[misc]
+        facts = dataclasses.replace(LITTLE, deterministic=False)
+
+    drawn(Varying, num_calls=2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_drawn_layer_runs_as_it_says(form: str) -> None:
+    """Its form, rank, ids, routing, seed and number of calls are those of what the kernel is given."""
+    made: list[tuple[ExpertWeights, int]] = []
+    calls: list[tuple[torch.Tensor, ...]] = []
+
+    def call(kernel: MoEKernel, *tensors: torch.Tensor) -> torch.Tensor:
+        calls.append(tuple(tensor.clone() for tensor in tensors[:3]))
+        return kernel(*tensors)
+
+    with wrapped(call, lambda problem, weights, **named: made.append((weights, named["ep_rank"]))):
+        drawn(
+            RightExperts,
+            num_calls=2,
+            changes={"num_experts": 6, "num_local_experts": 3},
+            **{"form": form, "ep_rank": 1, "wide_ids": True, "routing": "skewed", "seed": 3},
+        )
+    ((weights, rank),) = made
+    assert rank == 1
+    assert weights.w2.is_contiguous() == (form not in ("columns", "transposed"))
+    assert weights.w2.requires_grad == (form == "parameter")
+    problem = case_of(RightExperts, num_experts=6, num_local_experts=3).problem
+    assert torch.equal(weights.w2, make_weights(problem, CPU, 3).w2)
+    given = make_inputs(problem, 5, "skewed", CPU, 3)
+    assert len(calls) == 2
+    for hidden_states, topk_weights, topk_ids in calls:
+        assert topk_ids.dtype == torch.int64
+        assert torch.equal(hidden_states, given.hidden_states)
+        assert torch.equal(topk_weights, given.topk_weights)
+        assert torch.equal(topk_ids, given.topk_ids)
+
+
+class FakeGPU:
+    """A kernel and torch.cuda, as far as the checks of a GPU see them: capturing a call records how to run it again.
+
+    Args:
+        broken: `waits`, or how a replay goes wrong: it reads an input of the capture, or runs not at all or once.
+    """
+
+    def __init__(self, broken: str = "") -> None:
+        self.broken, self.mode, self.is_capturing, self.num_replayed = broken, "default", False, 0
+        self.replay: Callable[[], object] = lambda: None
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        if self.mode == "error" and self.broken == "waits":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        out = self.result(*tensors)
+        if self.is_capturing:
+            read = [each.clone() if self.broken == f"keeps {place}" else each for place, each in enumerate(tensors)]
+            self.replay = lambda: self.run_again(out, read)
+        return out
+
+    def run_again(self, out: torch.Tensor, read: list[torch.Tensor]) -> None:
+        self.num_replayed += 1
+        if self.broken != "runs not" and (self.broken != "runs once" or self.num_replayed == 1):
+            out.copy_(self.result(*read))
+
+    @staticmethod
+    def result(hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        return hidden_states * topk_weights.sum() + topk_ids.sum()
+
+    @contextlib.contextmanager
+    def capturing(self, graph: object) -> Iterator[None]:
+        self.is_capturing = True
+        yield
+        self.is_capturing = False
+
+    def run(self, check: Callable[[BackendCell], None]) -> None:
+        with (
+            mock.patch.object(checks, "build", return_value=self),
+            mock.patch.object(checks, "collecting_later", contextlib.nullcontext),
+            mock.patch.object(torch.cuda, "synchronize", return_value=None),
+            mock.patch.object(torch.cuda, "CUDAGraph", return_value=self),
+            mock.patch.object(torch.cuda, "graph", self.capturing),
+            mock.patch.object(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(self, "mode", mode)),
+        ):
+            check(cell_of(RightExperts))
+
+
+@pytest.mark.parametrize("broken", ["", "keeps 0", "keeps 1", "keeps 2", "runs not", "runs once"])
+def test_a_replay_must_read_its_inputs_anew_each_time(broken: str) -> None:
+    told = pytest.raises(AssertionError, match="a replayed graph gave another result than eager code")
+    with told if broken else contextlib.nullcontext():
+        FakeGPU(broken).run(checks.check_graph_replay)
+
+
+def test_a_call_must_not_wait_and_torch_is_left_as_it_was() -> None:
+    FakeGPU().run(checks.check_no_synchronization)
+    waiting = FakeGPU("waits")
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        waiting.run(checks.check_no_synchronization)
+    assert waiting.mode == "default"
