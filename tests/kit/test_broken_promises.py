@@ -29,17 +29,19 @@ from moereg.reference import reference_experts
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
 from moereg.testing import checks, deciding
 from moereg.testing.cases import Case, first_case
-from moereg.testing.check import KINDS
+from moereg.testing.check import KINDS, CellName, Check
 from moereg.testing.checks import check_case, check_numbers
 from moereg.testing.drawing import DrawnLayer
-from moereg.testing.guards import FORMS
+from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.imports import ImportWatch
 from moereg.testing.inputs import ROUTINGS, make_inputs, make_weights
+from moereg.testing.poison import poisoned_empty
 from moereg.tolerances import layer_tolerance
 from tests.support.fakes import EVERYTHING, BatchedExperts, FakeExperts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
+REAL_EMPTY = torch._C._VariableFunctions.empty  # What torch.empty is where nothing has replaced it.
 LITTLE = Facts(
     activations=frozenset({"silu"}),
     activation_formats=frozenset({"standard"}),
@@ -398,6 +400,8 @@ BROKEN: list[tuple[str, str, str, Callable[[], object]]] = [
     ("drawn", "huge scratch", ", bound", lambda: drawn(
         spoiling(lambda self, out, inputs, weights, one, two: out.add_(float((two > 1e38).all()))), fill="huge")),
     ("drawn", "stale scratch", ", bound", lambda: drawn(spoiling(reads_stale), fill="stale")),
+    ("drawn", "first call", ", bound", lambda: drawn(
+        spoiling(lambda self, out, *_: out.add_(self.num_calls == 1)), num_calls=2)),
     ("drawn", "second call", ", bound", lambda: drawn(
         spoiling(lambda self, out, *_: out.add_(self.num_calls == 2)), num_calls=2)),
     ("drawn", "bits", "equal inputs gave other bits", lambda: drawn(in_call(2), num_calls=2)),
@@ -423,6 +427,44 @@ def test_no_check_is_without_a_backend_that_it_refuses() -> None:
     for module in (checks, deciding):
         for promise in promises_of(module):
             assert any(piece in message for message in messages for piece in promise), promise
+
+
+RUN_BY = {
+    "deciding": "check_deciding",
+    "rejections": "check_rejections",
+    "permute": "check_permute",
+    "workspaces": "check_workspaces_grow",
+    "numbers": "check_numbers",
+    "faults": "check_faults_are_caught",
+    "rounding": "check_activations_are_rounded",
+    "reload": "check_reload",
+    "equal_bits": "check_equal_bits",
+    "compile": "check_compiles",
+    "graph": "check_graph_replay",
+    "synchronization": "check_no_synchronization",
+    "drawn": "check_case",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_check_runs_what_its_name_says(kind: str) -> None:
+    cell = cell_of(RightExperts, "int8_w8a8")
+    case = first_case(cell)
+    problem = case.problem
+    layer = DrawnLayer(backend="fresh", experts="", rule="cpu", computes="", problem=problem, num_tokens=3)
+    given: dict[str, tuple[object, tuple[object, ...], dict[str, object]]] = {
+        "deciding": (watch(), (cell, watch()), {}),
+        "numbers": ({"problem": problem.to_dict(), "is_first": True}, (case, True), {}),
+        "faults": ("int8_w8a8", (cell, problem.quant), {}),
+        "rounding": (dataclasses.asdict(problem.quant), (cell, problem.quant), {}),
+        "drawn": ({"label": "seed0-0", "layer": layer.to_dict()}, (case, layer), {"num_calls": 2}),
+    }
+    argument, arguments, named = given.get(kind, (None, (cell,), {}))
+    checked = mock.Mock()
+    replaced = {"deciding": checked} if kind == "deciding" else {}
+    with mock.patch.object(checks, RUN_BY[kind], checked, create=True), mock.patch.dict(KINDS, replaced):
+        KINDS[kind](cell, argument)
+    checked.assert_called_once_with(*arguments, **named)
 
 
 def promises_of(module: ModuleType) -> Iterator[list[str]]:
@@ -451,6 +493,15 @@ def spoiled_by(share: float) -> Callable[[ExpertWeights], Iterator[tuple[str, Ex
     return planted
 
 
+def test_faults_are_planted_in_biases_where_a_cell_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(checks, "plant_faults", lambda weights: seen.append(weights.w2_bias is not None) or [])
+    for has_bias in (True, False):
+        facts = dataclasses.replace(LITTLE, bias=has_bias)
+        checks.check_faults_are_caught(cell_of(spoiling(print, facts=facts)), get_scheme("unquantized"))
+    assert seen == [True, False]
+
+
 @pytest.mark.parametrize(("scheme", "least"), [("unquantized", 10), ("int8_w8a16", 10), ("int8_w8a8", 1.5)])
 def test_each_fault_must_be_seen_well_above_the_bound(
     scheme: str, least: float, monkeypatch: pytest.MonkeyPatch
@@ -468,6 +519,31 @@ def test_what_is_within_the_bound_passes() -> None:
     numbers(off_by(0.8))
     drawn(off_by(0.8))
     numbers(RightExperts)
+
+
+def test_a_right_class_passes_what_the_others_fail() -> None:
+    cell = cell_of(RightExperts)
+    for check in (checks.check_reload, checks.check_permute, checks.check_workspaces_grow, checks.check_equal_bits):
+        check(cell)
+    checks.check_rejections(cell)
+    deciding.check_deciding(cell, watch("json"))
+    quantized = cell_of(RightExperts, "int8_w8a8")
+    checks.check_activations_are_rounded(quantized, get_scheme("int8_w8a8"))
+    for fill in FILLS:
+        drawn(RightExperts, num_calls=2, fill=fill)
+    numbers(with_prepared(lambda inputs: None), activation_format="batched")
+    for placement, facts in (("map", EVERYTHING), ("contiguous", LITTLE)):
+        numbers(spoiling(lambda *_: None, facts=facts), placement=placement, num_experts=6, num_local_experts=3)
+
+
+def test_a_caller_compiles_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return hidden_states
+
+    monkeypatch.setattr(checks, "build", lambda case: kernel)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        checks.check_compiles(cell_of(RightExperts))
 
 
 def test_a_class_that_does_not_claim_equal_bits_need_not_give_them() -> None:
@@ -554,6 +630,32 @@ class FakeGPU:
             mock.patch.object(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(self, "mode", mode)),
         ):
             check(cell_of(RightExperts))
+
+
+@pytest.mark.parametrize("kind", ["permute", "numbers", "faults", "rounding", "reload", "drawn"])
+def test_checks_of_numbers_run_beside_poisoned_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    cell = cell_of(RightExperts)
+    monkeypatch.setattr(torch, "empty", REAL_EMPTY)
+    monkeypatch.setattr(CellName, "find", lambda self: cell)
+    monkeypatch.setitem(KINDS, kind, lambda cell, argument: seen.append(bool(torch.empty(3).isnan().all())))
+    Check.make(CellName("fresh", "RightExperts", ("unquantized",), ("cpu",)), kind).run()
+    assert seen == [True]
+    assert torch.empty is REAL_EMPTY
+
+
+def test_memory_that_nothing_wrote_is_nan_in_every_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", REAL_EMPTY)
+    with poisoned_empty():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            assert torch.empty(3, dtype=dtype).isnan().all()
+        codes = torch.empty(3, dtype=torch.uint8)
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            assert codes.view(dtype).float().isnan().all()
+        assert torch.empty(3, device="meta").shape == (3,)
+        with pytest.raises(KeyError), poisoned_empty():
+            raise KeyError
+    assert torch.empty is REAL_EMPTY
 
 
 @pytest.mark.parametrize("broken", ["", "keeps 0", "keeps 1", "keeps 2", "runs not", "runs once"])

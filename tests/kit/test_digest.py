@@ -197,9 +197,16 @@ def helper():
 def other_helper():
     from . import unused
 
+def by_name():
+    return 7
+
+@cache
+def tables():
+    return 9
+
 class Base(Experts):
     def load(self):
-        return helper()
+        return helper() + globals()["by_name"]()
 
 @register("first")
 class First(Base):
@@ -225,6 +232,9 @@ class Second(Base):
         (("note('read')", "note('read twice')"), True),
         (("return LIMIT", "return -LIMIT"), True),
         (("class Base(Experts)", "class Base(object)"), True),
+        # Whoever decorates a function may call it, and a string may be the name of one.
+        (("return 9", "return 10"), True),
+        (("return 7", "return 8"), True),
         (('@register("first")', '@register("1st")'), True),
         (("from .inner import second", "from .inner import deep"), True),
         (('"second"\n)', '"2nd"\n)'), False),

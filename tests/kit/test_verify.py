@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import pickle
@@ -23,7 +24,7 @@ from moereg.testing.cases import is_imitated, running_as
 from moereg.testing.check import CellName, Check, chosen_machine
 from moereg.testing.listing import Suite, list_suite
 from moereg.testing.modules import import_modules
-from moereg.testing.outcomes import Outcome, Report
+from moereg.testing.outcomes import Outcome, Report, Result
 from moereg.testing.suite import checks_of, run_check, verify
 from moereg.testing.worker import _imported
 from moereg.testing.workers import Worker, shared_worker
@@ -327,6 +328,41 @@ def test_what_a_named_platform_ran_is_imitated_and_no_evidence() -> None:
     assert is_imitated(cell)
     with running_as(chosen_machine("cuda:sm90")):
         assert is_imitated(cell)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU imitates no other GPU")
+def test_a_run_as_another_platform_passes_and_verifies_nothing(isolated_registry: BackendRegistry) -> None:
+    register_moe_backend("imitating", 1, ("unquantized",), ("cuda:sm80+",))(FakeExperts)
+    report = verify("imitating", platform="cuda:sm90", isolate=False, only=["workspaces"])
+    assert (report.passed, report.platform) == (True, "cuda:sm90")
+    assert report.verified_cells == {}
+    (cell,) = report.to_dict()["cells"]
+    assert (cell["runs"], cell["counts"]["passed"]) == ("imitated", 1)
+
+
+def test_a_cell_is_verified_by_its_own_checks_alone() -> None:
+    cells = {name: CellName("fake", name, ("unquantized",), ("cpu",)) for name in ("right", "skipped", "wrong", "idle")}
+    statuses = {
+        "right": ("passed", "passed"),
+        "skipped": ("passed", "skipped"),
+        "wrong": ("failed", "passed"),
+        "idle": ("passed",),
+    }
+    results = tuple(
+        Result(Check.make(cells[name], kind), Outcome(status))
+        for name, found in statuses.items()
+        for kind, status in zip(("deciding", "permute"), found, strict=False)
+    )
+
+    def reported(*shown: str) -> Report:
+        kept = tuple(result for result in results if result.check.cell.experts in shown)
+        return Report("fake", "cpu", "", {}, 0, kept, {cells["idle"]: "requires a GPU"})
+
+    assert reported(*statuses).verified_cells == {cells["right"]: 2}
+    verdicts = {"right": True, "skipped": True, "wrong": False, "idle": None}
+    assert {name: reported(name).passed for name in statuses} == verdicts
+    crashed = dataclasses.replace(reported(), results=(Result(results[0].check, Outcome("crashed")),))
+    assert (crashed.passed, len(crashed.failures), crashed.verified_cells) == (False, 1, {})
 
 
 def test_listing_is_isolated_too(monkeypatch: pytest.MonkeyPatch) -> None:
