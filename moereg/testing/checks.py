@@ -93,7 +93,6 @@ class GuardedLayer:
         expert_map = make_expert_map(case.problem, case.device)
         if expert_map is not None:
             expert_map = self._memory.copy("expert_map", expert_map)
-            self._memory.freeze()
         # The case's device may lack the index that tensors have: cuda and cuda:0 are not equal.
         self.expert_map = resolve_expert_map(case.problem, ep_rank, expert_map, self.weights.w13.device)
         self.truths = [self.reference(inputs) for inputs in calls]
@@ -112,7 +111,6 @@ class GuardedLayer:
         if self._kernel.expert_map is not None and expert_map is None:
             self._kernel.expert_map = self._memory.copy("expert_map", self._kernel.expert_map)
             self._memory.freeze()
-        self.expert_map = self._kernel.expert_map
 
     def __call__(self, inputs: Inputs, fill: str = "nan") -> torch.Tensor:
         """Runs a copy of the inputs into an output of NaN, and returns that.

@@ -90,9 +90,11 @@ def spoiling(broken: Callable[..., object], base: type[FakeExperts] = RightExper
     return SpoilingExperts
 
 
-def cell_of(experts: type[FakeExperts], scheme: str = "unquantized") -> BackendCell:
+def cell_of(
+    experts: type[FakeExperts], scheme: str = "unquantized", rules: tuple[str, ...] = ("cpu", "cuda:sm90")
+) -> BackendCell:
     registry = BackendRegistry()
-    register_moe_backend("fresh", 1, (scheme,), ("cpu", "cuda:sm90"), registry=registry)(experts)
+    register_moe_backend("fresh", 1, (scheme,), rules, registry=registry)(experts)
     (cell,) = registry.cells
     return cell
 
@@ -534,6 +536,29 @@ def test_a_right_class_passes_what_the_others_fail() -> None:
     numbers(with_prepared(lambda inputs: None), activation_format="batched")
     for placement, facts in (("map", EVERYTHING), ("contiguous", LITTLE)):
         numbers(spoiling(lambda *_: None, facts=facts), placement=placement, num_experts=6, num_local_experts=3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU imitates no other GPU")
+def test_interpreted_kernels_have_two_experts_with_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(checks, "plant_faults", lambda weights: seen.append(weights.num_experts) or [])
+    for rules in (("cpu",), ("cuda:sm90",)):
+        checks.check_faults_are_caught(cell_of(RightExperts, rules=rules), get_scheme("unquantized"))
+    assert seen == [6, 2]
+
+
+def test_a_cell_is_compared_with_what_it_computes() -> None:
+    """Such as 16-bit activations for a checkpoint whose scheme rounds them, which has a wider bound."""
+    problem = case_of(RightExperts, quant="int8_w8a8", num_experts=3).problem
+    bounds = [layer_tolerance(problem, 17, scheme) for scheme in ("int8_w8a16", "int8_w8a8")]
+    assert bounds[0] * 2 < bounds[1]
+
+    def case(experts: type[FakeExperts]) -> Case:
+        return Case(cell_of(experts, "int8_w8a16"), Platform.from_name("cpu"), problem)
+
+    check_numbers(case(RightExperts))
+    with pytest.raises(AssertionError, match=", bound"):
+        check_numbers(case(spoiling(lambda self, out, *_: out.mul_(1 + bounds[0] * 2))))
 
 
 def test_a_caller_compiles_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
