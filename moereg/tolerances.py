@@ -24,12 +24,12 @@ error, and the result is no larger than L: below L = 1 the bound is 1 / sqrt(L) 
 each with spread 3.6, the largest error was 0.8 times the plain bound at L = 1, 1.1 at 0.5, 1.75 at 0.25 and 3.0 at 0.1.
 
 **Few elements.** Over few elements the errors do not average out: the norm of n of them scatters by 1 / sqrt(2 n), and
-one stretched element is a large part of it. Below 64 elements of output the bound is 8 / sqrt(n) times larger, 2.8
-times for n = 8.
+one stretched element is a large part of it. Below 64 elements of output the bound is 8 / sqrt(n) times larger, 2.7
+times for n = 9.
 
 With a handful, the norm that errors are measured by may itself be small, by sums that happen to cancel: it is below 1 /
 c of its usual size with a probability of c^-n, or of c^(-n/2) where few of the tokens are large, so one layer in 10^4
-is c = 10^(8/n) times worse. The usual error is a third of the bound, so this exceeds 8 / sqrt(n) for n below 8 only.
+is c = 10^(8/n) times worse. The usual error is a third of the bound, so this exceeds 8 / sqrt(n) for n below 9 only.
 The intermediate may have few elements as well, m = T * K * I. Then all products of a gate with its up may be small, or
 all gates if the activation is steep, with a probability of c^-m. In weight-only kernels it is c^(-m/2), since their
 errors do not shrink with a gate and half of the gates may count for nothing (relu2). So the bound is 10^(4/m) times

@@ -1,0 +1,157 @@
+"""Bounds are what their derivation says, and inputs are such that faults exceed them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from moereg.activations import ACTIVATIONS
+from moereg.problem import MoEProblem
+from moereg.testing.inputs import ROUTINGS, make_expert_map, make_inputs, make_plain_weights, make_weights
+from moereg.tolerances import layer_tolerance, tolerance
+
+CPU = torch.device("cpu")
+PROBLEM = MoEProblem(num_experts=6, hidden_size=64, intermediate_size=48, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bfloat16", "float16", "float32"),
+    [
+        ("unquantized", 8e-3, 1e-3, 1e-5),
+        ("int8_w8a16", 9.47e-3, 1.183e-3, 1.183e-5),
+        ("nvfp4_w4a16", 9.47e-3, 1.183e-3, 1.183e-5),
+        # Twice what flips cost, 1.3e-2, 7.7e-3 and 3.5e-2, which float16 shares.
+        ("fp8_channel_token", 8e-3 + 2.575e-2, 1e-3 + 2.575e-2, 1e-5 + 5.05e-4),
+        ("int8_w8a8", 8e-3 + 1.536e-2, 1e-3 + 1.536e-2, 1e-5 + 3.01e-4),
+        ("nvfp4", 8e-3 + 6.90e-2, 1e-3 + 6.90e-2, 1e-5 + 1.353e-3),
+    ],
+)
+def test_bounds_of_large_layers(scheme: str, bfloat16: float, float16: float, float32: float) -> None:
+    found = [tolerance(scheme, dtype) for dtype in ("bfloat16", "float16", "float32")]
+    assert found == pytest.approx([bfloat16, float16, float32], rel=5e-3)
+
+
+def test_a_kernel_that_rounds_as_the_reference_does_has_a_closer_bound() -> None:
+    assert tolerance("fp8_channel_token", "bfloat16", None, True) == pytest.approx(8e-3 + 5.05e-4, rel=5e-3)
+    assert tolerance("unquantized", "bfloat16", None, True) == 8e-3
+
+
+@pytest.mark.parametrize(
+    ("num_elements", "num_intermediate", "plain", "weight_only"),
+    [
+        (64, None, 1.0, 1.0),
+        (63, None, 1.008, 1.008),
+        (16, None, 2.0, 2.0),
+        (9, None, 2.667, 2.667),
+        (8, None, 3.333, 3.333),
+        (2, None, 3333.0, 3333.0),
+        (None, 64, 1.155, 1.334),
+        (None, 16, 1.778, 3.162),
+        (None, 8, 3.162, 10.0),
+        (8, 8, 3.333, 10.0),
+        (16, 64, 2.0, 2.0),
+    ],
+)
+def test_bounds_of_few_elements(
+    num_elements: int | None, num_intermediate: int | None, plain: float, weight_only: float
+) -> None:
+    for scheme, factor in (("unquantized", plain), ("int8_w8a16", weight_only)):
+        whole = tolerance(scheme, "float32")
+        found = tolerance(scheme, "float32", num_elements, num_intermediate=num_intermediate)
+        assert found / whole == pytest.approx(factor, rel=2e-3)
+
+
+def test_a_clamp_far_below_the_gates_widens_the_bound_of_a_weight_only_kernel() -> None:
+    def share(scheme: str, limit: float) -> float:
+        return tolerance(scheme, "bfloat16", limit=limit) / tolerance(scheme, "bfloat16")
+
+    assert [share("int8_w8a16", limit) for limit in (7.0, 1.0, 0.25)] == pytest.approx([1, 1, 2])
+    assert share("unquantized", 0.25) == 1
+
+
+def test_one_flip_may_be_all_of_the_error_of_a_small_layer_and_no_bound_is_above_a_half() -> None:
+    many = tolerance("int8_w8a8", "float32")
+    for sizes in ({"num_elements": 400}, {"num_elements": 900, "num_intermediate": 400}):
+        found = tolerance("int8_w8a8", "float32", **sizes)
+        assert found - many == pytest.approx(8 / 127 / 20, rel=1e-3)
+    found = tolerance("fp8_channel_token", "bfloat16", 10_000) - tolerance("fp8_channel_token", "bfloat16")
+    assert found == pytest.approx(8 / 8 / 100)
+    assert tolerance("nvfp4", "bfloat16", 4) == tolerance("unquantized", "float32", 1, num_intermediate=1) == 0.5
+    assert tolerance("unquantized", "bfloat16", 0) == 0.5
+
+
+def test_the_bound_of_a_layer_counts_its_outputs_and_its_intermediate() -> None:
+    activation = dataclasses.replace(ACTIVATIONS["silu"], limit=0.25)
+    problem = dataclasses.replace(PROBLEM, quant="int8_w8a8", activation=activation, hidden_size=5, intermediate_size=3)
+    found = layer_tolerance(problem, 2, "int8_w8a16")
+    assert found == tolerance("int8_w8a16", "bfloat16", 10, num_intermediate=12, limit=0.25)
+    assert layer_tolerance(problem, 2) == tolerance("int8_w8a8", "bfloat16", 10, num_intermediate=12, limit=0.25)
+    large = dataclasses.replace(PROBLEM, quant="int8_w8a8")
+    assert layer_tolerance(large, 900, None, True) < layer_tolerance(large, 900)
+
+
+def test_routings_are_what_their_names_say() -> None:
+    ids = {routing: make_inputs(PROBLEM, 60, routing, CPU).topk_ids for routing in ROUTINGS}
+    counts = {routing: ids[routing].clamp(-1, 6).add(1).flatten().bincount(minlength=8) for routing in ROUTINGS}
+    assert counts["uniform"][1:7].min() > 10
+    assert counts["skewed"][1] > 3 * counts["skewed"][6]
+    assert (ids["one_expert"].sort(1).values == torch.tensor([4, 5])).all()
+    assert [counts["unmapped"][place] > 0 for place in (0, 7)] == [True, True]
+    assert (ids["nowhere"] == 6).all()
+    assert all((one.sort(1).values.diff(dim=1) > 0).all() for name, one in ids.items() if name != "nowhere")
+    assert all(one.dtype == torch.int32 for one in ids.values())
+
+
+def test_inputs_and_weights_differ_by_seed_and_in_magnitude() -> None:
+    one, same, other = (make_inputs(PROBLEM, 5, "uniform", CPU, seed) for seed in (1, 1, 2))
+    assert torch.equal(one.hidden_states, same.hidden_states)
+    assert not torch.equal(one.hidden_states, other.hidden_states)
+    assert one.topk_weights.min() > 0.09
+    assert one.topk_weights.std() > 0.1
+    copied = one.clone()
+    copied.topk_ids.zero_()
+    assert one.topk_ids.any()
+    weights, others = (make_weights(PROBLEM, CPU, seed) for seed in (0, 1))
+    assert not torch.equal(weights.w13, others.w13)
+    assert weights.w13_bias is None
+    w13, w2 = weights.w13.float(), weights.w2.float()
+    gate, up = (half.std().item() for half in w13.chunk(2, dim=1))
+    assert gate / up == pytest.approx(1.3 / 0.6, rel=0.1)
+    assert w13[-1].std() / w13[0].std() == pytest.approx(2, rel=0.1)
+    assert w2.std().item() * math.sqrt(48) == pytest.approx(1, rel=0.1)
+
+
+def test_quantized_weights_differ_by_row_and_group_and_biases_with_the_bound() -> None:
+    problem = dataclasses.replace(PROBLEM, quant="int8_w8a8", has_bias=True)
+    plain, varied = (make_plain_weights(each, CPU) for each in (dataclasses.replace(PROBLEM, has_bias=True), problem))
+    for dim, groups in ((2, 1), (1, 4)):
+        spreads = []
+        for weights in (plain, varied):
+            w13 = weights.w13[:, :48].float()
+            parts = w13.unflatten(2, (groups, -1)) if dim == 1 else w13
+            magnitude = parts.pow(2).mean(dim=(1, 3) if dim == 1 else 2).log()
+            spreads.append(magnitude.std(dim=1).mean().item())
+        assert spreads[1] > 1.5 * spreads[0]
+    assert plain.w2_bias is not None
+    assert varied.w2_bias is not None
+    assert varied.w2_bias.float().std() / plain.w2_bias.float().std() == pytest.approx(2, rel=0.15)
+
+
+def test_static_activation_scales_are_of_other_tokens() -> None:
+    weights = make_weights(dataclasses.replace(PROBLEM, quant="fp8_tensor_static"), CPU)
+    assert weights.a13_scale is not None
+    sample = make_inputs(PROBLEM, 64, "uniform", CPU, seed=77).hidden_states
+    assert weights.a13_scale.max().item() == pytest.approx(sample.abs().max().item() / 448, rel=0.02)
+    assert make_weights(dataclasses.replace(PROBLEM, quant="fp8_tensor_dynamic"), CPU).a13_scale is None
+
+
+def test_an_expert_map_has_local_experts_apart_and_in_reverse() -> None:
+    mapped = dataclasses.replace(PROBLEM, num_local_experts=2, placement="map")
+    found = make_expert_map(mapped, CPU)
+    assert found is not None
+    assert found.tolist() == [1, -1, 0, -1, -1, -1]
+    assert found.dtype == torch.int32
+    assert make_expert_map(PROBLEM, CPU) is None
