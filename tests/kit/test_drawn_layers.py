@@ -30,6 +30,8 @@ CELLS_OF_CLASS = collections.Counter(cell.class_name for cell in CELLS)
 SEED = int(os.environ.get("MOEREG_KIT_SEED", "0"))
 EXAMPLES = int(os.environ.get("MOEREG_KIT_EXAMPLES", "15"))
 """Layers of each experts class, divided among its cells."""
+FIRST_EXAMPLES = 4
+"""Those of them that `make test` runs."""
 MOST_SHRINKS = 40
 """Layers that are run after the first that failed, to find a smaller one that does."""
 GPU_LAYERS = int(os.environ.get("MOEREG_KIT_EXAMPLES", "2048"))
@@ -94,10 +96,11 @@ def check_drawn(
 
 
 @each_cell
-def test_drawn_layers(cell: BackendCell) -> None:
+@pytest.mark.parametrize("examples", [FIRST_EXAMPLES, pytest.param(EXAMPLES, marks=pytest.mark.slow)])
+def test_drawn_layers(cell: BackendCell, examples: int) -> None:
     if DEVICE.type == "cuda":
         pytest.skip("each of these layers would be compiled anew; test_drawn_layers_on_a_gpu draws more of them")
-    num_examples = EXAMPLES / CELLS_OF_CLASS[cell.class_name]
+    num_examples = examples / CELLS_OF_CLASS[cell.class_name]
     if cases.is_imitated(cell) and cell.tier == "emulation":
         num_examples /= 2  # The slowest, and most of their kernels are those of packed weights.
     check_drawn(cell, limits_of(cell), math.ceil(num_examples))

@@ -82,6 +82,17 @@ def test_a_frozen_tensor_must_not_change() -> None:
         memory.check()
 
 
+def test_freezing_more_tensors_does_not_forgive_what_was_written() -> None:
+    memory = GuardedMemory(CPU)
+    tensor = memory.copy("x", torch.zeros(5))
+    memory.freeze()
+    tensor.numpy()[1] = 7  # As a kernel does, of which torch knows nothing.
+    memory.copy("y", torch.zeros(5))
+    memory.freeze()
+    with pytest.raises(AssertionError, match=r"^x was written to, at byte 6$"):
+        memory.check()
+
+
 @pytest.mark.parametrize("alignment", [64, 256, 512])
 def test_a_tensor_is_aligned_as_promised_and_no_more(alignment: int) -> None:
     for numel in (0, 3, 1000):
