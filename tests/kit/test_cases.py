@@ -153,6 +153,18 @@ def test_a_first_case_is_of_the_scheme_and_has_biases_where_they_are_preferred()
     assert not first_case(cell_of(LITTLE), has_bias=True).problem.has_bias
 
 
+def test_a_kernel_has_the_map_of_its_case() -> None:
+    case = next(
+        Case(cell, first_case(cell).platform, problem)
+        for cell in [cell_of(EVERYTHING)]
+        for problem in claimed_problems(cell)
+        if problem.placement == "map" and problem.is_expert_parallel
+    )
+    expert_map = cases.build(case).expert_map
+    assert expert_map is not None
+    assert expert_map.tolist() == [2, -1, 1, -1, 0, -1, -1, -1]
+
+
 def test_a_machine_is_put_back_after_running_as_another() -> None:
     before = cases.machine()
     with cases.running_as(Platform.from_name("cuda:sm90")):

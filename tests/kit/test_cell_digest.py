@@ -34,7 +34,13 @@ CODE = {
 }
 
 
-@pytest.mark.parametrize("module", CODE)
+# One of each backend; the test of implementations and kernels of a class, below, has more, cell by cell.
+QUICK = ("backends._torch.plain", "backends._triton.packed")
+
+
+@pytest.mark.parametrize(
+    "module", [module if module in QUICK else pytest.param(module, marks=pytest.mark.slow) for module in CODE]
+)
 def test_a_change_of_code_changes_the_digest_of_the_cells_that_run_it(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,6 +51,7 @@ def test_a_change_of_code_changes_the_digest_of_the_cells_that_run_it(
     assert changed == {cell.class_name for cell in cells if re.fullmatch(CODE[module], cell.class_name)}
 
 
+@pytest.mark.slow
 def test_a_digest_covers_what_runs_behind_each_cell() -> None:
     seen: set[str] = set()
     for cell in load_backends().cells:

@@ -94,7 +94,7 @@ def test_every_fault_is_caught_in_the_reference(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
 @pytest.mark.parametrize("name", QUANT_SCHEMES)
-@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+@pytest.mark.parametrize("activation_format", ["standard", pytest.param("batched", marks=pytest.mark.slow)])
 def test_every_fault_is_caught_in_a_kernel(name: str, activation_format: str) -> None:
     problem = dataclasses.replace(spread_problem(name), activation_format=activation_format)
     selection = select_backend(problem, "cpu", require="torch")

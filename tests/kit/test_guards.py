@@ -17,6 +17,7 @@ from moereg.testing import cases
 from moereg.testing.cases import Case
 from moereg.testing.checks import GuardedLayer, check_numbers
 from moereg.testing.guards import (
+    FILLS,
     FORMS,
     GuardedMemory,
     GuardedPrepareFinalize,
@@ -80,6 +81,29 @@ def test_a_frozen_tensor_must_not_change() -> None:
     tensor[2] = 2
     with pytest.raises(AssertionError, match=r"^x was written to, with what it held$"):
         memory.check()
+
+
+def test_bands_are_as_wide_as_a_tall_tile_and_a_mebibyte_at_most() -> None:
+    memory = GuardedMemory(CPU)
+    widths = []
+    for shape in ((3,), (4, 2000), (4, 1 << 20)):
+        tensor = memory.copy("x", torch.zeros(shape, dtype=torch.uint8))
+        widths.append((len(memory._blocks[-1].raw) - tensor.numel()) // 2 - 64)
+    assert widths == [1 << 16, 256 * 2000, 1 << 20]
+
+
+def test_every_fill_and_every_form_is_drawn() -> None:
+    assert FILLS == ("nan", "huge", "stale")
+    assert FORMS == ("contiguous", "columns", "transposed", "offset", "parameter", "expanded")
+
+
+def test_expanded_scales_and_biases_equal_the_first_element_and_nothing_else_does() -> None:
+    problem = dataclasses.replace(PROBLEM, quant="int4_w4a16_g32_zp", hidden_size=64, intermediate_size=32)
+    weights = make_weights(problem, CPU)
+    guarded = guard_weights(GuardedMemory(CPU), weights, "expanded").tensors()
+    for name, tensor in weights.tensors().items():
+        is_expanded = name.endswith(("bias", "scale"))
+        assert torch.equal(guarded[name], tensor.flatten()[0].expand_as(tensor) if is_expanded else tensor), name
 
 
 def test_freezing_more_tensors_does_not_forgive_what_was_written() -> None:

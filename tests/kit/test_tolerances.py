@@ -25,6 +25,7 @@ PROBLEM = MoEProblem(num_experts=6, hidden_size=64, intermediate_size=48, top_k=
         ("nvfp4_w4a16", 9.47e-3, 1.183e-3, 1.183e-5),
         # Twice what flips cost, 1.3e-2, 7.7e-3 and 3.5e-2, which float16 shares.
         ("fp8_channel_token", 8e-3 + 2.575e-2, 1e-3 + 2.575e-2, 1e-5 + 5.05e-4),
+        ("mxfp8", 8e-3 + 2.575e-2, 1e-3 + 2.575e-2, 1e-5 + 5.05e-4),  # Scales that are powers of two cost nothing.
         ("int8_w8a8", 8e-3 + 1.536e-2, 1e-3 + 1.536e-2, 1e-5 + 3.01e-4),
         ("nvfp4", 8e-3 + 6.90e-2, 1e-3 + 6.90e-2, 1e-5 + 1.353e-3),
     ],
@@ -101,6 +102,9 @@ def test_routings_are_what_their_names_say() -> None:
     assert (ids["one_expert"].sort(1).values == torch.tensor([4, 5])).all()
     assert [counts["unmapped"][place] > 0 for place in (0, 7)] == [True, True]
     assert (ids["nowhere"] == 6).all()
+    beside = (ids["unmapped"] != ids["uniform"]).nonzero().tolist()
+    assert beside == [[0, 0], [30, 0], [59, 1]]
+    assert [int(ids["unmapped"][row, slot]) for row, slot in beside] == [-1, 2**31 - 1, 6]
     assert all((one.sort(1).values.diff(dim=1) > 0).all() for name, one in ids.items() if name != "nowhere")
     assert all(one.dtype == torch.int32 for one in ids.values())
 

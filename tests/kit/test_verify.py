@@ -20,11 +20,14 @@ from moereg.discovery import load_backends
 from moereg.errors import ArgumentError, BackendError, UnknownBackendError, UnknownPlatformError
 from moereg.platforms import Platform
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
+from moereg.testing.answers import run_here
 from moereg.testing.cases import is_imitated, running_as
-from moereg.testing.check import CellName, Check, chosen_machine
-from moereg.testing.listing import Suite, list_suite
+from moereg.testing.check import KINDS, CellName, Check, chosen_machine
+from moereg.testing.drawing import DrawnLayer
+from moereg.testing.imports import watched_imports
+from moereg.testing.listing import Suite, _in_turn, draw_check, list_suite
 from moereg.testing.modules import import_modules
-from moereg.testing.outcomes import Outcome, Report, Result
+from moereg.testing.outcomes import NO_TIME, STATUSES, Outcome, Report, Result
 from moereg.testing.suite import checks_of, run_check, verify
 from moereg.testing.worker import _imported
 from moereg.testing.workers import Worker, shared_worker
@@ -396,3 +399,101 @@ def test_a_plugin_that_ends_the_process_is_the_last_that_was_imported() -> None:
     assert _imported("importing is not all") == ""
     # A predicate or a call ended it, which is no fault of the plugin that happened to be the last.
     assert _imported(f"{written}\nimported two.backend of wheel-two 2.0\n") == ""
+
+
+def run_as(monkeypatch: pytest.MonkeyPatch, broken: Callable[[Any, Any], object]) -> dict[str, Any]:
+    """What `run_here` says of a check that does this."""
+    monkeypatch.setattr(CellName, "find", lambda self: load_backends().by_name("torch")[0])
+    monkeypatch.setitem(KINDS, "permute", broken)
+    return run_here(Check.make(ONE, "permute"))
+
+
+def test_whatever_a_check_raises_is_a_failure_of_a_process_that_runs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(cell: Any, argument: Any) -> None:
+        raise AssertionError
+
+    def raises(cell: Any, argument: Any) -> None:
+        raise RuntimeError("a bug")
+
+    def changes(cell: Any, argument: Any) -> None:
+        torch.set_default_dtype(torch.float64)
+
+    assert run_as(monkeypatch, lambda cell, argument: None) == {"status": "passed", "message": "", "spoiled": False}
+    for broken, message in ((fails, "an assertion without a message"), (raises, "RuntimeError: a bug")):
+        assert run_as(monkeypatch, broken) == {"status": "failed", "message": message, "spoiled": True}
+    found = run_as(monkeypatch, changes)
+    assert (found["status"], found["spoiled"]) == ("failed", True)
+    assert found["message"].startswith("it changed torch's state for everybody (")
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_check_runs_in_one_thread_and_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        run_as(monkeypatch, lambda cell, argument: seen.append(torch.get_num_threads()))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2 if torch.cuda.is_available() else 1]
+
+
+def test_an_import_is_on_behalf_of_who_waited_for_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched_imports() as watch:
+        assert sys.meta_path[0] is watch
+        watch.find_spec("package_x")
+        exec("watch.find_spec('package_x')", {"__name__": "other", "watch": watch})
+    assert watch not in sys.meta_path
+    assert watch.imported_by(__name__) == set(), "it could not be imported"
+    monkeypatch.setitem(sys.modules, "package_x", SimpleNamespace())
+    assert watch.imported_by(__name__) == {"package_x"}
+    assert watch.imported_by("other") == set()
+
+
+def test_running_out_of_time_is_a_failure_and_one_print_names_its_check() -> None:
+    assert [Outcome(status).is_failure for status in STATUSES] == [False, True, True, True, False]
+    results = (
+        Result(Check.make(ONE, "permute"), Outcome("passed", printed="hello")),
+        Result(Check.make(ONE, "reload"), Outcome("skipped", NO_TIME)),
+    )
+    report = Report("fake", "cpu", "", {}, 0, results, {})
+    assert (report.passed, report.has_no_time) == (True, False)
+    (note,) = report.notes
+    assert "writes to standard output in the check permute, where" in note
+
+
+def test_checks_come_kind_after_kind_and_cell_after_cell() -> None:
+    asked = [
+        Check.make(cell, kind, number) for cell in (ONE, OTHER) for kind in ("reload", "numbers") for number in (1, 2)
+    ]
+    found = [(check.kind, check.cell.experts, check.argument) for check in _in_turn(asked)]
+    assert found == [
+        (kind, experts, number)
+        for kind in ("numbers", "reload")
+        for number in ("1", "2")
+        for experts in ("OneExperts", "OtherExperts")
+    ]
+
+
+def test_each_number_and_each_seed_draws_another_layer() -> None:
+    cell = checks("good", "permute")[0].cell
+    drawn = [draw_check(cell, seed, number) for seed in (0, 1) for number in (0, 1, 2)]
+    layers = [check.layer for check in drawn if check is not None]
+    assert len({str(layer) for layer in layers}) == 6
+    assert all(layer is not None and DrawnLayer.from_json(str(layer)) == layer for layer in layers)
+    assert len({layer.form for layer in layers if layer is not None}) > 1
+
+
+def test_a_cell_that_ran_out_of_time_twice_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(FakeWorker):
+        def ask(self, fresh: bool = False, **request: Any) -> dict[str, Any]:
+            if request["op"] == "run" and request["check"]["cell"]["experts"] == "OneExperts":
+                return {"outcome": Outcome("timed_out", "no end"), "before": 0}
+            return super().ask(fresh, **request)
+
+    monkeypatch.setattr(sys.modules[__name__], "FakeWorker", Late)
+    report = faked(monkeypatch, lambda check, before: "")
+    statuses = [result.outcome.status for result in report.results if result.check.cell == ONE]
+    assert statuses == ["timed_out", "timed_out", "skipped"]
+    assert report.passed is False
+    assert list(report.verified_cells) == [OTHER]
