@@ -262,7 +262,7 @@ def off_by(share: float) -> type[RightExperts]:
 
 def writes_later(self: Any, out: torch.Tensor, *_: Any) -> None:
     def fill() -> None:
-        time.sleep(0.02)
+        time.sleep(0.3)
         out.fill_(1)
 
     threading.Thread(target=fill, daemon=True).start()

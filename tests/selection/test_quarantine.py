@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import threading
@@ -142,6 +143,40 @@ def test_schemes_are_held_one_by_one_and_other_machines_are_not(cells: tuple[Bac
         QuarantineRecord.of(cells[0], EIGHT, Platform.from_name("cuda:sm90"), "off")
     with pytest.raises(ValueError, match="verify it there"):
         QuarantineRecord.of(cells[0], EIGHT, Platform("cuda", "sm80", probed=True), "off")
+
+
+def test_a_record_is_of_one_device_and_of_the_wheel_that_brought_the_cell(cells: tuple[BackendCell, ...]) -> None:
+    made = record(cells[0])
+    assert made.is_from(HERE)
+    assert not made.is_from(dataclasses.replace(HERE, device_name="Another CPU"))
+    assert not made.is_from(dataclasses.replace(HERE, kind="cuda", arch="sm90"))
+    brought = dataclasses.replace(cells[0], origin="other")
+    assert record(brought).versions == VERSIONS
+    updated = dataclasses.replace(HERE, versions={**VERSIONS, "other": "4"})
+    assert not record(brought).holds(brought, updated)
+
+
+def test_a_scheme_by_another_name_is_the_same_and_a_long_failure_is_cut(cells: tuple[BackendCell, ...]) -> None:
+    renamed = dataclasses.replace(EIGHT, name="my_int8")
+    made = QuarantineRecord.of(cells[0], renamed, HERE, "off " * 1000)
+    assert made.scheme == "int8_w8a16"
+    assert len(made.failure) <= 500
+    held = Quarantine([made])
+    rule = cells[0].rule_for(HERE)
+    assert held.record(cells[0], renamed, rule, HERE) == held.record(cells[0], EIGHT, rule, HERE) == made
+
+
+def test_a_link_to_the_file_stays_a_link_and_its_folder_is_the_users_alone(
+    file: Path, cells: tuple[BackendCell, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_quarantine([record(cells[0])])
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    link = file.parent.parent / "link.json"
+    link.symlink_to(file)
+    monkeypatch.setenv("MOEREG_QUARANTINE", str(link))
+    change_quarantine([record(cells[1])])
+    assert link.is_symlink()
+    assert len(json.loads(file.read_text())["records"]) == 2
 
 
 def test_changed_code_is_selected_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
