@@ -56,7 +56,8 @@ def run_pytest(
     (tmp_path / "test_own.py").write_text("def test_own():\n    assert True\n")
 
     def run(*options: str) -> tuple[int, str]:
-        arguments = ["-p", "moereg.pytest_plugin", "-p", "no:cacheprovider", "-rA", *options, str(tmp_path)]
+        named = ("moereg.pytest_plugin", "no:cacheprovider", "no:randomly")
+        arguments = [*(f"-p{name}" for name in named), "-rA", *options, str(tmp_path)]
         code = pytest.main([*arguments, f"--rootdir={tmp_path}", "-c", str(tmp_path / "pytest.ini")])
         return int(code), capsys.readouterr().out
 
