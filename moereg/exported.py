@@ -111,6 +111,7 @@ def _kernel_of(tensors: list[torch.Tensor], layer: str) -> MoEKernel:
     ep_rank = said.pop("ep_rank")
     selection = select_backend(problem, platform_of(weights.w13.device), **said)
     kernel = make_kernel(problem, weights, selection, ep_rank=ep_rank, expert_map=expert_map, own_weights=True)
+    kernel.copied = None
     made = _LAYERS[key] = _Layer(kernel, seen)
     for tensor in held.values():
         weakref.finalize(tensor.untyped_storage(), _drop, key, weakref.ref(made)).atexit = False

@@ -21,6 +21,7 @@ from moereg.parallel import Asked, Movement, local_movement, plan_layer, winner_
 from moereg.placement import resolve_expert_map
 from moereg.prepare_finalize import PrepareFinalize
 from moereg.problem import MoEProblem
+from moereg.tensor_state import CopiedFrom
 from moereg.warm_up import use_shipped_kernels
 from moereg.weights import ExpertWeights
 
@@ -140,6 +141,8 @@ def _build(
         if own_weights:
             with plain_torch(), torch.inference_mode(False):
                 permuted, borrowed = permuted.with_own(borrowed), frozenset()
-        return MoEKernel(problem, selection, experts, permuted, prepare_finalize, expert_map, borrowed)
+        kernel = MoEKernel(problem, selection, experts, permuted, prepare_finalize, expert_map, borrowed)
+        kernel.copied = CopiedFrom(repr(kernel), permuted.copied_from(weights))
+        return kernel
 
     return outside_pools(made, weights.w13.device)

@@ -34,9 +34,9 @@ class MoELayer(CanonicalModule):
     Its parameters, which need no gradient, are the canonical tensors by the names of `ExpertWeights`: `w13` [E,2I,H]
     with gate rows first, `w2` [E,H,I], scales and biases; and `router_weight` [E,H], `router_bias` [E] and
     `correction_bias` [E]. `state_dict` holds these on every machine, whatever layout its kernel reads. The kernel is
-    made at the first call, or by `prepare`, and follows `.to()`, `load_state_dict` and parameters that are replaced or
-    written into. What is written through `parameter.data`, of which torch knows nothing, is seen after
-    `prepare(refresh=True)`.
+    made at the first call, or by `prepare`, and follows `.to()`, `load_state_dict`, steps of torch's optimizers and
+    parameters that are replaced or written into. What is written through `parameter.data` or a raw pointer, of which
+    torch knows nothing, is seen after `refresh()`.
 
     With `keep_canonical=False` the experts' parameters are freed once the kernel is made, and `state_dict`, `.to()`
     and copies read them back from it.
@@ -291,8 +291,7 @@ class MoELayer(CanonicalModule):
 
         Args:
             selection: Of this problem, for this one kernel; chosen on the layer's device by its wishes where None.
-            refresh: Whether to read the parameters again though torch counted no write into them: writes through
-                `parameter.data` are not counted.
+            refresh: Whether to read the parameters again though torch counted no write into them, as `refresh` does.
 
         Returns:
             The kernel. `.to()` drops it.
@@ -323,6 +322,7 @@ class MoELayer(CanonicalModule):
             selection = select_backend(self.problem, platform_of(weights.w13.device), **self._wishes)
         place = self._buffers["expert_map"]
         kernel = make_kernel(self.problem, weights, selection, ep_rank=self.ep_rank, expert_map=place)
+        kernel.copied = None  # Later calls of this function reload it.
         kernel.cure = (
             "write into the parameters instead of replacing them (load_state_dict without assign=True), or drop the "
             "kernel with layer.to(layer.w13.device) and capture again"
@@ -333,6 +333,15 @@ class MoELayer(CanonicalModule):
             self._free()
         self._kernel, self._seen = kernel, self._state()
         return kernel
+
+    def refresh(self) -> None:
+        """Reads all parameters again, after writes that torch does not count.
+
+        Those are writes through `parameter.data` or a raw pointer, and by replayed CUDA graphs. Captured graphs of this
+        layer see them.
+        """
+        if self._kernel is not None:
+            self.prepare(refresh=True)
 
     def update_expert(self, expert: int, weights: ExpertWeights) -> None:
         """Replaces one expert in parameters and kernel, in place.

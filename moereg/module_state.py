@@ -90,7 +90,7 @@ class CanonicalModule(torch.nn.Module):
     def _state(self, checks: bool = False) -> tuple[TensorState, ...]:
         state = states_of(tensor for name in TENSOR_ROLES if (tensor := self._parameters[name]) is not None)
         if checks and self._seen is not None:
-            check_counted(self._seen, state, "call layer.prepare(refresh=True) after such writes")
+            check_counted(self._seen, state, "call layer.refresh() after such writes")
         return state
 
     def _thaw(self) -> None:

@@ -24,6 +24,7 @@ from moereg.one_expert import OneExpert
 from moereg.overlap import Tokens, run_over_group
 from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize
 from moereg.problem import MoEProblem
+from moereg.tensor_state import CopiedFrom
 from moereg.warm_up import WarmUp, warm_up
 from moereg.weights import ExpertWeights, PermutedWeights
 from moereg.workspace import WORKSPACES
@@ -44,9 +45,11 @@ class MoEKernel:
         weights: What it runs on; the canonical weights are not kept.
         expert_map: [num_experts] int32 on the weights' device, local expert or -1; update it in place. None where all
             experts are local.
+        copied: Warns if an optimizer trains weights that this kernel has copies of; None where its owner reloads it.
         cure: What to do where a captured graph reads memory that a reload may not write into; its owner may know.
     """
 
+    copied: CopiedFrom | None = None
     cure: str = "make the kernel with own_weights=True, or say write_shared=True to write there"
 
     def __init__(
@@ -188,6 +191,8 @@ class MoEKernel:
         # Inference mode may write into tensors of either kind; outside it, tensors made inside may not be written into.
         with plain_torch(), torch.inference_mode():
             self.weights.copy_from(permuted)
+        if self.copied is not None:
+            self.copied.tensors(self.weights.copied_from(weights))
 
     def update_expert(self, expert: int, weights: ExpertWeights, *, write_shared: bool = False) -> None:
         """Replaces one expert in the same storage, so that captured graphs see it; the others keep their bits.

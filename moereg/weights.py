@@ -134,6 +134,13 @@ class PermutedWeights:
             if tensor.layout == torch.strided and _memory(tensor) in given
         )
 
+    def copied_from(self, weights: ExpertWeights) -> list[torch.Tensor]:
+        """The canonical tensors in whose memory none of these lie."""
+        tensors = (*self.per_expert.values(), *self.shared.values())
+        flat = [each for value in tensors for each in (value if isinstance(value, list) else [value])]
+        held = {_memory(tensor) for tensor in flat if tensor.layout == torch.strided}
+        return [tensor for tensor in weights.tensors().values() if _memory(tensor) not in held]
+
     def elsewhere(self, names: Collection[str], other: PermutedWeights) -> frozenset[str]:
         """Those of some names whose tensors `other` holds in other memory, so that copying them would write."""
         mine, theirs = {**self.per_expert, **self.shared}, {**other.per_expert, **other.shared}

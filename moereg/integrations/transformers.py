@@ -34,7 +34,7 @@ from moereg.problem import MoEProblem
 from moereg.selection import Selection
 from moereg.warm_up import WarmUp, check_token_counts
 
-__all__ = ["LayerChoice", "PreparedModel", "explain_model", "prepare", "register", "restore", "warm_up"]
+__all__ = ["LayerChoice", "PreparedModel", "explain_model", "prepare", "refresh", "register", "restore", "warm_up"]
 
 _NAME: Final = "moereg"
 
@@ -113,9 +113,10 @@ def register(name: str = _NAME) -> None:
 
     After it, `from_pretrained(..., experts_implementation="moereg")` and `model.set_experts_implementation("moereg")`
     run every class with the experts interface on moereg's kernels, FP8 models included. A model's kernels are made at
-    its first call, of the weights as they are then; they follow `.to(device)`, `load_state_dict` and writes in place.
-    Writes through `.data` are not seen, nor are writes into tensors that were made in `torch.inference_mode()`:
-    `prepare(model)` reads all parameters again.
+    its first call, of the weights as they are then; they follow `.to(device)`, `load_state_dict`, steps of torch's
+    optimizers and writes in place. Writes through `.data` or a raw pointer are not seen, nor are those of replayed CUDA
+    graphs and writes into tensors that were made in `torch.inference_mode()`: `refresh(model)` reads all parameters
+    again.
 
     Args:
         name: To register under.
@@ -198,6 +199,24 @@ def prepare(
             advance(len(layers), len(found))
     _switch(model, found)
     return PreparedModel(tuple(layers), before, memory.held_bytes(model))
+
+
+def refresh(model: torch.nn.Module) -> None:
+    """Reads all parameters of a model's experts again, after writes that torch does not count.
+
+    Captured graphs see them. Experts whose weights were freed have nothing to read.
+
+    Args:
+        model: That `prepare` has prepared, or that has run; nothing happens to others.
+
+    Raises:
+        ArgumentError: A layer cannot be served any more; says why and what to do.
+    """
+    for module in model.modules():
+        found = serving.served(module)
+        if found is not None:
+            found.forget()
+            found.follow_parameters()
 
 
 def warm_up(

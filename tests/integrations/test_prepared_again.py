@@ -52,7 +52,7 @@ class TestAgain:
         prepare(model, progress=False)
         logits_of(model)
         experts_of(model).down_proj.data.mul_(2)
-        with pytest.raises(ArgumentError, match=r"torch does not count.*transformers\.prepare\(model\) after such"):
+        with pytest.raises(ArgumentError, match=r"torch does not count.*transformers\.refresh\(model\) after such"):
             logits_of(model)
         prepare(model, progress=False)
         assert close(logits_of(model), eager(model))

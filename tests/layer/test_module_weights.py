@@ -45,7 +45,7 @@ def test_writes_that_torch_does_not_count_are_an_error_where_asked_for(monkeypat
     one._parameters["w13"].data.copy_(swapped)  # type: ignore[union-attr]
     text = "weights of this layer were written in a way that torch does not count"
     for _ in range(2):
-        with pytest.raises(ArgumentError, match=rf"^{text}.*; call layer\.prepare\(refresh=True\) after such writes$"):
+        with pytest.raises(ArgumentError, match=rf"^{text}.*; call layer\.refresh\(\) after such writes$"):
             one(x)
     one.prepare(refresh=True)
     wanted = MoELayer(one.problem, one.weights, router=ROUTER, router_weight=one.router_weight)  # type: ignore[arg-type]

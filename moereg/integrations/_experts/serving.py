@@ -171,7 +171,9 @@ class ServedExperts:
         with torch.no_grad():
             if selection is None:
                 selection = select_backend(problem, platform_of(weights.w13.device), **self.request)
-            return make_kernel(problem, weights, selection)
+            kernel = make_kernel(problem, weights, selection)
+        kernel.copied = None  # `follow_parameters` reloads it.
+        return kernel
 
     def forget(self) -> None:
         """Reads all parameters again at the next call, written into or not."""
@@ -199,7 +201,7 @@ class ServedExperts:
             raise refused(module, f"its parameters changed ({described(error)})") from error
         before = self._states
         if not self._is_stale:
-            check_counted(before, states, f"call {_HERE}.prepare(model) after such writes")
+            check_counted(before, states, f"call {_HERE}.refresh(model) after such writes")
         if states == before and not self._is_stale:
             return
         if before and are_elsewhere(before, states):

@@ -6,6 +6,8 @@ from typing import Final
 
 from tests.mutants.mutant import Mutant
 
+_STEPS: Final = "tests/layer/test_optimizer_steps.py::"
+
 MUTANTS: Final = (
     Mutant(
         "no tokens are run",
@@ -270,5 +272,54 @@ MUTANTS: Final = (
         old="    with in_compiled_code():\n",
         new="    if True:\n",
         tests=("tests/layer/test_graph_pools.py::test_ops_of_compiled_code_say_that_they_are",),
+    ),
+    Mutant(
+        "an optimizer's step leaves no trace",
+        "moereg/tensor_state.py",
+        old="_STEPPED[storage._cdata] = (",
+        new="_ = (",
+        tests=(f"{_STEPS}test_parameters_may_be_views_of_what_is_trained",),
+    ),
+    Mutant(
+        "only what an optimizer holds is read again",
+        "moereg/tensor_state.py",
+        old="if not (tensor.requires_grad or tensor.grad is not None):",
+        new="if tensor is not None:",
+        tests=(f"{_STEPS}test_what_requires_a_gradient_is_read_after_the_step_of_any_optimizer",),
+    ),
+    Mutant(
+        "answers of before a step are good after it",
+        "moereg/tensor_state.py",
+        old="    _asked = {}  # Not emptied",
+        new="    # Not emptied",
+        tests=(f"{_STEPS}test_a_layer_follows_a_fused_optimizer[gradients set by hand-AdamW]",),
+    ),
+    Mutant(
+        "steps into memory that is gone are remembered for good",
+        "moereg/tensor_state.py",
+        old="if memory.expired()]:",
+        new="if not memory]:",
+        tests=(f"{_STEPS}test_frozen_layers_are_not_read_again",),
+    ),
+    Mutant(
+        "a kernel warns of tensors that it shares",
+        "moereg/weights.py",
+        old="if _memory(tensor) not in held]",
+        new="if tensor is not held]",
+        tests=(f"{_STEPS}test_a_kernel_that_shares_what_is_trained_or_has_an_owner_warns_of_nothing",),
+    ),
+    Mutant(
+        "a kernel warns though its layer follows the parameters",
+        "moereg/module.py",
+        old="kernel.copied = None",
+        new="assert kernel.copied",
+        tests=(f"{_STEPS}test_a_kernel_that_shares_what_is_trained_or_has_an_owner_warns_of_nothing",),
+    ),
+    Mutant(
+        "a reloaded kernel warns of the weights before",
+        "moereg/moe_kernel.py",
+        old="self.copied.tensors(self.weights.copied_from(weights))",
+        new="assert self.copied",
+        tests=(f"{_STEPS}test_a_bare_kernel_with_copies_of_what_is_trained_is_one_warning",),
     ),
 )
