@@ -7,6 +7,7 @@ import sys
 
 from moereg._version import __version__
 from moereg.lazy_torch import load_torch_at_first_use
+from moereg.python_process import leave_current_folder
 
 __all__ = ["main"]
 
@@ -26,4 +27,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    leave_current_folder()
     sys.exit(main())

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moereg.cli._options import UsageError
+from moereg.python_process import python_command
 
 __all__ = ["find_torchrun_rank", "rows_of_ranks"]
 
@@ -95,7 +96,7 @@ def _children(job: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size))} if size > 1 else {}
     try:
         for rank in range(size):
-            command = [sys.executable, "-m", "moereg.cli._rank", str(job), str(rank)]
+            command = python_command("moereg.cli._rank", str(job), str(rank))
             children.append(
                 subprocess.Popen(
                     command,

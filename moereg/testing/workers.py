@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import json
 import os
-import pathlib
 import select
 import signal
 import subprocess
@@ -20,6 +19,7 @@ import torch
 from moereg import errors
 from moereg.errors import ArgumentError, BackendError
 from moereg.memory import format_bytes, free_memory_bytes
+from moereg.python_process import python_command
 from moereg.testing.answers import answer
 from moereg.testing.outcomes import Outcome
 
@@ -110,11 +110,11 @@ class Worker:
         if self._memory_bytes is None:
             free = free_memory_bytes(torch.device("cpu")) or _MOST_MEMORY
             self._memory_bytes = int(min(max(_SHARE_OF_MEMORY * free, _LEAST_MEMORY), _MOST_MEMORY))
-        environment = {**os.environ, _VARIABLE: "1", "PYTHONPATH": os.pathsep.join(filter(None, [_root(), *sys.path]))}
+        environment = {**os.environ, _VARIABLE: "1"}
         if _is_interpreting():
             environment.setdefault("TRITON_INTERPRET", "1")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "moereg.testing.worker"],
+            python_command("moereg.testing.worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -203,10 +203,6 @@ def interpreting() -> Iterator[None]:
         yield
     finally:
         del os.environ["TRITON_INTERPRET"]
-
-
-def _root() -> str:
-    return str(pathlib.Path(__file__).resolve().parents[2])
 
 
 def _outcome(found: dict[str, Any], seconds: float) -> Outcome | None:

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from moereg.building import num_cores
 from moereg.errors import ArgumentError, BackendError, one_line
 from moereg.memory import free_memory_bytes
 from moereg.problem import MoEProblem
+from moereg.python_process import python_command
 from moereg.selection import Selection
 from moereg.waiting import long_wait
 from moereg.warm_up.counts import shown_counts
@@ -179,7 +179,6 @@ def _run(request: dict[str, Any], what: str, jobs: int) -> dict[str, Any]:
 
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path)),
         "TRITON_CACHE_DIR": str(cache.cache_folder()),
         # It has no device, whatever the machine has, and no threads, so that it can fork.
         "CUDA_VISIBLE_DEVICES": "",
@@ -190,7 +189,7 @@ def _run(request: dict[str, Any], what: str, jobs: int) -> dict[str, Any]:
     environment.pop("TRITON_INTERPRET", None)
     with tempfile.TemporaryFile() as errors_there, contextlib.ExitStack() as stack:
         process = subprocess.Popen(
-            [sys.executable, "-m", "moereg.warm_up.worker"],
+            python_command("moereg.warm_up.worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors_there,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -344,7 +345,7 @@ def test_kernels_that_do_not_compile(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_a_process_that_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(ahead.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     assert main(["compile", *SIZES, "--platform", "cuda:sm90", "--tokens", "1"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("moereg: the process that compiles ended with 1: it said nothing; look at the memory")

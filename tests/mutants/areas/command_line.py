@@ -154,4 +154,18 @@ MUTANTS: Final = (
         new="if near and len(typed) < fewest_letters:",
         tests=("tests/cli/test_cli.py::test_bad_input_is_one_line_and_exit_2",),
     ),
+    Mutant(
+        "ranks import from the current folder",
+        "moereg/cli/_ranks.py",
+        old='command = python_command("moereg.cli._rank", str(job), str(rank))',
+        new='command = [sys.executable, "-m", "moereg.cli._rank", str(job), str(rank)]',
+        tests=("tests/cli/test_current_folder.py::test_nothing_of_the_current_folder_is_imported",),
+    ),
+    Mutant(
+        "python -m moereg imports from the current folder",
+        "moereg/__main__.py",
+        old="    leave_current_folder()\n",
+        new="",
+        tests=("tests/cli/test_current_folder.py::test_nothing_of_the_current_folder_is_imported",),
+    ),
 )

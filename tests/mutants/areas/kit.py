@@ -223,4 +223,11 @@ MUTANTS: Final = (
         new="",
         tests=("tests/tuning/test_compare_hostile.py::test_wrong_in_timed_runs_alone",),
     ),
+    Mutant(
+        "the kit's worker imports from the current folder",
+        "moereg/testing/workers.py",
+        old='python_command("moereg.testing.worker"),',
+        new='[__import__("sys").executable, "-m", "moereg.testing.worker"],',
+        tests=("tests/cli/test_current_folder.py::test_nothing_of_the_current_folder_is_imported",),
+    ),
 )

@@ -59,4 +59,11 @@ MUTANTS: Final = (
         new="pass",
         tests=(f"{_WARM_UP}::test_a_folder_that_was_moved_serves_there",),
     ),
+    Mutant(
+        "the process that compiles imports from the current folder",
+        "moereg/warm_up/ahead.py",
+        old='python_command("moereg.warm_up.worker"),',
+        new='[__import__("sys").executable, "-m", "moereg.warm_up.worker"],',
+        tests=("tests/cli/test_current_folder.py::test_nothing_of_the_current_folder_is_imported",),
+    ),
 )
