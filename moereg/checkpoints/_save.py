@@ -141,8 +141,8 @@ def save_quantized(
     scheme = get_scheme(quant)
     with CheckpointFiles(path) as files:
         copy = _Copy.of(files, Path(out), scheme, layers, hidden_states or {})
-        copy.out.parent.mkdir(parents=True, exist_ok=True)
         try:
+            copy.out.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f".{copy.out.name}.", dir=copy.out.parent) as folder:
                 partial = Path(folder) / "checkpoint"
                 partial.mkdir()
@@ -152,9 +152,7 @@ def save_quantized(
                     copy.out.rmdir()
                 partial.rename(copy.out)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{copy.out} must be writable, with room for the checkpoint, got: {error}; nothing is left of it"
-            ) from error
+            raise _unwritable(copy.out, error) from error
     return SavedCheckpoint(copy.out, scheme, copy.layers, num_bytes)
 
 
@@ -190,7 +188,15 @@ class _Copy:
     ) -> _Copy:
         """Checks everything that can be known before data is read."""
         out = out.expanduser()
-        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        try:
+            is_taken = out.exists() and not (out.is_dir() and not any(out.iterdir()))
+            place = next(parent for parent in out.absolute().parents if parent.exists())
+            # Rights and file systems have too many rules to ask for each.
+            with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=place):
+                pass
+        except OSError as error:
+            raise _unwritable(out, error) from error
+        if is_taken:
             raise CheckpointError(
                 f"a checkpoint is written into a new or empty directory, got {str(out)!r}, which holds something; give "
                 "another one"
@@ -319,6 +325,10 @@ class _Copy:
                 found, num_bytes = {}, 0
         if found:
             yield found
+
+
+def _unwritable(out: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{out} must be writable, with room for the checkpoint, got: {error}; nothing is left of it")
 
 
 def _needs_inputs(scheme: QuantScheme) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, get_args
 
@@ -259,7 +263,7 @@ class _Work:
         assert question.out is not None and question.layer is not None
         (scheme,) = question.schemes
         layers = [question.layer] if question.is_one_layer else None
-        with phase(f"writing {question.out}") as advance:
+        with phase(f"writing {question.out}") as advance, _cleaned_up_before_the_end():
             saved = save_quantized(
                 question.checkpoint,
                 question.out,
@@ -305,6 +309,32 @@ class _Work:
         routes = self.layer.route(self.sample)
         found = reference_experts(problem, weights, self.sample, *routes, computes=winner.scheme)
         return relative_error(found, self.expected)
+
+
+class _EndedError(BaseException):
+    """A signal ends this process."""
+
+
+@contextlib.contextmanager
+def _cleaned_up_before_the_end() -> Iterator[None]:
+    """Inside, SIGTERM ends this process once what was half written is gone."""
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # Another one would end the cleaning up.
+        raise _EndedError
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        with contextlib.suppress(_EndedError):
+            yield
+            return
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _calls(count: int) -> int:

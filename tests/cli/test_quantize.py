@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,6 +205,9 @@ def test_a_picture(call: Call, checkpoint: Path, tmp_path: Path) -> None:
         ("--plot a.txt", "--plot takes a file such as"),
         ("--out TMP", "--out writes one scheme"),
         ("--quant int8_w8a16 --out .", "new or empty directory"),
+        ("--quant int8_w8a16 --out /dev/null/out", "/dev/null/out must be writable"),
+        ("--quant int8_w8a16 --out /proc/nowhere/out", "/proc/nowhere/out must be writable"),
+        (f"--quant int8_w8a16 --out {'x' * 300}", "File name too long"),
         ("--quant nvfp4 --out TMP", "give hidden states (--inputs)"),
         ("--quant mxfp4_mxfp8 --out TMP", "has none for mxfp4_mxfp8"),
         ("--platform cuda:sm90", "quantize needs the machine itself"),
@@ -214,6 +220,27 @@ def test_bad_input(call: Call, checkpoint: Path, tmp_path: Path, line: str, expe
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert expected in err
     assert not (tmp_path / "out").exists()
+
+
+_ENDED_WHILE_IT_WRITES = """
+import os, signal, sys
+from moereg.checkpoints import _save
+from moereg.cli import main
+save_file = _save.save_file
+def save_and_end(*arguments, **keywords):
+    save_file(*arguments, **keywords)
+    os.kill(os.getpid(), signal.SIGTERM)
+_save.save_file = save_and_end
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_sigterm_while_the_copy_is_written_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    line = f"quantize --checkpoint {checkpoint} --quant int8_w8a16 --tokens 1 --out {tmp_path / 'out'}"
+    command = [sys.executable, "-c", _ENDED_WHILE_IT_WRITES, *line.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

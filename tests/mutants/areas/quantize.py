@@ -205,4 +205,18 @@ MUTANTS: Final = (
         new="bound += 0 * math.sqrt(mean_square * before)",
         tests=("tests/layer/test_tolerances.py::test_kernels_that_store_gate_and_up_in_16_bits_pass",),
     ),
+    Mutant(
+        "a copy's place is not tried",
+        "moereg/checkpoints/_save.py",
+        old='with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=place):\n                pass',
+        new="pass",
+        tests=("tests/cli/test_quantize.py::test_bad_input",),
+    ),
+    Mutant(
+        "SIGTERM leaves a half written copy",
+        "moereg/cli/_quantize.py",
+        old="    signal.signal(signal.SIGTERM, end)\n",
+        new="",
+        tests=("tests/cli/test_quantize.py::test_sigterm_while_the_copy_is_written_leaves_nothing",),
+    ),
 )
