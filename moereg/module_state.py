@@ -66,6 +66,15 @@ class CanonicalModule(torch.nn.Module):
         weights = self.weights
         return ExpertWeights(**weights.tensors(), quant=weights.scheme)
 
+    def __delattr__(self, name: str) -> None:
+        """As torch's; but parameters stay: `torch.nn.utils.parametrize` would put something else in their place."""
+        if name in self._parameters:
+            raise ArgumentError(
+                f"a MoELayer keeps its own parameters, got one that takes {name} away, as parametrizations do; write "
+                f"the numbers into {name}, whose writes the kernel follows"
+            )
+        super().__delattr__(name)
+
     def _set(self, name: str, tensor: torch.Tensor | None) -> None:
         self.register_parameter(name, None if tensor is None else _as_parameter(tensor))
 

@@ -167,6 +167,7 @@ def prepare(
         model: With its weights loaded, each layer on one device.
         free: Give back each layer's canonical weights once its kernel has them in its own layout. `state_dict`,
             `load_state_dict`, `save_pretrained` and other experts implementations get them back out of the kernel.
+            Weights that the model holds in more than one place are kept, and so stay tied.
         progress: Show a bar on standard error; or called with (layers done, layers in all).
         require, prefer, deny: As for `select_backend`.
 
@@ -174,7 +175,7 @@ def prepare(
         What each layer got, and memory before and after; `print` shows it.
 
     Raises:
-        ArgumentError: A layer cannot be served, with the reason and the way out, or the model has no experts.
+        ArgumentError: A layer cannot be served or freed, with the reason and the way out, or the model has no experts.
         UnsupportedProblemError: No backend fits a layer; says every backend's reasons.
     """
     check_flag("free", free)
@@ -191,11 +192,15 @@ def prepare(
     request = {name: names for name, names in wishes.items() if names is not None}
     register()
     plans = [_plan(model, each, request) for each in found]
+    if free:
+        for each in found:
+            memory.check_can_free(each.module, each.name)
+    shared = memory.shared_addresses(model)
     before = memory.held_bytes(model)
     layers: list[LayerChoice] = []
     with keeping_moves(), _bar(progress, len(found)) as advance:
         for plan in plans:
-            layers.append(_prepare_layer(plan, request, free))
+            layers.append(_prepare_layer(plan, request, free, shared))
             advance(len(layers), len(found))
     _switch(model, found)
     return PreparedModel(tuple(layers), before, memory.held_bytes(model))
@@ -274,7 +279,7 @@ def _plan(model: torch.nn.Module, found: FoundExperts, request: Mapping[str, Nam
     return _Plan(found, top_k, dtype, selection)
 
 
-def _prepare_layer(plan: _Plan, request: Mapping[str, Names], free: bool) -> LayerChoice:
+def _prepare_layer(plan: _Plan, request: Mapping[str, Names], free: bool, shared: frozenset[int]) -> LayerChoice:
     found = plan.found
     known = serving.served(found.module)
     was_freed = known is not None and bool(known.released)
@@ -290,7 +295,7 @@ def _prepare_layer(plan: _Plan, request: Mapping[str, Names], free: bool) -> Lay
     serving.attach(found.module, served)
     if found.block is not None:
         patch(found.block)
-    kept = memory.release(served) if free or was_freed else None
+    kept = memory.release(served, shared) if free or was_freed else None
     return LayerChoice(found.name, found.class_name, kernel.problem, kernel.selection, kept=kept)
 
 

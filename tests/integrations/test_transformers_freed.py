@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
+from moereg.errors import ArgumentError
 from moereg.integrations._experts import serving
 from moereg.integrations.transformers import prepare, restore
 from tests.support.live_models import close, eager, logits_of
@@ -67,6 +69,101 @@ def test_restore_gives_them_back() -> None:
     prepare(model, free=True, progress=False)
     restore(model)
     assert torch.equal(logits_of(model), expected)
+
+
+@pytest.mark.parametrize("kind", ["between layers", "by name", "by memory"])
+def test_tied_experts_stay_tied(kind: str) -> None:
+    model = tiny_model("mixtral")
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    if kind == "between layers":
+        second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
+    elif kind == "by name":
+        model.twin = first.down_proj
+    else:
+        second.down_proj = torch.nn.Parameter(first.down_proj.detach())
+    expected, num_parameters = eager(model), sum(each.numel() for each in model.parameters())
+    held = {name: each.data_ptr() for name, each in model.named_parameters(remove_duplicate=False)}
+    prepared = prepare(model, free=True, progress=False)
+    assert "in more than one place" in str(prepared.layers[0].kept)
+    assert (prepared.layers[1].kept is None) == (kind == "by name")
+    assert close(logits_of(model), expected)
+    restore(model)
+    assert sum(each.numel() for each in model.parameters()) == num_parameters
+    found = {name: each.data_ptr() for name, each in model.named_parameters(remove_duplicate=False)}
+    assert [name for name in held if held[name] != found[name] and "layers.1.mlp.experts" not in name] == []
+    assert len(set(found.values())) == len(set(held.values()))
+
+
+def test_a_module_that_stands_twice_is_freed_once() -> None:
+    model = tiny_model("mixtral")
+    model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
+    expected = eager(model)
+    (layer,) = prepare(model, free=True, progress=False).layers
+    assert layer.kept is None
+    restore(model)
+    assert model.model.layers[0].mlp.experts.down_proj is model.model.layers[1].mlp.experts.down_proj
+    assert torch.equal(eager(model), expected)
+
+
+class _Plus(torch.nn.Module):
+    """A parametrization that adds.
+
+    What it computes lies where the one before was, as memory that torch gives out again often does.
+    """
+
+    def __init__(self, delta: torch.Tensor, place: torch.Tensor) -> None:
+        super().__init__()
+        self.delta, self.place = delta, place
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.place.data.copy_(weight + self.delta)
+
+
+class _Adapter(torch.nn.Module):
+    """Wraps experts as PEFT's LoRA of parameters does: they are parametrized during each call."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = experts
+        self.delta = torch.zeros(())
+        self.place = torch.empty_like(experts.down_proj.detach())
+
+    def forward(self, *arguments: Any) -> Any:
+        parametrize.register_parametrization(self.base_layer, "down_proj", _Plus(self.delta, self.place))
+        try:
+            return self.base_layer(*arguments)
+        finally:
+            parametrize.remove_parametrizations(self.base_layer, "down_proj", leave_parametrized=False)
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False], ids=["wrapped", "parametrized"])
+def test_experts_with_an_adapter_are_not_freed(is_wrapped: bool) -> None:
+    model = tiny_model("mixtral")
+    block = model.model.layers[1].mlp
+    if is_wrapped:
+        block.experts = _Adapter(block.experts)
+    else:
+        plus = _Plus(torch.zeros(()), torch.empty_like(block.experts.down_proj.detach()))
+        parametrize.register_parametrization(block.experts, "down_proj", plus)
+    expected, names = eager(model), [name for name, _ in model.named_parameters()]
+    with pytest.raises(ArgumentError, match=r"free=True needs experts without adapters, got model\.layers\.1\.mlp.*; "):
+        prepare(model, free=True, progress=False)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert torch.equal(logits_of(model), expected)
+
+
+def test_each_adapter_of_experts_is_seen() -> None:
+    needs("aria")  # Its kernel has copies of the weights.
+    model = tiny_model("aria")
+    block = model.model.layers[0].mlp
+    block.experts = _Adapter(block.experts)
+    deltas = [torch.zeros(()), torch.ones(())]
+    prepare(model, progress=False)
+    found = []
+    for block.experts.delta in deltas:
+        found.append(logits_of(model))
+    for block.experts.delta, logits in zip(deltas, found, strict=True):
+        assert close(logits, eager(model))
 
 
 def test_copies_have_them_and_pickles_say_how() -> None:

@@ -180,3 +180,13 @@ def test_an_expert_of_weights_in_inference_mode() -> None:
         one = layer_of()
         one.update_expert(2, make_weights(one.problem, CPU, seed=1).expert(2))
         assert same_bits(one.weights.expert(2).w13, make_weights(one.problem, CPU, seed=1).expert(2).w13)
+
+
+@pytest.mark.parametrize("keep_canonical", [True, False])
+def test_parametrized_weights_are_refused_before_anything_changes(keep_canonical: bool) -> None:
+    layer = layer_of(keep_canonical=keep_canonical)
+    weight = layer.w13
+    with pytest.raises(ArgumentError, match="keeps its own parameters, got one that takes w13 away"):
+        torch.nn.utils.parametrize.register_parametrization(layer, "w13", torch.nn.Identity())
+    assert type(layer) is MoELayer
+    assert layer.w13 is weight

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from types import MethodType
 from typing import Any, Final
 
 import torch
+from torch.nn.utils import parametrize
 
-from moereg.errors import MoeregError
+from moereg.errors import ArgumentError, MoeregError
 from moereg.integrations._experts.serving import NAMES, ServedExperts, owner_of, served
 from moereg.inversion import same_bits
 
-__all__ = ["held_bytes", "release"]
+__all__ = ["check_can_free", "held_bytes", "release", "shared_addresses"]
 
 
 def held_bytes(model: torch.nn.Module) -> int:
@@ -36,11 +38,38 @@ def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
             yield from kernel.weights.flat()
 
 
-def release(found: ServedExperts) -> str | None:
+def check_can_free(module: torch.nn.Module, name: str) -> None:
+    """Checks that nobody else computes with the parameters of the module of that dotted name.
+
+    Raises:
+        ArgumentError: An adapter does, which must find them.
+    """
+    is_wrapped = name.rpartition(".")[2] == "base_layer"  # PEFT parametrizes what it wraps during each call.
+    if is_wrapped or any(parametrize.is_parametrized(each) for each in module.modules()):
+        how = "which an adapter wraps" if is_wrapped else "whose weights are parametrized"
+        raise ArgumentError(
+            f"free=True needs experts without adapters, got {name or type(module).__name__}, {how}; leave free out, or "
+            "merge the adapter first"
+        )
+
+
+def shared_addresses(model: torch.nn.Module) -> frozenset[int]:
+    """Where tensors are that a model holds more than once: those of modules that are tied to each other."""
+    tensors = (each for module in model.modules() for each in (*module._parameters.values(), *module._buffers.values()))
+    held = Counter(each.data_ptr() for each in tensors if each is not None and each.layout == torch.strided)
+    return frozenset(address for address, count in held.items() if address and count > 1)
+
+
+def release(found: ServedExperts, shared: Collection[int]) -> str | None:
     """Frees the parameters of a module whose kernel holds their values.
 
     Its `state_dict` then has them all the same, out of the kernel, and so has another experts function. What changes
     them, such as `.to(dtype)` or `load_state_dict`, brings them back as parameters.
+
+    Args:
+        found: The module and its kernel.
+        shared: `shared_addresses` of the model. Such parameters are kept: freeing one frees no memory, and it would
+            come back as another than its twin.
 
     Returns:
         Why they are kept; None if they are freed.
@@ -60,6 +89,8 @@ def release(found: ServedExperts) -> str | None:
         owner, attribute = owner_of(module, name)
         parameter = owner._parameters[attribute]
         # Bits, not numbers: NaN is not equal to itself.
+        if parameter is not None and parameter.data_ptr() in shared:
+            return f"the model holds {name} in more than one place"
         if parameter is None or not same_bits(parameter.detach(), value):
             return f"{name} does not come back from the kernel's layout bit for bit"
     for name in stored:

@@ -142,4 +142,25 @@ MUTANTS: Final = (
         new="return True",
         tests=(f"{_COMMAND}::test_what_is_not_served_exits_with_3_and_the_reason",),
     ),
+    Mutant(
+        "tied experts are freed",
+        "moereg/integrations/_experts/memory.py",
+        old="if address and count > 1)",
+        new="if False)",
+        tests=("tests/integrations/test_transformers_freed.py::test_tied_experts_stay_tied",),
+    ),
+    Mutant(
+        "experts that an adapter wraps are freed",
+        "moereg/integrations/_experts/memory.py",
+        old='is_wrapped = name.rpartition(".")[2] == "base_layer"',
+        new="is_wrapped = False",
+        tests=("tests/integrations/test_transformers_freed.py::test_experts_with_an_adapter_are_not_freed",),
+    ),
+    Mutant(
+        "parametrized weights are read once",
+        "moereg/integrations/_experts/serving.py",
+        old='if any("parametrizations" in',
+        new='if False and any("parametrizations" in',
+        tests=("tests/integrations/test_transformers_freed.py::test_each_adapter_of_experts_is_seen",),
+    ),
 )
