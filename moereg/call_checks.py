@@ -7,10 +7,11 @@ from typing import Final
 
 import torch
 
+from moereg.errors import ArgumentError
 from moereg.problem import MoEProblem
 from moereg.weight_checks import DEBUG_VARIABLE, checks_values
 
-__all__ = ["check_call", "check_expert_map", "check_no_alias", "check_tensor", "check_values"]
+__all__ = ["check_call", "check_expert_map", "check_no_alias", "check_no_transform", "check_tensor", "check_values"]
 
 _FEW_ROUTES: Final = 64
 """Routes of a call up to which Python's own comparisons are faster than torch's calls."""
@@ -92,6 +93,24 @@ def check_no_alias(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
             raise ValueError(
                 "out must not alias an input: it is overwritten while inputs are read; pass another tensor"
             )
+
+
+def check_no_transform(error: Exception) -> None:
+    """Checks that a call did not fail for the tensors that torch.func passes instead of ones with memory.
+
+    Args:
+        error: What it raised; asking before would cost each call.
+
+    Raises:
+        ArgumentError: It ran inside `torch.vmap` or another transform.
+    """
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None:
+        raise ArgumentError(
+            "moereg's kernels read memory, which tensors of torch.func's transforms do not have, got a call inside of "
+            f"{transform.key().name.lower()}; call the layer outside of it, on the whole batch: a MoELayer takes "
+            "hidden_states [..., H]"
+        ) from error
 
 
 def check_tensor(

@@ -9,7 +9,7 @@ import torch
 
 from moereg.ambient import in_plain_torch
 from moereg.arguments import check_count, check_device, check_flag, check_instance
-from moereg.call_checks import check_call
+from moereg.call_checks import check_call, check_no_transform
 from moereg.checkpoints import CheckpointLayer, load_experts
 from moereg.compiled import is_exporting, new_handle, run_compiled
 from moereg.dispatch import Names, Selection, platform_of, select_backend
@@ -259,7 +259,12 @@ class MoELayer(CanonicalModule):
             elif rows.shape[0]:
                 run_compiled(rows, topk_weights, topk_ids, out, self._handle)
         else:
-            out = self.prepare()(rows, topk_weights, topk_ids)
+            try:
+                kernel = self.prepare()
+            except RuntimeError as error:
+                check_no_transform(error)
+                raise
+            out = kernel(rows, topk_weights, topk_ids)
         return out.view(hidden_states.shape)
 
     @in_plain_torch
@@ -354,16 +359,17 @@ class MoELayer(CanonicalModule):
             ValueError: As `MoEKernel.update_expert`.
         """
         kernel = self.prepare()
-        # The memory that the kernel shares is that of the parameters.
-        kernel.update_expert(expert, weights, write_shared=True)
-        if not self._is_freed:
-            with torch.no_grad():
-                for name, tensor in weights.tensors().items():
-                    parameter = self._parameters[name]
-                    assert parameter is not None
-                    if parameter.dim():
-                        parameter[expert].copy_(tensor[0])
-            self._seen = self._state()
+        with kernel.in_turn.alone():
+            # The memory that the kernel shares is that of the parameters.
+            kernel.update_expert(expert, weights, write_shared=True)
+            if not self._is_freed:
+                with torch.no_grad():
+                    for name, tensor in weights.tensors().items():
+                        parameter = self._parameters[name]
+                        assert parameter is not None
+                        if parameter.dim():
+                            parameter[expert].copy_(tensor[0])
+                self._seen = self._state()
 
     def check_and_run(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor

@@ -11,7 +11,7 @@ import torch
 from moereg import backend_calls
 from moereg.ambient import fp32_is_exact, plain_torch
 from moereg.arguments import check_flag, check_instance
-from moereg.call_checks import check_call, check_no_alias, check_values
+from moereg.call_checks import check_call, check_no_alias, check_no_transform, check_values
 from moereg.canonical import check_expert
 from moereg.compiled import new_handle, run_compiled
 from moereg.dispatch import Selection
@@ -20,6 +20,7 @@ from moereg.expert_moves import exchange_experts
 from moereg.expert_placement import ExpertPlacement, PlacementTables
 from moereg.experts import Experts
 from moereg.graph_pools import outside_pools
+from moereg.in_turn import InTurn
 from moereg.one_expert import OneExpert
 from moereg.overlap import Tokens, run_over_group
 from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize
@@ -35,7 +36,9 @@ __all__ = ["MoEKernel"]
 class MoEKernel:
     """One layer, ready to run. Serves one stream at a time.
 
-    Make one with `make_kernel`.
+    Make one with `make_kernel`. Threads may share it: `reload`, `update_expert` and `move_experts` wait for calls that
+    have begun, and calls for them. On a GPU that orders only what is queued: write weights on the stream of the calls,
+    or let one stream wait for the other.
 
     Attributes:
         problem: The layer.
@@ -46,6 +49,7 @@ class MoEKernel:
         expert_map: [num_experts] int32 on the weights' device, local expert or -1; update it in place. None where all
             experts are local.
         copied: Warns if an optimizer trains weights that this kernel has copies of; None where its owner reloads it.
+        in_turn: Keeps calls and writes apart.
         cure: What to do where a captured graph reads memory that a reload may not write into; its owner may know.
     """
 
@@ -73,6 +77,7 @@ class MoEKernel:
         self.weights = weights
         self.expert_map = expert_map
         self.prepare_finalize = prepare_finalize
+        self.in_turn = InTurn()
         self._experts_problem = selection.problem
         self._communicates = prepare_finalize.communicates
         self._device = weights.device
@@ -183,14 +188,16 @@ class MoEKernel:
         check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
         check_flag("write_shared", write_shared)
         weights.check_against(self.problem)
-        permuted = backend_calls.permute(self.selection, self.experts, weights)
-        # What is shared with these very weights is up to date.
-        others = frozenset[str]() if write_shared else self.weights.elsewhere(self._borrowed, permuted)
-        self._check_may_write(others)
-        self._own(others)
-        # Inference mode may write into tensors of either kind; outside it, tensors made inside may not be written into.
-        with plain_torch(), torch.inference_mode():
-            self.weights.copy_from(permuted)
+        with self.in_turn.alone():
+            permuted = backend_calls.permute(self.selection, self.experts, weights)
+            # What is shared with these very weights is up to date.
+            others = frozenset[str]() if write_shared else self.weights.elsewhere(self._borrowed, permuted)
+            self._check_may_write(others)
+            self._own(others)
+            # Inference mode may write into tensors of either kind; outside it, tensors made inside may not be written
+            # into.
+            with plain_torch(), torch.inference_mode():
+                self.weights.copy_from(permuted)
         if self.copied is not None:
             self.copied.tensors(self.weights.copied_from(weights))
 
@@ -218,9 +225,10 @@ class MoEKernel:
         others = frozenset[str]() if write_shared else self._borrowed
         self._check_may_write(others)
         rows = reader.rows_for(self.weights, weights)
-        self._own(others)
-        with plain_torch(), torch.inference_mode():
-            self.weights.write_expert(expert, rows)
+        with self.in_turn.alone():
+            self._own(others)
+            with plain_torch(), torch.inference_mode():
+                self.weights.write_expert(expert, rows)
 
     @property
     def expert_placement(self) -> ExpertPlacement | None:
@@ -263,11 +271,12 @@ class MoEKernel:
         except Exception as raised:
             error = raised
         arrived = exchange_experts(moves.group, self.weights, moves.tables.placement, placement, error)
-        if arrived.places:
-            self._own(others)
-        with plain_torch(), torch.inference_mode():
-            arrived.write(self.weights)
-        moves.tables.update(placement)
+        with self.in_turn.alone():
+            if arrived.places:
+                self._own(others)
+            with plain_torch(), torch.inference_mode():
+                arrived.write(self.weights)
+            moves.tables.update(placement)
         return len(arrived.places)
 
     def _check_may_write(self, names: frozenset[str]) -> None:
@@ -303,12 +312,20 @@ class MoEKernel:
             out: [T,H], overwritten.
             is_own: Whether `out` is a new tensor, which nothing aliases.
         """
-        if not is_own:
-            check_no_alias(out, (hidden_states, topk_weights, topk_ids))
-        check_values(self.problem, self._device, topk_weights, topk_ids, self.expert_map)
-        if self._borrowed and not self._is_captured:
-            self._is_captured = _may_be_captured(self._device)
-        self._run(hidden_states, topk_weights, topk_ids, out)
+        call = 0
+        try:
+            call = self.in_turn.begin()
+            if not is_own:
+                check_no_alias(out, (hidden_states, topk_weights, topk_ids))
+            check_values(self.problem, self._device, topk_weights, topk_ids, self.expert_map)
+            if self._borrowed and not self._is_captured:
+                self._is_captured = _may_be_captured(self._device)
+            self._run(hidden_states, topk_weights, topk_ids, out)
+        except RuntimeError as error:
+            check_no_transform(error)
+            raise
+        finally:
+            self.in_turn.end(call)
 
     def _run(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor

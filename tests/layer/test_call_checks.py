@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from moereg.errors import ArgumentError
 from moereg.layer import MoEKernel
+from moereg.module import MoELayer
 from moereg.testing.inputs import Inputs, make_inputs, make_weights
 from moereg.weights import ExpertWeights
 from tests.layer.small_layers import CPU, FORMS, INPUTS, build_refused, call, kernel_of, problem_of
@@ -167,3 +169,26 @@ def test_expert_map_values_out_of_range_are_refused(value: int) -> None:
     assert kernel.expert_map is not None
     kernel.expert_map[5] = value
     refuse(kernel, INPUTS, text)
+
+
+@pytest.mark.parametrize("batched", [(0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0)], ids=str)
+def test_vmap_is_one_error_that_says_what_to_do(batched: tuple[int | None, ...]) -> None:
+    problem = problem_of()
+    kernel, layer = kernel_of(problem), MoELayer(problem, make_weights(problem, CPU))
+    tensors = (INPUTS.hidden_states, INPUTS.topk_weights, INPUTS.topk_ids)
+    given = [each if place is None else torch.stack([each, each]) for each, place in zip(tensors, batched, strict=True)]
+    for called in (kernel, layer):
+        with pytest.raises(ArgumentError, match=r"got a call inside of vmap; call the layer outside of it"):
+            torch.vmap(called, batched)(*given)
+
+
+def test_vmap_over_weights_is_the_same_error() -> None:
+    problem = problem_of()
+    layer = MoELayer(problem, make_weights(problem, CPU))
+
+    def call(w13: torch.Tensor) -> torch.Tensor:
+        tensors = INPUTS.hidden_states, INPUTS.topk_weights, INPUTS.topk_ids
+        return torch.func.functional_call(layer, {"w13": w13}, tensors)
+
+    with pytest.raises(ArgumentError, match="got a call inside of vmap"):
+        torch.vmap(call)(torch.stack([layer.w13, layer.w13]))

@@ -322,4 +322,32 @@ MUTANTS: Final = (
         new="assert self.copied",
         tests=(f"{_STEPS}test_a_bare_kernel_with_copies_of_what_is_trained_is_one_warning",),
     ),
+    Mutant(
+        "a write does not wait for calls",
+        "moereg/in_turn.py",
+        old="while any(each != me for each in tuple(self._calls)):",
+        new="while not self._calls and False:",
+        tests=("tests/layer/test_in_turn.py::test_a_write_waits_for_the_call",),
+    ),
+    Mutant(
+        "a call does not wait for a write",
+        "moereg/in_turn.py",
+        old="while self._writer is not None and self._writer != me:",
+        new="while False:",
+        tests=("tests/layer/test_in_turn.py::test_a_call_waits_for_the_write",),
+    ),
+    Mutant(
+        "a layer's parameters are written beside its kernel",
+        "moereg/module.py",
+        old="        with kernel.in_turn.alone():\n",
+        new="        if True:\n",
+        tests=("tests/layer/test_in_turn.py::test_one_expert_of_a_layer_is_old_or_new_everywhere",),
+    ),
+    Mutant(
+        "a transform of torch.func is not named",
+        "moereg/call_checks.py",
+        old="if transform is not None:",
+        new="if False:",
+        tests=("tests/layer/test_call_checks.py::test_vmap_is_one_error_that_says_what_to_do",),
+    ),
 )
