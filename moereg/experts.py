@@ -65,8 +65,17 @@ class Experts(abc.ABC):
     input_form: ClassVar[str] = "unquantized"
     """`unquantized`, or `quantized` where `apply` also takes tokens that arrive as codes with scales, standard format:
     `ExpertInputs.hidden_scale` says which call is which."""
+    wide_output: ClassVar[bool] = False
+    """Whether `apply` writes fp32 in a float16 layer where finalize weights or adds its rows: unweighted, they may be
+    beyond the range of float16, though the layer's output is not."""
     layouts: ClassVar[tuple[str, ...]] = ()
     """Layouts of permuted weights that `apply` reads, preferred first."""
+
+    @property
+    def rows_dtype(self) -> torch.dtype:
+        """Dtype of what `apply` writes for finalize."""
+        dtype = self.problem.torch_dtype
+        return torch.float32 if self.wide_output and dtype == torch.float16 else dtype
 
     def __init__(self, problem: MoEProblem, platform: Platform, computes: QuantScheme | None = None) -> None:
         """Makes the experts of a layer, without weights.
@@ -132,7 +141,8 @@ class Experts(abc.ABC):
         """Runs the experts.
 
         Args:
-            out: Overwritten, of the shape that `output_form` says, in the problem's dtype; aliases no input.
+            out: Overwritten, of the shape that `output_form` says, in the problem's dtype, or in fp32 as `wide_output`
+                says; aliases no input.
             inputs: Read only; T is at least 1.
             weights: Weights in one of `layouts`.
             workspace13: Scratch of the shape that `workspace_shapes` said, at 256-byte alignment, contents undefined.

@@ -370,7 +370,7 @@ class MoEKernel:
         """
         problem, experts = self._experts_problem, self.experts
         if prepared.num_tokens == 0:
-            return torch.empty((0, problem.hidden_size), dtype=problem.torch_dtype, device=self._device)
+            return torch.empty((0, problem.hidden_size), dtype=experts.rows_dtype, device=self._device)
         shapes = self._workspace_shapes.get(prepared.num_tokens)
         if shapes is None:
             shapes = backend_calls.workspace_shapes(self.selection, experts, prepared.num_tokens)
@@ -382,12 +382,15 @@ class MoEKernel:
             rows = (*prepared.inputs.topk_ids.shape, problem.hidden_size)
         if out is None:
             # Its results may leave on another stream while these experts run again.
-            out = torch.empty(rows, dtype=problem.torch_dtype, device=self._device)
+            out = torch.empty(rows, dtype=experts.rows_dtype, device=self._device)
             workspace13, workspace2 = self._scratch(shapes)
         elif experts.output_form == "reduced":
             workspace13, workspace2 = self._scratch(shapes)
         else:
-            workspace13, workspace2, out = self._scratch(shapes, rows)
+            # All scratch has the problem's dtype.
+            width = problem.hidden_size * experts.rows_dtype.itemsize // problem.torch_dtype.itemsize
+            workspace13, workspace2, out = self._scratch(shapes, (*rows[:-1], width))
+            out = out.view(experts.rows_dtype)
         try:
             experts.apply(
                 out=out,

@@ -60,6 +60,7 @@ class TorchPackedExperts(LoadedExperts):
     """CPU, standard format: weights in oneDNN's order where that is faster, active experts only."""
 
     facts = _CPU
+    wide_output = True
     layouts = ("onednn_gate_up_down", "onednn_w13_w2", "canonical")
 
     def _load(self) -> Implementation:
@@ -74,6 +75,7 @@ class TorchPackedBatchedExperts(LoadedExperts):
 
     facts = _CPU_BATCHED
     output_form = "per_expert"
+    wide_output = True
     layouts = TorchPackedExperts.layouts
 
     def _load(self) -> Implementation:
@@ -88,6 +90,7 @@ class TorchDenseExperts(LoadedExperts):
     """Any device, standard format: every expert sees every token, unrouted results are dropped."""
 
     facts = _DEVICE
+    wide_output = True
     layouts = ("canonical",)
 
     def _load(self) -> Implementation:
@@ -103,6 +106,7 @@ class TorchBatchedExperts(LoadedExperts):
 
     facts = dataclasses.replace(_DEVICE, activation_formats=_BATCHED)
     output_form = "per_expert"
+    wide_output = True
     layouts = ("canonical",)
 
     def _load(self) -> Implementation:
@@ -119,6 +123,7 @@ class TorchQuantizedExperts(LoadedExperts):
     """CPU, standard format: any weight and activation format that `moereg.quantize` reads."""
 
     facts = _CPU
+    wide_output = True
     layouts = ("canonical",)
 
     def _load(self) -> Implementation:
@@ -134,6 +139,7 @@ class TorchQuantizedBatchedExperts(LoadedExperts):
 
     facts = _CPU_BATCHED
     output_form = "per_expert"
+    wide_output = True
     layouts = ("canonical",)
 
     def _load(self) -> Implementation:
@@ -150,6 +156,7 @@ class TorchInt8Experts(LoadedExperts):
     """CPU with int8 instructions, standard format: int8 matmuls with int32 sums."""
 
     facts = _CPU
+    wide_output = True
     layouts = ("canonical",)
 
     def _load(self) -> Implementation:
@@ -166,6 +173,7 @@ class TorchInt8BatchedExperts(LoadedExperts):
 
     facts = _CPU_BATCHED
     output_form = "per_expert"
+    wide_output = True
     layouts = ("canonical",)
 
     def _load(self) -> Implementation:

@@ -87,7 +87,8 @@ class AllGather(GroupPrepareFinalize):
         sums = self.reduced(expert_out, prepared)
         most = sums.shape[0] // self.group.size
         if not self.problem.deterministic:
-            mine = out if len(out) == most else sums.new_empty((most, sums.shape[1]))
+            fits = len(out) == most and out.dtype == sums.dtype
+            mine = out if fits else sums.new_empty((most, sums.shape[1]))
             self.group.reduce_scatter(mine, sums, "results")
             if mine is not out:
                 out.copy_(mine[: len(out)])

@@ -275,7 +275,7 @@ class LowLatencySymmetric(GroupPrepareFinalize):
         assert isinstance(prepared, _Sent)
         size, bins = self.group.size, self._bins
         there, home = prepared.memory.there, prepared.memory.home
-        results = self.reduced(expert_out, prepared)
+        results = self.reduced(expert_out, prepared).to(home.sent.dtype)
         # They lie by bins and then by ranks, and leave by ranks and then by bins.
         splits = there.found[0].view(bins, size)
         begins = (there.found[0].cumsum(0) - there.found[0]).view(bins, size)

@@ -76,14 +76,17 @@ class DummyLayer:
 
     def _multiply(self, inputs: ExpertInputs, num_tokens: int) -> torch.Tensor:
         """Runs the experts; returns what they wrote."""
-        problem = self.experts.problem
+        problem, form = self.experts.problem, self.experts.output_form
+        dtype = problem.torch_dtype if form == "reduced" else self.experts.rows_dtype
+        width = problem.hidden_size * dtype.itemsize // problem.torch_dtype.itemsize
         out = {
-            "reduced": (num_tokens, problem.hidden_size),
-            "per_route": (num_tokens, problem.top_k, problem.hidden_size),
-            "per_expert": (problem.num_local_experts, num_tokens, problem.hidden_size),
-        }[self.experts.output_form]
+            "reduced": (num_tokens, width),
+            "per_route": (num_tokens, problem.top_k, width),
+            "per_expert": (problem.num_local_experts, num_tokens, width),
+        }[form]
         shapes = self.experts.workspace_shapes(problem=problem, num_tokens=num_tokens)
         workspace13, workspace2, expert_out = self.take((*shapes, out), problem.torch_dtype, self.weights.device)
+        expert_out = expert_out.view(dtype)
         self.experts.apply(
             out=expert_out, inputs=inputs, weights=self.weights, workspace13=workspace13, workspace2=workspace2
         )

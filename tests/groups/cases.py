@@ -23,7 +23,7 @@ from moereg.layer import MoEKernel, make_kernel
 from moereg.prepare_finalize import DeepEP, DeepEPLowLatency, Group, GroupPrepareFinalize
 from moereg.prepare_finalize.wire import CodedWire, PlainWire
 from moereg.problem import MoEProblem
-from moereg.reference import reference_experts
+from moereg.reference import reference_experts, relative_error
 from moereg.registry import REGISTRY, register_moe_backend
 from moereg.testing.inputs import make_weights
 from moereg.weights import ExpertWeights, PermutedWeights
@@ -285,6 +285,23 @@ def in_two_parts(rank: int, size: int) -> dict[str, Any]:
     own = share_of(weights, rank, size)
     kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize="low_latency", num_batches=2)
     return errors_of(kernel, make_kernel(problem, weights), problem, rank, size)
+
+
+def float16_beyond_its_range(rank: int, size: int) -> dict[str, float]:
+    """By way, the error of results that travel unweighted and are beyond 65,504, or of ranks' sums of such."""
+    errors: dict[str, float] = {}
+    for way in ("all_to_all", "all_to_all_sums", "all_gather", "low_latency"):
+        problem = problem_of(dtype="float16", activation_format="batched" if way == "low_latency" else "standard")
+        weights = make_weights(problem, CPU)
+        weights = dataclasses.replace(weights, w2=(weights.w2.float() * 1e5).clamp(-6e4, 6e4).half())
+        kernel = make_kernel(problem, share_of(weights, rank, size), group=dist.group.WORLD, prepare_finalize=way)
+        for num_tokens in (5 * rank, MOST_TOKENS):
+            hidden_states, topk_weights, topk_ids = tokens_of(problem, rank, num_tokens)
+            call = 10 * hidden_states, 1e-4 * topk_weights, topk_ids
+            errors[f"{way}, {num_tokens}"] = relative_error(
+                kernel(*call), reference_experts(problem, weights, *call, None)
+            )
+    return errors
 
 
 def placed(rank: int, size: int, way: str) -> dict[str, Any]:

@@ -80,7 +80,10 @@ LAUNCHES: Final = {
 
 None of them waits for the host: that would be an operator, too.
 """
-CALLS: Final = ("layers_in_other_order", "layers_in_other_order_by_counts", "two_threads", "as_on_a_gpu")
+CALLS: Final = (
+    *("layers_in_other_order", "layers_in_other_order_by_counts", "two_threads", "as_on_a_gpu"),
+    "float16_beyond_its_range",
+)
 CASES: Final = (*EQUAL, *NEAR, *REFUSED, *ONE_FAILS, *CALLS)
 
 
@@ -100,6 +103,13 @@ def test_tokens_in_8_bits_change_no_more_than_a_rounding(two_ranks: list[dict[st
     bound = 6e-3 if name in ("all_gather_fp8", "all_to_all_sums_fp8", "deepep_fp8") else 1e-3
     for result in two_ranks:
         assert value_of(result, name)["error"] < bound, value_of(result, name)
+
+
+def test_results_beyond_the_range_of_float16_travel_in_fp32(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        errors = value_of(result, "float16_beyond_its_range")
+        assert len(errors) == 8
+        assert all(error < 1e-3 for error in errors.values()), errors
 
 
 def test_what_is_chosen_and_how_tokens_travel(two_ranks: list[dict[str, Any]]) -> None:

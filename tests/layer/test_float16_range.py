@@ -1,8 +1,10 @@
-"""float16 layers whose gates leave the range of float16, while the reference's results do not."""
+"""float16 layers in which numbers on the way leave the range of float16, while the reference's results do not."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -47,20 +49,82 @@ def test_every_class_on_a_cpu(quant: str, activation: str, activation_format: st
         quant=quant,
         activation_format=activation_format,
     )
-    weights = extreme_weights(problem)
-    weights = weights if quant == "unquantized" else quantize_weights(weights, quant)
+    check_every_class(problem, extreme_weights(problem), 3000 if problem.activation.gated else 100)
+
+
+def check_every_class(
+    problem: MoEProblem, plain: ExpertWeights, input_scale: float, routing_scale: float = 1.0
+) -> None:
+    """Compares every class that takes the problem on a CPU with the reference.
+
+    Args:
+        problem: A float16 layer.
+        plain: Its weights before they are quantized.
+        input_scale, routing_scale: Factors of tokens and routing weights.
+    """
+    weights = quantize_weights(plain, problem.quant.name) if problem.quant.weight else plain
     selection = select_backend(problem, "cpu")
-    decisions = [decision for decision in selection.decisions if decision.accepted]
-    for decision in decisions:
+    for decision in selection.decisions:
+        if not decision.accepted:
+            continue
         kernel = make_kernel(problem, weights, dataclasses.replace(selection, decisions=(decision,)))
-        # With few rows an expert a CPU multiplies in float16, with more in fp32 where that is faster.
-        for num_tokens in (1, 40):
+        # One token takes a path of its own. With few rows an expert a CPU multiplies in float16, with more in fp32
+        # where that is faster.
+        for num_tokens in (1, 3, 40):
             inputs = make_inputs(problem, num_tokens, "uniform", CPU)
-            x = inputs.hidden_states * (3000 if problem.activation.gated else 100)
-            call = (x, inputs.topk_weights, inputs.topk_ids)
-            truth = reference_experts(problem, weights, *call)
-            assert truth.isfinite().all()
-            assert relative_error(kernel(*call), truth) < tolerance(quant, "float16"), (decision.experts, num_tokens)
+            call = (inputs.hidden_states * input_scale, inputs.topk_weights * routing_scale, inputs.topk_ids)
+            truth = reference_experts(problem, weights, *call, computes=decision.computes)
+            assert truth.half().isfinite().all()
+            assert truth.abs().amax() > 1e-3, "the output has few digits in float16"
+            assert relative_error(kernel(*call), truth) < tolerance(decision.computes, "float16", truth.numel()), (
+                decision.experts,
+                num_tokens,
+            )
+
+
+SCHEMES = ("unquantized", "int8_w8a16", "int4_w4a16_g32", "int8_w8a8", "fp8_channel_token", "mxfp4_w4a16")
+
+
+@pytest.mark.few
+@pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
+@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+@pytest.mark.parametrize("quant", SCHEMES)
+@pytest.mark.parametrize("routing_scale", [1e-8, 1e-6, 1e5])
+@pytest.mark.parametrize("multiplies", [False, True], ids=["any CPU", "float16 products"])
+def test_routing_weights_of_any_size(
+    multiplies: bool,
+    routing_scale: float,
+    quant: str,
+    activation_format: str,
+    cpu_features: Callable[..., None],
+) -> None:
+    """Unweighted results are up to millions or some 1e-5, of which float16 holds nothing or few digits."""
+    if multiplies:
+        cpu_features(fp16=True, onednn=False)
+    problem = small_problem(quant=quant, activation_format=activation_format)
+    plain = make_plain_weights(problem, CPU)
+    # float16 has no weights beyond 65,504 to make up for the smallest routing weights.
+    weights = dataclasses.replace(plain, w2=(plain.w2.float() * min(0.1 / routing_scale, 3e5)).clamp(-6e4, 6e4).half())
+    check_every_class(problem, weights, 10.0, routing_scale)
+
+
+@pytest.mark.few
+@pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
+@pytest.mark.parametrize("quant", SCHEMES)
+@pytest.mark.parametrize("routing_scale", [1e-6, 1e5])
+def test_routing_weights_of_any_size_on_the_input(routing_scale: float, quant: str) -> None:
+    problem = small_problem(quant=quant, top_k=1, activation="relu2", apply_router_weight_on_input=True)
+    plain = make_plain_weights(problem, CPU)
+    # The reference rounds tokens that are quantized, after they were scaled: these have to fit.
+    input_scale = 0.1 if problem.quant.activation and routing_scale > 1 else 1.0
+    w13 = (plain.w13.float() * min(1 / routing_scale, 2e4)).half()
+    check_every_class(problem, dataclasses.replace(plain, w13=w13, w2=plain.w2 * 100), input_scale, routing_scale)
+
+
+def small_problem(**changes: Any) -> MoEProblem:
+    return MoEProblem(
+        **{"num_experts": 3, "hidden_size": 64, "intermediate_size": I, "top_k": 2, **changes}, dtype="float16"
+    )
 
 
 class Half:
@@ -75,6 +139,10 @@ def test_rows_are_repeated_one_by_one() -> None:
     x = torch.tensor([[1.0, 2.0], [3.0, 5.0], [4.0, 4.0]], dtype=torch.float16)
     assert mlp(x, 0).tolist() == [[0.5, 1.0], [300.0, 500.0], [2.0, 2.0]]
     assert mlp(x[:1], 0).dtype == torch.float16
+    # Tokens that routing weights scaled come in fp32: one beyond the range of float16, one with few digits there.
+    scaled = torch.tensor([[1.0, 2.0], [1.0, 1e5], [1e-3, 1e-6], [0.0, 0.0]])
+    assert mlp(scaled, 0).tolist() == [[0.5, 1.0], [100.0, 1e7], (scaled[2] * 100).tolist(), [0.0, 0.0]]
+    assert torch_mlp.RepeatingMlp(Half(), mlp.wide, only_wide=True)(x[:1], 0).tolist() == [[100.0, 200.0]]
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.reference import relative_error
+from moereg.reference import reference_experts, relative_error
 from moereg.testing.inputs import make_inputs, make_weights
 from tests.layer.small_layers import CPU, FORMS, call, expected, kernel_of, problem_of
 from tests.support.fakes import WrongExperts
@@ -40,6 +40,22 @@ def test_every_output_form(form: str, num_tokens: int, changes: dict[str, Any]) 
         assert relative_error(out, expected(problem, weights, inputs)) < 1e-6
         for field in ("hidden_states", "topk_weights", "topk_ids"):
             assert torch.equal(getattr(inputs, field), getattr(before, field))
+
+
+@pytest.mark.parametrize("form", ["per_route", "per_expert"])
+def test_wide_output_holds_what_float16_does_not(form: str) -> None:
+    changes: dict[str, Any] = {"activation_format": "batched"} if form == "per_expert" else {}
+    problem = problem_of(dtype="float16", **changes)
+    plain = make_weights(problem, CPU)
+    weights = dataclasses.replace(plain, w2=(plain.w2.float() * 1e5).clamp(-6e4, 6e4).half())
+    inputs = make_inputs(problem, 5, "uniform", CPU)
+    tokens = 10 * inputs.hidden_states, inputs.topk_weights * 1e-4, inputs.topk_ids
+    truth = reference_experts(problem, weights, *tokens)
+    for is_wide in (False, True):
+        wide = type(FORMS[form].__name__, (FORMS[form],), {"wide_output": is_wide})
+        out = kernel_of(problem, wide, weights)(*tokens)
+        assert out.isfinite().all() == is_wide
+    assert relative_error(out, truth) < 1e-3
 
 
 def test_a_wrong_kernel_is_told_apart() -> None:

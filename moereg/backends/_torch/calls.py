@@ -41,9 +41,9 @@ class HostImplementation(Implementation):
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """None, and the routed rows of a chunk of tokens."""
-        problem = self.problem
-        rows = host.routed_rows(num_tokens, problem.top_k, problem.hidden_size, problem.torch_dtype.itemsize)
-        return (0,), (rows, problem.hidden_size)
+        problem, dtype = self.problem, host.rows_dtype(self.problem.torch_dtype)
+        rows = host.routed_rows(num_tokens, problem.top_k, problem.hidden_size, dtype.itemsize)
+        return (0,), (rows, problem.hidden_size * dtype.itemsize // problem.torch_dtype.itemsize)
 
     def run(self, call: Call) -> None:
         inputs = call.inputs
@@ -55,9 +55,11 @@ class HostImplementation(Implementation):
             self._isolated_mlp(call),
             num_local_experts=self.problem.num_local_experts,
             w13_rows=self._w13_rows,
-            workspace=call.workspace2,
+            workspace=call.workspace2.view(host.rows_dtype(self.problem.torch_dtype)),
             expert_map=inputs.expert_map,
             apply_router_weight_on_input=self.problem.apply_router_weight_on_input,
+            # Scaled inputs are rounded where the reference rounds them: before they are quantized.
+            scaled_dtype=host.rows_dtype(self.problem.torch_dtype) if self.computes.activation is None else None,
             side_by_side=self.side_by_side,
             read_bytes=self._read_bytes,
         )

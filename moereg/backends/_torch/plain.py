@@ -52,7 +52,9 @@ class Host(HostImplementation):
             narrow = mlp.PackedFusedMlp(gate, up, down, self._post_op, *biases)
             wide = mlp.UnpackingMlp((gate, up), down, activation, *biases)
         # The other dtypes have the range of fp32.
-        return mlp.RepeatingMlp(narrow, wide) if dtype == torch.float16 else narrow
+        if dtype != torch.float16:
+            return narrow
+        return mlp.RepeatingMlp(narrow, wide, mlp.has_large_weights(call.inputs.topk_weights))
 
     @property
     def _read_bytes(self) -> int:

@@ -13,7 +13,7 @@ from moereg.backends._loaded import Call
 from moereg.backends._torch.calls import CANONICAL, HostBatchedImplementation, HostImplementation
 from moereg.experts import ExpertInputs
 from moereg.kernels.plain import host, quantized_mlp
-from moereg.kernels.plain.mlp import ExpertMlp, RepeatingMlp, dtype_is_emulated
+from moereg.kernels.plain.mlp import ExpertMlp, RepeatingMlp, dtype_is_emulated, has_large_weights
 from moereg.kernels.plain.quantized_mlp import RestoredMatrix, RestoringMlp
 from moereg.quantize import (
     activation_scale,
@@ -46,7 +46,8 @@ class Restoring(_Canonical):
         weights, inputs = call.weights, call.inputs
         mlp = self._restoring_mlp(weights, {})
         if mlp.compute_dtype == torch.float16:
-            return RepeatingMlp(mlp, dataclasses.replace(mlp, compute_dtype=torch.float32))
+            wide = dataclasses.replace(mlp, compute_dtype=torch.float32)
+            return RepeatingMlp(mlp, wide, has_large_weights(inputs.topk_weights))
         if not spans_tokens(self.computes):
             return mlp
         # Dynamic scales of a whole call must be known before any row is rounded. The second one depends on the first,

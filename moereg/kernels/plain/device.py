@@ -123,7 +123,7 @@ def dense_experts(
             scale = torch.where(routed, topk_weights[tokens], 0.0).sum(1, keepdim=True)
             x = hidden_states[tokens]
             if apply_router_weight_on_input:
-                x = (x * scale).to(x.dtype)
+                x = x * scale
             gemm1 = F.linear(x.to(wide), w13_wide).float()
             if w13_bias is not None:
                 gemm1 += w13_bias[expert]

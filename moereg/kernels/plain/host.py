@@ -28,6 +28,7 @@ __all__ = [
     "routed_inputs",
     "routed_rows",
     "row_block",
+    "rows_dtype",
     "sort_on_host",
 ]
 
@@ -48,6 +49,15 @@ GATHER_ONCE_BYTES: Final = 4 << 20
 FEW_ROUTES: Final = 64
 # oneDNN's kernels stream weights slower for 1 and 2 rows than for 4 (1536x2048 bf16: 20 against 26 GB/s).
 MIN_ROWS: Final = 4
+
+
+def rows_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of routes' results before they are weighted: float16 lacks the range for them, the others have fp32's.
+
+    Args:
+        dtype: Of the layer.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def host_chunk_tokens(num_tokens: int, top_k: int, hidden_size: int, itemsize: int) -> int:
@@ -176,6 +186,7 @@ def host_experts(
     workspace: torch.Tensor,
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
+    scaled_dtype: torch.dtype | None = None,
     side_by_side: bool = True,
     read_bytes: int | None = None,
 ) -> None:
@@ -191,28 +202,33 @@ def host_experts(
         mlp: The experts.
         num_local_experts: E.
         w13_rows: 2I, or I where not gated.
-        workspace: At least `routed_rows(...)` * H elements of out's dtype; contents undefined before and after.
+        workspace: At least `routed_rows(...)` * H elements of `rows_dtype(out.dtype)`; contents undefined before and
+            after.
         expert_map: [num_experts] int32 or None; local expert or -1.
         apply_router_weight_on_input: Scale an expert's input instead of its output; K is 1 then.
+        scaled_dtype: The experts are given scaled inputs in this dtype; in hidden_states' where None.
         side_by_side, read_bytes: How experts share threads, as in `run_tasks`.
     """
     num_tokens, hidden_size = hidden_states.shape
     top_k = topk_ids.shape[1]
+    scaled_dtype = scaled_dtype or hidden_states.dtype
     run_parts = functools.partial(_run_parts, side_by_side=side_by_side, read_bytes=read_bytes)
     if num_tokens == 1:
         ids = _local_experts(topk_ids, expert_map)
         slots = [slot for slot, expert in enumerate(ids) if 0 <= expert < num_local_experts]
         weights = topk_weights.view(-1)
-        _one_token(out, hidden_states, weights, ids, slots, mlp, apply_router_weight_on_input, run_parts)
+        if apply_router_weight_on_input:
+            hidden_states, weights = (hidden_states * weights).to(scaled_dtype), torch.ones_like(weights)
+        _one_token(out, hidden_states, weights, ids, slots, mlp, run_parts)
         return
-    chunk = host_chunk_tokens(num_tokens, top_k, hidden_size, out.element_size())
+    chunk = host_chunk_tokens(num_tokens, top_k, hidden_size, workspace.element_size())
     block = row_block(hidden_size, w13_rows, out.element_size())
     for first in range(0, num_tokens, chunk):
         tokens = slice(first, first + chunk)
         routes = sort_on_host(topk_ids[tokens], num_local_experts, expert_map)
         input_weights = topk_weights[tokens].reshape(-1) if apply_router_weight_on_input else None
         rows = workspace.view(-1)[: (routes.num_rows + 1) * hidden_size].view(-1, hidden_size)
-        _run_segments(rows, hidden_states[tokens], routes, top_k, mlp, block, input_weights, run_parts)
+        _run_segments(rows, hidden_states[tokens], routes, top_k, mlp, block, input_weights, scaled_dtype, run_parts)
         weights = torch.ones_like(topk_weights[tokens]) if apply_router_weight_on_input else topk_weights[tokens]
         _weighted_sum(out[tokens], rows, routes, weights)
 
@@ -273,6 +289,7 @@ def _run_segments(
     mlp: ExpertMlp,
     block: int,
     input_weights: torch.Tensor | None,
+    scaled_dtype: torch.dtype,
     run_parts: RunParts,
 ) -> None:
     """Fills rows [num_rows + 1, H] with each route's unweighted output and a last row of zeros."""
@@ -289,7 +306,7 @@ def _run_segments(
         if input_weights is None:
             return gathered
         scales = input_weights.index_select(0, order[start : start + count])
-        return (gathered * scales.unsqueeze(1)).to(hidden_states.dtype)
+        return (gathered * scales.unsqueeze(1)).to(scaled_dtype)
 
     row_bytes = hidden_states.shape[1] * hidden_states.element_size()
     everything = gather(0, num_gathered) if num_gathered * row_bytes <= GATHER_ONCE_BYTES else None
@@ -321,7 +338,6 @@ def _one_token(
     ids: Sequence[int],
     slots: Sequence[int],
     mlp: ExpertMlp,
-    apply_router_weight_on_input: bool,
     run_parts: RunParts,
 ) -> None:
     """A call of one token, whose experts all read the same row: without sorting, gathering and padding.
@@ -335,19 +351,17 @@ def _one_token(
         ids: Local expert of each of the K slots, or a number of none.
         slots: The slots that have one.
         mlp: The experts.
-        apply_router_weight_on_input: K is 1 then.
         run_parts: Runs parts of the work.
     """
     if not slots:
         out.zero_()
         return
-    if apply_router_weight_on_input:
-        x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
     rows = [x] * len(slots)
+    dtype = rows_dtype(out.dtype)
 
     def run(expert: int, row: int, _num_rows: int) -> None:
         # Rounded as rows of several tokens are: what else is in a call changes no token's result by a rounding.
-        rows[row] = mlp(x, expert).to(x.dtype)
+        rows[row] = mlp(x, expert).to(dtype)
 
     run_parts(run, [(ids[slot], row, 1) for row, slot in enumerate(slots)])
     # A weight of no local expert may be anything, and infinity times 0 is NaN.
@@ -363,8 +377,8 @@ def _weighted_sum(out: torch.Tensor, rows: torch.Tensor, routes: SortedRoutes, w
         weights = weights.masked_fill(positions == routes.num_rows, 0.0)
     scales = weights.to(rows.dtype)
     if rows.dtype != torch.float32:
-        # An embedding bag wants weights of the rows' dtype. Value and rounding error as two weights keep fp32's
-        # precision; the second visit to a row finds it in cache.
+        # An embedding bag wants weights of the rows' dtype. Value and rounding error as two weights keep the precision
+        # of fp32, whose range bfloat16 has; the second visit to a row finds it in cache.
         scales = torch.cat((scales, (weights - scales.float()).to(rows.dtype)), dim=1)
         positions = torch.cat((positions, positions), dim=1)
     out.copy_(F.embedding_bag(positions, rows, mode="sum", per_sample_weights=scales))
@@ -382,7 +396,7 @@ def host_batched_experts(
     """Runs the experts of a CPU layer in the batched format.
 
     Args:
-        out: [E,max_T,H]; overwritten; rows past an expert's count become 0.
+        out: [E,max_T,H], any float dtype; overwritten; rows past an expert's count become 0.
         hidden_states: [E,max_T,H]; rows past an expert's count may hold anything.
         expert_num_tokens: [E] int32; valid rows of each expert.
         mlp: The experts.
@@ -390,7 +404,7 @@ def host_batched_experts(
         side_by_side, read_bytes: How experts share threads, as in `run_tasks`.
     """
     max_tokens, hidden_size = hidden_states.shape[1:]
-    block = row_block(hidden_size, w13_rows, out.element_size())
+    block = row_block(hidden_size, w13_rows, hidden_states.element_size())
 
     def run(expert: int, start: int, wanted: int) -> None:
         given = min(bucket_rows(wanted), max_tokens)
