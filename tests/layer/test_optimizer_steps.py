@@ -98,14 +98,23 @@ def test_a_model_of_transformers_follows_a_fused_optimizer(name: str) -> None:
     prepare(model, progress=False)
     logits_of(model)
     parameters = list(model.parameters())
-    optimizer = fused(name, parameters)
-    for _ in range(2):
-        before = logits_of(model)
-        set_gradients(parameters)
-        optimizer.step()
+    optimizer = fused(name, [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.2}])
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def follows(before: torch.Tensor) -> None:
         assert not close(logits_of(model), before)
         assert close(logits_of(model), eager(model))
         model.set_experts_implementation("moereg")
+
+    for step in range(3):
+        before = logits_of(model)
+        set_gradients(parameters)
+        optimizer.step()
+        follows(before)
+        if step == 1:
+            before = logits_of(model)
+            model.load_state_dict(saved)
+            follows(before)
 
 
 def test_steps_inside_compiled_code_are_seen() -> None:
