@@ -1,13 +1,18 @@
 """The `torch` backend on this CPU against transformers' own expert implementations, on the same weights.
 
-    python -m benches.bench_torch_cpu [--rounds 15] [--quick] [--busy N] [--json FILE]
+    python -m benches.bench_torch_cpu [--shapes NAME ...] [--dtypes D ...] [--tokens T ...] [--rounds 15] [--each S]
+                                      [--busy N] [--json FILE]
 
 Every round times each implementation once, in rotated order, on inputs and routings that rotate too; a row's time is
 the median over rounds. Caches are emptied before each such call, as the rest of a model does: peers share tensors, so
 that each would find what the one before it has read. An implementation that misses the fp32 reference gets no number.
 Ceilings are measured in the same process; a row's share is the larger of its share of the matmul rate and of the memory
-bandwidth, and counts the weights of active experts only. `--busy N` measures the small shape alone, beside N processes
-that compute without end; means count there, since what a neighbor costs is a few calls that wait long.
+bandwidth, and counts the weights of active experts only. `--busy N` measures beside N processes that compute without
+end; means count there, since what a neighbor costs is a few calls that wait long.
+
+FILE is written after each row. It keeps the rows of earlier runs with the same machine, versions, commit and settings,
+so that a table can be measured in parts; a row that is measured again is replaced. As an older CPU:
+ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 before the command, and a file of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from typing import Any, Final
 
 import torch
 
+from benches.stored import instruction_set, read
 from moereg.dispatch import select_backend
 from moereg.layer import MoEKernel, make_kernel
 from moereg.platforms import probe_platform
@@ -66,13 +72,15 @@ class Shape:
 OTHER_BYTES: Final = 128 << 20
 """Written before each call; more than the caches of the machines that this ran on."""
 
-SMALL: Final = Shape("small", num_experts=32, hidden_size=1024, intermediate_size=512, top_k=4)
-
 SHAPES: Final = (
     Shape("mixtral", num_experts=8, hidden_size=1024, intermediate_size=3584, top_k=2),
     Shape("olmoe", num_experts=64, hidden_size=2048, intermediate_size=1024, top_k=8),
     Shape("qwen3-moe", num_experts=128, hidden_size=2048, intermediate_size=768, top_k=8),
-    SMALL,
+    Shape("small", num_experts=32, hidden_size=1024, intermediate_size=512, top_k=4),
+    Shape("few-256", num_experts=8, hidden_size=1024, intermediate_size=256, top_k=2),
+    Shape("few-4096", num_experts=8, hidden_size=1024, intermediate_size=4096, top_k=2),
+    Shape("many-256", num_experts=128, hidden_size=1024, intermediate_size=256, top_k=8),
+    Shape("many-4096", num_experts=64, hidden_size=512, intermediate_size=4096, top_k=8),
 )
 
 
@@ -197,7 +205,12 @@ def _gathered_bytes(shape: Shape, dtype: str, num_tokens: int) -> int:
 
 
 def measure(
-    shapes: Sequence[Shape], dtypes: Sequence[str], token_counts: Sequence[int], rounds: int, ceilings: Ceilings
+    shapes: Sequence[Shape],
+    dtypes: Sequence[str],
+    token_counts: Sequence[int],
+    rounds: int,
+    ceilings: Ceilings,
+    each_seconds: float = math.inf,
 ) -> Iterator[Row]:
     """Measures every combination, one model's weights at a time."""
     for dtype in dtypes:
@@ -215,7 +228,7 @@ def measure(
             calls = _calls(shape, weights, kernel)
             for num_tokens in token_counts:
                 _progress(f"{shape.name} {dtype} T={num_tokens}")
-                yield _measure_row(shape, problem, weights, calls, num_tokens, rounds, ceilings)
+                yield _measure_row(shape, problem, weights, calls, num_tokens, rounds, ceilings, each_seconds)
             del weights, kernel, calls
             gc.collect()
 
@@ -228,6 +241,7 @@ def _measure_row(
     num_tokens: int,
     rounds: int,
     ceilings: Ceilings,
+    each_seconds: float,
 ) -> Row:
     inputs = _make_inputs(problem, num_tokens)
     notes: dict[str, str] = {}
@@ -243,7 +257,7 @@ def _measure_row(
     # Two or three orders of magnitude slower than the rest, so one round is enough.
     slow = {name: runs.pop(name) for name in ("batched_mm",) if num_tokens > 1 and name in runs}
     other = torch.zeros(OTHER_BYTES, dtype=torch.uint8)
-    timings = time_runs(runs, CPU, rounds, seconds=math.inf, before=lambda: other.add_(1))
+    timings = time_runs(runs, CPU, rounds, each_seconds, before=lambda: other.add_(1))
     timings |= time_runs(slow, CPU, rounds=1, seconds=0.0)
     medians = {name: timing.median_us for name, timing in timings.items()}
     means = {name: statistics.fmean(timings[name].samples_us) for name in runs if name in timings}
@@ -281,16 +295,16 @@ def _progress(text: str) -> None:
 
 def _table(rows: Sequence[Row]) -> str:
     header = f"{'model':<10} {'dtype':<9} {'T':>4} " + " ".join(f"{name:>10}" for name in (OURS, *PEERS))
-    lines = [f"{header}  {'best peer':<10} {'ratio':>6} {'means':>6} {'flops':>6} {'bytes':>6} {'share':>6}"]
-    for row in rows:
-        times = " ".join(_cell(row, name) for name in (OURS, *PEERS))
-        share = max(row.flop_share, row.bandwidth_share)
-        lines.append(
-            f"{row.shape:<10} {row.dtype:<9} {row.num_tokens:>4} {times}  {row.best_peer:<10} {row.ratio:>6.2f} "
-            f"{row.ratio_of_means:>6.2f} "
-            f"{row.flop_share:>6.0%} {row.bandwidth_share:>6.0%} {share:>6.0%}"
-        )
-    return "\n".join(lines)
+    columns = f"{'best peer':<10} {'ratio':>6} {'means':>6} {'flops':>6} {'bytes':>6}"
+    return "\n".join([f"{header}  {columns}", *map(_line, rows)])
+
+
+def _line(row: Row) -> str:
+    times = " ".join(_cell(row, name) for name in (OURS, *PEERS))
+    return (
+        f"{row.shape:<10} {row.dtype:<9} {row.num_tokens:>4} {times}  {row.best_peer:<10} {row.ratio:>6.2f} "
+        f"{row.ratio_of_means:>6.2f} {row.flop_share:>6.0%} {row.bandwidth_share:>6.0%}"
+    )
 
 
 def _cell(row: Row, name: str) -> str:
@@ -303,50 +317,90 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the bench.
 
     Returns:
-        0, or 1 where our own result was wrong in some row.
+        0; 1 where our own result was wrong in some row; 2 where FILE is of another machine, commit or setting.
     """
-    parser = argparse.ArgumentParser(description="The torch backend against transformers' experts, on this CPU.")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="Mixtral-like only, T = 1 and 128, five rounds")
-    parser.add_argument("--busy", type=int, default=0, metavar="N", help="beside N processes that only compute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     _progress("measuring ceilings")
     ceilings = measure_ceilings()
-    rounds = min(options.rounds, 5) if options.quick else options.rounds
-    shapes = (SMALL,) if options.busy else SHAPES[:1] if options.quick else SHAPES
-    token_counts = (1, 128) if options.quick else NUM_TOKENS
-    with torch.inference_mode(), neighbors(options.busy):
-        rows = list(measure(shapes, DTYPES, token_counts, rounds, ceilings))
-    ratios = [row.ratio for row in rows if OURS in row.times_us]
-    geometric_mean = math.exp(statistics.fmean(map(math.log, ratios))) if ratios else math.nan
     facts = {
         **provenance(probe_platform(), ("torch", "transformers")),
+        "instruction_set": instruction_set(),
         "threads": torch.get_num_threads(),
-        "rounds": rounds,
+        "rounds": options.rounds,
+        "each_seconds": options.each,
         "neighbors": options.busy,
         "ceilings": dataclasses.asdict(ceilings),
     }
+    try:
+        document: dict[str, Any] = {"schema": 1, **facts, "rows": _earlier_rows(options.json, facts)}
+    except ValueError as error:
+        print(f"bench_torch_cpu: {error}", file=sys.stderr)
+        return 2
+    shapes = [shape for shape in SHAPES if shape.name in options.shapes]
+    rows = []
+    with torch.inference_mode(), neighbors(options.busy):
+        for row in measure(shapes, options.dtypes, options.tokens, options.rounds, ceilings, options.each):
+            rows.append(row)
+            _progress(_line(row))
+            if options.json:
+                # Each row has the ceilings of its own process.
+                found = {**row.to_dict(), "ceilings": facts["ceilings"]}
+                document["rows"] = [one for one in document["rows"] if _key(one) != _key(found)] + [found]
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                options.json.write_text(json.dumps(document, indent=1) + "\n")
     print(_table(rows))
-    if ratios:
-        worst = min((row for row in rows if OURS in row.times_us), key=lambda row: row.ratio)
-        print(f"worst row: {worst.shape} {worst.dtype} T={worst.num_tokens}, {worst.ratio:.2f}x")
-        print(f"geometric mean: {geometric_mean:.2f}x over {len(ratios)} rows")
+    for dtype in options.dtypes:
+        ratios = [row.ratio for row in rows if row.dtype == dtype and OURS in row.times_us]
+        if ratios:
+            mean = math.exp(statistics.fmean(map(math.log, ratios)))
+            print(f"{dtype}: geometric mean {mean:.2f}x over {len(ratios)} rows, worst {min(ratios):.2f}x")
     rates = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in ceilings.gflops.items())
     print(f"ceilings: {rates}, read {ceilings.gbps:.0f} GB/s")
-    print(
-        f"{facts['device']}, {facts['threads']} threads, "
-        + ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-        + f", commit {facts['commit']}"
-    )
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    print(f"{facts['device']}, {facts['instruction_set']}, {facts['threads']} threads, {versions}, {facts['commit']}")
     for row in rows:
         for name, note in row.notes.items():
             print(f"{row.shape} {row.dtype} T={row.num_tokens} {name}: {note}")
-    if options.json:
-        document = {"schema": 1, **facts, "geometric_mean": geometric_mean, "rows": [row.to_dict() for row in rows]}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0 if len(ratios) == len(rows) else 1
+    return 0 if all(OURS in row.times_us for row in rows) else 1
+
+
+_SAME: Final = ("device", "versions", "commit", "instruction_set", "threads", "rounds", "each_seconds", "neighbors")
+
+
+def _earlier_rows(path: Path | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that a file has from runs with the same facts.
+
+    Raises:
+        ValueError: The file is of other facts.
+    """
+    if path is None or not path.exists():
+        return []
+    found = read(path)
+    for name in _SAME:
+        if found.get(name) != facts[name]:
+            raise ValueError(
+                f"--json adds to a file of the same {name}, and that of {path} is {found.get(name)!r}, here "
+                f"{facts[name]!r}; name another file"
+            )
+    rows: list[dict[str, Any]] = found["rows"]
+    return rows
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str, int]:
+    return row["shape"], row["dtype"], row["num_tokens"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="The torch backend against transformers' experts, on this CPU.")
+    names = [shape.name for shape in SHAPES]
+    parser.add_argument("--shapes", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="both by default")
+    parser.add_argument("--tokens", nargs="+", type=int, default=NUM_TOKENS, help="of a call; 1 16 128 512 by default")
+    parser.add_argument("--rounds", type=int, default=15, help="samples of each implementation in a row, at most")
+    parser.add_argument("--each", type=float, default=10.0, metavar="S", help="seconds for each of them, after three")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="beside N processes that only compute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the rows to this file")
+    return parser
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any, Final
 from benches.board.compare import Comparison
 from benches.board.rows import Standing
 
-__all__ = ["draw_board", "draw_peers", "draw_wheels", "fastest_times", "wheel_ratios"]
+__all__ = ["draw_board", "draw_peers", "fastest_times"]
 
 # Okabe and Ito's, which everyone can tell apart.
 COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -71,28 +71,6 @@ def draw_peers(path: pathlib.Path, groups: Mapping[str, Sequence[Comparison]]) -
         figure.savefig(path, metadata={"Date": None})
 
 
-def wheel_ratios(document: dict[str, Any]) -> dict[str, dict[int, dict[str, float]]]:
-    """What wheels' kernels took over what `triton` took in the same process.
-
-    Args:
-        document: Benches of `moereg bench --json`, each of one process: `benches/results/h200_wheels.json`.
-
-    Returns:
-        By layer and scheme, models in order: by tokens, ratios by backend. Above 1 `triton` is the faster.
-        Several benches of one layer are joined; each ratio is within its own bench, and there is none
-        where `triton` failed.
-    """
-    found: dict[str, dict[int, dict[str, float]]] = {}
-    for bench in sorted(document["benches"], key=lambda bench: str(bench["model"])):
-        quant = bench["problem"]["quant"].replace("unquantized", bench["problem"]["dtype"])
-        line = found.setdefault(f"{bench['model']} {quant}", {})
-        for tokens, times in fastest_times(bench).items():
-            own = times.pop("triton", None)
-            if own is not None:
-                line.setdefault(tokens, {}).update({name: time / own for name, time in times.items()})
-    return found
-
-
 def fastest_times(bench: dict[str, Any]) -> dict[int, dict[str, float]]:
     """Times in microseconds of `triton` and of wheels' backends, each of its fastest class, by tokens and name."""
     found: dict[int, dict[str, float]] = {}
@@ -101,55 +79,6 @@ def fastest_times(bench: dict[str, Any]) -> dict[int, dict[str, float]]:
             times = found.setdefault(row["tokens"], {})
             times[row["backend"]] = min(row["time_us"], times.get(row["backend"], row["time_us"]))
     return dict(sorted(found.items()))
-
-
-def draw_wheels(path: pathlib.Path, document: dict[str, Any]) -> None:
-    """Kernels of wheels beside `triton`, which is the line at 1: a panel for each number of tokens.
-
-    Args:
-        path: An SVG, overwritten.
-        document: As `wheel_ratios` takes it.
-    """
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    found = wheel_ratios(document)
-    tokens = sorted({count for line in found.values() for count in line})
-    backends = list(dict.fromkeys(name for line in found.values() for ratios in line.values() for name in ratios))
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": path.name}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(9, 1.5 + 0.24 * len(found)), layout="constrained", facecolor="white")
-        panels = figure.subplots(1, len(tokens), sharex=True, sharey=True, squeeze=False)[0]
-        for count, axes in zip(tokens, panels, strict=True):
-            axes.axvspan(1e-3, 1.0, color="#f2f2f2", zorder=0)
-            axes.axvline(1.0, color="#777777", linewidth=1, linestyle="--", zorder=1)
-            for name, color, marker in zip(backends, COLORS, MARKERS, strict=True):
-                points = [
-                    (line[count][name], y) for y, line in enumerate(found.values()) if name in line.get(count, {})
-                ]
-                axes.plot(*zip(*points, strict=True), marker, color=color, label=name, markersize=6, linestyle="none")
-            axes.set_title(f"{count:,} token{'s' if count > 1 else ''}", size=9)
-            axes.grid(axis="y", color="#e5e5e5", linewidth=0.6)
-            axes.set_axisbelow(True)
-        first = panels[0]
-        first.set_xscale("log")
-        ratios = [ratio for line in found.values() for row in line.values() for ratio in row.values()]
-        first.set_xlim(min(0.7, *ratios) * 0.95, max(ratios) * 1.1)
-        ticks = [tick for tick in (0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8) if min(0.7, *ratios) <= tick <= max(ratios) * 1.1]
-        first.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        first.minorticks_off()
-        first.set_yticks(range(len(found)), list(found))
-        first.set_ylim(len(found) - 0.5, -0.5)
-        figure.suptitle(
-            f"Time of other people's kernels over the time of moereg's triton, same process, {document['device']}:\n"
-            "right of the line moereg's are faster, in the gray they are slower",
-            x=0.01,
-            ha="left",
-            size=9,
-        )
-        handles, labels = first.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(backends), frameon=False, fontsize=8)
-        figure.savefig(path, metadata={"Date": None})
 
 
 def draw_board(found: Sequence[Standing], path: pathlib.Path) -> None:

@@ -1,6 +1,6 @@
 """Writes the tables of the docs from the stored results and the registered cells, so that no number there is typed.
 
-python -m benches.report            # rewrites the pages below, and draws their pictures
+python -m benches.report            # rewrites the pages that have tables, and draws their pictures
 python -m benches.report --check    # names what is out of date, and exits with 1
 python -m benches.report --groups   # prints how moereg's kernels stand against others', and writes nothing
 """
@@ -13,44 +13,50 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Mapping
+from typing import Final
 
-from benches import pictures, results_page, which_backend
+from benches import cpu_page, pictures, results_page, which_backend
 from benches.board import page as board
 from benches.board import peers
 from benches.board import rows as board_rows
 from benches.scale import page as scale
 from benches.scale.picture import draw_scale
-from benches.stored import load
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGE = DOCS / "results.md"
 PICTURE = DOCS / "h200.svg"
-WHEELS_PICTURE = DOCS / "wheels.svg"
 SCALE_PICTURE = DOCS / "scale.svg"
+BOARD_PICTURE = DOCS / "board_h200.svg"
 
-
-PAGES: dict[pathlib.Path, Mapping[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"wheels_summary": results_page.wheels_summary} | peers.FIRST_PAGE,
-    PAGE: results_page.TABLES | peers.TABLES,
-    DOCS / "board.md": board.TABLES,
-    DOCS / "backends.md": which_backend.TABLES,
-    DOCS / "scale.md": scale.TABLES,
-    DOCS / "cold-start.md": {"cold_start": results_page.cold_start_table},
+TABLES: Final[Mapping[str, Callable[[], str]]] = {
+    **results_page.TABLES,
+    **cpu_page.TABLES,
+    **peers.TABLES,
+    **board.TABLES,
+    **which_backend.TABLES,
+    **scale.TABLES,
 }
 
+_TABLE: Final = re.compile(r"<!-- table (\w+) -->.*?<!-- end -->", re.DOTALL)
 
-def render(page: str, tables: Mapping[str, Callable[[], str]] = results_page.TABLES) -> str:
+
+def pages() -> list[pathlib.Path]:
+    """README, the docs and the pages beside the stored results, as far as they have tables."""
+    found = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((ROOT / "benches" / "results").glob("*.md"))]
+    return [path for path in found if _TABLE.search(path.read_text(encoding="utf-8"))]
+
+
+def render(page: str) -> str:
     """The page with each `<!-- table NAME -->` ... `<!-- end -->` filled from the stored results that there are."""
 
     def fill(match: re.Match[str]) -> str:
         try:
-            table = tables[match[1]]()
+            table = TABLES[match[1]]()
         except FileNotFoundError:
             table = "Not measured yet."
         return f"<!-- table {match[1]} -->\n\n{table}\n\n<!-- end -->"
 
-    return re.sub(r"<!-- table (\w+) -->.*?<!-- end -->", fill, page, flags=re.DOTALL)
+    return _TABLE.sub(fill, page)
 
 
 def main() -> int:
@@ -69,9 +75,9 @@ def main() -> int:
             return 2
         return 0
     old = []
-    for path, tables in PAGES.items():
+    for path in pages():
         page = path.read_text(encoding="utf-8")
-        rendered = render(page, tables)
+        rendered = render(page)
         if rendered != page:
             old.append(path.relative_to(ROOT))
             if not arguments.check:
@@ -80,13 +86,11 @@ def main() -> int:
         for name in old:
             print(f"{name} is out of date; run python -m benches.report")
         return int(bool(old))
-    pictures.draw_wheels(WHEELS_PICTURE, load("h200_wheels.json"))
     draw_scale(SCALE_PICTURE)
     with contextlib.suppress(FileNotFoundError):
         pictures.draw_peers(PICTURE, peers.groups_of(peers.board_comparisons()))
-    for name in board_rows.BOARDS:
-        with contextlib.suppress(FileNotFoundError):
-            pictures.draw_board(board_rows.rows_of(name), DOCS / f"board_{name}.svg")
+    with contextlib.suppress(FileNotFoundError):
+        pictures.draw_board(board_rows.rows_of("h200"), BOARD_PICTURE)
     return 0
 
 

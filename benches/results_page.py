@@ -1,20 +1,18 @@
-"""The tables of docs/results.md that are of moereg itself and of its wheels, from the stored results.
+"""The tables of moereg's own kernels on an H200 and of its wheels, from the stored results.
 
-Those beside other people's kernels are `benches/board/peers.py`'s.
+Those of a CPU are `benches/cpu_page.py`'s, those beside other people's kernels `benches/board/peers.py`'s.
 """
 
 from __future__ import annotations
 
-import math
 import pathlib
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
 from benches import pictures
 from benches.h200 import leave_one_out
 from benches.markdown import table
-from benches.stored import earlier_rows, load
+from benches.stored import beats_ceilings, earlier_rows, load
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 
@@ -26,50 +24,6 @@ def _load(name: str) -> dict[str, Any]:
 def _where(document: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     return f"Measured on {document['device']} with {versions} at commit {document['commit'][:12]}, {document['date']}."
-
-
-def cpu_table() -> str:
-    """The torch backend against transformers' experts."""
-    document = _load("cpu_epyc_2threads.json")
-    rows = []
-    for row in document["rows"]:
-        times = row["times_us"]
-        peers = {name: time for name, time in times.items() if name != "moereg"}
-        best = min(peers, key=lambda name: peers[name])
-        share = max(row["flop_share"], row["bandwidth_share"])
-        rows.append(
-            [
-                f"{row['shape']} {row['dtype']}",
-                str(row["num_tokens"]),
-                f"{times['moereg'] / 1e3:.2f}",
-                f"{peers[best] / 1e3:.2f} ({best})",
-                f"{peers[best] / times['moereg']:.2f}",
-                f"{share:.0%}",
-            ]
-        )
-    summary = f"Geometric mean {document['geometric_mean']:.2f}x over {len(rows)} rows."
-    header = ["layer", "T", "ours ms", "best peer ms", "ratio", "share of the ceiling"]
-    return f"{table(header, rows)}\n\n{summary} {_where(document)}"
-
-
-_CPU_NAMES = ("moereg", "eager", "batched_mm", "grouped_mm")
-
-
-def cpu_busy_table() -> str:
-    """The same beside a process that only computes, by means of all calls."""
-    document = _load("cpu_epyc_2threads_busy.json")
-    rows = []
-    for row in document["rows"]:
-        means = [row["means_us"].get(name) for name in _CPU_NAMES]
-        times = ["-" if mean is None else f"{mean / 1e3:.2f}" for mean in means]
-        tokens = str(row["num_tokens"])
-        ratios = [f"{row[name]:.2f}" for name in ("ratio_of_means", "ratio")]
-        rows.append([f"{row['shape']} {row['dtype']}", tokens, *times, *ratios])
-    names = ("ours" if name == "moereg" else name for name in _CPU_NAMES)
-    header = ["layer", "T", *(f"{name} ms, mean" for name in names), "ratio of means", "of medians"]
-    beside = f"{document['neighbors']} process beside it, {document['threads']} threads, {document['rounds']} rounds."
-    beside += f" {_where(document)}"
-    return f"{table(header, rows)}\n\n{beside}"
 
 
 def full_size_table() -> str:
@@ -93,7 +47,7 @@ def full_size_table() -> str:
 def h200_table() -> str:
     """The triton backend on an H200, with its shares of the roofline."""
     document = _load("h200_table_bf16.json")
-    rows = [[row["model"], str(row["tokens"]), *_times(row)] for row in document["rows"]]
+    rows = [[row["model"], str(row["tokens"]), *_times(row)] for row in _with_shares(document["rows"])]
     header = ["layer", "T", "ours us", "roofline us", "share", "error"]
     return f"{table(header, rows)}\n\n{_h200_summary(document)}"
 
@@ -157,7 +111,7 @@ def shapes_table() -> str:
     """The triton backend on layers that no peer was measured on."""
     document = _load("h200_shapes.json")
     skewed = _skewed_layers(document)
-    rows = [row for row in document["rows"] if row["layer"] not in skewed]
+    rows = [row for row in _with_shares(document["rows"]) if row["layer"] not in skewed]
     lines = [[row["layer"], str(row["tokens"]), *_times(row)] for row in rows]
     return _with_notes(table(["layer", "T", "ours us", "roofline us", "share", "error"], lines), document)
 
@@ -172,7 +126,7 @@ def skewed_table() -> str:
         if row["layer"] in skewed and row["routing"] == "uniform" and not row["wrong"]
     }
     lines = []
-    for row in document["rows"]:
+    for row in _with_shares(document["rows"]):
         if row["routing"] != "uniform":
             beside = uniform.get((row["layer"], row["tokens"]))
             ours, *others = _times(row)
@@ -190,7 +144,14 @@ def _times(row: dict[str, Any]) -> list[str]:
     """Our time, the roofline, the share and the error."""
     if row["wrong"]:
         return ["wrong", "-", "-", "NaN" if row["relative_error"] is None else f"{row['relative_error']:.1e}"]
-    return [f"{row['ours_us']:.1f}", f"{row['roof_us']:.1f}", f"{row['share']:.0%}", f"{row['relative_error']:.1e}"]
+    roofline = ["-", "-"] if row["share"] is None else [f"{row['roof_us']:.1f}", f"{row['share']:.0%}"]
+    return [f"{row['ours_us']:.1f}", *roofline, f"{row['relative_error']:.1e}"]
+
+
+def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of one set of ceilings, without shares where one of them beats these."""
+    is_beaten = beats_ceilings(row.get("share") for row in rows)
+    return [{**row, "share": None} if is_beaten and "share" in row else row for row in rows]
 
 
 def _with_notes(table: str, document: dict[str, Any]) -> str:
@@ -257,17 +218,27 @@ def quant_table() -> str:
 
 def _quant_table(document: dict[str, Any]) -> str:
     lines = []
+    by_scheme: dict[str, list[dict[str, Any]]] = {}
     for row in document["rows"]:
+        by_scheme.setdefault(row["scheme"], []).append(row)
+    # A scheme has the ceiling of the elements that it multiplies.
+    rows = [row for own in by_scheme.values() for row in _with_shares(own)]
+    without = {row["scheme"] for row in rows if row.get("share", 0.0) is None}
+    for row in rows:
         plain = [f"{row['bf16_us']:.1f}", f"{row['share_of_byte_ratio']:.0%}"] if "bf16_us" in row else ["", ""]
         lines.append([row["scheme"], row["model"], str(row["tokens"]), *_times(row), *plain])
     header = ["scheme", "layer", "T", "ours us", "roofline us", "share", "error", "bf16 us"]
-    schemes = {row["scheme"] for row in document["rows"]}
     # Files of before have ratios to times of another machine, which say nothing.
-    summary = [
-        f"- `{scheme}`: {'; '.join(_summary_text(name, line[name]) for name in line if 'peer' not in name)}."
+    summaries = {
+        scheme: [
+            _summary_text(name, value)
+            for name, value in line.items()
+            if "peer" not in name and not (scheme in without and name.startswith("share T"))
+        ]
         for scheme, line in document["summary"].items()
-        if scheme in schemes
-    ]
+        if scheme in by_scheme
+    }
+    summary = [f"- `{scheme}`: {'; '.join(texts)}." for scheme, texts in summaries.items()]
     rates = document["ceilings"]
     notes = [
         f"Ceilings in the same process: {rates['read_tbps']:.2f} TB/s",
@@ -352,30 +323,7 @@ def wheels_table() -> str:
     return f"{table(header, rows)}\n\n{_where(document)} {document['note']}"
 
 
-def wheels_summary() -> str:
-    """What the picture of the wheels' kernels shows, in words and as one line of numbers."""
-    document = _load("h200_wheels.json")
-    points = [
-        (name, tokens, ratio)
-        for line in pictures.wheel_ratios(document).values()
-        for tokens, ratios in line.items()
-        for name, ratio in ratios.items()
-    ]
-    ahead = [(name, tokens) for name, tokens, ratio in points if ratio < 1]
-    others = " and ".join(f"`{name}`" for name in dict.fromkeys(name for name, _ in ahead))
-    where = " and ".join(f"{tokens:,}" for tokens in sorted({tokens for _, tokens in ahead}))
-    mean = math.exp(sum(math.log(ratio) for _, _, ratio in points) / len(points))
-    text = (
-        f"Each row was measured in one process on an {document['device']}, numbers first. moereg's `triton` is the "
-        f"faster one in {len(points) - len(ahead)} of {len(points)} comparisons, {mean:.2f} times in the geometric mean"
-    )
-    text += f"; {others} is ahead in {len(ahead)}, at {where} tokens." if ahead else "."
-    return "\n".join(textwrap.wrap(text, 120))
-
-
 TABLES: dict[str, Callable[[], str]] = {
-    "cpu": cpu_table,
-    "cpu_busy": cpu_busy_table,
     "full_size": full_size_table,
     "h200": h200_table,
     "second_gpu": second_gpu_table,
@@ -388,4 +336,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "host_time": host_time_table,
     "sweep": sweep_table,
     "wheels": wheels_table,
+    "cold_start": cold_start_table,
 }

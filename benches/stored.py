@@ -1,14 +1,59 @@
-"""Results whose file was measured again in part: rows of earlier commits count where the newest file has none."""
+"""Reads stored results, and says what holds for all of them: when two times are the same, and when a ceiling is one."""
 
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+from collections.abc import Iterable
 from typing import Any, Final
 
-__all__ = ["RESULTS", "earlier_rows", "load", "quant_rows"]
+__all__ = [
+    "RESULTS",
+    "SAME",
+    "beats_ceilings",
+    "earlier_rows",
+    "instruction_set",
+    "load",
+    "outcome",
+    "quant_rows",
+    "read",
+]
 
 RESULTS: Final = pathlib.Path(__file__).resolve().parent / "results"
+
+SAME: Final = 1.03
+"""Two times whose ratio is below this are a tie: that much one kernel's time differs between processes."""
+
+
+def outcome(ratio: float | None) -> str:
+    """A row is `won`, `tied` or `lost`, by the best rival's time over ours; empty without a rival."""
+    if ratio is None:
+        return ""
+    return "lost" if ratio * SAME < 1 else "won" if ratio > SAME else "tied"
+
+
+def beats_ceilings(shares: Iterable[float | None]) -> bool:
+    """Whether a row was clearly faster than its measured ceilings allow. They are none then, and no row has a share."""
+    return any((share or 0.0) > SAME for share in shares)
+
+
+def instruction_set() -> str:
+    """What torch and oneDNN may use of this CPU, such as `AVX512 with bf16, int8` or `AVX2`."""
+    import torch
+
+    from moereg.kernels.plain import cpu
+
+    found, limit = cpu.features(), os.environ.get("ONEDNN_MAX_CPU_ISA")
+    extra = [name for name in ("bf16", "fp16", "int8", "amx") if getattr(found, name)]
+    text = torch.backends.cpu.get_cpu_capability() + (f" with {', '.join(extra)}" if extra else "")
+    return text + (f", oneDNN limited to {limit}" if limit else "")
+
+
+def read(path: pathlib.Path) -> dict[str, Any]:
+    """A stored file, with layers by the names that they have now."""
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8").replace('"sonic-30b', '"sonic-120b'))
+    return document
 
 
 def load(name: str, folder: pathlib.Path = RESULTS) -> dict[str, Any]:
@@ -17,8 +62,7 @@ def load(name: str, folder: pathlib.Path = RESULTS) -> dict[str, Any]:
     Raises:
         FileNotFoundError: It is not there.
     """
-    document: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
-    return document
+    return read(folder / name)
 
 
 def quant_rows(folder: pathlib.Path = RESULTS) -> list[dict[str, Any]]:

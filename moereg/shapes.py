@@ -62,7 +62,7 @@ def get_shape(name: str) -> MoEShape:
     """Looks a model up.
 
     Args:
-        name: A key of `MODEL_SHAPES`, in any case.
+        name: A key of `MODEL_SHAPES` or a former one, in any case.
 
     Returns:
         The shape.
@@ -70,7 +70,8 @@ def get_shape(name: str) -> MoEShape:
     Raises:
         UnknownModelError: No such model; the message lists the known ones and the nearest.
     """
-    shape = MODEL_SHAPES.get(name.lower()) if isinstance(name, str) else None
+    known = _FORMER_NAMES.get(name.lower(), name.lower()) if isinstance(name, str) else None
+    shape = MODEL_SHAPES.get(known) if known else None
     if shape is None:
         raise UnknownModelError(unknown_name_message("model", name, MODEL_SHAPES))
     return shape
@@ -366,16 +367,18 @@ _SHAPES: Final = (
         source="config.json of databricks/dbrx-instruct as quoted in public code; 127e9 routed parameters fit the 132B",
     ),
     MoEShape(
-        name="sonic-30b",
+        name="sonic-120b",
         num_experts=256,
         hidden_size=4096,
         intermediate_size=512,
         top_k=16,
         num_moe_layers=None,
-        source="synthetic, the fine-grained shape of this project's measured targets; in the SonicMoE paper, "
-        "arXiv 2512.14080 figure 14, these sizes are the 120B row and the 30B row has I 256",
+        source="synthetic: the 120B row of figure 14 in the SonicMoE paper, arXiv 2512.14080",
     ),
 )
+
+# Still taken where a name is given. "sonic-30b" had the sizes of the 120B row.
+_FORMER_NAMES: Final = {"sonic-30b": "sonic-120b"}
 
 MODEL_SHAPES: Final[Mapping[str, MoEShape]] = MappingProxyType({shape.name: shape for shape in _SHAPES})
 """All shapes by name."""

@@ -1,14 +1,16 @@
 """Measures the board, or goes on where a run of it was cut.
 
     python -m benches.board --json FILE [--seconds S] [--layers NAME ...] [--tokens N ...] [--routings R ...]
-                            [--only PATTERN ...] [--deny PATTERN ...] [--no-opt-in] [--rounds N] [--each S]
-                            [--list]
+                            [--only PATTERN ...] [--deny PATTERN ...] [--no-opt-in] [--first-use]
+                            [--rounds N] [--each S] [--list]
 
 A row is one layer, scheme, routing and number of tokens; every backend that fits is in it. Its numbers are compared
 with the reference first, then calls are timed in turns (docs/measuring.md). The file is written after each row, so a
 second run with the same file measures what is missing. What fails is in the row with its reason. Measuring runs in a
 second process: a backend that crashes it, hangs or takes the device down is left out of the layer, and a new process
-goes on. Exits with 1 where a backend failed or was wrong, and with 3 where nothing ran.
+goes on. moereg's own Triton kernels are compiled ahead, and their first calls have no time; with `--first-use` nothing
+is, so that first calls compare on a machine whose caches are empty. Exits with 1 where a backend failed or was wrong,
+and with 3 where nothing ran.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from packaging.requirements import Requirement
 
 from benches.board import variants
 from benches.board.layers import BoardLayer, layers_of
-from benches.board.measure import Limits, Lost, Marker, Wanted, measure_board, patterns
+from benches.board.measure import COMPILED_AHEAD, Limits, Lost, Marker, Wanted, measure_board, patterns
 from benches.board.store import Board
+from benches.stored import instruction_set
 from moereg.discovery import current_platform, load_backends
 from moereg.platforms import Platform
 from moereg.testing.provenance import provenance
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         layers = _chosen(known, options)
-        board = Board(options.json, _measured_on(platform))
+        board = Board(options.json, _measured_on(platform, options))
     except (ValueError, OSError) as error:
         print(f"benches.board: {error}", file=sys.stderr)
         return 2
@@ -71,9 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         limit = ["--seconds", f"{left:.1f}"] if math.isfinite(left) else []
         return run_child([*command, *limit], running, options.patience)
 
-    supervise(measure, lambda: Board(options.json, _measured_on(platform)), running)
+    supervise(measure, lambda: Board(options.json, _measured_on(platform, options)), running)
     running.unlink(missing_ok=True)
-    return _exit_code(Board(options.json, _measured_on(platform)))
+    return _exit_code(Board(options.json, _measured_on(platform, options)))
 
 
 def supervise(measure: Callable[[], int], reopen: Callable[[], Board], running: pathlib.Path) -> None:
@@ -155,9 +158,11 @@ def _chosen(known: Sequence[BoardLayer], options: argparse.Namespace) -> list[Bo
     return [layer for layer in limited if layer.points]
 
 
-def _measured_on(platform: Platform) -> dict[str, Any]:
+def _measured_on(platform: Platform, options: argparse.Namespace) -> dict[str, Any]:
     requires = {Requirement(text).name for cell in load_backends().cells for text in cell.requires}
-    return provenance(platform, {"torch", *requires})
+    ahead = [] if options.first_use or platform.kind != "cuda" else list(COMPILED_AHEAD)
+    found = {**provenance(platform, {"torch", *requires}), "compiled_ahead": ahead}
+    return found | ({"instruction_set": instruction_set()} if platform.kind == "cpu" else {})
 
 
 def _positive(text: str) -> float:
@@ -176,6 +181,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--routings", nargs="*", choices=ROUTINGS, help="rows with these routings alone")
     parser.add_argument("--only", nargs="*", default=[], metavar="PATTERN", help="these backends alone")
     parser.add_argument("--deny", nargs="*", default=[], metavar="PATTERN", help="none of these backends")
+    parser.add_argument(
+        "--first-use", action="store_true", help="compile nothing ahead, so that first calls compare; on new machines"
+    )
     parser.add_argument("--no-opt-in", action="store_true", help="leave out what a request would have to name")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="samples of each backend in a row, at most")
     parser.add_argument("--each", type=_positive, default=SECONDS, help="seconds for timing each backend in a row")

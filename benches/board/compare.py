@@ -7,12 +7,12 @@ processes says as much about the machines as about the kernels. A `Comparison` t
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
+from benches import stored
 from benches.board import rows
 from benches.board.layers import BoardLayer
 from moereg.tuning.inputs import ROUTINGS
@@ -118,11 +118,10 @@ class Comparison:
         return best.time_us / self.own.time_us
 
     @property
-    def is_lost(self) -> bool:
-        """Whether a peer is faster, beyond what medians vary by, or alone has right numbers."""
-        if self.best is not None and not self.own.time_us:
-            return True
-        return self.ratio is not None and self.ratio * rows.SAME < 1
+    def outcome(self) -> str:
+        """Whether the row is `won`, `tied` or `lost`, as it is where a peer alone is right; empty without a peer."""
+        is_alone_right = self.best is not None and not self.own.time_us
+        return "lost" if is_alone_right else stored.outcome(self.ratio)
 
     @property
     def is_short(self) -> bool:
@@ -193,7 +192,7 @@ def of_file(path: pathlib.Path) -> list[Comparison]:
         ValueError: It is no such file, for example a table that divides by another run's times.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = stored.read(path)
         if "benches" in document:
             return of_wheels(document, path.name)
         if "layers" in document:
@@ -228,7 +227,7 @@ def judged(found: Iterable[Comparison]) -> list[Comparison]:
 
 
 def _standing(one: Comparison) -> float:
-    return 0.0 if one.is_lost and one.ratio is None else math.inf if one.ratio is None else one.ratio
+    return 0.0 if one.outcome == "lost" and one.ratio is None else math.inf if one.ratio is None else one.ratio
 
 
 def planned(layers: Sequence[BoardLayer]) -> list[Place]:

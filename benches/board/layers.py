@@ -85,7 +85,7 @@ GPU_LAYERS: Final = (
     _model("mixtral-8x7b", skewed=_SKEWED),
     _model("gpt-oss-120b", skewed=_SKEWED),
     _model("qwen3-30b-a3b", "fp8_block128"),
-    _model("sonic-30b"),
+    _model("sonic-120b"),
     _model("olmoe-1b-7b"),
     _model("deepseek-v3", "fp8_block128", " EP8", num_local_experts=32),
     _model("qwen3-30b-a3b", "fp8_tensor_static", skewed=(1024,)),

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from benches.board.layers import BoardLayer, Point
+from benches.board.rows import compiled_ahead
 from benches.board.store import Board, Row
 from moereg.discovery import load_backends
 from moereg.dispatch import explain_backends
@@ -34,11 +35,12 @@ from moereg.tuning.timing import ROUNDS, SECONDS
 from moereg.weights import ExpertWeights
 from moereg.workspace import WORKSPACES
 
-__all__ = ["Limits", "Lost", "Marker", "Wanted", "measure_board"]
+__all__ = ["COMPILED_AHEAD", "Limits", "Lost", "Marker", "Wanted", "measure_board"]
 
 # Of the free memory, for the canonical weights and one permuted copy a candidate; the rest is for calls and references.
 _WEIGHTS_FRACTION: Final = 0.75
 _EIGHT_BITS: Final = ("float8_e4m3fn", "int8")
+COMPILED_AHEAD: Final = ("triton",)
 
 
 class Lost(Exception):
@@ -229,7 +231,8 @@ def _measure_layer(
     print(f"{layer.name}: {names}", flush=True)
     ceilings = _ceilings(problem, platform)
     board.document["ceilings"][_ceiling_name(problem, platform)] = dataclasses.asdict(ceilings)
-    _precompile(problem, {point.tokens for point in points}, entrants.selection)
+    if compiled_ahead(board.document):
+        _precompile(problem, {point.tokens for point in points}, entrants.selection)
 
     def make_weights() -> ExpertWeights:
         return random_weights(problem, torch.Generator().manual_seed(0), device)
@@ -239,9 +242,12 @@ def _measure_layer(
     for point in points:
         if time.monotonic() >= deadline:
             return "no time was left"
+        before = clocks(platform)
         found = comparison.measure(point, ceilings, limits.rounds, limits.each_seconds)
         _give_up_if_lost(board, layer, comparison, marker)
-        row = _row(found, comparison, entrants)
+        row = _row(found, comparison, entrants, compiled_ahead(board.document))
+        if before:
+            row["clocks"] = [before["clocks"], clocks(platform)["clocks"]]
         board.add(layer, point, row)
         print(_line(layer, point, row), flush=True)
     return ""
@@ -256,13 +262,13 @@ def _give_up_if_lost(board: Board, layer: BoardLayer, comparison: Comparison, ma
     raise Lost(str(comparison.stopped))
 
 
-def _row(found: Sequence[Measurement], comparison: Comparison, entrants: _Entrants) -> Row:
+def _row(found: Sequence[Measurement], comparison: Comparison, entrants: _Entrants, ahead: Collection[str]) -> Row:
     default = entrants.default
     return {
         "roofline_us": found[0].roofline_us,
         "default": default and {"backend": default.backend, "experts": default.experts, "computes": default.computes},
         "results": [
-            *({**_identity(one.decision), **_result(one, comparison)} for one in found),
+            *({**_identity(one.decision), **_result(one, comparison, ahead)} for one in found),
             *({**_identity(decision), "time_us": None, "failure": reason} for decision, reason in entrants.excluded),
         ],
     }
@@ -279,7 +285,7 @@ def _identity(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _result(one: Measurement, comparison: Comparison) -> dict[str, Any]:
+def _result(one: Measurement, comparison: Comparison, ahead: Collection[str]) -> dict[str, Any]:
     reason = one.failure or one.damage
     if not reason and one.timing is None:
         reason = f"wrong numbers: error {one.relative_error:.2e} > {one.tolerance:.1e}"
@@ -291,7 +297,7 @@ def _result(one: Measurement, comparison: Comparison) -> dict[str, Any]:
         "relative_error": one.relative_error,
         "tolerance": one.tolerance,
         "permute_ms": comparison.permute_ms.get(one.decision, math.nan),
-        "first_ms": one.first_ms,
+        "first_ms": math.nan if one.decision.backend in ahead else one.first_ms,
         "failure": reason or None,
     }
 
@@ -332,7 +338,7 @@ def _measured_ceilings(dtype: str, platform: Platform) -> Ceilings:
 
 def _precompile(problem: MoEProblem, tokens: Collection[int], selection: Selection) -> None:
     """Compiles Triton's kernels on all cores, which on one core outlast the board."""
-    is_there = any(decision.backend == "triton" for decision in selection.decisions)
+    is_there = any(decision.backend in COMPILED_AHEAD for decision in selection.decisions)
     if not is_there or selection.platform.device_type != "cuda":
         return
     from benches.h200.precompile import precompile

@@ -1,4 +1,4 @@
-"""The tables of docs/board.md, from the stored boards: losses of the default first."""
+"""The tables of the boards, from the stored files: losses of the default first."""
 
 from __future__ import annotations
 
@@ -8,13 +8,28 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from benches.board.rows import BOARDS, Row, Standing, apart, documents, exceeds_ceilings, rows_of
+from benches.board.rows import (
+    BOARDS,
+    Row,
+    Standing,
+    absent,
+    apart,
+    compiled_ahead,
+    documents,
+    exceeds_ceilings,
+    lacks_a_library,
+    number,
+    rows_of,
+    standings,
+)
 from benches.board.variants import UNTUNED
-from benches.markdown import cell, table
+from benches.markdown import cell, table, wrapped
 
-__all__ = ["TABLES"]
+__all__ = ["TABLES", "absent_text", "counted"]
 
 _COLUMNS: Final = 9
+# Calls of a row are unlike where a sample in ten takes so many times what one in ten takes.
+_UNLIKE: Final = 1.5
 
 
 def picture(board: str) -> str:
@@ -23,14 +38,22 @@ def picture(board: str) -> str:
     return f"![The fastest backend by layer and tokens on {device}, and its lead or lag](board_{board}.svg)"
 
 
+def counted(outcomes: Sequence[str]) -> str:
+    """How many rows are won, tied and lost."""
+    return ", ".join(f"{outcomes.count(word)} {word}" for word in ("won", "tied", "lost"))
+
+
 def losses_table(board: str) -> str:
-    """Rows in which another backend is faster than the default, worst first."""
+    """How many rows the default wins, ties and loses, those that it loses, worst first, and what the rows lack."""
     found = rows_of(board)
-    lost = sorted((one for one in found if one.is_loss), key=lambda one: one.ratio or 0.0)
-    alone = sum(one.is_alone for one in found)
-    head = f"{len(lost)} of {len(found)} rows" + (f"; in {alone} of them one backend ran alone." if alone else ".")
+    lost = sorted((one for one in found if one.outcome == "lost"), key=lambda one: one.ratio or 0.0)
+    alone = sum(not one.outcome for one in found)
+    head = f"{len(found)} rows: {counted([one.outcome for one in found])}" + (
+        f"; in {alone} one backend ran alone." if alone else "."
+    )
+    notes = "\n\n".join(filter(None, (absent_text(board), _unlike_text(lost))))
     if not lost:
-        return head
+        return "\n\n".join(filter(None, (head, notes)))
     rows = []
     for one in lost:
         best, own = one.best_other, one.entries[one.default]
@@ -39,7 +62,29 @@ def losses_table(board: str) -> str:
         gain = f"{1 - (one.ratio or 0.0):.1%}" if own.time_us else "all of it: the default failed"
         rows.append([one.place, one.default, own.text, best.name, best.text, gain])
     header = ["layer", "scheme", "routing", "T", "default", "its us", "fastest", "its us", "less time"]
-    return f"{head}\n\n{table(header, rows)}"
+    return "\n\n".join(filter(None, (head, table(header, rows), notes)))
+
+
+def absent_text(board: str) -> str:
+    """The backends that are missing from rows in which they could have been, in a sentence."""
+    parts: dict[str, list[str]] = {}
+    for (name, reason), rows in absent(board).items():
+        schemes = ", ".join(dict.fromkeys(one.scheme for one in rows))
+        parts.setdefault(f"`{name}`", []).append(f"{len(rows)} row{'s' * (len(rows) > 1)} ({schemes}; {reason})")
+    if not parts:
+        return ""
+    text = "; ".join(f"{name} in {', '.join(words)}" for name, words in sorted(parts.items()))
+    return wrapped(f"Missing from rows in which they could have been: {text}.")
+
+
+def _unlike_text(rows: Sequence[Standing]) -> str:
+    parts = []
+    for one in rows:
+        own = one.entries.get(one.default)
+        if own is not None and own.p10_us and own.p90_us and own.p90_us > _UNLIKE * own.p10_us:
+            low, high = number(own.p10_us), number(own.p90_us)
+            parts.append(f"{one.layer} {one.routing} T {one.tokens} ({low} to {high} us from p10 to p90)")
+    return wrapped(f"Medians over unlike calls, whose ratio says little: {', '.join(parts)}.") if parts else ""
 
 
 def summary_table(board: str) -> str:
@@ -50,13 +95,13 @@ def summary_table(board: str) -> str:
     rows = []
     for (layer, scheme, routing), found in groups.items():
         ratios = [one.ratio for one in found if one.ratio]
-        lost = sum(one.is_loss for one in found)
         winners = sorted({one.ranking[0].name for one in found if one.ranking})
         mean = f"{math.exp(math.fsum(map(math.log, ratios)) / len(ratios)):.2f}" if ratios else "alone"
         worst = f"{min(ratios):.2f}" if ratios else "alone"
         defaults = ", ".join(dict.fromkeys(one.default for one in found))
-        rows.append([layer, scheme, routing, defaults, f"{lost} of {len(found)}", mean, worst, ", ".join(winners)])
-    header = ["layer", "scheme", "routing", "default", "rows lost", "ratio, mean", "worst", "fastest somewhere"]
+        outcomes = counted([one.outcome for one in found])
+        rows.append([layer, scheme, routing, defaults, outcomes, mean, worst, ", ".join(winners)])
+    header = ["layer", "scheme", "routing", "default", "rows", "ratio, mean", "worst", "fastest somewhere"]
     return table(header, rows)
 
 
@@ -121,13 +166,13 @@ def failures_table(board: str) -> str:
         [name, places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else ""), cell(reason)]
         for (name, reason), places in where.items()
     ]
-    rows += [
-        [name, f"{layer['layer']} {layer['scheme']}", cell(reason)]
-        for document in files
-        for layer in document["layers"].values()
-        for name, reason in layer["skipped"].items()
-        if _lacks_a_library(reason)
-    ]
+    lacking: dict[tuple[str, str], dict[str, None]] = {}
+    for layer in (layer for document in files for layer in document["layers"].values()):
+        for name, reason in layer["skipped"].items():
+            if lacks_a_library(reason):
+                key = (name, _without_folders(reason))
+                lacking.setdefault(key, {})[f"{layer['layer']} {layer['scheme']}"] = None
+    rows += [[name, ", ".join(layers), cell(reason)] for (name, reason), layers in lacking.items()]
     there = {one.place for one in rows_of(board)}
     names = ("layer", "scheme", "routing", "tokens")
     # A row that several runs left out is missing once, for the last one's reason.
@@ -146,31 +191,38 @@ def failures_table(board: str) -> str:
     return table(["backend", "where", "reason"], rows) if rows else "Nothing failed and nothing was left out."
 
 
-def _lacks_a_library(reason: str) -> bool:
-    """Whether a backend did not run for what the machine lacked, and not for what it computes."""
-    return all(re.search(r"not installed|^requires the |^install ", part) for part in reason.split("; "))
+def _without_folders(reason: str) -> str:
+    return re.sub(r"(?<= )/\S*/", "", reason)
 
 
 def first_use_table(board: str) -> str:
-    """How long backends take before they are fast: permuting, and the first call with its compiling and tuning."""
+    """How long backends take before they are fast: permuting, and the first call with its compiling and tuning.
+
+    From the files of `--first-use`, or from all where there is none; what was compiled ahead has no first call there.
+    """
+    files = documents(board).values()
+    alike = [document for document in files if not compiled_ahead(document)]
     first: dict[str, list[float]] = {}
     permute: dict[str, list[float]] = {}
-    for one in rows_of(board) + apart(board):
+    for one in (one for document in alike or files for one in standings(document)):
         for entry in one.entries.values():
             if entry.time_us is not None:
-                first.setdefault(entry.name, []).append(entry.first_ms or math.nan)
+                first.setdefault(entry.name, []).extend([entry.first_ms] if entry.first_ms else [])
                 permute.setdefault(entry.name, []).append(entry.permute_ms or math.nan)
-    rows = [
-        [name, *(f"{value:,.0f}" for value in (max(permute[name]), max(times), sorted(times)[len(times) // 2]))]
-        for name, times in sorted(first.items())
-    ]
-    return table(["backend", "longest permute ms", "longest first call ms", "median first call ms"], rows)
+    rows = []
+    for name, times in sorted(first.items()):
+        calls = [f"{max(times):,.0f}", f"{sorted(times)[len(times) // 2]:,.0f}"] if times else ["compiled ahead"] * 2
+        rows.append([name, f"{max(permute[name]):,.0f}", *calls])
+    filled = table(["backend", "longest permute ms", "longest first call ms", "median first call ms"], rows)
+    if all(first.values()):
+        return filled
+    return f"{filled}\n\nNo backend is compared with one that was compiled ahead: no stored run measured both alike."
 
 
 def variants_table(board: str) -> str:
-    """A backend beside itself without its tactics."""
+    """A backend beside itself without its tactics, in every file that has both."""
     rows = []
-    for one in rows_of(board):
+    for one in rows_of(board) + apart(board):
         for name, entry in one.entries.items():
             base = name.replace(UNTUNED, "").replace("(Untuned", "(")
             own = one.entries.get(base)
@@ -188,11 +240,14 @@ def _where(document: Row) -> str:
         for name, found in document["ceilings"].items()
     )
     note = f" {document['note']}" if document.get("note") else ""
+    is_cpu = document.get("platform") == "cpu"
+    instructions = f" ({document.get('instruction_set', 'instruction set not stored')})" if is_cpu else ""
     if exceeds_ceilings(document):
         note = f" A row exceeds one of them, which was measured too low, so no shares are given.{note}"
+    where = f"{document['device']}{instructions} with {versions} at commit {document['commit'][:12] or 'unknown'}"
     return (
-        f"Measured on {document['device']} with {versions} at commit {document['commit'][:12] or 'unknown'}, "
-        f"{document['date']}, in {document['seconds']:.0f} s. Ceilings in the same process: {ceilings}.{note}"
+        f"Measured on {where}, {document['date']}, in {document['seconds']:.0f} s. "
+        f"Ceilings in the same process: {ceilings}.{note}"
     )
 
 

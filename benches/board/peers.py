@@ -6,22 +6,22 @@ Groups of rows first, with what they lost and to whom; then each scheme and rout
 from __future__ import annotations
 
 import collections
-import json
 import math
 import pathlib
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from benches.board import compare, rows
+from benches import stored
+from benches.board import compare, page, rows
 from benches.board.compare import MARGIN_US, OWN, SHORT_US, Comparison, Place, geometric_mean
 from benches.board.layers import GPU_LAYERS
-from benches.markdown import table
+from benches.markdown import table, wrapped
 from moereg.tuning.inputs import ROUTINGS
 
-__all__ = ["FIRST_PAGE", "TABLES", "board_comparisons", "groups_of", "kind_of", "report", "wheels_comparisons"]
+__all__ = ["TABLES", "board_comparisons", "groups_of", "kind_of", "report", "wheels_comparisons"]
 
 _WHEELS: Final = "h200_wheels.json"
+_LIBRARIES: Final = "h200_peers_fp8.json"
 _ELSEWHERE: Final = ("h200_peers_bf16.json", "h200_peers_quant.json")
 _UNIFORM: Final = ROUTINGS[0]
 _BANDS: Final = ((1, 4), (16, 64), (256, 256), (1024, 1024), (4096, 16384))
@@ -89,14 +89,14 @@ def groups_table(found: Sequence[Comparison], missing: Sequence[Place] = ()) -> 
     """
     gone = collections.Counter(map(_group_of, missing))
     groups = [(name, own) for name, own in groups_of(found).items() if own or gone[name]]
-    header = ["rows", "n", "ratio, mean", "worst", "rows lost", "share, mean", "missing"]
+    header = ["group", "n", "ratio, mean", "worst", "rows", "lost to", "share, mean", "missing"]
     lines = [[name, *_judgment(own), str(gone[name])] for name, own in groups]
     lines.append(["all", *_judgment(found), str(len(missing))])
     return table(header, lines)
 
 
 def _judgment(found: Sequence[Comparison]) -> list[str]:
-    """n, mean, worst with its row, rows lost with the winners, mean share."""
+    """n, mean, worst with its row, rows won, tied and lost, the winners, mean share."""
     with_ratio = [one for one in found if one.ratio is not None]
     ratios = [one.ratio or math.nan for one in with_ratio]
     worst = min(with_ratio, key=lambda one: one.ratio or math.inf, default=None)
@@ -105,8 +105,9 @@ def _judgment(found: Sequence[Comparison]) -> list[str]:
         str(len(with_ratio)) + _aside(found),
         f"{geometric_mean(ratios):.2f}" if ratios else "-",
         f"{worst.ratio:.2f} ({_short(worst.place)})" if worst is not None else "-",
-        _lost(found),
-        f"{geometric_mean(shares):.0%}" if shares else "-",
+        page.counted([one.outcome for one in found]),
+        _winners(found),
+        f"{geometric_mean(shares):.0%} ({len(shares)})" if shares else "-",
     ]
 
 
@@ -119,10 +120,9 @@ def _aside(found: Sequence[Comparison]) -> str:
     return f" ({', '.join(words)})" if words else ""
 
 
-def _lost(found: Iterable[Comparison]) -> str:
-    winners = collections.Counter(one.best.name for one in found if one.is_lost and one.best is not None)
-    names = ", ".join(f"{name} {count}" for name, count in winners.most_common())
-    return f"{sum(winners.values())}: {names}" if names else "0"
+def _winners(found: Iterable[Comparison]) -> str:
+    winners = collections.Counter(one.best.name for one in found if one.outcome == "lost" and one.best is not None)
+    return ", ".join(f"{name} {count}" for name, count in winners.most_common()) or "-"
 
 
 def _short(place: Place) -> str:
@@ -132,7 +132,7 @@ def _short(place: Place) -> str:
 
 def losses_table(found: Iterable[Comparison]) -> str:
     """Rows in which a peer is faster, worst first."""
-    lost = sorted((one for one in found if one.is_lost), key=lambda one: one.ratio or 0.0)
+    lost = sorted((one for one in found if one.outcome == "lost"), key=lambda one: one.ratio or 0.0)
     header = ["layer", "scheme", "routing", "T", f"{OWN} us", "winner", "its us", "ratio"]
     return table(header, [[*_place(one.place), *_times(one)] for one in lost]) if lost else "No row is lost."
 
@@ -154,7 +154,7 @@ def schemes_table(found: Iterable[Comparison]) -> str:
     groups: dict[tuple[str, str], list[Comparison]] = {}
     for one in found:
         groups.setdefault((one.place.scheme, one.place.routing), []).append(one)
-    header = ["scheme", "routing", "n", "ratio, mean", "worst", "rows lost", "share, mean"]
+    header = ["scheme", "routing", "n", "ratio, mean", "worst", "rows", "lost to", "share, mean"]
     return table(header, [[*key, *_judgment(own)] for key, own in groups.items()])
 
 
@@ -176,19 +176,15 @@ def shares_table(found: Sequence[Comparison]) -> str:
 
 
 def _rule(found: Iterable[Comparison]) -> str:
-    """Which rows have the margin, and which exceed their ceilings."""
-    short = [_short(one.place) for one in found if one.is_short]
-    beyond = [f"{_short(one.place)} ({one.share:.0%})" for one in found if (one.share or 0.0) > rows.SAME]
-    rule = f"Shares of rows with a roofline below {SHORT_US:.0f} us are judged with {MARGIN_US:.0f} us added to it"
-    text = f"{rule}: {', '.join(short)}." if short else f"{rule}; there are none."
-    text += " Ratios are of times as they were measured."
-    if beyond:
-        text += f" Beyond the measured ceilings, which were too low there: {', '.join(beyond)}."
-    return _wrapped(text)
-
-
-def _wrapped(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, 120, break_on_hyphens=False))
+    """Which rows have no share, and which have the margin."""
+    short = sum(one.is_short for one in found)
+    without = sum(one.roofline_us is None for one in found)
+    text = f"{MARGIN_US:.0f} us are added to a roofline below {SHORT_US:.0f} us ({short} rows), since a launch takes "
+    text += (
+        f"longer than the work there; ratios are of times as measured. {without} rows have no share: a row of their "
+    )
+    text += "process beat its ceilings, so these were measured too low."
+    return wrapped(text)
 
 
 def rows_table(found: Sequence[Comparison]) -> str:
@@ -230,17 +226,64 @@ def summary_table(found: Sequence[Comparison], missing: Sequence[Place], documen
     lines = []
     for name, own in groups:
         _, mean, worst, *_ = _judgment(own)
-        lost = sum(one.is_lost for one in own)
-        lines.append([name, mean, worst.partition(" ")[0], f"{lost} of {len(own)}"])
+        lines.append([name, mean, worst.partition(" ")[0], page.counted([one.outcome for one in own])])
     peers = sorted({peer.name.partition(" (")[0] for one in found for peer in one.peers})
-    filled = table(["rows", "time of the fastest other / ours, mean", "worst", "rows lost"], lines)
+    filled = table(["group", "time of the fastest other / ours, mean", "worst", "rows"], lines)
     total = len(compare.planned(GPU_LAYERS))
     files = rows.documents("h200")
     dates = collections.Counter(str(files[one.own.process.partition(":")[0]]["date"]) for one in found)
     counted = " and ".join(f"{count} on {date}" for date, count in sorted(dates.items(), reverse=True))
     text = f"Others are {', '.join(f'`{name}`' for name in peers)}. {document['device']}; of the {total} planned rows "
     text += f"{total - len(missing)} are measured: {counted}, each with moereg as it was then."
-    return f"{filled}\n\n{_wrapped(text)}"
+    return "\n\n".join(filter(None, (filled, wrapped(text), vllm_text(found))))
+
+
+# Layers with a file for the H200 and 16-bit experts in vLLM's fused_moe/configs; it takes heuristics for all others.
+_VLLM_CONFIGURED: Final = ("qwen3-30b-a3b", "mixtral-8x7b")
+
+
+def vllm_text(found: Iterable[Comparison]) -> str:
+    """Where `vllm_triton` runs without a configuration for this GPU."""
+    rows_of = [one for one in found if kind_of(one.place.scheme) == _KINDS[0]]
+    bare = [one for one in rows_of if one.place.layer not in _VLLM_CONFIGURED]
+    layers = ", ".join(dict.fromkeys(one.place.layer for one in bare))
+    text = f"vLLM ships no configuration for the H200 for {len(bare)} of the {len(rows_of)} 16-bit rows ({layers}): "
+    return wrapped(f"{text}there `vllm_triton` runs with its heuristics as shipped.") if bare else ""
+
+
+def headline() -> str:
+    """What all rows beside other people's kernels say, and what they lack, in a paragraph each."""
+    board, wheels = board_comparisons(), wheels_comparisons()
+    ratios = [geometric_mean([one.ratio for one in found if one.ratio]) for found in (board, wheels)]
+    outcomes = [page.counted([one.outcome for one in found]) for found in (board, wheels)]
+    device = _first_of_board()["device"]
+    text = f"Each row was measured in one process on an {device}, numbers first; less than 3 % is a tie. The fastest "
+    text += f"other kernel of a row takes {ratios[0]:.2f} times the time of moereg's `{OWN}` in the geometric mean over"
+    text += (
+        f" the board's {len(board)} rows ({outcomes[0]}), and the fastest wheel of a row {ratios[1]:.2f} times over "
+    )
+    text += f"another {len(wheels)} ({outcomes[1]})."
+    return "\n\n".join(filter(None, (wrapped(text), _shards_text(), page.absent_text("h200"))))
+
+
+def _shards_text() -> str:
+    """What two libraries that are built from source do on shards of tensor parallelism, which the board lacks."""
+    try:
+        found = compare.judged(compare.of_file(rows.RESULTS / _LIBRARIES))
+    except FileNotFoundError:
+        return ""
+    parts = []
+    for name, label in (("hpc_ops", "HPC-Ops"), ("alpha_moe", "Alpha-MoE")):
+        ran = [one for one in found if " TP" in one.place.layer and one.best is not None and one.best.name == name]
+        many = [one for one in ran if one.place.tokens >= 16]
+        if many:
+            behind = 1 / min(one.ratio or math.inf for one in many)
+            lost = sum(one.outcome == "lost" for one in many)
+            parts.append(f"{label} is faster in {lost} of {len(many)} rows from 16 tokens on, up to {behind:.2f} times")
+    text = f"The board has no shards of tensor parallelism. On fp8 shards {', and '.join(parts)}; with fewer tokens "
+    text += f"`{OWN}` is faster. That was before `{OWN}`'s Hopper kernels for scales of whole tensors, and was not "
+    text += "measured again."
+    return wrapped(text) if parts else ""
 
 
 def report(paths: Sequence[pathlib.Path] = ()) -> str:
@@ -268,7 +311,7 @@ def elsewhere_table() -> str:
     """Files of peers' times that no table divides by, since nothing of ours was in their processes."""
     lines = []
     for name in _ELSEWHERE:
-        document = json.loads((rows.RESULTS / name).read_text(encoding="utf-8"))
+        document = stored.read(rows.RESULTS / name)
         found: dict[str, list[dict[str, Any]]] = {}
         for row in document["rows"]:
             found.setdefault(row.get("scheme", "bfloat16"), []).append(row)
@@ -313,7 +356,6 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "peers_elsewhere": elsewhere_table,
     "wheels_groups": lambda: groups_table(wheels_comparisons()),
     "wheels_losses": lambda: losses_table(wheels_comparisons()),
-}
-FIRST_PAGE: Final[dict[str, Callable[[], str]]] = {
     "peers_summary": _of_board(lambda found, missing: summary_table(found, missing, _first_of_board())),
+    "headline": headline,
 }

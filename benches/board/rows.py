@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
+from benches import stored
 from benches.board.variants import UNTUNED
 from moereg.tuning.inputs import ROUTINGS
 
 __all__ = [
     "BOARDS",
     "RESULTS",
-    "SAME",
     "Entry",
     "Row",
     "Standing",
+    "absent",
     "apart",
+    "compiled_ahead",
     "documents",
     "exceeds_ceilings",
+    "lacks_a_library",
     "number",
     "rows_of",
     "standings",
@@ -35,8 +37,7 @@ RESULTS: Final = pathlib.Path(__file__).resolve().parents[1] / "results"
 # whose libraries do not fit beside the others'. Times of two files are never divided by each other.
 BOARDS: Final = ("h200", "cpu")
 
-# Below this two times are the same: medians of one kernel differ by it from run to run.
-SAME: Final = 1.01
+_OWN: Final = ("triton", "torch")
 
 Row = dict[str, Any]
 
@@ -50,7 +51,9 @@ class Entry:
         time_us: None if it failed.
         share: Of the roofline.
         failure: Why it failed.
-        first_ms, permute_ms: Time of its first call, compiling and tuning included, and of permuting the weights.
+        first_ms, permute_ms: Time of its first call, compiling and tuning included, and of permuting the weights;
+            None where its kernels had been compiled before.
+        p10_us, p90_us: Of the samples.
     """
 
     name: str
@@ -59,6 +62,8 @@ class Entry:
     failure: str | None
     first_ms: float | None
     permute_ms: float | None
+    p10_us: float | None = None
+    p90_us: float | None = None
 
     @property
     def backend(self) -> str:
@@ -87,7 +92,8 @@ class Standing:
         layer, scheme, routing, tokens: Which.
         default: Name of the entry that `select_backend` would choose.
         entries: By name, in the order of the file.
-        roofline_us: By the ceilings of its process; None where the file has none.
+        roofline_us: By the ceilings of its process; None where the file has none, or a row of it beats them.
+        skipped: Why each backend that is not in the layer did not fit.
     """
 
     layer: str
@@ -97,6 +103,7 @@ class Standing:
     default: str
     entries: dict[str, Entry]
     roofline_us: float | None = None
+    skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def place(self) -> str:
@@ -140,9 +147,9 @@ class Standing:
         return f"{times[0] / (first.time_us or math.nan) - 1:.1%}"
 
     @property
-    def is_loss(self) -> bool:
-        """Whether another candidate is faster, beyond what medians vary by."""
-        return self.ratio is not None and self.ratio * SAME < 1
+    def outcome(self) -> str:
+        """Whether the default has `won`, `tied` or `lost`; empty where it is alone."""
+        return stored.outcome(self.ratio)
 
 
 def number(value: float) -> str:
@@ -152,8 +159,7 @@ def number(value: float) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _parsed(path: pathlib.Path, _stamp: int) -> Row:
-    document: Row = json.loads(path.read_text(encoding="utf-8"))
-    return document
+    return stored.read(path)
 
 
 def documents(board: str) -> dict[str, Row]:
@@ -181,7 +187,10 @@ def standings(document: Row) -> list[Standing]:
     for row in _with_true_shares(document)["rows"]:
         default = _name(row["default"], row["results"]) if row["default"] else ""
         where = (row["layer"], row["scheme"], row["routing"], row["tokens"])
-        rows.append(Standing(*where, default, _entries(row), row.get("roofline_us")))
+        layer = document["layers"].get(f"{row['layer']}:{row['scheme']}".replace(" ", "-"), {})
+        skipped = layer.get("skipped", {})
+        entries = _entries(row, compiled_ahead(document))
+        rows.append(Standing(*where, default, entries, row.get("roofline_us"), skipped))
     return rows
 
 
@@ -209,15 +218,50 @@ def apart(board: str) -> list[Standing]:
 
 
 def exceeds_ceilings(document: Row) -> bool:
-    """Whether a row took clearly less time than the measured ceilings allow, so that they are none."""
-    return any((one.get("share") or 0.0) > SAME for row in document["rows"] for one in row["results"])
+    """Whether a row of a document beats the ceilings of its process."""
+    return stored.beats_ceilings(one.get("share") for row in document["rows"] for one in row["results"])
+
+
+def compiled_ahead(document: Row) -> list[str]:
+    """Backends whose kernels were compiled before their first call was timed; files of before do not say so."""
+    return list(document.get("compiled_ahead", ["triton"]))
+
+
+def absent(board: str) -> dict[tuple[str, str], list[Standing]]:
+    """The rows that lack a backend which could have run in them, by backend and reason in a few words."""
+    rows = rows_of(board)
+    ran: dict[tuple[str, str], set[str]] = {}
+    for one in (*rows, *apart(board)):
+        ran.setdefault((one.layer, one.scheme), set()).update(entry.backend for entry in one.ranking)
+    found: dict[tuple[str, str], list[Standing]] = {}
+    for one in rows:
+        lacking = {name: _in_short(reason) for name, reason in one.skipped.items() if lacks_a_library(reason)}
+        there = {entry.backend for entry in one.entries.values()} | set(lacking)
+        lacking |= dict.fromkeys(ran[one.layer, one.scheme] - there, "not in that process")
+        lacking |= {entry.name: "failed" for entry in one.entries.values() if entry.failure}
+        for name, reason in lacking.items():
+            if name not in _OWN and UNTUNED not in name:
+                found.setdefault((name, reason), []).append(one)
+    return found
+
+
+def lacks_a_library(reason: str) -> bool:
+    """Whether a backend did not run for what the machine lacked, and not for what it computes."""
+    return all(re.search(r"not installed|^requires the |^install |^run ", part) for part in reason.split("; "))
+
+
+def _in_short(reason: str) -> str:
+    return "its kernels were not built" if reason.startswith("requires the kernels") else "not installed"
 
 
 def _with_true_shares(document: Row) -> Row:
     """A document without the shares of ceilings that were measured too low."""
     if not exceeds_ceilings(document):
         return document
-    rows = [{**row, "results": [{**one, "share": None} for one in row["results"]]} for row in document["rows"]]
+    rows = [
+        {**row, "roofline_us": None, "results": [{**one, "share": None} for one in row["results"]]}
+        for row in document["rows"]
+    ]
     return {**document, "rows": rows}
 
 
@@ -228,12 +272,19 @@ def _name(one: Row, results: Iterable[Row]) -> str:
     return str(one["backend"]) if is_first else f"{one['backend']} ({one['experts'].removesuffix('Experts')})"
 
 
-def _entries(row: Row) -> dict[str, Entry]:
+def _entries(row: Row, ahead: Collection[str]) -> dict[str, Entry]:
     found = {}
     for one in row["results"]:
         name = _name(one, row["results"])
-        keys = ("share", "first_ms", "permute_ms")
-        share, first_ms, permute_ms = (one.get(key) for key in keys)
         failed = one["failure"]
-        found[name] = Entry(name, None if failed else one["time_us"], share, failed, first_ms, permute_ms)
+        found[name] = Entry(
+            name,
+            time_us=None if failed else one["time_us"],
+            share=one.get("share"),
+            failure=failed,
+            first_ms=None if one["backend"] in ahead else one.get("first_ms"),
+            permute_ms=one.get("permute_ms"),
+            p10_us=one.get("p10_us"),
+            p90_us=one.get("p90_us"),
+        )
     return found

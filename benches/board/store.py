@@ -15,7 +15,7 @@ __all__ = ["SCHEMA", "Board", "OtherRunError", "Row"]
 
 SCHEMA: Final = 1
 # What has to be equal where a file is continued.
-_SAME: Final = ("device", "platform", "versions", "commit")
+_SAME: Final = ("device", "platform", "versions", "commit", "compiled_ahead")
 
 Row = dict[str, Any]
 
@@ -38,7 +38,7 @@ class Board:
 
         Args:
             path: Written after each change, by way of a second file beside it.
-            measured_on: As `provenance` makes it.
+            measured_on: As `provenance` makes it, and `compiled_ahead`, the backends whose first calls compile nothing.
 
         Raises:
             OtherRunError: The file is of another machine, other versions or another commit, or no board.
@@ -66,10 +66,10 @@ class Board:
         if not is_board:
             raise OtherRunError(f"--json continues a board, and {self._path} is none; name another file")
         for key in _SAME:
-            if found[key] != measured_on[key]:
+            if found.get(key) != measured_on.get(key):
                 raise OtherRunError(
                     f"--json continues a board of one machine and one set of versions, and the {key} of {self._path} "
-                    f"is {found[key]!r}, here {measured_on[key]!r}; name another file"
+                    f"is {found.get(key)!r}, here {measured_on.get(key)!r}; name another file"
                 )
         self.document = found
 

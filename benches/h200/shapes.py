@@ -46,7 +46,7 @@ from moereg.workspace import WORKSPACES
 
 NUM_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 SKEWED_TOKENS: Final = (16, 64, 256, 4096)
-PEER_MODELS: Final = ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-120b", "sonic-30b")
+PEER_MODELS: Final = ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-120b", "sonic-120b")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,7 +60,7 @@ from moereg.shapes import get_shape
 from moereg.testing.provenance import clocks, provenance
 from moereg.workspace import WORKSPACES
 
-MODELS: Final = ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-120b", "sonic-30b", "glm-4.5-air")
+MODELS: Final = ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-120b", "sonic-120b", "glm-4.5-air")
 NUM_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096)
 BOUND: Final = 1.15
 NUM_INPUTS: Final = 4

@@ -40,7 +40,7 @@ from moereg.weights import ExpertWeights
 # GPU by its own measure: 8192^3 went from 798 TFLOP/s to 687 to 636 in two seconds.
 WINDOW_SECONDS = 0.15
 
-MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-120b", "sonic-30b")
+MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-120b", "sonic-120b")
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 

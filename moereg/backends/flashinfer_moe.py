@@ -115,7 +115,7 @@ class _CutlassExperts(LoadedExperts):
         return builder
 
 
-# On an H200 1.2 times the time of `triton`; FlashInfer's own choice of tiles takes 3 to 8 times that (docs/board.md).
+# On an H200 1.2 times the time of `triton`; FlashInfer's own choice of tiles takes 2.6 to 8 times that (docs/board.md).
 @_cutlass("bfloat16", "unquantized", "cuda:sm90", priority=48, dtypes=("bfloat16",), opt_in=False)
 @_cutlass("float16", "unquantized", "cuda:sm90", priority=48, dtypes=("float16",))
 @_cutlass("bfloat16", "unquantized", "cuda:sm100f", dtypes=("bfloat16",))

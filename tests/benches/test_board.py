@@ -24,7 +24,14 @@ from moereg.tuning.roofline import Ceilings
 from moereg.weights import PermutedWeights
 from tests.support.fakes import FakeExperts, WrongExperts
 
-MEASURED_ON = {"device": "a CPU", "platform": "cpu", "versions": {"torch": "2.13"}, "commit": "0" * 40, "date": "now"}
+MEASURED_ON: dict[str, Any] = {
+    "device": "a CPU",
+    "platform": "cpu",
+    "versions": {"torch": "2.13"},
+    "commit": "0" * 40,
+    "date": "now",
+    "compiled_ahead": [],
+}
 TINY = BoardLayer(
     "tiny",
     "unquantized",
@@ -73,7 +80,9 @@ def test_a_board_is_continued_where_it_was_cut(tmp_path: pathlib.Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["board.json"]
 
 
-@pytest.mark.parametrize("change", [{"device": "another"}, {"versions": {"torch": "2.11"}}, {"commit": "1"}])
+@pytest.mark.parametrize(
+    "change", [{"device": "another"}, {"versions": {"torch": "2.11"}}, {"commit": "1"}, {"compiled_ahead": ["a"]}]
+)
 def test_a_board_of_another_run_is_not_continued(tmp_path: pathlib.Path, change: dict[str, Any]) -> None:
     path = tmp_path / "board.json"
     Board(path, MEASURED_ON).save()
@@ -135,6 +144,29 @@ def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, isolated_regist
         return Board(tmp_path / "board.json", MEASURED_ON)
 
     return measured
+
+
+def test_what_was_compiled_ahead_has_no_first_call_and_clocks_are_read_around_a_row(
+    run: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = iter(range(100))
+    monkeypatch.setattr(measure, "clocks", lambda _: {"clocks": {"sm_mhz": next(readings)}})
+    compiled: list[object] = []
+    monkeypatch.setattr(measure, "_precompile", lambda *_: compiled.append(1))
+    Board(tmp_path / "board.json", {**MEASURED_ON, "compiled_ahead": ["fake_right"]}).save()
+    monkeypatch.setitem(MEASURED_ON, "compiled_ahead", ["fake_right"])
+    for row in run().document["rows"]:
+        first = {one["backend"]: one.get("first_ms") for one in row["results"]}
+        assert first["fake_right"] is None
+        assert first["torch"] > 0
+        before, after = row["clocks"]
+        assert before["sm_mhz"] < after["sm_mhz"]
+    assert compiled
+    (tmp_path / "board.json").unlink()
+    compiled.clear()
+    monkeypatch.setitem(MEASURED_ON, "compiled_ahead", [])
+    assert all(one.get("first_ms") for one in run().document["rows"][0]["results"] if one["failure"] is None)
+    assert not compiled
 
 
 def test_every_backend_is_in_its_row(run: Any, tmp_path: pathlib.Path) -> None:

@@ -65,8 +65,8 @@ def test_losses_come_worst_first_and_a_tie_is_none(stored: Any) -> None:
         row(1024, result("own", 100.0), result("other", 120.0)),
         row(4096, result("own", 100.0)),
     )
-    head, _, _, *found = lines("losses")
-    assert head == "3 of 6 rows; in 2 of them one backend ran alone."
+    head, _, _, *found = [line for line in lines("losses") if "Missing" not in line and "; failed)" not in line]
+    assert head == "6 rows: 1 won, 1 tied, 3 lost; in 1 one backend ran alone."
     assert found == [
         "| big | unquantized | uniform | 256 | own | failed | other | 60.0 (50%) | all of it: the default failed |",
         "| big | unquantized | uniform | 64 | own | 100.0 (50%) | other | 60.0 (50%) | 40.0% |",
@@ -74,12 +74,12 @@ def test_losses_come_worst_first_and_a_tie_is_none(stored: Any) -> None:
     ]
     (line,) = lines("summary")[2:]
     # 0.995, 0.8, 0.6 and 1.2; a default that failed has no ratio.
-    assert line == "| big | unquantized | uniform | own | 3 of 6 | 0.87 | 0.60 | other, own |"
+    assert line == "| big | unquantized | uniform | own | 1 won, 1 tied, 3 lost | 0.87 | 0.60 | other, own |"
 
 
 def test_a_board_without_losses_says_so(stored: Any) -> None:
     stored(row(1, result("own", 100.0), result("other", 150.0)))
-    assert lines("losses") == ["0 of 1 rows."]
+    assert lines("losses") == ["1 rows: 1 won, 0 tied, 0 lost."]
 
 
 def test_rows_have_the_default_first_and_the_fastest_in_bold(stored: Any) -> None:
@@ -115,11 +115,13 @@ def test_a_slower_class_of_the_default_is_no_rival(stored: Any) -> None:
         row(1, result("own", 100.0), result("own", 900.0, experts="SlowExperts")),
         row(16, result("own", 100.0), result("own", 900.0, experts="SlowExperts"), result("other", 950.0)),
     )
-    assert lines("losses") == ["0 of 2 rows; in 1 of them one backend ran alone."]
-    assert lines("summary")[2:] == ["| big | unquantized | uniform | own | 0 of 2 | 9.50 | 9.50 | own |"]
+    assert lines("losses")[0] == "2 rows: 1 won, 0 tied, 0 lost; in 1 one backend ran alone."
+    assert lines("summary")[2:] == ["| big | unquantized | uniform | own | 1 won, 0 tied, 0 lost | 9.50 | 9.50 | own |"]
     assert [line.split(" | ")[-1] for line in lines("rows")[3:5]] == ["- |", "850.0% |"]
     stored(row(1, result("own", 100.0), result("own", 900.0, experts="SlowExperts")))
-    assert lines("summary")[2:] == ["| big | unquantized | uniform | own | 0 of 1 | alone | alone | own |"]
+    assert lines("summary")[2:] == [
+        "| big | unquantized | uniform | own | 0 won, 0 tied, 0 lost | alone | alone | own |"
+    ]
 
 
 def test_ceilings_that_a_row_exceeds_are_none(stored: Any) -> None:
@@ -129,8 +131,8 @@ def test_ceilings_that_a_row_exceeds_are_none(stored: Any) -> None:
     assert first == "| uniform | 1 | 100.0 | **50.0** | 100.0% |"
     assert second == "| uniform | 16 | **100.0** | - | - |"
     assert "A row exceeds one of them, which was measured too low" in where
-    stored(row(1, result("own", 100.0), {**beyond, "share": 1.005}))
-    assert "(100%)" in lines("rows")[3]
+    stored(row(1, result("own", 100.0), {**beyond, "share": 1.02}))
+    assert "(102%)" in lines("rows")[3]
 
 
 def test_another_process_has_its_own_default_and_its_own_table(stored: Any) -> None:
@@ -177,13 +179,54 @@ def test_tuned_beside_untuned_and_first_use(stored: Any) -> None:
     assert lines("first_use")[2:] == ["| own | 3 | 12 | 12 |", "| own_untuned | 3 | 12 | 12 |"]
     # It is no backend that a user could choose.
     stored(row(1, result("own", 100.0), result("own_untuned", 50.0), result("other", 200.0)))
-    assert lines("losses") == ["0 of 1 rows."]
+    assert lines("losses") == ["1 rows: 1 won, 0 tied, 0 lost."]
     assert lines("rows")[1:4:2] == [
         "| routing | T | own | other | lead |",
         "| uniform | 1 | **100.0 (50%)** | 200.0 (50%) | 100.0% |",
     ]
     stored(row(1, result("own", 100.0)))
     assert lines("variants") == ["Not measured yet."]
+
+
+def test_a_backend_whose_kernels_were_not_built_is_named_with_the_figure(stored: Any) -> None:
+    reason = "requires the kernels fp8, got /home/me/cache/kernels.so with bfloat16; run moereg build-kernels other"
+    skipped = {
+        "builder": reason,
+        "other_shape": "requires hidden_size % 128 == 0, got 2880; other, which is not installed",
+    }
+    layer = {"layer": "big", "scheme": "unquantized", "skipped": skipped}
+    rows = (
+        row(1, result("own", 1.0), result("there", 2.0)),
+        row(16, result("own", 1.0), result("there", None, "it raised")),
+    )
+    stored(*rows, layers={"big:unquantized": layer})
+    text = " ".join(lines("losses"))
+    assert "`builder` in 2 rows (unquantized; its kernels were not built)" in text
+    assert "`there` in 1 row (unquantized; failed)" in text
+    assert "other_shape" not in text
+    found = "\n".join(lines("failures"))
+    assert "| builder | big unquantized | requires the kernels fp8, got kernels.so with bfloat16; run moereg" in found
+    assert "other_shape" not in found
+
+
+def test_a_median_over_unlike_calls_says_so(stored: Any) -> None:
+    spread = {"p10_us": 12.0, "p90_us": 52.0}
+    stored(row(1, {**result("own", 40.0), **spread}, result("other", 30.0)))
+    assert lines("losses")[-1] == (
+        "Medians over unlike calls, whose ratio says little: big uniform T 1 (12.0 to 52.0 us from p10 to p90)."
+    )
+
+
+def test_first_calls_of_a_file_that_compiled_ours_ahead_are_not_compared(stored: Any) -> None:
+    """Files of before do not say that `triton` was compiled ahead, which it was."""
+    one = row(1, result("triton", 100.0), result("other", 200.0), default="triton")
+    stored(one)
+    *_, other, ours, note = lines("first_use")
+    assert (other, ours) == ("| other | 3 | 12 | 12 |", "| triton | 3 | compiled ahead | compiled ahead |")
+    assert note.startswith("No backend is compared with one that was compiled ahead")
+    slow = {**result("triton", 100.0), "first_ms": 900.0}
+    stored(row(16, slow, result("other", 200.0), default="triton"), name="board_h200_first_use.json", compiled_ahead=[])
+    assert lines("first_use")[2:] == ["| other | 3 | 12 | 12 |", "| triton | 3 | 900 | 900 |"]
 
 
 def test_the_picture_names_who_is_fastest(stored: Any, tmp_path: pathlib.Path) -> None:

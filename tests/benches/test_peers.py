@@ -45,7 +45,7 @@ def store(folder: pathlib.Path, *found: dict[str, Any], name: str = "board_h200.
 
 
 def lines(name: str) -> list[str]:
-    return [line for line in (peers.TABLES | peers.FIRST_PAGE)[name]().splitlines() if line]
+    return [line for line in peers.TABLES[name]().splitlines() if line]
 
 
 def test_a_ratio_of_two_processes_is_refused() -> None:
@@ -91,11 +91,19 @@ def test_ours_is_what_a_user_gets_and_variants_are_no_peers(folder: pathlib.Path
 
 
 @pytest.mark.parametrize(
-    ("own", "peer", "is_lost"), [(100.0, 99.5, False), (100.0, 98.0, True), (None, 98.0, True), (100.0, None, False)]
+    ("own", "peer", "outcome"),
+    [
+        (100.0, 103.1, "won"),
+        (100.0, 102.9, "tied"),
+        (100.0, 97.2, "tied"),
+        (100.0, 97.0, "lost"),
+        (None, 98.0, "lost"),
+        (100.0, None, ""),
+    ],
 )
-def test_lost_rows(own: float | None, peer: float | None, is_lost: bool) -> None:
+def test_rows_are_won_tied_or_lost(own: float | None, peer: float | None, outcome: str) -> None:
     found = () if peer is None else (Timed("other", peer, "p"),)
-    assert Comparison(UNIFORM, Timed("triton", own, "p"), found, None).is_lost is is_lost
+    assert Comparison(UNIFORM, Timed("triton", own, "p"), found, None).outcome == outcome
 
 
 @pytest.mark.parametrize(("roofline", "share"), [(10.0, 0.5), (19.9, 29.9 / 40), (20.0, 0.5), (None, None)])
@@ -134,20 +142,25 @@ def board(folder: pathlib.Path) -> pathlib.Path:
 def test_groups(board: pathlib.Path) -> None:
     head, _, *found = lines("peers_groups")
     name = GPU_LAYERS[0].layer
-    assert head == "| rows | n | ratio, mean | worst | rows lost | share, mean | missing |"
+    assert head == "| group | n | ratio, mean | worst | rows | lost to | share, mean | missing |"
     planned = sum(len(layer.points) for layer in GPU_LAYERS)
     # 4 and 1; 15 of 10 us, since the roofline is short, and 50 of 100.
-    assert found[0].startswith(f"| 16-bit weights, uniform | 2 | 2.00 | 1.00 ({name} bfloat16 T 64) | 0 | 87% | ")
+    assert found[0].startswith(
+        f"| 16-bit weights, uniform | 2 | 2.00 | 1.00 ({name} bfloat16 T 64) | 1 won, 1 tied, 0 lost | - | 87% (2) | "
+    )
     assert found[1].startswith(
         f"| 16-bit weights, zipf and one_set | 1 (1 in which triton failed) | 0.25 | 0.25 ({name} bfloat16 zipf T 64) "
-        "| 2: fast 1, slow 1 | 50% | "
+        "| 0 won, 0 tied, 2 lost | fast 1, slow 1 | 50% (1) | "
     )
-    assert "| 8-bit floats, uniform | 0 (1 without a peer) | - | - | 0 | 500% | " in "\n".join(found)
+    assert (
+        "| 8-bit floats, uniform | 0 (1 without a peer) | - | - | 0 won, 0 tied, 0 lost | - | 500% (1) | "
+        in "\n".join(found)
+    )
     (total,) = [line for line in found if line.startswith("| all |")]
     assert total.endswith(f" | {planned - 4} |"), "the layer that is not planned makes nothing less missing"
     rule = " ".join(found[found.index(total) + 1 :])
-    assert rule.startswith(f"Shares of rows with a roofline below 20 us are judged with 10 us added to it: {name} bf")
-    assert "Beyond the measured ceilings, which were too low there: " in rule
+    assert rule.startswith("10 us are added to a roofline below 20 us (1 rows), since a launch takes longer")
+    assert "0 rows have no share" in rule
     assert rule.endswith("- `board_h200.json`: a GPU, commit unknown, 2026-11-23")
 
 
@@ -168,7 +181,56 @@ def test_rows_and_losses(board: pathlib.Path) -> None:
     assert found[-1] == "| big | 64 | 10.0 | none ran | - | - | 50.0 | 500% |"
     assert lines("peers_schemes")[3].startswith("| bfloat16 | zipf | 1 | 0.25 |")
     assert lines("peers_shares")[2] == "| bfloat16 | uniform | - | 87% (2) | - | - | - |"
-    assert lines("peers_summary")[2] == "| 16-bit weights, uniform | 2.00 | 1.00 | 0 of 2 |"
+    assert lines("peers_summary")[2] == "| 16-bit weights, uniform | 2.00 | 1.00 | 1 won, 1 tied, 0 lost |"
+
+
+def test_a_process_whose_ceilings_a_row_beats_has_no_shares_on_any_page(folder: pathlib.Path) -> None:
+    beyond = {**result("other", 40.0), "share": 1.2}
+    store(folder, row({**result("triton", 100.0), "share": 0.5}, beyond))
+    (one,) = peers.board_comparisons()
+    assert (one.roofline_us, one.share) == (None, None)
+    assert "1 rows have no share" in " ".join(lines("peers_groups"))
+    assert "| - | - |" in lines("peers_rows")[3]
+    store(folder, row({**result("triton", 100.0), "share": 0.5}, {**beyond, "share": 1.02}))
+    assert peers.board_comparisons()[0].share == 0.5
+
+
+def test_the_headline_counts_ties_and_names_what_the_rows_lack(folder: pathlib.Path) -> None:
+    store(
+        folder,
+        row(result("triton", 100.0), result("other", 120.0)),
+        row(result("triton", 100.0), result("other", 102.0), tokens=1),
+        row(result("triton", 100.0), tokens=16),
+        layers={
+            "big:unquantized": {
+                "problem": {"dtype": "bfloat16"},
+                "skipped": {"builder": "requires the kernels x, got none; run moereg build-kernels"},
+            }
+        },
+    )
+    problem = {"quant": "fp8", "dtype": "bfloat16"}
+
+    def bench(name: str, file: str, *times: tuple[str, int, float]) -> None:
+        timed = [{"backend": one, "tokens": count, "time_us": time, "passed": True} for one, count, time in times]
+        benches = [{"model": name, "problem": problem, "routing": "uniform", "rows": timed}]
+        (folder / file).write_text(json.dumps({**HEAD, "benches": benches}))
+
+    bench("big", "h200_wheels.json", ("triton", 1, 10.0), ("wheel", 1, 20.0))
+    bench("big TP8", "h200_peers_fp8.json", *((one, 16, time) for one, time in (("triton", 100.0), ("hpc_ops", 80.0))))
+    text = " ".join(" ".join(lines("headline")).split())
+    assert "1.11 times the time of moereg's `triton`" in text
+    assert "(1 won, 1 tied, 0 lost)" in text
+    assert "the fastest wheel of a row 2.00 times over another 1 (1 won, 0 tied, 0 lost)" in text
+    assert "HPC-Ops is faster in 1 of 1 rows from 16 tokens on, up to 1.25 times" in text
+    assert "`builder` in 3 rows (unquantized; its kernels were not built)" in text
+    assert "`other` in 1 row (unquantized; not in that process)" in text
+
+
+def test_layers_without_a_configuration_of_vllm_are_named(board: pathlib.Path) -> None:
+    assert peers.vllm_text(peers.board_comparisons()) == "", "Qwen3 has one, and no other row has 16-bit weights"
+    store(board.parent, row(result("triton", 1.0), result("vllm_triton", 2.0)))
+    text = peers.vllm_text(peers.board_comparisons())
+    assert text.startswith("vLLM ships no configuration for the H200 for 1 of the 1 16-bit rows (big)")
 
 
 def test_rows_that_are_missing_are_named(board: pathlib.Path) -> None:
@@ -225,15 +287,15 @@ def test_benches_of_wheels_are_judged_as_a_board_is() -> None:
     assert (one.ratio, [peer.time_us for peer in one.peers]) == (0.6, [60.0])
     failed = bench(timed("triton", math.nan, passed=False), timed("triton", 10.0), timed("other", 60.0))
     (one,) = compare.of_wheels(failed, "w.json")
-    assert (one.own.time_us, one.ratio, one.is_lost) == (None, None, True)
-    assert "| 0 (1 in which triton failed) | - | - | 1: other 1 |" in peers.groups_table([one])
+    assert (one.own.time_us, one.ratio, one.outcome) == (None, None, "lost")
+    assert "| 0 (1 in which triton failed) | - | - | 0 won, 0 tied, 1 lost | other 1 |" in peers.groups_table([one])
     (alone,) = compare.of_wheels(bench(timed("triton", math.nan, passed=False)), "w.json")
-    assert not alone.is_lost
+    assert alone.outcome == ""
     assert compare.of_wheels(bench(timed("other", 60.0)), "w.json") == []
 
 
 def test_no_stored_ratio_of_another_run_is_on_a_page() -> None:
-    for path in report.PAGES:
+    for path in report.pages():
         text = path.read_text(encoding="utf-8")
         assert "best_peer" not in text
         assert path.name != "README.md" or "another H200" not in text
@@ -251,7 +313,8 @@ def test_no_table_takes_times_of_two_processes_but_the_one_of_our_own_gpus(monke
         if len(loaded) > 1:
             two[table] = {*loaded}
     assert two == {"second_gpu": {"h200_table_bf16.json", "h200_table_bf16_second_gpu.json"}}
-    before, _, _ = report.PAGE.read_text(encoding="utf-8").partition("<!-- table second_gpu -->")
+    (page,) = [text for text in map(pathlib.Path.read_text, report.pages()) if "<!-- table second_gpu -->" in text]
+    before, _, _ = page.partition("<!-- table second_gpu -->")
     assert "The last column divides times of two processes" in " ".join(before[-600:].split())
     assert "peer" not in results_page.second_gpu_table()
 

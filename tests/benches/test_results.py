@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benches import pictures, report, results_page
+from benches import cpu_page, report, results_page
 from benches.stored import load, quant_rows
 
 MEASURED = {
@@ -21,13 +21,20 @@ MEASURED = {
 }
 
 
-@pytest.mark.parametrize("path", report.PAGES, ids=lambda path: str(path.name))
+@pytest.mark.parametrize("path", report.pages(), ids=lambda path: str(path.name))
 def test_a_page_says_what_was_measured_and_registered(path: pathlib.Path) -> None:
-    page, tables = path.read_text(encoding="utf-8"), report.PAGES[path]
-    assert report.render(page, tables) == page, "run python -m benches.report"
-    shown = set(re.findall(r"<!-- table (\w+) -->", page))
-    # A board of a CPU has nothing that is tuned, and one process for all.
-    assert set(tables) - shown <= {"cpu_variants", "cpu_apart"}
+    page = path.read_text(encoding="utf-8")
+    assert report.render(page) == page, "run python -m benches.report"
+
+
+def test_every_table_is_on_a_page() -> None:
+    shown = {
+        name
+        for path in report.pages()
+        for name in re.findall(r"<!-- table (\w+) -->", path.read_text(encoding="utf-8"))
+    }
+    # A board of a CPU has nothing that is tuned, one process for all and no picture.
+    assert set(report.TABLES) - shown == {"cpu_variants", "cpu_apart", "cpu_picture"}
 
 
 def test_stored_results_say_where_they_are_from() -> None:
@@ -66,35 +73,6 @@ def _wheel_row(backend: str, time_us: float, tokens: int = 1, **fields: Any) -> 
     return {"backend": backend, "tokens": tokens, "time_us": time_us, "passed": True, "origin": origin, **fields}
 
 
-def test_wheels_are_compared_with_the_fastest_class_in_the_same_process() -> None:
-    problem = {"quant": "unquantized", "dtype": "bfloat16"}
-    one = [_wheel_row("triton", 10.0), _wheel_row("triton", 8.0), _wheel_row("torch", 1.0), _wheel_row("fast", 4.0)]
-    one += [_wheel_row("fast", 6.0), _wheel_row("wrong", 1.0, passed=False)]
-    other = [
-        _wheel_row("triton", 20.0, 64),
-        _wheel_row("slow", 50.0, 64),
-        _wheel_row("triton", 5.0),
-        _wheel_row("slow", 5.0),
-    ]
-    benches = [{"model": "big", "problem": problem, "rows": rows} for rows in (one, other)]
-    found = pictures.wheel_ratios({"benches": benches})
-    assert found == {"big bfloat16": {1: {"fast": 0.5, "slow": 1.0}, 64: {"slow": 2.5}}}
-
-
-def test_the_summary_of_wheels_counts_who_is_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    rows = [
-        _wheel_row("triton", 10.0),
-        _wheel_row("fast", 5.0),
-        _wheel_row("triton", 1.0, 64),
-        _wheel_row("fast", 8.0, 64),
-    ]
-    document = {"benches": [{"model": "big", "problem": {"quant": "int8_w8a8", "dtype": "bfloat16"}, "rows": rows}]}
-    (tmp_path / "h200_wheels.json").write_text(json.dumps({**MEASURED, **document}), encoding="utf-8")
-    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
-    text = " ".join(results_page.wheels_summary().split())
-    assert "one in 1 of 2 comparisons, 2.00 times in the geometric mean; `fast` is ahead in 1, at 1 tokens." in text
-
-
 def test_a_bench_of_wheels_in_which_triton_fails_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [_wheel_row("triton", math.nan, passed=False), _wheel_row("fast", 5.0), _wheel_row("triton", 2.0, 64)]
     problem = {"quant": "int8_w8a8", "dtype": "bfloat16"}
@@ -105,17 +83,6 @@ def test_a_bench_of_wheels_in_which_triton_fails_has_a_row(monkeypatch: pytest.M
         "| big int8_w8a8 | 1 | failed | fast 5.0 | - |",
         "| big int8_w8a8 | 64 | 2.0 | none ran | - |",
     ]
-    assert pictures.wheel_ratios(document) == {"big int8_w8a8": {64: {}}}
-
-
-def test_the_picture_of_wheels_is_the_one_of_the_stored_results(tmp_path: pathlib.Path) -> None:
-    pictures.draw_wheels(tmp_path / report.WHEELS_PICTURE.name, load("h200_wheels.json"))
-    texts = [
-        re.findall(r"<!-- (.*?) -->", path.read_text())
-        for path in (tmp_path / report.WHEELS_PICTURE.name, report.WHEELS_PICTURE)
-    ]
-    assert texts[0] == texts[1], "run python -m benches.report"
-    assert {"int8", "marlin", "humming"} <= set(re.findall(r"[a-z0-9]+", " ".join(texts[0])))
 
 
 @pytest.mark.parametrize("note", [{}, {"note": "measured before its last edit"}])
@@ -153,6 +120,52 @@ def test_tables_of_shapes_and_of_skew(monkeypatch: pytest.MonkeyPatch, tmp_path:
     lines = table(monkeypatch, tmp_path, "skewed", "h200_shapes.json", **document)
     assert lines[2] == "| peer | 4 | zipf | 50.0 | 25.0 | 20.0 | 40% | 3.0e-03 |"
     assert len(lines) == 4
+
+
+def test_shares_of_ceilings_that_a_row_beats_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    common = {"model": "big", "tokens": 16, "relative_error": 0.003, "wrong": False, "ours_us": 40.0, "roof_us": 20.0}
+    rows = [
+        {**common, "scheme": scheme, "share": share} for scheme, share in (("int8", 0.5), ("int8", 1.2), ("fp8", 0.5))
+    ]
+    shares = {"share T 1-64": 0.8, "time over fp8 worst": 1.0}
+    document = {"ceilings": {"read_tbps": 4.4}, "rows": rows, "summary": {"int8": shares, "fp8": shares}}
+    lines = table(monkeypatch, tmp_path, "quant", "h200_quant.json", **document)
+    assert [line.split(" | ")[4:6] for line in lines[2:5]] == [["-", "-"], ["-", "-"], ["20.0", "50%"]]
+    assert lines[5:7] == [
+        "- `int8`: time over fp8 worst 1.000.",
+        "- `fp8`: share T 1-64 0.800; time over fp8 worst 1.000.",
+    ]
+
+
+def test_cpu_rows_stand_by_dtype_with_their_instruction_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    def row(dtype: str, ours: float, peer: float, share: float = 0.5) -> dict[str, Any]:
+        times = {"moereg": ours, "eager": peer, "grouped_mm": 2 * peer}
+        shares = {"flop_share": share, "bandwidth_share": 0.1}
+        return {"shape": "few", "dtype": dtype, "num_tokens": 1, "times_us": times, "ratio": peer / ours, **shares}
+
+    monkeypatch.setattr(cpu_page, "RESULTS", tmp_path)
+    with pytest.raises(FileNotFoundError):
+        cpu_page.summary_table()
+    old = [row("bfloat16", 1000.0, 1200.0), row("bfloat16", 1000.0, 800.0), row("float32", 1000.0, 2000.0, 1.5)]
+    head = {**MEASURED, "device": "a CPU", "threads": 2}
+    (tmp_path / "cpu_old.json").write_text(json.dumps({**head, "rows": old}), encoding="utf-8")
+    new = {**head, "instruction_set": "AVX2", "rows": [row("bfloat16", 1000.0, 1010.0)]}
+    (tmp_path / "cpu_avx2.json").write_text(json.dumps(new), encoding="utf-8")
+    assert cpu_page.summary_table().splitlines()[2:5] == [
+        "| a CPU, AVX2, 2 threads | bfloat16 | 0 won, 1 tied, 0 lost | 1.01 | 1.01 |",
+        "| a CPU, instruction set not stored, 2 threads | bfloat16 | 1 won, 0 tied, 1 lost | 0.98 | 0.80 |",
+        "| a CPU, instruction set not stored, 2 threads | float32 | 1 won, 0 tied, 0 lost | 2.00 | 2.00 |",
+    ]
+    (lost,) = cpu_page.losses_table().splitlines()[2:]
+    assert lost.endswith("| bfloat16 | few | 1 | 1.00 | 0.80 (eager) | 0.80 |")
+    assert [line.split(" | ")[-1] for line in cpu_page.rows_table().splitlines() if "few" in line] == [
+        "50% |",
+        "50% |",
+        "50% |",
+        "- |",
+    ]
 
 
 def test_table_of_quantized_schemes(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

@@ -46,10 +46,10 @@ RAN_FIRST: Final = Difference(
     "was measured by others, with other versions"
 )
 MEASURED: Final = Difference(
-    "On an H200 `triton` goes before vLLM's kernels for the same scheme: it took less time than each of them in every "
-    "row [of the wheels](results.md#kernels-of-wheels-on-an-h200) but three of Humming's, of int4 and mxfp4 at 1,024 "
-    "tokens. [The board](board.md) has four more rows where vLLM's Triton kernels (16 tokens that all choose the same "
-    "experts) or Humming are faster, by 5 to 11 %"
+    "On an H200 `triton` goes before vLLM's kernels for the same scheme: it won or tied every row "
+    "[of the wheels](results.md#kernels-of-wheels-on-an-h200) but three of Humming's, of int4 and mxfp4 at 1,024 "
+    "tokens. [The board](board.md) has three more rows where vLLM's Triton kernels (16 tokens that all choose the same "
+    "experts) or Humming take 5 to 10 % less time"
 )
 UNMEASURED: Final = Difference(
     "On other GPUs nobody here measured them. `triton` stays before vLLM's kernels for 4-bit weights there, as on the "

@@ -44,7 +44,14 @@ else:
 ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "architecture.md"
 WHEELS: Final = tuple(sorted((ROOT / "plugins").glob("*/README.md")))
-DOCUMENTS: Final = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *WHEELS)
+RESULTS: Final = tuple(sorted((ROOT / "benches" / "results").glob("*.md")))
+DOCUMENTS: Final = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *WHEELS,
+    *RESULTS,
+)
 _SUFFIXES: Final = (".py", ".md", ".json", ".toml", ".txt", ".svg")
 _COMMANDS: Final[dict[str, Any]] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 

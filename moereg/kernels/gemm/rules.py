@@ -1,8 +1,8 @@
 """The shipped launch configurations of the expert matmuls, and the rule that picks one: data, without device code.
 
 Measured on one NVIDIA H200 (torch 2.11, Triton 3.6, bf16) on 2026-11-20 and 21 over mixtral-8x7b, qwen3-30b-a3b,
-olmoe-1b-7b, gpt-oss-120b and sonic-30b at T 1, 4, 16, 64 and 256, each half of a pair swept over 10 to 50 candidates. A
-row is the candidate with the best geometric mean. `benches/results/h200_sweep.json` has what a choice from the other
+olmoe-1b-7b, gpt-oss-120b and sonic-120b at T 1, 4, 16, 64 and 256, each half of a pair swept over 10 to 50 candidates.
+A row is the candidate with the best geometric mean. `benches/results/h200_sweep.json` has what a choice from the other
 shapes costs a shape: so little that the rows look at no size but the rows per expert.
 """
 
