@@ -21,6 +21,7 @@ from packaging.utils import canonicalize_name
 
 from benches.board import rows as board_rows
 from benches.markdown import table
+from benches.stored import SAME
 from moereg.decide import decide
 from moereg.digest import files_stay
 from moereg.discovery import load_backends
@@ -370,7 +371,7 @@ def _extras() -> dict[str, set[str]]:
 
 
 def _fastest() -> Callable[[str], str]:
-    """By backend, in how many of its rows of each board that others ran in as well it was the fastest."""
+    """By backend, in how many of its rows of each board that others ran in as well it was the fastest or tied."""
     counts: dict[str, list[str]] = {}
     for board in board_rows.BOARDS:
         try:
@@ -385,10 +386,15 @@ def _fastest() -> Callable[[str], str]:
             seen |= names
             for name in names:
                 own = [row for row in rows if not row.is_alone and name in {e.backend for e in row.entries.values()}]
-                first = sum(row.ranking[0].backend == name for row in own)
+                first = sum(_is_first_or_tied(name, row) for row in own)
                 if own:
-                    counts.setdefault(name, []).append(f"fastest in {first} of {len(own)} rows on {device}")
+                    counts.setdefault(name, []).append(f"fastest or tied in {first} of {len(own)} rows on {device}")
     return lambda name: "; ".join(counts.get(name, [])) or "not on it yet"
+
+
+def _is_first_or_tied(name: str, row: board_rows.Standing) -> bool:
+    own = [entry.time_us for entry in row.ranking if entry.backend == name and entry.time_us]
+    return bool(own) and min(own) <= SAME * (row.ranking[0].time_us or 0.0)
 
 
 TABLES: Final[dict[str, Callable[[], str]]] = {

@@ -344,10 +344,13 @@ def _of_board(write: Callable[[list[Comparison], list[Place]], str]) -> Callable
     return fill
 
 
+def _groups_with_notes(found: list[Comparison], missing: list[Place]) -> str:
+    notes = (_rule(found), vllm_text(found), page.absent_text("h200"), _sources())
+    return "\n\n".join(filter(None, (groups_table(found, missing), *notes)))
+
+
 TABLES: Final[dict[str, Callable[[], str]]] = {
-    "peers_groups": _of_board(
-        lambda found, missing: f"{groups_table(found, missing)}\n\n{_rule(found)}\n\n{_sources()}"
-    ),
+    "peers_groups": _of_board(_groups_with_notes),
     "peers_losses": _of_board(lambda found, _: losses_table(found)),
     "peers_schemes": _of_board(lambda found, _: schemes_table(found)),
     "peers_shares": _of_board(lambda found, _: shares_table(found).partition("\n\n")[0]),
