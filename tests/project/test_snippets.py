@@ -36,6 +36,9 @@ NO_PROGRAM: Final = ("text", "layers")
 INSTEAD: Final = {
     # Writes into the tree, and measures for minutes.
     "python -m benches.board --json benches/results/board_h200.json --seconds 500": "python -m benches.board --list",
+    "python -m benches.board --first-use --json benches/results/board_h200_first_use.json --tokens 64 1024": (
+        "python -m benches.board --first-use --list"
+    ),
     # Four kernels instead of twenty-four.
     "moereg compile --model qwen3-30b-a3b --quant fp8_block128 --platform cuda:sm90 --cache kernels": (
         "moereg compile --model qwen3-30b-a3b --platform cuda:sm90 --cache kernels --tokens 1"
