@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from moereg.testing.pointers import check_pointers
+
 
 def patch_interpreter() -> None:
     """Makes bfloat16 and 8-bit floats correct under `TRITON_INTERPRET=1`; does nothing the second time.
@@ -21,6 +23,9 @@ def patch_interpreter() -> None:
     Elementwise +, -, * and fma of bfloat16 are widened too, and rounded; other arithmetic on it stays wrong, so kernels
     widen before they compute. `tl.fma` rounds its product there, and here does not. Numbers beyond the range of an
     8-bit float become what torch makes of them, so kernels saturate before they round.
+
+    A lane that reads or writes outside of the kernel's argument from which its address came is an `OutOfBoundsError`.
+    A view counts as its own extent, and masked lanes may point anywhere.
 
     It also takes less than half of the time for kernels made of many small operations.
 
@@ -148,6 +153,7 @@ def patch_interpreter() -> None:
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
     _keep_what_is_made_again(interpreter)
     _patch_once_a_launch(interpreter)
+    check_pointers(interpreter)
 
 
 def _keep_what_is_made_again(interpreter: Any) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import logging
+import operator
+from typing import Any, Final
 
 import numpy as np
+
+_LOGGER = logging.getLogger("moereg")
 
 # Addresses of user space have 47 bits. The bits above them hold the number of the argument, so that whatever is
 # computed from a pointer, through casts and selects too, still says from which argument it came.
 _ADDRESS_BITS = 48
 _ADDRESS_MASK = np.uint64((1 << _ADDRESS_BITS) - 1)
+
+# Private ones of Triton's interpreter, which 3.6 to 3.8 have.
+_NAMES: Final = ("InterpreterError", "_interpreter", "_implicit_cvt", "_unwrap_tensor", "GridExecutor._init_args_hst")
 
 
 class OutOfBoundsError(Exception):
@@ -20,38 +27,53 @@ class OutOfBoundsError(Exception):
 class _Launch:
     """The tensors that one launch was given. Number 0 stands for addresses that a kernel loaded from memory."""
 
-    def __init__(self, kernel: str) -> None:
+    def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.names: dict[int, str] = {}
-        self.arguments = ["an address from memory"]
-        self.starts = np.array([0], dtype=np.int64)
-        self.extents = np.array([1 << 62], dtype=np.int64)
+        self.passed: tuple[Any, Any] = ((), {})
+        self.tensors: list[Any] = [None]
+        self.starts = [0]
+        self.extents = [1 << _ADDRESS_BITS]
 
-    def add(self, name: str, address: int, extent: int) -> int:
+    def add(self, tensor: Any, address: int, extent: int) -> int:
         """Returns the address with the number of the argument above it."""
-        tagged = (len(self.arguments) << _ADDRESS_BITS) + address
-        self.arguments.append(name)
-        self.starts = np.append(self.starts, tagged)
-        self.extents = np.append(self.extents, extent)
+        tagged = (len(self.tensors) << _ADDRESS_BITS) + address
+        self.tensors.append(tensor)
+        self.starts.append(tagged)
+        self.extents.append(extent)
         return tagged
 
     def check(self, access: str, pointers: Any, mask: Any, width: int) -> Any:
         """Returns the real addresses of lanes that lie inside their arguments."""
         addresses = np.asarray(pointers).view(np.int64)
+        first = addresses.item() if addresses.size == 1 else int(addresses.min())
+        number = first >> _ADDRESS_BITS
+        if 0 <= number < len(self.starts):
+            # Masked lanes, too, are inside almost always, which is known sooner than which lanes are masked.
+            last = first if addresses.size == 1 else int(addresses.max())
+            if self.starts[number] <= first and last + width <= self.starts[number] + self.extents[number]:
+                return pointers & _ADDRESS_MASK
         numbers = addresses >> _ADDRESS_BITS
-        offsets = addresses - self.starts.take(numbers, mode="clip")
-        extents = self.extents.take(numbers, mode="clip")
+        offsets = addresses - np.array(self.starts).take(numbers, mode="clip")
+        extents = np.array(self.extents).take(numbers, mode="clip")
         outside = (offsets < 0) | (offsets + width > extents)
         if mask is not None:
             outside = outside & mask
         if outside.any():
             lane = int(np.flatnonzero(outside)[0])
-            number = min(max(int(np.ravel(numbers)[lane]), 0), len(self.arguments) - 1)
+            number = min(max(int(np.ravel(numbers)[lane]), 0), len(self.tensors) - 1)
             raise OutOfBoundsError(
-                f"{self.kernel}: {access} of {width} bytes at byte {int(np.ravel(offsets)[lane])} of "
-                f"{self.arguments[number]!r}, which has {int(np.ravel(extents)[lane])} bytes (lane {lane})"
+                f"{self.kernel.__name__}: {access} of {width} bytes at byte {int(np.ravel(offsets)[lane])} of "
+                f"{self._name(number)!r}, which has {int(np.ravel(extents)[lane])} bytes (lane {lane})"
             )
-        return np.asarray(pointers) & _ADDRESS_MASK
+        return pointers & _ADDRESS_MASK
+
+    def _name(self, number: int) -> str:
+        """Of an argument; also of the one that holds it, a tuple or a descriptor."""
+        for name, value in inspect.getcallargs(self.kernel, *self.passed[0], **self.passed[1]).items():
+            for part in value if isinstance(value, tuple) else (value,):
+                if number and (part is self.tensors[number] or getattr(part, "base", None) is self.tensors[number]):
+                    return name
+        return "an argument" if number else "an address from memory"
 
 
 class _CheckedMemory:
@@ -82,32 +104,36 @@ class _CheckedMemory:
 
 
 def check_pointers(interpreter: Any) -> None:
-    """Makes every launch check its loads, stores and atomics; a view counts as its own extent."""
+    """Makes every launch check its loads, stores and atomics; a view counts as its own extent.
+
+    A version of Triton that lacks what is replaced here runs unchecked, and the log says so.
+    """
+    try:
+        operator.attrgetter(*_NAMES)(interpreter)
+    except AttributeError as error:
+        _LOGGER.warning("pointers of interpreted kernels are not checked with this version of Triton: %s", error)
+        return
     launches: list[_Launch] = []
     convert, executor = interpreter._implicit_cvt, interpreter.GridExecutor
     init_args, run_grid = executor._init_args_hst, executor.__call__
 
-    def init_args_and_names(self: Any, args: Any, named: Any) -> Any:
-        host_args, host_named = init_args(self, args, named)
-        for name, value in inspect.getcallargs(self.fn, *host_args, **host_named).items():
-            for part in value if isinstance(value, tuple) else (value,):
-                launches[-1].names[id(getattr(part, "base", part))] = name
-                launches[-1].names[id(part)] = name
-        return host_args, host_named
+    def init_args_and_keep(self: Any, args: Any, named: Any) -> Any:
+        launches[-1].passed = init_args(self, args, named)
+        return launches[-1].passed
 
     def convert_with_number(value: Any) -> Any:
         converted = convert(value)
         if launches and hasattr(value, "data_ptr"):
             tensor = interpreter._unwrap_tensor(value)
-            reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            extent = (reach + 1) * tensor.element_size() if tensor.numel() else 0
-            name = launches[-1].names.get(id(value), "an argument")
-            tagged = launches[-1].add(name, value.data_ptr(), extent)
+            size = tensor.numel()
+            if not tensor.is_contiguous():  # As every tensor without elements is.
+                size = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            tagged = launches[-1].add(value, value.data_ptr(), size * tensor.element_size())
             converted.handle.data = np.array([tagged], dtype=np.uint64)
         return converted
 
     def run(self: Any, *args: Any, **named: Any) -> Any:
-        launches.append(_Launch(self.fn.__name__))
+        launches.append(_Launch(self.fn))
         try:
             return run_grid(self, *args, **named)
         except interpreter.InterpreterError as error:
@@ -122,4 +148,4 @@ def check_pointers(interpreter: Any) -> None:
 
     interpreter._interpreter = _CheckedMemory(interpreter._interpreter, launches)
     interpreter._implicit_cvt = convert_with_number
-    executor._init_args_hst, executor.__call__ = init_args_and_names, run
+    executor._init_args_hst, executor.__call__ = init_args_and_keep, run

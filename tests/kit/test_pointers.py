@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,17 +16,8 @@ from moereg.testing.pointers import OutOfBoundsError, check_pointers
 
 
 @pytest.fixture(autouse=True)
-def _checked_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
+def _patched_interpreter() -> None:
     patch_interpreter()
-    executor = interpreter.GridExecutor
-    for owner, name in (
-        (interpreter, "_interpreter"),
-        (interpreter, "_implicit_cvt"),
-        (executor, "_init_args_hst"),
-        (executor, "__call__"),
-    ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # Puts back what is patched here.
-    check_pointers(interpreter)
 
 
 def _copy(out, x, first, limit):  # type: ignore[no-untyped-def]
@@ -105,3 +97,13 @@ def test_a_descriptor_larger_than_its_tensor_is_an_error() -> None:
     assert out.tolist() == [0, 1, 2, 0]
     with pytest.raises(OutOfBoundsError, match="at byte 12 of 'x', which has 12 bytes"):
         kernel[(1,)](out, TensorDescriptor(x, [4], [1], [4]))
+
+
+def test_a_version_of_triton_without_a_name_runs_unchecked_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    names = {name: getattr(interpreter, name) for name in ("InterpreterError", "_interpreter", "_unwrap_tensor")}
+    check_pointers(SimpleNamespace(**names))
+    (line,) = caplog.messages
+    assert line.startswith("pointers of interpreted kernels are not checked")
+    assert "_implicit_cvt" in line

@@ -43,6 +43,7 @@ class BlockMap:
         tile_counters: [2], one per GEMM, zero when planned: a GEMM whose programs take tiles as they become free counts
             in its own how many were taken, so that a plan serves one call.
         num_tall: [1], tall tiles in use, which come first; written where there is `tall`.
+        counts: [4], the three above in one tensor, which kernels take.
         block_m: rows per tile.
         slack: rows by which the last tile of an expert may be longer, so that a few rows more than a multiple of
             `block_m` make no tile of their own.
@@ -61,6 +62,7 @@ class BlockMap:
     num_blocks: torch.Tensor
     tile_counters: torch.Tensor
     num_tall: torch.Tensor
+    counts: torch.Tensor
     block_m: int
     slack: int = 0
     tall: int = 0
@@ -75,7 +77,7 @@ class BlockMap:
 
 @triton.jit
 def load_num_tall(num_blocks):
-    """`num_tall` of a `BlockMap`, from where its `num_blocks` is."""
+    """`num_tall` of a `BlockMap`, from its `counts`."""
     return tl.load(num_blocks + 1 + _NUM_COUNTERS)
 
 
@@ -114,7 +116,7 @@ def store_block_map(
 ):
     """Writes the tensors of a `BlockMap` from each expert's number of rows and first row, [EXPERTS] int32.
 
-    `tile_counters` and `num_tall` lie behind `num_blocks`.
+    `num_blocks` points to the map's `counts`.
     """
     experts = tl.arange(0, EXPERTS)  # [EXPERTS]
     height = BLOCK_M
@@ -225,7 +227,7 @@ def plan_batches(
         block_map.block_expert,
         block_map.block_row,
         block_map.block_end,
-        block_map.num_blocks,
+        block_map.counts,
         max_tokens,
         num_experts,
         BLOCK_M=block_m,
@@ -283,14 +285,17 @@ def block_map_reference(
         others = torch.where(is_heavy, (~is_heavy).sum(), is_heavy.sum())
         spread = (2 * (2 * number + 1) * others + is_heavy).argsort(stable=True)
         experts, step = experts[spread], step[spread]
+    num_blocks, counters = blocks.sum().reshape(1).int(), counts.new_zeros(2, dtype=torch.int32)
+    # A plan without tall tiles writes no number of them.
+    num_tall = blocks[~is_low].sum().reshape(1).int()[: tall > 0]
     return BlockMap(
         block_expert=experts.int(),
         block_row=(offsets[experts] + step * heights[experts]).int(),
         block_end=(offsets + counts)[experts].int(),
-        num_blocks=blocks.sum().reshape(1).int(),
-        tile_counters=counts.new_zeros(2, dtype=torch.int32),
-        # A plan without tall tiles writes no number of them.
-        num_tall=blocks[~is_low].sum().reshape(1).int()[: tall > 0],
+        num_blocks=num_blocks,
+        tile_counters=counters,
+        num_tall=num_tall,
+        counts=torch.cat([num_blocks, counters, num_tall]),
         block_m=block_m,
         slack=slack,
         tall=tall,
@@ -304,14 +309,14 @@ def aligned(size: int) -> int:
 
 
 def cut_workspace(workspace: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Consecutive aligned views of `sizes` int32; the piece `counts` becomes three tensors."""
+    """Consecutive aligned views of `sizes` int32; the piece `counts` is three tensors too."""
     pieces = {}
     start = 0
     for name, size in sizes.items():
         pieces[name] = workspace[start : start + size]
         start += aligned(size)
-    counts = pieces.pop("counts")
-    pieces["num_blocks"], pieces["tile_counters"], pieces["num_tall"] = counts.split([1, _NUM_COUNTERS.value, 1])
+    parts = pieces["counts"].split([1, _NUM_COUNTERS.value, 1])
+    pieces["num_blocks"], pieces["tile_counters"], pieces["num_tall"] = parts
     assert start <= workspace.numel(), f"workspace holds {workspace.numel()} int32, needs {start}"
     return pieces
 

@@ -147,6 +147,7 @@ def sort_routes_reference(
         num_blocks=blocks.num_blocks,
         tile_counters=blocks.tile_counters,
         num_tall=blocks.num_tall,
+        counts=blocks.counts,
         block_m=block_m,
         slack=slack,
         tall=tall,

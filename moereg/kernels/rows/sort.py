@@ -304,7 +304,7 @@ def sort_routes(
     tall = checked_tall(tall, block_m, slack, heavy_first)
     plan = RoutePlan(**pieces, block_m=block_m, slack=slack, tall=tall, heavy_first=heavy_first, flags=flags)
     assert flags is None or (flags.shape == (plan.max_blocks, FLAG_WORDS) and flags.is_contiguous())
-    block_map = (plan.expert_offsets, plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks, flags)
+    block_map = (plan.expert_offsets, plan.block_expert, plan.block_row, plan.block_end, plan.counts, flags)
     # Triton's histogram takes a power of two, on NVIDIA at least 32 bins.
     experts = max(32, triton.next_power_of_2(num_local_experts))
 

@@ -186,5 +186,5 @@ def plan_arguments(plan: BlockMap | DirectRoutes, num_local_experts: int) -> Row
         block_expert=plan.block_expert,
         block_row=plan.block_row,
         block_end=plan.block_end,
-        num_blocks=plan.num_blocks,
+        num_blocks=plan.counts,
     )
