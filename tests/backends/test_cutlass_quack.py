@@ -9,6 +9,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,6 +181,23 @@ def test_the_platform_says_which_tiles(name: str, capability: int) -> None:
     quack_copy.EpiMod.calls.clear()
     run_experts(QuackExperts, problem, make_weights(problem, CPU), inputs, platform)
     assert [config.device_capacity for config in quack_copy.EpiMod.calls] == [capability, capability]
+
+
+def test_tokens_may_begin_anywhere_and_take_weights_in_fp32() -> None:
+    problem = make_problem("unquantized", top_k=1, apply_router_weight_on_input=True)
+    inputs, weights = make_inputs(problem, 3, "uniform", CPU), make_weights(problem, CPU)
+    inputs.topk_weights.fill_(1 + 2.0**-8 - 2.0**-12)  # 1 in 16 bits.
+    inputs.hidden_states.fill_(2 - 2.0**-7)
+    inner = QuackExperts(problem, SM90).implementation
+    call = SimpleNamespace(inputs=inputs)
+    expected = (inputs.hidden_states.float() * inputs.topk_weights).bfloat16()
+    assert torch.equal(inner._inputs(call, torch.empty(0)).rows, expected)
+    problem = make_problem("unquantized")
+    inputs = make_inputs(problem, 3, "uniform", CPU)
+    expected = run_experts(QuackExperts, problem, weights, inputs, SM90)
+    shifted = torch.cat([inputs.hidden_states.new_zeros(1), inputs.hidden_states.view(-1)])[1:].view(3, -1)
+    inputs = dataclasses.replace(inputs, hidden_states=shifted)
+    assert torch.equal(run_experts(QuackExperts, problem, weights, inputs, SM90), expected)
 
 
 def test_compiling_is_announced_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,6 +271,19 @@ def test_workspaces_hold_the_rows_that_the_weights_need(quant):
     assert (of_tokens[1][0], of_routes[1][0]) == (8 * row_bytes // 2, 16 * row_bytes // 2)
 
 
+@pytest.mark.parametrize("quant", ["fp8_tensor_static", "int4_w4a8_g128"])
+def test_workspaces_serve_rows_of_tokens_and_of_routes(quant):
+    """Before the weights say which: whichever of the two needs more."""
+    problem = _problem(quant)
+    library = Imitation().library
+    for key in (lambda rows, top_k: 256 * rows, lambda rows, top_k: 4096 * top_k):
+        experts = _CLASSES[quant](problem, Platform.from_name("cuda:sm90"))
+        experts.implementation.library = library._replace(
+            workspace_bytes=lambda rows, hidden, inner, experts, top_k, key=key, **flags: key(rows, top_k)
+        )
+        assert experts.workspace_shapes(problem, 8)[0][0] * 2 >= max(key(8, 2), key(16, 1))
+
+
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("quant", ["fp8_tensor_static", "nvfp4"])
 def test_scales_of_gate_and_up_that_differ(quant, has_bias):

@@ -113,13 +113,14 @@ def test_ids_of_other_ranks_add_nothing(family: str) -> None:
     assert close(total, expected)
 
 
-def test_one_expert_of_a_rank_takes_tokens_of_two_routes() -> None:
+def test_one_expert_of_a_rank_takes_tokens_of_three_routes() -> None:
     layer = tiny_model("mixtral").model.layers[0].mlp.experts
     layer.config._experts_implementation = "moereg"
     for name, parameter in list(layer.named_parameters()):
         setattr(layer, name, torch.nn.Parameter(parameter[:1].clone()))
     layer.num_experts, layer._is_expert_parallel = 1, True
-    hidden, ids, weights = torch.randn(3, 32), torch.tensor([[0, 1], [1, 1], [1, 0]]), torch.tensor([[0.5, 0.0]] * 3)
+    hidden, weights = torch.randn(3, 32), torch.tensor([[0.5, 0.0, 0.0]] * 3)
+    ids = torch.tensor([[0, 1, 1], [1, 1, 1], [1, 1, 0]])
     with torch.no_grad():
         found = layer(hidden, ids, weights)
         layer.config._experts_implementation = "eager"

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from moereg.expert_placement import ExpertPlacement, PlacementTables
 from moereg.kernels.launch import remembered
@@ -103,6 +105,19 @@ def test_rooms_hold_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         rooms.fill_rooms(results[1], expected, counts)
         filled = torch.arange(3, device=DEVICE) < counts.unsqueeze(2)
         assert torch.equal(*(each.unflatten(1, (3, 3))[filled] for each in results))
+
+
+@triton.jit
+def _restored_kernel(out, codes, scales):
+    lanes = tl.arange(0, 256)
+    tl.store(out + lanes, rooms.restored(tl.load(codes + lanes), tl.load(scales + lanes)))
+
+
+def test_every_exponent_is_the_scale_that_torch_reads() -> None:
+    exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    found = torch.zeros(256, device=DEVICE)
+    _restored_kernel[(1,)](found, torch.ones_like(exponents, dtype=torch.int8), exponents)
+    torch.testing.assert_close(found, exponents.view(torch.float8_e8m0fnu).float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("ids_at_once", [16, 2048])

@@ -48,6 +48,7 @@ def _interpreter() -> None:
         (17, 4, 60, 15, 32, "random"),
         (63, 8, 160, 60, 16, "out_of_range"),
         (17, 8, 60, 60, 16, "random"),
+        (24, 4, 8, 8, 16, "random"),  # Three whole chunks, of which a power of two is read.
         (63, 1, 8, 3, 64, "nothing"),
     ],
 )

@@ -167,6 +167,27 @@ class Rounded(FakeExperts):
         return PermutedWeights("canonical", {**weights.tensors(), "w13": weights.w13.flip(1).clamp(min=-0.001)})
 
 
+def test_numbers_that_move_within_16_bytes_are_read_back() -> None:
+    class Reversed(FakeExperts):
+        def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+            return PermutedWeights("canonical", {**weights.tensors(), "w13": weights.w13.flip(2)})
+
+    found = kernel_of(problem_of(), Reversed).weights.to_canonical(2)
+    assert same_bits(found.w13, make_weights(problem_of(), CPU).expert(2).w13)
+
+
+def test_layers_of_one_problem_differ_in_the_dtypes_of_their_biases() -> None:
+    problem = problem_of(dtype="bfloat16", has_bias=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        made = make_weights(problem, CPU)
+        assert made.w13_bias is not None
+        assert made.w2_bias is not None
+        weights = dataclasses.replace(made, w13_bias=made.w13_bias.to(dtype), w2_bias=made.w2_bias.to(dtype))
+        found = kernel_of(problem, weights=weights).weights.to_canonical(3).tensors()
+        own = weights.expert(3).tensors()
+        assert all(same_bits(found[name], value) for name, value in own.items())
+
+
 def test_numbers_that_no_move_makes_are_not_read_back() -> None:
     """Clamped numbers permute to themselves; a layout that halves them does not."""
 

@@ -77,6 +77,18 @@ from moereg.routing.configs import ROUTED_MODEL_TYPES
             ),
         ),
         (
+            {"model_type": "lfm2_moe", "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True},
+            RouterSpec(
+                kind="grouped_sigmoid_topk",
+                num_experts=32,
+                top_k=4,
+                renormalize=True,
+                epsilon=1e-6,
+                has_correction_bias=True,
+                rounds_scores=True,
+            ),
+        ),
+        (
             {
                 "model_type": "llama4",
                 "text_config": {"model_type": "llama4_text", "num_local_experts": 16, "num_experts_per_tok": 1},

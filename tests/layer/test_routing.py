@@ -7,6 +7,7 @@ specifies its order (descending), ids are compared in order as well. Inputs are 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,7 @@ MODELS: dict[str, tuple[type, dict[str, Any], type, bool]] = {
 
 
 # All functions with small valid arguments for 8 experts.
+GROUPS = {"num_groups": 4, "topk_groups": 2, "scaling_factor": 16.0}
 ROUTERS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
     "softmax_topk": lambda logits: softmax_topk(logits, 2, True),
     "topk_softmax": lambda logits: topk_softmax(logits, 2),
@@ -110,6 +112,15 @@ ROUTERS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] 
         logits, 2, 4, 2, torch.linspace(-1, 1, 8, device=logits.device), True, 2.5
     ),
     "grouped_softmax_topk": lambda logits: grouped_softmax_topk(logits, 2, 4, 2, 16.0),
+    **{
+        f"{route.__name__}, rounded": functools.partial(route, top_k=2, rounds_scores=True, **keywords)
+        for route, keywords in (
+            (softmax_topk, {"renormalize": False}),
+            (grouped_sigmoid_topk, {**GROUPS, "correction_bias": None, "renormalize": False}),
+            (grouped_softmax_topk, GROUPS),
+            (sqrtsoftplus_topk, {"correction_bias": None, "scaling_factor": 1.5}),
+        )
+    },
     "llama4_topk": lambda logits: llama4_topk(logits, 2),
     "topk_sigmoid": lambda logits: topk_sigmoid(logits, 2, True, torch.linspace(-1, 1, 8, device=logits.device)),
     "biased_softmax_topk": lambda logits: biased_softmax_topk(

@@ -94,6 +94,7 @@ def test_bad_names(name: Any) -> None:
         ({"priority": 1.5}, "priority must be an integer, got 1.5"),
         ({"priority": True}, "priority must be an integer, got True"),
         ({"priority": 10**30}, f"priority must be from -1000000 to 1000000, got {10**30}"),
+        ({"priority": -(10**6) - 1}, "priority must be from -1000000 to 1000000, got -1000001"),
         ({"name": "auto"}, "'auto' is no name of a backend, since it is no wish in requests; rename it"),
         ({"tier": "slow"}, "tier must be one of ('kernel', 'emulation'), got 'slow'"),
         ({"opt_in": "yes"}, "opt_in must be True or False, got 'yes'"),

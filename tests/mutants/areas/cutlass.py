@@ -79,4 +79,18 @@ MUTANTS: Final = (
         new="flat[:, :1].repeat_interleave(num_rows, dim=1)",
         tests=("tests/backends/test_cutlass_torch.py::test_every_row_has_the_scale_of_its_part",),
     ),
+    Mutant(
+        "tokens that begin anywhere go to QuACK as they are",
+        "moereg/backends/_cutlass/interleaved.py",
+        old="hidden_states = hidden_states.clone()",
+        new="hidden_states = hidden_states[:]",
+        tests=("tests/backends/test_cutlass_quack.py::test_tokens_may_begin_anywhere_and_take_weights_in_fp32",),
+    ),
+    Mutant(
+        "routing weights are rounded before tokens take them",
+        "moereg/backends/_cutlass/interleaved.py",
+        old="(hidden_states * inputs.topk_weights).to(hidden_states.dtype)",
+        new="hidden_states * inputs.topk_weights.to(hidden_states.dtype)",
+        tests=("tests/backends/test_cutlass_quack.py::test_tokens_may_begin_anywhere_and_take_weights_in_fp32",),
+    ),
 )

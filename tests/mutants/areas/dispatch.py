@@ -441,4 +441,11 @@ MUTANTS: Final = (
         new="if _distance(decision) <= _distance(best):",
         tests=("tests/selection/test_dispatch.py::test_the_nearest_of_as_many_reasons_is_the_first",),
     ),
+    Mutant(
+        "a priority may be as low as it likes",
+        "moereg/registration.py",
+        old="if abs(priority) > HIGHEST_PRIORITY:",
+        new="if priority > HIGHEST_PRIORITY:",
+        tests=("tests/selection/test_registry.py::test_bad_keywords",),
+    ),
 )

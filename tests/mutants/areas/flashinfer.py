@@ -203,4 +203,11 @@ MUTANTS: Final = (
         new='sets_of(path.read_text(encoding="utf-8")))',
         tests=(f"{_BUILDING}test_a_set_takes_its_own_sources_and_what_all_need[fp8]",),
     ),
+    Mutant(
+        "a workspace holds rows of tokens alone",
+        "moereg/backends/_flashinfer/cutlass_quantized.py",
+        old="return max(of_tokens, self.bytes_for(num_tokens * self.problem.top_k, 1))",
+        new="return of_tokens",
+        tests=("tests/backends/test_flashinfer_cutlass.py::test_workspaces_serve_rows_of_tokens_and_of_routes",),
+    ),
 )

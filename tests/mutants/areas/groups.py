@@ -208,4 +208,11 @@ MUTANTS: Final = (
         new="return [(Tokens(*(tensor[part] for tensor in tokens)), out[parts[0]]) for part in parts]",
         tests=(_EQUAL,),
     ),
+    Mutant(
+        "the least scale of rows between ranks is zero",
+        "moereg/kernels/rows/rooms.py",
+        old="tl.where(exponent == 0, 0x400000, tl.where(",
+        new="tl.where(exponent == 0, 0, tl.where(",
+        tests=("tests/kernels/test_moved_tokens.py::test_every_exponent_is_the_scale_that_torch_reads",),
+    ),
 )

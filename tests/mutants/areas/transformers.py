@@ -49,7 +49,7 @@ MUTANTS: Final = (
         f"{_EXPERTS}/serving.py",
         old="ids = torch.where(ids < live.num_experts, ids, -1)",
         new="ids = ids.clone()",
-        tests=(f"{_MODELS}::test_one_expert_of_a_rank_takes_tokens_of_two_routes",),
+        tests=(f"{_MODELS}::test_one_expert_of_a_rank_takes_tokens_of_three_routes",),
     ),
     Mutant(
         "writes in place are not seen",
@@ -162,5 +162,19 @@ MUTANTS: Final = (
         old='if any("parametrizations" in',
         new='if False and any("parametrizations" in',
         tests=("tests/integrations/test_transformers_freed.py::test_each_adapter_of_experts_is_seen",),
+    ),
+    Mutant(
+        "a token names no more experts than its rank has",
+        "moereg/integrations/_experts/serving.py",
+        old="all_experts=max(live.num_experts + 1, top_k)",
+        new="all_experts=live.num_experts + 1",
+        tests=("tests/integrations/test_transformers.py::test_one_expert_of_a_rank_takes_tokens_of_three_routes",),
+    ),
+    Mutant(
+        "a hook stays where a model is restored",
+        "moereg/integrations/_experts/serving.py",
+        old="        module._load_state_dict_post_hooks,\n    ):",
+        new="    ):",
+        tests=("tests/integrations/test_prepared_again.py::test_restore_leaves_nothing_of_ours",),
     ),
 )

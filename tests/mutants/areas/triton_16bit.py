@@ -300,4 +300,25 @@ MUTANTS: Final = (
         new="device.index, 0)",
         tests=("tests/kernels/test_triton_launch.py::test_what_a_launch_depends_on_is_recorded_anew",),
     ),
+    Mutant(
+        "counts of a chunk behind the last are added",
+        "moereg/kernels/rows/sort.py",
+        old="(chunks * CHUNK < num_routes)",
+        new="(chunks * CHUNK <= num_routes)",
+        tests=("tests/kernels/test_triton_sort.py::test_sort_routes",),
+    ),
+    Mutant(
+        "the last columns of a GEMV are read past the last expert",
+        "moereg/kernels/gemm/gemv.py",
+        old="loaded_columns = tl.minimum(columns, num_columns - 1)\n    wait",
+        new="loaded_columns = columns\n    wait",
+        tests=("tests/kernels/test_triton_kernels.py::test_unsorted_stages_agree_with_sorted_ones",),
+    ),
+    Mutant(
+        "rows that fill one tile get a tall one",
+        "moereg/kernels/gemm/fit.py",
+        old="shape.most_rows > gate_up.block_m",
+        new="shape.most_rows >= gate_up.block_m",
+        tests=("tests/kernels/test_tall_tiles.py::test_fitted_tiles",),
+    ),
 )
