@@ -113,6 +113,8 @@ def test_moe_layers_are_the_models(save: Save, name: str) -> None:
     [
         ({"model_type": "deepseek_v3", "first_k_dense_replace": 1, "moe_layer_freq": 2}, (2,)),
         ({"model_type": "llama4_text", "moe_layers": [0, 2, 9]}, (0, 2)),
+        ({"model_type": "llama4_text", "interleave_moe_layer_step": 2}, (1,)),
+        ({"model_type": "step3p5", "num_hidden_layers": 5}, (3, 4)),
         ({"decoder_sparse_step": 3, "mlp_only_layers": None}, (2,)),
     ],
 )

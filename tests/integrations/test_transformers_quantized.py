@@ -68,6 +68,9 @@ def test_fp8_experts_are_served_through_their_own_interface() -> None:
         # Activations are rounded to fp8 too, blocks of them with a scale of their own.
         bound = 0.1 * expected.abs().max()
         assert (found - expected).abs().max() < bound
+        # Codes say no dtype to compute in; a call in another one has a kernel of its own.
+        assert (experts(hidden.bfloat16(), ids, weights).float() - expected).abs().max() < bound
+        assert {dtype for _, dtype in serving.served(experts).kernels} == {torch.float32, torch.bfloat16}
         experts.down_proj_scale_inv.mul_(2)  # Written in place, and so followed.
         assert (experts(hidden, ids, weights) - 2 * expected).abs().max() < 2 * bound
 

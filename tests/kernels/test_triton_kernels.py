@@ -23,6 +23,7 @@ from moereg.kernels.gemm.reference import down_reference, gate_up_reference
 from moereg.kernels.gemm.rules import CONFIG_RULES, select_config
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_routes_reference, reduce_sorted_rows
+from moereg.kernels.rows.tiles import tile_of_number
 from moereg.testing.interpreter import patch_interpreter
 from tests.kernels.triton_cases import (
     BF16,
@@ -46,6 +47,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:Runt
 def _interpreter() -> None:
     if DEVICE == "cpu":
         patch_interpreter()
+
+
+@triton.jit
+def _tiles_kernel(out, num_blocks, GROUP_M: tl.constexpr):
+    block, column_tile = tile_of_number(tl.program_id(0), num_blocks, 3, GROUP_M)
+    tl.store(out + block * 3 + column_tile, tl.program_id(0))
+
+
+@pytest.mark.parametrize("group_m", [1, 4])
+@pytest.mark.parametrize("num_blocks", [1, 4, 6])
+def test_every_tile_has_one_number_and_a_group_takes_its_columns_in_turn(num_blocks: int, group_m: int) -> None:
+    out = torch.full((num_blocks, 3), -1, dtype=torch.int32, device=DEVICE)
+    _tiles_kernel[(num_blocks * 3,)](out, num_blocks, GROUP_M=group_m)
+    groups = torch.arange(num_blocks * 3, dtype=torch.int32, device=DEVICE).split(group_m * 3)
+    assert torch.equal(out, torch.cat([group.view(3, -1).t() for group in groups]))
 
 
 @triton.jit

@@ -169,3 +169,13 @@ def test_one_dynamic_scale_is_that_of_the_tokens_that_have_a_local_expert() -> N
             assert torch.equal(raw(out.q[row]), raw(expected.q[route // 2]))
             assert out.scale[row, 0] == expected.scale.flatten()[0]
     assert (raw(out.q[8:]) == 77).all()
+
+
+def test_a_token_without_a_local_expert_is_not_told_by_the_next_ones_choices() -> None:
+    x = tokens(2, 384, torch.bfloat16)
+    x[0] = math.inf
+    # Of three choices, which are read four at a time.
+    ids = torch.tensor([[3, 3, 3], [0, 1, 2]], dtype=torch.int32, device=DEVICE)
+    amax = torch.full((AMAX_PROGRAMS,), 77, dtype=torch.int32, device=DEVICE)
+    find_amax(amax, x, RouteIds(ids, None, 4, 3), 2)
+    assert amax.view(torch.float32).max() == x[1].abs().max()

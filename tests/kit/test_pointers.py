@@ -72,6 +72,12 @@ def test_leaving_a_view_of_a_larger_buffer_is_an_error(kernel: Any, first: int) 
         _launch(kernel, first)
 
 
+def test_a_number_that_is_half_outside_is_an_error() -> None:
+    out, kernel = torch.zeros(4), interpreter.InterpretedFunction(_copy_by_number)
+    with pytest.raises(OutOfBoundsError, match="load of 4 bytes at byte 12 of 'x', which has 14 bytes"):
+        kernel[(1,)](out, torch.zeros(16, dtype=torch.uint8)[:14], 0, 0)
+
+
 def test_masked_lanes_may_point_anywhere() -> None:
     assert _launch(_copy, 2, limit=4).tolist()[:2] == [6, 7]
     _launch(_write, 1 << 40, limit=0)

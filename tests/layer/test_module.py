@@ -69,8 +69,9 @@ def test_a_layer_is_its_kernel_and_router(quant: str, keep: bool) -> None:
     assert layer(x[:0]).shape == (0, 3, 64)
     assert layer(x[0, 0]).shape == (64,)
     # Models hand routing weights over in their own dtype.
-    rounded = topk_weights.to(torch.bfloat16)
-    assert torch.equal(layer(x, rounded, topk_ids), layer(x, rounded.float(), topk_ids))
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = topk_weights.to(dtype)
+        assert torch.equal(layer(x, rounded, topk_ids), layer(x, rounded.float(), topk_ids))
     assert (dict(layer.named_parameters()).keys() == {"router_weight"}) is not keep
     assert not any(parameter.requires_grad for parameter in layer.parameters())
     assert all(same_bits(value, held(weights)[name]) for name, value in held(layer.weights).items())
@@ -273,6 +274,7 @@ def test_bad_calls_are_refused() -> None:
     trained = layer_of().requires_grad_(True)
     wrong = dataclasses.replace(ROUTER, top_k=3)
     for run, text in (
+        (lambda: layer(torch.tensor(1.0)), "hidden_states must be [..., 64], got []"),
         (lambda: bare(x), "this MoELayer has no router; pass topk_weights and topk_ids, or make it with router=..."),
         (lambda: layer(x, weights), "topk_weights and topk_ids go together; pass both, or none for the layer's router"),
         (lambda: layer(x[..., :32]), "hidden_states must be [..., 64], got [2, 3, 32]"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -167,13 +168,34 @@ class Rounded(FakeExperts):
         return PermutedWeights("canonical", {**weights.tensors(), "w13": weights.w13.flip(1).clamp(min=-0.001)})
 
 
-def test_numbers_that_move_within_16_bytes_are_read_back() -> None:
-    class Reversed(FakeExperts):
-        def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
-            return PermutedWeights("canonical", {**weights.tensors(), "w13": weights.w13.flip(2)})
+def permuting(change: Callable[[torch.Tensor], torch.Tensor], layout: str = "canonical") -> MoEKernel:
+    """A kernel whose layout changes w13; with one expert it has the given name."""
 
-    found = kernel_of(problem_of(), Reversed).weights.to_canonical(2)
+    class Changed(FakeExperts):
+        layouts = ("canonical", layout)
+
+        def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+            name = layout if weights.num_experts == 1 else "canonical"
+            return PermutedWeights(name, {**weights.tensors(), "w13": change(weights.w13)})
+
+    return kernel_of(problem_of(), Changed)
+
+
+@pytest.mark.parametrize("change", [lambda w13: w13.flip(2), torch.neg], ids=["within 16 bytes", "negated"])
+def test_numbers_are_read_back_wherever_they_are(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    found = permuting(change).weights.to_canonical(2)
     assert same_bits(found.w13, make_weights(problem_of(), CPU).expert(2).w13)
+
+
+def test_numbers_that_a_layout_drops_are_not_made_up() -> None:
+    with pytest.raises(LayoutNotInvertibleError, match="does not keep the numbers of w13 as they are"):
+        permuting(lambda w13: w13[..., :-4]).weights.to_canonical(2)
+
+
+def test_one_expert_has_the_layout_of_all() -> None:
+    weights = make_weights(problem_of(), CPU).expert(0)
+    with pytest.raises(BackendError, match="gives one expert the layout 'single', and the layer has 'canonical'"):
+        permuting(torch.clone, "single").update_expert(1, weights)
 
 
 def test_layers_of_one_problem_differ_in_the_dtypes_of_their_biases() -> None:

@@ -102,6 +102,14 @@ def test_published_configs(config: dict[str, Any], expected: RouterSpec) -> None
     assert RouterSpec.from_config(config) == expected
 
 
+def test_entries_that_are_absent_or_negative_have_the_models_meaning() -> None:
+    ernie = RouterSpec.from_config({"model_type": "ernie4_5_moe", "moe_num_experts": 8, "moe_k": 2})
+    assert ernie.smallest_sum == 1e-12
+    laguna = {"model_type": "laguna", "num_experts": 8, "num_experts_per_tok": 2}
+    for cap, meant in ((-1.0, 0.0), (3.0, 3.0)):
+        assert RouterSpec.from_config({**laguna, "moe_router_logit_softcapping": cap}).logit_softcap == meant
+
+
 def test_llama4_config_of_transformers_holds_the_text_config() -> None:
     spec = RouterSpec.from_config(Llama4Config().to_dict())
     assert spec == RouterSpec(kind="llama4_topk", num_experts=16, top_k=1)

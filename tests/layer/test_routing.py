@@ -259,6 +259,12 @@ def test_epsilons_are_the_models_own() -> None:
     torch.testing.assert_close(lfm2, (score / (2 * score + 1e-6)).expand(1, 2))
 
 
+def test_a_soft_cap_keeps_small_logits_and_bounds_large_ones() -> None:
+    logits = torch.tensor([[0.01, 100.0]])
+    found, ids = grouped_sigmoid_topk(logits, 2, 1, 1, None, False, 1.0, logit_softcap=4.0)
+    torch.testing.assert_close(found[0, ids[0].argsort()], torch.sigmoid(torch.tensor([0.01, 4.0])), atol=1e-5, rtol=0)
+
+
 def test_weights_stay_finite_when_every_sigmoid_underflows() -> None:
     topk_weights, _ = grouped_sigmoid_topk(torch.full((1, 8), -200.0), 2, 1, 1, None, True, 2.5)
     assert torch.isfinite(topk_weights).all()

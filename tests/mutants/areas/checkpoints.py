@@ -307,4 +307,18 @@ MUTANTS: Final = (
         new="        if question.out is None:",
         tests=("tests/cli/test_quantize.py::test_nothing_is_written_where_something_is_wrong",),
     ),
+    Mutant(
+        "Llama 4's layers with experts begin one later",
+        "moereg/checkpoints/_model_rules.py",
+        old="return range(step - 1, num_layers, step)",
+        new="return range(step, num_layers, step)",
+        tests=("tests/checkpoints/test_models.py::test_moe_layers_that_models_made_by_transformers_do_not_show",),
+    ),
+    Mutant(
+        "Step's layers with experts begin one earlier",
+        "moereg/checkpoints/_model_rules.py",
+        old="return range(3, num_layers)",
+        new="return range(2, num_layers)",
+        tests=("tests/checkpoints/test_models.py::test_moe_layers_that_models_made_by_transformers_do_not_show",),
+    ),
 )

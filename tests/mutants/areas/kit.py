@@ -230,4 +230,32 @@ MUTANTS: Final = (
         new='[__import__("sys").executable, "-m", "moereg.testing.worker"],',
         tests=("tests/cli/test_current_folder.py::test_nothing_of_the_current_folder_is_imported",),
     ),
+    Mutant(
+        "a number half outside of its tensor is inside",
+        "moereg/testing/pointers.py",
+        old="last + width <=",
+        new="last <",
+        tests=("tests/kit/test_pointers.py::test_a_number_that_is_half_outside_is_an_error",),
+    ),
+    Mutant(
+        "masked lanes outside of a tensor are errors",
+        "moereg/testing/pointers.py",
+        old="            outside = outside & mask\n",
+        new="            assert mask is not None\n",
+        tests=("tests/kit/test_pointers.py::test_masked_lanes_may_point_anywhere",),
+    ),
+    Mutant(
+        "activations may be nearer to 16 bits than to codes",
+        "moereg/testing/checks.py",
+        old="assert rounded < unrounded",
+        new="assert rounded < 10 * unrounded",
+        tests=("tests/kit/test_broken_promises.py::test_a_broken_promise_is_seen",),
+    ),
+    Mutant(
+        "a problem may be rejected for any reason",
+        "moereg/testing/checks.py",
+        old="assert code in {reason.code for reason in decision.reasons}, (",
+        new="assert decision.reasons, (",
+        tests=("tests/kit/test_broken_promises.py::test_a_broken_promise_is_seen",),
+    ),
 )

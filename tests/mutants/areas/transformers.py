@@ -177,4 +177,22 @@ MUTANTS: Final = (
         new="    ):",
         tests=("tests/integrations/test_prepared_again.py::test_restore_leaves_nothing_of_ours",),
     ),
+    Mutant(
+        "weights are read at each call once they were written",
+        "moereg/integrations/_experts/serving.py",
+        old="self._states, self._is_stale = states, False",
+        new="self._states = states",
+        tests=(
+            "tests/integrations/test_transformers.py::test_writes_into_parameters_and_other_parameters_are_followed",
+        ),
+    ),
+    Mutant(
+        "a kernel serves every dtype",
+        "moereg/integrations/_experts/serving.py",
+        old="key = (top_k, dtype)",
+        new="key = (top_k, torch.float32)",
+        tests=(
+            "tests/integrations/test_transformers_quantized.py::test_fp8_experts_are_served_through_their_own_interface",
+        ),
+    ),
 )

@@ -321,4 +321,13 @@ MUTANTS: Final = (
         new="shape.most_rows >= gate_up.block_m",
         tests=("tests/kernels/test_tall_tiles.py::test_fitted_tiles",),
     ),
+    Mutant(
+        "the last group of tiles is one too tall",
+        "moereg/kernels/rows/tiles.py",
+        old="tl.minimum(num_blocks - first_block, GROUP_M)",
+        new="tl.minimum(num_blocks - first_block + 1, GROUP_M)",
+        tests=(
+            "tests/kernels/test_triton_kernels.py::test_every_tile_has_one_number_and_a_group_takes_its_columns_in_turn",
+        ),
+    ),
 )

@@ -197,4 +197,13 @@ MUTANTS: Final = (
             ),
         ),
     ),
+    Mutant(
+        "a token has the next one's first choice",
+        "moereg/kernels/quantized/rows.py",
+        old="tl.where(choices < ROUTES_PER_ROW, row",
+        new="tl.where(choices <= ROUTES_PER_ROW, row",
+        tests=(
+            "tests/kernels/test_triton_quantize_sorted.py::test_a_token_without_a_local_expert_is_not_told_by_the_next_ones_choices",
+        ),
+    ),
 )
