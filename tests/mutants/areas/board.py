@@ -17,8 +17,8 @@ MUTANTS: Final = (
     Mutant(
         "a board of other versions is continued",
         "benches/board/store.py",
-        old='_SAME: Final = ("device", "platform", "versions", "commit")',
-        new='_SAME: Final = ("device", "platform", "commit")',
+        old='_SAME: Final = ("device", "platform", "versions", "commit", ',
+        new='_SAME: Final = ("device", "platform", "commit", ',
         tests=("tests/benches/test_board.py::test_a_board_of_another_run_is_not_continued",),
     ),
     Mutant(

@@ -31,7 +31,7 @@ MUTANTS: Final = (
     Mutant(
         "one token's rows are not rounded",
         "moereg/kernels/plain/host.py",
-        old="mlp(x, expert).to(x.dtype)",
+        old="mlp(x, expert).to(dtype)",
         new="mlp(x, expert)",
         tests=("tests/kernels/test_plain_host.py::test_rows_are_rounded_however_many_tokens_there_are",),
     ),
