@@ -3,8 +3,7 @@
 `python -m benches.h200.ep OUT.json SECONDS [NAME...]` starts a process a GPU. Each row is that of `moereg bench --ep`:
 the call against one rank with as many experts and routes, and against the bare collectives of the same bytes. A row
 that hangs or ends its process is told, and the others go on in new processes. Parts are `first`, `halves`, `more`,
-`zipf`, `sums`, `room` and `symmetric`, in this order; all where none is named. Names of ways and layers leave out
-others.
+`zipf`, `sums` and `room`, in this order; all where none is named. Names of ways and layers leave out others.
 """
 
 from __future__ import annotations
@@ -76,8 +75,6 @@ def items(names: tuple[str, ...]) -> list[Item]:
         found += [Item("sums", layer, tokens, "uniform", ("all_to_all_sums",)) for layer in LAYERS]
     for tokens in (64, 1, 1024):
         found += [Item("room", layer, tokens, "uniform", ("low_latency",)) for layer in LAYERS]
-    for tokens in (64, 1, 1024, 8192):
-        found += [Item("symmetric", layer, tokens, "uniform", ("low_latency_symmetric",)) for layer in LAYERS]
     groups = {item.part for item in found}, set(LAYERS), {way for item in found for way in item.ways}
     if unknown := sorted(set(names).difference(*groups)):
         known = "; ".join(", ".join(sorted(group)) for group in groups)

@@ -81,28 +81,16 @@ class Way:
         name: As moereg registers it, with the wire, the transport or the variant where that differs.
         captured: Whether a CUDA graph holds it, so that the host's time does not count.
         note: What it sends.
-        most_ranks: Of a group that it takes, or None.
     """
 
     name: str
     captured: bool
     note: str
-    most_ranks: int | None = None
 
     @property
     def registered(self) -> str:
         """As moereg registers it."""
-        variants = {"low_latency, symmetric": "low_latency_symmetric", "all_to_all, sums": "all_to_all_sums"}
-        return variants.get(self.name, self.name.partition(",")[0])
-
-    @property
-    def is_built(self) -> bool:
-        """Whether moereg has it, with the right numbers on GPUs."""
-        return not self.name.endswith(", symmetric")
-
-    def takes(self, num_ranks: int) -> bool:
-        """Whether moereg has it for so many ranks."""
-        return self.is_built and (self.most_ranks is None or num_ranks <= self.most_ranks)
+        return "all_to_all_sums" if self.name == "all_to_all, sums" else self.name.partition(",")[0]
 
     @property
     def coded(self) -> bool:
@@ -117,13 +105,6 @@ WAYS: Final = (
     Way("all_gather", True, "all tokens to all ranks; back a reduce-scatter of sums"),
     Way("all_gather, fp8", True, "the same with tokens in 8 bits; sums in 16"),
     Way("low_latency", True, "over NCCL: room for T tokens of each rank at each expert, filled or not, both times"),
-    Way(
-        "low_latency, symmetric",
-        True,
-        "`low_latency_symmetric`, over symmetric memory: a row for each route, both times, no padding; up to 32 ranks; "
-        "numbers wrong in one of two runs on GPUs",
-        most_ranks=32,
-    ),
 )
 
 
@@ -216,7 +197,6 @@ def wire_bytes(layer: Layer, way: Way, num_tokens: int, ranks: Sequence[Share]) 
         "all_gather": (others, others),
         "all_gather, fp8": (others, others),
         "low_latency": (room, room),
-        "low_latency, symmetric": (routes, routes),
     }[way.name]
     return num_tokens * rows_out * out, num_tokens * rows_back * back
 

@@ -12,8 +12,8 @@ __all__ = ["draw_scale"]
 
 _RANKS: Final = (2, 4, 8, 16, 32, 64)
 # Okabe and Ito's, which everyone can tell apart.
-_COLORS: Final = ("#0072B2", "#56B4E9", "#000000", "#D55E00", "#E69F00", "#CC79A7", "#009E73")
-_MARKERS: Final = ("o", "s", ".", "^", "P", "D", "v")
+_COLORS: Final = ("#0072B2", "#56B4E9", "#000000", "#D55E00", "#E69F00", "#CC79A7")
+_MARKERS: Final = ("o", "s", ".", "^", "P", "D")
 
 
 def draw_scale(path: pathlib.Path) -> None:

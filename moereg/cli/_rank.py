@@ -27,7 +27,7 @@ from moereg.errors import GroupError, MoeregError, described
 from moereg.expert_placement import ExpertPlacement, PlacementTables
 from moereg.layer import MoEKernel, make_kernel
 from moereg.memory import format_bytes
-from moereg.prepare_finalize import AllGather, AllToAll, GroupPrepareFinalize, LowLatency, LowLatencySymmetric
+from moereg.prepare_finalize import AllGather, AllToAll, GroupPrepareFinalize, LowLatency
 from moereg.prepare_finalize.wire import PlainWire, Wire
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts
@@ -208,7 +208,7 @@ class _Rank:
 
     def _wires(self, chosen: Wire, kernel: MoEKernel) -> tuple[Wire, ...]:
         """The one that was chosen, and 16 bits beside codes where way and experts take both."""
-        takes_both = isinstance(kernel.prepare_finalize, (AllGather, AllToAll, LowLatency, LowLatencySymmetric))
+        takes_both = isinstance(kernel.prepare_finalize, (AllGather, AllToAll, LowLatency))
         if isinstance(chosen, PlainWire) or not takes_both or self.job.compares:
             return (chosen,)
         return (chosen, PlainWire(self.problem))

@@ -11,7 +11,6 @@ from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.low_latency import LowLatency
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved, local_prepare_finalize
 from moereg.prepare_finalize.standard import StandardPrepareFinalize
-from moereg.prepare_finalize.symmetric import LowLatencySymmetric
 from moereg.problem import MoEProblem
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "GroupFacts",
     "GroupPrepareFinalize",
     "LowLatency",
-    "LowLatencySymmetric",
     "Moved",
     "MovementCell",
     "MovementFacts",

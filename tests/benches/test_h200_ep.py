@@ -19,7 +19,7 @@ def test_every_prediction_is_measured_and_what_matters_most_first() -> None:
     found = ep.items(())
     assert len(set(found)) == len(found)
     assert [item.tokens for item in found[:8]] == [8192] * 4 + [64] * 4
-    assert {(item.layer, item.tokens, item.routing) for item in found if item.part != "symmetric"} == {
+    assert {(item.layer, item.tokens, item.routing) for item in found} == {
         (layer, tokens, routing)
         for layer in ep.LAYERS
         for tokens in (1, 64, 1024, 8192)

@@ -63,7 +63,6 @@ def test_bytes_are_those_that_one_counts_by_hand() -> None:
     assert found["all_gather"] == (64 * (row + routes), 64 * row)
     # 64 experts of the other rank; half of the eight routes.
     assert found["low_latency"] == (64 * 64 * (row + routes), 64 * 64 * row)
-    assert found["low_latency, symmetric"] == pytest.approx((64 * 4 * (row + routes), 64 * 4 * row))
     reached = 1 - 0.9375**64
     assert found["all_to_all"] == pytest.approx((64 * reached * (row + routes), 64 * 4 * row))
     assert wire_bytes(DEEPSEEK, BY_NAME["all_gather, fp8"], 1, ranks)[0] == 7168 + 56 * 4 + routes
@@ -77,8 +76,6 @@ def test_a_call_takes_at_least_the_experts_and_grows() -> None:
             assert cost(layer, way, 4, 64, "zipf", True).total_us > alone(layer, 4, 64, "zipf", True)
     assert "all_to_all, fp8" not in page.best(GPT_OSS, 2, 64, "uniform", False)
     assert next(iter(page.best(QWEN, 8, 8192, "uniform", False))) == "all_to_all, sums"
-    # Fast, and not right on GPUs yet.
-    assert "low_latency, symmetric" not in page.best(QWEN, 8, 64, "uniform", False)
 
 
 def test_priorities_follow_from_the_page() -> None:
@@ -104,7 +101,7 @@ def test_a_measurement_stands_beside_its_prediction(monkeypatch: pytest.MonkeyPa
     row = {"way": "all_gather", "wire": "bfloat16", "tokens": 64, "routing": "uniform", "failure": None}
     rows = [{**row, "time_us": 1.1 * total, "one_rank_us": total / 2}, {**row, "routing": "zipf", "time_us": 1.0}]
     rows.append({**row, "way": "all_to_all", "time_us": None, "failure": "BackendError: lost"})
-    rows.append({**row, "way": "low_latency_symmetric", "time_us": None, "failure": "no NVSHMEM"})
+    rows.append({**row, "way": "low_latency", "time_us": None, "failure": "no memory"})
     bench = {"model": QWEN.model, "problem": {"quant": QWEN.quant}, "ranks": 2, "balanced": False, "rows": rows}
     (tmp_path / "h200_ep.json").write_text(json.dumps({"commit": "c0ffee1234", "benches": [bench]}))
     # Of earlier code: a row that is measured again, and one that is not.
@@ -120,11 +117,11 @@ def test_a_measurement_stands_beside_its_prediction(monkeypatch: pytest.MonkeyPa
     assert joined.endswith("`badcafe` |")
     (sent,) = (line for line in lines if "bf16 | 64 | all_to_all |" in line)
     assert "BackendError: lost" in sent
-    (alike,) = (line for line in lines if "bf16 | 64 | low_latency, symmetric |" in line)
-    assert "no NVSHMEM" in alike
+    (alike,) = (line for line in lines if "bf16 | 64 | low_latency |" in line)
+    assert "no memory" in alike
     assert sum("not measured" in line for line in lines) == len(lines) - 6
 
 
 def test_the_picture_is_that_of_the_model(tmp_path: pathlib.Path) -> None:
     draw_scale(tmp_path / "scale.svg")
-    assert "low_latency, symmetric" in (tmp_path / "scale.svg").read_text()
+    assert "all_to_all, sums" in (tmp_path / "scale.svg").read_text()

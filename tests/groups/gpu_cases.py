@@ -231,18 +231,6 @@ def low_latency_captured(rank: int, size: int) -> dict[str, Any]:
     return captured(rank, size, "low_latency")
 
 
-def low_latency_symmetric(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "low_latency_symmetric")
-
-
-def low_latency_symmetric_fp8(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "low_latency_symmetric", quant="fp8_block128")
-
-
-def low_latency_symmetric_captured(rank: int, size: int) -> dict[str, Any]:
-    return captured(rank, size, "low_latency_symmetric")
-
-
 def all_to_all_refuses_capture(rank: int, size: int) -> dict[str, Any]:
     """One clear error while a graph is captured, on each rank."""
     problem, kernel, _ = layer_of(rank, size, "all_to_all")

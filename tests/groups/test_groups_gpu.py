@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any, Final
 
 import pytest
@@ -37,8 +36,6 @@ CASES: Final = (
     "all_to_all_refuses_capture",
     "experts_that_move",
 )
-SYMMETRIC: Final = ("low_latency_symmetric", "low_latency_symmetric_fp8", "low_latency_symmetric_captured")
-"""Cases of a way that needs NVSHMEM, which not every machine has."""
 
 
 @functools.cache
@@ -53,13 +50,6 @@ def test_a_group_computes_what_one_gpu_does(name: str) -> None:
         assert name in result, f"rank {rank} ended early"
         # A rounding to bfloat16 of each rank's part or of each route.
         assert value_of(result, name)["error"] < 8e-3, value_of(result, name)
-
-
-@pytest.mark.parametrize("name", SYMMETRIC)
-def test_symmetric_memory_computes_what_one_gpu_does(name: str) -> None:
-    if not importlib.import_module("torch.distributed._symmetric_memory").is_nvshmem_available():
-        pytest.skip("requires a torch that finds NVSHMEM")
-    test_a_group_computes_what_one_gpu_does(name)
 
 
 def test_a_way_that_waits_refuses_to_be_captured() -> None:

@@ -9,7 +9,6 @@ from tests.mutants.mutant import Mutant
 _GROUPS: Final = "tests/groups/test_groups.py"
 _EQUAL: Final = f"{_GROUPS}::test_a_group_computes_the_bits_of_one_rank"
 _MOVED: Final = "tests/kernels/test_moved_tokens.py"
-_SYMMETRIC: Final = "tests/groups/test_symmetric.py::test_routes_over_symmetric_memory_give_the_bits_of_one_rank"
 
 MUTANTS: Final = (
     Mutant(
@@ -179,20 +178,6 @@ MUTANTS: Final = (
         old="heapq.heapreplace(busiest, (-loads[expert] / holders[expert], expert))",
         new="heapq.heapreplace(busiest, (-loads[expert], expert))",
         tests=("tests/layer/test_balancing.py::test_a_replica_leaves_an_expert_its_share_of_the_load",),
-    ),
-    Mutant(
-        "all calls travel in one symmetric memory, in which another rank may still read",
-        "moereg/prepare_finalize/symmetric.py",
-        old="self._next = 1 - self._next",
-        new="self._next = 0",
-        tests=(_SYMMETRIC,),
-    ),
-    Mutant(
-        "rows of empty bins count as routes that came",
-        "moereg/prepare_finalize/symmetric.py",
-        old="source = torch.where(came, begins[owner] + row - (ends - splits)[owner], 0)",
-        new="source = torch.where(came, row, 0)",
-        tests=(_SYMMETRIC,),
     ),
     Mutant(
         "tokens that arrive as codes are read as 16 bits",
