@@ -2,6 +2,7 @@
 
 from moereg.discovery import list_backends, list_cells
 from moereg.dispatch import explain_backends
+from moereg.expert_placement import PlacementTables, token_turns
 from moereg.experts import ExpertInputs, Experts
 from moereg.facts import Facts
 from moereg.kernels.plain.device import local_expert_ids
@@ -18,6 +19,7 @@ from moereg.prepare_finalize import (
     PrepareFinalize,
     register_prepare_finalize,
 )
+from moereg.prepare_finalize.wire import PlainWire, Received, Wire, as_bytes
 from moereg.problem import MoEProblem
 from moereg.quant import QuantFormat, QuantScheme
 from moereg.quantize import dequantize_weights, quantize_weights
@@ -41,6 +43,8 @@ __all__ = [
     "MovementCell",
     "MovementFacts",
     "PermutedWeights",
+    "PlacementTables",
+    "PlainWire",
     "Platform",
     "PlatformKind",
     "PlatformRule",
@@ -48,6 +52,9 @@ __all__ = [
     "Prepared",
     "QuantFormat",
     "QuantScheme",
+    "Received",
+    "Wire",
+    "as_bytes",
     "deinterleave_gate_up",
     "dequantize_weights",
     "explain_backends",
@@ -63,5 +70,6 @@ __all__ = [
     "register_prepare_finalize",
     "relative_error",
     "round_up",
+    "token_turns",
     "tolerance",
 ]

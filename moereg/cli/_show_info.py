@@ -15,7 +15,7 @@ from moereg.cli._show import WIDE, machine, new_table, print_reasons, yes_no
 from moereg.discovery import load_backends
 from moereg.dispatch import machine_reasons
 from moereg.platforms import Platform
-from moereg.plugins import BACKEND_GROUP
+from moereg.plugins import MOVEMENT_GROUP, PLATFORM_GROUP
 from moereg.quarantine import QuarantineRecord, quarantine_path, read_quarantine
 from moereg.registry import BUILTIN, BackendCell
 from moereg.testing.ledger import arch_name, evidence_of
@@ -57,7 +57,7 @@ def show_info(info: Mapping[str, Any], platform: Platform) -> None:
     loaded: dict[str, list[str]] = {}
     for plugin in info["plugins"]:
         if plugin["status"] == "loaded":
-            what = "" if plugin["group"] == BACKEND_GROUP else "platform "
+            what = {PLATFORM_GROUP: "platform ", MOVEMENT_GROUP: "way "}.get(plugin["group"], "")
             loaded.setdefault(plugin["distribution"], []).append(what + plugin["name"])
     for distribution, names in loaded.items():
         target.print(f"plugin {distribution}: {', '.join(names)}")

@@ -5,7 +5,6 @@ from moereg.prepare_finalize.all_to_all import AllToAll, AllToAllSums
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize
 from moereg.prepare_finalize.cells import MOVEMENTS, MovementCell, MovementRegistry, register_prepare_finalize
-from moereg.prepare_finalize.deepep import DeepEP, DeepEPLowLatency
 from moereg.prepare_finalize.facts import MovementFacts
 from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.low_latency import LowLatency
@@ -19,8 +18,6 @@ __all__ = [
     "AllToAll",
     "AllToAllSums",
     "BatchedPrepareFinalize",
-    "DeepEP",
-    "DeepEPLowLatency",
     "Group",
     "GroupFacts",
     "GroupPrepareFinalize",

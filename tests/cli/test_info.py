@@ -45,16 +45,13 @@ def test_info_json_has_exactly_the_keys(call_json: CallJson) -> None:
 def test_info_lists_the_ways_of_moving_tokens(call: Call, call_json: CallJson) -> None:
     ways = {way["name"]: way for way in call_json("info")[1]["ways"]}
     assert all(list(way) == WAY_KEYS for way in ways.values())
-    assert {"all_gather", "all_to_all", "deepep", "low_latency"} <= set(ways)
+    assert {"all_gather", "all_to_all", "all_to_all_sums", "low_latency"} <= set(ways)
     assert [cell["max_group_size"] for cell in ways["all_gather"]["cells"]] == [None, 16]
     assert all(cell["predicted"] for way in ways.values() for cell in way["cells"])
     assert ways["all_to_all"]["available"]
-    assert not ways["deepep"]["available"]
-    assert all(cell["opt_in"] for cell in ways["deepep"]["cells"])
-    out = call("info")[1]
-    assert "ways between ranks: all_gather, all_to_all, all_to_all_sums (opt-in), deepep (opt-in, no" in " ".join(
-        out.split()
-    )
+    assert all(cell["opt_in"] for cell in ways["all_to_all_sums"]["cells"])
+    out = " ".join(call("info")[1].split())
+    assert "ways between ranks: all_gather, all_to_all, all_to_all_sums (opt-in), low_latency" in out
     assert "AllGather" in call("info --cells")[1]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import sys
 import threading
 import time
 from typing import Any
@@ -17,17 +16,14 @@ import torch.distributed as dist
 import moereg
 from moereg import overlap
 from moereg.discovery import load_backends
-from moereg.expert_placement import PlacementTables
 from moereg.experts import ExpertInputs
 from moereg.layer import MoEKernel, make_kernel
-from moereg.prepare_finalize import DeepEP, DeepEPLowLatency, Group, GroupPrepareFinalize
-from moereg.prepare_finalize.wire import CodedWire, PlainWire
+from moereg.prepare_finalize import Group, GroupPrepareFinalize
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
 from moereg.registry import REGISTRY, register_moe_backend
 from moereg.testing.inputs import make_weights
 from moereg.weights import ExpertWeights, PermutedWeights
-from tests.groups import deepep_imitation
 from tests.support.fakes import FakeExperts
 
 CPU = torch.device("cpu")
@@ -232,50 +228,6 @@ def codes_as_they_come_fp8(rank: int, size: int) -> dict[str, Any]:
         return errors_of(kernel, one, problem, rank, size)
     finally:
         REGISTRY.restore(before)
-
-
-def on_deepep(rank: int, size: int, activation_format: str, **changes: Any) -> dict[str, Any]:
-    """The way `deepep` on an imitation: its cells name GPUs, so the object is made by hand."""
-    sys.modules["deep_ep"] = deepep_imitation.module()
-    problem = problem_of(dtype="bfloat16", intermediate_size=128, **changes)
-    weights = numbers_of(problem)
-    one = make_kernel(problem, weights)
-    # An expert of the first rank is also on the last one.
-    held = [tuple(range(each * 12 // size, (each + 1) * 12 // size)) for each in range(size)]
-    placement = moereg.ExpertPlacement(12, (*held[:-1], (*held[-1], 1)))
-    own = placement.experts_of_rank[rank]
-    mine = dataclasses.replace(problem, num_local_experts=len(own), placement="map")
-    group = Group(dist.group.WORLD, CPU)
-    kind = DeepEP if activation_format == "standard" else DeepEPLowLatency
-    seen = kind.experts_problem_of(mine, group.facts, activation_format)
-    scheme = moereg.explain_backends(seen, "cpu").decisions[0].scheme
-    assert scheme is not None
-    wire = PlainWire(mine) if scheme.activation is None else CodedWire(mine, scheme)
-    moves = kind(mine, seen, group, PlacementTables(placement, rank, CPU), wire)
-    kernel = make_kernel(
-        problem,
-        experts_of(weights, own),
-        group=dist.group.WORLD,
-        prepare_finalize=moves,
-        expert_placement=placement,
-    )
-    return errors_of(kernel, one, problem, rank, size)
-
-
-def deepep(rank: int, size: int) -> dict[str, Any]:
-    return on_deepep(rank, size, "standard")
-
-
-def deepep_fp8(rank: int, size: int) -> dict[str, Any]:
-    return on_deepep(rank, size, "standard", quant="fp8_block128")
-
-
-def deepep_low_latency(rank: int, size: int) -> dict[str, Any]:
-    return on_deepep(rank, size, "batched")
-
-
-def deepep_low_latency_fp8(rank: int, size: int) -> dict[str, Any]:
-    return on_deepep(rank, size, "batched", quant="fp8_block128")
 
 
 def in_two_parts(rank: int, size: int) -> dict[str, Any]:

@@ -270,21 +270,6 @@ def test_what_moereg_brings() -> None:
     assert captured.table().startswith("group     8 ranks over nccl on cuda\nchosen    ")
 
 
-def test_deepep_is_there_for_those_who_name_it() -> None:
-    problem = problem_of(hidden_size=2048, max_num_tokens=64)
-    named = explain_movements(problem, GroupFacts(8), "cuda:sm90", require="deepep")
-    assert [(each.name, each.activation_format) for each in named.accepted] == [
-        ("deepep", "standard"),
-        ("deepep", "batched"),
-    ]
-    assert named.decisions[0].assumes == ("deep_ep>=1.1",)
-    captured = explain_movements(
-        problem_of(hidden_size=2048, max_num_tokens=64, graph_capture=True), GroupFacts(8), "cuda:sm90", prefer="deepep"
-    )
-    assert captured.winner is not None
-    assert (captured.winner.name, captured.winner.activation_format) == ("deepep", "batched")
-
-
 def test_a_cpu_group_cannot_move_tensors_of_a_gpu() -> None:
     with pytest.raises(UnsupportedProblemError, match=r"requires a group over \(cpu:gloo, cuda:nccl\), got cuda:gloo"):
         select_movement(problem_of(), GroupFacts(2, "gloo", "cuda"), "cuda:sm90")

@@ -1,6 +1,6 @@
 """What `deepep` calls in DeepSeek's DeepEP, which is built from source and needs GPUs to be imported.
 
-What it calls of the buffer that it gets is held against the published parameters by `tests/groups/deepep_imitation.py`.
+The methods that it calls on the buffer have the published parameters in `deepep_imitation.py` of moereg-deepep's tests.
 """
 
 from __future__ import annotations

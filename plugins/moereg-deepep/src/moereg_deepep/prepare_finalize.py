@@ -1,4 +1,7 @@
-"""`deepep`: DeepSeek's DeepEP moves the tokens, by its published interface. Not run here: it is opt-in until it was."""
+"""Registers `deepep`: DeepSeek's DeepEP moves the tokens, by its published interface.
+
+It has not run on DeepEP yet, so it is opt-in.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,28 @@ from typing import Any, Final
 
 import torch
 
-from moereg.expert_placement import PlacementTables, token_turns
-from moereg.experts import ExpertInputs
-from moereg.platforms import Platform
-from moereg.prepare_finalize.base import Prepared
-from moereg.prepare_finalize.cells import register_prepare_finalize
-from moereg.prepare_finalize.facts import MovementFacts
-from moereg.prepare_finalize.group import Group, GroupFacts
-from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
-from moereg.prepare_finalize.wire import PlainWire, Received, Wire, as_bytes
-from moereg.problem import MoEProblem
+from moereg.author import (
+    ExpertInputs,
+    Group,
+    GroupFacts,
+    GroupPrepareFinalize,
+    MoEProblem,
+    Moved,
+    MovementFacts,
+    PlacementTables,
+    PlainWire,
+    Platform,
+    Prepared,
+    Received,
+    Wire,
+    as_bytes,
+    register_prepare_finalize,
+    token_turns,
+)
 
 __all__ = ["DeepEP", "DeepEPLowLatency"]
+
+moereg_api = "1"
 
 _GROUP_SIZES: Final = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 """Those that `Buffer.get_dispatch_config` and `get_combine_config` have a configuration for."""

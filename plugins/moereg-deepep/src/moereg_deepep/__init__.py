@@ -1,0 +1,1 @@
+"""DeepSeek's DeepEP for moereg: tokens move between the ranks of a group by its kernels."""
