@@ -327,13 +327,11 @@ def _install(cells: Sequence[BackendCell], projects: Mapping[str, Mapping[str, A
     requires = list(dict.fromkeys(text for cell in cells for text in cell.requires))
     needs = _needs(requires)
     if cells[0].origin != BUILTIN:
-        project = projects[cells[0].origin]
-        return f"`pip install ./plugins/{project['name']}`" + (f", with {needs}" if needs else "")
+        # What is on no package index names where it comes from.
+        sources = [f"'{one.name} @ {one.url}'" for one in map(Requirement, requires) if one.url]
+        command = " ".join([f"./plugins/{projects[cells[0].origin]['name']}", *sources])
+        return f"`pip install {command}`" + (f", with {needs}" if needs else "")
     wanted = {canonicalize_name(Requirement(text).name) for text in requires} - {"torch"}
-    # What is on no package index names where it comes from.
-    sources = {
-        canonicalize_name(one.name): f"'{one.name} @ {one.url}'" for one in map(Requirement, requires) if one.url
-    }
     if not wanted:
         return "comes with moereg"
     chosen: list[str] = []
@@ -343,7 +341,7 @@ def _install(cells: Sequence[BackendCell], projects: Mapping[str, Mapping[str, A
             break
         chosen.append(best)
     command = f"`pip install 'moereg[{','.join(sorted(chosen))}]'`" if chosen else ""
-    left = f"`pip install {' '.join(sources.get(name, name) for name in sorted(missing))}`" if missing else ""
+    left = f"`pip install {' '.join(sorted(missing))}`" if missing else ""
     alone = "; some classes need none of it" if any(not cell.requires for cell in cells) else ""
     return f"{' and '.join(filter(None, (command, left)))}, for {needs}{alone}"
 

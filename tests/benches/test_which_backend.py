@@ -21,7 +21,7 @@ def test_every_wheel_of_the_tree_is_there_and_the_process_is_as_before() -> None
     before, modules = REGISTRY.snapshot(), set(sys.modules)
     found, projects, words = which_backend.world()
     assert REGISTRY.snapshot() == before
-    assert {"moereg-humming", "moereg-jax", "moereg-sonic", "moereg-vllm"} <= {
+    assert {"moereg-aiter", "moereg-humming", "moereg-jax", "moereg-sonic", "moereg-vllm"} <= {
         project["name"] for project in projects.values()
     }
     assert not {name.partition(".")[0] for name in set(sys.modules) - modules} & set(projects)
@@ -71,8 +71,8 @@ def test_how_to_get_a_backend() -> None:
     assert "| FlashInfer's cuTile kernels, which need no nvcc | " in f"| {rows['| `flashinfer_cutile`']}"
     assert "| `pip install ./plugins/moereg-vllm`, with `vllm" in rows["| `marlin`"]
     # It is on no package index, so that its name alone installs nothing.
-    command = "pip install 'amd-aiter @ git+https://github.com/ROCm/aiter@v0.1.20'"
-    assert f"| `{command}`, for `amd-aiter<0.1.21,>=0.1.16` | " in rows["| `aiter`"]
+    command = "pip install ./plugins/moereg-aiter 'amd-aiter @ git+https://github.com/ROCm/aiter@v0.1.20'"
+    assert f"| `{command}`, with `amd-aiter<0.1.21,>=0.1.16` | " in rows["| `aiter`"]
 
 
 def test_what_no_class_of_a_backend_does() -> None:

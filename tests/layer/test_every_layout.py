@@ -31,8 +31,6 @@ PLATFORMS = ("cpu", "cuda:sm80", "cuda:sm90", "cuda:sm100", "cuda:sm120", "rocm:
 # activation scales are multiplied into others.
 _FOLDED = "packed64_gate_up_interleaved"
 NOT_INVERTIBLE = {
-    ("aiter_shuffled", "fp8_tensor_static"),
-    ("aiter_shuffled_fnuz", "fp8_tensor_static"),
     *((_FOLDED, scheme) for scheme in ("mxfp4_w4a16", "mxfp4_mxfp8", "nvfp4", "nvfp4_w4a16")),
     # Kernels that keep activations at 16 bits drop the checkpoint's scales of them.
     (_FOLDED, "int4_w4a8_g128"),
@@ -48,8 +46,6 @@ NOT_INVERTIBLE = {
 }
 # Their scales of activations are those of all experts together.
 NOT_APART = {
-    ("aiter_shuffled", "fp8_tensor_static"),
-    ("aiter_shuffled_fnuz", "fp8_tensor_static"),
     ("flashinfer_cutedsl_interleaved", "nvfp4"),
     ("flashinfer_trtllm_float4", "nvfp4"),
     ("flashinfer_trtllm_fp8_tensor", "fp8_tensor_static"),
@@ -113,9 +109,6 @@ def dense(value: Any) -> list[torch.Tensor]:
 def check_problem(problem: MoEProblem, platform: str, known: set[str] | None = None) -> Iterator[tuple[str, str]]:
     """Checks the layout of every backend but those that are known; gives names of backend and layout."""
     weights, others = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
-    if platform.startswith("rocm"):  # aiter takes one scale of activations for all experts.
-        for each_scale in (*weights.tensors("activation_scale").values(), *others.tensors("activation_scale").values()):
-            each_scale.fill_(0.25)
     expert = problem.num_local_experts - 1
     for each in permuted_everywhere(problem, weights, platform, set() if known is None else known):
         layout = each.permuted.layout

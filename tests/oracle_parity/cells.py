@@ -32,6 +32,7 @@ PACKAGES: Final = {
 """A machine with every package, in a version that its backends accept; SonicMoE asks for another nvidia-cutlass-dsl."""
 
 _WHEELS: Final = {
+    "moereg-aiter": ("moereg_aiter.backend",),
     "moereg-humming": ("moereg_humming.backend",),
     "moereg-jax": ("moereg_jax",),
     "moereg-sonic": ("moereg_sonic.backend",),

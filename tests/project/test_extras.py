@@ -29,14 +29,14 @@ PINS = [
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if (text := line.partition("#")[0].strip())
 ]
-# AMD's is not on the package index; a release of triton that one cell needs is narrower than the extra.
+# A release of triton that one cell needs is narrower than the extra.
 NEEDS = sorted(
     {
         (cell.name, text)
         for cell in load_backends().cells
         if cell.origin == BUILTIN
         for text in cell.requires
-        if canonicalize_name(Requirement(text).name) not in ("amd-aiter", "triton")
+        if canonicalize_name(Requirement(text).name) != "triton"
     }
 )
 

@@ -13,27 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from moereg.backends._cutlass import package as quack_package
 from moereg.backends._flashinfer import package as flashinfer_package
-from moereg.backends.aiter_moe import AiterExperts
 from moereg.dispatch import explain_backends, select_backend
-from moereg.errors import BackendError, UnsupportedProblemError
-from moereg.layer import MoEKernel, make_kernel
+from moereg.errors import UnsupportedProblemError
 from moereg.platforms import Platform
 from moereg.platforms.probe import installed_versions
 from moereg.problem import MoEProblem
 from moereg.selection import Selection
-from moereg.weights import ExpertWeights
-from tests.support import aiter_imitation
 
 PROBLEM = MoEProblem(num_experts=4, hidden_size=256, intermediate_size=128, top_k=2)
-NAMES = ("aiter", "cutlass", "flashinfer", "nvidia_cutlass_dsl", "quack", "triton")
+NAMES = ("cutlass", "flashinfer", "nvidia_cutlass_dsl", "quack")
 NEVER = "raise AssertionError('deciding imported a library')\n"
 X86, ARM = 0x3E, 0xB7
 _MACHINES = itertools.count()
-_MACHINES_OF = {"aiter": ("rocm", "gfx942"), "flashinfer_trtllm": ("cuda", "sm100")}
+_MACHINES_OF = {"flashinfer_trtllm": ("cuda", "sm100")}
 
 
 def elf(machine: int) -> bytes:
@@ -49,11 +44,11 @@ class Site:
             made.mkdir()
         monkeypatch.syspath_prepend(str(self.folder))
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
-        for name in NAMES[:5]:
+        for name in NAMES:
             monkeypatch.delitem(sys.modules, name, raising=False)
         for variable, value in {
             "PATH": folder / "bin", "HOME": self.home, "FLASHINFER_WORKSPACE_BASE": self.home,
-            "QUACK_CACHE_DIR": self.home / "quack", "AITER_JIT_DIR": self.home / "aiter", "ROCM_PATH": folder,
+            "QUACK_CACHE_DIR": self.home / "quack",
         }.items():  # fmt: skip
             monkeypatch.setenv(variable, str(value))
         for variable in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_NVCC", "TRTLLM_DG_NVCC_COMPILER"):
@@ -90,9 +85,6 @@ class Site:
         self.metadata("quack-kernels", version)
         self.metadata("nvidia-cutlass-dsl", "4.8.1")
 
-    def install_aiter(self, version: str = "0.1.20", **files: str) -> None:
-        aiter_imitation.install(self.folder, version, {**aiter_imitation.PACKAGE, **files})
-
     def file(self, name: str, content: bytes = b"") -> Path:
         """A file outside the packages."""
         path = self.home / name
@@ -113,7 +105,7 @@ class Site:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     yield Site(tmp_path, monkeypatch)
     flashinfer_package.package_folder.cache_clear()
-    for name in [name for name in sys.modules if name.partition(".")[0] in NAMES[:5]]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in NAMES]:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
 
@@ -206,23 +198,6 @@ CASES: dict[str, tuple[Callable[[Site], None] | None, Callable[[Site], None] | N
         _unwritable("QUACK_CACHE_DIR"),
         "probe: requires a cache folder that can be written, got .*; set QUACK_CACHE_DIR to a folder that can",
     ),
-    "aiter missing": (None, None, "package: requires amd-aiter.*, which is not installed"),
-    "aiter old": (lambda site: site.install_aiter("0.1.9"), None, r"package: requires amd-aiter.*, got 0\.1\.9"),
-    "aiter half": (
-        Site.install_aiter,
-        _cut_short("aiter/fused_moe.py"),
-        "probe: requires AMD's aiter, found another package of that name in .*; pip install 'amd-aiter @ git",
-    ),
-    "aiter cache": (
-        Site.install_aiter,
-        _unwritable("AITER_JIT_DIR"),
-        "probe: requires a folder for compiled kernels, cannot write to .*; set AITER_JIT_DIR to one",
-    ),
-    "aiter unbuilt": (
-        Site.install_aiter,
-        None,
-        "probe: requires hipcc to compile kernels at their first call, .* install ROCm's compiler",
-    ),
 }
 
 
@@ -247,59 +222,6 @@ def test_what_is_broken_is_a_reason_and_something_else_runs(case: str, site: Sit
     first, *rest = str(raised.value).splitlines()
     assert "; without the request, triton" in first
     assert any(re.search(expected.partition(": ")[2], line) for line in rest), rest
-
-
-def test_an_import_that_fails_names_backend_cure_and_what_would_do(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe imports nothing, so a library that is missing behind it shows at the first call."""
-    lost = "raise ImportError('libamdhip64.so.7: cannot open shared object file')\n"
-    kernel = _kernel_on_aiter(site, monkeypatch, {"aiter/fused_moe.py": lost})
-    with pytest.raises(BackendError) as raised:
-        _call(kernel)
-    assert str(raised.value) == (
-        "backend 'aiter' of builtin raised in AiterExperts.apply: ImportError: libamdhip64.so.7: cannot open shared "
-        "object file; do without it (--deny aiter, or deny='aiter' in code) and report it to its authors; triton or "
-        "torch would do instead"
-    )
-    assert isinstance(raised.value.__cause__, ImportError)
-
-
-def test_memory_that_ends_while_weights_are_permuted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: object, **keywords: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB")
-
-    monkeypatch.setattr("moereg.backends._aiter.weights.torch.empty_like", full)
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        _kernel_on_aiter(site, monkeypatch, {})
-    text = str(raised.value)
-    assert text.startswith("CUDA out of memory. Tried to allocate 6.00 GiB (backend 'aiter' of builtin was permuting ")
-    assert text.endswith("or do without it (--deny aiter); triton or torch would do instead)")
-
-
-def test_a_package_that_is_whole_computes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: whole packages compute."""
-    out = _call(_kernel_on_aiter(site, monkeypatch, {}))
-    assert out.isfinite().all()
-    assert out.abs().sum() > 0
-
-
-def _kernel_on_aiter(site: Site, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> MoEKernel:
-    """A kernel of an installed AITER with some files replaced, whose tensors stay on the CPU."""
-    site.install_aiter(**files)
-    site.write("aiter/jit/module_moe_asm.so", b"amdhsa--gfx942")
-    site.metadata("triton", "3.8.0")
-    monkeypatch.setattr(AiterExperts, "device_types", classmethod(lambda cls, platform: ("cpu",)))
-    said = site.explain("rocm", "gfx942", require="aiter")
-    assert said.backend == "aiter"
-    generator = torch.Generator().manual_seed(0)
-    weights = ExpertWeights(
-        w13=torch.randn(4, 256, 256, generator=generator).bfloat16(),
-        w2=torch.randn(4, 256, 128, generator=generator).bfloat16(),
-    )
-    return make_kernel(PROBLEM, weights, said)
-
-
-def _call(kernel: MoEKernel) -> torch.Tensor:
-    return kernel(torch.ones(3, 256).bfloat16(), torch.ones(3, 2), torch.tensor([[0, 1]] * 3, dtype=torch.int32))
 
 
 def test_experts_in_another_order_name_who_would_do() -> None:

@@ -448,4 +448,14 @@ MUTANTS: Final = (
         new="if priority > HIGHEST_PRIORITY:",
         tests=("tests/selection/test_registry.py::test_bad_keywords",),
     ),
+    Mutant(
+        "a cell of another machine is the nearest one",
+        "moereg/selection.py",
+        old='sum(code not in ("package", "probe") for code in codes)',
+        new="len(codes)",
+        tests=(
+            "tests/selection/test_broken_packages.py::"
+            "test_what_is_broken_is_a_reason_and_something_else_runs[cutlass missing]",
+        ),
+    ),
 )

@@ -466,4 +466,18 @@ MUTANTS: Final = (
         new="if hidden_states.shape[-1] != hidden_size:",
         tests=("tests/layer/test_module.py::test_bad_calls_are_refused",),
     ),
+    Mutant(
+        "an error names nobody who would do",
+        "moereg/backend_calls.py",
+        old='return f"; {selection.instead} would do instead" if selection.instead else ""',
+        new='return ""',
+        tests=("tests/selection/test_backend_calls.py::test_what_a_backend_raises_is_named",),
+    ),
+    Mutant(
+        "a lack of memory while permuting has no name",
+        "moereg/backend_calls.py",
+        old="raise lack from error",
+        new="raise error",
+        tests=("tests/selection/test_backend_calls.py::test_lack_of_memory_while_weights_are_permuted[error1]",),
+    ),
 )

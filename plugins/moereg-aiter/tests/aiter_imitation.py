@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 PACKAGE = {
-    "aiter/__init__.py": "from tests.support.aiter_imitation import ActivationType, QuantType\n",
+    "aiter/__init__.py": "from aiter_imitation import ActivationType, QuantType\n",
     "aiter/fused_moe.py": (
+        "import aiter_imitation\n"
         "from tests.peers.contract import stand_in\n"
-        "from tests.support import aiter_imitation\n"
         "fused_moe = stand_in('aiter.fused_moe.fused_moe', aiter_imitation.fused_moe)\n"
     ),
     "aiter/jit/__init__.py": "",

@@ -6,7 +6,9 @@ from typing import Final
 
 import torch
 
-__all__ = ["LANE_BYTES", "TILE_COLUMNS", "TILE_ROWS", "as_fnuz", "shuffled"]
+from moereg.author import ExpertWeights
+
+__all__ = ["as_fnuz", "permuted_fp8", "shuffled"]
 
 TILE_ROWS: Final = 16
 TILE_COLUMNS: Final = 32
@@ -40,6 +42,33 @@ def shuffled(weight: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def permuted_fp8(weights: ExpertWeights, is_fnuz: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Codes of e4m3 in AITER's order, with scales for a matrix, a row or a block of 128 x 128.
+
+    Args:
+        weights: Canonical.
+        is_fnuz: Whether the GPU reads gfx942's 8-bit float.
+
+    Returns:
+        Tensors of each expert, and those of all together.
+
+    Raises:
+        ValueError: A matrix needs two scales, or experts have different scales of activations.
+    """
+    per_expert: dict[str, torch.Tensor] = {}
+    shared: dict[str, torch.Tensor] = {}
+    given = weights.tensors()
+    for matrix in ("w13", "w2"):
+        codes, scale = shuffled(given[matrix]), _one_scale(matrix, given[f"{matrix}_scale"])
+        if is_fnuz:
+            codes, scale = as_fnuz(codes, scale)
+        per_expert |= {matrix: codes, f"{matrix}_scale": scale}
+        name = f"a{matrix.removeprefix('w')}_scale"
+        if name in given:
+            shared[name] = _one_activation_scale(name, given[name]) * (2 if is_fnuz else 1)
+    return per_expert, shared
+
+
 def as_fnuz(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same numbers in gfx942's 8-bit float, whose exponent is biased by one more and which has no negative zero.
 
@@ -55,3 +84,26 @@ def as_fnuz(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, tor
     # fnuz has its only NaN where others have the negative zero.
     bits.masked_fill_(bits == _NEGATIVE_ZERO, 0).masked_fill_(is_nan, _NEGATIVE_ZERO)
     return codes.view(torch.float8_e4m3fnuz), scale * 2
+
+
+def _one_scale(matrix: str, scale: torch.Tensor) -> torch.Tensor:
+    """Scales as AITER reads them: [E], [E,N,1] or [E,N/128,K/128]."""
+    if scale.dim() != 2:
+        return scale
+    if not torch.equal(scale[:, 0], scale[:, 1]):
+        raise ValueError(
+            f"aiter requires one scale for gate and up of an expert, got {matrix}_scale [E,2] where they differ; deny "
+            "it for this layer"
+        )
+    return scale[:, 0].contiguous()
+
+
+def _one_activation_scale(name: str, scale: torch.Tensor) -> torch.Tensor:
+    """[1]: AITER quantizes a token once for all of its experts."""
+    flat = scale.reshape(-1)
+    if not bool((flat == flat[0]).all()):
+        raise ValueError(
+            f"aiter requires one scale of activations for all experts, got {name} [E] where they differ; deny it for "
+            "this layer"
+        )
+    return flat[:1].clone()

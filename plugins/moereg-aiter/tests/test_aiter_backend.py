@@ -9,22 +9,27 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiter_imitation
 import pytest
 import torch
+from moereg_aiter import layer, package, weights
+from moereg_aiter.backend import AiterExperts, AiterFp8Experts
 
-from moereg.backends._aiter import layer, package, weights
-from moereg.backends.aiter_moe import AiterExperts, AiterFp8Experts
-from moereg.dispatch import explain_backends, select_backend
-from moereg.errors import UnsupportedProblemError
-from moereg.experts import ExpertInputs, Experts
+from moereg import BackendError, MoEKernel, UnsupportedProblemError, make_kernel, select_backend
+from moereg.author import (
+    ExpertInputs,
+    Experts,
+    ExpertWeights,
+    MoEProblem,
+    Platform,
+    explain_backends,
+    layer_tolerance,
+    quantize_weights,
+    reference_experts,
+    relative_error,
+)
+from moereg.errors import LayoutNotInvertibleError
 from moereg.placement import resolve_expert_map
-from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quantize import quantize_weights
-from moereg.reference import reference_experts, relative_error
-from moereg.tolerances import layer_tolerance
-from moereg.weights import ExpertWeights
-from tests.support import aiter_imitation
 
 SIZES = {"num_experts": 4, "hidden_size": 256, "intermediate_size": 128, "top_k": 2}
 PLATFORMS = ("rocm:gfx942", "rocm:gfx950")
@@ -324,3 +329,47 @@ def test_compiling_is_announced(aiter: Path, caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING, logger="moereg"):
         error_of(MoEProblem(**SIZES), "rocm:gfx942", AiterExperts)
     assert not caplog.text
+
+
+# A kernel of an installed AITER, whose tensors stay on the CPU.
+
+
+def machine(aiter: Path, version: str = "0.1.20") -> Platform:
+    # A probe's answer is kept for each machine, so each test imitates one of its own.
+    return Platform("rocm", "gfx942", f"GPU of {aiter}", 2**37, {"amd-aiter": version, "triton": "3.8.0"}, probed=True)
+
+
+def kernel_on(aiter: Path, monkeypatch: pytest.MonkeyPatch, quant: str = "unquantized") -> MoEKernel:
+    (aiter / "aiter" / "jit" / "module_moe_asm.so").write_bytes(b"amdhsa--gfx942")
+    monkeypatch.setattr(AiterExperts, "device_types", classmethod(lambda cls, platform: ("cpu",)))
+    problem = MoEProblem(**SIZES, quant=quant)
+    return make_kernel(problem, weights_of(problem), select_backend(problem, machine(aiter), require="aiter"))
+
+
+def test_a_kernel_computes(aiter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = kernel_on(aiter, monkeypatch)
+    call = call_of(kernel.problem, 9)
+    expected = reference_experts(kernel.problem, weights_of(kernel.problem), *call)
+    assert relative_error(kernel(*call), expected) < layer_tolerance(kernel.problem, 9)
+
+
+def test_an_import_that_fails_names_backend_cure_and_what_would_do(
+    aiter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe imports nothing, so a library that is missing behind it shows at the first call."""
+    (aiter / "aiter" / "fused_moe.py").write_text("raise ImportError('libamdhip64.so.7: cannot open it')\n")
+    kernel = kernel_on(aiter, monkeypatch)
+    with pytest.raises(BackendError) as raised:
+        kernel(*call_of(kernel.problem, 9))
+    text = str(raised.value)
+    assert "raised in AiterExperts.apply: ImportError: libamdhip64.so.7: cannot open it; do without it" in text
+    assert text.endswith("; triton or torch would do instead")
+
+
+def test_one_expert_is_read_back_where_nothing_was_computed(aiter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = kernel_on(aiter, monkeypatch)
+    found = kernel.weights.to_canonical(2)
+    assert torch.equal(found.w13, weights_of(kernel.problem).w13[2:3])
+    # One scale of activations for all experts.
+    with pytest.raises(LayoutNotInvertibleError, match="keep the canonical weights"):
+        kernel_on(aiter, monkeypatch, "fp8_tensor_static").weights.to_canonical(2)

@@ -1,47 +1,36 @@
-"""One layer by AITER's `fused_moe`. The first call imports AITER, which asks the GPU and loads its compiled core."""
+"""One layer by AITER's `fused_moe`. Making one imports AITER, which asks the GPU and loads its compiled core."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from moereg.backends._aiter.package import has_built_kernels, jit_folder
-from moereg.backends._aiter.weights import as_fnuz, shuffled
-from moereg.backends._loaded import Call, Implementation
-from moereg.experts import ExpertInputs, Experts
-from moereg.kernels.plain.device import local_expert_ids
-from moereg.platforms import Platform
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.author import ExpertInputs, MoEProblem, PermutedWeights, QuantScheme, local_expert_ids
+from moereg_aiter.package import has_built_kernels, jit_folder
 
-__all__ = ["Fp8", "Unquantized"]
+__all__ = ["AiterLayer"]
 
 _LOG: Final = logging.getLogger("moereg")
 
-_FNUZ_ARCHS: Final = ("gfx942",)
 
+class AiterLayer:
+    """One layer of experts, 16 or 8 bits; it holds no tensors."""
 
-class Unquantized(Implementation):
-    """16-bit weights, standard format."""
-
-    def __init__(self, experts: Experts) -> None:
-        """See `Implementation`."""
-        super().__init__(experts)
-        self._fused_moe: Any = None
-
-    def _import_library(self) -> None:
+    def __init__(self, problem: MoEProblem, computes: QuantScheme) -> None:
         """Imports AITER, and says so if the first call will compile."""
         from aiter import ActivationType, QuantType
         from aiter.fused_moe import fused_moe
 
+        self._problem = problem
         self._silu = ActivationType.Silu
         methods = {
             "fp8_tensor_static": QuantType.per_Tensor,
             "fp8_channel_token": QuantType.per_Token,
             "fp8_block128": QuantType.per_128x128,
         }
-        self._method = methods.get(self.computes.name, QuantType.No)
+        self._method = methods.get(computes.name, QuantType.No)
         self._fused_moe = fused_moe
         if not has_built_kernels():
             _LOG.warning(
@@ -50,24 +39,13 @@ class Unquantized(Implementation):
                 jit_folder(),
             )
 
-    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Both matrices in AITER's order; a pure permutation."""
-        return PermutedWeights(self.layouts[0], {"w13": shuffled(weights.w13), "w2": shuffled(weights.w2)})
-
-    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """None: AITER allocates from torch's allocator, also while a graph is captured."""
-        return (0,), (0,)
-
-    def run(self, call: Call) -> None:
-        """Computes into a tensor of AITER's, which is copied to `out`: `fused_moe` takes no output."""
-        if self._fused_moe is None:
-            self._import_library()
-        weights, inputs = call.weights, call.inputs
+    def run(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+        """Runs the layer; see `Experts.apply`. AITER's result is copied to `out`: `fused_moe` takes no output."""
         w13, w2 = weights["w13"], weights["w2"]
         for matrix in (w13, w2):
             # How `fused_moe` is told the order. Views and copies of a tensor lose its attributes.
             matrix.is_shuffled = True  # type: ignore[attr-defined]
-        num_experts, num_local_experts = self.problem.num_experts, self.problem.num_local_experts
+        num_experts, num_local_experts = self._problem.num_experts, self._problem.num_local_experts
         routes = inputs.topk_ids, inputs.topk_weights
         if inputs.expert_map is not None:
             routes = _local_routes(inputs, num_local_experts)
@@ -89,60 +67,9 @@ class Unquantized(Implementation):
             w2_scale=weights.get("w2_scale"),
             a1_scale=weights.get("a13_scale"),
             a2_scale=weights.get("a2_scale"),
-            dtype=call.out.dtype,
+            dtype=out.dtype,
         )
-        call.out.copy_(found)
-
-
-class Fp8(Unquantized):
-    """Codes of e4m3 with scales for a matrix, a row or a block of 128 x 128."""
-
-    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Codes in AITER's order, on gfx942 as its own 8-bit float.
-
-        Raises:
-            ValueError: A matrix needs two scales, or experts have different scales of activations.
-        """
-        is_fnuz = _reads_fnuz(self.platform)
-        per_expert: dict[str, torch.Tensor] = {}
-        shared: dict[str, torch.Tensor] = {}
-        given = weights.tensors()
-        for matrix in ("w13", "w2"):
-            codes, scale = shuffled(given[matrix]), _one_scale(matrix, given[f"{matrix}_scale"])
-            if is_fnuz:
-                codes, scale = as_fnuz(codes, scale)
-            per_expert |= {matrix: codes, f"{matrix}_scale": scale}
-            name = f"a{matrix.removeprefix('w')}_scale"
-            if name in given:
-                shared[name] = _one_activation_scale(name, given[name]) * (2 if is_fnuz else 1)
-        return PermutedWeights(self.layouts[is_fnuz], per_expert, shared)
-
-
-def _reads_fnuz(platform: Platform) -> bool:
-    return platform.arch in _FNUZ_ARCHS
-
-
-def _one_scale(matrix: str, scale: torch.Tensor) -> torch.Tensor:
-    """Scales as AITER reads them: [E], [E,N,1] or [E,N/128,K/128]."""
-    if scale.dim() != 2:
-        return scale
-    if not torch.equal(scale[:, 0], scale[:, 1]):
-        raise ValueError(
-            f"aiter requires one scale for gate and up of an expert, got {matrix}_scale [E,2] where they differ; deny "
-            "it for this layer"
-        )
-    return scale[:, 0].contiguous()
-
-
-def _one_activation_scale(name: str, scale: torch.Tensor) -> torch.Tensor:
-    """[1]: AITER quantizes a token once for all of its experts."""
-    flat = scale.reshape(-1)
-    if not bool((flat == flat[0]).all()):
-        raise ValueError(
-            f"aiter requires one scale of activations for all experts, got {name} [E] where they differ; deny it for "
-            "this layer"
-        )
-    return flat[:1].clone()
+        out.copy_(found)
 
 
 def _routes_of_all(

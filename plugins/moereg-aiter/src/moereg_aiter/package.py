@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from moereg.platforms import Platform
+from moereg.author import Platform
 
 __all__ = ["REQUIRES", "can_be_imported", "can_load_kernels", "has_built_kernels", "jit_folder", "package_folder"]
 

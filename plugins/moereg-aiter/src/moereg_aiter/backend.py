@@ -1,4 +1,4 @@
-"""`aiter`: AMD's own kernels for Instinct GPUs, assembly and composable_kernel behind one call.
+"""Registers the backend `aiter`: AMD's own kernels for Instinct GPUs, assembly and composable_kernel behind one call.
 
 Written against the published source of AITER 0.1.20, compared with that of 0.1.16 to 0.1.20.post1, and not run on any
 GPU yet.
@@ -7,14 +7,20 @@ GPU yet.
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+import functools
+from typing import Any, Final
 
-from moereg.backends._aiter.package import REQUIRES, can_be_imported, can_load_kernels
-from moereg.backends._loaded import Implementation, LoadedExperts
-from moereg.experts import Facts
-from moereg.registry import register_moe_backend
+import torch
+
+from moereg.author import ExpertInputs, Experts, ExpertWeights, Facts, MoEProblem, PermutedWeights, register_moe_backend
+from moereg_aiter.package import REQUIRES, can_be_imported, can_load_kernels
+from moereg_aiter.weights import permuted_fp8, shuffled
 
 __all__ = ["AiterExperts", "AiterFp8Experts"]
+
+moereg_api = "1"
+
+_FNUZ_ARCHS: Final = ("gfx942",)
 
 _FACTS: Final = Facts(
     # AITER has others in some of its kernels: which gelu it is, and which kernels clamp, differs between them, and its
@@ -42,16 +48,37 @@ _FACTS: Final = Facts(
     probes=(can_be_imported, can_load_kernels),
     opt_in=True,
 )
-class AiterExperts(LoadedExperts):
+class AiterExperts(Experts):
     """16-bit weights in tiles of 16 rows."""
 
     facts = _FACTS
     layouts = ("aiter_shuffled",)
 
-    def _load(self) -> Implementation:
-        from moereg.backends._aiter import layer
+    @functools.cached_property
+    def _layer(self) -> Any:
+        # Loads AITER, so only where a layer runs.
+        from moereg_aiter.layer import AiterLayer
 
-        return layer.Unquantized(self)
+        return AiterLayer(self.problem, self.computes)
+
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        """See `Experts`. Both matrices in AITER's order; a pure permutation."""
+        return PermutedWeights(self.layouts[0], {"w13": shuffled(weights.w13), "w2": shuffled(weights.w2)})
+
+    def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """See `Experts`. None: AITER allocates from torch's allocator, also while a graph is captured."""
+        return (0,), (0,)
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        """See `Experts`."""
+        self._layer.run(out, inputs, weights)
 
 
 # Nothing else serves these schemes there. `fp8_tensor_dynamic` is left out: AITER's scale spans rows that no expert of
@@ -89,13 +116,13 @@ class AiterExperts(LoadedExperts):
     probes=(can_be_imported, can_load_kernels),
     opt_in=True,
 )
-class AiterFp8Experts(LoadedExperts):
+class AiterFp8Experts(AiterExperts):
     """8-bit floats in tiles of 16 rows; gfx942 has a float of its own."""
 
     facts = dataclasses.replace(_FACTS, dtypes=frozenset({"bfloat16"}))
     layouts = ("aiter_shuffled", "aiter_shuffled_fnuz")
 
-    def _load(self) -> Implementation:
-        from moereg.backends._aiter import layer
-
-        return layer.Fp8(self)
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        """See `Experts`. Codes in AITER's order, on gfx942 as its own 8-bit float."""
+        is_fnuz = self.platform.arch in _FNUZ_ARCHS
+        return PermutedWeights(self.layouts[is_fnuz], *permuted_fp8(weights, is_fnuz))

@@ -1,1 +1,0 @@
-"""What runs behind `aiter_moe`."""

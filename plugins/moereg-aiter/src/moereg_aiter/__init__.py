@@ -1,0 +1,1 @@
+"""AMD's AITER for moereg: MoE kernels for Instinct GPUs."""
