@@ -1,4 +1,4 @@
-"""Calls of a kernel, and what writes its weights, in turn."""
+"""Turns of a kernel's calls and of writes into its weights."""
 
 from __future__ import annotations
 
@@ -20,29 +20,31 @@ class InTurn:
     """
 
     def __init__(self) -> None:
-        """Without calls."""
+        """No calls have begun."""
         self._calls: dict[int, None] = {}
         self._writer: int | None = None
         self._lock = threading.RLock()
 
-    def begin(self) -> int:
-        """A call begins, after a writer of another thread; `end` takes what this returns, in a `finally`."""
-        me = threading.get_ident()
+    def begin(self, me: int) -> None:
+        """A call begins, after a writer of another thread.
+
+        Args:
+            me: This thread's number. Whatever interrupts this function, `end` must follow.
+        """
         # First the note, then the look: a writer does both the other way round.
         self._calls[me] = None
         while self._writer is not None and self._writer != me:
             del self._calls[me]
             with self._lock:
                 self._calls[me] = None
-        return me
 
-    def end(self, call: int) -> None:
-        """A call has ended."""
-        self._calls.pop(call, None)
+    def end(self, me: int) -> None:
+        """A call of this thread has ended."""
+        self._calls.pop(me, None)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, no other thread calls or writes. Waits for calls that have begun."""
+        """Waits for calls that have begun; other threads neither call nor write while this is held."""
         me = threading.get_ident()
         with self._lock:
             outer, self._writer = self._writer, me

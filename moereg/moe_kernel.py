@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
 
 from moereg import backend_calls
+from moereg.agreement import MOVING
 from moereg.ambient import fp32_is_exact, plain_torch
 from moereg.arguments import check_flag, check_instance
 from moereg.call_checks import check_call, check_no_alias, check_no_transform, check_values
@@ -135,11 +137,13 @@ class MoEKernel:
         # Compiled code finds a kernel by its handle, so a copy needs its own.
         weights, expert_map = copy.deepcopy((self.weights, self.expert_map), memo)
         moves = self.prepare_finalize
-        if isinstance(moves, GroupPrepareFinalize) and self.expert_map is moves.tables.expert_map:
-            # A copy's experts move alone.
-            moves = copy.copy(moves)
-            moves.tables = PlacementTables(moves.tables.placement, moves.group.rank, self._device)
-            expert_map = moves.tables.expert_map
+        if isinstance(moves, GroupPrepareFinalize):
+            knows_places = self.expert_map is moves.tables.expert_map
+            moves = moves.copied()
+            if knows_places:
+                # A copy's experts move alone.
+                moves.tables = PlacementTables(moves.tables.placement, moves.group.rank, self._device)
+                expert_map = moves.tables.expert_map
         # What lies in the caller's memory lies in that of the caller's copy, where both are copied together.
         parts = self.problem, self.selection, self.experts, weights, moves, expert_map
         return MoEKernel(*parts, self._borrowed)
@@ -270,13 +274,15 @@ class MoEKernel:
             self._check_may_write(others)
         except Exception as raised:
             error = raised
-        arrived = exchange_experts(moves.group, self.weights, moves.tables.placement, placement, error)
-        with self.in_turn.alone():
-            if arrived.places:
-                self._own(others)
-            with plain_torch(), torch.inference_mode():
-                arrived.write(self.weights)
-            moves.tables.update(placement)
+        # A call between the exchange and the writes would meet ranks that have written already.
+        with moves.group.alone(MOVING.act):
+            arrived = exchange_experts(moves.group, self.weights, moves.tables.placement, placement, error)
+            with self.in_turn.alone():
+                if arrived.places:
+                    self._own(others)
+                with plain_torch(), torch.inference_mode():
+                    arrived.write(self.weights)
+                moves.tables.update(placement)
         return len(arrived.places)
 
     def _check_may_write(self, names: frozenset[str]) -> None:
@@ -312,9 +318,9 @@ class MoEKernel:
             out: [T,H], overwritten.
             is_own: Whether `out` is a new tensor, which nothing aliases.
         """
-        call = 0
+        thread = get_ident()
         try:
-            call = self.in_turn.begin()
+            self.in_turn.begin(thread)
             if not is_own:
                 check_no_alias(out, (hidden_states, topk_weights, topk_ids))
             check_values(self.problem, self._device, topk_weights, topk_ids, self.expert_map)
@@ -325,7 +331,7 @@ class MoEKernel:
             check_no_transform(error)
             raise
         finally:
-            self.in_turn.end(call)
+            self.in_turn.end(thread)
 
     def _run(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor

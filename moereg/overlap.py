@@ -39,8 +39,8 @@ def run_over_group(
     """Runs a call that all ranks make together, cut into `moves.num_batches` parts of nearly equal numbers of tokens.
 
     That ranks call the same layer is checked on a CPU in each call. On a GPU the host would have to wait for the other
-    hosts, so it is checked in the layer's first call, captured or not, and with MOEREG_DEBUG=1 in each one that is not
-    a graph's replay. A way whose host waits for counts sends the layer's number with them, in every call.
+    hosts, so it is checked in the layer's first call and where a call is captured, and with MOEREG_DEBUG=1 in each one
+    that is not a graph's replay. A way whose host waits for counts sends the layer's number with them, in every call.
 
     Every rank runs as many parts, also without tokens. On a GPU several parts move on a stream of their own: the second
     one's tokens arrive while the first is multiplied, and the first one's results leave while the second is.
@@ -56,7 +56,8 @@ def run_over_group(
         GroupError: Ranks call different layers, another thread uses the group, or a rank has ended or stalled.
     """
     with moves.group.alone(moves.calling):
-        if not moves.has_met or checks_values(out.device):
+        is_captured = out.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not moves.has_met or is_captured or checks_values(out.device):
             moves.group.call_together(moves.layer_number)
             moves.has_met = True
         _run_parts(moves, tokens, out, expert_map, multiply)

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from moereg.errors import ArgumentError, MoeregWarning
 from moereg.weight_checks import DEBUG_VARIABLE
@@ -100,7 +100,7 @@ def check_counted(before: tuple[TensorState, ...], now: tuple[TensorState, ...],
 
 
 class CopiedFrom:
-    """The memory that a bare kernel's weights were copied out of.
+    """The source memory of a bare kernel's copied weights.
 
     Only its caller can bring such a kernel up to date. The first step of an optimizer on that memory, while this object
     lives, is one `OldWeightsWarning`.
@@ -128,11 +128,13 @@ _WATCHED: Final[weakref.WeakSet[CopiedFrom]] = weakref.WeakSet()
 
 @functools.cache
 def _follow_optimizers() -> None:
-    """Has torch call `_after_step` from now on: a process that makes no layer has no hook."""
-    register_optimizer_step_post_hook(_after_step)
+    """Has torch call `_note_step` from now on: a process that makes no layer has no hook."""
+    # A step that raises half way has written some of its parameters, and comes to no post hook.
+    register_optimizer_step_pre_hook(_note_step)
+    register_optimizer_step_post_hook(_note_step)
 
 
-def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Notes the memory of all that an optimizer holds."""
     global _step, _asked, _most
     _step += 1

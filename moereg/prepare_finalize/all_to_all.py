@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import torch
+from typing_extensions import Self
 
 from moereg.errors import ArgumentError
 from moereg.expert_placement import PlacementTables
@@ -86,6 +87,11 @@ class AllToAll(GroupPrepareFinalize):
     ) -> None:
         super().__init__(problem, experts_problem, group, tables, wire)
         self._ones = torch.ones((0, 1), device=group.device)
+
+    def copied(self) -> Self:
+        other = super().copied()
+        vars(other).pop("_stamp", None)
+        return other
 
     @functools.cached_property
     def _stamp(self) -> torch.Tensor:

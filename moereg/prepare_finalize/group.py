@@ -131,6 +131,12 @@ class Group:
         """Notes a layer under a number that all ranks agreed on, for `named_layer`."""
         self._use.layers[number] = sizes
 
+    def copy_layer(self, number: int) -> int:
+        """Notes a copy of a layer under a number of its own: ranks that copy alike number it alike."""
+        copied = self.num_layers + 1
+        self.add_layer(copied, self._use.layers.get(number, "not made here"))
+        return copied
+
     def named_layer(self, number: int) -> str:
         """A layer as an error names it: by the order in which layers were made over the group, and its sizes."""
         return f"layer {number} of the group ({self._use.layers.get(number, 'not made here')})"
@@ -166,8 +172,8 @@ class Group:
             GroupError: As `gather_objects`.
         """
         if self.device.type == "cpu":
-            found = torch.empty(self.size, dtype=torch.int64)
-            self.all_gather(found, torch.tensor([number]), doing)
+            found = torch.empty(self.size, dtype=torch.int64, device="cpu")
+            self.all_gather(found, torch.tensor([number], device="cpu"), doing)
             return found.tolist()
         use, store, limit = self._use, self.process_group.get_group_store(), self.timeout
         keys = [f"moereg/{use.num_met}/{rank}" for rank in range(self.size)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
 from typing import ClassVar
 
 import torch
+from typing_extensions import Self
 
 from moereg.expert_placement import PlacementTables
 from moereg.experts import ExpertInputs
@@ -83,6 +85,12 @@ class GroupPrepareFinalize(PrepareFinalize):
         self.wire = wire
         self.activation_format = experts_problem.activation_format  # type: ignore[misc]  # one class, both formats
         self.local = local_prepare_finalize(self.activation_format)
+
+    def copied(self) -> Self:
+        """The same over the same group, as another layer."""
+        other = copy.copy(self)
+        other.layer_number, other.has_met = self.group.copy_layer(self.layer_number), False
+        return other
 
     @property
     def calling(self) -> str:

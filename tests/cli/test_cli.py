@@ -28,7 +28,7 @@ BAD_LINES = {
         "'fp8_tensor_w8a16'?",
     ),
     "a checkpoint's word for a scheme": (f"explain {SIZES} --quant mxfp4", "did you mean 'mxfp4_w4a16'?"),
-    "part of a model": ("explain --model 120b", "did you mean 'gpt-oss-120b'?"),
+    "part of a model": ("explain --model oss-120b", "did you mean 'gpt-oss-120b'?"),
     "beginning of a product": (f"explain {SIZES} --platform mi3", "'mi300a', 'mi300x', 'mi325x'"),
     "unknown option": (f"explain {SIZES} --expert 3", "--expert"),
     "surplus argument": (

@@ -12,7 +12,7 @@ import pytest
 from moereg.python_process import python_command
 from tests.cli.command import SIZES
 
-IMPORTED = ("numpy", "safetensors", "torch", "triton", "typing_extensions")
+IMPORTED = ("numpy", "safetensors", "tempfile", "torch", "triton", "typing_extensions")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import signal
@@ -410,7 +411,9 @@ def layers_in_other_order(rank: int, size: int) -> list[str]:
         # A layer that the others gave up counts here.
         Group(dist.group.WORLD, CPU).add_layer(4, "given up")
     first, same, wider = layers_of(rank, size, 32, 32, 64)
-    texts = [error_of_calling(first if rank else other, rank) for other in (same, wider)]
+    texts = [error_of_calling(first if rank else other, rank) for other in (same, wider, copy.deepcopy(first))]
+    with torch.device("meta"):
+        assert first.prepare_finalize.group.gather_numbers(rank, "numbers") == list(range(size))
     texts.append(error_of_calling(first, rank) if rank else error_of_making(rank, size, problem_of()))
     return [*texts, *(error_of_calling(layer, rank) for layer in (wider, first))]
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import moereg
-from moereg import expert_moves
+from moereg import expert_moves, moe_kernel
 from moereg.balancing import count_routes
 from moereg.layer import MoEKernel, make_kernel
 from moereg.problem import MoEProblem
@@ -160,6 +162,23 @@ def copies_move_alone(rank: int, size: int) -> bool:
     assert not torch.equal(kernel.expert_map, other.expert_map)
     one = make_kernel(problem_of(), weights)
     return all(bool(torch.allclose(each(*inputs), one(*inputs), rtol=1e-5, atol=1e-6)) for each in (kernel, other))
+
+
+def a_call_beside_a_move(rank: int, size: int) -> str:
+    """Another thread calls when experts have travelled, and before they are written."""
+    kernel, _, _ = _kernel(rank, size)
+    inputs, texts = tokens_of(kernel.problem, rank, 6), list[str]()
+
+    def exchange_and_call(*arguments: Any) -> Any:
+        arrived = expert_moves.exchange_experts(*arguments)
+        thread = threading.Thread(target=lambda: texts.append(_error_of(lambda: kernel(*inputs))))
+        thread.start()
+        thread.join()
+        return arrived
+
+    with mock.patch.object(moe_kernel, "exchange_experts", exchange_and_call):
+        kernel.move_experts(ring(12, size, 3, 1))
+    return texts[0]
 
 
 def balanced(rank: int, size: int) -> list[float]:

@@ -134,9 +134,10 @@ def test_a_rank_that_fails_keeps_nobody_waiting(two_ranks: list[dict[str, Any]],
 
 def test_layers_in_another_order_are_an_error_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
     layers = {
-        number: f"layer {number} of the group (E12 H128 I{width})" for number, width in ((5, 32), (6, 32), (7, 64))
+        number: f"layer {number} of the group (E12 H128 I{width})"
+        for number, width in ((5, 32), (6, 32), (7, 64), (8, 32))
     }
-    expected = [f"{other} on rank 0, {layers[5]} on rank 1" for other in (layers[6], layers[7])]
+    expected = [f"{layers[other]} on rank 0, {layers[5]} on rank 1" for other in (6, 7, 8)]
     expected.append(f"make_kernel or move_experts on rank 0, {layers[5]} on rank 1")
     for result in two_ranks:
         *refused, then, first = value_of(result, "layers_in_other_order")

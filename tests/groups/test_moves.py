@@ -23,7 +23,9 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return results_of(2, *MOVES, "refusals", "copies_move_alone", "balanced", module="tests.groups.move_cases")
+    return results_of(
+        2, *MOVES, "refusals", "copies_move_alone", "a_call_beside_a_move", "balanced", module="tests.groups.move_cases"
+    )
 
 
 def check(result: dict[str, Any]) -> None:
@@ -59,6 +61,8 @@ def test_refusals_are_the_same_on_all_ranks(found: list[dict[str, Any]]) -> None
 
 def test_a_copy_of_a_kernel_keeps_its_experts(found: list[dict[str, Any]]) -> None:
     assert [result["copies_move_alone"] for result in found] == [True, True]
+    for result in found:
+        assert result["a_call_beside_a_move"].startswith("GroupError: one thread at a time may use a group")
 
 
 def test_counted_loads_even_out_what_ranks_get(found: list[dict[str, Any]]) -> None:

@@ -71,6 +71,20 @@ def fused(name: str, parameters: Any) -> torch.optim.Optimizer:
     return made
 
 
+def test_a_step_that_raises_half_way_is_followed() -> None:
+    layer = new_layer()
+    error_of(layer)
+    optimizer = torch.optim.AdamW([{"params": [layer.w13]}, {"params": [layer.w2]}], lr=0.1, fused=True)
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    layer.w2.grad = layer.w2.grad.to_sparse()
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    for parameter in layer.parameters():
+        parameter.grad = None
+    assert error_of(layer) < 1e-5
+
+
 @OPTIMIZERS
 @pytest.mark.parametrize("trains", [False, True], ids=["gradients set by hand", "requires_grad"])
 def test_a_layer_follows_a_fused_optimizer(name: str, trains: bool) -> None:

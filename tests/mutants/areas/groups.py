@@ -200,4 +200,18 @@ MUTANTS: Final = (
         new="tl.where(exponent == 0, 0, tl.where(",
         tests=("tests/kernels/test_moved_tokens.py::test_every_exponent_is_the_scale_that_torch_reads",),
     ),
+    Mutant(
+        "calls may come between the exchange of experts and their writes",
+        "moereg/moe_kernel.py",
+        old="        with moves.group.alone(MOVING.act):\n",
+        new="        if True:\n",
+        tests=("tests/groups/test_moves.py::test_a_copy_of_a_kernel_keeps_its_experts",),
+    ),
+    Mutant(
+        "a copy of a layer has the number of the layer",
+        "moereg/prepare_finalize/moving.py",
+        old="other.layer_number, other.has_met = self.group.copy_layer(self.layer_number), False",
+        new="other.has_met = False",
+        tests=("tests/groups/test_groups.py::test_layers_in_another_order_are_an_error_on_every_rank",),
+    ),
 )

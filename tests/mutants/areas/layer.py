@@ -480,4 +480,11 @@ MUTANTS: Final = (
         new="raise error",
         tests=("tests/selection/test_backend_calls.py::test_lack_of_memory_while_weights_are_permuted[error1]",),
     ),
+    Mutant(
+        "a step that raises half way is not followed",
+        "moereg/tensor_state.py",
+        old="    register_optimizer_step_pre_hook(_note_step)\n",
+        new="",
+        tests=(f"{_STEPS}test_a_step_that_raises_half_way_is_followed",),
+    ),
 )
