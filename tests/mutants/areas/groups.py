@@ -161,8 +161,8 @@ MUTANTS: Final = (
     Mutant(
         "calls on a GPU are never checked",
         "moereg/overlap.py",
-        old="if not moves.has_met or checks_values(out.device):",
-        new="if checks_values(out.device):",
+        old="if not moves.has_met or is_captured",
+        new="if is_captured",
         tests=(f"{_GROUPS}::test_where_a_host_must_not_wait_a_layer_is_checked_once",),
     ),
     Mutant(
