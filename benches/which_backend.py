@@ -29,7 +29,8 @@ from moereg.facts import Facts
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES
-from moereg.registry import BUILTIN, REGISTRY, BackendCell, collecting_with
+from moereg.registration import collecting_with
+from moereg.registry import BUILTIN, BackendCell
 from moereg.request import Request
 from moereg.selection import Decision
 from moereg.testing.ledger import Evidence, arch_name, evidence_of
@@ -142,16 +143,14 @@ class World:
 class _Collector:
     """Takes what modules of the tree register, so that the process's registry stays as it is."""
 
-    registry = REGISTRY
-
     def __init__(self) -> None:
         self.cells: list[BackendCell] = []
 
-    def owner_of(self, module: str) -> tuple[str, str] | None:
+    def owner_of(self, registry: object, name: str, module: str) -> tuple[str, str] | None:
         """The package, whose ledger is found beside it."""
-        return _package(module), ""
+        return None if module.startswith("moereg.") else (_package(module), "")
 
-    def collect(self, cell: BackendCell, module: str) -> None:
+    def collect(self, registry: object, cell: BackendCell) -> None:
         self.cells.append(cell)
 
 

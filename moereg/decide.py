@@ -1,28 +1,32 @@
 """Deciding: judge every candidate, rank what is accepted, say why.
 
-Pure but for what `moereg.asking` remembers of probes and of predicates that were given up: problem, platform, request
-and cells come in as arguments, and nothing is looked up. Names no backend, architecture or scheme.
+Pure except for the cached answers of probes: problem, platform, request and cells come in as arguments, and nothing is
+looked up. Names no backend, architecture or scheme.
+
+    decide                  the cells of a registry, best first, with every reason
+      _eligible             candidates: cells that read the weights, by their most specific rule
+      _judge                every reason against one candidate
+        reasons_against     those that a way to move tokens between ranks can have too
+      rank                  accepted before rejected, wishes before priorities
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from moereg.asking import PREDICATE_SECONDS, ask_predicates, own_reasons
-from moereg.candidates import Candidate, standing
+from moereg.errors import described, shown, stops_the_process
 from moereg.facts import fact_reasons
-from moereg.machine import PROBES, Probes, assumptions, lacks
-from moereg.platforms import Platform
+from moereg.machine import PROBES, Probes, assumptions, clause, lacks
+from moereg.platforms import Platform, PlatformRule
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
 from moereg.quarantine import EMPTY, Quarantine
 from moereg.reasons import Reason
-from moereg.registry import BUILTIN, BackendCell
-from moereg.request import Request, place_of
-from moereg.selection import Decision, Selection
-
-__all__ = ["decide", "evaluate", "judge", "rank"]
+from moereg.registry import BUILTIN, BackendCell, Cell
+from moereg.request import Request
+from moereg.selection import Candidate, Decision, Selection
 
 
 def decide(
@@ -32,7 +36,6 @@ def decide(
     cells: Iterable[BackendCell],
     probes: Probes = PROBES,
     quarantine: Quarantine = EMPTY,
-    seconds: float = PREDICATE_SECONDS,
 ) -> Selection:
     """Chooses among cells: those of `BackendRegistry.cells`, whichever registry they were registered in.
 
@@ -43,81 +46,75 @@ def decide(
         cells: Candidates.
         probes: Keeps the answers of probes.
         quarantine: What failed the conformance kit on the machine that `platform` is.
-        seconds: Limit of each predicate and probe of another distribution.
 
     Returns:
         The selection, without a winner where nothing fits.
     """
     cells = tuple(cells)
-    candidates = standing(cells, problem, platform)
-    # A user who denies a wheel's backend need not wait for its code, which may be why.
-    left_out = {
-        place
-        for place, candidate in enumerate(candidates)
-        if candidate.cell.origin != BUILTIN and place_of(candidate.cell.name, request.deny) is not None
-    }
-    wanted = {place: candidate for place, candidate in enumerate(candidates) if place not in left_out}
-    own = {**ask_predicates(wanted, problem, platform, probes, seconds), **dict.fromkeys(left_out, ())}
+    candidates = _eligible(cells, problem, platform)
     decisions = rank(
-        (
-            judge(
-                candidate, problem, platform, request, probes if place in wanted else None, quarantine, own.get(place)
-            )
-            for place, candidate in enumerate(candidates)
-        ),
-        request,
+        (_judge(candidate, problem, platform, request, probes, quarantine) for candidate in candidates), request
     )
     source = None
     if decisions and decisions[0].accepted:
-        source = "required" if request.require else "priority"
-        if not request.require and place_of(decisions[0].backend, request.prefer) is not None:
-            source = "preferred"
+        is_preferred = request.wish(decisions[0].backend).preferred < math.inf
+        source = "required" if request.require else "preferred" if is_preferred else "priority"
     notices = (*request.notices, *_outranking(decisions, cells))
     return Selection(problem, platform, request, decisions, source, notices)
 
 
-def evaluate(
-    cell: BackendCell,
-    problem: MoEProblem,
-    platform: Platform,
-    request: Request,
-    seconds: float = PREDICATE_SECONDS,
-) -> Decision:
+def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request: Request) -> Decision:
     """Every reason against one cell, whatever other cells there are and whatever is quarantined."""
-    candidate = Candidate.of(cell, problem, platform)
-    own = ask_predicates({0: candidate}, problem, platform, PROBES, seconds)
-    return judge(candidate, problem, platform, request, PROBES, EMPTY, own.get(0))
+    candidate = Candidate(cell, cell.scheme_for(problem.quant), cell.rule_for(platform))
+    return _judge(candidate, problem, platform, request, PROBES, EMPTY)
 
 
-def judge(
+def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platform) -> Iterator[Candidate]:
+    """Candidates that read the problem's weights; for a backend without any, all of its cells.
+
+    If several cells of one experts class and scheme match the platform, only the one with the most specific rule is a
+    candidate. Among equally specific ones, keep those whose facts match the problem; if none do, keep all.
+    """
+    candidates = [Candidate(cell, cell.scheme_for(problem.quant), cell.rule_for(platform)) for cell in cells]
+    readers = {candidate.cell.name for candidate in candidates if candidate.scheme is not None}
+    alike: dict[tuple[str, type, str], list[Candidate]] = {}
+    for candidate in candidates:
+        cell, scheme, rule = candidate.cell, candidate.scheme, candidate.rule
+        if scheme is not None and rule is not None:
+            alike.setdefault((cell.name, cell.experts, scheme.name), []).append(candidate)
+        elif scheme is not None or cell.name not in readers:
+            yield candidate
+    for group in alike.values():
+        most = max(candidate.rule.specificity for candidate in group if candidate.rule)
+        best = [candidate for candidate in group if candidate.rule and candidate.rule.specificity == most]
+        if len(best) > 1:
+            best = [each for each in best if not fact_reasons(each.cell.facts, problem)] or best
+        yield from best
+
+
+def _judge(
     candidate: Candidate,
     problem: MoEProblem,
     platform: Platform,
     request: Request,
-    probes: Probes | None = PROBES,
-    quarantine: Quarantine = EMPTY,
-    own: Sequence[Reason] | None = None,
+    probes: Probes,
+    quarantine: Quarantine,
 ) -> Decision:
-    """Every reason against one candidate.
-
-    Args:
-        candidate: The candidate.
-        problem: The layer.
-        platform: What it is to run on.
-        request: Resolved for the problem's scheme.
-        probes: Keeps the answers of probes; none is asked where None.
-        quarantine: What failed the conformance kit on the machine that `platform` is.
-        own: The reasons of its class's predicate; it is asked right here where None.
-    """
+    """Every reason against one candidate."""
     cell, scheme, rule = candidate.cell, candidate.scheme, candidate.rule
-    reasons = [
-        *_scheme_reasons(cell, scheme, problem),
-        *lacks(cell, rule, platform, probes),
-        *_request_reasons(cell, request),
-        *filter(None, [quarantine.reason(cell, scheme, rule, platform)]),
+    failed = quarantine.record(cell, scheme, rule, platform)
+    facts = [
+        *([] if failed is None else [failed.reason]),
         *fact_reasons(cell.facts, problem),
         *_precision_reasons(scheme, problem),
-        *(own_reasons(cell, problem, platform) if own is None else own),
+    ]
+
+    def ask() -> object:
+        return cell.experts.unsupported_reasons(problem=problem, platform=platform)
+
+    reasons = [
+        *_scheme_reasons(cell, scheme, problem),
+        *reasons_against(cell, rule, platform, request, probes, facts, ask),
     ]
     return Decision(
         backend=cell.name,
@@ -144,18 +141,56 @@ def _scheme_reasons(cell: BackendCell, scheme: QuantScheme | None, problem: MoEP
     yield Reason("quant_scheme", f"requires {rule_text}, got {problem.quant.description}")
 
 
-def _request_reasons(cell: BackendCell, request: Request) -> Iterable[Reason]:
-    if place_of(cell.name, request.deny) is not None:
-        yield Reason("denied", f"denied by the request ({', '.join(request.deny)})")
-    if request.require and place_of(cell.name, request.require) is None:
-        yield Reason("not_required", f"requires a backend in ({', '.join(request.require)}), got {cell.name}")
-    if cell.opt_in and cell.name not in (*request.require, *request.prefer):  # A pattern names nobody.
-        yield Reason("opt_in", "is opt-in: name it in require or prefer")
-
-
 def _precision_reasons(scheme: QuantScheme | None, problem: MoEProblem) -> Iterable[Reason]:
     if scheme is not None and problem.exact_activations and scheme.activation != problem.quant.activation:
         yield Reason("precision", f"requires activations as {problem.quant.name} has them, got {scheme.name} instead")
+
+
+def reasons_against(
+    cell: Cell,
+    rule: PlatformRule | None,
+    platform: Platform,
+    request: Request,
+    probes: Probes,
+    facts: Iterable[Reason],
+    ask: Callable[[], object],
+) -> list[Reason]:
+    """What speaks against a cell of any kind: the machine, the request, its facts, then its class's own predicate.
+
+    Args:
+        cell: A backend's, or that of a way to move tokens.
+        rule: Its rule for the platform, if any.
+        platform, request, probes: As in `decide`.
+        facts: The reasons out of what the class declares.
+        ask: Calls the predicate.
+    """
+    wish = request.wish(cell.name)
+    # Denying a wheel's backend keeps its code out of the choice.
+    is_asked = cell.origin == BUILTIN or not wish.is_denied
+    reasons = lacks(cell, rule, platform, probes if is_asked else None)
+    if wish.is_denied:
+        reasons.append(Reason("denied", f"denied by the request ({', '.join(request.deny)})"))
+    if request.require and wish.required == math.inf:
+        required = ", ".join(request.require)
+        reasons.append(Reason("not_required", f"requires a {cell.requested_as} in ({required}), got {cell.name}"))
+    if cell.opt_in and not wish.is_named:
+        reasons.append(Reason("opt_in", "is opt-in: name it in require or prefer"))
+    reasons.extend(facts)
+    if not is_asked:
+        return reasons
+    try:
+        texts = ask()
+        if not isinstance(texts, Iterable) or isinstance(texts, (str, bytes, Mapping)):
+            raise TypeError(f"it has to return a list of texts, got {shown(texts)}")
+        for text in texts:
+            if not isinstance(text, str):
+                raise TypeError(f"it has to return a list of texts, got one with {shown(text)}")
+            reasons.append(Reason("backend", clause(text)))
+    except BaseException as error:  # A predicate that raises is a bug of that backend, not of the dispatcher.
+        if stops_the_process(error):
+            raise
+        reasons.append(Reason("predicate_error", f"its {cell.predicate} raised {described(error)}"))
+    return reasons
 
 
 def _outranking(decisions: Sequence[Decision], cells: Sequence[BackendCell]) -> list[str]:
@@ -181,20 +216,14 @@ def rank(decisions: Iterable[Decision], request: Request) -> tuple[Decision, ...
     Accepted before rejected; kernels before emulation; preferred names in their order, then required ones in theirs;
     then priority, name, class. Rejected ones by the number of reasons, nearest to fitting first.
     """
-    decisions = list(decisions)
-    places = {
-        name: [
-            len(names) if (place := place_of(name, names)) is None else place
-            for names in (request.prefer, request.require)
-        ]
-        for name in {decision.backend for decision in decisions}
-    }
 
     def key(decision: Decision) -> tuple[Any, ...]:
+        wish = request.wish(decision.backend)
         return (
             len(decision.reasons),
             decision.tier != "kernel",
-            places[decision.backend],
+            wish.preferred,
+            wish.required,
             -decision.priority,
             decision.backend,
             decision.experts,

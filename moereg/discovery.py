@@ -1,11 +1,13 @@
 """Loads every backend once: built-in modules, then other distributions' entry points.
 
-The only module that imports backends. A plugin that fails is recorded and never takes the others down.
+The only module that imports backends. A plugin is trusted code that may be buggy: one that fails is recorded with its
+error, leaves nothing registered, and never takes the others down.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import logging
 import os
@@ -15,12 +17,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-from moereg.collecting import Collection
-from moereg.entry_points import Owners, PluginPoint, scan
 from moereg.errors import (
+    ArgumentError,
     PluginError,
     PluginWarning,
     RegistrationError,
@@ -39,6 +39,7 @@ from moereg.platforms import (
     kinds_of_plugin,
     load_kinds_with,
     miss_kinds_of,
+    probe_cpu,
     probe_platform,
 )
 from moereg.plugins import (
@@ -46,37 +47,27 @@ from moereg.plugins import (
     MOVEMENT_GROUP,
     PLATFORM_GROUP,
     LoadFailure,
+    Owner,
+    PluginPoint,
     PluginStatus,
     failure_text,
     is_allowed,
+    scan,
     unknown_names,
     unusable,
 )
-from moereg.prepare_finalize.cells import MOVEMENTS, MovementRegistry, registering_movements
-from moereg.process_state import Interrupts, ProcessState, libraries_since, put_back
+from moereg.prepare_finalize.cells import MOVEMENTS, MovementRegistry
 from moereg.quant import QUANT_SCHEMES, SCHEMES_CALLED, QuantScheme
-from moereg.registry import API_VERSION, BUILTIN, REGISTRY, BackendCell, BackendRegistry, registering_origin
+from moereg.registration import collecting_with, registering_origin
+from moereg.registry import API_VERSION, BUILTIN, REGISTRY, BackendCell, BackendRegistry, Cell, Registry
 
-__all__ = [
-    "current_platform",
-    "find_scheme",
-    "list_backends",
-    "list_cells",
-    "load_backends",
-    "load_movements",
-    "plugin_statuses",
-]
+if TYPE_CHECKING:
+    import torch
 
 logger: Final = logging.getLogger("moereg")
 
-_GROUPS: Final = (PLATFORM_GROUP, BACKEND_GROUP, MOVEMENT_GROUP)
-"""In the order of loading: platform plugins bring the kinds of machines that the others name in their rules."""
 _SLOW_SECONDS: Final = 0.5
 """An import that takes longer is logged with its plugin's name."""
-_LONG_SECONDS: Final = 10.0
-"""An import that takes longer is told while it goes on: it may never end."""
-_LONGEST_WAIT_SECONDS: Final = 60.0
-"""For a thread that names an unknown kind of machine while another one loads."""
 
 
 class _Loader:
@@ -84,12 +75,13 @@ class _Loader:
 
     def __init__(self, registry: BackendRegistry) -> None:
         self._registry = registry
+        self._registries: dict[str, Registry[Any]] = {BACKEND_GROUP: registry, MOVEMENT_GROUP: MOVEMENTS}
         self._lock = threading.RLock()
-        self._collection = Collection(registry)
         self._done: dict[PluginPoint, PluginStatus] = {}
         self._loading: PluginPoint | None = None
+        # Registered while plugins were imported, and not visible yet, each with the entry point that brings it.
+        self._pending: list[tuple[PluginPoint | None, Cell]] = []
         self._statuses: tuple[PluginStatus, ...] | None = None
-        self._scanned: tuple[list[PluginPoint], list[PluginStatus]] | None = None
         self._has_platforms = False
         self._claims: dict[str, Platform] | None = None
         self._platform: Platform | None = None
@@ -114,47 +106,31 @@ class _Loader:
             )
         self.load_platforms()
         _import_builtins()
-        points, broken = self._scan()
+        points, broken = self._scanned
         for point in points:
             self._load_once(point)
-        for cells in self._collection.take_homeless():
-            try:
-                self._registry.publish(cells)
-            except RegistrationError as error:
-                logger.warning("cells of a module without an entry point are left out: %s", error)
-        self._registry.owner_of = MOVEMENTS.owner_of = self._collection.owners.of
+        for registry in self._registries.values():
+            registry.owner_of = self._owner_of
         return (*(self._done[point] for point in points), *broken)
 
     def load_platforms(self) -> None:
         """Loads platform plugins alone: all that naming a machine needs."""
         if self._has_platforms:
             return
-        # A plugin that a thread imports by hand may name a kind while the thread that loads waits for its module.
-        if not self._lock.acquire(timeout=_LONGEST_WAIT_SECONDS):
-            loading = self._loading
-            who = f"{loading.module} of {' '.join(loading.owner)}" if loading else "another thread"
-            raise PluginError(
-                f"{who} has been loading for more than {_LONGEST_WAIT_SECONDS:g} s, and platforms that plugins bring "
-                "are not known before; report it to its authors, or leave it out of MOEREG_PLUGINS"
-            )
-        try:
+        with self._lock:
             # A platform plugin that names its own kind while it is imported gets the error about an unknown kind.
             if self._has_platforms or self._loading is not None:
                 return
-            for point in self._scan()[0]:
+            for point in self._scanned[0]:
                 if point.group == PLATFORM_GROUP:
                     status = self._load_once(point)
                     if status.status != "loaded":
                         miss_kinds_of(point.name, str(unusable(status)))
             self._has_platforms = True
-        finally:
-            self._lock.release()
 
-    def _scan(self) -> tuple[list[PluginPoint], list[PluginStatus]]:
-        if self._scanned is None:
-            self._scanned = scan(_GROUPS)
-            self._collection.owners = Owners(self._scanned[0])
-        return self._scanned
+    @functools.cached_property
+    def _scanned(self) -> tuple[list[PluginPoint], list[PluginStatus]]:
+        return scan()
 
     def _load_once(self, point: PluginPoint) -> PluginStatus:
         # Some are loaded already: platforms, and others if Ctrl-C ended the first attempt.
@@ -166,59 +142,96 @@ class _Loader:
         status = point.status
         if not is_allowed(os.environ.get("MOEREG_PLUGINS"), point.group, point.name):
             return dataclasses.replace(status, status="skipped")
-        # First, and written at once: code that ends the process leaves no other trace.
+        # First, and written at once: code that hangs or ends the process leaves no other trace.
         logger.debug("importing %s of %s", point.module, status.distribution)
-        started, num_modules = time.perf_counter(), len(sys.modules)
-        state, interrupts = ProcessState.now(), Interrupts()
-        overdue = threading.Timer(_LONG_SECONDS, _say_overdue, (point,))
-        overdue.daemon = True
-        overdue.start()
-        movements = MOVEMENTS.snapshot()
+        started = time.perf_counter()
         try:
             self._loading = point
-            with interrupts.watched(), kinds_of_plugin(point.owner.origin, point.module):
-                with self._collection.importing(point), registering_movements(*point.owner) as moving:
-                    loaded = point.load()
+            with kinds_of_plugin(point.owner.origin, point.module):
+                with collecting_with(self):
+                    loaded = point.point.load()
                 _check_api_version(point)
                 if point.group == PLATFORM_GROUP:
                     accept_plugin(point.value, loaded)
-            MOVEMENTS.publish(moving)
-            if point.group == BACKEND_GROUP:
-                self._publish(point)
-            if point.group == MOVEMENT_GROUP:
-                _check_movements(point)
+            self._publish(point)
         except BaseException as error:  # A stranger's module may raise anything.
-            if stops_the_process(error) and not (isinstance(error, KeyboardInterrupt) and interrupts.are_excluded()):
+            if (registry := self._registries.get(point.group)) is not None:
+                registry.publish((), replaced=self._early(point, registry))
+            if stops_the_process(error):
                 logger.warning("interrupted while %s of %s was imported", point.module, status.distribution)
                 raise
-            if point.group == BACKEND_GROUP:
-                _, early = self._collection.take(point)
-                self._registry.publish((), replaced=early)
-            MOVEMENTS.restore(movements)
             return _failed(status, error)
         finally:
             self._loading = None
-            put_back(state, f"importing {point.module} of {' '.join(point.owner)}")
-            overdue.cancel()
-            logger.debug("imported %s of %s", point.module, status.distribution)
-            libraries = libraries_since(num_modules, point.module)
-            _log_if_slow(f"importing {point.module}", status.distribution, started, libraries)
+            # What modules of other entry points registered waits for these; what failed leaves nothing.
+            self._pending = [
+                (home, cell)
+                for home, cell in self._pending
+                if home not in (None, point) and cell.implementation.__module__ in sys.modules
+            ]
+            _log_if_slow(f"importing {point.module}", status.distribution, started)
         return dataclasses.replace(status, loaded=loaded)
 
+    def owner_of(self, registry: Registry[Any], name: str, module: str) -> Owner | None:
+        """The distribution of what a module registers; None where moereg's own module or no registry of ours does."""
+        assert self._loading is not None
+        home = self._home(registry, name, module)
+        is_ours = registry in self._registries.values() and not module.startswith("moereg.")
+        return home.owner if home is not None else self._loading.owner if is_ours else None
+
+    def collect(self, registry: Registry[Any], cell: Cell) -> None:
+        """Keeps what a module registers until its entry point has loaded."""
+        self._pending.append((self._home(registry, cell.name, cell.implementation.__module__), cell))
+
+    def _home(self, registry: Registry[Any], name: str, module: str) -> PluginPoint | None:
+        """The entry point that brings what a module registers under a name, None where there is none.
+
+        The plugin that is imported may import another one first, for instance to subclass its class.
+        """
+        assert self._loading is not None
+        for owner in (self._loading.owner, self._owner_of(module)):
+            for point in self._scanned[0]:
+                if (point.owner, point.name) == (owner, name) and self._registries.get(point.group) is registry:
+                    return point
+        return None
+
+    def _owner_of(self, module: str) -> Owner | None:
+        """The distribution that has an entry point in a module's package, the nearest one."""
+        while module:
+            for point in self._scanned[0]:
+                if f"{point.module}.".startswith(f"{module}."):
+                    return point.owner
+            module = module.rpartition(".")[0]
+        return None
+
     def _publish(self, point: PluginPoint) -> None:
-        cells, early = self._collection.take(point)
-        names = {cell.name for cell in cells}
-        if names != {point.name}:
-            # What a direct import of its modules made visible goes with the rest.
-            self._registry.publish((), replaced=early)
-            same = (other for other in self._scan()[0] if other.module == point.module)
+        """Makes all cells of an entry point visible at once."""
+        registry = self._registries.get(point.group)
+        cells = [cell for home, cell in self._pending if home == point]
+        names = {cell.name for home, cell in self._pending if home in (None, point)}
+        early = [] if registry is None else self._early(point, registry)
+        for cell in early:
+            cells.append(dataclasses.replace(cell, origin=point.owner.origin, origin_version=point.owner.version))
+            names.add(cell.name)
+        if names != ({point.name} if registry is not None else set()):
+            what = "no backend" if registry is None else f"a {registry.kind.noun} of that name and no other"
+            same = (other for other in self._scanned[0] if other.module == point.module)
             others = {" ".join(other.owner) for other in same if other.owner != point.owner}
             shared = f"; {point.module} is of {', '.join(sorted(others))} too, uninstall one" if others else ""
             raise RegistrationError(
-                f"entry point {point.name!r} must register a backend of that name and no other, got "
-                f"{', '.join(sorted(names)) or 'none'}{shared}"
+                f"entry point {point.name!r} must register {what}, got {', '.join(sorted(names)) or 'none'}{shared}"
             )
-        self._registry.publish(cells, replaced=early)
+        if registry is not None:
+            registry.publish(cells, replaced=early)
+
+    def _early(self, point: PluginPoint, registry: Registry[Any]) -> list[Any]:
+        """Cells that a direct import of the entry point's modules made visible, before their distribution was known."""
+        return [
+            cell
+            for cell in registry.cells
+            if (cell.name, cell.origin, cell.origin_version) == (point.name, cell.implementation.__module__, "")
+            and self._owner_of(cell.implementation.__module__) == point.owner
+        ]
 
     def platform(self) -> Platform:
         if self._platform is None:
@@ -264,35 +277,9 @@ def _check_api_version(point: PluginPoint) -> None:
         )
 
 
-def _check_movements(point: PluginPoint) -> None:
-    """Checks what an entry point brought, with this import or that of another entry point of its module."""
-    names = {cell.name for cell in MOVEMENTS.cells if cell.movement.__module__ == point.module}
-    if names != {point.name}:
-        raise RegistrationError(
-            f"entry point {point.name!r} must register a prepare/finalize of that name and no other, got "
-            f"{', '.join(sorted(names)) or 'none'}"
-        )
-
-
-def _log_if_slow(doing: str, distribution: str, started: float, libraries: Iterable[str] = ()) -> None:
-    seconds = time.perf_counter() - started
-    if seconds >= _SLOW_SECONDS:
-        brought = (
-            f", with {named}; its authors may import that in permute_weights or apply"
-            if (named := ", ".join(libraries))
-            else ""
-        )
-        logger.info("%s of %s took %.1f s%s", doing, distribution, seconds, brought)
-
-
-def _say_overdue(point: PluginPoint) -> None:
-    logger.warning(
-        "%s of %s is still being imported after %g s, and choosing waits for it; report it to its authors, or leave it "
-        "out of MOEREG_PLUGINS",
-        point.module,
-        " ".join(point.owner),
-        _LONG_SECONDS,
-    )
+def _log_if_slow(doing: str, distribution: str, started: float) -> None:
+    if (seconds := time.perf_counter() - started) >= _SLOW_SECONDS:
+        logger.info("%s of %s took %.1f s", doing, distribution, seconds)
 
 
 def _warn(status: PluginStatus, fault: str = "did not load") -> None:
@@ -394,3 +381,35 @@ def current_platform() -> Platform:
         PluginError: Two plugins claim this machine.
     """
     return _LOADER.platform()
+
+
+def read_platform(platform: Platform | str | None) -> Platform:
+    """The platform that a caller names; the machine at hand where None.
+
+    Raises:
+        ArgumentError: It is something else.
+        PluginError: Two plugins claim this machine.
+        UnknownPlatformError: No platform has that name.
+    """
+    if platform is None:
+        return current_platform()
+    if isinstance(platform, str):
+        return Platform.from_name(platform)
+    if not isinstance(platform, Platform):
+        raise ArgumentError(f"platform must be a Platform or a name such as 'cuda:sm90', got {shown(platform)}")
+    return platform
+
+
+def platform_of(device: torch.device) -> Platform:
+    """This machine's platform whose backends read tensors on a device.
+
+    Raises:
+        ArgumentError: It has no such device.
+        PluginError: Two plugins claim this machine.
+    """
+    for probe in (current_platform, probe_cpu):
+        platform = probe()
+        if platform.device_type == device.type:
+            return platform
+    here = current_platform()
+    raise ArgumentError(f"the layer is on {device}, and this machine is {here}; move it to {here.device_type!r}")

@@ -5,30 +5,26 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import os
-import threading
 import warnings
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Hashable, Iterator
+from typing import Final
 
 from moereg.arguments import takes
-from moereg.asking import ask_probes, patience
-from moereg.decide import decide, rank
-from moereg.decide import evaluate as evaluate_within
-from moereg.discovery import current_platform, load_backends, plugin_statuses
-from moereg.errors import ArgumentError, MoeregWarning, UnsupportedProblemError, shown
+from moereg.decide import decide, evaluate, rank
+from moereg.discovery import load_backends, platform_of, plugin_statuses, read_platform
+from moereg.errors import MoeregWarning, UnsupportedProblemError
 from moereg.machine import PROBES, lacks
-from moereg.platforms import Platform, probe_cpu
+from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quarantine import read_quarantine
 from moereg.reasons import Reason
 from moereg.registry import BUILTIN, BackendCell
 from moereg.request import Names, Request
 from moereg.selection import Decision, Selection
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "Decision",
@@ -47,29 +43,10 @@ __all__ = [
 logger: Final = logging.getLogger("moereg")
 
 
-class _Once:
-    """The latest things that were logged, each once. Thread-safe; bounded, since a process may live long."""
-
-    def __init__(self, most: int = 1024) -> None:
-        self._seen: dict[Hashable, None] = {}
-        self._most = most
-        self._lock = threading.Lock()
-
-    def is_new(self, key: Hashable) -> bool:
-        """Whether something comes for the first time; it is kept."""
-        with self._lock:
-            if key in self._seen:
-                return False
-            if len(self._seen) == self._most:
-                del self._seen[next(iter(self._seen))]
-            self._seen[key] = None
-            return True
-
-
-_LOGGED: Final = _Once()
-"""Problems, platforms and backends; process-wide, since a model has many layers of one shape."""
-
-_NOTICES: Final = _Once()
+@functools.lru_cache(maxsize=1024)
+def _times(key: Hashable) -> Iterator[int]:
+    """Counts from 0 for each of the latest keys: process-wide, since a model has many layers of one shape."""
+    return itertools.count()
 
 
 class EmulationWarning(MoeregWarning):
@@ -87,11 +64,7 @@ def explain_backends(
     """As `select_backend`, but returns a selection without a winner if nothing fits.
 
     Args:
-        problem: The layer.
-        platform: A value, a name such as `cuda:sm100`, or None for the machine at hand.
-        require: One of these backends, tried in this order, or no winner.
-        prefer: These go first.
-        deny: None of these.
+        problem, platform, require, prefer, deny: As in `select_backend`.
 
     Returns:
         The selection; its `winner` is None if nothing fits.
@@ -110,26 +83,15 @@ def explain_backends(
         ['requires platform in (cuda:sm80+, rocm:gfx942), got cuda:sm70']
     """
     cells = load_backends().cells  # First: plugins may bring the kind of machine that the platform's name says.
-    if platform is None:
-        platform = current_platform()
-    elif isinstance(platform, str):
-        platform = Platform.from_name(platform)
-    elif not isinstance(platform, Platform):
-        raise ArgumentError(f"platform must be a Platform or a name such as 'cuda:sm90', got {shown(platform)}")
+    platform = read_platform(platform)
     request = Request.resolve(
         problem.quant.name, require, prefer, deny, environ=os.environ, cells=cells, plugins=plugin_statuses()
     )
-    return decide(problem, platform, request, cells, quarantine=read_quarantine(), seconds=patience(os.environ))
-
-
-def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request: Request) -> Decision:
-    """Every reason against one cell, whatever other cells there are and whatever is quarantined."""
-    return evaluate_within(cell, problem, platform, request, patience(os.environ))
+    return decide(problem, platform, request, cells, quarantine=read_quarantine())
 
 
 def machine_reasons(cell: BackendCell, platform: Platform) -> list[Reason]:
     """Why a cell cannot run on a platform for any problem; a named platform is assumed to meet packages and probes."""
-    ask_probes(cell, platform, PROBES, patience(os.environ))
     return lacks(cell, cell.rule_for(platform), platform, PROBES)
 
 
@@ -183,10 +145,10 @@ def select_backend(
             stacklevel=2,
         )
     for notice in selection.request.notices:
-        if _NOTICES.is_new(notice):
+        if next(_times(notice)) == 0:
             logger.warning("%s", notice)
     key = (selection.problem, str(selection.platform), winner.backend)
-    if _LOGGED.is_new(key):
+    if next(_times(key)) == 0:
         others = [_with_origin(decision) for decision in selection.decisions[1:] if decision.accepted]
         logger.info(
             "MoE %s on %s: %s (%s), computes %s, by %s; next: %s%s",
@@ -200,21 +162,6 @@ def select_backend(
             "".join(f"; {notice}" for notice in selection.notices if notice not in selection.request.notices),
         )
     return selection
-
-
-def platform_of(device: torch.device) -> Platform:
-    """This machine's platform whose backends read tensors on a device.
-
-    Raises:
-        ArgumentError: It has no such device.
-        PluginError: Two plugins claim this machine.
-    """
-    for probe in (current_platform, probe_cpu):
-        platform = probe()
-        if platform.device_type == device.type:
-            return platform
-    here = current_platform()
-    raise ArgumentError(f"the layer is on {device}, and this machine is {here}; move it to {here.device_type!r}")
 
 
 def _with_origin(decision: Decision) -> str:

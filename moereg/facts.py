@@ -1,4 +1,4 @@
-"""Facts: what an experts class declares that it can do.
+"""Facts: what a class of experts, or a way to move tokens between ranks, declares that it can do.
 
 Each field is one row. Its `Fact` says how a value is checked at registration, whether a decorator's value narrows it,
 and which reasons it gives against a problem. A new fact is a new field here, and its keyword in `NarrowedFacts`.
@@ -9,29 +9,21 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Final, TypedDict
+from typing import Any, Final, TypedDict, TypeVar
 
 from moereg.activations import ACTIVATIONS
 from moereg.errors import RegistrationError, shown, unknown_name_message
 from moereg.problem import ACTIVATION_FORMATS, DTYPES, HELD_EXPERTS, PLACEMENTS, MoEProblem
 from moereg.reasons import Reason
 
-__all__ = [
-    "FACTS",
-    "Fact",
-    "Facts",
-    "NarrowedFacts",
-    "check_facts",
-    "disjoint_fact",
-    "fact_reasons",
-    "narrow_facts",
-    "narrowed_text",
-]
-
 
 class Fact(abc.ABC):
-    """How one fact is read: a row of the table that `Facts` is."""
+    """How one fact is read: a row of the table that a class of facts is.
+
+    `asked` is the problem, and for a way to move tokens the group too.
+    """
 
     @abc.abstractmethod
     def fault(self, name: str, value: Any) -> str | None:
@@ -42,8 +34,8 @@ class Fact(abc.ABC):
         """Whether a value promises no more than another."""
 
     @abc.abstractmethod
-    def reasons(self, value: Any, problem: MoEProblem) -> Iterable[Reason]:
-        """Why a class with that value cannot serve a problem."""
+    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
+        """Why a class with that value cannot serve what is asked."""
 
     def stored(self, value: Any) -> Any:
         """A decorator's value as `Facts` keeps it."""
@@ -60,31 +52,33 @@ class Fact(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class _Names(Fact):
-    """The names that are served. `asked` is the problem's, and `noun` says what they name, where not the code."""
+    """The names that are served. `wanted` is the problem's, and `rule` begins the reason, where not with the code."""
 
     code: str
-    known: Collection[str]
-    asked: Callable[[MoEProblem], str]
-    noun: str = ""
+    known: Collection[str] | None  # None: any may come.
+    wanted: Callable[[Any], str]
+    rule: str = ""
 
     def fault(self, name: str, value: Any) -> str | None:
         if not isinstance(value, frozenset):
             return f"{name} must be a frozenset of names, got {shown(value)}"
+        if self.known is None:
+            return None
         unknown = sorted(map(str, value - set(self.known)))
         return unknown_name_message(f"name in {name}", unknown[0], self.known) if unknown else None
 
     def is_narrower(self, value: Any, wider: Any) -> bool:
         return bool(value <= wider)
 
-    def reasons(self, value: Any, problem: MoEProblem) -> Iterable[Reason]:
-        asked = self.asked(problem)
-        if asked in value:
+    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
+        wanted = self.wanted(asked)
+        if wanted in value:
             return ()
-        noun, names = self.noun or self.code.replace("_", " "), ", ".join(sorted(value)) or "none"
-        return (Reason(self.code, f"requires {noun} in ({names}), got {asked}"),)
+        rule, names = self.rule or f"{self.code.replace('_', ' ')} in", ", ".join(sorted(value)) or "none"
+        return (Reason(self.code, f"requires {rule} ({names}), got {wanted}"),)
 
     def binds(self, value: Any) -> bool:
-        return bool(set(self.known) - value)
+        return self.known is None or bool(set(self.known) - value)
 
     def are_disjoint(self, one: Any, other: Any) -> bool:
         return not one & other
@@ -99,7 +93,7 @@ class _Flag(Fact):
     """Whether something is served. `lack` is the clause against a problem that asks for it; None against others."""
 
     code: str
-    lack: Callable[[MoEProblem], str | None]
+    lack: Callable[[Any], str | None]
 
     def fault(self, name: str, value: Any) -> str | None:
         return None if isinstance(value, bool) else f"{name} must be True or False, got {shown(value)}"
@@ -107,8 +101,8 @@ class _Flag(Fact):
     def is_narrower(self, value: Any, wider: Any) -> bool:
         return wider or not value
 
-    def reasons(self, value: Any, problem: MoEProblem) -> Iterable[Reason]:
-        lack = None if value else self.lack(problem)
+    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
+        lack = None if value else self.lack(asked)
         return () if lack is None else (Reason(self.code, lack),)
 
     def binds(self, value: Any) -> bool:
@@ -136,11 +130,11 @@ class _Divisors(Fact):
         # A larger divisor that the class's divides rejects more sizes.
         return all(value.get(size, 1) % divisor == 0 for size, divisor in wider.items())
 
-    def reasons(self, value: Any, problem: MoEProblem) -> Iterable[Reason]:
+    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
         return [
             Reason(self.code, f"requires {size} % {divisor} == 0, got {found}")
             for size, divisor in sorted(value.items())
-            if (found := getattr(problem, size)) % divisor
+            if (found := getattr(asked, size)) % divisor
         ]
 
     def binds(self, value: Any) -> bool:
@@ -149,10 +143,11 @@ class _Divisors(Fact):
 
 @dataclasses.dataclass(frozen=True)
 class _Limit(Fact):
-    """The most that a count of the problem may be, or None."""
+    """The most that a count of the problem may be, or None. `rule` is how the reason says it, where not as `<=`."""
 
     code: str
     count: str
+    rule: str = ""
 
     def fault(self, name: str, value: Any) -> str | None:
         is_limit = value is None or _is_count(value)
@@ -161,13 +156,14 @@ class _Limit(Fact):
     def is_narrower(self, value: Any, wider: Any) -> bool:
         return wider is None or (value is not None and value <= wider)
 
-    def reasons(self, value: Any, problem: MoEProblem) -> Iterable[Reason]:
+    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
         if value is None:
             return ()
-        count = getattr(problem, self.count)
+        count = operator.attrgetter(self.count)(asked)
         # A problem that does not say how many tokens may come can have too many.
         if count is None or count > value:
-            return (Reason(self.code, f"requires {self.count} <= {value}, got {count}"),)
+            rule = (self.rule or f"{self.count} <= {{}}").format(value)
+            return (Reason(self.code, f"requires {rule}, got {count}"),)
         return ()
 
     def binds(self, value: Any) -> bool:
@@ -176,6 +172,41 @@ class _Limit(Fact):
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+class _Room(_Flag):
+    """Whether the problem has to say how many tokens may come. A need, so more of it is narrower."""
+
+    def is_narrower(self, value: Any, wider: Any) -> bool:
+        return value or not wider
+
+    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
+        return super().reasons(not value, asked)
+
+    def binds(self, value: Any) -> bool:
+        return bool(value)
+
+
+class _Sizes(Fact):
+    """The only hidden sizes that are served, or None."""
+
+    def fault(self, name: str, value: Any) -> str | None:
+        is_fine = value is None or (isinstance(value, frozenset) and all(isinstance(size, int) for size in value))
+        return None if is_fine else f"{name} must be None or a frozenset of integers, got {shown(value)}"
+
+    def is_narrower(self, value: Any, wider: Any) -> bool:
+        return wider is None or (value is not None and value <= wider)
+
+    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
+        if asked.hidden_size not in value:
+            sizes = ", ".join(map(str, sorted(value)))
+            yield Reason("alignment", f"requires hidden_size in ({sizes}), got {asked.hidden_size}")
+
+    def stored(self, value: Any) -> Any:
+        return frozenset(value) if isinstance(value, (set, tuple, list)) else value
+
+    def binds(self, value: Any) -> bool:
+        return value is not None
 
 
 def _other_scalars(problem: MoEProblem) -> str | None:
@@ -190,10 +221,16 @@ def _clamp(problem: MoEProblem) -> str | None:
     return None if limit is None else f"does not apply the swiglu clamp, got limit {limit}"
 
 
-def _asked(field: str, lack: str) -> Callable[[MoEProblem], str | None]:
+def _lacks_room(asked: Any) -> str | None:
+    if asked.max_num_tokens is not None:
+        return None
+    return "requires max_num_tokens in the problem, for which it makes room, got None"
+
+
+def _asked(field: str, lack: str) -> Callable[[Any], str | None]:
     """The clause against a problem that sets a flag."""
     text = f"{lack}, got {field}=True"
-    return lambda problem: text if getattr(problem, field) else None
+    return lambda asked: text if getattr(asked, field) else None
 
 
 def _row(fact: Fact, default: object) -> Any:
@@ -205,8 +242,31 @@ def _row(fact: Fact, default: object) -> Any:
 _SIZES: Final = ("num_experts", "num_local_experts", "hidden_size", "intermediate_size", "top_k")
 
 
+@dataclasses.dataclass(frozen=True)
+class DeclaredFacts:
+    """A table of facts, whose fields are rows."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was worked out from the fields holds functions, which do not pickle, and is worked out again.
+        return {name: value for name, value in vars(self).items() if name != "binding"}
+
+    @functools.cached_property
+    def binding(self) -> tuple[tuple[Fact, Any], ...]:
+        """The facts that can reject a problem, each with its value. Every cell of every selection is asked for them."""
+        values = ((fact, getattr(self, name)) for name, fact in rows(type(self)))
+        return tuple((fact, value) for fact, value in values if fact.binds(value))
+
+
+F = TypeVar("F", bound=DeclaredFacts)
+
+
+def rows(kind: type[DeclaredFacts]) -> tuple[tuple[str, Fact], ...]:
+    """Every fact of a table with its field's name, in the order in which reasons are given."""
+    return tuple((field.name, field.metadata["fact"]) for field in dataclasses.fields(kind))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts:
+class Facts(DeclaredFacts):
     """The capabilities of an experts class. A capability that is not declared is refused.
 
     Attributes:
@@ -239,7 +299,7 @@ class Facts:
     )
     placements: frozenset[str] = _row(_Names("placement", PLACEMENTS, lambda problem: problem.placement), frozenset())
     held_experts: frozenset[str] = _row(
-        _Names("placement", HELD_EXPERTS, lambda problem: problem.held_experts, "experts held by this rank"),
+        _Names("placement", HELD_EXPERTS, lambda problem: problem.held_experts, "experts held by this rank in"),
         frozenset(HELD_EXPERTS),
     )
     router_weight_on_input: bool = _row(
@@ -259,21 +319,8 @@ class Facts:
         _Flag("deterministic", _asked("deterministic", "does not give the same bits each time")), False
     )
 
-    def __getstate__(self) -> dict[str, Any]:
-        # What was worked out from the fields holds functions, which do not pickle, and is worked out again.
-        return {name: value for name, value in vars(self).items() if name != "binding"}
 
-    @functools.cached_property
-    def binding(self) -> tuple[tuple[Fact, Any], ...]:
-        """The facts that can reject a problem, each with its value. Every cell of every selection is asked for them."""
-        values = ((fact, getattr(self, name)) for name, fact in FACTS)
-        return tuple((fact, value) for fact, value in values if fact.binds(value))
-
-
-FACTS: Final[tuple[tuple[str, Fact], ...]] = tuple(
-    (field.name, field.metadata["fact"]) for field in dataclasses.fields(Facts)
-)
-"""Every fact with its field's name, in the order in which reasons are given."""
+FACTS: Final = rows(Facts)
 
 
 class NarrowedFacts(TypedDict, total=False):
@@ -295,33 +342,81 @@ class NarrowedFacts(TypedDict, total=False):
     deterministic: bool
 
 
-def check_facts(facts: Facts, who: str) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MovementFacts(DeclaredFacts):
+    """The capabilities of a way of moving tokens. A capability that is not declared is refused.
+
+    Attributes:
+        transports: Device and torch.distributed backend, such as `cuda:nccl` and `cpu:gloo`.
+        max_group_size: Most ranks, or None.
+        dtypes: Names of the dtypes of hidden states.
+        graph_capture: Whether a call waits for nothing on the host, so that a CUDA graph can capture it.
+        deterministic: Whether equal inputs give equal bits.
+        router_weight_on_input: Whether routing weights reach the experts, to scale inputs.
+        max_num_tokens: Whether room is made for `max_num_tokens` of the problem, which has to say it then.
+        max_top_k: Most experts a token, or None.
+        hidden_sizes: The only hidden sizes that are served, or None.
+    """
+
+    transports: frozenset[str] = _row(
+        _Names("group", None, lambda asked: asked.group.transport, "a group over"), frozenset()
+    )
+    max_group_size: int | None = _row(_Limit("group", "group.size", "at most {} ranks"), None)
+    dtypes: frozenset[str] = _row(_Names("dtype", DTYPES, lambda asked: asked.dtype), frozenset())
+    graph_capture: bool = _row(_Flag("graph_capture", _asked("graph_capture", "waits for counts on the host")), False)
+    deterministic: bool = _row(
+        _Flag("deterministic", _asked("deterministic", "does not give the same bits each time")), False
+    )
+    router_weight_on_input: bool = _row(
+        _Flag("router_weight_on_input", _asked("apply_router_weight_on_input", "does not send routing weights")),
+        False,
+    )
+    max_num_tokens: bool = _row(_Room("size", _lacks_room), False)
+    max_top_k: int | None = _row(_Limit("size", "top_k"), None)
+    hidden_sizes: frozenset[int] | None = _row(_Sizes(), None)
+
+
+class NarrowedMovementFacts(TypedDict, total=False):
+    """Facts that a decorator may give: as in `MovementFacts`, but any collection of names."""
+
+    transports: Collection[str]
+    dtypes: Collection[str]
+    graph_capture: bool
+    deterministic: bool
+    router_weight_on_input: bool
+    max_num_tokens: bool
+    max_group_size: int | None
+    max_top_k: int | None
+    hidden_sizes: Collection[int] | None
+
+
+def check_facts(facts: DeclaredFacts, who: str) -> None:
     """Checks every fact, so that evaluating a cell cannot fail.
 
     Args:
         facts: Of a class.
-        who: Backend and class, for the error.
+        who: Its name and class, for the error.
 
     Raises:
-        RegistrationError: One is not.
+        RegistrationError: One is not what it must be.
     """
-    for name, fact in FACTS:
+    for name, fact in rows(type(facts)):
         if fault := fact.fault(name, getattr(facts, name)):
             raise RegistrationError(f"{who}: {fault}")
 
 
-def narrow_facts(facts: Facts, narrowed: Mapping[str, Any], who: str) -> Facts:
+def narrow_facts(facts: F, narrowed: Mapping[str, Any], who: str) -> F:
     """The facts of one rectangle.
 
     Args:
         facts: Of the class, checked.
         narrowed: What the decorator says instead.
-        who: Backend and class, for errors.
+        who: Its name and class, for errors.
 
     Raises:
         RegistrationError: A fact is unknown, has a value of another kind, or promises more than the class.
     """
-    known = dict(FACTS)
+    known = dict(rows(type(facts)))
     changes: dict[str, Any] = {}
     for name, value in narrowed.items():
         if name not in known:
@@ -344,12 +439,9 @@ def disjoint_fact(one: Facts, other: Facts) -> str | None:
     return next((name for name, fact in FACTS if fact.are_disjoint(getattr(one, name), getattr(other, name))), None)
 
 
-def fact_reasons(facts: Facts, problem: MoEProblem) -> list[Reason]:
-    """Every fact in the problem that the class does not declare."""
-    reasons: list[Reason] = []
-    for fact, value in facts.binding:
-        reasons += fact.reasons(value, problem)
-    return reasons
+def fact_reasons(facts: DeclaredFacts, asked: object) -> list[Reason]:
+    """Every fact in what is asked that the class does not declare."""
+    return [reason for fact, value in facts.binding for reason in fact.reasons(value, asked)]
 
 
 def narrowed_text(facts: Facts, of_class: Facts) -> str:

@@ -1,12 +1,10 @@
-"""Needs of a cell that a platform lacks for any problem: the right platform, packages, and what probes look for."""
+"""Checks a platform against a cell's requirements: the right platform, packages, and what probes look for."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
-from collections.abc import Mapping
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -17,38 +15,12 @@ from moereg.platforms import Platform, PlatformRule
 from moereg.reasons import Reason
 from moereg.registration import Probe
 
-__all__ = ["PROBES", "Needs", "Probes", "assumptions", "clause", "lacks", "private_copy", "probe_name"]
-
-T = TypeVar("T")
-
 _LONGEST_CLAUSE: Final = 2000
 
 
 def clause(reason: str) -> str:
     """A backend's reason on one line that can be printed."""
-    # A subclass of str may bring methods of its own.
-    return one_line(str.__str__(reason), _LONGEST_CLAUSE) or "no text"
-
-
-def private_copy(value: T) -> T:
-    """A copy of a problem or platform for a stranger's code: what that changes in it, nobody else sees."""
-    copy: Any = object.__new__(type(value))
-    parts = copy.__dict__
-    for name, part in vars(value).items():
-        if isinstance(part, Mapping):
-            part = dict(part)
-        elif hasattr(part, "__dict__") and dataclasses.is_dataclass(part):
-            part = private_copy(part)
-        parts[name] = part
-    return copy  # type: ignore[no-any-return]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Running:
-    """A probe that a thread is running."""
-
-    thread: int
-    done: threading.Event
+    return one_line(reason, _LONGEST_CLAUSE) or "no text"
 
 
 class Probes:
@@ -56,40 +28,16 @@ class Probes:
 
     def __init__(self) -> None:
         self._answers: dict[tuple[Probe, Platform], Reason | None] = {}
-        self._running: dict[tuple[Probe, Platform], _Running] = {}
-        self._lock = threading.Lock()
-
-    def has_answer(self, probe: Probe, platform: Platform) -> bool:
-        """Whether asking for the reason takes no time."""
-        return (probe, platform) in self._answers
+        self._lock = threading.RLock()  # A probe may select in turn.
 
     def reason(self, probe: Probe, platform: Platform) -> Reason | None:
         """The reason by which a probe says that a cell cannot run there, or None."""
         key = (probe, platform)
-        while key not in self._answers:
+        if key not in self._answers:
             with self._lock:
-                running = self._running.setdefault(key, _Running(threading.get_ident(), threading.Event()))
-            # No lock is held while a probe runs: one that never returns must not stop others, and one may select.
-            if running.thread != threading.get_ident():
-                running.done.wait()
-                continue
-            try:
-                self.keep(probe, platform, _run_probe(probe, platform))
-            finally:
-                self._end(key)
+                if key not in self._answers:
+                    self._answers[key] = _run_probe(probe, platform)
         return self._answers[key]
-
-    def keep(self, probe: Probe, platform: Platform, answer: Reason | None) -> None:
-        """Keeps an answer, unless there is one: a probe that was given up may return in the end."""
-        with self._lock:
-            self._answers.setdefault((probe, platform), answer)
-        self._end((probe, platform))
-
-    def _end(self, key: tuple[Probe, Platform]) -> None:
-        with self._lock:
-            running = self._running.pop(key, None)
-        if running is not None:
-            running.done.set()
 
 
 PROBES: Final = Probes()
@@ -98,21 +46,20 @@ PROBES: Final = Probes()
 
 def _run_probe(probe: Probe, platform: Platform) -> Reason | None:
     try:
-        text: object = probe(private_copy(platform))
+        text: object = probe(platform)
     except BaseException as error:  # As with predicates: the bug of one backend must not affect the others.
         if stops_the_process(error):
             raise
-        return Reason("predicate_error", f"its {probe_name(probe)} raised {described(error)}")
+        return Reason("predicate_error", f"its {_probe_name(probe)} raised {described(error)}")
     if text is None:
         return None
     # An empty text is no reason, nor does it say that all is well.
-    if not isinstance(text, str) or not str.strip(text):
-        return Reason("predicate_error", f"its {probe_name(probe)} has to return a text or None, got {shown(text)}")
+    if not isinstance(text, str) or not text.strip():
+        return Reason("predicate_error", f"its {_probe_name(probe)} has to return a text or None, got {shown(text)}")
     return Reason("probe", clause(text))
 
 
-def probe_name(probe: Probe) -> str:
-    """What to call a probe in a text."""
+def _probe_name(probe: Probe) -> str:
     return f"probe {getattr(probe, '__name__', type(probe).__name__)}"
 
 
@@ -155,23 +102,18 @@ def lacks(cell: Needs, rule: PlatformRule | None, platform: Platform, probes: Pr
 
 def assumptions(cell: Needs, platform: Platform) -> tuple[str, ...]:
     """Requirements that are assumed to be met on a named platform."""
-    if platform.probed:
-        return ()
-    return (*cell.requires, *(probe_name(probe) for probe in cell.probes))
+    return () if platform.probed else (*cell.requires, *map(_probe_name, cell.probes))
 
 
 @functools.lru_cache(maxsize=4096)
 def _requirement_reason(text: str, version: str | None) -> Reason | None:
-    requirement = Requirement(text)
     if version is None:
         return Reason("package", f"requires {text}, which is not installed")
     try:
-        met = requirement.specifier.contains(version, prereleases=True)
+        met = Requirement(text).specifier.contains(version, prereleases=True)
     except InvalidVersion:
         met = False
-    if not met:
-        return Reason("package", f"requires {text}, got {version}")
-    return None
+    return None if met else Reason("package", f"requires {text}, got {version}")
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Choosing the way of tokens between ranks: before the backend, as that is chosen, and with the same words.
+"""Choosing how tokens move between ranks: before the backend, as that is chosen, and with the same words.
 
 `decide_movement` is pure but for probes: problem, group, platform, request and cells come in as arguments.
 """
@@ -6,70 +6,39 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterable
 from typing import Any
 
 from moereg.arguments import takes
-from moereg.discovery import current_platform, load_movements
-from moereg.errors import (
-    ArgumentError,
-    UnsupportedProblemError,
-    described,
-    shown,
-    stops_the_process,
-)
-from moereg.machine import PROBES, Probes, assumptions, clause, lacks, private_copy
-from moereg.movement_request import MovementRequest, WayNames, way_place
+from moereg.decide import reasons_against
+from moereg.discovery import load_movements, read_platform
+from moereg.errors import ArgumentError, UnsupportedProblemError, shown
+from moereg.facts import fact_reasons
+from moereg.machine import PROBES, Probes, assumptions
 from moereg.platforms import Platform
 from moereg.prepare_finalize import GroupFacts, MovementCell
-from moereg.prepare_finalize.facts import movement_reasons
 from moereg.problem import MoEProblem
-from moereg.reasons import CURES, Reason
-from moereg.registry import BUILTIN
-
-__all__ = [
-    "MovementDecision",
-    "MovementRequest",
-    "MovementSelection",
-    "decide_movement",
-    "explain_movements",
-    "select_movement",
-]
+from moereg.reasons import CURES
+from moereg.request import Request, WayNames
+from moereg.selection import Choice, Verdict
 
 
-@dataclasses.dataclass(frozen=True)
-class MovementDecision:
-    """What became of one candidate: a way with one activation format.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MovementDecision(Verdict):
+    """The verdict on one candidate: a way with one activation format. Further attributes are those of `Verdict`.
 
     Attributes:
         name: The way's.
         activation_format: The format that the experts would see.
-        rule: The platform rule that matched, else all of the cell's.
-        priority: Its rank.
-        predicted: Whether that was predicted and not measured.
-        origin, origin_version: The distribution that brings it.
-        reasons: Everything that speaks against it; accepted if empty.
-        assumes: Requirements that are assumed to be met on a named platform.
+        predicted: Whether its priority was predicted and not measured.
         cell: Where it was registered.
     """
 
     name: str
     activation_format: str
-    rule: str
-    priority: int
-    origin: str
-    origin_version: str
-    reasons: tuple[Reason, ...]
-    assumes: tuple[str, ...]
     cell: MovementCell = dataclasses.field(compare=False, repr=False)
     predicted: bool = False
-
-    @property
-    def accepted(self) -> bool:
-        """Whether nothing speaks against it."""
-        return not self.reasons
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON shows it."""
@@ -80,35 +49,23 @@ class MovementDecision:
             "accepted": self.accepted,
             "priority": self.priority,
             "predicted": self.predicted,
-            "origin": self.origin,
-            "origin_version": self.origin_version,
-            "assumes": list(self.assumes),
-            "reasons": [{"code": reason.code, "text": reason.text} for reason in self.reasons],
+            **self.shared_fields(),
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class MovementSelection:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MovementSelection(Choice[MovementDecision]):
     """The outcome for one problem, group and platform.
 
     Attributes:
         problem: The layer as the caller sees it, with this rank's experts.
-        group: The ranks.
         platform: The machine.
         request: The resolved request.
         decisions: Every candidate, best first, rejected after accepted.
+        group: The ranks.
     """
 
-    problem: MoEProblem
     group: GroupFacts
-    platform: Platform
-    request: MovementRequest
-    decisions: tuple[MovementDecision, ...] = dataclasses.field(repr=False)
-
-    @property
-    def winner(self) -> MovementDecision | None:
-        """The chosen candidate, or None if nothing fits."""
-        return self.decisions[0] if self.decisions and self.decisions[0].accepted else None
 
     @property
     def accepted(self) -> tuple[MovementDecision, ...]:
@@ -129,9 +86,8 @@ class MovementSelection:
         if nearest is not None and len(nearest.reasons) == 1:
             reason = nearest.reasons[0]
             lines[0] += f"; nearest is {nearest.name}: {reason.text} ({CURES[reason.code]})"
-        for decisions in self._by_line():
-            formats = " or ".join(each.activation_format for each in decisions)
-            lines.append(f"  {decisions[0].name} ({formats}): {'; '.join(each.text for each in decisions[0].reasons)}")
+        for decision, formats in self._lines():
+            lines.append(f"  {decision.name} ({formats}): {'; '.join(each.text for each in decision.reasons)}")
         return "\n".join(lines)
 
     def table(self) -> str:
@@ -141,18 +97,14 @@ class MovementSelection:
         is shown.
         """
         lines = [f"group     {self.group}"]
-        for decisions in self._by_line():
-            decision = decisions[0]
-            mark = "chosen" if decision is self.winner else "fits" if decision.accepted else "rejected"
-            formats = " or ".join(each.activation_format for each in decisions)
-            wheel = "" if decision.origin == BUILTIN else f" of {decision.origin} {decision.origin_version}".rstrip()
+        for decision, formats in self._lines():
             rank = "predicted priority" if decision.predicted else "priority"
-            lines.append(f"{mark:9} {decision.name} ({formats}{wheel}, {decision.rule}, {rank} {decision.priority})")
-            lines.extend(f"{'':10}- {reason.text} [{reason.code}]" for reason in decision.reasons)
+            about = f"{decision.name} ({formats}{decision.of_wheel}, {decision.rule}, {rank} {decision.priority})"
+            lines += decision.rows(about, decision is self.winner)
         return "\n".join(lines)
 
-    def _by_line(self) -> list[list[MovementDecision]]:
-        """The best decision for each way and format, those that say the same of one way together."""
+    def _lines(self) -> list[tuple[MovementDecision, str]]:
+        """The best decision for each way and format, with the formats of those that say the same of one way."""
         best: dict[tuple[str, str], MovementDecision] = {}
         for decision in self.decisions:
             best.setdefault((decision.name, decision.activation_format), decision)
@@ -160,7 +112,7 @@ class MovementSelection:
         for decision in best.values():
             same = decision.name, decision.cell.movement, decision.rule, decision.priority, decision.reasons
             together.setdefault(same, []).append(decision)
-        return list(together.values())
+        return [(alike[0], " or ".join(each.activation_format for each in alike)) for alike in together.values()]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -171,16 +123,12 @@ class MovementSelection:
             "decisions": [decision.to_dict() for decision in self.decisions],
         }
 
-    def to_json(self) -> str:
-        """`to_dict` as one line of JSON."""
-        return json.dumps(self.to_dict(), allow_nan=False)
-
 
 def decide_movement(
     problem: MoEProblem,
     group: GroupFacts,
     platform: Platform,
-    request: MovementRequest,
+    request: Request,
     cells: Iterable[MovementCell],
     probes: Probes = PROBES,
 ) -> MovementSelection:
@@ -194,76 +142,68 @@ def decide_movement(
         cells: Candidates.
         probes: Keeps the answers of probes.
     """
-    decisions = [
-        _judge(cell, activation_format, problem, group, platform, request, probes)
-        for cell in cells
-        for activation_format in cell.formats
-    ]
+    decisions = [decision for cell in cells for decision in _judge(cell, problem, group, platform, request, probes)]
 
     def order(decision: MovementDecision) -> tuple[object, ...]:
-        required = way_place(decision.name, request.require)
-        preferred = way_place(decision.name, request.prefer)
+        wish = request.wish(decision.name)
         # The problem's own format goes first within a way: somebody may have asked for it.
         other_format = decision.activation_format != problem.activation_format
         return (
-            not decision.accepted,
             len(decision.reasons),
-            len(request.require) if required is None else required,
-            len(request.prefer) if preferred is None else preferred,
+            wish.required,
+            wish.preferred,
             -decision.priority,
             decision.name,
             other_format,
             decision.activation_format,
         )
 
-    return MovementSelection(problem, group, platform, request, tuple(sorted(decisions, key=order)))
+    decisions.sort(key=order)
+    return MovementSelection(
+        problem=problem, group=group, platform=platform, request=request, decisions=tuple(decisions)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayerOnGroup:
+    """What a way is asked for. Fields of the problem are fields of this too."""
+
+    problem: MoEProblem
+    group: GroupFacts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.problem, name)
 
 
 def _judge(
     cell: MovementCell,
-    activation_format: str,
     problem: MoEProblem,
     group: GroupFacts,
     platform: Platform,
-    request: MovementRequest,
+    request: Request,
     probes: Probes,
-) -> MovementDecision:
+) -> Iterable[MovementDecision]:
+    """A decision for each format of a cell; what speaks against one speaks against the others."""
     rule = cell.rule_for(platform)
-    reasons = [*lacks(cell, rule, platform, probes)]
-    if way_place(cell.name, request.deny) is not None:
-        reasons.append(Reason("denied", f"denied by the request ({', '.join(request.deny)})"))
-    if request.require and way_place(cell.name, request.require) is None:
-        reasons.append(Reason("not_required", f"requires a way in ({', '.join(request.require)}), got {cell.name}"))
-    if cell.opt_in and cell.name not in (*request.require, *request.prefer):
-        reasons.append(Reason("opt_in", "is opt-in: name it in require or prefer"))
-    reasons += movement_reasons(cell.facts, problem, group)
-    reasons += _own_reasons(cell, problem, group, platform)
-    return MovementDecision(
-        name=cell.name,
-        activation_format=activation_format,
-        rule=rule.text if rule else cell.rules_text,
-        priority=cell.priority,
-        origin=cell.origin,
-        origin_version=cell.origin_version,
-        reasons=tuple(reasons),
-        assumes=assumptions(cell, platform),
-        cell=cell,
-        predicted=cell.predicted,
-    )
 
+    def ask() -> object:
+        return cell.movement.unsupported_reasons(problem=problem, group=group, platform=platform)
 
-def _own_reasons(cell: MovementCell, problem: MoEProblem, group: GroupFacts, platform: Platform) -> list[Reason]:
-    try:
-        found: object = cell.movement.unsupported_reasons(
-            problem=private_copy(problem), group=group, platform=private_copy(platform)
+    facts = fact_reasons(cell.facts, _LayerOnGroup(problem, group))
+    reasons = reasons_against(cell, rule, platform, request, probes, facts, ask)
+    for activation_format in cell.formats:
+        yield MovementDecision(
+            name=cell.name,
+            activation_format=activation_format,
+            rule=rule.text if rule else cell.rules_text,
+            priority=cell.priority,
+            origin=cell.origin,
+            origin_version=cell.origin_version,
+            reasons=tuple(reasons),
+            assumes=assumptions(cell, platform),
+            cell=cell,
+            predicted=cell.predicted,
         )
-    except BaseException as error:  # As with predicates of backends.
-        if stops_the_process(error):
-            raise
-        return [Reason("predicate_error", f"its unsupported_reasons raised {described(error)}")]
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        return [Reason("predicate_error", f"its unsupported_reasons has to return a list of texts, got {shown(found)}")]
-    return [Reason("backend", clause(text)) for text in found]
 
 
 @takes(problem=(MoEProblem, "make one with MoEProblem(...)"))
@@ -275,15 +215,10 @@ def explain_movements(
     prefer: WayNames = None,
     deny: WayNames = None,
 ) -> MovementSelection:
-    """Judges every way of moving tokens between ranks; no communication, no device, no group needed.
+    """As `select_movement`, but returns a selection without a winner if nothing fits. No group is needed.
 
     Args:
-        problem: The layer. Where it says that all experts are local, each rank gets an equal share of them.
-        group: The ranks, such as `GroupFacts(8)`.
-        platform: A value, a name such as `cuda:sm90`, or None for the machine at hand.
-        require: One of these ways, tried in this order, or no winner. MOEREG_EP_REQUIRE means the same.
-        prefer: These go first. MOEREG_EP_PREFER means the same.
-        deny: None of these. MOEREG_EP_DENY adds to it.
+        problem, group, platform, require, prefer, deny: As in `select_movement`.
 
     Returns:
         The selection; its `winner` is None if nothing fits.
@@ -305,13 +240,9 @@ def explain_movements(
     cells = load_movements().cells
     if not isinstance(group, GroupFacts):
         raise ArgumentError(f"group must be GroupFacts, such as GroupFacts(8), got {shown(group)}")
-    if platform is None:
-        platform = current_platform()
-    elif isinstance(platform, str):
-        platform = Platform.from_name(platform)
-    elif not isinstance(platform, Platform):
-        raise ArgumentError(f"platform must be a Platform or a name such as 'cuda:sm90', got {shown(platform)}")
-    request = MovementRequest.resolve(require, prefer, deny, environ=os.environ, known={cell.name for cell in cells})
+    platform = read_platform(platform)
+    known = {cell.name for cell in cells}
+    request = Request.resolve_ways(require, prefer, deny, environ=os.environ, known=known)
     return decide_movement(problem_of_rank(problem, group.size), group, platform, request, cells)
 
 
@@ -323,15 +254,15 @@ def select_movement(
     prefer: WayNames = None,
     deny: WayNames = None,
 ) -> MovementSelection:
-    """Chooses the way of moving tokens between ranks, for `make_kernel(prepare_finalize=...)`.
+    """Chooses how tokens move between ranks, for `make_kernel(prepare_finalize=...)`. No communication, no device.
 
     Args:
         problem: The layer. Where it says that all experts are local, each rank gets an equal share of them.
         group: The ranks, such as `GroupFacts(8)`.
         platform: A value, a name such as `cuda:sm90`, or None for the machine at hand.
-        require: One of these ways, tried in this order, or an error.
-        prefer: These go first.
-        deny: None of these.
+        require: One of these ways, tried in this order, or an error. MOEREG_EP_REQUIRE means the same.
+        prefer: These go first. MOEREG_EP_PREFER means the same.
+        deny: None of these. MOEREG_EP_DENY adds to it.
 
     Returns:
         The selection, with a winner.

@@ -16,11 +16,11 @@ from moereg.dispatch import platform_of, select_backend
 from moereg.errors import ArgumentError, UnsupportedProblemError
 from moereg.expert_placement import ExpertPlacement, PlacementTables
 from moereg.movement import MovementDecision, MovementSelection, problem_of_rank, select_movement
-from moereg.movement_request import WayNames
 from moereg.placement import resolve_expert_map
 from moereg.prepare_finalize import Group, GroupPrepareFinalize, PrepareFinalize, resolve_prepare_finalize
 from moereg.prepare_finalize.wire import CodedWire, PlainWire, Wire, wire_scheme
 from moereg.problem import MoEProblem
+from moereg.request import WayNames
 from moereg.selection import Decision, Selection
 from moereg.weights import ExpertWeights
 

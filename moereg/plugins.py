@@ -1,30 +1,26 @@
-"""Plugins: entry points of other distributions with the status of each. `moereg.discovery` loads them."""
+"""Plugins: the entry points of installed distributions, and the status of each. `moereg.discovery` loads them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from moereg.errors import ArgumentError, MoeregError, PluginError, shown
+import importlib_metadata
 
-__all__ = [
-    "BACKEND_GROUP",
-    "MOVEMENT_GROUP",
-    "PLATFORM_GROUP",
-    "LoadFailure",
-    "PluginStatus",
-    "failure_text",
-    "is_allowed",
-    "is_reserved",
-    "unknown_names",
-    "unusable",
-]
+from moereg.errors import ArgumentError, MoeregError, PluginError, RegistrationError, described, one_line, shown
 
 BACKEND_GROUP: Final = "moereg.backends"
 PLATFORM_GROUP: Final = "moereg.platforms"
 MOVEMENT_GROUP: Final = "moereg.prepare_finalize"
+
+_GROUPS: Final = (PLATFORM_GROUP, BACKEND_GROUP, MOVEMENT_GROUP)
+"""In the order of loading: platform plugins bring the kinds of machines that the others name in their rules."""
+
+_LONGEST: Final = 100
+"""Of the names and versions that tables show, in characters."""
 
 _ADD: Final = "add it there"
 _REPAIR: Final = "repair or uninstall that distribution"
@@ -81,6 +77,125 @@ class PluginStatus:
         }
 
 
+class Owner(NamedTuple):
+    """A distribution.
+
+    Attributes:
+        origin: Its name.
+        version: Its version.
+    """
+
+    origin: str
+    version: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PluginPoint:
+    """An entry point of one of moereg's groups.
+
+    Attributes:
+        group, name, value: As the distribution declares them.
+        module: The module that the value names.
+        owner: The distribution.
+        point: Loads it.
+    """
+
+    group: str
+    name: str
+    value: str
+    module: str
+    owner: Owner
+    point: importlib_metadata.EntryPoint = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def status(self) -> PluginStatus:
+        """The status of one that loaded."""
+        return PluginStatus(self.group, self.name, self.value, " ".join(self.owner), "loaded")
+
+
+def scan() -> tuple[list[PluginPoint], list[PluginStatus]]:
+    """Entry points of moereg's groups, in one walk over the installed distributions.
+
+    Returns:
+        The entry points by group, name and value, and a failed status for each that cannot be read.
+    """
+    points: list[PluginPoint] = []
+    broken: list[PluginStatus] = []
+    seen: set[str] = set()
+    for distribution in importlib_metadata.distributions():
+        owner = None
+        try:
+            # Most distributions have none of ours; parsing every file would take longer than all the rest.
+            if "moereg." not in (distribution.read_text("entry_points.txt") or ""):
+                continue
+            owner = _owner(distribution)
+            if owner is not None:
+                if owner.origin in seen:
+                    continue
+                seen.add(owner.origin)
+                # An older copy further down the path does not count.
+                with contextlib.suppress(importlib_metadata.PackageNotFoundError):  # Its folder has another name.
+                    distribution = importlib_metadata.distribution(distribution.name)
+                owner = _owner(distribution)
+            found = [point for point in distribution.entry_points if point.group in _GROUPS]
+        except Exception as error:  # Metadata that an interrupted uninstall left behind may raise anything.
+            if isinstance(error, OSError) or (isinstance(error, UnicodeDecodeError) and b"moereg." not in error.object):
+                continue
+            if type(error) is ValueError and len(error.args) == 2:  # importlib-metadata 9 refuses a name here already.
+                error = _no_module(str(error.args[-1]))
+            owner = owner or _owner(distribution)
+            name = owner.origin if owner else "unknown"
+            broken.append(_unreadable(BACKEND_GROUP, name, "entry_points.txt", owner, error))
+            continue
+        for point in found:
+            try:
+                points.append(_read_point(point, owner or _nobody(point.value)))
+            except ValueError as error:
+                broken.append(_unreadable(point.group, point.name, point.value, owner, error))
+    return sorted(points, key=lambda point: (_GROUPS.index(point.group), point.name, point.value)), broken
+
+
+def _owner(distribution: Any) -> Owner | None:
+    """Name and version; the remains of an interrupted uninstall have neither."""
+    with contextlib.suppress(Exception):  # What is raised differs between versions of importlib_metadata.
+        name, version = distribution.name, distribution.version
+        if name.strip():
+            return Owner(one_line(name, _LONGEST), one_line(str(version), _LONGEST))
+    return None
+
+
+def _nobody(value: str) -> Owner:
+    return Owner(f"unknown distribution of {one_line(value, _LONGEST)}", "unknown")
+
+
+def _read_point(point: importlib_metadata.EntryPoint, owner: Owner) -> PluginPoint:
+    """Checks an entry point before anything of it is imported.
+
+    Raises:
+        ValueError: It names no module.
+        RegistrationError: Its distribution would pass for moereg, or no table could show its name.
+    """
+    try:
+        module = str(point.module)
+    except Exception:  # What is raised differs between versions of importlib_metadata.
+        raise _no_module(point.value) from None
+    if is_reserved(owner.origin):
+        raise RegistrationError(f"the name {owner.origin!r} stands for moereg itself")
+    if one_line(point.name, _LONGEST) != point.name:
+        raise RegistrationError(f"an entry point's name is at most {_LONGEST} printable characters; choose another")
+    return PluginPoint(point.group, point.name, point.value, module, owner, point)
+
+
+def _no_module(value: str) -> ValueError:
+    return ValueError(f"{value!r} names no module; write moereg_mine or moereg_mine:provide")
+
+
+def _unreadable(group: str, name: str, value: str, owner: Owner | None, error: Exception) -> PluginStatus:
+    distribution = " ".join(owner or _nobody(value))
+    name, value = one_line(name, _LONGEST), one_line(value, _LONGEST)
+    return PluginStatus(group, name, value, distribution, "failed", LoadFailure(described(error), error))
+
+
 def is_allowed(text: str | None, group: str, name: str) -> bool:
     """Whether MOEREG_PLUGINS lets a plugin load.
 
@@ -104,7 +219,7 @@ def is_allowed(text: str | None, group: str, name: str) -> bool:
             names.add(entry)
             continue
         of_group = f"moereg.{prefix.strip().removeprefix('moereg.')}"
-        if of_group not in (BACKEND_GROUP, PLATFORM_GROUP, MOVEMENT_GROUP):
+        if of_group not in _GROUPS:
             raise ArgumentError(
                 "MOEREG_PLUGINS must name plugins or group:name with group backends, platforms or prepare_finalize, "
                 f"got {shown(entry)}"

@@ -15,7 +15,7 @@ import os
 import stat
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,18 +29,6 @@ from moereg.platforms import Platform, PlatformRule
 from moereg.quant import QuantScheme
 from moereg.reasons import Reason
 from moereg.registry import BackendCell
-
-__all__ = [
-    "EMPTY",
-    "Quarantine",
-    "QuarantineError",
-    "QuarantineRecord",
-    "QuarantineWarning",
-    "change_quarantine",
-    "quarantine_path",
-    "read_quarantine",
-    "record_keys",
-]
 
 SCHEMA: Final = 1
 _VARIABLE: Final = "MOEREG_QUARANTINE"
@@ -58,7 +46,7 @@ class QuarantineError(MoeregError, RuntimeError):
     """The quarantine cannot be changed."""
 
 
-_Key = tuple[str, str, str, str, str, str, str]
+_Key = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,9 +163,7 @@ def _key(cell: BackendCell, scheme: QuantScheme, rule: PlatformRule, platform: P
     alike = (known for known in cell.schemes if (known.weight, known.activation) == (scheme.weight, scheme.activation))
     own = next(alike, scheme)
     names = (cell.name, cell.class_name, rule.text, own.name, str(platform), platform.device_name)
-    backend, experts, text, computes, machine, device = map(one_line, names)
-    narrowed = one_line(narrowed_text(cell.facts, cell.experts.facts), _LONGEST_FACTS)
-    return (backend, experts, text, computes, machine, device, narrowed)
+    return (*map(one_line, names), one_line(narrowed_text(cell.facts, cell.experts.facts), _LONGEST_FACTS))
 
 
 def record_keys(cell: BackendCell, platform: Platform, scheme: QuantScheme | None = None) -> frozenset[_Key]:
@@ -219,18 +205,10 @@ class Quarantine:
         found = self._by_key.get(_key(cell, scheme, rule, platform))
         return found if found is not None and found.holds(cell, platform) else None
 
-    def reason(
-        self, cell: BackendCell, scheme: QuantScheme | None, rule: PlatformRule | None, platform: Platform
-    ) -> Reason | None:
-        """As `record`, worded for a decision."""
-        found = self.record(cell, scheme, rule, platform)
-        return None if found is None else found.reason
-
     def of_cell(self, cell: BackendCell, platform: Platform) -> tuple[QuarantineRecord, ...]:
         """The records by which a cell is rejected, one for each scheme."""
         rule = cell.rule_for(platform)
-        found = (self.record(cell, scheme, rule, platform) for scheme in cell.schemes)
-        return tuple(record for record in found if record is not None)
+        return tuple(filter(None, (self.record(cell, scheme, rule, platform) for scheme in cell.schemes)))
 
 
 EMPTY: Final = Quarantine()
@@ -325,13 +303,15 @@ def change_quarantine(
     Raises:
         QuarantineError: The quarantine is switched off, or its file cannot be read or written.
     """
+    import filelock
+
     named = quarantine_path()
     if named is None:
         raise QuarantineError(f"{_VARIABLE} must name a file, got an empty name, which switches the quarantine off")
     try:
         path = Path(os.path.realpath(named))
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _only_writer(path):
+        with filelock.FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
             before = _read(path)
             lifted = tuple(record for record in before if lift is not None and lift(record))
             kept = (record for record in before if record not in lifted)
@@ -343,14 +323,6 @@ def change_quarantine(
             f"name another file in {_VARIABLE}"
         ) from error
     return lifted
-
-
-@contextlib.contextmanager
-def _only_writer(path: Path) -> Iterator[None]:
-    import filelock
-
-    with filelock.FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
-        yield
 
 
 def _write(path: Path, records: Iterable[QuarantineRecord]) -> None:

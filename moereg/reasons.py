@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-__all__ = ["CURES", "REASON_CODES", "Reason"]
-
 CURES: Final[dict[str, str]] = {
     "platform": "run on one of those platforms",
     "package": "install that package",

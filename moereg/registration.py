@@ -1,20 +1,23 @@
-"""Checks of a decorator's arguments: a cell is valid before it is stored.
+"""A decorator at work: whose its class is, checks of its arguments, and where its cell goes.
 
-Every check raises `RegistrationError`, whose message starts with `who`: the backend, its class and their origin.
+A cell is valid before it is stored. Every check raises `RegistrationError`, whose message starts with `who`: the entry,
+its class and their origin.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import inspect
 import itertools
 import sys
-import types
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
-from typing import Final, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, Final, Protocol, TypeVar
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from moereg._version import __version__
 from moereg.errors import ArgumentError, RegistrationError, UnknownNameError, one_line, shown
 from moereg.experts import INPUT_FORMS, OUTPUT_FORMS, Experts
 from moereg.facts import Facts, check_facts
@@ -22,21 +25,8 @@ from moereg.platforms import Platform, PlatformRule
 from moereg.plugins import is_reserved
 from moereg.quant import QUANT_SCHEMES, QuantScheme, get_scheme
 
-__all__ = [
-    "AUTO",
-    "HIGHEST_PRIORITY",
-    "LONGEST_NAME",
-    "TIERS",
-    "Probe",
-    "check_experts",
-    "check_name",
-    "check_outside_calls",
-    "check_rank",
-    "read_probes",
-    "read_requirements",
-    "read_rules",
-    "read_schemes",
-]
+BUILTIN: Final = "builtin"
+"""The origin of moereg's own cells."""
 
 AUTO: Final = "auto"
 """In require or prefer: no wish, which beats one of a weaker source. No backend has this name."""
@@ -55,6 +45,114 @@ Probe = Callable[[Platform], str | None]
 T = TypeVar("T")
 
 
+class Collector(Protocol):
+    """Takes the cells that modules of plugins register while they are imported, until all of a plugin's are known."""
+
+    def owner_of(self, registry: Any, name: str, module: str) -> tuple[str, str] | None:
+        """Name and version of the distribution whose cell this is; None where the registry stores it at once."""
+
+    def collect(self, registry: Any, cell: Any) -> None:
+        """Keeps a cell."""
+
+
+_COLLECTOR: contextvars.ContextVar[Collector | None] = contextvars.ContextVar("moereg_collector", default=None)
+_ORIGIN: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar("moereg_origin", default=("", ""))
+
+
+@contextlib.contextmanager
+def collecting_with(collector: Collector) -> Iterator[None]:
+    """Inside, cells that this thread registers go to the collector."""
+    token = _COLLECTOR.set(collector)
+    try:
+        yield
+    finally:
+        _COLLECTOR.reset(token)
+
+
+@contextlib.contextmanager
+def registering_origin(origin: str, version: str = "") -> Iterator[None]:
+    """Cells registered inside belong to that distribution (`builtin` for moereg's own) of that version."""
+    token = _ORIGIN.set((origin, version))
+    try:
+        yield
+    finally:
+        _ORIGIN.reset(token)
+
+
+class Registration:
+    """The origin of a decorated class, and the way of its cell into a registry.
+
+    Attributes:
+        who: The entry, its class and their origin.
+        origin, version: As the cell has them.
+    """
+
+    def __init__(self, registry: Any, name: object, implementation: object) -> None:
+        """Finds the origin.
+
+        Args:
+            registry: A `moereg.registry.Registry`.
+            name: What the class is registered as.
+            implementation: The class.
+
+        Raises:
+            RegistrationError: The origin's name stands for moereg itself.
+        """
+        module = str(getattr(implementation, "__module__", "nowhere"))
+        is_builtin = module.startswith("moereg.")
+        noun, self._registry = registry.kind.noun, registry
+        origin, version = _ORIGIN.get()
+        collector = None if origin else _COLLECTOR.get()
+        owner = None if collector is None else collector.owner_of(registry, str(name), module)
+        if not origin:
+            origin, version = owner or ((BUILTIN, "") if is_builtin else registry.owner_of(module) or (module, ""))
+            if (owner or not is_builtin) and is_reserved(origin):
+                raise RegistrationError(
+                    f"{noun} {shown(name)} of module {module}: {origin!r} stands for moereg itself; rename that "
+                    "distribution or module"
+                )
+        self._collector = None if owner is None else collector
+        self.origin = origin
+        self.version = __version__ if origin == BUILTIN else version
+        called = getattr(implementation, "__name__", None) or shown(implementation)
+        self.who = f"{noun} {shown(name)} ({called} of {origin})"
+
+    def shared_fields(
+        self,
+        name: str,
+        priority: int,
+        platforms: Iterable[str],
+        requires: Iterable[str],
+        probes: Iterable[Probe],
+        opt_in: bool,
+    ) -> dict[str, Any]:
+        """The fields that cells of every kind have, checked."""
+        check_name(name, self.who)
+        _check_rank(priority, opt_in, self.who)
+        return {
+            "name": name,
+            "priority": priority,
+            "rules": _read_rules(platforms, self.who),
+            "requires": _read_requirements(requires, self.who),
+            "probes": _read_probes(probes, self.who),
+            "opt_in": opt_in,
+            "origin": self.origin,
+            "origin_version": self.version,
+        }
+
+    def store(self, cell: Any) -> None:
+        """Stores the valid cell, or hands it to the loader of the plugin that is being imported."""
+        if self._collector is not None:
+            self._collector.collect(self._registry, cell)
+            return
+        # A notebook's cell that runs again and a reloaded module define the class anew, under the same name.
+        kind = cell.implementation
+        bound = getattr(sys.modules.get(kind.__module__), kind.__qualname__, kind)
+        named = self._registry.by_name(cell.name)
+        again = [other for other in named if other.implementation is bound is not kind]
+        self._registry.publish((cell,), replaced=again)
+
+
 def check_name(name: str, who: str) -> None:
     """A name is lower-case letters, digits and underscores."""
     if not isinstance(name, str) or not name.replace("_", "").isalnum() or name != name.lower() or not name.isascii():
@@ -69,39 +167,26 @@ def check_name(name: str, who: str) -> None:
         )
 
 
-_CALLERS: Final = ("moereg.asking", "moereg.backend_calls", "moereg.layer", "moereg.machine", "moereg.moe_kernel")
-"""Modules that call the code of backends once all are loaded."""
-
-
-def check_outside_calls(name: object, module: str, owner: str) -> None:
-    """Refuses what a backend's own code registers while it is called: choices made so far would be of other cells.
-
-    Found on the stack, so that calls cost nothing for it and compiled layers know nothing of it.
-    """
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and (caller := frame.f_globals.get("__name__")) != "moereg.discovery":
-        if caller in _CALLERS:
-            raise RegistrationError(
-                f"{module} of {owner} registers backend {shown(name)} while a backend's code is called; register when "
-                "the module of an entry point is imported"
-            )
-        frame = frame.f_back
-
-
-def check_experts(experts: object, who: str) -> None:
-    """Checks that the class is complete, takes the arguments of `Experts`, and declares its facts and forms."""
-    if not (isinstance(experts, type) and issubclass(experts, Experts)):
-        raise RegistrationError(f"{who}: the decorated class must subclass moereg.author.Experts")
-    if missing := sorted(experts.__abstractmethods__):
+def check_class(found: object, base: type, methods: Iterable[str], who: str) -> None:
+    """Checks that a class is complete and that its methods take the arguments of the base class's."""
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise RegistrationError(f"{who}: the decorated class must subclass moereg.author.{base.__name__}")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise RegistrationError(f"{who}: abstract methods are missing: {', '.join(missing)}")
-    for method in ("__init__", "permute_weights", "workspace_shapes", "apply", "unsupported_reasons", "device_types"):
-        expected = _parameters(method)
-        found = inspect.signature(getattr(experts, method)).parameters
-        if not _can_be_called(expected.values(), found.values()):
+    for method in methods:
+        expected = _parameters(base, method)
+        parameters = inspect.signature(getattr(found, method)).parameters
+        if not _can_be_called(expected.values(), parameters.values()):
             raise RegistrationError(
-                f"{who}: {method} must take ({', '.join(expected)}), got ({', '.join(found)}); "
+                f"{who}: {method} must take ({', '.join(expected)}), got ({', '.join(parameters)}); "
                 "the dispatcher passes them by these names"
             )
+
+
+def check_experts(experts: type[Experts], who: str) -> None:
+    """Checks that the class is complete, takes the arguments of `Experts`, and declares its facts and forms."""
+    methods = ("__init__", "permute_weights", "workspace_shapes", "apply", "unsupported_reasons", "device_types")
+    check_class(experts, Experts, methods, who)
     if not isinstance(experts.facts, Facts):
         raise RegistrationError(f"{who}: facts must be a moereg.author.Facts, got {type(experts.facts).__name__}")
     check_facts(experts.facts, who)
@@ -116,8 +201,8 @@ def check_experts(experts: object, who: str) -> None:
 
 
 @functools.cache
-def _parameters(method: str) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(getattr(Experts, method)).parameters
+def _parameters(base: type, method: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(getattr(base, method)).parameters
 
 
 def _can_be_called(expected: Iterable[inspect.Parameter], found: Iterable[inspect.Parameter]) -> bool:
@@ -142,8 +227,7 @@ def _can_be_called(expected: Iterable[inspect.Parameter], found: Iterable[inspec
 _VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def check_rank(priority: int, opt_in: bool, tier: str, who: str) -> None:
-    """Checks what ranks a cell: an integer, a flag and a known tier."""
+def _check_rank(priority: int, opt_in: bool, who: str) -> None:
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise RegistrationError(f"{who}: priority must be an integer, got {shown(priority)}")
     if abs(priority) > HIGHEST_PRIORITY:
@@ -152,11 +236,15 @@ def check_rank(priority: int, opt_in: bool, tier: str, who: str) -> None:
         )
     if not isinstance(opt_in, bool):
         raise RegistrationError(f"{who}: opt_in must be True or False, got {shown(opt_in)}")
+
+
+def check_tier(tier: str, who: str) -> None:
+    """A tier is one of `TIERS`."""
     if not isinstance(tier, str) or tier not in TIERS:
         raise RegistrationError(f"{who}: tier must be one of {TIERS}, got {shown(tier)}")
 
 
-def read_probes(probes: Iterable[Probe], who: str) -> tuple[Probe, ...]:
+def _read_probes(probes: Iterable[Probe], who: str) -> tuple[Probe, ...]:
     """Probes as a tuple of hashable functions."""
     checked = () if callable(probes) else _items(probes, "probes", who)
     # A probe's answer is kept under the probe itself.
@@ -190,7 +278,7 @@ def read_schemes(names: Iterable[str | QuantScheme], who: str) -> tuple[QuantSch
     return schemes
 
 
-def read_rules(texts: Iterable[str], who: str) -> tuple[PlatformRule, ...]:
+def _read_rules(texts: Iterable[str], who: str) -> tuple[PlatformRule, ...]:
     """Platform rules; no two of equal specificity may match the same platform."""
     if isinstance(texts, str):
         raise RegistrationError(f"{who}: platforms must be a tuple of rules, got the string {shown(texts)}")
@@ -206,7 +294,7 @@ def read_rules(texts: Iterable[str], who: str) -> tuple[PlatformRule, ...]:
     return rules
 
 
-def read_requirements(texts: Iterable[str], who: str) -> tuple[str, ...]:
+def _read_requirements(texts: Iterable[str], who: str) -> tuple[str, ...]:
     """Version ranges in one spelling."""
     if isinstance(texts, str):
         raise RegistrationError(f"{who}: requires must be a tuple of requirements, got the string {shown(texts)}")

@@ -1,4 +1,7 @@
-"""BackendCell, BackendRegistry and the decorator that fills it: validate first, then store.
+"""Cells, the registries that hold them, and the decorator for backends: validate first, then store.
+
+A cell is one claim of a class: what it computes, where, and with which priority. Backends and ways to move tokens
+between ranks (`moereg.prepare_finalize.cells`) are registered, kept and published by the same code.
 
 A registry of one's own is filled with `register_moe_backend(..., registry=mine)` and chosen from with
 `moereg.decide.decide(..., cells=mine.cells)`.
@@ -6,36 +9,29 @@ A registry of one's own is filled with `register_moe_backend(..., registry=mine)
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import itertools
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Final, Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from typing_extensions import Unpack
 
-from moereg._version import __version__
 from moereg.arguments import check_instance
-from moereg.errors import RegistrationError, shown
+from moereg.errors import RegistrationError
 from moereg.experts import Experts
 from moereg.facts import Facts, NarrowedFacts, disjoint_fact, narrow_facts
 from moereg.platforms import KINDS, Platform, PlatformKind, PlatformRule
-from moereg.plugins import is_reserved
 from moereg.quant import QuantScheme
 from moereg.registration import (
+    BUILTIN,
     Probe,
+    Registration,
     check_experts,
-    check_name,
-    check_outside_calls,
-    check_rank,
-    read_probes,
-    read_requirements,
-    read_rules,
+    check_tier,
     read_schemes,
+    registering_origin,
 )
 
 __all__ = [
@@ -44,50 +40,52 @@ __all__ = [
     "REGISTRY",
     "BackendCell",
     "BackendRegistry",
-    "Collector",
-    "collecting_with",
+    "Cell",
+    "Registry",
     "provider",
     "register_moe_backend",
     "registering_origin",
 ]
 
 API_VERSION: Final = "1"
-BUILTIN: Final = "builtin"
 
 E = TypeVar("E", bound=type[Experts])
+C = TypeVar("C", bound="Cell")
 
 
-@dataclasses.dataclass(frozen=True)
-class BackendCell:
-    """One registered rectangle of quant schemes x platforms.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One registered rectangle, whatever its class does.
 
     Attributes:
         name: As requests spell it; several cells share one.
-        experts: Experts class.
         priority: Higher is faster; measured, never read from the problem.
-        schemes: What it computes.
         rules: Platforms it runs on.
-        facts: The class's, narrowed for this rectangle.
         requires: Distribution version ranges.
         probes: Checks of the machine, run once and only for a probed platform.
         opt_in: Whether a request has to name it.
-        tier: `kernel` or `emulation`.
         origin: `builtin` or the distribution that registered it.
         origin_version: That distribution's version, moereg's own for `builtin`; empty where it is not known.
     """
 
+    # What texts call it: at registration, in a request, and its class's own `unsupported_reasons`.
+    noun: ClassVar[str]
+    requested_as: ClassVar[str]
+    predicate: ClassVar[str]
+
     name: str
-    experts: type[Experts]
     priority: int
-    schemes: tuple[QuantScheme, ...]
     rules: tuple[PlatformRule, ...]
-    facts: Facts = dataclasses.field(compare=False)
     requires: tuple[str, ...] = ()
     probes: tuple[Probe, ...] = ()
     opt_in: bool = False
-    tier: str = "kernel"
     origin: str = BUILTIN
     origin_version: str = ""
+
+    @property
+    def implementation(self) -> type[Any]:
+        """The class that is registered."""
+        raise NotImplementedError
 
     @property
     def provider(self) -> str:
@@ -96,8 +94,8 @@ class BackendCell:
 
     @property
     def class_name(self) -> str:
-        """Name of the experts class."""
-        return self.experts.__name__
+        """Name of the class."""
+        return self.implementation.__name__
 
     @property
     def rules_text(self) -> str:
@@ -107,6 +105,44 @@ class BackendCell:
     def rule_for(self, platform: Platform) -> PlatformRule | None:
         """The most specific of the cell's rules that match, or None."""
         return _most_specific(self.rules, platform, KINDS.get(platform.kind))
+
+    def check_beside(self, other: Any) -> None:
+        """Checks that it may be stored with another cell of its registry.
+
+        Raises:
+            RegistrationError: It may not; the error names both.
+        """
+        if other.name == self.name and other.origin != self.origin:
+            raise RegistrationError(
+                f"{self.noun} name {self.name!r} belongs to {other.origin} ({other.class_name}); {self.class_name} of "
+                f"{self.origin} needs another name"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackendCell(Cell):
+    """One registered rectangle of quant schemes x platforms. Further attributes are those of `Cell`.
+
+    Attributes:
+        experts: Experts class.
+        schemes: What it computes.
+        facts: The class's, narrowed for this rectangle.
+        tier: `kernel` or `emulation`.
+    """
+
+    noun: ClassVar[str] = "backend"
+    requested_as: ClassVar[str] = "backend"
+    predicate: ClassVar[str] = "predicate"
+
+    experts: type[Experts]
+    schemes: tuple[QuantScheme, ...]
+    facts: Facts = dataclasses.field(compare=False)
+    tier: str = "kernel"
+
+    @property
+    def implementation(self) -> type[Experts]:
+        """Its experts class."""
+        return self.experts
 
     def scheme_for(self, checkpoint: QuantScheme) -> QuantScheme | None:
         """The scheme computed for a checkpoint's scheme: the same, or its 16-bit form; None if it reads neither.
@@ -119,6 +155,29 @@ class BackendCell:
         serving = [scheme for scheme in self.schemes if scheme.serves(checkpoint)]
         exact = [scheme for scheme in serving if scheme.activation == checkpoint.activation]
         return checkpoint if checkpoint in serving else next(iter([*exact, *serving]), None)
+
+    def check_beside(self, other: BackendCell) -> None:
+        """Further, no scheme's name has two meanings, and no problem has two cells of one class that fit it alike."""
+        known = {scheme.name: scheme for scheme in other.schemes}
+        for scheme in self.schemes:
+            if known.get(scheme.name, scheme) != scheme:
+                raise RegistrationError(
+                    f"scheme name {scheme.name!r} of backend {self.name!r} of {self.origin} is {known[scheme.name]} in "
+                    f"backend {other.name!r} of {other.origin}; give {scheme} another name"
+                )
+        super().check_beside(other)
+        schemes = sorted(scheme.name for scheme in self.schemes if scheme.name in known)
+        is_same = (other.name, other.experts) == (self.name, self.experts)
+        if not is_same or not schemes or disjoint_fact(other.facts, self.facts) is not None:
+            return
+        for first, second in itertools.product(other.rules, self.rules):
+            if first.overlaps(second):
+                raise RegistrationError(
+                    f"{self.class_name} of {self.origin} registers {self.name!r} twice for scheme {schemes[0]}: "
+                    f"rules {first} (priority {other.priority}) and {second} (priority {self.priority}) are equally "
+                    "specific and match the same platforms; keep one decorator, name architectures exactly, exclude "
+                    f"platforms ({first},!...), or narrow a fact so that no problem fits both (activations=...)"
+                )
 
 
 def provider(origin: str, version: str) -> str:
@@ -135,44 +194,37 @@ def _most_specific(
     return max(matching, key=lambda rule: rule.specificity, default=None)
 
 
-class BackendRegistry:
+class Registry(Generic[C]):
     """All registered cells, in order of registration. Thread-safe: readers see all of a change or nothing of it.
 
     Attributes:
+        kind: Class of its cells.
         owner_of: Name and version of the distribution of a module, None where it is not known. The loader of plugins
             sets it once it has seen the entry points.
     """
 
+    kind: ClassVar[type[Cell]]
+
     def __init__(self) -> None:
-        self._cells: tuple[BackendCell, ...] = ()
+        self._cells: tuple[C, ...] = ()
         self._lock = threading.Lock()
         self.owner_of: Callable[[str], tuple[str, str] | None] = lambda module: None
 
     @property
-    def cells(self) -> tuple[BackendCell, ...]:
+    def cells(self) -> tuple[C, ...]:
         """All cells."""
         return self._cells
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all backends, sorted."""
+        """The names that cells are registered under, sorted."""
         return tuple(sorted({cell.name for cell in self._cells}))
 
-    def by_name(self, name: str) -> tuple[BackendCell, ...]:
-        """Cells of one backend."""
+    def by_name(self, name: str) -> tuple[C, ...]:
+        """Cells of one name."""
         return tuple(cell for cell in self._cells if cell.name == name)
 
-    def add(self, cell: BackendCell) -> None:
-        """Stores a cell.
-
-        Raises:
-            RegistrationError: The name belongs to another distribution, the same experts class already claims one of
-                its schemes by an equally specific rule for problems that may fit both, or another cell gives a scheme's
-                name another meaning. Nothing is stored then.
-        """
-        self.publish((cell,))
-
-    def publish(self, cells: Iterable[BackendCell], replaced: Iterable[BackendCell] = ()) -> None:
+    def publish(self, cells: Iterable[C], replaced: Iterable[C] = ()) -> None:
         """Stores cells, all at once.
 
         Args:
@@ -180,122 +232,35 @@ class BackendRegistry:
             replaced: Stored cells whose place they take.
 
         Raises:
-            RegistrationError: As `add`, for the first cell that does not fit. Nothing is stored or removed then.
+            RegistrationError: A cell contradicts another, as `check_beside` of the cell says. Nothing is stored or
+                removed then.
         """
         gone = {id(cell) for cell in replaced}
         with self._lock:
             stored = [cell for cell in self._cells if id(cell) not in gone]
             for cell in cells:
                 for other in stored:
-                    _check_compatible(other, cell)
+                    cell.check_beside(other)
                 stored.append(cell)
             self._cells = tuple(stored)
 
-    def snapshot(self) -> tuple[BackendCell, ...]:
+    def snapshot(self) -> tuple[C, ...]:
         """The cells, for `restore`."""
         return self._cells
 
-    def restore(self, cells: Iterable[BackendCell]) -> None:
+    def restore(self, cells: Iterable[C]) -> None:
         """Puts back what `snapshot` returned."""
         with self._lock:
             self._cells = tuple(cells)
 
 
-def _check_compatible(other: BackendCell, cell: BackendCell) -> None:
-    _check_same_schemes(other, cell)
-    if other.name != cell.name:
-        return
-    if other.origin != cell.origin:
-        raise RegistrationError(
-            f"backend name {cell.name!r} belongs to {other.origin} ({other.class_name}); {cell.class_name} of "
-            f"{cell.origin} needs another name"
-        )
-    if other.experts is cell.experts:
-        _check_disjoint(other, cell)
+class BackendRegistry(Registry[BackendCell]):
+    """Cells of backends."""
 
-
-def _check_same_schemes(one: BackendCell, other: BackendCell) -> None:
-    known = {scheme.name: scheme for scheme in one.schemes}
-    for scheme in other.schemes:
-        if known.get(scheme.name, scheme) != scheme:
-            raise RegistrationError(
-                f"scheme name {scheme.name!r} of backend {other.name!r} of {other.origin} is {known[scheme.name]} in "
-                f"backend {one.name!r} of {one.origin}; give {scheme} another name"
-            )
-
-
-def _check_disjoint(one: BackendCell, other: BackendCell) -> None:
-    schemes = {scheme.name for scheme in one.schemes} & {scheme.name for scheme in other.schemes}
-    if not schemes or disjoint_fact(one.facts, other.facts) is not None:
-        return
-    for first, second in itertools.product(one.rules, other.rules):
-        if first.overlaps(second):
-            raise RegistrationError(
-                f"{other.class_name} of {other.origin} registers {other.name!r} twice for scheme {sorted(schemes)[0]}: "
-                f"rules {first} (priority {one.priority}) and {second} (priority {other.priority}) are equally "
-                "specific and match the same platforms; keep one decorator, name architectures exactly, exclude "
-                f"platforms ({first},!...), or narrow a fact so that no problem fits both (activations=...)"
-            )
-
-
-def _defined_before(cell: BackendCell, cells: Iterable[BackendCell]) -> list[BackendCell]:
-    """Cells of the class that a new one takes the place of: a notebook's that runs again, or a reloaded module's."""
-    kind = cell.experts
-    bound = getattr(sys.modules.get(kind.__module__), kind.__qualname__, kind)
-    return [other for other in cells if other.name == cell.name and other.experts is bound is not kind]
+    kind = BackendCell
 
 
 REGISTRY: Final = BackendRegistry()
-_ORIGIN: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar("moereg_origin", default=("", ""))
-
-
-class Collector(Protocol):
-    """Keeps the cells that modules register while they are imported, until all of a module's are known."""
-
-    registry: BackendRegistry
-
-    def owner_of(self, module: str) -> tuple[str, str] | None:
-        """Name and version of the distribution of a module."""
-
-    def collect(self, cell: BackendCell, module: str) -> None:
-        """Keeps a cell that a module registered."""
-
-
-_COLLECTOR: contextvars.ContextVar[Collector | None] = contextvars.ContextVar("moereg_collector", default=None)
-
-
-@contextlib.contextmanager
-def collecting_with(collector: Collector) -> Iterator[None]:
-    """Inside, cells that this thread registers in the collector's registry go to the collector instead."""
-    token = _COLLECTOR.set(collector)
-    try:
-        yield
-    finally:
-        _COLLECTOR.reset(token)
-
-
-def _registering_module(experts: type[Experts]) -> str:
-    """The module that defines a class, or that registers one of a module that was imported before."""
-    module = experts.__module__
-    if getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False):
-        return module
-    # The innermost module whose body is running, whichever functions it called to get here.
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__") != "moereg.discovery":
-        if frame.f_code.co_name == "<module>":
-            return str(frame.f_globals.get("__name__", module))
-        frame = frame.f_back
-    return module
-
-
-@contextlib.contextmanager
-def registering_origin(origin: str, version: str = "") -> Iterator[None]:
-    """Cells registered inside belong to that distribution (`builtin` for moereg's own) of that version."""
-    token = _ORIGIN.set((origin, version))
-    try:
-        yield
-    finally:
-        _ORIGIN.reset(token)
 
 
 def register_moe_backend(
@@ -354,46 +319,13 @@ def register_moe_backend(
     def decorate(experts: E) -> E:
         target = REGISTRY if registry is None else registry
         check_instance("registry", target, BackendRegistry, "leave it out for the one that selection reads")
-        collector = _COLLECTOR.get()
-        module = str(getattr(experts, "__module__", "nowhere"))
-        if collector is not None and isinstance(experts, type):
-            module = _registering_module(experts)
-        is_builtin = module.startswith("moereg.")
-        if collector is not None and (collector.registry is not target or is_builtin):
-            collector = None
-        origin, version = _ORIGIN.get()
-        if not origin:
-            owner_of = target.owner_of if collector is None else collector.owner_of
-            origin, version = (BUILTIN, "") if is_builtin else owner_of(module) or (module, "")
-            if not is_builtin and is_reserved(origin):
-                raise RegistrationError(
-                    f"backend {shown(name)} of module {module}: {origin!r} stands for moereg itself; rename that "
-                    "distribution or module"
-                )
-            if collector is None and target is REGISTRY:
-                check_outside_calls(name, module, provider(origin, version))
-        who = f"backend {shown(name)} ({getattr(experts, '__name__', None) or shown(experts)} of {origin})"
-        check_name(name, who)
+        registration = Registration(target, name, experts)
+        who = registration.who
+        shared = registration.shared_fields(name, priority, platforms, requires, probes, opt_in)
         check_experts(experts, who)
-        check_rank(priority, opt_in, tier, who)
-        cell = BackendCell(
-            name=name,
-            experts=experts,
-            priority=priority,
-            schemes=read_schemes(quant_schemes, who),
-            rules=read_rules(platforms, who),
-            facts=narrow_facts(experts.facts, narrowed, who),
-            requires=read_requirements(requires, who),
-            probes=read_probes(probes, who),
-            opt_in=opt_in,
-            tier=tier,
-            origin=origin,
-            origin_version=__version__ if origin == BUILTIN else version,
-        )
-        if collector is None:
-            target.publish((cell,), replaced=_defined_before(cell, target.cells))
-        else:
-            collector.collect(cell, module)
+        check_tier(tier, who)
+        schemes, facts = read_schemes(quant_schemes, who), narrow_facts(experts.facts, narrowed, who)
+        registration.store(BackendCell(experts=experts, schemes=schemes, facts=facts, tier=tier, **shared))
         return experts
 
     return decorate

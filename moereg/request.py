@@ -1,16 +1,20 @@
-"""Requests: which backends a caller requires, prefers or denies, in code and in the environment."""
+"""Requests: which backends or ways between ranks a caller requires, prefers or denies, in code and the environment."""
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
 
 from moereg.arguments import check_mapping, check_text
 from moereg.errors import (
     MoeregError,
     RequestError,
     UnknownBackendError,
+    UnknownNameError,
     UnknownSchemeError,
     shown,
     unknown_name_message,
@@ -20,19 +24,38 @@ from moereg.quant import QUANT_SCHEMES
 from moereg.registration import AUTO
 from moereg.registry import BackendCell
 
-__all__ = ["Names", "Request", "place_of"]
-
 Names = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 """`"triton"`, `("triton", "torch")`, `"flashinfer_*"`, `"nvfp4=flashinfer_cutlass,unquantized=triton"`, or
 `{"nvfp4": "triton"}`."""
 
+WayNames = str | Sequence[str] | None
+"""`"all_to_all"`, `("low_latency", "all_gather")`, `"all_*"`: ways to move tokens between ranks."""
 
-def place_of(backend: str, names: Sequence[str]) -> int | None:
-    """Place of the first name that is a backend's, or None. `*` in a name stands for any characters."""
-    for place, name in enumerate(names):
-        if name == backend or ("*" in name and fnmatch.fnmatchcase(backend, name)):
+
+class Wish(NamedTuple):
+    """A request as it concerns one name.
+
+    Attributes:
+        required, preferred: The name's place in these lists; infinite where it is not in the list.
+        is_denied: Whether the name is among those denied.
+        is_named: Whether require or prefer writes the name out, as what is opt-in needs: a pattern names nobody.
+    """
+
+    required: float
+    preferred: float
+    is_denied: bool
+    is_named: bool
+
+
+def _place(name: str, wished: Sequence[str]) -> float:
+    for place, wish in enumerate(wished):
+        if wish == name or ("*" in wish and fnmatch.fnmatchcase(name, wish)):
             return place
-    return None
+    return math.inf
+
+
+def _is_among(name: str, wished: Sequence[str]) -> bool:
+    return _place(name, wished) < math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +63,9 @@ class Request:
     """A caller's wishes, resolved for one scheme. `*` in a name stands for any characters.
 
     Attributes:
-        require: Backends of which one must be used, tried in this order; empty for any.
-        prefer: Backends that go first, in this order.
-        deny: Backends that must not be used.
+        require: Names of which one must be used, tried in this order; empty for any.
+        prefer: Names that go first, in this order.
+        deny: Names that must not be used.
         notices: Names in the environment that mean nothing here, and patterns that match nothing: one line each.
     """
 
@@ -108,14 +131,66 @@ class Request:
         )
         # A pattern leaves room for exceptions (`flashinfer_*` without `flashinfer_b12x`); a name written out does not.
         for name in request.require:
-            if "*" not in name and place_of(name, request.deny) is not None:
+            if "*" not in name and _is_among(name, request.deny):
                 asking = next(wish.source for wish in required if wish.for_scheme(scheme))
-                denying = next(wish.source for wish in denied if place_of(name, wish.all_for(scheme)) is not None)
+                denying = next(wish.source for wish in denied if _is_among(name, wish.all_for(scheme)))
                 raise RequestError(
                     f"backend {name!r} is both required and denied (by {asking} and {denying}); remove it from one of "
                     "the two"
                 )
         return request
+
+    @classmethod
+    def resolve_ways(
+        cls,
+        require: WayNames = None,
+        prefer: WayNames = None,
+        deny: WayNames = None,
+        *,
+        environ: Mapping[str, str],
+        known: Iterable[str],
+    ) -> Request:
+        """As `resolve`, for ways to move tokens between ranks, which know no schemes.
+
+        Args:
+            require, prefer, deny: As in `explain_movements`.
+            environ: Holds MOEREG_EP_REQUIRE, MOEREG_EP_PREFER and MOEREG_EP_DENY.
+            known: Names of all ways.
+
+        Raises:
+            RequestError: A name is both required and denied, or something is not a name.
+            UnknownNameError: A way is not known.
+        """
+        names = sorted(known)
+        required, preferred, denied = (
+            (_ways(value, word, names), _ways(environ.get(variable), variable, names))
+            for word, value, variable in (
+                ("require", require, "MOEREG_EP_REQUIRE"),
+                ("prefer", prefer, "MOEREG_EP_PREFER"),
+                ("deny", deny, "MOEREG_EP_DENY"),
+            )
+        )
+        request = cls(
+            require=required[0] or required[1],
+            prefer=preferred[0] or preferred[1],
+            deny=tuple(dict.fromkeys((*denied[0], *denied[1]))),
+        )
+        for name in request.require:
+            if "*" not in name and _is_among(name, request.deny):
+                raise RequestError(f"way {name!r} is both required and denied; remove it from one of the two")
+        return request
+
+    def wish(self, name: str) -> Wish:
+        """What the request says of a name; worked out once."""
+        if name not in self._wishes:
+            is_named = name in (*self.require, *self.prefer)
+            places = _place(name, self.require), _place(name, self.prefer)
+            self._wishes[name] = Wish(*places, _is_among(name, self.deny), is_named)
+        return self._wishes[name]
+
+    @functools.cached_property
+    def _wishes(self) -> dict[str, Wish]:
+        return {}
 
     def to_dict(self) -> dict[str, list[str]]:
         """Lists by word."""
@@ -202,7 +277,7 @@ def _check_backends(wish: _Wish, cells: Iterable[BackendCell], plugins: Iterable
     known = {cell.name for cell in cells}
     notices = []
     for name in (name for listed in wish.names.values() for name in listed):
-        if name in known or name == AUTO or any(place_of(one, (name,)) is not None for one in known):
+        if name in known or name == AUTO or any(_is_among(one, (name,)) for one in known):
             continue
         if "*" in name and wish.word != "require":
             notices.append(f"{wish.source}: no backend matches {name!r} (known: {', '.join(sorted(known)) or 'none'})")
@@ -232,3 +307,14 @@ def _split(names: object, word: str) -> tuple[str, ...]:
     # A set has no order of its own, and ranks must agree on one.
     stripped = (item.strip() for item in (sorted(items) if isinstance(items, Set) else items))
     return tuple(item for item in stripped if item)
+
+
+def _ways(value: object, source: str, known: Sequence[str]) -> tuple[str, ...]:
+    items = value.split(",") if isinstance(value, str) else () if value is None else value
+    if not isinstance(items, (tuple, list)) or not all(isinstance(item, str) for item in items):
+        raise RequestError(f"{source} must be a name of a way or a tuple of names, got {shown(value)}")
+    names = tuple(filter(None, (item.strip() for item in items)))
+    for name in names:
+        if not any(_is_among(one, (name,)) for one in known):
+            raise UnknownNameError(unknown_name_message(f"way in {source}", name, known))
+    return names

@@ -7,9 +7,10 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from moereg.arguments import (
+    check_count,
     check_field,
     check_flag,
     check_list,
@@ -19,18 +20,17 @@ from moereg.arguments import (
     check_text,
     within,
 )
-from moereg.candidates import Candidate
 from moereg.discovery import load_backends
 from moereg.errors import ArgumentError, described, shown
-from moereg.platforms import Platform
+from moereg.platforms import Platform, PlatformRule
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
 from moereg.reasons import CURES, REASON_CODES, Reason
-from moereg.registration import TIERS
+from moereg.registration import HIGHEST_PRIORITY, TIERS
 from moereg.registry import BUILTIN, BackendCell, provider
 from moereg.request import Request
 
-__all__ = ["SCHEMA", "SOURCES", "Decision", "Selection", "nearest_by_backend"]
+__all__ = ["SCHEMA", "SOURCES", "Candidate", "Choice", "Decision", "Selection", "Verdict", "nearest_by_backend"]
 
 SCHEMA: Final = 1
 """Version of all JSON that moereg writes."""
@@ -41,32 +41,38 @@ SOURCES: Final = ("required", "preferred", "measured", "priority")
 _PLATFORM_SOURCES: Final = ("probed", "named")
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """The verdict on one candidate.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A cell with the scheme that it would compute and the rule by which it may run. Resolved once a selection.
 
     Attributes:
-        backend: Its name.
-        experts: Name of the experts class.
-        rule: The platform rule that matched, or all of the cell's if none did.
-        computes: Scheme that it would compute.
-        priority, tier, origin, origin_version: The cell's.
-        reasons: Every reason against it; empty means accepted, exactly one means one change away.
-        assumes: For a named platform: requirements that are assumed to be met.
-        candidate: The cell with what it computes and why it may run; None if JSON was read on a machine without it.
+        cell: The cell.
+        scheme: What it computes for the problem's weights; None if it cannot read them.
+        rule: The most specific of its rules that match the platform; None if none does.
     """
 
-    backend: str
-    experts: str
+    cell: BackendCell
+    scheme: QuantScheme | None
+    rule: PlatformRule | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of one candidate, a backend or a way to move tokens.
+
+    Attributes:
+        rule: The platform rule that matched, or all of the cell's if none did.
+        priority, origin, origin_version: The cell's.
+        reasons: Every reason against it; empty means accepted, exactly one means one change away.
+        assumes: For a named platform: requirements that are assumed to be met.
+    """
+
     rule: str
-    computes: str
     priority: int
-    tier: str
     origin: str
     origin_version: str = ""
     reasons: tuple[Reason, ...] = ()
     assumes: tuple[str, ...] = ()
-    candidate: Candidate | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def accepted(self) -> bool:
@@ -77,6 +83,70 @@ class Decision:
     def provider(self) -> str:
         """The distribution with its version that it comes from, or `builtin`."""
         return provider(self.origin, self.origin_version)
+
+    @property
+    def of_wheel(self) -> str:
+        """` of` the distribution that it comes from, for texts; empty for moereg's own."""
+        return "" if self.origin == BUILTIN else f" of {self.provider}"
+
+    def shared_fields(self) -> dict[str, Any]:
+        """The end of `to_dict` of every kind."""
+        return {
+            "origin": self.origin,
+            "origin_version": self.origin_version,
+            "assumes": list(self.assumes),
+            "reasons": [{"code": reason.code, "text": reason.text} for reason in self.reasons],
+        }
+
+    def rows(self, about: str, is_chosen: bool) -> list[str]:
+        """Its rows of a decision table: what it is about, and each reason below."""
+        mark = "chosen" if is_chosen else "fits" if self.accepted else "rejected"
+        return [f"{mark:9} {about}", *(f"{'':10}- {reason.text} [{reason.code}]" for reason in self.reasons)]
+
+
+V = TypeVar("V", bound=Verdict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(Generic[V]):
+    """What selections of backends and of ways to move tokens have in common."""
+
+    problem: MoEProblem
+    platform: Platform
+    request: Request
+    decisions: tuple[V, ...] = dataclasses.field(repr=False)
+
+    @property
+    def winner(self) -> V | None:
+        """The chosen candidate, or None if nothing fits."""
+        return self.decisions[0] if self.decisions and self.decisions[0].accepted else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """`to_dict` as one line of JSON."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision(Verdict):
+    """The verdict on one backend's candidate. Further attributes are those of `Verdict`.
+
+    Attributes:
+        backend: Its name.
+        experts: Name of the experts class.
+        computes: Scheme that it would compute.
+        tier: The cell's.
+        candidate: The cell with what it computes and why it may run; None if JSON was read on a machine without it.
+    """
+
+    backend: str
+    experts: str
+    computes: str
+    tier: str
+    candidate: Candidate | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def cell(self) -> BackendCell | None:
@@ -98,10 +168,7 @@ class Decision:
             "accepted": self.accepted,
             "priority": self.priority,
             "tier": self.tier,
-            "origin": self.origin,
-            "origin_version": self.origin_version,
-            "assumes": list(self.assumes),
-            "reasons": [{"code": reason.code, "text": reason.text} for reason in self.reasons],
+            **self.shared_fields(),
         }
 
     @classmethod
@@ -125,7 +192,7 @@ class Decision:
             experts=field("experts", check_text),
             rule=field("rule", check_text),
             computes=field("computes", check_text),
-            priority=field("priority", _check_priority),
+            priority=field("priority", lambda path, value: check_count(path, value, -HIGHEST_PRIORITY)),
             tier=field("tier", lambda path, value: check_one_of(path, value, TIERS)),
             origin=field("origin", check_text),
             origin_version=field("origin_version", check_text) if "origin_version" in values else "",
@@ -137,12 +204,6 @@ class Decision:
             raise ArgumentError(f"{name}{'.' * bool(name)}{rule}, got {values['accepted']}")
         cells = load_backends().cells if cells is None else cells
         return dataclasses.replace(decision, candidate=_candidate(decision, cells))
-
-
-def _check_priority(path: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentError(f"{path} must be an integer, got {shown(value)}")
-    return value
 
 
 def _check_reason(path: str, value: object) -> Reason:
@@ -171,7 +232,7 @@ def _candidate(decision: Decision, cells: Iterable[BackendCell]) -> Candidate | 
 
 
 @dataclasses.dataclass(frozen=True)
-class Selection:
+class Selection(Choice[Decision]):
     """The outcome for one problem on one platform.
 
     Attributes:
@@ -184,17 +245,8 @@ class Selection:
             backends of other distributions whose priority is above every built-in's.
     """
 
-    problem: MoEProblem
-    platform: Platform
-    request: Request
-    decisions: tuple[Decision, ...] = dataclasses.field(repr=False)
     source: str | None
     notices: tuple[str, ...] = ()
-
-    @property
-    def winner(self) -> Decision | None:
-        """The chosen candidate, or None if nothing fits."""
-        return self.decisions[0] if self.decisions and self.decisions[0].accepted else None
 
     @property
     def backend(self) -> str | None:
@@ -247,7 +299,7 @@ class Selection:
             lines[0] += f"; {'without the request, ' if self.alternatives else ''}{self.instead} would do"
         for decision in nearest:
             reasons = "; ".join(reason.text for reason in decision.reasons)
-            lines.append(f"  {decision.backend} ({decision.experts}{_of_wheel(decision)}): {reasons}")
+            lines.append(f"  {decision.backend} ({decision.experts}{decision.of_wheel}): {reasons}")
         return "\n".join(lines if nearest else [*lines, "  no backend is registered"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -264,10 +316,6 @@ class Selection:
             "notices": list(self.notices),
             "platform_claimed_by": self.platform.claimed_by or None,
         }
-
-    def to_json(self) -> str:
-        """`to_dict` as one line of JSON."""
-        return json.dumps(self.to_dict(), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes, cells: Iterable[BackendCell] | None = None) -> Selection:
@@ -309,8 +357,11 @@ class Selection:
         if isinstance(schema, bool) or not isinstance(schema, int) or schema != SCHEMA:
             raise ArgumentError(f"a selection must have schema {SCHEMA}, got {shown(schema)}; write it again")
         # Plugins may bring the kind of machine that the platform's name says.
-        cells = load_backends().cells if cells is None else cells
-        read = functools.partial(_read_decision, cells=tuple(cells))
+        cells = load_backends().cells if cells is None else tuple(cells)
+
+        def read(path: str, value: object) -> Decision:
+            return Decision.from_dict(check_mapping(path, value), path, cells)
+
         platform = within("platform", Platform.from_name, field("platform", check_text))
         is_probed = field("platform_source", lambda path, found: check_one_of(path, found, _PLATFORM_SOURCES))
         claimed_by = field("platform_claimed_by", check_optional(check_text)) if "platform_claimed_by" in values else ""
@@ -345,19 +396,10 @@ class Selection:
         """The decision table as plain text, one candidate per line and its reasons below."""
         lines = [f"problem   {self.problem}", f"platform  {self.platform}"]
         for decision in nearest_by_backend(self.decisions):
-            mark = "chosen" if decision is self.winner else "fits" if decision.accepted else "rejected"
             facts = f"{decision.rule}, computes {decision.computes}, priority {decision.priority}"
-            lines.append(f"{mark:9} {decision.backend} ({decision.experts}{_of_wheel(decision)}, {facts})")
-            lines.extend(f"{'':10}- {reason.text} [{reason.code}]" for reason in decision.reasons)
+            about = f"{decision.backend} ({decision.experts}{decision.of_wheel}, {facts})"
+            lines += decision.rows(about, decision is self.winner)
         return "\n".join([*lines, *(f"note      {notice}" for notice in self.notices)])
-
-
-def _of_wheel(decision: Decision) -> str:
-    return "" if decision.origin == BUILTIN else f" of {decision.provider}"
-
-
-def _read_decision(path: str, value: object, cells: Sequence[BackendCell]) -> Decision:
-    return Decision.from_dict(check_mapping(path, value), path, cells)
 
 
 def _read_request(values: Mapping[str, Any]) -> Request:

@@ -59,9 +59,6 @@ class OneFailing(Probes):
         super().__init__()
         self._failing = failing
 
-    def has_answer(self, probe: Probe, platform: Platform) -> bool:
-        return True
-
     def reason(self, probe: Probe, platform: Platform) -> Reason | None:
         fails = self._failing and self._failing in getattr(probe, "__name__", "")
         return Reason("probe", f"requires what {self._failing} looks for") if fails else None

@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from moereg.errors import ArgumentError
 from moereg.expert_placement import PlacementTables
+from moereg.facts import MovementFacts
 from moereg.prepare_finalize.base import Prepared, weighted_sum
 from moereg.prepare_finalize.batched import calls_kernels
 from moereg.prepare_finalize.cells import register_prepare_finalize
@@ -26,7 +27,6 @@ from moereg.prepare_finalize.exchange import (
     split_rows,
     unpack_tokens,
 )
-from moereg.prepare_finalize.facts import MovementFacts
 from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
 from moereg.prepare_finalize.wire import Received, Wire

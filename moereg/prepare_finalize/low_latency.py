@@ -10,9 +10,9 @@ import torch
 
 from moereg.expert_placement import PlacementTables, token_turns
 from moereg.experts import ExpertInputs
+from moereg.facts import MovementFacts
 from moereg.prepare_finalize.base import Prepared, weighted_sum
 from moereg.prepare_finalize.cells import register_prepare_finalize
-from moereg.prepare_finalize.facts import MovementFacts
 from moereg.prepare_finalize.group import Group
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
 from moereg.prepare_finalize.wire import Wire, as_bytes, as_stored

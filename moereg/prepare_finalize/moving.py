@@ -12,10 +12,10 @@ from typing_extensions import Self
 
 from moereg.expert_placement import PlacementTables
 from moereg.experts import ExpertInputs
+from moereg.facts import MovementFacts
 from moereg.platforms import Platform
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize
-from moereg.prepare_finalize.facts import MovementFacts
 from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.standard import StandardPrepareFinalize
 from moereg.prepare_finalize.wire import Received, Wire

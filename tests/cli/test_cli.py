@@ -116,12 +116,11 @@ def test_bad_input_is_one_line_and_exit_2(call: Call, name: str, suffix: str) ->
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(("name", "value"), [("MOEREG_REQUIRE", "torhc"), ("MOEREG_PREDICATE_SECONDS", "soon")])
-def test_a_bad_environment_is_bad_input(call: Call, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    monkeypatch.setenv(name, value)
+def test_a_bad_environment_is_bad_input(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEREG_REQUIRE", "torhc")
     code, out, err = call(f"explain {SIZES}")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert f"'{value}'" in err
+    assert "'torhc'" in err
 
 
 def test_an_environment_that_names_an_absent_wheel_is_noted(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def _wheels() -> Iterator[BackendCell]:
                 for module in modules:
                     sys.modules.pop(module, None)
                     importlib.import_module(module)
-        # As built-in ones, whose predicates are asked without a thread.
+        # As built-in ones, whose predicates are asked also where they are denied.
         yield from (dataclasses.replace(cell, origin=BUILTIN) for cell in REGISTRY.cells)
     finally:
         REGISTRY.restore(before)

@@ -293,29 +293,3 @@ def test_run_counts_it_as_wrong(
 def test_a_layer_that_runs_has_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*RUN.split(), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["failure"] is None
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_what_registers_while_it_is_called_is_refused(isolated_registry: BackendRegistry, step: str) -> None:
-    def method(*arguments: Any, **keywords: Any) -> Any:
-        register_moe_backend("late", 999_999, ("unquantized",), ("*",))(FakeExperts)
-
-    kind = _raising(step, ValueError())
-    setattr(kind, step, classmethod(method) if step == "device_types" else method)
-    with pytest.raises(BackendError, match=r"'failing' .*registers backend 'late' while a backend's code is called"):
-        _call(make_kernel(PROBLEM, _weights(), selection=_selection()))
-    assert "late" not in isolated_registry.names
-
-
-def test_a_predicate_registers_nothing(isolated_registry: BackendRegistry) -> None:
-    class Late(FakeExperts):
-        @classmethod
-        def unsupported_reasons(cls, problem: MoEProblem, platform: Any) -> list[str]:
-            register_moe_backend("late", 999_999, ("unquantized",), ("*",))(FakeExperts)
-            return []
-
-    register_moe_backend("failing", 9999, ("unquantized",), ("*",))(Late)
-    selection = select_backend(PROBLEM, require="torch")
-    found = [decision for decision in selection.decisions if decision.backend == "failing"]
-    assert "registers backend 'late' while" in str(found[0].reasons)
-    assert "late" not in isolated_registry.names

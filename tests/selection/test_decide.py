@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import pickle
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from moereg import discovery, dispatch, selection
+from moereg import discovery, dispatch, request, selection
 from moereg.decide import decide, evaluate
 from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError, UnknownBackendError, UnknownSchemeError
 from moereg.layer import make_kernel
+from moereg.machine import Probes
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
-from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
+from moereg.registry import BackendCell, BackendRegistry, register_moe_backend, registering_origin
 from moereg.request import Request
 from moereg.selection import Decision, Selection
 from tests.support.fakes import FakeExperts
@@ -119,6 +122,137 @@ def test_a_layer_reads_what_was_decided(monkeypatch: pytest.MonkeyPatch, own: Ba
     for method in ("scheme_for", "rule_for"):
         monkeypatch.setattr(BackendCell, method, resolved)
     assert make_kernel(PROBLEM, make_weights(PROBLEM, "cpu"), found).selection is found
+
+
+def _adding(registry: BackendRegistry, name: str, ask: Callable[..., Any], origin: str = "wheel", **words: Any) -> None:
+    """Registers a class whose predicate is `ask(problem, platform)`."""
+    predicate = classmethod(lambda cls, problem, platform: ask(problem, platform))
+    experts = type(name.title(), (FakeExperts,), {"unsupported_reasons": predicate})
+    with registering_origin(origin, "1.0"):
+        register_moe_backend(name, 10, ("unquantized",), ("*",), registry=registry, **words)(experts)
+
+
+def _texts(found: Selection, backend: str) -> list[tuple[str, str]]:
+    (decision,) = (one for one in found.decisions if one.backend == backend)
+    return [(reason.code, reason.text) for reason in decision.reasons]
+
+
+def _raising(*arguments: object) -> Any:
+    raise ValueError("no idea")
+
+
+def _mixed(*arguments: object) -> Any:
+    yield "requires more"
+    yield 3
+
+
+@pytest.mark.parametrize(
+    ("predicate", "expected"),
+    [
+        (lambda *_: [], []),
+        (lambda *_: ("two\nlines",), [("backend", "two lines")]),
+        (lambda *_: [""], [("backend", "no text")]),
+        (_raising, [("predicate_error", "its predicate raised ValueError: no idea")]),
+        (
+            lambda *_: "text",
+            [("predicate_error", "its predicate raised TypeError: it has to return a list of texts, got 'text'")],
+        ),
+        (
+            _mixed,
+            [
+                ("backend", "requires more"),
+                ("predicate_error", "its predicate raised TypeError: it has to return a list of texts, got one with 3"),
+            ],
+        ),
+    ],
+)
+def test_a_predicate_gives_reasons_and_its_fault_is_one(
+    predicate: Callable[..., Any], expected: list[tuple[str, str]]
+) -> None:
+    registry = BackendRegistry()
+    _adding(registry, "one", predicate)
+    assert _texts(decide(PROBLEM, CPU, Request(), registry.cells), "one") == expected
+
+
+@pytest.mark.parametrize(
+    ("probe", "expected"),
+    [
+        (lambda platform: None, []),
+        (lambda platform: "requires\nnvcc", [("probe", "requires nvcc")]),
+        (_raising, [("predicate_error", "its probe _raising raised ValueError: no idea")]),
+        (
+            lambda platform: " ",
+            [("predicate_error", "its probe <lambda> has to return a text or None, got ' '")],
+        ),
+    ],
+)
+def test_a_probe_gives_a_reason_and_its_fault_is_one(
+    probe: Callable[..., Any], expected: list[tuple[str, str]]
+) -> None:
+    registry = BackendRegistry()
+    _adding(registry, "one", lambda *_: [], probes=(probe,))
+    assert _texts(decide(PROBLEM, CPU, Request(), registry.cells, Probes()), "one") == expected
+
+
+def test_predicates_and_probes_are_asked_once_and_those_of_a_denied_wheel_never() -> None:
+    registry, asked = BackendRegistry(), list[str]()
+
+    def asking(name: str) -> Callable[..., Any]:
+        return lambda *arguments: asked.append(name)
+
+    for name, origin in (("unwanted", "wheel"), ("own", "builtin")):
+        _adding(registry, name, asking(name), origin, probes=(asking(f"{name}'s probe"),))
+    probes = Probes()
+    found = decide(PROBLEM, CPU, Request(deny=("unwanted", "own")), registry.cells, probes)
+    assert [code for code, _ in _texts(found, "unwanted")] == ["denied"]
+    assert [code for code, _ in _texts(found, "own")] == ["denied", "predicate_error"]
+    assert asked == ["own's probe", "own"]
+    decide(PROBLEM, CPU, Request(), registry.cells, probes)
+    assert asked[2:] == ["unwanted's probe", "unwanted", "own"]
+
+
+def test_threads_wait_for_one_probe_which_may_select(own: BackendRegistry) -> None:
+    registry, calls, found = BackendRegistry(), list[Platform](), list[Any]()
+    barrier, probes = threading.Barrier(4), Probes()
+
+    def selecting(platform: Platform) -> str | None:
+        calls.append(platform)
+        return decide(PROBLEM, platform, Request(), own.cells).backend
+
+    def select() -> None:
+        barrier.wait(60)
+        found.append(_texts(decide(PROBLEM, CPU, Request(), registry.cells, probes), "one"))
+
+    _adding(registry, "one", lambda *_: [], probes=(selecting,))
+    threads = [threading.Thread(target=select) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [[("probe", "slow")]] * 4
+    assert calls == [CPU]
+
+
+def test_an_interrupt_that_nobody_sent_is_the_fault_of_the_predicate() -> None:
+    """Ctrl-C comes to the main thread alone: whatever comes up in another one, its code raised itself."""
+    registry, found = BackendRegistry(), list[Any]()
+
+    def interrupt(*arguments: object) -> Any:
+        raise KeyboardInterrupt
+
+    _adding(registry, "one", interrupt)
+    thread = threading.Thread(target=lambda: found.append(decide(PROBLEM, CPU, Request(), registry.cells)))
+    thread.start()
+    thread.join(60)
+    assert _texts(found[0], "one") == [("predicate_error", "its predicate raised KeyboardInterrupt: no message")]
+
+
+def test_a_request_is_read_once_a_name(monkeypatch: pytest.MonkeyPatch, own: BackendRegistry) -> None:
+    read: list[str] = []
+    place = request._place
+    monkeypatch.setattr(request, "_place", lambda name, wished: read.append(name) or place(name, wished))
+    decide(PROBLEM, SM90, Request(prefer=("slow",)), own.cells)
+    assert sorted(read) == [name for name in ("fast", "half", "slow") for _ in ("require", "prefer", "deny")]
 
 
 def test_a_selection_is_sent_to_another_process() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import logging
 import re
@@ -39,8 +38,7 @@ def fakes(isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch) -
     """A registry that a test fills; nothing of other tests is kept."""
     isolated_registry.restore(())
     monkeypatch.setattr(PROBES, "_answers", {})
-    for name in ("_LOGGED", "_NOTICES"):
-        monkeypatch.setattr(dispatch, name, dispatch._Once())
+    dispatch._times.cache_clear()
     return isolated_registry
 
 
@@ -78,13 +76,6 @@ def leaving(cls: type, problem: MoEProblem, platform: Platform) -> list[str]:
 
 def leaving_probe(platform: Platform) -> str | None:
     raise SystemExit(3)
-
-
-class Text(str):
-    """A text with methods of its own."""
-
-    def split(self, *arguments: Any) -> list[str]:  # type: ignore[override]
-        raise KeyError("split")
 
 
 NARROW = Facts(
@@ -231,14 +222,6 @@ REASONS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dict[st
     (
         "backend",
         {},
-        {"unsupported_reasons": classmethod(lambda cls, problem, platform: [Text("requires more")])},
-        {},
-        {},
-        "requires more",
-    ),
-    (
-        "backend",
-        {},
         {"unsupported_reasons": classmethod(lambda cls, problem, platform: ["of\ntwo \x1b[31mlines"])},
         {},
         {},
@@ -252,7 +235,6 @@ REASONS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dict[st
         {},
         "its probe <lambda> has to return a text or None, got False",
     ),
-    ("probe", {"probes": (lambda platform: Text("requires nvcc"),)}, {}, {}, {}, "requires nvcc"),
 ]
 
 
@@ -758,13 +740,6 @@ def test_what_stops_the_process_is_no_reason(fakes: BackendRegistry, place: str)
         explain_backends(problem_of(), H100)
 
 
-def test_a_predicate_without_an_end(fakes: BackendRegistry) -> None:
-    members = {"unsupported_reasons": classmethod(lambda cls, problem, platform: itertools.repeat("no"))}
-    add("sole", 1, experts_class("Sole", **members))
-    (decision,) = explain_backends(problem_of(), H100).decisions
-    assert {reason.text for reason in decision.reasons} == {"no"}
-
-
 # Texts and JSON.
 
 
@@ -987,17 +962,6 @@ def test_one_log_line_a_layer_shape(fakes: BackendRegistry, caplog: pytest.LogCa
         f"MoE E8 H64 I96 k3 {chosen}",
     ]
     assert {record.levelno for record in caplog.records} == {logging.INFO}
-
-
-def test_choices_that_were_logged_are_bounded() -> None:
-    choices = dispatch._Once(most=2)
-    first, second, third = ((problem_of(top_k=top_k), "cpu", "fast") for top_k in (1, 2, 3))
-    assert choices.is_new(first)
-    assert choices.is_new(second)
-    assert not choices.is_new(first)
-    assert choices.is_new(third)
-    assert not choices.is_new(second)
-    assert choices.is_new(first)  # The oldest gave way to the third.
 
 
 def test_nothing_is_measured_yet(fakes: BackendRegistry) -> None:

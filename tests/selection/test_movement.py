@@ -17,7 +17,7 @@ from moereg.errors import (
     UnknownNameError,
     UnsupportedProblemError,
 )
-from moereg.movement import MovementRequest, MovementSelection, decide_movement, explain_movements, select_movement
+from moereg.movement import MovementSelection, decide_movement, explain_movements, select_movement
 from moereg.platforms import Platform
 from moereg.prepare_finalize import (
     GroupFacts,
@@ -30,6 +30,7 @@ from moereg.prepare_finalize import (
 )
 from moereg.problem import MoEProblem
 from moereg.registry import BackendRegistry
+from moereg.request import Request
 from tests.support.wheels import Wheels, fresh_wheels
 
 H200 = Platform("cuda", "sm90", "NVIDIA H200", versions={"deep-ep": "1.1.0"}, probed=True)
@@ -72,7 +73,7 @@ def judged(
     **words: tuple[str, ...],
 ) -> MovementSelection:
     group = group or GroupFacts(4)
-    return decide_movement(problem or problem_of(), group, H200, MovementRequest(**words), registry.cells)
+    return decide_movement(problem or problem_of(), group, H200, Request(**words), registry.cells)
 
 
 def reason_of(problem: MoEProblem | None = None, group: GroupFacts | None = None, **narrowed: Any) -> tuple[str, str]:
@@ -181,16 +182,16 @@ def test_a_way_has_a_line_and_says_if_its_priority_is_a_guess() -> None:
 
 
 def test_the_environment_asks_too_and_unknown_names_are_errors() -> None:
-    resolved = MovementRequest.resolve(
+    resolved = Request.resolve_ways(
         prefer="all_gather",
         environ={"MOEREG_EP_PREFER": "all_to_all", "MOEREG_EP_DENY": "all_t*"},
         known=("all_gather", "all_to_all"),
     )
-    assert resolved == MovementRequest(prefer=("all_gather",), deny=("all_t*",))
+    assert resolved == Request(prefer=("all_gather",), deny=("all_t*",))
     with pytest.raises(UnknownNameError, match="unknown way in MOEREG_EP_REQUIRE 'al_gather', did you mean 'all_g"):
-        MovementRequest.resolve(environ={"MOEREG_EP_REQUIRE": "al_gather"}, known=("all_gather",))
+        Request.resolve_ways(environ={"MOEREG_EP_REQUIRE": "al_gather"}, known=("all_gather",))
     with pytest.raises(RequestError, match="'all_gather' is both required and denied"):
-        MovementRequest.resolve("all_gather", deny="all_*", environ={}, known=("all_gather",))
+        Request.resolve_ways("all_gather", deny="all_*", environ={}, known=("all_gather",))
 
 
 def test_a_predicate_adds_reasons_and_one_that_raises_is_a_reason() -> None:
@@ -316,7 +317,7 @@ def test_a_wheel_brings_a_way(wheels: Wheels) -> None:
     [
         ("theirs", "1 / 0", "ZeroDivisionError: division by zero"),
         ("others", "", "must register a prepare/finalize of that name and no other, got others"),
-        ("all_gather", "", "prepare/finalize name 'all_gather' belongs to builtin"),
+        ("all_gather", "", "must register a prepare/finalize of that name and no other, got all_gather"),
     ],
 )
 def test_a_wheel_that_fails_leaves_nothing(wheels: Wheels, name: str, rest: str, error: str) -> None:

@@ -655,7 +655,6 @@ def test_no_other_module_reads_devices() -> None:
     words = ("get_device_capability", "get_device_properties", "device_count(", "get_device_name", "libnvidia-ml")
     package = Path(moereg.__file__).parent
     choosing = (
-        "candidates",
         "decide",
         "dispatch",
         "facts",

@@ -361,7 +361,7 @@ def test_asking_costs_selection_nothing(file: Path, cells: tuple[BackendCell, ..
     def ask() -> None:
         held = read_quarantine()
         for cell in cells:
-            held.reason(cell, PLAIN, cell.rules[0], HERE)
+            held.record(cell, PLAIN, cell.rules[0], HERE)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", MoeregWarning)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moereg.entry_points import scan
 from moereg.errors import RegistrationError
-from moereg.plugins import BACKEND_GROUP
+from moereg.plugins import scan
 from moereg.registry import BackendRegistry, register_moe_backend
 from tests.support.fakes import FakeExperts
 from tests.support.wheels import Wheels, backend, fresh_wheels
@@ -56,7 +55,7 @@ def test_a_backend_has_a_name_of_its_own(isolated_registry: BackendRegistry, nam
 def test_names_are_safe_to_print(wheels: Wheels) -> None:
     wheels.install("red\x1b[31m", {"fine": "fine_wheel"}, {"fine_wheel.py": backend("fine")})
     wheels.install("long", {"n" * 500: "long_wheel"}, {"long_wheel.py": ""})
-    points, broken = scan((BACKEND_GROUP,))
+    points, broken = scan()
     (point,) = [point for point in points if point.name == "fine"]
     assert point.owner.origin == "red\\x1b[31m"
     (status,) = [status for status in broken if status.distribution == "long 1.2"]

@@ -50,7 +50,7 @@ MEASURE = """
 import json, time
 import moereg.author, moereg.layer
 import moereg.backends.torch_moe, moereg.backends.triton_moe
-from moereg import discovery, entry_points
+from moereg import discovery, plugins
 
 def spent(function, times=1):
     started = time.process_time()
@@ -61,7 +61,7 @@ def spent(function, times=1):
 problem = moereg.MoEProblem(num_experts=128, hidden_size=2048, intermediate_size=768, top_k=8)
 select = lambda: moereg.select_backend(problem)
 # The folders have been read once when the loader reads them.
-costs = {"scan": spent(lambda: entry_points.scan(discovery._GROUPS))}
+costs = {"scan": spent(lambda: plugins.scan())}
 costs["load"] = spent(discovery.load_backends)
 costs["first"] = costs["load"] + spent(select)
 costs["later"] = min(spent(select, 20) for _ in range(10))

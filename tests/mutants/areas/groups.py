@@ -167,9 +167,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a way with a limit refuses what just keeps it",
-        "moereg/prepare_finalize/facts.py",
-        old="problem.top_k > facts.max_top_k:",
-        new="problem.top_k >= facts.max_top_k:",
+        "moereg/facts.py",
+        old="if count is None or count > value:",
+        new="if count is None or count >= value:",
         tests=("tests/selection/test_movement.py::test_limits_are_served_themselves",),
     ),
     Mutant(

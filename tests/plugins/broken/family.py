@@ -67,11 +67,7 @@ def ask(site: Site, lines: Sequence[list[str]], seconds: float = 500) -> list[An
     process = subprocess.run(
         [sys.executable, "-m", "tests.plugins.broken.commands"],
         input=json.dumps(lines),
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join((str(site.folder), str(ROOT))),
-            "MOEREG_PREDICATE_SECONDS": "0.5",
-        },
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(site.folder), str(ROOT)))},
         capture_output=True,
         text=True,
         timeout=seconds,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
-import time
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +13,11 @@ import pytest
 from moereg import discovery
 from moereg.discovery import _Loader
 from moereg.dispatch import select_backend
-from moereg.errors import MoeregWarning, PluginError
-from moereg.platforms import load_kinds_with
+from moereg.errors import MoeregWarning
 from moereg.problem import MoEProblem
 from moereg.registry import BackendRegistry, register_moe_backend
 from tests.support.fakes import FakeExperts
-from tests.support.wheels import Wheels, backend, fresh_wheels, summary
+from tests.support.wheels import Wheels, backend, fresh_wheels
 
 PROBLEM = MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)
 
@@ -76,42 +72,6 @@ def test_what_is_registered_while_a_plugin_loads_stays(wheels: Wheels) -> None:
     thread.join(60)
     assert found == [{"slow": "ValueError: late"}]
     assert wheels.origins("slow", "at_once") == {"at_once": "tests.support.fakes "}
-
-
-@pytest.mark.filterwarnings("ignore::moereg.errors.PluginWarning")
-def test_a_direct_import_that_names_a_kind_while_another_thread_loads(
-    wheels: Wheels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # One thread has the module's lock and wants the loader's, the other one has that and waits for the module.
-    gate: Any = types.ModuleType("gate_of_the_test")
-    gate.entered, gate.go = threading.Event(), threading.Event()
-    monkeypatch.setitem(sys.modules, gate.__name__, gate)
-    wait = f"import {gate.__name__} as gate\ngate.entered.set()\nassert gate.go.wait(60)\n"
-    wheels.install("both", {"both": "both_wheel"}, {"both_wheel.py": wait + backend("both", rule="no_kind:a1")})
-    points = wheels.folder / "both-1.2.dist-info" / "entry_points.txt"
-    points.write_text("[moereg.platforms]\nboth = both_wheel\n" + points.read_text())
-    monkeypatch.setattr(discovery, "_LONGEST_WAIT_SECONDS", 0.2)
-    loader = _Loader(wheels.registry)
-    load_kinds_with(loader.load_platforms)
-
-    def import_directly() -> None:
-        with pytest.raises(PluginError, match="has been loading for more than"):
-            importlib.import_module("both_wheel")
-
-    threads = [threading.Thread(target=work, daemon=True) for work in (import_directly, loader.load)]
-    try:
-        threads[0].start()
-        assert gate.entered.wait(60)
-        threads[1].start()
-        while loader._loading is None and threads[1].is_alive():
-            time.sleep(0.01)
-        gate.go.set()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
-    finally:
-        load_kinds_with(discovery._LOADER.load_platforms)
-    assert "no_kind" in summary(loader.load())["both"]
 
 
 def test_threads_that_register_at_once_lose_nothing() -> None:
