@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
-from moereg.errors import PluginError, described, one_line, shown
+from moereg.errors import PluginError, one_line, shown
 from moereg.platforms.kinds import PlatformKind, register_platform_kind
 from moereg.platforms.platform import Platform
 from moereg.platforms.probe import installed_versions
 
 __all__ = ["accept_plugin", "claim_of", "decide_claims"]
-
-_PROBE_SECONDS: Final = 60.0
-"""A plugin's probe is given up after this time. Starting an accelerator's driver takes some seconds at most."""
 
 
 def accept_plugin(value: str, loaded: object) -> None:
@@ -39,13 +35,12 @@ def accept_plugin(value: str, loaded: object) -> None:
         )
 
 
-def claim_of(value: str, loaded: Any, seconds: float = _PROBE_SECONDS) -> Platform | None:
+def claim_of(value: str, loaded: Any) -> Platform | None:
     """What a plugin says about the machine at hand.
 
     Args:
         value: As the distribution declares it.
         loaded: As `accept_plugin` took it.
-        seconds: Limit of its probe.
 
     Returns:
         The machine, or None where the plugin does not know it.
@@ -53,60 +48,19 @@ def claim_of(value: str, loaded: Any, seconds: float = _PROBE_SECONDS) -> Platfo
     Raises:
         TypeError: The probe returned something else.
         ValueError: It returned a platform of a kind that is not its own.
-        TimeoutError: It did not return in time.
         BaseException: Whatever it raises.
     """
     probe = loaded.probe if isinstance(loaded, PlatformKind) else loaded
     if probe is None:
         return None
-    platform = _within(seconds, probe)
+    platform: object = probe()
     if platform is None:
         return None
     if not isinstance(platform, Platform):
         raise TypeError(f"{value} must return a Platform or None, got {type(platform).__name__}")
-    platform = _plain(platform)
     if isinstance(loaded, PlatformKind) and platform.kind != loaded.name:
         raise ValueError(f"the probe of {value} must return a platform of kind {loaded.name}, got {platform}")
     return platform
-
-
-def _plain(platform: Platform) -> Platform:
-    """A platform of the very class, made of the very types: a stranger's subclass may fail wherever it is read."""
-    return Platform(
-        kind=_text(platform.kind),
-        arch=_text(platform.arch),
-        device_name=_text(platform.device_name),
-        memory_bytes=int.__int__(platform.memory_bytes),
-        versions={_text(name): _text(version) for name, version in dict(platform.versions).items()},
-        probed=platform.probed,
-    )
-
-
-def _text(value: str) -> str:
-    return str.__str__(value)
-
-
-def _within(seconds: float, function: Callable[[], object]) -> object:
-    """Calls a stranger's function in a thread of its own, which is left behind where it does not come back."""
-    results: list[object] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, name="moereg-platform-probe", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        if isinstance(errors[0], KeyboardInterrupt):  # Ctrl-C ends the main thread, never this one.
-            raise RuntimeError(f"its probe raised {described(errors[0])}") from errors[0]
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"its probe did not return within {seconds:g} s")
-    return results[0]
 
 
 def decide_claims(claims: Mapping[str, Platform]) -> Platform | None:
