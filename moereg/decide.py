@@ -75,18 +75,20 @@ def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platf
     If several cells of one experts class and scheme match the platform, only the one with the most specific rule is a
     candidate. Among equally specific ones, keep those whose facts match the problem; if none do, keep all.
     """
-    candidates = [Candidate(cell, cell.scheme_for(problem.quant), cell.rule_for(platform)) for cell in cells]
-    readers = {candidate.cell.name for candidate in candidates if candidate.scheme is not None}
-    alike: dict[tuple[str, type, str], list[Candidate]] = {}
-    for candidate in candidates:
-        cell, scheme, rule = candidate.cell, candidate.scheme, candidate.rule
-        if scheme is not None and rule is not None:
-            alike.setdefault((cell.name, cell.experts, scheme.name), []).append(candidate)
-        elif scheme is not None or cell.name not in readers:
+    computes = [(cell, cell.scheme_for(problem.quant)) for cell in cells]
+    readers = {cell.name for cell, scheme in computes if scheme is not None}
+    alike: dict[tuple[str, type, str], list[tuple[int, Candidate]]] = {}
+    for cell, scheme in computes:
+        if scheme is None and cell.name in readers:
+            continue
+        candidate = Candidate(cell, scheme, rule := cell.rule_for(platform))
+        if scheme is None or rule is None:
             yield candidate
+        else:
+            alike.setdefault((cell.name, cell.experts, scheme.name), []).append((rule.specificity, candidate))
     for group in alike.values():
-        most = max(candidate.rule.specificity for candidate in group if candidate.rule)
-        best = [candidate for candidate in group if candidate.rule and candidate.rule.specificity == most]
+        most = max(specificity for specificity, _ in group)
+        best = [candidate for specificity, candidate in group if specificity == most]
         if len(best) > 1:
             best = [each for each in best if not fact_reasons(each.cell.facts, problem)] or best
         yield from best

@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final, TypedDict, TypeVar
 
@@ -159,7 +158,7 @@ class _Limit(Fact):
     def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
         if value is None:
             return ()
-        count = operator.attrgetter(self.count)(asked)
+        count = getattr(asked, self.count)
         # A problem that does not say how many tokens may come can have too many.
         if count is None or count > value:
             rule = (self.rule or f"{self.count} <= {{}}").format(value)
@@ -361,7 +360,7 @@ class MovementFacts(DeclaredFacts):
     transports: frozenset[str] = _row(
         _Names("group", None, lambda asked: asked.group.transport, "a group over"), frozenset()
     )
-    max_group_size: int | None = _row(_Limit("group", "group.size", "at most {} ranks"), None)
+    max_group_size: int | None = _row(_Limit("group", "num_ranks", "at most {} ranks"), None)
     dtypes: frozenset[str] = _row(_Names("dtype", DTYPES, lambda asked: asked.dtype), frozenset())
     graph_capture: bool = _row(_Flag("graph_capture", _asked("graph_capture", "waits for counts on the host")), False)
     deterministic: bool = _row(
@@ -441,7 +440,10 @@ def disjoint_fact(one: Facts, other: Facts) -> str | None:
 
 def fact_reasons(facts: DeclaredFacts, asked: object) -> list[Reason]:
     """Every fact in what is asked that the class does not declare."""
-    return [reason for fact, value in facts.binding for reason in fact.reasons(value, asked)]
+    reasons: list[Reason] = []
+    for fact, value in facts.binding:
+        reasons += fact.reasons(value, asked)
+    return reasons
 
 
 def narrowed_text(facts: Facts, of_class: Facts) -> str:

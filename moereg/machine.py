@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Final, Protocol
+from typing import Final
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -14,6 +14,7 @@ from moereg.errors import described, one_line, shown, stops_the_process
 from moereg.platforms import Platform, PlatformRule
 from moereg.reasons import Reason
 from moereg.registration import Probe
+from moereg.registry import Cell
 
 _LONGEST_CLAUSE: Final = 2000
 
@@ -63,23 +64,7 @@ def _probe_name(probe: Probe) -> str:
     return f"probe {getattr(probe, '__name__', type(probe).__name__)}"
 
 
-class Needs(Protocol):
-    """What a cell asks of a machine: of a backend, or of a way to move tokens."""
-
-    @property
-    def requires(self) -> tuple[str, ...]:
-        """Distribution version ranges."""
-
-    @property
-    def probes(self) -> tuple[Probe, ...]:
-        """Checks of the machine at hand."""
-
-    @property
-    def rules_text(self) -> str:
-        """All its platform rules, as one string."""
-
-
-def lacks(cell: Needs, rule: PlatformRule | None, platform: Platform, probes: Probes | None) -> list[Reason]:
+def lacks(cell: Cell, rule: PlatformRule | None, platform: Platform, probes: Probes | None) -> list[Reason]:
     """Why a cell cannot run on a platform for any problem; a named platform is assumed to meet packages and probes.
 
     Args:
@@ -100,7 +85,7 @@ def lacks(cell: Needs, rule: PlatformRule | None, platform: Platform, probes: Pr
     return reasons
 
 
-def assumptions(cell: Needs, platform: Platform) -> tuple[str, ...]:
+def assumptions(cell: Cell, platform: Platform) -> tuple[str, ...]:
     """Requirements that are assumed to be met on a named platform."""
     return () if platform.probed else (*cell.requires, *map(_probe_name, cell.probes))
 

@@ -171,6 +171,11 @@ class _LayerOnGroup:
     problem: MoEProblem
     group: GroupFacts
 
+    @property
+    def num_ranks(self) -> int:
+        """Those of the group."""
+        return self.group.size
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.problem, name)
 

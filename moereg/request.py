@@ -93,9 +93,7 @@ class Request:
 
         Args:
             scheme: Name of the problem's scheme.
-            require: As in `select_backend`.
-            prefer: As in `select_backend`.
-            deny: As in `select_backend`.
+            require, prefer, deny: As in `select_backend`.
             environ: Holds MOEREG_REQUIRE, MOEREG_PREFER and MOEREG_DENY.
             cells: Their names and schemes are known.
             plugins: Statuses of plugins, for the error about a backend whose plugin did not load.
@@ -108,7 +106,7 @@ class Request:
         check_text("scheme of a request", scheme)
         check_mapping("environ", environ)
         required, preferred, denied = (
-            (_Wish.read(word, names, word), _Wish.read(word, environ.get(variable), variable))
+            (_Source.read(word, names, word), _Source.read(word, environ.get(variable), variable))
             for word, names, variable in (
                 ("require", require, "MOEREG_REQUIRE"),
                 ("prefer", prefer, "MOEREG_PREFER"),
@@ -198,7 +196,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Wish:
+class _Source:
     """The names of one word from one source.
 
     Attributes:
@@ -212,7 +210,7 @@ class _Wish:
     names: Mapping[str, tuple[str, ...]]
 
     @classmethod
-    def read(cls, word: str, names: Names, source: str) -> _Wish:
+    def read(cls, word: str, names: Names, source: str) -> _Source:
         by_scheme = _by_scheme(names, source)
         for listed in by_scheme.values():
             if AUTO in listed and (word == "deny" or len(listed) > 1):
@@ -234,7 +232,7 @@ class _Wish:
         return (*self.names.get(scheme, ()), *self.names.get("", ()))
 
 
-def _strongest(wishes: Iterable[_Wish], scheme: str) -> tuple[str, ...]:
+def _strongest(wishes: Iterable[_Source], scheme: str) -> tuple[str, ...]:
     """The names of the first source that has any for the scheme."""
     names = next(filter(None, (wish.for_scheme(scheme) for wish in wishes)), ())
     return () if names == (AUTO,) else names
@@ -260,7 +258,7 @@ def _by_scheme(names: Names, word: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _check_schemes(wish: _Wish, wanted: str, cells: Iterable[BackendCell]) -> list[str]:
+def _check_schemes(wish: _Source, wanted: str, cells: Iterable[BackendCell]) -> list[str]:
     """Checks that schemes are the problem's own, moereg's or a cell's; returns notices."""
     others = [name for name in wish.names if name and name != wanted and name not in QUANT_SCHEMES]
     if not others:
@@ -272,7 +270,7 @@ def _check_schemes(wish: _Wish, wanted: str, cells: Iterable[BackendCell]) -> li
     return [_notice(wish, error) for error in errors]
 
 
-def _check_backends(wish: _Wish, cells: Iterable[BackendCell], plugins: Iterable[PluginStatus]) -> list[str]:
+def _check_backends(wish: _Source, cells: Iterable[BackendCell], plugins: Iterable[PluginStatus]) -> list[str]:
     """Checks that backends are known; returns notices. A backend whose plugin did not load may still be denied."""
     known = {cell.name for cell in cells}
     notices = []
@@ -290,7 +288,7 @@ def _check_backends(wish: _Wish, cells: Iterable[BackendCell], plugins: Iterable
     return notices
 
 
-def _notice(wish: _Wish, error: MoeregError) -> str:
+def _notice(wish: _Source, error: MoeregError) -> str:
     """The notice of a name that means nothing here, where its source may have such; else raises the error."""
     if not wish.may_be_absent:
         raise error

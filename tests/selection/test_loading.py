@@ -57,6 +57,16 @@ def test_a_wheel_whose_base_fails_after_registering(wheels: Wheels) -> None:
     assert wheels.origins("child", "zbase") == {"child": "moereg-child 1.2"}
 
 
+def test_a_module_that_fails_at_first_brings_its_cells_once(wheels: Wheels, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = "try:\n    import zbase\nexcept KeyError:\n    pass\n" + backend("child")
+    wheels.install("moereg-child", {"child": "child_wheel"}, {"child_wheel.py": child})
+    fails = "import os\nif 'FAILS_ONCE' in os.environ:\n    raise KeyError(os.environ.pop('FAILS_ONCE'))\n"
+    wheels.install("moereg-zbase", {"zbase": "zbase"}, {"zbase.py": backend("zbase") + fails})
+    monkeypatch.setenv("FAILS_ONCE", "late")
+    assert wheels.load() == {"child": "loaded", "zbase": "loaded"}
+    assert len(wheels.cells("zbase")) == 1
+
+
 @quiet
 def test_the_base_stands_where_the_child_fails(wheels: Wheels) -> None:
     child = "from zbase import Mine as Base\n" + backend("child", base="Base") + "raise ValueError('late')\n"

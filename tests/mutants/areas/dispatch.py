@@ -24,8 +24,8 @@ MUTANTS: Final = (
     Mutant(
         "the least specific cell stands",
         "moereg/decide.py",
-        old="most = max(candidate.rule",
-        new="most = min(candidate.rule",
+        old="most = max(specificity",
+        new="most = min(specificity",
         tests=("tests/selection/test_dispatch.py::test_the_most_specific_rule_of_a_class_stands",),
     ),
     Mutant(
@@ -159,8 +159,8 @@ MUTANTS: Final = (
     Mutant(
         "the environment beats the code",
         "moereg/request.py",
-        old="(_Wish.read(word, names, word), _Wish.read(word, environ.get(variable), variable))",
-        new="(_Wish.read(word, environ.get(variable), variable), _Wish.read(word, names, word))",
+        old="(_Source.read(word, names, word), _Source.read(word, environ.get(variable), variable))",
+        new="(_Source.read(word, environ.get(variable), variable), _Source.read(word, names, word))",
         tests=("tests/selection/test_dispatch.py::test_requests",),
     ),
     Mutant(
@@ -273,7 +273,7 @@ MUTANTS: Final = (
         "moereg/discovery.py",
         old=" and cell.implementation.__module__ in sys.modules",
         new="",
-        tests=("tests/selection/test_loading.py::test_a_wheel_whose_base_fails_after_registering",),
+        tests=("tests/selection/test_loading.py::test_a_module_that_fails_at_first_brings_its_cells_once",),
     ),
     Mutant(
         "cells belong to the wheel that is loading",
