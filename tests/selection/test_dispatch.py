@@ -874,7 +874,7 @@ def test_json_says_whether_the_machine_was_there(fakes: BackendRegistry) -> None
 
 def test_json_finds_the_cell_of_the_scheme_and_rule(fakes: BackendRegistry) -> None:
     experts = experts_class("One")
-    add("one", 30, experts, quant_schemes=("nvfp4",))
+    add("one", 20, experts, quant_schemes=("nvfp4",))
     add("one", 20, experts, quant_schemes=("mxfp8",))
     add("one", 10, experts, quant_schemes=("mxfp8",), platforms=("rocm:gfx942",))
     add("one", 5, experts_class("Other"), quant_schemes=("mxfp8",))
