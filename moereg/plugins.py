@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import importlib_metadata
 
 from moereg.errors import ArgumentError, MoeregError, PluginError, RegistrationError, described, one_line, shown
+from moereg.registration import is_reserved
 
 BACKEND_GROUP: Final = "moereg.backends"
 PLATFORM_GROUP: Final = "moereg.platforms"
@@ -24,12 +24,6 @@ _LONGEST: Final = 100
 
 _ADD: Final = "add it there"
 _REPAIR: Final = "repair or uninstall that distribution"
-_RESERVED: Final = ("builtin", "moereg")
-
-
-def is_reserved(name: str) -> bool:
-    """Whether a name stands for moereg itself, so that no other distribution may have it."""
-    return re.sub(r"[-_.]+", "-", name).lower() in _RESERVED
 
 
 @dataclasses.dataclass(frozen=True)

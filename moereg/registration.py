@@ -11,6 +11,7 @@ import contextvars
 import functools
 import inspect
 import itertools
+import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Final, Protocol, TypeVar
@@ -22,11 +23,12 @@ from moereg.errors import ArgumentError, RegistrationError, UnknownNameError, on
 from moereg.experts import INPUT_FORMS, OUTPUT_FORMS, Experts
 from moereg.facts import Facts, check_facts
 from moereg.platforms import Platform, PlatformRule
-from moereg.plugins import is_reserved
 from moereg.quant import QUANT_SCHEMES, QuantScheme, get_scheme
 
 BUILTIN: Final = "builtin"
 """The origin of moereg's own cells."""
+
+_RESERVED: Final = (BUILTIN, "moereg")
 
 AUTO: Final = "auto"
 """In require or prefer: no wish, which beats one of a weaker source. No backend has this name."""
@@ -43,6 +45,11 @@ Probe = Callable[[Platform], str | None]
 """Looks for a toolchain or prebuilt library on the machine at hand; returns the reason it cannot run, or None."""
 
 T = TypeVar("T")
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a name stands for moereg itself, so that no other distribution may have it."""
+    return re.sub(r"[-_.]+", "-", name).lower() in _RESERVED
 
 
 class Collector(Protocol):
