@@ -89,9 +89,9 @@ def code_digest(
 ) -> str:
     """A digest of a module and of what it imports, directly or not, anywhere in it.
 
-    Of a module from which names are imported, these count, and what they need in it. The names of modules that
-    are followed do not, so that code may move. JSON files beside the modules count too: they hold launch
-    configurations.
+    Where a module imports names from another, only those names and what they need there count. The names of modules of
+    the same package and of moereg do not, so that code may move. JSON files beside the modules count too: they hold
+    launch configurations.
 
     Args:
         module: Its full name.
@@ -107,6 +107,8 @@ def code_digest(
     digests: dict[tuple[str, str | None], str] = {}
     folders = set()
     lines: set[str] = set()
+    taken: set[tuple[_Import, tuple[str, str | None]]] = set()
+    own = {_PACKAGE, module.partition(".")[0]}
     while pending:
         part = pending.pop()
         if part in digests:
@@ -120,11 +122,17 @@ def code_digest(
         folders.add(file.parent)
         package = name if file.stem == "__init__" else name.rpartition(".")[0]
         for imported in source.imports:
-            if (followed := _followed(imported, package, counts)) is not None:
-                pending.append(followed)
+            followed = _followed(imported, package, counts)
+            # Without the names of its own modules and of moereg's: code that moves is the same code.
+            if imported.level or imported.module.partition(".")[0] in own:
                 imported = imported._replace(level=0, module="")
-            lines.add(repr(tuple(imported)))
-    # Without the names of modules that are followed: code that moves is the same code.
+            if followed is None:
+                lines.add(repr(tuple(imported)))
+            else:
+                pending.append(followed)
+                taken.add((imported, followed))
+    # What a name stands for: two modules may have different functions of one name.
+    lines.update(f"{tuple(imported)} {digests[followed]}" for imported, followed in taken)
     found = sorted([*lines, *digests.values()])
     data = (file for folder in folders for file in folder.glob("*.json") if file.name not in except_data)
     found += sorted(f"{file.name} {_data_digest(file)}" for file in data)

@@ -178,9 +178,23 @@ def test_code_that_moves_keeps_its_digest(package: pathlib.Path) -> None:
     assert wheel_digest() == before
     deep.write_text("from .moved import value as other")
     assert wheel_digest() != before
-    third = package / "third.py"
-    third.write_text(third.read_text().replace("import json", "from json import loads as json"))
     deep.write_text("from .moved import value")
+    third = package / "third.py"
+    text = third.read_text()
+    third.write_text(text.replace("from moereg.author import", "from moereg.another.room import"))
+    assert wheel_digest() == before
+    third.write_text(text.replace("import Experts", "import MoEProblem as Experts"))
+    assert wheel_digest() != before
+    third.write_text(text.replace("import json", "from json import loads as json"))
+    assert wheel_digest() != before
+
+
+def test_names_that_modules_share_are_told_apart(package: pathlib.Path) -> None:
+    deep = package / "inner" / "deep.py"
+    (package / "sixth.py").write_text("value = 6")
+    deep.write_text("from ..fifth import value as rows\nfrom ..sixth import value as columns")
+    before = wheel_digest()
+    deep.write_text("from ..sixth import value as rows\nfrom ..fifth import value as columns")
     assert wheel_digest() != before
 
 
