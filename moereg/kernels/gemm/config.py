@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,58 @@ class ConfigRule:
     max_tokens: float = math.inf
     max_rows_per_expert: float = math.inf
     max_packed_bits: int = 8
+
+
+_RULE_COLUMNS: Final = {
+    "bytes": "element_bytes",
+    "tokens": "max_tokens",
+    "rows": "max_rows_per_expert",
+    "bits": "max_packed_bits",
+}
+_TILE_COLUMNS: Final = {
+    "m": "block_m",
+    "n": "block_n",
+    "k": "block_k",
+    "group": "group_m",
+    "warps": "num_warps",
+    "stages": "num_stages",
+    "mask": "mask_rows",
+    "slices": "slices",
+}
+_WORDS: Final = {"any": math.inf, "finite": 2**31, "yes": True, "no": False}
+
+
+def read_rules(table: str) -> tuple[ConfigRule, ...]:
+    """The rules of a table: a line that names the columns, then a line for each rule; `#` begins a comment.
+
+    The first part of a line says up to where the rule applies and the way (`gemv`, `single`, `direct` for routes as
+    they come, or `sorted`), the second what the tiles of both products have in common, the third and fourth the rest of
+    either one's. Columns are fields of `ConfigRule` and of `GroupedGemmConfig` or `GemvConfig`, in short.
+    """
+    lines = [line for line in table.splitlines() if line.strip() and not line.strip().startswith("#")]
+    header, *rows = ([part.split() for part in line.split("|")] for line in lines)
+    return tuple(_read_rule(header, row) for row in rows)
+
+
+def _read_rule(header: list[list[str]], row: list[list[str]]) -> ConfigRule:
+    limits, *tiles = (
+        dict(zip(names, values, strict=True)) if values else {} for names, values in zip(header, row, strict=True)
+    )
+    way = limits.pop("way")
+    kind = GemvConfig if way == "gemv" else GroupedGemmConfig
+    common, *own = ({_TILE_COLUMNS[name]: _number(word) for name, word in tile.items()} for tile in tiles)
+    pair: Any = [kind(**common, **each) for each in own]
+    configs: GemvPair | SinglePair | GemmPair
+    if way in ("direct", "sorted"):
+        gate_up, down = pair
+        configs = GemmPair(gate_up, down, sort_routes=way == "sorted")
+    else:
+        configs = {"gemv": GemvPair, "single": SinglePair}[way](*pair)
+    return ConfigRule(**{_RULE_COLUMNS[name]: _number(word) for name, word in limits.items()}, configs=configs)
+
+
+def _number(word: str) -> Any:
+    return _WORDS[word] if word in _WORDS else int(word)
 
 
 def fit_pipeline(config: GroupedGemmConfig, stage_bytes: int, shared_bytes: int | None) -> GroupedGemmConfig:

@@ -12,120 +12,24 @@ every 8 or 16 of them.
 
 from __future__ import annotations
 
-from moereg.kernels.gemm.config import ConfigRule, GemmPair, GroupedGemmConfig, SinglePair
+from moereg.kernels.gemm.config import read_rules
 
 # First match counts, as in `rules`.
-PACKED_RULES = (
-    ConfigRule(
-        element_bytes=2,
-        max_tokens=1,
-        configs=SinglePair(
-            gate_up=GroupedGemmConfig(
-                block_m=1, block_n=32, block_k=128, group_m=1, num_warps=4, num_stages=3, mask_rows=True, slices=4
-            ),
-            down=GroupedGemmConfig(
-                block_m=1, block_n=16, block_k=128, group_m=1, num_warps=8, num_stages=3, mask_rows=True, slices=8
-            ),
-        ),
-    ),
+PACKED_RULES = read_rules(
+    """
+    bytes tokens rows bits way    | m  group mask | n   k   warps stages slices | n   k   warps stages slices
+    2     1      any  8    single | 1  1     yes  | 32  128 4     3      4      | 16  128 8     3      8
     # Two tokens name so few experts that more, narrower tiles pay: 1 to 10 % (mxfp4 and int4). From four on they lose.
-    ConfigRule(
-        element_bytes=2,
-        max_tokens=2,
-        max_packed_bits=4,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=8, block_n=64, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=8, block_n=64, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
-            ),
-            sort_routes=False,
-        ),
-    ),
-    ConfigRule(
-        element_bytes=2,
-        max_tokens=8,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=8, block_n=128, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=8, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
-            ),
-            sort_routes=False,
-        ),
-    ),
-    # Excluded in the batched format, where tiles of 8 rows were not timed.
-    ConfigRule(
-        element_bytes=2,
-        max_tokens=2**31,
-        max_rows_per_expert=5,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=8, block_n=128, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=8, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
-            ),
-        ),
-    ),
-    ConfigRule(
-        element_bytes=2,
-        max_tokens=16,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=16, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=16, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=3, mask_rows=True
-            ),
-            sort_routes=False,
-        ),
-    ),
-    ConfigRule(
-        element_bytes=2,
-        max_rows_per_expert=11,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=16, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=16, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
-            ),
-        ),
-    ),
-    ConfigRule(
-        element_bytes=2,
-        max_rows_per_expert=22,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=32, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=3, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=32, block_n=128, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
-            ),
-        ),
-    ),
-    ConfigRule(
-        element_bytes=2,
-        max_rows_per_expert=96,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=64, block_n=128, block_k=128, group_m=1, num_warps=8, num_stages=3, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=64, block_n=128, block_k=128, group_m=1, num_warps=8, num_stages=3, mask_rows=True
-            ),
-        ),
-    ),
-    ConfigRule(
-        element_bytes=2,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(block_m=64, block_n=128, block_k=128, group_m=8, num_warps=4, num_stages=3),
-            down=GroupedGemmConfig(block_m=64, block_n=128, block_k=128, group_m=8, num_warps=4, num_stages=3),
-        ),
-    ),
+    2     2      any  4    direct | 8  1     yes  | 64  256 4     3      1      | 64  128 4     4      1
+    2     8      any  8    direct | 8  1     yes  | 128 256 4     3      1      | 128 128 4     4      1
+    # Excluded in the batched format, whose tokens are infinitely many: tiles of 8 rows were not timed there.
+    2     finite 5    8    sorted | 8  1     yes  | 128 256 4     3      1      | 128 128 4     4      1
+    2     16     any  8    direct | 16 1     yes  | 128 128 4     4      1      | 128 128 4     3      1
+    2     any    11   8    sorted | 16 1     yes  | 128 128 4     4      1      | 128 128 4     4      1
+    2     any    22   8    sorted | 32 1     yes  | 128 128 4     3      1      | 128 256 4     3      1
+    2     any    96   8    sorted | 64 1     yes  | 128 128 8     3      1      | 128 128 8     3      1
+    2     any    any  8    sorted | 64 8     no   | 128 128 4     3      1      | 128 128 4     3      1
+    """
 )
 
 

@@ -10,120 +10,26 @@ from __future__ import annotations
 
 import dataclasses
 
-from moereg.kernels.gemm.config import (
-    ConfigRule,
-    GemmPair,
-    GemvConfig,
-    GemvPair,
-    GroupedGemmConfig,
-    SinglePair,
-    fit_pipeline,
-)
+from moereg.kernels.gemm.config import GemmPair, GemvPair, GroupedGemmConfig, SinglePair, fit_pipeline, read_rules
 from moereg.kernels.gemm.packed_rules import PACKED_RULES
 
 # First match counts. A tile holds all rows of nearly every expert up to 128 rows (the average and two to three times
 # its root), so that weights are read once. Rows beyond the last measured ones (T 256 of mixtral, 64 rows an expert) and
 # of 32-bit weights, whose products run on plain multiply-adds, are not tuned.
-CONFIG_RULES = (
-    ConfigRule(
-        element_bytes=2,
-        max_tokens=1,
-        configs=GemvPair(
-            gate_up=GemvConfig(block_n=32, block_k=128, num_warps=2, num_stages=4),
-            down=GemvConfig(block_n=8, block_k=1024, num_warps=4, num_stages=3),
-        ),
-    ),
-    ConfigRule(
-        element_bytes=2,
-        max_tokens=16,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=16, block_n=64, block_k=128, group_m=1, num_warps=4, num_stages=5, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=16, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
-            ),
-            sort_routes=False,
-        ),
-    ),
-    ConfigRule(
-        element_bytes=2,
-        max_rows_per_expert=11,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=16, block_n=64, block_k=128, group_m=1, num_warps=4, num_stages=5, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=16, block_n=64, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
-            ),
-        ),
-    ),
-    ConfigRule(
-        element_bytes=2,
-        max_rows_per_expert=22,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=32, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=3, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=32, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=3, mask_rows=True
-            ),
-        ),
-    ),
-    ConfigRule(
-        element_bytes=2,
-        max_rows_per_expert=48,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=64, block_n=128, block_k=64, group_m=1, num_warps=4, num_stages=4, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=64, block_n=128, block_k=64, group_m=1, num_warps=4, num_stages=4, mask_rows=True
-            ),
-        ),
-    ),
-    ConfigRule(
-        element_bytes=2,
-        max_rows_per_expert=96,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=128, block_n=256, block_k=64, group_m=1, num_warps=8, num_stages=4, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=128, block_n=256, block_k=64, group_m=1, num_warps=8, num_stages=4, mask_rows=True
-            ),
-        ),
-    ),
-    ConfigRule(
-        element_bytes=2,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3),
-            down=GroupedGemmConfig(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3),
-        ),
-    ),
-    ConfigRule(
-        element_bytes=4,
-        max_tokens=1,
-        configs=GemvPair(
-            gate_up=GemvConfig(block_n=32, block_k=64, num_warps=2, num_stages=4),
-            down=GemvConfig(block_n=8, block_k=512, num_warps=4, num_stages=3),
-        ),
-    ),
-    ConfigRule(
-        element_bytes=4,
-        max_rows_per_expert=32,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(block_m=16, block_n=32, block_k=64, group_m=4, num_warps=4, num_stages=2),
-            down=GroupedGemmConfig(block_m=16, block_n=32, block_k=64, group_m=4, num_warps=4, num_stages=2),
-        ),
-    ),
-    ConfigRule(
-        element_bytes=4,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(block_m=64, block_n=64, block_k=32, group_m=8, num_warps=8, num_stages=2),
-            down=GroupedGemmConfig(block_m=64, block_n=64, block_k=32, group_m=8, num_warps=8, num_stages=2),
-        ),
-    ),
+CONFIG_RULES = read_rules(
+    """
+    bytes tokens rows way    | m   group mask | n   k    warps stages | n   k    warps stages
+    2     1      any  gemv   |                | 32  128  2     4      | 8   1024 4     3
+    2     16     any  direct | 16  1     yes  | 64  128  4     5      | 128 128  4     4
+    2     any    11   sorted | 16  1     yes  | 64  128  4     5      | 64  128  4     4
+    2     any    22   sorted | 32  1     yes  | 128 128  4     3      | 128 128  4     3
+    2     any    48   sorted | 64  1     yes  | 128 64   4     4      | 128 64   4     4
+    2     any    96   sorted | 128 1     yes  | 256 64   8     4      | 256 64   8     4
+    2     any    any  sorted | 128 8     no   | 256 64   8     3      | 256 64   8     3
+    4     1      any  gemv   |                | 32  64   2     4      | 8   512  4     3
+    4     any    32   sorted | 16  4     no   | 32  64   4     2      | 32  64   4     2
+    4     any    any  sorted | 64  8     no   | 64  32   8     2      | 64  32   8     2
+    """
 )
 
 # Sizes a plan's block map before the configuration is known.

@@ -8,87 +8,25 @@ int8_w8a8 take at most 3 % longer with the same. Rows beyond 100 an expert are n
 from __future__ import annotations
 
 import dataclasses
-import math
-from dataclasses import dataclass
 
-from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig, fit_pipeline
+from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig, fit_pipeline, read_rules
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedConfigRule:
-    """One row of the table of shipped configurations.
-
-    Attributes:
-        configs: of both products; `block_n` of the first counts gate and up once.
-        max_tokens: the rule applies up to this number of tokens,
-        max_rows_per_expert: and up to this average of rows per expert.
+# First match counts. `n` of the first product counts gate and up once.
+CONFIG_RULES = read_rules(
     """
-
-    configs: GemmPair
-    max_tokens: float = math.inf
-    max_rows_per_expert: float = math.inf
-
-
-# First match counts.
-CONFIG_RULES = (
-    QuantizedConfigRule(
-        max_tokens=1,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=16, block_n=32, block_k=128, group_m=1, num_warps=2, num_stages=5, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=16, block_n=64, block_k=128, group_m=1, num_warps=2, num_stages=4, mask_rows=True
-            ),
-            sort_routes=False,
-        ),
-    ),
-    QuantizedConfigRule(
-        max_tokens=16,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=16, block_n=32, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=16, block_n=128, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
-            ),
-            sort_routes=False,
-        ),
-    ),
-    QuantizedConfigRule(
-        max_rows_per_expert=11,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=16, block_n=32, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=16, block_n=128, block_k=256, group_m=1, num_warps=4, num_stages=3, mask_rows=True
-            ),
-        ),
-    ),
+    bytes tokens rows way    | m   group mask | n   k   warps stages | n   k   warps stages
+    1     1      any  direct | 16  1     yes  | 32  128 2     5      | 64  128 2     4
+    1     16     any  direct | 16  1     yes  | 32  256 4     3      | 128 256 4     3
+    1     any    11   sorted | 16  1     yes  | 32  256 4     3      | 128 256 4     3
     # From 64 rows on a tensor core of Hopper takes both operands from shared memory: tiles of 32 rows were slower even
     # where they hold all rows. Two programs a multiprocessor hide each other's scaling of partial products.
-    QuantizedConfigRule(
-        max_rows_per_expert=100,
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(
-                block_m=64, block_n=64, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
-            ),
-            down=GroupedGemmConfig(
-                block_m=64, block_n=128, block_k=128, group_m=1, num_warps=4, num_stages=4, mask_rows=True
-            ),
-        ),
-    ),
-    QuantizedConfigRule(
-        configs=GemmPair(
-            gate_up=GroupedGemmConfig(block_m=128, block_n=128, block_k=128, group_m=8, num_warps=8, num_stages=4),
-            down=GroupedGemmConfig(block_m=128, block_n=128, block_k=128, group_m=8, num_warps=8, num_stages=4),
-        ),
-    ),
+    1     any    100  sorted | 64  1     yes  | 64  128 4     4      | 128 128 4     4
+    1     any    any  sorted | 128 8     no   | 128 128 8     4      | 128 128 8     4
+    """
 )
 
 # Sizes a plan's block map before the configuration is known.
-MIN_BLOCK_M = min(rule.configs.gate_up.block_m for rule in CONFIG_RULES)
+MIN_BLOCK_M = min(rule.configs.gate_up.block_m for rule in CONFIG_RULES if isinstance(rule.configs, GemmPair))
 
 
 def select_quantized_config(
@@ -104,9 +42,11 @@ def select_quantized_config(
     """
     for rule in CONFIG_RULES:
         if num_tokens <= rule.max_tokens and rows_per_expert <= rule.max_rows_per_expert:
-            gate_up = fit_pipeline(rule.configs.gate_up, _stage_bytes(rule.configs.gate_up, num_halves), shared_bytes)
-            down = fit_pipeline(rule.configs.down, _stage_bytes(rule.configs.down, 1), shared_bytes)
-            return dataclasses.replace(rule.configs, gate_up=gate_up, down=down)
+            configs = rule.configs
+            assert isinstance(configs, GemmPair)
+            gate_up = fit_pipeline(configs.gate_up, _stage_bytes(configs.gate_up, num_halves), shared_bytes)
+            down = fit_pipeline(configs.down, _stage_bytes(configs.down, 1), shared_bytes)
+            return dataclasses.replace(configs, gate_up=gate_up, down=down)
     raise AssertionError("the last rule has no bounds")
 
 
