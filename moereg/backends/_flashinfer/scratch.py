@@ -17,8 +17,6 @@ import torch
 from moereg.kernels.sizes import WORKSPACE_ALIGNMENT
 from moereg.layouts import ALIGNMENT, round_up
 
-__all__ = ["Piece", "aligned_result", "carved", "carved_fields", "num_bytes", "pieces_of"]
-
 B = TypeVar("B")
 
 
