@@ -23,7 +23,6 @@ __all__ = [
     "as_bytes",
     "as_stored",
     "join_columns",
-    "split_columns",
     "wire_scheme",
 ]
 
@@ -238,10 +237,3 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def join_columns(columns: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """One row of bytes a token, [n, sum of widths], so that a token takes one exchange."""
     return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-
-
-def split_columns(rows: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """The inverse of `join_columns`: contiguous columns, each aligned for any dtype."""
-    if len(widths) == 1 and rows.is_contiguous() and rows.storage_offset() == 0:
-        return (rows,)
-    return tuple(part.clone(memory_format=torch.contiguous_format) for part in rows.split(widths, dim=1))

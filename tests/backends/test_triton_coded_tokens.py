@@ -13,11 +13,12 @@ from moereg.backends._triton.recorded import Recorded
 from moereg.backends.triton_moe import TritonQuantizedExperts
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform
-from moereg.prepare_finalize.wire import CodedWire, split_columns
+from moereg.prepare_finalize.wire import CodedWire
 from moereg.problem import MoEProblem
 from moereg.testing.cases import default_device
 from moereg.testing.inputs import make_inputs, make_weights
 from moereg.testing.interpreter import patch_interpreter
+from tests.support.tensors import split_columns
 
 DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moereg.prepare_finalize.wire import CodedWire, PlainWire, join_columns, split_columns, wire_scheme
+from moereg.prepare_finalize.wire import CodedWire, PlainWire, join_columns, wire_scheme
 from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES
 from moereg.quantize import dequantize_activations, quantize_activations
+from tests.support.tensors import split_columns
 
 CODED = ("fp8_channel_token", "fp8_block128", "mxfp8", "int8_w8a8")
 
