@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -89,32 +90,20 @@ def _stacked(*decorators: Callable[[E], E]) -> Callable[[E], E]:
 
 
 # The support table. One row a rectangle of schemes and platforms; the classes of both activation formats claim it.
+_cell: Final = functools.partial(register_moe_backend, name="triton", requires=("triton>=3.6",))
 
-_UNQUANTIZED: Final = register_moe_backend(
-    name="triton", priority=100, quant_schemes=("unquantized",), platforms=_GPUS, requires=("triton>=3.6",)
-)
+_UNQUANTIZED: Final = _cell(priority=100, quant_schemes=("unquantized",), platforms=_GPUS)
 # Below the backends that were written for one scheme, above restoring weights in front of a matmul. In sweeps on one
 # H200 it took 0.66 of the time that Marlin took on another, in the mean of int4_w4a16_g128 at 1 to 4096 tokens of
 # qwen3-30b-a3b and mixtral-8x7b.
-_PACKED: Final = register_moe_backend(
-    name="triton", priority=60, quant_schemes=_WEIGHT_ONLY, platforms=_GPUS, requires=("triton>=3.6",)
-)
+_PACKED: Final = _cell(priority=60, quant_schemes=_WEIGHT_ONLY, platforms=_GPUS)
 _EMULATED: Final = _stacked(
     # As the emulation of mxfp8: right, and no faster than 16-bit activations, which beat it wherever these are allowed.
-    register_moe_backend(
-        name="triton",
-        priority=20,
-        quant_schemes=("nvfp4",),
-        platforms=_GPUS,
-        requires=("triton>=3.6",),
-        tier="emulation",
-    ),
-    register_moe_backend(
-        name="triton",
+    _cell(priority=20, quant_schemes=("nvfp4",), platforms=_GPUS, tier="emulation"),
+    _cell(
         priority=20,
         quant_schemes=("mxfp4_mxfp8",),
         platforms=_GPUS,
-        requires=("triton>=3.6",),
         tier="emulation",
         # float16 cannot hold 65,536, where values from 63,488 round to.
         dtypes=("bfloat16",),
@@ -123,22 +112,17 @@ _EMULATED: Final = _stacked(
 _CODES: Final = _stacked(
     # Before weight-only kernels on the same checkpoint, which multiply in 16 bits at half the rate: on an H200
     # int8_w8a8 took 170 us for 64 tokens of qwen3-30b-a3b and int8_w8a16 194, before either was tuned.
-    register_moe_backend(
-        name="triton",
+    _cell(
         priority=110,
         quant_schemes=("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic"),
         platforms=("cuda:sm89+",),
-        requires=("triton>=3.6",),
         # Tensor cores of Ada and Hopper keep 14 bits or so of sums of 8-bit floats, too few for fp32.
         dtypes=("bfloat16", "float16"),
     ),
-    register_moe_backend(
-        name="triton", priority=110, quant_schemes=("int8_w8a8",), platforms=_GPUS, requires=("triton>=3.6",)
-    ),
+    _cell(priority=110, quant_schemes=("int8_w8a8",), platforms=_GPUS),
     # Neither measured nor run on such a machine yet. Native, but for tiles under 128 rows on sm100, which Triton
     # restores to bf16, exactly. Triton 3.6 fails to compile it.
-    register_moe_backend(
-        name="triton",
+    _cell(
         priority=110,
         quant_schemes=("mxfp8",),
         platforms=("cuda:sm100+",),
@@ -147,8 +131,7 @@ _CODES: Final = _stacked(
     ),
     # The same, but sm120 is left to the emulation until one has run it: there Triton 3.8 restores both sides of
     # mxfp4_mxfp8 to bf16 in all tiles, and spills.
-    register_moe_backend(
-        name="triton",
+    _cell(
         priority=110,
         quant_schemes=("mxfp4_mxfp8", "nvfp4"),
         platforms=("cuda:sm100",),
@@ -156,14 +139,7 @@ _CODES: Final = _stacked(
         dtypes=("bfloat16", "float16"),
     ),
     # Hopper has no products of groups with scales: Triton restores both sides to bf16, exactly, and multiplies these.
-    register_moe_backend(
-        name="triton",
-        priority=20,
-        quant_schemes=("mxfp8",),
-        platforms=("cuda:sm90",),
-        requires=("triton>=3.6",),
-        tier="emulation",
-    ),
+    _cell(priority=20, quant_schemes=("mxfp8",), platforms=("cuda:sm90",), tier="emulation"),
 )
 
 

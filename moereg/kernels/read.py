@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
-__all__ = ["READ_CONFIGS", "ReadConfig", "num_read_programs", "read_words", "word_readers"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReadConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -70,7 +71,7 @@ class _Launch:
     def _name(self, number: int) -> str:
         """Of an argument; also of the one that holds it, a tuple or a descriptor."""
         for name, value in inspect.getcallargs(self.kernel, *self.passed[0], **self.passed[1]).items():
-            for part in value if isinstance(value, tuple) else (value,):
+            for part in _parts(value):
                 if number and (part is self.tensors[number] or getattr(part, "base", None) is self.tensors[number]):
                     return name
         return "an argument" if number else "an address from memory"
@@ -101,6 +102,15 @@ class _CheckedMemory:
     def atomic_rmw(self, operation: Any, pointers: Any, value: Any, mask: Any, semantics: Any) -> Any:
         real = self._check("atomic", pointers, mask, value.itemsize)
         return self._memory.atomic_rmw(operation, real, value, mask, semantics)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """The value, or what a tuple and the tuples in it hold."""
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield value
 
 
 def check_pointers(interpreter: Any) -> None:

@@ -18,11 +18,12 @@ from moereg.backends.triton_moe import TritonBatchedExperts, TritonExperts
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs
 from moereg.facts import fact_reasons
-from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, block_map_reference, plan_batches
+from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_batches
 from moereg.kernels.sizes import SPREAD_HEAVY
 from moereg.problem import MoEProblem
 from moereg.testing.interpreter import patch_interpreter
 from moereg.weights import PermutedWeights
+from tests.kernels.references import block_map_reference
 from tests.kernels.triton_cases import (
     BF16,
     DEVICE,

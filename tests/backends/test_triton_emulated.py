@@ -206,7 +206,7 @@ def test_batched_rows_and_repeated_factors() -> None:
 def test_routing_weights_are_rounded_in_first() -> None:
     x, weights = random(5, 64).to(BF16), torch.rand(5, device=DEVICE) + 0.1
     out = torch.empty_like(x)
-    requantize_rows(out, x, grid_of("mxfp4_mxfp8"), topk_weights=weights, apply_router_weight_on_input=True)
+    requantize_rows(out, x, grid_of("mxfp4_mxfp8"), topk_weights=weights)
     weighted = (x.float() * weights.unsqueeze(1)).to(BF16)
     assert torch.equal(bits(out), bits(expected_rows(weighted, "mxfp4_mxfp8")[0]))
 

@@ -201,7 +201,7 @@ def test_only_what_comes_behind_the_sort_starts_early(monkeypatch: pytest.Monkey
 
     for module in (sort, flagged, reduce):
         monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr("moereg.backends._triton.plain.can_overlap", lambda _device: True)
+    monkeypatch.setattr("moereg.backends._triton.recorded.can_overlap", lambda _device: True)
     problem = small_problem("mxfp4_w4a16")
     weights = random_weights(problem, torch.Generator().manual_seed(0), DEVICE)
     experts = TritonPackedExperts(problem, SM90)

@@ -28,7 +28,7 @@ from moereg.kernels.quantized.operands import (
     Quantizer,
     RowFormat,
 )
-from moereg.kernels.quantized.rows import RouteIds, quantize_rows, rows_of_plan
+from moereg.kernels.quantized.rows import RouteIds, quantize_rows
 from moereg.kernels.quantized.steps import steps
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import route_workspace_numel
@@ -185,15 +185,7 @@ def quantize(
     fmt = row_format(scheme)
     out = make_rows(fmt, len(x), x.shape[1])
     own = one_route_a_row(len(x)) if routes is None else routes
-    on_input = topk_weights is not None
-    quantize_rows(
-        out,
-        x,
-        quantizer(fmt, static_scale),
-        own,
-        topk_weights=topk_weights,
-        apply_router_weight_on_input=on_input,
-    )
+    quantize_rows(out, x, quantizer(fmt, static_scale), own, topk_weights=topk_weights)
     return out
 
 
@@ -428,7 +420,7 @@ def test_codes_of_the_first_gemm_are_those_of_its_rounded_output(stage: Stage) -
     stage.gate_up(plain)
     expected = plain[stage.rows][:, : stage.intermediate]
     found = make_rows(stage.fmt, stage.num_routes, stage.intermediate)
-    own = rows_of_plan(stage.plan, 4)
+    own = RouteIds(stage.topk_ids, None, 4, 4) if stage.direct else stage.plan
     static = stage.permuted.get("a2_scale")
     if stage.fmt.fits_tile(stage.config.block_n):
         stage.gate_up(CodedOutput(found, quantizer(stage.fmt, static), BF16))

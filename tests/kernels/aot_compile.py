@@ -357,7 +357,9 @@ def launch_gemms(case: str, shared_bytes: int) -> None:
         assert isinstance(w13, torch.Tensor)
         assert isinstance(w2, torch.Tensor)
         direct = DirectRoutes(ids, None, experts, tokens)
-        gate_up_gemv(intermediate_rows, hidden_states, w13, direct, configs.gate_up, epilogue, overlap=overlap)
+        gate_up_gemv(
+            intermediate_rows, hidden_states, w13, direct, configs.gate_up, epilogue, top_k=top_k, overlap=overlap
+        )
         down_gemv(hidden_states, intermediate_rows, w2, direct, configs.down, **second)
         return
     plan: BlockMap | DirectRoutes

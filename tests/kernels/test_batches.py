@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import math
 
 import hypothesis
@@ -222,58 +220,6 @@ def test_triton_where_it_cannot_run_is_an_error_that_says_so(monkeypatch: pytest
     for call in calls:
         with pytest.raises(ArgumentError, match="needs Triton, got a Python without it; install triton or pass None"):
             call()
-
-
-class Recorded:
-    """Stands for a recording; says what is replayed."""
-
-    def __init__(self, said: list[object]) -> None:
-        self.complete = True
-        self.said = said
-
-    def replay(self, pointers: list[int]) -> None:
-        self.said.append(pointers)
-
-
-class Somewhere:
-    """A tensor of a GPU that is not there."""
-
-    dtype, device, shape = torch.bfloat16, torch.device("cuda", 0), (4, 4)
-
-    def __init__(self, address: int, step: int = 1) -> None:
-        self.address, self.step = address, step
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def stride(self) -> tuple[int, int]:
-        return (4 * self.step, self.step)
-
-
-def test_later_launches_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[object] = []
-    monkeypatch.setattr(batches, "_RECORDINGS", collections.OrderedDict())
-    monkeypatch.setattr(batches, "_MAX_RECORDINGS", 2)
-    monkeypatch.setattr(batches, "recording", lambda tensors: contextlib.nullcontext(Recorded(said)))
-
-    def call(*tensors: Somewhere | None) -> object:
-        said.clear()
-        batches._recorded(lambda: said.append("launched"), tensors)  # type: ignore[arg-type]
-        (one,) = said
-        return one
-
-    assert call(Somewhere(16), None, Somewhere(64)) == "launched"
-    assert call(Somewhere(32), None, Somewhere(16)) == [32, 0, 16]
-    # Variants of a kernel for pointers that are multiples of 16 do not serve others.
-    assert call(Somewhere(32), None, Somewhere(24)) == "launched"
-    assert call(Somewhere(32), Somewhere(32), Somewhere(16)) == "launched"
-    assert call(Somewhere(48), None, Somewhere(48)) == [48, 0, 48]
-    assert call(Somewhere(32, step=2), None, Somewhere(16)) == "launched"
-    assert len(batches._RECORDINGS) == 2
-    assert call(Somewhere(32), Somewhere(32), Somewhere(16)) == "launched"  # It was not used for longest.
-    for recorded in batches._RECORDINGS.values():
-        recorded.complete = False
-    assert call(Somewhere(32), Somewhere(32), Somewhere(16)) == "launched"
 
 
 @pytest.mark.gpu

@@ -16,12 +16,11 @@ pytest.importorskip("triton")
 
 from moereg.dispatch import select_backend
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.gemm.reference import down_reference, gate_up_reference
 from moereg.kernels.hopper.config import CONFIG_RULES, FIVE_BODIES, THREE_BODIES, TWO_BODIES
 from moereg.kernels.rows.block_map import batch_workspace_numel, plan_batches
-from moereg.kernels.rows.copy import copy_rows, copy_rows_reference
-from moereg.kernels.rows.plan import RoutePlan, route_workspace_numel, sort_routes_reference
-from moereg.kernels.rows.reduce import reduce_routes_reference, reduce_sorted_rows
+from moereg.kernels.rows.copy import copy_rows
+from moereg.kernels.rows.plan import RoutePlan, route_workspace_numel
+from moereg.kernels.rows.reduce import reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import GUARD_ROWS
 from moereg.layer import make_kernel
@@ -29,6 +28,13 @@ from moereg.problem import MoEProblem
 from moereg.reference import relative_error
 from moereg.weights import ExpertWeights
 from moereg.workspace import WORKSPACES
+from tests.kernels.references import (
+    copy_rows_reference,
+    down_reference,
+    gate_up_reference,
+    reduce_routes_reference,
+    sort_routes_reference,
+)
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 

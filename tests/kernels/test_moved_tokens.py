@@ -20,7 +20,6 @@ from moereg.prepare_finalize.wire import CodedWire, PlainWire, as_bytes
 from moereg.problem import MoEProblem
 from moereg.quant import get_scheme
 from moereg.testing.interpreter import patch_interpreter
-from tests.kernels.test_batches import Recorded, Somewhere
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PLACEMENT = ExpertPlacement(5, ((3, 0, 4), (1, 2, 3)))
@@ -182,12 +181,40 @@ def test_ranks_are_added_in_order_in_fp32(monkeypatch: pytest.MonkeyPatch) -> No
     assert out[1::2].isnan().all()
 
 
+class Recorded:
+    """Stands for a recording; says what is replayed."""
+
+    def __init__(self, said: list[object]) -> None:
+        self.complete = True
+        self.said = said
+
+    def replay(self, pointers: list[int]) -> None:
+        self.said.append(pointers)
+
+
+class Somewhere:
+    """A tensor of a GPU that is not there."""
+
+    dtype, device, shape = torch.bfloat16, torch.device("cuda", 0), (4, 4)
+
+    def __init__(self, address: int, step: int = 1) -> None:
+        self.address, self.step = address, step
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def numel(self) -> int:
+        return 16
+
+    def stride(self) -> tuple[int, int]:
+        return (4 * self.step, self.step)
+
+
 def test_later_launches_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[object] = []
     monkeypatch.setattr(remembered, "_RECORDINGS", collections.OrderedDict())
     monkeypatch.setattr(remembered, "_MAX_RECORDINGS", 2)
     monkeypatch.setattr(remembered, "recording", lambda tensors: contextlib.nullcontext(Recorded(said)))
-    monkeypatch.setattr(Somewhere, "numel", lambda tensor: 16, raising=False)
 
     def call(what: str, *tensors: Somewhere | None, numbers: object = ()) -> object:
         said.clear()
@@ -202,6 +229,10 @@ def test_later_launches_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call("b", Somewhere(32), None, numbers=1) == "launched"
     assert call("b", Somewhere(24), None, numbers=1) == "launched"
     assert call("b", Somewhere(48), None, numbers=1) == [48, 0]
+    # Another tensor beside the first, and other strides.
+    assert call("b", Somewhere(48), Somewhere(32), numbers=1) == "launched"
+    assert call("b", Somewhere(48, step=2), None, numbers=1) == "launched"
+    assert call("b", Somewhere(32), None, numbers=1) == "launched"
     assert len(remembered._RECORDINGS) == 2
     assert call("a", Somewhere(16), None) == "launched"  # It was not used for longest.
     for recorded in remembered._RECORDINGS.values():

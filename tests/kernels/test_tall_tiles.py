@@ -17,12 +17,13 @@ from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
 from moereg.kernels.gemm.fit import CallShape, fit_pair
 from moereg.kernels.gemm.grouped import num_programs
 from moereg.kernels.gemm.rules import CONFIG_RULES, select_config
-from moereg.kernels.rows.block_map import BlockMap, block_map_reference
+from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.plan import RoutePlan, max_num_blocks
 from moereg.problem import MoEProblem
 from moereg.reference import reference_experts, relative_error
 from moereg.testing.interpreter import patch_interpreter
 from moereg.tuning.inputs import random_weights
+from tests.kernels.references import block_map_reference
 from tests.kernels.triton_cases import BF16, DEVICE, FP16, SM90, Guarded, bound, make_problem, random
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it.

@@ -19,12 +19,12 @@ from moereg.kernels.gemm.config import GemmPair, GemvConfig, GemvPair, GroupedGe
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
-from moereg.kernels.gemm.reference import down_reference, gate_up_reference
 from moereg.kernels.gemm.rules import CONFIG_RULES, select_config
 from moereg.kernels.rows.direct import DirectRoutes
-from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_routes_reference, reduce_sorted_rows
+from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_sorted_rows
 from moereg.kernels.rows.tiles import tile_of_number
 from moereg.testing.interpreter import patch_interpreter
+from tests.kernels.references import down_reference, gate_up_reference, reduce_routes_reference
 from tests.kernels.triton_cases import (
     BF16,
     DEVICE,
@@ -154,11 +154,7 @@ def test_gate_up_gemm(case: StageCase) -> None:
     ids = route(case.kind, case.num_tokens, case.top_k, case.num_experts)
     plan = make_plan(ids, None, case.num_experts, case.num_experts, case.config.block_m)
     epilogue = GateUpEpilogue(case.activation, gated, **case.scalars, bias=bias)
-    keywords: dict[str, Any] = {
-        "top_k": case.top_k,
-        "topk_weights": topk_weights,
-        "apply_router_weight_on_input": case.weights,
-    }
+    keywords: dict[str, Any] = {"top_k": case.top_k, "route_factors": topk_weights}
     out = Guarded(ids.numel(), columns, dtype=case.dtype)
     gate_up_gemm(out.tensor, hidden_states, w13, plan, case.config, epilogue, **keywords)
     out.check()
@@ -284,28 +280,29 @@ def test_unsorted_stages_agree_with_sorted_ones(case: StageCase, way: str) -> No
     ids = route(case.kind, tokens, top_k, experts)
     plan = make_plan(ids, None, experts, experts, 16)
     epilogue = GateUpEpilogue(case.activation, gated, **case.scalars, bias=w13_bias)
-    both: dict[str, Any] = {"topk_weights": topk_weights, "apply_router_weight_on_input": case.weights}
+    first: dict[str, Any] = {"top_k": top_k, "route_factors": topk_weights if case.weights else None}
+    second: dict[str, Any] = {"bias": w2_bias, "topk_weights": None if case.weights else topk_weights}
     intermediate = Guarded(ids.numel(), columns, dtype=case.dtype)
     valid = plan.route_expert >= 0
     order = plan.sorted_routes[: int(valid.sum())].long()
     direct = DirectRoutes(ids, None, experts, max(16, 1 << (tokens - 1).bit_length()))
     if way == "gemv":
-        gate_up_gemv(intermediate.tensor, hidden_states, w13, direct, GATE_UP_GEMV, epilogue, **both)
+        gate_up_gemv(intermediate.tensor, hidden_states, w13, direct, GATE_UP_GEMV, epilogue, **first)
     else:
         config = GroupedGemmConfig(
             block_m=direct.block_m, block_n=32, block_k=128, group_m=1, num_warps=4, num_stages=2, mask_rows=True
         )
-        gate_up_gemm(intermediate.tensor, hidden_states, w13, direct, config, epilogue, top_k=top_k, **both)
+        gate_up_gemm(intermediate.tensor, hidden_states, w13, direct, config, epilogue, **first)
     intermediate.check()
     assert intermediate.tensor[~valid].isnan().all()
-    reference = gate_up_reference(hidden_states, w13, plan, epilogue, top_k=top_k, **both)
+    reference = gate_up_reference(hidden_states, w13, plan, epilogue, **first)
     if len(order):
         assert relative_error(intermediate.tensor[order], reference) < bound(case.dtype, 1)
 
-    by_route = down_reference(intermediate.tensor[order], w2, plan, bias=w2_bias, **both)
+    by_route = down_reference(intermediate.tensor[order], w2, plan, **second)
     if way == "gemv":
         out = Guarded(tokens, case.hidden_size, dtype=case.dtype)
-        down_gemv(out.tensor, intermediate.tensor, w2, direct, DOWN_GEMV, bias=w2_bias, **both)
+        down_gemv(out.tensor, intermediate.tensor, w2, direct, DOWN_GEMV, **second)
         out.check()
         expected = reduce_routes_reference(by_route, plan.route_expert, tokens)
         if not len(order):
@@ -314,7 +311,7 @@ def test_unsorted_stages_agree_with_sorted_ones(case: StageCase, way: str) -> No
         assert relative_error(out.tensor, expected) < bound(case.dtype, 1)
     else:
         out = Guarded(ids.numel(), case.hidden_size, dtype=case.dtype)
-        down_gemm(out.tensor, intermediate.tensor, w2, direct, config, bias=w2_bias, **both)
+        down_gemm(out.tensor, intermediate.tensor, w2, direct, config, **second)
         out.check()
         assert out.tensor[~valid].isnan().all()
         if len(order):

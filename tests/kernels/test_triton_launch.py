@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -34,6 +34,11 @@ class FakeMap:
     arguments: tuple[Any, ...]
 
 
+def _flat(values: Iterable[Any]) -> list[Any]:
+    parts = (_flat(value) if isinstance(value, (list, tuple)) else [value] for value in values)
+    return [part for each in parts for part in each]
+
+
 class FakeDriver:
     """Records launches and counts the encoded maps."""
 
@@ -55,9 +60,7 @@ class FakeDriver:
 
     def launch(self, *arguments: Any) -> None:
         """The C function: notes its arguments, nested ones in line, tensors as addresses."""
-        flat = []
-        for argument in arguments:
-            flat += argument if isinstance(argument, (list, tuple)) else [argument]
+        flat = _flat(arguments)
         self.launched.append([value.data_ptr() if isinstance(value, torch.Tensor) else value for value in flat])
 
     def take(self) -> list[list[Any]]:
@@ -84,7 +87,7 @@ class FakeKernel:
     def __init__(self, driver: FakeDriver, signature: dict[str, str], **launcher_attributes: Any) -> None:
         self._driver = driver
         self.arg_names = list(signature)
-        meta = [META for kind in signature.values() if kind.startswith("tensordesc")]
+        meta = [META for kind in signature.values() if str(kind).startswith("tensordesc")]
         launcher = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
         launcher.launch = nvidia.wrap_handle_tensordesc(driver.launch, signature, meta)
         attributes = {
@@ -166,6 +169,29 @@ def test_a_replay_launches_the_same_with_other_pointers(driver: FakeDriver) -> N
     launch_plain(kernel, out, other_x)
     launch_plain(kernel, other_x, out)
     assert mixed == driver.take()
+
+
+class Nested(NamedTuple):
+    out: torch.Tensor
+    inner: tuple[torch.Tensor, None, int]
+
+
+def test_pointers_in_nested_tuples_are_put_in_anew(driver: FakeDriver) -> None:
+    """Kernels are given what belongs together as one tuple, which may hold another."""
+    kernel = FakeKernel(driver, {"gemm": ("*i32", ("*i32", "constexpr", "i32")), "count": "i32"})
+    out, x, other_out, other_x = tensor(), tensor(), tensor(), tensor()
+
+    def launch_nested(out: torch.Tensor, x: torch.Tensor) -> None:
+        launch(kernel, (5,), Nested(out, (x[16:], None, 4)), 4, num_warps=4)
+
+    with recording([out, x]) as record:
+        launch_nested(out, x)
+    assert record.complete
+    driver.take()
+    launch_nested(other_out, other_x)
+    expected = driver.take()
+    record.replay([other_out.data_ptr(), other_x.data_ptr()])
+    assert driver.take() == expected
 
 
 class Shape(NamedTuple):
@@ -306,6 +332,7 @@ class Launching(Recorded):
     """Launches a kernel that is passed the number of rows."""
 
     recorded_weights = ("w13", "w13_bias")
+    plan_bytes = work = select = None  # Of what `launch` replaces.
 
     def __init__(self, experts: Experts, kernel: FakeKernel) -> None:
         super().__init__(experts)

@@ -94,7 +94,7 @@ def test_weights_of_routes_multiply_tokens_first() -> None:
     out = untouched(FORMATS["fp8_block128"], 5, 256, by_group=True)
     order = torch.arange(5, dtype=torch.int32, device=DEVICE)
     quantizer = Quantizer(FORMATS["fp8_block128"])
-    quantize_to_sorted_rows(out, x, quantizer, order, topk_weights=weights, apply_router_weight_on_input=True)
+    quantize_to_sorted_rows(out, x, quantizer, order, topk_weights=weights)
     assert torch.equal(raw(out.q), raw(expected.q))
     assert torch.equal(out.scale, expected.scale)
 

@@ -11,11 +11,12 @@ import torch
 from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.grouped import gate_up_gemm
-from moereg.kernels.rows.copy import CopyConfig, copy_rows, copy_rows_reference
+from moereg.kernels.rows.copy import CopyConfig, copy_rows
 from moereg.kernels.rows.plan import route_workspace_numel
 from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
 from moereg.testing.interpreter import patch_interpreter
+from tests.kernels.references import copy_rows_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -8,10 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moereg.kernels.rows import sort
-from moereg.kernels.rows.plan import SortConfig, max_num_blocks, route_workspace_numel, sort_routes_reference
+from moereg.kernels.rows.plan import SortConfig, max_num_blocks, route_workspace_numel
 from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import SPREAD_HEAVY
 from moereg.testing.interpreter import patch_interpreter
+from tests.kernels.references import sort_routes_reference
 from tests.kernels.triton_cases import (
     DEVICE,
     ONE_LAUNCH,

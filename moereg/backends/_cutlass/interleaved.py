@@ -288,8 +288,7 @@ class InterleavedCodes(Interleaved):
             inputs.hidden_states,
             self._quantizer(call, "a13_scale"),
             RouteIds(inputs.topk_ids, inputs.expert_map, problem.num_experts, problem.num_local_experts),
-            topk_weights=inputs.topk_weights,
-            apply_router_weight_on_input=problem.apply_router_weight_on_input,
+            topk_weights=inputs.topk_weights if problem.apply_router_weight_on_input else None,
         )
         return _Rows(codes, scales.view(-1), 1 if self._codes_routes else top_k)
 

@@ -13,8 +13,6 @@ from typing import Final
 from moereg.backends._flashinfer.package import foreign_machine
 from moereg.platforms import Platform
 
-__all__ = ["REQUIRES", "cache_can_be_written", "can_be_imported"]
-
 REQUIRES: Final = ("quack-kernels>=0.6.5,<0.7", "nvidia-cutlass-dsl>=4.8,<5", "triton>=3.6")
 """QuACK 0.6.5 is what the calls are written against: 0.6.0 and 0.6.1 have no epilogues, and 0.6.2 lacks functions for
 them. It imports triton without asking for it."""

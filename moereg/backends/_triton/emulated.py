@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -14,6 +14,7 @@ from moereg.backends._triton.workspace import Piece, batched_rows_per_expert, cu
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.quantized.emulate import SmallFloats, requantize_rows
+from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.rows.reduce import reduce_routes
 from moereg.kernels.sizes import WEIGHT_PAD
 from moereg.layouts import aligned, round_up
@@ -73,7 +74,7 @@ class Standard(Emulated, packed.Standard):
         rows_per_expert = call.inputs.topk_ids.numel() / self.problem.num_experts
         # Also for one token: its rows are rounded in a launch between the products.
         configs = ways.select_tiles(len(call.out), rows_per_expert, call.out, self.packed_bits)
-        return RoundedSorted(configs, self.grid())
+        return Rounded(configs, self.grid())
 
 
 class Batched(Emulated, packed.Batched):
@@ -89,12 +90,12 @@ class Batched(Emulated, packed.Batched):
     def select(self, call: Call) -> ways.PlainWay:
         rows_per_expert = batched_rows_per_expert(self.problem, call.out.shape[1])
         configs = ways.select_tiles(math.inf, rows_per_expert, call.out, self.packed_bits)
-        return RoundedBatched(configs, self.grid())
+        return Rounded(configs, self.grid())
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedSorted(ways.PlainWay):
-    """As `ways.Sorted`, with rows rounded in a launch in front of each product.
+class Rounded(ways.PlainWay):
+    """As `ways.Sorted` and `ways.Batched`, with rows rounded in a launch in front of each product.
 
     Global scales of rows, where the format has them, are factors that the products multiply by.
     """
@@ -103,121 +104,33 @@ class RoundedSorted(ways.PlainWay):
     grid: SmallFloats
 
     def run(self, work: ways.PlainWork) -> None:
-        problem, call, inputs, grid = work.problem, work.call, work.call.inputs, self.grid
-        num_tokens, hidden_size = call.out.shape
-        num_routes = work.num_routes
-        plan = work.sort_routes(self.configs.gate_up.block_m)
+        call, grid, overlap = work.call, self.grid, work.overlap
+        plan = work.plan(self.configs.gate_up.block_m)
         a13_scale, a2_scale = call.weights.get("a13_scale"), call.weights.get("a2_scale")
         # A token may go to several experts, whose static scales differ.
-        by_route = a13_scale is not None and a13_scale.numel() > 1
-        num_rows = num_routes if by_route else num_tokens
-        scales, route_rows = cut(
-            work.behind_plan, _factors(num_routes), Piece((num_routes, hidden_size), call.out.dtype)
-        )  # [N], [N, H]
+        by_route = not work.is_batched and a13_scale is not None and a13_scale.numel() > 1
+        of_tokens: dict[str, Any] = {"topk_weights": work.input_weights, "overlap": overlap}
+        of_rows: dict[str, Any] = {"overlap": overlap}
+        scales, route_rows = cut(work.behind_plan, _factors(work.num_rows))[0], work.out  # [R], [R, H]
+        if isinstance(plan, RoutePlan):
+            shape = (work.num_rows, call.out.shape[1])
+            scales, route_rows = cut(work.behind_plan, _factors(shape[0]), Piece(shape, call.out.dtype))  # [N], [N, H]
+            of_tokens["route_expert"] = plan.route_expert if by_route else None
+            of_rows["plan"] = plan
+        else:
+            of_tokens["expert_num_tokens"] = of_rows["expert_num_tokens"] = call.inputs.expert_num_tokens
         factors = scales if grid.global_scale else None
         # The second product's output is not written yet.
-        rows = route_rows[:num_rows]  # [T or N, H]
-        requantize_rows(
-            rows,
-            inputs.hidden_states,
-            grid,
-            factors=factors,
-            static_scale=a13_scale,
-            route_expert=plan.route_expert if by_route else None,
-            topk_weights=inputs.topk_weights,
-            apply_router_weight_on_input=problem.apply_router_weight_on_input,
-            overlap=work.overlap,
-        )
-        intermediate = call.workspace13[:num_routes]  # [N, I_pad]
-        gate_up_gemm(
-            intermediate,
-            rows,
-            work.w13,
-            plan,
-            self.configs.gate_up,
-            work.epilogue,
-            top_k=1 if by_route else problem.top_k,
-            route_factors=factors,
-            overlap=work.overlap,
-        )
-        requantize_rows(
-            intermediate,
-            intermediate,
-            grid,
-            factors=factors,
-            static_scale=a2_scale,
-            plan=plan,
-            overlap=work.overlap,
-        )
-        down_gemm(
-            route_rows,
-            intermediate,
-            work.w2,
-            plan,
-            self.configs.down,
-            bias=work.w2_bias,
-            topk_weights=inputs.topk_weights,
-            apply_router_weight_on_input=problem.apply_router_weight_on_input,
-            row_factors=factors,
-            overlap=work.overlap,
-        )
-        reduce_routes(call.out, route_rows, plan.route_expert, overlap=work.overlap)
-
-
-@dataclass(frozen=True, slots=True)
-class RoundedBatched(ways.PlainWay):
-    """As `ways.Batched`, with rows rounded in a launch in front of each product."""
-
-    configs: GemmPair
-    grid: SmallFloats
-
-    def run(self, work: ways.PlainWork) -> None:
-        call, inputs, grid = work.call, work.call.inputs, self.grid
-        counts = inputs.expert_num_tokens
-        num_rows = call.out.shape[0] * call.out.shape[1]
-        plan = work.plan_batches(self.configs.gate_up.block_m)
-        factors = cut(work.behind_plan, _factors(num_rows))[0] if grid.global_scale else None  # [E * max_T]
-        # The rows of the output are not written yet.
-        rows, intermediate = call.out.view(num_rows, -1), call.workspace13.view(num_rows, -1)
-        requantize_rows(
-            rows,
-            inputs.hidden_states.view(num_rows, -1),
-            grid,
-            factors=factors,
-            static_scale=call.weights.get("a13_scale"),
-            expert_num_tokens=counts,
-            overlap=work.overlap,
-        )
-        gate_up_gemm(
-            intermediate,
-            rows,
-            work.w13,
-            plan,
-            self.configs.gate_up,
-            work.epilogue,
-            top_k=1,
-            route_factors=factors,
-            overlap=work.overlap,
-        )
-        requantize_rows(
-            intermediate,
-            intermediate,
-            grid,
-            factors=factors,
-            static_scale=call.weights.get("a2_scale"),
-            expert_num_tokens=counts,
-            overlap=work.overlap,
-        )
-        down_gemm(
-            rows,
-            intermediate,
-            work.w2,
-            plan,
-            self.configs.down,
-            bias=work.w2_bias,
-            row_factors=factors,
-            overlap=work.overlap,
-        )
+        rows = route_rows if by_route else route_rows[: len(work.tokens)]  # [T, N or R, H]
+        requantize_rows(rows, work.tokens, grid, factors=factors, static_scale=a13_scale, **of_tokens)
+        intermediate, top_k = work.intermediate(), 1 if by_route else work.top_k  # [N or R, I_pad]
+        more: dict[str, Any] = {"top_k": top_k, "route_factors": factors, "overlap": overlap}
+        gate_up_gemm(intermediate, rows, work.w13, plan, self.configs.gate_up, work.epilogue, **more)
+        requantize_rows(intermediate, intermediate, grid, factors=factors, static_scale=a2_scale, **of_rows)
+        more = {"bias": work.w2_bias, "topk_weights": work.output_weights, "row_factors": factors, "overlap": overlap}
+        down_gemm(route_rows, intermediate, work.w2, plan, self.configs.down, **more)
+        if isinstance(plan, RoutePlan):
+            reduce_routes(call.out, route_rows, plan.route_expert, overlap=overlap)
 
 
 def _factors(num_rows: int) -> Piece:

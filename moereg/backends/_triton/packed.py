@@ -10,14 +10,16 @@ from moereg.backends._loaded import Call
 from moereg.backends._triton import plain, ways
 from moereg.backends._triton.packed_ways import Flagged, HopperPacked, has_room_for_flags
 from moereg.backends._triton.packing import pack_matrices
+from moereg.backends._triton.workspace import group_columns
 from moereg.experts import Experts
+from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.gemm.packed_rules import shares_launch
 from moereg.kernels.hopper.packed_config import MIN_PACKED_HOPPER_ROWS, select_packed_config
 from moereg.kernels.hopper.packed_gemm import MIN_DEPTH, packed_format
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.sizes import WEIGHT_PAD
 from moereg.platforms import PlatformRule
-from moereg.quant import WHOLE, QuantFormat
+from moereg.quant import QuantFormat
 from moereg.weights import ExpertWeights, PermutedWeights
 
 _MATRICES: Final = ("w13", "w2")
@@ -69,12 +71,7 @@ class Packed(plain.Interleaved):
     def _matrix(self, weights: PermutedWeights, name: str) -> PackedMatrix:
         fmt = self._format
         parts = (weights.get(f"{name}_{part}") for part in _PARTS)
-        return PackedMatrix(weights[name], fmt.dtype, _group(fmt), fmt.scale_dtype, *parts)
-
-
-def _group(fmt: QuantFormat) -> int:
-    """Elements of a row that share a scale; 0: all."""
-    return 0 if fmt.group[1] == WHOLE else fmt.group[1]
+        return PackedMatrix(weights[name], fmt.dtype, group_columns(fmt), fmt.scale_dtype, *parts)
 
 
 class Standard(Packed, plain.Standard):
@@ -95,7 +92,7 @@ class Standard(Packed, plain.Standard):
             problem.dtype == "bfloat16"
             # A zero point would cost a word and an instruction more for each group.
             and fmt.symmetric
-            and packed_format(fmt.dtype, _group(fmt), fmt.scale_dtype) is not None
+            and packed_format(fmt.dtype, group_columns(fmt), fmt.scale_dtype) is not None
             # Their loop takes two steps a turn.
             and min(problem.hidden_size, problem.intermediate_size) > MIN_DEPTH - WEIGHT_PAD
             # A row is weighted when routes are added up.
@@ -114,6 +111,7 @@ class Standard(Packed, plain.Standard):
             return HopperPacked(select_packed_config(rows_per_expert))
         way = super().select(call)
         if isinstance(way, ways.Sorted) and self._shares_launch(call, rows_per_expert):
+            assert isinstance(way.configs, GemmPair)
             return Flagged(way.configs)
         return way
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import math
 from typing import ClassVar
 
@@ -11,12 +10,10 @@ import torch
 from moereg.backends._loaded import Call
 from moereg.backends._triton import ways
 from moereg.backends._triton.recorded import Recorded
-from moereg.backends._triton.work import gate_up_epilogue
 from moereg.backends._triton.workspace import batch_plan_bytes, batched_rows_per_expert, route_plan_bytes
 from moereg.experts import Experts
 from moereg.kernels.gemm.rules import MIN_BLOCK_M
 from moereg.kernels.hopper import config as hopper
-from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.sizes import GUARD_ROWS, WEIGHT_PAD
 from moereg.layouts import aligned, interleave_gate_up, pad_columns, round_up
 from moereg.platforms import PlatformRule
@@ -44,33 +41,13 @@ class Interleaved(Recorded):
             [E, H, I_pad], and where there are biases `w13_bias` [E, 2 * I_pad] and `w2_bias` [E, H].
         """
         halves = self.problem.activation.num_halves
-        per_expert = {
-            "w13": interleave_and_pad(weights.w13, halves),
-            "w2": _pad_experts(weights.w2),
-        }
+        per_expert = {"w13": interleave_and_pad(weights.w13, halves), "w2": _pad_experts(weights.w2)}
         return PermutedWeights(self.layouts[0], {**per_expert, **permute_biases(weights, halves)})
 
-    def launch(self, call: Call) -> None:
+    def work(self, call: Call, overlap: bool) -> ways.PlainWork:
         w13, w2 = self.matrices(call.weights)
-        work = ways.PlainWork(
-            problem=self.problem,
-            call=call,
-            plan_bytes=self.plan_bytes(call.inputs.hidden_states.shape[-2]),
-            epilogue=gate_up_epilogue(self.problem, call.weights),
-            w2_bias=call.weights.get("w2_bias"),
-            overlap=can_overlap(call.out.device),
-            w13=w13,
-            w2=w2,
-        )
-        self.select(call).run(work)
-
-    @abc.abstractmethod
-    def plan_bytes(self, num_tokens: int) -> int:
-        """In front of the second workspace, for a call of that many tokens (max_T in the batched format)."""
-
-    @abc.abstractmethod
-    def select(self, call: Call) -> ways.PlainWay:
-        """The way that a call takes."""
+        plan_bytes = self.plan_bytes(call.inputs.hidden_states.shape[-2])
+        return ways.PlainWork(problem=self.problem, call=call, plan_bytes=plan_bytes, overlap=overlap, w13=w13, w2=w2)
 
     def matrices(self, weights: PermutedWeights) -> tuple[ways.Weights, ways.Weights]:
         """w13 and w2 as the kernels take them."""
@@ -89,10 +66,7 @@ class Standard(Interleaved):
         problem = self.problem
         rows = GUARD_ROWS + num_tokens * problem.top_k
         plan_numel = self.plan_bytes(num_tokens) // problem.torch_dtype.itemsize
-        return (
-            (rows, round_up(problem.intermediate_size, WEIGHT_PAD)),
-            (plan_numel + rows * problem.hidden_size,),
-        )
+        return ((rows, round_up(problem.intermediate_size, WEIGHT_PAD)), (plan_numel + rows * problem.hidden_size,))
 
     def plan_bytes(self, num_tokens: int) -> int:
         return route_plan_bytes(self.problem, num_tokens, MIN_BLOCK_M)
@@ -130,7 +104,7 @@ class Batched(Interleaved):
         rows_per_expert = batched_rows_per_expert(problem, hidden_states.shape[1])
         if self.fits_hopper(hidden_states, rows_per_expert):
             # Rows are boxes already, and none are copied.
-            return ways.HopperBatched(hopper.select_config(rows_per_expert, math.inf, problem.num_local_experts))
+            return ways.Hopper(hopper.select_config(rows_per_expert, math.inf, problem.num_local_experts))
         return ways.select_batched(problem, hidden_states, rows_per_expert, self.packed_bits)
 
 

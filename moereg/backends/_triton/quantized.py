@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import math
 from typing import ClassVar, Final
 
@@ -11,12 +10,12 @@ import torch
 from moereg.backends._loaded import Call
 from moereg.backends._triton import quantized_ways as ways
 from moereg.backends._triton.recorded import Recorded
-from moereg.backends._triton.work import gate_up_epilogue
 from moereg.backends._triton.workspace import (
     Piece,
     batch_plan_bytes,
     batched_rows_per_expert,
     bytes_of,
+    group_columns,
     intermediate_pieces,
     route_plan_bytes,
     row_pieces,
@@ -24,7 +23,6 @@ from moereg.backends._triton.workspace import (
 from moereg.experts import Experts
 from moereg.kernels.hopper.config import select_quantized_rule
 from moereg.kernels.launch import device as limits
-from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.quantized.config import MIN_BLOCK_M, select_quantized_config
 from moereg.kernels.quantized.operands import QuantizedMatrices, RowFormat
 from moereg.kernels.sizes import CODE_PAD, GUARD_ROWS
@@ -121,7 +119,7 @@ class MultipliedCodes(Recorded):
         fmt = self.weight_format
         q, scale = weights[name], weights[f"{name}_scale"]
         group_rows = q.shape[1] // scale.shape[1] if fmt.group[0] == WHOLE else fmt.group[0]
-        return QuantizedMatrices(q, scale, group_rows, _group_columns(fmt), weights.get(f"{name}_scale_2"))
+        return QuantizedMatrices(q, scale, group_rows, group_columns(fmt), weights.get(f"{name}_scale_2"))
 
     def run(self, call: Call) -> None:
         """See `Recorded.run`."""
@@ -133,29 +131,17 @@ class MultipliedCodes(Recorded):
             call = call._replace(weights=named)
         super().run(call)
 
-    def launch(self, call: Call) -> None:
-        weights = call.weights
-        work = ways.QuantizedWork(
+    def work(self, call: Call, overlap: bool) -> ways.QuantizedWork:
+        return ways.QuantizedWork(
             problem=self.problem,
             call=call,
             plan_bytes=self.plan_bytes(call.inputs.hidden_states.shape[-2]),
-            epilogue=gate_up_epilogue(self.problem, weights),
-            w2_bias=weights.get("w2_bias"),
-            overlap=can_overlap(call.out.device),
+            overlap=overlap,
             activation_format=self.activation_format,
             row_format=self.row_format,
-            w13=self.matrices(weights, "w13"),
-            w2=self.matrices(weights, "w2"),
+            w13=self.matrices(call.weights, "w13"),
+            w2=self.matrices(call.weights, "w2"),
         )
-        self.select(call).run(work)
-
-    @abc.abstractmethod
-    def plan_bytes(self, num_tokens: int) -> int:
-        """In front of the second workspace, for a call of that many tokens (max_T in the batched format)."""
-
-    @abc.abstractmethod
-    def select(self, call: Call) -> ways.QuantizedWay:
-        """The way that a call takes."""
 
 
 class Standard(MultipliedCodes):
@@ -241,13 +227,9 @@ def row_format(fmt: QuantFormat) -> RowFormat:
         dtype=fmt.storage_dtype,
         min_code=element.min_value,
         max_code=element.max_value,
-        group=_group_columns(fmt),
+        group=group_columns(fmt),
         e8m0=fmt.scale_dtype == _E8M0,
         spans_rows=fmt.group[0] == WHOLE and not fmt.static,
         static=fmt.static,
         global_scale=fmt.global_scale,
     )
-
-
-def _group_columns(fmt: QuantFormat) -> int:
-    return 0 if fmt.group[1] == WHOLE else fmt.group[1]

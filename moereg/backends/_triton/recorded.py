@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import abc
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from moereg.backends._loaded import Call, Implementation
+from moereg.backends._triton.work import Way
 from moereg.experts import Experts
+from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.launch.replay import LaunchRecording, recording
 
 # Triton compiles pointers that are multiples of this into wider loads, so recordings hold for such pointers only.
@@ -32,8 +34,20 @@ class Recorded(Implementation):
         self.recordings: dict[tuple[tuple[int, ...], int, int, int | None, int], LaunchRecording] = {}
 
     @abc.abstractmethod
+    def plan_bytes(self, num_tokens: int) -> int:
+        """In front of the second workspace, for a call of that many tokens (max_T in the batched format)."""
+
+    @abc.abstractmethod
+    def work(self, call: Call, overlap: bool) -> Any:
+        """The arguments of the way that a call takes."""
+
+    @abc.abstractmethod
+    def select(self, call: Call) -> Way[Any]:
+        """The way that a call takes."""
+
     def launch(self, call: Call) -> None:
         """`run` without a recording."""
+        self.select(call).run(self.work(call, can_overlap(call.out.device)))
 
     def run(self, call: Call) -> None:
         """A few launches; no allocation, no host synchronization."""

@@ -9,31 +9,33 @@
 | `Hopper` | more than 22 an expert on sm90 | a sort, warp-specialized tiles, and a reduction |
 | `packed_ways.HopperPacked` | more than 24 an expert on sm90, packed weights | as `Hopper` |
 | `packed_ways.Flagged` | 9 to 16 tokens on sm90, packed weights of 4 bits | as `Sorted`, both products in one |
-| `Batched`, `HopperBatched` | [E, max_T, H] | a plan of tiles over each expert's rows, then the products |
+| `Batched`, `Hopper` | [E, max_T, H] | a plan of tiles over each expert's rows, then the products |
 
-Sizes: T tokens, K choices of each, N = T * K routes, H hidden size, I_pad padded intermediate size.
+Sizes as in `work`, I_pad padded intermediate size.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 
 from moereg.backends._triton.work import Way, Work
-from moereg.backends._triton.workspace import Piece, cut
 from moereg.kernels.gemm import rules
-from moereg.kernels.gemm.config import GemmPair, GemvPair, GroupedGemmConfig, SinglePair
+from moereg.kernels.gemm.config import GemmPair, GemvPair, SinglePair
 from moereg.kernels.gemm.fit import CallShape, fit_pair
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.single import MAX_TOP_K, down_single
 from moereg.kernels.hopper import gemm as hopper
 from moereg.kernels.hopper.config import HopperConfigRule
+from moereg.kernels.hopper.packed_config import HopperPackedRule
 from moereg.kernels.launch import device as limits
 from moereg.kernels.packed.weights import PackedMatrix
+from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.copy import copy_rows
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import RoutePlan
@@ -50,10 +52,6 @@ MIN_HOPPER_ROWS: Final = 22
 On an H200 at 32 rows (gpt-oss-120b, 1,024 tokens) they lose 1 % where loads are even and win 4 % where they are uneven,
 59 % where all tokens choose the same experts.
 """
-
-
-# The second product waits for the first before it lets the reduction start, so that places are written by then.
-_EARLY_REDUCE: Final = ReduceConfig(early=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -101,11 +99,7 @@ def select_batched(
 
 
 def _fit(
-    configs: GemmPair,
-    problem: MoEProblem,
-    hidden_states: torch.Tensor,
-    rows_per_expert: float,
-    packed_bits: int | None,
+    configs: GemmPair, problem: MoEProblem, hidden_states: torch.Tensor, rows_per_expert: float, packed_bits: int | None
 ) -> GemmPair:
     depth = round_up(problem.intermediate_size, WEIGHT_PAD)
     shape = CallShape(
@@ -167,217 +161,105 @@ def fits_hopper(
 
 
 @dataclass(frozen=True, slots=True)
-class Gemv(PlainWay):
+class Tiles(PlainWay):
+    """A plan, both products over its tiles of rows, and the sum over each token's routes.
+
+    Attributes:
+        configs: of both products.
+        gate_up: the first product.
+        down: the second.
+        finishes: whether the second writes the result itself, and nothing is left to reduce.
+    """
+
+    configs: GemmPair | SinglePair | GemvPair
+    gate_up: ClassVar[Callable[..., None]] = staticmethod(gate_up_gemm)
+    down: ClassVar[Callable[..., None]] = staticmethod(down_gemm)
+    finishes: ClassVar[bool] = False
+
+    def plan(self, work: PlainWork) -> BlockMap | DirectRoutes:
+        """Whose rows the tiles are."""
+        assert not isinstance(self.configs, GemvPair)
+        return work.direct_routes(self.configs.gate_up.block_m)
+
+    def run(self, work: PlainWork) -> None:
+        configs, overlap = self.configs, work.overlap
+        plan = self.plan(work)
+        intermediate = work.intermediate()  # [N, I_pad] or [R, I_pad]
+        out = work.out if self.finishes else work.route_rows()  # [T, H], [R, H] or [N, H]
+        more: dict[str, Any] = {"top_k": work.top_k, "route_factors": work.input_weights, "overlap": overlap}
+        self.gate_up(intermediate, work.tokens, work.w13, plan, configs.gate_up, work.epilogue, **more)
+        more = {"bias": work.w2_bias, "topk_weights": work.output_weights, "overlap": overlap}
+        self.down(out, intermediate, work.w2, plan, configs.down, **more)
+        if not self.finishes:
+            work.reduce(out)
+
+
+class Gemv(Tiles):
     """One token: every route is a vector; routes are neither sorted nor stored."""
 
-    configs: GemvPair
+    gate_up = staticmethod(gate_up_gemv)
+    down = staticmethod(down_gemv)
+    finishes = True
 
-    def run(self, work: PlainWork) -> None:
-        call, inputs = work.call, work.call.inputs
-        on_input = work.problem.apply_router_weight_on_input
-        assert isinstance(work.w13, torch.Tensor) and isinstance(work.w2, torch.Tensor)
-        routes = work.direct_routes(block_m=1)
-        intermediate = call.workspace13[: work.num_routes]  # [K, I_pad]
-        gate_up_gemv(
-            intermediate,
-            inputs.hidden_states,
-            work.w13,
-            routes,
-            self.configs.gate_up,
-            work.epilogue,
-            topk_weights=inputs.topk_weights,
-            apply_router_weight_on_input=on_input,
-            overlap=work.overlap,
-        )
-        down_gemv(
-            call.out,
-            intermediate,
-            work.w2,
-            routes,
-            self.configs.down,
-            bias=work.w2_bias,
-            topk_weights=inputs.topk_weights,
-            apply_router_weight_on_input=on_input,
-            overlap=work.overlap,
-        )
+    def plan(self, work: PlainWork) -> DirectRoutes:
+        return work.direct_routes(block_m=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Single(PlainWay):
+class Single(Tiles):
     """One token, packed weights: the second product adds up the routes itself."""
 
-    configs: SinglePair
-
-    def run(self, work: PlainWork) -> None:
-        call, inputs = work.call, work.call.inputs
-        assert isinstance(work.w2, PackedMatrix)
-        routes = work.direct_routes(self.configs.gate_up.block_m)
-        intermediate = call.workspace13[: work.num_routes]  # [K, I_pad]
-        _gate_up(work, intermediate, routes, self.configs.gate_up)
-        down_single(
-            call.out,
-            intermediate,
-            work.w2,
-            routes,
-            self.configs.down,
-            bias=work.w2_bias,
-            topk_weights=inputs.topk_weights,
-            apply_router_weight_on_input=work.problem.apply_router_weight_on_input,
-            overlap=work.overlap,
-        )
+    down = staticmethod(down_single)
+    finishes = True
 
 
-@dataclass(frozen=True, slots=True)
-class Direct(PlainWay):
+class Direct(Tiles):
     """Few tokens: row t of every tile is token t, and nothing is sorted."""
 
-    configs: GemmPair
 
-    def run(self, work: PlainWork) -> None:
-        _run_tiles(work, work.direct_routes(self.configs.gate_up.block_m), self.configs)
-
-
-@dataclass(frozen=True, slots=True)
-class Sorted(PlainWay):
+class Sorted(Tiles):
     """Routes are sorted by expert, and tiles lie over the sorted routes."""
 
-    configs: GemmPair
-
-    def run(self, work: PlainWork) -> None:
-        plan = work.sort_routes(self.configs.gate_up.block_m, tall=self.configs.tall)
-        _run_tiles(work, plan, self.configs)
+    def plan(self, work: PlainWork) -> BlockMap:
+        assert isinstance(self.configs, GemmPair)
+        return work.plan(self.configs.gate_up.block_m, tall=self.configs.tall)
 
 
-def _run_tiles(work: PlainWork, plan: RoutePlan | DirectRoutes, configs: GemmPair) -> None:
-    """Both products over tiles of rows, then the sum over each token's routes."""
-    intermediate = work.call.workspace13[: work.num_routes]  # [N, I_pad]
-    # Rows in the dtype of the activations: fp32 would double the layer's largest buffer and its traffic to save a
-    # rounding that the output makes anyway.
-    out = work.call.out
-    (route_rows,) = cut(work.behind_plan, Piece((work.num_routes, out.shape[1]), out.dtype))  # [N, H]
-    _gate_up(work, intermediate, plan, configs.gate_up)
-    down_gemm(
-        route_rows,
-        intermediate,
-        work.w2,
-        plan,
-        configs.down,
-        bias=work.w2_bias,
-        topk_weights=work.call.inputs.topk_weights,
-        apply_router_weight_on_input=work.problem.apply_router_weight_on_input,
-        overlap=work.overlap,
-    )
-    work.reduce(route_rows)
+class Batched(Sorted):
+    """Rows lie by expert already: tiles over those that count."""
 
-
-def _gate_up(work: PlainWork, out: torch.Tensor, plan: RoutePlan | DirectRoutes, config: GroupedGemmConfig) -> None:
-    """The first product of the tokens' routes."""
-    inputs = work.call.inputs
-    gate_up_gemm(
-        out,
-        inputs.hidden_states,
-        work.w13,
-        plan,
-        config,
-        work.epilogue,
-        top_k=work.problem.top_k,
-        topk_weights=inputs.topk_weights,
-        apply_router_weight_on_input=work.problem.apply_router_weight_on_input,
-        overlap=work.overlap,
-    )
+    finishes = True
 
 
 @dataclass(frozen=True, slots=True)
 class Hopper(PlainWay):
-    """Routes are sorted, and persistent warp-specialized programs take tiles of them; both buffers have a guard."""
+    """Routes are sorted, and persistent warp-specialized programs take tiles of them; both buffers have a guard.
 
-    config: HopperConfigRule
+    In the batched format tiles lie over the rows that count, which stay where they are.
+    """
 
-    def run(self, work: PlainWork) -> None:
-        call, inputs, config = work.call, work.call.inputs, self.config
-        assert isinstance(work.w13, torch.Tensor) and isinstance(work.w2, torch.Tensor)
-        plan = work.sort_routes(config.gate_up.block_m, config.gate_up.slack, heavy_first=config.heavy_first)
-        intermediate = call.workspace13[: GUARD_ROWS + work.num_routes]  # [guard + N, I_pad]
-        shape = (GUARD_ROWS + work.num_routes, call.out.shape[1])
-        (sorted_rows,) = cut(work.behind_plan, Piece(shape, call.out.dtype))  # [guard + N, H]
-        rows: torch.Tensor = inputs.hidden_states
-        if config.copies_rows:
-            # The second GEMM's output is not written yet.
-            rows = sorted_rows[GUARD_ROWS:]
-            copy_rows(rows, inputs.hidden_states, plan.route_row, overlap=work.overlap)
-        hopper.gate_up_gemm(
-            intermediate,
-            rows,
-            work.w13,
-            plan,
-            config.gate_up,
-            work.epilogue,
-            top_k=None if config.copies_rows else work.problem.top_k,
-            overlap=work.overlap,
-        )
-        hopper.down_gemm(sorted_rows, intermediate, work.w2, plan, config.down, bias=work.w2_bias, overlap=work.overlap)
-        reduce_sorted_rows(
-            call.out,
-            sorted_rows[GUARD_ROWS:],
-            plan.route_row,
-            inputs.topk_weights,
-            _EARLY_REDUCE,
-            overlap=work.overlap,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Batched(PlainWay):
-    """Rows lie by expert already: tiles over those that count."""
-
-    configs: GemmPair
+    config: HopperConfigRule | HopperPackedRule
+    gate_up: ClassVar[Callable[..., None]] = staticmethod(hopper.gate_up_gemm)
+    down: ClassVar[Callable[..., None]] = staticmethod(hopper.down_gemm)
+    # The second product waits for the first before it lets the reduction start, so that places are written by then.
+    reduction: ClassVar[ReduceConfig] = ReduceConfig(early=True)
 
     def run(self, work: PlainWork) -> None:
-        call, configs = work.call, self.configs
-        num_rows = call.out.shape[0] * call.out.shape[1]
-        plan = work.plan_batches(configs.gate_up.block_m, tall=configs.tall)
-        intermediate = call.workspace13.view(num_rows, -1)  # [E * max_T, I_pad]
-        gate_up_gemm(
-            intermediate,
-            call.inputs.hidden_states.view(num_rows, -1),
-            work.w13,
-            plan,
-            configs.gate_up,
-            work.epilogue,
-            top_k=1,
-            overlap=work.overlap,
-        )
-        down_gemm(
-            call.out.view(num_rows, -1),
-            intermediate,
-            work.w2,
-            plan,
-            configs.down,
-            bias=work.w2_bias,
-            overlap=work.overlap,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class HopperBatched(PlainWay):
-    """As `Batched`, with persistent warp-specialized programs."""
-
-    config: HopperConfigRule
-
-    def run(self, work: PlainWork) -> None:
-        call, config = work.call, self.config
-        assert isinstance(work.w13, torch.Tensor) and isinstance(work.w2, torch.Tensor)
-        plan = work.plan_batches(config.gate_up.block_m, config.gate_up.slack, heavy_first=config.heavy_first)
-        hopper.gate_up_gemm(
-            call.workspace13,
-            call.inputs.hidden_states.view(-1, work.problem.hidden_size),
-            work.w13,
-            plan,
-            config.gate_up,
-            work.epilogue,
-            top_k=None,
-            overlap=work.overlap,
-        )
-        hopper.down_gemm(
-            call.out, call.workspace13, work.w2, plan, config.down, bias=work.w2_bias, overlap=work.overlap
-        )
+        call, config, overlap = work.call, self.config, work.overlap
+        tiles = {"slack": config.gate_up.slack, "heavy_first": config.heavy_first}
+        rows, top_k = work.tokens, None if config.copies_rows else work.problem.top_k
+        plan: BlockMap
+        if work.is_batched:
+            plan = work.plan(config.gate_up.block_m, **tiles)
+            intermediate, out, top_k = call.workspace13, call.out, None  # [E, max_T, ...]
+        else:
+            plan = work.sort_routes(config.gate_up.block_m, **tiles)
+            intermediate, out = work.intermediate(GUARD_ROWS), work.route_rows(GUARD_ROWS)  # [guard + N, ...]
+            if config.copies_rows:
+                # The second GEMM's output is not written yet.
+                rows = out[GUARD_ROWS:]
+                copy_rows(rows, work.tokens, plan.route_row, overlap=overlap)
+        self.gate_up(intermediate, rows, work.w13, plan, config.gate_up, work.epilogue, top_k=top_k, overlap=overlap)
+        self.down(out, intermediate, work.w2, plan, config.down, bias=work.w2_bias, overlap=overlap)
+        if isinstance(plan, RoutePlan):
+            weights = call.inputs.topk_weights
+            reduce_sorted_rows(call.out, out[GUARD_ROWS:], plan.route_row, weights, self.reduction, overlap=overlap)

@@ -1,17 +1,18 @@
 """The arguments of a way through a layer, for any kind of weights, and what a way is.
 
-Sizes: T tokens, K choices of each, N = T * K routes, H hidden size.
+Sizes: T tokens, K choices of each, N = T * K routes, H hidden size, R rows of the batched format, E * max_T.
 """
 
 from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from moereg.backends._loaded import Call
+from moereg.backends._triton.workspace import Piece, cut
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.rows.block_map import BlockMap, plan_batches
 from moereg.kernels.rows.direct import DirectRoutes
@@ -30,77 +31,100 @@ class Work:
         problem: the layer.
         call: tensors and workspaces.
         plan_bytes: in front of the second workspace, where the plan of the call's rows lies.
-        epilogue: of the first product.
-        w2_bias: [E, H], or None.
         overlap: whether a launch may start before the one in front of it has ended.
     """
 
     problem: MoEProblem
     call: Call
     plan_bytes: int
-    epilogue: GateUpEpilogue
-    w2_bias: torch.Tensor | None
     overlap: bool
 
     @property
-    def num_routes(self) -> int:
-        """N."""
-        return self.call.inputs.topk_ids.numel()
+    def is_batched(self) -> bool:
+        """Whether rows lie by expert already, [E, max_T, H]."""
+        return self.call.inputs.expert_num_tokens is not None
+
+    @property
+    def num_rows(self) -> int:
+        """N, or R in the batched format."""
+        return len(self.tokens) if self.is_batched else self.call.inputs.topk_ids.numel()
+
+    @property
+    def top_k(self) -> int:
+        """Rows of the first product that a token has: K, or 1 in the batched format."""
+        return 1 if self.is_batched else self.problem.top_k
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """[T, H], or [R, H]."""
+        return _rows(self.call.inputs.hidden_states)
+
+    @property
+    def out(self) -> torch.Tensor:
+        """The result, [T, H] or [R, H]."""
+        return _rows(self.call.out)
+
+    @property
+    def epilogue(self) -> GateUpEpilogue:
+        """Of the first product."""
+        return gate_up_epilogue(self.problem, self.call.weights)
+
+    @property
+    def w2_bias(self) -> torch.Tensor | None:
+        """[E, H], or None."""
+        return self.call.weights.get("w2_bias")
+
+    @property
+    def input_weights(self) -> torch.Tensor | None:
+        """The router's weights, [T, K], where they multiply the first product; else None."""
+        on_input = self.problem.apply_router_weight_on_input and not self.is_batched
+        return self.call.inputs.topk_weights if on_input else None
+
+    @property
+    def output_weights(self) -> torch.Tensor | None:
+        """The router's weights where they multiply the second product; else None."""
+        elsewhere = self.problem.apply_router_weight_on_input or self.is_batched
+        return None if elsewhere else self.call.inputs.topk_weights
 
     @property
     def behind_plan(self) -> torch.Tensor:
         """The second workspace behind the plan, as bytes."""
         return self.call.workspace2.view(torch.uint8)[self.plan_bytes :]
 
-    @property
-    def _plan_words(self) -> torch.Tensor:
-        return self.call.workspace2.view(torch.uint8)[: self.plan_bytes].view(torch.int32)
+    def intermediate(self, guard: int = 0) -> torch.Tensor:
+        """The front of the first workspace, [guard + N, I_pad] or [R, I_pad]."""
+        return _rows(self.call.workspace13)[: guard + self.num_rows]
+
+    def route_rows(self, guard: int = 0) -> torch.Tensor:
+        """Rows [guard + N, H] to be reduced, in the dtype of the activations.
+
+        fp32 would double the layer's largest buffer and its traffic to save a rounding that the output makes anyway.
+        """
+        shape = (guard + self.num_rows, self.call.out.shape[-1])
+        return cut(self.behind_plan, Piece(shape, self.call.out.dtype))[0]
 
     def direct_routes(self, block_m: int) -> DirectRoutes:
         """The routes of few tokens as they come."""
         inputs = self.call.inputs
         return DirectRoutes(inputs.topk_ids, inputs.expert_map, self.problem.num_experts, block_m)
 
-    def sort_routes(
-        self,
-        block_m: int,
-        slack: int = 0,
-        tall: int = 0,
-        *,
-        heavy_first: int = False,
-        flags: torch.Tensor | None = None,
-    ) -> RoutePlan:
-        """Sorts the routes by expert."""
-        problem, inputs = self.problem, self.call.inputs
-        return sort_routes(
-            inputs.topk_ids,
-            inputs.expert_map,
-            problem.num_experts,
-            problem.num_local_experts,
-            block_m,
-            self._plan_words,
-            slack=slack,
-            overlap=self.overlap,
-            tall=tall,
-            heavy_first=heavy_first,
-            flags=flags,
-        )
+    def sort_routes(self, block_m: int, **tiles: Any) -> RoutePlan:
+        """Sorts the routes by expert; `tiles` as in `kernels.rows.sort.sort_routes`: slack, tall and so on."""
+        inputs, counts = self.call.inputs, (self.problem.num_experts, self.problem.num_local_experts)
+        given = inputs.topk_ids, inputs.expert_map, *counts, block_m, self._plan_words
+        return sort_routes(*given, overlap=self.overlap, **tiles)
 
-    def plan_batches(self, block_m: int, slack: int = 0, tall: int = 0, *, heavy_first: int = False) -> BlockMap:
-        """Lays tiles over the rows that count in the batched format."""
-        inputs = self.call.inputs
-        assert inputs.expert_num_tokens is not None
-        max_tokens = inputs.hidden_states.shape[1]
-        return plan_batches(
-            inputs.expert_num_tokens,
-            max_tokens,
-            block_m,
-            self._plan_words,
-            slack=slack,
-            overlap=self.overlap,
-            tall=tall,
-            heavy_first=heavy_first,
-        )
+    def plan(self, block_m: int, **tiles: Any) -> BlockMap:
+        """Lays tiles over sorted routes, or over the rows that count in the batched format."""
+        counts = self.call.inputs.expert_num_tokens
+        if counts is None:
+            return self.sort_routes(block_m, **tiles)
+        max_tokens = self.call.inputs.hidden_states.shape[1]
+        return plan_batches(counts, max_tokens, block_m, self._plan_words, overlap=self.overlap, **tiles)
+
+    @property
+    def _plan_words(self) -> torch.Tensor:
+        return self.call.workspace2.view(torch.uint8)[: self.plan_bytes].view(torch.int32)
 
     def reduce(self, route_rows: torch.Tensor) -> None:
         """Adds up each token's rows, [N, H], which are weighted already."""
@@ -114,6 +138,11 @@ class Work:
             num_local_experts=self.problem.num_local_experts,
             overlap=self.overlap,
         )
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[R, columns] of a tensor of two or three dimensions."""
+    return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[2])
 
 
 def gate_up_epilogue(problem: MoEProblem, weights: PermutedWeights) -> GateUpEpilogue:

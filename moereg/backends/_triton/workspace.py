@@ -79,6 +79,11 @@ def intermediate_pieces(problem: MoEProblem, fmt: QuantFormat, rows: int) -> tup
     return (plain, Piece((AMAX_PROGRAMS,), torch.int32), *row_pieces(fmt, rows, size))
 
 
+def group_columns(fmt: QuantFormat) -> int:
+    """Elements of a row that share a scale; 0: all."""
+    return 0 if fmt.group[1] == WHOLE else fmt.group[1]
+
+
 def by_group(scales: torch.Tensor) -> torch.Tensor:
     """Column-major view: a group's scales are contiguous."""
     return scales.view(scales.shape[1], scales.shape[0]).T if scales.shape[1] > 1 else scales

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -54,15 +53,3 @@ def activate(x, ACTIVATION: tl.constexpr):
         # Written so that NaN stays NaN.
         x = tl.where(x < 0.0, 0.0, x)
         return x * x
-
-
-def activate_reference(x: torch.Tensor, activation: str, alpha: float) -> torch.Tensor:
-    """The function of a gate, or of x where there is none, in torch."""
-    if activation in ("silu", "swigluoai"):
-        return x * torch.sigmoid(alpha * x)
-    if activation == "gelu":
-        return torch.nn.functional.gelu(x)
-    if activation == "gelu_tanh":
-        return torch.nn.functional.gelu(x, approximate="tanh")
-    assert activation == "relu2", activation
-    return torch.relu(x).square()

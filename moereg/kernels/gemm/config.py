@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Final
@@ -142,29 +143,25 @@ def read_rules(table: str) -> tuple[ConfigRule, ...]:
     either one's. Columns are fields of `ConfigRule` and of `GroupedGemmConfig` or `GemvConfig`, in short.
     """
     lines = [line for line in table.splitlines() if line.strip() and not line.strip().startswith("#")]
-    header, *rows = ([part.split() for part in line.split("|")] for line in lines)
+    header, *rows = ([[_value(word) for word in part.split()] for part in line.split("|")] for line in lines)
     return tuple(_read_rule(header, row) for row in rows)
 
 
-def _read_rule(header: list[list[str]], row: list[list[str]]) -> ConfigRule:
+def _value(word: str) -> Any:
+    return _WORDS.get(word, int(word) if word.isdigit() else word)
+
+
+def _read_rule(header: list[list[str]], row: list[list[Any]]) -> ConfigRule:
     limits, *tiles = (
         dict(zip(names, values, strict=True)) if values else {} for names, values in zip(header, row, strict=True)
     )
     way = limits.pop("way")
     kind = GemvConfig if way == "gemv" else GroupedGemmConfig
-    common, *own = ({_TILE_COLUMNS[name]: _number(word) for name, word in tile.items()} for tile in tiles)
-    pair: Any = [kind(**common, **each) for each in own]
-    configs: GemvPair | SinglePair | GemmPair
-    if way in ("direct", "sorted"):
-        gate_up, down = pair
-        configs = GemmPair(gate_up, down, sort_routes=way == "sorted")
-    else:
-        configs = {"gemv": GemvPair, "single": SinglePair}[way](*pair)
-    return ConfigRule(**{_RULE_COLUMNS[name]: _number(word) for name, word in limits.items()}, configs=configs)
-
-
-def _number(word: str) -> Any:
-    return _WORDS[word] if word in _WORDS else int(word)
+    common, *own = ({_TILE_COLUMNS[name]: value for name, value in tile.items()} for tile in tiles)
+    gate_up, down = (kind(**common, **each) for each in own)
+    pairs: dict[str, Any] = {"gemv": GemvPair, "single": SinglePair}
+    make = pairs.get(way, functools.partial(GemmPair, sort_routes=way == "sorted"))
+    return ConfigRule(**{_RULE_COLUMNS[name]: limit for name, limit in limits.items()}, configs=make(gate_up, down))
 
 
 def fit_pipeline(config: GroupedGemmConfig, stage_bytes: int, shared_bytes: int | None) -> GroupedGemmConfig:

@@ -25,12 +25,12 @@ from moereg.kernels.gemm.down import Down, down_tile
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.gate_up import GateUp, gate_up_tile
 from moereg.kernels.gemm.loop import tile_shape
-from moereg.kernels.gemm.operand import Matrices, operand_of
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.gemm.operand import Strides, operand_of
+from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.rows.plan import RoutePlan
-from moereg.kernels.rows.tiles import RowArguments, claim_tile_of
+from moereg.kernels.rows.tiles import PlanArguments, RouteArguments, claim_tile
 from moereg.kernels.sizes import FLAG_WORDS
 
 _FLAG_WORDS = tl.constexpr(FLAG_WORDS)
@@ -45,10 +45,14 @@ def _has_prefetch():
 
 
 @triton.jit
-def _prefetch_weights(matrices, expert, column_tile, TILE: tl.constexpr):
-    """Asks the L2 for the first 4-bit weights of a tile of columns of `Matrices`; does nothing but on Hopper and later.
+def _prefetch_weights(weights, stride_expert, depth, num_columns, expert, column_tile, TILE: tl.constexpr):
+    """Asks the L2 for the first 4-bit weights of a tile of columns; does nothing but on Hopper and later.
 
     Args:
+        weights: words of all experts.
+        stride_expert: from one expert's words to the next.
+        depth: elements of a row of weights.
+        num_columns: rows of weights.
         expert: local expert, int64.
         column_tile: number of the tile.
     """
@@ -56,14 +60,14 @@ def _prefetch_weights(matrices, expert, column_tile, TILE: tl.constexpr):
         # 256 bytes are 8 rows of a block.
         PARTS: tl.constexpr = TILE.block_n // 8
         chunks = tl.arange(0, _PREFETCHED_BLOCKS * PARTS)
-        block = tl.minimum(chunks // PARTS, matrices.depth // 64 - 1)
+        block = tl.minimum(chunks // PARTS, depth // 64 - 1)
         # The last tile may reach past the matrix.
-        column = tl.minimum(column_tile * TILE.block_n + chunks % PARTS * 8, tl.maximum(matrices.num_columns - 8, 0))
-        words = (block * matrices.num_columns + column) * 8
+        column = tl.minimum(column_tile * TILE.block_n + chunks % PARTS * 8, tl.maximum(num_columns - 8, 0))
+        words = (block * num_columns + column) * 8
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0;",
             "=r,l",
-            [matrices.weights + expert * matrices.stride_expert + words],
+            [weights + expert * stride_expert + words],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -88,24 +92,14 @@ def _both_kernel(
     out,
     intermediate,
     hidden_states,
-    w13,
-    w13_group_scale,
-    w13_zero_point,
-    w13_row_scale,
+    w13,  # Matrices
     w13_bias,
-    w2,
-    w2_group_scale,
-    w2_zero_point,
-    w2_row_scale,
+    w2,  # Matrices
     w2_bias,
     route_factors,
     topk_weights,
     sorted_routes,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
-    flags,
+    tiles,  # Tiles
     hidden_size,
     w13_depth,
     w13_columns,
@@ -114,15 +108,9 @@ def _both_kernel(
     stride_hidden,
     stride_intermediate,
     stride_out,
-    w13_stride_expert,
-    w13_stride_column,  # Weights that are not packed.
-    w13_stride_scale,
-    w13_stride_zero_point,
+    w13_strides,  # MatrixStrides
     w13_stride_bias,
-    w2_stride_expert,
-    w2_stride_column,
-    w2_stride_scale,
-    w2_stride_zero_point,
+    w2_strides,  # MatrixStrides
     w2_stride_bias,
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,  # ActivationConstant
@@ -132,76 +120,49 @@ def _both_kernel(
     DOWN_TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    rows = RowArguments(None, None, 0, 0, 0, sorted_routes, block_expert, block_row, block_end, num_blocks)
+    direct = RouteArguments(None, None)
+    plan = PlanArguments(0, 0, sorted_routes, tiles.block_expert, tiles.block_row, tiles.block_end, tiles.num_blocks)
     number = tl.program_id(0)
     up_tiles = tl.cdiv(w13_columns, UP_TILE.block_n)
     down_tiles = tl.cdiv(w2_columns, DOWN_TILE.block_n)
     # The plan is there then, and with it the flags' zeros, to which nothing may be added before.
     wait_for_previous(OVERLAP)
-    used_blocks = tl.load(num_blocks)
+    used_blocks = tl.load(plan.num_blocks)
     if number < used_blocks * up_tiles:
-        up = claim_tile_of(rows, number, 0, used_blocks, up_tiles, True, False, TOP_K, 1, UP_TILE)
-        matrices = Matrices(
-            w13,
-            w13_group_scale,
-            w13_zero_point,
-            w13_row_scale,
+        up = claim_tile(direct, 0, plan, used_blocks, up_tiles, True, False, TOP_K, 1, UP_TILE, number)
+        first = GateUp(intermediate, hidden_states, w13, w13_bias, route_factors)
+        strides = Strides(stride_hidden, w13_strides, w13_stride_bias, stride_intermediate)
+        gate_up_tile(
+            up,
+            first,
+            hidden_size,
             w13_depth,
             w13_columns,
-            w13_stride_expert,
-            w13_stride_column,
-            w13_stride_scale,
-            w13_stride_zero_point,
+            strides,
+            True,
+            TOP_K,
+            ACTIVATION,
+            UP_FORMAT,
+            UP_TILE,
+            OVERLAP,
         )
-        first = GateUp(
-            intermediate,
-            hidden_states,
-            w13_bias,
-            route_factors,
-            matrices,
-            hidden_size,
-            stride_hidden,
-            w13_stride_bias,
-            stride_intermediate,
-        )
-        gate_up_tile(up, first, True, TOP_K, ACTIVATION, UP_FORMAT, UP_TILE, OVERLAP)
-        _raise_flag(flags + number // up_tiles * _FLAG_WORDS)
+        _raise_flag(tiles.flags + number // up_tiles * _FLAG_WORDS)
     elif number < used_blocks * (up_tiles + down_tiles):
         release_next(OVERLAP)
         number -= used_blocks * up_tiles
-        down = claim_tile_of(rows, number, 0, used_blocks, down_tiles, True, False, TOP_K, 1, DOWN_TILE)
-        matrices = Matrices(
-            w2,
-            w2_group_scale,
-            w2_zero_point,
-            w2_row_scale,
-            w2_depth,
-            w2_columns,
-            w2_stride_expert,
-            w2_stride_column,
-            w2_stride_scale,
-            w2_stride_zero_point,
-        )
-        flag = flags + number // down_tiles * _FLAG_WORDS
+        down = claim_tile(direct, 0, plan, used_blocks, down_tiles, True, False, TOP_K, 1, DOWN_TILE, number)
+        flag = tiles.flags + number // down_tiles * _FLAG_WORDS
         count = _flag_value(flag)
         if count < up_tiles:
-            _prefetch_weights(matrices, down.expert.to(tl.int64), down.column_tile, DOWN_TILE)
+            expert = down.expert.to(tl.int64)
+            _prefetch_weights(w2.weights, w2_strides.expert, w2_depth, w2_columns, expert, down.column_tile, DOWN_TILE)
         while count < up_tiles:
             count = _flag_value(flag)
         # One thread saw it.
         tl.debug_barrier()
-        second = Down(
-            out,
-            intermediate,
-            w2_bias,
-            topk_weights,
-            None,
-            matrices,
-            stride_intermediate,
-            w2_stride_bias,
-            stride_out,
-        )
-        down_tile(down, second, DOWN_FORMAT, DOWN_TILE)
+        second = Down(out, intermediate, w2, w2_bias, topk_weights, None)
+        strides = Strides(stride_intermediate, w2_strides, w2_stride_bias, stride_out)
+        down_tile(down, second, w2_depth, w2_columns, strides, DOWN_FORMAT, DOWN_TILE)
 
 
 def both_gemms(
@@ -216,8 +177,8 @@ def both_gemms(
     *,
     top_k: int,
     bias: torch.Tensor | None = None,
+    route_factors: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
     overlap: bool = False,
 ) -> None:
     """`grouped.gate_up_gemm` and then `grouped.down_gemm`.
@@ -234,61 +195,53 @@ def both_gemms(
         epilogue: of the first product.
         top_k: K.
         bias: of the second product, [E, H] or None.
-        topk_weights: [T, K] fp32 contiguous, or None.
-        apply_router_weight_on_input: whether they multiply the first product.
+        route_factors: of the first product.
+        topk_weights: of the second.
         overlap: as of both products.
     """
     gate_up, down = configs.gate_up, configs.down
-    first, second = operand_of(w13, gate_up), operand_of(w2, down)
+    up, last = operand_of(w13, gate_up), operand_of(w2, down)
     assert w13.words.shape[3] == w2.words.shape[3] == 8, "weights of 4 bits"
     assert gate_up.num_warps == down.num_warps and gate_up.tall is None and down.tall is None
     assert gate_up.group_m == down.group_m == 1 and gate_up.block_m == down.block_m == plan.block_m and not plan.tall
     assert plan.flags is not None
     assert hidden_states.stride(1) == intermediate.stride(1) == out.stride(1) == 1
-    hidden_size, depth = hidden_states.shape[1], second.depth
-    assert hidden_size <= first.depth and intermediate.shape[1] == depth
-    num_tiles = sum(triton.cdiv(o.num_columns, c.block_n) for o, c in ((first, gate_up), (second, down)))
+    hidden_size, depth = hidden_states.shape[1], last.depth
+    assert hidden_size <= up.depth and intermediate.shape[1] == depth
+    up_shape, down_shape = (
+        tile_shape(c, o.num_columns, size, o.depth, c.block_k * c.slices, c.mask_rows)
+        for c, o, size in ((gate_up, up, hidden_size), (down, last, depth))
+    )
+    num_tiles = sum(triton.cdiv(o.num_columns, c.block_n) for o, c in ((up, gate_up), (last, down)))
     launch(
         _both_kernel,
         (plan.max_blocks * num_tiles,),
         out,
         intermediate,
         hidden_states,
-        *first.tensors,
+        up.matrices,
         epilogue.bias,
-        *second.tensors,
+        last.matrices,
         bias,
-        topk_weights if apply_router_weight_on_input else None,
-        None if apply_router_weight_on_input else topk_weights,
+        route_factors,
+        topk_weights,
         plan.sorted_routes,
-        plan.block_expert,
-        plan.block_row,
-        plan.block_end,
-        plan.num_blocks,
-        plan.flags,
+        plan.tiles,
         hidden_size,
-        first.depth,
-        first.num_columns,
-        depth,
-        second.num_columns,
-        hidden_states.stride(0),
-        intermediate.stride(0),
-        out.stride(0),
-        *first.strides,
+        *(up.depth, up.num_columns, depth, last.num_columns),
+        *(rows.stride(0) for rows in (hidden_states, intermediate, out)),
+        up.strides,
         0 if epilogue.bias is None else epilogue.bias.stride(0),
-        *second.strides,
+        last.strides,
         0 if bias is None else bias.stride(0),
         TOP_K=top_k,
         ACTIVATION=epilogue.constant,
-        UP_FORMAT=first.format,
-        UP_TILE=tile_shape(
-            gate_up, first.num_columns, hidden_size, first.depth, gate_up.block_k * gate_up.slices, gate_up.mask_rows
-        ),
-        DOWN_FORMAT=second.format,
-        DOWN_TILE=tile_shape(down, second.num_columns, depth, depth, down.block_k * down.slices, down.mask_rows),
-        OVERLAP=overlap,
+        UP_FORMAT=up.format,
+        UP_TILE=up_shape,
+        DOWN_FORMAT=last.format,
+        DOWN_TILE=down_shape,
         num_warps=gate_up.num_warps,
         # Of loops that say nothing else; those of packed weights do.
         num_stages=gate_up.num_stages,
-        **overlap_options(overlap),
+        **overlapping(overlap),
     )

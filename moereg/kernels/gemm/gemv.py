@@ -16,7 +16,7 @@ from moereg.kernels.gemm.activation import activate_pairs
 from moereg.kernels.gemm.config import GemvConfig
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.loop import reaches_past
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.direct import DirectRoutes, load_local_expert
 
@@ -153,8 +153,8 @@ def gate_up_gemv(
     config: GemvConfig,
     epilogue: GateUpEpilogue,
     *,
-    topk_weights: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
+    top_k: int,
+    route_factors: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
     """Writes `act(hidden_states[token] @ w13[expert].T + bias)` for every route with a local expert.
@@ -166,8 +166,8 @@ def gate_up_gemv(
         routes: of any number of tokens, whatever its `block_m`.
         config: launch configuration.
         epilogue: bias and activation.
-        topk_weights: [T, K] fp32 contiguous, or None for no weight.
-        apply_router_weight_on_input: whether `topk_weights` multiply this product, before the bias, and not the second.
+        top_k: K.
+        route_factors: as for `gate_up_gemm`.
         overlap: whether the next kernel was launched to start early.
     """
     topk_ids, bias = routes.topk_ids, epilogue.bias
@@ -182,7 +182,7 @@ def gate_up_gemv(
         hidden_states,
         w13,
         bias,
-        topk_weights if apply_router_weight_on_input else None,
+        route_factors,
         topk_ids,
         routes.expert_map,
         routes.num_experts,
@@ -195,7 +195,7 @@ def gate_up_gemv(
         w13.stride(1),
         0 if bias is None else bias.stride(0),
         out.stride(0),
-        TOP_K=topk_ids.shape[1],
+        TOP_K=top_k,
         ACTIVATION=epilogue.constant,
         MASK_K=reaches_past(hidden_size, hidden_size, config.block_k),
         BLOCK_N=config.block_n,
@@ -215,7 +215,6 @@ def down_gemv(
     *,
     bias: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
     overlap: bool = False,
 ) -> None:
     """Writes the sum over a token's routes of `(intermediate[route] @ w2[expert].T + bias) * topk_weight`.
@@ -228,7 +227,6 @@ def down_gemv(
         config: launch configuration.
         bias: [E, H], any float dtype, or None.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
-        apply_router_weight_on_input: whether `topk_weights` multiplied the first product, and do not count here.
         overlap: whether to start while `gate_up_gemv` with `overlap`, launched just before, still runs.
     """
     topk_ids = routes.topk_ids
@@ -243,7 +241,7 @@ def down_gemv(
         intermediate,
         w2,
         bias,
-        None if apply_router_weight_on_input else topk_weights,
+        topk_weights,
         topk_ids,
         routes.expert_map,
         routes.num_experts,
@@ -261,7 +259,6 @@ def down_gemv(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         NUM_STAGES=config.num_stages,
-        OVERLAP=overlap,
         num_warps=config.num_warps,
-        **overlap_options(overlap),
+        **overlapping(overlap),
     )

@@ -7,16 +7,18 @@ which is the batched format; or, of a few tokens, unsorted from `DirectRoutes`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
 from moereg.kernels.gemm.config import GroupedGemmConfig
-from moereg.kernels.gemm.down import _down_kernel
+from moereg.kernels.gemm.down import Down, _down_kernel
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.gemm.gate_up import _gate_up_kernel
+from moereg.kernels.gemm.gate_up import GateUp, _gate_up_kernel
 from moereg.kernels.gemm.loop import TileShape, tile_shape
-from moereg.kernels.gemm.operand import WeightOperand, operand_of
-from moereg.kernels.launch.overlap import overlap_options
+from moereg.kernels.gemm.operand import Strides, WeightOperand, operand_of
+from moereg.kernels.launch.overlap import overlapping
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.rows.block_map import BlockMap
@@ -65,8 +67,6 @@ def gate_up_gemm(
     epilogue: GateUpEpilogue,
     *,
     top_k: int,
-    topk_weights: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
     route_factors: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
@@ -86,50 +86,28 @@ def gate_up_gemm(
         config: launch configuration.
         epilogue: bias and activation.
         top_k: K; 1 in the batched format.
-        topk_weights: [T, K] fp32 contiguous, or None for no weight.
-        apply_router_weight_on_input: whether `topk_weights` multiply this product, before the bias, and not the second.
-        route_factors: [N] fp32 contiguous, by route: multiplies the product before the bias, where the router's weights
-            do not; None: no factor.
+        route_factors: N fp32, contiguous, by route: multiplies the product before the bias; the router's weights where
+            they scale inputs. None: no factor.
         overlap: whether to start while the planning kernel, if any, still runs, and to let `down_gemm` start early.
     """
     operand = operand_of(w13, config)
     num_columns, depth, hidden_size = operand.num_columns, operand.depth, hidden_states.shape[1]
-    assert config.block_m == plan.block_m and depth % WEIGHT_PAD == 0 and hidden_size <= depth
+    assert depth % WEIGHT_PAD == 0 and hidden_size <= depth
     assert hidden_states.stride(1) == out.stride(1) == 1
     assert out.shape[1] == num_columns // (2 if epilogue.gated else 1)
-    if apply_router_weight_on_input:
-        assert route_factors is None
-        route_factors = topk_weights
-    num_tiles_n = triton.cdiv(num_columns, config.block_n)
-    launch(
+    _launch(
         _gate_up_kernel,
-        (num_programs(plan, config, num_columns),),
-        out,
+        GateUp(out, hidden_states, operand.matrices, epilogue.bias, route_factors),
         hidden_states,
-        *operand.tensors,
-        epilogue.bias,
-        route_factors,
-        *plan_arguments(plan, operand.num_experts),
-        hidden_size,
-        depth,
-        num_columns,
-        num_tiles_n,
-        hidden_states.stride(0),
-        *operand.strides,
-        0 if epilogue.bias is None else epilogue.bias.stride(0),
-        out.stride(0),
-        SORTED=isinstance(plan, BlockMap),
-        SINGLE=isinstance(plan, DirectRoutes) and plan.single,
-        TOP_K=top_k,
-        BLOCK_TOP_K=triton.next_power_of_2(top_k),
+        operand,
+        plan,
+        config,
+        (hidden_size, depth),
+        top_k=top_k,
+        overlap=overlap,
+        # Without a plan it is the layer's first kernel.
+        is_behind=isinstance(plan, BlockMap),
         ACTIVATION=epilogue.constant,
-        FORMAT=operand.format,
-        TILE=tile_shape(config, num_columns, hidden_size, depth, config.block_k * config.slices, config.mask_rows),
-        TALL=_tall_shape(config, plan, operand, hidden_size),
-        OVERLAP=overlap,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **overlap_options(overlap and isinstance(plan, BlockMap)),
     )
 
 
@@ -142,7 +120,6 @@ def down_gemm(
     *,
     bias: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
     row_factors: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
@@ -160,44 +137,60 @@ def down_gemm(
         config: launch configuration.
         bias: [E, H], any float dtype, or None.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
-        apply_router_weight_on_input: whether `topk_weights` multiplied the first product, and do not count here.
         row_factors: [N] fp32 contiguous, in the order of `intermediate`: multiplies the product before the bias; None:
             no factor.
         overlap: whether to start while `gate_up_gemm` with `overlap`, launched just before, still runs.
     """
     operand = operand_of(w2, config)
-    num_columns, depth = operand.num_columns, operand.depth
+    depth = operand.depth
     # Sorted routes are looked up, so only direct ones need K.
     top_k = plan.topk_ids.shape[1] if isinstance(plan, DirectRoutes) else 1
-    assert config.block_m == plan.block_m and depth % WEIGHT_PAD == 0 and intermediate.shape[1] == depth
+    assert depth % WEIGHT_PAD == 0 and intermediate.shape[1] == depth
     assert intermediate.stride(1) == out.stride(1) == 1
-    num_tiles_n = triton.cdiv(num_columns, config.block_n)
+    gemm = Down(out, intermediate, operand.matrices, bias, topk_weights, row_factors)
+    given = operand, plan, config, (depth,)
+    _launch(_down_kernel, gemm, intermediate, *given, top_k=top_k, overlap=overlap, is_behind=True)
+
+
+def _launch(
+    kernel: Any,
+    gemm: GateUp | Down,
+    rows: torch.Tensor,
+    operand: WeightOperand,
+    plan: BlockMap | DirectRoutes,
+    config: GroupedGemmConfig,
+    depths: tuple[int, ...],
+    *,
+    top_k: int,
+    overlap: bool,
+    is_behind: bool,
+    **constants: Any,
+) -> None:
+    """Launches a product; `is_behind`: another kernel of the layer is in front of it.
+
+    `depths` are elements of a row of activations, where the kernel takes them, and of weights.
+    """
+    num_columns, depth, depth_a = operand.num_columns, operand.depth, depths[0]
+    stride_bias = 0 if gemm.bias is None else gemm.bias.stride(0)
+    assert config.block_m == plan.block_m
     launch(
-        _down_kernel,
+        kernel,
         (num_programs(plan, config, num_columns),),
-        out,
-        intermediate,
-        *operand.tensors,
-        bias,
-        None if apply_router_weight_on_input else topk_weights,
-        row_factors,
+        gemm,
         *plan_arguments(plan, operand.num_experts),
-        depth,
+        *depths,
         num_columns,
-        num_tiles_n,
-        intermediate.stride(0),
-        *operand.strides,
-        0 if bias is None else bias.stride(0),
-        out.stride(0),
+        triton.cdiv(num_columns, config.block_n),
+        Strides(rows.stride(0), operand.strides, stride_bias, gemm.out.stride(0)),
         SORTED=isinstance(plan, BlockMap),
         SINGLE=isinstance(plan, DirectRoutes) and plan.single,
         TOP_K=top_k,
         BLOCK_TOP_K=triton.next_power_of_2(top_k),
         FORMAT=operand.format,
-        TILE=tile_shape(config, num_columns, depth, depth, config.block_k * config.slices, config.mask_rows),
-        TALL=_tall_shape(config, plan, operand, depth),
-        OVERLAP=overlap,
+        TILE=tile_shape(config, num_columns, depth_a, depth, config.block_k * config.slices, config.mask_rows),
+        TALL=_tall_shape(config, plan, operand, depth_a),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **overlap_options(overlap),
+        **constants,
+        **overlapping(overlap, is_behind),
     )

@@ -37,14 +37,7 @@ class TileShape(NamedTuple):
 
 
 @triton.jit
-def accumulate(
-    a_pointers,
-    b_pointers,
-    row_mask,
-    depth_a,
-    depth,
-    TILE: tl.constexpr,
-):
+def accumulate(a_pointers, b_pointers, row_mask, depth_a, depth, TILE: tl.constexpr):
     """[BLOCK_M, BLOCK_N] fp32 product of rows of activations and rows of weights.
 
     Args:

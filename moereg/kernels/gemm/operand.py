@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -18,75 +17,7 @@ _PLAIN: Final = WeightFormat()
 
 
 class Matrices(NamedTuple):
-    """All experts' weights within a kernel.
-
-    Attributes:
-        weights: with the next three `OperandTensors`.
-        depth: K_pad, elements of a row of weights.
-        num_columns: rows of an expert's weights.
-        stride_expert: with the next three `OperandStrides`.
-    """
-
-    weights: tl.tensor
-    group_scale: tl.tensor
-    zero_point: tl.tensor
-    row_scale: tl.tensor
-    depth: tl.tensor
-    num_columns: tl.tensor
-    stride_expert: tl.tensor
-    stride_column: tl.tensor
-    stride_scale: tl.tensor
-    stride_zero_point: tl.tensor
-
-
-@triton.jit
-def product(a_rows, matrices, expert, columns, row_mask, depth_a, FORMAT: tl.constexpr, TILE: tl.constexpr):
-    """[BLOCK_M, BLOCK_N] fp32: rows of activations times rows of one expert's weights, packed or not.
-
-    Args:
-        a_rows: [BLOCK_M] first elements of the rows of activations.
-        matrices: `Matrices`.
-        expert: local expert, int64.
-        columns: [BLOCK_N] rows of the expert's weights.
-        row_mask: [BLOCK_M] rows of activations that count.
-        depth_a: elements of a row of activations.
-        FORMAT: `WeightFormat`.
-        TILE: `TileShape`.
-    """
-    weights = matrices.weights + expert * matrices.stride_expert
-    if FORMAT.element is None:
-        offs_k = tl.arange(0, TILE.block_k)
-        a_pointers = a_rows[:, None] + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
-        # [BLOCK_K, BLOCK_N]
-        b_pointers = weights + columns[None, :] * matrices.stride_column + offs_k[:, None]
-        return accumulate(a_pointers, b_pointers, row_mask, depth_a, matrices.depth, TILE)
-    else:
-        group_scale = matrices.group_scale
-        if group_scale is not None:
-            group_scale += expert * matrices.stride_scale
-        zero_point = matrices.zero_point
-        if zero_point is not None:
-            zero_point += expert * matrices.stride_zero_point
-        x = accumulate_packed(
-            a_rows,
-            weights,
-            group_scale,
-            zero_point,
-            columns,
-            row_mask,
-            depth_a,
-            matrices.depth // 64,
-            matrices.num_columns,
-            FORMAT,
-            TILE,
-        )
-        if matrices.row_scale is not None:
-            x *= tl.load(matrices.row_scale + expert * matrices.num_columns + columns)[None, :]
-        return x
-
-
-class OperandTensors(NamedTuple):
-    """The kernels' tensors of weights, in the order of their arguments; None where there are none.
+    """All experts' weights, as a kernel takes them; None where there are none.
 
     Attributes:
         weights: or words of packed ones.
@@ -95,14 +26,14 @@ class OperandTensors(NamedTuple):
         row_scale: one per row.
     """
 
-    weights: torch.Tensor
-    group_scale: torch.Tensor | None = None
-    zero_point: torch.Tensor | None = None
-    row_scale: torch.Tensor | None = None
+    weights: Any
+    group_scale: Any = None
+    zero_point: Any = None
+    row_scale: Any = None
 
 
-class OperandStrides(NamedTuple):
-    """The kernels' strides of weights, in the order of their arguments.
+class MatrixStrides(NamedTuple):
+    """Strides of `Matrices`.
 
     Attributes:
         expert: from one expert's weights to the next.
@@ -111,30 +42,96 @@ class OperandStrides(NamedTuple):
         zero_point: from one expert's zero points to the next.
     """
 
-    expert: int
-    column: int = 0
-    scale: int = 0
-    zero_point: int = 0
+    expert: Any
+    column: Any = 0
+    scale: Any = 0
+    zero_point: Any = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WeightOperand:
+class Strides(NamedTuple):
+    """Strides of a product, as its kernel takes them.
+
+    Attributes:
+        rows: from one row of activations to the next.
+        matrices: `MatrixStrides`.
+        bias: from one expert's bias to the next.
+        out: from one row of the result to the next.
+    """
+
+    rows: Any
+    matrices: Any
+    bias: Any
+    out: Any
+
+
+@triton.jit
+def product(
+    a_rows,
+    matrices,
+    strides,
+    depth,
+    num_columns,
+    expert,
+    columns,
+    row_mask,
+    depth_a,
+    FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """[BLOCK_M, BLOCK_N] fp32: rows of activations times rows of one expert's weights, packed or not.
+
+    Args:
+        a_rows: [BLOCK_M] first elements of the rows of activations.
+        matrices: `Matrices`.
+        strides: `MatrixStrides`.
+        depth: K_pad, elements of a row of weights.
+        num_columns: rows of an expert's weights, columns of the product.
+        expert: local expert, int64.
+        columns: [BLOCK_N] rows of the expert's weights.
+        row_mask: [BLOCK_M] rows of activations that count.
+        depth_a: elements of a row of activations.
+        FORMAT: `WeightFormat`.
+        TILE: `TileShape`.
+    """
+    weights = matrices.weights + expert * strides.expert
+    if FORMAT.element is None:
+        offs_k = tl.arange(0, TILE.block_k)
+        a_pointers = a_rows[:, None] + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
+        # [BLOCK_K, BLOCK_N]
+        b_pointers = weights + columns[None, :] * strides.column + offs_k[:, None]
+        return accumulate(a_pointers, b_pointers, row_mask, depth_a, depth, TILE)
+    else:
+        group_scale = matrices.group_scale
+        if group_scale is not None:
+            group_scale += expert * strides.scale
+        zero_point = matrices.zero_point
+        if zero_point is not None:
+            zero_point += expert * strides.zero_point
+        x = accumulate_packed(
+            a_rows, weights, group_scale, zero_point, columns, row_mask, depth_a, depth // 64, num_columns, FORMAT, TILE
+        )
+        if matrices.row_scale is not None:
+            x *= tl.load(matrices.row_scale + expert * num_columns + columns)[None, :]
+        return x
+
+
+class WeightOperand(NamedTuple):
     """Weights as the kernels take them.
 
     Attributes:
         num_experts: E.
         num_columns: rows of an expert's weights, columns of a product.
         depth: K_pad, elements of a row of weights.
-        tensors: weights and their scales.
-        strides: within `tensors`.
+        matrices: weights and their scales.
+        strides: of `matrices`.
         format: what the weights are.
     """
 
     num_experts: int
     num_columns: int
     depth: int
-    tensors: OperandTensors
-    strides: OperandStrides
+    matrices: Matrices
+    strides: MatrixStrides
     format: WeightFormat
 
 
@@ -143,27 +140,13 @@ def operand_of(weights: torch.Tensor | PackedMatrix, config: GroupedGemmConfig) 
     if isinstance(weights, torch.Tensor):
         assert weights.stride(2) == 1
         num_experts, num_rows, depth = weights.shape
-        return WeightOperand(
-            num_experts,
-            num_rows,
-            depth,
-            OperandTensors(weights),
-            OperandStrides(weights.stride(0), weights.stride(1)),
-            _PLAIN,
-        )
+        strides = MatrixStrides(weights.stride(0), weights.stride(1))
+        return WeightOperand(num_experts, num_rows, depth, Matrices(weights), strides, _PLAIN)
     assert config.block_k % STEP == 0, f"packed weights are read by {STEP} elements, not {config.block_k}"
     assert config.slices in (1, config.num_warps), f"{config.num_warps} warps cannot share {config.slices} slices"
-    tensors = OperandTensors(weights.words, weights.group_scale, weights.zero_point, weights.row_scale)
-    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
-    return WeightOperand(
-        weights.num_experts,
-        weights.num_rows,
-        weights.depth,
-        tensors,
-        OperandStrides(
-            expert=weights.words.stride(0),
-            scale=0 if tensors.group_scale is None else tensors.group_scale.stride(0),
-            zero_point=0 if tensors.zero_point is None else tensors.zero_point.stride(0),
-        ),
-        WeightFormat(weights.element, weights.group, weights.scale_dtype, config.slices, config.num_stages),
-    )
+    matrices = Matrices(weights.words, weights.group_scale, weights.zero_point, weights.row_scale)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in matrices)
+    words, scale, zero_point = (0 if tensor is None else tensor.stride(0) for tensor in matrices[:3])
+    constant = WeightFormat(weights.element, weights.group, weights.scale_dtype, config.slices, config.num_stages)
+    sizes = weights.num_experts, weights.num_rows, weights.depth
+    return WeightOperand(*sizes, matrices, MatrixStrides(words, 0, scale, zero_point), constant)

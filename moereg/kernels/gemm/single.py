@@ -16,7 +16,7 @@ import triton.language as tl
 from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.loop import tile_shape
 from moereg.kernels.gemm.operand import operand_of
-from moereg.kernels.launch.overlap import overlap_options, wait_for_previous
+from moereg.kernels.launch.overlap import overlapping, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.packed.product import accumulate_slices
 from moereg.kernels.packed.weights import PackedMatrix
@@ -122,7 +122,6 @@ def down_single(
     *,
     bias: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
     overlap: bool = False,
 ) -> None:
     """Writes the sum over a token's routes of `(intermediate[route] @ w2[expert].T + bias) * topk_weight`.
@@ -135,7 +134,6 @@ def down_single(
         config: launch configuration, of more than one slice; gets as many as there are routes, at the price of stages.
         bias: [E, H], any float dtype, or None.
         topk_weights: [1, K] fp32 contiguous, or None for no weight.
-        apply_router_weight_on_input: whether `topk_weights` multiplied the first product, and do not count here.
         overlap: whether to start while the kernel in front, launched with `overlap`, still runs.
     """
     topk_ids = routes.topk_ids
@@ -150,9 +148,9 @@ def down_single(
         (triton.cdiv(num_columns, config.block_n),),
         out,
         intermediate,
-        *operand.tensors,
+        *operand.matrices,
         bias,
-        None if apply_router_weight_on_input else topk_weights,
+        topk_weights,
         topk_ids,
         routes.expert_map,
         routes.num_experts,
@@ -167,10 +165,9 @@ def down_single(
         FORMAT=operand.format,
         # Rows are pieces of routes, of which some have no expert here.
         TILE=tile_shape(config, num_columns, depth, depth, config.block_k * pieces, mask_rows=True),
-        OVERLAP=overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **overlap_options(overlap),
+        **overlapping(overlap),
     )
 
 

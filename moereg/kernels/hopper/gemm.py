@@ -8,13 +8,10 @@ memory already.
 
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
 the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`, or lie where a plain `BlockMap`
-of the batched format says. References in plain torch: `gate_up_reference` and `down_reference` of
-`kernels/gemm/reference.py`.
+of the batched format says.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,16 +21,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.hopper.arguments import clipped_map, product_arguments, row_arguments, tensor_map
 from moereg.kernels.hopper.config import HopperGemmConfig, select_group_m
 from moereg.kernels.hopper.consumer import consume
 from moereg.kernels.hopper.producer import produce, produce_by_token
 from moereg.kernels.hopper.ring import BLOCK_K, Ring, TileOrder, allocate_barriers
 from moereg.kernels.hopper.turns import allocate_turns
 from moereg.kernels.launch.device import num_multiprocessors
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.overlap import release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.block_map import BlockMap
-from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import GUARD_ROWS
 
 # Registers of a thread of either consumer and of the producer: all that 384 threads have. With 56 the producer computes
@@ -121,32 +118,6 @@ def _grouped_kernel(
     # fmt: on
 
 
-class _Product(NamedTuple):
-    """One of the two products, as `_launch` takes it.
-
-    Attributes:
-        out: as for `gate_up_gemm` and `down_gemm`.
-        out_columns: columns of `out` that a warpgroup stores of a tile.
-        rows: of activations; behind the guard.
-        top_k: K where `rows` are tokens, or None.
-        weight: [E, columns of the product, reduced dimension].
-        weight_map: the tensor map of `weight`, whose boxes are a step of a tile.
-        bias: [E, columns of the product] in the order of the weight's rows, or None.
-        epilogue: of the first product, or None.
-        tile_counter: the product's own, of the plan.
-    """
-
-    out: torch.Tensor
-    out_columns: int
-    rows: torch.Tensor
-    top_k: int | None
-    weight: torch.Tensor
-    weight_map: TensorDescriptor
-    bias: torch.Tensor | None
-    epilogue: GateUpEpilogue | None
-    tile_counter: torch.Tensor
-
-
 def gate_up_gemm(
     out: torch.Tensor,
     rows: torch.Tensor,
@@ -186,18 +157,19 @@ def gate_up_gemm(
         (16 * depth, half_stride, row_stride, 1),
         (config.block_n // 16, 2, 8, BLOCK_K.value),
     )
-    product = _Product(
-        out=out,
+    _launch(
+        out,
+        rows,
+        w13,
+        weight_map,
+        plan,
+        config,
         out_columns=config.block_n // (4 if gated else 2),
-        rows=rows,
-        top_k=top_k,
-        weight=w13,
-        weight_map=weight_map,
         bias=epilogue.bias,
         epilogue=epilogue,
-        tile_counter=plan.tile_counters,
+        top_k=top_k,
+        overlap=overlap,
     )
-    _launch(product, plan, config, overlap=overlap)
 
 
 def down_gemm(
@@ -225,85 +197,42 @@ def down_gemm(
     """
     depth = w2.shape[2]
     assert intermediate.shape[-1] == depth and out.shape[-1] == w2.shape[1] and out.shape[-1] % 8 == 0
-    product = _Product(
-        out=out,
-        out_columns=config.block_n // 2,
-        rows=intermediate[GUARD_ROWS:] if intermediate.dim() == 2 else intermediate.view(-1, depth),
-        top_k=None,
-        weight=w2,
-        weight_map=tensor_map(w2, w2.shape, w2.stride(), (1, config.block_n, BLOCK_K.value)),
-        bias=bias,
-        epilogue=None,
-        tile_counter=plan.tile_counters[1:],
-    )
-    _launch(product, plan, config, overlap=overlap)
+    rows = intermediate[GUARD_ROWS:] if intermediate.dim() == 2 else intermediate.view(-1, depth)
+    weight_map = tensor_map(w2, w2.shape, w2.stride(), (1, config.block_n, BLOCK_K.value))
+    _launch(out, rows, w2, weight_map, plan, config, out_columns=config.block_n // 2, bias=bias, overlap=overlap)
 
 
-def _launch(product: _Product, plan: BlockMap, config: HopperGemmConfig, *, overlap: bool) -> None:
-    out, rows, weight, epilogue = product.out, product.rows, product.weight, product.epilogue
+def _launch(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    weight_map: TensorDescriptor,
+    plan: BlockMap,
+    config: HopperGemmConfig,
+    *,
+    out_columns: int,
+    bias: torch.Tensor | None,
+    epilogue: GateUpEpilogue | None = None,
+    top_k: int | None = None,
+    overlap: bool,
+) -> None:
+    """Launches a product; a step of a tile is a box of `weight_map`, of which a warpgroup stores `out_columns`."""
     _, num_columns, depth = weight.shape
-    assert plan.block_m == config.block_m and plan.slack == config.slack and depth % BLOCK_K.value == 0
-    assert out.is_contiguous() and weight.is_contiguous() and config.block_m + config.slack <= GUARD_ROWS
-    box = (1, config.rows_of_store(product.out_columns), product.out_columns)
-    by_token = product.top_k is not None
-    half_rows = slack_rows = None
-    if not by_token:
-        half_rows = tensor_map(rows, rows.shape, rows.stride(), (config.block_m // 2, BLOCK_K.value))
-        slack_rows = tensor_map(rows, rows.shape, rows.stride(), (config.slack, BLOCK_K.value))
+    assert depth % BLOCK_K.value == 0 and out.is_contiguous() and weight.is_contiguous()
+    box = (1, config.rows_of_store(out_columns), out_columns)
     launch(
         _grouped_kernel,
         (num_multiprocessors(out.device),),
         out=clipped_map(out, box) if out.dim() == 2 else tensor_map(out, out.shape, out.stride(), box),
-        weights=product.weight_map,
-        rows=rows if by_token else half_rows,
-        slack_rows=slack_rows,
-        bias=product.bias,
-        sorted_routes=plan.sorted_routes if isinstance(plan, RoutePlan) else None,
-        block_expert=plan.block_expert,
-        block_row=plan.block_row,
-        block_end=plan.block_end,
-        num_blocks=plan.num_blocks,
-        tile_counter=product.tile_counter,
+        weights=weight_map,
         num_tiles_n=triton.cdiv(num_columns, config.block_n),
         group_m=config.group_m or select_group_m(num_columns * depth * weight.element_size()),
         num_steps=depth // BLOCK_K.value,
         num_columns=num_columns,
-        hidden_chunks=rows.shape[1] // 8,
-        stride_chunks=rows.stride(0) // 8,
         max_tokens=out.shape[1] if out.dim() == 3 else None,
-        BY_TOKEN=by_token,
-        TOP_K=product.top_k,
-        MASK_K=rows.shape[1] != depth,
         BLOCK_N=config.block_n,
-        BLOCK_M=config.block_m,
-        SLACK=config.slack,
         BODIES=config.bodies,
         STAGES=config.num_stages,
-        ACTIVATION=None if epilogue is None else epilogue.activation,
-        GATED=epilogue is not None and epilogue.gated,
-        ALPHA=1.0 if epilogue is None else epilogue.alpha,
-        BETA=0.0 if epilogue is None else epilogue.beta,
-        LIMIT=None if epilogue is None else epilogue.limit,
-        OVERLAP=overlap,
-        num_warps=4,
-        **overlap_options(overlap),
+        **row_arguments(rows, depth, plan, config, top_k),
+        **product_arguments(plan, epilogue, bias, overlap=overlap),
     )
-
-
-def tensor_map(
-    base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> TensorDescriptor:
-    """A map whose boxes lie in shared memory as `wgmma` reads them."""
-    swizzle_bytes = min(128, box[-1] * base.element_size())
-    layout = gl.NVMMASharedLayout(swizzle_bytes, 8 * base.element_size(), len(box))
-    return TensorDescriptor(base, list(shape), list(strides), list(box), layout)
-
-
-def clipped_map(out: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """A map of the compact rows behind the guard that drops what a box stores behind an expert's end.
-
-    The map ends where the expert does, and begins GUARD_ROWS, the longest tile, before that end: its
-    [end, GUARD_ROWS - rows + i] is row i of a tile of `rows` rows that ends there.
-    """
-    width = out.shape[1]
-    return tensor_map(out, (out.shape[0] - GUARD_ROWS + 1, GUARD_ROWS, width), (width, width, 1), box)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 MIN_PACKED_HOPPER_ROWS: Final = 24
 """Up to this many rows an expert, Triton's tiles are faster.
@@ -82,12 +82,14 @@ class HopperPackedRule:
     Attributes:
         max_rows_per_expert: applies up to this average of rows per expert.
         copies_rows: whether the tokens are first copied to the sorted rows of their routes.
+        heavy_first: as in `BlockMap`; off in every rule.
         gate_up: configuration of the first GEMM.
         down: configuration of the second, with the same `block_m` and `slack`.
     """
 
     max_rows_per_expert: float = math.inf
     copies_rows: bool = False
+    heavy_first: ClassVar[int] = False
     gate_up: HopperPackedConfig
     down: HopperPackedConfig
 

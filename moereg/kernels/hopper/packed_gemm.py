@@ -6,7 +6,7 @@ packed in the ring of shared memory, and each consumer restores its own into reg
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import triton
@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.hopper.arguments import clipped_map, product_arguments, row_arguments, tensor_map
 from moereg.kernels.hopper.config import select_group_m
-from moereg.kernels.hopper.gemm import clipped_map, tensor_map
 from moereg.kernels.hopper.packed_config import STAGED_ELEMENTS, HopperPackedConfig
 from moereg.kernels.hopper.packed_consumer import consume_packed
 from moereg.kernels.hopper.packed_producer import produce_packed, produce_packed_by_token
@@ -24,7 +24,7 @@ from moereg.kernels.hopper.packed_restore import PackedFormat, PackedTile
 from moereg.kernels.hopper.packed_ring import PackedRing, allocate_counted_barriers, allocate_counted_turns
 from moereg.kernels.hopper.ring import BLOCK_K, TileOrder
 from moereg.kernels.launch.device import num_multiprocessors
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.overlap import release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.packed.weights import BLOCK, PackedMatrix
 from moereg.kernels.rows.plan import RoutePlan
@@ -140,18 +140,6 @@ def _packed_grouped_kernel(
     # fmt: on
 
 
-class _Product(NamedTuple):
-    """One of the two products, as `_launch` takes it; fields as those of `hopper/gemm.py`."""
-
-    out: torch.Tensor
-    rows: torch.Tensor
-    top_k: int | None
-    weight: PackedMatrix
-    bias: torch.Tensor | None
-    epilogue: GateUpEpilogue | None
-    tile_counter: torch.Tensor
-
-
 def packed_format(element: str, group: int, scale_dtype: str) -> PackedFormat | None:
     """How the kernels restore weights without zero points; None where they cannot. Arguments as in `PackedMatrix`."""
     if element == "float4_e2m1fn":
@@ -181,19 +169,9 @@ def gate_up_packed(
     Args:
         w13: packed, of a format that `packed_format` knows, without zero points.
     """
-    num_columns = w13.num_rows
     assert rows.shape[1] % 8 == rows.stride(0) % 8 == 0
-    assert out.shape[-1] == num_columns // (2 if epilogue.gated else 1)
-    product = _Product(
-        out=out,
-        rows=rows,
-        top_k=top_k,
-        weight=w13,
-        bias=epilogue.bias,
-        epilogue=epilogue,
-        tile_counter=plan.tile_counters,
-    )
-    _launch(product, plan, config, overlap=overlap)
+    assert out.shape[-1] == w13.num_rows // (2 if epilogue.gated else 1)
+    _launch(out, rows, w13, plan, config, bias=epilogue.bias, epilogue=epilogue, top_k=top_k, overlap=overlap)
 
 
 def down_packed(
@@ -208,47 +186,36 @@ def down_packed(
 ) -> None:
     """Writes `intermediate[row] @ w2[expert].T + bias`, unweighted; arguments as `down_gemm` of `hopper/gemm.py`."""
     assert intermediate.shape[-1] == w2.depth and out.shape[-1] == w2.num_rows
-    product = _Product(
-        out=out,
-        rows=intermediate[GUARD_ROWS:],
-        top_k=None,
-        weight=w2,
-        bias=bias,
-        epilogue=None,
-        tile_counter=plan.tile_counters[1:],
-    )
-    _launch(product, plan, config, overlap=overlap)
+    _launch(out, intermediate[GUARD_ROWS:], w2, plan, config, bias=bias, overlap=overlap)
 
 
-def _launch(product: _Product, plan: RoutePlan, config: HopperPackedConfig, *, overlap: bool) -> None:
-    out, rows, weight, epilogue = product.out, product.rows, product.weight, product.epilogue
+def _launch(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    weight: PackedMatrix,
+    plan: RoutePlan,
+    config: HopperPackedConfig,
+    *,
+    bias: torch.Tensor | None,
+    epilogue: GateUpEpilogue | None = None,
+    top_k: int | None = None,
+    overlap: bool,
+) -> None:
     fmt = packed_format(weight.element, weight.group, weight.scale_dtype)
     assert fmt is not None and weight.zero_point is None and out.dtype == torch.bfloat16
     assert weight.depth >= MIN_DEPTH and weight.num_rows % 8 == 0
-    assert plan.block_m == config.block_m and plan.slack == config.slack
-    assert out.is_contiguous() and config.block_m + config.slack <= GUARD_ROWS and config.columns in (64, 128)
-    assert config.num_consumers == 2 or product.top_k is None
-    gated = epilogue is not None and epilogue.gated
+    assert out.is_contiguous() and config.columns in (64, 128) and (config.num_consumers == 2 or top_k is None)
     num_columns, steps = weight.num_rows, weight.depth // BLOCK
     words = weight.words.shape[3]
-    out_columns = 64 // (2 if gated else 1)
+    out_columns = 64 // (2 if epilogue is not None and epilogue.gated else 1)
     # A box must not reach rows that the one behind it stores.
     box = (1, min(STAGED_ELEMENTS // out_columns, config.block_m), out_columns)
-    by_token = product.top_k is not None
-    half_rows = slack_rows = None
-    if not by_token:
-        half_rows = tensor_map(rows, rows.shape, rows.stride(), (config.block_m // 2, BLOCK_K.value))
-        if config.slack:
-            slack_rows = tensor_map(rows, rows.shape, rows.stride(), (config.slack, BLOCK_K.value))
     # As lines of 128 bytes, so that a row's words come without conflicts of banks.
     lines = weight.words.view(-1, 32)
     scales = None
     if weight.group_scale is not None:
         scale_lines = weight.group_scale.view(torch.int32).view(-1, 8)
         scales = tensor_map(scale_lines, scale_lines.shape, scale_lines.stride(), (config.columns // 8, 8))
-    options: dict[str, int] = {**overlap_options(overlap)}
-    if config.max_registers is not None:
-        options["maxnreg"] = config.max_registers
     launch(
         _packed_grouped_kernel,
         (config.programs * num_multiprocessors(out.device),),
@@ -256,40 +223,19 @@ def _launch(product: _Product, plan: RoutePlan, config: HopperPackedConfig, *, o
         weights=tensor_map(lines, lines.shape, lines.stride(), (config.columns * words // 32, 32)),
         scales=scales,
         row_scale=weight.row_scale,
-        rows=rows if by_token else half_rows,
-        slack_rows=slack_rows,
-        bias=product.bias,
-        sorted_routes=plan.sorted_routes,
-        block_expert=plan.block_expert,
-        block_row=plan.block_row,
-        block_end=plan.block_end,
-        num_blocks=plan.num_blocks,
-        tile_counter=product.tile_counter,
         num_tiles_n=triton.cdiv(num_columns, config.block_n),
         group_m=select_group_m(num_columns * weight.depth * words // 16),
         num_steps=steps,
         num_columns=num_columns,
         scale_words=0 if weight.group_scale is None else weight.group_scale.shape[1],
-        hidden_chunks=rows.shape[1] // 8,
-        stride_chunks=rows.stride(0) // 8,
-        BY_TOKEN=by_token,
-        TOP_K=product.top_k,
-        MASK_K=rows.shape[1] != weight.depth,
         BLOCK_N=config.block_n,
-        BLOCK_M=config.block_m,
-        SLACK=config.slack,
         STAGES=config.num_stages(4 * words),
         CONSUMERS=config.num_consumers,
         ODD=steps % 2 == 1,
         FORMAT=fmt,
-        ACTIVATION=None if epilogue is None else epilogue.activation,
-        GATED=gated,
-        ALPHA=1.0 if epilogue is None else epilogue.alpha,
-        BETA=0.0 if epilogue is None else epilogue.beta,
-        LIMIT=None if epilogue is None else epilogue.limit,
         CONSUMER_REGISTERS=config.consumer_registers,
         PRODUCER_REGISTERS=config.producer_registers,
-        OVERLAP=overlap,
-        num_warps=4,
-        **options,
+        **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
+        **row_arguments(rows, weight.depth, plan, config, top_k),
+        **product_arguments(plan, epilogue, bias, overlap=overlap),
     )

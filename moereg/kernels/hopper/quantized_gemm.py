@@ -7,7 +7,7 @@ canonical order. Sizes as in `kernels/quantized/gate_up.py`; rows come in the co
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import triton
@@ -16,15 +16,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.hopper.arguments import clipped_map, product_arguments, tensor_map
 from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M, HopperQuantizedConfig, select_group_m
-from moereg.kernels.hopper.gemm import clipped_map, tensor_map
 from moereg.kernels.hopper.quantized_consumer import consume_codes
 from moereg.kernels.hopper.quantized_producer import load_early, produce_codes
 from moereg.kernels.hopper.quantized_ring import BLOCK_K, BLOCK_M, COLUMNS, OWN_ROWS, CodeRing, operands_of
 from moereg.kernels.hopper.ring import TileOrder, allocate_barrier, allocate_barriers
 from moereg.kernels.hopper.turns import allocate_turns
 from moereg.kernels.launch.device import num_multiprocessors
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.overlap import release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.quantized.codes import TRITON_DTYPES
 from moereg.kernels.quantized.operands import QuantizedMatrices, QuantizedRows
@@ -117,12 +117,7 @@ def _quantized_grouped_kernel(
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
     ring = CodeRing(
-        rows=rows_shared,
-        weights=weights_shared,
-        row_scales=row_scales,
-        half_scales=half_scales,
-        full=full,
-        empty=empty,
+        rows=rows_shared, weights=weights_shared, row_scales=row_scales, half_scales=half_scales, full=full, empty=empty
     )
     operands = operands_of(ring, STAGES)
     order = TileOrder(
@@ -149,30 +144,6 @@ def _quantized_grouped_kernel(
                           GROUPED, GATED, STAGES, EARLY))],
         [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
     # fmt: on
-
-
-class _Product(NamedTuple):
-    """One of the two products, as `_launch` takes it.
-
-    Attributes:
-        out: as for `quantized_gate_up_gemm` and `quantized_down_gemm`.
-        rows: of activations.
-        weight: [E, columns of the product, reduced dimension].
-        bias: [E, columns of the product], or None.
-        epilogue: of the first product, or None.
-        rounded: dtype that numbers are rounded to before they are quantized, or None.
-        static_scale: given scales of `out`, [E] or [1] fp32, or None.
-        tile_counter: the product's own, of the plan.
-    """
-
-    out: torch.Tensor | QuantizedRows
-    rows: QuantizedRows
-    weight: QuantizedMatrices
-    bias: torch.Tensor | None
-    epilogue: GateUpEpilogue | None
-    rounded: torch.dtype | None
-    static_scale: torch.Tensor | None
-    tile_counter: torch.Tensor
 
 
 def quantized_gate_up_gemm(
@@ -203,17 +174,18 @@ def quantized_gate_up_gemm(
         static_scale: [E] or [1] fp32, the scales of codes where they are given.
         overlap: whether to start while the kernel in front still runs, and to let the next one start early.
     """
-    product = _Product(
-        out=out,
-        rows=rows,
-        weight=w13,
+    _launch(
+        out,
+        rows,
+        w13,
+        plan,
+        config,
         bias=epilogue.bias,
         epilogue=epilogue,
         rounded=rounded,
         static_scale=static_scale,
-        tile_counter=plan.tile_counters,
+        overlap=overlap,
     )
-    _launch(product, plan, config, overlap=overlap)
 
 
 def quantized_down_gemm(
@@ -238,21 +210,22 @@ def quantized_down_gemm(
         bias: [E, H] contiguous, any float dtype, or None.
         overlap: as for `quantized_gate_up_gemm`.
     """
-    product = _Product(
-        out=out,
-        rows=intermediate,
-        weight=w2,
-        bias=bias,
-        epilogue=None,
-        rounded=None,
-        static_scale=None,
-        tile_counter=plan.tile_counters[1:],
-    )
-    _launch(product, plan, config, overlap=overlap)
+    _launch(out, intermediate, w2, plan, config, bias=bias, overlap=overlap)
 
 
-def _launch(product: _Product, plan: RoutePlan, config: HopperQuantizedConfig, *, overlap: bool) -> None:
-    out, rows, weight, epilogue = product.out, product.rows, product.weight, product.epilogue
+def _launch(
+    out: torch.Tensor | QuantizedRows,
+    rows: QuantizedRows,
+    weight: QuantizedMatrices,
+    plan: RoutePlan,
+    config: HopperQuantizedConfig,
+    *,
+    bias: torch.Tensor | None,
+    epilogue: GateUpEpilogue | None = None,
+    rounded: torch.dtype | None = None,
+    static_scale: torch.Tensor | None = None,
+    overlap: bool,
+) -> None:
     _, num_columns, depth = weight.q.shape
     grouped = rows.group > 0
     gated = epilogue is not None and epilogue.gated
@@ -262,15 +235,14 @@ def _launch(product: _Product, plan: RoutePlan, config: HopperQuantizedConfig, *
     assert target.is_contiguous() and weight.q.is_contiguous() and rows.q.stride(1) == 1
     assert grouped == (weight.group_columns > 0) and rows.group in (0, BLOCK_K.value)
     assert rows.scale.stride(0) == 1 and (out_scale is None or out_scale.stride(0) == 1)
-    assert (out_scale is None) == (product.rounded is None)
+    assert (out_scale is None) == (rounded is None)
     # The kernel writes no other codes.
     assert out_scale is None or target.dtype == torch.float8_e4m3fn
     columns = num_columns // (2 if gated else 1)
     # Each half of a tile must lie within one row of blocks of scales; up's does where gate's rows end with a block.
     assert weight.group_rows in ((COLUMNS.value,) if grouped else (1, columns))
     # A group's codes are stored by what its numbers are; a whole row's only where that is known.
-    static = product.static_scale
-    assert out_scale is None or grouped == (static is None)
+    assert out_scale is None or grouped == (static_scale is None)
     assert not (grouped and gated) or columns % COLUMNS.value == 0
     num_steps = depth // BLOCK_K.value
     group_m = select_group_m(num_columns * depth)
@@ -280,17 +252,11 @@ def _launch(product: _Product, plan: RoutePlan, config: HopperQuantizedConfig, *
         (num_multiprocessors(target.device),),
         out=clipped_map(target, (1, OWN_ROWS.value, out_columns)),
         out_scale=out_scale,
-        static_scale=static,
+        static_scale=static_scale,
         rows=tensor_map(rows.q, rows.q.shape, rows.q.stride(), (OWN_ROWS.value, BLOCK_K.value)),
         row_scale=rows.scale,
         weights=tensor_map(weight.q, weight.q.shape, weight.q.stride(), (1, COLUMNS.value, BLOCK_K.value)),
         column_scale=weight.scale,
-        bias=product.bias,
-        block_expert=plan.block_expert,
-        block_row=plan.block_row,
-        block_end=plan.block_end,
-        num_blocks=plan.num_blocks,
-        tile_counter=product.tile_counter,
         num_tiles_n=triton.cdiv(columns, COLUMNS.value * (1 if gated else 2)),
         group_m=group_m,
         num_steps=num_steps,
@@ -300,23 +266,16 @@ def _launch(product: _Product, plan: RoutePlan, config: HopperQuantizedConfig, *
         stride_expert_scale=weight.scale.stride(0),
         stride_column_scale=weight.scale.stride(1),
         stride_out_scale=out_scale.stride(1) if out_scale is not None and grouped else 0,
-        stride_static=int(static is not None and static.numel() > 1),
+        stride_static=int(static_scale is not None and static_scale.numel() > 1),
         GROUPED=grouped,
         BY_COLUMN=weight.group_rows == 1,
-        ROUNDED=None if product.rounded is None else TRITON_DTYPES[product.rounded],
+        ROUNDED=None if rounded is None else TRITON_DTYPES[rounded],
         STAGES=config.num_stages,
         # A half of a tile is one store of 8 KiB as codes.
         BUFFERS=config.num_buffers if out_scale is None else 1,
-        ACTIVATION=None if epilogue is None else epilogue.activation,
-        GATED=gated,
-        ALPHA=1.0 if epilogue is None else epilogue.alpha,
-        BETA=0.0 if epilogue is None else epilogue.beta,
-        LIMIT=None if epilogue is None else epilogue.limit,
         MASK_N=epilogue is not None and columns % COLUMNS.value != 0,
         # In a shorter row, it would arrive a second time before the other warpgroup has waited once.
         LEADS=config.leads and grouped and num_steps > config.num_stages,
         EARLY=config.early and overlap and group_m == 1 and num_steps >= config.num_stages,
-        OVERLAP=overlap,
-        num_warps=4,
-        **overlap_options(overlap),
+        **product_arguments(plan, epilogue, bias, overlap=overlap),
     )

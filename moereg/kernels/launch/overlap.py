@@ -4,7 +4,7 @@ The second kernel's programs take the places that the first's leave free, claim 
 H200 this takes 0.5 to 3 us off a layer: a launch behind another one costs 0.85 us instead of 2.0. Asking the L2 for the
 weights before the wait was tried and lost 1 to 6 us.
 
-Two rules keep it correct. A kernel launched with `overlap_options(True)` calls `wait_for_previous` in every program
+Two rules keep it correct. A kernel launched with `overlapping(True)` calls `wait_for_previous` in every program
 before it writes anything or reads what the kernel in front wrote. Before it waits, it reads what still older kernels
 wrote only where the kernel in front released it after a wait of its own. The first kernel of a layer is launched
 without, so it starts after everything before it.
@@ -30,6 +30,6 @@ def release_next(OVERLAP: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def overlap_options(overlap: bool) -> dict[str, bool]:
-    """Options of a launch that may start before the kernel in front of it has ended."""
-    return {"launch_pdl": True} if overlap else {}
+def overlapping(overlap: bool, is_behind: bool = True) -> dict[str, bool]:
+    """The kernel's constant, and the option of a launch that may start before the one in front, if any, has ended."""
+    return {"OVERLAP": overlap, **({"launch_pdl": True} if overlap and is_behind else {})}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable, Hashable
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from moereg.kernels.launch.replay import LaunchRecording, recording
+from moereg.kernels.launch.replay import LaunchRecording, launch, recording
 
 # Triton compiles pointers that are multiples of this into wider loads, so recordings hold for such pointers only.
 _POINTER_ALIGNMENT: Final = 16
@@ -19,6 +19,21 @@ _MAX_RECORDINGS: Final = 512
 
 _RECORDINGS: Final[collections.OrderedDict[Hashable, LaunchRecording]] = collections.OrderedDict()
 _LOCK: Final = threading.Lock()
+
+
+def launch_again(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """As `launch`, or the replay of what was recorded when it came with tensors like these and equal numbers.
+
+    Args:
+        kernel: a `triton.jit` function.
+        grid: programs along up to three axes.
+        arguments: of the kernel: tensors, None and numbers, the first a tensor.
+        options: its constants by name, and launch options.
+    """
+    tensors = tuple(value for value in arguments if isinstance(value, torch.Tensor))
+    numbers = tuple("" if isinstance(value, torch.Tensor) else value for value in arguments)
+    known = (grid, numbers, *options.items())
+    launch_remembered(kernel, lambda: launch(kernel, grid, *arguments, **options), tensors, known)
 
 
 def launch_remembered(

@@ -118,15 +118,20 @@ class LaunchRecording:
         layout = _Layout(compiled, grid)
         stream = _StandIn()
         pointers: list[tuple[_StandIn, int]] = []
+
+        def mark(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(mark, value))
+            if not isinstance(value, torch.Tensor):
+                return value
+            pointers.append((_StandIn(), value.data_ptr()))
+            return pointers[-1][0]
+
         # Holds no tensor.
-        marked = list(values)
-        for place, value in enumerate(values):
-            if isinstance(value, torch.Tensor):
-                marked[place] = _StandIn()
-                pointers.append((marked[place], value.data_ptr()))
-            elif place in layout.descriptors:
-                marked[place] = copy.copy(value)
-                marked[place].base = _Address(value.base.data_ptr())
+        marked = [mark(value) for value in values]
+        for place in layout.descriptors:
+            marked[place] = copy.copy(values[place])
+            marked[place].base = _Address(values[place].base.data_ptr())
         arguments = layout(marked, stream)
         holder, stream_place = _find(arguments, stream)
         if holder is not arguments:
@@ -221,17 +226,11 @@ class _Layout:
         self._caught = arguments
 
     def __call__(self, values: list[Any], stream: Any) -> list[Any]:
-        """Returns the C function's arguments; a tuple among them that holds pointers or tensor maps becomes a list."""
+        """Returns the C function's arguments; a tuple in them that holds pointers or tensor maps becomes a list."""
         compiled = self._compiled
         # As `JITFunction.run` ends; the three Nones are a profiler's metadata and hooks.
         self._launcher(*self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
-        changing = (_StandIn, *self.map_types)
-        return [
-            list(argument)
-            if isinstance(argument, (list, tuple)) and any(isinstance(value, changing) for value in argument)
-            else argument
-            for argument in self._caught
-        ]
+        return [_as_lists(argument, (_StandIn, *self.map_types)) for argument in self._caught]
 
 
 def _encoder(make: Callable[..., list[Any]], meta: Any) -> Callable[[Any], Any]:
@@ -241,10 +240,18 @@ def _encoder(make: Callable[..., list[Any]], meta: Any) -> Callable[[Any], Any]:
     return lambda descriptor: make(descriptor, meta, *more)[0]
 
 
+def _as_lists(value: Any, changing: tuple[type, ...]) -> Any:
+    """The value with each tuple in it that holds something of these types, at any depth, as a list."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    parts = [_as_lists(part, changing) for part in value]
+    return parts if any(isinstance(part, (list, *changing)) for part in parts) else value
+
+
 def _places(arguments: list[Any], wanted: Callable[[Any], bool]) -> list[tuple[list[Any], int]]:
     """Places in the list, and in lists inside it, that match."""
-    holders = [arguments, *(argument for argument in arguments if isinstance(argument, list))]
-    return [(holder, place) for holder in holders for place, value in enumerate(holder) if wanted(value)]
+    found = [(arguments, place) for place, value in enumerate(arguments) if wanted(value)]
+    return found + [place for value in arguments if isinstance(value, list) for place in _places(value, wanted)]
 
 
 def _find(arguments: list[Any], stand_in: _StandIn) -> tuple[list[Any], int]:

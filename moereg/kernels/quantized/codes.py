@@ -82,12 +82,7 @@ def encode(values, DTYPE: tl.constexpr, MIN_CODE: tl.constexpr, MAX_CODE: tl.con
 
 @triton.jit
 def quantize_tile(
-    x,
-    DTYPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    MIN_CODE: tl.constexpr,
-    MAX_CODE: tl.constexpr,
-    E8M0: tl.constexpr,
+    x, DTYPE: tl.constexpr, GROUP: tl.constexpr, MIN_CODE: tl.constexpr, MAX_CODE: tl.constexpr, E8M0: tl.constexpr
 ):
     """Codes [M, N] of x [M, N] fp32 in groups of GROUP columns, and scales to store, [M, N / GROUP]."""
     grouped = tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))  # [M, N / GROUP, GROUP]

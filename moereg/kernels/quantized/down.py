@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.gemm.config import GroupedGemmConfig
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
-from moereg.kernels.launch.replay import launch
+from moereg.kernels.launch.overlap import release_next, wait_for_previous
 from moereg.kernels.quantized.operands import QuantizedMatrices, QuantizedRows
 from moereg.kernels.quantized.products import (
     codes_in_byte,
@@ -22,43 +21,27 @@ from moereg.kernels.quantized.products import (
     scales_of_columns,
     scales_of_rows,
 )
-from moereg.kernels.quantized.steps import check_steps, code_pair, code_tile, releases_late
+from moereg.kernels.quantized.steps import launch_codes
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.direct import DirectRoutes
-from moereg.kernels.rows.tiles import claim_tile, plan_arguments
+from moereg.kernels.rows.tiles import claim_tile
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _quantized_down_kernel(
     out,
-    intermediate,
-    intermediate_scale,
-    intermediate_global,
-    w2,
-    w2_scale,
-    w2_global,
+    inputs,  # CodeTensors
+    weights,  # CodeTensors
     bias,
     topk_weights,
-    topk_ids,
-    expert_map,
+    direct,  # RouteArguments
     num_tokens,
-    num_experts,
-    num_local_experts,
-    sorted_routes,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
+    plan,  # PlanArguments
     depth,
     num_columns,
     num_tiles_n,
     group_rows,
-    stride_intermediate,
-    stride_intermediate_scale,
-    stride_expert,
-    stride_column,
-    stride_scale_expert,
-    stride_scale_row,
+    strides,  # CodeStrides
     stride_bias,
     stride_out,
     SORTED: tl.constexpr,
@@ -69,36 +52,16 @@ def _quantized_down_kernel(
     RELEASE_LATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_K: tl.constexpr = TILE.block_k
-    GROUP_M: tl.constexpr = TILE.group_m
     # The tile map was complete before the previous kernel began, so read it before waiting.
     used_blocks = None
     if SORTED:
-        used_blocks = tl.load(num_blocks)
+        used_blocks = tl.load(plan.num_blocks)
         if tl.program_id(0) >= used_blocks * num_tiles_n:
             wait_for_previous(OVERLAP)
             return
-    tile = claim_tile(
-        topk_ids,
-        expert_map,
-        num_tokens,
-        num_experts,
-        num_local_experts,
-        sorted_routes,
-        block_expert,
-        block_row,
-        block_end,
-        used_blocks,
-        num_tiles_n,
-        SORTED=SORTED,
-        SINGLE=False,
-        TOP_K=TOP_K,
-        BLOCK_TOP_K=BLOCK_TOP_K,
-        BLOCK_M=BLOCK_M,
-        GROUP_M=GROUP_M,
-    )
+    tile = claim_tile(direct, num_tokens, plan, used_blocks, num_tiles_n, SORTED, False, TOP_K, BLOCK_TOP_K, TILE)
     if not SORTED:
         if tile.expert < 0:
             wait_for_previous(OVERLAP)
@@ -112,37 +75,27 @@ def _quantized_down_kernel(
     loaded_columns = columns
     if TILE.mask_n:
         loaded_columns = tl.minimum(columns, num_columns - 1)
-    offs_a = tl.arange(0, BLOCK_K // codes_in_byte(intermediate.dtype.element_ty))
-    offs_b = tl.arange(0, BLOCK_K // codes_in_byte(w2.dtype.element_ty))
-    MX: tl.constexpr = scaled_by_hardware(intermediate_scale.dtype.element_ty)
+    offs_a = tl.arange(0, BLOCK_K // codes_in_byte(inputs.q.dtype.element_ty))
+    offs_b = tl.arange(0, BLOCK_K // codes_in_byte(weights.q.dtype.element_ty))
+    MX: tl.constexpr = scaled_by_hardware(inputs.scale.dtype.element_ty)
     expert = expert.to(tl.int64)
     # [BLOCK_M, BLOCK_K], or BLOCK_K / 2 columns where a byte holds two codes; the same goes for the weights.
-    a_pointers = intermediate + rows.to(tl.int64)[:, None] * stride_intermediate + offs_a[None, :]
-    a_scales = scales_of_rows(intermediate_scale, rows, stride_intermediate_scale, MX, CODES, TILE)
+    a_pointers = inputs.q + rows.to(tl.int64)[:, None] * strides.rows + offs_a[None, :]
+    a_scales = scales_of_rows(inputs.scale, rows, strides.row_scales, MX, CODES, TILE)
     # [BLOCK_K, BLOCK_N]
-    b_pointers = w2 + expert * stride_expert + loaded_columns[None, :] * stride_column + offs_b[:, None]
-    own_scales = w2_scale + expert * stride_scale_expert
+    b_pointers = weights.q + expert * strides.expert + loaded_columns[None, :] * strides.column + offs_b[:, None]
+    own_scales = weights.scale + expert * strides.scale_expert
     b_scales = scales_of_columns(
-        own_scales, tile_n * BLOCK_N, loaded_columns, group_rows, stride_scale_row, MX, CODES, TILE
+        own_scales, tile_n * BLOCK_N, loaded_columns, group_rows, strides.scale_row, MX, CODES, TILE
     )
     # [BLOCK_M, BLOCK_N]
     x, _ = scaled_products(
-        a_pointers,
-        b_pointers,
-        b_pointers,
-        a_scales,
-        b_scales,
-        b_scales,
-        row_mask,
-        depth,
-        1,
-        CODES,
-        TILE,
+        a_pointers, b_pointers, b_pointers, a_scales, b_scales, b_scales, row_mask, depth, 1, CODES, TILE
     )
     if RELEASE_LATE:
         release_next(OVERLAP)
     x = scale_total(x, a_scales, b_scales, row_mask, CODES)
-    x = scale_globally(x, intermediate_global, rows, row_mask, w2_global, expert)
+    x = scale_globally(x, inputs.global_scale, rows, row_mask, weights.global_scale, expert)
 
     if bias is not None:
         x += tl.load(bias + expert * stride_bias + loaded_columns).to(tl.float32)[None, :]
@@ -164,7 +117,6 @@ def quantized_down_gemm(
     *,
     bias: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
     overlap: bool = False,
 ) -> None:
     """Writes `(intermediate[row] @ w2[expert].T + bias) * topk_weight` for every sorted row to its route's row.
@@ -178,49 +130,25 @@ def quantized_down_gemm(
         config: launch configuration.
         bias: [E, H], any float dtype, or None.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
-        apply_router_weight_on_input: whether `topk_weights` multiplied the tokens, and do not count here.
         overlap: whether to start while the kernel that writes `intermediate`, launched just before, still runs.
     """
-    num_columns, depth = w2.q.shape[1], w2.depth
+    num_columns = w2.q.shape[1]
     # Sorted routes are looked up, so only direct ones need K.
     top_k = plan.topk_ids.shape[1] if isinstance(plan, DirectRoutes) else 1
-    assert config.block_m == plan.block_m and out.stride(1) == 1
+    assert out.stride(1) == 1
     assert w2.global_scale is None or w2.global_scale.shape[1] == 1
-    check_steps(intermediate, w2, config)
-    num_tiles_n = triton.cdiv(num_columns, config.block_n)
-    launch(
+    launch_codes(
         _quantized_down_kernel,
-        (plan.max_blocks * num_tiles_n,),
-        out,
-        intermediate.q,
-        intermediate.scale,
-        intermediate.global_scale,
-        w2.q,
-        w2.scale,
-        w2.global_scale,
-        bias,
-        None if apply_router_weight_on_input else topk_weights,
-        *plan_arguments(plan, w2.q.shape[0]),
-        depth,
+        intermediate,
+        w2,
+        plan,
+        config,
         num_columns,
-        num_tiles_n,
-        w2.group_rows,
-        intermediate.q.stride(0),
-        intermediate.scale.stride(0),
-        w2.q.stride(0),
-        w2.q.stride(1),
-        w2.scale.stride(0),
-        w2.scale.stride(1),
-        0 if bias is None else bias.stride(0),
-        out.stride(0),
-        SORTED=isinstance(plan, BlockMap),
-        TOP_K=top_k,
-        BLOCK_TOP_K=triton.next_power_of_2(top_k),
-        CODES=code_pair(intermediate, w2, num_columns, config.block_n),
-        TILE=code_tile(config, depth, mask_n=num_columns % config.block_n != 0),
-        RELEASE_LATE=releases_late(plan),
-        OVERLAP=overlap,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **overlap_options(overlap),
+        triton.cdiv(num_columns, config.block_n),
+        outputs=(out,),
+        others=(bias, topk_weights),
+        strides=(0 if bias is None else bias.stride(0), out.stride(0)),
+        top_k=top_k,
+        mask_n=num_columns % config.block_n != 0,
+        overlap=overlap,
     )

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.quantized.codes import load_rows, scale_of_bits
 from moereg.kernels.quantized.small_floats import amax_bits, round_groups, scale_of_group
@@ -119,7 +119,6 @@ def requantize_rows(
     plan: RoutePlan | None = None,
     expert_num_tokens: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
     overlap: bool = False,
 ) -> None:
     """Writes rows rounded, without their global scales, in one launch.
@@ -137,8 +136,7 @@ def requantize_rows(
         route_expert: [R] int32, local expert of each row, or negative.
         plan: sorted routes, in whose order the rows are.
         expert_num_tokens: [E] int32, valid rows of each expert.
-        topk_weights: [R, 1] fp32, contiguous, where the router's weights apply to the rows; else of any shape.
-        apply_router_weight_on_input: whether rows are multiplied by `topk_weights`, and rounded to their dtype, first.
+        topk_weights: [R, 1] fp32, contiguous, by which rows are multiplied, and rounded to their dtype, first; or None.
         overlap: whether to start while the kernel in front, which may be the one that writes `x`, still runs.
     """
     num_rows, size = out.shape
@@ -165,7 +163,7 @@ def requantize_rows(
         out,
         factors,
         x,
-        topk_weights if apply_router_weight_on_input else None,
+        topk_weights,
         static_scale,
         route_expert,
         sorted_routes,
@@ -185,7 +183,6 @@ def requantize_rows(
         GLOBAL=grid.global_scale,
         BLOCK=block,
         BLOCK_FACTORS=triton.next_power_of_2(num_factors),
-        OVERLAP=overlap,
         num_warps=min(16, max(1, block // 512)),
-        **overlap_options(overlap),
+        **overlapping(overlap),
     )

@@ -16,8 +16,7 @@ import triton.language as tl
 from moereg.kernels.gemm.activation import activate, activate_halves
 from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
-from moereg.kernels.launch.replay import launch
+from moereg.kernels.launch.overlap import release_next, wait_for_previous
 from moereg.kernels.quantized.codes import TRITON_DTYPES, encode, quantize_tile
 from moereg.kernels.quantized.operands import CodedOutput, QuantizedMatrices, QuantizedRows
 from moereg.kernels.quantized.products import (
@@ -29,10 +28,10 @@ from moereg.kernels.quantized.products import (
     scales_of_columns,
     scales_of_rows,
 )
-from moereg.kernels.quantized.steps import check_steps, code_pair, code_tile, releases_late
+from moereg.kernels.quantized.steps import launch_codes
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.direct import DirectRoutes
-from moereg.kernels.rows.tiles import claim_tile, plan_arguments
+from moereg.kernels.rows.tiles import claim_tile
 from moereg.kernels.sizes import CODE_PAD
 
 
@@ -57,33 +56,17 @@ def _quantized_gate_up_kernel(
     out,
     out_scale,
     static_scale,
-    hidden_states,
-    hidden_scale,
-    hidden_global,
-    w13,
-    w13_scale,
-    w13_global,
+    inputs,  # CodeTensors
+    weights,  # CodeTensors
     bias,
-    topk_ids,
-    expert_map,
+    direct,  # RouteArguments
     num_tokens,
-    num_experts,
-    num_local_experts,
-    sorted_routes,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
+    plan,  # PlanArguments
     depth,
     num_columns,
     num_tiles_n,
     group_rows,
-    stride_hidden,
-    stride_hidden_scale,
-    stride_expert,
-    stride_column,
-    stride_scale_expert,
-    stride_scale_row,
+    strides,  # CodeStrides
     stride_bias,
     stride_out,
     stride_out_scale,
@@ -102,34 +85,15 @@ def _quantized_gate_up_kernel(
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_K: tl.constexpr = TILE.block_k
-    GROUP_M: tl.constexpr = TILE.group_m
     used_blocks = None
     if SORTED:
         wait_for_previous(OVERLAP)
         if not RELEASE_LATE:
             release_next(OVERLAP)
-        used_blocks = tl.load(num_blocks)
+        used_blocks = tl.load(plan.num_blocks)
         if tl.program_id(0) >= used_blocks * num_tiles_n:
             return
-    tile = claim_tile(
-        topk_ids,
-        expert_map,
-        num_tokens,
-        num_experts,
-        num_local_experts,
-        sorted_routes,
-        block_expert,
-        block_row,
-        block_end,
-        used_blocks,
-        num_tiles_n,
-        SORTED=SORTED,
-        SINGLE=False,
-        TOP_K=TOP_K,
-        BLOCK_TOP_K=BLOCK_TOP_K,
-        BLOCK_M=BLOCK_M,
-        GROUP_M=GROUP_M,
-    )
+    tile = claim_tile(direct, num_tokens, plan, used_blocks, num_tiles_n, SORTED, False, TOP_K, BLOCK_TOP_K, TILE)
     if not SORTED:
         wait_for_previous(OVERLAP)
         if not RELEASE_LATE:
@@ -143,53 +107,36 @@ def _quantized_gate_up_kernel(
     if TILE.mask_n:
         # Columns past the end repeat the last one, which costs no bandwidth and needs no mask.
         columns = tl.minimum(columns, num_columns - 1)
-    offs_a = tl.arange(0, BLOCK_K // codes_in_byte(hidden_states.dtype.element_ty))
-    offs_b = tl.arange(0, BLOCK_K // codes_in_byte(w13.dtype.element_ty))
-    MX: tl.constexpr = scaled_by_hardware(hidden_scale.dtype.element_ty)
+    offs_a = tl.arange(0, BLOCK_K // codes_in_byte(inputs.q.dtype.element_ty))
+    offs_b = tl.arange(0, BLOCK_K // codes_in_byte(weights.q.dtype.element_ty))
+    MX: tl.constexpr = scaled_by_hardware(inputs.scale.dtype.element_ty)
     expert = expert.to(tl.int64)
     sources = routes // SOURCE  # [BLOCK_M]
     # [BLOCK_M, BLOCK_K], or BLOCK_K / 2 columns where a byte holds two codes; the same goes for the weights.
-    a_pointers = hidden_states + sources.to(tl.int64)[:, None] * stride_hidden + offs_a[None, :]
-    a_scales = scales_of_rows(hidden_scale, sources, stride_hidden_scale, MX, CODES, TILE)
+    a_pointers = inputs.q + sources.to(tl.int64)[:, None] * strides.rows + offs_a[None, :]
+    a_scales = scales_of_rows(inputs.scale, sources, strides.row_scales, MX, CODES, TILE)
     # [BLOCK_K, BLOCK_N]
-    b_pointers = w13 + expert * stride_expert + columns[None, :] * stride_column + offs_b[:, None]
-    own_scales = w13_scale + expert * stride_scale_expert
+    b_pointers = weights.q + expert * strides.expert + columns[None, :] * strides.column + offs_b[:, None]
+    own_scales = weights.scale + expert * strides.scale_expert
     # A tile of nothing but padding has no scale of its own.
     first = tl.minimum(tile_n * BLOCK_N, num_columns - 1)
-    b_scales = scales_of_columns(own_scales, first, columns, group_rows, stride_scale_row, MX, CODES, TILE)
-    up_pointers = b_pointers + num_columns * stride_column
+    b_scales = scales_of_columns(own_scales, first, columns, group_rows, strides.scale_row, MX, CODES, TILE)
+    up_pointers = b_pointers + num_columns * strides.column
     up_scales = scales_of_columns(
-        own_scales,
-        num_columns + first,
-        num_columns + columns,
-        group_rows,
-        stride_scale_row,
-        MX,
-        CODES,
-        TILE,
+        own_scales, num_columns + first, num_columns + columns, group_rows, strides.scale_row, MX, CODES, TILE
     )
     HALVES: tl.constexpr = 2 if ACTIVATION.gated else 1
     # [BLOCK_M, BLOCK_N] each
     gate, up = scaled_products(
-        a_pointers,
-        b_pointers,
-        up_pointers,
-        a_scales,
-        b_scales,
-        up_scales,
-        row_mask,
-        depth,
-        HALVES,
-        CODES,
-        TILE,
+        a_pointers, b_pointers, up_pointers, a_scales, b_scales, up_scales, row_mask, depth, HALVES, CODES, TILE
     )
     if RELEASE_LATE:
         release_next(OVERLAP)
     gate = scale_total(gate, a_scales, b_scales, row_mask, CODES)
-    gate = scale_globally(gate, hidden_global, sources, row_mask, w13_global, expert * HALVES)
+    gate = scale_globally(gate, inputs.global_scale, sources, row_mask, weights.global_scale, expert * HALVES)
     if ACTIVATION.gated:
         up = scale_total(up, a_scales, up_scales, row_mask, CODES)
-        up = scale_globally(up, hidden_global, sources, row_mask, w13_global, expert * HALVES + 1)
+        up = scale_globally(up, inputs.global_scale, sources, row_mask, weights.global_scale, expert * HALVES + 1)
 
     if bias is not None:
         own_bias = bias + expert * stride_bias + columns
@@ -259,7 +206,7 @@ def quantized_gate_up_gemm(
         overlap: whether to start while the kernel in front, the last one of plan and hidden states, still runs.
     """
     halves = 2 if epilogue.gated else 1
-    num_columns, depth, block_n, bias = w13.q.shape[1] // halves, w13.depth, config.block_n, epilogue.bias
+    num_columns, block_n, bias = w13.q.shape[1] // halves, config.block_n, epilogue.bias
     if isinstance(out, CodedOutput):
         fmt, static_scale = out.quantizer.fmt, out.quantizer.static_scale
         assert fmt.fits_tile(block_n)
@@ -268,50 +215,24 @@ def quantized_gate_up_gemm(
     else:
         target, out_scale, static_scale, out_depth = out, None, None, out.shape[1]
         output = _Output()
-    assert config.block_m == plan.block_m and CODE_PAD % block_n == 0
+    assert CODE_PAD % block_n == 0
     assert out_depth % CODE_PAD == 0 and num_columns <= out_depth and target.stride(1) == 1
     assert w13.global_scale is None or w13.global_scale.shape[1] == halves
-    check_steps(hidden_states, w13, config)
-    num_tiles_n = out_depth // block_n
-    launch(
+    launch_codes(
         _quantized_gate_up_kernel,
-        (plan.max_blocks * num_tiles_n,),
-        target,
-        out_scale,
-        static_scale,
-        hidden_states.q,
-        hidden_states.scale,
-        hidden_states.global_scale,
-        w13.q,
-        w13.scale,
-        w13.global_scale,
-        bias,
-        *plan_arguments(plan, w13.q.shape[0]),
-        depth,
+        hidden_states,
+        w13,
+        plan,
+        config,
         num_columns,
-        num_tiles_n,
-        w13.group_rows,
-        hidden_states.q.stride(0),
-        hidden_states.scale.stride(0),
-        w13.q.stride(0),
-        w13.q.stride(1),
-        w13.scale.stride(0),
-        w13.scale.stride(1),
-        0 if bias is None else bias.stride(0),
-        target.stride(0),
-        0 if out_scale is None else out_scale.stride(0),
-        0 if static_scale is None else static_scale.stride(0),
-        SORTED=isinstance(plan, BlockMap),
+        out_depth // block_n,
+        outputs=(target, out_scale, static_scale),
+        others=(bias,),
+        strides=tuple(0 if tensor is None else tensor.stride(0) for tensor in (bias, target, out_scale, static_scale)),
+        top_k=top_k,
+        mask_n=num_columns % block_n != 0 or num_columns != out_depth,
+        overlap=overlap,
         SOURCE=1 if by_route else top_k,
-        TOP_K=top_k,
-        BLOCK_TOP_K=triton.next_power_of_2(top_k),
-        CODES=code_pair(hidden_states, w13, num_columns, block_n),
         OUTPUT=output,
         ACTIVATION=epilogue.constant,
-        TILE=code_tile(config, depth, mask_n=num_columns % block_n != 0 or num_columns != out_depth),
-        RELEASE_LATE=releases_late(plan),
-        OVERLAP=overlap,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **overlap_options(overlap),
     )

@@ -7,6 +7,7 @@ matrix.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,6 +46,11 @@ class RowFormat:
             return torch.float8_e4m3fn
         return torch.uint8 if self.e8m0 else torch.float32
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Of the kernels that quantize rows."""
+        return {"GROUP": self.group, "MIN_CODE": self.min_code, "MAX_CODE": self.max_code}
+
     def num_groups(self, depth: int) -> int:
         """G of rows of `depth` codes."""
         return depth // self.group if self.group else 1
@@ -55,6 +61,25 @@ class RowFormat:
         A global scale is that of a whole row.
         """
         return self.static or (not self.global_scale and self.group > 0 and columns % self.group == 0)
+
+
+class CodeTensors(NamedTuple):
+    """Tensors of `QuantizedRows` or `QuantizedMatrices` as kernels take them."""
+
+    q: Any
+    scale: Any
+    global_scale: Any
+
+
+class CodeStrides(NamedTuple):
+    """Strides of both sides of a product as kernels take them: rows and their scales, then matrices and theirs."""
+
+    rows: Any
+    row_scales: Any
+    expert: Any
+    column: Any
+    scale_expert: Any
+    scale_row: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +103,11 @@ class QuantizedRows:
     def depth(self) -> int:
         """K_pad."""
         return self.q.shape[1] * (2 if self.q.dtype == torch.uint8 else 1)
+
+    @property
+    def tensors(self) -> CodeTensors:
+        """The rows as kernels take them."""
+        return CodeTensors(self.q, self.scale, self.global_scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +134,11 @@ class QuantizedMatrices:
     def depth(self) -> int:
         """K_pad."""
         return self.q.shape[2] * (2 if self.q.dtype == torch.uint8 else 1)
+
+    @property
+    def tensors(self) -> CodeTensors:
+        """The matrices as kernels take them."""
+        return CodeTensors(self.q, self.scale, self.global_scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,14 +57,7 @@ def _add_product(
 
 @triton.jit
 def scales_of_columns(
-    scale,
-    first,
-    rows,
-    group_rows,
-    stride,
-    MX: tl.constexpr,
-    CODES: tl.constexpr,
-    TILE: tl.constexpr,
+    scale, first, rows, group_rows, stride, MX: tl.constexpr, CODES: tl.constexpr, TILE: tl.constexpr
 ):
     """Pointers to the first scales of rows of weights.
 

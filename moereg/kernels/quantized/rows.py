@@ -13,13 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.quantized.codes import divide, encode, load_rows, quantize_tile, scale_of_bits
 from moereg.kernels.quantized.operands import QuantizedRows, Quantizer
 from moereg.kernels.quantized.small_floats import amax_bits, quantize_e2m1
-from moereg.kernels.rows.block_map import BlockMap
-from moereg.kernels.rows.direct import DirectRoutes, load_local_expert
+from moereg.kernels.rows.direct import load_local_expert
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import AMAX_PROGRAMS
 
@@ -203,7 +202,6 @@ def quantize_rows(
     routes: RoutePlan | RouteIds,
     *,
     topk_weights: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
     independent: bool = False,
     overlap: bool = False,
 ) -> None:
@@ -217,8 +215,7 @@ def quantize_rows(
         routes: whose rows `x` or `out` are: a plan where they are sorted, else the choices of tokens, [R, choices]
             where rows are tokens. Rows that are not in use may hold anything; those of sorted and of single routes are
             left out.
-        topk_weights: [R, 1] fp32, contiguous, where the router's weights apply to the rows; else of any shape.
-        apply_router_weight_on_input: whether rows are multiplied by `topk_weights`, and rounded to their dtype, first.
+        topk_weights: [R, 1] fp32, contiguous, by which rows are multiplied, and rounded to their dtype, first; or None.
         independent: whether the kernel in front, if there is one, writes nothing that is read here and reads and writes
             nothing that is written here, and no kernel in front of it still runs.
         overlap: whether to start while the kernel in front, which may be the one that writes `x`, still runs.
@@ -227,7 +224,6 @@ def quantize_rows(
     fmt, static_scale, amax = quantizer.fmt, quantizer.static_scale, quantizer.amax
     num_rows, depth, size = out.q.shape[0], out.depth, x.shape[1]
     assert num_rows % x.shape[0] == 0
-    input_weights = topk_weights if apply_router_weight_on_input else None
     topk_ids = expert_map = route_expert = sorted_routes = rows_in_use = None
     num_routes = num_experts = num_local_experts = 0
     routes_per_row = 1
@@ -245,7 +241,7 @@ def quantize_rows(
     # Many small programs take longer to start than to run.
     several = max(1, _PROGRAM_ELEMENTS // block) if num_rows * num_blocks >= _MANY_PROGRAMS else 1
     if amax is not None:
-        find_amax(amax, x, routes, num_rows, input_weights, overlap=overlap)
+        find_amax(amax, x, routes, num_rows, topk_weights, overlap=overlap)
     if routes_per_row > 1:
         # A token of several routes is quantized whether or not one of them is to a local expert.
         topk_ids = expert_map = None
@@ -256,7 +252,7 @@ def quantize_rows(
         out.scale,
         out.global_scale,
         x,
-        input_weights,
+        topk_weights,
         static_scale,
         amax,
         topk_ids,
@@ -275,17 +271,14 @@ def quantize_rows(
         out.scale.stride(0),
         int(quantizer.by_expert),
         SOURCE=num_rows // x.shape[0],
-        GROUP=fmt.group,
-        MIN_CODE=fmt.min_code,
-        MAX_CODE=fmt.max_code,
+        **fmt.constants,
         E8M0=fmt.e8m0,
         NUM_AMAX=AMAX_PROGRAMS,
         ROWS=several,
         BLOCK=block,
         INDEPENDENT=independent and amax is None,
-        OVERLAP=overlap,
         num_warps=min(8, max(1, several * block // 512)),
-        **overlap_options(overlap),
+        **overlapping(overlap),
     )
 
 
@@ -294,7 +287,7 @@ def find_amax(
     x: torch.Tensor,
     routes: RoutePlan | RouteIds,
     num_rows: int,
-    input_weights: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
     *,
     overlap: bool = False,
 ) -> None:
@@ -305,7 +298,7 @@ def find_amax(
         x: [R, K] bf16, fp16 or fp32, rows contiguous.
         routes: as for `quantize_rows`.
         num_rows: R.
-        input_weights: [R, 1] fp32, contiguous, by which rows are multiplied first; or None.
+        topk_weights: as for `quantize_rows`.
         overlap: whether to start while the kernel in front still runs.
     """
     assert amax.numel() == AMAX_PROGRAMS and x.stride(1) == 1
@@ -317,7 +310,7 @@ def find_amax(
         (AMAX_PROGRAMS,),
         amax,
         x,
-        input_weights,
+        topk_weights,
         None if ids is None else ids.topk_ids,
         None if ids is None else ids.expert_map,
         routes.expert_offsets[-1:] if isinstance(routes, RoutePlan) else None,
@@ -330,15 +323,6 @@ def find_amax(
         ROUTES_PER_ROW=routes_per_row,
         BLOCK_ROUTES=triton.next_power_of_2(routes_per_row),
         BLOCK=block,
-        OVERLAP=overlap,
         num_warps=min(8, max(1, block // 512)),
-        **overlap_options(overlap),
+        **overlapping(overlap),
     )
-
-
-def rows_of_plan(plan: BlockMap | DirectRoutes, num_local_experts: int) -> RoutePlan | RouteIds:
-    """Whose rows the first GEMM writes."""
-    if isinstance(plan, DirectRoutes):
-        return RouteIds(plan.topk_ids, plan.expert_map, plan.num_experts, num_local_experts)
-    assert isinstance(plan, RoutePlan)
-    return plan

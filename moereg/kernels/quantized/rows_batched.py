@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.quantized.codes import divide, encode, load_rows, quantize_tile, scale_of_bits
 from moereg.kernels.quantized.operands import QuantizedRows, Quantizer
@@ -26,21 +26,18 @@ _ROW_PROGRAMS: Final = 4096
 
 
 @triton.jit
-def _row_in_tiles(slot, block_expert, block_row, block_end, BLOCK_M: tl.constexpr):
+def _row_in_tiles(slot, tiles, BLOCK_M: tl.constexpr):
     """The row at one place of the tiles laid end to end, its expert, and whether it is in use."""
     block = slot // BLOCK_M
-    row = tl.load(block_row + block) + slot % BLOCK_M
-    return row, tl.load(block_expert + block), row < tl.load(block_end + block)
+    row = tl.load(tiles.block_row + block) + slot % BLOCK_M
+    return row, tl.load(tiles.block_expert + block), row < tl.load(tiles.block_end + block)
 
 
 @triton.jit
 def _amax_batched_kernel(
     amax,
     x,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
+    tiles,  # Tiles
     size,
     stride_x,
     BLOCK_M: tl.constexpr,
@@ -51,8 +48,8 @@ def _amax_batched_kernel(
     release_next(OVERLAP)
     columns = tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], dtype=tl.int32)  # bits, which are ordered as magnitudes are
-    for slot in range(tl.program_id(0), tl.load(num_blocks) * BLOCK_M, tl.num_programs(0)):
-        row, _, counts = _row_in_tiles(slot, block_expert, block_row, block_end, BLOCK_M)
+    for slot in range(tl.program_id(0), tl.load(tiles.num_blocks) * BLOCK_M, tl.num_programs(0)):
+        row, _, counts = _row_in_tiles(slot, tiles, BLOCK_M)
         columns_in_use = tl.where(counts, size, 0)
         values = load_rows(x, None, row + tl.zeros([1], tl.int32), None, columns, columns_in_use, stride_x)  # [BLOCK]
         largest = tl.maximum(largest, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
@@ -67,10 +64,7 @@ def _quantize_batched_kernel(
     x,
     static_scale,
     amax,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
+    tiles,  # Tiles
     size,
     depth,
     stride_x,
@@ -91,8 +85,8 @@ def _quantize_batched_kernel(
     DTYPE: tl.constexpr = q.dtype.element_ty
     first = tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    for slot in range(tl.program_id(0), tl.load(num_blocks) * BLOCK_M, tl.num_programs(0)):
-        row, expert, counts = _row_in_tiles(slot, block_expert, block_row, block_end, BLOCK_M)
+    for slot in range(tl.program_id(0), tl.load(tiles.num_blocks) * BLOCK_M, tl.num_programs(0)):
+        row, expert, counts = _row_in_tiles(slot, tiles, BLOCK_M)
         if counts:
             values = load_rows(x, None, row + tl.zeros([1, 1], tl.int32), None, columns, size, stride_x)  # [1, BLOCK]
             own_q = q + row.to(tl.int64) * stride_q
@@ -158,17 +152,13 @@ def quantize_batched_rows(
             (AMAX_PROGRAMS,),
             amax,
             x,
-            plan.block_expert,
-            plan.block_row,
-            plan.block_end,
-            plan.num_blocks,
+            plan.tiles,
             size,
             x.stride(0),
             BLOCK_M=plan.block_m,
             BLOCK=block,
-            OVERLAP=overlap,
             num_warps=num_warps,
-            **overlap_options(overlap),
+            **overlapping(overlap),
         )
     launch(
         _quantize_batched_kernel,
@@ -179,24 +169,18 @@ def quantize_batched_rows(
         x,
         static_scale,
         amax,
-        plan.block_expert,
-        plan.block_row,
-        plan.block_end,
-        plan.num_blocks,
+        plan.tiles,
         size,
         depth,
         x.stride(0),
         out.q.stride(0),
         out.scale.stride(0),
         int(quantizer.by_expert),
-        GROUP=fmt.group,
-        MIN_CODE=fmt.min_code,
-        MAX_CODE=fmt.max_code,
+        **fmt.constants,
         E8M0=fmt.e8m0,
         NUM_AMAX=AMAX_PROGRAMS,
         BLOCK_M=plan.block_m,
         BLOCK=block,
-        OVERLAP=overlap,
         num_warps=num_warps,
-        **overlap_options(overlap),
+        **overlapping(overlap),
     )

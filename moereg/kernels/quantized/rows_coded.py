@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.quantized.operands import QuantizedRows
 from moereg.kernels.sizes import CODE_PAD, GROUPED_BLOCK
@@ -118,7 +118,6 @@ def copy_coded_rows(
         PAD_SCALE=127 if rows.scale.dtype == torch.uint8 else 1,
         BLOCK=block,
         EARLY=reads_early and overlap,
-        OVERLAP=overlap,
         num_warps=min(8, max(1, block // 512)),
-        **overlap_options(overlap),
+        **overlapping(overlap),
     )

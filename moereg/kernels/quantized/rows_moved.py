@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.launch.device import can_overlap
-from moereg.kernels.launch.overlap import overlap_options, wait_for_previous
-from moereg.kernels.launch.remembered import launch_remembered
-from moereg.kernels.launch.replay import launch
+from moereg.kernels.launch.overlap import overlapping, wait_for_previous
+from moereg.kernels.launch.remembered import launch_again
 from moereg.kernels.quantized.codes import divide, encode, load_rows, quantize_tile, scale_of_bits
 from moereg.kernels.quantized.operands import RowFormat
 from moereg.kernels.quantized.small_floats import amax_bits
@@ -105,35 +104,28 @@ def quantize_tokens(
     num_blocks = triton.cdiv(size, block)
     several = max(1, _PROGRAM_ELEMENTS // block) if num_tokens * num_blocks >= _MANY_PROGRAMS else 1
     overlap = row_of_route is not None and can_overlap(q.device)
-
-    def launches() -> None:
-        launch(
-            _quantize_tokens_kernel,
-            (triton.cdiv(num_tokens, several), num_blocks),
-            q,
-            scales,
-            hidden_states,
-            row_of_route,
-            num_tokens,
-            size,
-            num_groups,
-            rows_per_rank,
-            q.stride(0),
-            scales.stride(0),
-            hidden_states.stride(0),
-            ROUTES_PER_TOKEN=1 if row_of_route is None else row_of_route.shape[1],
-            GROUP=fmt.group,
-            MIN_CODE=fmt.min_code,
-            MAX_CODE=fmt.max_code,
-            E8M0=fmt.e8m0,
-            TOKENS=several,
-            BLOCK=block,
-            OVERLAP=overlap,
-            num_warps=min(8, max(1, several * block // 512)),
-            **overlap_options(overlap),
-        )
-
-    launch_remembered("quantize_tokens", launches, (q, scales, hidden_states, row_of_route), fmt)
+    launch_again(
+        _quantize_tokens_kernel,
+        (triton.cdiv(num_tokens, several), num_blocks),
+        q,
+        scales,
+        hidden_states,
+        row_of_route,
+        num_tokens,
+        size,
+        num_groups,
+        rows_per_rank,
+        q.stride(0),
+        scales.stride(0),
+        hidden_states.stride(0),
+        ROUTES_PER_TOKEN=1 if row_of_route is None else row_of_route.shape[1],
+        **fmt.constants,
+        E8M0=fmt.e8m0,
+        TOKENS=several,
+        BLOCK=block,
+        num_warps=min(8, max(1, several * block // 512)),
+        **overlapping(overlap),
+    )
 
 
 @triton.jit
@@ -163,21 +155,17 @@ def restore_tokens(codes: torch.Tensor, scales: torch.Tensor, group: int, dtype:
     if num_tokens == 0:
         return out
     block = min(GROUPED_BLOCK, triton.next_power_of_2(size))
-
-    def launches() -> None:
-        launch(
-            _restore_tokens_kernel,
-            (num_tokens, triton.cdiv(size, block)),
-            out,
-            codes,
-            scales,
-            size,
-            scales.shape[1],
-            codes.stride(0),
-            scales.stride(0),
-            GROUP=group,
-            BLOCK=block,
-        )
-
-    launch_remembered("restore_tokens", launches, (out, codes, scales), group)
+    launch_again(
+        _restore_tokens_kernel,
+        (num_tokens, triton.cdiv(size, block)),
+        out,
+        codes,
+        scales,
+        size,
+        scales.shape[1],
+        codes.stride(0),
+        scales.stride(0),
+        GROUP=group,
+        BLOCK=block,
+    )
     return out

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.quantized.codes import divide, encode, load_rows, quantize_tile, scale_of_bits
 from moereg.kernels.quantized.operands import QuantizedRows, Quantizer
@@ -107,7 +107,6 @@ def quantize_to_sorted_rows(
     *,
     route_expert: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
     encodes_early: bool = False,
     overlap: bool = False,
 ) -> None:
@@ -119,9 +118,7 @@ def quantize_to_sorted_rows(
         quantizer: with fp32 scales; where one dynamic scale is for all rows, `find_amax` has filled its `amax`.
         route_row: [T * K] int32, the row of a route, negative where it adds nothing.
         route_expert: [T * K] int32, local expert of a route, negative likewise; read where experts' scales differ.
-        topk_weights: [T, K] fp32, contiguous; or None.
-        apply_router_weight_on_input: whether tokens are multiplied by `topk_weights`, and rounded, first; only where K
-            is 1.
+        topk_weights: [T, 1] fp32, contiguous, by which tokens are multiplied, and rounded, first; or None.
         encodes_early: whether tokens are read and encoded before the kernel in front has ended; no kernel of the call
             may have written `x` or `topk_weights`.
         overlap: whether to start while the kernel that writes `route_row` still runs.
@@ -142,7 +139,7 @@ def quantize_to_sorted_rows(
         out.q,
         out.scale,
         x,
-        topk_weights if apply_router_weight_on_input else None,
+        topk_weights,
         quantizer.static_scale,
         quantizer.amax,
         route_row,
@@ -154,13 +151,10 @@ def quantize_to_sorted_rows(
         out.scale.stride(0),
         out.scale.stride(1),
         TOP_K=route_row.numel() // num_tokens,
-        GROUP=fmt.group,
-        MIN_CODE=fmt.min_code,
-        MAX_CODE=fmt.max_code,
+        **fmt.constants,
         NUM_AMAX=AMAX_PROGRAMS,
         BLOCK=block,
         EARLY=encodes_early and overlap,
-        OVERLAP=overlap,
         num_warps=min(8, max(1, block // 512)),
-        **overlap_options(overlap),
+        **overlapping(overlap),
     )

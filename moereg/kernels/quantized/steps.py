@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+import triton
 
 from moereg.kernels.gemm.config import GroupedGemmConfig
-from moereg.kernels.quantized.operands import QuantizedMatrices, QuantizedRows
+from moereg.kernels.launch.overlap import overlapping
+from moereg.kernels.launch.replay import launch
+from moereg.kernels.quantized.operands import CodeStrides, QuantizedMatrices, QuantizedRows
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.direct import DirectRoutes
+from moereg.kernels.rows.tiles import plan_arguments
 from moereg.kernels.sizes import CODE_PAD
 
 # Names of the codes in `tl.dot_scaled`.
@@ -54,6 +58,59 @@ class CodePair(NamedTuple):
     b_group: int
     dot_format: str | None
     uniform: bool
+
+
+def launch_codes(
+    kernel: Any,
+    rows: QuantizedRows,
+    weights: QuantizedMatrices,
+    plan: BlockMap | DirectRoutes,
+    config: GroupedGemmConfig,
+    num_columns: int,
+    num_tiles_n: int,
+    *,
+    outputs: tuple[torch.Tensor | None, ...],
+    others: tuple[torch.Tensor | None, ...],
+    strides: tuple[int, ...],
+    top_k: int,
+    mask_n: bool,
+    overlap: bool,
+    **constants: Any,
+) -> None:
+    """Launches a product of codes by `num_tiles_n` tiles of columns, which count gate and up once.
+
+    Args:
+        outputs: the kernel's own arguments in front of both sides; `others` follow those, `strides` the common ones.
+        top_k: K; read where rows are not sorted.
+        mask_n: whether tiles reach past the last column.
+    """
+    assert config.block_m == plan.block_m
+    check_steps(rows, weights, config)
+    launch(
+        kernel,
+        (plan.max_blocks * num_tiles_n,),
+        *outputs,
+        rows.tensors,
+        weights.tensors,
+        *others,
+        *plan_arguments(plan, weights.q.shape[0]),
+        weights.depth,
+        num_columns,
+        num_tiles_n,
+        weights.group_rows,
+        CodeStrides(rows.q.stride(0), rows.scale.stride(0), *weights.q.stride()[:2], *weights.scale.stride()[:2]),
+        *strides,
+        SORTED=isinstance(plan, BlockMap),
+        TOP_K=top_k,
+        BLOCK_TOP_K=triton.next_power_of_2(top_k),
+        CODES=code_pair(rows, weights, num_columns, config.block_n),
+        TILE=code_tile(config, weights.depth, mask_n=mask_n),
+        RELEASE_LATE=releases_late(plan),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **constants,
+        **overlapping(overlap),
+    )
 
 
 def code_tile(config: GroupedGemmConfig, depth: int, *, mask_n: bool) -> CodeTile:

@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.remembered import launch_remembered
-from moereg.kernels.launch.replay import launch
-from moereg.kernels.rows.exchanged import BLOCK_WORDS, TOKEN_BITS, WORD_DTYPES, RowWords
+from moereg.kernels.launch.remembered import launch_again
+from moereg.kernels.rows.exchanged import TOKEN_BITS, WORD_DTYPES, RowWords
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -98,37 +97,19 @@ def unpack_tokens(
     if num_rows == 0:
         return columns, ids, weights
     second = columns[1] if len(columns) > 1 else None
-
-    def launches() -> None:
-        width = words.widths[0]
-        block = min(BLOCK_WORDS, triton.next_power_of_2(width))
-        launch(
-            _unpack_tokens_kernel,
-            (received.shape[0], triton.cdiv(width, block)),
-            columns[0].view(dtype),
-            None if second is None else second.view(dtype),
-            ids,
-            None if weights is None else weights.view(torch.int32),
-            received.view(dtype),
-            received.view(torch.int32),
-            counts,
-            num_rows,
-            NUM_RANKS=num_ranks,
-            RANKS=triton.next_power_of_2(num_ranks),
-            TOP_K=top_k,
-            CHOICES=triton.next_power_of_2(top_k),
-            ROW=words.row,
-            HEAD_ROW=words.head_row,
-            START=words.starts[0],
-            WIDTH=width,
-            SECOND_START=words.starts[-1],
-            SECOND_WIDTH=words.widths[-1],
-            SECOND_BLOCK=1 if second is None else triton.next_power_of_2(words.widths[-1]),
-            BLOCK=block,
-        )
-
-    given = (received, counts, *columns, ids, weights)
-    launch_remembered("unpack_tokens", launches, given, (words, top_k))
+    launch_again(
+        _unpack_tokens_kernel,
+        (received.shape[0], triton.cdiv(words.widths[0], words.block)),
+        columns[0].view(dtype),
+        None if second is None else second.view(dtype),
+        ids,
+        None if weights is None else weights.view(torch.int32),
+        received.view(dtype),
+        received.view(torch.int32),
+        counts,
+        num_rows,
+        **words.constants(num_ranks, top_k),
+    )
     return columns, ids, weights
 
 
@@ -197,33 +178,17 @@ def split_rows(
     weights = received.new_empty((num_rows, top_k), dtype=torch.float32)
     if num_rows == 0:
         return columns, ids, weights
-
-    def launches() -> None:
-        first, second = columns[0].view(dtype), columns[1].view(dtype) if len(columns) > 1 else None
-        block = min(BLOCK_WORDS, triton.next_power_of_2(words.widths[0]))
-        launch(
-            _split_rows_kernel,
-            (num_rows, triton.cdiv(words.widths[0], block)),
-            first,
-            second,
-            ids,
-            weights.view(torch.int32),
-            received.view(dtype),
-            received.view(torch.int32),
-            counts,
-            NUM_RANKS=num_ranks,
-            RANKS=triton.next_power_of_2(num_ranks),
-            TOP_K=top_k,
-            CHOICES=triton.next_power_of_2(top_k),
-            ROW=words.row,
-            HEAD_ROW=words.head_row,
-            START=words.starts[0],
-            WIDTH=words.widths[0],
-            SECOND_START=words.starts[-1],
-            SECOND_WIDTH=words.widths[-1],
-            SECOND_BLOCK=1 if second is None else triton.next_power_of_2(words.widths[-1]),
-            BLOCK=block,
-        )
-
-    launch_remembered("split_rows", launches, (received, counts, *columns, ids, weights), words)
+    first, second = columns[0].view(dtype), columns[1].view(dtype) if len(columns) > 1 else None
+    launch_again(
+        _split_rows_kernel,
+        (num_rows, triton.cdiv(words.widths[0], words.block)),
+        first,
+        second,
+        ids,
+        weights.view(torch.int32),
+        received.view(dtype),
+        received.view(torch.int32),
+        counts,
+        **words.constants(num_ranks, top_k),
+    )
     return columns, ids, weights

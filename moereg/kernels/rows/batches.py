@@ -6,9 +6,6 @@ gives these their places. Sizes: T tokens, K choices per token, E local experts,
 
 from __future__ import annotations
 
-import collections
-import threading
-from collections.abc import Callable, Hashable
 from typing import Final, NamedTuple
 
 import torch
@@ -16,19 +13,14 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.launch.device import can_overlap
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
-from moereg.kernels.launch.replay import LaunchRecording, launch, recording
+from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
+from moereg.kernels.launch.remembered import launch_again, launch_remembered
+from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.direct import load_local_expert
 
 # Ids that a program reads at a time, 16 a thread, and columns of a row that a program copies or adds up.
 _IDS: Final = 2048
 _COLUMNS: Final = 1024
-
-# Triton compiles pointers that are multiples of this into wider loads, so recordings hold for such pointers only.
-_POINTER_ALIGNMENT: Final = 16
-
-# About 3 KB each on the host, shared by layers of one shape; the one that was not used for longest goes.
-_MAX_RECORDINGS: Final = 512
 
 
 class Batches(NamedTuple):
@@ -198,11 +190,11 @@ def lay_out_batches(
             hidden_states.stride(0),
             TOP_K=top_k,
             BLOCK=block,
-            OVERLAP=overlap,
-            **overlap_options(overlap),
+            **overlapping(overlap),
         )
 
-    _recorded(launches, (*batches, hidden_states, topk_ids, expert_map, topk_weights))
+    given = (*batches, hidden_states, topk_ids, expert_map, topk_weights)
+    launch_remembered("lay_out_batches", launches, given)
     return batches
 
 
@@ -224,58 +216,16 @@ def sum_batches(
     expert_out, row_of_route = expert_out.contiguous(), row_of_route.contiguous()
     topk_weights = None if topk_weights is None else topk_weights.contiguous()
     block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
-
-    def launches() -> None:
-        launch(
-            _sum_batches_kernel,
-            (num_tokens, triton.cdiv(hidden_size, block)),
-            out,
-            expert_out,
-            row_of_route,
-            topk_weights,
-            hidden_size,
-            expert_out.stride(1),
-            out.stride(0),
-            TOP_K=top_k,
-            BLOCK=block,
-        )
-
-    _recorded(launches, (out, expert_out, row_of_route, topk_weights))
-
-
-_RECORDINGS: Final[collections.OrderedDict[Hashable, LaunchRecording]] = collections.OrderedDict()
-_LOCK: Final = threading.Lock()
-
-
-def _recorded(launches: Callable[[], None], tensors: tuple[torch.Tensor | None, ...]) -> None:
-    """Launches, or replays what was recorded at the last call with tensors like these: a tenth of the host time.
-
-    Args:
-        launches: Launches with these tensors, and depends on nothing else.
-        tensors: None of them empty, the first not None.
-    """
-    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    device = tensors[0].device  # type: ignore[union-attr]
-    all_bits = 0
-    for pointer in pointers:
-        all_bits |= pointer
-    if device.type != "cuda" or all_bits % _POINTER_ALIGNMENT:
-        launches()
-        return
-    kinds = [None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
-    key = (device.index, *kinds)
-    with _LOCK:
-        recorded = _RECORDINGS.get(key)
-        if recorded is not None:
-            _RECORDINGS.move_to_end(key)
-    if recorded is None:
-        with recording(tensors) as recorded:
-            launches()
-        with _LOCK:
-            _RECORDINGS[key] = recorded
-            while len(_RECORDINGS) > _MAX_RECORDINGS:
-                _RECORDINGS.popitem(last=False)
-    elif recorded.complete:
-        recorded.replay(pointers)
-    else:
-        launches()
+    launch_again(
+        _sum_batches_kernel,
+        (num_tokens, triton.cdiv(hidden_size, block)),
+        out,
+        expert_out,
+        row_of_route,
+        topk_weights,
+        hidden_size,
+        expert_out.stride(1),
+        out.stride(0),
+        TOP_K=top_k,
+        BLOCK=block,
+    )

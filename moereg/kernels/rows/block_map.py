@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,6 +30,25 @@ NUM_COUNTS = 2 + _NUM_COUNTERS.value
 
 _SPREAD_HEAVY = tl.constexpr(SPREAD_HEAVY)
 _FLAG_WORDS = tl.constexpr(FLAG_WORDS)
+
+
+class Tiles(NamedTuple):
+    """Tensors of a `BlockMap` as kernels take them; `num_blocks` points to its `counts`."""
+
+    block_expert: Any
+    block_row: Any
+    block_end: Any
+    num_blocks: Any
+    flags: Any
+
+
+class TilesShape(NamedTuple):
+    """The kernels' constant for the shape of a `BlockMap`'s tiles."""
+
+    block_m: int
+    slack: int
+    tall: int
+    heavy_first: int
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -74,6 +94,16 @@ class BlockMap:
         """B: tiles to launch, because the number in use is known on the device only."""
         return self.block_expert.numel()
 
+    @property
+    def tiles(self) -> Tiles:
+        """The map as kernels take it."""
+        return Tiles(self.block_expert, self.block_row, self.block_end, self.counts, self.flags)
+
+    @property
+    def shape(self) -> TilesShape:
+        """The constant of the kernels that write the map."""
+        return TilesShape(self.block_m, self.slack, self.tall, self.heavy_first)
+
 
 @triton.jit
 def load_num_tall(num_blocks):
@@ -100,24 +130,13 @@ def _spread(number, own, others, after):
 
 
 @triton.jit
-def store_block_map(
-    counts,
-    offsets,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
-    BLOCK_M: tl.constexpr,
-    SLACK: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TALL: tl.constexpr,
-    HEAVY_FIRST: tl.constexpr,
-    flags=None,
-):
-    """Writes the tensors of a `BlockMap` from each expert's number of rows and first row, [EXPERTS] int32.
-
-    `num_blocks` points to the map's `counts`.
-    """
+def store_block_map(counts, offsets, tiles, SHAPE: tl.constexpr, EXPERTS: tl.constexpr):
+    """Writes `Tiles` of a `TilesShape` from each expert's number of rows and first row, [EXPERTS] int32."""
+    BLOCK_M: tl.constexpr = SHAPE.block_m
+    SLACK: tl.constexpr = SHAPE.slack
+    TALL: tl.constexpr = SHAPE.tall
+    HEAVY_FIRST: tl.constexpr = SHAPE.heavy_first
+    num_blocks = tiles.num_blocks
     experts = tl.arange(0, EXPERTS)  # [EXPERTS]
     height = BLOCK_M
     if TALL > 0:
@@ -149,28 +168,16 @@ def store_block_map(
         slot = first_block + i  # [EXPERTS]
         if HEAVY_FIRST == _SPREAD_HEAVY:
             slot = _spread(slot, own, others, heavy)
-        tl.store(block_expert + slot, experts, mask=i < blocks)
-        tl.store(block_row + slot, offsets + i * height, mask=i < blocks)
-        tl.store(block_end + slot, offsets + counts, mask=i < blocks)
-        if flags is not None:
-            tl.store(flags + slot * _FLAG_WORDS, tl.zeros([EXPERTS], tl.int32), mask=i < blocks)
+        tl.store(tiles.block_expert + slot, experts, mask=i < blocks)
+        tl.store(tiles.block_row + slot, offsets + i * height, mask=i < blocks)
+        tl.store(tiles.block_end + slot, offsets + counts, mask=i < blocks)
+        if tiles.flags is not None:
+            tl.store(tiles.flags + slot * _FLAG_WORDS, tl.zeros([EXPERTS], tl.int32), mask=i < blocks)
 
 
 @triton.jit(do_not_specialize=["max_tokens"])
 def _plan_batches_kernel(
-    expert_num_tokens,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
-    max_tokens,
-    num_experts,
-    BLOCK_M: tl.constexpr,
-    SLACK: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TALL: tl.constexpr,
-    HEAVY_FIRST: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    expert_num_tokens, tiles, max_tokens, num_experts, SHAPE: tl.constexpr, EXPERTS: tl.constexpr, OVERLAP: tl.constexpr
 ):
     release_next(OVERLAP)
     experts = tl.arange(0, EXPERTS)  # [EXPERTS]
@@ -178,9 +185,7 @@ def _plan_batches_kernel(
     # A count that is wrong must not lead to another expert's rows, or out of the tensor.
     counts = tl.minimum(tl.maximum(counts, 0), max_tokens)
     offsets = experts * max_tokens  # [EXPERTS]
-    store_block_map(
-        counts, offsets, block_expert, block_row, block_end, num_blocks, BLOCK_M, SLACK, EXPERTS, TALL, HEAVY_FIRST
-    )
+    store_block_map(counts, offsets, tiles, SHAPE, EXPERTS)
 
 
 def batch_workspace_numel(num_experts: int, max_tokens: int, block_m: int) -> int:
@@ -224,17 +229,11 @@ def plan_batches(
         _plan_batches_kernel,
         (1,),
         expert_num_tokens,
-        block_map.block_expert,
-        block_map.block_row,
-        block_map.block_end,
-        block_map.counts,
+        block_map.tiles,
         max_tokens,
         num_experts,
-        BLOCK_M=block_m,
-        SLACK=slack,
+        SHAPE=block_map.shape,
         EXPERTS=max(32, triton.next_power_of_2(num_experts)),
-        TALL=tall,
-        HEAVY_FIRST=heavy_first,
         OVERLAP=overlap,
         num_warps=4,
     )
@@ -246,61 +245,6 @@ def checked_tall(tall: int, block_m: int, slack: int, heavy_first: int) -> int:
     assert tall == 0 or (tall > block_m and slack == 0), f"tall tiles of {tall} rows, others of {block_m} and {slack}"
     assert not (tall and heavy_first), "tall tiles come first as they are"
     return tall
-
-
-def block_map_reference(
-    counts: torch.Tensor,
-    offsets: torch.Tensor,
-    block_m: int,
-    slack: int = 0,
-    tall: int = 0,
-    heavy_first: int = False,
-) -> BlockMap:
-    """The map in torch, with every tensor cut to the part in use; synchronizes.
-
-    Args:
-        counts: [E] integers, rows of each expert.
-        offsets: [E] integers, first row of each.
-        block_m: rows per tile.
-        slack: rows by which the last tile of an expert may be longer.
-        tall: as in `BlockMap`.
-        heavy_first: likewise.
-
-    Returns:
-        New tensors.
-    """
-    is_low = (counts <= block_m) | (tall == 0)
-    heights = torch.where(is_low, block_m, tall)
-    blocks = ((counts - slack + heights - 1) // heights).maximum((counts > 0).to(counts.dtype))
-    order = is_low.int().argsort(stable=True)
-    if heavy_first and heavy_first != SPREAD_HEAVY:
-        order = ((counts <= block_m + slack).int() + (counts * 2 <= block_m).int()).argsort(stable=True)
-    experts = order.repeat_interleave(blocks[order])
-    ends = torch.zeros_like(blocks)
-    ends[order] = blocks[order].cumsum(0).to(blocks.dtype)
-    step = torch.arange(experts.numel(), device=counts.device) - (ends - blocks)[experts]
-    if heavy_first == SPREAD_HEAVY:
-        is_heavy = (counts > block_m + slack)[experts]
-        number = torch.where(is_heavy, is_heavy.cumsum(0), (~is_heavy).cumsum(0)) - 1
-        others = torch.where(is_heavy, (~is_heavy).sum(), is_heavy.sum())
-        spread = (2 * (2 * number + 1) * others + is_heavy).argsort(stable=True)
-        experts, step = experts[spread], step[spread]
-    num_blocks, counters = blocks.sum().reshape(1).int(), counts.new_zeros(2, dtype=torch.int32)
-    # A plan without tall tiles writes no number of them.
-    num_tall = blocks[~is_low].sum().reshape(1).int()[: tall > 0]
-    return BlockMap(
-        block_expert=experts.int(),
-        block_row=(offsets[experts] + step * heights[experts]).int(),
-        block_end=(offsets + counts)[experts].int(),
-        num_blocks=num_blocks,
-        tile_counters=counters,
-        num_tall=num_tall,
-        counts=torch.cat([num_blocks, counters, num_tall]),
-        block_m=block_m,
-        slack=slack,
-        tall=tall,
-        heavy_first=heavy_first,
-    )
 
 
 def aligned(size: int) -> int:

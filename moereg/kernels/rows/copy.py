@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 
 
@@ -83,23 +83,6 @@ def copy_rows(
         hidden_states.stride(0),
         TOP_K=route_row.numel() // num_tokens,
         BLOCK=block,
-        OVERLAP=overlap,
         num_warps=config.num_warps,
-        **overlap_options(overlap),
+        **overlapping(overlap),
     )
-
-
-def copy_rows_reference(hidden_states: torch.Tensor, route_row: torch.Tensor) -> torch.Tensor:
-    """The result of `copy_rows`, in torch; synchronizes.
-
-    Args:
-        hidden_states: [T, H].
-        route_row: [T * K] int32.
-
-    Returns:
-        [valid routes, H].
-    """
-    top_k = route_row.numel() // hidden_states.shape[0]
-    valid = route_row >= 0
-    order = route_row[valid].argsort()
-    return hidden_states.repeat_interleave(top_k, dim=0)[valid][order]

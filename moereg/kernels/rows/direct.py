@@ -42,14 +42,7 @@ class DirectRoutes:
 
 
 @triton.jit
-def load_local_expert(
-    topk_ids,
-    expert_map,
-    routes,
-    num_routes,
-    num_experts,
-    num_local_experts,
-):
+def load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts):
     """Local experts of routes of any shape, a single one included; -1 where a route adds nothing."""
     expert = tl.load(topk_ids + routes, mask=routes < num_routes, other=-1)
     expert = tl.where(expert < num_experts, expert, -1)

@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.remembered import launch_remembered
-from moereg.kernels.launch.replay import launch
+from moereg.kernels.launch.remembered import launch_again
 
 # Ids that the program of a rank reads at a time, few and many, and words of a row that a program copies.
 _FEW_IDS: Final = 512
@@ -51,6 +50,28 @@ class RowWords(NamedTuple):
     head_row: int
     starts: tuple[int, ...]
     widths: tuple[int, ...]
+
+    @property
+    def block(self) -> int:
+        """Words of the first column that a program copies."""
+        return min(BLOCK_WORDS, int(triton.next_power_of_2(self.widths[0])))
+
+    def constants(self, num_ranks: int, top_k: int) -> dict[str, int]:
+        """Of the kernels that write and read such rows of tokens with K routes to R ranks."""
+        return {
+            "NUM_RANKS": num_ranks,
+            "RANKS": triton.next_power_of_2(num_ranks),
+            "TOP_K": top_k,
+            "CHOICES": triton.next_power_of_2(top_k),
+            "ROW": self.row,
+            "HEAD_ROW": self.head_row,
+            "START": self.starts[0],
+            "WIDTH": self.widths[0],
+            "SECOND_START": self.starts[-1],
+            "SECOND_WIDTH": self.widths[-1],
+            "SECOND_BLOCK": 1 if len(self.widths) == 1 else triton.next_power_of_2(self.widths[-1]),
+            "BLOCK": self.block,
+        }
 
 
 # Above them counts of tokens are stamped.
@@ -134,27 +155,23 @@ def place_routes(
         return placed
     choices = triton.next_power_of_2(top_k)
     ids = _FEW_IDS if num_tokens * choices <= _FEW_IDS else _MANY_IDS
-
-    def launches() -> None:
-        launch(
-            _place_routes_kernel,
-            (1 + num_ranks,),
-            *placed,
-            topk_ids,
-            num_holders,
-            holders,
-            stamp,
-            num_tokens,
-            home_rank,
-            num_experts,
-            num_ranks,
-            TOP_K=top_k,
-            CHOICES=choices,
-            TOKENS=max(1, ids // choices),
-            num_warps=4 if ids == _FEW_IDS else 8,
-        )
-
-    launch_remembered("place_routes", launches, (*placed, topk_ids, num_holders, holders, stamp), home_rank)
+    launch_again(
+        _place_routes_kernel,
+        (1 + num_ranks,),
+        *placed,
+        topk_ids,
+        num_holders,
+        holders,
+        stamp,
+        num_tokens,
+        home_rank,
+        num_experts,
+        num_ranks,
+        TOP_K=top_k,
+        CHOICES=choices,
+        TOKENS=max(1, ids // choices),
+        num_warps=4 if ids == _FEW_IDS else 8,
+    )
     return placed
 
 
@@ -268,40 +285,22 @@ def pack_tokens(
     weights = None if topk_weights is None else topk_weights.contiguous().view(torch.int32)
     # Bytes of a caller's tokens may begin where no word does.
     columns = tuple(column if column.data_ptr() % words.word == 0 else column.clone() for column in columns)
-    given = (sent, home_row, *placed, topk_ids, weights, *columns)
-
-    def launches() -> None:
-        first, second = columns[0].view(dtype), columns[1].view(dtype) if len(columns) > 1 else None
-        width = words.widths[0]
-        block = min(BLOCK_WORDS, triton.next_power_of_2(width))
-        launch(
-            _pack_tokens_kernel,
-            (num_tokens, triton.cdiv(width, block)),
-            sent.view(dtype),
-            sent.view(torch.int32),
-            home_row,
-            *placed,
-            topk_ids,
-            weights,
-            first,
-            second,
-            num_tokens,
-            first.stride(0),
-            0 if second is None else second.stride(0),
-            NUM_RANKS=num_ranks,
-            RANKS=triton.next_power_of_2(num_ranks),
-            TOP_K=top_k,
-            CHOICES=triton.next_power_of_2(top_k),
-            BY_TOKEN=by_token,
-            ROW=words.row,
-            HEAD_ROW=words.head_row,
-            START=words.starts[0],
-            WIDTH=width,
-            SECOND_START=words.starts[-1],
-            SECOND_WIDTH=words.widths[-1],
-            SECOND_BLOCK=1 if second is None else triton.next_power_of_2(words.widths[-1]),
-            BLOCK=block,
-        )
-
-    launch_remembered("pack_tokens", launches, given, (words, by_token))
+    first, second = columns[0].view(dtype), columns[1].view(dtype) if len(columns) > 1 else None
+    launch_again(
+        _pack_tokens_kernel,
+        (num_tokens, triton.cdiv(words.widths[0], words.block)),
+        sent.view(dtype),
+        sent.view(torch.int32),
+        home_row,
+        *placed,
+        topk_ids,
+        weights,
+        first,
+        second,
+        num_tokens,
+        first.stride(0),
+        0 if second is None else second.stride(0),
+        BY_TOKEN=by_token,
+        **words.constants(num_ranks, top_k),
+    )
     return sent, home_row

@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.remembered import launch_remembered
-from moereg.kernels.launch.replay import launch
+from moereg.kernels.launch.remembered import launch_again
 from moereg.kernels.rows.holders import rank_of_routes
 
 _IDS: Final = 1024
@@ -80,24 +79,20 @@ def pad_tokens(
         topk_ids.new_empty((num_rows, top_k)),
     )
     block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
-
-    def launches() -> None:
-        launch(
-            _pad_tokens_kernel,
-            (num_rows, triton.cdiv(hidden_size, block)),
-            *padded,
-            hidden_states,
-            topk_weights,
-            topk_ids,
-            num_tokens,
-            hidden_size,
-            hidden_states.stride(0),
-            TOP_K=top_k,
-            CHOICES=triton.next_power_of_2(top_k),
-            BLOCK=block,
-        )
-
-    launch_remembered("pad_tokens", launches, (*padded, hidden_states, topk_weights, topk_ids))
+    launch_again(
+        _pad_tokens_kernel,
+        (num_rows, triton.cdiv(hidden_size, block)),
+        *padded,
+        hidden_states,
+        topk_weights,
+        topk_ids,
+        num_tokens,
+        hidden_size,
+        hidden_states.stride(0),
+        TOP_K=top_k,
+        CHOICES=triton.next_power_of_2(top_k),
+        BLOCK=block,
+    )
     return padded
 
 
@@ -133,24 +128,20 @@ def keep_own_routes(topk_ids: torch.Tensor, num_holders: torch.Tensor, holders: 
     """
     assert topk_ids.is_contiguous() and topk_ids.numel() < 2**31
     num_experts, num_ranks = holders.shape
-
-    def launches() -> None:
-        launch(
-            _keep_own_routes_kernel,
-            (triton.cdiv(topk_ids.numel(), _IDS),),
-            topk_ids,
-            num_holders,
-            holders,
-            topk_ids.numel(),
-            num_experts,
-            num_ranks,
-            topk_ids.shape[0] // num_ranks,
-            rank,
-            TOP_K=topk_ids.shape[1],
-            IDS=_IDS,
-        )
-
-    launch_remembered("keep_own_routes", launches, (topk_ids, num_holders, holders), rank)
+    launch_again(
+        _keep_own_routes_kernel,
+        (triton.cdiv(topk_ids.numel(), _IDS),),
+        topk_ids,
+        num_holders,
+        holders,
+        topk_ids.numel(),
+        num_experts,
+        num_ranks,
+        topk_ids.shape[0] // num_ranks,
+        rank,
+        TOP_K=topk_ids.shape[1],
+        IDS=_IDS,
+    )
 
 
 @triton.jit
@@ -180,18 +171,14 @@ def sum_of_ranks(out: torch.Tensor, parts: torch.Tensor) -> None:
     if num_tokens == 0:
         return
     block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
-
-    def launches() -> None:
-        launch(
-            _sum_of_ranks_kernel,
-            (num_tokens, triton.cdiv(hidden_size, block)),
-            out,
-            parts,
-            hidden_size,
-            out.stride(0),
-            parts.stride(0),
-            NUM_RANKS=parts.shape[0],
-            BLOCK=block,
-        )
-
-    launch_remembered("sum_of_ranks", launches, (out, parts))
+    launch_again(
+        _sum_of_ranks_kernel,
+        (num_tokens, triton.cdiv(hidden_size, block)),
+        out,
+        parts,
+        hidden_size,
+        out.stride(0),
+        parts.stride(0),
+        NUM_RANKS=parts.shape[0],
+        BLOCK=block,
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moereg.kernels.rows.block_map import NUM_COUNTS, BlockMap, aligned, block_map_reference
+from moereg.kernels.rows.block_map import NUM_COUNTS, BlockMap, aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,7 @@ def max_num_blocks(num_routes: int, num_local_experts: int, block_m: int) -> int
 
 
 def route_workspace_numel(
-    num_tokens: int,
-    top_k: int,
-    num_local_experts: int,
-    block_m: int,
-    config: SortConfig = DEFAULT_SORT_CONFIG,
+    num_tokens: int, top_k: int, num_local_experts: int, block_m: int, config: SortConfig = DEFAULT_SORT_CONFIG
 ) -> int:
     """Returns how many int32 `sort_routes` needs; grows with tokens and experts, shrinks with `block_m`."""
     return sum(map(aligned, plan_sizes(num_tokens * top_k, num_local_experts, block_m, config).values()))
@@ -99,57 +95,3 @@ def plan_sizes(num_routes: int, num_local_experts: int, block_m: int, config: So
         "expert_counts": num_local_experts,
         "chunk_counts": chunks * num_local_experts,
     }
-
-
-def sort_routes_reference(
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_experts: int,
-    num_local_experts: int,
-    block_m: int,
-    slack: int = 0,
-    tall: int = 0,
-    heavy_first: int = False,
-) -> RoutePlan:
-    """The plan of `sort_routes` by a stable sort in torch, with every tensor cut to the part in use.
-
-    Args:
-        topk_ids: [T, K] int32.
-        expert_map: [num_experts] int32 or None.
-        num_experts: number of ids.
-        num_local_experts: E.
-        block_m: rows per tile.
-        slack: rows by which the last tile of an expert may be longer.
-        tall: as in `BlockMap`.
-        heavy_first: likewise.
-
-    Returns:
-        New tensors: `sorted_routes` [valid routes], `block_*` [tiles in use], the others as in `RoutePlan`.
-    """
-    ids = topk_ids.flatten().long()
-    known = (ids >= 0) & (ids < num_experts)
-    local = ids if expert_map is None else expert_map.long()[ids.where(known, ids.new_zeros(()))]
-    local = local.where(known & (local >= 0) & (local < num_local_experts), local.new_tensor(-1))
-    counts = local[local >= 0].bincount(minlength=num_local_experts)
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    blocks = block_map_reference(counts, offsets[:-1], block_m, slack, tall, heavy_first)
-    sorted_routes = local.argsort(stable=True)[(local < 0).sum() :]
-    route_row = torch.full_like(local, -1)
-    route_row[sorted_routes] = torch.arange(sorted_routes.numel(), device=ids.device)
-    return RoutePlan(
-        route_expert=local.int(),
-        route_row=route_row.int(),
-        sorted_routes=sorted_routes.int(),
-        expert_offsets=offsets.int(),
-        block_expert=blocks.block_expert,
-        block_row=blocks.block_row,
-        block_end=blocks.block_end,
-        num_blocks=blocks.num_blocks,
-        tile_counters=blocks.tile_counters,
-        num_tall=blocks.num_tall,
-        counts=blocks.counts,
-        block_m=block_m,
-        slack=slack,
-        tall=tall,
-        heavy_first=heavy_first,
-    )

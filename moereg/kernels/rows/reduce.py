@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.overlap import overlap_options, wait_for_previous
+from moereg.kernels.launch.overlap import overlapping, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.direct import load_local_expert
 
@@ -106,9 +106,8 @@ def reduce_routes(
         out.stride(0),
         TOP_K=route_expert.numel() // num_tokens,
         BLOCK=block,
-        OVERLAP=overlap,
         num_warps=config.num_warps,
-        **overlap_options(overlap),
+        **overlapping(overlap),
     )
 
 
@@ -192,22 +191,6 @@ def reduce_sorted_rows(
         TOP_K=top_k,
         BLOCK=block,
         EARLY=triton.next_power_of_2(top_k) if config.early else 0,
-        OVERLAP=overlap,
         num_warps=config.num_warps,
-        **overlap_options(overlap),
+        **overlapping(overlap),
     )
-
-
-def reduce_routes_reference(route_rows: torch.Tensor, route_expert: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The result of `reduce_routes`, in torch.
-
-    Args:
-        route_rows: [T * K, H], any float dtype.
-        route_expert: [T * K] int32.
-        num_tokens: T.
-
-    Returns:
-        [T, H] fp32, not rounded.
-    """
-    rows = torch.where((route_expert >= 0)[:, None], route_rows.float(), 0.0)
-    return rows.view(num_tokens, -1, rows.shape[1]).sum(1)

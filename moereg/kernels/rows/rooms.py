@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.launch.device import can_overlap
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
-from moereg.kernels.launch.remembered import launch_remembered
-from moereg.kernels.launch.replay import launch
+from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
+from moereg.kernels.launch.remembered import launch_again
 from moereg.kernels.rows.holders import Holders, rank_of_routes
 
 # Ids that a program reads at a time, 16 a thread, and columns of a row that a program copies.
@@ -82,31 +81,26 @@ def place_routes(
     num_ranks, rooms_per_rank = counts.shape
     assert counts.stride(1) == 1 and row_of_route.is_contiguous() and topk_ids.is_contiguous()
     overlap = can_overlap(topk_ids.device)
-
-    def launches() -> None:
-        launch(
-            _place_routes_kernel,
-            (1 + num_ranks * rooms_per_rank,),
-            counts,
-            row_of_route,
-            topk_ids,
-            holders.num_holders,
-            holders.holders,
-            holders.expert_maps,
-            topk_ids.numel(),
-            holders.first_turn,
-            holders.expert_maps.shape[1],
-            num_ranks,
-            rooms_per_rank,
-            room,
-            counts.stride(0),
-            TOP_K=topk_ids.shape[1],
-            IDS=min(_IDS, max(16, triton.next_power_of_2(topk_ids.numel()))),
-            OVERLAP=overlap,
-        )
-
-    tensors = (counts, row_of_route, topk_ids, holders.num_holders, holders.holders, holders.expert_maps)
-    launch_remembered("place_routes in rooms", launches, tensors, (holders.first_turn, room))
+    launch_again(
+        _place_routes_kernel,
+        (1 + num_ranks * rooms_per_rank,),
+        counts,
+        row_of_route,
+        topk_ids,
+        holders.num_holders,
+        holders.holders,
+        holders.expert_maps,
+        topk_ids.numel(),
+        holders.first_turn,
+        holders.expert_maps.shape[1],
+        num_ranks,
+        rooms_per_rank,
+        room,
+        counts.stride(0),
+        TOP_K=topk_ids.shape[1],
+        IDS=min(_IDS, max(16, triton.next_power_of_2(topk_ids.numel()))),
+        OVERLAP=overlap,
+    )
 
 
 @triton.jit
@@ -166,28 +160,23 @@ def spread_tokens(
     assert hidden_states.stride(1) == 1
     topk_weights = None if topk_weights is None else topk_weights.contiguous()
     overlap, block = can_overlap(rooms.device), min(_COLUMNS, triton.next_power_of_2(hidden_size))
-
-    def launches() -> None:
-        launch(
-            _spread_tokens_kernel,
-            (num_tokens, triton.cdiv(hidden_size, block)),
-            rooms,
-            room_weights,
-            hidden_states,
-            topk_weights,
-            row_of_route,
-            hidden_size,
-            rooms.shape[1],
-            rooms.stride(0),
-            0 if room_weights is None else room_weights.stride(0),
-            hidden_states.stride(0),
-            TOP_K=top_k,
-            BLOCK=block,
-            OVERLAP=overlap,
-            **overlap_options(overlap),
-        )
-
-    launch_remembered("spread_tokens", launches, (rooms, room_weights, hidden_states, topk_weights, row_of_route))
+    launch_again(
+        _spread_tokens_kernel,
+        (num_tokens, triton.cdiv(hidden_size, block)),
+        rooms,
+        room_weights,
+        hidden_states,
+        topk_weights,
+        row_of_route,
+        hidden_size,
+        rooms.shape[1],
+        rooms.stride(0),
+        0 if room_weights is None else room_weights.stride(0),
+        hidden_states.stride(0),
+        TOP_K=top_k,
+        BLOCK=block,
+        **overlapping(overlap),
+    )
 
 
 @triton.jit
@@ -288,34 +277,29 @@ def empty_rooms(rows: torch.Tensor, num_rows: torch.Tensor, arrived_counts: torc
     assert rows.is_contiguous() and max_rows == num_ranks * rooms.room and rooms.rows.stride()[1:] == (hidden_size, 1)
     block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
     blocks = triton.cdiv(hidden_size, block)
-
-    def launches() -> None:
-        launch(
-            _empty_rooms_kernel,
-            (num_experts, _programs(num_experts * blocks, max_rows), blocks),
-            rows,
-            num_rows,
-            arrived_counts,
-            rooms.rows,
-            rooms.scales,
-            rooms.weights,
-            rooms.counts,
-            hidden_size,
-            0 if rooms.scales is None else rooms.scales.shape[2],
-            rooms.room,
-            max_rows,
-            num_ranks,
-            rooms.rows.stride(0),
-            0 if rooms.scales is None else rooms.scales.stride(0),
-            0 if rooms.weights is None else rooms.weights.stride(0),
-            rooms.counts.stride(0),
-            GROUP=rooms.group,
-            RANKS=triton.next_power_of_2(num_ranks),
-            BLOCK=block,
-        )
-
-    tensors = (rows, num_rows, arrived_counts, rooms.rows, rooms.counts, rooms.scales, rooms.weights)
-    launch_remembered("empty_rooms", launches, tensors, (rooms.group, rooms.room))
+    launch_again(
+        _empty_rooms_kernel,
+        (num_experts, _programs(num_experts * blocks, max_rows), blocks),
+        rows,
+        num_rows,
+        arrived_counts,
+        rooms.rows,
+        rooms.scales,
+        rooms.weights,
+        rooms.counts,
+        hidden_size,
+        0 if rooms.scales is None else rooms.scales.shape[2],
+        rooms.room,
+        max_rows,
+        num_ranks,
+        rooms.rows.stride(0),
+        0 if rooms.scales is None else rooms.scales.stride(0),
+        0 if rooms.weights is None else rooms.weights.stride(0),
+        rooms.counts.stride(0),
+        GROUP=rooms.group,
+        RANKS=triton.next_power_of_2(num_ranks),
+        BLOCK=block,
+    )
 
 
 @triton.jit
@@ -356,24 +340,20 @@ def fill_rooms(rooms: torch.Tensor, rows: torch.Tensor, arrived_counts: torch.Te
     assert rows.is_contiguous() and rooms.is_contiguous() and rows.dtype == rooms.dtype
     block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
     blocks = triton.cdiv(hidden_size, block)
-
-    def launches() -> None:
-        launch(
-            _fill_rooms_kernel,
-            (num_experts, _programs(num_experts * blocks, max_rows), blocks),
-            rooms,
-            rows,
-            arrived_counts,
-            hidden_size,
-            rows_per_rank,
-            max_rows // num_ranks,
-            max_rows,
-            num_ranks,
-            RANKS=triton.next_power_of_2(num_ranks),
-            BLOCK=block,
-        )
-
-    launch_remembered("fill_rooms", launches, (rooms, rows, arrived_counts))
+    launch_again(
+        _fill_rooms_kernel,
+        (num_experts, _programs(num_experts * blocks, max_rows), blocks),
+        rooms,
+        rows,
+        arrived_counts,
+        hidden_size,
+        rows_per_rank,
+        max_rows // num_ranks,
+        max_rows,
+        num_ranks,
+        RANKS=triton.next_power_of_2(num_ranks),
+        BLOCK=block,
+    )
 
 
 def _programs(parts: int, max_rows: int) -> int:

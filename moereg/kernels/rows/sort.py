@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.overlap import overlap_options, release_next, wait_for_previous
+from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.block_map import checked_tall, cut_workspace, store_block_map
 from moereg.kernels.rows.direct import load_local_expert
@@ -23,38 +23,13 @@ _SCAN_EXPERTS = 32
 
 @triton.jit
 def _store_offsets_and_blocks(
-    counts,
-    expert_offsets,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
-    flags,
-    num_local_experts,
-    BLOCK_M: tl.constexpr,
-    SLACK: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TALL: tl.constexpr,
-    HEAVY_FIRST: tl.constexpr,
+    counts, expert_offsets, tiles, num_local_experts, SHAPE: tl.constexpr, EXPERTS: tl.constexpr
 ):
     experts = tl.arange(0, EXPERTS)  # [EXPERTS]
     offsets = tl.cumsum(counts, 0) - counts  # [EXPERTS]
     tl.store(expert_offsets + experts, offsets, mask=experts < num_local_experts)
     tl.store(expert_offsets + num_local_experts, tl.sum(counts, 0))
-    store_block_map(
-        counts,
-        offsets,
-        block_expert,
-        block_row,
-        block_end,
-        num_blocks,
-        BLOCK_M,
-        SLACK,
-        EXPERTS,
-        TALL,
-        HEAVY_FIRST,
-        flags,
-    )
+    store_block_map(counts, offsets, tiles, SHAPE, EXPERTS)
 
 
 @triton.jit
@@ -70,19 +45,12 @@ def _sort_routes_kernel(
     route_row,
     sorted_routes,
     expert_offsets,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
-    flags,
+    tiles,  # Tiles
     num_routes,
     num_experts,
     num_local_experts,
-    BLOCK_M: tl.constexpr,
-    SLACK: tl.constexpr,
+    SHAPE: tl.constexpr,  # TilesShape
     EXPERTS: tl.constexpr,
-    TALL: tl.constexpr,
-    HEAVY_FIRST: tl.constexpr,
     CHUNK: tl.constexpr,
     ROUTES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -97,21 +65,7 @@ def _sort_routes_kernel(
         for start in range(0, num_routes, CHUNK):
             expert = load_local_expert(topk_ids, expert_map, start + lanes, num_routes, num_experts, num_local_experts)
             counts += tl.histogram(expert, EXPERTS, mask=expert >= 0)
-        _store_offsets_and_blocks(
-            counts,
-            expert_offsets,
-            block_expert,
-            block_row,
-            block_end,
-            num_blocks,
-            flags,
-            num_local_experts,
-            BLOCK_M,
-            SLACK,
-            EXPERTS,
-            TALL,
-            HEAVY_FIRST,
-        )
+        _store_offsets_and_blocks(counts, expert_offsets, tiles, num_local_experts, SHAPE, EXPERTS)
     else:
         own = (pid - 1) * ROUTES + tl.arange(0, ROUTES)  # [ROUTES]
         own_expert = load_local_expert(topk_ids, expert_map, own, num_routes, num_experts, num_local_experts)
@@ -183,18 +137,11 @@ def _place_routes_kernel(
     route_row,
     sorted_routes,
     expert_offsets,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
-    flags,
+    tiles,  # Tiles
     num_routes,
     num_local_experts,
-    BLOCK_M: tl.constexpr,
-    SLACK: tl.constexpr,
+    SHAPE: tl.constexpr,  # TilesShape
     EXPERTS: tl.constexpr,
-    TALL: tl.constexpr,
-    HEAVY_FIRST: tl.constexpr,
     CHUNK: tl.constexpr,
     ROUTES: tl.constexpr,
     COMPARES: tl.constexpr,
@@ -221,21 +168,7 @@ def _place_routes_kernel(
     else:
         counts = tl.load(expert_counts + experts, mask=experts < num_local_experts, other=0)  # [EXPERTS]
     if pid == 0:
-        _store_offsets_and_blocks(
-            counts,
-            expert_offsets,
-            block_expert,
-            block_row,
-            block_end,
-            num_blocks,
-            flags,
-            num_local_experts,
-            BLOCK_M,
-            SLACK,
-            EXPERTS,
-            TALL,
-            HEAVY_FIRST,
-        )
+        _store_offsets_and_blocks(counts, expert_offsets, tiles, num_local_experts, SHAPE, EXPERTS)
     else:
         own = first + tl.arange(0, ROUTES)  # [ROUTES]
         own_expert = tl.load(route_expert + own, mask=own < num_routes, other=-1)  # [ROUTES]
@@ -304,7 +237,6 @@ def sort_routes(
     tall = checked_tall(tall, block_m, slack, heavy_first)
     plan = RoutePlan(**pieces, block_m=block_m, slack=slack, tall=tall, heavy_first=heavy_first, flags=flags)
     assert flags is None or (flags.shape == (plan.max_blocks, FLAG_WORDS) and flags.is_contiguous())
-    block_map = (plan.expert_offsets, plan.block_expert, plan.block_row, plan.block_end, plan.counts, flags)
     # Triton's histogram takes a power of two, on NVIDIA at least 32 bins.
     experts = max(32, triton.next_power_of_2(num_local_experts))
 
@@ -317,15 +249,13 @@ def sort_routes(
             plan.route_expert,
             plan.route_row,
             plan.sorted_routes,
-            *block_map,
+            plan.expert_offsets,
+            plan.tiles,
             num_routes,
             num_experts,
             num_local_experts,
-            BLOCK_M=block_m,
-            SLACK=slack,
+            SHAPE=plan.shape,
             EXPERTS=experts,
-            TALL=tall,
-            HEAVY_FIRST=heavy_first,
             CHUNK=config.chunk,
             ROUTES=config.routes_per_program,
             OVERLAP=overlap,
@@ -363,9 +293,8 @@ def sort_routes(
             num_local_experts,
             EXPERTS=_SCAN_EXPERTS,
             CHUNKS=_SCAN_CHUNKS,
-            OVERLAP=overlap,
             num_warps=config.num_warps,
-            **overlap_options(overlap),
+            **overlapping(overlap),
         )
     launch(
         _place_routes_kernel,
@@ -375,20 +304,17 @@ def sort_routes(
         expert_counts,
         plan.route_row,
         plan.sorted_routes,
-        *block_map,
+        plan.expert_offsets,
+        plan.tiles,
         num_routes,
         num_local_experts,
-        BLOCK_M=block_m,
-        SLACK=slack,
+        SHAPE=plan.shape,
         EXPERTS=experts,
-        TALL=tall,
-        HEAVY_FIRST=heavy_first,
         CHUNK=config.chunk,
         ROUTES=routes_per_program,
         COMPARES=config.short_compares if scans_alone else routes_per_program,
         CHUNKS=chunks if scans_alone else 0,
-        OVERLAP=overlap,
         num_warps=config.num_warps,
-        **overlap_options(overlap),
+        **overlapping(overlap),
     )
     return plan

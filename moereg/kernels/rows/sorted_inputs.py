@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.overlap import overlap_options, wait_for_previous
+from moereg.kernels.launch.overlap import overlapping, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.plan import RoutePlan
 
@@ -99,7 +99,6 @@ def sorted_inputs(
         num_routes,
         ROUTES_PER_SOURCE=routes_per_source,
         BLOCK=_BLOCK,
-        OVERLAP=overlap,
         num_warps=4,
-        **overlap_options(overlap),
+        **overlapping(overlap),
     )

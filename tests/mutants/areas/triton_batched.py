@@ -46,10 +46,10 @@ MUTANTS: Final = (
     ),
     Mutant(
         "laying out by expert is replayed with pointers of another alignment",
-        "moereg/kernels/rows/batches.py",
+        "moereg/kernels/launch/remembered.py",
         old='device.type != "cuda" or all_bits % _POINTER_ALIGNMENT',
         new='device.type != "cuda"',
-        tests=(f"{_BATCHES}::test_later_launches_are_replayed",),
+        tests=("tests/kernels/test_moved_tokens.py::test_later_launches_are_replayed",),
     ),
     Mutant(
         "counts may be larger than the rows",
@@ -82,8 +82,8 @@ MUTANTS: Final = (
     Mutant(
         "only the first row of a tile is quantized",
         "moereg/kernels/quantized/rows_batched.py",
-        old="row = tl.load(block_row + block) + slot % BLOCK_M",
-        new="row = tl.load(block_row + block)",
+        old="row = tl.load(tiles.block_row + block) + slot % BLOCK_M",
+        new="row = tl.load(tiles.block_row + block)",
         tests=(
             (
                 "tests/backends/test_triton_quantized_batched.py::"

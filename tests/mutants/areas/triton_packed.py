@@ -110,8 +110,8 @@ MUTANTS: Final = (
     Mutant(
         "scales of rows are forgotten",
         "moereg/kernels/gemm/operand.py",
-        old="x *= tl.load(matrices.row_scale + expert * matrices.num_columns + columns)[None, :]",
-        new="x *= tl.load(matrices.row_scale + expert * matrices.num_columns + columns * 0)[None, :]",
+        old="x *= tl.load(matrices.row_scale + expert * num_columns + columns)[None, :]",
+        new="x *= tl.load(matrices.row_scale + expert * num_columns + columns * 0)[None, :]",
         tests=(
             (
                 "tests/backends/test_triton_packed.py::"
@@ -171,7 +171,7 @@ MUTANTS: Final = (
     Mutant(
         "the sort leaves flags as they were",
         "moereg/kernels/rows/block_map.py",
-        old="tl.store(flags + slot * _FLAG_WORDS, tl.zeros([EXPERTS], tl.int32), mask=i < blocks)",
+        old="tl.store(tiles.flags + slot * _FLAG_WORDS, tl.zeros([EXPERTS], tl.int32), mask=i < blocks)",
         new="slot += 0",
         tests=(f"{_ONE_LAUNCH}test_the_sort_clears_the_flags_of_used_tiles_alone[one]",),
     ),

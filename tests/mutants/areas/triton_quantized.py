@@ -56,15 +56,15 @@ MUTANTS: Final = (
     Mutant(
         "up is scaled as the gate is",
         "moereg/kernels/quantized/gate_up.py",
-        old="w13_global, expert * HALVES + 1)",
-        new="w13_global, expert * HALVES)",
+        old="weights.global_scale, expert * HALVES + 1)",
+        new="weights.global_scale, expert * HALVES)",
         tests=("tests/backends/test_triton_nvfp4.py::test_global_scales_of_weights_become_one_a_half[True]",),
     ),
     Mutant(
         "up has the scales of the gate's rows",
         "moereg/kernels/quantized/gate_up.py",
-        old=("        num_columns + first,\n        num_columns + columns,"),
-        new=("        first,\n        columns,"),
+        old="own_scales, num_columns + first, num_columns + columns, group_rows",
+        new="own_scales, first, columns, group_rows",
         tests=("tests/backends/test_triton_quantized.py::test_gate_up_gemm[fp8_block128-130-silu]",),
     ),
     Mutant(
@@ -148,22 +148,25 @@ MUTANTS: Final = (
     Mutant(
         "nothing looks for the largest token before Hopper's codes",
         "moereg/backends/_triton/quantized_ways.py",
-        old="find_amax(amax_of_all, inputs.hidden_states, ids, num_tokens, input_weights, overlap=overlap)",
+        old=(
+            "find_amax(\n                    amax_of_all, inputs.hidden_states, work.route_ids, num_tokens, "
+            "work.input_weights, overlap=overlap\n                )"
+        ),
         new="pass",
         tests=(f"{_AROUND}[gated-fp8_tensor_dynamic]",),
     ),
     Mutant(
         "the largest token of Hopper's codes may have no local expert",
         "moereg/backends/_triton/quantized_ways.py",
-        old="ids = RouteIds(inputs.topk_ids, inputs.expert_map, problem.num_experts, problem.num_local_experts)",
-        new="ids = RouteIds(inputs.topk_ids, None, problem.num_experts, problem.num_experts)",
+        old="return RouteIds(inputs.topk_ids, inputs.expert_map, problem.num_experts, problem.num_local_experts)",
+        new="return RouteIds(inputs.topk_ids, None, problem.num_experts, problem.num_experts)",
         tests=(f"{_AROUND}[a map-fp8_tensor_dynamic]",),
     ),
     Mutant(
         "the largest token of Hopper's codes is found without routing weights",
         "moereg/backends/_triton/quantized_ways.py",
-        old="input_weights = inputs.topk_weights if on_input else None",
-        new="input_weights = None",
+        old="work.route_ids, num_tokens, work.input_weights, overlap=overlap",
+        new="work.route_ids, num_tokens, None, overlap=overlap",
         tests=(f"{_AROUND}[weights on inputs-fp8_tensor_dynamic]",),
     ),
     Mutant(

@@ -1,0 +1,98 @@
+"""Arguments that the three grouped GEMMs on Hopper share, as their launches pass them, and their tensor maps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.hopper.config import HopperGemmConfig
+from moereg.kernels.hopper.packed_config import HopperPackedConfig
+from moereg.kernels.hopper.ring import BLOCK_K
+from moereg.kernels.launch.overlap import overlapping
+from moereg.kernels.rows.block_map import BlockMap
+from moereg.kernels.rows.plan import RoutePlan
+from moereg.kernels.sizes import GUARD_ROWS
+
+
+def product_arguments(
+    plan: BlockMap, epilogue: GateUpEpilogue | None, bias: torch.Tensor | None, *, overlap: bool
+) -> dict[str, Any]:
+    """The tiles of a product, what happens to its sums, and the options of its launch.
+
+    Args:
+        plan: tiles of rows; each product has a tile counter of its own.
+        epilogue: of the first product; None: it is the second.
+        bias: [E, columns of the product] in the order of the weight's rows, or None.
+        overlap: whether to start while the kernel in front still runs, and to let the next one start early.
+    """
+    return {
+        "bias": bias,
+        "block_expert": plan.block_expert,
+        "block_row": plan.block_row,
+        "block_end": plan.block_end,
+        "num_blocks": plan.num_blocks,
+        "tile_counter": plan.tile_counters[1:] if epilogue is None else plan.tile_counters,
+        "ACTIVATION": None if epilogue is None else epilogue.activation,
+        "GATED": epilogue is not None and epilogue.gated,
+        "ALPHA": 1.0 if epilogue is None else epilogue.alpha,
+        "BETA": 0.0 if epilogue is None else epilogue.beta,
+        "LIMIT": None if epilogue is None else epilogue.limit,
+        "num_warps": 4,
+        **overlapping(overlap),
+    }
+
+
+def row_arguments(
+    rows: torch.Tensor, depth: int, plan: BlockMap, config: HopperGemmConfig | HopperPackedConfig, top_k: int | None
+) -> dict[str, Any]:
+    """Rows of 16-bit activations: maps of boxes where they lie in order, a pointer where tokens are copied by route.
+
+    Args:
+        rows: of activations; behind the guard.
+        depth: elements of a row of weights.
+        plan: tiles of rows.
+        config: launch configuration, with the plan's `block_m` and `slack`.
+        top_k: K where `rows` are tokens, or None.
+    """
+    assert plan.block_m == config.block_m and plan.slack == config.slack
+    assert config.block_m + config.slack <= GUARD_ROWS
+    by_token = top_k is not None
+
+    def boxes(height: int) -> TensorDescriptor:
+        return tensor_map(rows, rows.shape, rows.stride(), (height, BLOCK_K.value))
+
+    return {
+        "rows": rows if by_token else boxes(config.block_m // 2),
+        "slack_rows": None if by_token or not config.slack else boxes(config.slack),
+        "sorted_routes": plan.sorted_routes if isinstance(plan, RoutePlan) else None,
+        "hidden_chunks": rows.shape[1] // 8,
+        "stride_chunks": rows.stride(0) // 8,
+        "BY_TOKEN": by_token,
+        "TOP_K": top_k,
+        "MASK_K": rows.shape[1] != depth,
+        "BLOCK_M": config.block_m,
+        "SLACK": config.slack,
+    }
+
+
+def tensor_map(
+    base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> TensorDescriptor:
+    """A map whose boxes lie in shared memory as `wgmma` reads them."""
+    swizzle_bytes = min(128, box[-1] * base.element_size())
+    layout = gl.NVMMASharedLayout(swizzle_bytes, 8 * base.element_size(), len(box))
+    return TensorDescriptor(base, list(shape), list(strides), list(box), layout)
+
+
+def clipped_map(out: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    """A map of the compact rows behind the guard that drops what a box stores behind an expert's end.
+
+    The map ends where the expert does, and begins GUARD_ROWS, the longest tile, before that end: its
+    [end, GUARD_ROWS - rows + i] is row i of a tile of `rows` rows that ends there.
+    """
+    width = out.shape[1]
+    return tensor_map(out, (out.shape[0] - GUARD_ROWS + 1, GUARD_ROWS, width), (width, width, 1), box)
