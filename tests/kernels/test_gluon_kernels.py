@@ -125,7 +125,8 @@ def test_layer_of_kernels(
         ids, expert_map, experts, local, gate_up.block_m, workspace, slack=gate_up.slack, heavy_first=heavy_first
     )
     valid = assert_equal_plans(
-        plan, sort_routes_reference(ids, expert_map, experts, local, gate_up.block_m, gate_up.slack, heavy_first)
+        plan,
+        sort_routes_reference(ids, expert_map, experts, local, gate_up.block_m, gate_up.slack, heavy_first=heavy_first),
     )
 
     routes, halves = tokens * top_k, 2 if gated else 1
@@ -192,7 +193,9 @@ def test_tiles_of_every_body(rule: int, bodies: int, copied: bool) -> None:
     ids = torch.arange(experts).repeat_interleave(counts)[torch.randperm(routes)][:, None].int().cuda()
     workspace = torch.empty(route_workspace_numel(routes, 1, experts, 16), dtype=torch.int32, device="cuda")
     plan = sort_routes(ids, None, experts, experts, gate_up.block_m, workspace, slack=slack, heavy_first=True)
-    assert_equal_plans(plan, sort_routes_reference(ids, None, experts, experts, gate_up.block_m, slack, True))
+    assert_equal_plans(
+        plan, sort_routes_reference(ids, None, experts, experts, gate_up.block_m, slack, heavy_first=True)
+    )
     tokens = torch.randn(routes, hidden, device="cuda").bfloat16()
     rows = tokens[plan.sorted_routes.long()] if copied else tokens
     w13 = padded(experts, 2 * inter, hidden, 2 * hidden**-0.5, torch.bfloat16)
