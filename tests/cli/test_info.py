@@ -90,7 +90,9 @@ def test_info_is_one_screen_of_80_columns(
         num_verified = sum(any(not record["stale"] for record in cell["verified"]) for cell in backend["cells"])
         if 0 < num_verified < len(backend["cells"]):
             assert f"({num_verified} of {len(backend['cells'])})" in row
-        assert row.rstrip().endswith("-") is (num_verified == 0)
+        was_verified = any(cell["verified"] for cell in backend["cells"])
+        assert row.rstrip().endswith("-") is (not was_verified)
+        assert row.rstrip().endswith("code changed") is (was_verified and num_verified == 0)
 
 
 @pytest.mark.parametrize("content", ["{", '{"schema": 2, "records": [{}]}', '{"records": [{"backend": 1}]}'])
