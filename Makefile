@@ -87,6 +87,7 @@ lint: $(VENV)/.test-stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict moereg
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tests.project.docstrings
 
 format: $(VENV)/.test-stamp
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""What pytest-benchmark stores of a machine and a run: nothing that names the machine; statistics, not samples."""
+"""Facts that pytest-benchmark stores of a machine and run: nothing that names the machine; statistics, not samples."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ def peers_fp8_table() -> str:
 
 
 def cold_start_table() -> str:
-    """What a layer's kernels cost from an empty cache."""
+    """Cost of a layer's kernels from an empty cache."""
     document = _load("h200_cold_start.json")
     rows = []
     for row in document["rows"]:

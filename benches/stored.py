@@ -39,7 +39,7 @@ def beats_ceilings(shares: Iterable[float | None]) -> bool:
 
 
 def instruction_set() -> str:
-    """What torch and oneDNN may use of this CPU, such as `AVX512 with bf16, int8` or `AVX2`."""
+    """Instructions that torch and oneDNN may use on this CPU, such as `AVX512 with bf16, int8` or `AVX2`."""
     import torch
 
     from moereg.kernels.plain import cpu

@@ -212,7 +212,7 @@ def _platforms() -> list[Platform]:
 
 
 def defaults_table() -> str:
-    """What moereg alone chooses for each scheme on each kind of machine."""
+    """The choice of moereg alone for each scheme on each kind of machine."""
     found, _, _ = world()
     rows: dict[str, list[str]] = {}
     for scheme in QUANT_SCHEMES:
@@ -314,7 +314,7 @@ _ASKED: Final[tuple[tuple[str, Callable[[Facts], bool]], ...]] = (
 
 
 def _lacks(cells: Iterable[BackendCell]) -> str:
-    """What no cell of a backend does."""
+    """Features that no cell of a backend has."""
     facts = [cell.facts for cell in cells]
     missing = [name for name, has in _ASKED if not any(map(has, facts))]
     if "expert parallelism" in missing:

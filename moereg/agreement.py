@@ -19,7 +19,7 @@ _NO_LAYER: Final = 0
 
 @dataclass(frozen=True)
 class Together:
-    """What ranks do together, in the words of an error.
+    """A step that ranks take together, as an error words it.
 
     Attributes:
         act: What all of them must do: `make the kernel`.
@@ -81,7 +81,7 @@ def agree(
 
 
 def differences(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What ranks do not say alike: `backend triton on ranks 0-2, torch on rank 3`."""
+    """Fields that differ between ranks: `backend triton on ranks 0-2, torch on rank 3`."""
     texts = []
     for name in dict.fromkeys(name for fields in found for name in fields):
         values = [str(fields.get(name, "nothing")) for fields in found]

@@ -54,7 +54,7 @@ def in_plain_torch(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class AmbientState(NamedTuple):
-    """What a backend's code can change of torch for everybody who runs after it.
+    """State of torch that a backend's code can change for whatever runs after it.
 
     Attributes:
         default_dtype, default_device: Of new tensors.

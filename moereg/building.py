@@ -58,7 +58,7 @@ class KernelBuilder(abc.ABC):
         parts: Sequence[str],
         folder: Path | None,
     ) -> BuildPlan:
-        """What a build would do, without compiling anything.
+        """Plans a build without compiling anything.
 
         Args:
             platform: To build for; it need not be this machine.

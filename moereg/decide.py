@@ -157,7 +157,7 @@ def reasons_against(
     facts: Iterable[Reason],
     ask: Callable[[], object],
 ) -> list[Reason]:
-    """What speaks against a cell of any kind: the machine, the request, its facts, then its class's own predicate.
+    """Every reason against a cell of any kind: the machine, the request, its facts, then its class's own predicate.
 
     Args:
         cell: A backend's, or that of a way to move tokens.

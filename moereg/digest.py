@@ -246,7 +246,7 @@ class _Import(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """What counts in a file.
+    """The part of a file that counts.
 
     Attributes:
         digest: Digest of its tokens.

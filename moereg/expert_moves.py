@@ -45,7 +45,7 @@ class ExpertMove:
 
 
 def plan_moves(before: ExpertPlacement, after: ExpertPlacement) -> tuple[ExpertMove, ...]:
-    """Which experts are sent from where to where; the same on every rank.
+    """Plans which experts go from which rank to which; the same on every rank.
 
     A rank that has an expert already copies it. Otherwise it comes from the holder that has sent the fewest so far.
 
@@ -91,7 +91,7 @@ def check_movable(before: ExpertPlacement, after: ExpertPlacement) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class IncomingExperts:
-    """What a rank got, and has not written yet.
+    """Experts that a rank has received and not yet written.
 
     Attributes:
         places: Local experts that are replaced.
@@ -164,7 +164,7 @@ def _exchange_experts(
 
 
 def _copied_as(weights: PermutedWeights) -> str | None:
-    """What must be equal on ranks that copy rows from each other; None where rows cannot be copied at all."""
+    """A layout's fingerprint, equal on ranks that can copy rows from each other; None where rows cannot be copied."""
     if any(tensor.layout != torch.strided for tensor in weights.flat()):
         return None
     digest = hashlib.sha256()
@@ -225,7 +225,7 @@ def _exchange_canonical(
 
 
 def _of_rank(group: Group, moves: Sequence[ExpertMove]) -> tuple[list[ExpertMove], list[ExpertMove]]:
-    """What this rank sends, by target, and what it gets, by source; copies within a rank are in both."""
+    """Experts that this rank sends, by target, and receives, by source; copies within a rank are in both."""
     mine = [move for move in moves if move.source_rank == group.rank]
     theirs = [move for move in moves if move.target_rank == group.rank]
     # Moves are in order of targets. Within a pair of ranks both sides have the same order.

@@ -1,4 +1,4 @@
-"""Which rank holds which experts of a layer, replicas included: as a value, and as tensors that calls read."""
+"""Placement of a layer's experts on ranks, replicas included: as a value, and as tensors that calls read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ExpertPlacement", "PlacementTables", "token_turns"]
 
 @dataclasses.dataclass(frozen=True)
 class ExpertPlacement:
-    """Which experts of a layer each rank of a group holds, and in which order.
+    """The experts of a layer that each rank of a group holds, in order.
 
     Every expert is on at least one rank. One that is on several has replicas, and each route takes one of them, by its
     token's place in the call: `PlacementTables.ranks_of` has the rule. A rank holds an expert once at most.

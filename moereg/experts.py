@@ -107,7 +107,7 @@ class Experts(abc.ABC):
 
     @classmethod
     def kernel_builder(cls) -> KernelBuilder | None:
-        """What builds this class's kernels ahead of time, for `moereg build-kernels`; None where nothing has to."""
+        """Builds this class's kernels ahead of time, for `moereg build-kernels`; None where nothing has to be built."""
         return None
 
     @abc.abstractmethod

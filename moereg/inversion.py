@@ -64,7 +64,7 @@ _NUMBERS: Final[Mapping[torch.dtype, _Numbers]] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Moves:
-    """Where the units of one canonical tensor stand in an expert's permuted rows.
+    """Positions of one canonical tensor's units in an expert's permuted rows.
 
     Attributes:
         bits: Of a unit.
@@ -195,7 +195,7 @@ def _try_moves(
     kind = torch.empty(0, dtype=_UNITS[bits], device=device)
 
     def ask(of: Callable[[torch.Tensor], torch.Tensor | int]) -> torch.Tensor:
-        """What the layout makes of units that are a function of their positions."""
+        """Permutes units whose values are a function of their positions."""
         return probe(_by_pieces(count, kind, lambda where: of(_positions(where, device))), bits, run)
 
     plain = ask(lambda where: base)

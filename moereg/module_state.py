@@ -1,4 +1,4 @@
-"""What a MoELayer holds: parameters, the router's tensors, and experts read back from its kernel."""
+"""State of a MoELayer: parameters, the router's tensors, and experts read back from its kernel."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class CanonicalModule(torch.nn.Module):
             self._kernel.reload(ExpertWeights(**tensors, quant=self.problem.quant), write_shared=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles hold: canonical tensors and no kernel, which belongs to this machine."""
+        """State of copies and pickles: canonical tensors and no kernel, which belongs to this machine."""
         state = {**self.__dict__, "_kernel": None, "_seen": None, "_freed": {}}
         del state["_handle"]
         if self._is_freed:
@@ -336,5 +336,5 @@ def zeros_for(problem: MoEProblem, device: torch.device) -> dict[str, torch.Tens
 
 
 def _as_bytes(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """What a function of `nn.Module._apply` makes of a tensor whose dtype stays: codes may be floats for torch."""
+    """Applies a function of `nn.Module._apply` to a tensor whose dtype must stay: torch may take codes for floats."""
     return fn(tensor.detach().reshape(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)

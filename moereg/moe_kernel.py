@@ -236,7 +236,7 @@ class MoEKernel:
 
     @property
     def expert_placement(self) -> ExpertPlacement | None:
-        """Which rank of the group holds which experts; None without a group."""
+        """The placement of experts on the ranks of the group; None without a group."""
         moves = self.prepare_finalize
         return moves.tables.placement if isinstance(moves, GroupPrepareFinalize) else None
 

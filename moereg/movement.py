@@ -166,7 +166,7 @@ def decide_movement(
 
 @dataclasses.dataclass(frozen=True)
 class _LayerOnGroup:
-    """What a way is asked for. Fields of the problem are fields of this too."""
+    """Subject of a choice between ways. Fields of the problem are fields of this too."""
 
     problem: MoEProblem
     group: GroupFacts

@@ -74,7 +74,7 @@ class OneExpert:
 
     @property
     def backend(self) -> str:
-        """Whose layout it knows."""
+        """The backend whose layout it knows."""
         return self._winner.backend
 
     def read(self, permuted: PermutedWeights, expert: int) -> ExpertWeights:

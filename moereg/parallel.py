@@ -34,7 +34,7 @@ _OF_ONE_RANK: Final = ("num_local_experts", "max_num_tokens")
 
 
 class Asked(NamedTuple):
-    """What `make_kernel` was asked beside a group, by its arguments' names."""
+    """Arguments of `make_kernel` beside the group, by name."""
 
     prepare_finalize: Movement
     expert_map: torch.Tensor | None
@@ -45,7 +45,7 @@ class Asked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What all ranks agreed on, as this rank sees it.
+    """The plan that all ranks agreed on, as this rank sees it.
 
     Attributes:
         problem: The layer with this rank's experts; calls bring this rank's tokens.

@@ -1,4 +1,4 @@
-"""Which experts of a layer a rank holds: the map from an expert of the whole layer to a local one."""
+"""Resolves the experts that a rank holds: the map from an expert of the whole layer to a local one."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _GROUPS: Final = (PLATFORM_GROUP, BACKEND_GROUP, MOVEMENT_GROUP)
 """In the order of loading: platform plugins bring the kinds of machines that the others name in their rules."""
 
 _LONGEST: Final = 100
-"""Of the names and versions that tables show, in characters."""
+"""Longest name or version that tables show, in characters."""
 
 _ADD: Final = "add it there"
 _REPAIR: Final = "repair or uninstall that distribution"

@@ -371,4 +371,4 @@ SCHEMES_CALLED: Final[Mapping[str, tuple[str, ...]]] = {
     "w4a16": ("int4_w4a16_g128", "mxfp4_w4a16", "nvfp4_w4a16"),
     **dict.fromkeys(("w4a8", "w4afp8", "w4a8_awq"), ("int4_w4a8_g128", "int4_w4a8_g128_token")),
 }
-"""What checkpoints and people call schemes, with the usual ones that they mean, for errors about unknown names."""
+"""Other names for schemes, with the schemes that they usually mean, for errors about unknown names."""

@@ -231,7 +231,7 @@ def _default_path(_data_home: str | None, _home: str | None) -> Path:
 
 
 def read_quarantine() -> Quarantine:
-    """What is quarantined now: the file is read once in a process, and again when it has changed.
+    """Current quarantine: the file is read once in a process, and again when it has changed.
 
     A file that cannot be used is a `QuarantineWarning`, once, and nothing is quarantined then.
     """

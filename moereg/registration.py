@@ -34,7 +34,7 @@ AUTO: Final = "auto"
 """In require or prefer: no wish, which beats one of a weaker source. No backend has this name."""
 
 LONGEST_NAME: Final = 100
-"""Of a backend, in characters: tables have a column of them."""
+"""Longest name of a backend, in characters: tables have a column of names."""
 
 HIGHEST_PRIORITY: Final = 1_000_000
 """Room for every order; a number that each reader of the JSON can hold."""

@@ -179,7 +179,7 @@ class Request:
         return request
 
     def wish(self, name: str) -> Wish:
-        """What the request says of a name; worked out once."""
+        """The request's wish about a name; worked out once."""
         if name not in self._wishes:
             is_named = name in (*self.require, *self.prefer)
             places = _place(name, self.require), _place(name, self.prefer)

@@ -1,4 +1,4 @@
-"""What tells whether a tensor is still the one that was seen, with the numbers that it had."""
+"""Detects tensors that were replaced or written since they were last read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OldWeightsWarning(MoeregWarning):
 
 
 class TensorState(NamedTuple):
-    """Where a tensor is, and how often torch saw it written.
+    """Address of a tensor, and the number of writes that torch counted.
 
     Writes through `tensor.data` or a raw pointer, and those into tensors that were made in inference mode, count no
     versions.
@@ -60,7 +60,7 @@ class TensorState(NamedTuple):
 
 
 def states_of(tensors: Iterable[torch.Tensor]) -> tuple[TensorState, ...]:
-    """What changes when tensors are replaced or written into."""
+    """States of tensors, which change when these are replaced or written into."""
     _follow_optimizers()
     reads = os.environ.get(DEBUG_VARIABLE) == "1" and not (
         torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -22,7 +22,7 @@ Advance = Callable[[int, int], None]
 _Show = Callable[[str], AbstractContextManager[Advance]]
 
 _SHOWING: list[_Show] = []
-"""Who shows waits of this process besides the log, the latest last."""
+"""Displays of progress in this process besides the log, the latest last."""
 
 _WARNED_SECONDS: Final = 10.0
 """From here on somebody may believe that the process hangs, so the line is a warning."""

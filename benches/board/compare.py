@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 
 class Place(NamedTuple):
-    """Which row of which layer.
+    """Names a row of a layer.
 
     Attributes:
         layer: The name in the tables.
@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """What a backend took, and where.
+    """Time of a backend in a row.
 
     Attributes:
         name: The backend, with the class where that is not its first.
@@ -130,7 +130,7 @@ class Comparison:
 
     @property
     def share(self) -> float | None:
-        """Of the roofline, with its margin where it is short; None without both times."""
+        """Share of the roofline, with its margin where it is short; None without both times."""
         if self.roofline_us is None or not self.own.time_us:
             return None
         return (self.roofline_us + (MARGIN_US if self.is_short else 0.0)) / self.own.time_us
@@ -258,5 +258,5 @@ def _backend(one: Timed) -> str:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of positive numbers; NaN of none."""
+    """Geometric mean of positive numbers; NaN without any."""
     return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else math.nan

@@ -64,7 +64,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Who takes part.
+    """Backends that take part.
 
     Attributes:
         only: Patterns of backends; all where empty.

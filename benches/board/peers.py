@@ -38,7 +38,7 @@ def kind_of(scheme: str) -> str:
 
 
 def board_comparisons() -> list[Comparison]:
-    """Of the H200's board: the judged rows of all its files; those of a commit where no later one's has any.
+    """Comparisons of the H200's board: the judged rows of all its files, each from the latest commit that has it.
 
     Raises:
         FileNotFoundError: There is none.
@@ -54,7 +54,7 @@ def board_comparisons() -> list[Comparison]:
 
 
 def wheels_comparisons() -> list[Comparison]:
-    """Of the benches of wheels, which are older than the board where both have a row.
+    """Comparisons from the benches of wheels, which are older than the board where both have a row.
 
     Raises:
         FileNotFoundError: There are none.
@@ -176,7 +176,7 @@ def shares_table(found: Sequence[Comparison]) -> str:
 
 
 def _rule(found: Iterable[Comparison]) -> str:
-    """Which rows have no share, and which have the margin."""
+    """Says which rows have no share, and which have the margin."""
     short = sum(one.is_short for one in found)
     without = sum(one.roofline_us is None for one in found)
     text = f"{MARGIN_US:.0f} us are added to a roofline below {SHORT_US:.0f} us ({short} rows), since a launch takes "
@@ -243,7 +243,7 @@ _VLLM_CONFIGURED: Final = ("qwen3-30b-a3b", "mixtral-8x7b")
 
 
 def vllm_text(found: Iterable[Comparison]) -> str:
-    """Where `vllm_triton` runs without a configuration for this GPU."""
+    """Layers that `vllm_triton` runs without a configuration for this GPU."""
     rows_of = [one for one in found if kind_of(one.place.scheme) == _KINDS[0]]
     bare = [one for one in rows_of if one.place.layer not in _VLLM_CONFIGURED]
     layers = ", ".join(dict.fromkeys(one.place.layer for one in bare))
@@ -252,7 +252,7 @@ def vllm_text(found: Iterable[Comparison]) -> str:
 
 
 def headline() -> str:
-    """What all rows beside other people's kernels say, and what they lack, in a paragraph each."""
+    """Summary of all rows beside other people's kernels, and of what they lack, in a paragraph each."""
     board, wheels = board_comparisons(), wheels_comparisons()
     ratios = [geometric_mean([one.ratio for one in found if one.ratio]) for found in (board, wheels)]
     outcomes = [page.counted([one.outcome for one in found]) for found in (board, wheels)]
@@ -267,7 +267,7 @@ def headline() -> str:
 
 
 def _shards_text() -> str:
-    """What two libraries that are built from source do on shards of tensor parallelism, which the board lacks."""
+    """Results of two libraries built from source on shards of tensor parallelism, which the board lacks."""
     try:
         found = compare.judged(compare.of_file(rows.RESULTS / _LIBRARIES))
     except FileNotFoundError:

@@ -25,7 +25,7 @@ class OtherRunError(ValueError):
 
 
 class Board:
-    """What was measured, in memory and on disk.
+    """Measured rows, in memory and on disk.
 
     Attributes:
         document: What the file holds. `rows` are the measured ones; `layers` has for each layer its problem, the

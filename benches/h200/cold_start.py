@@ -1,4 +1,4 @@
-"""What a layer's kernels cost from an empty cache on an H200: in the process that serves, and shipped to it.
+"""Cost of a layer's kernels from an empty cache on an H200: in the process that serves, and shipped to it.
 
 `python -m benches.h200.cold_start OUT.json FOLDER` takes Qwen3-30B-A3B in bf16 and fp8_block128, calls of 1 to 16,384
 tokens. `warm_up` starts from an empty cache in FOLDER, and so does `moereg compile` for fp8_block128, whose folder is

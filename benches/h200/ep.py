@@ -34,7 +34,7 @@ LAYERS: Final = {
     "gptoss_bf16": ("gpt-oss-120b", "unquantized"),
 }
 MOST_SECONDS: Final = 70.0
-"""Of an item, after which its processes are killed."""
+"""Longest time of an item, after which its processes are killed."""
 ROUNDS: Final = 24
 SAMPLE_SECONDS: Final = 0.5
 
@@ -46,7 +46,7 @@ def problem_of(layer: str) -> MoEProblem:
 
 
 class Item(NamedTuple):
-    """What is measured at a time: some ways at one number of tokens and one routing; `batches` parts of a call."""
+    """One measurement: some ways at one number of tokens and one routing; `batches` parts of a call."""
 
     part: str
     layer: str

@@ -41,7 +41,7 @@ CALLS: Final = 50
 
 
 def median_us(run: Callable[[], Any]) -> float:
-    """Of `CALLS` runs, each between two events."""
+    """Median of `CALLS` runs, each between two events."""
     for _ in range(5):
         run()
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(CALLS)]

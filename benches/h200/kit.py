@@ -53,7 +53,7 @@ def run_group(checks: tuple[Check, ...], end: float) -> list[Result]:
 
 
 def results_of(group: concurrent.futures.Future[list[Result]], checks: Sequence[Check]) -> list[Result]:
-    """What became of a group; where a process was killed, as without memory, all that had not ended has crashed."""
+    """Results of a group; if a process was killed, as for lack of memory, all that had not ended has crashed."""
     try:
         return group.result()
     except BrokenProcessPool as error:

@@ -1,4 +1,4 @@
-"""Where the time of one token in bf16 goes on an H200: what graphs, launches and bytes cost without a layer.
+"""Breakdown of one token's time in bf16 on an H200: what graphs, launches and bytes cost without a layer.
 
     python -m benches.h200.one_token --json FILE [--models M ...]
 
@@ -77,7 +77,7 @@ def nothing_runs(num_kernels: int, num_runs: int) -> list[Run]:
 
 
 class Reading(NamedTuple):
-    """What the reader reads.
+    """Bytes that the reader reads.
 
     Attributes:
         num_pieces: Of 16 KB each, side by side.
@@ -89,7 +89,7 @@ class Reading(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of one run."""
+        """Time of one run."""
         return 4 * _WORDS * self.num_pieces
 
 

@@ -1,1 +1,1 @@
-"""What expert parallelism costs on paper: bytes on the wire and time a layer, for docs/scale.md."""
+"""Cost of expert parallelism on paper: bytes on the wire and time a layer, for docs/scale.md."""

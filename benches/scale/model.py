@@ -176,7 +176,7 @@ def _quant_rows() -> list[dict[str, Any]]:
 
 
 def row_bytes(problem: MoEProblem, coded: bool) -> int:
-    """Of a token on its way out, with its routes: an id and a weight each."""
+    """Bytes of a token on its way out, with its routes: an id and a weight each."""
     hidden = problem.hidden_size
     token = hidden + -(-hidden // 128) * 4 if coded else hidden * problem.torch_dtype.itemsize
     return token + problem.top_k * 8

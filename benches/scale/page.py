@@ -20,7 +20,7 @@ CASES: Final = (("uniform", False), ("zipf", False), ("zipf", True))
 _TOKENS: Final = (1, 16, 64, 256, 1024, 8192)
 _MEASURED: Final = "h200_ep.json"
 _MEASURED_BEFORE: Final = "h200_ep_*.json"
-"""Of earlier code: rows that the file above lacks."""
+"""Rows of earlier code that the file above lacks."""
 _CAPTURED: Final = {way.registered for way in WAYS if way.captured}
 _FLOORS: Final = {"qwen3-30b-a3b": 1.35, "gpt-oss-120b": 1.25, "deepseek-v3": 1.2}
 
@@ -129,7 +129,7 @@ def winners_table() -> str:
 
 
 def replicas_table() -> str:
-    """What slices of skewed experts cost: the slowest rank's time over that with balanced experts."""
+    """Cost of slices of skewed experts: the slowest rank's time over that with balanced experts."""
     lines = []
     for layer in LAYERS:
         for size in RANKS:
@@ -240,7 +240,7 @@ def one_rank_table() -> str:
 
 
 def floors_table() -> str:
-    """What was asked of two ranks at 8,192 tokens each, predicted of the best way, and the best that was measured."""
+    """Goal for two ranks at 8,192 tokens each, the prediction for the best way, and the best that was measured."""
     lines = []
     measured = _measurements()
     for layer in LAYERS:
@@ -264,7 +264,7 @@ def floors_table() -> str:
 
 
 def ways_table() -> str:
-    """What each way sends."""
+    """Bytes that each way sends."""
     return table(
         ["way", "captured", "sends"],
         [[f"`{way.name}`", "yes" if way.captured else "no: the host reads sizes", way.note] for way in WAYS],

@@ -1,4 +1,4 @@
-"""Where tokens go: the shares of experts and ranks under uniform and Zipf routing, as expectations and not as draws."""
+"""Destinations of tokens: shares of experts and ranks under uniform and Zipf routing, as expectations, not as draws."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHUFFLES = 5
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What one rank gets.
+    """Load of one rank.
 
     Attributes:
         routes: Of each token, on average.

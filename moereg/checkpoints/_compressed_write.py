@@ -194,7 +194,7 @@ def projection_rows(
 def stored_tensors(
     storage: StorageFormat, projection: Projection, canonical: Mapping[TensorRole, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """What is stored of a projection, by name in the checkpoint.
+    """The tensors stored for a projection, by their name in the checkpoint.
 
     Args:
         storage: As `storage_of` gives it.

@@ -177,7 +177,7 @@ def _local_experts(num_experts: int, num_local_experts: int | None, ep_rank: int
 
 
 def _find_block(files: CheckpointFiles, model: ModelType, layer: int) -> tuple[str, str, str]:
-    """What the names of the layer, of its block and of its router begin with, each up to and with a dot."""
+    """Prefixes of the names of the layer, its block and its router, each including the final dot."""
     roots = [
         (f"{layers}{layer}.", f"{layers}{layer}.{block}{'.' if block else ''}", router)
         for layers in _LAYERS

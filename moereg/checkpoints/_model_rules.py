@@ -1,4 +1,4 @@
-"""What rows of the table of model types have in common: which layers have experts, and between the matmuls what.
+"""Rules shared by rows of the model-type table: which layers have experts, and which activation they use.
 
 Rules are made with the defaults of a model type, since an absent entry means the default of that type alone.
 """

@@ -48,7 +48,7 @@ _SHARD_BYTES: Final = 4 * 2**30
 
 @dataclasses.dataclass(frozen=True)
 class SavedCheckpoint:
-    """What was written.
+    """Summary of what was written.
 
     Attributes:
         path: The directory.

@@ -74,7 +74,7 @@ _ALSO_CALLED: Final = {
     "warm-up": ("compile",),
     "precompile": ("compile",),
 }
-"""What people may type, with the commands that they mean."""
+"""Words that people may type, with the commands that they mean."""
 
 
 class _Commands(typer.core.TyperGroup):
@@ -161,7 +161,7 @@ _SURPLUS: Final = "Got unexpected extra argument"
 
 
 def _usage_text(error: Any) -> str:
-    """What a usage error of typer says, on one line, with where to read on."""
+    """The text of a typer usage error, on one line, with a pointer to the help."""
     context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
     text = error.format_message().rstrip(".")
     if type(error).__name__ == "NoSuchOption" and context is not None and option is not None:

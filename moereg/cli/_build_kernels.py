@@ -25,7 +25,7 @@ __all__ = ["Built", "build_kernels"]
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """What was built, or would be.
+    """Kernels that were built, or would be.
 
     Attributes:
         backend: Its name.

@@ -19,7 +19,7 @@ __all__ = ["CheckedCache", "Compiled", "check_cache", "compile_layer", "parse_ra
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What was compiled for a layer.
+    """Kernels that were compiled for a layer.
 
     Attributes:
         subject: The layer.

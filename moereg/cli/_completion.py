@@ -22,55 +22,55 @@ def _starting(names: Iterable[str], incomplete: str) -> list[str]:
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Of `--model`."""
+    """Completes `--model`."""
     from moereg.shapes import MODEL_SHAPES
 
     return _starting(MODEL_SHAPES, incomplete)
 
 
 def scheme_names(incomplete: str) -> list[str]:
-    """Of `--quant`, without those of wheels, which would have to be imported."""
+    """Completes `--quant`; schemes of plugins are left out, since they would have to be imported."""
     from moereg.quant import QUANT_SCHEMES
 
     return _starting(QUANT_SCHEMES, incomplete)
 
 
 def scheme_list(incomplete: str) -> list[str]:
-    """Of a `--quant` that takes several: the last of `a,b`."""
+    """Completes a `--quant` that takes several: the last of `a,b`."""
     before, comma, last = incomplete.rpartition(",")
     return [f"{before}{comma}{name}" for name in scheme_names(last)]
 
 
 def platform_names(incomplete: str) -> list[str]:
-    """Of `--platform`: products, and the platforms that they are."""
+    """Completes `--platform`: products, and the platforms that they are."""
     from moereg.platforms import PRODUCTS
 
     return _starting(("cpu", *dict.fromkeys(PRODUCTS.values()), *PRODUCTS), incomplete)
 
 
 def dtype_names(incomplete: str) -> list[str]:
-    """Of `--dtype`."""
+    """Completes `--dtype`."""
     from moereg.problem import DTYPES
 
     return _starting(DTYPES, incomplete)
 
 
 def activation_names(incomplete: str) -> list[str]:
-    """Of `--activation`."""
+    """Completes `--activation`."""
     from moereg.activations import ACTIVATIONS
 
     return _starting(ACTIVATIONS, incomplete)
 
 
 def routing_names(incomplete: str) -> list[str]:
-    """Of `--routing`."""
+    """Completes `--routing`."""
     from moereg.tuning.inputs import ROUTINGS
 
     return _starting(ROUTINGS, incomplete)
 
 
 def backend_names(incomplete: str) -> list[str]:
-    """Of an argument that is a backend, those of wheels too."""
+    """Completes the name of a backend, plugins included."""
     from moereg.cli._output import only_results_on_stdout
     from moereg.discovery import list_backends
 
@@ -79,6 +79,6 @@ def backend_names(incomplete: str) -> list[str]:
 
 
 def backend_list(incomplete: str) -> list[str]:
-    """Of `--require` and its kin: the last of `a,b`."""
+    """Completes `--require`, `--prefer` and `--deny`: the last of `a,b`."""
     before, comma, last = incomplete.rpartition(",")
     return [f"{before}{comma}{name}" for name in backend_names(last)]

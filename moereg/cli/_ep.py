@@ -49,7 +49,7 @@ class EpExplanation:
 
 @dataclasses.dataclass(frozen=True)
 class EpResult:
-    """What a bench or a run over several ranks found.
+    """Results of a bench or run over several ranks.
 
     Attributes:
         subject: The layer.

@@ -22,7 +22,7 @@ __all__ = ["ModelChoices", "explain_model_dir", "show_model_choices"]
 
 @dataclasses.dataclass(frozen=True)
 class ModelChoices:
-    """What every layer of a model gets.
+    """The choice for every layer of a model.
 
     Attributes:
         path: The model's directory.

@@ -50,7 +50,7 @@ def _activation(shape: MoEShape) -> str:
 
 
 def list_schemes(name: str | None) -> tuple[dict[str, Any], Platform]:
-    """What `moereg schemes` knows.
+    """Everything that `moereg schemes` shows.
 
     Args:
         name: What `--platform` says; this machine where None.

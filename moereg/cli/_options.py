@@ -154,7 +154,7 @@ class ProblemFlags:
         return {**values, "max_num_tokens": self.tokens} if self.tokens else values
 
     def notices(self) -> tuple[str, ...]:
-        """What the options mean where that may surprise, one line each."""
+        """One line for each option whose meaning may surprise."""
         notices = []
         if self.platform is not None and (product := platform_of_product(self.platform)) is not None:
             notices.append(f"--platform {self.platform} is {product}")

@@ -1,4 +1,4 @@
-"""What `moereg quantize` is asked, and what it answers."""
+"""Request and result of `moereg quantize`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["QuantizeResult", "Question", "SchemeRow", "find_schemes", "read_inpu
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What was asked.
+    """The request.
 
     Attributes:
         checkpoint: Directory.
@@ -111,7 +111,7 @@ class SchemeRow:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeResult:
-    """What was found; without an original if nothing fitted.
+    """The result; `original` is None if nothing fitted.
 
     Attributes:
         question: What was asked, with the layer's index.

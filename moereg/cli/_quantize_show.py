@@ -1,4 +1,4 @@
-"""What `moereg quantize` shows: a table, a sketch for the terminal, and a picture."""
+"""Output of `moereg quantize`: a table, a sketch for the terminal, and a picture."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ __all__ = ["Change", "check_quarantine", "lift_quarantine", "quarantine_failures
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What a command changed.
+    """Changes made by a command.
 
     Attributes:
         added: Records that it wrote.

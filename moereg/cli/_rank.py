@@ -54,7 +54,7 @@ _LARGEST_ROOM: Final = 4e9
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What every rank is told.
+    """Settings that every rank receives.
 
     Attributes:
         problem: `MoEProblem.to_dict` of the layer.
@@ -121,7 +121,7 @@ def run_rank(job: Job, rank: int) -> None:
 
 
 class _Rank:
-    """What stays for all rows."""
+    """Values shared by all rows."""
 
     def __init__(self, job: Job, rank: int, device: torch.device) -> None:
         self.job, self.rank, self.device = job, rank, device

@@ -65,7 +65,7 @@ def rows_of_ranks(job: Any, rank: int | None) -> tuple[list[dict[str, Any]], str
 
 
 def _failure_of(job: Path, size: int) -> str:
-    """What the first rank that failed said; empty if none did."""
+    """The message of the first rank that failed; empty if none did."""
     ended: queue.Queue[tuple[int, int, str]] = queue.Queue()
     with _children(job, size) as children:
         for rank, child in enumerate(children):

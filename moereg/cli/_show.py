@@ -124,7 +124,7 @@ def _verified(decision: Decision, platform: Platform) -> Text:
 
 
 def _verification(decision: Decision, platform: Platform) -> str:
-    """Where a candidate was verified, this platform first."""
+    """Platforms on which a candidate was verified, this one first."""
     arch = arch_name(str(platform))
     if decision.cell is None:
         return f"not verified on {arch}"
@@ -153,7 +153,7 @@ def print_notices(target: Console, notices: Sequence[str]) -> None:
 
 
 def source_of(selection: Selection) -> str:
-    """What decided."""
+    """The rule that decided."""
     return _SOURCES.get(selection.source or "", str(selection.source))
 
 

@@ -23,7 +23,7 @@ from moereg.testing.ledger import arch_name, evidence_of
 __all__ = ["show_cells", "show_info"]
 
 _MOST_NAMES: Final = 3
-"""Of platforms in one line; the table of cells has all."""
+"""Most platforms shown on one line; the table of cells has all."""
 
 
 def show_info(info: Mapping[str, Any], platform: Platform) -> None:
@@ -155,7 +155,7 @@ def _runs(backend: Mapping[str, Any]) -> Text:
 
 
 def _verified(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Where all of a backend's cells with current evidence were verified; of several cells, how many were."""
+    """Devices on which all of a backend's current cells were verified, or how many of them were."""
     records = [[record for record in cell["verified"] if not record["stale"]] for cell in cells]
     platforms = dict.fromkeys(arch_name(record["platform"]) for of_cell in records for record in of_cell)
     if not platforms:

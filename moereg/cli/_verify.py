@@ -40,7 +40,7 @@ _COLUMNS: Final = {
 
 
 class Subject:
-    """What is verified: a backend's name, or the modules that register it.
+    """The subject of a verification: a backend's name, or the modules that register it.
 
     Attributes:
         name: Empty if all backends of the modules are meant.

@@ -41,7 +41,7 @@ _NAME: Final = "moereg"
 
 @dataclasses.dataclass(frozen=True)
 class LayerChoice:
-    """What one layer of a model gets.
+    """The choice for one layer of a model.
 
     Attributes:
         name: Dotted name of its experts module.
@@ -61,13 +61,13 @@ class LayerChoice:
 
     @property
     def backend(self) -> str | None:
-        """Of the kernel; None if there is none."""
+        """Name of the kernel's backend; None if there is no kernel."""
         return None if self.selection is None else self.selection.backend
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparedModel:
-    """What `prepare` did.
+    """Result of `prepare`.
 
     Attributes:
         layers: One for each experts module, in the order of the model.
@@ -250,7 +250,7 @@ def warm_up(
 
 
 class _Plan(NamedTuple):
-    """What `prepare` is about to do with one layer."""
+    """Plan of `prepare` for one layer."""
 
     found: FoundExperts
     top_k: int
@@ -343,7 +343,7 @@ def explain_model(
     deny: Names = None,
     **wishes: Any,
 ) -> tuple[LayerChoice, ...]:
-    """What every layer of a saved model would get from `prepare`, from its config.json alone.
+    """The choice that `prepare` would make for every layer of a saved model, from its config.json alone.
 
     The model is built on meta, so it takes neither memory nor weights. Code of the repository is not run.
 

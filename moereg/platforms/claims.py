@@ -36,7 +36,7 @@ def accept_plugin(value: str, loaded: object) -> None:
 
 
 def claim_of(value: str, loaded: Any) -> Platform | None:
-    """What a plugin says about the machine at hand.
+    """A plugin's statement about this machine.
 
     Args:
         value: As the distribution declares it.

@@ -246,7 +246,7 @@ def register_platform_kind(kind: PlatformKind) -> None:
 
 
 class _Plugins:
-    """What this module needs to know of plugins, which are loaded far above it."""
+    """Hooks into plugin loading, which lives far above this module."""
 
     def __init__(self) -> None:
         self.load: Callable[[], Any] = lambda: None

@@ -129,7 +129,7 @@ class PlatformRule:
         return not any(_may_hold(archs, platform, unknown=True) for archs in excluded)
 
     def _parts(self) -> tuple[Archs | None, tuple[Archs, ...]]:
-        """What it names before its exclusions (None for `*`), and the exclusions."""
+        """The platform named before any exclusions (None for `*`), and the exclusions."""
         # The rule may come from another process, and its kind may have been described anew since.
         return _parsed(self.text, _kind_of(self.text.partition(",")[0]))
 

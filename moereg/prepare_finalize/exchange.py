@@ -60,7 +60,7 @@ class RowLayout:
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each column begins, in bytes."""
+        """Offset of each column, in bytes."""
         starts, end = [], _WORD * (self.top_k + 1 + self.has_weights * self.top_k)
         for width in self.widths:
             starts.append(_aligned(end))
@@ -69,7 +69,7 @@ class RowLayout:
 
     @functools.cached_property
     def row_bytes(self) -> int:
-        """Of the whole row."""
+        """Size of the whole row."""
         return _aligned(self.starts[-1] + self.widths[-1])
 
     @functools.cached_property

@@ -23,7 +23,7 @@ _GATHERS_OF_SEVERAL: Final = ("all_gather_single_coalesced", "allgather_into_ten
 
 @dataclasses.dataclass(frozen=True)
 class GroupFacts:
-    """What choosing has to know of a group.
+    """Facts about a group that selection needs.
 
     Attributes:
         size: Its ranks.
@@ -52,7 +52,7 @@ class GroupFacts:
 
 
 class _Use:
-    """What this process does over a process group, whichever layers share it.
+    """Use of a process group by this process, whichever layers share it.
 
     Attributes:
         lock: Held while a thread exchanges something. A thread may take it twice.

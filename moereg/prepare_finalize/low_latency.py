@@ -46,7 +46,7 @@ class _Piece(NamedTuple):
 
 
 class _Rooms(NamedTuple):
-    """What travels to or from each rank, as views of one buffer of bytes.
+    """Views of one byte buffer: what travels to or from each rank.
 
     Attributes:
         counts: [ranks, rooms a rank] int32, filled rows.
@@ -116,7 +116,7 @@ class LowLatency(GroupPrepareFinalize):
         )
 
     def _layout(self) -> tuple[list[_Piece], int]:
-        """What each rank is sent, and in how many bytes: counts of its rooms, then their rows, column by column."""
+        """Layout of what each rank is sent: counts of its rooms, then their rows, column by column."""
         rows, wire = self._most_experts * self._room, self.wire
         kinds: list[tuple[tuple[int, ...], torch.dtype]] = [((self._most_experts,), torch.int32)]
         kinds += [((rows, width // kind.itemsize), kind) for width, kind in zip(wire.widths, wire.dtypes, strict=True)]
@@ -257,7 +257,7 @@ class LowLatency(GroupPrepareFinalize):
 
 
 def _sources(end: torch.Tensor, counts: torch.Tensor, room: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which rank's each row of an expert is, and its place in that rank's room: they stand in order of ranks."""
+    """Source rank of each row of an expert, and its slot there: they stand in order of ranks."""
     size = len(end)
     places = torch.arange(size * room, device=end.device)
     source = torch.searchsorted(end.t().contiguous(), places.expand(end.shape[1], -1).contiguous(), right=True)

@@ -66,7 +66,7 @@ class Wire(abc.ABC):
 
     @property
     def bytes_per_token(self) -> int:
-        """Of hidden state and scales."""
+        """Bytes of a hidden state with its scales."""
         return sum(self.widths)
 
     @abc.abstractmethod

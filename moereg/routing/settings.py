@@ -38,7 +38,7 @@ SCALINGS: Final = (
     "route_scale",
 )
 RARE: Final = ("moe_apply_router_weight_on_input", "moe_router_logit_softcapping", "zero_expert_num")
-"""What one family has."""
+"""Settings of one family."""
 # Settings of some routers, with the values that change nothing where a model type does not read them: some publishers
 # write them for a router that has none.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {

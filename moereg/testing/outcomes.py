@@ -1,4 +1,4 @@
-"""What became of checks: one outcome each, and a report of them all."""
+"""Outcomes of checks, and a report of them all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FAILURES: Final = ("failed", "crashed", "timed_out")
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one check.
+    """Outcome of one check.
 
     Attributes:
         status: One of `STATUSES`.
@@ -131,7 +131,7 @@ class Report:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is no failure and still worth a line: output of the backend on standard output."""
+        """Warnings: unexpected output of the backend on standard output."""
         notes = []
         for cell in self.cells:
             printed = [result for result in self.results if result.check.cell == cell and result.outcome.printed]

@@ -69,7 +69,7 @@ class _Launch:
         return pointers & _ADDRESS_MASK
 
     def _name(self, number: int) -> str:
-        """Of an argument; also of the one that holds it, a tuple or a descriptor."""
+        """Name of an argument, or of the tuple or descriptor that holds it."""
         for name, value in inspect.getcallargs(self.kernel, *self.passed[0], **self.passed[1]).items():
             for part in _parts(value):
                 if number and (part is self.tensors[number] or getattr(part, "base", None) is self.tensors[number]):

@@ -88,7 +88,7 @@ def _check_seconds(seconds: float | None) -> float:
 
 
 def _run(worker: Worker | Here, check: Check, seconds: float, is_alone: bool = False) -> tuple[Outcome, int]:
-    """What became of a check, and how many others its process had run where it crashed and passes alone."""
+    """Outcome of a check, and how many others its process had run if it crashed there but passes alone."""
     # Importing is a part of choosing, so its check must see it.
     is_first = is_alone or (check.kind == "deciding" and worker.is_isolated)
     found = worker.ask(op="run", check=check.to_dict(), seconds=seconds, fresh=is_first)
@@ -275,7 +275,7 @@ class _Run:
         return Check.make(cell, "drawn", label, self._platform, self._modules)
 
     def _skip_undrawn(self, suite: Suite) -> None:
-        """What passed without a drawn layer for want of time has not passed everything."""
+        """Running out of time before the random layers counts as incomplete."""
         for cell in suite.running:
             if cell not in self._has_drawn:
                 self._results.append(Result(self._undrawn(cell, 0), Outcome("skipped", NO_TIME)))

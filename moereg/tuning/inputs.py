@@ -77,7 +77,7 @@ def random_weights(
 
 
 class _Places:
-    """Which experts are drawn, in order, and which of them are kept."""
+    """Draws experts in order, and marks those that are kept."""
 
     def __init__(
         self, problem: MoEProblem, experts: Sequence[int] | None, advance: Callable[[int, int], object] | None

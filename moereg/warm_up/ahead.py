@@ -33,7 +33,7 @@ from moereg.warm_up.shipped import use_folder
 __all__ = ["Ahead", "compile_ahead", "num_compilers"]
 
 _SECONDS_EACH: Final = 3.0
-"""Of one core for a kernel, in the mean."""
+"""Mean seconds for a kernel on one core."""
 
 _COMPILER_BYTES: Final = 1 << 30
 """Most memory that one compiler takes beside what all share."""
@@ -41,7 +41,7 @@ _COMPILER_BYTES: Final = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Ahead:
-    """What another process has compiled.
+    """Kernels compiled by another process.
 
     Attributes:
         kernels: In Triton's cache now.

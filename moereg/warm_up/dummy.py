@@ -94,7 +94,7 @@ class DummyLayer:
 
 
 def moving_kernels(problem: MoEProblem, platform: Platform) -> BatchedPrepareFinalize | None:
-    """What launches kernels to move tokens on a platform that need not be here; None where nothing does."""
+    """The token dispatcher that launches kernels on a platform that need not be here; None where none does."""
     if problem.activation_format != "batched" or not runs_kernels(platform):
         return None
     return BatchedPrepareFinalize(in_triton=True)

@@ -35,7 +35,7 @@ _MOST_RECORDED: Final = 128
 _HOSTS: Final = ("cpu", "meta")
 
 _DONE: Final[dict[str, Ahead]] = {}
-"""What was compiled in this process, by what was asked: a model has many layers of one kind."""
+"""Kernels compiled in this process, by request: a model has many layers of one kind."""
 
 
 def warm_up(

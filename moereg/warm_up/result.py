@@ -1,4 +1,4 @@
-"""What warming up a layer did."""
+"""Result of warming up a layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CompiledVariant:
 
 @dataclasses.dataclass(frozen=True)
 class WarmUp:
-    """What was compiled for a layer.
+    """Kernels that were compiled for a layer.
 
     Attributes:
         backend: The layer's.

@@ -25,7 +25,7 @@ _USED: Final[set[tuple[str, str]]] = set()
 
 @dataclasses.dataclass
 class Folder:
-    """Where kernels are compiled into.
+    """Folder that kernels are compiled into.
 
     Attributes:
         folder: Triton's cache meanwhile.

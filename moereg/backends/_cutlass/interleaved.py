@@ -40,7 +40,7 @@ _BLOCK_M: Final = 128
 """Rows of the sort's tiles, which nothing here reads."""
 
 _COMPILE_SECONDS: Final = 3.0
-"""Of one kernel on one free core; 1.4 to 3.2 were measured."""
+"""Seconds for one kernel on one free core; 1.4 to 3.2 were measured."""
 
 _COMPILED: Final[set[tuple[str, str, torch.dtype, str]]] = set()
 _LOCK: Final = threading.Lock()

@@ -1,4 +1,4 @@
-"""What is known of an installed QuACK without importing it, which takes seconds."""
+"""Facts about an installed QuACK, found without importing it, which takes seconds."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _is_installed(path: Path) -> bool:
 
 
 def _lacks(quack: Path) -> str | None:
-    """What the epilogues use and a release of QuACK has no more, or not yet; read and not imported."""
+    """Names that the epilogues use and this release of QuACK lacks; its source is read, not imported."""
     if not (quack / "epilogue" / "__init__.py").is_file():
         return "quack.epilogue"
     try:

@@ -42,7 +42,7 @@ class BuildError(MoeregError, RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _Token:
-    """What a plan of this builder needs to be carried out: FlashInfer's build specification and the manifest."""
+    """Everything needed to carry out a plan of this builder: FlashInfer's build specification and the manifest."""
 
     spec: Any
     capability: str

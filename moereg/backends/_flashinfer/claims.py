@@ -118,7 +118,7 @@ CUTEDSL_REQUIRES: Final = (*OWN_KERNELS, "nvidia-cutlass-dsl>=4.8,<5")
 
 _MOST_EXPERTS: Final = 2048
 _MOST_CHOICES: Final = 32
-"""What TensorRT-LLM's kernels that sort routes are compiled for."""
+"""Most experts and most choices per token that TensorRT-LLM's route-sorting kernels are compiled for."""
 
 _SMALLEST: Final = 64
 """Sizes from which on FlashInfer takes any of cuTile's tiles: it leaves out those twice as large as a matrix."""

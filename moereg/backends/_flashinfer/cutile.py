@@ -143,7 +143,7 @@ class _CuTile(Implementation):
         """Further arguments of `allocate_workspace`."""
 
     def rows_per_expert(self, num_routes: int) -> int:
-        """Of an even routing, rounded up."""
+        """Rows per expert under even routing, rounded up."""
         return -(-num_routes // self.problem.num_local_experts)
 
     def _sized(self, num_tokens: int) -> tuple[Tiles, Hashable]:

@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
 
 
 def compiled_for(problem: MoEProblem, num_tokens: int, tiles: Tiles) -> tuple[int | bool | Tiles, ...]:
-    """What kernels are specialized by, of a call's size: calls that agree in it compile nothing anew.
+    """The sizes of a call that kernels are specialized by: calls with equal ones compile nothing new.
 
     Those are powers of two, lengths that 16 divides, and the places where FlashInfer takes other kernels or steps. With
     fewer than nine experts two small kernels of the sort differ also between calls that agree.

@@ -41,7 +41,7 @@ Pieces = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 class Rows(NamedTuple):
-    """What FlashInfer takes for the rows of a call.
+    """The arguments that FlashInfer takes for the rows of a call.
 
     Attributes:
         x: [R,H_pad], codes or 16-bit.
@@ -69,7 +69,7 @@ def _scalars(activation: Activation) -> dict[str, float]:
 
 
 class Cutlass(Implementation):
-    """What all kinds of weights share.
+    """Shared by all kinds of weights.
 
     Attributes:
         hidden, intermediate: Sizes padded to what the kernels take.
@@ -136,7 +136,7 @@ class Cutlass(Implementation):
     # A call.
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What FlashInfer asks for; then, flat, rows that are made for it and that it writes."""
+        """Shapes of FlashInfer's own workspace and, flat, of the rows that it is given and writes."""
         itemsize = self.problem.torch_dtype.itemsize
         own = sum(_padded_bytes(shape, dtype) for shape, dtype in self.pieces(num_tokens))
         return (-(-self._library_bytes(num_tokens) // itemsize),), (own // itemsize,)

@@ -78,7 +78,7 @@ class Int4W4A8(Fp8Tensor):
         return per_expert, shared
 
     def _intermediate_factor(self, weights: ExpertWeights) -> torch.Tensor:
-        """What makes the intermediate come out divided by its scale, fp32 [E]: of the up rows, or of all of w13.
+        """Factor that leaves the intermediate divided by its scale, fp32 [E]: of the up rows, or of all of w13.
 
         The activations of this cell are linear in the up half, and the one without a gate squares what it is given.
         """

@@ -1,4 +1,4 @@
-"""What FlashInfer downloads at first use: TensorRT-LLM's generated kernels, and headers that other modules include.
+"""FlashInfer's downloads at first use: TensorRT-LLM's generated kernels, and headers that other modules include.
 
 Without a network that ends, after a minute of trying, in an error of the first call. So probes ask for the files.
 """
@@ -22,7 +22,7 @@ _VARIABLE: Final = "FLASHINFER_CUBIN_DIR"
 
 
 def download_folder() -> Path:
-    """Where FlashInfer looks before it downloads: a named folder, a wheel of its own version, or its cache."""
+    """Places that FlashInfer searches before it downloads: a named folder, a wheel of its own version, or its cache."""
     if named := os.environ.get(_VARIABLE):
         return Path(named)
     return _in_wheel() or cache_folder() / "cubins"

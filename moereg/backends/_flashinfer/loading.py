@@ -29,7 +29,7 @@ _WHOLE_BUILD_HOURS: Final = 8.7
 """31,500 CPU-seconds for Hopper, from the files that were timed."""
 
 _LOAD_SECONDS: Final = 6.0
-"""Of one core: importing FlashInfer 1.5, and the rest for the sources that it writes."""
+"""Seconds on one core: 1.5 to import FlashInfer, the rest for the sources that it writes."""
 
 _LOCK: Final = threading.Lock()
 
@@ -152,7 +152,7 @@ def load(arch: str) -> Library:
 
 
 def _why_not_loaded(path: Path, error: Exception) -> str:
-    """What the system's loader says of a shared object, in one line; FlashInfer's error where it says nothing."""
+    """The system loader's message about a shared object, in one line; FlashInfer's error where it says nothing."""
     why = f"{type(error).__name__}: {error}"
     try:
         ctypes.CDLL(str(path))

@@ -1,4 +1,4 @@
-"""Which kernels a shared object of FlashInfer holds: a file beside it says so.
+"""The manifest beside a shared object of FlashInfer: which kernels it holds.
 
 FlashInfer builds all of its CUTLASS kernels or none. `moereg build-kernels` builds the sets that were asked for, which
 takes a tenth of the time, and writes down which. A whole build has no such file.
@@ -20,7 +20,7 @@ class ManifestError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a shared object holds.
+    """Contents of a shared object.
 
     Attributes:
         module: FlashInfer's name of the module, such as `fused_moe_90`.

@@ -1,4 +1,4 @@
-"""What is known of an installed FlashInfer without importing it: its folder, its built modules, what it would lack.
+"""Facts about an installed FlashInfer, found without importing it: its folder, its built modules, what it would lack.
 
 Importing it takes a second, asks the GPU (after which a process can no longer fork), and creates folders. So probes
 look at files.
@@ -54,12 +54,12 @@ def installed_version() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where FlashInfer keeps what it compiles and downloads, as it finds it: `~/.cache/flashinfer` by default."""
+    """FlashInfer's folder for what it compiles and downloads, by its own rule: `~/.cache/flashinfer` by default."""
     return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home())) / ".cache" / "flashinfer"
 
 
 def aot_path(module: str) -> Path | None:
-    """Where FlashInfer looks for a module that was built ahead of time; None without the package.
+    """The folder in which FlashInfer looks for modules built ahead of time; None without the package.
 
     Args:
         module: Such as `fused_moe_90`.
@@ -199,7 +199,7 @@ _DEEPGEMM: Final = Path("data", "csrc", "nv_internal", "tensorrt_llm", "deep_gem
 
 
 def deepgemm_folder() -> Path:
-    """Where the part of FlashInfer that compiles with nvcc at run time keeps its kernels and writes their sources."""
+    """The folder in which FlashInfer's run-time compiler (nvcc) keeps kernels and writes their sources."""
     if named := os.environ.get("TRTLLM_DG_CACHE_DIR"):
         return Path(named)
     home = os.environ.get("HOME")

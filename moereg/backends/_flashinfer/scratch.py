@@ -59,7 +59,7 @@ def carved(memory: torch.Tensor, pieces: Mapping[str, Piece]) -> dict[str, torch
 
 @contextlib.contextmanager
 def aligned_result(out: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Where kernels that store whole vectors write: `out`, or memory that begins at `ALIGNMENT` and is copied to it.
+    """Output for kernels that store whole vectors: `out`, or memory that begins at `ALIGNMENT` and is copied to it.
 
     Args:
         out: Contiguous; it may begin anywhere.

@@ -1,4 +1,4 @@
-"""Which of FlashInfer's tiles a call takes: found by timing them, once for each layer shape and bucket of tokens.
+"""Chooses among FlashInfer's tiles: found by timing them, once for each layer shape and bucket of tokens.
 
 FlashInfer takes the first tile of its list unless it is told two tactics, one a product. Its own tuner refused every
 tactic of the second product on an H200, and the first was 3 to 5 times slower than the best pair. So the pairs are
@@ -35,7 +35,7 @@ SWITCH: Final = "MOEREG_FLASHINFER_TACTICS"
 """Environment variable; `first` takes FlashInfer's own choice and times nothing."""
 
 SECONDS: Final = 1.0
-"""Of timing for each bucket. All 126 tactics of bfloat16 on Hopper took about that."""
+"""Seconds of timing per bucket. All 126 tactics of bfloat16 on Hopper took about that."""
 
 _ROUNDS: Final = 3
 # A tile that takes so much longer than the best one is not timed again.
@@ -142,7 +142,7 @@ class TacticStore:
 
 @dataclasses.dataclass
 class _Best:
-    """What was timed so far.
+    """Times measured so far.
 
     Attributes:
         times: Microseconds, in the order in which pairs were timed.

@@ -1,4 +1,4 @@
-"""What is known of the compiler of cuTile kernels without importing cuda.tile, which takes a second."""
+"""Facts about the compiler of cuTile kernels, found without importing cuda.tile, which takes a second."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _packaged() -> Path | None:
 
 @functools.cache
 def _help(path: Path) -> str:
-    """What `tileiras --help` prints; empty where it cannot be started."""
+    """The output of `tileiras --help`; empty where it cannot be started."""
     try:
         result = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):

@@ -104,5 +104,5 @@ def layer_key(problem: MoEProblem, computes: QuantScheme, platform: Platform, li
 
 @functools.cache
 def digest_of(path: Path) -> str:
-    """Of a shared object: another build has other times."""
+    """Digest of a shared object, since another build has other times."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

@@ -135,7 +135,7 @@ class TrtLlm(Implementation):
         return pieces
 
     def further_pieces(self, num_tokens: int) -> dict[str, Piece]:
-        """Of a subclass."""
+        """Further workspace of a subclass, by name."""
         return {}
 
     def scalars(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:

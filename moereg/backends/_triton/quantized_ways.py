@@ -89,7 +89,7 @@ class Tiles(QuantizedWay):
     configs: GemmPair
 
     def plan(self, work: QuantizedWork) -> BlockMap | DirectRoutes:
-        """Whose rows the tiles are."""
+        """Plans which rows the tiles cover."""
         return work.plan(self.configs.gate_up.block_m)
 
     def run(self, work: QuantizedWork) -> None:

@@ -177,7 +177,7 @@ class Tiles(PlainWay):
     finishes: ClassVar[bool] = False
 
     def plan(self, work: PlainWork) -> BlockMap | DirectRoutes:
-        """Whose rows the tiles are."""
+        """Plans which rows the tiles cover."""
         assert not isinstance(self.configs, GemvPair)
         return work.direct_routes(self.configs.gate_up.block_m)
 

@@ -66,7 +66,7 @@ class Work:
 
     @property
     def epilogue(self) -> GateUpEpilogue:
-        """Of the first product."""
+        """Epilogue of the first product."""
         return gate_up_epilogue(self.problem, self.call.weights)
 
     @property

@@ -41,7 +41,7 @@ class FoundExperts:
 
     @property
     def class_name(self) -> str:
-        """Of the module."""
+        """Name of the module's class."""
         return type(self.module).__name__
 
 

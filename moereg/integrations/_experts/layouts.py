@@ -1,4 +1,4 @@
-"""Where a live experts module keeps its weights: parameters to canonical weights, and back."""
+"""Layouts of live experts modules: parameters to canonical weights, and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FP8_BLOCK: Final = (128, 128)
 
 @dataclasses.dataclass(frozen=True)
 class LiveExperts:
-    """What the parameters of a module mean.
+    """Meaning of a module's parameters.
 
     Attributes:
         num_experts, hidden_size, intermediate_size: Sizes on this rank.

@@ -1,4 +1,4 @@
-"""What a model holds, and giving back the canonical weights of experts whose kernels hold them in their own layout."""
+"""Memory of a model, and freeing the canonical weights of experts whose kernels hold them in their own layout."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_can_free(module: torch.nn.Module, name: str) -> None:
 
 
 def shared_addresses(model: torch.nn.Module) -> frozenset[int]:
-    """Where tensors are that a model holds more than once: those of modules that are tied to each other."""
+    """Addresses of tensors that a model holds more than once: those of modules that are tied to each other."""
     tensors = (each for module in model.modules() for each in (*module._parameters.values(), *module._buffers.values()))
     held = Counter(each.data_ptr() for each in tensors if each is not None and each.layout == torch.strided)
     return frozenset(address for address, count in held.items() if address and count > 1)

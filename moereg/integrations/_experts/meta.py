@@ -77,7 +77,7 @@ def scheme_of(model: torch.nn.Module) -> Callable[[str], str | None]:
 
 
 def _scheme(values: Mapping[str, Any]) -> str | None:
-    """Of the experts that are converted."""
+    """Scheme of the converted experts; None where they are not quantized."""
     if not values or values.get("dequantize"):
         return None
     method = str(getattr(values.get("quant_method"), "value", values.get("quant_method")))

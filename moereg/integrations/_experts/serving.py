@@ -39,7 +39,7 @@ NAMES: Final[set[str]] = set()
 """Under which transformers knows `call`."""
 
 _ATTRIBUTE: Final = "_moereg"
-"""Of the module. A plain attribute: no parameter, no buffer, nothing in `state_dict`."""
+"""Attribute of the module, a plain one: no parameter, no buffer, nothing in `state_dict`."""
 
 
 def refused(module: torch.nn.Module, why: object, name: str = "") -> ArgumentError:
@@ -60,7 +60,7 @@ def has_interface(module: torch.nn.Module) -> bool:
 
 
 def check_servable(module: torch.nn.Module, live: LiveExperts) -> torch.device:
-    """Where the weights are.
+    """Device of the weights.
 
     Raises:
         ArgumentError: They are on meta, on several devices, or come and go with each call.
@@ -131,7 +131,7 @@ class ServedExperts:
 
     @property
     def live(self) -> LiveExperts:
-        """What the module's parameters mean, read once."""
+        """Meaning of the module's parameters, read once."""
         if self._live is None:
             try:
                 self._live = read_experts(self.module)
@@ -293,7 +293,7 @@ class ServedExperts:
 
 
 def _nothing() -> None:
-    """What a pickled module has instead of kernels."""
+    """Stands for the kernels in a pickled module."""
 
 
 def served(module: torch.nn.Module) -> ServedExperts | None:

@@ -1,4 +1,4 @@
-"""What a pair of configurations takes from the layer and the call: tall tiles, and the tile of a short second product.
+"""Fits a pair of configurations to the layer and the call: tall tiles, and the tile of a short second product.
 
 The tables of `rules` look at the average of rows an expert, since only the device knows the counts. Here are rules for
 what an average hides, measured on one NVIDIA H200 (torch 2.11, Triton 3.6, bf16) on 2026-11-23 with uniform routings,
@@ -45,7 +45,7 @@ _H200_SHARED_BYTES: Final = 227 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallShape:
-    """What the rules look at.
+    """Sizes that the rules look at.
 
     Attributes:
         most_rows: that an expert can have: T, or max_T in the batched format.

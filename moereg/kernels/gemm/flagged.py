@@ -83,7 +83,7 @@ def _raise_flag(flag):
 
 @triton.jit
 def _flag_value(flag):
-    """What a flag says; what was written before it was raised so far can be read then."""
+    """Reads a flag; everything written before it was raised can be read afterwards."""
     return tl.atomic_add(flag, 0, sem="acquire", scope="gpu")
 
 

@@ -9,7 +9,7 @@ from typing import Final
 from moereg.kernels.sizes import SPREAD_HEAVY
 
 BODIES: Final = ((1, 0), (2, 0), (2, 1), (4, 0), (4, 1))
-"""What a tile may be multiplied as, from the shortest: quarters of `block_m` rows, and whether `slack` behind them."""
+"""Heights of a tile's products, from the shortest: quarters of `block_m` rows, and whether `slack` behind them."""
 
 FIVE_BODIES: Final = 0b11111
 """All of `BODIES`: bit i stands for `BODIES[i]`."""

@@ -60,7 +60,7 @@ def activate_halves(gate, up, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, BET
 
 
 class Place(NamedTuple):
-    """Where one warpgroup's half of a tile lies.
+    """Position of one warpgroup's half of a tile.
 
     Attributes:
         expert: the tile's.

@@ -13,7 +13,7 @@ On an H200 these kernels take 1.03 to 1.41 of their time at 2 to 16 rows, and 0.
 """
 
 STAGED_ELEMENTS: Final = 2048
-"""Of one staged store, of which each consumer has two."""
+"""Elements of one staged store; each consumer has two."""
 
 # Of a multiprocessor of sm90, and what the system takes of its shared memory for each program.
 _SHARED_BYTES: Final = 228 * 1024
@@ -56,7 +56,7 @@ class HopperPackedConfig:
 
     @property
     def max_registers(self) -> int | None:
-        """Of a thread at launch, where several programs share a multiprocessor; they are shared out anew by role."""
+        """Registers per thread at launch, where several programs share a multiprocessor; reassigned by warp role."""
         if self.programs == 1:
             return None
         num_threads = self.programs * 128 * (self.num_consumers + 1)

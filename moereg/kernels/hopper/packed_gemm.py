@@ -31,7 +31,7 @@ from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import GUARD_ROWS
 
 MIN_DEPTH: Final = 3 * BLOCK
-"""Of a weight's reduced elements, padded: the consumers' loop takes two steps a turn and has to run once."""
+"""Least padded depth of a weight: the consumers' loop takes two steps a turn and runs at least once."""
 
 
 @gluon.jit(do_not_specialize=["num_tiles_n", "group_m", "num_steps", "scale_words"])

@@ -130,7 +130,7 @@ def _load_slack_routes(
 
 @gluon.jit
 def token_offsets(routes, stride_chunks, TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where a step of the routes' tokens begins, in elements: [ROWS, BLOCK_K]."""
+    """Offsets of a step of the routes' tokens, in elements: [ROWS, BLOCK_K]."""
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
     # A stride in chunks of 8 elements shows the compiler that every 16 bytes are aligned.
     return (routes // TOP_K)[:, None] * (stride_chunks * 8) + columns[None, :]  # [ROWS, BLOCK_K]

@@ -82,7 +82,7 @@ def _digest(text: str) -> str:
 
 
 def _kernels_digest() -> str:
-    """Of the code of all kernels; what only launches or ships them is left out."""
+    """Digest of the code of all kernels; code that only launches or ships them is left out."""
     own = Path(__file__).parent
     folder = own.parent
     files = sorted(file for file in folder.rglob("*.py") if file.parent != own or file.name == "overlap.py")

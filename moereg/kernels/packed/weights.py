@@ -102,7 +102,7 @@ def _split_pair(v, DTYPE: tl.constexpr):
 
 @triton.constexpr_function
 def _code_number(offset, group):
-    """Which of its word's codes an element has.
+    """Position of an element's code in its word.
 
     Args:
         offset: the element, counted from a multiple of `STEP`, so that the number does not depend on the step: a shift

@@ -15,7 +15,7 @@ _AMX_COLUMNS: Final = 32
 
 @dataclasses.dataclass(frozen=True)
 class CpuFeatures:
-    """What torch and oneDNN use of a CPU. ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA may leave them less than it has.
+    """Features that torch and oneDNN use. ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA may leave them less than it has.
 
     Attributes:
         onednn: oneDNN has kernels with AVX, and an order of weights for them; false on other CPUs than x86-64.
@@ -35,7 +35,7 @@ class CpuFeatures:
 
 @functools.cache
 def features() -> CpuFeatures:
-    """Of the CPU at hand, asked once. Call it as `cpu.features()`: the tests' fixture `cpu_features` replaces it."""
+    """Features of this CPU, asked once. Call it as `cpu.features()`: the tests' fixture `cpu_features` replaces it."""
     capability = torch.backends.cpu.get_cpu_capability()
     onednn = torch.backends.mkldnn.is_available() and capability.startswith("AVX")
     # oneDNN's answer is about AVX-512 as it may use it; torch's own answers are about the CPU.

@@ -25,7 +25,7 @@ __all__ = ["are_even", "run_tasks"]
 Task = Callable[[], None]
 
 MAX_THREADS: Final = 2
-"""What was measured. With more, threads might wait for Python's interpreter rather than for memory."""
+"""Most threads that were measured. With more, threads might wait for Python's interpreter rather than for memory."""
 
 MOST_IDLE: Final = 1.15
 """Work of the busiest thread over the mean, up to which tasks are worth a thread each."""
@@ -164,7 +164,7 @@ def _can_run_in_threads() -> bool:
 
 
 class _OpenMP(Protocol):
-    """What is called of an OpenMP runtime."""
+    """Functions called of an OpenMP runtime."""
 
     def GOMP_parallel(self, function: Any, data: None, num_threads: int, flags: int) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What QuACK's kernels do with the sums of a product before they store them.
+"""Epilogues of QuACK's kernels: applied to the sums of a product before they are stored.
 
 QuACK traces these functions into its kernels. A value is one fp32 number on Hopper and a pair of them on Blackwell,
 and the same expressions serve both: `F2` is a pair that can be added and multiplied.

@@ -111,5 +111,5 @@ def grouped_product(
 
 
 def cache_folder() -> str | None:
-    """Where QuACK keeps compiled kernels for the next process; None where it keeps none."""
+    """The folder in which QuACK keeps compiled kernels for the next process; None if it keeps none."""
     return str(get_cache_path()) if CACHE_ENABLED else None

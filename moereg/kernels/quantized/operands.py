@@ -48,7 +48,7 @@ class RowFormat:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Of the kernels that quantize rows."""
+        """Constants of the kernels that quantize rows."""
         return {"GROUP": self.group, "MIN_CODE": self.min_code, "MAX_CODE": self.max_code}
 
     def num_groups(self, depth: int) -> int:

@@ -1,4 +1,4 @@
-"""What a product of codes covers, and how it goes along the reduced dimension: the kernels' constants."""
+"""Tiles and steps of a product of codes along the reduced dimension: the kernels' constants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tile of rows belongs to which expert, written on the device, in Triton: how a grouped GEMM finds its rows.
+"""Maps tiles of rows to experts, on the device, in Triton: how a grouped GEMM finds its rows.
 
 It also makes the map of the batched format, whose rows lie by expert already: [E, max_T, H], with a count per expert.
 Routes have to be sorted first, see `rows.sort`.
@@ -53,7 +53,7 @@ class TilesShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BlockMap:
-    """Which rows each tile covers; all int32 on one device. B is an upper bound on the number of tiles.
+    """Rows that each tile covers; all int32 on one device. B is an upper bound on the number of tiles.
 
     Attributes:
         block_expert: [B], expert of a tile; like the next two written for the first `num_blocks` entries only.

@@ -22,7 +22,7 @@ BLOCK_WORDS: Final = 1024
 
 
 class PlacedRoutes(NamedTuple):
-    """Where the tokens and routes of a rank go.
+    """Destinations of a rank's tokens and routes.
 
     Attributes:
         counts: [R, 2] int64, tokens and routes to each rank; a token goes to a rank once. Tokens are stamped.
@@ -57,7 +57,7 @@ class RowWords(NamedTuple):
         return min(BLOCK_WORDS, int(triton.next_power_of_2(self.widths[0])))
 
     def constants(self, num_ranks: int, top_k: int) -> dict[str, int]:
-        """Of the kernels that write and read such rows of tokens with K routes to R ranks."""
+        """Constants of the kernels that write and read such rows of tokens with K routes to R ranks."""
         return {
             "NUM_RANKS": num_ranks,
             "RANKS": triton.next_power_of_2(num_ranks),

@@ -1,4 +1,4 @@
-"""Which rank of a group computes a route, where several hold its expert: tensors, and device code that reads them."""
+"""Chooses the rank that computes a route where several hold its expert: tensors, and device code that reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """Which rank computes what, as tensors.
+    """Tensors that say which rank computes which route.
 
     Attributes:
         num_holders: [num_experts] int32, ranks that hold each expert.

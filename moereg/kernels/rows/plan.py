@@ -1,4 +1,4 @@
-"""Where the rows of sorted routes are: the plan, the workspace it takes, and the same plan in torch.
+"""Layout of sorted routes in rows: the plan, the workspace it takes, and the same plan in torch.
 
 A route is one (token, choice) pair, numbered `t * K + k`. The plan is compact: the rows of one expert follow those of
 the one before it with nothing between them, and a block map tells a grouped GEMM where each tile starts.

@@ -181,7 +181,7 @@ def spread_tokens(
 
 @triton.jit
 def _place_in_room(end, here, ranks, row):
-    """Whose row an expert's row is, and its place in that rank's room."""
+    """Source rank and slot of each received row."""
     source = tl.sum((end <= row).to(tl.int32), 0)
     return source.to(tl.int64), row - tl.sum(tl.where(ranks == source, end - here, 0), 0)
 

@@ -1,4 +1,4 @@
-"""What each sorted row is made of, in Triton: for products that gather rows themselves and take a weight for each.
+"""Inputs of each sorted row, in Triton: for products that gather rows themselves and take a weight for each.
 
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts, S rows that sorted rows are gathered from:
 the tokens, or a row for each route.

@@ -1,4 +1,4 @@
-"""Which rows and columns a program of a grouped GEMM works on, in Triton.
+"""Tile scheduler of a grouped GEMM: the rows and columns that a program works on, in Triton.
 
 Sizes: T tokens, K choices per token, N = T * K routes.
 """

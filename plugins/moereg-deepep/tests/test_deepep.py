@@ -1,4 +1,4 @@
-"""Where `deepep` can be asked for, and layers over ranks whose tokens move by an imitation of DeepEP."""
+"""Requests for `deepep`, and layers over ranks whose tokens move by an imitation of DeepEP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which problems are accepted, and the reasons against the others, on machines that are named or imitated."""
+"""Accepted problems, and the reasons against the others, on machines that are named or imitated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of vLLM's backends is selected, without a GPU and without vllm."""
+"""Selection among vLLM's backends, without a GPU and without vllm."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def undealt(values: torch.Tensor, places: list[int]) -> torch.Tensor:
 
 
 def column_order(groups: int) -> list[int]:
-    """Which column's scale lies at each place: those that a thread of `mma.m16n8k16` multiplies lie together."""
+    """Column of the scale at each place: those that a thread of `mma.m16n8k16` multiplies lie together."""
     if groups > 1:
         return [8 * (place % 8) + place // 8 for place in range(64)]
     return [8 * (place % 8 // 2) + 2 * (place // 8) + place % 2 for place in range(32)]

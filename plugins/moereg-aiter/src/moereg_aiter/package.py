@@ -1,4 +1,4 @@
-"""What is known of an installed AITER without importing it. Its import asks the GPU and may start a compiler."""
+"""Facts about an installed AITER, found without importing it. Its import asks the GPU and may start a compiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["REQUIRES", "can_be_imported", "can_load_kernels", "has_built_kernels
 _SOURCE: Final = "git+https://github.com/ROCm/aiter@v0.1.20"
 
 REQUIRES: Final = (f"amd-aiter @ {_SOURCE}", "amd-aiter>=0.1.16,<0.1.21")
-"""Where it comes from, since it is on no package index, and the releases whose source was read.
+"""Its source, since it is on no package index, and the releases whose source was read.
 
 Before 0.1.16, tuned configurations are looked up with the masked slot and none is found. Its releases count the last
 number and change what this backend relies on: which kernels read a mask.
@@ -40,7 +40,7 @@ def package_folder() -> Path | None:
 
 
 def jit_folder() -> Path | None:
-    """Where AITER keeps modules that it compiles, by its own rule; None without the package."""
+    """AITER's folder for modules that it compiles, by its own rule; None without the package."""
     if named := os.environ.get("AITER_JIT_DIR"):
         return Path(named)
     folder = package_folder()

@@ -62,7 +62,7 @@ class _Dispatched(Moved):
 
 
 class _OnDeepEP(GroupPrepareFinalize):
-    """What both modes share. DeepEP counts experts by ranks, as many on each, so routes are renumbered so."""
+    """Shared by both modes. DeepEP counts experts by ranks, as many on each, so routes are renumbered so."""
 
     def __init__(
         self, problem: MoEProblem, experts_problem: MoEProblem, group: Group, tables: PlacementTables, wire: Wire

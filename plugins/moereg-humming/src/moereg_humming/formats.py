@@ -146,7 +146,7 @@ def larger_half(scale: torch.Tensor) -> torch.Tensor:
 
 
 def half_factors(weights: ExpertWeights) -> torch.Tensor | None:
-    """What is left of scales that differ between gate and up, fp32 [E,2]; None where one scale is for both.
+    """Factors left over from scales that differ between gate and up, fp32 [E,2]; None where one scale serves both.
 
     A gate's product times the larger scale and this factor is the product times the gate's own scale.
     """

@@ -1,4 +1,4 @@
-"""What the backends of this wheel claim in common."""
+"""Claims shared by the backends of this wheel."""
 
 from __future__ import annotations
 

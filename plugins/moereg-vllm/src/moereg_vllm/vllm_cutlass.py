@@ -69,7 +69,7 @@ class VllmCutlassExperts(Experts):
         return PermutedWeights(self.layouts[0], aligned_tensors(weights), shared)
 
     def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the first matmul writes and the second reads, and what the first reads and the second writes."""
+        """The intermediate between the matmuls, and what the first one reads and the second one writes."""
         rows = num_tokens * problem.top_k
         intermediate, hidden = problem.intermediate_size, problem.hidden_size
         return (rows, 2 * intermediate), (rows, max(intermediate, hidden))

@@ -125,7 +125,7 @@ class VllmTritonExperts(Experts):
         vllm_module("_custom_ops").moe_sum(gemm2, out)
 
     def _config_dtype(self) -> str | None:
-        """Which of vLLM's tuned configurations: those of 8-bit floats are their own."""
+        """Name of a dtype in vLLM's tuned configurations: 8-bit floats have their own."""
         return None
 
     def _block_shape(self) -> list[int] | None:
