@@ -10,8 +10,8 @@ import types
 import pytest
 import torch
 
-from moereg.backends import flashinfer_moe
-from moereg.backends._flashinfer import cutlass_int4, kernel_sets, package
+from moereg.backends import flashinfer_int4_moe, flashinfer_moe
+from moereg.backends._flashinfer import cutlass_int4, more_sets, package
 from moereg.backends._flashinfer.cutlass import Rows
 from moereg.backends._flashinfer.loading import Library
 from moereg.experts import ExpertInputs
@@ -31,7 +31,7 @@ _CLASSES = {
     "mxfp4_w4a16": flashinfer_moe.FlashInferCutlassPackedExperts,
     "mxfp4_mxfp8": flashinfer_moe.FlashInferCutlassMxfp8Experts,
     "nvfp4": flashinfer_moe.FlashInferCutlassNvfp4Experts,
-    "int4_w4a8_g128": flashinfer_moe.FlashInferCutlassInt4Experts,
+    "int4_w4a8_g128": flashinfer_int4_moe.FlashInferCutlassInt4Experts,
 }
 _PACKED = ("mxfp4_w4a16", "int4_w4a8_g128")
 
@@ -153,9 +153,9 @@ def test_what_4_bit_integers_rely_on(core):
 
 _COUNT_SOURCES = """
 import json, sys
-from moereg.backends._flashinfer import kernel_sets, loading
+from moereg.backends._flashinfer import loading, more_sets
 spec = loading.specification(sys.argv[1])
-found = {name: len(kernel_sets.select_sources(spec.sources, [name])) for name in json.loads(sys.argv[2])}
+found = {name: len(more_sets.select_sources(spec.sources, [name])) for name in json.loads(sys.argv[2])}
 print(json.dumps({"all": len(spec.sources), **found}))
 """
 
@@ -198,7 +198,7 @@ def test_what_is_compiled_at_run_time_is_in_the_package(core):
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
 def test_sets_find_their_sources(core, arch, tmp_path):
     """A rename in FlashInfer's generator would leave a set without its tiles."""
-    module, capability, sets = kernel_sets.modules(arch)
+    module, capability, sets = more_sets.modules(arch)
     done = subprocess.run(
         [sys.executable, "-c", _COUNT_SOURCES, module, json.dumps(sets)],
         env={**_with_nvcc(tmp_path), "FLASHINFER_CUDA_ARCH_LIST": capability},

@@ -20,12 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from moereg.backends._flashinfer import kernel_sets, loading, package
+from moereg.backends._flashinfer import kernel_sets, loading, more_sets, package
 from moereg.backends._flashinfer.manifest import Manifest, ManifestError, read_manifest
 from moereg.building import BuildPlan, KernelBuilder
 from moereg.errors import ArgumentError, MoeregError, unknown_name_message
 from moereg.platforms import Platform
 from moereg.quant import QuantScheme
+
+__all__ = ["BuildError", "CutlassBuilder", "missing_symbols", "stub_source"]
 
 _BYTES_PER_JOB: Final = 8 * 2**30
 """The most that nvcc took for one of these files (measured: 8.1 GiB)."""
@@ -61,7 +63,7 @@ class CutlassBuilder(KernelBuilder):
         folder: Path | None,
     ) -> BuildPlan:
         try:
-            module, capability, known = kernel_sets.modules(platform.arch)
+            module, capability, known = more_sets.modules(platform.arch)
         except KeyError:
             raise ArgumentError(
                 f"FlashInfer has CUTLASS kernels for sm90, sm100, sm103, sm120 and sm121, got {platform}; "
@@ -75,13 +77,13 @@ class CutlassBuilder(KernelBuilder):
         built = _built(target)
         every = sorted({*names, *built}, key=known.index)
         build_folder = _build_folder(spec, capability)
-        sources = kernel_sets.with_own(kernel_sets.select_sources(spec.sources, every), build_folder)
+        sources = more_sets.with_own(more_sets.select_sources(spec.sources, every), build_folder)
         todo = [path for path in sources if not _object(build_folder, path).exists()]
         return BuildPlan(
             parts=tuple(name for name in every if name not in built),
             built=tuple(name for name in every if name in built),
             num_steps=len(todo) + 2,
-            cpu_seconds=kernel_sets.cpu_seconds(todo),
+            cpu_seconds=more_sets.cpu_seconds(todo),
             bytes_per_job=_BYTES_PER_JOB,
             target=target,
             token=_Token(
@@ -100,7 +102,7 @@ class CutlassBuilder(KernelBuilder):
     @staticmethod
     def _build(token: _Token, plan: BuildPlan, jobs: int, advance: Callable[[int, int], None]) -> None:
         spec, folder = token.spec, token.spec.build_dir
-        kernel_sets.write_own(spec.sources)
+        more_sets.write_own(spec.sources)
         spec.write_ninja()
         objects = [str(_object(folder, path)) for path in spec.sources]
         _run_ninja(folder, objects, jobs, lambda done, total: advance(done, total + 2))

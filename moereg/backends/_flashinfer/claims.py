@@ -22,6 +22,37 @@ if TYPE_CHECKING:
 
 Decorator = Callable[[type[Experts]], type[Experts]]
 
+__all__ = [
+    "B12X_FACTS",
+    "CUTEDSL_BATCHED_FACTS",
+    "CUTEDSL_BATCHED_PROBES",
+    "CUTEDSL_FACTS",
+    "CUTEDSL_PROBES",
+    "CUTEDSL_REQUIRES",
+    "CUTILE_FACTS",
+    "CUTILE_FLOAT4_FACTS",
+    "CUTILE_FLOAT8_FACTS",
+    "CUTILE_PROBES",
+    "CUTILE_REQUIRES",
+    "FP8_TENSOR_W8A16",
+    "MXFP8_W8A16",
+    "OWN_KERNELS",
+    "TRTLLM_BFLOAT16_FACTS",
+    "TRTLLM_BIAS_FACTS",
+    "TRTLLM_FACTS",
+    "TRTLLM_INTEGER_FACTS",
+    "TRTLLM_PLAIN_FACTS",
+    "TRTLLM_PROBES",
+    "TRTLLM_RELU2_FACTS",
+    "UNSCALED",
+    "cutedsl",
+    "cutile",
+    "cutile_reasons",
+    "scalar_reasons",
+    "trtllm",
+    "trtllm_reasons",
+]
+
 _E4M3: Final = "float8_e4m3fn"
 
 FP8_TENSOR_W8A16: Final = QuantScheme("fp8_tensor_w8a16", QuantFormat(_E4M3, (WHOLE, WHOLE)))

@@ -15,6 +15,8 @@ from moereg.kernels.quantized.rows import RouteIds, quantize_rows
 from moereg.quant import WHOLE, QuantFormat
 from moereg.quantize import element_of
 
+__all__ = ["CodedTokens"]
+
 _E8M0: Final = "float8_e8m0fnu"
 
 

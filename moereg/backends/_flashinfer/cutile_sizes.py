@@ -6,6 +6,8 @@ from typing import Final, NamedTuple
 
 from moereg.problem import MoEProblem
 
+__all__ = ["SORTED_ROUTES", "Tile", "Tiles", "compiled_for"]
+
 SORTED_ROUTES: Final = 32768
 """Routes from which on FlashInfer keeps rows in the order of experts between both products."""
 

@@ -24,6 +24,8 @@ from moereg.kernels.plain.device import local_expert_ids
 from moereg.layouts import ALIGNMENT, aligned, round_up
 from moereg.weights import ExpertWeights, PermutedWeights
 
+__all__ = ["Cutlass", "Pieces", "Plain", "Rows", "cut_from"]
+
 _PIECE_ALIGNMENT: Final = 256
 
 # FlashInfer's names. Clamp, alpha and beta of SwiGLU are tensors beside it.

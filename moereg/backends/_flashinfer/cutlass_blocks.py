@@ -14,6 +14,8 @@ from moereg.backends._loaded import Call
 from moereg.waiting import long_wait
 from moereg.weights import ExpertWeights, PermutedWeights
 
+__all__ = ["Fp8Block"]
+
 logger: Final = logging.getLogger("moereg")
 
 # Not measured: two products at about 10 s of nvcc each. Where a shape has kernels for other numbers of tokens, these

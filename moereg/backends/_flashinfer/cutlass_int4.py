@@ -18,6 +18,8 @@ from moereg.backends._flashinfer.cutlass_quantized import Fp8Tensor
 from moereg.backends._loaded import Call
 from moereg.weights import ExpertWeights, PermutedWeights
 
+__all__ = ["Int4W4A8", "interleave_int4"]
+
 _GROUP: Final = 128
 # Moves codes from an offset of 8 to two's complement, two at a time.
 _SIGN_BITS: Final = 0x88

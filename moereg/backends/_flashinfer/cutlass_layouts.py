@@ -13,6 +13,8 @@ from torch.nn.functional import pad
 
 from moereg.layouts import aligned, round_up
 
+__all__ = ["arrange", "fold_scales", "interleave_fp4", "swizzle_scales"]
+
 # Rows and columns of a tile in which the codes of a 4-bit matrix change places.
 _TILE_ROWS: Final = 16
 _TILE_CODES: Final = 64

@@ -15,6 +15,8 @@ from typing import Final
 
 from moereg.backends._flashinfer.package import cache_folder, installed_version, package_folder
 
+__all__ = ["download_folder", "has_generated_headers", "has_generated_kernels"]
+
 _WHEEL: Final = "flashinfer_cubin"
 _PIN: Final = re.compile(r'TRTLLM_GEN_BMM\s*:\s*str\s*=\s*\(?\s*"([^"]+)"')
 _CURE: Final = "run flashinfer download-cubin where there is a network, or name a folder that has them in "

@@ -12,6 +12,8 @@ import torch
 from moereg.problem import MoEProblem
 from moereg.waiting import long_wait
 
+__all__ = ["first_call"]
+
 logger: Final = logging.getLogger("moereg")
 
 _DONE: Final[set[tuple[str, MoEProblem, Hashable]]] = set()

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+__all__ = ["AMPERE", "KERNEL_SETS", "KernelSet", "cpu_seconds", "modules", "select_sources", "set_name", "sets_of"]
+
 _Operands = tuple[str, str]
 
 
@@ -23,13 +25,11 @@ class KernelSet:
         dispatch: The source file that chooses among its tiles, without its suffix.
         operands: Element types of activations and weights that its tiles instantiate, as the generator spells them.
         folder: Folder of its generated sources where it is one of tiles for another architecture.
-        launcher: What its tiles hold in place of operands, where these do not tell outputs apart.
     """
 
     dispatch: str
-    operands: _Operands | None
+    operands: _Operands
     folder: str = ""
-    launcher: str | None = None
 
 
 _BF16: Final = "__nv_bfloat16"
@@ -38,19 +38,6 @@ _FP4: Final = "SafeFP4"
 
 AMPERE: Final = "bfloat16_ampere"
 """Tiles of Ampere for bfloat16, which a module for Hopper can have beside its own."""
-
-INT4: Final = "int4_w4a8_g128"
-
-# FlashInfer's file that chooses among tiles of 4-bit integers does so for both outputs, takes 540 s of one core, and is
-# the last to end. For bfloat16 alone, the only output that a cell asks for, it takes 310: moereg brings that file.
-_INT4_DISPATCH: Final = "moe_gemm_kernels_fp8_uint4"
-_OWN_DISPATCH: Final = "moereg_fp8_uint4_bfloat16"
-_OWN_TEXT: Final = """#include "tensorrt_llm/kernels/cutlass_kernels/moe_gemm/moe_gemm_template_dispatch.h"
-
-namespace tensorrt_llm::kernels::cutlass_kernels {
-template class MoeGemmRunner<__nv_fp8_e4m3, cutlass::uint4b_t, __nv_bfloat16>;
-}
-"""
 
 # Other names of the same types, in files for the tiles of Ampere.
 _SPELLINGS: Final = {"cutlass::bfloat16_t": _BF16, "cutlass::half_t": "half"}
@@ -66,11 +53,6 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
     "nvfp4": KernelSet("moe_gemm_kernels_fp4_fp4", (_FP4, _FP4)),
     # Takes as long as bfloat16, for tactics that Hopper can run too: built for it where somebody asks.
     AMPERE: KernelSet("moe_gemm_kernels_bf16_bf16", (_BF16, _BF16), folder="80"),
-    INT4: KernelSet(
-        _INT4_DISPATCH,
-        operands=None,
-        launcher=f"_mixed_moe_gemm_kernelLauncher<{_E4M3}, cutlass::uint4b_t, {_BF16},",
-    ),
 }
 """By name, as manifests have it."""
 
@@ -78,7 +60,7 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
 # interface makes no layer in float32, although its tiles are generated.
 _PLAIN: Final = ("bfloat16", "float16")
 _MODULES: Final[Mapping[str, tuple[str, str, tuple[str, ...]]]] = {
-    "sm90": ("fused_moe_90", "9.0a", (*_PLAIN, "fp8_block128", "fp8", "mxfp4_w4a16", AMPERE, INT4)),
+    "sm90": ("fused_moe_90", "9.0a", (*_PLAIN, "fp8_block128", "fp8", "mxfp4_w4a16", AMPERE)),
     "sm100": ("fused_moe_100", "10.0a", (*_PLAIN, "fp8", "mxfp4_mxfp8", "nvfp4")),
     "sm103": ("fused_moe_103", "10.3a", (*_PLAIN, "fp8", "mxfp4_mxfp8", "nvfp4")),
     "sm120": ("fused_moe_120", "12.0f", (AMPERE, "fp8", "mxfp4_mxfp8", "nvfp4")),
@@ -141,9 +123,7 @@ def select_sources(sources: Iterable[Path], names: Sequence[str]) -> list[Path]:
         if path.name.endswith(".generated.cu"):
             folder = path.parent.name if path.parent.name == "80" else ""
             wanted = {one.operands for one in kept if one.folder == folder}
-            text = path.read_text(encoding="utf-8") if wanted else ""
-            launchers = [one.launcher for one in kept if one.launcher is not None]
-            is_chosen = bool(sets_of(text) & wanted) or any(one in " ".join(text.split()) for one in launchers)
+            is_chosen = bool(wanted and sets_of(path.read_text(encoding="utf-8")) & wanted)
         elif path.stem.startswith("moe_gemm_kernels_"):
             is_chosen = path.stem in dispatches
         else:
@@ -153,23 +133,9 @@ def select_sources(sources: Iterable[Path], names: Sequence[str]) -> list[Path]:
     return chosen
 
 
-def with_own(sources: Iterable[Path], folder: Path) -> list[Path]:
-    """Sources with moereg's own file, in a folder, in the place of FlashInfer's that does twice as much."""
-    own = folder / f"{_OWN_DISPATCH}.cu"
-    return [own if path.stem == _INT4_DISPATCH else path for path in sources]
-
-
-def write_own(sources: Iterable[Path]) -> None:
-    """Writes moereg's own file if it is among the sources; one that is there stays, and so does what was made of it."""
-    for path in sources:
-        if path.stem == _OWN_DISPATCH and not (path.exists() and path.read_text(encoding="utf-8") == _OWN_TEXT):
-            path.write_text(_OWN_TEXT, encoding="utf-8")
-
-
 # CPU-seconds of one file, nvcc 13.0 on a server's core; each was timed, but for the tiles, of which some were.
 _SECONDS: Final[Mapping[str, float]] = {
     "moe_gemm_kernels_fp8_fp8": 332,
-    _OWN_DISPATCH: 310,
     "cutlass_fused_moe_instantiation": 144,
     "moe_gemm_kernels_bf16_bf16": 134,
     "moe_gemm_kernels_fp16_fp16": 134,

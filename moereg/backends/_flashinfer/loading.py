@@ -23,6 +23,8 @@ from moereg.backends._flashinfer.manifest import ManifestError, read_manifest
 from moereg.platforms import Platform
 from moereg.waiting import long_wait
 
+__all__ = ["BUILD_COMMAND", "KernelsProbe", "Library", "load", "reason_not_built", "specification"]
+
 BUILD_COMMAND: Final = "moereg build-kernels flashinfer_cutlass"
 
 _WHOLE_BUILD_HOURS: Final = 8.7

@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+__all__ = ["Manifest", "ManifestError", "manifest_path", "read_manifest"]
+
 _SCHEMA: Final = 1
 
 

@@ -18,6 +18,25 @@ from typing import Final
 
 from moereg.platforms import Platform
 
+__all__ = [
+    "DISTRIBUTION",
+    "JIT_DISABLED",
+    "REQUIRES",
+    "aot_path",
+    "built_module",
+    "cache_folder",
+    "can_be_imported",
+    "can_compile_at_run_time",
+    "cuda_home",
+    "deepgemm_folder",
+    "foreign_machine",
+    "has_compiler",
+    "installed_version",
+    "lacking_compiler",
+    "nvcc_path",
+    "package_folder",
+]
+
 DISTRIBUTION: Final = "flashinfer-python"
 REQUIRES: Final = "flashinfer-python>=0.7.2,<0.8"
 """0.7.2 is what the calls are written against. 0.8 announces other return values."""

@@ -6,6 +6,8 @@ import torch
 
 from moereg.weights import ExpertWeights
 
+__all__ = ["one_for_all", "one_scale"]
+
 
 def one_scale(scale: torch.Tensor, name: str) -> torch.Tensor:
     """[E] fp32 of [E], or of [E, 2] where gate and up of every expert agree.

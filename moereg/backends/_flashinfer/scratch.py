@@ -17,6 +17,8 @@ import torch
 from moereg.kernels.sizes import WORKSPACE_ALIGNMENT
 from moereg.layouts import ALIGNMENT, round_up
 
+__all__ = ["Piece", "aligned_result", "carved", "carved_fields", "num_bytes", "pieces_of"]
+
 B = TypeVar("B")
 
 

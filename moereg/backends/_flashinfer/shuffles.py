@@ -14,6 +14,20 @@ from typing import Final
 
 import torch
 
+__all__ = [
+    "SCALE_COLUMNS",
+    "SCALE_ROWS",
+    "alternated_rows",
+    "blocks_of_columns",
+    "each_expert",
+    "gemm1_rows",
+    "gemm2_rows",
+    "grouped_halves",
+    "mma_scales",
+    "swapped_halves",
+    "swizzled_scales",
+]
+
 SCALE_ROWS: Final = 128
 """Rows of a block of scales, as tensor cores of sm100 and sm120 read them."""
 

@@ -23,6 +23,8 @@ import platformdirs
 
 from moereg.waiting import long_wait
 
+__all__ = ["UNTUNED", "Pair", "TacticStore", "Timer", "Tuner", "bucket_of"]
+
 logger: Final = logging.getLogger("moereg")
 
 Pair = tuple[int, int]

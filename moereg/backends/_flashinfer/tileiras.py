@@ -12,6 +12,8 @@ from typing import Final
 
 from moereg.platforms import Platform
 
+__all__ = ["CUDA_TILE", "can_compile_tiles", "find_tileiras"]
+
 CUDA_TILE: Final = "cuda-tile>=1.4,<2"
 """FlashInfer needs its tuning module, which 1.4 brought."""
 

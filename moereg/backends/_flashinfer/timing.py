@@ -16,6 +16,8 @@ from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
 from moereg.undisturbed import collecting_later
 
+__all__ = ["CallTimer", "layer_key"]
+
 
 class CallTimer:
     """Runs one call on the current stream of the current device, which has to be the call's.

@@ -199,8 +199,8 @@ MUTANTS: Final = (
     Mutant(
         "a set has the tiles of another one",
         _SOURCES + "kernel_sets.py",
-        old="bool(sets_of(text) & wanted)",
-        new="bool(sets_of(text))",
+        old='sets_of(path.read_text(encoding="utf-8")) & wanted)',
+        new='sets_of(path.read_text(encoding="utf-8")))',
         tests=(f"{_BUILDING}test_a_set_takes_its_own_sources_and_what_all_need[fp8]",),
     ),
     Mutant(
