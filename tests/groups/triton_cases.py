@@ -74,6 +74,11 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _name_of(kernel: Any) -> str:
+    name: str = kernel.__name__
+    return name.strip("_").removesuffix("_kernel")
+
+
 def routes_in_triton(rank: int, size: int) -> dict[str, Any]:
     """What Triton's kernels send and lay out gives the bits of torch's, and ranks of both kinds understand each other.
 
@@ -82,20 +87,21 @@ def routes_in_triton(rank: int, size: int) -> dict[str, Any]:
     patch_interpreter()
     launched: list[str] = []
 
-    def count(module: Any, name: str, title: str | None) -> None:
-        launches = getattr(module, name)
+    def count(module: Any, function: str) -> None:
+        launches = getattr(module, function)
 
-        def counted(*arguments: Any) -> None:
-            launched.append(title or arguments[0])
+        def counted(what: Any, *arguments: Any, **options: Any) -> None:
+            launched.append(what if isinstance(what, str) else _name_of(what))
             # A GPU replays what was recorded, with none of the interpreter's operators.
             with _disable_current_modes():
-                launches(*arguments)
+                launches(what, *arguments, **options)
 
-        setattr(module, name, counted)
+        setattr(module, function, counted)
 
-    count(exchanged, "launch_remembered", None)
-    count(arrived, "launch_remembered", None)
-    count(batches, "_recorded", "sum_batches")
+    for function in ("launch_again", "launch_remembered"):
+        count(exchanged, function)
+    count(arrived, "launch_remembered")
+    count(batches, "launch_again")
     found: dict[str, Any] = {}
     layers: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -223,15 +229,16 @@ def noted(seen: list[str]) -> Iterator[None]:
 
     def noting(run: Any, name: str | None) -> Any:
         def run_and_note(*given: Any, **options: Any) -> None:
-            seen.append(name or given[0].__name__.strip("_").removesuffix("_kernel"))
+            seen.append(name or _name_of(given[0]))
             with _disable_current_modes():
                 run(*given, **options)
 
         return run_and_note
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(batches, "launch", noting(batches.launch, None)))
         for module in (rooms, gathered, rows_moved, batches):
-            stack.enter_context(mock.patch.object(module, "launch", noting(module.launch, None)))
+            stack.enter_context(mock.patch.object(module, "launch_again", noting(module.launch_again, None)))
         for exchange in ("all_gather", "all_gather_columns", "all_to_all", "reduce_scatter"):
             method = noting(getattr(Group, exchange), exchange)
             stack.enter_context(mock.patch.object(Group, exchange, method))

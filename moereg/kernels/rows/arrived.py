@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.remembered import launch_again
+from moereg.kernels.launch.remembered import launch_remembered
+from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.exchanged import TOKEN_BITS, WORD_DTYPES, RowWords
 
 
@@ -96,20 +97,24 @@ def unpack_tokens(
     weights = received.new_empty((num_rows, 1), dtype=torch.float32) if has_weights else None
     if num_rows == 0:
         return columns, ids, weights
-    second = columns[1] if len(columns) > 1 else None
-    launch_again(
-        _unpack_tokens_kernel,
-        (received.shape[0], triton.cdiv(words.widths[0], words.block)),
-        columns[0].view(dtype),
-        None if second is None else second.view(dtype),
-        ids,
-        None if weights is None else weights.view(torch.int32),
-        received.view(dtype),
-        received.view(torch.int32),
-        counts,
-        num_rows,
-        **words.constants(num_ranks, top_k),
-    )
+
+    def launches() -> None:
+        second = columns[1] if len(columns) > 1 else None
+        launch(
+            _unpack_tokens_kernel,
+            (received.shape[0], triton.cdiv(words.widths[0], words.block)),
+            columns[0].view(dtype),
+            None if second is None else second.view(dtype),
+            ids,
+            None if weights is None else weights.view(torch.int32),
+            received.view(dtype),
+            received.view(torch.int32),
+            counts,
+            num_rows,
+            **words.constants(num_ranks, top_k),
+        )
+
+    launch_remembered("unpack_tokens", launches, (received, counts, *columns, ids, weights), (words, top_k))
     return columns, ids, weights
 
 
@@ -178,17 +183,21 @@ def split_rows(
     weights = received.new_empty((num_rows, top_k), dtype=torch.float32)
     if num_rows == 0:
         return columns, ids, weights
-    first, second = columns[0].view(dtype), columns[1].view(dtype) if len(columns) > 1 else None
-    launch_again(
-        _split_rows_kernel,
-        (num_rows, triton.cdiv(words.widths[0], words.block)),
-        first,
-        second,
-        ids,
-        weights.view(torch.int32),
-        received.view(dtype),
-        received.view(torch.int32),
-        counts,
-        **words.constants(num_ranks, top_k),
-    )
+
+    def launches() -> None:
+        first, second = columns[0].view(dtype), columns[1].view(dtype) if len(columns) > 1 else None
+        launch(
+            _split_rows_kernel,
+            (num_rows, triton.cdiv(words.widths[0], words.block)),
+            first,
+            second,
+            ids,
+            weights.view(torch.int32),
+            received.view(dtype),
+            received.view(torch.int32),
+            counts,
+            **words.constants(num_ranks, top_k),
+        )
+
+    launch_remembered("split_rows", launches, (received, counts, *columns, ids, weights), words)
     return columns, ids, weights

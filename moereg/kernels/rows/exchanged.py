@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.remembered import launch_again
+from moereg.kernels.launch.remembered import launch_again, launch_remembered
+from moereg.kernels.launch.replay import launch
 
 # Ids that the program of a rank reads at a time, few and many, and words of a row that a program copies.
 _FEW_IDS: Final = 512
@@ -285,22 +286,29 @@ def pack_tokens(
     weights = None if topk_weights is None else topk_weights.contiguous().view(torch.int32)
     # Bytes of a caller's tokens may begin where no word does.
     columns = tuple(column if column.data_ptr() % words.word == 0 else column.clone() for column in columns)
-    first, second = columns[0].view(dtype), columns[1].view(dtype) if len(columns) > 1 else None
-    launch_again(
-        _pack_tokens_kernel,
-        (num_tokens, triton.cdiv(words.widths[0], words.block)),
-        sent.view(dtype),
-        sent.view(torch.int32),
-        home_row,
-        *placed,
-        topk_ids,
-        weights,
-        first,
-        second,
-        num_tokens,
-        first.stride(0),
-        0 if second is None else second.stride(0),
-        BY_TOKEN=by_token,
-        **words.constants(num_ranks, top_k),
+
+    def launches() -> None:
+        # Only where a launch is recorded: views that a replay does not need cost the host as much as the replay.
+        first, second = columns[0].view(dtype), columns[1].view(dtype) if len(columns) > 1 else None
+        launch(
+            _pack_tokens_kernel,
+            (num_tokens, triton.cdiv(words.widths[0], words.block)),
+            sent.view(dtype),
+            sent.view(torch.int32),
+            home_row,
+            *placed,
+            topk_ids,
+            weights,
+            first,
+            second,
+            num_tokens,
+            first.stride(0),
+            0 if second is None else second.stride(0),
+            BY_TOKEN=by_token,
+            **words.constants(num_ranks, top_k),
+        )
+
+    launch_remembered(
+        "pack_tokens", launches, (sent, home_row, *placed, topk_ids, weights, *columns), (words, by_token)
     )
     return sent, home_row
