@@ -263,6 +263,9 @@ def headline() -> str:
         f" the board's {len(board)} rows ({outcomes[0]}), and the fastest wheel of a row {ratios[1]:.2f} times over "
     )
     text += f"another {len(wheels)} ({outcomes[1]})."
+    of_itself = sum(one.outcome == "lost" for one in page.rows_of("h200")) - sum(one.outcome == "lost" for one in board)
+    if of_itself:
+        text += f" The board counts {of_itself} more as lost, to another class of `{OWN}`."
     return "\n\n".join(filter(None, (wrapped(text), _shards_text(), page.absent_text("h200"))))
 
 

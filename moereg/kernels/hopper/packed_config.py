@@ -108,7 +108,7 @@ _SMALL: Final = HopperPackedConfig(
     block_m=64, block_n=128, slack=0, most_stages=4, programs=2, consumer_registers=104, producer_registers=32
 )
 
-# The first match counts. Measured on an H200 with 2 to 1024 rows an expert, 2026-11-23; see docs/kernels.md.
+# The first match counts. Measured on an H200 with 2 to 1024 rows an expert, 2026-11-23; see benches/notes/kernels.md.
 PACKED_RULES: Final = (
     HopperPackedRule(max_rows_per_expert=40, gate_up=_SMALL, down=_SMALL),
     HopperPackedRule(

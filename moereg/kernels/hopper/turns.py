@@ -1,9 +1,9 @@
 """Hands the tiles of a Hopper grouped GEMM to whichever program is free, in Triton's Gluon.
 
 If each program had a fixed share of the tiles, all would wait for the one with the fewest short tiles: up to 8 % of a
-GEMM by simulation, at 4,096 tokens of 256 experts; on an H200 more, see docs/kernels.md. So the producer of a program
-takes the next tile from a counter in memory, one or two ahead, and announces it to the consumers through a ring of two
-turns. Which program computes a tile changes from run to run; what it computes does not.
+GEMM by simulation, at 4,096 tokens of 256 experts; on an H200 more, see benches/notes/kernels.md. So the producer of a
+program takes the next tile from a counter in memory, one or two ahead, and announces it to the consumers through a ring
+of two turns. Which program computes a tile changes from run to run; what it computes does not.
 """
 
 from __future__ import annotations
