@@ -20,11 +20,11 @@ def test_the_newest_section_of_the_changelog_is_this_version_or_what_comes_after
 
 
 def test_released_versions_have_a_date_and_fall() -> None:
-    released = [(name, rest) for name, rest in SECTIONS if name != "Unreleased"]
-    assert all(re.fullmatch(r" - \d{4}-\d\d-\d\d", rest) for _, rest in released)
-    versions = [Version(name) for name, _ in released]
-    assert versions == sorted(versions, reverse=True)
-    assert len(set(versions)) == len(versions)
+    versions = [(Version(name), rest) for name, rest in SECTIONS if name != "Unreleased"]
+    # The newest one may be on its way.
+    assert all(re.fullmatch(r" - \d{4}-\d\d-\d\d", rest) for _, rest in versions[1:])
+    assert re.fullmatch(r" - (\d{4}-\d\d-\d\d|unreleased)", versions[0][1])
+    assert versions == sorted(set(versions), reverse=True)
 
 
 def test_a_new_version_is_installed_again() -> None:
