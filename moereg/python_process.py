@@ -1,4 +1,4 @@
-"""Processes of Python that moereg starts, and its own: none of them imports from the current folder."""
+"""Processes of Python that moereg starts, and its own: their cores, and that none imports from the current folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 
-__all__ = ["leave_current_folder", "python_command"]
+__all__ = ["leave_current_folder", "num_cores", "python_command"]
 
 
 def leave_current_folder() -> None:
@@ -33,3 +33,8 @@ def python_command(module: str, *arguments: str) -> list[str]:
     # Nothing but sys, which is built in, is imported before the path is set.
     code = f"import sys; sys.path[:] = {path!r}; import runpy; runpy.run_module({module!r}, None, '__main__', True)"
     return [sys.executable, "-c", code, *arguments]
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

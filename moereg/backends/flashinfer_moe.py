@@ -21,8 +21,7 @@ from moereg.backends._flashinfer import claims
 from moereg.backends._flashinfer.loading import KernelsProbe
 from moereg.backends._flashinfer.package import REQUIRES, can_be_imported, can_compile_at_run_time
 from moereg.backends._loaded import Implementation, LoadedExperts
-from moereg.building import KernelBuilder
-from moereg.experts import Experts, Facts
+from moereg.experts import Experts, Facts, KernelBuilder
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.registry import register_moe_backend

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from moereg.building import BuildPlan, KernelBuilder, num_cores
 from moereg.cli._options import UsageError
 from moereg.cli._progress import phase
 from moereg.discovery import current_platform, find_scheme, load_backends
 from moereg.errors import unknown_name_message
+from moereg.experts import BuildPlan, KernelBuilder
 from moereg.memory import free_memory_bytes
 from moereg.platforms import Platform
+from moereg.python_process import num_cores
 from moereg.selection import SCHEMA
 from moereg.waiting import duration
 

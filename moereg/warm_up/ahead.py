@@ -19,11 +19,10 @@ from typing import Any, Final
 import torch
 
 from moereg import errors
-from moereg.building import num_cores
 from moereg.errors import ArgumentError, BackendError, one_line
 from moereg.memory import free_memory_bytes
 from moereg.problem import MoEProblem
-from moereg.python_process import python_command
+from moereg.python_process import num_cores, python_command
 from moereg.selection import Selection
 from moereg.waiting import long_wait
 from moereg.warm_up.counts import shown_counts

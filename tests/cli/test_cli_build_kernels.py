@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moereg.building import BuildPlan, KernelBuilder
 from moereg.cli import main
 from moereg.errors import ArgumentError
+from moereg.experts import BuildPlan, KernelBuilder
 from moereg.registry import register_moe_backend
 from moereg.waiting import duration, long_wait, waits_shown_by
 from tests.support.fakes import FakeExperts

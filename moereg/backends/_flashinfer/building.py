@@ -22,8 +22,8 @@ from typing import Any, Final
 
 from moereg.backends._flashinfer import kernel_sets, loading, more_sets, package
 from moereg.backends._flashinfer.manifest import Manifest, ManifestError, read_manifest
-from moereg.building import BuildPlan, KernelBuilder
 from moereg.errors import ArgumentError, MoeregError, unknown_name_message
+from moereg.experts import BuildPlan, KernelBuilder
 from moereg.platforms import Platform
 from moereg.quant import QuantScheme
 
