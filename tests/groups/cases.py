@@ -72,8 +72,8 @@ def tokens_of(problem: MoEProblem, rank: int, num_tokens: int) -> tuple[torch.Te
 
 
 def numbers_of_tokens(rank: int, size: int) -> tuple[int, ...]:
-    """Of the calls of a case: uneven over ranks, none on one or on all of them."""
-    return (1 + rank, 0 if rank == size - 1 else MOST_TOKENS, MOST_TOKENS if rank == 0 else 0, 0)
+    """Of the calls of a case: uneven over ranks, none on one or on all of them, and one less than there may be."""
+    return (1 + rank, 0 if rank == size - 1 else MOST_TOKENS, MOST_TOKENS if rank == 0 else MOST_TOKENS - 1, 0)
 
 
 def errors_of(kernel: MoEKernel, one: MoEKernel, problem: MoEProblem, rank: int, size: int) -> dict[str, Any]:
