@@ -257,12 +257,10 @@ def headline() -> str:
     ratios = [geometric_mean([one.ratio for one in found if one.ratio]) for found in (board, wheels)]
     outcomes = [page.counted([one.outcome for one in found]) for found in (board, wheels)]
     device = _first_of_board()["device"]
-    text = f"Each row was measured in one process on an {device}, numbers first; less than 3 % is a tie. The fastest "
-    text += f"other kernel of a row takes {ratios[0]:.2f} times the time of moereg's `{OWN}` in the geometric mean over"
-    text += (
-        f" the board's {len(board)} rows ({outcomes[0]}), and the fastest wheel of a row {ratios[1]:.2f} times over "
-    )
-    text += f"another {len(wheels)} ({outcomes[1]})."
+    text = f"Each row was measured in one process on an {device}; a kernel is timed only after its output was checked, "
+    text += f"and less than 3 % is a tie. The fastest other kernel of a row takes {ratios[0]:.2f} times the time of "
+    text += f"moereg's `{OWN}` in the geometric mean over the board's {len(board)} rows ({outcomes[0]}), and the fastest "
+    text += f"wheel of a row {ratios[1]:.2f} times over another {len(wheels)} ({outcomes[1]})."
     of_itself = sum(one.outcome == "lost" for one in page.rows_of("h200")) - sum(one.outcome == "lost" for one in board)
     if of_itself:
         text += f" The board counts {of_itself} more as lost, to another class of `{OWN}`."
