@@ -14,7 +14,7 @@ from moereg.dispatch import select_backend
 from moereg.layer import make_kernel
 from moereg.problem import MoEProblem
 from moereg.quantize import quantize_weights
-from moereg.reference import reference_experts, relative_error
+from moereg.reference import calibrate_activation_scales, reference_experts, relative_error
 from moereg.testing.inputs import make_inputs, make_plain_weights
 from moereg.testing.interpreter import patch_interpreter
 from moereg.tolerances import tolerance
@@ -53,7 +53,15 @@ def check(scheme: str, activation_format: str, routing_scale: float, size: int, 
     input_scale, w2_scale = (10.0, 0.1 / routing_scale) if routing_scale < 1 else (0.03, 1e-2)
     w2 = (plain.w2.float() * w2_scale).clamp(-6e4, 6e4).half()
     weights = dataclasses.replace(plain, w2=w2)
-    weights = quantize_weights(weights, scheme) if problem.quant.weight else weights
+    if problem.quant.weight:
+        scales: dict[str, torch.Tensor] = {}
+        if problem.quant.activation is not None and problem.quant.activation.static:
+            sample = make_inputs(problem, 64, "uniform", device, seed=77)
+            call = (sample.hidden_states * input_scale, sample.topk_weights, sample.topk_ids)
+            unquantized = dataclasses.replace(problem, quant=weights.scheme)
+            given = calibrate_activation_scales(unquantized, weights, *call, problem.quant)
+            scales = dict(zip(("a13_scale", "a2_scale"), given, strict=True))
+        weights = quantize_weights(weights, scheme, **scales)
     selection = select_backend(problem, SM90 if DEVICE == "cpu" else None, require="triton")
     assert selection.winner is not None
     kernel = make_kernel(problem, weights, selection)
@@ -73,7 +81,7 @@ def check(scheme: str, activation_format: str, routing_scale: float, size: int, 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("activation_format", ["standard", "batched"])
-@pytest.mark.parametrize("scheme", ["unquantized", "int8_w8a16", "nvfp4", "int8_w8a8"])
+@pytest.mark.parametrize("scheme", ["unquantized", "int8_w8a16", "nvfp4", "int8_w8a8", "fp8_tensor_static"])
 def test_every_class(scheme: str, activation_format: str) -> None:
     check(scheme, activation_format, 1e-6, 32, (17,))
 
