@@ -85,7 +85,7 @@ _TOP_K: Final = (1, 2, 3, 4, 5, 8)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawnLayer:
-    """One call of one cell. `str` is a line that `from_json` and `python -m moereg.testing.one_call` read.
+    """One call of one cell. `str` is a line that `from_json` and `moereg verify --check` read.
 
     Attributes:
         backend, experts, rule: Name, class and first platform rule of the cell.

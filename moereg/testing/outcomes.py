@@ -50,15 +50,6 @@ class Outcome:
         """Whether the cell did not keep its promise."""
         return self.status in _FAILURES
 
-    def to_dict(self) -> dict[str, Any]:
-        """Strings and numbers."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Outcome:
-        """Inverse of `to_dict`; unknown keys are ignored."""
-        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
-
 
 @dataclasses.dataclass(frozen=True)
 class Result:

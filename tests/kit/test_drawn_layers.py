@@ -1,6 +1,6 @@
 """Layers drawn at random within every cell's claim, under guard bands, against the reference.
 
-Every failure names its layer by one line of JSON; `python -m moereg.testing.one_call 'LINE'` runs that layer again.
+Every failure names its layer by one line of JSON; `moereg verify NAME --check 'LINE'` runs it again.
 MOEREG_KIT_EXAMPLES says how many layers of each experts class are drawn; MOEREG_KIT_SEED draws others.
 """
 
@@ -11,14 +11,13 @@ import math
 import os
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from moereg.registry import BackendCell
-from moereg.testing import cases, one_call
-from moereg.testing.campaign import Tally, run_campaign
+from moereg.testing import cases
 from moereg.testing.checks import check_layer
 from moereg.testing.drawing import GPU, DrawnLayer, Limits, draw_layer, layers, limits_of, redraw
 from moereg.testing.interpreter import patch_interpreter
@@ -106,52 +105,30 @@ def test_drawn_layers(cell: BackendCell, examples: int) -> None:
     check_drawn(cell, limits_of(cell), math.ceil(num_examples))
 
 
-@pytest.fixture(scope="module")
-def total(request: pytest.FixtureRequest) -> Iterator[Tally]:
-    """All cells' tallies, of which a line is printed at the end."""
-    tally = Tally()
-    yield tally
-    if tally.num_layers:
-        capture = request.config.pluginmanager.getplugin("capturemanager")
-        with capture.global_and_fixture_disabled():
-            print(f"\ndrawn layers: {tally}, seed {SEED}")
-
-
 @pytest.mark.gpu
 @each_cell
-def test_drawn_layers_on_a_gpu(cell: BackendCell, total: Tally) -> None:
+def test_drawn_layers_on_a_gpu(cell: BackendCell) -> None:
+    """Few configurations, each of which has to be compiled, and many sizes in each."""
     if DEVICE.type != "cuda":
         pytest.skip("needs a CUDA device")
-    tally = run_campaign(cell, math.ceil(GPU_LAYERS / len(CELLS)), GPU_CONFIGURATIONS, GPU, SEED)
-    total.add(tally)
-    print(f"{name_of(cell)}: {tally}")
-    assert tally.num_layers == math.ceil(GPU_LAYERS / len(CELLS))
-    assert not tally.failures, "\n".join(tally.failures[:10])
+    choose = random.Random(f"{SEED}/{name_of(cell)}/{cell.schemes[0].name}").choice
+    num_layers, num_ran, failures = math.ceil(GPU_LAYERS / len(CELLS)), 0, []
+    for configuration in range(GPU_CONFIGURATIONS):
+        layer = first = draw_layer(cell, choose, GPU)
+        for _ in range(configuration, num_layers, GPU_CONFIGURATIONS):
+            try:
+                num_ran += check_layer(layer, num_calls=2)  # The second replays launches that a backend recorded.
+            except AssertionError as error:
+                num_ran += 1
+                failures.append(str(error))
+            layer = redraw(first, choose, GPU)
+    print(f"{name_of(cell)}: {num_ran} layers, {len(failures)} failures, seed {SEED}")
+    assert num_ran == num_layers
+    assert not failures, "\n".join(failures[:10])
 
 
 def native_cell(class_name: str = "TorchDenseExperts") -> BackendCell:
     return next(cell for cell in CELLS if cell.class_name == class_name)
-
-
-def test_a_campaign_goes_on_after_a_failure_and_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(layer: DrawnLayer, num_calls: int) -> bool:
-        assert num_calls == 2
-        assert layer.seed % 2, f"{layer}\nwrong"
-        return True
-
-    monkeypatch.setattr("moereg.testing.campaign.check_layer", check)
-    tally = run_campaign(native_cell(), 30, 4, GPU, seed=3)
-    assert (tally.num_layers, tally.num_configurations) == (30, 4)
-    assert 0 < len(tally.failures) < 30
-    for failure in tally.failures:
-        assert DrawnLayer.from_json(failure.partition("\n")[0]).seed % 2 == 0
-    again = run_campaign(native_cell(), 30, 4, GPU, seed=3)
-    assert again.failures == tally.failures
-    assert run_campaign(native_cell(), 30, 4, GPU, seed=4).failures != tally.failures
-    tally.add(again)
-    assert str(tally).startswith(f"60 layers of 8 configurations, {2 * len(again.failures)} failures, ")
-    monkeypatch.setattr("moereg.testing.campaign.check_layer", lambda layer, num_calls: False)
-    assert run_campaign(native_cell(), 30, 4, GPU, seed=3).num_layers == 0
 
 
 @each_cell
@@ -197,13 +174,3 @@ def test_half_a_pad_more_than_whole_ones_is_drawn_often() -> None:
         share = sum(getattr(problem, field) % 64 == 32 for problem in drawn) / len(drawn)
         assert share > 0.3
         assert len({getattr(problem, field) % 64 for problem in drawn}) > 8
-
-
-def test_one_call_runs_a_layer_of_each_cell_or_those_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    layer, larger = one_call.layers_of(native_cell())
-    assert larger.num_tokens > layer.num_tokens
-    gone = str(layer).replace('"torch"', '"gone"')
-    assert one_call.main([str(layer), gone]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.rpartition(": ")[2] for line in lines] == ["passed", "does not run here"]
-    assert one_call.main([gone]) == 3
