@@ -297,29 +297,10 @@ class _Rank:
 
 
 NO_ROW: Final[dict[str, Any]] = {
-    "routing": "",
-    "wire": "",
-    "activation_format": "",
-    "backend": None,
-    "experts": None,
-    "computes": None,
-    "tier": None,
-    "relative_error": None,
-    "tolerance": None,
-    "passed": None,
-    "failure": None,
-    "repeats": None,
-    "one_rank_error": None,
-    "one_rank_equal": None,
-    "captured": None,
-    "time_us": None,
-    "p10_us": None,
-    "p90_us": None,
-    "one_rank_us": None,
-    "over_one_rank": None,
-    "bare_us": None,
-    "bytes_out": None,
-    "bytes_back": None,
+    **dict.fromkeys(("routing", "wire", "activation_format"), ""),
+    **dict.fromkeys(("backend", "experts", "computes", "tier", "relative_error", "tolerance", "passed", "failure")),
+    **dict.fromkeys(("repeats", "one_rank_error", "one_rank_equal", "captured", "time_us", "p10_us", "p90_us")),
+    **dict.fromkeys(("one_rank_us", "over_one_rank", "bare_us", "bytes_out", "bytes_back")),
 }
 """A row of which nothing is known, beside its way, its parts and its number of tokens."""
 
