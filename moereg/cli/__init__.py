@@ -53,7 +53,7 @@ __all__ = [
     "main",
 ]
 
-# typer keeps its own copy of click or uses the installed one, by version; either way this is the base of usage errors.
+# The base of usage errors: some versions of typer bundle click, and others use the installed one.
 _ClickException: Final[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 _ALSO_CALLED: Final = {
@@ -73,7 +73,7 @@ _ALSO_CALLED: Final = {
     "warm-up": ("compile",),
     "precompile": ("compile",),
 }
-"""Words that people may type, with the commands that they mean."""
+"""Other words for commands, each with those that it may mean."""
 
 
 class _Commands(typer.core.TyperGroup):

@@ -245,17 +245,7 @@ def bench_layer(
 ) -> BenchResult:
     """Makes one layer for every backend that fits, checks each against the reference and times it.
 
-    Args:
-        flags: The problem (with a checkpoint, what it leaves open) and the request.
-        checkpoint: Directory to read the layer from; random weights where None.
-        layer: Index in the checkpoint; its first layer with experts where None.
-        token_counts: Numbers of tokens, ascending; the device's usual ones where None.
-        routing: One of `ROUTINGS`.
-        rounds: Timed calls of each backend at each number of tokens, at most.
-        seed: Seed of everything random.
-
-    Returns:
-        The result; without rows where nothing fits.
+    Takes the values of the options of those names; `token_counts` ascend. The result has no rows where nothing fits.
 
     Raises:
         MoeregError: Anything that the user can cure.

@@ -67,11 +67,11 @@ def build_kernels(
         seconds = time.monotonic() - start
     parts, beside = ", ".join(plan.parts), f", beside {', '.join(plan.built)}" if plan.built else ""
     if not plan.parts:
-        told = f"{plan.target} holds {', '.join(plan.built)} already"
+        text = f"{plan.target} holds {', '.join(plan.built)} already"
     elif seconds is None:
-        told = f"{estimate(plan, num_jobs)}: {parts}{beside}, into {plan.target}"
+        text = f"{estimate(plan, num_jobs)}: {parts}{beside}, into {plan.target}"
     else:
-        told = f"built {parts}{beside} in {duration(seconds)}: {plan.target}"
+        text = f"built {parts}{beside} in {duration(seconds)}: {plan.target}"
     return {
         "schema": SCHEMA,
         "backend": name,
@@ -83,7 +83,7 @@ def build_kernels(
         "jobs": num_jobs,
         "target": str(plan.target),
         "seconds": seconds,
-    }, told
+    }, text
 
 
 def _builder(name: str) -> KernelBuilder:

@@ -158,7 +158,7 @@ def run(
 
         with only_results_on_stdout(verbose):
             group = run_group(flags, ep, way, seed)
-        return _show_measured(group, json, group.is_told)
+        return _show_measured(group, json, group.is_printed)
     from moereg.cli._run import run_layer
 
     with only_results_on_stdout(verbose):
@@ -166,9 +166,11 @@ def run(
     return _show_measured(result, json)
 
 
-def _show_measured(found: BenchResult | EpResult | QuantizeResult | RunResult, json: bool, is_told: bool = True) -> int:
+def _show_measured(
+    found: BenchResult | EpResult | QuantizeResult | RunResult, json: bool, is_printed: bool = True
+) -> int:
     """Prints a result, on one of the ranks alone; returns the exit code of its verdict."""
-    if is_told:
+    if is_printed:
         print_json(found.to_dict()) if json else found.show()
     return code_of_verdict(found.passed)
 
@@ -226,7 +228,7 @@ def bench(
 
         with only_results_on_stdout(verbose):
             group = bench_group(flags, ep, way, token_counts, routing, timed, seed, replicas, eager, parts)
-        return _show_measured(group, json, group.is_told)
+        return _show_measured(group, json, group.is_printed)
     of_ranks = {"--replicas": replicas is not None, "--batches": batches is not None, "--eager": eager}
     for name in (name for name, is_given in of_ranks.items() if is_given):
         raise UsageError(f"{name} is about ranks; say --ep, too")
@@ -329,20 +331,20 @@ def compile_kernels(
 
     if check:
         with only_results_on_stdout(verbose):
-            checked, told = _compile.check_cache(cache, flags.platform)
-        print_json(checked) if json else print(told)
+            checked, text = _compile.check_cache(cache, flags.platform)
+        print_json(checked) if json else print(text)
         return OK
     with only_results_on_stdout(verbose):
         subject = find_subject(flags, checkpoint, layer)
         try:
-            compiled, told, refusal = _compile.compile_layer(flags, subject, tokens, cache, jobs)
+            compiled, text, refusal = _compile.compile_layer(flags, subject, tokens, cache, jobs)
         except BackendError as error:
             print_error(str(error))
             return WRONG_NUMBERS
     if json:
         print_json(compiled)
     elif refusal is None:
-        print(told)
+        print(text)
     if refusal is not None:
         print_error(refusal)
         return NOTHING_FITS
@@ -394,10 +396,10 @@ def build_kernels(
     from moereg.cli import _build_kernels
 
     with only_results_on_stdout(verbose):
-        built, told = _build_kernels.build_kernels(
+        built, text = _build_kernels.build_kernels(
             name, quant or [], dtype or [], part or [], platform, jobs, out, dry_run
         )
-    print_json(built) if json else print(told)
+    print_json(built) if json else print(text)
     return OK
 
 

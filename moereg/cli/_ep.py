@@ -107,7 +107,7 @@ class EpResult:
         replicas: Experts beyond one for each of the layer; None where experts are in slices.
         rows: A row for each number of tokens, token dispatcher, number of parts and routing.
         failure: Why rows are missing; empty if none are.
-        is_told: Whether this process prints the result: under torchrun rank 0 does.
+        is_printed: Whether this process prints the result: under torchrun rank 0 does.
     """
 
     subject: Subject
@@ -116,14 +116,14 @@ class EpResult:
     replicas: int | None
     rows: tuple[dict[str, Any], ...] = ()
     failure: str = ""
-    is_told: bool = True
+    is_printed: bool = True
 
     @property
     def passed(self) -> bool | None:
         """Whether everything that ran is right; None if nothing could run."""
         if self.failure:
             return False
-        if not self.is_told:
+        if not self.is_printed:
             return True
         ran = [row for row in self.rows if not (row["failure"] or "").startswith("left out")]
         return all(row["passed"] for row in ran) if ran else None
@@ -231,18 +231,7 @@ def bench_group(
 ) -> EpResult:
     """Compares token dispatchers on random weights, over ranks of this machine or torchrun's.
 
-    Args:
-        flags: The layer.
-        size: Ranks.
-        ways: Names, `a,b`; all that fit where None.
-        token_counts: Tokens of each rank.
-        routing: Names of routings, `a,b`.
-        rounds: Samples of each row, at most.
-        seed: Of everything random.
-        replicas: Experts beyond one for each of the layer, balanced by the loads; slices where None.
-        eager: Whether nothing is captured.
-        batches: Parts into which calls are cut, each in turn.
-        compares: Whether rank 0 also runs the whole layer alone.
+    Takes the values of the options of those names. Where it `compares`, rank 0 also runs the whole layer alone.
 
     Raises:
         MoeregError: Anything that the user can cure.
@@ -268,7 +257,7 @@ def bench_group(
         mapped = dataclasses.replace(problem, num_local_experts=held, placement="map")
         movement = explain_movements(mapped, _group_facts(size, platform), platform, require=ways)
     where = provenance(platform, ("torch", "triton"))
-    result = EpResult(subject, movement, where, replicas, is_told=not rank)
+    result = EpResult(subject, movement, where, replicas, is_printed=not rank)
     names = tuple(dict.fromkeys(decision.name for decision in movement.accepted))
     if not names:
         return result
@@ -293,8 +282,6 @@ def bench_group(
         seed=seed,
         eager=eager,
         compares=compares,
-        out="",
-        store=None,
     )
     with phase(f"running {', '.join(names)} on {size} ranks"):
         rows, failure = _rows_of_ranks(job, rank)

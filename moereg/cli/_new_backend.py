@@ -23,7 +23,7 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _LONGEST_NAME: Final = 40
 
 _TEMPLATES: Final = importlib.resources.files("moereg.cli") / "_wheel"
-# Files of the wheel by their templates, whose names end in `.template` so that no tool takes them for the real thing.
+# Templates and the files that they become. Templates are named `*.template`, so that no tool reads them as code.
 _FILES: Final = {
     "pyproject.toml": "pyproject.toml",
     "README.md": "README.md",

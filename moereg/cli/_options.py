@@ -191,7 +191,7 @@ class ProblemFlags:
         return {**values, "max_num_tokens": self.tokens} if self.tokens else values
 
     def notices(self) -> tuple[str, ...]:
-        """One line for each option whose meaning may surprise."""
+        """One line for each option that may mean something else than expected."""
         notices = []
         if self.platform is not None and (product := platform_of_product(self.platform)) is not None:
             notices.append(f"--platform {self.platform} is {product}")

@@ -516,12 +516,7 @@ def read_inputs(path: Path | None) -> dict[int, torch.Tensor]:
 def compare_schemes(flags: ProblemFlags, question: Question) -> QuantizeResult:
     """Loads a layer, quantizes it to each scheme in turn, runs what its backend makes of it, and writes the copy.
 
-    Args:
-        flags: What a checkpoint leaves open, and the request.
-        question: What to compare.
-
-    Returns:
-        The result; without rows where nothing fits. Nothing is written where something was wrong.
+    The result has no rows where nothing fits. Nothing is written where something was wrong.
 
     Raises:
         MoeregError: Anything that the user can cure.

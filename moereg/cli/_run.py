@@ -118,10 +118,10 @@ class RunResult:
         if winner is None or self.failure or self.damage:
             show_selection(selection, self.subject)
             if winner is not None:
-                told = f"FAILED: {self.failure}"
+                text = f"FAILED: {self.failure}"
                 if not self.failure:
-                    told = f"WRONG: {winner.backend} of {winner.provider}: {self.damage}"
-                target.print(Text(told, style="bold red"))
+                    text = f"WRONG: {winner.backend} of {winner.provider}: {self.damage}"
+                target.print(Text(text, style="bold red"))
             return
         assert self.relative_error is not None and self.tolerance is not None
         assert self.permute_ms is not None and self.weights_bytes is not None
@@ -158,14 +158,7 @@ class RunResult:
 def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, seed: int) -> RunResult:
     """Builds a layer, runs the selected kernel on this machine and compares it with the reference.
 
-    Args:
-        flags: The problem (with a checkpoint, what it leaves open) and the request.
-        checkpoint: Directory to read the layer from; random weights where None.
-        layer: Index in the checkpoint; its first layer with experts where None.
-        seed: Seed of weights, hidden states and routing.
-
-    Returns:
-        The result; without measurements where nothing fits.
+    Takes the values of the options of those names. The result has no measurements where nothing fits.
 
     Raises:
         MoeregError: Anything that the user can cure.

@@ -44,7 +44,7 @@ _SOURCES: Final = {
 
 _NUMBERS: Final = ("priority", "T", "time", "p10 to p90", "TFLOP/s", "GB/s", "% of roofline", "roofline", "error")
 _NUMBERS_OF_LISTS: Final = ("E", "H", "I", "K", "L", "schemes")
-"""Columns that are aligned at their right end."""
+"""Columns that are aligned at the right."""
 
 _UNITS: Final = (("us", 1.0), ("ms", 1e3), ("s", 1e6))
 
@@ -188,7 +188,7 @@ def yes_no(value: bool) -> Text:
 
 
 def new_table(*columns: str) -> Table:
-    """A table whose columns of numbers are aligned at their right end."""
+    """A table; columns of numbers are aligned at the right."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         # Folded, never cut: a name that lost its end cannot be asked for.

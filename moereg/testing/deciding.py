@@ -34,12 +34,12 @@ KERNEL_LIBRARIES: Final = frozenset({
     "numba", "quack", "sgl_kernel", "sglang", "sonicmoe", "tensorflow", "tilelang", "torch_npu", "torch_xla",
     "transformer_engine", "transformers", "triton", "triton_kernels", "tvm", "vllm",
 })  # fmt: skip
-"""Modules that compute or compile, whose import takes seconds or touches a device."""
+"""Modules that compute or compile: importing them takes seconds or touches a device."""
 
 
 @dataclasses.dataclass
 class ImportWatch:
-    """The top-level packages that were imported, each with the modules whose code waited for that.
+    """Records which top-level packages are imported, each with the modules on the stack at that time.
 
     A finder of modules that finds none.
     """

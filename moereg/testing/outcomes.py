@@ -17,7 +17,7 @@ STATUSES: Final = ("passed", "failed", "crashed", "timed_out", "skipped")
 """Kept its promise; broke it; ended its process; took longer than its limit; was not run, for the reason given."""
 
 IMPORT: Final = "(import)"
-"""Stands for the class where importing a backend, or asking what it claims, ended its process or took too long."""
+"""In place of a class name: importing the backend, or asking what it claims, ended its process or took too long."""
 
 NO_TIME: Final = "no time left; give it more --seconds"
 """The message of a check that was skipped because the report's time was over."""

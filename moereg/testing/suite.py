@@ -259,7 +259,7 @@ class _Run:
         return check
 
     def _undrawn(self, cell: CellName, number: int) -> Check:
-        """Stands for a layer that could not be drawn."""
+        """A placeholder for a layer that could not be drawn."""
         label = {"label": f"seed{self._seed}-{number}"}
         return Check.make(cell, "drawn", label, self._platform, self._modules)
 

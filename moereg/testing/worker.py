@@ -70,7 +70,7 @@ class _Child:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.dup2(stdout.fileno(), 1)
             os.dup2(stderr.fileno(), 2)
-            # Before anything else: a crash is told by the line of Python that it came from.
+            # Before anything else, so that a crash names its line of Python.
             faulthandler.enable(2)
             _work(there)
         finally:
@@ -88,7 +88,7 @@ class _Child:
         self.stderr.close()
 
     def dump(self) -> None:
-        """Makes it say where it is, by ending it."""
+        """Ends it so that it dumps its stack."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGABRT)
         deadline = time.monotonic() + _DUMP_S
@@ -130,14 +130,14 @@ def _work(pipe: Connection[Answer[Any], Request]) -> None:
 
 
 def _log_to_stderr() -> None:
-    """Says which plugin is imported, for the message about one that ends the process."""
+    """Logs the import of each plugin, so that the message about a crash can name it."""
     logger = logging.getLogger("moereg")
     logger.addHandler(logging.StreamHandler())
     logger.setLevel(logging.DEBUG)
 
 
 class _Supervisor:
-    """Gives requests to a child, and says what became of those that it does not answer."""
+    """Passes requests on to a child, and answers for it when it ends."""
 
     def __init__(self, requests: Connection[Answer[Any], Request]) -> None:
         self._requests = requests

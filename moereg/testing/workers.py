@@ -153,7 +153,7 @@ class Worker:
             answer = self._receive(pipe, seconds + _SLACK_SECONDS)
         if answer.error is not None:
             name, message = answer.error
-            # One that takes more than a message is told as the backend's.
+            # That class takes more than a message.
             kind = BackendError if name == "UnsupportedProblemError" else getattr(errors, name, BackendError)
             raise kind(message)
         return answer
