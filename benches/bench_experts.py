@@ -18,7 +18,7 @@ import torch
 from packaging.requirements import Requirement
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from moereg.cli._memory import check_run_fits
+from moereg.cli._layer import check_run_fits
 from moereg.discovery import current_platform
 from moereg.dispatch import explain_backends
 from moereg.errors import TooLargeError

@@ -14,8 +14,8 @@ import typer
 import typer.core
 
 from moereg._version import __version__
-from moereg.cli._author_commands import build_kernels, new_backend, verify
-from moereg.cli._exits import (
+from moereg.cli._commands import COMMANDS
+from moereg.cli._output import (
     BAD_INPUT,
     BROKEN_PIPE,
     EXIT_CODES,
@@ -25,10 +25,9 @@ from moereg.cli._exits import (
     OK,
     OUTPUT_LOST,
     WRONG_NUMBERS,
+    print_error,
+    warnings_on_one_line,
 )
-from moereg.cli._layer_commands import bench, compile_kernels, explain, info, models, run, schemes
-from moereg.cli._output import print_error, warnings_on_one_line
-from moereg.cli._quantize_command import quantize
 from moereg.cli._streams import OutputLostError, guarded_streams
 from moereg.errors import (
     MoeregError,
@@ -54,7 +53,7 @@ __all__ = [
     "main",
 ]
 
-# typer keeps its own copy of click or uses the installed one, by version; either way this is the base of usage errors.
+# The base of usage errors: some versions of typer bundle click, and others use the installed one.
 _ClickException: Final[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 _ALSO_CALLED: Final = {
@@ -74,7 +73,7 @@ _ALSO_CALLED: Final = {
     "warm-up": ("compile",),
     "precompile": ("compile",),
 }
-"""Words that people may type, with the commands that they mean."""
+"""Other words for commands, each with those that it may mean."""
 
 
 class _Commands(typer.core.TyperGroup):
@@ -193,25 +192,17 @@ def _moereg(
     """Picks, prepares, runs and compares Mixture-of-Experts kernels for PyTorch."""
 
 
-app.command()(info)
-app.command()(models)
-app.command()(schemes)
-app.command()(explain)
-app.command()(run)
-app.command()(bench)
-app.command()(quantize)
-app.command("new-backend")(new_backend)
-app.command("build-kernels")(build_kernels)
-app.command("compile")(compile_kernels)
-app.command()(verify)
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
 
 
-def _add_later_command(name: str, does: str) -> None:
+@app.command(
+    "tune",
+    help="Later: measure what selection will use.",
+    hidden=True,
+    context_settings={"ignore_unknown_options": True},
+)
+def _tune(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> int:
     # Takes any arguments: they are not known yet, and the answer is the same.
-    @app.command(name, help=f"Later: {does}", context_settings={"ignore_unknown_options": True})
-    def later(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> int:
-        print_error(f"{name} comes in a later release; moereg --help lists what is here")
-        return BAD_INPUT
-
-
-_add_later_command("tune", "measure what selection will use.")
+    print_error("tune comes in a later release; moereg --help lists what is here")
+    return BAD_INPUT

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from packaging.requirements import Requirement
+from rich.text import Text
 
-from moereg.cli._layer import load_layer, random_layer
-from moereg.cli._machine import layer_device, platform_at_hand
-from moereg.cli._memory import check_run_fits
-from moereg.cli._options import ProblemFlags, UsageError
+from moereg.cli._layer import check_run_fits, layer_device, load_layer, platform_at_hand, random_layer
+from moereg.cli._options import ProblemFlags, UsageError, find_subject
+from moereg.cli._output import console
 from moereg.cli._progress import phase
-from moereg.cli._subject import find_subject
+from moereg.cli._show import (
+    WIDE,
+    format_us,
+    format_us_range,
+    machine,
+    new_table,
+    of_wheel,
+    print_notices,
+    show_selection,
+    source_of,
+    why_not,
+)
 from moereg.dispatch import explain_backends
 from moereg.errors import UnknownNameError, unknown_name_message
+from moereg.registry import BUILTIN
 from moereg.selection import SCHEMA, Decision, Selection, nearest_by_backend
 from moereg.testing.provenance import provenance
 from moereg.tolerances import layer_tolerance
@@ -100,6 +114,55 @@ class BenchResult:
             "notices": list(self.selection.notices),
         }
 
+    def show(self) -> None:
+        """Prints the result, fastest first at each number of tokens, or, if nothing fitted, the reasons."""
+        selection, winner, ceilings = self.selection, self.selection.winner, self.ceilings
+        if winner is None or ceilings is None:
+            show_selection(selection, self.subject)
+            return
+        target = console(sys.stdout)
+        target.print(f"{self.subject}: {selection.problem}")
+        versions = ", ".join(f"{name} {version}" for name, version in self.measured_on["versions"].items())
+        threads = f", threads: {torch.get_num_threads()}" if selection.platform.kind == "cpu" else ""
+        target.print(f"on {machine(selection.platform)}{threads}, {versions}, {self.measured_on['date']}")
+        target.print(
+            f"ceilings: {ceilings.matmul_tflops:.3g} TFLOP/s, "
+            f"{ceilings.read_gbps:,.0f} GB/s ({ceilings.read_by}); {self.routing} routing"
+        )
+        # Only where it says something: the table is as wide as a terminal.
+        with_origin = any(row.decision.origin != BUILTIN for row in self.rows)
+        origin = ("origin",) if with_origin else ()
+        # 80 columns have no room for what follows from the time.
+        rates, share = (("TFLOP/s", "GB/s"), "% of roofline") if target.width >= WIDE else ((), "roofline")
+        table = new_table("T", "", "backend", *origin, "time", "p10 to p90", *rates, share, "error")
+        labels = self.labels()
+        for num_tokens in self.token_counts:
+            rows = self.fastest_first(num_tokens)
+            for place, row in enumerate(rows):
+                mark = Text("fastest" if row is rows[0] else "", style="bold green")
+                measured = _measured(row, bool(rates))
+                first = f"{num_tokens:,}" if place == 0 else ""
+                table.add_row(
+                    first,
+                    mark if row.timing else "",
+                    labels[row.decision],
+                    *([row.decision.provider] if with_origin else []),
+                    *measured,
+                    _error(row),
+                    end_section=row is rows[-1],
+                )
+        target.print(table)
+        for row in self.rows:
+            if row.failure:
+                target.print(f"{labels[row.decision]} failed at {row.num_tokens} tokens: {row.failure}")
+            if row.damage:
+                label = f"{labels[row.decision]} of {row.decision.provider}"
+                target.print(f"{label} is WRONG at {row.num_tokens} tokens: {row.damage}")
+        target.print(f"a layer gets {labels[winner]}{of_wheel(winner)}: {source_of(selection)}")
+        print_notices(target, selection.notices)
+        for decision in self.skipped:
+            target.print(f"not compared: {why_not(decision)}")
+
 
 def _row(row: Measurement) -> dict[str, Any]:
     return {
@@ -121,6 +184,31 @@ def _row(row: Measurement) -> dict[str, Any]:
         "origin": row.decision.origin,
         "origin_version": row.decision.origin_version,
     }
+
+
+def _measured(row: Measurement, with_rates: bool) -> tuple[str | Text, ...]:
+    if row.timing is None:
+        return Text("WRONG", style="bold red"), "", *(["", ""] if with_rates else []), ""
+    return (
+        format_us(row.time_us),
+        format_us_range(row.timing.p10_us, row.timing.p90_us),
+        *([_rate(row.tflops), _rate(row.gbps)] if with_rates else []),
+        f"{row.share:.1%}",
+    )
+
+
+def _error(row: Measurement) -> str | Text:
+    if row.failure:
+        return Text("failed", style="bold red")
+    if row.damage:
+        return Text("wrote to read-only tensors", style="bold red")
+    if row.passed:
+        return f"{row.relative_error:.1e}"
+    return Text(f"{row.relative_error:.1e} > {row.tolerance:.1e}", style="bold red")
+
+
+def _rate(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def parse_counts(text: str, option: str = "--tokens 1,16,64") -> tuple[int, ...]:
@@ -157,17 +245,7 @@ def bench_layer(
 ) -> BenchResult:
     """Makes one layer for every backend that fits, checks each against the reference and times it.
 
-    Args:
-        flags: The problem (with a checkpoint, what it leaves open) and the request.
-        checkpoint: Directory to read the layer from; random weights where None.
-        layer: Index in the checkpoint; its first layer with experts where None.
-        token_counts: Numbers of tokens, ascending; the device's usual ones where None.
-        routing: One of `ROUTINGS`.
-        rounds: Timed calls of each backend at each number of tokens, at most.
-        seed: Seed of everything random.
-
-    Returns:
-        The result; without rows where nothing fits.
+    Takes the values of the options of those names; `token_counts` ascend. The result has no rows where nothing fits.
 
     Raises:
         MoeregError: Anything that the user can cure.

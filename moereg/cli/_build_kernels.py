@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,50 +20,7 @@ from moereg.python_process import num_cores
 from moereg.selection import SCHEMA
 from moereg.waiting import duration
 
-__all__ = ["Built", "build_kernels"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Built:
-    """Kernels that were built, or would be.
-
-    Attributes:
-        backend: Its name.
-        platform: That the kernels are for.
-        plan: What was to do.
-        jobs: Compilers at once.
-        seconds: Time that it took; None where it was not asked to be done.
-    """
-
-    backend: str
-    platform: Platform
-    plan: BuildPlan
-    jobs: int
-    seconds: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object that `moereg build-kernels --json` prints."""
-        return {
-            "schema": SCHEMA,
-            "backend": self.backend,
-            "platform": str(self.platform),
-            "parts": list(self.plan.parts),
-            "built": list(self.plan.built),
-            "num_steps": self.plan.num_steps,
-            "cpu_seconds": self.plan.cpu_seconds,
-            "jobs": self.jobs,
-            "target": str(self.plan.target),
-            "seconds": self.seconds,
-        }
-
-    def __str__(self) -> str:
-        plan = self.plan
-        built = f", beside {', '.join(plan.built)}" if plan.built else ""
-        if not plan.parts:
-            return f"{plan.target} holds {', '.join(plan.built)} already"
-        if self.seconds is None:
-            return f"{estimate(plan, self.jobs)}: {', '.join(plan.parts)}{built}, into {plan.target}"
-        return f"built {', '.join(plan.parts)}{built} in {duration(self.seconds)}: {plan.target}"
+__all__ = ["build_kernels"]
 
 
 def estimate(plan: BuildPlan, jobs: int) -> str:
@@ -84,18 +40,16 @@ def build_kernels(
     jobs: int | None,
     folder: Path | None,
     dry_run: bool,
-) -> Built:
+) -> tuple[dict[str, Any], str]:
     """Builds a backend's kernels.
 
     Args:
         name: Of the backend.
-        quant: Names of schemes that it shall compute; all on the platform where empty.
-        dtype: Of hidden states.
-        parts: Kernel sets to build beside, by the builder's own names.
-        platform: To build for; this machine where None.
-        jobs: Compilers at once; as many as cores and memory allow where None.
-        folder: To write into; where the backend looks if None.
-        dry_run: Whether to say what would be done alone.
+        quant, dtype, parts, platform, jobs, folder: Values of the options; the backend's own choice where not given.
+        dry_run: Whether to say alone what would be done.
+
+    Returns:
+        The object that `moereg build-kernels --json` prints, and the line for people.
 
     Raises:
         UsageError: The backend has nothing to build.
@@ -106,12 +60,31 @@ def build_kernels(
     target = current_platform() if platform is None else Platform.from_name(platform)
     plan = builder.plan(target, schemes, list(dtype), list(parts), folder)
     num_jobs = jobs or plan.num_jobs(num_cores(), free_memory_bytes(torch.device("cpu")))
-    if dry_run or not plan.parts:
-        return Built(name, target, plan, num_jobs, None)
-    start = time.monotonic()
-    with phase(f"building {', '.join(plan.parts)} for {name}: {estimate(plan, num_jobs)}") as advance:
-        builder.build(plan, num_jobs, advance)
-    return Built(name, target, plan, num_jobs, time.monotonic() - start)
+    seconds = None
+    if plan.parts and not dry_run:
+        start = time.monotonic()
+        with phase(f"building {', '.join(plan.parts)} for {name}: {estimate(plan, num_jobs)}") as advance:
+            builder.build(plan, num_jobs, advance)
+        seconds = time.monotonic() - start
+    parts, beside = ", ".join(plan.parts), f", beside {', '.join(plan.built)}" if plan.built else ""
+    if not plan.parts:
+        text = f"{plan.target} holds {', '.join(plan.built)} already"
+    elif seconds is None:
+        text = f"{estimate(plan, num_jobs)}: {parts}{beside}, into {plan.target}"
+    else:
+        text = f"built {parts}{beside} in {duration(seconds)}: {plan.target}"
+    return {
+        "schema": SCHEMA,
+        "backend": name,
+        "platform": str(target),
+        "parts": list(plan.parts),
+        "built": list(plan.built),
+        "num_steps": plan.num_steps,
+        "cpu_seconds": plan.cpu_seconds,
+        "jobs": num_jobs,
+        "target": str(plan.target),
+        "seconds": seconds,
+    }, text
 
 
 def _builder(name: str) -> KernelBuilder:

@@ -2,68 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
-from moereg.cli._options import ProblemFlags, UsageError
-from moereg.cli._subject import Subject
+from moereg.cli._options import ProblemFlags, Subject, UsageError
 from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import explain_backends
 from moereg.platforms import Platform
-from moereg.selection import SCHEMA, Selection
-from moereg.warm_up import WarmUp, check_shipped, check_token_counts, compile_ahead
+from moereg.selection import SCHEMA
+from moereg.warm_up import check_shipped, check_token_counts, compile_ahead
 
-__all__ = ["CheckedCache", "Compiled", "check_cache", "compile_layer", "parse_ranges"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """Kernels that were compiled for a layer.
-
-    Attributes:
-        subject: The layer.
-        selection: How its backend was chosen.
-        result: What was done; None where nothing fits.
-    """
-
-    subject: Subject
-    selection: Selection
-    result: WarmUp | None
-
-    @property
-    def refusal(self) -> str | None:
-        """Why nothing was compiled; None where something was, or was in the cache."""
-        if self.result is None:
-            return self.selection.refusal
-        return None if self.result.kernels else self.result.notes[0]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object that `moereg compile --json` prints."""
-        done = {} if self.result is None else self.result.to_dict()
-        winner = self.selection.winner
-        return {
-            "schema": SCHEMA,
-            "problem": self.selection.problem.to_dict(),
-            "platform": str(self.selection.platform),
-            "experts": None if winner is None else winner.experts,
-            "backend": self.selection.backend,
-            "token_counts": None,
-            "kernels": [],
-            "num_compiled": 0,
-            "seconds": 0.0,
-            "cache": None,
-            **done,
-            "notes": [*self.subject.notices, *done.get("notes", ())],
-        }
-
-    def __str__(self) -> str:
-        return "\n".join([str(self.result), *self.subject.notices])
+__all__ = ["check_cache", "compile_layer", "parse_ranges"]
 
 
 def compile_layer(
     flags: ProblemFlags, subject: Subject, tokens: str | None, cache: Path | None, jobs: int | None
-) -> Compiled:
+) -> tuple[dict[str, Any], str, str | None]:
     """Compiles what a layer launches.
 
     Args:
@@ -73,14 +27,31 @@ def compile_layer(
         cache: Folder to compile into; Triton's own where None.
         jobs: Compilers at once.
 
+    Returns:
+        The object that `moereg compile --json` prints, the lines for people, and why nothing was compiled; None where
+        something was, or was in the cache.
+
     Raises:
         MoeregError: As `compile_ahead`, or tokens cannot be read.
     """
     counts = check_token_counts(None if tokens is None else parse_ranges(tokens), subject.problem.max_num_tokens)
     load_backends()  # A plugin's kind of platform is known once it is loaded.
     selection = explain_backends(subject.problem, flags.platform, **flags.request())
-    result = None if selection.winner is None else compile_ahead(selection, counts, cache, jobs)
-    return Compiled(subject, selection, result)
+    winner = selection.winner
+    result = None if winner is None else compile_ahead(selection, counts, cache, jobs)
+    done = {} if result is None else result.to_dict()
+    values = {
+        "schema": SCHEMA,
+        "problem": selection.problem.to_dict(),
+        "platform": str(selection.platform),
+        "experts": None if winner is None else winner.experts,
+        "backend": selection.backend,
+        **{"token_counts": None, "kernels": [], "num_compiled": 0, "seconds": 0.0, "cache": None},
+        **done,
+        "notes": [*subject.notices, *done.get("notes", ())],
+    }
+    refusal = selection.refusal if result is None else None if result.kernels else result.notes[0]
+    return values, "\n".join([str(result), *subject.notices]), refusal
 
 
 def parse_ranges(text: str) -> list[int]:
@@ -101,32 +72,10 @@ def parse_ranges(text: str) -> list[int]:
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckedCache:
-    """A folder of compiled kernels that serves this machine's Triton.
-
-    Attributes:
-        folder: Where.
-        platform: That was asked about.
-        layers: What was compiled for it.
-    """
-
-    folder: Path
-    platform: Platform
-    layers: tuple[dict[str, Any], ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object that `moereg compile --check --json` prints."""
-        layers = [{name: value for name, value in layer.items() if name != "facts"} for layer in self.layers]
-        return {"schema": SCHEMA, "platform": str(self.platform), "cache": str(self.folder), "layers": layers}
-
-    def __str__(self) -> str:
-        made = sum(layer["num_kernels"] for layer in self.layers)
-        return f"{self.folder} serves {self.platform}: {len(self.layers)} layers, {made} kernels"
-
-
-def check_cache(folder: Path | None, platform: str | None) -> CheckedCache:
+def check_cache(folder: Path | None, platform: str | None) -> tuple[dict[str, Any], str]:
     """Checks a folder that was compiled into, and rewrites the paths in it where it was moved.
+
+    Returns the object that `moereg compile --check --json` prints, and the line for people.
 
     Args:
         folder: What `--cache` says.
@@ -144,5 +93,8 @@ def check_cache(folder: Path | None, platform: str | None) -> CheckedCache:
     note = check_shipped(place, target)
     if note is None:
         raise UsageError(f"--check takes a folder that moereg compile --cache has filled, got {folder}")
-    layers = tuple(layer for layer in note["layers"] if layer["platform"] == str(target))
-    return CheckedCache(place, target, layers)
+    found = [layer for layer in note["layers"] if layer["platform"] == str(target)]
+    made = sum(layer["num_kernels"] for layer in found)
+    layers = [{name: value for name, value in layer.items() if name != "facts"} for layer in found]
+    values = {"schema": SCHEMA, "platform": str(target), "cache": str(place), "layers": layers}
+    return values, f"{place} serves {target}: {len(layers)} layers, {made} kernels"

@@ -1,30 +1,48 @@
-"""The work of `--ep`: a layer over several ranks, explained, run or compared way by way."""
+"""`--ep`: a layer over several ranks, explained, run, or compared by token dispatcher.
+
+Ranks are a process each on this machine (`moereg.cli._rank`), or those that torchrun has started.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
-from typing import Any
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich.text import Text
 
 from moereg.balancing import balance_experts
 from moereg.cli._bench import check_routing
-from moereg.cli._machine import platform_at_hand
-from moereg.cli._memory import check_run_fits
-from moereg.cli._options import ProblemFlags, UsageError
+from moereg.cli._explain import selection_with_evidence
+from moereg.cli._layer import check_run_fits, platform_at_hand
+from moereg.cli._options import ProblemFlags, Subject, UsageError, find_subject
+from moereg.cli._output import console
 from moereg.cli._progress import phase
-from moereg.cli._ranks import find_torchrun_rank, rows_of_ranks
-from moereg.cli._subject import Subject, find_subject
+from moereg.cli._show import format_us, machine, new_table, print_notices, show_selection
 from moereg.dispatch import explain_backends
 from moereg.movement import MovementSelection, explain_movements
 from moereg.platforms import Platform, torch_device
 from moereg.prepare_finalize import GroupFacts
+from moereg.python_process import python_command
 from moereg.selection import SCHEMA, Selection
 from moereg.testing.provenance import clocks, provenance
 from moereg.tuning.inputs import num_calls
 from moereg.tuning.timing import SECONDS
 
-__all__ = ["EpExplanation", "EpResult", "bench_group", "explain_group", "run_group"]
+__all__ = ["EpExplanation", "EpResult", "bench_group", "run_group"]
+
+_GRACE_SECONDS: Final = 30.0
+"""After the first rank has failed, the others have so long to report what they saw."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +51,9 @@ class EpExplanation:
 
     Attributes:
         subject: The layer.
-        movement: Every way of moving tokens.
-        selection: Every backend, for the problem that the experts of a rank see; of a rank's share if no way fits.
+        movement: Every token dispatcher.
+        selection: Every backend, for the problem that the experts of a rank see; for a rank's share if no token
+            dispatcher fits.
     """
 
     subject: Subject
@@ -43,8 +62,38 @@ class EpExplanation:
 
     @property
     def fits(self) -> bool:
-        """Whether a way and a backend fit."""
+        """Whether a token dispatcher and a backend fit."""
         return self.movement.winner is not None and self.selection.winner is not None
+
+    @classmethod
+    def of(cls, flags: ProblemFlags, subject: Subject, size: int, way: str | None) -> EpExplanation:
+        """Asks for a layer over so many ranks, here or on a named platform. Starts no process.
+
+        Raises:
+            MoeregError: Anything that the user can cure.
+        """
+        platform = explain_backends(subject.problem, flags.platform).platform
+        movement = explain_movements(subject.problem, _group_facts(size, platform), platform, require=way)
+        winner = movement.winner
+        problem = movement.problem if winner is None else movement.experts_problem(winner)
+        return cls(subject, movement, subject.noted(explain_backends(problem, platform, **flags.request())))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `--json`."""
+        group = {"ranks": self.movement.group.size, "movement": self.movement.to_dict()}
+        return {**selection_with_evidence(self.selection), **group}
+
+    def show(self, all_reasons: bool) -> None:
+        """Prints the token dispatchers, then the backends for the problem that the experts of a rank see."""
+        target, subject = console(sys.stdout), self.subject
+        target.print(f"{subject.name}: {subject.problem}" if subject.name else str(subject.problem))
+        target.print(self.movement.table())
+        winner = self.movement.winner
+        if winner is None:
+            target.print(Text("no way of moving tokens fits", style="bold red"))
+            return
+        target.print(f"experts of a rank behind {winner.name}:")
+        show_selection(self.selection, None, all_reasons)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +102,12 @@ class EpResult:
 
     Attributes:
         subject: The layer.
-        movement: Every way, at the largest number of tokens.
+        movement: Every token dispatcher, at the largest number of tokens.
         measured_on: `device`, `versions`, `commit` and `date`, among others.
         replicas: Experts beyond one for each of the layer; None where experts are in slices.
-        rows: A row for each number of tokens, way, number of parts and routing.
+        rows: A row for each number of tokens, token dispatcher, number of parts and routing.
         failure: Why rows are missing; empty if none are.
-        is_told: Whether this process tells the result: under torchrun rank 0 does.
+        is_printed: Whether this process prints the result: under torchrun rank 0 does.
     """
 
     subject: Subject
@@ -67,14 +116,14 @@ class EpResult:
     replicas: int | None
     rows: tuple[dict[str, Any], ...] = ()
     failure: str = ""
-    is_told: bool = True
+    is_printed: bool = True
 
     @property
     def passed(self) -> bool | None:
         """Whether everything that ran is right; None if nothing could run."""
         if self.failure:
             return False
-        if not self.is_told:
+        if not self.is_printed:
             return True
         ran = [row for row in self.rows if not (row["failure"] or "").startswith("left out")]
         return all(row["passed"] for row in ran) if ran else None
@@ -103,24 +152,68 @@ class EpResult:
             "notices": list(self.subject.notices),
         }
 
+    def show(self) -> None:
+        """Prints a table of the rows, then what failed."""
+        target = console(sys.stdout)
+        subject, movement = self.subject, self.movement
+        target.print(f"{subject.name or 'random weights'}: {subject.problem}")
+        versions = ", ".join(f"{name} {version}" for name, version in self.measured_on["versions"].items())
+        placed = f", balanced with {self.replicas} replicas" if self.replicas is not None else ""
+        target.print(f"{movement.group}{placed}, {machine(movement.platform)}, {versions}, {self.measured_on['date']}")
+        if movement.winner is None:
+            target.print(movement.table())
+        if self.rows:
+            table = new_table(
+                "T", "routing", "way", "wire", "backend", "time", "one rank", "ratio", "bare", "error", ""
+            )
+            for row in self.rows:
+                table.add_row(f"{row['tokens']:,}", row["routing"], _name(row), *_cells(row))
+            target.print(table)
+            target.print(
+                "one rank: a rank's experts with as many routes, without a group; bare: the same tokens, routes and "
+                "rows by all_to_all_single alone"
+            )
+        for row in self.rows:
+            if row["failure"]:
+                target.print(f"{_name(row)} at {row['tokens']:,} tokens, {row['routing']}: {row['failure']}")
+            if row["one_rank_error"] is not None:
+                same = "equal bits" if row["one_rank_equal"] else f"error {row['one_rank_error']:.1e}"
+                target.print(f"{_name(row)} against the whole layer on one rank: {same}")
+        if self.failure:
+            target.print(Text(f"FAILED: {self.failure}", style="bold red"))
+        print_notices(target, subject.notices)
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['way']}, {row['batches']} parts" if row["batches"] > 1 else str(row["way"])
+
+
+def _cells(row: dict[str, Any]) -> tuple[str | Text, ...]:
+    if row["failure"]:
+        return ("", "", "", "", "", "", "", Text("failed", style="bold red"))
+    error = "NaN" if row["relative_error"] is None else f"{row['relative_error']:.1e}"
+    if not row["passed"]:
+        shown = Text(f"{error} > {row['tolerance']:.1e}", style="bold red")
+        return (row["wire"], row["backend"], Text("WRONG", style="bold red"), "", "", "", shown, "")
+    one, over = row["one_rank_us"], row["over_one_rank"]
+    notes = ["captured"] if row["captured"] else []
+    notes += [] if row["repeats"] else ["bits differ between calls"]
+    return (
+        row["wire"],
+        row["backend"],
+        format_us(row["time_us"]),
+        format_us(one) if one is not None else "-",
+        f"{over:.2f}" if over is not None else "-",
+        format_us(row["bare_us"]),
+        error,
+        ", ".join(notes),
+    )
+
 
 def _group_facts(size: int, platform: Platform) -> GroupFacts:
     if platform.device_type == "cpu":
         return GroupFacts(size, "gloo", "cpu")
     return GroupFacts(size, "nccl", platform.device_type)
-
-
-def explain_group(flags: ProblemFlags, subject: Subject, size: int, way: str | None) -> EpExplanation:
-    """How a layer would run over so many ranks, here or on a named platform. Starts no process.
-
-    Raises:
-        MoeregError: Anything that the user can cure.
-    """
-    platform = explain_backends(subject.problem, flags.platform).platform
-    movement = explain_movements(subject.problem, _group_facts(size, platform), platform, require=way)
-    winner = movement.winner
-    problem = movement.problem if winner is None else movement.experts_problem(winner)
-    return EpExplanation(subject, movement, subject.noted(explain_backends(problem, platform, **flags.request())))
 
 
 def bench_group(
@@ -136,20 +229,9 @@ def bench_group(
     batches: Sequence[int] = (1,),
     compares: bool = False,
 ) -> EpResult:
-    """Compares ways of moving tokens on random weights, over ranks of this machine or torchrun's.
+    """Compares token dispatchers on random weights, over ranks of this machine or torchrun's.
 
-    Args:
-        flags: The layer.
-        size: Ranks.
-        ways: Names, `a,b`; all that fit where None.
-        token_counts: Tokens of each rank.
-        routing: Names of routings, `a,b`.
-        rounds: Samples of each row, at most.
-        seed: Of everything random.
-        replicas: Experts beyond one for each of the layer, balanced by the loads; slices where None.
-        eager: Whether nothing is captured.
-        batches: Parts into which calls are cut, each in turn.
-        compares: Whether rank 0 also runs the whole layer alone.
+    Takes the values of the options of those names. Where it `compares`, rank 0 also runs the whole layer alone.
 
     Raises:
         MoeregError: Anything that the user can cure.
@@ -164,7 +246,7 @@ def bench_group(
     platform = platform_at_hand("bench --ep", flags.platform)
     counts = tuple(token_counts or ((1, 16) if platform.device_type == "cpu" else (1, 64, 1024, 8192)))
     subject = find_subject(flags, None, None)
-    rank = find_torchrun_rank(size)
+    rank = _torchrun_rank(size)
     _check_gpus(size, platform, rank)
     problem = dataclasses.replace(subject.problem, max_num_tokens=max(1, *counts))
     if replicas is None:
@@ -175,7 +257,7 @@ def bench_group(
         mapped = dataclasses.replace(problem, num_local_experts=held, placement="map")
         movement = explain_movements(mapped, _group_facts(size, platform), platform, require=ways)
     where = provenance(platform, ("torch", "triton"))
-    result = EpResult(subject, movement, where, replicas, is_told=not rank)
+    result = EpResult(subject, movement, where, replicas, is_printed=not rank)
     names = tuple(dict.fromkeys(decision.name for decision in movement.accepted))
     if not names:
         return result
@@ -200,11 +282,9 @@ def bench_group(
         seed=seed,
         eager=eager,
         compares=compares,
-        out="",
-        store=None,
     )
     with phase(f"running {', '.join(names)} on {size} ranks"):
-        rows, failure = rows_of_ranks(job, rank)
+        rows, failure = _rows_of_ranks(job, rank)
     where = {**where, **clocks(platform)}
     return dataclasses.replace(result, rows=tuple(rows), failure=failure, measured_on=where)
 
@@ -236,3 +316,93 @@ def _check_gpus(size: int, platform: Platform, rank: int | None) -> None:
             f"--ep must be at most the GPUs of this machine, {found}, got {size}; --platform cpu runs over gloo, and "
             "torchrun over several machines"
         )
+
+
+def _torchrun_rank(size: int) -> int | None:
+    """This process's rank where torchrun started it; None where nobody did.
+
+    Raises:
+        UsageError: There are other ranks than `--ep` says.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    found = int(os.environ["WORLD_SIZE"])
+    if found != size:
+        raise UsageError(f"--ep must be the number of ranks that torchrun started, {found}, got {size}")
+    return int(os.environ["RANK"])
+
+
+def _rows_of_ranks(job: Any, rank: int | None) -> tuple[list[dict[str, Any]], str]:
+    """Runs a job on all of its ranks.
+
+    Args:
+        job: A `Job` of `moereg.cli._rank`; where it writes and ranks meet is filled in here.
+        rank: This process's, among those of torchrun; None to start a process for each rank.
+
+    Returns:
+        The rows, those before a failure included, and what failed; under torchrun only rank 0 has rows.
+    """
+    with tempfile.TemporaryDirectory(prefix="moereg-ep-") as folder:
+        out = Path(folder) / "rows"
+        job = dataclasses.replace(job, out=str(out), store=None if rank is not None else str(Path(folder) / "store"))
+        if rank is not None:
+            from moereg.cli._rank import run_rank
+
+            run_rank(job, rank)
+            failure = ""
+        else:
+            path = Path(folder) / "job"
+            path.write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
+            failure = _failure_of(path, job.size)
+        lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+    return [json.loads(line) for line in lines], failure
+
+
+def _failure_of(job: Path, size: int) -> str:
+    """The message of the first rank that failed; empty if none did."""
+    ended: queue.Queue[tuple[int, int, str]] = queue.Queue()
+    with _children(job, size) as children:
+        for rank, child in enumerate(children):
+            threading.Thread(target=_wait, args=(rank, child, ended), daemon=True).start()
+        texts: list[str] = []
+        for _ in children:
+            try:
+                rank, code, text = ended.get(timeout=_GRACE_SECONDS if texts else None)
+            except queue.Empty:
+                break
+            if code:
+                texts.append(text or f"rank {rank} ended with {code}")
+    return texts[0] if texts else ""
+
+
+def _wait(rank: int, child: subprocess.Popen[str], ended: queue.Queue[tuple[int, int, str]]) -> None:
+    _, err = child.communicate()
+    lines = [line for line in (err or "").splitlines() if line.startswith(f"rank {rank}: ")]
+    for line in (err or "").splitlines() if child.returncode and not lines else ():
+        print(line, file=sys.stderr)
+    ended.put((rank, child.returncode, lines[-1] if lines else ""))
+
+
+@contextlib.contextmanager
+def _children(job: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """A process for each rank, ended with the block."""
+    children: list[subprocess.Popen[str]] = []
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size))} if size > 1 else {}
+    try:
+        for rank in range(size):
+            command = python_command("moereg.cli._rank", str(job), str(rank))
+            children.append(
+                subprocess.Popen(
+                    command,
+                    env={**threads, **os.environ, "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        yield children
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()

@@ -1,24 +1,42 @@
-"""The state of this machine: backends and ways of moving tokens, whether they can run here, and plugins."""
+"""`moereg info`, `moereg models` and `moereg schemes`: this machine and its backends, and names that options take."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Console
+from rich.text import Text
 
 from moereg._version import __version__
+from moereg.cli._output import console
+from moereg.cli._show import WIDE, machine, named_machine, new_table, print_notices, print_reasons, yes_no
 from moereg.discovery import current_platform, load_backends, load_movements, plugin_statuses
 from moereg.dispatch import machine_reasons
 from moereg.errors import PluginError
 from moereg.machine import PROBES, lacks
-from moereg.platforms import Platform, probe_platform
+from moereg.platforms import Platform, platform_of_product, probe_platform
+from moereg.plugins import MOVEMENT_GROUP, PLATFORM_GROUP
 from moereg.prepare_finalize import MovementCell
-from moereg.quarantine import Quarantine, QuarantineRecord, read_quarantine
+from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
+from moereg.quarantine import Quarantine, QuarantineRecord, quarantine_path, read_quarantine
 from moereg.reasons import Reason
-from moereg.registry import BackendCell
-from moereg.selection import SCHEMA, Decision, Selection
-from moereg.testing.ledger import evidence_of
+from moereg.registry import BUILTIN, BackendCell
+from moereg.selection import SCHEMA
+from moereg.shapes import MODEL_SHAPES
+from moereg.testing.ledger import arch_name, evidence_of
 
-__all__ = ["collect_info", "machine_shown", "selection_with_evidence"]
+__all__ = ["collect_info", "list_models", "list_schemes", "show_info", "show_models", "show_schemes"]
+
+_MOST_NAMES: Final = 3
+"""Most platforms shown on one line; the table of cells has all."""
+
+_Held = list[tuple[BackendCell, tuple[QuarantineRecord, ...]]]
+"""Every cell by backend, with the records by which it is quarantined."""
+
+_SHORT_DTYPES: Final = {"uint4": "int4", "float4_e2m1fn": "fp4", "float8_e4m3fn": "fp8"}
 
 
 def machine_shown() -> tuple[Platform, str | None]:
@@ -39,33 +57,42 @@ def collect_info() -> dict[str, Any]:
         "version": __version__,
         "platform": str(platform),
         "platform_error": platform_error,
-        "backends": [_backend(name, registry.by_name(name), platform, quarantine) for name in registry.names],
+        "backends": [_backend(registry.by_name(name), platform, quarantine) for name in registry.names],
         "plugins": [status.to_dict() for status in plugin_statuses()],
         "platform_claimed_by": platform.claimed_by or None,
-        "ways": _ways(platform),
+        "ways": _dispatchers(platform),
     }
 
 
-def _ways(platform: Platform) -> list[dict[str, Any]]:
-    """Every way of moving tokens between ranks, by name."""
+def _dispatchers(platform: Platform) -> list[dict[str, Any]]:
+    """Every token dispatcher between ranks, by name."""
     registry = load_movements()
-    return [_way([cell for cell in registry.cells if cell.name == name], platform) for name in registry.names]
+    return [_dispatcher(registry.by_name(name), platform) for name in registry.names]
 
 
-def _way(cells: Sequence[MovementCell], platform: Platform) -> dict[str, Any]:
-    by_cell = sorted((lacks(cell, cell.rule_for(platform), platform, PROBES) for cell in cells), key=len)
-    reasons = list(dict.fromkeys(reason for reasons in by_cell for reason in reasons)) if by_cell[0] else []
+def _dispatcher(cells: Sequence[MovementCell], platform: Platform) -> dict[str, Any]:
+    by_cell = [lacks(cell, cell.rule_for(platform), platform, PROBES) for cell in cells]
+    return _entry(cells, [_movement_cell(cell) for cell in cells], by_cell)
+
+
+def _entry(
+    cells: Sequence[BackendCell | MovementCell], shown: list[dict[str, Any]], by_cell: Sequence[Sequence[Reason]]
+) -> dict[str, Any]:
+    """A backend or token dispatcher, which runs here if one of its cells does."""
+    nearest = sorted(by_cell, key=len)
+    # Each reason once, those of the cell that is nearest to running first.
+    reasons = dict.fromkeys(reason for reasons in nearest for reason in reasons) if nearest[0] else ()
     return {
         "name": cells[0].name,
         "origin": cells[0].origin,
         "origin_version": cells[0].origin_version,
-        "cells": [_way_cell(cell) for cell in cells],
-        "available": not by_cell[0],
+        "cells": shown,
+        "available": not nearest[0],
         "reasons": [{"code": reason.code, "text": reason.text} for reason in reasons],
     }
 
 
-def _way_cell(cell: MovementCell) -> dict[str, Any]:
+def _movement_cell(cell: MovementCell) -> dict[str, Any]:
     return {
         "movement": cell.class_name,
         "activation_formats": list(cell.formats),
@@ -79,25 +106,14 @@ def _way_cell(cell: MovementCell) -> dict[str, Any]:
     }
 
 
-def _backend(name: str, cells: Sequence[BackendCell], platform: Platform, quarantine: Quarantine) -> dict[str, Any]:
+def _backend(cells: Sequence[BackendCell], platform: Platform, quarantine: Quarantine) -> dict[str, Any]:
     by_cell: list[list[Reason]] = []
     # Probes last, which may take a second: a backend runs here if one of its cells does.
     for cell in sorted(cells, key=lambda cell: len(cell.probes)):
         by_cell.append(_reasons(cell, platform, quarantine))
         if not by_cell[-1]:
             break
-    by_cell.sort(key=len)
-    is_available = not by_cell[0]
-    # Each reason once, those of the cell that is nearest to running first.
-    reasons = [] if is_available else list(dict.fromkeys(reason for reasons in by_cell for reason in reasons))
-    return {
-        "name": name,
-        "origin": cells[0].origin,
-        "origin_version": cells[0].origin_version,
-        "cells": [_cell(cell, quarantine.of_cell(cell, platform)) for cell in cells],
-        "available": is_available,
-        "reasons": [{"code": reason.code, "text": reason.text} for reason in reasons],
-    }
+    return _entry(cells, [_cell(cell, quarantine.of_cell(cell, platform)) for cell in cells], by_cell)
 
 
 def _reasons(cell: BackendCell, platform: Platform, quarantine: Quarantine) -> list[Reason]:
@@ -119,22 +135,229 @@ def _cell(cell: BackendCell, held: Sequence[QuarantineRecord]) -> dict[str, Any]
     }
 
 
-def selection_with_evidence(selection: Selection) -> dict[str, Any]:
-    """The object that `moereg explain --json` prints: the selection and the evidence of the chosen cell.
+def show_info(info: Mapping[str, Any], with_cells: bool) -> None:
+    """Prints what `collect_info` found, a line a backend or a line a cell."""
+    target, platform = console(sys.stdout), machine_shown()[0]
+    target.print(f"moereg {info['version']} on {machine(platform)}")
+    if info["platform_error"] is not None:
+        target.print(f"it is not settled which machine this is: {info['platform_error']}")
+    (_print_cells if with_cells else _print_backends)(target, info, _held(platform), platform)
+    if not info["plugins"]:
+        target.print("no plugins installed")
+    if not with_cells:
+        target.print("moereg explain --model NAME says what a layer gets, moereg models lists names")
 
-    `verification` is None if nothing fits or the cell is not registered here, and a decision's `verified_on_platform`
-    where it was rejected.
+
+def _print_backends(target: Console, info: Mapping[str, Any], held: _Held, platform: Platform) -> None:
+    """A line a backend: fits 80 columns and, without wheels, one screen."""
+    backends = info["backends"]
+    # On 80 columns the lines about plugins say it.
+    with_origin = target.width >= WIDE and any(backend["origin"] != BUILTIN for backend in backends)
+    table = new_table(
+        "backend", *(["origin"] if with_origin else []), "schemes", "platforms", "runs here", "verified on"
+    )
+    table.columns[0].no_wrap = True
+    for backend in backends:
+        cells = backend["cells"]
+        schemes = {name for cell in cells for name in cell["quant_schemes"]}
+        rules = dict.fromkeys(rule for cell in cells for rule in cell["platforms"])
+        table.add_row(
+            backend["name"],
+            *([backend["origin"]] if with_origin else []),
+            str(len(schemes)),
+            _short(_rule_name(rule) for rule in rules),
+            _runs(backend),
+            _verified(cells),
+        )
+    target.print(table)
+    num_cells = sum(len(backend["cells"]) for backend in backends)
+    target.print(f"{len(backends)} backends with {num_cells} cells: moereg info --cells shows all, and every reason")
+    target.print(Text(f"ways between ranks: {', '.join(map(_in_brief, info['ways']))}"))
+    _print_quarantine(target, held)
+    _print_plugins(target, [plugin for plugin in info["plugins"] if plugin["status"] != "loaded"])
+    loaded: dict[str, list[str]] = {}
+    for plugin in info["plugins"]:
+        if plugin["status"] == "loaded":
+            what = {PLATFORM_GROUP: "platform ", MOVEMENT_GROUP: "way "}.get(plugin["group"], "")
+            loaded.setdefault(plugin["distribution"], []).append(what + plugin["name"])
+    for distribution, names in loaded.items():
+        target.print(f"plugin {distribution}: {', '.join(names)}")
+
+
+def _print_cells(target: Console, info: Mapping[str, Any], held: _Held, platform: Platform) -> None:
+    """Every cell with its evidence, every reason against those that cannot run here, and every plugin."""
+    cells = new_table("backend", "experts", "computes", "platforms", "priority", "tier", "runs here", "verified")
+    for cell, records in held:
+        is_out = len(records) == len(cell.schemes)
+        cells.add_row(
+            cell.name,
+            cell.class_name,
+            ", ".join(scheme.name for scheme in cell.schemes),
+            ", ".join(rule.text for rule in cell.rules),
+            str(cell.priority),
+            cell.tier,
+            "quarantined" if is_out else yes_no(not machine_reasons(cell, platform)),
+            str(evidence_of(cell)),
+        )
+    target.print(cells)
+    for backend in info["backends"]:
+        if not backend["available"]:
+            print_reasons(target, f"{backend['name']} ({backend['origin']}) cannot run here:", backend["reasons"])
+    table = new_table("way", "class", "experts see", "platforms", "moves over", "priority", "captured", "opt-in")
+    for way in info["ways"]:
+        for entry in way["cells"]:
+            most = entry["max_group_size"]
+            table.add_row(
+                way["name"],
+                entry["movement"],
+                ", ".join(entry["activation_formats"]),
+                ", ".join(entry["platforms"]),
+                ", ".join(entry["transports"]) + (f", up to {most} ranks" if most is not None else ""),
+                f"{entry['priority']}{' (predicted)' if entry['predicted'] else ''}",
+                "yes" if entry["graph_capture"] else "no",
+                "yes" if entry["opt_in"] else "no",
+            )
+    target.print(table)
+    for way in info["ways"]:
+        if not way["available"]:
+            print_reasons(target, f"way {way['name']} ({way['origin']}) cannot run here:", way["reasons"])
+    _print_quarantine(target, held)
+    _print_plugins(target, info["plugins"])
+
+
+def _in_brief(dispatcher: Mapping[str, Any]) -> str:
+    """`deepep (opt-in, no: package)`."""
+    notes = ["opt-in"] if all(cell["opt_in"] for cell in dispatcher["cells"]) else []
+    notes += [] if dispatcher["available"] else [str(_runs(dispatcher))]
+    return f"{dispatcher['name']} ({', '.join(notes)})" if notes else str(dispatcher["name"])
+
+
+def _rule_name(rule: str) -> str:
+    if rule == "*":
+        return "all"
+    return ",".join(arch_name(part) for part in rule.split(",")) if ":" in rule else rule
+
+
+def _short(names: Iterable[str]) -> str:
+    """The names, or the first of many and how many more there are."""
+    known = list(dict.fromkeys(names))
+    if len(known) <= _MOST_NAMES:
+        return ", ".join(known)
+    return f"{', '.join(known[: _MOST_NAMES - 1])}, {len(known) - _MOST_NAMES + 1} more"
+
+
+def _runs(backend: Mapping[str, Any]) -> Text:
+    if backend["available"]:
+        return yes_no(True)
+    codes = {reason["code"] for reason in backend["reasons"]}
+    # Without the platform no package would help.
+    code = next((code for code in ("platform", "package", "probe", "quarantined") if code in codes), "")
+    return Text({"": "no", "platform": "no", "quarantined": "quarantined"}.get(code, f"no: {code}"), style="red")
+
+
+def _verified(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Devices on which all of a backend's current cells were verified, or how many of them were."""
+    records = [[record for record in cell["verified"] if not record["stale"]] for cell in cells]
+    platforms = dict.fromkeys(arch_name(record["platform"]) for of_cell in records for record in of_cell)
+    if not platforms:
+        return "code changed" if any(cell["verified"] for cell in cells) else "-"
+    num_verified = sum(map(bool, records))
+    part = f" ({num_verified} of {len(cells)})" if num_verified < len(cells) else ""
+    return _short(platforms) + part
+
+
+def _held(platform: Platform) -> _Held:
+    registry, quarantine = load_backends(), read_quarantine()
+    cells = [cell for name in registry.names for cell in registry.by_name(name)]
+    return [(cell, quarantine.of_cell(cell, platform)) for cell in cells]
+
+
+def _print_quarantine(target: Console, held: _Held) -> None:
+    records = [record for _, of_cell in held for record in of_cell]
+    if records:
+        target.print(f"quarantined here, in {quarantine_path()}:")
+    for record in records:
+        target.print(f"  - {record.backend} ({record.experts}), {record.scheme}: {record.reason.text}")
+
+
+def _print_plugins(target: Console, plugins: Sequence[Mapping[str, Any]]) -> None:
+    if not plugins:
+        return
+    table = new_table("plugin", "group", "distribution", "status", "error")
+    for plugin in plugins:
+        table.add_row(plugin["name"], plugin["group"], plugin["distribution"], plugin["status"], plugin["error"] or "")
+    target.print(table)
+
+
+def list_models() -> dict[str, Any]:
+    """The object that `moereg models --json` prints."""
+    return {"schema": SCHEMA, "models": [dataclasses.asdict(shape) for shape in MODEL_SHAPES.values()]}
+
+
+def show_models() -> None:
+    """Prints a line a model."""
+    target = console(sys.stdout)
+    table = new_table("model", "E", "H", "I", "K", "L", "activation", "released as")
+    for shape in MODEL_SHAPES.values():
+        sizes = (shape.num_experts, shape.hidden_size, shape.intermediate_size, shape.top_k)
+        activation = f"{shape.activation}, bias" if shape.has_bias else shape.activation
+        released = "16 bits" if shape.released_quant == "unquantized" else shape.released_quant
+        table.add_row(shape.name, *map(str, sizes), str(shape.num_moe_layers or ""), activation, released)
+    target.print(table)
+    target.print("E experts of sizes H and I, K a token, L layers; 16 bits unless --quant is given")
+
+
+def list_schemes(name: str | None) -> tuple[dict[str, Any], Platform]:
+    """The object that `moereg schemes --json` prints, and the platform.
+
+    Args:
+        name: What `--platform` says; this machine where None.
     """
-    winner = selection.winner
-    found = None
-    if winner is not None and winner.cell is not None:
-        evidence = evidence_of(winner.cell)
-        found = {**evidence.to_dict(), "verified_on_platform": evidence.on(selection.platform)}
-    values = selection.to_dict()
-    for decision, shown in zip(selection.decisions, values["decisions"], strict=True):
-        shown["verified_on_platform"] = _is_verified(decision, selection.platform) if decision.accepted else None
-    return {**values, "verification": found}
+    registry = load_backends()
+    platform = current_platform() if name is None else Platform.from_name(name)
+    known = {scheme.name: scheme for cell in registry.cells for scheme in cell.schemes}
+    schemes = {**QUANT_SCHEMES, **{name: known[name] for name in sorted(known) if name not in QUANT_SCHEMES}}
+    cells = [cell for cell in registry.cells if not machine_reasons(cell, platform)]
+    product = None if name is None else platform_of_product(name)
+    return {
+        "schema": SCHEMA,
+        "platform": str(platform),
+        "platform_source": "probed" if platform.probed else "named",
+        "schemes": [{**dataclasses.asdict(scheme), **_served_by(scheme, cells)} for scheme in schemes.values()],
+        "notices": [] if product is None else [f"--platform {name} is {product}"],
+    }, platform
 
 
-def _is_verified(decision: Decision, platform: Platform) -> bool:
-    return decision.cell is not None and evidence_of(decision.cell).on(platform)
+def show_schemes(found: dict[str, Any], platform: Platform) -> None:
+    """Prints a line a scheme."""
+    target = console(sys.stdout)
+    target.print(f"on {named_machine(platform)}")
+    table = new_table("scheme", "weights", "activations", "backends")
+    table.columns[0].no_wrap = True
+    for row in found["schemes"]:
+        names = [*row["backends"], *(f"{name} (emulated)" for name in row["emulated_by"])]
+        formats = _format(row["weight"], "row"), _format(row["activation"], "token")
+        table.add_row(row["name"], *formats, ", ".join(names) or "none")
+    target.print(table)
+    print_notices(target, found["notices"])
+
+
+def _served_by(checkpoint: QuantScheme, cells: list[BackendCell]) -> dict[str, list[str]]:
+    """Names of backends that run such weights, those whose speed is the scheme's apart from those that emulate it."""
+    serving = [cell for cell in cells if any(scheme.serves(checkpoint) for scheme in cell.schemes)]
+    kernels = sorted({cell.name for cell in serving if cell.tier == "kernel"})
+    return {"backends": kernels, "emulated_by": sorted({cell.name for cell in serving} - {*kernels})}
+
+
+def _format(values: dict[str, Any] | None, line: str) -> str:
+    """A format in few words: `fp8 by 128 x 128`, `int4 by 32, zeros`."""
+    if values is None:
+        return "16 bits"
+    value = QuantFormat(**values)
+    rows, columns = value.group
+    group = {(WHOLE, WHOLE): "tensor", (1, WHOLE): line}.get(value.group, str(columns))
+    if rows not in (1, WHOLE):
+        group = f"{rows} x {columns}"
+    zeros = "" if value.symmetric else ", zeros"
+    static = ", static" if value.static else ""
+    return f"{_SHORT_DTYPES.get(value.dtype, value.dtype)} by {group}{zeros}{static}"

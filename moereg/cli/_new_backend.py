@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.resources
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,14 +16,14 @@ from moereg.errors import RegistrationError, shown
 from moereg.registration import check_name
 from moereg.selection import SCHEMA
 
-__all__ = ["NewWheel", "write_wheel"]
+__all__ = ["show_wheel", "write_wheel"]
 
 # What the names of distributions, packages and entry points have in common.
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _LONGEST_NAME: Final = 40
 
 _TEMPLATES: Final = importlib.resources.files("moereg.cli") / "_wheel"
-# Files of the wheel by their templates, whose names end in `.template` so that no tool takes them for the real thing.
+# Templates and the files that they become. Templates are named `*.template`, so that no tool reads them as code.
 _FILES: Final = {
     "pyproject.toml": "pyproject.toml",
     "README.md": "README.md",
@@ -36,52 +36,21 @@ _FILES: Final = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class NewWheel:
-    """A wheel that was written.
-
-    Attributes:
-        name: Of the backend.
-        distribution: As pip names it.
-        package: As Python imports it.
-        directory: The folder that holds it.
-        files: Paths in the folder.
-    """
-
-    name: str
-    distribution: str
-    package: str
-    directory: Path
-    files: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object that `moereg new-backend --json` prints."""
-        return {
-            "schema": SCHEMA,
-            "name": self.name,
-            "distribution": self.distribution,
-            "package": self.package,
-            "directory": str(self.directory),
-            "files": list(self.files),
-        }
-
-    def __str__(self) -> str:
-        folder = shlex.quote(str(self.directory))
-        return "\n".join(
-            [
-                f"wrote {self.distribution} into {self.directory}:",
-                *(f"  {path}" for path in self.files),
-                "it works as it is:",
-                f"  pip install -e {folder}  # and pytest for its tests",
-                f"  moereg explain --model qwen3-30b-a3b --prefer {self.name}",
-                f"  moereg verify {self.name}",
-                f"put your kernel into src/{self.package}/backend.py",
-            ]
-        )
+def show_wheel(written: Mapping[str, Any]) -> None:
+    """Prints what `write_wheel` wrote, and what to do with it."""
+    folder = shlex.quote(written["directory"])
+    print(f"wrote {written['distribution']} into {written['directory']}:")
+    for path in written["files"]:
+        print(f"  {path}")
+    print("it works as it is:")
+    print(f"  pip install -e {folder}  # and pytest for its tests")
+    print(f"  moereg explain --model qwen3-30b-a3b --prefer {written['name']}")
+    print(f"  moereg verify {written['name']}")
+    print(f"put your kernel into src/{written['package']}/backend.py")
 
 
-def write_wheel(name: str, directory: Path | None = None) -> NewWheel:
-    """Writes the source of a wheel with one backend.
+def write_wheel(name: str, directory: Path | None = None) -> dict[str, Any]:
+    """Writes the source of a wheel with one backend; returns the object that `moereg new-backend --json` prints.
 
     Args:
         name: Of the backend, as requests will spell it.
@@ -112,7 +81,14 @@ def write_wheel(name: str, directory: Path | None = None) -> NewWheel:
         raise UsageError(
             f"--directory must be writable, got {shown(str(folder))}: {error.strerror or error}; name another"
         ) from error
-    return NewWheel(name, distribution, package, folder, tuple(contents))
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "distribution": distribution,
+        "package": package,
+        "directory": str(folder),
+        "files": list(contents),
+    }
 
 
 def _distribution(name: str) -> str:

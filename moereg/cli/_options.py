@@ -1,4 +1,4 @@
-"""Options that commands share, and the problem, request and platform that they make."""
+"""Options that commands share, and the layer, request and platform that they name."""
 
 from __future__ import annotations
 
@@ -6,37 +6,45 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
-from moereg.activations import Activation
-from moereg.cli._completion import (
-    activation_names,
-    backend_list,
-    dtype_names,
-    model_names,
-    platform_names,
-    scheme_names,
-)
-from moereg.discovery import find_scheme
-from moereg.errors import MoeregError
-from moereg.platforms import platform_of_product
-from moereg.problem import MoEProblem
-from moereg.shapes import get_shape
+from moereg.activations import ACTIVATIONS, Activation
+from moereg.cli._output import only_results_on_stdout
+from moereg.discovery import find_scheme, list_backends
+from moereg.errors import MoeregError, one_line
+from moereg.platforms import PRODUCTS, platform_of_product
+from moereg.problem import DTYPES, MoEProblem
+from moereg.quant import QUANT_SCHEMES
+from moereg.selection import Selection
+from moereg.shapes import MODEL_SHAPES, get_shape
 
 __all__ = [
     "CheckpointOption",
+    "DenyOption",
     "EpOption",
+    "JobsOption",
     "JsonFlag",
     "LayerOption",
     "PlatformOption",
+    "PreferOption",
     "ProblemFlags",
+    "SeedOption",
+    "Subject",
     "UsageError",
     "VerboseFlag",
     "WayOption",
+    "backend_list",
+    "backend_names",
+    "find_subject",
+    "first_layer",
+    "platform_names",
+    "routing_names",
+    "scheme_list",
+    "scheme_names",
     "takes_problem_flags",
     "usage_errors",
 ]
@@ -45,6 +53,34 @@ __all__ = [
 class UsageError(MoeregError, ValueError):
     """Options that contradict each other or leave something out."""
 
+
+def _completes(names: Callable[[], Iterable[str]], is_list: bool = False) -> Callable[[str], list[str]]:
+    """The shell's tab key for a value out of some names, or for the last of `a,b`. Loads no torch."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",") if is_list else ("", "", incomplete)
+        return [f"{before}{comma}{name}" for name in names() if name.startswith(last.lower())]
+
+    return complete
+
+
+def _routings() -> Iterable[str]:
+    from moereg.tuning.inputs import ROUTINGS
+
+    return ROUTINGS
+
+
+def _backends() -> Iterable[str]:
+    with only_results_on_stdout(False):  # Plugins are imported.
+        return list_backends()
+
+
+_models, _dtypes, _activations = (_completes(names.__iter__) for names in (MODEL_SHAPES, DTYPES, ACTIVATIONS))
+# Schemes of plugins are left out, since they would have to be imported.
+scheme_names, scheme_list = _completes(lambda: QUANT_SCHEMES), _completes(lambda: QUANT_SCHEMES, is_list=True)
+platform_names: Final = _completes(lambda: ("cpu", *dict.fromkeys(PRODUCTS.values()), *PRODUCTS))
+routing_names: Final = _completes(_routings)
+backend_names, backend_list = _completes(_backends), _completes(_backends, is_list=True)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 VerboseFlag = Annotated[bool, typer.Option("--verbose", "-v", help="Log to standard error.")]
@@ -60,12 +96,18 @@ WayOption = Annotated[
     str | None,
     typer.Option(help="With --ep: ways of moving tokens, such as all_to_all,all_gather; all that fit if left out."),
 ]
+SeedOption = Annotated[int, typer.Option(min=0, max=2**63 - 2, help="Of weights, hidden states and routing.")]
+JobsOption = Annotated[int | None, typer.Option(min=1, help="Compilers at once; as memory allows if left out.")]
 PlatformOption = Annotated[
     str | None,
     typer.Option(
         help="A platform such as cuda:sm90 or h100; this machine's if left out.", autocompletion=platform_names
     ),
 ]
+PreferOption = Annotated[
+    list[str] | None, typer.Option(help="Use these backends first where they fit.", autocompletion=backend_list)
+]
+DenyOption = Annotated[list[str] | None, typer.Option(help="Use none of these backends.", autocompletion=backend_list)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +115,7 @@ class ProblemFlags:
     """The options that describe a layer and a request; None if not given."""
 
     model: Annotated[
-        str | None, typer.Option(help="A known model's layer, e.g. qwen3-30b-a3b.", autocompletion=model_names)
+        str | None, typer.Option(help="A known model's layer, e.g. qwen3-30b-a3b.", autocompletion=_models)
     ] = None
     experts: Annotated[int | None, typer.Option(help="Experts of the layer.")] = None
     hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None
@@ -82,10 +124,10 @@ class ProblemFlags:
     quant: Annotated[
         str | None, typer.Option(help="Scheme of the checkpoint's weights.", autocompletion=scheme_names)
     ] = None
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.", autocompletion=dtype_names)] = None
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.", autocompletion=_dtypes)] = None
     activation: Annotated[
         str | None,
-        typer.Option(help="silu, gelu, gelu_tanh, swigluoai or relu2.", autocompletion=activation_names),
+        typer.Option(help="silu, gelu, gelu_tanh, swigluoai or relu2.", autocompletion=_activations),
     ] = None
     swiglu_limit: Annotated[float | None, typer.Option(help="Clamp of gate and up.")] = None
     bias: Annotated[bool | None, typer.Option("--bias/--no-bias", help="Both matmuls have a bias.")] = None
@@ -112,13 +154,8 @@ class ProblemFlags:
             autocompletion=backend_list,
         ),
     ] = None
-    prefer: Annotated[
-        list[str] | None,
-        typer.Option(help="Use these backends first where they fit.", autocompletion=backend_list),
-    ] = None
-    deny: Annotated[list[str] | None, typer.Option(help="Use none of these backends.", autocompletion=backend_list)] = (
-        None
-    )
+    prefer: PreferOption = None
+    deny: DenyOption = None
 
     def problem(self) -> MoEProblem:
         """The layer that `--model` or the sizes describe; explicit options override the model's values.
@@ -154,7 +191,7 @@ class ProblemFlags:
         return {**values, "max_num_tokens": self.tokens} if self.tokens else values
 
     def notices(self) -> tuple[str, ...]:
-        """One line for each option whose meaning may surprise."""
+        """One line for each option that may mean something else than expected."""
         notices = []
         if self.platform is not None and (product := platform_of_product(self.platform)) is not None:
             notices.append(f"--platform {self.platform} is {product}")
@@ -245,3 +282,65 @@ def takes_problem_flags(command: Callable[..., int]) -> Callable[..., int]:
     run.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A layer and what to call it.
+
+    Attributes:
+        name: The model's or checkpoint's name; None where only sizes were given.
+        problem: The layer; of a checkpoint, as its headers say.
+        checkpoint: Its directory, where the layer is one of a checkpoint.
+        layer: The index there.
+        notices: What a user may not expect of the options, one line each.
+    """
+
+    name: str | None
+    problem: MoEProblem
+    checkpoint: Path | None = None
+    layer: int | None = None
+    notices: tuple[str, ...] = ()
+
+    def noted(self, selection: Selection) -> Selection:
+        """The selection with these notices first, so that tables and JSON have them."""
+        return dataclasses.replace(selection, notices=(*self.notices, *selection.notices))
+
+
+def find_subject(flags: ProblemFlags, checkpoint: Path | None, layer: int | None) -> Subject:
+    """The layer that options name. Of a checkpoint, no more than headers are read.
+
+    Args:
+        flags: The problem; with a checkpoint, what it leaves open.
+        checkpoint: What `--checkpoint` says.
+        layer: What `--layer` says; the first layer with experts where None.
+
+    Raises:
+        MoeregError: Options are missing or contradict each other, or the checkpoint cannot be read.
+    """
+    if checkpoint is None:
+        if layer is not None:
+            raise UsageError("--layer needs --checkpoint, whose layer it is")
+        return Subject(flags.model, flags.problem(), notices=flags.notices())
+    from moereg.checkpoints import read_problem
+
+    flags.check_no_checkpoint_facts()
+    with usage_errors():
+        layer = first_layer(checkpoint) if layer is None else layer
+        problem = read_problem(checkpoint, layer, **flags.wishes())
+    name = f"{one_line(checkpoint.resolve().name)}, layer {layer}"
+    return Subject(name, problem, checkpoint, layer, flags.notices())
+
+
+def first_layer(checkpoint: Path) -> int:
+    """The first layer of a checkpoint with experts.
+
+    Raises:
+        UsageError: None has.
+    """
+    from moereg.checkpoints import moe_layers
+
+    with_experts = moe_layers(checkpoint)
+    if not with_experts:
+        raise UsageError(f"no layer of {str(checkpoint)!r} has experts; give a Mixture-of-Experts checkpoint")
+    return with_experts[0]

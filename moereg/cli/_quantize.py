@@ -1,41 +1,52 @@
-"""The work of `moereg quantize`: a layer of a checkpoint in every scheme that fits, and the copy that was asked for."""
+"""`moereg quantize`: a layer of a checkpoint in every scheme that fits, and the copy that was asked for."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import math
 import os
 import signal
+import string
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from moereg.checkpoints import (
     CheckpointLayer,
+    SavedCheckpoint,
     check_can_save,
     load_experts,
-    moe_layers,
     quantize_layer,
     read_problem,
     save_quantized,
 )
-from moereg.cli._layer import random_hidden_states
-from moereg.cli._machine import layer_device, platform_at_hand
-from moereg.cli._options import ProblemFlags, UsageError, usage_errors
+from moereg.cli._layer import MAX_FRACTION, layer_device, platform_at_hand, random_hidden_states
+from moereg.cli._options import ProblemFlags, UsageError, first_layer, usage_errors
+from moereg.cli._output import console
+from moereg.cli._plot import COLORS, FAINT, INK, STYLE, axis_us
 from moereg.cli._progress import phase
-from moereg.cli._quantize_result import QuantizeResult, Question, SchemeRow
+from moereg.cli._show import format_us
+from moereg.discovery import find_scheme
 from moereg.dispatch import explain_backends
-from moereg.errors import TooLargeError, one_line
+from moereg.errors import TooLargeError, one_line, shown
 from moereg.memory import format_bytes, free_memory_bytes
+from moereg.platforms import Platform
 from moereg.problem import MoEProblem
-from moereg.quant import QuantScheme, TensorRole, get_scheme
+from moereg.quant import QUANT_SCHEMES, QuantScheme, TensorRole, get_scheme
 from moereg.quantize import dequantize_weights
 from moereg.reference import reference_experts, relative_error
-from moereg.selection import Decision, Selection
+from moereg.selection import SCHEMA, Decision, Selection, nearest_by_backend
 from moereg.testing.provenance import provenance
 from moereg.tolerances import layer_tolerance
 from moereg.tuning.compare import Comparison, Measurement
@@ -43,33 +54,476 @@ from moereg.tuning.inputs import Call, num_calls
 from moereg.tuning.roofline import expert_bytes
 from moereg.weights import ExpertWeights
 
-__all__ = ["DEFAULT_TOKENS", "compare_schemes"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = [
+    "DEFAULT_TOKENS",
+    "QuantizeResult",
+    "Question",
+    "SchemeRow",
+    "compare_schemes",
+    "find_schemes",
+    "plot_quantize",
+    "read_inputs",
+]
 
 DEFAULT_TOKENS: Final = (1, 64)
 # Tokens that errors and scales of activations come from, where a call has fewer.
 _SAMPLE_TOKENS: Final = 64
-_MAX_FRACTION: Final = 0.6
 _ROUNDS: Final = 16
 _SECONDS: Final = 0.3
 """A choice among twenty schemes needs no third digit, and emulations on a CPU take a second a call."""
+_LETTERS: Final = string.ascii_lowercase + string.ascii_uppercase
+_SKETCH: Final = (60, 12)
+_FEWEST_POINTS: Final = 3
+_EMULATION: Final = "~"
+_LABEL_PIXELS: Final = (8, 16)
+"""Width and height of a letter in the picture."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """The request.
+
+    Attributes:
+        checkpoint: Directory.
+        layer: Index in the whole model; the first with experts where None.
+        schemes: To compare.
+        token_counts: Of the calls that are timed, ascending.
+        inputs: By layer, [T,H]: real inputs; random ones where a layer has none.
+        seed: Of random inputs.
+        out: Directory of the copy; None for none.
+        is_one_layer: Whether the copy has this layer alone quantized, instead of all.
+    """
+
+    checkpoint: Path
+    layer: int | None
+    schemes: tuple[QuantScheme, ...]
+    token_counts: tuple[int, ...]
+    inputs: Mapping[int, torch.Tensor]
+    seed: int
+    out: Path | None
+    is_one_layer: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SchemeRow:
+    """One scheme, or the original.
+
+    Attributes:
+        quant: The scheme's name.
+        decision: The backend that a layer gets.
+        num_bytes: Of the layer's canonical weights.
+        bits: Of a weight, with its share of scales and zero points.
+        weights_error: Of the restored weights against the original ones.
+        output_error: Of the layer's output, as the scheme defines it, against the original's in fp32.
+        measured: By number of tokens, as in the question.
+        original_us: Times of the original, taken beside these; NaN where it has none.
+    """
+
+    quant: str
+    decision: Decision
+    num_bytes: int
+    bits: float
+    weights_error: float
+    output_error: float
+    measured: tuple[Measurement, ...]
+    original_us: tuple[float, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the backend ran and its numbers are the scheme's."""
+        return all(row.passed for row in self.measured)
+
+    def to_dict(self) -> dict[str, Any]:
+        """One row of `moereg quantize --json`."""
+        return {
+            "quant": self.quant,
+            "computes": self.decision.computes,
+            "backend": self.decision.backend,
+            "experts": self.decision.experts,
+            "tier": self.decision.tier,
+            "bytes": self.num_bytes,
+            "bits": self.bits,
+            "weights_error": self.weights_error,
+            "output_error": self.output_error,
+            "passed": self.passed,
+            "times": [
+                {
+                    "tokens": row.num_tokens,
+                    "time_us": row.time_us,
+                    "original_us": original_us,
+                    "speedup": original_us / row.time_us,
+                    "relative_error": row.relative_error,
+                    "tolerance": row.tolerance,
+                    "passed": row.passed,
+                    "failure": row.failure or None,
+                    "damage": row.damage or None,
+                }
+                for row, original_us in zip(self.measured, self.original_us, strict=True)
+            ],
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeResult:
+    """The result; `original` is None if nothing fitted.
+
+    Attributes:
+        question: What was asked, with the layer's index.
+        subject: The layer, to show.
+        problem: The layer as it is stored.
+        platform: This machine.
+        measured_on: `device`, `versions`, `commit` and `date`, among others.
+        inputs: `random` or `given`.
+        original: The layer as it is stored.
+        rows: In the question's order, but for what does not fit.
+        skipped: Name and nearest candidate of each scheme that nothing here computes.
+        saved: The copy that was written.
+        read_back: Whether this layer of the copy was read and had the same bits.
+    """
+
+    question: Question
+    subject: str
+    problem: MoEProblem
+    platform: Platform
+    measured_on: Mapping[str, Any]
+    inputs: str
+    original: SchemeRow | None = None
+    rows: tuple[SchemeRow, ...] = ()
+    skipped: tuple[tuple[str, Selection], ...] = ()
+    saved: SavedCheckpoint | None = None
+    read_back: bool | None = None
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether everything that ran was right, what was written included; None if nothing fitted."""
+        if not self.rows or self.original is None:
+            return None
+        return all(row.passed for row in (self.original, *self.rows)) and self.read_back is not False
+
+    def unbeaten(self) -> tuple[SchemeRow, ...]:
+        """Rows that no other one beats in size, error and time at once; wrong ones and emulations are none."""
+
+        def values(row: SchemeRow) -> tuple[float, ...]:
+            return (row.num_bytes, row.output_error, row.measured[-1].time_us)
+
+        rows = [row for row in self.rows if row.passed and row.decision.tier == "kernel"]
+        return tuple(
+            row
+            for row in rows
+            if not any(
+                values(other) != values(row)
+                and all(mine >= theirs for mine, theirs in zip(values(row), values(other), strict=True))
+                for other in rows
+            )
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `moereg quantize --json` prints."""
+        saved = self.saved
+        return {
+            "schema": SCHEMA,
+            "checkpoint": str(self.question.checkpoint),
+            "layer": self.question.layer,
+            "problem": self.problem.to_dict(),
+            "platform": str(self.platform),
+            **{name: self.measured_on[name] for name in ("device", "versions", "commit", "date")},
+            "inputs": self.inputs,
+            "original": None if self.original is None else self.original.to_dict(),
+            "rows": [row.to_dict() for row in self.rows],
+            "unbeaten": [row.quant for row in self.unbeaten()],
+            "skipped": [
+                {"quant": name, "reasons": nearest_by_backend(selection.decisions)[0].to_dict()["reasons"]}
+                for name, selection in self.skipped
+            ],
+            "out": None
+            if saved is None
+            else {
+                "path": str(saved.path),
+                "quant": saved.quant.name,
+                "layers": list(saved.layers),
+                "bytes": saved.num_bytes,
+                "read_back": self.read_back,
+            },
+        }
+
+    def show(self) -> None:
+        """Prints the comparison and what was written or, if nothing fitted, the reasons."""
+        target = console(sys.stdout)
+        question, original = self.question, self.original
+        target.print(f"{self.subject}: {self.problem}")
+        versions = ", ".join(f"{name} {version}" for name, version in self.measured_on["versions"].items())
+        target.print(f"on {self.measured_on['device']} ({self.platform}), {versions}, {self.measured_on['date']}")
+        if original is not None:
+            what = "the layer's own inputs" if self.inputs == "given" else "random hidden states"
+            target.print(f"errors against the original in fp32, of weights and of output, on {what}")
+            target.print(_table(self, original))
+            _print_notes(target.print, self)
+            if len(self.rows) >= _FEWEST_POINTS:
+                target.print(f"\nerror of the output (log) over size, up to the original's {_size(original)}:")
+                for line in sketch(self):
+                    target.print(f"  {line}")
+        why: dict[str, list[str]] = {}
+        for name, selection in self.skipped:
+            nearest = nearest_by_backend(selection.decisions)[0]
+            why.setdefault(f"{nearest.backend}: {nearest.reasons[0].text}", []).append(name)
+        for reason, names in why.items():
+            target.print(f"not on this machine: {', '.join(names)} ({reason})")
+        if self.original is None and not self.skipped:
+            target.print("nothing here computes the original, which the others are compared with")
+        for row in (*([original] if original else []), *self.rows):
+            for measured in row.measured:
+                if problem := measured.failure or measured.damage:
+                    label = f"{row.quant} on {row.decision.backend}"
+                    target.print(Text(f"{label} FAILED at {measured.num_tokens} tokens: {problem}", style="bold red"))
+                elif not measured.passed:
+                    target.print(
+                        Text(
+                            f"{row.quant} on {row.decision.backend} is WRONG at {measured.num_tokens} tokens: "
+                            f"{measured.relative_error:.1e} > {measured.tolerance:.1e} from its own reference",
+                            style="bold red",
+                        )
+                    )
+        saved = self.saved
+        if saved is not None:
+            layers = f"layer {saved.layers[0]}" if len(saved.layers) == 1 else f"{len(saved.layers)} layers"
+            back = "the same bits" if self.read_back else "OTHER BITS"
+            target.print(f"wrote {saved.path}: {layers} in {saved.quant.name}, {format_bytes(saved.num_bytes)} in all")
+            target.print(f"read back by load_experts, layer {question.layer}: {back}")
+        elif question.out is not None and self.rows:
+            target.print("nothing was written, since something was wrong")
+        elif self.rows:
+            target.print(
+                "nothing was written; --quant NAME --out DIR writes a checkpoint with the experts of all layers"
+            )
+
+
+def _print_notes(show: Any, result: QuantizeResult) -> None:
+    unbeaten = [row.quant for row in result.unbeaten()]
+    if len(result.rows) > 1 and unbeaten:
+        show("* no other is smaller, nearer and faster at once")
+    if any(row.decision.tier != "kernel" for row in result.rows):
+        show(f"{_EMULATION} an emulation here: the scheme's numbers without its speed")
+    others = [row for row in result.rows if row.decision.computes != row.quant]
+    if others:
+        names = ", ".join(f"{row.quant} as {row.decision.computes}" for row in others)
+        show(f"computed with 16-bit activations, which are nearer: {names}")
+    backends = sorted({row.decision.backend for row in result.rows})
+    show(f"ran on {', '.join(backends)}; x is the speed against the original beside it")
+
+
+def _table(result: QuantizeResult, original: SchemeRow) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("scheme", "size", "weights", "output", *(f"T={count}" for count in result.question.token_counts)):
+        table.add_column(column, overflow="fold", justify="left" if column == "scheme" else "right")
+    unbeaten = result.unbeaten() if len(result.rows) > 1 else ()
+    table.add_row(_original(original), _size(original), "", "", *_times(original, None))
+    table.add_section()
+    for letter, row in zip(_letters(result.rows), result.rows, strict=True):
+        mark = "*" if row in unbeaten else ""
+        table.add_row(
+            Text(f"{letter} {row.quant}{mark}", style="bold green" if mark else ""),
+            _size(row),
+            f"{row.weights_error:.1%}",
+            f"{row.output_error:.1%}",
+            *_times(row, row.original_us),
+        )
+    return table
+
+
+def _original(row: SchemeRow) -> str:
+    return "original" if row.quant == "unquantized" else f"original, {row.quant}"
+
+
+def _letters(rows: Sequence[SchemeRow]) -> str:
+    return (_LETTERS * (len(rows) // len(_LETTERS) + 1))[: len(rows)]
+
+
+def _size(row: SchemeRow) -> str:
+    return format_bytes(row.num_bytes)
+
+
+def _times(row: SchemeRow, original_us: Sequence[float] | None) -> list[str | Text]:
+    mark = _EMULATION if row.decision.tier != "kernel" else ""
+    found: list[str | Text] = []
+    for place, measured in enumerate(row.measured):
+        if measured.timing is None:
+            found.append(Text("WRONG", style="bold red"))
+            continue
+        ratio = "" if original_us is None else f" {original_us[place] / measured.time_us:.1f}x"
+        found.append(f"{mark}{format_us(measured.time_us)}{ratio}")
+    return found
+
+
+def sketch(result: QuantizeResult) -> list[str]:
+    """Error of the output, log, over size: the letters of the table in a frame."""
+    width, height = _SKETCH
+    rows = [row for row in result.rows if row.output_error > 0]
+    assert result.original is not None
+    if not rows:
+        return []
+    low, high = (math.log10(choose(row.output_error for row in rows)) for choose in (min, max))
+    right = max(result.original.num_bytes, *(row.num_bytes for row in rows))
+    left = min(row.num_bytes for row in rows)
+    grid = [[" "] * width for _ in range(height)]
+    for letter, point in zip(_letters(result.rows), result.rows, strict=True):
+        if point not in rows:
+            continue
+        x = round((point.num_bytes - left) / max(right - left, 1) * (width - 1))
+        y = round((high - math.log10(point.output_error)) / max(high - low, 1e-9) * (height - 1))
+        # Points on one spot stand around it; a letter is twice as high as it is wide.
+        free = [(row, column) for row in range(height) for column in range(width) if grid[row][column] == " "]
+        y, x = min(free, key=lambda cell, at=(y, x): (2 * abs(cell[0] - at[0]) + abs(cell[1] - at[1]), cell))  # type: ignore[misc]
+        grid[y][x] = letter
+    marks = {0: f"{10**high:.1%}", height - 1: f"{10**low:.1%}"}
+    lines = [f"{marks.get(y, ''):>7} |{''.join(cells).rstrip()}" for y, cells in enumerate(grid)]
+    first, last = format_bytes(left), format_bytes(right)
+    return [*lines, f"{'':>7} +{'-' * width}", f"{'':>9}{first}{last:>{width - len(first)}}"]
+
+
+def plot_quantize(result: QuantizeResult, path: Path) -> None:
+    """Writes the picture; the file's ending says its format.
+
+    Args:
+        result: With rows.
+        path: As `check_can_plot` wants it; overwritten.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    original = result.original
+    assert original is not None
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11.5, 5.4), dpi=150, facecolor="white")
+        sizes, times = figure.subplots(1, 2, sharey=True)
+        figure.subplots_adjust(left=0.07, right=0.79, top=0.8, bottom=0.11, wspace=0.07)
+        sizes.set_yscale("log")
+        sizes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        sizes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
+        sizes.yaxis.set_minor_locator(NullLocator())
+        sizes.set_ylabel("error of the output")
+        sizes.set_xlabel("size of the layer's experts, MB")
+        times.set_xscale("log")
+        times.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        times.xaxis.set_major_formatter(FuncFormatter(axis_us))
+        times.xaxis.set_minor_locator(NullLocator())
+        times.set_xlabel(f"time of a call of {result.question.token_counts[-1]} tokens")
+        _draw(sizes, result.rows, [row.num_bytes / 1e6 for row in result.rows], original.num_bytes / 1e6)
+        sizes.set_xlim(left=0)
+        _draw(times, result.rows, [row.measured[-1].time_us for row in result.rows], original.measured[-1].time_us)
+        figure.canvas.draw()
+        for axes in (sizes, times):
+            _label(axes, _letters(result.rows))
+        title = f"{result.subject}, on {result.measured_on['device']}"
+        figure.text(0.07, 0.93, title, fontsize=15, fontweight="bold", color=INK)
+        inputs = "its own inputs" if result.inputs == "given" else "random hidden states"
+        facts = ("dashed: the original", "hollow: an emulation", f"errors on {inputs}", result.measured_on["date"])
+        figure.text(0.07, 0.88, " · ".join(map(str, (result.problem, *facts))), fontsize=10, color=FAINT)
+        for place, (letter, row) in enumerate(zip(_letters(result.rows), result.rows, strict=True)):
+            y = 0.78 - 0.036 * place
+            figure.text(0.805, y, letter, fontsize=10, fontweight="bold", color=_color(row, result.rows))
+            figure.text(0.825, y, row.quant, fontsize=10, color=INK)
+        figure.savefig(path)
+
+
+def _color(row: SchemeRow, rows: Sequence[SchemeRow]) -> str:
+    families = list(dict.fromkeys(row.quant.partition("_")[0] for row in rows))
+    return COLORS[families.index(row.quant.partition("_")[0]) % len(COLORS)]
+
+
+def _draw(axes: Axes, rows: Sequence[SchemeRow], values: Sequence[float], original: float) -> None:
+    for row, value in zip(rows, values, strict=True):
+        color = _color(row, rows)
+        filled = color if row.decision.tier == "kernel" else "white"
+        error = row.output_error if row.output_error > 0 else math.nan  # A logarithm has no place for none.
+        axes.plot([value], [error], "o", color=color, markerfacecolor=filled, markersize=7, zorder=3)
+    axes.axvline(original, color=FAINT, linestyle=(0, (4, 3)), linewidth=1.6)
+    axes.grid(color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", length=0)
+
+
+def _label(axes: Axes, letters: str) -> None:
+    """Writes each point's letter beside it; points whose labels would touch share one."""
+    labels: list[tuple[tuple[float, float], tuple[float, float], list[str]]] = []
+    for letter, line in zip(letters, axes.get_lines(), strict=False):
+        data: Any = line.get_data()
+        x, y = (float(values[0]) for values in data)
+        if not (math.isfinite(x) and math.isfinite(y)):
+            continue
+        across, up = axes.transData.transform((x, y))
+        for _, (left, bottom), found in labels:
+            width = _LABEL_PIXELS[0] * (2 * len(found) + 1)  # With commas, and the new letter.
+            if left - width < across < left + width and abs(up - bottom) < _LABEL_PIXELS[1]:
+                found.append(letter)
+                break
+        else:
+            labels.append(((x, y), (across, up), [letter]))
+    for point, _, found in labels:
+        axes.annotate(",".join(found), point, (6, 4), textcoords="offset points", fontsize=9, color=INK)
+
+
+def find_schemes(words: Sequence[str]) -> tuple[QuantScheme, ...]:
+    """The schemes of `--quant`: names, and stars as in `int4_*`; all that moereg names if there is no word.
+
+    Raises:
+        UnknownSchemeError: A name is not known.
+        UsageError: A pattern matches none, or a scheme has nothing to quantize to.
+    """
+    known = {name: scheme for name, scheme in QUANT_SCHEMES.items() if scheme.weight is not None}
+    names = [name.strip() for word in words for name in word.split(",") if name.strip()]
+    found: dict[str, QuantScheme] = {}
+    for name in names or ["*"]:
+        if "*" in name or "?" in name:
+            matching = fnmatch.filter(known, name)
+            if not matching:
+                raise UsageError(f"--quant {shown(name)} matches no scheme (known: {', '.join(known)})")
+            found |= {match: known[match] for match in matching}
+            continue
+        scheme = find_scheme(name)  # A plugin may bring its own.
+        if scheme.weight is None:
+            raise UsageError(f"--quant names what to quantize to, got {name}; the original is always in the table")
+        found[name] = scheme
+    return tuple(found.values())
+
+
+def read_inputs(path: Path | None) -> dict[int, torch.Tensor]:
+    """`--inputs`: a safetensors file with [T,H] for some layers, named by their index.
+
+    Raises:
+        UsageError: It is no such file.
+    """
+    if path is None:
+        return {}
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"--inputs takes a safetensors file, got {str(path)!r}: {one_line(str(error))}") from None
+    for name, tensor in tensors.items():
+        if not name.isdecimal() or tensor.dim() != 2 or not tensor.is_floating_point() or not len(tensor):
+            raise UsageError(
+                "--inputs takes hidden states [T,H] by the index of their layer, such as '12', got "
+                f"{shown(name)} {list(tensor.shape)} {tensor.dtype}; save each layer's under its index"
+            )
+        if not tensor.isfinite().all():
+            raise UsageError(f"--inputs takes finite numbers, got infinity or NaN in {shown(name)}; capture them again")
+    return {int(name): tensor for name, tensor in tensors.items()}
 
 
 def compare_schemes(flags: ProblemFlags, question: Question) -> QuantizeResult:
     """Loads a layer, quantizes it to each scheme in turn, runs what its backend makes of it, and writes the copy.
 
-    Args:
-        flags: What a checkpoint leaves open, and the request.
-        question: What to compare.
-
-    Returns:
-        The result; without rows where nothing fits. Nothing is written where something was wrong.
+    The result has no rows where nothing fits. Nothing is written where something was wrong.
 
     Raises:
         MoeregError: Anything that the user can cure.
     """
     if question.out is not None:
         check_copy(question)
-    layer = _first_layer(question.checkpoint) if question.layer is None else question.layer
+    layer = first_layer(question.checkpoint) if question.layer is None else question.layer
     question = dataclasses.replace(question, layer=layer)
     flags = dataclasses.replace(flags, tokens=max(question.token_counts))
     with usage_errors():
@@ -112,13 +566,6 @@ def compare_schemes(flags: ProblemFlags, question: Question) -> QuantizeResult:
         return work.write(result)
 
 
-def _first_layer(checkpoint: Path) -> int:
-    with_experts = moe_layers(checkpoint)
-    if not with_experts:
-        raise UsageError(f"no layer of {str(checkpoint)!r} has experts; give a Mixture-of-Experts checkpoint")
-    return with_experts[0]
-
-
 def check_copy(question: Question) -> None:
     """Checks that the copy can be written, before anything is measured.
 
@@ -145,13 +592,13 @@ def _check_fits(problem: MoEProblem, device: torch.device) -> None:
     numel = weights + problem.hidden_size * problem.intermediate_size
     plain = numel * (torch.float32.itemsize if problem.quant.weight is not None else 0)
     per_expert = 2 * expert_bytes(problem) + plain + 2 * numel * 1.1
-    needed, limit = problem.num_local_experts * per_expert, _MAX_FRACTION * free_bytes
+    needed, limit = problem.num_local_experts * per_expert, MAX_FRACTION * free_bytes
     if needed > limit:
         fitting = int(limit // per_expert)
         cure = f"pass --num-local-experts {fitting}" if fitting >= 1 else "use a machine with more memory"
         raise TooLargeError(
             f"comparing schemes of this layer needs up to {format_bytes(needed)} (the original and a quantized layer, "
-            f"each canonical and permuted), over {_MAX_FRACTION:.0%} of the {format_bytes(free_bytes)} free on "
+            f"each canonical and permuted), over {MAX_FRACTION:.0%} of the {format_bytes(free_bytes)} free on "
             f"{device}; {cure}"
         )
 

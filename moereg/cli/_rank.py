@@ -49,7 +49,7 @@ __all__ = ["NO_ROW", "Job", "run_rank"]
 _LEAVING_SECONDS: Final = 20.0
 
 _LARGEST_ROOM: Final = 4e9
-"""Bytes that a rank may be asked to make room for, both ways, before a way is left out."""
+"""Bytes of receive slots of a rank, in both directions, beyond which a token dispatcher is left out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Job:
         problem: `MoEProblem.to_dict` of the layer.
         size: Ranks.
         device_type: `cuda` or `cpu`.
-        ways: Names, in order.
+        ways: Names of token dispatchers, in order.
         batches: Parts into which calls are cut, each in turn.
         tokens: T of each rank.
         routings: Names.
@@ -87,8 +87,8 @@ class Job:
     seed: int
     eager: bool
     compares: bool
-    out: str
-    store: str | None
+    out: str = ""
+    store: str | None = None
     limit_seconds: float = 120.0
 
 
@@ -151,7 +151,7 @@ class _Rank:
         return placement
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """A row for each number of tokens, way, number of parts and routing."""
+        """A row for each number of tokens, token dispatcher, number of parts and routing."""
         for num_tokens in self.job.tokens:
             calls = {}
             for routing in self.job.routings:
@@ -160,7 +160,7 @@ class _Rank:
                 del whole
             alone = {routing: self._alone(num_tokens, routing) for routing in calls}
             for way, num_batches in itertools.product(self.job.ways, self.job.batches):
-                yield from self._way(way, num_batches, num_tokens, calls, alone)
+                yield from self._rows_of(way, num_batches, num_tokens, calls, alone)
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()
 
@@ -176,7 +176,7 @@ class _Rank:
         runs, _ = kernel_runs_over_ranks(kernel, calls, outs, self.job.eager)
         return time_over_ranks(runs, self.device, self.job.rounds, self.job.seconds).median_us
 
-    def _way(
+    def _rows_of(
         self,
         way: str,
         num_batches: int,
@@ -207,7 +207,7 @@ class _Rank:
             moves.wire = chosen
 
     def _wires(self, chosen: Wire, kernel: MoEKernel) -> tuple[Wire, ...]:
-        """The one that was chosen, and 16 bits beside codes where way and experts take both."""
+        """The chosen one, and 16 bits beside quantized values where token dispatcher and experts take both."""
         takes_both = isinstance(kernel.prepare_finalize, (AllGather, AllToAll, LowLatency))
         if isinstance(chosen, PlainWire) or not takes_both or self.job.compares:
             return (chosen,)
@@ -297,31 +297,12 @@ class _Rank:
 
 
 NO_ROW: Final[dict[str, Any]] = {
-    "routing": "",
-    "wire": "",
-    "activation_format": "",
-    "backend": None,
-    "experts": None,
-    "computes": None,
-    "tier": None,
-    "relative_error": None,
-    "tolerance": None,
-    "passed": None,
-    "failure": None,
-    "repeats": None,
-    "one_rank_error": None,
-    "one_rank_equal": None,
-    "captured": None,
-    "time_us": None,
-    "p10_us": None,
-    "p90_us": None,
-    "one_rank_us": None,
-    "over_one_rank": None,
-    "bare_us": None,
-    "bytes_out": None,
-    "bytes_back": None,
+    **dict.fromkeys(("routing", "wire", "activation_format"), ""),
+    **dict.fromkeys(("backend", "experts", "computes", "tier", "relative_error", "tolerance", "passed", "failure")),
+    **dict.fromkeys(("repeats", "one_rank_error", "one_rank_equal", "captured", "time_us", "p10_us", "p90_us")),
+    **dict.fromkeys(("one_rank_us", "over_one_rank", "bare_us", "bytes_out", "bytes_back")),
 }
-"""A row of which nothing is known, beside its way, its parts and its number of tokens."""
+"""An empty row, but for its token dispatcher, number of parts and number of tokens."""
 
 
 def _main(run: Callable[[Job, int], None] = run_rank) -> int:

@@ -5,25 +5,37 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
 
-from moereg.cli._layer import RoutedWeights, load_layer, random_hidden_states, random_layer
-from moereg.cli._machine import layer_device, platform_at_hand
-from moereg.cli._memory import check_run_fits
-from moereg.cli._options import ProblemFlags
+from moereg.cli._layer import (
+    RoutedWeights,
+    check_run_fits,
+    layer_device,
+    load_layer,
+    platform_at_hand,
+    random_hidden_states,
+    random_layer,
+)
+from moereg.cli._options import ProblemFlags, find_subject
+from moereg.cli._output import console
 from moereg.cli._progress import phase
-from moereg.cli._subject import find_subject
+from moereg.cli._show import format_us, machine, of_wheel, print_notices, show_selection, source_of, why_not
 from moereg.dispatch import EmulationWarning, select_backend
 from moereg.errors import BackendError, UnsupportedProblemError
+from moereg.memory import format_bytes
 from moereg.problem import MoEProblem
 from moereg.quant import get_scheme
 from moereg.reference import reference_experts, relative_error
-from moereg.selection import SCHEMA, Selection
+from moereg.selection import SCHEMA, Selection, nearest_by_backend
 from moereg.tolerances import layer_tolerance
 from moereg.tuning.compare import Comparison
 from moereg.tuning.inputs import Call
@@ -98,18 +110,55 @@ class RunResult:
             "selection": self.selection.to_dict(),
         }
 
+    def show(self) -> None:
+        """Prints the result or, if nothing fitted, the reasons."""
+        selection = self.selection
+        winner = selection.winner
+        target = console(sys.stdout)
+        if winner is None or self.failure or self.damage:
+            show_selection(selection, self.subject)
+            if winner is not None:
+                text = f"FAILED: {self.failure}"
+                if not self.failure:
+                    text = f"WRONG: {winner.backend} of {winner.provider}: {self.damage}"
+                target.print(Text(text, style="bold red"))
+            return
+        assert self.relative_error is not None and self.tolerance is not None
+        assert self.permute_ms is not None and self.weights_bytes is not None
+        verdict = Text("right", style="bold green") if self.passed else Text("WRONG", style="bold red")
+        comparison = "within" if self.passed else "not within"
+        tier = "" if winner.tier == "kernel" else f", {winner.tier}: right numbers, not the speed of the scheme"
+        time = "none, since the numbers are wrong"
+        if self.time_us is not None:
+            time = f"{format_us(self.time_us)} a call of {self.num_tokens} tokens"
+        table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
+        rows: tuple[tuple[str, str | Text], ...] = (
+            ("layer", f"{self.subject}: {selection.problem}"),
+            ("platform", machine(selection.platform)),
+            ("backend", f"{winner.backend} ({winner.experts}){of_wheel(winner)}, {source_of(selection)}{tier}"),
+            ("computes", winner.computes),
+            ("weights", f"{format_bytes(self.weights_bytes)}, permuted in {format_us(1e3 * self.permute_ms)}"),
+            ("time", time),
+            ("error", f"{self.relative_error:.2e}, {comparison} the tolerance {self.tolerance:.1e} of the reference"),
+            ("numbers", verdict),
+        )
+        if self.scheme_loss is not None:
+            loss = f"{self.scheme_loss:.2e} against fp32, of {winner.computes} itself"
+            rows = (*rows[:-1], ("loss", loss), rows[-1])
+        for name, value in rows:
+            table.add_row(name, value)
+        for decision in nearest_by_backend(selection.decisions):
+            if decision is not winner:
+                table.add_row("not chosen", why_not(decision))
+        target.print(table)
+        # Those of the request were logged when the backend was selected.
+        print_notices(target, [notice for notice in selection.notices if notice not in selection.request.notices])
+
 
 def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, seed: int) -> RunResult:
     """Builds a layer, runs the selected kernel on this machine and compares it with the reference.
 
-    Args:
-        flags: The problem (with a checkpoint, what it leaves open) and the request.
-        checkpoint: Directory to read the layer from; random weights where None.
-        layer: Index in the checkpoint; its first layer with experts where None.
-        seed: Seed of weights, hidden states and routing.
-
-    Returns:
-        The result; without measurements where nothing fits.
+    Takes the values of the options of those names. The result has no measurements where nothing fits.
 
     Raises:
         MoeregError: Anything that the user can cure.

@@ -1,4 +1,4 @@
-"""The decision table for the terminal, and what all tables share."""
+"""The decision table for the terminal, and names, times and tables as all commands show them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from moereg.testing.ledger import arch_name, evidence_of
 
 __all__ = [
     "WIDE",
+    "format_us",
+    "format_us_range",
     "machine",
+    "named_machine",
     "new_table",
     "of_wheel",
     "print_notices",
@@ -41,7 +44,9 @@ _SOURCES: Final = {
 
 _NUMBERS: Final = ("priority", "T", "time", "p10 to p90", "TFLOP/s", "GB/s", "% of roofline", "roofline", "error")
 _NUMBERS_OF_LISTS: Final = ("E", "H", "I", "K", "L", "schemes")
-"""Columns that are aligned at their right end."""
+"""Columns that are aligned at the right."""
+
+_UNITS: Final = (("us", 1.0), ("ms", 1e3), ("s", 1e6))
 
 WIDE: Final = 110
 """Columns of a terminal from which on tables show what 80 have no room for."""
@@ -58,7 +63,7 @@ def show_selection(selection: Selection, subject: str | None = None, all_reasons
     target = console(sys.stdout)
     platform, winner = selection.platform, selection.winner
     target.print(f"{subject}: {selection.problem}" if subject else str(selection.problem))
-    target.print(f"on {machine(platform) if platform.probed else f'{platform} (named, not this machine)'}")
+    target.print(f"on {named_machine(platform)}")
     decisions = nearest_by_backend(selection.decisions)
     fitting, rejected = ([one for one in decisions if one.accepted is fits] for fits in (True, False))
     if all_reasons or winner is None:
@@ -166,6 +171,11 @@ def machine(platform: Platform) -> str:
     return f"{platform} ({', '.join(facts)}){claim}" if facts else f"{platform}{claim}"
 
 
+def named_machine(platform: Platform) -> str:
+    """A machine as `machine` has it; where it was only named, that it is not this one."""
+    return machine(platform) if platform.probed else f"{platform} (named, not this machine)"
+
+
 def _mark(decision: Decision, winner: Decision | None) -> Text:
     if decision is winner:
         return Text("chosen", style="bold green")
@@ -178,7 +188,7 @@ def yes_no(value: bool) -> Text:
 
 
 def new_table(*columns: str) -> Table:
-    """A table whose columns of numbers are aligned at their right end."""
+    """A table; columns of numbers are aligned at the right."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         # Folded, never cut: a name that lost its end cannot be asked for.
@@ -192,3 +202,25 @@ def print_reasons(target: Console, heading: str, reasons: Sequence[dict[str, Any
     target.print(heading)
     for reason in reasons:
         target.print(Padding(Text(f"- {reason['text']} [{reason['code']}]"), (0, 0, 0, 2), expand=False))
+
+
+def format_us(time_us: float) -> str:
+    """A time with three digits or more: `8.25 us`, `412 us`, `6.19 ms`, `61.3 s`, `1234 s`."""
+    unit, scale = _unit(time_us)
+    return f"{_digits(time_us / scale)} {unit}"
+
+
+def format_us_range(low_us: float, high_us: float) -> str:
+    """Two times in the unit of the second: `0.98 to 1.21 ms`."""
+    unit, scale = _unit(high_us)
+    return f"{_digits(low_us / scale)} to {_digits(high_us / scale)} {unit}"
+
+
+def _unit(time_us: float) -> tuple[str, float]:
+    # Rounded to three digits, 999.7 us is a millisecond.
+    return next((pair for pair in _UNITS[:-1] if time_us < 999.5 * pair[1]), _UNITS[-1])
+
+
+def _digits(value: float) -> str:
+    places = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{places}f}"

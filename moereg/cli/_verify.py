@@ -81,7 +81,7 @@ def verify_backend(
     """
     last = time.monotonic()
     num_failed = 0
-    told: set[str] = set()
+    printed: set[str] = set()
     is_terminal = sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
         advance = stack.enter_context(phase("verifying")) if is_terminal else None
@@ -92,8 +92,8 @@ def verify_backend(
                 advance(done, total)
             outcome = result.outcome
             num_failed += outcome.is_failure
-            if outcome.is_failure and outcome.message not in told and len(told) < _MOST_SHOWN:
-                told.add(outcome.message)
+            if outcome.is_failure and outcome.message not in printed and len(printed) < _MOST_SHOWN:
+                printed.add(outcome.message)
                 print(f"{outcome.status}: {result.check.id}: {outcome.message}", file=sys.stderr, flush=True)
             elif not is_terminal and time.monotonic() - last > _EVERY_SECONDS:
                 last = time.monotonic()
@@ -215,8 +215,8 @@ def _show_failures(report: Report, results: Sequence[Result]) -> None:
     target.print(Text(f"{status}: {first.check.id}", style="bold red"), soft_wrap=True)
     target.print(f"  {first.outcome.message}", soft_wrap=True)
     if others:
-        told = "does 1 other check" if len(others) == 1 else f"do {len(others)} other checks"
-        target.print(f"  and so {told} of {first.check.cell.experts}")
+        rest = "does 1 other check" if len(others) == 1 else f"do {len(others)} other checks"
+        target.print(f"  and so {rest} of {first.check.cell.experts}")
     target.print(f"  again: {report.rerun_line(first)}", soft_wrap=True)
 
 

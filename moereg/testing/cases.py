@@ -35,12 +35,10 @@ __all__ = [
     "first_case",
     "is_imitated",
     "machine",
-    "registered_cases",
     "runnable_cells",
     "runnable_platform",
     "running_as",
     "select_cell",
-    "unverifiable_cells",
     "why_not_runnable",
 ]
 
@@ -137,15 +135,6 @@ def runnable_platform(cell: BackendCell) -> Platform | None:
     return None
 
 
-def unverifiable_cells() -> dict[str, str]:
-    """Cells that this machine cannot run, with their own predicate's reasons."""
-    return {
-        f"{cell.name} ({cell.class_name})": why_not_runnable(cell)
-        for cell in load_backends().cells
-        if runnable_platform(cell) is None
-    }
-
-
 def why_not_runnable(cell: BackendCell) -> str:
     """The reasons by which this machine cannot run a cell's simplest problem."""
     decision = evaluate(cell, next(iter(claimed_problems(cell))), machine(), Request(require=(cell.name,)))
@@ -161,26 +150,6 @@ def is_imitated(cell: BackendCell) -> bool:
     """Whether this machine runs a cell only by imitating another platform, as an interpreter does."""
     platform = runnable_platform(cell)
     return platform is not None and _imitates(cell, platform)
-
-
-def registered_cases() -> list[Case]:
-    """Every claimed problem of every registered cell that this machine can run.
-
-    Cells of one class differ in hardware and schemes. If their kernels are interpreted, the first cell runs all of its
-    claim, and the others run a problem of each scheme.
-    """
-    cases: list[Case] = []
-    interpreted: set[str] = set()
-    for cell in runnable_cells():
-        platform = runnable_platform(cell)
-        assert platform is not None
-        problems = accepted_problems(cell, platform)
-        if is_imitated(cell):
-            if cell.class_name in interpreted:
-                problems = list({problem.quant: problem for problem in reversed(problems)}.values())[::-1]
-            interpreted.add(cell.class_name)
-        cases += [Case(cell, platform, problem) for problem in problems]
-    return cases
 
 
 def first_case(cell: BackendCell, scheme: QuantScheme | None = None, has_bias: bool = False) -> Case:

@@ -1,4 +1,4 @@
-"""One check of one cell as a value: it can be written as JSON, sent to another process, and run there.
+"""One check of one cell as a value, which can be sent to another process and run there.
 
 pytest leaves the messages of its assertions as they are: PYTEST_DONT_REWRITE.
 """
@@ -23,11 +23,10 @@ from moereg.quant import QuantScheme, get_scheme
 from moereg.registry import BackendCell
 from moereg.testing import checks
 from moereg.testing.cases import Case, is_imitated, machine, runnable_platform, running_as
-from moereg.testing.deciding import check_deciding
+from moereg.testing.deciding import check_deciding, watched_imports
 from moereg.testing.drawing import DrawnLayer
-from moereg.testing.imports import watched_imports
+from moereg.testing.guards import poisoned_empty
 from moereg.testing.modules import import_modules
-from moereg.testing.poison import poisoned_empty
 
 __all__ = ["GIVEN", "KINDS", "CellName", "Check", "chosen_machine", "ready_to_run"]
 
@@ -76,11 +75,6 @@ class CellName:
             raise ArgumentError(f"no cell {self} is registered here; import the module that registers it")
         return cell
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> CellName:
-        """Inverse of `dataclasses.asdict`, also where JSON has made lists of the tuples."""
-        return cls(**{**values, "schemes": tuple(values["schemes"]), "rules": tuple(values["rules"])})
-
     def __str__(self) -> str:
         """Such as `SomeExperts cpu,cuda:sm80+ unquantized`; long lists of schemes are cut."""
         schemes = self.schemes[0] if len(self.schemes) == 1 else f"{self.schemes[0]}+{len(self.schemes) - 1}"
@@ -90,7 +84,7 @@ class CellName:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One promise of a cell, on one problem where it has one. Pickles, and goes through JSON.
+    """One promise of a cell, on one problem where it has one. It pickles.
 
     Attributes:
         cell: The cell that is checked.
@@ -155,16 +149,6 @@ class Check:
                 if stops_the_process(error) or isinstance(error, AssertionError):
                     raise
                 raise AssertionError(described(error)) from error
-
-    def to_dict(self) -> dict[str, Any]:
-        """Strings, numbers and lists; `from_dict` reads them back."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Check:
-        """Inverse of `to_dict`, also where JSON has made lists of the tuples."""
-        cell = CellName.from_dict(values["cell"])
-        return cls(**{**values, "cell": cell, "modules": tuple(values["modules"])})
 
 
 def chosen_machine(name: str) -> Platform | None:

@@ -5,9 +5,14 @@ pytest leaves the messages of its assertions as they are: PYTEST_DONT_REWRITE.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.metadata
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType
 from typing import Final
 
 from packaging.requirements import Requirement
@@ -17,45 +22,61 @@ from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.registry import BackendCell
 from moereg.testing.cases import machine
-from moereg.testing.imports import ImportWatch
 from moereg.testing.problems import claimed_problems, rejected_problems
 
-__all__ = ["KERNEL_LIBRARIES", "check_deciding", "kernel_libraries"]
+__all__ = ["KERNEL_LIBRARIES", "ImportWatch", "check_deciding", "kernel_libraries", "watched_imports"]
 
 _COMPILED: Final = (".so", ".pyd")
 _LARGE_BYTES: Final = 10_000_000
 
-KERNEL_LIBRARIES: Final = frozenset(
-    {
-        "aiter",
-        "apex",
-        "cuda",
-        "cupy",
-        "cutlass",
-        "deep_gemm",
-        "flash_attn",
-        "flashinfer",
-        "humming",
-        "jax",
-        "mlx",
-        "numba",
-        "quack",
-        "sgl_kernel",
-        "sglang",
-        "sonicmoe",
-        "tensorflow",
-        "tilelang",
-        "torch_npu",
-        "torch_xla",
-        "transformer_engine",
-        "transformers",
-        "triton",
-        "triton_kernels",
-        "tvm",
-        "vllm",
-    }
-)
-"""Modules that compute or compile, whose import takes seconds or touches a device."""
+KERNEL_LIBRARIES: Final = frozenset({
+    "aiter", "apex", "cuda", "cupy", "cutlass", "deep_gemm", "flash_attn", "flashinfer", "humming", "jax", "mlx",
+    "numba", "quack", "sgl_kernel", "sglang", "sonicmoe", "tensorflow", "tilelang", "torch_npu", "torch_xla",
+    "transformer_engine", "transformers", "triton", "triton_kernels", "tvm", "vllm",
+})  # fmt: skip
+"""Modules that compute or compile: importing them takes seconds or touches a device."""
+
+
+@dataclasses.dataclass
+class ImportWatch:
+    """Records which top-level packages are imported, each with the modules on the stack at that time.
+
+    A finder of modules that finds none.
+    """
+
+    importers: dict[str, frozenset[str]] = dataclasses.field(default_factory=dict)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Notes who imports a package, and leaves finding it to the others."""
+        if "." not in name:
+            waiting = set()
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None:
+                waiting.add(str(frame.f_globals.get("__name__", "")))
+                frame = frame.f_back
+            self.importers.setdefault(name, frozenset(waiting))
+        return None
+
+    def imported_by(self, package: str) -> set[str]:
+        """Top-level packages that a package imported, directly or not, and that are there."""
+        return {
+            name
+            for name, waiting in self.importers.items()
+            if sys.modules.get(name) is not None and any(f"{module}.".startswith(f"{package}.") for module in waiting)
+        }
+
+
+@contextlib.contextmanager
+def watched_imports() -> Iterator[ImportWatch]:
+    """Watches what is imported inside for the first time."""
+    watch = ImportWatch()
+    sys.meta_path.insert(0, watch)
+    try:
+        yield watch
+    finally:
+        sys.meta_path.remove(watch)
 
 
 def kernel_libraries(cell: BackendCell) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from moereg.activations import ACTIVATIONS, Activation
 from moereg.discovery import load_backends
@@ -16,9 +16,6 @@ from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
 from moereg.testing.problems import accepted_neighbor, held, served_schemes
 
-if TYPE_CHECKING:
-    from hypothesis.strategies import SearchStrategy
-
 __all__ = [
     "GPU",
     "INTERPRETED",
@@ -28,7 +25,6 @@ __all__ = [
     "DrawnLayer",
     "Limits",
     "draw_layer",
-    "layers",
     "limits_of",
     "redraw",
     "simpler_layers",
@@ -78,14 +74,13 @@ _TOKENS: Final = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128
 _TOKENS_OF_A_KIND: Final = (range(2), range(2, 9), range(9, 17), range(17, 66), range(66, 1 << 20))
 # Layers without any route are right too easily, so they are drawn more rarely.
 _ROUTINGS: Final = ("uniform", "skewed", "unmapped", *ROUTINGS)
-_MOST_CHOICES: Final = 64  # Bytes; a choice takes two.
 _EXPERTS: Final = (1, 2, 3, 4, 6, 8, 9, 16, 17, 33, 40)
 _TOP_K: Final = (1, 2, 3, 4, 5, 8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawnLayer:
-    """One call of one cell. `str` is a line that `from_json` and `python -m moereg.testing.one_call` read.
+    """One call of one cell. `str` is a line that `from_json` and `moereg verify --check` read.
 
     Attributes:
         backend, experts, rule: Name, class and first platform rule of the cell.
@@ -312,25 +307,6 @@ def limits_of(cell: BackendCell) -> Limits:
     if is_imitated(cell):
         return INTERPRETED if any(scheme.weight is None for scheme in cell.schemes) else INTERPRETED_QUANTIZED
     return GPU if default_device().type == "cuda" else NATIVE
-
-
-def layers(cell: BackendCell, limits: Limits) -> SearchStrategy[DrawnLayer]:
-    """A strategy of hypothesis for what `draw_layer` draws; hypothesis shrinks failures. Needs hypothesis."""
-    from hypothesis import strategies as st
-
-    def drawn(choices: bytes) -> DrawnLayer:
-        place = 0
-
-        def choose(options: Sequence[_T], /) -> _T:
-            nonlocal place
-            place += 2
-            return options[int.from_bytes(choices[place - 2 : place], "big") % len(options)]
-
-        return draw_layer(cell, choose, limits)
-
-    # One draw: of many similar draws, hypothesis would repeat most and change one, and few examples would be of one
-    # kind.
-    return st.binary(min_size=_MOST_CHOICES, max_size=_MOST_CHOICES).map(drawn)
 
 
 def _up_to(sizes: Sequence[int], most: int) -> list[int]:

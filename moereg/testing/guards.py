@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -35,6 +35,7 @@ __all__ = [
     "LateWrites",
     "guard_permuted",
     "guard_weights",
+    "poisoned_empty",
 ]
 
 FILLS: Final = ("nan", "huge", "stale")
@@ -48,6 +49,7 @@ parameters that require grad; biases and scales expanded from one number.
 """
 
 _BYTE: Final = 0xFF
+_POISONED: Final = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
 _THREADS_SECONDS: Final = 1.0
 _LEAST_BAND: Final = 1 << 16
 _MOST_BAND: Final = 1 << 20
@@ -329,3 +331,21 @@ def guard_permuted(memory: GuardedMemory, weights: PermutedWeights) -> PermutedW
     shared = {name: one(name, tensor) for name, tensor in weights.shared.items()}
     memory.freeze()
     return PermutedWeights(weights.layout, per_expert, shared)
+
+
+@contextlib.contextmanager
+def poisoned_empty() -> Iterator[None]:
+    """Inside, `torch.empty` gives NaN, and bytes that read as NaN in any float type. Python code alone is affected."""
+    real: Any = torch.empty
+
+    def poisoned(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        tensor: torch.Tensor = real(*arguments, **keywords)
+        if tensor.device.type != "meta" and tensor.dtype in _POISONED and not torch.compiler.is_compiling():
+            tensor.fill_(_BYTE if tensor.dtype == torch.uint8 else float("nan"))
+        return tensor
+
+    torch.empty = poisoned
+    try:
+        yield
+    finally:
+        torch.empty = real

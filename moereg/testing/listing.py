@@ -69,29 +69,6 @@ class Suite:
         """Cells that can run here."""
         return tuple(cell for cell in dict.fromkeys(check.cell for check in self.checks) if cell not in self.idle)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Strings, numbers and lists; `from_dict` reads them back."""
-        return {
-            "platform": self.platform,
-            "device": self.device,
-            "versions": dict(self.versions),
-            "checks": [check.to_dict() for check in self.checks],
-            "idle": [[dataclasses.asdict(cell), reason] for cell, reason in self.idle.items()],
-            "imitated": [dataclasses.asdict(cell) for cell in self.imitated],
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Suite:
-        """Inverse of `to_dict`."""
-        return cls(
-            platform=values["platform"],
-            device=values["device"],
-            versions=values["versions"],
-            checks=tuple(Check.from_dict(check) for check in values["checks"]),
-            idle={CellName.from_dict(cell): reason for cell, reason in values["idle"]},
-            imitated=frozenset(CellName.from_dict(cell) for cell in values["imitated"]),
-        )
-
 
 def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Suite:
     """Lists the checks of a backend; runs its predicates and nothing else of it.

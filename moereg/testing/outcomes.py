@@ -17,7 +17,7 @@ STATUSES: Final = ("passed", "failed", "crashed", "timed_out", "skipped")
 """Kept its promise; broke it; ended its process; took longer than its limit; was not run, for the reason given."""
 
 IMPORT: Final = "(import)"
-"""Stands for the class where importing a backend, or asking what it claims, ended its process or took too long."""
+"""In place of a class name: importing the backend, or asking what it claims, ended its process or took too long."""
 
 NO_TIME: Final = "no time left; give it more --seconds"
 """The message of a check that was skipped because the report's time was over."""
@@ -49,15 +49,6 @@ class Outcome:
     def is_failure(self) -> bool:
         """Whether the cell did not keep its promise."""
         return self.status in _FAILURES
-
-    def to_dict(self) -> dict[str, Any]:
-        """Strings and numbers."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Outcome:
-        """Inverse of `to_dict`; unknown keys are ignored."""
-        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -13,10 +13,10 @@ from moereg.errors import ArgumentError, BackendError, unknown_name_message
 from moereg.platforms import Platform
 from moereg.testing.check import GIVEN, CellName, Check
 from moereg.testing.drawing import DrawnLayer
-from moereg.testing.listing import Suite
+from moereg.testing.listing import Suite, draw_check, list_suite, simpler_checks
 from moereg.testing.modules import own_modules, resolved_modules
 from moereg.testing.outcomes import IMPORT, NO_TIME, Outcome, Report, Result
-from moereg.testing.workers import CHECK_SECONDS, GPU_CHECK_SECONDS, Here, Worker, shared_worker
+from moereg.testing.workers import CHECK_SECONDS, GPU_CHECK_SECONDS, Answer, Here, Worker, run_here, shared_worker
 
 __all__ = ["CHECK_SECONDS", "DRAWN", "Check", "Outcome", "Report", "Result", "checks_of", "run_check", "verify"]
 
@@ -91,21 +91,21 @@ def _run(worker: Worker | Here, check: Check, seconds: float, is_alone: bool = F
     """Outcome of a check, and how many others its process had run if it crashed there but passes alone."""
     # Importing is a part of choosing, so its check must see it.
     is_first = is_alone or (check.kind == "deciding" and worker.is_isolated)
-    found = worker.ask(op="run", check=check.to_dict(), seconds=seconds, fresh=is_first)
-    outcome = _outcome_of(found)
-    if outcome.status == "crashed" and found["before"]:
+    answer = worker.ask(run_here, check, seconds=seconds, fresh=is_first)
+    outcome = _outcome_of(answer)
+    if outcome.status == "crashed" and answer.before:
         # It may have been another check that damaged the process.
-        alone = _outcome_of(worker.ask(op="run", check=check.to_dict(), seconds=seconds, fresh=True))
+        alone = _outcome_of(worker.ask(run_here, check, seconds=seconds, fresh=True))
         if alone.status != "passed":
             return alone, 0
-        message = f"{outcome.message}, after {found['before']} other checks in that process; alone it passes"
-        return dataclasses.replace(outcome, message=message, passes_alone=True), int(found["before"])
+        message = f"{outcome.message}, after {answer.before} other checks in that process; alone it passes"
+        return dataclasses.replace(outcome, message=message, passes_alone=True), answer.before
     return outcome, 0
 
 
-def _outcome_of(found: dict[str, Any]) -> Outcome:
-    outcome = found.get("outcome")
-    return outcome if isinstance(outcome, Outcome) else Outcome.from_dict(found)
+def _outcome_of(answer: Answer[Outcome]) -> Outcome:
+    assert answer.outcome is not None, "a check has an outcome"
+    return answer.outcome
 
 
 def verify(
@@ -211,16 +211,13 @@ class _Run:
         return self._made(name, suite)
 
     def _list(self, name: str) -> Suite | None:
-        found = self._worker.ask(
-            op="list", name=name, platform=self._platform, modules=self._modules, seconds=self._check_seconds
-        )
-        outcome = found.get("outcome")
-        if isinstance(outcome, Outcome):
+        asked = name, self._platform, self._modules
+        answer: Answer[Suite] = self._worker.ask(list_suite, *asked, seconds=self._check_seconds)
+        if answer.outcome is not None:
             # Importing the backend or asking its predicates ended the process.
             check = Check.make(CellName(name, IMPORT, ("*",), ("*",)), "deciding")
-            self._results.append(Result(check, outcome))
-            return None
-        return Suite.from_dict(found)
+            self._results.append(Result(check, answer.outcome))
+        return answer.value
 
     def _layer_check(self, suite: Suite, line: str) -> Check:
         layer = DrawnLayer.from_json(line)
@@ -248,29 +245,21 @@ class _Run:
             number += 1
 
     def _draw(self, cell: CellName, number: int) -> Check | None:
-        request: dict[str, Any] = {
-            "op": "draw",
-            "cell": dataclasses.asdict(cell),
-            "seed": self._seed,
-            "number": number,
-            "platform": self._platform,
-            "modules": self._modules,
-        }
-        found = self._worker.ask(seconds=self._check_seconds, **request)
-        if "outcome" in found and found["before"]:
+        asked = cell, self._seed, number, self._platform, self._modules
+        answer: Answer[Check] = self._worker.ask(draw_check, *asked, seconds=self._check_seconds)
+        if answer.outcome is not None and answer.before:
             # It may have been another check that damaged the process.
-            found = self._worker.ask(seconds=self._check_seconds, fresh=True, **request)
-        outcome = found.get("outcome")
-        if isinstance(outcome, Outcome):
-            # A layer is drawn for what the cell's predicate accepts.
-            check = self._undrawn(cell, number)
-            message = f"asking its predicate of a drawn layer: {outcome.message}"
-            self._not_drawn[check] = dataclasses.replace(outcome, message=message)
-            return check
-        return next((Check.from_dict(check) for check in found.get("checks", ())), None)
+            answer = self._worker.ask(draw_check, *asked, seconds=self._check_seconds, fresh=True)
+        if answer.outcome is None:
+            return answer.value
+        # A layer is drawn for what the cell's predicate accepts.
+        check = self._undrawn(cell, number)
+        message = f"asking its predicate of a drawn layer: {answer.outcome.message}"
+        self._not_drawn[check] = dataclasses.replace(answer.outcome, message=message)
+        return check
 
     def _undrawn(self, cell: CellName, number: int) -> Check:
-        """Stands for a layer that could not be drawn."""
+        """A placeholder for a layer that could not be drawn."""
         label = {"label": f"seed{self._seed}-{number}"}
         return Check.make(cell, "drawn", label, self._platform, self._modules)
 
@@ -300,8 +289,8 @@ class _Run:
                 break
             first, _ = _run(self._worker, earlier, self._check_seconds, is_alone=True)
             self._asked.append(earlier)
-            again = self._worker.ask(op="run", check=check.to_dict(), seconds=self._check_seconds)
-            if first.status == "passed" and again["before"] and _outcome_of(again).status == "crashed":
+            again = self._worker.ask(run_here, check, seconds=self._check_seconds)
+            if first.status == "passed" and again.before and _outcome_of(again).status == "crashed":
                 message = f"damages its process: after it, {check.id} ends so: {_outcome_of(again).message}"
                 damage = dataclasses.replace(outcome, message=message, passes_alone=False)
                 self._results[places[earlier]] = Result(earlier, damage)
@@ -344,8 +333,7 @@ class _Run:
         is_smaller = result.check.layer is not None
         while is_smaller:
             is_smaller = False
-            found = self._worker.ask(op="simpler", check=result.check.to_dict())
-            for check in map(Check.from_dict, found.get("checks", ())):
+            for check in self._worker.ask(simpler_checks, result.check).value or ():
                 tries += 1
                 if tries > _MOST_SIMPLER or time.monotonic() > deadline:
                     break

@@ -1,8 +1,8 @@
-"""`python -m moereg.testing.worker`: runs checks in a child process, and answers how it ended if it crashes or hangs.
+"""`python -m moereg.testing.worker`: calls functions in a child process, and answers how a crash or a hang ended it.
 
-Started by `moereg.testing.workers`, it reads requests from standard input and answers on standard output, one line of
-JSON each. It imports torch and moereg once, touches no device, loads no backend and starts no thread, so that it can
-fork at any time. The child loads the backends, answers requests until one ends it or takes too long, and is replaced.
+Started by `moereg.testing.workers`, whose requests it answers. It imports torch and moereg once, touches no device,
+loads no backend and starts no thread, so that it can fork at any time. The child loads the backends, answers requests
+until one ends it or takes too long, and is replaced.
 """
 
 from __future__ import annotations
@@ -10,25 +10,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import json
 import logging
+import multiprocessing
 import os
 import re
-import select
 import signal
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection, wait
 from typing import IO, Any, Final
 
 from moereg.errors import MoeregError, described, one_line
-from moereg.testing.answers import answer
+from moereg.memory import format_bytes
+from moereg.testing.listing import list_suite
+from moereg.testing.outcomes import Outcome
+from moereg.testing.workers import Answer, Request, run_here
 
 __all__ = ["main"]
 
 _TICK_S: Final = 0.05
 _DUMP_S: Final = 5.0
 _LONGEST_OUTPUT: Final = 4000
+_LONGEST_PRINTED: Final = 120
 _MOST_OUTPUT: Final = 64 << 20
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
@@ -39,40 +43,36 @@ class _Child:
 
     Attributes:
         pid: Its id, which is its group's too.
-        requests, answers: Ends of the pipes to it and from it.
+        pipe: To it and from it.
         stdout, stderr: Files that its streams go to.
-        num_answered: How many checks it has run.
+        num_checks: How many checks it has run.
         is_reaped: Whether it has ended and been waited for, after which its id may be another's.
     """
 
     pid: int
-    requests: int
-    answers: int
+    pipe: Connection[Request, Answer[Any]]
     stdout: IO[bytes]
     stderr: IO[bytes]
-    num_answered: int = 0
+    num_checks: int = 0
     is_reaped: bool = False
 
     @classmethod
     def start(cls) -> _Child:
         stdout, stderr = (tempfile.TemporaryFile(buffering=0) for _ in range(2))  # noqa: SIM115
-        requests_there, requests = os.pipe()
-        answers, answers_there = os.pipe()
+        here, there = multiprocessing.Pipe()
         pid = os.fork()
         if pid:
-            os.close(requests_there)
-            os.close(answers_there)
-            return cls(pid, requests, answers, stdout, stderr)
+            there.close()
+            return cls(pid, here, stdout, stderr)
         try:
-            os.close(requests)
-            os.close(answers)
+            here.close()
             os.setsid()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.dup2(stdout.fileno(), 1)
             os.dup2(stderr.fileno(), 2)
-            # Before anything else: a crash is told by the line of Python that it came from.
+            # Before anything else, so that a crash names its line of Python.
             faulthandler.enable(2)
-            _work(requests_there, answers_there)
+            _work(there)
         finally:
             os._exit(0)
 
@@ -83,125 +83,128 @@ class _Child:
         if not self.is_reaped:
             os.kill(self.pid, signal.SIGKILL)
             self.wait()
-        os.close(self.requests)
-        os.close(self.answers)
+        self.pipe.close()
         self.stdout.close()
         self.stderr.close()
 
     def dump(self) -> None:
-        """Makes it say where it is, by ending it."""
+        """Ends it so that it dumps its stack."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGABRT)
         deadline = time.monotonic() + _DUMP_S
         while not self.is_reaped and self.wait(os.WNOHANG) is None and time.monotonic() < deadline:
             time.sleep(_TICK_S)
 
-    def wait(self, options: int = 0) -> dict[str, Any] | None:
+    def wait(self, options: int = 0) -> str | None:
         """How it ended; None where it has not and the options say not to wait."""
         pid, status = os.waitpid(self.pid, options)
         if not pid:
             return None
         self.is_reaped = True
-        if os.WIFSIGNALED(status):
-            return {"ended": "signal", "signal": os.WTERMSIG(status)}
-        return {"ended": "exit", "code": os.waitstatus_to_exitcode(status)}
+        if not os.WIFSIGNALED(status):
+            return f"the process was ended with exit code {os.waitstatus_to_exitcode(status)}"
+        number = os.WTERMSIG(status)
+        known = {each.value: each.name for each in signal.Signals}
+        return f"the process died of {known.get(number, f'signal {number}')}"
 
 
-def _work(requests: int, answers: int) -> None:
+def _work(pipe: Connection[Answer[Any], Request]) -> None:
     """The child: answers requests until their pipe is closed."""
-    with os.fdopen(requests, "r", encoding="utf-8") as lines, os.fdopen(answers, "w", encoding="utf-8") as sink:
-        for line in lines:
-            request = json.loads(line)
-            if request["op"] == "list":
-                _log_to_stderr()
-            # Says where the code is that never returns, to the file that the parent reads.
-            faulthandler.dump_traceback_later(request["seconds"], file=2)
-            try:
-                found: dict[str, Any] = {"answer": answer(request)}
-            except MoeregError as error:
-                found = {"error": type(error).__name__, "message": one_line(str(error))}
-            except BaseException as error:
-                found = {"error": "", "message": described(error)}
-            faulthandler.cancel_dump_traceback_later()
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):
-                    stream.flush()
-            sink.write(json.dumps(found) + "\n")
-            sink.flush()
+    while True:
+        request = pipe.recv()
+        if request.function is list_suite:
+            _log_to_stderr()
+        # Says where the code is that never returns, to the file that the parent reads.
+        faulthandler.dump_traceback_later(request.seconds, file=2)
+        try:
+            answer: Answer[Any] = Answer(request.function(*request.arguments))
+        except MoeregError as error:
+            answer = Answer(error=(type(error).__name__, one_line(str(error))))
+        except BaseException as error:
+            answer = Answer(outcome=Outcome("failed", described(error)))
+        faulthandler.cancel_dump_traceback_later()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        pipe.send(answer)
 
 
 def _log_to_stderr() -> None:
-    """Says which plugin is imported, for the message about one that ends the process."""
+    """Logs the import of each plugin, so that the message about a crash can name it."""
     logger = logging.getLogger("moereg")
     logger.addHandler(logging.StreamHandler())
     logger.setLevel(logging.DEBUG)
 
 
 class _Supervisor:
-    """Gives requests to a child, and says what became of those that it does not answer."""
+    """Passes requests on to a child, and answers for it when it ends."""
 
-    def __init__(self, requests: int) -> None:
+    def __init__(self, requests: Connection[Answer[Any], Request]) -> None:
         self._requests = requests
         self._child: _Child | None = None
 
-    def handle(self, request: dict[str, Any]) -> dict[str, Any]:
-        if request.get("fresh"):
+    def handle(self, request: Request) -> Answer[Any]:
+        if request.fresh:
             self.stop()
-        if self._child is None:
-            self._child = _Child.start()
-        child = self._child
+        child = self._child = self._child or _Child.start()
         for file in (child.stdout, child.stderr):
             file.seek(0)
             file.truncate()
-        before = child.num_answered
-        start = time.monotonic()
-        ended, text = self._exchange(child, request, start)
-        found: dict[str, Any] = json.loads(text) if text else ended
-        found["seconds"] = time.monotonic() - start
-        found["before"] = before
-        found["printed"], found["written"] = _read(child.stdout), _read(child.stderr)
-        child.num_answered += request["op"] == "run"
-        if not text:
-            found["place"] = _place(found["written"]) or _imported(found["written"])
+        before, start = child.num_checks, time.monotonic()
+        found = self._exchange(child, request, start + request.seconds)
+        printed, written = _read(child.stdout), _read(child.stderr)
+        child.num_checks += request.function is run_here
+        if isinstance(found, Answer):
+            outcome = found.value if isinstance(found.value, Outcome) else found.outcome
+        else:
+            place = _place(written) or _imported(written)
+            status = "timed_out" if found.startswith("no end") else "crashed"
+            outcome = Outcome(status, f"{found} in {place}" if place else found)
+            found = Answer()
+        if outcome is None:
+            return dataclasses.replace(found, before=before)
+        if outcome.is_failure:
+            # After some errors of a device nothing runs in the process any more.
             self.stop()
-        elif found.get("answer", {}).get("spoiled"):
-            self.stop()
-        return found
+        outcome = dataclasses.replace(
+            outcome,
+            seconds=time.monotonic() - start,
+            output="\n".join(filter(None, [printed, written])),
+            printed=one_line(printed, _LONGEST_PRINTED),
+        )
+        return Answer(outcome=outcome, before=before)
 
-    def _exchange(self, child: _Child, request: dict[str, Any], start: float) -> tuple[dict[str, Any], str]:
+    def _exchange(self, child: _Child, request: Request, deadline: float) -> Answer[Any] | str:
         """The child's answer, or how it ended."""
         try:
-            os.write(child.requests, (json.dumps(request) + "\n").encode())
-        except BrokenPipeError:
-            return child.wait() or {}, ""
-        pieces: list[bytes] = []
-        deadline = start + request["seconds"]
-        while not (pieces and pieces[-1].endswith(b"\n")):
-            ready, _, _ = select.select([child.answers, self._requests], [], [], _TICK_S)
-            if child.answers in ready:
-                piece = os.read(child.answers, 1 << 16)
-                pieces.append(piece)
-                if not piece:
-                    return child.wait() or {}, ""
-            elif self._requests in ready:
+            child.pipe.send(request)
+        except OSError:
+            return child.wait() or ""
+        while True:
+            ready = wait([child.pipe, self._requests], _TICK_S)
+            if child.pipe in ready:
+                try:
+                    return child.pipe.recv()
+                except (EOFError, OSError):
+                    return child.wait() or ""
+            if self._requests in ready:
                 # Nothing is asked while an answer is awaited: the parent has gone.
                 self.stop()
                 sys.exit(0)
-            elif ended := child.wait(os.WNOHANG):
-                return ended, ""
+            if ended := child.wait(os.WNOHANG):
+                return ended
             late = time.monotonic() - deadline
             # The child's own dump of where it is comes first, soon where the machine is not busy.
             if late > _DUMP_S or (late > 2 * _TICK_S and "most recent call first" in _read(child.stderr)):
-                return {"ended": "time"}, ""
+                return f"no end after {request.seconds:g} s"
             used = _memory_bytes(child.pid)
-            if used > request["memory_bytes"]:
+            if used > request.memory_bytes:
                 child.dump()
-                return {"ended": "memory", "bytes": used}, ""
+                return f"took {format_bytes(used)} of memory"
             written = max(os.fstat(file.fileno()).st_size for file in (child.stdout, child.stderr))
             if written > _MOST_OUTPUT:
                 child.dump()
-                return {"ended": "output", "bytes": written}, ""
-        return {}, b"".join(pieces).decode()
+                return f"wrote {format_bytes(written)} to its standard streams"
 
     def stop(self) -> None:
         if self._child is not None:
@@ -248,28 +251,19 @@ def _imported(written: str) -> str:
 
 
 def main() -> int:
-    """Answers requests until standard input ends."""
+    """Answers requests until the process that asks has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests = os.dup(0)
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # What other code prints or reads is no answer and no request.
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # For whatever prints.
+    requests: Connection[Answer[Any], Request] = Connection(int(sys.argv[1]))
     supervisor = _Supervisor(requests)
-    answers.write('{"ready": true}\n')
-    answers.flush()
-    pending = b""
+    requests.send(Answer())
     try:
-        while piece := os.read(requests, 1 << 16):
-            pending += piece
-            while b"\n" in pending:
-                line, _, pending = pending.partition(b"\n")
-                answers.write(json.dumps(supervisor.handle(json.loads(line))) + "\n")
-                answers.flush()
+        while True:
+            requests.send(supervisor.handle(requests.recv()))
+    except (EOFError, OSError):
+        return 0
     finally:
         supervisor.stop()
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,29 +1,45 @@
-"""The side of a report that asks a worker process, and words what became of checks that ended it."""
+"""Calls of functions in a worker process, where a crash or a hang is an outcome, or in this one.
+
+A `Request` goes to the worker process (`moereg.testing.worker`), which forks a child for it; an `Answer` comes back.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
+import dataclasses
+import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any, Final
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 
 from moereg import errors
-from moereg.errors import ArgumentError, BackendError
-from moereg.memory import format_bytes, free_memory_bytes
+from moereg.ambient import AmbientState
+from moereg.errors import ArgumentError, BackendError, MoeregError, described, one_line
+from moereg.memory import free_memory_bytes
 from moereg.python_process import python_command
-from moereg.testing.answers import answer
+from moereg.testing.check import Check
 from moereg.testing.outcomes import Outcome
 
-__all__ = ["CHECK_SECONDS", "GPU_CHECK_SECONDS", "Here", "Worker", "interpreting", "shared_worker"]
+__all__ = [
+    "CHECK_SECONDS",
+    "GPU_CHECK_SECONDS",
+    "Answer",
+    "Here",
+    "Request",
+    "Worker",
+    "interpreting",
+    "run_here",
+    "shared_worker",
+]
 
 CHECK_SECONDS: Final = 120.0
 """The time that a check gets. The slowest take some seconds."""
@@ -31,13 +47,70 @@ CHECK_SECONDS: Final = 120.0
 GPU_CHECK_SECONDS: Final = 300.0
 """The time that a check gets beside a GPU, where some compile many kernels."""
 
+_T = TypeVar("_T")
+
 _VARIABLE: Final = "MOEREG_IN_WORKER"
 _START_SECONDS: Final = 300.0
 _SLACK_SECONDS: Final = 60.0
 _LEAST_MEMORY: Final = 1 << 30
 _MOST_MEMORY: Final = 16 << 30
 _SHARE_OF_MEMORY: Final = 0.6
-_LONGEST_PRINTED: Final = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A call. It is pickled, so the function is one of a module.
+
+    Attributes:
+        function, arguments: What to call.
+        seconds: Time that it gets.
+        memory_bytes: Memory that it may take.
+        fresh: Whether it gets a process that has answered nothing before.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    seconds: float
+    memory_bytes: int
+    fresh: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer(Generic[_T]):
+    """The answer to a request.
+
+    Attributes:
+        value: What the function returned.
+        outcome: How the call ended, if it did not return; or what it returned, if that is an outcome.
+        error: Name and message of an error that the user can cure.
+        before: How many checks its process had run.
+    """
+
+    value: _T | None = None
+    outcome: Outcome | None = None
+    error: tuple[str, str] | None = None
+    before: int = 0
+
+
+def run_here(check: Check) -> Outcome:
+    """Runs a check in this process.
+
+    pytest leaves the messages of its assertions as they are: PYTEST_DONT_REWRITE.
+    """
+    state = AmbientState.now()
+    try:
+        try:
+            check.run()
+        finally:
+            changed = state.restore()
+        assert not changed, f"it changed torch's state for everybody ({', '.join(changed)})"
+    except AssertionError as error:
+        cause = error.__cause__
+        message = one_line(str(cause if isinstance(cause, BackendError) else error)).partition("; do without it")[0]
+        return Outcome("failed", message or "an assertion without a message")
+    except MoeregError as error:
+        return Outcome("failed", described(error))
+    return Outcome("passed")
 
 
 class Worker:
@@ -56,50 +129,50 @@ class Worker:
         """
         self._memory_bytes = memory_bytes
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection[Request, Answer[Any]] | None = None
         self._lock = threading.Lock()
 
-    def ask(self, seconds: float = CHECK_SECONDS, fresh: bool = False, **request: Any) -> dict[str, Any]:
-        """The answer to a request of `moereg.testing.answers`.
+    def ask(
+        self, function: Callable[..., _T | None], *arguments: Any, seconds: float = CHECK_SECONDS, fresh: bool = False
+    ) -> Answer[_T]:
+        """Calls a function in the process.
 
         Args:
+            function: One of a module, that the process can import.
+            *arguments: What it is called with.
             seconds: Time that it gets.
             fresh: Whether it gets a process that has answered nothing before.
-            **request: `op` and its arguments.
-
-        Returns:
-            What `answer` returns. If there is no answer, `outcome` is an `Outcome` that says how it ended.
 
         Raises:
-            MoeregError: The answer is an error that the user can cure.
+            MoeregError: The function raised it: the user can cure that.
         """
         with self._lock:
-            process = self._process or self._start()
-            self._send(process, {**request, "seconds": seconds, "fresh": fresh, "memory_bytes": self._memory_bytes})
-            found = self._receive(process, seconds + _SLACK_SECONDS)
-        if found.get("error"):
-            kind = getattr(errors, found["error"], BackendError)
-            raise (kind if found["error"] != "UnsupportedProblemError" else BackendError)(found["message"])
-        outcome = _outcome(found, seconds)
-        if outcome is not None:
-            return {"outcome": outcome, "before": found.get("before", 0)}
-        return {**found["answer"], **_streams(found), "seconds": found["seconds"], "before": found["before"]}
+            pipe = self._pipe or self._start()
+            assert self._memory_bytes is not None
+            pipe.send(Request(function, arguments, seconds, self._memory_bytes, fresh))
+            answer = self._receive(pipe, seconds + _SLACK_SECONDS)
+        if answer.error is not None:
+            name, message = answer.error
+            # That class takes more than a message.
+            kind = BackendError if name == "UnsupportedProblemError" else getattr(errors, name, BackendError)
+            raise kind(message)
+        return answer
 
     def stop(self) -> None:
         """Ends the process; the next request starts another."""
         process, self._process = self._process, None
-        if process is not None and process.stdin is not None and process.stdout is not None:
+        pipe, self._pipe = self._pipe, None
+        if process is not None and pipe is not None:
             # It ends its child and itself when there can be no more requests.
-            with contextlib.suppress(OSError):
-                process.stdin.close()
+            pipe.close()
             try:
                 process.wait(timeout=10)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            process.stdout.close()
         atexit.unregister(self.stop)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> Connection[Request, Answer[Any]]:
         if not hasattr(os, "fork"):
             raise ArgumentError("a worker process needs a system that can fork; leave isolation out (--no-isolate)")
         if os.environ.get(_VARIABLE):
@@ -113,34 +186,29 @@ class Worker:
         environment = {**os.environ, _VARIABLE: "1"}
         if _is_interpreting():
             environment.setdefault("TRITON_INTERPRET", "1")
+        self._pipe, there = multiprocessing.Pipe()
         self._process = subprocess.Popen(
-            python_command("moereg.testing.worker"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            python_command("moereg.testing.worker", str(there.fileno())),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[there.fileno()],
             env=environment,
             start_new_session=True,  # Ctrl-C is for this process, which ends the other.
         )
+        there.close()
         atexit.register(self.stop)
-        self._receive(self._process, _START_SECONDS)
-        return self._process
+        self._receive(self._pipe, _START_SECONDS)
+        return self._pipe
 
-    def _send(self, process: subprocess.Popen[bytes], request: dict[str, Any]) -> None:
-        assert process.stdin is not None
-        process.stdin.write((json.dumps(request) + "\n").encode())
-        process.stdin.flush()
-
-    def _receive(self, process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
-        assert process.stdout is not None
-        pieces: list[bytes] = []
-        while not (pieces and pieces[-1].endswith(b"\n")):
-            ready, _, _ = select.select([process.stdout], [], [], seconds)
-            piece = os.read(process.stdout.fileno(), 1 << 16) if ready else b""
-            if not piece:
-                self.stop()
-                raise RuntimeError(f"the worker process {'ended' if ready else 'does not answer'}")
-            pieces.append(piece)
-        found: dict[str, Any] = json.loads(b"".join(pieces))
-        return found
+    def _receive(self, pipe: Connection[Request, Answer[Any]], seconds: float) -> Answer[Any]:
+        is_there = pipe.poll(seconds)
+        try:
+            if is_there:
+                return pipe.recv()
+        except (EOFError, OSError):
+            pass
+        self.stop()
+        raise RuntimeError(f"the worker process {'ended' if is_there else 'does not answer'}")
 
 
 class Here:
@@ -148,17 +216,19 @@ class Here:
 
     is_isolated: Final = False
 
-    def ask(self, seconds: float = CHECK_SECONDS, fresh: bool = False, **request: Any) -> dict[str, Any]:
+    def ask(
+        self, function: Callable[..., _T | None], *arguments: Any, seconds: float = CHECK_SECONDS, fresh: bool = False
+    ) -> Answer[_T]:
         """As `Worker.ask`."""
-        import time
-
         start = time.monotonic()
         try:
             with interpreting(), _given_up_after(seconds):
-                found = answer(request)
+                value = function(*arguments)
         except _TimeUpError:
-            return {"outcome": Outcome("timed_out", f"took longer than {seconds:g} s", seconds), "before": 0}
-        return {**found, "seconds": time.monotonic() - start, "before": 0}
+            return Answer(outcome=Outcome("timed_out", f"took longer than {seconds:g} s", seconds))
+        if isinstance(value, Outcome):
+            return Answer(outcome=dataclasses.replace(value, seconds=time.monotonic() - start))
+        return Answer(value)
 
     def stop(self) -> None:
         """Nothing to stop."""
@@ -203,40 +273,6 @@ def interpreting() -> Iterator[None]:
         yield
     finally:
         del os.environ["TRITON_INTERPRET"]
-
-
-def _outcome(found: dict[str, Any], seconds: float) -> Outcome | None:
-    """How a request ended that was not answered."""
-    if "answer" in found:
-        return None
-    place = f" in {found['place']}" if found.get("place") else ""
-    status, ended = "crashed", found.get("ended", "error")
-    if ended == "time":
-        status, message = "timed_out", f"no end after {seconds:g} s{place}"
-    elif ended == "memory":
-        message = f"took {format_bytes(found['bytes'])} of memory{place}"
-    elif ended == "output":
-        message = f"wrote {format_bytes(found['bytes'])} to its standard streams{place}"
-    elif ended == "signal":
-        message = f"the process died of {_signal_name(found['signal'])}{place}"
-    elif ended == "exit":
-        message = f"the process was ended with exit code {found['code']}{place}"
-    else:
-        status, message = "failed", found.get("message", "")
-    return Outcome(status, message, found.get("seconds", 0.0), **_streams(found))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _streams(found: dict[str, Any]) -> dict[str, Any]:
-    printed, written = found.get("printed", ""), found.get("written", "")
-    first = errors.one_line(printed, _LONGEST_PRINTED)
-    return {"output": "\n".join(filter(None, [printed, written])), "printed": first}
 
 
 _SHARED: Final = Worker()

@@ -17,8 +17,7 @@ from moereg import cli
 from moereg.author import ExpertInputs, PermutedWeights
 from moereg.cli._bench import BenchResult
 from moereg.cli._run import RunResult
-from moereg.cli._show_results import show_bench, show_run
-from moereg.cli._units import format_us, format_us_range
+from moereg.cli._show import format_us, format_us_range
 from moereg.discovery import current_platform
 from moereg.dispatch import Decision, Selection, explain_backends, machine_reasons
 from moereg.problem import MoEProblem
@@ -59,7 +58,7 @@ def test_run_gives_the_median_in_us_and_permuting_in_ms(
 
 def test_run_for_people_has_units_that_read_well(capsys: pytest.CaptureFixture[str]) -> None:
     result = RunResult("layer", selection_here(), 64, 1e-3, None, 8e-3, 1234.4, 2500.0, 12 * 1024)
-    show_run(result)
+    result.show()
     out = capsys.readouterr().out
     assert "1.23 ms a call of 64 tokens" in out
     assert "permuted in 2.50 s" in out
@@ -135,7 +134,7 @@ def test_bench_numbers_are_those_of_the_samples(bench_result: BenchResult) -> No
 def test_bench_for_people_has_the_fastest_first_and_marks_it(
     bench_result: BenchResult, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show_bench(bench_result)
+    bench_result.show()
     lines = capsys.readouterr().out.splitlines()
     (fast,), (slow,), (wrong,) = (
         [line.split() for line in lines if f" {name} " in line and "gets" not in line]
@@ -152,7 +151,7 @@ def test_bench_fits_80_columns(
     bench_result: BenchResult, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moereg.cli._output._PIPED_WIDTH", 80)
-    show_bench(bench_result)
+    bench_result.show()
     table = capsys.readouterr().out.partition("ceilings")[2].partition("a layer gets")[0].splitlines()[1:]
     assert max(map(len, table)) <= 80
     (fast,) = (line.split() for line in table if " fast " in line)

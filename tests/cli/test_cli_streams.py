@@ -234,7 +234,7 @@ def test_what_a_signal_or_lack_of_memory_ends_with(
         def collect() -> None:
             raise error
 
-        monkeypatch.setattr("moereg.cli._layer_commands.collect_info", collect)
+        monkeypatch.setattr("moereg.cli._info.collect_info", collect)
         return cli.main(["info", "--json"])
 
     assert (raising(KeyboardInterrupt()), *capsys.readouterr()) == (cli.INTERRUPTED, "", "")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moereg.cli._model_dir import _range_of
+from moereg.cli._explain import _range_of
 from tests.cli.command import Call
 from tests.support.tiny_models import needs, tiny_config
 

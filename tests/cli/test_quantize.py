@@ -18,9 +18,7 @@ from safetensors.torch import load_file, save_file
 from moereg.checkpoints import load_experts
 from moereg.cli import _quantize
 from moereg.cli._options import ProblemFlags
-from moereg.cli._quantize import compare_schemes
-from moereg.cli._quantize_result import Question, find_schemes
-from moereg.cli._quantize_show import sketch
+from moereg.cli._quantize import Question, compare_schemes, find_schemes, sketch
 from moereg.quant import QUANT_SCHEMES
 from moereg.tuning import compare
 from tests.cli.command import Call, CallJson

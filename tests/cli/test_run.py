@@ -10,7 +10,7 @@ import torch
 
 from moereg.author import ExpertInputs, PermutedWeights
 from moereg.cli import _layer
-from moereg.cli import _memory as cli_memory
+from moereg.cli import _layer as cli_memory
 from moereg.cli._options import ProblemFlags
 from moereg.problem import MoEProblem
 from moereg.registry import BackendRegistry, register_moe_backend

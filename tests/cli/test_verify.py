@@ -90,7 +90,7 @@ def test_what_passed_everything_is_recorded(call: Call, tmp_path: pathlib.Path) 
     (record,) = read_ledger(path)
     assert (record.backend, record.rule) == ("picky", "cpu")
     assert record.cases > 20
-    code, out, _ = call(f"verify writes_inputs {MODULE} --ledger {path}")
+    code, out, _ = call(f"verify writes_behind {MODULE} --ledger {path}")
     assert code == 1
     assert "0 of 1 cells are recorded" in out
 

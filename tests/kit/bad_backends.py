@@ -158,18 +158,6 @@ class BehindExperts(GoodExperts):
         out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(1)
 
 
-@bad("writes_before")
-class BeforeExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights, workspace13: Any) -> None:
-        workspace13.as_strided((1,), (1,), workspace13.storage_offset() - 1).fill_(1)
-
-
-@bad("writes_inputs")
-class InputsExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor, inputs: ExpertInputs, *others: Any) -> None:
-        inputs.topk_weights.mul_(0)
-
-
 @bad("writes_weights")
 class WeightsExperts(GoodExperts):
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
@@ -177,23 +165,10 @@ class WeightsExperts(GoodExperts):
         return super().permute_weights(weights, problem)
 
 
-@bad("random")
-class RandomExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor, *others: Any) -> None:
-        out.mul_(1 + 1e-7 * torch.rand(out.shape))
-
-
 @bad("nan")
 class NanExperts(GoodExperts):
     def spoil(self, out: torch.Tensor, *others: Any) -> None:
         out[-1:] = float("nan")
-
-
-@bad("wrong_predicate")
-class RaisingPredicateExperts(GoodExperts):
-    @classmethod
-    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        raise KeyError("no such key")
 
 
 @bad("importing_predicate")

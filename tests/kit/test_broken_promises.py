@@ -31,11 +31,10 @@ from moereg.testing import checks, deciding
 from moereg.testing.cases import Case, first_case
 from moereg.testing.check import KINDS, CellName, Check
 from moereg.testing.checks import check_case, check_numbers
+from moereg.testing.deciding import ImportWatch
 from moereg.testing.drawing import DrawnLayer
-from moereg.testing.guards import FILLS, FORMS
-from moereg.testing.imports import ImportWatch
+from moereg.testing.guards import FILLS, FORMS, poisoned_empty
 from moereg.testing.inputs import ROUTINGS, make_inputs, make_weights
-from moereg.testing.poison import poisoned_empty
 from moereg.tolerances import layer_tolerance
 from tests.support.fakes import EVERYTHING, BatchedExperts, FakeExperts
 

@@ -16,9 +16,9 @@ from moereg.author import Facts, MoEProblem, Platform
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
 from moereg.testing import cases, deciding, drawing, listing
 from moereg.testing.cases import GPU_TOKENS, TOKENS, Case, calls_of, fault_schemes, fault_tokens, first_case
+from moereg.testing.deciding import ImportWatch
 from moereg.testing.drawing import INTERPRETED, NATIVE, DrawnLayer, draw_layer, redraw, simpler_layers
 from moereg.testing.guards import FILLS, FORMS
-from moereg.testing.imports import ImportWatch
 from moereg.testing.inputs import ROUTINGS
 from moereg.testing.problems import accepted_neighbor, accepted_problems, claimed_problems, rejected_problems
 from tests.support.fakes import EVERYTHING, FakeExperts

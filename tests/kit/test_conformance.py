@@ -1,88 +1,72 @@
-"""Every registered cell against the reference; the cases come from the registry alone."""
+"""Every promise of every registered cell that runs here; the checks come from the registry alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+import json
+from typing import Any
 
 import pytest
 
-from moereg.discovery import current_platform
-from moereg.dispatch import Request, evaluate
-from moereg.quant import QuantScheme
+from moereg.discovery import list_backends
+from moereg.problem import MoEProblem
 from moereg.registry import BackendCell
 from moereg.testing import cases, checks, listing, problems
-from moereg.testing.cases import Case
-from moereg.testing.check import KINDS
+from moereg.testing.check import KINDS, Check
 from moereg.testing.interpreter import patch_interpreter
+from tests.support.fakes import FakeExperts
 
 DEVICE = cases.default_device()
 pytestmark = pytest.mark.usefixtures("one_thread")
-CASES = cases.registered_cases()
+SUITES = {name: listing.list_suite(name) for name in list_backends()}
 CELLS = cases.runnable_cells()
 
 
-def name_of(cell: BackendCell) -> str:
-    return f"{cell.name}-{cell.class_name}-{cell.rules[0]}"
+def kind_of(cell: BackendCell, check: Check) -> object:
+    """Interpreted checks of which one is enough for `make test`; None for those that are all left to the slow tests."""
+    name, is_batched = cell.class_name, cell.experts.output_form == "per_expert"
+    match check.kind:
+        case "numbers":
+            problem = MoEProblem.from_dict(json.loads(check.argument)["problem"])
+            # Of quantized weights sizes and facts are drawn too, and a batched class has its codecs from the standard
+            # one.
+            if problem.quant == cell.schemes[0]:
+                return check if problem.quant.weight is None else (name, problem.has_bias)
+            if is_batched or problem.hidden_size % 2:
+                return name
+            computes = cell.scheme_for(problem.quant)
+            assert computes is not None
+            fmt = computes.weight
+            return name, fmt and (fmt.dtype, fmt.scale_dtype, fmt.symmetric), computes.activation
+        case "faults":
+            return None  # test_faults.py plants every fault on the reference.
+        case "rounding":
+            return None if is_batched else name
+        case "reload":
+            return name
+        case "compile":
+            return cell.experts.output_form  # What is traced is the call of one operator, the same for all cells.
+    return check
 
 
-_T = TypeVar("_T", BackendCell, Case)
-
-
-def quickly(items: Iterable[_T], kind: Callable[[_T], object]) -> list[Any]:
-    """Parameters of which the slow tests get all but the first of a kind, where kernels are interpreted."""
-    seen, found = set(), []
-    for item in items:
-        imitated = item.is_imitated if isinstance(item, Case) else cases.is_imitated(item)
-        is_slow = imitated and kind(item) in seen
-        if imitated:
-            seen.add(kind(item))
-        found.append(pytest.param(item, marks=pytest.mark.slow) if is_slow else item)
-    return found
-
-
-def one_of_a_class() -> list[BackendCell]:
-    """All cells, but where kernels are interpreted the first of each class."""
-    firsts = {cell.class_name: cell for cell in reversed(CELLS)}
-    return [cell for cell in CELLS if not cases.is_imitated(cell) or firsts[cell.class_name] is cell]
-
-
-def is_run_with_all_calls(case: Case) -> bool:
-    """The first of a class in the standard format; the batched one shares its kernels, and drawn layers have more."""
-    first = next(other for other in CASES if other.cell.class_name == case.cell.class_name)
-    return case == first and case.cell.experts.output_form != "per_expert"
-
-
-def kind_of_case(case: Case) -> object:
-    """Cases of which one is enough: of quantized weights sizes and facts, which are drawn too, and schemes alike.
-
-    And all schemes but the first of a batched class, which has its codecs from the standard one.
-    """
-    name, problem = case.cell.class_name, case.problem
-    if problem.quant == case.cell.schemes[0]:
-        return case if problem.quant.weight is None else (name, problem.has_bias)
-    if case.cell.experts.output_form == "per_expert" or problem.hidden_size % 2:
-        return name
-    fmt, activation = case.computes.weight, case.computes.activation
-    return (name, fmt and (fmt.dtype, fmt.scale_dtype, fmt.symmetric), activation)
-
-
-def each_scheme(
-    wanted: Callable[[QuantScheme], bool], schemes: Callable[[BackendCell], list[QuantScheme]], has_quick: bool = True
-) -> Any:
-    """Parametrizes with cells and schemes, of which one of an interpreted class in the standard format may be quick."""
-    seen, found = set(), []
-    for cell in CELLS:
-        for scheme in filter(wanted, schemes(cell)):
-            is_batched = cell.experts.output_form == "per_expert"
-            is_slow = cases.is_imitated(cell) and (is_batched or cell.class_name in seen or not has_quick)
-            seen.add(cell.class_name)
+def promises() -> list[Any]:
+    """A parameter for each check of each cell that runs here."""
+    found: list[Any] = []
+    seen: set[object] = set()
+    for suite in SUITES.values():
+        names = {name: name.find() for name in suite.running}
+        for check in suite.checks:
+            # Choosing is asked of in a process that has imported nothing yet: test_verify.py.
+            if check.cell not in names or check.kind == "deciding":
+                continue
+            cell = names[check.cell]
+            key = check.kind, kind_of(cell, check)
+            is_imitated = check.cell in suite.imitated
+            is_slow = is_imitated and (key in seen or key[1] is None)
+            seen |= {key} if is_imitated else set()
             marks = [pytest.mark.slow] if is_slow else []
-            found.append(pytest.param(cell, scheme, marks=marks, id=f"{name_of(cell)}-{scheme.name}"))
-    return pytest.mark.parametrize(("cell", "scheme"), found)
-
-
-each_cell = pytest.mark.parametrize("cell", CELLS, ids=name_of)
+            marks += [pytest.mark.gpu] if check.kind in ("graph", "synchronization") else []
+            found.append(pytest.param(cell, check, marks=marks, id=check.id))
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -91,86 +75,20 @@ def _patched_interpreter() -> None:
         patch_interpreter()
 
 
-@pytest.mark.parametrize("case", quickly(CASES, kind_of_case), ids=lambda case: case.id)
-def test_numbers_within_the_claim(case: Case) -> None:
-    checks.check_numbers(case, is_run_with_all_calls(case))
-
-
-@each_cell
-def test_rejects_just_outside_the_claim(cell: BackendCell) -> None:
-    checks.check_rejections(cell)
-
-
-# test_faults.py plants every fault on the reference; numbers of interpreted kernels are compared above.
-@each_scheme(lambda scheme: True, cases.fault_schemes, has_quick=False)
-def test_planted_faults_are_caught(cell: BackendCell, scheme: QuantScheme) -> None:
-    checks.check_faults_are_caught(cell, scheme)
-
-
-@each_scheme(lambda scheme: scheme.activation is not None, lambda cell: list(cell.schemes))
-def test_activations_are_rounded_as_claimed(cell: BackendCell, scheme: QuantScheme) -> None:
-    checks.check_activations_are_rounded(cell, scheme)
-
-
-@each_cell
-def test_permute_leaves_the_canonical_weights(cell: BackendCell) -> None:
-    checks.check_permute(cell)
-
-
-@pytest.mark.parametrize("cell", quickly(CELLS, lambda cell: cell.class_name), ids=name_of)
-def test_reload_changes_the_result_in_place(cell: BackendCell) -> None:
-    checks.check_reload(cell)
-
-
-@each_cell
-def test_workspaces_grow_with_tokens(cell: BackendCell) -> None:
-    checks.check_workspaces_grow(cell)
-
-
-@each_cell
-def test_equal_inputs_give_equal_bits_where_claimed(cell: BackendCell) -> None:
-    if not cell.facts.deterministic:
-        pytest.skip(f"{cell.name} ({cell.class_name}) does not claim it")
-    if cases.is_imitated(cell):
-        pytest.skip("an interpreter runs programs one after another, always in the same order")
-    checks.check_equal_bits(cell)
-
-
-# What is traced is the call of one operator, the same for all cells; interpreted, its run is that of the checks above.
-@pytest.mark.parametrize("cell", quickly(one_of_a_class(), lambda cell: cell.experts.output_form), ids=name_of)
-def test_compiles_without_a_graph_break(cell: BackendCell) -> None:
-    checks.check_compiles(cell)
-
-
-@pytest.mark.gpu
-@each_cell
-def test_graph_replay_equals_eager_where_claimed(cell: BackendCell) -> None:
-    if DEVICE.type != "cuda":
-        pytest.skip("; ".join(reason.text for reason in _here(cell)) or "needs a CUDA device")
-    if not cell.facts.graph_capture:
-        pytest.skip(f"{cell.name} ({cell.class_name}) does not claim it")
-    checks.check_graph_replay(cell)
-
-
-@pytest.mark.gpu
-@each_cell
-def test_no_host_synchronization(cell: BackendCell) -> None:
-    if DEVICE.type != "cuda":
-        pytest.skip("; ".join(reason.text for reason in _here(cell)) or "needs a CUDA device")
-    checks.check_no_synchronization(cell)
-
-
-def _here(cell: BackendCell) -> tuple[object, ...]:
-    return evaluate(cell, cases.first_case(cell).problem, current_platform(), Request()).reasons
+# The cell is a parameter of its own for `--ledger`.
+@pytest.mark.parametrize(("cell", "check"), promises())
+def test_a_promise_is_kept(cell: BackendCell, check: Check) -> None:
+    check.run()
 
 
 def test_every_cell_runs_here_or_says_why_not() -> None:
-    for name, reasons in cases.unverifiable_cells().items():
-        assert reasons, f"{name} neither runs here nor says why"
-    assert CASES, "no registered cell runs on this machine"
+    for suite in SUITES.values():
+        for cell, reasons in suite.idle.items():
+            assert reasons, f"{cell} neither runs here nor says why"
+    assert any(suite.running for suite in SUITES.values()), "no registered cell runs on this machine"
 
 
-@each_cell
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.name}-{cell.class_name}-{cell.rules[0]}")
 def test_predicates_of_built_in_cells_refuse_nothing_that_facts_claim(cell: BackendCell) -> None:
     platform = cases.runnable_platform(cell)
     assert platform is not None
@@ -178,18 +96,16 @@ def test_predicates_of_built_in_cells_refuse_nothing_that_facts_claim(cell: Back
 
 
 def test_verifying_runs_every_check_of_the_kit() -> None:
-    listed = {check.kind for check in listing.list_suite("torch").checks} | {"graph", "synchronization", "drawn"}
+    listed = {check.kind for check in SUITES["torch"].checks} | {"graph", "synchronization", "drawn"}
     assert listed == set(KINDS)
     tested = {name.removeprefix("check_") for name in checks.__all__ if name.startswith("check_")}
     # Of the names that differ, a layer and a case are what is drawn.
     assert len(tested - {"case", "layer"}) == len(KINDS) - len({"deciding", "drawn"})
 
 
-def test_cases_follow_the_registry(isolated_registry: object) -> None:
+def test_checks_follow_the_registry(isolated_registry: object) -> None:
     from moereg.registry import register_moe_backend
-    from tests.support.fakes import FakeExperts
 
     register_moe_backend(name="fresh", priority=1, quant_schemes=("unquantized",), platforms=("*",))(FakeExperts)
-    fresh = [case for case in cases.registered_cases() if case.cell.name == "fresh"]
-    assert fresh, "a new backend has to be tested with no other edit"
-    checks.check_numbers(fresh[0], is_first=True)
+    first = next(check for check in listing.list_suite("fresh").checks if check.kind == "numbers")
+    first.run()

@@ -1,6 +1,6 @@
 """Layers drawn at random within every cell's claim, under guard bands, against the reference.
 
-Every failure names its layer by one line of JSON; `python -m moereg.testing.one_call 'LINE'` runs that layer again.
+Every failure names its layer by one line of JSON; `moereg verify NAME --check 'LINE'` runs it again.
 MOEREG_KIT_EXAMPLES says how many layers of each experts class are drawn; MOEREG_KIT_SEED draws others.
 """
 
@@ -10,17 +10,13 @@ import collections
 import math
 import os
 import random
-import zlib
-from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from moereg.registry import BackendCell
-from moereg.testing import cases, one_call
-from moereg.testing.campaign import Tally, run_campaign
+from moereg.testing import cases
 from moereg.testing.checks import check_layer
-from moereg.testing.drawing import GPU, DrawnLayer, Limits, draw_layer, layers, limits_of, redraw
+from moereg.testing.drawing import GPU, DrawnLayer, draw_layer, limits_of, redraw
 from moereg.testing.interpreter import patch_interpreter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,8 +28,6 @@ EXAMPLES = int(os.environ.get("MOEREG_KIT_EXAMPLES", "15"))
 """Layers of each experts class, divided among its cells."""
 FIRST_EXAMPLES = 4
 """Those of them that `make test` runs."""
-MOST_SHRINKS = 40
-"""Layers that are run after the first that failed, to find a smaller one that does."""
 GPU_LAYERS = int(os.environ.get("MOEREG_KIT_EXAMPLES", "2048"))
 """Layers of all cells together."""
 GPU_CONFIGURATIONS = 3
@@ -53,48 +47,6 @@ def _patched_interpreter() -> None:
         patch_interpreter()
 
 
-def shrinking_little(check: Callable[[DrawnLayer], object], most: int) -> Callable[[DrawnLayer], None]:
-    """The same check, which after its first failure looks at so many layers more and then fails for known ones only."""
-    failures: dict[DrawnLayer, AssertionError] = {}
-    left = most
-
-    def checked(layer: DrawnLayer) -> None:
-        nonlocal left
-        if layer in failures:
-            raise failures[layer]
-        left -= bool(failures)
-        if left < 0:
-            return
-        try:
-            check(layer)
-        except AssertionError as error:
-            failures[layer] = error
-            raise
-
-    return checked
-
-
-def check_drawn(
-    cell: BackendCell, limits: Limits, num_examples: int, check: Callable[[DrawnLayer], object] = check_layer
-) -> None:
-    checked = shrinking_little(check, MOST_SHRINKS)
-
-    @seed(zlib.crc32(f"{SEED} {name_of(cell)} {cell.schemes[0].name}".encode()))
-    @settings(
-        max_examples=num_examples,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate, Phase.shrink),
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(layers(cell, limits))
-    def run(layer: DrawnLayer) -> None:
-        checked(layer)
-
-    run()
-
-
 @each_cell
 @pytest.mark.parametrize("examples", [FIRST_EXAMPLES, pytest.param(EXAMPLES, marks=pytest.mark.slow)])
 def test_drawn_layers(cell: BackendCell, examples: int) -> None:
@@ -103,55 +55,35 @@ def test_drawn_layers(cell: BackendCell, examples: int) -> None:
     num_examples = examples / CELLS_OF_CLASS[cell.class_name]
     if cases.is_imitated(cell) and cell.tier == "emulation":
         num_examples /= 2  # The slowest, and most of their kernels are those of packed weights.
-    check_drawn(cell, limits_of(cell), math.ceil(num_examples))
-
-
-@pytest.fixture(scope="module")
-def total(request: pytest.FixtureRequest) -> Iterator[Tally]:
-    """All cells' tallies, of which a line is printed at the end."""
-    tally = Tally()
-    yield tally
-    if tally.num_layers:
-        capture = request.config.pluginmanager.getplugin("capturemanager")
-        with capture.global_and_fixture_disabled():
-            print(f"\ndrawn layers: {tally}, seed {SEED}")
+    choose = random.Random(f"{SEED} {name_of(cell)} {cell.schemes[0].name}").choice
+    for _ in range(math.ceil(num_examples)):
+        assert check_layer(draw_layer(cell, choose, limits_of(cell)))
 
 
 @pytest.mark.gpu
 @each_cell
-def test_drawn_layers_on_a_gpu(cell: BackendCell, total: Tally) -> None:
+def test_drawn_layers_on_a_gpu(cell: BackendCell) -> None:
+    """Few configurations, each of which has to be compiled, and many sizes in each."""
     if DEVICE.type != "cuda":
         pytest.skip("needs a CUDA device")
-    tally = run_campaign(cell, math.ceil(GPU_LAYERS / len(CELLS)), GPU_CONFIGURATIONS, GPU, SEED)
-    total.add(tally)
-    print(f"{name_of(cell)}: {tally}")
-    assert tally.num_layers == math.ceil(GPU_LAYERS / len(CELLS))
-    assert not tally.failures, "\n".join(tally.failures[:10])
+    choose = random.Random(f"{SEED}/{name_of(cell)}/{cell.schemes[0].name}").choice
+    num_layers, num_ran, failures = math.ceil(GPU_LAYERS / len(CELLS)), 0, []
+    for configuration in range(GPU_CONFIGURATIONS):
+        layer = first = draw_layer(cell, choose, GPU)
+        for _ in range(configuration, num_layers, GPU_CONFIGURATIONS):
+            try:
+                num_ran += check_layer(layer, num_calls=2)  # The second replays launches that a backend recorded.
+            except AssertionError as error:
+                num_ran += 1
+                failures.append(str(error))
+            layer = redraw(first, choose, GPU)
+    print(f"{name_of(cell)}: {num_ran} layers, {len(failures)} failures, seed {SEED}")
+    assert num_ran == num_layers
+    assert not failures, "\n".join(failures[:10])
 
 
 def native_cell(class_name: str = "TorchDenseExperts") -> BackendCell:
     return next(cell for cell in CELLS if cell.class_name == class_name)
-
-
-def test_a_campaign_goes_on_after_a_failure_and_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(layer: DrawnLayer, num_calls: int) -> bool:
-        assert num_calls == 2
-        assert layer.seed % 2, f"{layer}\nwrong"
-        return True
-
-    monkeypatch.setattr("moereg.testing.campaign.check_layer", check)
-    tally = run_campaign(native_cell(), 30, 4, GPU, seed=3)
-    assert (tally.num_layers, tally.num_configurations) == (30, 4)
-    assert 0 < len(tally.failures) < 30
-    for failure in tally.failures:
-        assert DrawnLayer.from_json(failure.partition("\n")[0]).seed % 2 == 0
-    again = run_campaign(native_cell(), 30, 4, GPU, seed=3)
-    assert again.failures == tally.failures
-    assert run_campaign(native_cell(), 30, 4, GPU, seed=4).failures != tally.failures
-    tally.add(again)
-    assert str(tally).startswith(f"60 layers of 8 configurations, {2 * len(again.failures)} failures, ")
-    monkeypatch.setattr("moereg.testing.campaign.check_layer", lambda layer, num_calls: False)
-    assert run_campaign(native_cell(), 30, 4, GPU, seed=3).num_layers == 0
 
 
 @each_cell
@@ -173,23 +105,6 @@ def test_a_drawn_layer_is_one_that_its_cell_claims(cell: BackendCell) -> None:
             assert all(getattr(other.problem, field) == getattr(layer.problem, field) for field in same)
 
 
-def test_what_fails_is_shrunk_and_named_by_a_line_that_runs_it_again() -> None:
-    num_run = 0
-
-    def check(layer: DrawnLayer) -> None:
-        nonlocal num_run
-        num_run += 1
-        assert layer.problem.hidden_size < 60 or layer.num_tokens < 9, f"{layer}\nwrong"
-
-    with pytest.raises(AssertionError, match="wrong") as caught:
-        check_drawn(native_cell(), GPU, 100, check)
-    layer = DrawnLayer.from_json(str(caught.value).partition("\n")[0])
-    assert layer.problem.hidden_size >= 60
-    assert layer.num_tokens >= 9
-    assert (layer.problem.num_experts, layer.routing, layer.fill, layer.form) == (1, "uniform", "nan", "contiguous")
-    assert num_run < 60 + MOST_SHRINKS
-
-
 def test_half_a_pad_more_than_whole_ones_is_drawn_often() -> None:
     rng = random.Random(1)
     drawn = [draw_layer(native_cell(), rng.choice, limits_of(native_cell())).problem for _ in range(300)]
@@ -197,13 +112,3 @@ def test_half_a_pad_more_than_whole_ones_is_drawn_often() -> None:
         share = sum(getattr(problem, field) % 64 == 32 for problem in drawn) / len(drawn)
         assert share > 0.3
         assert len({getattr(problem, field) % 64 for problem in drawn}) > 8
-
-
-def test_one_call_runs_a_layer_of_each_cell_or_those_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    layer, larger = one_call.layers_of(native_cell())
-    assert larger.num_tokens > layer.num_tokens
-    gone = str(layer).replace('"torch"', '"gone"')
-    assert one_call.main([str(layer), gone]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.rpartition(": ")[2] for line in lines] == ["passed", "does not run here"]
-    assert one_call.main([gone]) == 3

@@ -8,22 +8,16 @@ from typing import Final
 import pytest
 import torch
 
-from moereg.discovery import load_backends
-from moereg.dispatch import select_backend
-from moereg.layer import make_kernel
-from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quant import QUANT_SCHEMES
 from moereg.quantize import dequantize_weights, quantize_weights, unpack_nibbles
 from moereg.reference import reference_experts, relative_error
 from moereg.testing import faults
-from moereg.testing.cases import Case, select_cell
 from moereg.testing.faults import FAULTS, plant_faults
 from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
 from moereg.tolerances import tolerance
 
 CPU = torch.device("cpu")
-CPU_PLATFORM = Platform.from_name("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -90,46 +84,6 @@ def test_every_fault_is_caught_in_the_reference(name: str) -> None:
     for fault, spoiled in planted.items():
         error = relative_error(reference_experts(problem, spoiled, *call), truth)
         assert error > (10 if problem.quant.activation is None else 1.5) * bound, fault
-
-
-@pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
-@pytest.mark.parametrize("name", QUANT_SCHEMES)
-@pytest.mark.parametrize("activation_format", ["standard", pytest.param("batched", marks=pytest.mark.slow)])
-def test_every_fault_is_caught_in_a_kernel(name: str, activation_format: str) -> None:
-    problem = dataclasses.replace(spread_problem(name), activation_format=activation_format)
-    selection = select_backend(problem, "cpu", require="torch")
-    assert selection.winner is not None
-    assert selection.winner.computes == name
-    weights = make_weights(problem, CPU)
-    inputs = make_inputs(problem, 17, "uniform", CPU)
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    truth = reference_experts(problem, weights, *call)
-    bound = tolerance(problem.quant, problem.dtype, truth.numel())
-    assert relative_error(make_kernel(problem, weights, selection)(*call), truth) <= bound
-    for fault, spoiled in plant_faults(weights):
-        error = relative_error(make_kernel(problem, spoiled, selection)(*call), truth)
-        assert error > (10 if problem.quant.activation is None else 1.5) * bound, fault
-
-
-@pytest.mark.parametrize(
-    ("name", "kept_name"), [("nvfp4", "nvfp4_w4a16"), ("mxfp4_mxfp8", "mxfp4_w4a16"), ("int8_w8a8", "int8_w8a16")]
-)
-def test_activations_that_were_not_rounded_are_told_apart(name: str, kept_name: str) -> None:
-    """The bound is wide enough for them, but the reference that does not round them either is nearer."""
-    problem = dataclasses.replace(spread_problem(name), exact_activations=False)
-    inputs = make_inputs(problem, 17, "uniform", CPU)
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    weights = make_weights(problem, CPU)
-    kept = QUANT_SCHEMES[kept_name]
-    truth, unrounded = (reference_experts(problem, weights, *call, computes=scheme) for scheme in (problem.quant, kept))
-    (cell,) = {
-        cell
-        for cell in load_backends().by_name("torch")
-        if cell.class_name == "TorchQuantizedExperts" and kept in cell.schemes
-    }
-    out = make_kernel(problem, weights, select_cell(Case(cell, CPU_PLATFORM, problem)))(*call)
-    assert relative_error(out, truth) < tolerance(name, problem.dtype, out.numel())
-    assert relative_error(out, unrounded) < relative_error(out, truth)
 
 
 def test_faults_are_what_they_say() -> None:

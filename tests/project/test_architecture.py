@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -19,13 +20,13 @@ from moereg.checkpoints import SavedCheckpoint
 from moereg.cli import app
 from moereg.cli._bench import BenchResult
 from moereg.cli._ep import EpResult
-from moereg.cli._info import collect_info, selection_with_evidence
-from moereg.cli._names import list_models, list_schemes
-from moereg.cli._new_backend import NewWheel
-from moereg.cli._quantize_result import QuantizeResult, Question, SchemeRow
+from moereg.cli._explain import selection_with_evidence
+from moereg.cli._info import collect_info, list_models, list_schemes
+from moereg.cli._new_backend import write_wheel
+from moereg.cli._options import Subject
+from moereg.cli._quantize import QuantizeResult, Question, SchemeRow
 from moereg.cli._rank import NO_ROW
 from moereg.cli._run import RunResult
-from moereg.cli._subject import Subject
 from moereg.dispatch import explain_backends
 from moereg.movement import explain_movements
 from moereg.platforms import Platform
@@ -207,7 +208,7 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
         "quantize": quantized.to_dict(),
         "a compared scheme": row.to_dict(),
         "a copy": saved.to_dict()["out"],
-        "new-backend": NewWheel("", "", "", Path(), ()).to_dict(),
+        "new-backend": write_wheel("a_name", Path(tempfile.mkdtemp())),
         "models": list_models(),
         "a model": list_models()["models"][0],
         "schemes": (schemes := list_schemes("cpu")[0]),

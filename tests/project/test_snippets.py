@@ -62,7 +62,9 @@ NOT_RUN: Final = {
         "reads the folder of the command before it; tests/warm_up/test_compile_ahead.py runs both"
     ),
     "export PYTORCH_NO_CUDA_MEMORY_CACHING=1": "belongs to the next",
-    "compute-sanitizer --tool memcheck python -m moereg.testing.one_call": "needs a GPU and CUDA's tools",
+    "compute-sanitizer --tool memcheck python -m moereg verify NAME --no-isolate --check drawn": (
+        "needs a GPU and CUDA's tools"
+    ),
 }
 """Commands that cannot run here, with the reason."""
 

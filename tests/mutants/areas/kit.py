@@ -226,8 +226,8 @@ MUTANTS: Final = (
     Mutant(
         "the kit's worker imports from the current folder",
         "moereg/testing/workers.py",
-        old='python_command("moereg.testing.worker"),',
-        new='[__import__("sys").executable, "-m", "moereg.testing.worker"],',
+        old='python_command("moereg.testing.worker", str(there.fileno())),',
+        new='[__import__("sys").executable, "-m", "moereg.testing.worker", str(there.fileno())],',
         tests=("tests/cli/test_current_folder.py::test_nothing_of_the_current_folder_is_imported",),
     ),
     Mutant(

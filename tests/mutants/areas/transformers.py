@@ -137,7 +137,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "layers that are refused fit",
-        "moereg/cli/_model_dir.py",
+        "moereg/cli/_explain.py",
         old="return all(layer.backend is not None for layer in self.layers)",
         new="return True",
         tests=(f"{_COMMAND}::test_what_is_not_served_exits_with_3_and_the_reason",),

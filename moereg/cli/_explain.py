@@ -1,0 +1,187 @@
+"""`moereg explain`: the choice for a layer, or for every layer of a model as transformers would build it."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from moereg.cli._options import ProblemFlags, Subject, usage_errors
+from moereg.cli._output import console
+from moereg.cli._show import (
+    WIDE,
+    named_machine,
+    new_table,
+    of_wheel,
+    print_notices,
+    print_reasons,
+    show_selection,
+    source_of,
+)
+from moereg.discovery import load_backends
+from moereg.dispatch import explain_backends
+from moereg.errors import one_line
+from moereg.platforms import Platform
+from moereg.selection import SCHEMA, Decision, Selection, nearest_by_backend
+from moereg.testing.ledger import evidence_of
+
+if TYPE_CHECKING:
+    from moereg.integrations.transformers import LayerChoice
+
+__all__ = ["Explanation", "ModelChoices", "selection_with_evidence"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The choice for one layer.
+
+    Attributes:
+        subject: The layer.
+        selection: Every candidate, and the chosen one.
+    """
+
+    subject: Subject
+    selection: Selection
+
+    @classmethod
+    def of(cls, flags: ProblemFlags, subject: Subject) -> Explanation:
+        """Asks for a layer.
+
+        Raises:
+            MoeregError: The request or the platform cannot be read.
+        """
+        load_backends()  # A plugin's kind of platform is known once it is loaded.
+        return cls(subject, subject.noted(explain_backends(subject.problem, flags.platform, **flags.request())))
+
+    @property
+    def fits(self) -> bool:
+        """Whether a backend fits."""
+        return self.selection.winner is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `--json`."""
+        return selection_with_evidence(self.selection)
+
+    def show(self, all_reasons: bool) -> None:
+        """Prints the decision table."""
+        show_selection(self.selection, self.subject.name, all_reasons)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelChoices:
+    """The choice for every layer of a model.
+
+    Attributes:
+        path: The model's directory.
+        layers: In the order of the model.
+    """
+
+    path: Path
+    layers: tuple[LayerChoice, ...]
+
+    @classmethod
+    def of(cls, flags: ProblemFlags, path: Path) -> ModelChoices:
+        """Asks for every layer.
+
+        Raises:
+            MoeregError: Options contradict the model, or no model can be made of the directory.
+        """
+        from moereg.integrations.transformers import explain_model
+
+        flags.check_no_checkpoint_facts("--model-dir")
+        with usage_errors():
+            return cls(path, explain_model(path, flags.platform, **flags.request(), **flags.wishes()))
+
+    @property
+    def fits(self) -> bool:
+        """Whether every layer gets a backend."""
+        return all(layer.backend is not None for layer in self.layers)
+
+    @property
+    def selections(self) -> list[Selection]:
+        """One for each different layer."""
+        return list({layer.problem: layer.selection for layer in self.layers if layer.selection}.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `--json`: layers, and each different selection once."""
+        selections = self.selections
+        place = {selection.problem: index for index, selection in enumerate(selections)}
+        return {
+            "schema": SCHEMA,
+            "model_dir": str(self.path),
+            "layers": [
+                {
+                    "name": layer.name,
+                    "class": layer.class_name,
+                    "selected": layer.backend,
+                    "refusal": layer.refusal,
+                    "selection": None if layer.problem is None else place[layer.problem],
+                }
+                for layer in self.layers
+            ],
+            "selections": [selection_with_evidence(selection) for selection in selections],
+        }
+
+    def show(self, all_reasons: bool) -> None:
+        """Prints a line for each run of equal layers, and why where there is no backend."""
+        target = console(sys.stdout)
+        from moereg.integrations.transformers import grouped
+
+        selections = self.selections
+        name = one_line(self.path.resolve().name)
+        where = f" on {named_machine(selections[0].platform)}" if selections else ""
+        count = len(self.layers)
+        target.print(f"{name}: {count} layer{'' if count == 1 else 's'} with experts{where}")
+        table = new_table("experts", "layers", "layer", "backend", "why")
+        for column in (table.columns[0], table.columns[3]) if target.width < WIDE else ():
+            column.no_wrap = True  # The layer is folded, between its parts.
+        for group in grouped(self.layers):
+            first = group[0]
+            winner = None if first.selection is None else first.selection.winner
+            names = _range_of(first.name, group[-1].name)
+            why = first.refusal or ("nothing fits" if first.selection is None else source_of(first.selection))
+            backend = Text("none", style="red") if winner is None else Text(f"{winner.backend}{of_wheel(winner)}")
+            shown = first.class_name if first.problem is None else str(first.problem)
+            table.add_row(names, str(len(group)), shown, backend, why if winner or first.refusal else "nothing fits")
+        target.print(table)
+        for selection in selections:
+            if selection.winner is None:
+                for decision in nearest_by_backend(selection.decisions):
+                    reasons = [vars(reason) for reason in decision.reasons]
+                    print_reasons(target, f"{decision.backend} does not fit {selection.problem}:", reasons)
+        print_notices(target, list(dict.fromkeys(notice for selection in selections for notice in selection.notices)))
+
+
+def _range_of(first: str, last: str) -> str:
+    """Names from one to another: `model.layers.0-47.mlp.experts` where they differ in a number alone."""
+    if first == last:
+        return first
+    pairs = list(zip(first.split("."), last.split("."), strict=False))
+    different = [pair for pair in pairs if pair[0] != pair[1]]
+    if first.count(".") != last.count(".") or len(different) != 1 or not all(part.isdecimal() for part in different[0]):
+        return f"{first} to {last}"
+    return ".".join(one if one == other else f"{one}-{other}" for one, other in pairs)
+
+
+def selection_with_evidence(selection: Selection) -> dict[str, Any]:
+    """The object that `moereg explain --json` prints: the selection and the evidence of the chosen cell.
+
+    `verification` is None if nothing fits or the cell is not registered here, and a decision's `verified_on_platform`
+    where it was rejected.
+    """
+    winner = selection.winner
+    found = None
+    if winner is not None and winner.cell is not None:
+        evidence = evidence_of(winner.cell)
+        found = {**evidence.to_dict(), "verified_on_platform": evidence.on(selection.platform)}
+    values = selection.to_dict()
+    for decision, shown in zip(selection.decisions, values["decisions"], strict=True):
+        shown["verified_on_platform"] = _is_verified(decision, selection.platform) if decision.accepted else None
+    return {**values, "verification": found}
+
+
+def _is_verified(decision: Decision, platform: Platform) -> bool:
+    return decision.cell is not None and evidence_of(decision.cell).on(platform)
