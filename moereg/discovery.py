@@ -26,7 +26,6 @@ from moereg.errors import (
     RegistrationError,
     UnknownBackendError,
     UnknownSchemeError,
-    described,
     shown,
     stops_the_process,
     unknown_name_message,
@@ -46,9 +45,7 @@ from moereg.plugins import (
     BACKEND_GROUP,
     MOVEMENT_GROUP,
     PLATFORM_GROUP,
-    LoadFailure,
     Owner,
-    PluginPoint,
     PluginStatus,
     failure_text,
     is_allowed,
@@ -77,10 +74,10 @@ class _Loader:
         self._registry = registry
         self._registries: dict[str, Registry[Any]] = {BACKEND_GROUP: registry, MOVEMENT_GROUP: MOVEMENTS}
         self._lock = threading.RLock()
-        self._done: dict[PluginPoint, PluginStatus] = {}
-        self._loading: PluginPoint | None = None
+        self._done: dict[PluginStatus, PluginStatus] = {}
+        self._loading: PluginStatus | None = None
         # Registered while plugins were imported, and not visible yet, each with the entry point that brings it.
-        self._pending: list[tuple[PluginPoint | None, Cell]] = []
+        self._pending: list[tuple[PluginStatus | None, Cell]] = []
         self._statuses: tuple[PluginStatus, ...] | None = None
         self._has_platforms = False
         self._claims: dict[str, Platform] | None = None
@@ -101,7 +98,7 @@ class _Loader:
     def _load_all(self) -> tuple[PluginStatus, ...]:
         if self._loading is not None:
             raise PluginError(
-                f"{self._loading.module} of {' '.join(self._loading.owner)} asked for backends while it was imported; "
+                f"{self._loading.module} of {self._loading.distribution} asked for backends while it was imported; "
                 "a plugin may ask inside its functions, when all plugins are loaded"
             )
         self.load_platforms()
@@ -129,21 +126,21 @@ class _Loader:
             self._has_platforms = True
 
     @functools.cached_property
-    def _scanned(self) -> tuple[list[PluginPoint], list[PluginStatus]]:
+    def _scanned(self) -> tuple[list[PluginStatus], list[PluginStatus]]:
         return scan()
 
-    def _load_once(self, point: PluginPoint) -> PluginStatus:
+    def _load_once(self, point: PluginStatus) -> PluginStatus:
         # Some are loaded already: platforms, and others if Ctrl-C ended the first attempt.
         if point not in self._done:
             self._done[point] = self._load_plugin(point)
         return self._done[point]
 
-    def _load_plugin(self, point: PluginPoint) -> PluginStatus:
-        status = point.status
+    def _load_plugin(self, point: PluginStatus) -> PluginStatus:
         if not is_allowed(os.environ.get("MOEREG_PLUGINS"), point.group, point.name):
-            return dataclasses.replace(status, status="skipped")
+            return dataclasses.replace(point, status="skipped")
+        assert point.point is not None, "what names no module is not loaded"
         # First, and written at once: code that hangs or ends the process leaves no other trace.
-        logger.debug("importing %s of %s", point.module, status.distribution)
+        logger.debug("importing %s of %s", point.module, point.distribution)
         started = time.perf_counter()
         try:
             self._loading = point
@@ -158,9 +155,9 @@ class _Loader:
             if (registry := self._registries.get(point.group)) is not None:
                 registry.publish((), replaced=self._early(point, registry))
             if stops_the_process(error):
-                logger.warning("interrupted while %s of %s was imported", point.module, status.distribution)
+                logger.warning("interrupted while %s of %s was imported", point.module, point.distribution)
                 raise
-            return _failed(status, error)
+            return point.failed(error)
         finally:
             self._loading = None
             # What modules of other entry points registered waits for these; what failed leaves nothing.
@@ -169,8 +166,8 @@ class _Loader:
                 for home, cell in self._pending
                 if home not in (None, point) and cell.implementation.__module__ in sys.modules
             ]
-            _log_if_slow(f"importing {point.module}", status.distribution, started)
-        return dataclasses.replace(status, loaded=loaded)
+            _log_if_slow(f"importing {point.module}", point.distribution, started)
+        return dataclasses.replace(point, loaded=loaded)
 
     def owner_of(self, registry: Registry[Any], name: str, module: str) -> Owner | None:
         """The distribution of what a module registers; None where moereg's own module or no registry of ours does."""
@@ -183,7 +180,7 @@ class _Loader:
         """Keeps what a module registers until its entry point has loaded."""
         self._pending.append((self._home(registry, cell.name, cell.implementation.__module__), cell))
 
-    def _home(self, registry: Registry[Any], name: str, module: str) -> PluginPoint | None:
+    def _home(self, registry: Registry[Any], name: str, module: str) -> PluginStatus | None:
         """The entry point that brings what a module registers under a name, None where there is none.
 
         The plugin that is imported may import another one first, for instance to subclass its class.
@@ -204,7 +201,7 @@ class _Loader:
             module = module.rpartition(".")[0]
         return None
 
-    def _publish(self, point: PluginPoint) -> None:
+    def _publish(self, point: PluginStatus) -> None:
         """Makes all cells of an entry point visible at once."""
         registry = self._registries.get(point.group)
         cells = [cell for home, cell in self._pending if home == point]
@@ -216,7 +213,7 @@ class _Loader:
         if names != ({point.name} if registry is not None else set()):
             what = "no backend" if registry is None else f"a {registry.kind.noun} of that name and no other"
             same = (other for other in self._scanned[0] if other.module == point.module)
-            others = {" ".join(other.owner) for other in same if other.owner != point.owner}
+            others = {other.distribution for other in same if other.owner != point.owner}
             shared = f"; {point.module} is of {', '.join(sorted(others))} too, uninstall one" if others else ""
             raise RegistrationError(
                 f"entry point {point.name!r} must register {what}, got {', '.join(sorted(names)) or 'none'}{shared}"
@@ -224,7 +221,7 @@ class _Loader:
         if registry is not None:
             registry.publish(cells, replaced=early)
 
-    def _early(self, point: PluginPoint, registry: Registry[Any]) -> list[Any]:
+    def _early(self, point: PluginStatus, registry: Registry[Any]) -> list[Any]:
         """Cells that a direct import of the entry point's modules made visible, before their distribution was known."""
         return [
             cell
@@ -255,7 +252,7 @@ class _Loader:
                 except BaseException as error:  # As with modules: one bad plugin must not affect the others.
                     if stops_the_process(error):
                         raise
-                    statuses[place] = _failed(status, error)
+                    statuses[place] = status.failed(error)
                     failed.append(statuses[place])
                     continue
                 finally:
@@ -268,7 +265,7 @@ class _Loader:
         return self._claims
 
 
-def _check_api_version(point: PluginPoint) -> None:
+def _check_api_version(point: PluginStatus) -> None:
     found = getattr(sys.modules.get(point.module), "moereg_api", None)
     if not isinstance(found, str) or not re.fullmatch(rf"{re.escape(API_VERSION)}(\.\d+)*", found):
         raise RegistrationError(
@@ -293,10 +290,6 @@ def _outside() -> int:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "moereg":
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _failed(status: PluginStatus, error: BaseException) -> PluginStatus:
-    return dataclasses.replace(status, status="failed", failure=LoadFailure(described(error), error), loaded=None)
 
 
 def _import_builtins() -> None:

@@ -18,31 +18,38 @@ from moereg.problem import ACTIVATION_FORMATS, DTYPES, HELD_EXPERTS, PLACEMENTS,
 from moereg.reasons import Reason
 
 
+@dataclasses.dataclass(frozen=True)
 class Fact(abc.ABC):
     """How one fact is read: a row of the table that a class of facts is.
 
     `asked` is the problem, and for a way to move tokens the group too.
+
+    Attributes:
+        code: Of its reasons.
     """
+
+    code: str
+
+    @property
+    def widest(self) -> Any:
+        """The value that gives no reason against any problem."""
+        return None
 
     @abc.abstractmethod
     def fault(self, name: str, value: Any) -> str | None:
         """The fault in a value from a class or decorator, if any."""
 
     @abc.abstractmethod
+    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
+        """Why a class with that value, which is not the widest, cannot serve what is asked."""
+
     def is_narrower(self, value: Any, wider: Any) -> bool:
         """Whether a value promises no more than another."""
-
-    @abc.abstractmethod
-    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
-        """Why a class with that value cannot serve what is asked."""
+        return wider is None or (value is not None and bool(value <= wider))
 
     def stored(self, value: Any) -> Any:
         """A decorator's value as `Facts` keeps it."""
         return value
-
-    def binds(self, value: Any) -> bool:
-        """Whether a value can give a reason against any problem."""
-        return True
 
     def are_disjoint(self, one: Any, other: Any) -> bool:
         """Whether no problem can be served with either of two values."""
@@ -53,31 +60,24 @@ class Fact(abc.ABC):
 class _Names(Fact):
     """The names that are served. `wanted` is the problem's, and `rule` begins the reason, where not with the code."""
 
-    code: str
     known: Collection[str] | None  # None: any may come.
     wanted: Callable[[Any], str]
     rule: str = ""
 
+    @property
+    def widest(self) -> Any:
+        return None if self.known is None else frozenset(self.known)
+
     def fault(self, name: str, value: Any) -> str | None:
         if not isinstance(value, frozenset):
             return f"{name} must be a frozenset of names, got {shown(value)}"
-        if self.known is None:
-            return None
-        unknown = sorted(map(str, value - set(self.known)))
-        return unknown_name_message(f"name in {name}", unknown[0], self.known) if unknown else None
-
-    def is_narrower(self, value: Any, wider: Any) -> bool:
-        return bool(value <= wider)
+        unknown = [] if self.known is None else sorted(map(str, value - set(self.known)))
+        return unknown_name_message(f"name in {name}", unknown[0], self.known or ()) if unknown else None
 
     def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
-        wanted = self.wanted(asked)
-        if wanted in value:
-            return ()
-        rule, names = self.rule or f"{self.code.replace('_', ' ')} in", ", ".join(sorted(value)) or "none"
-        return (Reason(self.code, f"requires {rule} ({names}), got {wanted}"),)
-
-    def binds(self, value: Any) -> bool:
-        return self.known is None or bool(set(self.known) - value)
+        if (wanted := self.wanted(asked)) not in value:
+            rule, names = self.rule or f"{self.code.replace('_', ' ')} in", ", ".join(sorted(value)) or "none"
+            yield Reason(self.code, f"requires {rule} ({names}), got {wanted}")
 
     def are_disjoint(self, one: Any, other: Any) -> bool:
         return not one & other
@@ -89,31 +89,38 @@ class _Names(Fact):
 
 @dataclasses.dataclass(frozen=True)
 class _Flag(Fact):
-    """Whether something is served. `lack` is the clause against a problem that asks for it; None against others."""
+    """Whether something is served. `lack` is the clause against a problem that asks for it; None against others.
 
-    code: str
+    A need, such as that the problem says a size, is one whose widest value is False: more of it is narrower.
+    """
+
     lack: Callable[[Any], str | None]
+    is_need: bool = False
+
+    @property
+    def widest(self) -> Any:
+        return not self.is_need
 
     def fault(self, name: str, value: Any) -> str | None:
         return None if isinstance(value, bool) else f"{name} must be True or False, got {shown(value)}"
 
     def is_narrower(self, value: Any, wider: Any) -> bool:
-        return wider or not value
+        return wider is self.widest or value is wider
 
     def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
-        lack = None if value else self.lack(asked)
-        return () if lack is None else (Reason(self.code, lack),)
-
-    def binds(self, value: Any) -> bool:
-        return not value
+        if (lack := self.lack(asked)) is not None:
+            yield Reason(self.code, lack)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Divisors(Fact):
     """Divisors that sizes of the problem must be multiples of."""
 
-    code: str
     sizes: tuple[str, ...]
+
+    @property
+    def widest(self) -> Any:
+        return {}
 
     def fault(self, name: str, value: Any) -> str | None:
         if not isinstance(value, Mapping):
@@ -130,21 +137,15 @@ class _Divisors(Fact):
         return all(value.get(size, 1) % divisor == 0 for size, divisor in wider.items())
 
     def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
-        return [
-            Reason(self.code, f"requires {size} % {divisor} == 0, got {found}")
-            for size, divisor in sorted(value.items())
-            if (found := getattr(asked, size)) % divisor
-        ]
-
-    def binds(self, value: Any) -> bool:
-        return bool(value)
+        for size, divisor in sorted(value.items()):
+            if (found := getattr(asked, size)) % divisor:
+                yield Reason(self.code, f"requires {size} % {divisor} == 0, got {found}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Limit(Fact):
     """The most that a count of the problem may be, or None. `rule` is how the reason says it, where not as `<=`."""
 
-    code: str
     count: str
     rule: str = ""
 
@@ -152,38 +153,16 @@ class _Limit(Fact):
         is_limit = value is None or _is_count(value)
         return None if is_limit else f"{name} must be None or an integer of at least 1, got {shown(value)}"
 
-    def is_narrower(self, value: Any, wider: Any) -> bool:
-        return wider is None or (value is not None and value <= wider)
-
     def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
-        if value is None:
-            return ()
         count = getattr(asked, self.count)
         # A problem that does not say how many tokens may come can have too many.
         if count is None or count > value:
             rule = (self.rule or f"{self.count} <= {{}}").format(value)
-            return (Reason(self.code, f"requires {rule}, got {count}"),)
-        return ()
-
-    def binds(self, value: Any) -> bool:
-        return value is not None
+            yield Reason(self.code, f"requires {rule}, got {count}")
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-class _Room(_Flag):
-    """Whether the problem has to say how many tokens may come. A need, so more of it is narrower."""
-
-    def is_narrower(self, value: Any, wider: Any) -> bool:
-        return value or not wider
-
-    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
-        return super().reasons(not value, asked)
-
-    def binds(self, value: Any) -> bool:
-        return bool(value)
 
 
 class _Sizes(Fact):
@@ -193,19 +172,13 @@ class _Sizes(Fact):
         is_fine = value is None or (isinstance(value, frozenset) and all(isinstance(size, int) for size in value))
         return None if is_fine else f"{name} must be None or a frozenset of integers, got {shown(value)}"
 
-    def is_narrower(self, value: Any, wider: Any) -> bool:
-        return wider is None or (value is not None and value <= wider)
-
     def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
         if asked.hidden_size not in value:
             sizes = ", ".join(map(str, sorted(value)))
-            yield Reason("alignment", f"requires hidden_size in ({sizes}), got {asked.hidden_size}")
+            yield Reason(self.code, f"requires hidden_size in ({sizes}), got {asked.hidden_size}")
 
     def stored(self, value: Any) -> Any:
         return frozenset(value) if isinstance(value, (set, tuple, list)) else value
-
-    def binds(self, value: Any) -> bool:
-        return value is not None
 
 
 def _other_scalars(problem: MoEProblem) -> str | None:
@@ -253,7 +226,7 @@ class DeclaredFacts:
     def binding(self) -> tuple[tuple[Fact, Any], ...]:
         """The facts that can reject a problem, each with its value. Every cell of every selection is asked for them."""
         values = ((fact, getattr(self, name)) for name, fact in rows(type(self)))
-        return tuple((fact, value) for fact, value in values if fact.binds(value))
+        return tuple((fact, value) for fact, value in values if value != fact.widest)
 
 
 F = TypeVar("F", bound=DeclaredFacts)
@@ -370,9 +343,9 @@ class MovementFacts(DeclaredFacts):
         _Flag("router_weight_on_input", _asked("apply_router_weight_on_input", "does not send routing weights")),
         False,
     )
-    max_num_tokens: bool = _row(_Room("size", _lacks_room), False)
+    max_num_tokens: bool = _row(_Flag("size", _lacks_room, is_need=True), False)
     max_top_k: int | None = _row(_Limit("size", "top_k"), None)
-    hidden_sizes: frozenset[int] | None = _row(_Sizes(), None)
+    hidden_sizes: frozenset[int] | None = _row(_Sizes("alignment"), None)
 
 
 class NarrowedMovementFacts(TypedDict, total=False):

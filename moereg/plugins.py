@@ -39,6 +39,13 @@ class LoadFailure:
     exception: BaseException
 
 
+class Owner(NamedTuple):
+    """A distribution, by its name and version."""
+
+    origin: str
+    version: str
+
+
 @dataclasses.dataclass(frozen=True)
 class PluginStatus:
     """One entry point and its status.
@@ -49,6 +56,9 @@ class PluginStatus:
         status: `loaded`, `failed` or `skipped` (by MOEREG_PLUGINS).
         failure: Set where it failed.
         loaded: The object that the entry point names, where it loaded.
+        module: The module that the value names; empty where it names none.
+        owner: The distribution.
+        point: Loads it.
     """
 
     group: str
@@ -58,62 +68,33 @@ class PluginStatus:
     status: str
     failure: LoadFailure | None = None
     loaded: Any = dataclasses.field(default=None, repr=False, compare=False)
+    module: str = dataclasses.field(default="", repr=False, compare=False)
+    owner: Owner = dataclasses.field(default=Owner("", ""), repr=False, compare=False)
+    point: importlib_metadata.EntryPoint | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def kind(self) -> str:
+        """Its group, as texts name what it brings."""
+        return self.group.removeprefix("moereg.").removesuffix("s")
 
     def to_dict(self) -> dict[str, Any]:
         """As `moereg info --json` shows it."""
-        return {
-            "group": self.group,
-            "name": self.name,
-            "value": self.value,
-            "distribution": self.distribution,
-            "status": self.status,
-            "error": self.failure.error if self.failure else None,
-        }
+        shown_fields = ("group", "name", "value", "distribution", "status")
+        error = self.failure.error if self.failure else None
+        return {**{name: getattr(self, name) for name in shown_fields}, "error": error}
+
+    def failed(self, error: BaseException) -> PluginStatus:
+        """The same with an error."""
+        return dataclasses.replace(self, status="failed", failure=LoadFailure(described(error), error), loaded=None)
 
 
-class Owner(NamedTuple):
-    """A distribution.
-
-    Attributes:
-        origin: Its name.
-        version: Its version.
-    """
-
-    origin: str
-    version: str
-
-
-@dataclasses.dataclass(frozen=True)
-class PluginPoint:
-    """An entry point of one of moereg's groups.
-
-    Attributes:
-        group, name, value: As the distribution declares them.
-        module: The module that the value names.
-        owner: The distribution.
-        point: Loads it.
-    """
-
-    group: str
-    name: str
-    value: str
-    module: str
-    owner: Owner
-    point: importlib_metadata.EntryPoint = dataclasses.field(repr=False, compare=False)
-
-    @property
-    def status(self) -> PluginStatus:
-        """The status of one that loaded."""
-        return PluginStatus(self.group, self.name, self.value, " ".join(self.owner), "loaded")
-
-
-def scan() -> tuple[list[PluginPoint], list[PluginStatus]]:
+def scan() -> tuple[list[PluginStatus], list[PluginStatus]]:
     """Entry points of moereg's groups, in one walk over the installed distributions.
 
     Returns:
-        The entry points by group, name and value, and a failed status for each that cannot be read.
+        The entry points by group, name and value, as if loaded, and a failed status for each that cannot be read.
     """
-    points: list[PluginPoint] = []
+    points: list[PluginStatus] = []
     broken: list[PluginStatus] = []
     seen: set[str] = set()
     for distribution in importlib_metadata.distributions():
@@ -162,7 +143,7 @@ def _nobody(value: str) -> Owner:
     return Owner(f"unknown distribution of {one_line(value, _LONGEST)}", "unknown")
 
 
-def _read_point(point: importlib_metadata.EntryPoint, owner: Owner) -> PluginPoint:
+def _read_point(point: importlib_metadata.EntryPoint, owner: Owner) -> PluginStatus:
     """Checks an entry point before anything of it is imported.
 
     Raises:
@@ -177,7 +158,9 @@ def _read_point(point: importlib_metadata.EntryPoint, owner: Owner) -> PluginPoi
         raise RegistrationError(f"the name {owner.origin!r} stands for moereg itself")
     if one_line(point.name, _LONGEST) != point.name:
         raise RegistrationError(f"an entry point's name is at most {_LONGEST} printable characters; choose another")
-    return PluginPoint(point.group, point.name, point.value, module, owner, point)
+    return PluginStatus(
+        point.group, point.name, point.value, " ".join(owner), "loaded", module=module, owner=owner, point=point
+    )
 
 
 def _no_module(value: str) -> ValueError:
@@ -185,9 +168,8 @@ def _no_module(value: str) -> ValueError:
 
 
 def _unreadable(group: str, name: str, value: str, owner: Owner | None, error: Exception) -> PluginStatus:
-    distribution = " ".join(owner or _nobody(value))
-    name, value = one_line(name, _LONGEST), one_line(value, _LONGEST)
-    return PluginStatus(group, name, value, distribution, "failed", LoadFailure(described(error), error))
+    name, text = one_line(name, _LONGEST), one_line(value, _LONGEST)
+    return PluginStatus(group, name, text, " ".join(owner or _nobody(value)), "failed").failed(error)
 
 
 def is_allowed(text: str | None, group: str, name: str) -> bool:
@@ -205,23 +187,26 @@ def is_allowed(text: str | None, group: str, name: str) -> bool:
     """
     if text is None:
         return True
-    names: set[str] = set()
-    grouped: dict[str, set[str]] = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        prefix, colon, plugin = entry.rpartition(":")
-        if not colon:
-            names.add(entry)
-            continue
-        of_group = f"moereg.{prefix.strip().removeprefix('moereg.')}"
-        if of_group not in _GROUPS:
+    entries = _entries(text)
+    for of_group, plugin in entries:
+        if of_group not in ("", *_GROUPS):
             raise ArgumentError(
                 "MOEREG_PLUGINS must name plugins or group:name with group backends, platforms or prepare_finalize, "
-                f"got {shown(entry)}"
+                f"got {shown(f'{of_group}:{plugin}'.removeprefix('moereg.'))}"
             )
-        grouped.setdefault(of_group, set()).add(plugin.strip())
-    if name in names or name in grouped.get(group, ()):
+    if ("", name) in entries or (group, name) in entries:
         return True
-    return bool(grouped) and not names and group not in grouped
+    groups = {of_group for of_group, _ in entries}
+    return bool(groups) and "" not in groups and group not in groups
+
+
+def _entries(text: str) -> list[tuple[str, str]]:
+    """Group and name of each plugin that MOEREG_PLUGINS allows; no group where the entry has none."""
+    found = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        group, colon, name = entry.rpartition(":")
+        found.append((f"moereg.{group.strip().removeprefix('moereg.')}" if colon else "", name.strip()))
+    return found
 
 
 def unknown_names(text: str | None, statuses: Sequence[PluginStatus]) -> str | None:
@@ -229,29 +214,19 @@ def unknown_names(text: str | None, statuses: Sequence[PluginStatus]) -> str | N
 
     An environment outlives wheels, so it is no error.
     """
-    known = {name for status in statuses for name in (status.name, f"{_group(status)}:{status.name}")}
-    entries = (":".join(part.strip() for part in entry.split(":")) for entry in (text or "").split(","))
+    known = {plugin for status in statuses for plugin in (("", status.name), (status.group, status.name))}
     unknown = [
-        entry
-        for entry in (found.removeprefix("moereg.") for found in entries)
-        if entry and not entry.endswith(":") and entry not in known
+        shown(f"{group}:{name}".removeprefix(":").removeprefix("moereg."))
+        for group, name in _entries(text or "")
+        if name and (group, name.removeprefix("moereg.")) not in known
     ]
     if not unknown:
         return None
     installed = ", ".join(sorted({status.name for status in statuses})) or "none"
-    names = ", ".join(map(shown, unknown))
     return (
-        f"MOEREG_PLUGINS must name installed plugins (installed: {installed}), got {names}; leave it out or correct it"
+        f"MOEREG_PLUGINS must name installed plugins (installed: {installed}), got {', '.join(unknown)}; leave it out "
+        "or correct it"
     )
-
-
-def _group(status: PluginStatus) -> str:
-    return status.group.removeprefix("moereg.")
-
-
-def _described(status: PluginStatus) -> str:
-    kind = status.group.removeprefix("moereg.").removesuffix("s")
-    return f"{kind} plugin {status.name!r} of {status.distribution}"
 
 
 def _cure(failure: LoadFailure, cure: str = _REPAIR) -> str:
@@ -261,7 +236,8 @@ def _cure(failure: LoadFailure, cure: str = _REPAIR) -> str:
 
 def unusable(status: PluginStatus) -> MoeregError:
     """The error for a request that names a backend or machine whose plugin is not loaded."""
-    who = f"backend {status.name!r} of {status.distribution}" if status.group == BACKEND_GROUP else _described(status)
+    kind = status.kind if status.group == BACKEND_GROUP else f"{status.kind} plugin"
+    who = f"{kind} {status.name!r} of {status.distribution}"
     if status.failure is None:
         return PluginError(f"{who} is not in MOEREG_PLUGINS; {_ADD}")
     error = PluginError(f"{who} failed to load: {status.failure.error}{_cure(status.failure)}")
@@ -272,6 +248,5 @@ def unusable(status: PluginStatus) -> MoeregError:
 def failure_text(status: PluginStatus, fault: str = "did not load") -> str:
     """The text of the warning about a plugin that failed: the distribution, the fault and error, the cure."""
     assert status.failure is not None
-    kind = status.group.removeprefix("moereg.").removesuffix("s")
     cure = _cure(status.failure, f"{_REPAIR}, or leave it out of MOEREG_PLUGINS")
-    return f"{kind} {status.name!r} of {status.distribution} {fault}: {status.failure.error}{cure}"
+    return f"{status.kind} {status.name!r} of {status.distribution} {fault}: {status.failure.error}{cure}"

@@ -6,8 +6,8 @@ import dataclasses
 import fnmatch
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple, TypeVar
 
 from moereg.arguments import check_mapping, check_text
 from moereg.errors import (
@@ -105,14 +105,7 @@ class Request:
         """
         check_text("scheme of a request", scheme)
         check_mapping("environ", environ)
-        required, preferred, denied = (
-            (_Source.read(word, names, word), _Source.read(word, environ.get(variable), variable))
-            for word, names, variable in (
-                ("require", require, "MOEREG_REQUIRE"),
-                ("prefer", prefer, "MOEREG_PREFER"),
-                ("deny", deny, "MOEREG_DENY"),
-            )
-        )
+        required, preferred, denied = _by_word(_Source.read, "MOEREG_", environ, require, prefer, deny)
         # Wishes for other schemes are checked too: a misspelled name would go unnoticed until that scheme is loaded.
         notices: list[str] = []
         for wish in (*required, *preferred, *denied):
@@ -128,14 +121,13 @@ class Request:
             notices=tuple(dict.fromkeys(notices)),
         )
         # A pattern leaves room for exceptions (`flashinfer_*` without `flashinfer_b12x`); a name written out does not.
-        for name in request.require:
-            if "*" not in name and _is_among(name, request.deny):
-                asking = next(wish.source for wish in required if wish.for_scheme(scheme))
-                denying = next(wish.source for wish in denied if _is_among(name, wish.all_for(scheme)))
-                raise RequestError(
-                    f"backend {name!r} is both required and denied (by {asking} and {denying}); remove it from one of "
-                    "the two"
-                )
+        for name in request._contradictions:
+            asking = next(wish.source for wish in required if wish.for_scheme(scheme))
+            denying = next(wish.source for wish in denied if _is_among(name, wish.all_for(scheme)))
+            raise RequestError(
+                f"backend {name!r} is both required and denied (by {asking} and {denying}); remove it from one of the "
+                "two"
+            )
         return request
 
     @classmethod
@@ -159,24 +151,20 @@ class Request:
             RequestError: A name is both required and denied, or something is not a name.
             UnknownNameError: A way is not known.
         """
-        names = sorted(known)
-        required, preferred, denied = (
-            (_ways(value, word, names), _ways(environ.get(variable), variable, names))
-            for word, value, variable in (
-                ("require", require, "MOEREG_EP_REQUIRE"),
-                ("prefer", prefer, "MOEREG_EP_PREFER"),
-                ("deny", deny, "MOEREG_EP_DENY"),
-            )
-        )
+        read = functools.partial(_ways, known=sorted(known))
+        required, preferred, denied = _by_word(read, "MOEREG_EP_", environ, require, prefer, deny)
         request = cls(
             require=required[0] or required[1],
             prefer=preferred[0] or preferred[1],
             deny=tuple(dict.fromkeys((*denied[0], *denied[1]))),
         )
-        for name in request.require:
-            if "*" not in name and _is_among(name, request.deny):
-                raise RequestError(f"way {name!r} is both required and denied; remove it from one of the two")
+        for name in request._contradictions:
+            raise RequestError(f"way {name!r} is both required and denied; remove it from one of the two")
         return request
+
+    @property
+    def _contradictions(self) -> list[str]:
+        return [name for name in self.require if "*" not in name and _is_among(name, self.deny)]
 
     def wish(self, name: str) -> Wish:
         """The request's wish about a name; worked out once."""
@@ -195,35 +183,49 @@ class Request:
         return {"require": list(self.require), "prefer": list(self.prefer), "deny": list(self.deny)}
 
 
+S = TypeVar("S")
+
+
+def _by_word(
+    read: Callable[[Any, str], S], prefix: str, environ: Mapping[str, str], *values: object
+) -> Iterator[tuple[S, S]]:
+    """The answers of each word's argument and variable: require, prefer, deny."""
+    for word, value in zip(("require", "prefer", "deny"), values, strict=True):
+        variable = f"{prefix}{word.upper()}"
+        yield read(value, word), read(environ.get(variable), variable)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Source:
     """The names of one word from one source.
 
     Attributes:
-        word: `require`, `prefer` or `deny`.
         source: As a user spells it: the word, or the environment variable.
         names: By scheme; `""` is every scheme.
     """
 
-    word: str
     source: str
     names: Mapping[str, tuple[str, ...]]
 
     @classmethod
-    def read(cls, word: str, names: Names, source: str) -> _Source:
-        by_scheme = _by_scheme(names, source)
-        for listed in by_scheme.values():
-            if AUTO in listed and (word == "deny" or len(listed) > 1):
+    def read(cls, names: Names, source: str) -> _Source:
+        found = cls(source, _by_scheme(names, source))
+        for listed in found.names.values():
+            if AUTO in listed and (found.word == "deny" or len(listed) > 1):
                 raise RequestError(
                     f"{AUTO!r} in a request stands alone in require or prefer and means no wish, got {shown(listed)} "
                     f"in {source}; leave it out"
                 )
-        return cls(word, source, by_scheme)
+        return found
+
+    @property
+    def word(self) -> str:
+        return self.source.removeprefix("MOEREG_").lower()
 
     @property
     def may_be_absent(self) -> bool:
         """Whether names that nobody registered are a notice."""
-        return self.source != self.word and self.word != "require"
+        return self.source in ("MOEREG_PREFER", "MOEREG_DENY")
 
     def for_scheme(self, scheme: str) -> tuple[str, ...]:
         return self.names.get(scheme) or self.names.get("", ())

@@ -1,9 +1,10 @@
-"""What a row of the tables is, and where moereg chooses differently on purpose."""
+"""The rows of `rows.tsv`, and where moereg chooses differently on purpose."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from moereg.platforms import Platform
@@ -11,86 +12,7 @@ from moereg.problem import MoEProblem
 from tests.oracle_parity.cells import PACKAGES
 from tests.oracle_parity.oracles import Layer
 
-__all__ = [
-    "CONFLICT",
-    "DATA_PARALLEL",
-    "DIFFERENCES",
-    "FACTS_DECIDE",
-    "KEPT_REQUEST",
-    "LATER",
-    "MEASURED",
-    "RAN_FIRST",
-    "SERVED_HERE",
-    "UNCLAIMED",
-    "UNMEASURED",
-    "Difference",
-    "Row",
-    "row_of",
-]
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """A deliberate difference; `docs/selection.md` says each of them, in these words.
-
-    Attributes:
-        text: The difference, and why.
-    """
-
-    text: str
-
-
-RAN_FIRST: Final = Difference(
-    "A foreign kernel that comes with moereg is opt-in on hardware that it never ran on, and `triton` goes first "
-    "there. That one did not run everywhere either, but its numbers are tested on a CPU as well. An engine's order "
-    "was measured by others, with other versions"
-)
-MEASURED: Final = Difference(
-    "On an H200 `triton` goes before vLLM's kernels for the same scheme: it won or tied every row "
-    "[of the wheels](results.md#kernels-of-wheels-on-an-h200) but three of Humming's, of int4 and mxfp4 at 1,024 "
-    "tokens. [The board](board.md) has three more rows where vLLM's Triton kernels (16 tokens that all choose the same "
-    "experts) or Humming take 5 to 10 % less time"
-)
-UNMEASURED: Final = Difference(
-    "On other GPUs nobody here measured them. `triton` stays before vLLM's kernels for 4-bit weights there, as on the "
-    "H200"
-)
-FACTS_DECIDE: Final = Difference(
-    "Each backend declares whether it applies a clamp. vLLM's function for nvfp4 has a list with one backend, "
-    "recommends another one in its error text, and does not ask Marlin where that is forced"
-)
-KEPT_REQUEST: Final = Difference(
-    "A backend that is asked for runs or is an error. vLLM returns a CPU's, a TPU's or a plugin's backend before it "
-    "reads the request"
-)
-CONFLICT: Final = Difference(
-    "Asked for and forced off at once is an error that names both sources. vLLM lets the first win, and one of two "
-    "people does not hear of it"
-)
-SERVED_HERE: Final = Difference(
-    "moereg serves layers that vLLM refuses: `torch` runs unquantized ones on anything and quantized ones on a CPU, "
-    "and `triton` has batched kernels for every scheme and reads 4-bit weights on GPUs without 4-bit products"
-)
-UNCLAIMED: Final = Difference(
-    "No cell claims what vLLM has there: no wheel brings those kernels for that scheme, platform, size or format of "
-    "activations"
-)
-LATER: Final = Difference(
-    "`humming` is still behind `marlin` on Hopper. vLLM has it before Marlin there, and it is faster on the board: "
-    "1.29 times `triton`'s time for mxfp4 (`marlin` 1.46, `triton_kernels` 1.81). `deepgemm` and `vllm_cutlass` are "
-    "before `vllm_triton` as in vLLM. On the board `deepgemm` is faster than it at 4,096 tokens, but for one rank of "
-    "eight of DeepSeek-V3, and `vllm_cutlass` from 1,024 tokens on, but where all choose the same experts; both are "
-    "slower in all other rows. Those wheels' priorities change when their cells are next verified, since the evidence "
-    "is for the code as it stands"
-)
-DATA_PARALLEL: Final = Difference(
-    "A layer is the same on each of several data parallel ranks, so their number changes no order: an engine that "
-    "wants `triton` before FlashInfer's CUTLASS there says so by `prefer`. vLLM's function reads the number"
-)
-DIFFERENCES: Final = (
-    *(RAN_FIRST, MEASURED, UNMEASURED, FACTS_DECIDE, KEPT_REQUEST, CONFLICT, SERVED_HERE, UNCLAIMED, LATER),
-    DATA_PARALLEL,
-)
+__all__ = ["BRANCHES", "DIFFERENCES", "ROWS", "Row"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +35,7 @@ class Row:
             `ours` has its name as well, by another cell.
         named: Whether the request names what is opt-in as well, at the place that priorities give it.
         error: What an error about the request says, a regular expression.
-        why: The difference, where there is one, with the backends whose place it explains.
+        why: The name of a difference, with the backends whose place it explains.
     """
 
     platform: str
@@ -128,7 +50,7 @@ class Row:
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     named: bool = False
     error: str = ""
-    why: Mapping[Difference, str] = dataclasses.field(default_factory=dict)
+    why: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         words = [self.platform]
@@ -173,11 +95,46 @@ class Row:
         return frozenset(" ".join(self.why.values()).split())
 
 
-def row_of(quant: str, platform: str, ours: str, supports: str = "", **others: Any) -> Row:
-    """The row of a scheme."""
-    return Row(
-        platform=platform,
-        ours=ours,
-        supports=supports,
-        **{**others, "problem": {"quant": quant, **others.get("problem", {})}},
-    )
+_HERE: Final = Path(__file__).parent
+_TEXTS: Final = ("by", "failing", "named", "error")
+_VALUES: Final = {"True": True, "None": None}
+
+
+def _lines(name: str) -> Iterator[list[str]]:
+    """The columns of each line of a table that is no comment."""
+    for line in (_HERE / name).read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            yield line.split("\t")
+
+
+def _read_rows() -> Iterator[Row]:
+    """The rows of the table: scheme, platform, `ours` and `supports`, then `field: text` for what else a row has.
+
+    A text is `name=value; name=value` where the field is a mapping. In `reasons`, several backends may share one.
+    """
+    for columns in _lines("rows.tsv"):
+        quant, platform, ours, supports, *others = *columns, *[""] * (4 - len(columns))
+        fields: dict[str, Any] = {}
+        for cell in others:
+            field, _, text = cell.partition(":")
+            fields[field] = text.strip() if field in _TEXTS else _pairs(text.strip())
+        fields["named"] = "named" in fields
+        fields["problem"] = {"quant": quant, **fields.get("problem", {})}
+        shared = fields.get("reasons", {}).items()
+        fields["reasons"] = {backend: pattern for backends, pattern in shared for backend in backends.split()}
+        yield Row(platform=platform, ours=ours, supports=supports, **fields)
+
+
+def _pairs(text: str) -> dict[str, Any]:
+    pairs = (pair.partition("=") for pair in text.split("; ") if pair)
+    return {
+        name: int(value) if name.islower() and value.isdigit() else _VALUES.get(value, value)
+        for name, _, value in pairs
+    }
+
+
+ROWS: Final = tuple(_read_rows())
+BRANCHES: Final = frozenset(name for name, _ in _lines("branches.tsv"))
+"""Every branch of the two functions of vLLM that `oracles.py` models whole; the file says what happens in each."""
+DIFFERENCES: Final = {name: text for name, text in _lines("differences.tsv")}
+"""Deliberate differences by the name that rows have for each; `docs/selection.md` says them, in these words."""

@@ -1,4 +1,4 @@
-"""Plugins as a stranger installs them: dist-info on the path, a fresh interpreter, real entry points."""
+"""Plugins as a stranger installs them: good and bad ones side by side, in this process or a fresh one."""
 
 from __future__ import annotations
 
@@ -6,183 +6,87 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import moereg
-from moereg.errors import ArgumentError
+from moereg import discovery
+from moereg.discovery import _Loader
+from moereg.dispatch import select_backend
+from moereg.errors import ArgumentError, MoeregError, PluginError
 from moereg.plugins import is_allowed
+from moereg.problem import MoEProblem
+from moereg.registry import BackendRegistry
+from tests.support.wheels import Wheels, backend, fresh_wheels, summary
 
 ROOT = Path(__file__).parents[2]
-
-BACKEND = """
-from moereg.author import Experts, Facts, PermutedWeights, register_moe_backend
-
-{api}
-
-@register_moe_backend(name={name!r}, priority=1, quant_schemes=("unquantized",), platforms=("*",))
-class StrangersExperts(Experts):
-    facts = Facts(
-        activations=frozenset({{"silu"}}),
-        activation_formats=frozenset({{"standard"}}),
-        dtypes=frozenset({{"bfloat16"}}),
-        placements=frozenset({{"contiguous"}}),
-    )
-    layouts = ("canonical",)
-
-    def permute_weights(self, weights, problem):
-        return PermutedWeights("canonical", weights.tensors())
-
-    def workspace_shapes(self, problem, num_tokens):
-        return (0,), (0,)
-
-    def apply(self, out, inputs, weights, workspace13, workspace2):
-        out.fill_(7.0)
-"""
-API = 'moereg_api = "1"'
+PROBLEM = MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)
 NAMES = ("one", "two")
-PLATFORM = """
-import moereg
-moereg_api = "1"
-def provide():
-    {body}
-"""
-# Code that every subprocess may use.
-PRELUDE = """
-import json, sys, warnings
-import moereg
-from moereg.discovery import current_platform, load_backends, plugin_statuses
-from moereg.errors import MoeregError
 
-problem = moereg.MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)
-
-def statuses():
-    return {f"{status.group.removeprefix('moereg.')}:{status.name}": status.status for status in plugin_statuses()}
-
-def errors():
-    return {status.name: status.to_dict()["error"] for status in plugin_statuses() if status.failure}
-
-def ask(name):
-    try:
-        return moereg.select_backend(problem, require=name).backend
-    except MoeregError as error:
-        return f"{type(error).__name__}: {error}", type(error.__cause__).__name__
-"""
-
-
-class Site:
-    """A folder of distributions, and interpreters that have it on their path."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def install(
-        self, distribution: str, modules: dict[str, str], entry_points: dict[str, dict[str, str]], version: str = "1.2"
-    ) -> None:
-        for module, source in modules.items():
-            (self.folder / f"{module}.py").write_text(textwrap.dedent(source))
-        info = self.folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-        lines = [
-            line
-            for group, points in entry_points.items()
-            for line in (f"[moereg.{group}]", *(f"{name} = {value}" for name, value in points.items()))
-        ]
-        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-
-    def install_backend(self, name: str, source: str | None = None, distribution: str | None = None) -> None:
-        module = f"moereg_{name}"
-        text = BACKEND.format(name=name, api=API) if source is None else source
-        self.install(distribution or f"moereg-{name}", {module: text}, {"backends": {name: module}})
-
-    def run(self, code: str, **environment: str) -> Any:
-        """The JSON that the last expression printed."""
-        paths = os.pathsep.join((str(self.folder), str(ROOT)))
-        process = subprocess.run(
-            [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
-            env={**os.environ, "PYTHONPATH": paths, **environment},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert process.returncode == 0, process.stderr
-        return json.loads(process.stdout.splitlines()[-1])
+quiet = pytest.mark.filterwarnings("ignore::moereg.errors.PluginWarning")
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry) -> Iterator[Wheels]:
+    monkeypatch.setattr(discovery, "_LOADER", _Loader(isolated_registry))
+    yield from fresh_wheels(tmp_path, monkeypatch, isolated_registry)
 
 
-def test_good_and_bad_plugins_side_by_side(site: Site) -> None:
-    site.install_backend("good")
-    site.install_backend("raises", "raise RuntimeError('no such\\ndevice\\n\\nadvice of another paragraph')")
-    site.install_backend("exits", "import sys\nsys.exit(3)")
-    site.install_backend("stops", "class Stop(BaseException): pass\nraise Stop")
-    site.install_backend("mute", "class Mute(Exception):\n    def __str__(self): raise self\nraise Mute")
-    site.install_backend("no_api", BACKEND.format(name="no_api", api=""))
-    site.install_backend("old_api", BACKEND.format(name="old_api", api='moereg_api = "0"'))
-    site.install_backend("torch", BACKEND.format(name="torch", api=API), distribution="moereg-torch-again")
-    site.install_backend("renamed", BACKEND.format(name="something_else", api=API))
-    site.install_backend("invalid", BACKEND.format(name="invalid", api=API).replace('("*",)', '("gpux",)'))
-    site.install_backend("silent", API)
-    site.install_backend("half", BACKEND.format(name="half", api=API) + "\nraise KeyError('late')\n")
-    site.install("moereg-missing", {}, {"backends": {"missing": "moereg_missing_module"}})
-    found = site.run(
-        """
-        names = load_backends().names
-        print(json.dumps({
-            "names": names, "statuses": statuses(), "errors": errors(),
-            "winner": moereg.select_backend(problem).backend,
-            "origin": {cell.name: f"{cell.origin} {cell.origin_version}" for cell in load_backends().cells},
-            "distribution": {status.name: status.distribution for status in plugin_statuses()},
-            "asked": {name: ask(name) for name in ("good", "torch", "raises", "exits", "half", "something_else")},
-        }))
-        """
-    )
-    assert set(found["names"]) >= {"good", "torch"}
-    assert not set(found["names"]) & {
-        "raises", "exits", "stops", "mute", "no_api", "old_api", "renamed", "something_else", "invalid", "silent",
-        "half", "missing",
-    }  # fmt: skip
-    assert found["origin"]["good"] == "moereg-good 1.2"
-    assert found["origin"]["torch"] == f"builtin {moereg.__version__}"
-    assert found["winner"] == "torch"
-    good = found["statuses"].pop("backends:good")
-    assert good == "loaded"
-    assert set(found["statuses"].values()) == {"failed"}
-    assert found["distribution"]["torch"] == "moereg-torch-again 1.2"
-    errors = found["errors"]
-    assert errors["raises"] == "RuntimeError: no such device"
-    assert errors["exits"] == "SystemExit: 3"
-    assert errors["stops"] == "Stop: no message"
-    assert errors["mute"] == "Mute: a message that cannot be shown"
-    api = "must say moereg_api = '1', the version of moereg.author it was written for, got"
-    assert errors["no_api"] == f"RegistrationError: moereg_no_api {api} None"
-    assert errors["old_api"] == f"RegistrationError: moereg_old_api {api} '0'"
-    assert errors["torch"].startswith("RegistrationError: backend name 'torch' belongs to builtin (")
-    assert errors["torch"].endswith("StrangersExperts of moereg-torch-again needs another name")
-    rule = "must register a backend of that name and no other, got"
-    assert errors["renamed"] == f"RegistrationError: entry point 'renamed' {rule} something_else"
-    assert errors["silent"] == f"RegistrationError: entry point 'silent' {rule} none"
-    assert "unknown platform kind 'gpux'" in errors["invalid"]
-    assert errors["missing"].startswith("ModuleNotFoundError: ")
-    asked = found["asked"]
-    assert asked["good"] == "good"
-    assert asked["torch"] == "torch"
-    assert asked["raises"] == [
-        "PluginError: backend 'raises' of moereg-raises 1.2 failed to load: RuntimeError: no such device; "
-        "repair or uninstall that distribution",
-        "RuntimeError",
-    ]
-    assert asked["exits"][1] == "SystemExit"
-    assert asked["half"][1] == "KeyError"
-    assert asked["something_else"][0].startswith("UnknownBackendError: unknown backend 'something_else'")
+def api(name: str, line: str) -> str:
+    return backend(name).replace('moereg_api = "1"', line)
+
+
+ASKED = "must say moereg_api = '1', the version of moereg.author it was written for, got"
+RULE = "must register a backend of that name and no other, got"
+# Name of the entry point, its module, and the error.
+BROKEN = {
+    "raises": ("raise RuntimeError('no such\\ndevice\\n\\nadvice of another')", "RuntimeError: no such device"),
+    "exits": ("import sys\nsys.exit(3)", "SystemExit: 3"),
+    "stops": ("class Stop(BaseException): pass\nraise Stop", "Stop: no message"),
+    "mute": (
+        "class Mute(Exception):\n    def __str__(self): raise self\nraise Mute",
+        "Mute: a message that cannot be shown",
+    ),
+    "no_api": (api("no_api", ""), f"RegistrationError: wheel_no_api {ASKED} None"),
+    "old_api": (api("old_api", "moereg_api = '0'"), f"RegistrationError: wheel_old_api {ASKED} '0'"),
+    "torch": (backend("torch"), "RegistrationError: backend name 'torch' belongs to builtin ("),
+    "renamed": (backend("something_else"), f"RegistrationError: entry point 'renamed' {RULE} something_else"),
+    "silent": ('moereg_api = "1"', f"RegistrationError: entry point 'silent' {RULE} none"),
+    "invalid": (
+        backend("invalid", rule="gpux"),
+        "RegistrationError: backend 'invalid' (Mine of of-invalid): unknown platform",
+    ),
+    "half": (backend("half") + "\nraise KeyError('late')\n", "KeyError: 'late'"),
+    "missing": (None, "ModuleNotFoundError: "),
+}
+
+
+@quiet
+def test_good_and_bad_plugins_side_by_side(wheels: Wheels) -> None:
+    for name, (source, _) in {"good": (backend("good"), ""), **BROKEN}.items():
+        files = {} if source is None else {f"wheel_{name}.py": source}
+        wheels.install(f"of-{name}", {name: f"wheel_{name}"}, files)
+    statuses = {status.name: status for status in discovery.plugin_statuses()}
+    assert statuses.pop("good").status == "loaded"
+    assert statuses["torch"].distribution == "of-torch 1.2"
+    errors = summary(tuple(statuses.values()))
+    assert {name for name, (_, error) in BROKEN.items() if not errors[name].startswith(error)} == set()
+    assert errors["torch"].endswith("Mine of of-torch needs another name")
+    assert {cell.name for cell in wheels.registry.cells} & {"good", "something_else", *BROKEN} == {"good", "torch"}
+    assert wheels.origins("good", "torch") == {"good": "of-good 1.2", "torch": f"builtin {moereg.__version__}"}
+    assert select_backend(PROBLEM, "cpu").backend == "torch"
+    for name, said, cause in (
+        ("raises", "of-raises 1.2 failed to load: RuntimeError: no such device; repair or uninstall", RuntimeError),
+        ("exits", "of-exits 1.2 failed to load: SystemExit: 3; repair", SystemExit),
+        ("half", "of-half 1.2 failed to load: KeyError: ", KeyError),
+    ):
+        with pytest.raises(PluginError, match=f"^backend '{name}' of {said}") as error:
+            select_backend(PROBLEM, require=name)
+        assert isinstance(error.value.__cause__, cause)
+    with pytest.raises(MoeregError, match=r"^unknown backend 'something_else'"):
+        select_backend(PROBLEM, require="something_else")
 
 
 ALLOWED: dict[str | None, set[str]] = {
@@ -207,70 +111,52 @@ def test_a_group_that_is_not_there_is_refused() -> None:
         is_allowed("platfroms:one", "moereg.platforms", "one")
 
 
-def test_a_platform_plugin_beats_the_probe(site: Site) -> None:
-    body = "return moereg.Platform('cuda', 'sm100', 'Simulated B200')"
-    site.install("moereg-sim", {"sim": PLATFORM.format(body=body)}, {"platforms": {"sim": "sim:provide"}})
-    site.install("moereg-none", {"none": PLATFORM.format(body="return None")}, {"platforms": {"none": "none:provide"}})
-    site.install(
-        "moereg-bad",
-        {"bad": PLATFORM.format(body="raise OSError('broken bus')")},
-        {"platforms": {"bad": "bad:provide"}},
-    )
-    site.install(
-        "moereg-odd", {"odd": PLATFORM.format(body="return 'cuda:sm90'")}, {"platforms": {"odd": "odd:provide"}}
-    )
-    found = site.run(
-        """
-        selection = moereg.select_backend(problem)
-        platform = current_platform()
-        print(json.dumps([
-            str(selection.platform), platform.device_name, platform.probed, "torch" in platform.versions,
-            selection.winner.assumes, statuses(), errors(),
-        ]))
-        """
-    )
-    assert found[:5] == ["cuda:sm100", "Simulated B200", True, True, []]
-    assert found[5] == {
-        "platforms:bad": "failed",
-        "platforms:none": "loaded",
-        "platforms:odd": "failed",
-        "platforms:sim": "loaded",
-    }
-    assert found[6] == {
-        "bad": "OSError: broken bus",
-        "odd": "TypeError: odd:provide must return a Platform or None, got str",
-    }
+def claim(wheels: Wheels, name: str, body: str) -> None:
+    source = f"import moereg\nmoereg_api = '1'\ndef provide():\n    {body}\n"
+    wheels.install(f"moereg-{name}", {name: f"plugin_{name}:provide"}, {f"plugin_{name}.py": source}, group="platforms")
 
 
-def test_two_platform_plugins_are_an_error(site: Site) -> None:
-    for name in ("one", "two"):
-        body = "return moereg.Platform('cuda', 'sm90')"
-        site.install(
-            f"moereg-{name}", {f"p_{name}": PLATFORM.format(body=body)}, {"platforms": {name: f"p_{name}:provide"}}
-        )
-    code = """
-        try:
-            found = str(moereg.select_backend(problem).platform)
-        except MoeregError as error:
-            found = f"{type(error).__name__}: {error}"
-        print(json.dumps([found, moereg.select_backend(problem, platform="cpu").backend]))
-        """
-    assert site.run(code) == [
-        "PluginError: one platform plugin may claim this machine, got 2: one of moereg-one 1.2, two of moereg-two 1.2; "
-        "choose one by MOEREG_PLUGINS=platforms:one or uninstall the others",
-        "torch",
-    ]
-    assert site.run(code, MOEREG_PLUGINS="two") == ["cuda:sm90", "torch"]
+@quiet
+def test_a_platform_plugin_beats_the_probe(wheels: Wheels) -> None:
+    claim(wheels, "sim", "return moereg.Platform('cuda', 'sm100', 'Simulated B200')")
+    claim(wheels, "none", "return None")
+    claim(wheels, "bad", "raise OSError('broken bus')")
+    claim(wheels, "odd", "return 'cuda:sm90'")
+    winner = select_backend(PROBLEM).winner
+    platform = discovery.current_platform()
+    assert winner is not None
+    assert (str(platform), platform.device_name, platform.probed) == ("cuda:sm100", "Simulated B200", True)
+    assert ("torch" in platform.versions, winner.assumes) == (True, ())
+    assert summary(discovery.plugin_statuses()) == {
+        "bad": "OSError: broken bus", "none": "loaded", "sim": "loaded",
+        "odd": "TypeError: plugin_odd:provide must return a Platform or None, got str",
+    }  # fmt: skip
 
 
-def test_nothing_is_loaded_by_importing_moereg(site: Site) -> None:
-    site.install_backend("lazy")
-    before, after = site.run(
-        """
-        before = [name in sys.modules for name in ("moereg_lazy", "moereg.backends")]
-        moereg.select_backend(problem)
-        print(json.dumps([before, [name in sys.modules for name in ("moereg_lazy", "moereg.backends")]]))
-        """
+def test_two_platform_plugins_are_an_error(wheels: Wheels, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        claim(wheels, name, "return moereg.Platform('cuda', 'sm90')")
+    with pytest.raises(PluginError) as error:
+        select_backend(PROBLEM)
+    assert str(error.value) == (
+        "one platform plugin may claim this machine, got 2: one of moereg-one 1.2, two of moereg-two 1.2; "
+        "choose one by MOEREG_PLUGINS=platforms:one or uninstall the others"
     )
-    assert before == [False, False]
-    assert after == [True, True]
+    assert select_backend(PROBLEM, platform="cpu").backend == "torch"
+    monkeypatch.setenv("MOEREG_PLUGINS", "two")
+    monkeypatch.setattr(discovery, "_LOADER", _Loader(wheels.registry))
+    assert str(discovery.current_platform()) == "cuda:sm90"
+
+
+def test_nothing_is_loaded_by_importing_moereg(wheels: Wheels) -> None:
+    wheels.install("moereg-lazy", {"lazy": "moereg_lazy"}, {"moereg_lazy.py": backend("lazy")})
+    code = (
+        "import json, sys, moereg\n"
+        "here = lambda: [name in sys.modules for name in ('moereg_lazy', 'moereg.backends')]\n"
+        "before = here()\nmoereg.list_backends()\nprint(json.dumps([before, here()]))"
+    )
+    paths = os.pathsep.join((str(wheels.folder), str(ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == [[False, False], [True, True]]

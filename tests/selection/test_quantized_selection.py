@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import re
 import warnings
 from typing import Any, Final
 
 import pytest
 import torch
 
-from moereg.cli import main
 from moereg.discovery import load_backends
 from moereg.dispatch import EmulationWarning, explain_backends, select_backend
-from moereg.errors import RequestError, UnknownSchemeError, UnsupportedProblemError
+from moereg.errors import UnknownSchemeError, UnsupportedProblemError
 from moereg.facts import Facts
 from moereg.layer import make_kernel
 from moereg.problem import MoEProblem
@@ -126,9 +124,6 @@ def test_32_bits_on_gpus() -> None:
         assert texts(nearest) == ["dtype: requires dtype in (bfloat16, float16), got float32"]
 
 
-# A scheme whose codes nothing multiplies.
-
-
 # Schemes and platforms on which their activations stay at 16 bits.
 KEPT: Final = [
     (scheme, platform)
@@ -197,61 +192,6 @@ def test_every_reason_of_a_refused_scheme() -> None:
         assert text in str(error.value)
 
 
-# Requests.
-
-
-def test_require_never_falls_back() -> None:
-    with pytest.raises(UnsupportedProblemError) as error:
-        select_backend(problem_of("int4_w4a16_g128", dtype="float32"), "cuda:sm90", require="torch")
-    selection = error.value.selection
-    assert [text for decision in of_backend(selection, "torch") for text in texts(decision)][:1] == [
-        "platform: requires platform in (cpu), got cuda:sm90"
-    ]
-    for decision in of_backend(selection, "triton"):
-        assert "not_required: requires a backend in (torch), got triton" in texts(decision)
-        assert "dtype: requires dtype in (bfloat16, float16), got float32" in texts(decision)
-    for reason in ("requires platform in (cpu)", "requires a backend in (torch)", "requires dtype in"):
-        assert reason in str(error.value)
-
-
-# Platform, scheme, request, then backend and source; None if nothing fits.
-REQUESTS: Final[list[tuple[str, str, dict[str, Any], tuple[str, str] | None]]] = [
-    ("cuda:sm90", "fp8_block128", {"require": "triton"}, ("triton", "required")),
-    ("cuda:sm90", "fp8_block128", {"require": "torch"}, None),
-    ("cuda:sm90", "fp8_block128", {"require": ("torch", "triton")}, ("triton", "required")),
-    ("cuda:sm90", "fp8_block128", {"prefer": "torch"}, ("triton", "priority")),
-    ("cuda:sm90", "fp8_block128", {"prefer": ("torch", "triton")}, ("triton", "preferred")),
-    ("cuda:sm90", "fp8_block128", {"deny": ("triton", "flashinfer_*")}, None),
-    ("cuda:sm90", "fp8_block128", {"deny": "torch"}, ("triton", "priority")),
-    ("cuda:sm90", "nvfp4", {"require": "triton", "prefer": "torch"}, ("triton", "required")),
-    ("cuda:sm90", "nvfp4", {"require": "triton", "deny": "torch"}, ("triton", "required")),
-    ("cuda:sm90", "nvfp4", {"prefer": "triton", "deny": ("triton", "flashinfer_*")}, None),
-    ("cuda:sm90", "nvfp4", {"require": "nvfp4=triton,mxfp8=torch"}, ("triton", "required")),
-    ("cuda:sm90", "mxfp8", {"require": "nvfp4=triton,mxfp8=torch"}, None),
-    ("cuda:sm90", "nvfp4", {"deny": "mxfp8=triton"}, ("triton", "priority")),
-    ("cuda:sm90", "nvfp4_w4a16", {"deny": "nvfp4=triton"}, ("triton", "priority")),
-    ("rocm:gfx942", "int4_w4a16_g64_zp", {"prefer": {"int4_w4a16_g64_zp": "triton"}}, ("triton", "preferred")),
-    ("cpu", "int8_w8a8", {"require": "triton"}, None),
-    ("cpu", "int8_w8a8", {"prefer": "triton"}, ("torch", "priority")),
-    ("cpu", "int8_w8a8", {"deny": "triton"}, ("torch", "priority")),
-]
-
-
-@pytest.mark.parametrize(("platform", "scheme", "request_", "expected"), REQUESTS, ids=str)
-def test_requests(platform: str, scheme: str, request_: dict[str, Any], expected: tuple[str, str] | None) -> None:
-    selection = explain_backends(problem_of(scheme), platform, **request_)
-    found = None if selection.winner is None else (selection.winner.backend, selection.source)
-    assert found == expected
-    if expected is None:
-        assert all(decision.reasons for decision in selection.decisions)
-
-
-@pytest.mark.parametrize("words", [{"require": "triton", "prefer": "torch"}, {"require": ("torch", "triton")}])
-def test_required_and_denied(words: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="backend 'triton' is both required and denied"):
-        select_backend(problem_of("nvfp4"), "cuda:sm90", deny="nvfp4=triton", **words)
-
-
 # Emulation.
 
 
@@ -289,96 +229,7 @@ def add(name: str, schemes: tuple[str | QuantScheme, ...], facts: Facts = EVERYT
     register_moe_backend(name, quant_schemes=schemes, **keywords)(type("Added", (FakeExperts,), {"facts": facts}))
 
 
-def test_no_priority_and_no_preference_puts_an_emulation_first(isolated_registry: BackendRegistry) -> None:
-    add("emulating", ("nvfp4",), tier="emulation")
-    problem = problem_of("nvfp4")
-    assert select_backend(problem, "cuda:sm90").backend == "triton"
-    assert select_backend(problem, "cuda:sm90", prefer="emulating").backend == "triton"
-    with pytest.warns(EmulationWarning):
-        assert select_backend(problem, "cuda:sm90", require="emulating").backend == "emulating"
-    # Kernels with 16-bit activations are refused here, so the emulation is chosen.
-    exact = dataclasses.replace(problem, exact_activations=True)
-    with pytest.warns(EmulationWarning):
-        assert select_backend(exact, "cuda:sm90", require=("emulating", *SHIPPED)).backend == "emulating"
-
-
-def test_an_opt_in_cell_waits_to_be_named(isolated_registry: BackendRegistry) -> None:
-    add("chosen", ("nvfp4",), opt_in=True)
-    problem = problem_of("nvfp4")
-    selection = select_backend(problem, "cuda:sm120")
-    assert selection.backend == "triton"
-    (waiting,) = of_backend(selection, "chosen")
-    assert texts(waiting) == ["opt_in: is opt-in: name it in require or prefer"]
-    for request in ({"require": "chosen"}, {"prefer": "nvfp4=chosen"}):
-        assert chosen(select_backend(problem, "cuda:sm120", **request)) == ("chosen", "nvfp4", "kernel")
-    assert select_backend(problem, "cuda:sm120", prefer="mxfp8=chosen").backend == "triton"
-
-
-def test_a_name_stands_for_both_formats(isolated_registry: BackendRegistry) -> None:
-    batched = dataclasses.replace(EVERYTHING, activation_formats=frozenset({"batched"}))
-    add("cutedsl", ("nvfp4",), platforms=("cuda:sm100f",))
-    add("cutedsl", ("nvfp4",), batched, platforms=("cuda:sm100f",))
-    for activation_format in ("standard", "batched"):
-        problem = problem_of("nvfp4", activation_format=activation_format)
-        winner = select_backend(problem, "cuda:sm103", require="cutedsl").winner
-        assert winner is not None
-        assert winner.cell is not None
-        assert winner.cell.facts.activation_formats == {activation_format}
-
-
-def test_what_the_environment_requires_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEREG_REQUIRE", "fp8_block128=torch")
-    assert select_backend(problem_of("nvfp4"), "cuda:sm90").backend == "triton"
-    with pytest.raises(UnsupportedProblemError, match=r"requires platform in \(cpu\), got cuda:sm90"):
-        select_backend(problem_of("fp8_block128"), "cuda:sm90")
-    assert select_backend(problem_of("fp8_block128"), "cuda:sm90", require="triton").source == "required"
-
-
 # Facts that a cell must declare, besides those of the shipped ones on the same problem.
-
-NARROW: Final = Facts(
-    activations=frozenset({"silu", "swigluoai"}),
-    activation_formats=frozenset({"standard"}),
-    dtypes=frozenset({"bfloat16"}),
-    placements=frozenset({"contiguous"}),
-    requires_multiple={"hidden_size": 256, "intermediate_size": 128},
-)
-UNDECLARED: Final[list[tuple[str, dict[str, Any], str]]] = [
-    ("nvfp4", {"activation": "silu(limit=7.0)"}, "swiglu_limit: does not apply the swiglu clamp, got limit 7.0"),
-    ("nvfp4", {"has_bias": True}, "bias: does not apply biases, got has_bias=True"),
-    ("nvfp4", {"dtype": "float16"}, "dtype: requires dtype in (bfloat16), got float16"),
-    ("nvfp4", {"hidden_size": 2176}, "alignment: requires hidden_size % 256 == 0, got 2176"),
-    ("nvfp4", {"intermediate_size": 704}, "alignment: requires intermediate_size % 128 == 0, got 704"),
-    (
-        "nvfp4",
-        {"activation_format": "batched"},
-        "activation_format: requires activation format in (standard), got batched",
-    ),
-    (
-        "int4_w4a16_g128_zp",
-        {},
-        "quant_scheme: requires weights in (nvfp4, int4_w4a16_g128), got int4_w4a16_g128_zp",
-    ),
-    ("int4_w4a16_g64", {}, "quant_scheme: requires weights in (nvfp4, int4_w4a16_g128), got int4_w4a16_g64"),
-    ("int4_w4a16_gall", {}, "quant_scheme: requires weights in (nvfp4, int4_w4a16_g128), got int4_w4a16_gall"),
-    # Its activations have 4 bits, which a checkpoint with 16-bit activations does not allow.
-    ("nvfp4_w4a16", {}, "quant_scheme: requires activations as in (nvfp4), got nvfp4_w4a16"),
-]
-
-
-@pytest.mark.parametrize(("scheme", "facts", "text"), UNDECLARED, ids=[row[2] for row in UNDECLARED])
-def test_what_is_not_declared_is_rejected(
-    isolated_registry: BackendRegistry, scheme: str, facts: dict[str, Any], text: str
-) -> None:
-    add("narrow", ("nvfp4", "int4_w4a16_g128"), NARROW)
-    assert select_backend(problem_of("nvfp4"), "cuda:sm90").backend == "narrow"
-    assert select_backend(problem_of("int4_w4a16_g128"), "cuda:sm90").backend == "narrow"
-    selection = select_backend(problem_of(scheme, **facts), "cuda:sm90")
-    assert selection.backend == "triton"
-    (narrow,) = of_backend(selection, "narrow")
-    assert texts(narrow) == [text]
-    with pytest.raises(UnsupportedProblemError, match=re.escape(text.partition(": ")[2])):
-        select_backend(problem_of(scheme, **facts), "cuda:sm90", require="narrow")
 
 
 def test_a_cell_that_declares_nothing_takes_nothing(isolated_registry: BackendRegistry) -> None:
@@ -510,30 +361,6 @@ def test_a_request_may_name_the_problems_own_scheme() -> None:
     assert (selection.backend, selection.source) == ("triton", "preferred")
     with pytest.raises(UnknownSchemeError, match="unknown quant scheme 'mine'"):
         explain_backends(problem_of("nvfp4"), "cuda:sm90", prefer="mine=triton")
-
-
-# At the command line.
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "selected", "computes"),
-    [
-        (["--quant", "nvfp4", "--platform", "cuda:sm90"], 0, "triton", "nvfp4_w4a16"),
-        (["--quant", "mxfp4_mxfp8", "--platform", "cuda:sm90", "--swiglu-limit", "7"], 0, "triton", "mxfp4_w4a16"),
-        (["--quant", "mxfp8", "--platform", "cuda:sm80"], 3, None, None),
-        (["--quant", "fp8_block128", "--platform", "cuda:sm90", "--require", "torch"], 3, None, None),
-    ],
-)
-def test_explain(
-    flags: list[str], code: int, selected: str | None, computes: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["explain", "--model", "qwen3-30b-a3b", "--json", *flags]) == code
-    found = json.loads(capsys.readouterr().out)
-    assert found["selected"] == selected
-    if selected is None:
-        assert all(decision["reasons"] for decision in found["decisions"])
-    else:
-        assert found["decisions"][0]["computes"] == computes
 
 
 def test_tables_are_about_registered_backends() -> None:

@@ -159,8 +159,8 @@ MUTANTS: Final = (
     Mutant(
         "the environment beats the code",
         "moereg/request.py",
-        old="(_Source.read(word, names, word), _Source.read(word, environ.get(variable), variable))",
-        new="(_Source.read(word, environ.get(variable), variable), _Source.read(word, names, word))",
+        old="yield read(value, word), read(environ.get(variable), variable)",
+        new="yield read(environ.get(variable), variable), read(value, word)",
         tests=("tests/selection/test_dispatch.py::test_requests",),
     ),
     Mutant(
@@ -208,7 +208,7 @@ MUTANTS: Final = (
     Mutant(
         "a flag that is not declared rejects nothing",
         "moereg/facts.py",
-        old="return not value",
+        old="return not self.is_need",
         new="return False",
         tests=("tests/selection/test_facts.py::test_a_row_checks_narrows_and_gives_its_reason",),
     ),
@@ -341,7 +341,7 @@ MUTANTS: Final = (
     Mutant(
         "an entry of one group limits the others",
         "moereg/plugins.py",
-        old="return bool(grouped) and not names and group not in grouped",
+        old='return bool(groups) and "" not in groups and group not in groups',
         new="return False",
         tests=("tests/selection/test_discovery.py::test_a_group_is_limited_alone",),
     ),
@@ -416,7 +416,7 @@ MUTANTS: Final = (
     Mutant(
         "an import is logged when it is over",
         "moereg/discovery.py",
-        old='        logger.debug("importing %s of %s", point.module, status.distribution)\n',
+        old='        logger.debug("importing %s of %s", point.module, point.distribution)\n',
         new="",
         tests=("tests/selection/test_loading.py::test_a_slow_import_is_logged_with_its_distribution",),
     ),
