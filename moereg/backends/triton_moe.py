@@ -196,6 +196,7 @@ class TritonBatchedExperts(_InterleavedExperts):
 
     facts = dataclasses.replace(_FACTS, activation_formats=_BATCHED)
     output_form = "per_expert"
+    wide_output = True
     layouts = TritonExperts.layouts
 
     def _load(self) -> Implementation:
@@ -235,6 +236,7 @@ class TritonPackedBatchedExperts(_PackedExperts):
 
     facts = dataclasses.replace(_PACKED_FACTS, activation_formats=_BATCHED)
     output_form = "per_expert"
+    wide_output = True
 
     def _load(self) -> Implementation:
         from moereg.backends._triton import packed
@@ -263,6 +265,7 @@ class TritonEmulatedBatchedExperts(_PackedExperts):
 
     facts = dataclasses.replace(_PACKED_FACTS, activation_formats=_BATCHED)
     output_form = "per_expert"
+    wide_output = True
 
     def _load(self) -> Implementation:
         from moereg.backends._triton import emulated
@@ -321,6 +324,7 @@ class TritonQuantizedBatchedExperts(_QuantizedExperts):
 
     facts = dataclasses.replace(_FACTS, activation_formats=_BATCHED)
     output_form = "per_expert"
+    wide_output = True
 
     def _load(self) -> Implementation:
         from moereg.backends._triton import quantized

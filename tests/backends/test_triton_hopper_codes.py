@@ -112,11 +112,16 @@ class Products:
         config: object,
         *,
         bias: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
         overlap: bool = False,
     ) -> None:
         """As `hopper.quantized_down_gemm`."""
         y, experts = self._multiply(intermediate, w2, plan)
-        out[GUARD_ROWS : GUARD_ROWS + len(y)] = (y if bias is None else y + bias[experts].float()).to(out.dtype)
+        y = y if bias is None else y + bias[experts].float()
+        assert (topk_weights is not None) == (out.dtype == torch.float16)
+        if topk_weights is not None:
+            y = y * topk_weights.flatten()[plan.sorted_routes[: len(y)].long(), None]
+        out[GUARD_ROWS : GUARD_ROWS + len(y)] = y.to(out.dtype)
 
     def _multiply(
         self, rows: QuantizedRows, weight: QuantizedMatrices, plan: RoutePlan

@@ -37,23 +37,33 @@ from moereg.kernels.hopper.quantized_gemm import _quantized_grouped_kernel
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def _box(block: list[int]) -> str:
+def _box(block: list[int], dtype: str = "bf16") -> str:
     layout = gl.NVMMASharedLayout(min(128, 2 * block[-1]), 16, len(block))
-    return f"tensordesc<bf16{block},{layout!r}>"
+    return f"tensordesc<{dtype}{block},{layout!r}>"
 
 
 def compile_one(
-    name: str, config: HopperGemmConfig, is_gate_up: bool, by_token: bool, batched: bool = False
+    name: str,
+    config: HopperGemmConfig,
+    is_gate_up: bool,
+    by_token: bool,
+    batched: bool = False,
+    dtype: str = "bf16",
 ) -> dict[str, Any]:
-    """The resources and instructions of one kernel; gated silu in the first GEMM, no bias."""
+    """The resources and instructions of one kernel; gated silu in the first GEMM, no bias.
+
+    In fp16 the second GEMM weights its rows.
+    """
+    weighted = dtype == "fp16" and not is_gate_up
     columns = config.block_n // (4 if is_gate_up else 2)
     weights = [config.block_n // 16, 2, 8, 64] if is_gate_up else [1, config.block_n, 64]
     signature = {
-        "out": _box([1, config.rows_of_store(columns), columns]),
-        "weights": _box(weights),
-        "rows": "*bf16" if by_token else _box([config.block_m // 2, 64]),
-        "slack_rows": "constexpr" if by_token else _box([config.slack, 64]),
+        "out": _box([1, config.rows_of_store(columns), columns], dtype),
+        "weights": _box(weights, dtype),
+        "rows": f"*{dtype}" if by_token else _box([config.block_m // 2, 64], dtype),
+        "slack_rows": "constexpr" if by_token else _box([config.slack, 64], dtype),
         "bias": "constexpr",
+        "topk_weights": "*fp32" if weighted else "constexpr",
         **dict.fromkeys(("sorted_routes", "block_expert", "block_row", "block_end"), "*i32"),
         **dict.fromkeys(("num_blocks", "tile_counter"), "*i32"),
         **dict.fromkeys(("num_tiles_n", "group_m", "num_steps", "num_columns"), "i32"),
@@ -76,6 +86,7 @@ def compile_one(
         "LIMIT": None,
         "OVERLAP": True,
         "bias": None,
+        **({} if weighted else {"topk_weights": None}),
         **({"slack_rows": None} if by_token else {}),
         **({"sorted_routes": None} if batched else {"max_tokens": None}),
     }
@@ -83,24 +94,34 @@ def compile_one(
 
 
 def compile_quantized(
-    name: str, config: HopperQuantizedConfig, dtype: str, is_gate_up: bool, grouped: bool, static: bool = False
+    name: str,
+    config: HopperQuantizedConfig,
+    dtype: str,
+    is_gate_up: bool,
+    grouped: bool,
+    static: bool = False,
+    stored_dtype: str = "bf16",
 ) -> dict[str, Any]:
     """The resources of a kernel of 8-bit codes, `fp8e4nv` or `i8`.
 
-    With grouped or given scales the first GEMM writes codes; given ones are of whole tensors.
+    With grouped or given scales the first GEMM writes codes; given ones are of whole tensors. The second one stores
+    rows in bf16, or in fp16 and weighted.
     """
+    weighted = stored_dtype == "fp16" and not is_gate_up
     writes_codes = is_gate_up and (grouped or static)
     operand = repr(gl.NVMMASharedLayout(128, 8, 2))
     stored = gl.NVMMASharedLayout(128, 8 if writes_codes else 16, 3)
     out = [1, 64, 128] if writes_codes else [1, 64, 64]
     signature = {
-        "out": f"tensordesc<{dtype if writes_codes else 'bf16'}{out},{stored!r}>",
+        "out": f"tensordesc<{dtype if writes_codes else stored_dtype}{out},{stored!r}>",
         "out_scale": "*fp32" if writes_codes else "constexpr",
         "static_scale": "*fp32" if writes_codes and static else "constexpr",
         "rows": f"tensordesc<{dtype}[64, 128],{operand}>",
         "row_scale": "*fp32",
         "weights": f"tensordesc<{dtype}[1, 128, 128],{gl.NVMMASharedLayout(128, 8, 3)!r}>",
         "column_scale": "*fp32",
+        "topk_weights": "*fp32" if weighted else "constexpr",
+        "sorted_routes": "*i32" if weighted else "constexpr",
         **dict.fromkeys(("block_expert", "block_row", "block_end", "num_blocks", "tile_counter"), "*i32"),
         **dict.fromkeys(("num_tiles_n", "group_m", "num_steps", "num_columns", "group_rows"), "i32"),
         **dict.fromkeys(("stride_row_scale", "stride_expert_scale", "stride_column_scale", "stride_out_scale"), "i32"),
@@ -122,7 +143,7 @@ def compile_quantized(
         "LEADS": config.leads and grouped,
         "EARLY": config.early,
         "OVERLAP": True,
-        **{name: None for name in ("out_scale", "static_scale") if signature[name] == "constexpr"},
+        **{name: None for name in signature if signature[name] == "constexpr"},
     }
     return _compile(name, _quantized_grouped_kernel, signature, constants)
 
@@ -231,6 +252,8 @@ def compile_16_bits() -> Iterator[dict[str, Any]]:
     done = set()
     # In the batched format rows lie in order, so its rules are those for infinitely many columns.
     batched_rules = [select_config(rule.max_rows_per_expert, math.inf, 1) for rule in CONFIG_RULES]
+    for config in dict.fromkeys(rule.down for rule in CONFIG_RULES):
+        yield compile_one(f"down fp16 {config.block_m}x{config.block_n}", config, False, False, dtype="fp16")
     for rule, batched in [*((rule, False) for rule in CONFIG_RULES), *((rule, True) for rule in batched_rules)]:
         for name, config, is_gate_up in (("gate_up", rule.gate_up, True), ("down", rule.down, False)):
             by_token = is_gate_up and not rule.copies_rows and not batched
@@ -246,11 +269,14 @@ def compile_8_bits() -> Iterator[dict[str, Any]]:
         most = rule.max_rows_per_expert
         if rule.grouped:
             yield compile_quantized(f"gate_up fp8e4nv grouped {most}", rule.gate_up, "fp8e4nv", True, True)
-            yield compile_quantized(f"down fp8e4nv grouped {most}", rule.down, "fp8e4nv", False, True)
+            for stored in ("bf16", "fp16"):
+                name = f"down fp8e4nv grouped {stored} {most}"
+                yield compile_quantized(name, rule.down, "fp8e4nv", False, True, stored_dtype=stored)
         else:
             # Either dtype's products and either GEMM's epilogue.
             yield compile_quantized(f"gate_up fp8e4nv {most}", rule.gate_up, "fp8e4nv", True, False)
-            yield compile_quantized(f"down i8 {most}", rule.down, "i8", False, False)
+            for stored in ("bf16", "fp16"):
+                yield compile_quantized(f"down i8 {stored} {most}", rule.down, "i8", False, False, stored_dtype=stored)
             yield compile_quantized(f"gate_up fp8e4nv given {most}", rule.gate_up, "fp8e4nv", True, False, True)
             yield compile_quantized(f"down fp8e4nv given {most}", rule.down, "fp8e4nv", False, False, True)
 

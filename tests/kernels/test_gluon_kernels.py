@@ -213,6 +213,42 @@ def test_tiles_of_every_body(rule: int, bodies: int, copied: bool) -> None:
         assert relative_error(out[GUARD_ROWS:][held], second[held]) <= TOLERANCE[torch.bfloat16], rows_of_expert
 
 
+@pytest.mark.parametrize("rule", {rule.down: number for number, rule in enumerate(CONFIG_RULES)}.values())
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_rows_are_weighted_before_they_are_stored(rule: int, has_bias: bool) -> None:
+    """Rows of some 1e5 or 1e-5 in float16, weights that make them about 1, and NaN for routes that no expert takes."""
+    torch.manual_seed(rule)
+    down, hidden, inter, dtype = CONFIG_RULES[rule].down, 520, 320, torch.float16
+    quarter = down.block_m // 4
+    whole = down.block_m + down.slack
+    counts = torch.tensor([1, quarter, quarter + 1, 2 * quarter + down.slack, 3 * quarter, 0, whole])
+    counts = torch.cat([counts, counts + down.block_m])
+    experts, valid = len(counts), int(counts.sum())
+    routes = valid + 7
+    ids = torch.arange(experts + 1).repeat_interleave(torch.cat([counts, torch.tensor([7])]))
+    ids = ids[torch.randperm(routes)][:, None].int().cuda()
+    workspace = torch.empty(route_workspace_numel(routes, 1, experts, 16), dtype=torch.int32, device="cuda")
+    plan = sort_routes(ids, None, experts, experts, down.block_m, workspace, slack=down.slack)
+    scale = torch.where(torch.arange(experts + 1, device="cuda") % 2 == 0, 1e5, 1e-5)
+    weights = (torch.rand(routes, 1, device="cuda") + 0.5) / scale[ids.long()]
+    weights[ids == experts] = math.nan
+    mid = nans(GUARD_ROWS + routes, inter, dtype=dtype)
+    mid[GUARD_ROWS:][:valid].normal_()
+    w2 = (padded(experts, hidden, inter, inter**-0.5, torch.float32) * scale[:experts, None, None]).to(dtype)
+    bias = (torch.randn(experts, hidden, device="cuda") * scale[:experts, None]).float() if has_bias else None
+    out = nans(GUARD_ROWS + routes, hidden, dtype=dtype)
+    down_gemm(out, mid, w2, plan, down, bias=bias, topk_weights=weights)
+    for unused in (out[:GUARD_ROWS], out[GUARD_ROWS + valid :]):
+        assert unused.isnan().all()
+    order = plan.sorted_routes[:valid].long()
+    unweighted = down_reference(mid[GUARD_ROWS:], w2, plan, bias=bias)[order]
+    expected = unweighted * weights[order]
+    assert unweighted.abs().amax() > 65504
+    for first in range(0, valid, quarter):
+        rows = slice(first, first + quarter)
+        assert relative_error(out[GUARD_ROWS:][:valid][rows], expected[rows]) <= TOLERANCE[dtype], first
+
+
 # rule, experts, max_T, hidden, intermediate (a multiple of 64), dtype, activation, gated, bias.
 BATCHED_CASES = [
     (3, 8, 100, 520, 320, torch.bfloat16, "silu", True, False),

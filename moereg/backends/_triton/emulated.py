@@ -88,8 +88,9 @@ class Batched(Emulated, packed.Batched):
         return intermediate, (num_bytes // problem.torch_dtype.itemsize,)
 
     def select(self, call: Call) -> ways.PlainWay:
-        rows_per_expert = batched_rows_per_expert(self.problem, call.out.shape[1])
-        configs = ways.select_tiles(math.inf, rows_per_expert, call.out, self.packed_bits)
+        hidden_states = call.inputs.hidden_states
+        rows_per_expert = batched_rows_per_expert(self.problem, hidden_states.shape[1])
+        configs = ways.select_tiles(math.inf, rows_per_expert, hidden_states, self.packed_bits)
         return Rounded(configs, self.grid())
 
 
@@ -120,8 +121,9 @@ class Rounded(ways.PlainWay):
         else:
             of_tokens["expert_num_tokens"] = of_rows["expert_num_tokens"] = call.inputs.expert_num_tokens
         factors = scales if grid.global_scale else None
-        # The second product's output is not written yet.
-        rows = route_rows if by_route else route_rows[: len(work.tokens)]  # [T, N or R, H]
+        # The second product's output is not written yet. Its rows are twice as long where they are fp32.
+        rows = route_rows.view(work.tokens.dtype)[:, : work.tokens.shape[1]]
+        rows = rows if by_route else rows[: len(work.tokens)]  # [T, N or R, H]
         requantize_rows(rows, work.tokens, grid, factors=factors, static_scale=a13_scale, **of_tokens)
         intermediate, top_k = work.intermediate(), 1 if by_route else work.top_k  # [N or R, I_pad]
         more: dict[str, Any] = {"top_k": top_k, "route_factors": factors, "overlap": overlap}

@@ -102,7 +102,9 @@ class Batched(Interleaved):
     def select(self, call: Call) -> ways.PlainWay:
         problem, hidden_states = self.problem, call.inputs.hidden_states
         rows_per_expert = batched_rows_per_expert(problem, hidden_states.shape[1])
-        if self.fits_hopper(hidden_states, rows_per_expert):
+        # In a float16 layer `out` is fp32, since its rows are not weighted yet. Hopper's kernels store through boxes of
+        # the weights' dtype.
+        if call.out.dtype == hidden_states.dtype and self.fits_hopper(hidden_states, rows_per_expert):
             # Rows are boxes already, and none are copied.
             return ways.Hopper(hopper.select_config(rows_per_expert, math.inf, problem.num_local_experts))
         return ways.select_batched(problem, hidden_states, rows_per_expert, self.packed_bits)

@@ -204,5 +204,6 @@ class Hopper(QuantizedWay):
             quantizer = Quantizer(row_format, static_scale, amax_of_all)
             quantize_rows(rows, intermediate[GUARD_ROWS:], quantizer, plan, overlap=overlap)
         sorted_rows = work.route_rows(GUARD_ROWS)  # [guard + N, H]
-        hopper.quantized_down_gemm(sorted_rows, rows, work.w2, plan, rule.down, bias=work.w2_bias, overlap=overlap)
-        reduce_sorted_rows(call.out, sorted_rows[GUARD_ROWS:], plan.route_row, work.output_weights, overlap=overlap)
+        more: dict[str, Any] = {"bias": work.w2_bias, "topk_weights": work.early_weights, "overlap": overlap}
+        hopper.quantized_down_gemm(sorted_rows, rows, work.w2, plan, rule.down, **more)
+        reduce_sorted_rows(call.out, sorted_rows[GUARD_ROWS:], plan.route_row, work.late_weights, overlap=overlap)

@@ -11,6 +11,8 @@
 | `packed_ways.Flagged` | 9 to 16 tokens on sm90, packed weights of 4 bits | as `Sorted`, both products in one |
 | `Batched`, `Hopper` | [E, max_T, H] | a plan of tiles over each expert's rows, then the products |
 
+Rows of routes are stored weighted. `Hopper` leaves weights to the reduction, except in float16: see `early_weights`.
+
 Sizes as in `work`, I_pad padded intermediate size.
 """
 
@@ -259,7 +261,8 @@ class Hopper(PlainWay):
                 rows = out[GUARD_ROWS:]
                 copy_rows(rows, work.tokens, plan.route_row, overlap=overlap)
         self.gate_up(intermediate, rows, work.w13, plan, config.gate_up, work.epilogue, top_k=top_k, overlap=overlap)
-        self.down(out, intermediate, work.w2, plan, config.down, bias=work.w2_bias, overlap=overlap)
+        more: dict[str, Any] = {"bias": work.w2_bias, "topk_weights": work.early_weights, "overlap": overlap}
+        self.down(out, intermediate, work.w2, plan, config.down, **more)
         if isinstance(plan, RoutePlan):
-            weights = call.inputs.topk_weights
+            weights = work.late_weights
             reduce_sorted_rows(call.out, out[GUARD_ROWS:], plan.route_row, weights, self.reduction, overlap=overlap)

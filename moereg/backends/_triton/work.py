@@ -87,6 +87,19 @@ class Work:
         return None if elsewhere else self.call.inputs.topk_weights
 
     @property
+    def early_weights(self) -> torch.Tensor | None:
+        """`output_weights` where they multiply rows before these are stored, also where a reduction could do it.
+
+        float16 holds no row beyond 65,504 and few digits of small ones, of which a weight may make ordinary numbers.
+        """
+        return self.output_weights if self.call.out.dtype == torch.float16 else None
+
+    @property
+    def late_weights(self) -> torch.Tensor | None:
+        """`output_weights` where they multiply rows that are reduced."""
+        return self.output_weights if self.early_weights is None else None
+
+    @property
     def behind_plan(self) -> torch.Tensor:
         """The second workspace behind the plan, as bytes."""
         return self.call.workspace2.view(torch.uint8)[self.plan_bytes :]
@@ -96,7 +109,7 @@ class Work:
         return _rows(self.call.workspace13)[: guard + self.num_rows]
 
     def route_rows(self, guard: int = 0) -> torch.Tensor:
-        """Rows [guard + N, H] to be reduced, in the dtype of the activations.
+        """Rows [guard + N, H] to be reduced, in the dtype of the activations; weighted in float16, see `early_weights`.
 
         fp32 would double the layer's largest buffer and its traffic to save a rounding that the output makes anyway.
         """

@@ -68,6 +68,7 @@ class Place(NamedTuple):
         anchor: where the tensor map of `out` has the tile along its first axis,
         row: the tile's first row along its second,
         out_column: and the half's first column along its third.
+        row_weights: `RowWeights`; none in the batched format.
     """
 
     expert: Any
@@ -75,15 +76,34 @@ class Place(NamedTuple):
     anchor: Any
     row: Any
     out_column: Any
+    row_weights: Any
+
+
+class RowWeights(NamedTuple):
+    """Pointers to the weights of sorted rows, each that of its route; both None where rows are not weighted.
+
+    Attributes:
+        sorted_routes: of a `RoutePlan`.
+        topk_weights: fp32, by route.
+    """
+
+    sorted_routes: Any
+    topk_weights: Any
+
+
+@gluon.jit
+def load_weights(row_weights, rows):
+    """Weights of sorted rows, all of them rows of routes."""
+    return gl.load(row_weights.topk_weights + gl.load(row_weights.sorted_routes + rows))
 
 
 @gluon.jit
 def _finish(
     x,
     bias,
-    expert,
-    column,
+    place,
     num_columns,
+    FIRST: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
     ALPHA: gl.constexpr,
@@ -98,9 +118,14 @@ def _finish(
         at = gl.arange(0, COLUMNS, gl.SliceLayout(1, x.type.layout))
         if GATED:
             at = at // 16 * 16 + at % 8 * 2 + at // 8 % 2
-        at += column
-        value = gl.load(bias + expert.to(gl.int64) * num_columns + at, mask=at < num_columns, other=0.0)  # [COLUMNS]
+        at += place.column
+        # [COLUMNS]
+        value = gl.load(bias + place.expert.to(gl.int64) * num_columns + at, mask=at < num_columns, other=0.0)
         x += value.to(gl.float32)[:, None]
+    if place.row_weights.topk_weights is not None:
+        # Rows past the tile's last repeat its weight; they are dropped when stored.
+        behind = place.row - _GUARD + FIRST + gl.arange(0, ROWS, gl.SliceLayout(0, x.type.layout))  # [ROWS]
+        x *= load_weights(place.row_weights, place.anchor + gl.minimum(behind, -1))[None, :]
     if GATED:
         # A box brought 8 gates, then their 8 ups: rows that one thread holds both of.
         gate, up = gl.split(gl.permute(gl.reshape(x, (COLUMNS // 16, 2, 8, ROWS)), (0, 2, 3, 1)))
@@ -145,7 +170,7 @@ def store_tile(
         # fmt: on
     else:
         # fmt: off
-        y = _finish(x, bias, place.expert, place.column, num_columns, ACTIVATION, GATED, ALPHA, BETA, LIMIT,
+        y = _finish(x, bias, place, num_columns, FIRST, ACTIVATION, GATED, ALPHA, BETA, LIMIT,
                     out.dtype)  # [ROWS, OUT_COLUMNS]
         # fmt: on
         buffer = staging.index(2 * WARPGROUP + FIRST // CHUNK % 2)  # [CHUNK, OUT_COLUMNS]
@@ -166,6 +191,7 @@ def store_tile(
 def _consume_tile(
     out,
     bias,
+    row_weights,
     ring,
     staging,
     slot,
@@ -199,7 +225,9 @@ def _consume_tile(
     else:
         anchor = tile.expert
         row = tile.row - tile.expert * max_tokens
-    place = Place(expert=tile.expert, column=column, anchor=anchor, row=row, out_column=out_column)
+    place = Place(
+        expert=tile.expert, column=column, anchor=anchor, row=row, out_column=out_column, row_weights=row_weights
+    )
     # fmt: off
     store_tile(product, out, staging, bias, place, num_columns, WARPGROUP, 0, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
     if SLACK > 0:
@@ -213,6 +241,7 @@ def _consume_tile(
 def _consume_shortest(
     out,
     bias,
+    row_weights,
     ring,
     staging,
     slot,
@@ -242,15 +271,15 @@ def _consume_shortest(
     # fmt: off
     if SHORTER < 0:
         slot, phase = _consume_tile(
-            out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
+            out, bias, row_weights, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
             WARPGROUP, ROWS, MORE, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
     elif tile.num_rows > _BODIES[SHORTER][0] * BLOCK_M // 4 + _BODIES[SHORTER][1] * SLACK:
         slot, phase = _consume_tile(
-            out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
+            out, bias, row_weights, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
             WARPGROUP, ROWS, MORE, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
     else:
         slot, phase = _consume_shortest(
-            out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
+            out, bias, row_weights, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
             WARPGROUP, SHORTER, BLOCK_M, SLACK, BODIES, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
     # fmt: on
     return slot, phase
@@ -260,6 +289,7 @@ def _consume_shortest(
 def consume(
     out,
     bias,
+    row_weights,
     ring,
     turns,
     staging,
@@ -289,6 +319,7 @@ def consume(
         out: map of the compact rows behind the guard, clipped at an expert's end, or in the batched format of
             [E, max_T, columns]; boxes [1, rows, columns] of a staged store.
         bias: pointer to [E, num_columns], or None.
+        row_weights: `RowWeights` that multiply compact rows after the bias.
         ring: a `Ring`.
         turns: `Turns`.
         staging: [4, rows, columns] staged stores, two of each warpgroup.
@@ -317,7 +348,7 @@ def consume(
         tile = locate(tile_number, order, BLOCK_M, SLACK)
         # fmt: off
         slot, phase = _consume_shortest(
-            out, bias, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
+            out, bias, row_weights, ring, staging, slot, phase, num_steps, num_columns, tile, max_tokens,
             WARPGROUP, _LONGEST, BLOCK_M, SLACK, BODIES, BLOCK_N, STAGES, FENCE, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
         # fmt: on
         tile_number, turn, turn_phase = take_tile(turns, turn, turn_phase)

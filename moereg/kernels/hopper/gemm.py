@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.hopper.arguments import clipped_map, product_arguments, row_arguments, tensor_map
 from moereg.kernels.hopper.config import HopperGemmConfig, select_group_m
-from moereg.kernels.hopper.consumer import consume
+from moereg.kernels.hopper.consumer import RowWeights, consume
 from moereg.kernels.hopper.producer import produce, produce_by_token
 from moereg.kernels.hopper.ring import BLOCK_K, Ring, TileOrder, allocate_barriers
 from moereg.kernels.hopper.turns import allocate_turns
@@ -31,6 +31,7 @@ from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.launch.overlap import release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.block_map import BlockMap
+from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import GUARD_ROWS
 
 # Registers of a thread of either consumer and of the producer: all that 384 threads have. With 56 the producer computes
@@ -47,6 +48,7 @@ def _grouped_kernel(
     rows,
     slack_rows,
     bias,
+    topk_weights,
     sorted_routes,
     block_expert,
     block_row,
@@ -93,6 +95,9 @@ def _grouped_kernel(
     fence_async_shared()
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
+    row_weights = RowWeights(None, None)
+    if topk_weights is not None:
+        row_weights = RowWeights(sorted_routes, topk_weights)
     ring = Ring(weights=weights_shared, rows=rows_shared, slack_rows=slack_shared, full=full, empty=empty)
     order = TileOrder(
         block_expert=block_expert,
@@ -105,9 +110,9 @@ def _grouped_kernel(
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
     # fmt: off
     gl.warp_specialize(
-        [(consume, (out, bias, ring, turns, staging, order, num_steps, num_columns, max_tokens, 0,
+        [(consume, (out, bias, row_weights, ring, turns, staging, order, num_steps, num_columns, max_tokens, 0,
                     BY_TOKEN, BLOCK_N, BLOCK_M, SLACK, BODIES, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-         (consume, (out, bias, ring, turns, staging, order, num_steps, num_columns, max_tokens, 1,
+         (consume, (out, bias, row_weights, ring, turns, staging, order, num_steps, num_columns, max_tokens, 1,
                     BY_TOKEN, BLOCK_N, BLOCK_M, SLACK, BODIES, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
          (produce_by_token, (weights, rows, sorted_routes, ring, turns, tile_counter, order, num_steps, num_columns,
                              hidden_chunks, stride_chunks, TOP_K, MASK_K, BLOCK_N, BLOCK_M, SLACK, BODIES, STAGES))
@@ -180,9 +185,10 @@ def down_gemm(
     config: HopperGemmConfig,
     *,
     bias: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
-    """Writes `intermediate[row] @ w2[expert].T + bias` for every sorted row, unweighted.
+    """Writes `(intermediate[row] @ w2[expert].T + bias) * topk_weight` for every sorted row.
 
     Args:
         out: [GUARD_ROWS + N, H] bf16 or fp16, contiguous, 16-byte aligned, H a multiple of 8: overwritten behind the
@@ -193,13 +199,15 @@ def down_gemm(
         plan: as for `gate_up_gemm`; its second tile counter is used up.
         config: launch configuration.
         bias: [E, H] contiguous, any float dtype, or None.
+        topk_weights: [T, K] fp32 contiguous, or None for no weight; None in the batched format.
         overlap: as for `gate_up_gemm`.
     """
     depth = w2.shape[2]
     assert intermediate.shape[-1] == depth and out.shape[-1] == w2.shape[1] and out.shape[-1] % 8 == 0
     rows = intermediate[GUARD_ROWS:] if intermediate.dim() == 2 else intermediate.view(-1, depth)
     weight_map = tensor_map(w2, w2.shape, w2.stride(), (1, config.block_n, BLOCK_K.value))
-    _launch(out, rows, w2, weight_map, plan, config, out_columns=config.block_n // 2, bias=bias, overlap=overlap)
+    given = out, rows, w2, weight_map, plan, config
+    _launch(*given, out_columns=config.block_n // 2, bias=bias, topk_weights=topk_weights, overlap=overlap)
 
 
 def _launch(
@@ -212,6 +220,7 @@ def _launch(
     *,
     out_columns: int,
     bias: torch.Tensor | None,
+    topk_weights: torch.Tensor | None = None,
     epilogue: GateUpEpilogue | None = None,
     top_k: int | None = None,
     overlap: bool,
@@ -219,12 +228,14 @@ def _launch(
     """Launches a product; a step of a tile is a box of `weight_map`, of which a warpgroup stores `out_columns`."""
     _, num_columns, depth = weight.shape
     assert depth % BLOCK_K.value == 0 and out.is_contiguous() and weight.is_contiguous()
+    assert topk_weights is None or (isinstance(plan, RoutePlan) and topk_weights.is_contiguous())
     box = (1, config.rows_of_store(out_columns), out_columns)
     launch(
         _grouped_kernel,
         (num_multiprocessors(out.device),),
         out=clipped_map(out, box) if out.dim() == 2 else tensor_map(out, out.shape, out.stride(), box),
         weights=weight_map,
+        topk_weights=topk_weights,
         num_tiles_n=triton.cdiv(num_columns, config.block_n),
         group_m=config.group_m or select_group_m(num_columns * depth * weight.element_size()),
         num_steps=depth // BLOCK_K.value,

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from moereg.kernels.hopper.consumer import Place, store_tile
+from moereg.kernels.hopper.consumer import Place, RowWeights, store_tile
 from moereg.kernels.hopper.packed_multiply import multiply_one, multiply_two
 from moereg.kernels.hopper.ring import locate
 from moereg.kernels.hopper.turns import NO_TILE, take_tile
@@ -60,6 +60,7 @@ def _store_half(
         anchor=tile.row + tile.num_rows,
         row=_GUARD - tile.num_rows,
         out_column=half * out.block_shape[2],
+        row_weights=RowWeights(None, None),
     )
     UNIT: gl.constexpr = 1.0 if FORMAT.element == "float4_e2m1fn" else 64.0
     # fmt: off

@@ -182,6 +182,7 @@ def down_packed(
     config: HopperPackedConfig,
     *,
     bias: torch.Tensor | None = None,
+    topk_weights: None = None,
     overlap: bool = False,
 ) -> None:
     """Writes `intermediate[row] @ w2[expert].T + bias`, unweighted; arguments as `down_gemm` of `hopper/gemm.py`."""

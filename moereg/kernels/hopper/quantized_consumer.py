@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moereg.kernels.hopper.consumer import activate, activate_halves, barrier, store_box
+from moereg.kernels.hopper.consumer import activate, activate_halves, barrier, load_weights, store_box
 from moereg.kernels.hopper.quantized_fast import activate_fast, round_pairs
 from moereg.kernels.hopper.quantized_pieces import multiply_pieces
 from moereg.kernels.hopper.quantized_ring import BLOCK_M, COLUMNS, OWN_ROWS, first_columns
@@ -84,6 +84,7 @@ def _scale_and_bias(
     row_scale,
     column_scales,
     bias,
+    weight,
     first,
     num_columns,
     group_rows,
@@ -95,9 +96,10 @@ def _scale_and_bias(
 
     Args:
         x: [OWN_ROWS, COLUMNS] fp32.
-        row_scale: [OWN_ROWS], where not grouped.
+        row_scale: [OWN_ROWS], where not grouped; times the weights of rows, where they have any.
         column_scales: pointer to the expert's first, one per column or one for all of a half.
         bias: pointer to the expert's first, or None.
+        weight: [OWN_ROWS] weights of rows, which multiply the bias, or None.
         first: row of the expert's weight that the half begins with.
         num_columns: rows of the expert's weight.
         group_rows: rows of it that share a scale; read where not BY_COLUMN.
@@ -110,7 +112,8 @@ def _scale_and_bias(
             # Gate's rows, and up's, have one scale each.
             x = x * (row_scale * gl.load(column_scales + gl.minimum(first, num_columns - 1) // group_rows))[:, None]
     if bias is not None:
-        x += gl.load(bias + columns).to(gl.float32)[None, :]
+        value = gl.load(bias + columns).to(gl.float32)[None, :]
+        x += value if weight is None else value * weight[:, None]
     return x
 
 
@@ -217,6 +220,7 @@ def consume_codes(
     row_scale,
     column_scale,
     bias,
+    row_weights,
     ring,
     turns,
     staging,
@@ -254,6 +258,7 @@ def consume_codes(
         row_scale: pointer to one scale per row; read where not GROUPED.
         column_scale: pointer to one scale per column, or per `group_rows` of them; likewise.
         bias: pointer to [E, num_columns], or None.
+        row_weights: `RowWeights`.
         ring: a `CodeRing` as `operands_of` returns it.
         turns: `Turns`.
         staging: [2 * BUFFERS, OWN_ROWS, columns] staged stores.
@@ -297,22 +302,27 @@ def consume_codes(
             if LEADS:
                 if WARPGROUP == 1:
                     mbarrier.wait(lead.index(0), lead_phase)
+            weight = None
+            if row_weights.topk_weights is not None:
+                weight = load_weights(row_weights, tile.row + gl.minimum(own, tile.num_rows - 1))  # [OWN_ROWS]
             if GROUPED:
                 # fmt: off
-                low, high, slot, phase = multiply_pieces(ring, slot, phase, num_steps, lead, WARPGROUP, STAGES, LEADS,
-                                                         LAYOUT)
+                low, high, slot, phase = multiply_pieces(ring, slot, phase, num_steps, lead, weight, WARPGROUP, STAGES,
+                                                         LEADS, LAYOUT)
                 # fmt: on
                 own_row_scale = None
             else:
                 low, high, slot, phase = _multiply_plain(ring, slot, phase, num_steps, WARPGROUP, STAGES)
                 own_row_scale = gl.load(row_scale + (tile.row + gl.minimum(own, tile.num_rows - 1)))  # [OWN_ROWS]
+                if weight is not None:
+                    own_row_scale *= weight
             own_bias = None
             if bias is not None:
                 own_bias = bias + own_expert * num_columns
             # fmt: off
-            low = _scale_and_bias(low, own_row_scale, own_column_scale, own_bias, low_column, num_columns, group_rows,
-                                  GROUPED, BY_COLUMN, LAYOUT)  # [OWN_ROWS, COLUMNS]
-            high = _scale_and_bias(high, own_row_scale, own_column_scale, own_bias, high_column, num_columns,
+            low = _scale_and_bias(low, own_row_scale, own_column_scale, own_bias, weight, low_column, num_columns,
+                                  group_rows, GROUPED, BY_COLUMN, LAYOUT)  # [OWN_ROWS, COLUMNS]
+            high = _scale_and_bias(high, own_row_scale, own_column_scale, own_bias, weight, high_column, num_columns,
                                    group_rows, GROUPED, BY_COLUMN, LAYOUT)  # [OWN_ROWS, COLUMNS]
             # fmt: on
             if GATED:

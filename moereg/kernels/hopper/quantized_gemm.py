@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.hopper.arguments import clipped_map, product_arguments, tensor_map
 from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M, HopperQuantizedConfig, select_group_m
+from moereg.kernels.hopper.consumer import RowWeights
 from moereg.kernels.hopper.quantized_consumer import consume_codes
 from moereg.kernels.hopper.quantized_producer import load_early, produce_codes
 from moereg.kernels.hopper.quantized_ring import BLOCK_K, BLOCK_M, COLUMNS, OWN_ROWS, CodeRing, operands_of
@@ -55,6 +56,8 @@ def _quantized_grouped_kernel(
     weights,
     column_scale,
     bias,
+    topk_weights,
+    sorted_routes,
     block_expert,
     block_row,
     block_end,
@@ -120,6 +123,9 @@ def _quantized_grouped_kernel(
         rows=rows_shared, weights=weights_shared, row_scales=row_scales, half_scales=half_scales, full=full, empty=empty
     )
     operands = operands_of(ring, STAGES)
+    row_weights = RowWeights(None, None)
+    if topk_weights is not None:
+        row_weights = RowWeights(sorted_routes, topk_weights)
     order = TileOrder(
         block_expert=block_expert,
         block_row=block_row,
@@ -131,14 +137,14 @@ def _quantized_grouped_kernel(
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
     # fmt: off
     gl.warp_specialize(
-        [(consume_codes, (out, out_scale, static_scale, row_scale, column_scale, bias, operands, turns, staging, lead,
-                          order, num_steps, num_columns, group_rows, stride_expert_scale, stride_out_scale,
-                          stride_static, 0, STAGES, BUFFERS, GROUPED, BY_COLUMN, ROUNDED, ACTIVATION, GATED, ALPHA,
-                          BETA, LIMIT, MASK_N, LEADS)),
-         (consume_codes, (out, out_scale, static_scale, row_scale, column_scale, bias, operands, turns, staging, lead,
-                          order, num_steps, num_columns, group_rows, stride_expert_scale, stride_out_scale,
-                          stride_static, 1, STAGES, BUFFERS, GROUPED, BY_COLUMN, ROUNDED, ACTIVATION, GATED, ALPHA,
-                          BETA, LIMIT, MASK_N, LEADS)),
+        [(consume_codes, (out, out_scale, static_scale, row_scale, column_scale, bias, row_weights, operands, turns,
+                          staging, lead, order, num_steps, num_columns, group_rows, stride_expert_scale,
+                          stride_out_scale, stride_static, 0, STAGES, BUFFERS, GROUPED, BY_COLUMN, ROUNDED, ACTIVATION,
+                          GATED, ALPHA, BETA, LIMIT, MASK_N, LEADS)),
+         (consume_codes, (out, out_scale, static_scale, row_scale, column_scale, bias, row_weights, operands, turns,
+                          staging, lead, order, num_steps, num_columns, group_rows, stride_expert_scale,
+                          stride_out_scale, stride_static, 1, STAGES, BUFFERS, GROUPED, BY_COLUMN, ROUNDED, ACTIVATION,
+                          GATED, ALPHA, BETA, LIMIT, MASK_N, LEADS)),
          (produce_codes, (rows, row_scale, weights, column_scale, ring, turns, early, tile_counter, order, num_steps,
                           num_columns, group_rows, stride_row_scale, stride_expert_scale, stride_column_scale,
                           GROUPED, GATED, STAGES, EARLY))],
@@ -196,9 +202,10 @@ def quantized_down_gemm(
     config: HopperQuantizedConfig,
     *,
     bias: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
-    """Writes `intermediate[row] @ w2[expert].T + bias` for every sorted row, unweighted.
+    """Writes `(intermediate[row] @ w2[expert].T + bias) * topk_weight` for every sorted row.
 
     Args:
         out: [GUARD_ROWS + N, H] bf16 or fp16, contiguous, 16-byte aligned, H a multiple of 8: overwritten behind the
@@ -208,9 +215,10 @@ def quantized_down_gemm(
         plan: as for `quantized_gate_up_gemm`; its second tile counter is used up.
         config: launch configuration.
         bias: [E, H] contiguous, any float dtype, or None.
+        topk_weights: [T, K] fp32 contiguous, or None for no weight.
         overlap: as for `quantized_gate_up_gemm`.
     """
-    _launch(out, intermediate, w2, plan, config, bias=bias, overlap=overlap)
+    _launch(out, intermediate, w2, plan, config, bias=bias, topk_weights=topk_weights, overlap=overlap)
 
 
 def _launch(
@@ -221,6 +229,7 @@ def _launch(
     config: HopperQuantizedConfig,
     *,
     bias: torch.Tensor | None,
+    topk_weights: torch.Tensor | None = None,
     epilogue: GateUpEpilogue | None = None,
     rounded: torch.dtype | None = None,
     static_scale: torch.Tensor | None = None,
@@ -236,6 +245,7 @@ def _launch(
     assert grouped == (weight.group_columns > 0) and rows.group in (0, BLOCK_K.value)
     assert rows.scale.stride(0) == 1 and (out_scale is None or out_scale.stride(0) == 1)
     assert (out_scale is None) == (rounded is None)
+    assert topk_weights is None or topk_weights.is_contiguous()
     # The kernel writes no other codes.
     assert out_scale is None or target.dtype == torch.float8_e4m3fn
     columns = num_columns // (2 if gated else 1)
@@ -257,6 +267,8 @@ def _launch(
         row_scale=rows.scale,
         weights=tensor_map(weight.q, weight.q.shape, weight.q.stride(), (1, COLUMNS.value, BLOCK_K.value)),
         column_scale=weight.scale,
+        topk_weights=topk_weights,
+        sorted_routes=None if topk_weights is None else plan.sorted_routes,
         num_tiles_n=triton.cdiv(columns, COLUMNS.value * (1 if gated else 2)),
         group_m=group_m,
         num_steps=num_steps,

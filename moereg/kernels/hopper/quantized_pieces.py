@@ -47,6 +47,7 @@ def multiply_pieces(
     phase,
     num_steps,
     lead,
+    weight,
     WARPGROUP: gl.constexpr,
     STAGES: gl.constexpr,
     LEADS: gl.constexpr,
@@ -63,6 +64,8 @@ def multiply_pieces(
         phase: the round it is in.
         num_steps: steps along the reduced dimension, at least one.
         lead: [1, 1] barrier at which the first warpgroup arrives after one step of each tile; any where not LEADS.
+        weight: [OWN_ROWS] fp32 that multiplies the scales of rows, or None. A multiplication of the results would spill
+            136 bytes a thread.
         WARPGROUP: which rows.
         STAGES: slots of the ring.
         LEADS: whether the first warpgroup is a step ahead.
@@ -85,6 +88,8 @@ def multiply_pieces(
         own_rows = ring.rows.index(2 * slot + WARPGROUP)  # [OWN_ROWS, BLOCK_K]
         own_rows = own_rows.load(gl.DotOperandLayout(0, PART, 4))
         row_scale = ring.row_scales.index(2 * slot + WARPGROUP).load(gl.SliceLayout(1, PART))  # [OWN_ROWS]
+        if weight is not None:
+            row_scale *= gl.convert_layout(weight, gl.SliceLayout(1, PART))
         low_scale = row_scale * _load_scalar(ring.half_scales.index(2 * slot))
         high_scale = row_scale * _load_scalar(ring.half_scales.index(2 * slot + 1))
         first = _start(own_rows, ring, 4 * slot, first)

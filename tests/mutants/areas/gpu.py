@@ -62,7 +62,7 @@ MUTANTS: Final = (
     Mutant(
         "every expert has the bias of the first",
         _KERNELS + "hopper/consumer.py",
-        old="gl.load(bias + expert.to(gl.int64) * num_columns + at,",
+        old="gl.load(bias + place.expert.to(gl.int64) * num_columns + at,",
         new="gl.load(bias + at,",
         tests=(f"{_OF_ROWS}[0-False-1000-16-16-4-448-192-dtype1-swigluoai-True-1.0-True]",),
     ),

@@ -7,6 +7,10 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _BATCHES: Final = "tests/kernels/test_batches.py"
+_LOADS_CODES: Final = (
+    "    def _load(self) -> Implementation:\n        from moereg.backends._triton import quantized\n\n"
+    "        return quantized.Batched"
+)
 
 MUTANTS: Final = (
     Mutant(
@@ -90,5 +94,19 @@ MUTANTS: Final = (
                 "test_codes_and_scales_are_those_of_quantize[nan-384-dtype0-fp8_block128]"
             ),
         ),
+    ),
+    Mutant(
+        "rows of float16 are stored in it before they are weighted, codes",
+        "moereg/backends/triton_moe.py",
+        old=f"    wide_output = True\n\n{_LOADS_CODES}",
+        new=f"\n{_LOADS_CODES}",
+        tests=("tests/backends/test_triton_float16.py::test_every_class[int8_w8a8-batched]",),
+    ),
+    Mutant(
+        "rounded rows of float16 are written in the dtype of the results",
+        "moereg/backends/_triton/emulated.py",
+        old="route_rows.view(work.tokens.dtype)[:, : work.tokens.shape[1]]",
+        new="route_rows",
+        tests=("tests/backends/test_triton_float16.py::test_every_class[nvfp4-batched]",),
     ),
 )

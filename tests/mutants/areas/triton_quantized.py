@@ -209,4 +209,18 @@ MUTANTS: Final = (
             "tests/kernels/test_triton_quantize_sorted.py::test_a_token_without_a_local_expert_is_not_told_by_the_next_ones_choices",
         ),
     ),
+    Mutant(
+        "Hopper's rows of float16 are weighted after they are stored",
+        "moereg/backends/_triton/work.py",
+        old="return self.output_weights if self.call.out.dtype == torch.float16 else None",
+        new="return None",
+        tests=(f"{_AROUND}[plain, float16, biases-fp8_channel_token]",),
+    ),
+    Mutant(
+        "Hopper's rows of float16 are weighted twice",
+        "moereg/backends/_triton/work.py",
+        old="return self.output_weights if self.early_weights is None else None",
+        new="return self.output_weights",
+        tests=(f"{_AROUND}[plain, float16, biases-fp8_channel_token]",),
+    ),
 )
