@@ -12,8 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from moereg.kernels.hopper.config import BODIES
-from moereg.kernels.hopper.ring import locate, multiply, reinterpret
-from moereg.kernels.hopper.turns import NO_TILE, take_tile
+from moereg.kernels.hopper.ring import NO_TILE, locate, multiply, reinterpret, take_tile
 from moereg.kernels.sizes import GUARD_ROWS
 
 _GUARD = gl.constexpr(GUARD_ROWS)
