@@ -259,8 +259,8 @@ def headline() -> str:
     device = _first_of_board()["device"]
     text = f"Each row was measured in one process on an {device}; a kernel is timed only after its output was checked, "
     text += f"and less than 3 % is a tie. The fastest other kernel of a row takes {ratios[0]:.2f} times the time of "
-    text += f"moereg's `{OWN}` in the geometric mean over the board's {len(board)} rows ({outcomes[0]}), and the fastest "
-    text += f"wheel of a row {ratios[1]:.2f} times over another {len(wheels)} ({outcomes[1]})."
+    text += f"moereg's `{OWN}` in the geometric mean over the board's {len(board)} rows ({outcomes[0]}), and the "
+    text += f"fastest wheel of a row {ratios[1]:.2f} times over another {len(wheels)} ({outcomes[1]})."
     of_itself = sum(one.outcome == "lost" for one in page.rows_of("h200")) - sum(one.outcome == "lost" for one in board)
     if of_itself:
         text += f" The board counts {of_itself} more as lost, to another class of `{OWN}`."

@@ -32,8 +32,6 @@ from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
 from moereg.weights import ExpertWeights, PermutedWeights
 
-__all__ = ["Call", "Implementation", "LoadedExperts"]
-
 
 class Call(NamedTuple):
     """One call of a layer: the arguments of `Experts.apply`, which travel together."""

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from moereg.backends._loaded import Call
-from moereg.backends._triton.packed_ways import HopperPacked
+from moereg.backends._triton.packed import HopperPacked
 from moereg.backends.triton_moe import TritonPackedExperts
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs

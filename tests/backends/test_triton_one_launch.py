@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from moereg.backends._loaded import Call
-from moereg.backends._triton import packed, packed_ways, ways
-from moereg.backends._triton.packed_ways import Flagged
+from moereg.backends._triton import packed, ways
+from moereg.backends._triton.packed import Flagged
 from moereg.backends.triton_moe import TritonPackedBatchedExperts, TritonPackedExperts
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs
@@ -129,7 +129,7 @@ def test_one_launch_gives_the_bits_of_two(
     experts = TritonPackedExperts(problem, SM90)
     permuted = experts.permute_weights(weights, problem)
     plans: list[RoutePlan] = []
-    both_gemms = packed_ways.both_gemms
+    both_gemms = packed.both_gemms
 
     def watched(*args: Any, **keywords: Any) -> None:
         plan = args[5]
@@ -137,7 +137,7 @@ def test_one_launch_gives_the_bits_of_two(
         both_gemms(*args, **keywords)
         plans.append(plan)
 
-    monkeypatch.setattr(packed_ways, "both_gemms", watched)
+    monkeypatch.setattr(packed, "both_gemms", watched)
     for number, num_tokens in enumerate(tokens):
         inputs = small_inputs(problem, num_tokens, number)
         out = run(experts, permuted, inputs)

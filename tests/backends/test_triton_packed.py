@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from moereg.backends._triton import packed
-from moereg.backends._triton.packing import fold_scales
+from moereg.backends._triton.packed import fold_scales
 from moereg.backends.triton_moe import TritonPackedExperts
 from moereg.experts import ExpertInputs
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig, SinglePair
 from moereg.kernels.gemm.grouped import down_gemm
-from moereg.kernels.gemm.packed_rules import PACKED_RULES
-from moereg.kernels.gemm.rules import select_config
+from moereg.kernels.gemm.rules import PACKED_RULES, select_config
 from moereg.kernels.gemm.single import down_single, share_slices
 from moereg.kernels.packed.weights import STEP, PackedMatrix
 from moereg.kernels.rows.direct import DirectRoutes

@@ -20,16 +20,14 @@ from moereg.backends.triton_moe import TritonQuantizedExperts
 from moereg.experts import ExpertInputs
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
 from moereg.kernels.quantized.config import CONFIG_RULES, select_quantized_config
-from moereg.kernels.quantized.down import quantized_down_gemm
-from moereg.kernels.quantized.gate_up import quantized_gate_up_gemm
 from moereg.kernels.quantized.operands import (
     CodedOutput,
     QuantizedRows,
     Quantizer,
     RowFormat,
 )
+from moereg.kernels.quantized.products import quantized_down_gemm, quantized_gate_up_gemm, steps
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows
-from moereg.kernels.quantized.steps import steps
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import route_workspace_numel
 from moereg.kernels.rows.sort import sort_routes

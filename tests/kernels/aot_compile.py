@@ -34,8 +34,7 @@ from moereg.kernels.gemm.fit import CallShape, fit_pair
 from moereg.kernels.gemm.flagged import both_gemms
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
-from moereg.kernels.gemm.packed_rules import shares_launch
-from moereg.kernels.gemm.rules import select_config
+from moereg.kernels.gemm.rules import select_config, shares_launch
 from moereg.kernels.gemm.single import down_single
 from moereg.kernels.launch import device as device_limits
 from moereg.kernels.launch.device import can_overlap

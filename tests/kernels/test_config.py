@@ -15,8 +15,7 @@ import pytest
 
 import moereg
 from moereg.kernels.gemm.config import GemmPair
-from moereg.kernels.gemm.packed_rules import PACKED_RULES
-from moereg.kernels.gemm.rules import CONFIG_RULES
+from moereg.kernels.gemm.rules import CONFIG_RULES, PACKED_RULES
 from moereg.kernels.hopper import config as hopper
 from moereg.kernels.sizes import GUARD_ROWS, SPREAD_HEAVY
 

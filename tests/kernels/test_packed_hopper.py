@@ -20,8 +20,7 @@ import torch
 pytest.importorskip("triton")
 
 from moereg.backends._loaded import Call
-from moereg.backends._triton.packed_ways import HopperPacked
-from moereg.backends._triton.packing import pack_matrices
+from moereg.backends._triton.packed import HopperPacked, pack_matrices
 from moereg.backends._triton.plain import interleave_and_pad
 from moereg.backends._triton.ways import PlainWay, Sorted
 from moereg.backends.triton_moe import TritonPackedBatchedExperts, TritonPackedExperts

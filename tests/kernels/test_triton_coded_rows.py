@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from moereg.backends._triton.quantized import row_format
 from moereg.kernels.quantized.operands import QuantizedRows
-from moereg.kernels.quantized.rows_coded import copy_coded_rows
+from moereg.kernels.quantized.rows_sorted import copy_coded_rows
 from moereg.quant import get_scheme
 from moereg.quantize import quantize_activations
 from moereg.testing.interpreter import patch_interpreter

@@ -29,7 +29,7 @@ CODE = {
     "kernels.gemm.gemv": r"Triton(?!Quantized).*",
     "kernels.hopper.arguments": r"Triton.*",
     "kernels.hopper.gemm": r"Triton(?!Quantized).*",
-    "kernels.hopper.packed_multiply": r"Triton(Packed|Emulated).*",
+    "kernels.hopper.packed_consumer": r"Triton(Packed|Emulated).*",
     "kernels.hopper.quantized_gemm": r"TritonQuantized.*",
     "kernels.sizes": r"(Triton|Quack|FlashInfer(?!Cutlass)).*",
 }
@@ -120,7 +120,7 @@ def test_a_digest_follows_kernels_private_packages_and_base_classes(
         ("TritonExperts", "unquantized", "moereg.backends._triton.packed", False),
         ("TritonExperts", "unquantized", "moereg.backends._triton.emulated", False),
         ("TritonExperts", "unquantized", "moereg.kernels.quantized.emulate", False),
-        ("TritonPackedExperts", "int8_w8a16", "moereg.backends._triton.packing", True),
+        ("TritonPackedExperts", "int8_w8a16", "moereg.backends._triton.packed", True),
         ("TritonPackedExperts", "int8_w8a16", "moereg.kernels.packed.product", True),
         ("TritonEmulatedExperts", "nvfp4", "moereg.kernels.quantized.emulate", True),
         ("TorchDenseExperts", "unquantized", "moereg.kernels.plain.device", True),

@@ -1,25 +1,37 @@
-"""Weight-only schemes: weights stay packed and are restored tile by tile, in registers."""
+"""Weight-only schemes: weights stay packed and are restored tile by tile, in registers.
+
+Here are the layer, the order of its weights and the ways that packed weights alone have on Hopper; see `ways` for the
+others.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import torch
+from torch.nn.functional import pad
 
 from moereg.backends._loaded import Call
 from moereg.backends._triton import plain, ways
-from moereg.backends._triton.packed_ways import Flagged, HopperPacked, has_room_for_flags
-from moereg.backends._triton.packing import pack_matrices
-from moereg.backends._triton.workspace import group_columns
+from moereg.backends._triton.ways import Hopper, PlainWay, PlainWork
+from moereg.backends._triton.workspace import Piece, cut, group_columns
 from moereg.experts import Experts
 from moereg.kernels.gemm.config import GemmPair
-from moereg.kernels.gemm.packed_rules import shares_launch
+from moereg.kernels.gemm.flagged import both_gemms
+from moereg.kernels.gemm.rules import shares_launch
 from moereg.kernels.hopper.packed_config import MIN_PACKED_HOPPER_ROWS, select_packed_config
-from moereg.kernels.hopper.packed_gemm import MIN_DEPTH, packed_format
-from moereg.kernels.packed.weights import PackedMatrix
-from moereg.kernels.sizes import WEIGHT_PAD
+from moereg.kernels.hopper.packed_gemm import MIN_DEPTH, down_packed, gate_up_packed, packed_format
+from moereg.kernels.packed.weights import BLOCK, PackedMatrix
+from moereg.kernels.rows.plan import max_num_blocks
+from moereg.kernels.rows.reduce import DEFAULT_REDUCE_CONFIG
+from moereg.kernels.sizes import FLAG_WORDS, GUARD_ROWS, WEIGHT_PAD
+from moereg.layouts import round_up
 from moereg.platforms import PlatformRule
-from moereg.quant import QuantFormat
+from moereg.problem import MoEProblem
+from moereg.quant import WHOLE, QuantFormat
+from moereg.quantize import Quantized, expert_matrix, unpack_nibbles
 from moereg.weights import ExpertWeights, PermutedWeights
 
 _MATRICES: Final = ("w13", "w2")
@@ -126,3 +138,202 @@ class Standard(Packed, plain.Standard):
 
 class Batched(Packed, plain.Batched):
     """Batched format."""
+
+
+# Elements whose codes of groups share a word, where that takes no more than four of them.
+_WORD_SPAN: Final = 128
+
+_FLOAT4: Final = "float4_e2m1fn"
+# Scales that a 4-bit float takes in without rounding.
+_FOLDED_SCALES: Final = ("float8_e8m0fnu", "float8_e4m3fn")
+# The largest code of either kind of folded scale; the rest of a scale goes to the scale of its row.
+_LARGEST_POWER: Final = 253
+_EXPONENT_OFFSET: Final = 22
+_LEFT_OF_E4M3: Final = 128.0
+# Bits of a half word for those of each of its four 4-bit floats, the lowest first.
+_FLOAT4_PLACES: Final = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14))
+
+# Rows [R, ...] of a canonical matrix to the order of the kernels, new rows zero.
+ArrangeRows = Callable[[torch.Tensor], torch.Tensor]
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes [R, K_pad] uint8 to words [K_pad / 64, R, 2 * bits] int32, in the order of the kernels."""
+    rows, columns = codes.shape
+    # Element 16 p + 2 j + h of a block, p = 2 c + d.
+    parts = codes.view(rows, columns // BLOCK, 2, 2, 8, 2)
+    if bits == 4:
+        byte = parts[:, :, :, 0] | parts[:, :, :, 1] << 4
+        ordered = byte.permute(1, 0, 3, 4, 2)
+    else:
+        ordered = parts.permute(1, 0, 2, 4, 5, 3)
+    return ordered.contiguous().view(columns // BLOCK, rows, -1).view(torch.int32)
+
+
+def pack_float4(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [R, K_pad] uint8 of float4_e2m1fn to words [K_pad / 64, R, 8] int32, in the order of the kernels."""
+    rows, columns = codes.shape
+    parts = codes.view(rows, columns // BLOCK, 4, 8, 2).int()
+    halves = torch.zeros_like(parts[:, :, 0])
+    for p in range(4):
+        code = parts[:, :, p]
+        for bit, place in enumerate(_FLOAT4_PLACES[p]):
+            halves |= (code >> bit & 1) << place
+    return halves.to(torch.int16).permute(1, 0, 2, 3).contiguous().view(torch.int32).squeeze(3)
+
+
+def pack_matrices(weights: ExpertWeights, name: str, fmt: QuantFormat, arrange: ArrangeRows) -> dict[str, torch.Tensor]:
+    """One matrix of all experts.
+
+    Args:
+        weights: Canonical.
+        name: `w13` or `w2`.
+        fmt: Its format, one that the claims let through.
+        arrange: The order of its rows.
+
+    Returns:
+        Fields of `PackedMatrix`, keys `<matrix>_<field>`; words under `<matrix>`.
+    """
+    columns = weights.hidden_size if name == "w13" else weights.intermediate_size
+    tensors = weights.tensors()
+    packed: dict[str, torch.Tensor] = {}
+    for expert in range(weights.num_experts):
+        for suffix, part in _pack_expert(expert_matrix(tensors, name, expert), fmt, columns, arrange).items():
+            key = f"{name}{suffix}"
+            if key not in packed:
+                packed[key] = part.new_empty(weights.num_experts, *part.shape)
+            packed[key][expert] = part
+    return packed
+
+
+def _pack_expert(matrix: Quantized, fmt: QuantFormat, columns: int, arrange: ArrangeRows) -> dict[str, torch.Tensor]:
+    rows = matrix.q.shape[0]
+    depth = round_up(columns, BLOCK)
+    group = fmt.group[1]
+    num_groups = 1 if group == WHOLE else -(-depth // group)
+    codes = unpack_nibbles(matrix.q, columns) if fmt.bits == 4 else matrix.q.view(torch.uint8)
+    if fmt.dtype == "int8":
+        codes = codes ^ 0x80
+    found: dict[str, torch.Tensor] = {}
+    row_scale = None if matrix.scale_2 is None else _of_rows(matrix.scale_2, rows)
+    if group == WHOLE:
+        scale = _of_rows(matrix.scale, rows)
+        row_scale = scale if row_scale is None else scale * row_scale
+    elif fmt.scale_dtype in _FOLDED_SCALES:
+        magnitudes = pad(codes & 7, (0, matrix.scale.shape[1] * group - columns))
+        counts = (magnitudes != 0).unflatten(1, (-1, group)).any(2)
+        scale_codes, left = fold_scales(matrix.scale, counts)
+        if fmt.scale_dtype == "float8_e4m3fn":
+            # No code means zero, so its elements have to be.
+            zero = (matrix.scale.float() == 0).repeat_interleave(group, 1)[:, :columns]
+            codes = codes.masked_fill(zero, 0)
+        row_scale = left if row_scale is None else left * row_scale
+        found["_group_scale"] = _place_scales(_pack_bytes(arrange(scale_codes), num_groups, group), fmt.scale_dtype)
+    else:
+        scale = arrange(matrix.scale)
+        found["_group_scale"] = pad(scale, (0, num_groups - scale.shape[1])).T
+    if matrix.zero_point is not None:
+        zero_point = unpack_nibbles(matrix.zero_point, matrix.scale.shape[1])
+        found["_zero_point"] = _pack_bytes(arrange(zero_point), num_groups, group)
+    if row_scale is not None:
+        found["_row_scale"] = arrange(row_scale.expand(rows, 1)).squeeze(1)
+    padded = pad(arrange(codes), (0, depth - columns))
+    found[""] = pack_float4(padded) if fmt.dtype == _FLOAT4 else pack_codes(padded, fmt.bits)
+    return found
+
+
+def fold_scales(scale: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """8-bit scales [R, G] as the kernels fold them, and the rest as a scale of the row, [R, 1] fp32.
+
+    `counts` [R, G] says which groups hold anything but zeros; the scales of the others may be anything.
+    """
+    if scale.dtype == torch.float8_e8m0fnu:
+        exponent = scale.view(torch.uint8).int()
+        largest = exponent.where(counts, 0).amax(1, keepdim=True)
+        # A scale so much smaller than the largest of its row is below any rounding of it.
+        code = (_LARGEST_POWER + exponent - largest).clamp(min=0, max=_LARGEST_POWER)
+        left = largest.to(torch.uint8).view(torch.float8_e8m0fnu).float()
+        return code.to(torch.uint8), left
+    values = scale.float()
+    mantissa, exponent = torch.frexp(values)
+    # In [1, 2) the mantissa has 3 bits behind the point; all of float8_e4m3fn's exponents from -9 to 8 fit 5 bits.
+    code = (exponent - 1 + _EXPONENT_OFFSET) * 8 + (mantissa * 16 - 8).int()
+    code = torch.where(values == 0, 0, code)
+    return code.to(torch.uint8), torch.full_like(values[:, :1], _LEFT_OF_E4M3)
+
+
+def _pack_bytes(codes: torch.Tensor, num_groups: int, group: int) -> torch.Tensor:
+    """[R, G] uint8, one per group, to words [words, R] int32 with as many groups as a step has, from 1 to 4."""
+    per_word = 1 if group == WHOLE else min(4, max(1, _WORD_SPAN // group))
+    words = -(-num_groups // per_word)
+    padded = pad(codes, (0, words * per_word - codes.shape[1])).unflatten(1, (words, per_word))
+    return pad(padded, (0, 4 - per_word)).view(torch.int32).squeeze(2).T
+
+
+def _place_scales(words: torch.Tensor, scale_dtype: str) -> torch.Tensor:
+    """Words of 4 codes as `_folded_scales` reads them: 0 and 2 in place in the halves, 1 and 3 with bytes swapped."""
+    place = 7 if scale_dtype == "float8_e8m0fnu" else 4
+    codes = words.contiguous().view(torch.uint8).view(*words.shape, 2, 2).int() << place
+    halves = codes[..., 0] | (codes[..., 1] << 8 | codes[..., 1] >> 8) & 0xFFFF
+    return halves.to(torch.int16).view(torch.int32).squeeze(-1)
+
+
+def _of_rows(scale: torch.Tensor, rows: int) -> torch.Tensor:
+    """A scale of each row [R, 1], of each half of them [2], or of all [], as one of each row [R, 1] fp32."""
+    flat = scale.float().reshape(-1)
+    return flat.repeat_interleave(rows // len(flat)).unsqueeze(1)
+
+
+class HopperPacked(Hopper):
+    """With weights that stay packed until they are in a consumer's registers."""
+
+    gate_up = staticmethod(gate_up_packed)
+    down = staticmethod(down_packed)
+    reduction = DEFAULT_REDUCE_CONFIG
+
+
+@dataclass(frozen=True, slots=True)
+class Flagged(PlainWay):
+    """As `ways.Sorted`, with both products in one launch.
+
+    Flags lie in the call's own scratch, where the launch that sorts its routes clears them. So calls of other streams,
+    of copies of the layer and of captured graphs have others.
+    """
+
+    configs: GemmPair
+
+    def run(self, work: PlainWork) -> None:
+        problem, out = work.problem, work.out
+        block_m, num_routes = self.configs.gate_up.block_m, work.num_rows
+        num_tiles = max_num_blocks(num_routes, problem.num_local_experts, block_m)
+        flags, route_rows = cut(work.behind_plan, _flags(num_tiles), Piece((num_routes, out.shape[1]), out.dtype))
+        plan = work.sort_routes(block_m, flags=flags)  # flags [tiles, words], route_rows [N, H]
+        assert isinstance(work.w13, PackedMatrix) and isinstance(work.w2, PackedMatrix)
+        both_gemms(
+            route_rows,
+            work.intermediate(),  # [N, I_pad]
+            work.tokens,
+            work.w13,
+            work.w2,
+            plan,
+            self.configs,
+            work.epilogue,
+            top_k=problem.top_k,
+            bias=work.w2_bias,
+            route_factors=work.input_weights,
+            topk_weights=work.output_weights,
+            overlap=work.overlap,
+        )
+        work.reduce(route_rows)
+
+
+def has_room_for_flags(problem: MoEProblem, num_routes: int) -> bool:
+    """Whether the guard of the second workspace, which `Flagged` does without, holds as many flags as there are routes.
+
+    There are no more tiles of rows than routes.
+    """
+    return _flags(num_routes).padded_bytes <= GUARD_ROWS * problem.hidden_size * problem.torch_dtype.itemsize
+
+
+def _flags(num_tiles: int) -> Piece:
+    return Piece((num_tiles, FLAG_WORDS), torch.int32)

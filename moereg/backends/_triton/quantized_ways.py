@@ -28,13 +28,11 @@ from moereg.backends._triton.workspace import by_group, cut, intermediate_pieces
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.hopper import quantized_gemm as hopper
 from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M, HopperQuantizedRule
-from moereg.kernels.quantized.down import quantized_down_gemm
-from moereg.kernels.quantized.gate_up import quantized_gate_up_gemm
 from moereg.kernels.quantized.operands import CodedOutput, QuantizedMatrices, QuantizedRows, Quantizer, RowFormat
+from moereg.kernels.quantized.products import quantized_down_gemm, quantized_gate_up_gemm
 from moereg.kernels.quantized.rows import RouteIds, find_amax, quantize_rows
 from moereg.kernels.quantized.rows_batched import quantize_batched_rows
-from moereg.kernels.quantized.rows_coded import copy_coded_rows
-from moereg.kernels.quantized.rows_sorted import quantize_to_sorted_rows
+from moereg.kernels.quantized.rows_sorted import copy_coded_rows, quantize_to_sorted_rows
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import RoutePlan

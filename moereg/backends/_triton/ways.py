@@ -7,8 +7,8 @@
 | `Direct` | up to 16 tokens | tiles whose rows are the tokens themselves, and a reduction |
 | `Sorted` | more | a sort, tiles of sorted routes, low or tall as the expert's rows ask, and a reduction |
 | `Hopper` | more than 22 an expert on sm90 | a sort, warp-specialized tiles, and a reduction |
-| `packed_ways.HopperPacked` | more than 24 an expert on sm90, packed weights | as `Hopper` |
-| `packed_ways.Flagged` | 9 to 16 tokens on sm90, packed weights of 4 bits | as `Sorted`, both products in one |
+| `packed.HopperPacked` | more than 24 an expert on sm90, packed weights | as `Hopper` |
+| `packed.Flagged` | 9 to 16 tokens on sm90, packed weights of 4 bits | as `Sorted`, both products in one |
 | `Batched`, `Hopper` | [E, max_T, H] | a plan of tiles over each expert's rows, then the products |
 
 Rows of routes are stored weighted. `Hopper` leaves weights to the reduction, except in float16: see `early_weights`.

@@ -21,11 +21,9 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.gemm.config import GemmPair
-from moereg.kernels.gemm.down import Down, down_tile
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.gemm.gate_up import GateUp, gate_up_tile
-from moereg.kernels.gemm.loop import tile_shape
-from moereg.kernels.gemm.operand import Strides, operand_of
+from moereg.kernels.gemm.grouped import Down, GateUp, down_tile, gate_up_tile
+from moereg.kernels.gemm.operand import Strides, operand_of, tile_shape
 from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.packed.weights import PackedMatrix

@@ -15,7 +15,7 @@ import triton.language as tl
 from moereg.kernels.gemm.activation import activate_pairs
 from moereg.kernels.gemm.config import GemvConfig
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.gemm.loop import reaches_past
+from moereg.kernels.gemm.operand import reaches_past
 from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.direct import DirectRoutes, load_local_expert

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.gemm.config import GroupedGemmConfig
-from moereg.kernels.gemm.loop import tile_shape
-from moereg.kernels.gemm.operand import operand_of
+from moereg.kernels.gemm.operand import operand_of, tile_shape
 from moereg.kernels.launch.overlap import overlapping, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.packed.product import accumulate_slices

@@ -12,8 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from moereg.kernels.hopper.config import BODIES
-from moereg.kernels.hopper.ring import locate, multiply, reinterpret
-from moereg.kernels.hopper.turns import NO_TILE, take_tile
+from moereg.kernels.hopper.ring import NO_TILE, locate, multiply, reinterpret, take_tile
 from moereg.kernels.sizes import GUARD_ROWS
 
 _GUARD = gl.constexpr(GUARD_ROWS)
@@ -119,8 +118,8 @@ def _finish(
         if GATED:
             at = at // 16 * 16 + at % 8 * 2 + at // 8 % 2
         at += place.column
-        own_bias = bias + place.expert.to(gl.int64) * num_columns
-        value = gl.load(own_bias + at, mask=at < num_columns, other=0.0)  # [COLUMNS]
+        # [COLUMNS]
+        value = gl.load(bias + place.expert.to(gl.int64) * num_columns + at, mask=at < num_columns, other=0.0)
         x += value.to(gl.float32)[:, None]
     if place.row_weights.topk_weights is not None:
         # Rows past the tile's last repeat its weight; they are dropped when stored.

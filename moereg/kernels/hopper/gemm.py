@@ -25,8 +25,7 @@ from moereg.kernels.hopper.arguments import clipped_map, product_arguments, row_
 from moereg.kernels.hopper.config import HopperGemmConfig, select_group_m
 from moereg.kernels.hopper.consumer import RowWeights, consume
 from moereg.kernels.hopper.producer import produce, produce_by_token
-from moereg.kernels.hopper.ring import BLOCK_K, Ring, TileOrder, allocate_barriers
-from moereg.kernels.hopper.turns import allocate_turns
+from moereg.kernels.hopper.ring import BLOCK_K, Ring, TileOrder, allocate_barriers, allocate_turns
 from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.launch.overlap import release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch

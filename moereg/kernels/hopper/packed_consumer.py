@@ -1,16 +1,227 @@
-"""The consumers of a Hopper grouped GEMM of packed weights, in Triton's Gluon: multiply, scale, activate, store."""
+"""The consumers of a Hopper grouped GEMM of packed weights, in Triton's Gluon: multiply, scale, activate, store.
+
+Each warpgroup restores its own rows of the weights into registers, wgmma's left operand, while the tensor cores work on
+the fragment before. Two fragments take turns, and two are started one behind the other before both are waited for.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from moereg.kernels.hopper.consumer import Place, RowWeights, store_tile
-from moereg.kernels.hopper.packed_multiply import multiply_one, multiply_two
-from moereg.kernels.hopper.ring import locate
-from moereg.kernels.hopper.turns import NO_TILE, take_tile
+from moereg.kernels.hopper.packed_restore import restore
+from moereg.kernels.hopper.ring import BLOCK_K, NO_TILE, locate, next_slot, reinterpret, take_tile
 from moereg.kernels.sizes import GUARD_ROWS
+
+
+@gluon.jit
+def _fragment(
+    ring,
+    slot,
+    half,
+    parity,
+    WARPGROUP: gl.constexpr,
+    ROWS: gl.constexpr,
+    TILE: gl.constexpr,
+    GATED: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    """Restores 64 of a warpgroup's columns of a slot.
+
+    Args:
+        ring: a `PackedRing`.
+        slot: whose bytes have arrived.
+        half: which 64 of the columns; 0 where there are no more.
+        parity: 1 in odd steps.
+        WARPGROUP: which part of the tile.
+        ROWS: of the product.
+        TILE: a `PackedTile`.
+        GATED: whether the columns are gates and ups.
+        FORMAT: a `PackedFormat`.
+
+    Returns:
+        [64, BLOCK_K] bfloat16 in registers.
+    """
+    return restore(ring, (TILE.consumers * slot + WARPGROUP) * TILE.halves + half, parity, ROWS, GATED, FORMAT)
+
+
+@gluon.jit
+def _wait_for_slot(ring, slot, phase, TILE: gl.constexpr):
+    mbarrier.wait(ring.full.index(slot), phase)
+    if TILE.fence:
+        # What cp.async wrote is read by wgmma through another proxy.
+        fence_async_shared()
+
+
+@gluon.jit
+def _start(fragment, ring, slot, product, slack_product, ROWS: gl.constexpr, SLACK: gl.constexpr):
+    """Starts adding a fragment's products with a slot's rows to [64, ROWS] and [64, SLACK] fp32."""
+    PARTS: gl.constexpr = 2 * ring.rows.shape[1] // ROWS
+    STAGES: gl.constexpr = ring.rows.shape[0] // 2
+    rows = reinterpret(ring.rows, ring.rows.dtype, [PARTS * STAGES, ROWS, BLOCK_K], ring.rows.layout)
+    b = rows.index(PARTS * slot).permute((1, 0))  # [BLOCK_K, ROWS]
+    product = warpgroup_mma(fragment, b, product, is_async=True)
+    if SLACK > 0:
+        slack_b = ring.slack_rows.index(slot).permute((1, 0))  # [BLOCK_K, SLACK]
+        slack_product = warpgroup_mma(fragment, slack_b, slack_product, is_async=True)
+    return product, slack_product
+
+
+@gluon.jit
+def _wait_one(product, slack_product, FRAGMENTS: gl.constexpr, SLACK: gl.constexpr):
+    """Waits until no more than the products of FRAGMENTS fragments are under way."""
+    if SLACK > 0:
+        return warpgroup_mma_wait(2 * FRAGMENTS, deps=(product, slack_product))
+    else:
+        return warpgroup_mma_wait(FRAGMENTS, deps=(product,)), slack_product
+
+
+@gluon.jit
+def _wait_two(low, slack_low, high, slack_high, FRAGMENTS: gl.constexpr, SLACK: gl.constexpr):
+    """As `_wait_one`, for the accumulators of both halves."""
+    if SLACK > 0:
+        return warpgroup_mma_wait(2 * FRAGMENTS, deps=(low, slack_low, high, slack_high))
+    else:
+        low, high = warpgroup_mma_wait(FRAGMENTS, deps=(low, high))
+        return low, slack_low, high, slack_high
+
+
+@gluon.jit
+def _zeros(ROWS: gl.constexpr):
+    return gl.zeros([64, ROWS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
+
+
+@gluon.jit
+def multiply_one(
+    ring,
+    slot,
+    phase,
+    num_steps,
+    WARPGROUP: gl.constexpr,
+    ROWS: gl.constexpr,
+    SLACK: gl.constexpr,
+    TILE: gl.constexpr,
+    GATED: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    """Multiplies a warpgroup's 64 columns of a tile, out of the next `num_steps` slots of the ring.
+
+    Waits for each slot to be full and arrives at its `empty` once its product has ended. Fragments of even and of odd
+    steps take turns, and a turn of the loop takes both, so that none is copied while a product reads it. No product is
+    under way when a turn ends: ptxas would keep the registers of all fragments to the end, and serialize products.
+
+    Args:
+        ring: a `PackedRing`.
+        slot: the first slot.
+        phase: the round it is in.
+        num_steps: steps along the reduced dimension, at least three.
+        WARPGROUP: which part of the columns.
+        ROWS: BLOCK_M, or half of it for a tile that has no more rows.
+        SLACK: rows behind them, or 0.
+        TILE: a `PackedTile`.
+        GATED: whether the columns are gates and ups.
+        FORMAT: a `PackedFormat`.
+
+    Returns:
+        [64, ROWS] fp32; [64, SLACK] fp32, or the former again without slack; the next slot and its phase.
+    """
+    product = _zeros(ROWS)
+    slack_product = product
+    if SLACK > 0:
+        slack_product = _zeros(SLACK)
+    zero = gl.to_tensor(0)
+    one = gl.to_tensor(1)
+    pairs = (num_steps - 1) // 2
+    # Without it the accumulators are copied around a loop that may be empty.
+    gl.assume(pairs > 0)
+    _wait_for_slot(ring, slot, phase, TILE)
+    even = _fragment(ring, slot, 0, zero, WARPGROUP, ROWS, TILE, GATED, FORMAT)
+    for _ in range(pairs):
+        second, second_phase = next_slot(slot, phase, TILE.stages)
+        product, slack_product = _start(even, ring, slot, product, slack_product, ROWS, SLACK)
+        _wait_for_slot(ring, second, second_phase, TILE)
+        odd = _fragment(ring, second, 0, one, WARPGROUP, ROWS, TILE, GATED, FORMAT)
+        product, slack_product = _start(odd, ring, second, product, slack_product, ROWS, SLACK)
+        product, slack_product = _wait_one(product, slack_product, 1, SLACK)
+        mbarrier.arrive(ring.empty.index(slot))
+        slot, phase = next_slot(second, second_phase, TILE.stages)
+        _wait_for_slot(ring, slot, phase, TILE)
+        even = _fragment(ring, slot, 0, zero, WARPGROUP, ROWS, TILE, GATED, FORMAT)
+        product, slack_product = _wait_one(product, slack_product, 0, SLACK)
+        mbarrier.arrive(ring.empty.index(second))
+    product, slack_product = _start(even, ring, slot, product, slack_product, ROWS, SLACK)
+    if not TILE.odd:
+        second, second_phase = next_slot(slot, phase, TILE.stages)
+        _wait_for_slot(ring, second, second_phase, TILE)
+        odd = _fragment(ring, second, 0, one, WARPGROUP, ROWS, TILE, GATED, FORMAT)
+        product, slack_product = _wait_one(product, slack_product, 0, SLACK)
+        mbarrier.arrive(ring.empty.index(slot))
+        product, slack_product = _start(odd, ring, second, product, slack_product, ROWS, SLACK)
+        slot = second
+        phase = second_phase
+    product, slack_product = _wait_one(product, slack_product, 0, SLACK)
+    mbarrier.arrive(ring.empty.index(slot))
+    slot, phase = next_slot(slot, phase, TILE.stages)
+    return product, slack_product, slot, phase
+
+
+@gluon.jit
+def multiply_two(
+    ring,
+    slot,
+    phase,
+    num_steps,
+    WARPGROUP: gl.constexpr,
+    ROWS: gl.constexpr,
+    SLACK: gl.constexpr,
+    TILE: gl.constexpr,
+    GATED: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    """Multiplies a warpgroup's 128 columns of a tile as two halves, whose fragments take turns.
+
+    Arguments as for `multiply_one`.
+
+    Returns:
+        As `multiply_one`, with the products of both halves in place of one.
+    """
+    low = _zeros(ROWS)
+    high = _zeros(ROWS)
+    slack_low = low
+    slack_high = high
+    if SLACK > 0:
+        slack_low = _zeros(SLACK)
+        slack_high = _zeros(SLACK)
+    _wait_for_slot(ring, slot, phase, TILE)
+    first = _fragment(ring, slot, 0, gl.to_tensor(0), WARPGROUP, ROWS, TILE, GATED, FORMAT)
+    gl.assume(num_steps > 1)
+    for k in range(num_steps - 1):
+        low, slack_low = _start(first, ring, slot, low, slack_low, ROWS, SLACK)
+        second = _fragment(ring, slot, 1, k & 1, WARPGROUP, ROWS, TILE, GATED, FORMAT)
+        high, slack_high = _start(second, ring, slot, high, slack_high, ROWS, SLACK)
+        low, slack_low, high, slack_high = _wait_two(low, slack_low, high, slack_high, 1, SLACK)
+        following, phase = next_slot(slot, phase, TILE.stages)
+        _wait_for_slot(ring, following, phase, TILE)
+        first = _fragment(ring, following, 0, (k + 1) & 1, WARPGROUP, ROWS, TILE, GATED, FORMAT)
+        low, slack_low, high, slack_high = _wait_two(low, slack_low, high, slack_high, 0, SLACK)
+        mbarrier.arrive(ring.empty.index(slot))
+        slot = following
+    low, slack_low = _start(first, ring, slot, low, slack_low, ROWS, SLACK)
+    second = _fragment(ring, slot, 1, (num_steps - 1) & 1, WARPGROUP, ROWS, TILE, GATED, FORMAT)
+    high, slack_high = _start(second, ring, slot, high, slack_high, ROWS, SLACK)
+    low, slack_low, high, slack_high = _wait_two(low, slack_low, high, slack_high, 0, SLACK)
+    mbarrier.arrive(ring.empty.index(slot))
+    slot, phase = next_slot(slot, phase, TILE.stages)
+    return low, slack_low, high, slack_high, slot, phase
+
 
 _GUARD = gl.constexpr(GUARD_ROWS)
 

@@ -6,7 +6,7 @@ packed in the ring of shared memory, and each consumer restores its own into reg
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -21,14 +21,34 @@ from moereg.kernels.hopper.packed_config import STAGED_ELEMENTS, HopperPackedCon
 from moereg.kernels.hopper.packed_consumer import consume_packed
 from moereg.kernels.hopper.packed_producer import produce_packed, produce_packed_by_token
 from moereg.kernels.hopper.packed_restore import PackedFormat, PackedTile
-from moereg.kernels.hopper.packed_ring import PackedRing, allocate_counted_barriers, allocate_counted_turns
-from moereg.kernels.hopper.ring import BLOCK_K, TileOrder
+from moereg.kernels.hopper.ring import BLOCK_K, TileOrder, allocate_barriers, allocate_turns
 from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.launch.overlap import release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.packed.weights import BLOCK, PackedMatrix
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import GUARD_ROWS
+
+
+class PackedRing(NamedTuple):
+    """The shared memory of a ring with STAGES slots and of CONSUMERS warpgroups, each with its own part of a slot.
+
+    Attributes:
+        weights: [CONSUMERS * STAGES, lines, 32] int32, the words of a consumer's rows of one block.
+        scales: [CONSUMERS * STAGES, lines, 8] int32, a word of each of these rows; None where there are none.
+        rows: [2 * STAGES, BLOCK_M // 2, BLOCK_K] a slot's rows of activations, in two halves.
+        slack_rows: [STAGES, SLACK, BLOCK_K] the rows behind them; None without slack.
+        full: [STAGES, 1] barriers that complete when the bytes of a slot have arrived.
+        empty: [STAGES, 1] barriers that complete when all consumers have multiplied them.
+    """
+
+    weights: Any
+    scales: Any
+    rows: Any
+    slack_rows: Any
+    full: Any
+    empty: Any
+
 
 MIN_DEPTH: Final = 3 * BLOCK
 """Least padded depth of a weight: the consumers' loop takes two steps a turn and runs at least once."""
@@ -99,8 +119,8 @@ def _packed_grouped_kernel(
         dtype, [2 * CONSUMERS] + CHUNK, gl.NVMMASharedLayout.get_default_for(CHUNK, dtype)
     )
     # One arrival announces the boxes' bytes; copies by token add one for each producer thread.
-    full, empty = allocate_counted_barriers(STAGES, 129 if BY_TOKEN else 1, CONSUMERS)
-    turns = allocate_counted_turns(CONSUMERS)
+    full, empty = allocate_barriers(STAGES, 129 if BY_TOKEN else 1, CONSUMERS)
+    turns = allocate_turns(CONSUMERS)
     fence_async_shared()
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)

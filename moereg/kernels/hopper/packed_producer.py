@@ -1,4 +1,4 @@
-"""The producers of a Hopper grouped GEMM with packed weights, in Triton's Gluon: fill the ring of `packed_ring.py`."""
+"""The producers of a Hopper grouped GEMM with packed weights, in Triton's Gluon: fill a `PackedRing`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from moereg.kernels.hopper.producer import copy_tokens, load_routes, token_offsets
-from moereg.kernels.hopper.ring import BLOCK_K, load_box, locate, next_slot
-from moereg.kernels.hopper.turns import NO_TILE, announce_tile, next_tile
+from moereg.kernels.hopper.ring import BLOCK_K, NO_TILE, announce_tile, load_box, locate, next_slot, next_tile
 
 
 @gluon.jit

@@ -7,8 +7,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from moereg.kernels.hopper.ring import BLOCK_K, load_box, load_chunks, locate, next_slot
-from moereg.kernels.hopper.turns import NO_TILE, announce_tile, next_tile
+from moereg.kernels.hopper.ring import (
+    BLOCK_K,
+    NO_TILE,
+    announce_tile,
+    load_box,
+    load_chunks,
+    locate,
+    next_slot,
+    next_tile,
+)
 
 
 @gluon.jit

@@ -17,12 +17,166 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moereg.kernels.hopper.consumer import activate, activate_halves, barrier, load_weights, store_box
-from moereg.kernels.hopper.quantized_fast import activate_fast, round_pairs
-from moereg.kernels.hopper.quantized_pieces import multiply_pieces
-from moereg.kernels.hopper.quantized_ring import BLOCK_M, COLUMNS, OWN_ROWS, first_columns
-from moereg.kernels.hopper.ring import locate, next_slot, reinterpret
-from moereg.kernels.hopper.turns import NO_TILE, take_tile
+from moereg.kernels.hopper.quantized_ring import BLOCK_K, BLOCK_M, COLUMNS, OWN_ROWS, first_columns
+from moereg.kernels.hopper.ring import NO_TILE, locate, next_slot, reinterpret, take_tile
 from moereg.kernels.sizes import GUARD_ROWS
+
+# Columns of a piece.
+_PIECE = gl.constexpr(64)
+
+
+@gluon.jit
+def _load_scalar(shared):
+    """The only element of a tensor in shared memory."""
+    return gl.sum(shared.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _start(rows, ring, piece, product):
+    """Starts codes times codes of one step and piece, over whatever `product` [OWN_ROWS, _PIECE] holds."""
+    STAGES: gl.constexpr = ring.weights.shape[0] // 2
+    pieces = reinterpret(ring.weights, ring.weights.dtype, [4 * STAGES, _PIECE, BLOCK_K], ring.weights.layout)
+    return warpgroup_mma(rows, pieces.index(piece).permute((1, 0)), product, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _join(first, second, LAYOUT: gl.constexpr):
+    """Two pieces [OWN_ROWS, _PIECE] side by side as a half [OWN_ROWS, COLUMNS]; only names registers."""
+    both = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), (OWN_ROWS, COLUMNS))
+    return gl.convert_layout(both, LAYOUT)
+
+
+@gluon.jit
+def multiply_pieces(
+    ring,
+    slot,
+    phase,
+    num_steps,
+    lead,
+    weight,
+    WARPGROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    LEADS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Multiplies and scales both halves of a warpgroup's rows, out of the next `num_steps` slots of the ring.
+
+    Waits for each slot to be full and arrives at its `empty` once its products have ended. Tensor cores keep
+    about 14 bits of a sum of 8-bit floats, so each step's product is added up outside of them, while they work: 64 rows
+    by 256 columns go through them in four pieces of 64 columns, of which two are under way at a time. While one is
+    multiplied, the other is scaled and added to the sums. Registers have room for this, since two pieces are as large
+    as one half. Rows are wgmma's operand from registers, read once a step; from shared memory they would be read once a
+    piece.
+
+    Args:
+        ring: a `CodeRing` as its consumers read it.
+        slot: the first slot.
+        phase: the round it is in.
+        num_steps: steps along the reduced dimension, at least one.
+        lead: [1, 1] barrier at which the first warpgroup arrives after one step of each tile; any where not LEADS.
+        weight: [OWN_ROWS] fp32 that multiplies the scales of rows, or None. A multiplication of the results would spill
+            136 bytes a thread.
+        WARPGROUP: which rows.
+        STAGES: slots of the ring.
+        LEADS: whether the first warpgroup is a step ahead.
+        LAYOUT: of the results.
+
+    Returns:
+        [OWN_ROWS, COLUMNS] fp32 of either half; the next slot and its phase.
+    """
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _PIECE, 32])
+    low0 = gl.zeros([OWN_ROWS, _PIECE], gl.float32, PART)
+    low1 = gl.zeros([OWN_ROWS, _PIECE], gl.float32, PART)
+    high0 = gl.zeros([OWN_ROWS, _PIECE], gl.float32, PART)
+    high1 = gl.zeros([OWN_ROWS, _PIECE], gl.float32, PART)
+    first = gl.zeros([OWN_ROWS, _PIECE], gl.float32, PART)
+    second = gl.zeros([OWN_ROWS, _PIECE], gl.float32, PART)
+    late_scale = gl.zeros([OWN_ROWS], gl.float32, gl.SliceLayout(1, PART))
+    gl.assume(num_steps > 0)
+    for k in range(num_steps):
+        mbarrier.wait(ring.full.index(slot), phase)
+        own_rows = ring.rows.index(2 * slot + WARPGROUP)  # [OWN_ROWS, BLOCK_K]
+        own_rows = own_rows.load(gl.DotOperandLayout(0, PART, 4))
+        row_scale = ring.row_scales.index(2 * slot + WARPGROUP).load(gl.SliceLayout(1, PART))  # [OWN_ROWS]
+        if weight is not None:
+            row_scale *= gl.convert_layout(weight, gl.SliceLayout(1, PART))
+        low_scale = row_scale * _load_scalar(ring.half_scales.index(2 * slot))
+        high_scale = row_scale * _load_scalar(ring.half_scales.index(2 * slot + 1))
+        first = _start(own_rows, ring, 4 * slot, first)
+        # The last step's last piece. Added up at that step's end, it would not fit into registers.
+        high1 += second * late_scale[:, None]
+        second = _start(own_rows, ring, 4 * slot + 1, second)
+        first = warpgroup_mma_wait(1, deps=(first,))
+        low0 += first * low_scale[:, None]
+        first = _start(own_rows, ring, 4 * slot + 2, first)
+        second = warpgroup_mma_wait(1, deps=(second,))
+        low1 += second * low_scale[:, None]
+        second = _start(own_rows, ring, 4 * slot + 3, second)
+        first = warpgroup_mma_wait(1, deps=(first,))
+        high0 += first * high_scale[:, None]
+        second = warpgroup_mma_wait(0, deps=(second,))
+        mbarrier.arrive(ring.empty.index(slot))
+        if LEADS:
+            if WARPGROUP == 0:
+                mbarrier.arrive(lead.index(0), pred=k == 0)
+        late_scale = high_scale
+        slot, phase = next_slot(slot, phase, STAGES)
+    high1 += second * late_scale[:, None]
+    return _join(low0, low1, LAYOUT), _join(high0, high1, LAYOUT), slot, phase
+
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def activate_fast(gate, up, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr):
+    """As `activate_halves`, within a few units in the last place of fp32; zero where a sigmoid is below 2**-126.
+
+    64 numbers a thread are activated, rounded and encoded while nothing is multiplied. Divisions and exponentials that
+    allow for subnormal numbers take 17 instructions a number where 6 do.
+
+    Gates of either infinity and NaN give what `activate_halves` gives: their numbers, minus infinity NaN.
+    """
+    if ACTIVATION == "silu" or ACTIVATION == "swigluoai":
+        if LIMIT is not None:
+            # Comparisons keep NaN, which a minimum would replace by the limit.
+            gate = gl.where(gate > LIMIT, LIMIT, gate)
+            up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
+        power = gl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [gate * (-ALPHA * _LOG2_E)], dtype=gl.float32, is_pure=True, pack=1
+        )
+        inverse = gl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], dtype=gl.float32, is_pure=True, pack=1
+        )
+        return gate * inverse * (up + BETA)
+    else:
+        return activate_halves(gate, up, ACTIVATION, ALPHA, BETA, LIMIT)
+
+
+@gluon.jit
+def round_pairs(x, DTYPE: gl.constexpr):
+    """fp32 `x` rounded to a 16-bit DTYPE, in fp32: the same bits as two conversions.
+
+    Single conversions to 16 bits run at the rate of exponentials.
+    """
+    if DTYPE == gl.bfloat16:
+        bits = gl.inline_asm_elementwise(
+            """{
+            .reg .b32 pair;
+            cvt.rn.bf16x2.f32 pair, $3, $2;
+            shl.b32 $0, pair, 16;
+            and.b32 $1, pair, 0xffff0000;
+            }""",
+            "=r,=r,f,f",
+            [x],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=2,
+        )
+        return bits.to(gl.float32, bitcast=True)
+    else:
+        return x.to(DTYPE).to(gl.float32)
+
 
 _GUARD = gl.constexpr(GUARD_ROWS)
 

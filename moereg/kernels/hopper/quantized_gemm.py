@@ -2,7 +2,7 @@
 
 The kernel is persistent and warp-specialized as that of `gemm.py`. A producer warp fills the ring with boxes of codes;
 the consumers multiply, scale and store. Gate and up are two boxes of one tile, so that w13 and its scales stay in
-canonical order. Sizes as in `kernels/quantized/gate_up.py`; rows come in the compact order of a `RoutePlan`.
+canonical order. Sizes as in `kernels/quantized/products.py`; rows come in the compact order of a `RoutePlan`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from moereg.kernels.hopper.consumer import RowWeights
 from moereg.kernels.hopper.quantized_consumer import consume_codes
 from moereg.kernels.hopper.quantized_producer import load_early, produce_codes
 from moereg.kernels.hopper.quantized_ring import BLOCK_K, BLOCK_M, COLUMNS, OWN_ROWS, CodeRing, operands_of
-from moereg.kernels.hopper.ring import TileOrder, allocate_barrier, allocate_barriers
-from moereg.kernels.hopper.turns import allocate_turns
+from moereg.kernels.hopper.ring import TileOrder, allocate_barrier, allocate_barriers, allocate_turns
 from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.launch.overlap import release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch

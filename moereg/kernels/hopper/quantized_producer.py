@@ -8,8 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from moereg.kernels.hopper.quantized_ring import BLOCK_K, BLOCK_M, COLUMNS, OWN_ROWS, first_columns
-from moereg.kernels.hopper.ring import load_box, load_chunks, locate, next_slot
-from moereg.kernels.hopper.turns import NO_TILE, announce_tile, next_tile
+from moereg.kernels.hopper.ring import NO_TILE, announce_tile, load_box, load_chunks, locate, next_slot, next_tile
 
 
 @gluon.jit

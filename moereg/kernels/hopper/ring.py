@@ -2,8 +2,13 @@
 
 A slot of the ring holds one step along the reduced dimension: BLOCK_N rows of a weight, BLOCK_M rows of activations
 and, for a tile that is a little longer, SLACK more. A producer and both consumers go through the slots in the same
-order, and each counts its rounds: a phase is 0 in one round and 1 in the next. Which tile comes next is announced as
-`turns.py` says.
+order, and each counts its rounds: a phase is 0 in one round and 1 in the next.
+
+Tiles go to whichever program is free. If each had a fixed share, all would wait for the one with the fewest short
+tiles: up to 8 % of a GEMM by simulation, at 4,096 tokens of 256 experts; on an H200 more, see
+benches/notes/kernels.md. So a program's producer takes the next tile from a counter in memory, one or two ahead, and announces it to
+the consumers through a ring of two turns. Which program computes a tile changes from run to run; what it computes does
+not.
 """
 
 from __future__ import annotations
@@ -86,13 +91,13 @@ class Tile(NamedTuple):
 
 
 @gluon.jit
-def allocate_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocates a barrier a slot for a producer's arrivals, and one for those of both consumers."""
+def allocate_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr, CONSUMERS: gl.constexpr = 2):
+    """Allocates a barrier a slot for a producer's arrivals, and one for those of all consumers."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=ARRIVALS)
-        mbarrier.init(empty.index(slot), count=2)
+        mbarrier.init(empty.index(slot), count=CONSUMERS)
     return full, empty
 
 
@@ -200,3 +205,68 @@ def multiply(
         product = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(ring.empty.index(_previous(slot, STAGES)))
         return product, product, slot, phase
+
+
+# Turns announced before consumers have to take the first.
+TURNS = gl.constexpr(2)
+
+# Announced in place of a tile when all are taken.
+NO_TILE = gl.constexpr(-1)
+
+
+class Turns(NamedTuple):
+    """The shared memory through which a producer announces tiles to two consumers.
+
+    Attributes:
+        tiles: [TURNS, 1] int32, numbers of tiles.
+        announced: [TURNS, 1] barriers that complete when the producer has written a number.
+        taken: [TURNS, 1] barriers that complete when both consumers have read it.
+    """
+
+    tiles: Any
+    announced: Any
+    taken: Any
+
+
+@gluon.jit
+def allocate_turns(CONSUMERS: gl.constexpr = 2):
+    """Allocates a program's `Turns` for that many consumers."""
+    tiles = gl.allocate_shared_memory(gl.int32, [TURNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    announced, taken = allocate_barriers(TURNS, 1, CONSUMERS)
+    return Turns(tiles=tiles, announced=announced, taken=taken)
+
+
+@gluon.jit
+def next_tile(tile_counter):
+    """The first tile that no program has taken; programs start with the tile of their own number."""
+    return gl.num_programs(0) + gl.atomic_add(tile_counter, 1, sem="relaxed")
+
+
+@gluon.jit
+def announce_tile(tile_number, turns, turn, phase, WARPS: gl.constexpr):
+    """Tells the consumers which tile comes next, or that none does.
+
+    Run by all WARPS warps of a producer. Waits until both consumers have read what this turn announced before.
+
+    Returns:
+        The next turn and its phase.
+    """
+    mbarrier.wait(turns.taken.index(turn), phase)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    turns.tiles.index(turn).store(gl.zeros([1], gl.int32, LAYOUT) + tile_number)  # [1]
+    mbarrier.arrive(turns.announced.index(turn))
+    return next_slot(turn, phase, TURNS)
+
+
+@gluon.jit
+def take_tile(turns, turn, phase):
+    """Takes the next tile. Run by the four warps of a consumer; waits until it is announced.
+
+    Returns:
+        The tile's number or NO_TILE, the next turn and its phase.
+    """
+    mbarrier.wait(turns.announced.index(turn), phase)
+    tile_number = gl.sum(turns.tiles.index(turn).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(turns.taken.index(turn))
+    turn, phase = next_slot(turn, phase, TURNS)
+    return tile_number, turn, phase

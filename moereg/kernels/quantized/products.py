@@ -1,9 +1,29 @@
-"""Products of rows of codes with the scales of both sides, in Triton: the main loop of `gate_up` and `down`."""
+"""The two grouped matmuls of a Mixture-of-Experts layer with 8-bit or 4-bit weights and activations, in Triton.
+
+Codes are multiplied as they are; scales multiply partial products where they change along the reduced dimension, and
+the accumulator at the end where they do not. Gate and up are two products of one tile, so that w13 and its scales stay
+in canonical order. Sizes as in `gemm.grouped`, with `I_pad` and `H_pad` multiples of 128.
+"""
 
 from __future__ import annotations
 
+from typing import Any, Final, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+
+from moereg.kernels.gemm.activation import activate, activate_halves
+from moereg.kernels.gemm.config import GroupedGemmConfig
+from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
+from moereg.kernels.launch.replay import launch
+from moereg.kernels.quantized.codes import TRITON_DTYPES, encode, quantize_tile
+from moereg.kernels.quantized.operands import CodedOutput, CodeStrides, QuantizedMatrices, QuantizedRows
+from moereg.kernels.rows.block_map import BlockMap
+from moereg.kernels.rows.direct import DirectRoutes
+from moereg.kernels.rows.tiles import claim_tile, plan_arguments
+from moereg.kernels.sizes import CODE_PAD
 
 
 @triton.constexpr_function
@@ -194,3 +214,491 @@ def scales_of_rows(scale, rows, stride, MX: tl.constexpr, CODES: tl.constexpr, T
         return scale + rows.to(tl.int64)[:, None] * stride + tl.arange(0, GROUPS)[None, :]
     else:
         return scale + rows.to(tl.int64) * stride
+
+
+# Names of the codes in `tl.dot_scaled`.
+_DOT_FORMATS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
+# Columns that share a scale which hardware applies, by the dtype of the scale.
+_SCALED_GROUPS: Final = {torch.uint8: 32, torch.float8_e4m3fn: 16}
+
+
+class CodeTile(NamedTuple):
+    """The kernels' constant for what a tile of a product covers.
+
+    Attributes:
+        block_m: of `GroupedGemmConfig`.
+        block_n: columns, counting gate and up once.
+        block_k: reduced columns per step; see `steps`, also for the next.
+        unroll: steps to a turn of the loop.
+        group_m: tiles of rows that share columns.
+        mask_rows: whether rows that do not count are left out.
+        mask_n: whether tiles reach past the last column.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    unroll: int
+    group_m: int
+    mask_rows: bool
+    mask_n: bool
+
+
+class CodePair(NamedTuple):
+    """The kernels' constant for the codes of both sides of a product and their scales.
+
+    Attributes:
+        a_group: columns of activations that share a scale; 0: all.
+        b_group: the same of weights.
+        dot_format: the name of the activations' codes in `tl.dot_scaled`; None where it does not take them.
+        uniform: whether all rows of weights in a tile share a scale.
+    """
+
+    a_group: int
+    b_group: int
+    dot_format: str | None
+    uniform: bool
+
+
+def launch_codes(
+    kernel: Any,
+    rows: QuantizedRows,
+    weights: QuantizedMatrices,
+    plan: BlockMap | DirectRoutes,
+    config: GroupedGemmConfig,
+    num_columns: int,
+    num_tiles_n: int,
+    *,
+    outputs: tuple[torch.Tensor | None, ...],
+    others: tuple[torch.Tensor | None, ...],
+    strides: tuple[int, ...],
+    top_k: int,
+    mask_n: bool,
+    overlap: bool,
+    **constants: Any,
+) -> None:
+    """Launches a product of codes by `num_tiles_n` tiles of columns, which count gate and up once.
+
+    Args:
+        outputs: the kernel's own arguments in front of both sides; `others` follow those, `strides` the common ones.
+        top_k: K; read where rows are not sorted.
+        mask_n: whether tiles reach past the last column.
+    """
+    assert config.block_m == plan.block_m
+    check_steps(rows, weights, config)
+    launch(
+        kernel,
+        (plan.max_blocks * num_tiles_n,),
+        *outputs,
+        rows.tensors,
+        weights.tensors,
+        *others,
+        *plan_arguments(plan, weights.q.shape[0]),
+        weights.depth,
+        num_columns,
+        num_tiles_n,
+        weights.group_rows,
+        CodeStrides(rows.q.stride(0), rows.scale.stride(0), *weights.q.stride()[:2], *weights.scale.stride()[:2]),
+        *strides,
+        SORTED=isinstance(plan, BlockMap),
+        TOP_K=top_k,
+        BLOCK_TOP_K=triton.next_power_of_2(top_k),
+        CODES=code_pair(rows, weights, num_columns, config.block_n),
+        TILE=code_tile(config, weights.depth, mask_n=mask_n),
+        RELEASE_LATE=releases_late(plan),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **constants,
+        **overlapping(overlap),
+    )
+
+
+def code_tile(config: GroupedGemmConfig, depth: int, *, mask_n: bool) -> CodeTile:
+    """The constant of a launch, over `depth` reduced columns."""
+    block_k, unroll = steps(config, depth)
+    return CodeTile(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        block_k=block_k,
+        unroll=unroll,
+        group_m=config.group_m,
+        mask_rows=config.mask_rows,
+        mask_n=mask_n,
+    )
+
+
+def code_pair(rows: QuantizedRows, matrices: QuantizedMatrices, num_columns: int, block_n: int) -> CodePair:
+    """The constant of a launch by tiles of `block_n` of `num_columns` columns."""
+    return CodePair(
+        a_group=rows.group,
+        b_group=matrices.group_columns,
+        dot_format=_DOT_FORMATS.get(rows.q.dtype),
+        uniform=matrices.group_rows % block_n == 0 and num_columns % block_n == 0,
+    )
+
+
+def steps(config: GroupedGemmConfig, depth: int) -> tuple[int, int]:
+    """How many columns are reduced at a time, and how many times to a turn of the loop.
+
+    A step lies within one group of 128. Two of them to a turn read runs of 256 bytes of a row, which DRAM hands out 4 %
+    faster (measured on an H200); rows of fewer than four turns are over before that pays.
+    """
+    step = min(config.block_k, CODE_PAD)
+    several = depth % config.block_k == 0 and depth >= 4 * config.block_k
+    return step, config.block_k // step if several else 1
+
+
+def releases_late(plan: BlockMap | DirectRoutes) -> bool:
+    """Whether the next kernel may start only when the products are done.
+
+    Its many small programs would crowd onto the multiprocessors that are free first, and run there one after the other
+    while the rest waits: 3 % of qwen3-30b-a3b at 64 and 256 tokens on an H200. Programs of one token all end at a time.
+    """
+    return isinstance(plan, BlockMap) or plan.topk_ids.shape[0] > 1
+
+
+def check_steps(rows: QuantizedRows, matrices: QuantizedMatrices, config: GroupedGemmConfig) -> None:
+    """Asserts that a step of the main loop lies within one group of each operand, or hardware scales within it."""
+    step = min(config.block_k, CODE_PAD)
+    assert rows.depth == matrices.depth
+    assert config.block_k % step == rows.depth % step == 0 and matrices.q.stride(2) == rows.q.stride(1) == 1
+    assert (matrices.global_scale is None) == (rows.global_scale is None) == (rows.scale.dtype != torch.float8_e4m3fn)
+    # Codes of 4 bits are multiplied by codes of 8 where powers of two scale both.
+    assert matrices.q.dtype == rows.q.dtype or (matrices.q.dtype == rows.scale.dtype == torch.uint8)
+    assert matrices.scale.dtype == rows.scale.dtype
+    assert matrices.scale.stride(2) == 1 and rows.scale.stride(1) == 1
+    for group in (rows.group, matrices.group_columns):
+        if rows.scale.dtype in _SCALED_GROUPS:
+            assert group == _SCALED_GROUPS[rows.scale.dtype], "hardware fixes how many columns share a scale"
+        else:
+            assert group % step == 0, f"a step of {step} columns crosses groups of {group}"
+
+
+class _Output(NamedTuple):
+    """The kernel's constant for what it writes; the defaults where that is no codes.
+
+    Attributes:
+        rounded: of `CodedOutput`.
+        group: of `RowFormat`, as the next two.
+        min_code: smallest code.
+        max_code: largest code.
+    """
+
+    rounded: tl.dtype | None = None
+    group: int = 0
+    min_code: float = 0.0
+    max_code: float = 0.0
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _quantized_gate_up_kernel(
+    out,
+    out_scale,
+    static_scale,
+    inputs,  # CodeTensors
+    weights,  # CodeTensors
+    bias,
+    direct,  # RouteArguments
+    num_tokens,
+    plan,  # PlanArguments
+    depth,
+    num_columns,
+    num_tiles_n,
+    group_rows,
+    strides,  # CodeStrides
+    stride_bias,
+    stride_out,
+    stride_out_scale,
+    stride_static,
+    SORTED: tl.constexpr,
+    SOURCE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+    CODES: tl.constexpr,  # CodePair
+    OUTPUT: tl.constexpr,  # _Output
+    ACTIVATION: tl.constexpr,  # ActivationConstant
+    TILE: tl.constexpr,  # CodeTile
+    RELEASE_LATE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_K: tl.constexpr = TILE.block_k
+    used_blocks = None
+    if SORTED:
+        wait_for_previous(OVERLAP)
+        if not RELEASE_LATE:
+            release_next(OVERLAP)
+        used_blocks = tl.load(plan.num_blocks)
+        if tl.program_id(0) >= used_blocks * num_tiles_n:
+            return
+    tile = claim_tile(direct, num_tokens, plan, used_blocks, num_tiles_n, SORTED, False, TOP_K, BLOCK_TOP_K, TILE)
+    if not SORTED:
+        wait_for_previous(OVERLAP)
+        if not RELEASE_LATE:
+            release_next(OVERLAP)
+        if tile.expert < 0:
+            return
+    expert, tile_n, rows, routes, row_mask = tile.expert, tile.column_tile, tile.rows, tile.routes, tile.row_mask
+
+    out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    columns = out_columns
+    if TILE.mask_n:
+        # Columns past the end repeat the last one, which costs no bandwidth and needs no mask.
+        columns = tl.minimum(columns, num_columns - 1)
+    offs_a = tl.arange(0, BLOCK_K // codes_in_byte(inputs.q.dtype.element_ty))
+    offs_b = tl.arange(0, BLOCK_K // codes_in_byte(weights.q.dtype.element_ty))
+    MX: tl.constexpr = scaled_by_hardware(inputs.scale.dtype.element_ty)
+    expert = expert.to(tl.int64)
+    sources = routes // SOURCE  # [BLOCK_M]
+    # [BLOCK_M, BLOCK_K], or BLOCK_K / 2 columns where a byte holds two codes; the same goes for the weights.
+    a_pointers = inputs.q + sources.to(tl.int64)[:, None] * strides.rows + offs_a[None, :]
+    a_scales = scales_of_rows(inputs.scale, sources, strides.row_scales, MX, CODES, TILE)
+    # [BLOCK_K, BLOCK_N]
+    b_pointers = weights.q + expert * strides.expert + columns[None, :] * strides.column + offs_b[:, None]
+    own_scales = weights.scale + expert * strides.scale_expert
+    # A tile of nothing but padding has no scale of its own.
+    first = tl.minimum(tile_n * BLOCK_N, num_columns - 1)
+    b_scales = scales_of_columns(own_scales, first, columns, group_rows, strides.scale_row, MX, CODES, TILE)
+    up_pointers = b_pointers + num_columns * strides.column
+    up_scales = scales_of_columns(
+        own_scales, num_columns + first, num_columns + columns, group_rows, strides.scale_row, MX, CODES, TILE
+    )
+    HALVES: tl.constexpr = 2 if ACTIVATION.gated else 1
+    # [BLOCK_M, BLOCK_N] each
+    gate, up = scaled_products(
+        a_pointers, b_pointers, up_pointers, a_scales, b_scales, up_scales, row_mask, depth, HALVES, CODES, TILE
+    )
+    if RELEASE_LATE:
+        release_next(OVERLAP)
+    gate = scale_total(gate, a_scales, b_scales, row_mask, CODES)
+    gate = scale_globally(gate, inputs.global_scale, sources, row_mask, weights.global_scale, expert * HALVES)
+    if ACTIVATION.gated:
+        up = scale_total(up, a_scales, up_scales, row_mask, CODES)
+        up = scale_globally(up, inputs.global_scale, sources, row_mask, weights.global_scale, expert * HALVES + 1)
+
+    if bias is not None:
+        own_bias = bias + expert * stride_bias + columns
+        gate += tl.load(own_bias).to(tl.float32)[None, :]
+        if ACTIVATION.gated:
+            up += tl.load(own_bias + num_columns).to(tl.float32)[None, :]
+    if ACTIVATION.gated:
+        y = activate_halves(gate, up, ACTIVATION)  # [BLOCK_M, BLOCK_N]
+    else:
+        y = activate(gate, ACTIVATION)
+    if TILE.mask_n:
+        y = tl.where((out_columns < num_columns)[None, :], y, 0.0)
+    mask = row_mask[:, None]
+    rows = rows.to(tl.int64)
+    out_pointers = out + rows[:, None] * stride_out + out_columns[None, :]
+    if out_scale is None:
+        tl.store(out_pointers, y.to(out.dtype.element_ty), mask=mask)
+    else:
+        ROUNDED: tl.constexpr = OUTPUT.rounded
+        OUT_GROUP: tl.constexpr = OUTPUT.group
+        MIN_CODE: tl.constexpr = OUTPUT.min_code
+        MAX_CODE: tl.constexpr = OUTPUT.max_code
+        # The reference rounds here.
+        y = y.to(ROUNDED).to(tl.float32)
+        scale_pointers = out_scale + rows[:, None] * stride_out_scale
+        CODE: tl.constexpr = out.dtype.element_ty
+        if static_scale is not None:
+            scale = tl.load(static_scale + expert * stride_static) + tl.zeros([BLOCK_M, 1], tl.float32)
+            codes = encode(tl.div_rn(y, tl.broadcast_to(scale, (BLOCK_M, BLOCK_N))), CODE, MIN_CODE, MAX_CODE)
+            tl.store(scale_pointers, scale, mask=mask & (tile_n == 0))
+        else:
+            # [BLOCK_M, BLOCK_N] and [BLOCK_M, BLOCK_N / OUT_GROUP]
+            codes, stored = quantize_tile(y, CODE, OUT_GROUP, MIN_CODE, MAX_CODE, MX)
+            groups = tile_n * (BLOCK_N // OUT_GROUP) + tl.arange(0, BLOCK_N // OUT_GROUP)[None, :]
+            tl.store(scale_pointers + groups, stored.to(out_scale.dtype.element_ty), mask=mask)
+        tl.store(out_pointers, codes, mask=mask)
+
+
+def quantized_gate_up_gemm(
+    out: torch.Tensor | CodedOutput,
+    hidden_states: QuantizedRows,
+    w13: QuantizedMatrices,
+    plan: BlockMap | DirectRoutes,
+    config: GroupedGemmConfig,
+    epilogue: GateUpEpilogue,
+    *,
+    top_k: int,
+    by_route: bool = False,
+    overlap: bool = False,
+) -> None:
+    """Writes `act(hidden_states[token] @ w13[expert].T + bias)` for every sorted row, or codes of it.
+
+    Accumulation and activation are in fp32, of int8 in int32 where no scale changes along a row.
+
+    Args:
+        out: [N, I_pad] bf16, fp16 or fp32, rows contiguous: overwritten up to the last valid row, with zeros from
+            column I on. By route for `DirectRoutes`; [E * max_T, I_pad] in the batched format, valid rows overwritten.
+            Or codes and scales of the same.
+        hidden_states: [T, H_pad], or [N, H_pad] by route, or [E * max_T, H_pad] in the batched format.
+        w13: [E, 2 * I, H_pad] gate first, or [E, I, H_pad] where not gated; scales of both halves by canonical row,
+            global ones for each half.
+        plan: from `sort_routes` or `plan_batches` with `config.block_m`.
+        config: launch configuration; `block_n` divides 128 and counts gate and up once.
+        epilogue: with a bias [E, 2 * I] or [E, I].
+        top_k: K; 1 in the batched format.
+        by_route: whether a route has a row of hidden states of its own.
+        overlap: whether to start while the kernel in front, the last one of plan and hidden states, still runs.
+    """
+    halves = 2 if epilogue.gated else 1
+    num_columns, block_n, bias = w13.q.shape[1] // halves, config.block_n, epilogue.bias
+    if isinstance(out, CodedOutput):
+        fmt, static_scale = out.quantizer.fmt, out.quantizer.static_scale
+        assert fmt.fits_tile(block_n)
+        target, out_scale, out_depth = out.rows.q, out.rows.scale, out.rows.depth
+        output = _Output(TRITON_DTYPES[out.rounded], fmt.group, fmt.min_code, fmt.max_code)
+    else:
+        target, out_scale, static_scale, out_depth = out, None, None, out.shape[1]
+        output = _Output()
+    assert CODE_PAD % block_n == 0
+    assert out_depth % CODE_PAD == 0 and num_columns <= out_depth and target.stride(1) == 1
+    assert w13.global_scale is None or w13.global_scale.shape[1] == halves
+    launch_codes(
+        _quantized_gate_up_kernel,
+        hidden_states,
+        w13,
+        plan,
+        config,
+        num_columns,
+        out_depth // block_n,
+        outputs=(target, out_scale, static_scale),
+        others=(bias,),
+        strides=tuple(0 if tensor is None else tensor.stride(0) for tensor in (bias, target, out_scale, static_scale)),
+        top_k=top_k,
+        mask_n=num_columns % block_n != 0 or num_columns != out_depth,
+        overlap=overlap,
+        SOURCE=1 if by_route else top_k,
+        OUTPUT=output,
+        ACTIVATION=epilogue.constant,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _quantized_down_kernel(
+    out,
+    inputs,  # CodeTensors
+    weights,  # CodeTensors
+    bias,
+    topk_weights,
+    direct,  # RouteArguments
+    num_tokens,
+    plan,  # PlanArguments
+    depth,
+    num_columns,
+    num_tiles_n,
+    group_rows,
+    strides,  # CodeStrides
+    stride_bias,
+    stride_out,
+    SORTED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+    CODES: tl.constexpr,  # CodePair
+    TILE: tl.constexpr,  # CodeTile
+    RELEASE_LATE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_K: tl.constexpr = TILE.block_k
+    # The tile map was complete before the previous kernel began, so read it before waiting.
+    used_blocks = None
+    if SORTED:
+        used_blocks = tl.load(plan.num_blocks)
+        if tl.program_id(0) >= used_blocks * num_tiles_n:
+            wait_for_previous(OVERLAP)
+            return
+    tile = claim_tile(direct, num_tokens, plan, used_blocks, num_tiles_n, SORTED, False, TOP_K, BLOCK_TOP_K, TILE)
+    if not SORTED:
+        if tile.expert < 0:
+            wait_for_previous(OVERLAP)
+            return
+    wait_for_previous(OVERLAP)
+    if not RELEASE_LATE:
+        release_next(OVERLAP)
+    expert, tile_n, rows, routes, row_mask = tile.expert, tile.column_tile, tile.valid_rows, tile.routes, tile.row_mask
+
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    loaded_columns = columns
+    if TILE.mask_n:
+        loaded_columns = tl.minimum(columns, num_columns - 1)
+    offs_a = tl.arange(0, BLOCK_K // codes_in_byte(inputs.q.dtype.element_ty))
+    offs_b = tl.arange(0, BLOCK_K // codes_in_byte(weights.q.dtype.element_ty))
+    MX: tl.constexpr = scaled_by_hardware(inputs.scale.dtype.element_ty)
+    expert = expert.to(tl.int64)
+    # [BLOCK_M, BLOCK_K], or BLOCK_K / 2 columns where a byte holds two codes; the same goes for the weights.
+    a_pointers = inputs.q + rows.to(tl.int64)[:, None] * strides.rows + offs_a[None, :]
+    a_scales = scales_of_rows(inputs.scale, rows, strides.row_scales, MX, CODES, TILE)
+    # [BLOCK_K, BLOCK_N]
+    b_pointers = weights.q + expert * strides.expert + loaded_columns[None, :] * strides.column + offs_b[:, None]
+    own_scales = weights.scale + expert * strides.scale_expert
+    b_scales = scales_of_columns(
+        own_scales, tile_n * BLOCK_N, loaded_columns, group_rows, strides.scale_row, MX, CODES, TILE
+    )
+    # [BLOCK_M, BLOCK_N]
+    x, _ = scaled_products(
+        a_pointers, b_pointers, b_pointers, a_scales, b_scales, b_scales, row_mask, depth, 1, CODES, TILE
+    )
+    if RELEASE_LATE:
+        release_next(OVERLAP)
+    x = scale_total(x, a_scales, b_scales, row_mask, CODES)
+    x = scale_globally(x, inputs.global_scale, rows, row_mask, weights.global_scale, expert)
+
+    if bias is not None:
+        x += tl.load(bias + expert * stride_bias + loaded_columns).to(tl.float32)[None, :]
+    if topk_weights is not None:
+        x *= tl.load(topk_weights + routes)[:, None]
+    mask = row_mask[:, None]
+    if TILE.mask_n:
+        mask = mask & (columns < num_columns)[None, :]
+    out_pointers = out + routes.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    tl.store(out_pointers, x.to(out.dtype.element_ty), mask=mask)
+
+
+def quantized_down_gemm(
+    out: torch.Tensor,
+    intermediate: QuantizedRows,
+    w2: QuantizedMatrices,
+    plan: BlockMap | DirectRoutes,
+    config: GroupedGemmConfig,
+    *,
+    bias: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    overlap: bool = False,
+) -> None:
+    """Writes `(intermediate[row] @ w2[expert].T + bias) * topk_weight` for every sorted row to its route's row.
+
+    Args:
+        out: [N, H] bf16, fp16 or fp32, rows contiguous: rows of valid routes are overwritten, the others stay.
+            [E * max_T, H] in the batched format: every valid row to its own place.
+        intermediate: [N, I_pad], in the order of `quantized_gate_up_gemm`.
+        w2: [E, H, I_pad].
+        plan: from `sort_routes` or `plan_batches` with `config.block_m`.
+        config: launch configuration.
+        bias: [E, H], any float dtype, or None.
+        topk_weights: [T, K] fp32 contiguous, or None for no weight.
+        overlap: whether to start while the kernel that writes `intermediate`, launched just before, still runs.
+    """
+    num_columns = w2.q.shape[1]
+    # Sorted routes are looked up, so only direct ones need K.
+    top_k = plan.topk_ids.shape[1] if isinstance(plan, DirectRoutes) else 1
+    assert out.stride(1) == 1
+    assert w2.global_scale is None or w2.global_scale.shape[1] == 1
+    launch_codes(
+        _quantized_down_kernel,
+        intermediate,
+        w2,
+        plan,
+        config,
+        num_columns,
+        triton.cdiv(num_columns, config.block_n),
+        outputs=(out,),
+        others=(bias, topk_weights),
+        strides=(0 if bias is None else bias.stride(0), out.stride(0)),
+        top_k=top_k,
+        mask_n=num_columns % config.block_n != 0,
+        overlap=overlap,
+    )

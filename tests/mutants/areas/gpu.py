@@ -19,7 +19,7 @@ _QUANTIZED: Final = "tests/backends/test_gluon_quantized.py::test_layers"
 MUTANTS: Final = (
     Mutant(
         "the second half of a tile has the scales of the first",
-        _KERNELS + "hopper/quantized_pieces.py",
+        _KERNELS + "hopper/quantized_consumer.py",
         old="high0 += first * high_scale[:, None]",
         new="high0 += first * low_scale[:, None]",
         tests=(f"{_QUANTIZED}[fp8_block128-silu-0]",),
@@ -40,7 +40,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "both halves of a consumer's packed weights are the first",
-        _KERNELS + "hopper/packed_multiply.py",
+        _KERNELS + "hopper/packed_consumer.py",
         old="second = _fragment(ring, slot, 1, k & 1,",
         new="second = _fragment(ring, slot, 0, k & 1,",
         tests=(f"{_PACKED}[1-mxfp4_w4a16-silu]",),
@@ -62,7 +62,7 @@ MUTANTS: Final = (
     Mutant(
         "every expert has the bias of the first",
         _KERNELS + "hopper/consumer.py",
-        old="gl.load(bias + expert.to(gl.int64) * num_columns + at,",
+        old="gl.load(bias + place.expert.to(gl.int64) * num_columns + at,",
         new="gl.load(bias + at,",
         tests=(f"{_OF_ROWS}[0-False-1000-16-16-4-448-192-dtype1-swigluoai-True-1.0-True]",),
     ),
@@ -75,7 +75,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a tile is left out where programs take their next ones",
-        _KERNELS + "hopper/turns.py",
+        _KERNELS + "hopper/ring.py",
         old='return gl.num_programs(0) + gl.atomic_add(tile_counter, 1, sem="relaxed")',
         new='return gl.num_programs(0) + 1 + gl.atomic_add(tile_counter, 1, sem="relaxed")',
         tests=(f"{_OF_ROWS}[4-False-3000-16-16-4-1024-1856-dtype4-relu2-False-0.0-False]",),

@@ -16,7 +16,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "accumulated in 16 bits",
-        "moereg/kernels/gemm/loop.py",
+        "moereg/kernels/gemm/operand.py",
         old='        accumulator = tl.dot(a, b, accumulator, input_precision="ieee")',
         new=('        accumulator = tl.dot(a, b, accumulator, input_precision="ieee").to(a.dtype).to(tl.float32)'),
         tests=("tests/kernels/test_triton_kernels.py::test_gate_up_gemm[T2k2E8H72I40-float16-gelu]",),
@@ -171,7 +171,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "row offsets of 32 bits",
-        "moereg/kernels/gemm/gate_up.py",
+        "moereg/kernels/gemm/grouped.py",
         old="gemm.out + tile.rows.to(tl.int64)[:, None]",
         new="gemm.out + tile.rows[:, None]",
         tests=("tests/kernels/test_triton_rows.py::test_rows_may_lie_2_to_the_31_elements_apart",),

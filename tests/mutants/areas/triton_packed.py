@@ -121,21 +121,21 @@ MUTANTS: Final = (
     ),
     Mutant(
         "scales of groups are not arranged",
-        "moereg/backends/_triton/packing.py",
+        "moereg/backends/_triton/packed.py",
         old="scale = arrange(matrix.scale)\n",
         new="scale = matrix.scale\n",
         tests=("tests/backends/test_triton_packed.py::test_slices_give_the_layer[int4_w4a16_g32_zp-1]",),
     ),
     Mutant(
         "zero points are not arranged",
-        "moereg/backends/_triton/packing.py",
+        "moereg/backends/_triton/packed.py",
         old="_pack_bytes(arrange(zero_point), num_groups, group)",
         new="_pack_bytes(zero_point, num_groups, group)",
         tests=("tests/backends/test_triton_packed.py::test_slices_give_the_layer[int4_w4a16_g32_zp-1]",),
     ),
     Mutant(
         "scales of groups of zeros count",
-        "moereg/backends/_triton/packing.py",
+        "moereg/backends/_triton/packed.py",
         old="largest = exponent.where(counts, 0).amax(1, keepdim=True)",
         new="largest = exponent.amax(1, keepdim=True)",
         tests=("tests/backends/test_triton_packed.py::test_scales_of_groups_of_zeros_do_not_count",),
@@ -156,7 +156,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "products of weights of 8 bits share a launch",
-        "moereg/kernels/gemm/packed_rules.py",
+        "moereg/kernels/gemm/rules.py",
         old=" and packed_bits <= 4",
         new="",
         tests=(f"{_ONE_LAUNCH}test_which_calls_share_a_launch[int8_w8a16-qwen3-30b-a3b-16-Flagged-128]",),

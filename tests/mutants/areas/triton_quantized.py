@@ -55,21 +55,21 @@ MUTANTS: Final = (
     ),
     Mutant(
         "up is scaled as the gate is",
-        "moereg/kernels/quantized/gate_up.py",
+        "moereg/kernels/quantized/products.py",
         old="weights.global_scale, expert * HALVES + 1)",
         new="weights.global_scale, expert * HALVES)",
         tests=("tests/backends/test_triton_nvfp4.py::test_global_scales_of_weights_become_one_a_half[True]",),
     ),
     Mutant(
         "up has the scales of the gate's rows",
-        "moereg/kernels/quantized/gate_up.py",
+        "moereg/kernels/quantized/products.py",
         old="own_scales, num_columns + first, num_columns + columns, group_rows",
         new="own_scales, first, columns, group_rows",
         tests=("tests/backends/test_triton_quantized.py::test_gate_up_gemm[fp8_block128-130-silu]",),
     ),
     Mutant(
         "a static scale is the first expert's",
-        "moereg/kernels/quantized/gate_up.py",
+        "moereg/kernels/quantized/products.py",
         old="scale = tl.load(static_scale + expert * stride_static) + tl.zeros",
         new="scale = tl.load(static_scale) + tl.zeros",
         tests=(
@@ -81,7 +81,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the intermediate is not rounded before it is quantized",
-        "moereg/kernels/quantized/gate_up.py",
+        "moereg/kernels/quantized/products.py",
         old="y = y.to(ROUNDED).to(tl.float32)",
         new="y = y",
         tests=(
@@ -93,7 +93,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "columns of padding are not zero",
-        "moereg/kernels/quantized/gate_up.py",
+        "moereg/kernels/quantized/products.py",
         old="y = tl.where((out_columns < num_columns)[None, :], y, 0.0)",
         new="y = y",
         tests=("tests/backends/test_triton_quantized.py::test_gate_up_gemm[fp8_block128-130-silu]",),
@@ -108,8 +108,8 @@ MUTANTS: Final = (
     Mutant(
         "sorted rows keep the first group's scales",
         "moereg/kernels/quantized/rows_sorted.py",
-        old="groups = first // GROUP + tl.arange",
-        new="groups = tl.arange",
+        old="groups = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :].to",
+        new="groups = tl.arange(0, BLOCK // GROUP)[None, :].to",
         tests=(
             (
                 "tests/kernels/test_triton_quantize_sorted.py::"
