@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from benches import pictures
 from benches.board import page, rows
 
 HEAD = {
@@ -77,11 +76,6 @@ def test_losses_come_worst_first_and_a_tie_is_none(stored: Any) -> None:
     assert line == "| big | unquantized | uniform | own | 1 won, 1 tied, 3 lost | 0.87 | 0.60 | other, own |"
 
 
-def test_a_board_without_losses_says_so(stored: Any) -> None:
-    stored(row(1, result("own", 100.0), result("other", 150.0)))
-    assert lines("losses") == ["1 rows: 1 won, 0 tied, 0 lost."]
-
-
 def test_rows_have_the_default_first_and_the_fastest_in_bold(stored: Any) -> None:
     slow_class = result("other", 300.0, experts="SlowExperts")
     stored(
@@ -97,17 +91,6 @@ def test_rows_have_the_default_first_and_the_fastest_in_bold(stored: Any) -> Non
     ]
     assert where.startswith("Measured on a GPU with torch 2.13 at commit 0123456789ab, 2026-11-22, in 12 s.")
     assert where.endswith("Ceilings in the same process: bfloat16 678 TFLOP/s, read 4.37 TB/s.")
-
-
-def test_a_second_class_has_a_column(stored: Any) -> None:
-    stored(row(1, result("own", 100.0), result("own", 90.0, experts="OtherExperts")))
-    assert lines("rows")[1:4:2] == [
-        "| routing | T | own | own (Other) | lead |",
-        "| uniform | 1 | 100.0 (50%) | **90.0 (50%)** | - |",
-    ]
-    assert lines("losses")[3:] == [
-        "| big | unquantized | uniform | 1 | own | 100.0 (50%) | own (Other) | 90.0 (50%) | 10.0% |"
-    ]
 
 
 def test_a_slower_class_of_the_default_is_no_rival(stored: Any) -> None:
@@ -209,14 +192,6 @@ def test_a_backend_whose_kernels_were_not_built_is_named_with_the_figure(stored:
     assert "other_shape" not in found
 
 
-def test_a_median_over_unlike_calls_says_so(stored: Any) -> None:
-    spread = {"p10_us": 12.0, "p90_us": 52.0}
-    stored(row(1, {**result("own", 40.0), **spread}, result("other", 30.0)))
-    assert lines("losses")[-1] == (
-        "Medians over unlike calls, whose ratio says little: big uniform T 1 (12.0 to 52.0 us from p10 to p90)."
-    )
-
-
 def test_first_calls_of_a_file_that_compiled_ours_ahead_are_not_compared(stored: Any) -> None:
     """Files of before do not say that `triton` was compiled ahead, which it was."""
     one = row(1, result("triton", 100.0), result("other", 200.0), default="triton")
@@ -227,11 +202,3 @@ def test_first_calls_of_a_file_that_compiled_ours_ahead_are_not_compared(stored:
     slow = {**result("triton", 100.0), "first_ms": 900.0}
     stored(row(16, slow, result("other", 200.0), default="triton"), name="board_h200_first_use.json", compiled_ahead=[])
     assert lines("first_use")[2:] == ["| other | 3 | 12 | 12 |", "| triton | 3 | 900 | 900 |"]
-
-
-def test_the_picture_names_who_is_fastest(stored: Any, tmp_path: pathlib.Path) -> None:
-    stored(row(1, result("own", 100.0), result("other", 50.0)), row(16, result("own", 100.0)), row(64))
-    pictures.draw_board(rows.rows_of("h200"), tmp_path / "board.svg")
-    text = (tmp_path / "board.svg").read_text()
-    for words in ("other 0.50", ">own<", ">none<", "T 64", "big unquantized uniform"):
-        assert words in text, words
