@@ -187,11 +187,7 @@ BROKEN: dict[str, tuple[str, Change, tuple[str, ...]]] = {
         with_tensor(f"{DOWN_1}.g_idx", (torch.arange(96) % 3).int()),
         (f"{DOWN_1}.g_idx of '{{path}}'", "32 neighboring columns, got column 1 in group 1", "desc_act false"),
     ),
-    "gptq_missing_order": (
-        "gptq_channel",
-        with_tensor(f"{DOWN_1}.g_idx", None),
-        (f"'{DOWN_1}.g_idx' is missing",),
-    ),
+    "gptq_missing_order": ("gptq_channel", with_tensor(f"{DOWN_1}.g_idx", None), (f"'{DOWN_1}.g_idx' is missing",)),
     "gptq_8_bits": (
         "gptq",
         with_settings(bits=8),

@@ -89,12 +89,7 @@ def experts_that_move(rank: int, size: int) -> dict[str, Any]:
     before, after = (ring(16, size, shift, extra) for shift in (0, 3))
     own = experts_of(weights, before.experts_of_rank[rank])
     kernel = make_kernel(
-        problem,
-        own,
-        group=dist.group.WORLD,
-        prepare_finalize="all_gather",
-        expert_placement=before,
-        own_weights=True,
+        problem, own, group=dist.group.WORLD, prepare_finalize="all_gather", expert_placement=before, own_weights=True
     )
     one = make_kernel(dataclasses.replace(problem, graph_capture=False), weights)
     inputs = inputs_of(problem, rank, MOST_TOKENS)

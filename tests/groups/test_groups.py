@@ -31,13 +31,7 @@ EQUAL: Final = (
     "maps_of_ranks",
 )
 """Cases in fp32 with numbers whose sums are exact in any order."""
-NEAR: Final = (
-    "all_to_all_fp8",
-    "all_gather_fp8",
-    "all_to_all_sums_fp8",
-    "low_latency_fp8",
-    "codes_as_they_come_fp8",
-)
+NEAR: Final = ("all_to_all_fp8", "all_gather_fp8", "all_to_all_sums_fp8", "low_latency_fp8", "codes_as_they_come_fp8")
 """Cases with tokens in 8 bits: sums of products depend on how many rows are multiplied together, by a rounding."""
 REFUSED: Final = {
     "other_problems": "RanksDifferError: all ranks must run the same layer, got top_k 2 on rank 0, 3 on rank 1; make",

@@ -10,10 +10,7 @@ import torch
 
 from tests.groups.ranks import results_of, value_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a GPU with NCCL"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a GPU with NCCL")]
 
 CASES: Final = (
     "all_to_all",

@@ -356,12 +356,7 @@ def test_layers_elsewhere_than_on_a_cpu_are_run_exactly(dtype: str, monkeypatch:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_cell_of_a_gpu_at_high_precision(dtype: str, activation_format: str) -> None:
     problem = MoEProblem(
-        num_experts=4,
-        hidden_size=256,
-        intermediate_size=128,
-        top_k=2,
-        dtype=dtype,
-        activation_format=activation_format,
+        num_experts=4, hidden_size=256, intermediate_size=128, top_k=2, dtype=dtype, activation_format=activation_format
     )
     device = torch.device("cuda")
     weights, inputs = make_weights(problem, device), make_inputs(problem, 33, "uniform", device)

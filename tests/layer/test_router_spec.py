@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    Llama4Config,
-)
+from transformers import Llama4Config
 
 from moereg.errors import CheckpointError, UnknownModelError, UnknownNameError
-from moereg.routing import (
-    RouterSpec,
-)
+from moereg.routing import RouterSpec
 from moereg.routing.configs import ROUTED_MODEL_TYPES
 
 
@@ -140,11 +136,7 @@ def test_only_llama4_weights_the_input() -> None:
             r"scoring_func .* in \['sigmoid'\], got 'sqrtsoftplus'",
         ),
         ({"model_type": "deepseek_v3", "topk_method": "greedy"}, CheckpointError, r"topk_method .* in \['noaux_tc'\]"),
-        (
-            {"model_type": "deepseek_v2", "norm_topk_prob": True},
-            CheckpointError,
-            r"norm_topk_prob .* in .*, got True",
-        ),
+        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, CheckpointError, r"norm_topk_prob .* in .*, got True"),
         ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, CheckpointError, r"topk_method .* in \['greedy'"),
     ],
 )

@@ -267,12 +267,7 @@ CASES = [
         "gpt-oss",
     ),
     ("FlashInferTrtLlmFloat4Experts", "trtllm_fp4_block_scale_routed_moe", {"quant": "mxfp4_mxfp8"}, "mxfp4_mxfp8"),
-    (
-        "FlashInferTrtLlmInteger4Experts",
-        "trtllm_mxint4_block_scale_routed_moe",
-        {"quant": "int4_w4a16_g32"},
-        "mxint4",
-    ),
+    ("FlashInferTrtLlmInteger4Experts", "trtllm_mxint4_block_scale_routed_moe", {"quant": "int4_w4a16_g32"}, "mxint4"),
 ]
 
 

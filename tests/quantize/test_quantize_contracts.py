@@ -134,11 +134,7 @@ def test_torchao_nibble_order_and_e2m1() -> None:
 
 @pytest.mark.parametrize(
     ("name", "block"),
-    [
-        ("fp8_tensor_dynamic", (ROWS, COLUMNS)),
-        ("fp8_channel_token", (1, COLUMNS)),
-        ("fp8_block128", (128, 128)),
-    ],
+    [("fp8_tensor_dynamic", (ROWS, COLUMNS)), ("fp8_channel_token", (1, COLUMNS)), ("fp8_block128", (128, 128))],
 )
 def test_torchao_fp8_weights(name: str, block: tuple[int, int]) -> None:
     codes, scale, _ = ours(name, matrix())
@@ -149,11 +145,7 @@ def test_torchao_fp8_weights(name: str, block: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "block"),
-    [
-        ("fp8_tensor_dynamic", (ROWS, COLUMNS)),
-        ("fp8_channel_token", (1, COLUMNS)),
-        ("fp8_block128", (1, 128)),
-    ],
+    [("fp8_tensor_dynamic", (ROWS, COLUMNS)), ("fp8_channel_token", (1, COLUMNS)), ("fp8_block128", (1, 128))],
 )
 def test_torchao_fp8_activations(name: str, block: tuple[int, int]) -> None:
     found = quantize_activations(matrix(), name)

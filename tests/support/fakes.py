@@ -54,12 +54,7 @@ class FakeExperts(Experts):
         # reference_experts reads contiguous ids; a map is handed on as it is.
         out.copy_(
             reference_experts(
-                self.problem,
-                canonical,
-                inputs.hidden_states,
-                inputs.topk_weights,
-                inputs.topk_ids,
-                inputs.expert_map,
+                self.problem, canonical, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, inputs.expert_map
             )
         )
 

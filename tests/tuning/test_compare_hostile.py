@@ -359,10 +359,7 @@ def test_run_names_what_a_backend_wrote(
 
 @pytest.mark.parametrize("first", [1, 4])
 def test_run_names_who_ran_where_the_device_failed(
-    isolated_registry: BackendRegistry,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    first: int,
+    isolated_registry: BackendRegistry, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     lost: list[bool] = []
     _patch_device(monkeypatch, lambda: lost)

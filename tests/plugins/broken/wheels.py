@@ -303,15 +303,5 @@ CLAIMS: Final = (
     _platform("claim_two", "", "return Platform('cuda', 'sm100')"),
 )
 
-SIDE_BY_SIDE: Final = (
-    GOOD_ONE,
-    *AT_IMPORT,
-    *ODD,
-    *PREDICATES,
-    *AT_RUN,
-    *LIARS,
-    *KIT_ONLY,
-    *CRASHES,
-    *PROVIDERS,
-)
+SIDE_BY_SIDE: Final = (GOOD_ONE, *AT_IMPORT, *ODD, *PREDICATES, *AT_RUN, *LIARS, *KIT_ONLY, *CRASHES, *PROVIDERS)
 """All that one folder holds; two claims are another's."""
