@@ -81,14 +81,7 @@ def test_who_crashed_in_two_layers_is_out_of_all(tmp_path: pathlib.Path) -> None
 
 
 class RaisingExperts(FakeExperts):
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         raise RuntimeError("no kernel image")
 
 

@@ -78,12 +78,7 @@ def test_expert_map_is_updated_in_place(form: str) -> None:
             {"expert_map": torch.zeros(8, dtype=torch.int32, device="meta")},
             "expert_map must be on the weights' device cpu, got meta; move it",
         ),
-        (
-            {},
-            {"prepare_finalize": BatchedPrepareFinalize()},
-            "prepare_finalize 'batched' makes the batched format but the problem says standard; choose it first and "
-            "put its format in the problem",
-        ),
+        ({}, {"prepare_finalize": BatchedPrepareFinalize()}, "prepare_finalize 'batched' makes the batched format but"),
     ],
 )
 def test_placement_is_checked(problem: dict[str, Any], arguments: dict[str, Any], text: str) -> None:
