@@ -130,9 +130,8 @@ def codes_as_they_come(rank: int, size: int, way: str, num_tokens: int) -> dict[
 
 codes_all_to_all = functools.partial(codes_as_they_come, way="all_to_all", num_tokens=16)
 codes_all_gather = functools.partial(codes_as_they_come, way="all_gather", num_tokens=4)
-codes_in_hopper_tiles = functools.partial(
-    codes_as_they_come, way="all_gather", num_tokens=512
-)  # Enough rows an expert for the warp-specialized programs.
+# Enough rows an expert for the warp-specialized programs.
+codes_in_hopper_tiles = functools.partial(codes_as_they_come, way="all_gather", num_tokens=512)
 
 
 def kernels_move_as_torch(rank: int, size: int) -> dict[str, Any]:

@@ -29,8 +29,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ForeignCall", "all_calls", "parameters_of", "resolve", "stand_in", "unbound"]
-
 
 @dataclasses.dataclass(frozen=True)
 class ForeignCall:

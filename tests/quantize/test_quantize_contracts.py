@@ -35,15 +35,12 @@ from moereg.quantize import (
 )
 from moereg.quantize.formats import element_of
 from moereg.weights import ExpertWeights
+from tests.quantize.quantized_values import bits
 
 ROWS, COLUMNS = 128, 256
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def matrix(seed: int = 0) -> torch.Tensor:
