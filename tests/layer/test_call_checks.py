@@ -34,25 +34,16 @@ def refuse(kernel: MoEKernel, inputs: Inputs, text: str, **changes: Any) -> None
         ("hidden_states", torch.zeros(()), "hidden_states must have shape [0, 16], got []"),
         ("hidden_states", torch.zeros(4, 16).half(), "hidden_states must be float32, got float16; convert it"),
         ("hidden_states", torch.zeros(16, 4).T, "hidden_states must be contiguous, got strides [1, 4]; call .contiguo"),
-        (
-            "hidden_states",
-            torch.zeros(4, 16, device="meta"),
-            "hidden_states must be on the weights' device cpu, got meta; move it",
-        ),
+        ("hidden_states", torch.zeros(4, 16, device="meta"),
+            "hidden_states must be on the weights' device cpu, got meta; move it"),
         ("topk_weights", torch.zeros(4, 3), "topk_weights must have shape [4, 2], got [4, 3]"),
         ("topk_weights", torch.zeros(4, 2).bfloat16(), "topk_weights must be float32, got bfloat16; convert it"),
-        (
-            "topk_weights",
-            torch.zeros(4, 2, device="meta"),
-            "topk_weights must be on the weights' device cpu, got meta; move it",
-        ),
+        ("topk_weights", torch.zeros(4, 2, device="meta"),
+            "topk_weights must be on the weights' device cpu, got meta; move it"),
         ("topk_ids", torch.zeros(3, 2).int(), "topk_ids must have shape [4, 2], got [3, 2]"),
         ("topk_ids", torch.zeros(4, 2).short(), "topk_ids must be int32 or int64, got int16; convert it"),
-        (
-            "topk_ids",
-            torch.zeros(4, 2, dtype=torch.int32, device="meta"),
-            "topk_ids must be on the weights' device cpu, got meta; move it",
-        ),
+        ("topk_ids", torch.zeros(4, 2, dtype=torch.int32, device="meta"),
+            "topk_ids must be on the weights' device cpu, got meta; move it"),
         (
             "topk_weights",
             torch.tensor([[1, 1], [1, 1], [1, float("nan")], [1, 1]]),
@@ -72,7 +63,7 @@ def refuse(kernel: MoEKernel, inputs: Inputs, text: str, **changes: Any) -> None
             "this is checked with MOEREG_DEBUG=1 only)",
         ),
     ],
-)
+)  # fmt: skip
 def test_bad_inputs(field: str, value: Any, text: str) -> None:
     refuse(kernel_of(problem_of()), dataclasses.replace(INPUTS, **{field: value}), text)
 

@@ -52,21 +52,15 @@ def test_only_llama4_weights_the_input() -> None:
     [
         ({"model_type": "qwen3_mo"}, UnknownModelError, r"^unknown model type 'qwen3_mo'; do not put another type's n"),
         ({}, UnknownModelError, r"unknown model type None"),
-        (
-            {"model_type": "mixtral", "num_local_experts": 8},
-            CheckpointError,
-            r"num_experts_per_tok of model type 'mixtral' must be a whole number of at least 1, got none; take",
-        ),
-        (
-            {"model_type": "deepseek_v3", "scoring_func": "sqrtsoftplus"},
-            CheckpointError,
-            r"scoring_func .* in \['sigmoid'\], got 'sqrtsoftplus'",
-        ),
+        ({"model_type": "mixtral", "num_local_experts": 8}, CheckpointError,
+            r"num_experts_per_tok of model type 'mixtral' must be a whole number of at least 1, got none; take"),
+        ({"model_type": "deepseek_v3", "scoring_func": "sqrtsoftplus"}, CheckpointError,
+            r"scoring_func .* in \['sigmoid'\], got 'sqrtsoftplus'"),
         ({"model_type": "deepseek_v3", "topk_method": "greedy"}, CheckpointError, r"topk_method .* in \['noaux_tc'\]"),
         ({"model_type": "deepseek_v2", "norm_topk_prob": True}, CheckpointError, r"norm_topk_prob .* in .*, got True"),
         ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, CheckpointError, r"topk_method .* in \['greedy'"),
     ],
-)
+)  # fmt: skip
 def test_config_that_cannot_be_read(config: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         RouterSpec.from_config(config)
@@ -133,18 +127,12 @@ def test_settings_that_say_what_the_model_does_anyway_are_accepted() -> None:
         ({"kind": "softmax_topk", "has_correction_bias": True}, ValueError, r"takes no correction bias"),
         ({"kind": "softmax_topk", "top_k": 9}, ValueError, r"top_k=9 with 8 experts"),
         ({"kind": "grouped_softmax_topk", "num_groups": 3}, ValueError, r"8 experts in 3 groups"),
-        (
-            {"kind": "grouped_sigmoid_topk", "num_groups": 8, "topk_groups": 4},
-            ValueError,
-            r"score is the sum of its two best experts, got 8 experts in 8 groups",
-        ),
-        (
-            {"kind": "grouped_softmax_topk", "num_groups": 4, "topk_groups": 2, "scored_experts": 3},
-            ValueError,
-            r"score is the sum of its 3 best experts, got 8 experts in 4 groups",
-        ),
+        ({"kind": "grouped_sigmoid_topk", "num_groups": 8, "topk_groups": 4}, ValueError,
+            r"score is the sum of its two best experts, got 8 experts in 8 groups"),
+        ({"kind": "grouped_softmax_topk", "num_groups": 4, "topk_groups": 2, "scored_experts": 3}, ValueError,
+            r"score is the sum of its 3 best experts, got 8 experts in 4 groups"),
     ],
-)
+)  # fmt: skip
 def test_spec_refuses_what_it_would_ignore(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         RouterSpec(**{"num_experts": 8, "top_k": 2, **options})

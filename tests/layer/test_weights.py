@@ -67,6 +67,7 @@ def ones(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.ones(shape).to(dtype)
 
 
+# fmt: off
 BAD_PLAIN: list[tuple[dict[str, Any], str]] = [
     ({"w13": None}, "w13 must be a tensor, got NoneType"),
     ({"w13_scale": 2.0}, "w13_scale must be a tensor or None, got float"),
@@ -84,10 +85,8 @@ BAD_PLAIN: list[tuple[dict[str, Any], str]] = [
         "are quantized",
     ),
     ({"w13_bias": zeros(E, 2 * I)}, "scheme unquantized needs w2_bias of shape [3, 64], got none"),
-    (
-        {"w13_bias": zeros(E, I), "w2_bias": zeros(E, H)},
-        "w13_bias must have shape [3, 80] in scheme unquantized, got [3, 40]",
-    ),
+    ({"w13_bias": zeros(E, I), "w2_bias": zeros(E, H)},
+        "w13_bias must have shape [3, 80] in scheme unquantized, got [3, 40]"),
     ({"w2_scale": zeros(E)}, "scheme unquantized has no tensor 'w2_scale'; pass quant=... if the weights are of anoth"),
     (
         {"w13": zeros(0, 2 * I, H), "w2": zeros(0, H, I)},
@@ -102,6 +101,7 @@ BAD_PLAIN: list[tuple[dict[str, Any], str]] = [
     ({"w2": torch.zeros(E, H, I).to_sparse()}, "w2 must be a dense tensor, got layout torch.sparse_coo; call .to_dens"),
     ({"w2": zeros(E, H, I, device="meta")}, "all expert weights must be on one device, got w2 on meta and w13 on cpu;"),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(("changes", "text"), BAD_PLAIN, ids=[text[:40] for _, text in BAD_PLAIN])
@@ -164,28 +164,16 @@ def test_bad_construction(changes: dict[str, Any], text: str) -> None:
             "hidden_size rows, got w13 [3, 80, 64] and w2 [3, 64, 20]; pack codes with moereg.quantize.pack_nibbles, "
             "and let the loader transpose and trim checkpoints",
         ),
-        (
-            "nvfp4",
-            {"w13_scale_2": zeros(E, 3, dtype=torch.float32)},
-            "w13_scale_2 must have shape [3] or [3, 2] in scheme nvfp4, got [3, 3]",
-        ),
-        (
-            "fp8_tensor_static",
-            {"a2_scale": None},
-            "scheme fp8_tensor_static needs a2_scale of shape [3] or [], got none",
-        ),
-        (
-            "fp8_tensor_dynamic",
-            {"a2_scale": torch.zeros(E)},
-            "scheme fp8_tensor_dynamic has no tensor 'a2_scale'; pass",
-        ),
-        (
-            "int4_w4a16_g32",
-            {"w2_zero_point": torch.zeros(E, H, 1)},
-            "scheme int4_w4a16_g32 has no tensor 'w2_zero_point'",
-        ),
+        ("nvfp4", {"w13_scale_2": zeros(E, 3, dtype=torch.float32)},
+            "w13_scale_2 must have shape [3] or [3, 2] in scheme nvfp4, got [3, 3]"),
+        ("fp8_tensor_static", {"a2_scale": None},
+            "scheme fp8_tensor_static needs a2_scale of shape [3] or [], got none"),
+        ("fp8_tensor_dynamic", {"a2_scale": torch.zeros(E)},
+            "scheme fp8_tensor_dynamic has no tensor 'a2_scale'; pass"),
+        ("int4_w4a16_g32", {"w2_zero_point": torch.zeros(E, H, 1)},
+            "scheme int4_w4a16_g32 has no tensor 'w2_zero_point'"),
     ],
-)
+)  # fmt: skip
 def test_bad_quantized_construction(scheme: str, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         of_scheme(scheme, **changes)
@@ -198,6 +186,7 @@ def spoiled(scheme: str, name: str, value: float, *place: int) -> dict[str, torc
 
 
 INF, NAN = math.inf, math.nan
+# fmt: off
 BAD_VALUES: list[tuple[str, dict[str, torch.Tensor], str]] = [
     *(
         (
@@ -236,6 +225,7 @@ BAD_VALUES: list[tuple[str, dict[str, torch.Tensor], str]] = [
         "groups with moereg.quantize.pack_nibbles",
     ),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(("scheme", "changes", "text"), BAD_VALUES)
@@ -289,6 +279,7 @@ def test_not_gated() -> None:
     weights.check_against(problem_of(activation="relu2"))
 
 
+# fmt: off
 MISMATCHES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"num_experts": 4}, "w13 must be [4, 80, 64] for E4 H64 I40 k2 bfloat16 unquantized silu, got [3, 80, 64]; c"),
     (
@@ -305,21 +296,16 @@ MISMATCHES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "correct the problem's sizes or pass the weights of this rank",
     ),
     ({}, {"quant": "nvfp4"}, "the weights are unquantized but the problem says nvfp4; make both name the checkpoint's"),
-    (
-        {},
-        {"quant": QuantScheme("unquantized", QuantFormat("int8", (1, 32)))},
-        "the weights are unquantized but the problem says unquantized (weights int8 in groups of 1 x 32, float32 ",
-    ),
+    ({}, {"quant": QuantScheme("unquantized", QuantFormat("int8", (1, 32)))},
+        "the weights are unquantized but the problem says unquantized (weights int8 in groups of 1 x 32, float32 "),
     ({}, {"dtype": "float16"}, "w13 must be float16 for this problem, got torch.bfloat16; convert one"),
     ({"w2": zeros(E, H, I, dtype=torch.float16)}, {}, "w2 must be bfloat16 for this problem, got torch.float16; conve"),
-    (
-        {"w13_bias": zeros(E, 2 * I), "w2_bias": zeros(E, H, dtype=torch.float16)},
-        {"has_bias": True},
-        "w2_bias must be bfloat16 or float32 for this problem, got torch.float16; convert one",
-    ),
+    ({"w13_bias": zeros(E, 2 * I), "w2_bias": zeros(E, H, dtype=torch.float16)}, {"has_bias": True},
+        "w2_bias must be bfloat16 or float32 for this problem, got torch.float16; convert one"),
     ({}, {"has_bias": True}, "the problem says has_bias=True, got weights without biases"),
     ({"w13_bias": zeros(E, 2 * I), "w2_bias": zeros(E, H)}, {}, "the problem says has_bias=False, got weights with bi"),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(("weights", "problem", "text"), MISMATCHES, ids=[text[:40] for *_, text in MISMATCHES])

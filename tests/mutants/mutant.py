@@ -49,8 +49,8 @@ def read_table(table: Path) -> tuple[Mutant, ...]:
     """The mutants of a file, which are written as hunks of a diff.
 
     `[file] tests` heads a block. A row of it is `name @ test`, with more tests behind it where they are needed; `::`
-    begins one in the block's file of tests. The lines of `old` follow with `-`, those of `new` with `+`, and a space
-    begins those of both. `#` begins a comment.
+    begins one in the block's file of tests. `~ old ~> new` follows, or, where that is longer than a line, those of `old`
+    with `-`, those of `new` with `+` and those of both with a space. `#` begins a comment.
     """
     file = home = ""
     rows: list[tuple[str, str, tuple[str, ...], list[str]]] = []
@@ -59,6 +59,9 @@ def read_table(table: Path) -> tuple[Mutant, ...]:
             file, home = line[1:].split("] ")
         elif line.startswith(("-", "+", " ")):
             rows[-1][-1].append(line)
+        elif line.startswith("~ "):
+            old, new = line[2:].split(" ~> ")
+            rows[-1][-1].extend((f"- {old}", f"+ {new}"))
         elif not line.startswith("#"):
             name, *tests = line.split(" @ ")
             rows.append((name, file, tuple(home + test if test.startswith("::") else test for test in tests), []))
